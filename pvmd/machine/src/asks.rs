@@ -1,4 +1,9 @@
-//! Questions between daemons: who asked, who has to answer, and what a lost host means for an open question.
+//! Requests between daemons, and their replies.
+//!
+//! The daemon that sends a request remembers who needs the reply ([`Asker`]) and what was asked.
+//! The receiver either serves the request or names the host to which the task in question has
+//! migrated; then the request follows the task. If the receiver is lost, the caller gets the result
+//! that fits a lost host.
 
 use super::checkpoints::Counted;
 use super::spawn::ExecBack;
@@ -11,42 +16,42 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// How often a question follows a task that keeps moving.
+/// Largest number of times that a request follows a migrating task.
 const HOPS_MAX: u32 = 8;
 
-/// For whom a question was asked.
+/// The purpose of a request: determines what happens with its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Asker {
-    /// The answer is the reply to a task's request.
+    /// The reply answers a request of a task.
     Task { tid: Tid, id: RequestId },
-    /// One part of a list of tasks.
+    /// One part of a task list.
     Gather(u64),
     /// One part of a spawn.
     Spawn { spawn: u64, part: u64 },
-    /// A notification about a task.
+    /// A notification about the exit of a task.
     Watch { watcher: Tid },
-    /// Whether a member of a group is alive.
+    /// Checks whether a group member is alive.
     Member { tid: Tid },
-    /// One part of a count of the tasks that a checkpoint or a restart is about.
+    /// One part of an inventory of tasks and contexts, for a checkpoint or a restart.
     Count { count: u64, host: HostId },
-    /// Whether a host takes a copy of a set.
+    /// Checks whether a host stores a copy of a checkpoint.
     Copy { migration: MigrationId },
-    /// Nobody: what was asked for shows by itself.
+    /// No reply is needed.
     Nobody,
-    /// What the task of a survey is.
+    /// Properties of the task of a placement query.
     Facts(u64),
-    /// What a host of a survey has against the task.
+    /// A host's verdict in a placement query.
     Verdict { survey: u64, host: HostId },
 }
 
 impl Asker {
-    /// True when the answer counts as long as the host is in the table: a session that breaks is no answer.
+    /// True if the request survives a broken session: it stays open while the host is in the table.
     fn is_patient(self) -> bool {
         matches!(self, Asker::Watch { .. } | Asker::Member { .. })
     }
 }
 
-/// Where an answer goes.
+/// Return address of a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Back {
     pub(super) host: HostId,
@@ -61,7 +66,7 @@ struct Pending {
     hops: u32,
 }
 
-/// Questions without an answer so far.
+/// Requests without a reply.
 #[derive(Debug, Default)]
 pub(super) struct Asks {
     open: BTreeMap<RequestId, Pending>,
@@ -69,7 +74,7 @@ pub(super) struct Asks {
 }
 
 impl Asks {
-    /// What is open, for the log.
+    /// Returns one line per open request, for the log.
     pub(super) fn lines(&self) -> Vec<String> {
         self.open
             .iter()
@@ -79,12 +84,12 @@ impl Asks {
 }
 
 impl Machine {
-    /// Asks a host, which may be this one.
+    /// Sends a request to a host, which may be this one.
     pub(super) fn ask(&mut self, host: HostId, question: Question, asker: Asker) {
         self.ask_on(host, question, asker, 0);
     }
 
-    /// Asks the host where this task runs.
+    /// Sends a request to the host on which this task runs.
     pub(super) fn ask_about(&mut self, tid: Tid, question: Question, asker: Asker) {
         match self.location(tid) {
             Some(host) => self.ask(host, question, asker),
@@ -114,7 +119,7 @@ impl Machine {
         }
     }
 
-    /// Sends an answer to where it was asked.
+    /// Sends a reply to the daemon that sent the request.
     pub(super) fn answer(&mut self, back: Back, answer: Answer) {
         if back.host == self.config.host {
             self.answered(back.host, back.id, answer);
@@ -129,7 +134,7 @@ impl Machine {
         }
     }
 
-    /// Somebody wants to know something of this host.
+    /// Serves a request of a daemon.
     pub(super) fn question(&mut self, back: Back, question: Question) {
         if let Some(tid) = task_of(&question)
             && let Some(host) = self.elsewhere(tid)
@@ -192,7 +197,8 @@ impl Machine {
         self.answer(back, Answer::Reply(reply));
     }
 
-    /// The host where a task is that is not here; `None` when it is here, or would have to be.
+    /// Returns the host of a task that is on another host. `None` if the task is here, or should
+    /// be.
     fn elsewhere(&self, tid: Tid) -> Option<HostId> {
         if self.is_alive(tid) {
             return None;
@@ -200,7 +206,8 @@ impl Machine {
         self.location(tid).filter(|host| *host != self.config.host)
     }
 
-    /// True for a task that is here and has not ended; one that has left lives until its process ends.
+    /// True if the task is on this host and has not ended. A task that has left the virtual machine
+    /// counts until its process exits.
     pub(super) fn is_alive(&self, tid: Tid) -> bool {
         self.tasks.get(tid).is_some() || self.moves.arrivals.get(&tid).is_some_and(|a| a.located)
     }
@@ -223,7 +230,7 @@ impl Machine {
         }
     }
 
-    /// An answer came.
+    /// Finds the request of a reply and continues the work of its caller.
     pub(super) fn answered(&mut self, from: HostId, id: RequestId, answer: Answer) {
         let Some(pending) = self.asks.open.remove(&id) else {
             return;
@@ -279,7 +286,7 @@ impl Machine {
         }
     }
 
-    /// Nobody is there to answer.
+    /// Completes a request that no host can answer.
     fn unanswered(&mut self, question: Question, asker: Asker) {
         match asker {
             Asker::Task { tid, id } => {
@@ -313,8 +320,9 @@ impl Machine {
         }
     }
 
-    /// What was asked of a host that is lost will not be answered. As long as the host is in the table, nobody is told
-    /// that a task there is gone: that comes with the change of the table, behind the loss of the host.
+    /// Completes the requests to a lost host. While the host is in the table, requests that survive
+    /// a broken session stay open: tasks of that host are reported as gone when the table changes,
+    /// after the loss of the host itself.
     pub(super) fn fail_asks(&mut self, host: HostId) {
         let in_table = self.table.get(host).is_some();
         let lost = |p: &Pending| p.host == host && !(in_table && p.asker.is_patient());
@@ -332,7 +340,7 @@ impl Machine {
         }
     }
 
-    /// A session stands (again): what was asked before and still counts is asked again.
+    /// Resends requests after a session was established, if they survive a broken session.
     pub(super) fn ask_again(&mut self, host: HostId) {
         let open: Vec<(RequestId, Question)> = self
             .asks
@@ -347,7 +355,7 @@ impl Machine {
     }
 }
 
-/// The task that a question is about, when the question has to reach its host.
+/// Returns the task that a request is about, if the request must reach that task's host.
 fn task_of(question: &Question) -> Option<Tid> {
     match question {
         Question::Tasks { only: Some(tid) }

@@ -1,11 +1,15 @@
-//! Checkpoints of jobs and what becomes of them: the glue between the protocol, this daemon's tasks, and the store, which
-//! the master keeps.
+//! Checkpoints of jobs and restarts from them: the glue between the protocol, this daemon's tasks,
+//! and the master's store.
 //!
-//! A job is a task and everything that it and its descendants have spawned. The master finds them by asking all hosts, so it
-//! needs no resource manager for it. What was a member once stays one, also when its parent has ended.
-//!
-//! A job that is checkpointed again and again goes back to its newest set when a host is lost that had tasks of it: those
-//! that are left are killed before anybody is told of the loss, and when all are gone the set is started again.
+//! - A job is a task and everything that it and its descendants have spawned. The master finds the
+//!   tasks by an inventory of all hosts, so it needs no resource manager. A member stays a member
+//!   when its parent has ended.
+//! - A checkpoint is taken on request, or repeatedly by a schedule. All tasks of the job are dumped
+//!   at a consistent cut (a *snapshot*). Each task is one part of it. The store seals the
+//!   checkpoint when it has all parts.
+//! - If a host is lost, each job that has a schedule and had tasks there rolls back: its remaining
+//!   tasks are killed before any task is notified of the loss. When none is left, the job is
+//!   restarted from its newest checkpoint.
 
 mod back;
 mod copies;
@@ -35,53 +39,57 @@ use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Jobs that are remembered for their checkpoints. Those with which nothing is to be done go first; then one more is refused.
+/// Largest number of jobs with checkpoints. If it is reached, an idle job is forgotten; if there is
+/// none, the request is refused.
 const JOBS_MAX: usize = 1024;
-/// How often a checkpoint is begun again because the job was changing, and how often a job that goes back is started soon after it
-/// could not be.
+/// Largest number of attempts at a checkpoint of a job that is changing, and of attempts at short
+/// intervals to restart a job after a rollback.
 const TRIES_MAX: u32 = 10;
-/// Pause before that.
+/// Interval between attempts at a checkpoint.
 const TRY_PAUSE: Micros = Micros::from_millis(200);
-/// Pause before that, when a program is still writing what it was asked for before. All tries together take as long as it may.
+/// The same while a program is still writing a checkpoint that was requested before. All attempts
+/// together take as long as a program has for that by default.
 const WRITING_PAUSE: Micros = Micros::from_secs(6);
-/// Pause before a job that goes back is started once more. After [`TRIES_MAX`] times it doubles with each, up to the other one: nobody
-/// may be there who would start it by hand, and the host that it lacks may come back days later.
+/// Interval between attempts to restart a job after a rollback. After [`TRIES_MAX`] attempts it
+/// doubles each time, up to the maximum: there may be no user who restarts the job, and the missing
+/// host may come back days later.
 const RESTART_PAUSE: Micros = Micros::from_secs(2);
 const RESTART_PAUSE_MAX: Micros = Micros::from_secs(600);
-/// Tasks of which it is remembered on which timeline they began again.
+/// Largest number of restarted tasks whose incarnations are remembered.
 const LINES_MAX: usize = 1 << 20;
-/// After a host is lost its tasks are dead: its daemon ended by its own, shorter lease, and its tasker with it. This is the
-/// margin for killing.
+/// Margin for killing the tasks of a lost host. Its daemon has already exited after its own,
+/// shorter lease, and the tasker with it.
 const FENCE_TIME: Micros = Micros::from_secs(2);
-/// How often it is looked whether the last tasks of a job that goes back are gone.
+/// Interval between checks whether the last tasks of a job are gone.
 const GONE_PAUSE: Micros = Micros::from_millis(20);
-/// Looks at most.
+/// Largest number of such checks.
 const GONE_LOOKS_MAX: u32 = 1000;
-/// Shortest pause between the end of one checkpoint of a job and the beginning of the next.
+/// Shortest time between the end of a checkpoint of a job and the start of the next one.
 const PAUSE_MIN: Micros = Micros::from_millis(500);
-/// Signal that nobody survives.
 const SIGKILL: i32 = 9;
 
-/// What is under way for a job.
+/// What is in progress for a job.
 #[derive(Debug, Default, PartialEq)]
 enum Doing {
     #[default]
     Nothing,
-    /// Its tasks are being counted, for a checkpoint.
+    /// An inventory of its tasks is being taken, for a checkpoint.
     Counting,
-    /// This checkpoint.
+    /// A snapshot is being taken.
     Cutting(CutId),
-    /// What is left of it is being ended, to go back to its newest set, when this host is gone and not before this time; so
-    /// many looks so far.
+    /// The job rolls back to its newest checkpoint, and its remaining tasks are being killed. The
+    /// restart waits until the lost host is out of the table and `not_before` has passed. `looks`
+    /// counts the checks so far.
     Ending {
         lost: Option<HostId>,
         not_before: Micros,
         why: String,
         looks: u32,
     },
-    /// Its checkpoint is complete, and it is being ended; so many looks so far.
+    /// Its checkpoint is complete, and its tasks are being killed. `looks` counts the checks so
+    /// far.
     Leaving { report: SetReport, looks: u32 },
-    /// It is started again.
+    /// It is being restarted from a checkpoint.
     Restarting,
 }
 
@@ -89,65 +97,66 @@ enum Doing {
 #[derive(Debug, Default)]
 struct Job {
     doing: Doing,
-    /// When the next one is made by itself; none when they are made on demand only.
+    /// Schedule of its checkpoints; `None` if they are only taken on request.
     pace: Option<Pace>,
-    /// When the one that is under way was begun, with its first try.
+    /// Start of the first attempt at the current checkpoint.
     began: Micros,
     waiters: Vec<(Tid, RequestId)>,
-    /// It is to end when its checkpoint is complete.
+    /// The job must end when its checkpoint is complete.
     ends: bool,
-    /// The resource manager wants that, and has it go on when there is room.
+    /// The resource manager requested that, and will restart the job when there is room.
     parks: bool,
-    /// A host of it is being emptied, and its tasks leave when they have been written.
+    /// One of its hosts is being drained. Its tasks leave when they have been dumped.
     drains: bool,
-    /// That its checkpoints take too long for the wanted bound was said.
+    /// The event log contains that its checkpoints take too long for the requested bound.
     said_late: bool,
-    /// How long the last one took.
+    /// Duration of its last checkpoint.
     took: Micros,
-    /// It is not looked after before this.
+    /// Time of the next check. Earlier timers are ignored.
     due: Micros,
     tries: u32,
-    /// All that were ever seen to belong to it, and those of them that have ended.
+    /// All tasks that ever belonged to it, and those of them that have ended.
     members: BTreeSet<Tid>,
     ended: BTreeSet<Tid>,
-    /// Those that may have been lost with a host.
+    /// Tasks that may have died with their host.
     fallen: fallen::Fallen,
-    /// The newest set.
+    /// Name of its newest checkpoint.
     newest: Option<String>,
-    /// The set that it was started from.
+    /// Name of the checkpoint from which it was restarted.
     origin: Option<String>,
-    /// How its first task has come to its end.
+    /// How its first task has ended.
     end: ends::End,
     copied: copies::Copied,
 }
 
 impl Job {
-    /// Somebody wants a checkpoint of it now, and has not got it yet.
+    /// True if a requested checkpoint is not complete yet.
     fn is_wanted(&self) -> bool {
         self.ends || !self.waiters.is_empty()
     }
 
-    /// Nothing of it runs, and it could not be started again.
+    /// True if no task of it runs and it could not be restarted.
     fn is_stuck(&self) -> bool {
         matches!(self.doing, Doing::Ending { .. }) && self.tries > 0
     }
 }
 
-/// What a checkpoint that is under way holds beside its tasks, as it was while all stood still, and what became of it.
+/// Contents of a checkpoint in progress besides the tasks' images, as of the moment when all tasks
+/// were stopped.
 #[derive(Debug, Default)]
 struct Contents {
     groups: Vec<SavedGroup>,
     mailbox: Vec<SavedEntry>,
     contexts: Vec<(i32, Tid)>,
-    /// Tasks of the set that is being sealed.
+    /// Tasks of the checkpoint that is being sealed.
     members: Vec<Tid>,
     /// Those of them that have written their own checkpoints.
     own: Vec<Tid>,
-    /// Its name and size.
+    /// Name and size in bytes, after sealing.
     sealed: Option<(String, u64)>,
 }
 
-/// What hosts have named: tasks, and contexts with their owners.
+/// Tasks, and contexts with their owners, that hosts have reported.
 #[derive(Debug, Default)]
 pub(super) struct Counted {
     tasks: Vec<TaskInfo>,
@@ -155,24 +164,23 @@ pub(super) struct Counted {
 }
 
 impl Counted {
-    /// What one host has named.
     pub(super) fn new(tasks: Vec<TaskInfo>, contexts: Vec<(i32, Tid)>) -> Counted {
         Counted { tasks, contexts }
     }
 }
 
-/// Why tasks are counted.
+/// Purpose of an inventory of all hosts.
 #[derive(Clone, Debug, PartialEq)]
 enum Purpose {
-    /// A checkpoint of this job is to begin.
+    /// Begin a checkpoint of this job.
     Begin(Tid),
-    /// All tasks of this one stand still.
+    /// All known tasks are stopped: find those that the job has spawned meanwhile.
     Verify(CutId),
-    /// The last tasks of this job are to be gone.
+    /// Check whether the last tasks of this job are gone.
     Gone(Tid),
-    /// None of the tasks that are to be started may be alive.
+    /// Check that none of the tasks to restart is alive.
     Restart(u64),
-    /// This job seems to be over.
+    /// Check whether this job has ended.
     Over(Tid),
 }
 
@@ -181,26 +189,26 @@ struct Count {
     purpose: Purpose,
     missing: usize,
     found: Counted,
-    /// A host that has not answered: what it has nobody knows.
+    /// A host that has not replied, so that its tasks are unknown.
     mute: Option<HostId>,
 }
 
-/// A set that is to be started again.
+/// A restart from a checkpoint that was requested or is in progress.
 #[derive(Debug)]
 struct Wanted {
     set: String,
-    /// The job that goes back; none when somebody asked for it, until the set says whose it is.
+    /// The job that rolls back. `None` if a task requested the restart.
     job: Option<Tid>,
     on: Vec<String>,
     waiter: Option<(Tid, RequestId)>,
     why: String,
     meta: Option<SetMeta>,
     begun: Option<RestartId>,
-    /// Contexts that belong to its tasks again.
+    /// Contexts that were assigned to the restarted tasks.
     held: Vec<(i32, Tid)>,
 }
 
-/// The master's part.
+/// The master's state of all checkpoints and restarts.
 #[derive(Debug, Default)]
 pub(super) struct Keeping {
     pub(super) cuts: Cuts,
@@ -210,23 +218,23 @@ pub(super) struct Keeping {
     last_count: u64,
     wanted: BTreeMap<u64, Wanted>,
     last_wanted: u64,
-    /// Parts that are being unpacked and sent.
+    /// Parts that are being unpacked and sent to their hosts.
     unpacked: BTreeSet<MigrationId>,
     contents: BTreeMap<CutId, Contents>,
-    /// The latest timeline, and that of each task that began again.
+    /// The latest incarnation, and that of each restarted task.
     line: u16,
     lines: BTreeMap<Tid, u16>,
-    /// When this virtual machine was founded, as time of day.
+    /// Creation time of this virtual machine, as time of day.
     founded: Micros,
-    /// Jobs all known tasks of which have ended.
+    /// Jobs whose known tasks have all ended.
     quiet: Vec<Tid>,
-    /// Tasks of the whole virtual machine that have ended a moment ago.
+    /// Tasks of the whole virtual machine that have ended recently.
     recent: last_words::Recent,
     copying: copies::Copying,
 }
 
 impl Keeping {
-    /// When [`super::Event::Wake`] is wanted, if at all.
+    /// Returns the time at which [`super::Event::Wake`] is needed, if at all.
     pub(super) fn next_wakeup(&self) -> Option<Micros> {
         self.cuts
             .next_wakeup()
@@ -235,14 +243,15 @@ impl Keeping {
             .min()
     }
 
-    /// This virtual machine exists since then.
+    /// Sets the creation time of the virtual machine, if it is not set.
     pub(super) fn found(&mut self, now: Micros) {
         if self.founded == Micros(0) {
             self.founded = now;
         }
     }
 
-    /// Forgets a job with which nothing is to be done, if there are too many.
+    /// Makes room for another job: forgets an idle one if there are too many. False if there is
+    /// none.
     fn has_room_for(&mut self, job: Tid) -> bool {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
             return true;
@@ -274,9 +283,10 @@ impl Keeping {
 }
 
 impl Machine {
-    /// Tasks in checkpoints have numbers up to this on a host.
+    /// Returns the highest task number of a host that occurs in a checkpoint.
     pub(super) fn spared_on(&self, host: HostId) -> u32 {
-        // Where there are checkpoints each host knows of it: contexts may come from hosts that have no tasks in them.
+        // At least 1 if there are checkpoints, so that every host knows of them: they may contain
+        // contexts of hosts without tasks.
         let least = u32::from(!self.config.spared.is_empty());
         self.config
             .spared
@@ -290,9 +300,9 @@ impl Machine {
         self.master.as_mut().map(|master| &mut master.keeping)
     }
 
-    // ---- what is wanted
+    // ---- Requests for checkpoints
 
-    /// Master: somebody wants a checkpoint.
+    /// Master: handles a request for a checkpoint.
     pub(super) fn checkpoint_wanted(
         &mut self,
         (tid, id): (Tid, RequestId),
@@ -321,7 +331,8 @@ impl Machine {
             Some(pace) => (entry.pace, entry.said_late) = (Some(pace), false),
             None => {}
         }
-        // Who comes while one is being counted has that one; one that stands still already may be too old for him.
+        // A request during an inventory gets the same checkpoint. A snapshot with stopped tasks may
+        // be too old for a later request.
         let begins = match entry.doing {
             Doing::Nothing => true,
             Doing::Counting => false,
@@ -360,7 +371,7 @@ impl Machine {
         }
     }
 
-    /// Asks all hosts for their tasks.
+    /// Takes an inventory: requests the tasks of all hosts.
     fn count(&mut self, purpose: Purpose) {
         let hosts: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
         let Some(keeping) = self.keeping() else {
@@ -389,7 +400,7 @@ impl Machine {
         }
     }
 
-    /// One host has named what it has, or is lost.
+    /// Handles the inventory of one host, or the loss of that host.
     pub(super) fn counted(&mut self, number: u64, found: Result<Counted, HostId>) {
         let Some(keeping) = self.keeping() else {
             return;
@@ -419,7 +430,7 @@ impl Machine {
         };
         match (purpose, mute) {
             (Purpose::Begin(job), None) => self.begin_cut(job, &found.tasks),
-            // A set without the tasks of that host would be none of the job.
+            // A checkpoint without the tasks of that host would be incomplete.
             (Purpose::Begin(job), Some(host)) => self.not_counted(job, host),
             (Purpose::Verify(cut), None) => self.verify_cut(cut, found),
             (Purpose::Verify(cut), Some(host)) => {
@@ -434,7 +445,7 @@ impl Machine {
                 self.restart_over(wanted, Err(RestartFailure::HostLost(host)));
             }
             (Purpose::Over(job), None) => self.look_whether_over(job, &found.tasks),
-            // What was there may be wanted.
+            // That host may have tasks of the job, so its checkpoints stay.
             (Purpose::Over(_), Some(_)) => {}
         }
     }
@@ -449,7 +460,7 @@ impl Machine {
         }
     }
 
-    /// Looks after a job then, and not before.
+    /// Schedules the next check of a job. It replaces earlier ones.
     fn schedule(&mut self, job: Tid, after: Micros) {
         let due = self.now + after;
         if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
@@ -458,7 +469,7 @@ impl Machine {
         }
     }
 
-    // ---- a checkpoint
+    // ---- Taking a checkpoint
 
     fn begin_cut(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let (now, lease) = (self.now, self.config.lease);
@@ -478,7 +489,7 @@ impl Machine {
             .unknown_until(now, lease)
             .filter(|_| !entry.is_wanted() && !entry.drains)
         {
-            // A set without those who were lost would be none of the job.
+            // A checkpoint without the tasks that may be lost would be incomplete.
             entry.doing = Doing::Nothing;
             return self.schedule(job, until.since(now));
         }
@@ -491,7 +502,8 @@ impl Machine {
         }
         let (coordinator, cuts) = (&mut master.directing.coordinator, &keeping.cuts);
         if entry.is_wanted() && !all.iter().any(|task| cuts.of_task(task.tid).is_some()) {
-            // Who only waits for his turn to leave a host has given nothing away. He is written first, and may leave then.
+            // A task whose migration is still queued has not started to migrate. It is dumped first
+            // and may migrate afterwards.
             let tids = all.iter().map(|task| task.tid).collect();
             entry.drains |= coordinator.give_way(&tids);
         }
@@ -526,7 +538,7 @@ impl Machine {
         self.out.push_back(Output::BeginSet { cut, job });
     }
 
-    /// The store has room for it, or not.
+    /// Handles the store's reply whether it has room for a checkpoint.
     pub(super) fn set_begun(&mut self, cut: CutId, result: Result<(), String>) {
         let now = self.now;
         let Some(keeping) = self.keeping() else {
@@ -557,7 +569,8 @@ impl Machine {
             .collect();
         let mut ended = entry.ended.clone();
         if entry.newest.is_none() {
-            // Who belonged to it before it was looked at nobody knows.
+            // Before the first checkpoint the master does not know which ended tasks belonged to
+            // the job, so all recent ones count.
             ended.extend(keeping.recent.all(now));
             let lives: BTreeSet<Tid> = found.tasks.iter().map(|task| task.tid).collect();
             ended.retain(|tid| !lives.contains(tid));
@@ -567,7 +580,8 @@ impl Machine {
             Ok(mailbox) => mailbox,
             Err(bytes) => return keeping.cuts.not_counted(cut, CutFailure::Mailbox { bytes }),
         };
-        // While all stand still nobody enters a group, or leaves one, and nobody comes to a meeting.
+        // While all tasks are stopped, none enters or leaves a group, and none arrives at a
+        // barrier.
         let groups = master.groups.saved(&tids);
         let members: BTreeSet<Tid> = tids.iter().copied().collect();
         let contexts = found
@@ -591,7 +605,7 @@ impl Machine {
         keeping.cuts.counted(now, cut, &tids, &open, &ended);
     }
 
-    /// Carries out what the protocols ask for; true if they asked for anything.
+    /// Carries out the outputs of the protocols. True if there were any.
     pub(super) fn pump_keeping(&mut self) -> bool {
         let mut busy = self.look_at_quiet();
         while let Some(output) = self.keeping().and_then(|k| k.cuts.poll()) {
@@ -669,7 +683,7 @@ impl Machine {
             .filter(|part| part.facts.anew().is_some())
             .map(|part| part.tid)
             .collect();
-        // The rest goes into the set.
+        // The rest becomes part of the checkpoint.
         let kept = Contents {
             members,
             own,
@@ -708,7 +722,7 @@ impl Machine {
         });
     }
 
-    /// The set is complete, or is not.
+    /// Handles the store's report that a checkpoint is sealed, or why it is not.
     pub(super) fn set_sealed(&mut self, cut: CutId, mut result: Result<(String, u64), String>) {
         let Some(keeping) = self.master.as_deref_mut().map(|master| &mut master.keeping) else {
             return;
@@ -716,7 +730,8 @@ impl Machine {
         if let Ok((set, _)) = &result
             && keeping.job_of_cut(cut).is_none()
         {
-            // It was told as failed, and its job goes back to an earlier one: files are as they were then.
+            // The checkpoint was reported as failed, and the job rolls back to an earlier one,
+            // whose files it restores.
             self.out.push_back(Output::DropSets {
                 sets: vec![set.clone()],
             });
@@ -756,7 +771,7 @@ impl Machine {
         self.cut_over(job, result);
     }
 
-    /// A checkpoint of a job has ended, or did not begin.
+    /// Finishes a checkpoint that is complete, has failed or did not begin.
     fn cut_over(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
         let (now, lease) = (self.now, self.config.lease);
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
@@ -789,7 +804,7 @@ impl Machine {
         let parked = std::mem::take(&mut entry.parks) && entry.ends;
         let ends = std::mem::take(&mut entry.ends) && result.is_ok();
         if let (Ok(report), true) = (&result, ends) {
-            // Who waits is told when it has ended.
+            // The request is answered when the job has ended.
             (entry.doing, entry.pace) = (
                 Doing::Leaving {
                     report: report.clone(),
@@ -853,7 +868,8 @@ impl Machine {
         }
     }
 
-    /// When the next checkpoint of a job is made, if it is made by itself, now that one has ended well or not.
+    /// Schedules the next checkpoint of a job, if it has a schedule. `good`: the last one was
+    /// complete.
     fn schedule_next(&mut self, job: Tid, good: bool) {
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -887,7 +903,8 @@ impl Machine {
         }
     }
 
-    /// The time has come for the next checkpoint of a job, or for another try, or for a look at what is left of it.
+    /// Handles the timer of a job: begins the next checkpoint or attempt, or checks whether its
+    /// last tasks are gone.
     pub(super) fn job_due(&mut self, job: Tid) {
         let now = self.now;
         let Some(entry) = self
@@ -904,10 +921,11 @@ impl Machine {
         }
     }
 
-    // ---- the end that a task's host has in it
+    // ---- Part of the task's host
 
-    /// A task stands still for a checkpoint: waits until what it has asked for is answered. With `open` all others of its job
-    /// stand still as well, and nothing but these may be open.
+    /// Waits until a task that is being stopped for a checkpoint has the replies to its requests.
+    /// With `open` all other tasks of its job are stopped as well, and only these requests may
+    /// remain open.
     pub(super) fn settle(&mut self, id: MigrationId, tid: Tid, open: Option<Vec<RequestId>>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -917,7 +935,8 @@ impl Machine {
         self.moves.settled.extend(task.take_settled());
     }
 
-    /// It has all answers. What is known of it now is of the same moment as the memory of all; a moment later others go on.
+    /// Handles a task that has all replies. Its state is saved now, because it belongs to the same
+    /// moment as the memory of all tasks; other tasks continue soon.
     pub(super) fn part_settled(&mut self, id: MigrationId) {
         let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
         if let Some(task) = tid
@@ -933,7 +952,7 @@ impl Machine {
         self.source_event(id, SourceEvent::Settled);
     }
 
-    /// Nothing is left of a checkpoint here.
+    /// Removes the state of a checkpoint from this host.
     pub(super) fn part_over(&mut self, id: MigrationId, tid: Tid) {
         self.moves.parts.remove(&id);
         if let Some(task) = self.tasks.get_mut(tid) {
@@ -945,12 +964,12 @@ impl Machine {
     fn part_of(&self, task: &Task) -> PartRecord {
         let left = task.away.as_ref().map_or(0, |away| away.left);
         let keeps = |(place, held): &(usize, &Held)| match held {
-            // Words about routes were about those of that time, and about resource managers, too: its library is told of the one
-            // that there is.
+            // Messages about routes and resource managers refer to the time of the checkpoint. The
+            // restarted library is informed of the current resource manager.
             Held::Item(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
             Held::Item(_) => true,
-            // What links carry is in the memory of the tasks, or what their processes have left. Whoever else was written may have
-            // gone on and said more by now.
+            // Link data is in the memory of the tasks, or was left by an exited process. Tasks that
+            // were dumped may already have continued and sent more.
             Held::Link(_) => *place < left,
         };
         let waiting = task
@@ -968,7 +987,8 @@ impl Machine {
         }
     }
 
-    /// A task has been written and goes on, or is about to be started again: its images go to the store.
+    /// Sends the images of a dumped task to the store. The task continues, or is about to be
+    /// started again.
     pub(super) fn deposit(&mut self, id: MigrationId) {
         let Some(record) = self.moves.parts.remove(&id) else {
             return;
@@ -984,7 +1004,7 @@ impl Machine {
         });
     }
 
-    /// The images of a part have left for the master, or could not.
+    /// Handles the result of sending a part to the master.
     pub(super) fn deposited(&mut self, id: MigrationId, result: Result<(), Failure>) {
         if self.moves.deposits.remove(&id) {
             self.out.push_back(Output::DropImages { migration: id });
@@ -1000,23 +1020,23 @@ impl Machine {
         }
     }
 
-    // ---- the store's end
+    // ---- Part of the store
 
-    /// True for the images of a part of a checkpoint that is under way.
+    /// True for the images of a part of a snapshot in progress.
     pub(super) fn is_part_of_cut(&self, id: MigrationId) -> bool {
         self.master
             .as_ref()
             .is_some_and(|master| master.keeping.cuts.of_part(id).is_some())
     }
 
-    /// The images of a part are here, or did not arrive.
+    /// Handles the images of a part that have arrived, or failed to.
     pub(super) fn part_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
         if let Some(keeping) = self.keeping() {
             keeping.cuts.received(id, result);
         }
     }
 
-    /// A part is in the store, or not.
+    /// Handles the store's report that it has a part, or why it has not.
     pub(super) fn part_kept(&mut self, id: MigrationId, result: Result<(), String>) {
         let now = self.now;
         self.out.push_back(Output::DropImages { migration: id });
@@ -1026,32 +1046,33 @@ impl Machine {
     }
 }
 
-/// Until the next checkpoint, when the last one took so long or has failed.
+/// Returns the time until the next checkpoint. `took` is the duration of the last one; `None` if it
+/// failed.
 fn pause(pace: Pace, took: Option<Micros>) -> Micros {
     let pause = match (pace, took) {
-        // What is lost at worst was done since the last one was begun, until the next one is in the store, which may take half as
-        // long again.
+        // In the worst case, all work since the start of the last checkpoint is lost until the next
+        // one is stored, which may take half as long again.
         (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
-        // The same, but no job spends all its time on checkpoints for it.
+        // The same, but the job must not spend all its time on checkpoints.
         (Pace::Every(every), Some(took)) => {
             pause(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2))
         }
         (Pace::Every(every), None) => every,
-        // Each moment without one may be lost.
+        // Work is at risk while there is no checkpoint.
         (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
     };
     pause.max(PAUSE_MIN)
 }
 
-/// Until a job that goes back is started again, when it could not be so many times.
+/// Returns the time until the next attempt to restart a job after a rollback.
 fn restart_pause(tries: u32) -> Micros {
-    // More doublings than that change nothing.
+    // Further doublings change nothing.
     let doublings = tries.saturating_sub(TRIES_MAX).min(16);
     Micros(RESTART_PAUSE.0 << doublings).min(RESTART_PAUSE_MAX)
 }
 
-/// The tasks of a job among all tasks: the first one, those that were members before, and everything that any of them has
-/// spawned. What serves the virtual machine belongs to no job.
+/// Returns the tasks of a job: its first task, known members, and everything that any of them has
+/// spawned. Tasks that serve the virtual machine belong to no job.
 fn members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskInfo> {
     known.insert(job);
     loop {
@@ -1071,7 +1092,7 @@ fn members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskI
         .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVES == 0)
         .cloned()
         .collect();
-    // In the moment of a move both ends may know the task.
+    // During a migration both hosts may report the task.
     all.sort_by_key(|task| (task.tid, task.moving));
     all.dedup_by_key(|task| task.tid);
     all

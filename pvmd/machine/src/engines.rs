@@ -1,12 +1,22 @@
-//! Tasks that are taken elsewhere by starting their program again: by its own checkpoint, or as it began.
+//! Restart engines: migration without CRIU. The program exits and is started again at the target,
+//! either from its own checkpoint or from its beginning.
 //!
-//! The protocol of a move is the same. Where CRIU would have the library let go, stop the task and write its images, the
-//! program is asked by a signal or a message to end. The task does not end with it: it keeps its tid, and what comes for it waits. All that
-//! is left of it is its record. The target starts the program and holds it before its first instruction, until the move is
-//! committed; if the move fails, the source starts it again.
+//! The migration protocol is the same. Only some steps differ:
 //!
-//! Before it is asked, its library says where its conversations stand (see `parting`). The new process goes on with them: its
-//! peers notice nothing. So the task stays on its timeline, and nobody else has a part in it.
+//! | Step | With CRIU | With a restart engine |
+//! | --- | --- | --- |
+//! | quiesce, stop, dump | images are written | the program is asked to exit |
+//! | transfer | images | the task's record |
+//! | restore | processes are rebuilt | the program is started, and held at its entry |
+//! | abort | the task resumes at the source | the source starts the program again |
+//!
+//! A signal or a message asks the program to exit. The task does not end with its process: it keeps
+//! its tid, and items for it wait at its daemon. At the target the program is held before its first
+//! instruction until the commit.
+//!
+//! Before the program is asked, its library reports the state of its links (see `parting`). The new
+//! process continues these links, so that peers notice nothing. The task therefore keeps its
+//! incarnation, and no other task is involved.
 
 use super::asks::Back;
 use super::notify::{daemons_message, ints};
@@ -22,82 +32,85 @@ use sempa_proto::tasker::{DumpReport, StartTask, ToTasker};
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::VecDeque;
 
-/// Wait status of a program that could not be started.
+/// Wait status of a program that could not be started: exit status 1.
 const NOT_STARTED: i32 = 0x100;
-/// A library has so long to say where its conversations stand.
+/// Time for a library to report its link states.
 const HEAR_TIME: Micros = Micros::from_secs(5);
-/// A program that has not ended in its time, and ends after all as agreed, is started again so long.
+/// Time after an aborted migration in which a program that exits as agreed is still started again.
 const LATE_TIME: Micros = Micros::from_secs(60);
-/// Signals that end a task that has no process just now.
+/// Signals that end a task that has no process at the moment.
 pub(super) const DEADLY: [i32; 2] = [9, 15];
 
-/// How far a task is that is asked to end, to begin again.
+/// Progress of a program's exit before a restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// Its library has let go, to stand still, and is to come back for this.
+    /// The library had quiesced for a pause and must reconnect first.
     Waking,
-    /// Its library is to say where its conversations stand.
+    /// The library must report its link states.
     Hearing,
-    /// All is known, and the signal is on its way.
+    /// The link states are known, and the program is being asked to exit.
     Asked,
-    /// The move is off; its library is to go on.
+    /// The migration is aborted; the library must continue.
     Returning,
-    /// It goes on, but may end yet as it was asked to.
+    /// The task continues, but its program may still exit as it was asked.
     Off,
 }
 
-/// A task that was asked to end, to begin again.
+/// A task whose program was asked to exit, so that it can be started again.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ending {
     pub(super) migration: MigrationId,
     engine: Engine,
     pub(super) stage: Stage,
-    /// The program was asked.
+    /// The request to exit was sent.
     asked: bool,
-    /// How it was asked for an earlier move, by which it may end yet.
+    /// Engine of an earlier migration whose request to exit is still outstanding.
     asked_before: Option<Engine>,
-    /// The move is off.
+    /// The migration is aborted.
     off: bool,
-    /// Somebody has told the task to end for good.
+    /// A signal has ended the task: it is not started again.
     for_good: bool,
-    /// It has stood still since the time was last looked at that it has for ending late.
+    /// The task was paused since the window for a late exit last began.
     pub(super) stood: bool,
 }
 
-/// A task whose process has ended, and that begins again.
+/// A task whose process has exited and that is started again.
 #[derive(Debug)]
 pub(super) struct Away {
     migration: MigrationId,
-    /// It begins here.
+    /// The program is started again on this host.
     here: bool,
-    /// So much of what waits for the next process, at the beginning, was left by the last one.
+    /// Number of items at the head of the inbox that the previous process has left.
     pub(super) left: usize,
 }
 
-/// What needs to ask the world.
+/// Work that needs the [`World`].
 #[derive(Debug)]
 pub(super) enum Job {
-    /// Whether a task that moves can be taken.
+    /// Judges whether this host accepts a migrating task.
     JudgeMove(MigrationId, TaskFacts),
-    /// Whether such a task could be; the daemon itself has this against it.
+    /// The same for a placement query. The verdict contains the objections that the daemon already
+    /// has.
     JudgeQuestion(Back, Verdict, TaskFacts),
-    /// The program of a task of this host is started again.
+    /// Starts the program of a task of this host again.
     Start(Tid),
-    /// The program of a task that comes is started, and held.
+    /// Starts the program of an arriving task and holds it.
     Build(MigrationId),
-    /// The files are kept into which a task of this host has written its state, for a checkpoint.
+    /// Collects the files into which a task of this host has written its state, for a checkpoint.
     Collect(MigrationId),
-    /// Such files are put where they belong for a task that comes, but for their names.
+    /// Copies such files to their directories for an arriving task, under temporary names.
     Stage(MigrationId),
 }
 
-/// Work of this kind that waits for the end of the event.
+/// Work that runs at the end of the current event.
 pub(super) type Jobs = VecDeque<Job>;
 
-/// What starting the program again comes to on a host, beside CRIU.
+/// A host's preferred restart engine for a task, with its verdict; `None` if the task permits only
+/// CRIU.
 pub(super) type Other = Option<(Engine, Verdict)>;
 
-/// What a host says with both ways, CRIU's verdict being this one.
+/// Chooses between CRIU and a restart engine by their verdicts. CRIU wins if it is possible. If
+/// neither is, the verdict contains all refusals.
 pub(super) fn choose(criu: Verdict, other: Other) -> (Verdict, Engine) {
     match other {
         _ if criu.is_empty() => (criu, Engine::Criu),
@@ -107,37 +120,37 @@ pub(super) fn choose(criu: Verdict, other: Other) -> (Verdict, Engine) {
     }
 }
 
-/// How tasks of this request want to be taken elsewhere, if not by CRIU alone.
+/// Returns the launch information of a spawn, if its tasks permit engines other than CRIU.
 pub(super) fn begin_of(request: &SpawnRequest) -> Result<Option<Box<Begin>>, String> {
     let begin = Begin::of(request)?;
     Ok(begin.anew().is_some().then(|| Box::new(begin)))
 }
 
 impl Ending {
-    /// True if the program itself says, by its exit status, that it is to be started again.
+    /// True if the program reports by its exit status that it must be started again.
     pub(super) fn is_agreed(&self) -> bool {
         matches!(self.engine, Engine::Own { .. })
     }
 
-    /// True if it may end as agreed, to be started again.
+    /// True if the program may exit as agreed, to be started again.
     fn may_end(&self) -> bool {
         self.asked || self.asked_before.is_some()
     }
 
-    /// True if its process ends whatever it does.
+    /// True if the process exits in any case.
     fn has_to_end(&self) -> bool {
         self.asked && !self.is_agreed()
     }
 }
 
 impl Task {
-    /// True while it is about to end, to begin again.
+    /// True while the program is about to exit, to be started again.
     pub(super) fn is_ending(&self) -> bool {
         self.ending.is_some_and(|ending| ending.stage != Stage::Off)
     }
 
-    /// It does not heed the signal by which it was to be asked for this checkpoint. True if CRIU may write it, which then was not asked
-    /// yet.
+    /// Notes that the program does not handle the signal that asks for its own checkpoint. True if
+    /// CRIU may dump the task instead and was not tried yet.
     fn falls_to_criu(&mut self, id: MigrationId) -> bool {
         self.unheeding = Some(id);
         self.begin
@@ -145,14 +158,14 @@ impl Task {
             .is_some_and(|begin| begin.by_criu() && begin.own_first())
     }
 
-    /// True if it has no process, and will have one again.
+    /// True while the task has no process because it is being started again.
     pub(super) fn is_away(&self) -> bool {
         self.away.is_some()
     }
 }
 
 impl Machine {
-    /// Work that needs the world; false if there was none.
+    /// Performs one piece of work that needs the world. False if there was none.
     pub(super) fn begin_again(&mut self, world: &mut dyn World) -> bool {
         match self.beginnings.pop_front() {
             None => return false,
@@ -168,17 +181,18 @@ impl Machine {
         true
     }
 
-    // ---- what it is, and whether it would be taken
+    // ---- Inspection and verdict
 
-    /// What a task of this host is, if that is to be said without asking the tasker: it does not want CRIU, or must not be
-    /// taken otherwise. `None`: the tasker knows.
+    /// Returns the properties of a task of this host if the tasker need not be asked, because the
+    /// task does not permit CRIU or must not use it now. `None`: the tasker must be asked.
     pub(super) fn facts_without_criu(
         &self,
         tid: Tid,
         cause: Option<&Cause>,
     ) -> Option<Result<TaskFacts, Refusal>> {
         let task = self.tasks.get(tid)?;
-        // One that was asked before, and may end by that yet, is the same on no other host.
+        // CRIU must not migrate a task that may still exit by an earlier request, because the
+        // target would not expect that exit.
         let begin = task.begin.as_ref()?;
         let by_criu = begin.by_criu() && task.ending.is_none();
         if cause != Some(&Cause::Checkpoint) {
@@ -194,7 +208,7 @@ impl Machine {
         }
     }
 
-    /// What a task is for a checkpoint of its job, CRIU apart.
+    /// Returns the properties of a task whose program writes its own checkpoint.
     fn facts_written(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.begin.clone()?;
         let Some(own) = begin.own() else {
@@ -206,7 +220,7 @@ impl Machine {
         Some(if begin.state.is_empty() {
             Err(Refusal::NoState)
         } else if self.holds_of(tid).any() {
-            // It has to run to do it.
+            // The program must run to write its checkpoint.
             Err(Refusal::Suspended)
         } else {
             Ok(TaskFacts {
@@ -217,7 +231,7 @@ impl Machine {
         })
     }
 
-    /// What a task is, with what the tasker says of it for CRIU.
+    /// Combines what the tasker has found for CRIU with the restart engines that the task permits.
     pub(super) fn facts_with_criu(
         &self,
         tid: Tid,
@@ -227,7 +241,7 @@ impl Machine {
         if cause == Some(&Cause::Checkpoint) {
             return result.or_else(|refusal| match self.facts_written(tid) {
                 Some(Ok(facts)) => Ok(facts),
-                // That can be mended.
+                // The user can add the missing list of files, so this is the more useful reason.
                 Some(Err(Refusal::NoState)) if matches!(refusal, Refusal::NoEngine { .. }) => {
                     Err(Refusal::NoState)
                 }
@@ -260,13 +274,13 @@ impl Machine {
         }
     }
 
-    /// What a task is whose program can be started again, CRIU apart.
+    /// Returns the properties of a task for the restart engines that it permits.
     fn facts_anew(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.begin.clone()?;
         let suspended = self.holds_of(tid).any();
         begin.engines.retain(|engine| match engine {
             Engine::Criu => false,
-            // It has to run to do it.
+            // The program must run to write its checkpoint.
             Engine::Own { .. } => !suspended,
             Engine::Restart { .. } => true,
         });
@@ -280,7 +294,9 @@ impl Machine {
         })
     }
 
-    /// What a task is that is to move, or to be written. Whether one that is to write itself would is known before others are asked.
+    /// Handles the properties of a task that will be migrated or dumped. If the program will write
+    /// its own checkpoint, the tasker first checks the signal for that, before other tasks of the
+    /// job are asked.
     pub(super) fn inspected(
         &mut self,
         id: MigrationId,
@@ -304,7 +320,8 @@ impl Machine {
         }
     }
 
-    /// The tasker knows whether a task has prepared for the signal that asks it for its state.
+    /// Handles the tasker's answer whether a program handles the signal that asks for its own
+    /// checkpoint.
     pub(super) fn signal_looked_at(&mut self, id: MigrationId, minds: bool) {
         let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else {
             return;
@@ -372,7 +389,7 @@ impl Machine {
         }
     }
 
-    /// The tasker has compared a task that moves with this host.
+    /// Handles the tasker's verdict on a migrating task.
     pub(super) fn prepared(&mut self, id: MigrationId, criu: Verdict, memory_can_follow: bool) {
         let other = self.arrival_of(id).and_then(|arrival| arrival.other.take());
         let (verdict, engine) = choose(criu, other);
@@ -416,9 +433,9 @@ impl Machine {
         }
     }
 
-    // ---- the end of a process
+    // ---- Exit of the old process
 
-    /// A move asks a program to end, to be started again.
+    /// Begins the exit of a program for a migration.
     pub(super) fn end_for_move(&mut self, id: MigrationId, tid: Tid, engine: Engine) {
         let stands = self.has_to_stand(tid);
         let may =
@@ -447,7 +464,7 @@ impl Machine {
         });
         self.timer(HEAR_TIME, Timer::AskToEnd(tid, id));
         if stands {
-            // It may run for that.
+            // A paused task may run to report its link states.
             self.tell_tasker(ToTasker::Hold {
                 tid,
                 after: HEAR_TIME,
@@ -460,7 +477,7 @@ impl Machine {
         }
     }
 
-    /// Its library has said where its conversations stand.
+    /// Asks the program to exit, because its library has reported its link states.
     pub(super) fn ask_to_end(&mut self, tid: Tid, by: MigrationId) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -470,7 +487,7 @@ impl Machine {
             return;
         };
         ending.stage = Stage::Asked;
-        // One that ends late has been asked, if not for this.
+        // A program that exits late was already asked, for an earlier migration.
         if ending.off || std::mem::replace(&mut ending.asked, true) {
             return;
         }
@@ -487,8 +504,9 @@ impl Machine {
         );
     }
 
-    /// The tasker expects the end of a program that is asked by a message: only now may it have that, so that its end is taken for
-    /// what it is. Should the move be off meanwhile the program has been asked all the same, as one that has got a signal.
+    /// Asks a program by a message to exit, because the tasker expects its exit from now on. The
+    /// message is sent even if the migration was aborted meanwhile, because a program that is asked
+    /// by a signal would have received that, too.
     pub(super) fn ask_by_message(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(tid) else {
             return;
@@ -500,7 +518,7 @@ impl Machine {
         else {
             return;
         };
-        // Past what waits, which is for the next process, as is whatever else comes now.
+        // The message bypasses the inbox, whose items are for the next process.
         let message = daemons_message(
             tid,
             (0, tag),
@@ -515,7 +533,7 @@ impl Machine {
         });
     }
 
-    /// The time is over that its library had to say so.
+    /// Fails a migration if the library has not reported its link states in time.
     pub(super) fn not_heard(&mut self, tid: Tid, id: MigrationId) {
         let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
         let silent = |ending: &&Ending| {
@@ -527,7 +545,7 @@ impl Machine {
         }
     }
 
-    /// The tasker has not asked a program: why.
+    /// Fails a migration because the tasker has not asked the program to exit.
     pub(super) fn not_asked(&mut self, tid: Tid, why: String) {
         let Some(ending) = self
             .tasks
@@ -541,7 +559,8 @@ impl Machine {
         self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
     }
 
-    /// A program ends. If it was asked to, and late, its library says now where its conversations stand.
+    /// Handles the notice of a library that its program is about to exit. If that exit is late, the
+    /// library reports its link states now.
     pub(super) fn last_words(&mut self, tid: Tid, id: RequestId) {
         let off = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
         if off.is_some_and(|ending| ending.stage == Stage::Off) {
@@ -550,7 +569,7 @@ impl Machine {
         self.reply(tid, id, Reply::Done);
     }
 
-    /// The time is over that a program had to end.
+    /// Handles a program that has not exited in time.
     pub(super) fn ending_over(&mut self, tid: Tid, id: MigrationId) {
         let Some(task) = self.tasks.get(tid).filter(|task| task.exited.is_none()) else {
             return;
@@ -571,7 +590,8 @@ impl Machine {
         }
     }
 
-    /// The process of a task has ended. True if the task has not: its program is started again.
+    /// Handles the exit of a task's process. True if the task continues, because its program is
+    /// started again.
     pub(super) fn comes_again(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
         if self.stop.is_some() || self.tasker_gone {
             return false;
@@ -615,7 +635,7 @@ impl Machine {
             self.out.push_back(Output::CloseTask { conn });
         }
         self.still_no_more(tid);
-        // Who shares rings with it reads what is in them.
+        // Peers that share rings with the task read what is left in them.
         for partner in self.pairs.take(tid) {
             self.deliver(partner, ToTask::PeerMoved { tid });
         }
@@ -635,12 +655,13 @@ impl Machine {
         if waits {
             self.source_event(away.migration, SourceEvent::Stopped(Ok(())));
         } else {
-            // The move was called off, perhaps long ago.
+            // The migration was aborted, possibly long ago.
             self.beginnings.push_back(Job::Start(tid));
         }
     }
 
-    /// The move that had asked a program to end is off. True if it is such a move.
+    /// Handles the abort of a migration by a restart engine. False if the migration used no restart
+    /// engine.
     pub(super) fn end_called_off(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
@@ -656,15 +677,15 @@ impl Machine {
             return false;
         };
         ending.off = true;
-        // One that has to end is started again here.
+        // A program that exits in any case is started again on this host.
         if !ending.has_to_end() && ending.stage != Stage::Waking && conn.is_some() {
-            // It goes on here, or ends yet as it was asked to: then it is started again.
+            // The program continues. If it exits as it was asked, it is started again.
             ending.stage = Stage::Returning;
             let message = ToTask::TakeNothing { by: None };
             self.out
                 .extend(conn.map(|conn| Output::ToTask { conn, message }));
             if self.has_to_stand(tid) {
-                // It may run for that.
+                // A paused task may run to continue its links.
                 self.tell_tasker(ToTasker::Hold {
                     tid,
                     after: HEAR_TIME,
@@ -675,7 +696,8 @@ impl Machine {
         true
     }
 
-    /// The library of a task whose program was asked to end is to come back. True if there is nothing to wake.
+    /// Handles the order to resume the library of a task whose program was asked to exit. True if
+    /// no token must be written, because the library is not quiesced.
     pub(super) fn never_let_go(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
@@ -692,7 +714,7 @@ impl Machine {
         true
     }
 
-    /// Its library goes on.
+    /// Handles the report of a library that it continues.
     pub(super) fn takes_again(&mut self, tid: Tid, by: MigrationId) {
         let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
         if ending.is_some_and(|ending| ending.migration == by && ending.stage == Stage::Returning) {
@@ -701,7 +723,8 @@ impl Machine {
         }
     }
 
-    /// The move is off, and the process goes on; or it has taken leave, and only its end is waited for.
+    /// Ends an aborted migration: the task continues, or it has left the virtual machine and only
+    /// its exit is awaited.
     pub(super) fn goes_on(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -727,7 +750,8 @@ impl Machine {
         }
     }
 
-    /// A program that is about to end has taken leave. If the move is off, nobody waits for its library.
+    /// Handles a program that leaves the virtual machine while it is about to exit. After an abort,
+    /// its library is not awaited further.
     pub(super) fn ending_left(&mut self, tid: Tid) {
         let ending = self.tasks.get(tid).and_then(|task| task.ending.as_ref());
         if ending.is_some_and(|ending| ending.stage == Stage::Returning) {
@@ -735,7 +759,7 @@ impl Machine {
         }
     }
 
-    /// A program that was asked, and had not ended in its time, has not ended since.
+    /// Ends the window for a late exit, if the program has not exited in it.
     pub(super) fn ends_no_more(&mut self, tid: Tid, id: MigrationId) {
         let stands = self.has_to_stand(tid);
         let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) else {
@@ -750,12 +774,12 @@ impl Machine {
             return;
         };
         if std::mem::replace(&mut ending.stood, stands) || stands {
-            // It gets its time when it runs.
+            // The window counts only while the task runs, so it begins again.
             self.timer(LATE_TIME, Timer::EndsLate(tid, id));
         } else if ending.stage == Stage::Off {
             self.asked_no_more(tid);
         } else if left {
-            // It has left the virtual machine instead.
+            // The program has left the virtual machine instead of exiting.
             task.parting = None;
             self.asked_no_more(tid);
             self.detach(tid);
@@ -764,7 +788,7 @@ impl Machine {
         }
     }
 
-    /// If a task ends now, it has ended, however it does.
+    /// Withdraws the request to exit: from now on every exit ends the task.
     pub(super) fn asked_no_more(&mut self, tid: Tid) {
         if self
             .tasks
@@ -776,7 +800,7 @@ impl Machine {
         }
     }
 
-    /// The copy at the source is to be killed. True if there is none.
+    /// Handles the order to kill the copy at the source. True if there is no process to kill.
     pub(super) fn has_no_copy(&mut self, id: MigrationId, tid: Tid) -> bool {
         let Some(task) = self.tasks.get(tid).filter(|task| task.is_away()) else {
             return false;
@@ -786,8 +810,8 @@ impl Machine {
         true
     }
 
-    /// All that is left of a task goes to its new host. First what its process has left: nobody else would say it again if this
-    /// host were lost.
+    /// Sends a task without a process to its new host. The items that its process has left come
+    /// first: no peer would send them again if this host were lost.
     pub(super) fn send_away(&mut self, of: &Move) {
         let left: Vec<Held> = self
             .tasks
@@ -811,8 +835,9 @@ impl Machine {
         }
     }
 
-    /// Somebody sends a signal. True if that is done: a task that has no process, or one that is just beginning, ends by it or
-    /// not at all. One that was to be ended and started again is not started again after a signal that is meant to end it.
+    /// Handles a signal for a task without a process, or with one that is just starting. True if
+    /// the signal is done: such a task either ends by it or ignores it. A program that was asked to
+    /// exit by the restart engine is not started again after a signal that ends tasks.
     pub(super) fn signal_away(&mut self, tid: Tid, signal: i32) -> bool {
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
@@ -834,7 +859,7 @@ impl Machine {
         task.away.is_some() || task.returning && !deadly
     }
 
-    // ---- the beginning of a process
+    // ---- Start of the new process
 
     fn start_again(&mut self, world: &mut dyn World, tid: Tid) {
         let stopping = self.stop.is_some();
@@ -873,7 +898,7 @@ impl Machine {
         self.move_task_continued(tid);
     }
 
-    /// The program of a task that was started again has connected.
+    /// Handles the connection of a program that was started again on this host.
     pub(super) fn came_again(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid).filter(|task| task.returning) else {
             return;
@@ -889,7 +914,8 @@ impl Machine {
         self.settled(tid);
     }
 
-    /// The program of a task of this host has written its state and ended: that is kept before it is started again.
+    /// Collects the state files that a program has written before it exited, before it is started
+    /// again.
     fn keep_state(&mut self, world: &dyn World, id: MigrationId) {
         let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else {
             return;
@@ -911,7 +937,7 @@ impl Machine {
         });
     }
 
-    /// They are kept, or could not be.
+    /// Handles the result of collecting state files.
     pub(super) fn state_collected(&mut self, id: MigrationId, result: Result<DumpReport, Failure>) {
         let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
         if let (Some(tid), Ok(DumpReport { files: 0, .. })) = (tid, &result) {
@@ -924,7 +950,7 @@ impl Machine {
         self.source_event(id, SourceEvent::Dumped(result));
     }
 
-    /// The files of a task that is started again from a checkpoint are copied to where they belong.
+    /// Copies the state files of a task that is restarted from a checkpoint to their directories.
     fn stage_state(&mut self, world: &dyn World, id: MigrationId) {
         if !self.moves.is_restoring(id) {
             return;
@@ -951,7 +977,8 @@ impl Machine {
         });
     }
 
-    /// They are there, and get their names when the task is let run; or they could not be copied.
+    /// Starts the program when its state files are copied. They get their final names when the task
+    /// runs.
     pub(super) fn state_staged(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
             Ok(()) => self.beginnings.push_back(Job::Build(id)),
@@ -987,7 +1014,8 @@ impl Machine {
         }
     }
 
-    /// How a program is started again here: as by a spawn on this host, with the number by which it claims its tid.
+    /// Returns the order that starts the program again as a spawn on this host would, and the spawn
+    /// token by which it claims its tid.
     fn beginning(
         &self,
         world: &mut dyn World,
@@ -1019,7 +1047,8 @@ impl Machine {
     }
 }
 
-/// What this host has against starting the program of such a task; `None` if it is for CRIU only.
+/// Returns this host's verdict on starting the program of such a task; `None` if the task permits
+/// only CRIU.
 fn anew(world: &dyn World, facts: &TaskFacts) -> Other {
     let begin = facts.begin.as_ref()?;
     let engine = begin.anew()?;
@@ -1048,7 +1077,8 @@ fn lacks_dir(world: &dyn World, dir: &str) -> bool {
     world.work_dir(Some(dir)) == usual && usual.join(dir) != usual
 }
 
-/// True if the tasker need not be asked: the first way is not CRIU and can be gone, or there is no other.
+/// True if the tasker need not be asked: the task's first engine is a restart engine that is
+/// possible here, or the task does not permit CRIU.
 fn decides(facts: &TaskFacts, verdict: &Verdict) -> bool {
     let first = facts.begin.as_ref().and_then(|begin| begin.engines.first());
     !facts.by_criu() || verdict.is_empty() && first != Some(&Engine::Criu)
@@ -1058,8 +1088,10 @@ fn decides(facts: &TaskFacts, verdict: &Verdict) -> bool {
 mod tests {
     use super::*;
 
+    /// CRIU is chosen if both engines are possible. If neither is, the verdict contains all
+    /// refusals.
     #[test]
-    fn of_both_ways_that_are_possible_criu_comes_first_and_of_none_all_reasons_are_said() {
+    fn criu_is_preferred_and_all_refusals_are_kept() {
         let other = Engine::Restart { wait: 5 };
         assert_eq!(
             choose(vec![], Some((other, vec![]))),

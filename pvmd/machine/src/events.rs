@@ -1,7 +1,8 @@
 //! The event log of the virtual machine, kept by the master.
 //!
-//! Entries are kept as they travel, thousands in one piece of memory: as values each would hold its texts for hours between the
-//! messages and images that come and go, and so keep pages from the kernel that are free but for a few bytes.
+//! Entries are stored in wire format, many in one block of memory. If each were a separate value,
+//! its strings would lie for hours between short-lived messages and images, and would keep nearly
+//! empty pages from being returned to the kernel.
 
 use super::Machine;
 use bytes::Bytes;
@@ -13,26 +14,27 @@ use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{HostId, Message, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Tasks that get every new event, at most.
+/// Largest number of tasks that receive every new event.
 pub(super) const SUBSCRIBERS_MAX: usize = 1024;
-/// Events in one reply at most.
+/// Largest number of events in one reply.
 const EVENTS_PER_REPLY_MAX: u32 = 8192;
-/// Bytes of all that is kept at most, so that each reply fits a frame; the oldest entries go first.
+/// Largest size of the whole log, so that every reply fits into a frame. The oldest entries are
+/// dropped first.
 const EVENTS_BYTES_MAX: usize = FRAME_BYTES_MAX / 2;
-/// Bytes of one entry at most. A spawn of as many tasks as there may be has a fifth of that.
+/// Largest size of one entry. The entry of the largest possible spawn has a fifth of that.
 const EVENT_BYTES_MAX: usize = 1 << 20;
-/// Entries that are kept and thrown away together have so many bytes at most, if it is not a single one.
+/// Entries are stored and dropped in blocks of this size. A larger entry has a block of its own.
 const BLOCK_BYTES: usize = 64 << 10;
-/// There is room for so many from the beginning.
+/// Number of entries for which a new block reserves room.
 const BLOCK_ENTRIES: usize = 512;
 
-/// Entries one after the other.
+/// Consecutive entries in one piece of memory.
 #[derive(Debug)]
 struct Block {
-    /// The number of the first.
+    /// Number of the first entry.
     first: u64,
     bytes: Vec<u8>,
-    /// Where each ends.
+    /// End offset of each entry.
     ends: Vec<usize>,
 }
 
@@ -57,7 +59,7 @@ impl Block {
     }
 }
 
-/// The log and those who follow it.
+/// The log and its subscribers.
 #[derive(Debug, Default)]
 pub(super) struct EventLog {
     kept: VecDeque<Block>,
@@ -67,7 +69,7 @@ pub(super) struct EventLog {
 }
 
 impl EventLog {
-    /// Entries from a number on, oldest first.
+    /// Returns entries from this number on, oldest first.
     pub(super) fn since(&self, from: u64, limit: u32) -> Vec<Event> {
         let from = from.max(self.oldest());
         let numbers = from..=self
@@ -80,13 +82,13 @@ impl EventLog {
             .collect()
     }
 
-    /// The number of the oldest entry.
+    /// Returns the number of the oldest entry.
     fn oldest(&self) -> u64 {
         let first = self.kept.front().map_or(1, |block| block.first);
         first.max((self.last + 1).saturating_sub(EVENTS_MAX as u64))
     }
 
-    /// An entry as it travels.
+    /// Returns an entry in wire format.
     fn packed(&self, number: u64) -> Option<&[u8]> {
         let block = self
             .kept
@@ -97,17 +99,17 @@ impl EventLog {
             .filter(|_| number >= self.oldest())
     }
 
-    /// The task gets nothing more.
+    /// Stops sending events to this task.
     pub(super) fn unsubscribe(&mut self, tid: Tid) {
         self.subscribers.remove(&tid);
     }
 
-    /// Tasks that get every new event.
+    /// Returns the tasks that receive every new event.
     pub(super) fn followers(&self) -> Vec<Tid> {
         self.subscribers.keys().copied().collect()
     }
 
-    /// The number that the entry has got, and how it travels.
+    /// Appends an entry. Returns its number and its wire format.
     fn append(
         &mut self,
         host: HostId,
@@ -142,7 +144,7 @@ impl EventLog {
         Ok((number, packed.into()))
     }
 
-    /// Blocks of which nothing is kept any more.
+    /// Drops blocks that are not needed any more.
     fn throw_away(&mut self) {
         let oldest = self.oldest();
         while self
@@ -157,13 +159,14 @@ impl EventLog {
 }
 
 impl Machine {
-    /// Something happened on this host.
+    /// Records an event of this host.
     pub(super) fn record(&mut self, kind: EventKind) {
         self.catch_up();
         self.record_at(self.unix, kind);
     }
 
-    /// Something happened on this host at this time of day; nothing that happened later is in the log.
+    /// Records an event of this host with its time of day. The log must not contain a later event
+    /// of this host.
     pub(super) fn record_at(&mut self, at: Micros, kind: EventKind) {
         let me = self.config.host;
         if self.master.is_some() {
@@ -173,9 +176,9 @@ impl Machine {
         }
     }
 
-    /// Master: adds an entry and tells those who follow.
+    /// Master: appends an entry and sends it to all subscribers.
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
-        // Tasks of a host that leaves end with it, as all do in the end.
+        // False if tasks end because their host, or the whole virtual machine, ends.
         let by_itself = self.stop.is_none() && !self.is_leaving(host);
         match kind {
             EventKind::DrainBegun { host, .. } => self.write_before_drain(host),
@@ -205,7 +208,8 @@ impl Machine {
         }
     }
 
-    /// An entry of the log for one who follows it; `None` if the log has it no more, or nobody does.
+    /// Returns the message by which a subscriber receives an entry. `None` if the log has dropped
+    /// the entry or the task is not subscribed.
     pub(super) fn told_event(&self, dst: Tid, number: u64) -> Option<ToTask> {
         let packed = self.master.as_ref()?.events.packed(number)?;
         self.to_follower(dst, Bytes::copy_from_slice(packed))
@@ -228,7 +232,7 @@ impl Machine {
         })
     }
 
-    /// Master: this task wants every new event.
+    /// Master: subscribes a task to all new events.
     pub(super) fn subscribe(&mut self, tid: Tid, id: RequestId, ctx: i32, tag: i32) {
         let Some(master) = &mut self.master else {
             return;
@@ -260,8 +264,9 @@ mod tests {
             .collect()
     }
 
+    /// The log returns what was recorded. When it is full, the oldest entries are dropped.
     #[test]
-    fn the_log_gives_back_what_was_told_and_the_oldest_entries_go_first() {
+    fn log_returns_entries_and_drops_the_oldest() {
         let mut log = EventLog::default();
         assert!(log.since(0, 10).is_empty() && log.since(u64::MAX, u32::MAX).is_empty());
         let all = EVENTS_MAX as u64 + 10_000;
@@ -296,8 +301,10 @@ mod tests {
         );
     }
 
+    /// Long entries are kept up to a total size. An entry that is too long is refused and gets no
+    /// number.
     #[test]
-    fn long_entries_are_kept_up_to_so_many_bytes_and_one_that_is_too_long_is_refused_and_has_no_number()
+    fn log_limits_bytes_and_refuses_long_entries()
      {
         let mut log = EventLog::default();
         let (long, too_long) = (

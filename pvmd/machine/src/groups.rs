@@ -1,8 +1,9 @@
-//! The group service (`pvm_joingroup` and friends), kept by the master.
+//! The group service (`pvm_joingroup` and the other group functions), kept by the master.
 //!
-//! [`Groups`] is a value: requests and ends of tasks go in, answers come out. A barrier or a freeze is a request that stays
-//! open until enough members have come, or until one of them has ended so that too few are left: whoever waits is told
-//! then. A member that leaves in good order does not disturb a barrier, because another task may come in its place.
+//! [`Groups`] is a pure value: requests and exits of tasks go in, replies come out. A barrier or a
+//! freeze is a request that stays open until enough members have arrived. It fails if a member
+//! exits and the remaining ones are too few. A member that leaves the group by `pvm_lvgroup` does
+//! not affect a barrier, because another task may take its place.
 
 use super::Machine;
 use super::asks::Asker;
@@ -14,15 +15,15 @@ use sempa_proto::{PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-/// Memberships of all tasks in all groups at most.
+/// Largest number of memberships: sum over all groups of their members.
 pub(super) const MEMBERSHIPS_MAX: usize = 1 << 20;
-/// Bytes of the names of all groups at most.
+/// Largest total size of all group names, in bytes.
 pub(super) const NAMES_BYTES_MAX: usize = 16 << 20;
 
 type Failed = (PvmError, String);
 type Name = Arc<[u8]>;
 
-/// The answer to a request.
+/// The reply to a group request.
 #[derive(Debug, PartialEq)]
 pub(super) struct Answer {
     pub(super) tid: Tid,
@@ -30,11 +31,11 @@ pub(super) struct Answer {
     pub(super) result: Result<GroupReply, Failed>,
 }
 
-/// Members that wait for each other.
+/// Members that wait for each other in a barrier or a freeze.
 #[derive(Debug)]
 struct Waiters {
     wanted: usize,
-    /// It was opened for all members of the moment: one that leaves is not waited for.
+    /// The barrier includes all current members: it does not wait for a member that leaves.
     all: bool,
     waiting: BTreeMap<Tid, RequestId>,
 }
@@ -48,7 +49,7 @@ impl Waiters {
     }
 }
 
-/// What members can wait for.
+/// The two requests in which members wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Barrier,
@@ -58,9 +59,10 @@ enum Kind {
 #[derive(Debug, Default)]
 struct Group {
     state: GroupState,
-    /// Number of members when it was frozen.
+    /// Number of members at the time of the freeze.
     frozen: usize,
-    /// By instance; NONE where a number is free. The last one of a dynamic group is taken.
+    /// Indexed by instance; NONE for a free instance. In a dynamic group the last instance is
+    /// always taken.
     members: Vec<Tid>,
     instances: BTreeMap<Tid, usize>,
     free: BTreeSet<usize>,
@@ -87,7 +89,7 @@ impl Group {
         instance
     }
 
-    /// A member less. A frozen group keeps the number of its instances and is broken from then on.
+    /// Removes a member. A frozen group keeps its instance numbers and becomes broken.
     fn remove(&mut self, tid: Tid) {
         let Some(instance) = self.instances.remove(&tid) else {
             return;
@@ -104,7 +106,7 @@ impl Group {
         }
     }
 
-    /// Number of members; of a frozen group as it was frozen.
+    /// Returns the number of members; for a frozen group, the number at the time of the freeze.
     fn size(&self) -> usize {
         if self.state == GroupState::Dynamic {
             self.instances.len()
@@ -124,11 +126,9 @@ impl Group {
     }
 }
 
-/// All groups.
 #[derive(Debug, Default)]
 pub(super) struct Groups {
     groups: BTreeMap<Name, Group>,
-    /// The groups of each task.
     of: BTreeMap<Tid, BTreeSet<Name>>,
     memberships: usize,
     names_bytes: usize,
@@ -136,12 +136,13 @@ pub(super) struct Groups {
 }
 
 impl Groups {
-    /// All tasks that are in a group.
+    /// Returns all tasks that are in a group.
     pub(super) fn members(&self) -> impl Iterator<Item = Tid> {
         self.of.keys().copied()
     }
 
-    /// The groups of these tasks, for a checkpoint of them. Who waits in a meeting asks again.
+    /// Returns the groups of these tasks, for a checkpoint. Waiting barriers and freezes are not
+    /// included, because the tasks repeat these requests after a restart.
     pub(super) fn saved(&self, tasks: &[Tid]) -> Vec<SavedGroup> {
         let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
         let member = |tid: &Tid| if tasks.contains(tid) { *tid } else { Tid::NONE };
@@ -155,7 +156,7 @@ impl Groups {
         self.groups.iter().map(save).filter(has_some).collect()
     }
 
-    /// Requests that wait for other members.
+    /// Returns the requests that wait for other members.
     pub(super) fn open(&self) -> impl Iterator<Item = (Tid, RequestId)> {
         let meetings = self
             .groups
@@ -165,7 +166,8 @@ impl Groups {
         meetings.flat_map(|meeting| meeting.waiting.iter().map(|(tid, id)| (*tid, *id)))
     }
 
-    /// Those of the groups that exist already: nobody can be in them at his old place.
+    /// Returns the names of those groups that already exist. Their members could not get their
+    /// instance numbers back.
     pub(super) fn taken(&self, saved: &[SavedGroup]) -> Vec<String> {
         let taken = saved
             .iter()
@@ -173,7 +175,7 @@ impl Groups {
         taken.map(|group| shown(&group.name)).collect()
     }
 
-    /// Makes groups as they were saved. One that exists meanwhile is left alone.
+    /// Creates groups as they were saved. A group that exists meanwhile is left unchanged.
     pub(super) fn restore(&mut self, saved: &[SavedGroup]) {
         for SavedGroup {
             name,
@@ -211,7 +213,7 @@ impl Groups {
         }
     }
 
-    /// A request of a task. Its answer comes out of [`Groups::poll`], now or later.
+    /// Handles a request of a task. The reply comes from [`Groups::poll`], immediately or later.
     pub(super) fn handle(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
         let result = match request {
             GroupRequest::Join { group } => self.join(tid, &group),
@@ -241,12 +243,12 @@ impl Groups {
         self.answer(tid, id, result);
     }
 
-    /// The next answer, or `None`.
+    /// Returns the next reply, or `None`.
     pub(super) fn poll(&mut self) -> Option<Answer> {
         self.out.pop_front()
     }
 
-    /// A task has ended without having left its groups.
+    /// Removes a task that has ended from all its groups.
     pub(super) fn ended(&mut self, tid: Tid) {
         self.leave_all(
             tid,
@@ -307,7 +309,7 @@ impl Groups {
         Ok(GroupReply::Number(instance as i32))
     }
 
-    /// The name of a group that does not exist yet, if there is room for it.
+    /// Checks the name of a new group against the limits and reserves its bytes.
     fn found(&mut self, name: &[u8]) -> Result<Name, Failed> {
         if name.len() > NAME_BYTES_MAX {
             return Err((
@@ -340,7 +342,7 @@ impl Groups {
         }
     }
 
-    /// A member less; `ended` tells how it came to its end if it has not left in good order.
+    /// Removes a member. `ended` describes how it ended; `None` if it left the group by request.
     fn remove(&mut self, tid: Tid, name: &Name, ended: Option<&str>) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
@@ -366,7 +368,7 @@ impl Groups {
         }
     }
 
-    /// What a member less means for those who wait.
+    /// Updates a barrier or a freeze after a member was removed.
     fn member_less(&mut self, tid: Tid, name: &Name, kind: Kind, ended: Option<&str>) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
@@ -380,7 +382,7 @@ impl Groups {
             meeting.wanted = meeting.wanted.min(left);
         }
         let wanted = meeting.wanted;
-        // Nobody hears an answer to a task that has ended.
+        // A task that has ended needs no reply.
         if let (Some(id), None) = (own, ended) {
             self.answer(tid, id, Err(not_in(tid, name)));
         }
@@ -400,7 +402,8 @@ impl Groups {
         }
     }
 
-    /// Nobody waits any more, so the next one may want another number.
+    /// Removes a barrier or a freeze without waiting members, so that the next one may require
+    /// another number.
     fn forget_if_empty(&mut self, name: &Name, kind: Kind) {
         if let Some(group) = self.groups.get_mut(name) {
             group
@@ -430,7 +433,7 @@ impl Groups {
         Ok(GroupReply::Number(tid.raw()))
     }
 
-    /// A member comes to a barrier or a freeze and waits.
+    /// Adds a member to a barrier or a freeze.
     fn meet(&mut self, kind: Kind, (tid, id): (Tid, RequestId), name: &[u8], count: i32) {
         match self.enter(kind, (tid, id), name, count) {
             Ok(name) => self.close_if_complete(&name, kind),
@@ -522,7 +525,7 @@ impl Groups {
         self.close(name, kind, &Ok(GroupReply::Number(number)));
     }
 
-    /// Answers everybody who waits.
+    /// Replies to all members that wait.
     fn close(&mut self, name: &Name, kind: Kind, result: &Result<GroupReply, Failed>) {
         let Some(meeting) = self
             .groups
@@ -549,7 +552,7 @@ fn not_in(tid: Tid, name: &[u8]) -> Failed {
 }
 
 impl Machine {
-    /// Master: a task's request to the group service.
+    /// Master: handles a request to the group service.
     pub(super) fn group_request(&mut self, tid: Tid, id: RequestId, request: GroupRequest) {
         let Some(master) = &mut self.master else {
             return;
@@ -558,7 +561,8 @@ impl Machine {
         master.groups.handle(tid, id, request);
         self.answer_groups();
         if joins {
-            // The word of its end comes on another channel and may have overtaken the request.
+            // The notice of the task's exit comes on another channel and may have overtaken this
+            // request.
             self.ask_about(
                 tid,
                 Question::Watch { tid, watcher: tid },
@@ -567,7 +571,7 @@ impl Machine {
         }
     }
 
-    /// Master: a task has ended.
+    /// Master: removes a task that has ended from its groups.
     pub(super) fn member_ended(&mut self, tid: Tid) {
         let Some(master) = &mut self.master else {
             return;

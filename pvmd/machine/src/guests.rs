@@ -1,15 +1,22 @@
-//! Guests stand still while the owner of this host wants it: decided here, without asking anybody else. A task that is
-//! suspended stands still in the same way (see `suspend`).
+//! Pauses the guest tasks of this host while its owner needs the machine.
 //!
-//! The load watcher of this host says so. A process that is stopped cannot let go of its rings, routes and socket any more,
-//! which it has to do before it can move. So every guest is told to let go and has [`LET_GO_TIME`] for that, behind
-//! everybody else on the host; then it is stopped, let go or not. It stays stopped whatever becomes of its moves: one that
-//! has let go learns in its memory where it will go on ([`Redirect`]), and one that has not runs for [`EASE_TIME`] so that
-//! it can: its library at first, and its program only if that is not enough. When the watcher says that guests are welcome, or ends, they are woken as after a move that came to nothing,
-//! but for those that are suspended.
+//! The host's load watcher decides; no other host is asked. Tasks that a user suspends pause the
+//! same way (see `suspend`).
 //!
-//! From the moment from which a task has to stand still it has one span of time for letting go. What it did not get done by
-//! then, because it was still coming back from something else, it does when a move needs it.
+//! A stopped process cannot close its rings, routes and daemon socket, and CRIU cannot dump it
+//! while they are open. Each guest is therefore paused in this order:
+//!
+//! 1. The daemon asks the task's library to quiesce. The library has [`LET_GO_TIME`], at a priority
+//!    below all other processes of the host.
+//! 2. The task is stopped when it has quiesced or the timeout has expired.
+//! 3. The task stays stopped, even if a migration of it fails. If it has quiesced, its next
+//!    location is written into its memory ([`Redirect`]). If it has not, it runs for at most
+//!    [`EASE_TIME`] when it must migrate: first only the library's threads, then the whole program.
+//! 4. When the load watcher reports that guests are welcome, or its last directive has expired (see
+//!    `speaker`), all guests resume except those that a user suspended.
+//!
+//! A task has one quiesce timeout per pause. If it was still reconnecting after an earlier pause or
+//! migration when the timeout expired, it quiesces when its next migration needs it.
 
 use super::handover::Arrival;
 use super::speaker::Speakers;
@@ -28,90 +35,91 @@ use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
-/// After the watcher's word guests have so long to let go; then they are stopped. With the way of the word it leaves room
-/// in the 50 ms that owners are promised.
+/// Time a guest has to quiesce before it is stopped. Leaves 25 ms of the owner's 50 ms for
+/// detection and delivery.
 const LET_GO_TIME: Micros = Micros::from_millis(25);
-/// A task that is suspended has so long for the same: nobody waits for it to stop.
+/// The same for a suspended task. It is longer, because nothing waits for the task to stop.
 pub(super) const SUSPEND_TIME: Micros = Micros::from_millis(200);
-/// A task that was stopped before it had let go runs so long for it when it is to move.
+/// Time a task that was stopped before it quiesced may run to do so when it migrates.
 const EASE_TIME: Micros = Micros::from_millis(200);
-/// Of that its library has so long for itself. A program that computes is not in its way.
+/// Part of [`EASE_TIME`] during which only the library's threads run, so that a computing program
+/// does not delay them.
 const ALONE_TIME: Micros = Micros::from_millis(100);
-/// Guests that were asked to end have so long for it.
+/// Time that guests have to exit before they are killed.
 const END_TIME: Micros = Micros::from_millis(300);
-/// Signal of a polite end.
 const SIGTERM: i32 = 15;
-/// Signal of an end.
 const SIGKILL: i32 = 9;
-/// Numbers of the occasions on which guests let go without a move: this bit, the host, a count.
+/// Marks the ids of pauses without a migration. They consist of this bit, the host index and a
+/// counter.
 const STOP_BIT: u64 = 1 << 63;
 
-/// Where a task stands that was told to let go because it has to stand still.
+/// Progress of pausing one task.
 #[derive(Debug, Default)]
 pub(super) struct Still {
-    /// What its library may be waiting for, or will wait for when it has let go; none if nobody talks to it.
+    /// Ids under which the quiesced library may be resumed. Empty if no quiesce was requested.
     ids: Vec<MigrationId>,
-    /// The move that found it so, and where that one's tokens will be.
+    /// A migration that waits until the task has quiesced, and the paths of its tokens.
     pending: Option<(MigrationId, Vec<PathBuf>)>,
-    /// It has been woken and has not come back.
+    /// A resume was sent; the library has not reconnected yet.
     pub(super) waking: bool,
 }
 
-/// What somebody said about guests.
+/// The directive about guests that is in force on this host.
 #[derive(Debug)]
 struct Said {
     by: Tid,
     word: GuestsWord,
     at: Micros,
-    /// Guests that were there.
+    /// Guests at the time of the directive.
     guests: Vec<Tid>,
-    /// Those of them that may run yet.
+    /// Those of them that are not stopped yet.
     running: BTreeSet<Tid>,
-    /// That all stand still is in the event log.
+    /// The event log contains that all guests are paused.
     told: bool,
-    /// They were asked to end.
+    /// The guests were asked to exit.
     ending: bool,
 }
 
-/// What this daemon knows of its owner's wishes.
+/// Directives of the owner of this host.
 #[derive(Debug, Default)]
 pub(super) struct Hosting {
-    /// The word by which guests are stopped; none while they are welcome.
+    /// `None` while guests are welcome.
     stopped: Option<Said>,
     pub(super) speakers: Speakers,
     last: u64,
 }
 
 impl Hosting {
-    /// True while guests have to stand still.
+    /// True while guests must be paused.
     pub(super) fn is_stopped(&self) -> bool {
         self.stopped.is_some()
     }
 
-    /// True if guests are stopped by the word of this task.
+    /// True if guests are paused by a directive of this task.
     pub(super) fn is_by(&self, tid: Tid) -> bool {
         self.stopped.as_ref().is_some_and(|said| said.by == tid)
     }
 }
 
 impl Task {
-    /// True for what the virtual machine needs for itself.
+    /// True for a task that the virtual machine needs for its own operation.
     pub(super) fn serves(&self) -> bool {
         self.servant || self.flags & TASK_SERVES != 0
     }
 
-    /// True if the owner of the host may stop it: what was spawned, but for what the virtual machine needs for itself.
+    /// True if the owner of the host may pause the task: it was spawned, has not exited and does
+    /// not serve the virtual machine.
     fn is_guest(&self) -> bool {
         self.spawned() && !self.serves() && self.exited.is_none()
     }
 
-    /// True if its library has let go of this daemon and waits to be woken.
+    /// True if its library has quiesced and waits to be resumed.
     pub(super) fn has_let_go(&self) -> bool {
         let waits = |still: &Still| !still.ids.is_empty() && !still.waking;
         self.phase == Phase::Detached && self.still.as_ref().is_some_and(waits)
     }
 
-    /// True if its library let go, or is to, by this number.
+    /// True if this is an id under which its library may be resumed.
     pub(super) fn waits_for(&self, id: MigrationId) -> bool {
         self.still
             .as_ref()
@@ -120,7 +128,8 @@ impl Task {
 }
 
 impl Machine {
-    /// When the time is over that a task of this host has for letting go before it stands still; `None` if it need not.
+    /// Returns the time at which a task of this host must be stopped even if it has not quiesced;
+    /// `None` if it need not be paused.
     fn still_by(&self, task: &Task) -> Option<Micros> {
         let owner = self
             .hosting
@@ -137,7 +146,7 @@ impl Machine {
             .min()
     }
 
-    /// True if a task that is here, or on its way, has to stand still.
+    /// True if a task that is here or arriving must be paused.
     pub(super) fn has_to_stand(&self, tid: Tid) -> bool {
         match self.tasks.get(tid) {
             Some(task) => self.still_by(task).is_some(),
@@ -149,9 +158,10 @@ impl Machine {
         }
     }
 
-    // ---- the word
+    // ---- Directives about guests
 
-    /// A load watcher, or the user by a program of his, says what guests may do here.
+    /// Handles a directive about guests, from a load watcher or from a program that the user has
+    /// started from a command line.
     pub(super) fn guests_word(&mut self, by: Tid, id: RequestId, mut word: GuestsWord) {
         if self
             .tasks
@@ -167,7 +177,7 @@ impl Machine {
         self.reply(by, id, Reply::Done);
     }
 
-    /// This counts now.
+    /// Puts a directive into force.
     pub(super) fn take_word(&mut self, by: Tid, word: GuestsWord) {
         let watches = self
             .tasks
@@ -199,7 +209,7 @@ impl Machine {
             .filter(|t| t.is_guest())
             .map(|t| t.tid)
             .collect();
-        // Those that have just come are not quite here.
+        // Tasks that have just arrived are not in the task table yet.
         let coming = self
             .moves
             .arrivals
@@ -264,7 +274,7 @@ impl Machine {
         });
     }
 
-    /// The tasker says that nothing of a guest runs any more.
+    /// Handles the tasker's report that no process of a guest runs any more.
     pub(super) fn guest_held(&mut self, tid: Tid) {
         self.guest_is_still(tid);
         self.guests_step();
@@ -305,7 +315,7 @@ impl Machine {
         });
     }
 
-    /// A task is not a guest here any more: it has ended, or moved away.
+    /// Removes a task that has ended or migrated away from the current pause.
     pub(super) fn guest_gone(&mut self, task: &Task) {
         for id in task.still.iter().flat_map(|still| &still.ids) {
             self.out.push_back(Output::RemoveToken {
@@ -316,9 +326,10 @@ impl Machine {
         self.guests_step();
     }
 
-    // ---- the end of their time
+    // ---- Eviction of guests
 
-    /// The time may have come at which guests are to leave. Those that are to move are moved by the resource manager.
+    /// Asks guests to exit if their eviction is due and the owner wants them killed. If the owner
+    /// wants them migrated, the resource manager does that.
     pub(super) fn guests_leave(&mut self) {
         let unix = self.unix;
         let due = |said: &&mut Said| match said.word.guests {
@@ -356,7 +367,7 @@ impl Machine {
         });
     }
 
-    /// Guests that were asked to end have had their time.
+    /// Kills the guests that have not exited in time.
     pub(super) fn guests_end(&mut self) {
         if self
             .hosting
@@ -379,9 +390,9 @@ impl Machine {
         }
     }
 
-    // ---- one guest
+    // ---- Pausing one guest
 
-    /// Has a task let go and stop that has to stand still.
+    /// Quiesces and stops a task that must be paused.
     pub(super) fn hold_guest(&mut self, tid: Tid) {
         if let Some(ending) = self
             .tasks
@@ -390,7 +401,8 @@ impl Machine {
         {
             ending.stood = true;
         }
-        // One that is asked to end needs its time for that. What becomes of it then stands still.
+        // A task that was asked to exit gets its grace period first; whatever remains of it is
+        // paused afterwards.
         if self.tasks.get(tid).is_some_and(Task::is_ending) {
             return;
         }
@@ -401,7 +413,7 @@ impl Machine {
             return;
         };
         match (&task.still, leaving) {
-            // It was told before, and has not come back since.
+            // A quiesce request is already outstanding.
             (Some(_), _) => {}
             (None, Some((id, waking))) => {
                 task.still = Some(Still {
@@ -423,7 +435,7 @@ impl Machine {
         self.hold_in_time(tid, lets_go);
     }
 
-    /// Has a task stopped that has to stand still: at once, or, if it is letting go, when its time for that is over.
+    /// Stops a task: immediately, or at the end of its quiesce timeout if it is quiescing.
     fn hold_in_time(&mut self, tid: Tid, lets_go: bool) {
         let by = self
             .tasks
@@ -437,7 +449,7 @@ impl Machine {
         });
     }
 
-    /// Tells the library of a guest to let go, for this move if one waits for it.
+    /// Asks the library of a guest to quiesce, for a waiting migration if there is one.
     fn ask_guest(&mut self, tid: Tid, waiting: Option<(MigrationId, Vec<PathBuf>)>) {
         let (migration, tokens) = waiting.unwrap_or_else(|| {
             self.hosting.last += 1;
@@ -462,7 +474,7 @@ impl Machine {
         });
     }
 
-    /// A task that stood still goes on.
+    /// Resumes a paused task.
     pub(super) fn free_guest(&mut self, tid: Tid) {
         let moving = self.source_of(tid).is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -470,7 +482,7 @@ impl Machine {
         };
         let Some(still) = &mut task.still else {
             if task.ending.is_some() {
-                // It ran for some time only, to end.
+                // The task was only allowed to run for a limited time, to exit.
                 self.tell_tasker(ToTasker::GoOn { tid });
             }
             return;
@@ -482,11 +494,11 @@ impl Machine {
             let ids = still.ids.clone();
             ids.into_iter().for_each(|id| self.write_token(id));
         }
-        // What a move has waits for that move.
+        // A task that a migration controls stays stopped.
         self.tell_tasker(ToTasker::GoOn { tid });
     }
 
-    /// A task on its way here that was to stand still goes on.
+    /// Resumes an arriving task that was marked to be paused.
     pub(super) fn free_arrival(&mut self, tid: Tid) {
         let Some(arrival) = self.moves.arrivals.get_mut(&tid) else {
             return;
@@ -497,7 +509,7 @@ impl Machine {
         self.tell_tasker(ToTasker::GoOn { tid });
     }
 
-    /// A task on its way here that may run already has to stand still.
+    /// Pauses an arriving task that may already run.
     pub(super) fn hold_arrival(&mut self, tid: Tid, after: Micros) {
         if let Some(arrival) = self
             .moves
@@ -510,7 +522,7 @@ impl Machine {
         }
     }
 
-    /// The move of this task that has it, if there is one.
+    /// Returns the migration that controls this task, if there is one.
     fn source_of(&self, tid: Tid) -> Option<&Source> {
         self.moves
             .sources
@@ -518,14 +530,14 @@ impl Machine {
             .find(|source| source.of().tid == tid && source.holds())
     }
 
-    /// A process connects as a task that was spawned here: while guests have to stand still it lets go at once.
+    /// Quiesces a spawned task that has just connected, if it must be paused.
     pub(super) fn guest_connected(&mut self, tid: Tid) {
         if self.has_to_stand(tid) {
             self.ask_guest(tid, None);
         }
     }
 
-    /// A library that had let go has come back, on a connection that counts already.
+    /// Handles the return of a library that had quiesced. Its new connection is already in use.
     pub(super) fn guest_came_back(&mut self, tid: Tid) {
         let stopped = self.has_to_stand(tid);
         let ending = self.tasks.get(tid).is_some_and(Task::is_ending);
@@ -544,14 +556,15 @@ impl Machine {
             return self.ask_to_part(tid);
         }
         if let Some(waiting) = still.pending {
-            // A move waits for it: it goes on letting go, now for that one.
+            // A migration waits for the task, so its library quiesces again, for that migration.
             self.ask_guest(tid, Some(waiting));
             if !stopped && let Some(task) = self.tasks.get_mut(tid) {
                 task.still = None;
             }
         } else if stopped {
             self.ask_guest(tid, None);
-            // It may have been let run for coming back, for the sake of a move that came to nothing meanwhile.
+            // The task may have been allowed to run so that it could reconnect, for a migration
+            // that was aborted meanwhile.
             self.hold_in_time(tid, true);
         } else if self.source_of(tid).is_none() {
             self.release(tid);
@@ -559,7 +572,8 @@ impl Machine {
         self.settled(tid);
     }
 
-    /// A task that has come from another host is one of this host's now.
+    /// Takes over a task that has arrived from another host. `waits_for` is set if its library is
+    /// still quiesced.
     pub(super) fn guest_arrived(&mut self, tid: Tid, waits_for: Option<MigrationId>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -578,7 +592,7 @@ impl Machine {
         }
     }
 
-    /// A program is asked to end: a library that has let go comes back, so that it can say its last words.
+    /// Resumes a quiesced library whose program must exit, so that it can report its link states.
     pub(super) fn wake_to_end(&mut self, tid: Tid) {
         let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else {
             return;
@@ -588,7 +602,8 @@ impl Machine {
         ids.into_iter().for_each(|id| self.write_token(id));
     }
 
-    /// The process of a task has ended, and the task has not: nobody waits for a token any more.
+    /// Ends the pause of a task whose process has exited, while the task itself continues. Its
+    /// tokens are not needed any more.
     pub(super) fn still_no_more(&mut self, tid: Tid) {
         self.guest_is_still(tid);
         let still = self.tasks.get_mut(tid).and_then(|task| task.still.take());
@@ -600,16 +615,16 @@ impl Machine {
         self.guests_step();
     }
 
-    /// A new process of a task begins: it stands still if it has to.
+    /// Pauses the new process of a task if the task must be paused.
     pub(super) fn stand_if_it_has_to(&mut self, tid: Tid) {
         if self.has_to_stand(tid) {
             self.hold_guest(tid);
         }
     }
 
-    // ---- moves of guests that stand still
+    // ---- Migration of paused guests
 
-    /// What is kept for a task goes to it again, unless it has to stand still.
+    /// Delivers the items that were kept for a task, unless it is paused.
     pub(super) fn release(&mut self, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.still.is_none()) {
             task.hold = false;
@@ -617,7 +632,7 @@ impl Machine {
         }
     }
 
-    /// The library of a guest has let go.
+    /// Stops a guest whose library has quiesced.
     pub(super) fn guest_let_go(&mut self, tid: Tid) {
         if self.has_to_stand(tid)
             && self
@@ -629,12 +644,13 @@ impl Machine {
                 tid,
                 after: Micros::default(),
             });
-            // A move may have waited for that.
+            // A migration may have waited for that.
             self.settled(tid);
         }
     }
 
-    /// A move wants the library to let go. True if it was told to before, to stand still: then this does the rest.
+    /// Handles a migration's order to quiesce a task. True if the task is already quiescing for a
+    /// pause, which then serves the migration, too.
     pub(super) fn quiesce_guest(&mut self, id: MigrationId, tid: Tid, tokens: &[PathBuf]) -> bool {
         let stopped = self.has_to_stand(tid);
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -652,7 +668,7 @@ impl Machine {
         true
     }
 
-    /// Lets a guest run for the moment that its library needs.
+    /// Allows a paused guest to run until its library has quiesced.
     pub(super) fn ease(&mut self, tid: Tid) {
         if self.has_to_stand(tid) {
             self.tell_tasker(ToTasker::Ease {
@@ -663,7 +679,8 @@ impl Machine {
         }
     }
 
-    /// A move has the task stopped; a library that has let go already has to hear of the move's tokens.
+    /// Stops a task for a migration. A library that has already quiesced for a pause learns the
+    /// migration's tokens from its memory.
     pub(super) fn stop_for_move(&mut self, id: MigrationId, tid: Tid) {
         let redirection = self.tasks.get(tid).and_then(|task| {
             let (migration, tokens) = task.still.as_ref()?.pending.clone()?;
@@ -683,13 +700,13 @@ impl Machine {
         }
     }
 
-    /// The tasker has stopped a task for a move, or could not.
+    /// Handles the tasker's report that it has stopped a task for a migration, or could not.
     pub(super) fn stopped_for_move(&mut self, id: MigrationId, result: &Result<(), Failure>) {
         let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else {
             return;
         };
         if result.is_ok() {
-            // Whom a move has stopped before his time was over is not told of otherwise.
+            // The tasker sends no other report for a guest that a migration has stopped.
             self.guest_held(tid);
         }
         let Some(still) = self.tasks.get_mut(tid).and_then(|task| task.still.as_mut()) else {
@@ -703,8 +720,8 @@ impl Machine {
         }
     }
 
-    /// A move came to nothing and the task's library is to be woken here. True if that is done with what it let go for
-    /// before: now, or when it need not stand still any more.
+    /// Resumes the library of a task after an aborted migration. True if the task had quiesced for
+    /// a pause: it then resumes under the ids of that pause, now or when the pause ends.
     pub(super) fn wake_guest(&mut self, id: MigrationId, tid: Tid) -> bool {
         let stopped = self.has_to_stand(tid);
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -719,7 +736,7 @@ impl Machine {
                 tid,
                 after: Micros::default(),
             });
-            // Nothing is left to do for the move.
+            // Nothing remains to be done for the migration.
             self.source_event(id, SourceEvent::Reconnected);
         } else {
             still.waking = true;
@@ -729,15 +746,16 @@ impl Machine {
         true
     }
 
-    /// Why a task that runs this program may not come to this host now.
+    /// Returns the reason why a task that runs this program may not come to this host now.
     pub(super) fn no_guest(&self, tid: Tid, program: &str) -> Option<Refusal> {
         self.places_for(tid, program).err()
     }
 
-    /// For how many guests that run this program there is a place, besides those that are here or come, this one aside; one at least.
+    /// Returns the number of guests that may still come, at least one. Guests that are here or
+    /// arriving count, except `tid`.
     ///
     /// # Errors
-    /// Why there is none.
+    /// The reason why this host accepts no guest.
     pub(super) fn places_for(&self, tid: Tid, program: &str) -> Result<usize, Refusal> {
         let host = self.config.host;
         match &self.hosting.stopped {
@@ -751,7 +769,8 @@ impl Machine {
         }
     }
 
-    /// The same while guests are welcome. Tasks that leave and those that are suspended need no processor.
+    /// The same while guests are welcome. Tasks that are leaving or suspended do not count, because
+    /// they need no processor.
     fn places_left(&self, tid: Tid, program: &str) -> Result<usize, String> {
         if let Some(pattern) = self
             .hosting
@@ -770,7 +789,7 @@ impl Machine {
         else {
             return Ok(usize::MAX);
         };
-        // One that is written for a checkpoint does not leave.
+        // A task that is dumped for a checkpoint does not leave.
         let leaves = |source: &&Source| source.holds() && source.of().cause != Cause::Checkpoint;
         let leaving: BTreeSet<Tid> = self
             .moves
@@ -800,7 +819,7 @@ impl Machine {
         }
     }
 
-    /// Writes the token that wakes the library that let go by this number.
+    /// Writes the token that resumes the library that quiesced under this id.
     pub(super) fn write_token(&mut self, migration: MigrationId) {
         let place = &self.config.place;
         let token = ResumeToken {

@@ -1,8 +1,12 @@
-//! The end: of the virtual machine, of a deleted host, of a daemon that is told to stop.
+//! Orderly shutdown: of the virtual machine, of a deleted host, or of a daemon that receives a
+//! signal.
 //!
-//! Tasks are asked to end and, if they do not, killed. A slave then tells the master that it has nothing left and waits
-//! for the last word; the master waits for all, but not for ever. Programs from a command line are asked once, as PVM does
-//! it, and waited for by nobody: they were not started by us, and what they do then is their affair.
+//! 1. Tasks are asked to exit. Those that remain after [`GRACE_TIME`] are killed.
+//! 2. A slave that has no tasks left reports that to the master and waits for the order to exit.
+//! 3. The master waits for all slaves, but not longer than [`STOP_TIME`].
+//!
+//! Programs that were started from a command line are asked once, as PVM does it. The daemon did
+//! not start them, so it does not wait for them or kill them.
 
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
@@ -12,26 +16,26 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
 
-/// Time that tasks have to end by themselves.
+/// Time that tasks have to exit before they are killed.
 const GRACE_TIME: Micros = Micros::from_millis(500);
-/// Time after which a daemon ends, whatever is left; its tasker kills what it still has.
+/// Time after which a daemon exits in any case. Its tasker then kills the remaining processes.
 const STOP_TIME: Micros = Micros::from_secs(5);
-/// Signal of a polite end.
 const SIGTERM: i32 = 15;
 
-/// A daemon that is ending.
+/// Progress of the shutdown of this daemon.
 #[derive(Debug)]
 pub(super) struct Stop {
     why: String,
-    /// Master: hosts that have not said that they have nothing left.
+    /// Master: hosts that have not reported that they have no tasks left.
     waiting: BTreeSet<HostId>,
-    /// Slave: it has said so.
+    /// Slave: it has reported that it has no tasks left.
     said: bool,
     over: bool,
 }
 
 impl Machine {
-    /// Somebody outside wants this daemon to end; that of the master is that of the virtual machine.
+    /// Handles a stop request from outside, for example a signal. On the master it ends the virtual
+    /// machine.
     pub(super) fn stop_asked(&mut self, why: &str) {
         if self.master.is_some() {
             self.halt(why)
@@ -62,7 +66,7 @@ impl Machine {
         self.begin_stop(why, waiting);
     }
 
-    /// Ends this daemon in good order.
+    /// Shuts this daemon down in an orderly way.
     pub(super) fn end_by_order(&mut self, why: &str) {
         if self.stop.is_none() {
             self.log(format!("this daemon ends: {why}"));
@@ -89,7 +93,8 @@ impl Machine {
         self.stop_step();
     }
 
-    /// Asks the tasks to end that are no processes of ours, but for those that want to be told by their calls.
+    /// Sends SIGTERM to the tasks that this daemon's tasker has not started, except those that want
+    /// their calls to fail instead.
     fn signal_others(&mut self) {
         let wants =
             |t: &&Task| !t.spawned() && (t.by_tasker.is_some() || t.at_end == AtEnd::Signalled);
@@ -108,7 +113,7 @@ impl Machine {
         }
     }
 
-    /// Tasks here that have a process of ours.
+    /// Returns the tasks whose processes this daemon's tasker has started.
     fn processes(&self) -> Vec<Tid> {
         self.tasks
             .live
@@ -118,7 +123,7 @@ impl Machine {
             .collect()
     }
 
-    /// The time of grace is over.
+    /// Kills the remaining tasks at the end of the grace period.
     pub(super) fn grace_over(&mut self) {
         if self.stop.as_ref().is_some_and(|s| !s.over) {
             for tid in self.processes() {
@@ -127,7 +132,7 @@ impl Machine {
         }
     }
 
-    /// Goes on with the end when nothing is left to wait for.
+    /// Continues the shutdown if nothing remains to wait for.
     pub(super) fn stop_step(&mut self) {
         let tasks_left = !self.tasker_gone && !self.processes().is_empty();
         let Some(stop) = &mut self.stop else { return };
@@ -144,7 +149,7 @@ impl Machine {
         }
     }
 
-    /// Another daemon has no task left and leaves.
+    /// Handles the report of a host that it has no tasks left and leaves.
     pub(super) fn host_leaving(&mut self, host: HostId, why: &str) {
         if self.master.is_none() {
             return;
@@ -161,7 +166,7 @@ impl Machine {
         }
     }
 
-    /// Master: a host that is lost has nothing to say any more.
+    /// Master: waits no longer for a host that was lost.
     pub(super) fn lost_while_stopping(&mut self, host: HostId) {
         if let Some(stop) = &mut self.stop {
             stop.waiting.remove(&host);
@@ -169,7 +174,7 @@ impl Machine {
         }
     }
 
-    /// Time is up: what is left is left to the tasker.
+    /// Exits although hosts or processes remain. The tasker kills the processes.
     pub(super) fn stop_deadline(&mut self) {
         if let Some(stop) = self.stop.as_ref().filter(|s| !s.over) {
             let left: Vec<String> = stop.waiting.iter().map(HostId::to_string).collect();
@@ -180,7 +185,8 @@ impl Machine {
         }
     }
 
-    /// Ends this daemon now. Its tasker kills what it still has when it loses the daemon.
+    /// Shuts this daemon down immediately. Its tasker kills the remaining processes when the
+    /// connection to the daemon breaks.
     pub(super) fn shut_down(&mut self, why: &str) {
         if self.stop.as_ref().is_some_and(|s| s.over) {
             return;

@@ -1,13 +1,15 @@
-//! A task changes hosts: what this daemon keeps, hands over and takes in meanwhile, and who is told of the new place.
+//! Keeps the order of items for a task while it changes hosts, and updates its location.
 //!
-//! The order of what is for a moving task is kept like this. From the order to let go on, the source keeps all. When the
-//! new place is made known, every daemon sends what it has for the task to the target from then on, and a
-//! [`Carried::Passed`] behind the last that it sent to the source. After the commit the source hands over what it kept,
-//! in order, and a [`Carried::HandedAll`] when the last `Passed` is there. The target keeps what comes to it directly and
-//! gives it to the task after all that was handed over.
+//! 1. From the order to quiesce on, the source keeps all items for the task.
+//! 2. When the new location is distributed, every daemon sends its items for the task to the
+//!    target. After the last item that it sent to the source, it sends a [`Carried::Passed`] there.
+//! 3. After the commit the source forwards what it kept, in order. When the last `Passed` has
+//!    arrived, it sends a [`Carried::HandedAll`].
+//! 4. The target keeps items that come directly. The task gets them after all forwarded ones.
 //!
-//! A session between two daemons may break while both live, and take with it what was on its way. So the source remembers for
-//! a while what it has handed over, and both say all of this again when they hear each other again.
+//! A session between two live daemons may break and lose messages in transit. The source therefore
+//! remembers for a while what it has forwarded. When a new session is established, both daemons
+//! repeat these messages.
 
 use super::engines::{DEADLY, Other};
 use super::suspend::Suspended;
@@ -23,54 +25,56 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
 
-/// Wait status of a task that was killed: signal 9.
+/// Wait status of a task that was killed by signal 9.
 const KILLED: i32 = 9;
 
-/// A task on its way here.
+/// A task on its way to this host.
 #[derive(Debug)]
 pub(super) struct Arrival {
     pub(super) tid: Tid,
     pub(super) migration: MigrationId,
     from: HostId,
-    /// What it is; complete when the source has let it go.
+    /// State of the task; complete when the source has given it up.
     pub(super) record: Option<TaskRecord>,
     complete: bool,
-    /// What waited at the source.
+    /// Items that waited at the source.
     handed: Inbox,
     all_handed: bool,
-    /// What came here directly.
+    /// Items that came here directly.
     pub(super) own: Inbox,
-    /// Its place is here.
+    /// This host is the task's location.
     pub(super) located: bool,
-    /// Its process runs, or has ended.
+    /// Its process runs, or has exited.
     pub(super) ran: bool,
-    /// The tasker was told to let it run.
+    /// The tasker was ordered to run it.
     pub(super) run_ordered: bool,
-    /// Its copy here is lost. If the commit stands, the task has ended by that.
+    /// Its copy here is dead. If the commit stands, this has ended the task.
     lost: bool,
     pub(super) exited: Option<(i32, Usage)>,
-    /// Its library has come back on this connection.
+    /// Connection on which its library has reconnected.
     pub(super) conn: Option<ConnId>,
-    /// The tasker was told to hold it.
+    /// The tasker was ordered to pause it.
     pub(super) held: bool,
-    /// It is suspended, as far as is known; before it is let run the coordinator knows better.
+    /// Suspensions as far as known. Until the task is ordered to run, the coordinator's state takes
+    /// precedence.
     pub(super) suspended: Option<Suspended>,
-    /// It has never run here: its library waits for the token.
+    /// The task has not run here yet: its library waits for the resume token.
     pub(super) waits: bool,
-    /// Signals that came before it ran.
+    /// Signals that arrived before the task ran.
     pub(super) signals: Vec<i32>,
     pub(super) pid: i32,
-    /// It does not move: it is started again from a checkpoint.
+    /// Set if the task does not migrate, but is restarted from a checkpoint.
     pub(super) begins: Option<Timeline>,
-    /// Whether its program could be started again here, if CRIU cannot take it.
+    /// Verdict on a restart engine, for the case that CRIU is not possible.
     pub(super) other: Other,
     /// Its program is started again here.
     pub(super) anew: bool,
-    /// The number by which that claims its tid.
+    /// Spawn token by which that program claims its tid.
     pub(super) epid: Option<i32>,
 }
 
-/// A task that has left; what still comes for it is handed over until all daemons know.
+/// A task that has left. Items that still come for it are forwarded until all daemons use its new
+/// location.
 #[derive(Debug)]
 pub(super) struct Departed {
     pub(super) migration: MigrationId,
@@ -79,16 +83,16 @@ pub(super) struct Departed {
     awaiting: BTreeSet<HostId>,
 }
 
-/// What was handed over, for as long as the session may still turn out to have broken.
+/// What was forwarded to the target, for as long as the session may turn out to have broken.
 #[derive(Debug)]
 pub(super) struct HandedOver {
     to: HostId,
     migration: MigrationId,
     record: Box<TaskRecord>,
-    /// Without the frames of links that send again.
+    /// Without the frames of links, which retransmit.
     items: Vec<Held>,
     all: bool,
-    /// `None`: until the target is heard again.
+    /// Time until which this is kept. `None`: until the target is connected again.
     until: Option<Micros>,
 }
 
@@ -99,7 +103,7 @@ impl HandedOver {
 }
 
 impl Machine {
-    /// True for the number of a program that is started again here.
+    /// True if this is the spawn token of a program that is started again here.
     pub(super) fn is_beginning(&self, epid: i32) -> bool {
         self.moves
             .arrivals
@@ -107,7 +111,7 @@ impl Machine {
             .any(|arrival| arrival.epid == Some(epid))
     }
 
-    /// The program of a task on its way here, that was started again, has connected.
+    /// Handles the connection of an arriving task's program, which was started again here.
     pub(super) fn comes_anew(&mut self, conn: ConnId, epid: i32) {
         let Some(arrival) = self
             .moves
@@ -117,7 +121,7 @@ impl Machine {
         else {
             return;
         };
-        // Whoever else knows the number is too late.
+        // Another process that presents the same token is refused.
         arrival.epid = None;
         arrival.conn = Some(conn);
         let tid = arrival.tid;
@@ -125,7 +129,7 @@ impl Machine {
         self.arrival_step(tid);
     }
 
-    /// A library comes back after it let go.
+    /// Handles the return of a library that had quiesced.
     pub(super) fn resume(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self
             .moves
@@ -159,7 +163,7 @@ impl Machine {
         self.guest_came_back(tid);
     }
 
-    /// The master says where a task runs from now on.
+    /// Handles the master's order that sets the location of a task.
     pub(super) fn located_order(&mut self, location: Location) {
         let Location { tid, epoch, .. } = location;
         if epoch <= self.epoch {
@@ -183,11 +187,11 @@ impl Machine {
         if !self.locations.set(location) {
             return;
         }
-        // One that has ended may have begun again.
+        // A task that has ended may have been restarted.
         self.tasks.ends.forget(tid);
         let me = self.config.host;
         if tid.home() == Some(me) {
-            // A task from a checkpoint may have a number that this daemon has not given out.
+            // A task from a checkpoint may have a number that this daemon has not allocated.
             self.tasks.spare(tid.local());
         }
         if host == me {
@@ -204,11 +208,11 @@ impl Machine {
             .is_some_and(|a| a.located && (!a.ran || a.lost))
             && let Some(mut arrival) = self.moves.arrivals.remove(&tid)
         {
-            // The commit was taken back.
+            // The commit was revoked.
             for held in arrival.own.drain() {
                 match held {
                     Held::Item(item) => self.deliver(tid, item),
-                    // Links send again.
+                    // Dropped, because links retransmit.
                     Held::Link(_) => {}
                 }
             }
@@ -255,7 +259,7 @@ impl Machine {
             self.hand_on(dst, to, migration, held);
         }
         let epoch = self.locations.epoch(dst);
-        // A host that joined later never had another place in mind.
+        // A host that joined later has never used the old location.
         let open = |host: &HostId| {
             self.table.get(*host).is_some() && !task.passed.contains(&(epoch, *host))
         };
@@ -270,7 +274,7 @@ impl Machine {
             },
         );
         self.departed_step(dst);
-        // A daemon that is ending may have waited for this task only.
+        // A daemon that is shutting down may have waited only for this task.
         self.stop_step();
     }
 
@@ -290,12 +294,13 @@ impl Machine {
         self.moves.handed_over.insert(of.tid, handed);
     }
 
-    /// What is sent now has come by then, or the session is known to have broken.
+    /// Returns the time at which everything sent now has arrived, or the session is known to be
+    /// broken.
     fn handing_doubtful_until(&self) -> Micros {
         self.now + self.config.lease + self.config.lease
     }
 
-    /// Hands over what waits for a task that has left.
+    /// Forwards an item for a task that has left.
     pub(super) fn hand_on(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
         let until = self.handing_doubtful_until();
         let remembered = self
@@ -303,7 +308,7 @@ impl Machine {
             .handed_over
             .get_mut(&dst)
             .filter(|handed| handed.migration == migration);
-        // Frames of links are sent again, but for those of a process that has ended.
+        // Link frames are retransmitted, except those of a process that has exited.
         let remembered = remembered
             .filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
         if let Some(handed) = remembered {
@@ -320,7 +325,8 @@ impl Machine {
         });
     }
 
-    /// The session with another daemon has broken, which lives: what was on its way there may be lost.
+    /// Keeps what was forwarded to a live daemon whose session has broken, because messages in
+    /// transit may be lost.
     pub(super) fn handing_broke(&mut self, host: HostId) {
         let now = self.now;
         for handed in self
@@ -333,7 +339,8 @@ impl Machine {
         }
     }
 
-    /// Another daemon is heard. If it was heard before, what went there through the session before may be lost.
+    /// Handles a new session with a daemon. If there was an earlier session, repeats what may have
+    /// been lost with it.
     pub(super) fn hand_over_again(&mut self, host: HostId) {
         if self.moves.heard.insert(host) {
             return;
@@ -379,7 +386,7 @@ impl Machine {
         }
     }
 
-    /// A host has nothing more on the way to the old place.
+    /// Notes that a host sends nothing more to the old location of a task.
     pub(super) fn passed(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
         if let Some(departed) = self.moves.departed.get_mut(&tid) {
             if departed.epoch == epoch {
@@ -416,7 +423,7 @@ impl Machine {
         }
     }
 
-    /// The record of a task on its way here.
+    /// Handles the record of an arriving task.
     pub(super) fn record_came(
         &mut self,
         tid: Tid,
@@ -434,7 +441,7 @@ impl Machine {
         };
         let begins = arrival.anew && arrival.record.is_none();
         if complete {
-            // Said again, everything behind it will be, too.
+            // A repeated record is followed by all forwarded items again.
             (arrival.handed, arrival.all_handed) = (Inbox::default(), false);
         }
         if complete || !arrival.complete {
@@ -442,13 +449,13 @@ impl Machine {
             arrival.complete |= complete;
         }
         if begins {
-            // It takes the place of images.
+            // With a restart engine, the record takes the place of the images.
             self.target_event(migration, TargetEvent::Received(Ok(0)));
         }
         self.arrival_step(tid);
     }
 
-    /// Something that waited at the source.
+    /// Keeps an item that waited at the source.
     pub(super) fn handed(&mut self, tid: Tid, migration: MigrationId, held: Held) {
         match self
             .moves
@@ -463,7 +470,7 @@ impl Machine {
         }
     }
 
-    /// Nothing more waits at the source.
+    /// Notes that no more items wait at the source.
     pub(super) fn handed_all(&mut self, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self
             .moves
@@ -476,14 +483,15 @@ impl Machine {
         self.arrival_step(tid);
     }
 
-    /// A task on its way here becomes a task of this host when all is there: its record, what waited for it, its
-    /// process, and its library, unless it has ended meanwhile.
+    /// Makes an arriving task a task of this host when everything is here: its record, the items
+    /// that waited, its process, and its library unless the task has exited meanwhile.
     pub(super) fn arrival_step(&mut self, tid: Tid) {
         let Some(arrival) = self.moves.arrivals.get_mut(&tid) else {
             return;
         };
         if arrival.ran && arrival.exited.is_none() {
-            // A program that is just beginning would be ended by any signal that it has prepared for no more than that.
+            // A program that is just starting has no signal handlers yet: signals that it would
+            // handle must not end it.
             let anew = arrival.anew;
             let counts = |signal: &i32| !anew || DEADLY.contains(signal);
             for signal in std::mem::take(&mut arrival.signals)
@@ -525,7 +533,7 @@ impl Machine {
             task.inbox.push(held);
         }
         if task.restart.is_some() {
-            // To everybody else it begins.
+            // For all other tasks it starts now.
             let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
             self.record(EventKind::TaskStarted {
                 tid,
@@ -553,7 +561,7 @@ impl Machine {
         self.settled(tid);
     }
 
-    /// A host is out of the table.
+    /// Handles the removal of a host from the host table.
     pub(super) fn moves_host_gone(&mut self, host: HostId) {
         self.coordinator_lost(host);
         self.moves.handed_over.retain(|_, handed| handed.to != host);
@@ -575,8 +583,9 @@ impl Machine {
             .collect();
         for tid in orphans {
             if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
-                // What was kept at the source is lost with it: links send again (what a process has left that is no more has come
-                // with its record), the rest is the loss of that host.
+                // Items that the source had kept are lost with it. Links retransmit, and what an
+                // exited process had left has come with the record. The rest is part of the loss of
+                // that host.
                 (arrival.complete, arrival.all_handed) = (true, true);
                 arrival
                     .record
@@ -616,40 +625,42 @@ impl Arrival {
         }
     }
 
-    /// All that there is to know of it lay beside its images.
+    /// Takes the state that was stored next to the task's images.
     pub(super) fn take_whole(&mut self, record: TaskRecord, waiting: Vec<Held>) {
         (self.record, self.complete, self.all_handed) = (Some(record), true, true);
         waiting.into_iter().for_each(|held| self.handed.push(held));
     }
 
-    /// Its copy at the source is gone: it may run, unless it is suspended.
+    /// Notes the order to run: the copy at the source is gone. A suspended task stays paused.
     pub(super) fn may_run(&mut self, now: Micros, suspended: Holds) {
         (self.run_ordered, self.suspended) = (true, Suspended::from(None, now, suspended));
     }
 
-    /// The move whose coordinator decides whether it is suspended; none when that is decided here.
+    /// Returns the migration whose coordinator decides on suspensions of the task; `None` if this
+    /// host decides.
     pub(super) fn decided_by(&self) -> Option<MigrationId> {
         (self.located && !self.run_ordered && !self.lost).then_some(self.migration)
     }
 
-    /// True when its copy here is dead, which may not have been told yet.
+    /// True if its copy here is dead, even if that is not reported yet.
     pub(super) fn is_lost(&self) -> bool {
         self.lost
     }
 
-    /// It need not stand still; answers what its library waits for, if it does.
+    /// Ends a pause of the task. Returns the id under which its library must be resumed, if it is
+    /// quiesced.
     pub(super) fn free(&mut self) -> Option<MigrationId> {
         self.held = false;
         (std::mem::take(&mut self.waits) && !self.anew).then_some(self.migration)
     }
 
-    /// Its copy here is dead.
+    /// Marks its copy here as dead.
     pub(super) fn lose(&mut self) {
         (self.ran, self.lost) = (true, true);
         self.exited.get_or_insert((KILLED, Usage::default()));
     }
 
-    /// All that is known of a task whose source was lost before it said more.
+    /// Returns a minimal record, for a task whose source was lost before it sent one.
     fn bare_record(tid: Tid) -> TaskRecord {
         let task = Task::new(tid, Tid::NONE, Phase::Detached);
         TaskRecord {

@@ -1,17 +1,24 @@
-//! Host file lines and what `pvm_addhosts` is given: `name option…`, with PVM's options and prefixes.
+//! Parser for host file lines and the host names of `pvm_addhosts`: `name option…`, with PVM's
+//! options and prefixes.
+//!
+//! | Prefix | Meaning |
+//! | --- | --- |
+//! | `*` | the line sets defaults for the following lines |
+//! | `&` | the host is not started now; its options apply when it is added later |
+//! | `$` | accepted, without effect |
 
 use super::HostPlan;
 use sempa_proto::{HostId, PvmError};
 use std::collections::BTreeMap;
 
-/// Bytes of one line at most.
+/// Largest number of bytes in one line.
 pub(super) const LINE_BYTES_MAX: usize = 4096;
-/// Relative speed when the user gives none.
+/// Relative speed of a host for which the user gives none.
 const SPEED_DEFAULT: i32 = 1000;
 
 type Refused = (PvmError, String);
 
-/// What a line says about a host; `None` where it says nothing.
+/// Options on a line; `None` for an option that is not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Options {
     login: Option<String>,
@@ -25,7 +32,7 @@ pub(super) struct Options {
 }
 
 impl Options {
-    /// What `self` does not say is taken from `other`.
+    /// Returns these options, completed by those of `other`.
     fn over(self, other: &Options) -> Options {
         Options {
             login: self.login.or_else(|| other.login.clone()),
@@ -39,7 +46,7 @@ impl Options {
         }
     }
 
-    /// What they mean for this host.
+    /// Returns the plan for a host with these options.
     fn plan(self, name: String, id: HostId) -> HostPlan {
         HostPlan {
             id,
@@ -56,7 +63,7 @@ impl Options {
     }
 }
 
-/// One line, read.
+/// Content of one line of the host file.
 #[derive(Debug, PartialEq, Eq)]
 enum Line {
     Nothing,
@@ -68,7 +75,7 @@ enum Line {
     },
 }
 
-/// The host file: what it says about hosts, for now and for later.
+/// Options of the hosts in the host file. They also apply when a host is added later.
 #[derive(Debug, Default)]
 pub(super) struct HostFile {
     known: BTreeMap<String, Options>,
@@ -76,7 +83,8 @@ pub(super) struct HostFile {
 }
 
 impl HostFile {
-    /// Reads the lines. Also returns the hosts to start now, and the lines that were not understood, with the reason.
+    /// Parses the lines. Also returns the hosts to start immediately, and each line that is not
+    /// valid, with the reason.
     pub(super) fn read(
         lines: &[String],
         own_name: &str,
@@ -103,15 +111,15 @@ impl HostFile {
         (file, start_now, ignored)
     }
 
-    /// What the file says about this host.
+    /// Returns the options of a host, or the defaults if the file does not name the host.
     pub(super) fn options(&self, name: &str) -> &Options {
         self.known.get(name).unwrap_or(&self.defaults)
     }
 
-    /// The name on a line, and what to start under this index.
+    /// Returns the plan for the host on a line, which gets this index.
     ///
     /// # Errors
-    /// PVM's code and a sentence for a line that cannot be read.
+    /// A PVM error code and a sentence for a line that is not valid.
     pub(super) fn plan(&self, line: &str, id: HostId) -> Result<HostPlan, Refused> {
         match parse(line)? {
             Line::Host { name, options, .. } => {
@@ -125,7 +133,8 @@ impl HostFile {
     }
 }
 
-/// What the host file says about the master itself: its own line, or the defaults.
+/// Returns the plan for the master itself: from its own line in the host file, or from the
+/// defaults.
 pub fn own_plan(lines: &[String], own_name: &str) -> HostPlan {
     let (file, ..) = HostFile::read(lines, own_name);
     file.options(own_name)
@@ -147,7 +156,7 @@ fn parse(line: &str) -> Result<Line, Refused> {
         return Ok(Line::Nothing);
     };
     let mut options = Options::default();
-    // A prefix may stand alone before the name.
+    // A space may separate a prefix from the name.
     let (prefix, mut name) = match first.chars().next() {
         Some(c @ ('&' | '$' | '*')) => (Some(c), first[1..].to_string()),
         _ => (None, first.to_string()),
@@ -182,7 +191,7 @@ fn parse(line: &str) -> Result<Line, Refused> {
             }
             "bx" => options.debugger = Some(value),
             "so" => options.start_option = Some(value),
-            // All hosts share the name of the virtual machine.
+            // Ignored, because all hosts share the name of the virtual machine.
             "id" => {}
             _ => {
                 return Err(bad(format!(
@@ -209,8 +218,9 @@ mod tests {
         file.plan(line, HostId::MASTER)
     }
 
+    /// Options of a line override those of the host file, and these override the defaults.
     #[test]
-    fn a_line_overrides_the_file_and_the_file_overrides_the_defaults() {
+    fn line_options_override_file_and_defaults() {
         let lines = [
             "# all",
             "* dx=/opt/pvmd sp=500",
@@ -236,8 +246,9 @@ mod tests {
         assert_eq!(plan(&file, "h9").expect("good").speed, 500);
     }
 
+    /// The master uses its own line. Without one it uses the last defaults in the file.
     #[test]
-    fn the_masters_own_line_or_else_the_last_defaults_are_for_the_master() {
+    fn master_plan_uses_own_line_or_last_defaults() {
         let lines = ["* wd=/a ep=/e", "h1 wd=/b ip=10.0.0.1 bx=/d", "* wd=/c"].map(String::from);
         let own = own_plan(&lines, "h1");
         assert_eq!(
@@ -259,8 +270,9 @@ mod tests {
         );
     }
 
+    /// A line that names no host, or that would pass options to ssh, is refused.
     #[test]
-    fn lines_that_name_no_host_or_try_to_be_options_of_ssh_are_refused() {
+    fn lines_without_host_or_with_ssh_options_fail() {
         let file = HostFile::default();
         for line in [
             "",

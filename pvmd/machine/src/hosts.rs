@@ -1,8 +1,11 @@
-//! The master's part in the host table: starting daemons, taking them in, letting them go.
+//! The master's management of the host table: starts daemons, adds them to the table and removes
+//! them.
 //!
-//! Daemons are started in parallel. When all hosts of one request have started or failed, they join the next change of
-//! the table. Changes are made one after the other, in two phases under a rising epoch; what is wanted while one is under
-//! way is merged into the next. A host that is lost meanwhile is left out.
+//! - The daemons of one request are started in parallel. When all have started or failed, they are
+//!   added with the next change of the table.
+//! - Changes are made one at a time, in two phases (prepare, commit), each change under a new
+//!   epoch. Additions and removals that are requested during a change wait for the next one.
+//! - A host that is lost during a change is left out of it.
 
 use super::hostfile::HostFile;
 use super::{HostPlan, Machine, Output, StartId, StartedHost, Timer};
@@ -13,18 +16,19 @@ use sempa_proto::task::Reply;
 use sempa_proto::{Epoch, HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Time from the order to start a daemon until its session stands.
+/// Time from the order to start a daemon until it must have started.
 const START_TIME: Micros = Micros::from_secs(120);
-/// The same when a person starts it; people are asked for one daemon at a time.
+/// The same for a daemon that a person starts. Such daemons are requested one at a time, so each
+/// one that waits adds this time.
 const HAND_TIME: Micros = Micros::from_secs(660);
-/// Time for the first session of a daemon that has started: it gives up by itself a little earlier.
+/// Time for a started daemon to establish its session. The daemon itself gives up slightly earlier.
 const CONNECT_TIME: Micros = Micros::from_secs(40);
-/// Time that a deleted host has to end its tasks.
+/// Time for a deleted host to end its tasks.
 const DISMISS_TIME: Micros = Micros::from_secs(10);
-/// Requests to add hosts that may be open.
+/// Largest number of open requests to add hosts.
 const ADDS_OPEN_MAX: usize = 1024;
 
-/// Who wants hosts.
+/// Origin of a request to add hosts.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Wanting {
     Task {
@@ -35,18 +39,17 @@ pub(super) enum Wanting {
         rm: Tid,
         wid: i32,
     },
-    /// The host file; so many of its lines were not understood.
+    /// The host file; `refused` of its lines were not valid.
     HostFile {
         refused: u32,
     },
 }
 
-/// What the host file asks for at the start.
+/// Requests from the host file, served at the start.
 #[derive(Debug)]
 pub(super) struct HostFileBegin {
-    /// Hosts to start.
     pub(super) start: Vec<String>,
-    /// Lines that were not understood, with the reason.
+    /// Lines that are not valid, with the reason.
     pub(super) ignored: Vec<(String, String)>,
 }
 
@@ -57,11 +60,11 @@ struct Starting {
     plan: HostPlan,
     started: Option<StartedHost>,
     connected: bool,
-    /// It has to be a step further then.
+    /// Deadline of the current phase.
     until: Micros,
 }
 
-/// A host that has started and waits for the next change.
+/// A started host that is waiting for the next table change.
 #[derive(Clone, Debug)]
 struct Joining {
     job: u64,
@@ -74,7 +77,7 @@ struct AddJob {
     wanting: Wanting,
     names: Vec<String>,
     slots: Vec<Option<AddedHost>>,
-    /// Attempts under way.
+    /// Number of attempts in progress.
     starting: usize,
     ready: Vec<Joining>,
 }
@@ -91,26 +94,26 @@ struct DelJob {
 struct Removal {
     host: HostId,
     why: String,
-    /// It lives and is told to end.
+    /// The host is alive and must be told to end.
     dismiss: bool,
 }
 
-/// A change of the table that is being made.
+/// A table change in progress.
 #[derive(Debug)]
 struct Change {
     table: HostTable,
     add: Vec<Joining>,
     remove: Vec<Removal>,
     committed: bool,
-    /// Hosts whose word is missing.
+    /// Hosts that have not acknowledged the current phase.
     waiting: BTreeSet<HostId>,
 }
 
-/// The master's knowledge of hosts that come and go.
+/// Hosts that are being added to the virtual machine or removed from it.
 #[derive(Debug, Default)]
 pub(super) struct Hosts {
     pub(super) file: HostFile,
-    /// What is done with the file when the time of day is known.
+    /// Processed with the first event, which brings the time of day.
     begin: Option<HostFileBegin>,
     last_index: u16,
     last_start: u64,
@@ -121,12 +124,12 @@ pub(super) struct Hosts {
     wanted_add: Vec<Joining>,
     wanted_remove: Vec<Removal>,
     change: Option<Change>,
-    /// Out of the table, told to end, not gone yet.
+    /// Hosts that are out of the table and were told to end, but have not ended yet.
     leaving: BTreeSet<HostId>,
 }
 
 impl Hosts {
-    /// The master is host 1.
+    /// Creates the state for a table that contains only the master, host 1.
     pub(super) fn new(file: HostFile, begin: Option<HostFileBegin>) -> Hosts {
         Hosts {
             file,
@@ -136,7 +139,7 @@ impl Hosts {
         }
     }
 
-    /// Daemons that have a session, or soon will, but are not in the table in force.
+    /// Returns the hosts that have a session, or will soon, but are not in the table in force.
     pub(super) fn outside(&self) -> Vec<HostId> {
         let starting = self
             .starting
@@ -159,7 +162,8 @@ impl Hosts {
             .collect()
     }
 
-    /// New hosts of a change that has not been committed: they have to hear of moves as well.
+    /// Returns the new hosts of a change that is not committed. They must be notified of migrations
+    /// as well.
     pub(super) fn joining(&self) -> Vec<HostId> {
         self.change
             .iter()
@@ -189,7 +193,8 @@ impl Machine {
             .hosts
     }
 
-    /// Master: tells which lines of the host file were not understood, and starts the hosts of the others.
+    /// Master: reports the lines of the host file that are not valid, and starts the hosts on the
+    /// others.
     pub(super) fn begin_host_file(&mut self) {
         let Some(begin) = self
             .master
@@ -206,7 +211,7 @@ impl Machine {
         self.add_hosts(&begin.start, Wanting::HostFile { refused });
     }
 
-    /// Somebody wants these hosts in.
+    /// Starts the daemons of these hosts and adds them to the table.
     pub(super) fn add_hosts(&mut self, lines: &[String], wanting: Wanting) {
         let stopping = self.stop.is_some();
         let hosts = self.hosts();
@@ -245,7 +250,7 @@ impl Machine {
         self.add_step(number);
     }
 
-    /// What an open attempt is to start, while nothing has come of it.
+    /// Returns the plan of a start attempt that has not produced a result.
     pub(super) fn plan_of(&self, start: StartId) -> Option<HostPlan> {
         let starting = &self.master.as_ref()?.hosts.starting;
         starting
@@ -319,7 +324,7 @@ impl Machine {
         self.record(EventKind::HostRefused { name, why: reason });
     }
 
-    /// An attempt to start a daemon has ended.
+    /// Handles the result of an attempt to start a daemon.
     pub(super) fn host_started(
         &mut self,
         start: StartId,
@@ -341,7 +346,7 @@ impl Machine {
         }
     }
 
-    /// Its session stands.
+    /// Handles a new session with a host.
     pub(super) fn host_connected(&mut self, host: HostId) {
         self.ask_again(host);
         self.hand_over_again(host);
@@ -403,7 +408,7 @@ impl Machine {
         self.add_step(job);
     }
 
-    /// An attempt came to nothing.
+    /// Ends a failed start attempt.
     fn start_over(&mut self, start: StartId, error: PvmError, reason: String) {
         let Some(s) = self.hosts().starting.remove(&start) else {
             return;
@@ -418,7 +423,7 @@ impl Machine {
         self.add_step(s.job);
     }
 
-    /// Time is up for an attempt.
+    /// Fails a start attempt whose deadline has passed.
     pub(super) fn start_deadline(&mut self, start: StartId) {
         let attempt = self
             .master
@@ -446,7 +451,7 @@ impl Machine {
         self.start_over(start, PvmError::CantStart, reason);
     }
 
-    /// Goes on with a request to add hosts.
+    /// Continues a request to add hosts.
     fn add_step(&mut self, job: u64) {
         let hosts = self.hosts();
         let others =
@@ -455,7 +460,7 @@ impl Machine {
             return;
         };
         if others && add.slots.is_empty() && matches!(add.wanting, Wanting::Task { .. }) {
-            // A request for no host is answered when those before it have been.
+            // An empty request is answered after all earlier ones.
             return;
         }
         let ready = std::mem::take(&mut add.ready);
@@ -493,12 +498,13 @@ impl Machine {
         }
     }
 
-    /// A task wants these hosts out.
+    /// Removes hosts for a task.
     pub(super) fn delete_hosts(&mut self, tid: Tid, id: RequestId, names: &[String]) {
         let mut open = BTreeSet::new();
         let mut results = Vec::new();
         for (n, name) in names.iter().enumerate() {
-            // Whoever asks, a dot is the daemon that deletes hosts.
+            // As in PVM, a dot stands for the daemon that deletes hosts, whichever task requests
+            // it.
             let named = if name == "." {
                 Some(HostId::MASTER)
             } else {
@@ -542,7 +548,7 @@ impl Machine {
         }
     }
 
-    /// The next change takes this host out of the table.
+    /// Adds the removal of a host to the next table change.
     fn want_out(&mut self, host: HostId, why: String, dismiss: bool) {
         let hosts = self.hosts();
         let under_way = hosts
@@ -561,7 +567,7 @@ impl Machine {
         }
     }
 
-    /// Begins the next change if one is wanted and none is under way.
+    /// Begins the next change if one is needed and none is in progress.
     fn try_change(&mut self) {
         let hosts = self.hosts();
         if hosts.change.is_some() || (hosts.wanted_add.is_empty() && hosts.wanted_remove.is_empty())
@@ -616,13 +622,13 @@ impl Machine {
         self.change_step();
     }
 
-    /// The next order to all daemons gets this epoch.
+    /// Returns the epoch of the next order to all daemons.
     pub(super) fn next_epoch(&mut self) -> Epoch {
         self.epoch = self.epoch.next();
         self.epoch
     }
 
-    /// A host has said that it understood, or that the table is in force there.
+    /// Handles a host's acknowledgement of the prepare phase or the commit phase.
     pub(super) fn change_heard(&mut self, host: HostId, epoch: Epoch, committed: bool) {
         let Some(master) = &mut self.master else {
             return;
@@ -637,7 +643,7 @@ impl Machine {
         }
     }
 
-    /// Goes on with the change under way when no word is missing.
+    /// Continues the current change when all hosts have acknowledged its phase.
     fn change_step(&mut self) {
         let Some(change) = self
             .hosts()
@@ -714,15 +720,15 @@ impl Machine {
         self.try_change();
     }
 
-    /// True for a deleted host that is not gone yet. It is gone when its session has ended, which is the last that a daemon
-    /// does: a new one may be started in its place then.
+    /// True for a deleted host whose session still exists. A daemon closes its session as the last
+    /// action, so afterwards a new daemon may be started on the same machine.
     pub(super) fn is_leaving(&self, host: HostId) -> bool {
         self.master
             .as_ref()
             .is_some_and(|master| master.hosts.leaving.contains(&host))
     }
 
-    /// A host that was to go is gone.
+    /// Ends the removal of a host.
     pub(super) fn host_finished(&mut self, host: HostId) {
         self.hosts().leaving.remove(&host);
         self.out.push_back(Output::Forget { host });
@@ -732,7 +738,7 @@ impl Machine {
         self.delete_step();
     }
 
-    /// Time is up for a deleted host.
+    /// Ends the removal of a host that has not ended in time.
     pub(super) fn dismissed_deadline(&mut self, host: HostId) {
         if self.is_leaving(host) {
             self.log(format!(
@@ -742,7 +748,7 @@ impl Machine {
         }
     }
 
-    /// Master: a host is lost, or has left by itself.
+    /// Master: removes a host that was lost or has left.
     pub(super) fn host_out(&mut self, host: HostId, why: &str) {
         if self.is_leaving(host) {
             return self.host_finished(host);
@@ -766,7 +772,8 @@ impl Machine {
             if change.committed {
                 change.waiting.remove(&host);
             } else {
-                // Its word will not come: begin again without it.
+                // The host cannot acknowledge the change any more, so the change begins again
+                // without it.
                 let change = self.hosts().change.take().expect("just seen");
                 let hosts = self.hosts();
                 hosts.wanted_add.splice(..0, change.add);
@@ -781,7 +788,7 @@ impl Machine {
         self.try_change();
     }
 
-    /// A host that has started, but is in no table, cannot join.
+    /// Drops a lost host that was started but is in no table yet.
     fn drop_joining(&mut self, host: HostId, why: &str) {
         let hosts = self.hosts();
         let waiting = hosts.wanted_add.extract_if(.., |j| j.entry.id == host);
@@ -802,7 +809,7 @@ impl Machine {
         }
     }
 
-    /// The virtual machine ends: give up what has not started.
+    /// Abandons all starts in progress, because the virtual machine ends.
     pub(super) fn abandon_starts(&mut self) {
         let starts: Vec<StartId> = self.hosts().starting.keys().copied().collect();
         for start in starts {

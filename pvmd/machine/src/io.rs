@@ -1,8 +1,9 @@
-//! Everything that goes into the machine and comes out of it.
+//! Inputs and outputs of the machine.
 //!
-//! The shell turns sockets, processes, files and clocks into [`Event`]s and carries out [`Output`]s in the order they come.
-//! Outputs to one task, and to one host on one channel, must be carried out in order; that is all the machine relies on. On
-//! the data channel link frames of different pairs of tasks may change places with each other.
+//! The shell turns sockets, processes, files and clocks into [`Event`]s and carries out
+//! [`Output`]s. The machine relies on one order only: outputs to the same task, and outputs to the
+//! same host on the same channel, are carried out in order. On the data channel, link frames of
+//! different pairs of tasks may overtake each other.
 
 use bytes::Bytes;
 use checkpoint_protocol::CutId;
@@ -20,664 +21,567 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// One connection of a task to this daemon; never used again after it closed.
+/// A connection of a task to this daemon. Ids are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ConnId(pub u64);
 
-/// Descriptors that travel with a word between two tasks. The machine passes them on and looks at their number only.
+/// File descriptors that accompany a message between two tasks. The machine only counts them and
+/// forwards them.
 #[derive(Clone, Debug, Default)]
 pub struct Descriptors(Arc<Vec<OwnedFd>>);
 
 impl Descriptors {
-    /// These.
     pub fn new(all: Vec<OwnedFd>) -> Descriptors {
         Descriptors(Arc::new(all))
     }
 
-    /// How many.
     pub fn count(&self) -> usize {
         self.0.len()
     }
 
-    /// Each of them, in order.
     pub fn iter(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
         self.0.iter().map(AsFd::as_fd)
     }
 }
 
-/// One attempt to start a daemon on another host.
+/// An attempt to start a daemon on another host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StartId(pub u64);
 
-/// What the machine may ask the world for while it handles an event. All answers are immediate.
+/// Questions that the machine may ask while it handles an event. Every answer is immediate.
 pub trait World {
-    /// Absolute path of an executable regular file: `name` as it is if it contains a `/` (relative to `dir` or the
-    /// daemon's working directory), else the first in the search path.
+    /// Returns the absolute path of an executable regular file. A `name` with a `/` is a path
+    /// relative to `dir` or to the daemon's working directory; any other name is searched for in
+    /// the search path.
     ///
     /// # Errors
-    /// [`PvmError::NoFile`] when there is none.
+    /// [`PvmError::NoFile`] if there is none.
     fn find_program(&self, name: &str, dir: Option<&str>) -> Result<PathBuf, PvmError>;
-    /// `dir` if it is a directory that can be entered, else the daemon's working directory for tasks.
+    /// Returns `dir` if it is a directory that can be entered, else the daemon's working directory
+    /// for tasks.
     fn work_dir(&self, dir: Option<&str>) -> PathBuf;
-    /// The environment that every task of this host starts with (daemon's own, library folder, PVM variables).
+    /// Returns the initial environment of every task on this host: the daemon's own, the library
+    /// folder and the PVM variables.
     fn base_env(&self) -> Vec<Vec<u8>>;
-    /// Microseconds since 1970, for events and clocks that leave this host.
+    /// Returns the time in microseconds since 1970, for events and clocks that other hosts see.
     fn unix_time(&self) -> Micros;
-    /// A number nobody can guess, 1..=i32::MAX.
+    /// Returns an unpredictable number in 1..=i32::MAX.
     fn secret(&mut self) -> i32;
 }
 
-/// A daemon to start on another host.
+/// Description of a daemon to start on another host. The comments name the host file options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostPlan {
-    /// Index it will have.
+    /// Index that the host will have.
     pub id: HostId,
-    /// Name as the user wrote it; becomes its name in the host table.
+    /// Name as the user wrote it. It becomes the name in the host table.
     pub name: String,
-    /// Name or address to contact (`ip=`), usually `name`.
+    /// Name or address to contact (`ip=`), by default `name`.
     pub contact: String,
-    /// Login name (`lo=`), if another one.
+    /// Login name (`lo=`), if it differs from the user's.
     pub login: Option<String>,
-    /// The daemon's command there (`dx=`), if another one.
+    /// Command that starts the daemon there (`dx=`), if it is not the default.
     pub command: Option<String>,
     /// Search path for executables (`ep=`), unexpanded.
     pub search_path: Option<String>,
     /// Working directory (`wd=`), unexpanded.
     pub work_dir: Option<String>,
-    /// Relative speed (`sp=`).
+    /// Relative speed (`sp=`); the default is 1000.
     pub speed: i32,
-    /// How the daemon is to be started (`so=`); hosters know, this daemon knows only [`HostPlan::by_hand`].
+    /// The way to start the daemon (`so=`). Hosters may interpret it; this daemon only knows
+    /// [`HostPlan::by_hand`].
     pub start_option: Option<String>,
-    /// What debugs tasks there (`bx=`), unless `PVM_DEBUGGER` is set there.
+    /// Command that debugs tasks there (`bx=`), unless `PVM_DEBUGGER` is set there.
     pub debugger: Option<String>,
 }
 
 impl HostPlan {
-    /// True if a person is to start the daemon.
+    /// True if a person starts the daemon.
     pub fn by_hand(&self) -> bool {
         self.start_option.as_deref() == Some("ms")
     }
 }
 
-/// What a hoster has to know to start a daemon.
+/// Instructions for a hoster that starts a daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartOrder {
-    /// Where to log in: `host` or `user@host`.
+    /// Login target: `host` or `user@host`.
     pub login: String,
-    /// What to run there.
+    /// Command to run on that host.
     pub command: String,
-    /// The secret that it gets on its standard input, as `PVM_VMID=…`.
+    /// Secret that the daemon gets on its standard input, as `PVM_VMID=…`.
     pub secret: String,
 }
 
-/// PVM's code and one sentence for the user.
+/// A PVM error code and one sentence for the user.
 pub type Refused = (PvmError, String);
 
-/// What a started daemon said of itself.
+/// Properties that a started daemon has reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StartedHost {
-    /// Architecture name.
     pub arch: String,
-    /// Data signature.
     pub dsig: i32,
-    /// Where it listens.
+    /// Addresses on which it listens.
     pub addresses: Vec<SocketAddr>,
 }
 
-/// What happened.
+/// An input of the machine.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A process of this user connected to the socket; its hello comes as the first frame.
+    /// A process of this user has connected to the socket. Its hello follows as the first frame.
     TaskConnected {
-        /// The connection.
         conn: ConnId,
-        /// Process number by the peer credentials.
+        /// Process id from the peer credentials.
         pid: i32,
     },
     /// A control message from a task.
     TaskControl {
-        /// The connection.
         conn: ConnId,
-        /// The message.
         message: ToDaemon,
     },
-    /// A word of a task to another one about a route of their own.
+    /// A message from a task to another one about a route between the two.
     TaskRoute {
-        /// The connection.
         conn: ConnId,
-        /// The other task.
         to: Tid,
-        /// The word.
         word: RouteWord,
-        /// As many as the word announces.
+        /// As many as the message announces.
         descriptors: Descriptors,
     },
-    /// A link frame from a task, as its body is on the wire ([`sempa_proto::link::LinkFrame::decode`]).
+    /// A link frame from a task.
     TaskLink {
-        /// The connection.
         conn: ConnId,
-        /// The frame's body.
+        /// Body as on the wire, see [`sempa_proto::link::LinkFrame::decode`].
         frame: Bytes,
     },
-    /// The connection closed or broke, or something was not understood (`garbage`); no event of it follows.
+    /// The connection is closed. It is the last event of this connection.
     TaskClosed {
-        /// The connection.
         conn: ConnId,
-        /// Why, when the peer did not follow the protocol.
+        /// The violation, if the peer did not follow the protocol.
         garbage: Option<String>,
     },
-    /// The session with another daemon stands; it has proved to be this host by its certificate.
+    /// A session with another daemon is established. The daemon has proved by its certificate that
+    /// it is this host.
     HostConnected {
-        /// The host.
         host: HostId,
     },
     /// A control message from another daemon.
     HostControl {
-        /// The host.
         host: HostId,
-        /// The message.
         message: HostMsg,
     },
-    /// Something on the data channel from another daemon, for a task here.
+    /// A message on the data channel from another daemon, for a task of this host.
     HostCarried {
-        /// The host.
         host: HostId,
-        /// What.
         carried: Carried,
     },
-    /// The session ended or nothing was heard for the lease.
+    /// The session has ended, or the host was silent for the lease.
     HostLost {
-        /// The host.
         host: HostId,
-        /// What happened.
         why: String,
     },
-    /// An attempt to start a daemon ended. On success its session may already stand or follow.
+    /// An attempt to start a daemon has ended. If it succeeded, the session already exists or
+    /// follows.
     HostStarted {
-        /// The attempt.
         start: StartId,
-        /// What it is, or PVM's code and one sentence for the user.
+        /// Properties of the daemon, or a PVM error code and one sentence for the user.
         result: Result<StartedHost, (PvmError, String)>,
     },
-    /// The orders of [`Output::PrepareHosts`].
+    /// Result of [`Output::PrepareHosts`], for each attempt.
     HostsPrepared {
-        /// One for each.
         orders: Vec<(StartId, Result<StartOrder, Refused>)>,
     },
-    /// A message of the tasker.
     Tasker(FromTasker),
-    /// The tasker's process ended; all its tasks are dead.
+    /// The tasker's process has ended. All tasks that it had started are dead.
     TaskerGone {
-        /// What happened.
         why: String,
     },
-    /// Source: the target has the images, or they could not be sent.
+    /// Source: the target has received the images, or the transfer failed.
     ImagesSent {
-        /// The move.
         migration: MigrationId,
-        /// Bytes sent.
+        /// Number of bytes sent.
         result: Result<u64, Failure>,
     },
-    /// Target: the images are here as they were sent, or not.
+    /// Target: the images have arrived unchanged, or the transfer failed.
     ImagesReceived {
-        /// The move.
         migration: MigrationId,
-        /// Bytes received.
+        /// Number of bytes received.
         result: Result<u64, Failure>,
     },
-    /// Target: what is missing of the memory of a task that came here will not come.
+    /// Target: the missing memory of a post-copied task will not arrive.
     MemoryLost {
-        /// The move.
         migration: MigrationId,
-        /// Why.
         why: String,
     },
-    /// The record of [`Output::RecordMove`] is on disk, or could not be written.
+    /// Result of [`Output::RecordMove`]; success means that the record is on disk.
     MoveRecorded {
-        /// The move.
         migration: MigrationId,
-        /// Whether it is there.
         result: Result<(), Failure>,
     },
-    /// [`Output::BeginSet`]: there is room for a set, or why not.
+    /// Result of [`Output::BeginSet`]; success means that the store has room.
     SetBegun {
-        /// The attempt.
         cut: CutId,
-        /// Whether there is.
         result: Result<(), String>,
     },
-    /// [`Output::KeepPart`]: it is in the store, or why not.
+    /// Result of [`Output::KeepPart`]; success means that the part is in the store.
     PartKept {
-        /// The part.
         migration: MigrationId,
-        /// Whether it is.
         result: Result<(), String>,
     },
-    /// [`Output::SealSet`]: its name and its bytes in the store, or why there is none.
+    /// Result of [`Output::SealSet`]; success means that the checkpoint is complete.
     SetSealed {
-        /// The attempt.
         cut: CutId,
-        /// What there is.
+        /// Name of the checkpoint, and its size in the store in bytes.
         result: Result<(String, u64), String>,
     },
-    /// [`Output::OpenSet`]: what it is, or why it cannot be used.
+    /// Result of [`Output::OpenSet`]: metadata, or the reason why the checkpoint is unusable.
     SetOpened {
-        /// The attempt.
+        /// Id from the request.
         restart: u64,
-        /// What it is.
         result: Result<SetMeta, String>,
     },
-    /// [`Output::ReadPart`]: what lay beside the images.
+    /// Result of [`Output::ReadPart`]: daemon state that is stored next to the images.
     PartRead {
-        /// The part.
         migration: MigrationId,
-        /// What lay there.
         result: Result<PartRecord, Failure>,
     },
-    /// [`Output::CollectState`]: how many bytes there are in how many files.
+    /// Result of [`Output::CollectState`]: number of bytes and files.
     StateCollected {
-        /// The part.
         migration: MigrationId,
-        /// What there is.
         result: Result<DumpReport, Failure>,
     },
-    /// [`Output::StageState`].
+    /// Result of [`Output::StageState`]; success means that all files are copied.
     StateStaged {
-        /// The part.
         migration: MigrationId,
-        /// Whether it is there.
         result: Result<(), Failure>,
     },
-    /// [`Output::NameState`].
+    /// Result of [`Output::NameState`]; success means that all files have their final names.
     StateNamed {
-        /// The part.
         migration: MigrationId,
-        /// Whether all have their names.
         result: Result<(), Failure>,
     },
-    /// [`Output::RemoveSets`].
+    /// Result of [`Output::RemoveSets`], for each checkpoint.
     SetsRemoved {
-        /// Who asked.
+        /// Task that sent the request.
         tid: Tid,
-        /// His request.
         id: RequestId,
-        /// What became of each set.
         result: Result<Removed, String>,
     },
-    /// These sets were removed to keep the limits of the store, or because their jobs have ended long ago.
+    /// The store has removed these checkpoints to stay within its limits, or because their jobs
+    /// ended long ago.
     SetsSwept {
-        /// Their names.
         sets: Vec<String>,
     },
-    /// [`Output::ListSets`].
+    /// Result of [`Output::ListSets`]: all checkpoints in the store.
     SetsListed {
-        /// Who asked.
+        /// Task that sent the request.
         tid: Tid,
-        /// His request.
         id: RequestId,
-        /// What there is.
         result: Result<Vec<SetEntry>, String>,
     },
-    /// Somebody without a certificate of this virtual machine was turned away.
+    /// A peer without a certificate of this virtual machine was rejected.
     Stranger {
-        /// Who and why, in one sentence.
+        /// The peer and the reason, in one sentence.
         text: String,
     },
     /// The time of [`super::Machine::next_wakeup`] has come.
     Wake,
-    /// The daemon is asked to end (signal, lost master).
+    /// The daemon must exit, because of a signal or because the master is lost.
     Stop {
-        /// Why.
         why: String,
     },
 }
 
-/// What to do.
+/// An effect for the shell to carry out. An arrow (→) names the event that reports the result.
 #[derive(Clone, Debug)]
 pub enum Output {
     /// Send a control message to a task.
     ToTask {
-        /// The connection.
         conn: ConnId,
-        /// The message.
         message: ToTask,
     },
-    /// Send a control message to a task, and descriptors with it.
+    /// Send a control message with file descriptors to a task.
     RouteToTask {
-        /// The connection.
         conn: ConnId,
-        /// The message.
         message: ToTask,
-        /// What travels with it.
         descriptors: Descriptors,
     },
-    /// Send a link frame to a task. May be dropped when the connection's queue is over its limit: links re-send.
+    /// Send a link frame to a task. It may be dropped if the connection's queue is over its limit,
+    /// because links retransmit.
     LinkToTask {
-        /// The connection.
         conn: ConnId,
-        /// The frame's body as it came.
+        /// Body as it was received.
         frame: Bytes,
     },
-    /// Whoever made a connection has ended: take what it has written, and nothing that others write who hold the socket.
-    /// [`Event::TaskClosed`] comes behind that, however long the way to the machine is.
+    /// The process that opened this connection has exited. Read what it has written, and ignore
+    /// what other holders of the socket write. [`Event::TaskClosed`] follows after all of that
+    /// data.
     HearOut {
-        /// The connection.
         conn: ConnId,
     },
-    /// Close a task's connection after what was sent before.
+    /// Close a task's connection after everything that was sent before.
     CloseTask {
-        /// The connection.
         conn: ConnId,
     },
-    /// Send on the control channel of a session. Without a session it waits for one, up to a limit.
+    /// Send on the control channel of a session. Without a session the message waits for one, up to
+    /// a limit.
     ToHost {
-        /// The host.
         host: HostId,
-        /// The message.
         message: HostMsg,
     },
-    /// Send on the data channel of a session. Link frames may be dropped over the limit; items may not.
+    /// Send on the data channel of a session. Over the limit, link frames may be dropped; other
+    /// messages may not.
     Carry {
-        /// The host.
         host: HostId,
-        /// What.
         carried: Carried,
     },
-    /// Have a session with this host: dial unless one stands, and go on trying until [`Output::Forget`].
+    /// Maintain a session with this host: dial until one is established, and again when it breaks,
+    /// until [`Output::Forget`].
     Connect {
-        /// The host.
         host: HostId,
-        /// Where it listens.
+        /// Addresses on which the host listens.
         addresses: Vec<SocketAddr>,
     },
-    /// End the session, refuse new ones of this host.
+    /// End the session and refuse new sessions of this host.
     Forget {
-        /// The host.
         host: HostId,
     },
-    /// Start a daemon over the remote shell and give it its certificate on standard input.
+    /// Start a daemon over the remote shell and pass it its certificate on standard input. →
+    /// [`Event::HostStarted`]
     StartHost {
-        /// The attempt.
         start: StartId,
-        /// What to start.
         plan: HostPlan,
     },
-    /// Make these starts ready for a hoster: the daemon that it starts will ask here for its certificate.
-    /// → [`Event::HostsPrepared`]
+    /// Prepare these starts for a hoster: the daemons that it starts will request their
+    /// certificates here. → [`Event::HostsPrepared`]
     PrepareHosts {
-        /// What to start.
         plans: Vec<(StartId, HostPlan)>,
     },
-    /// What a hoster heard from the daemon that it started, or the name of an error. → [`Event::HostStarted`]
+    /// Evaluate the line that a hoster got from a daemon that it started. → [`Event::HostStarted`]
     HosterHeard {
-        /// The attempt.
         start: StartId,
-        /// The line.
+        /// Output line of the daemon, or the name of an error.
         line: String,
     },
-    /// Give up an attempt that has not ended; no event follows.
+    /// Abandon a start that is in progress. No event follows.
     AbandonStart {
-        /// The attempt.
         start: StartId,
     },
-    /// This daemon is in the host table now, so tasks may come: have a tasker. Before that it would only take the
-    /// processor from whatever brings the other hosts in.
+    /// Start a tasker. This host is in the host table from now on, so tasks may come. An earlier
+    /// start would only compete for the processor with the start of the other hosts.
     StartTasker,
-    /// Tell the tasker.
     ToTasker(ToTasker),
-    /// Send a signal to the process on the other end of a connection.
+    /// Send a signal to the process that opened this connection.
     Signal {
-        /// The connection.
         conn: ConnId,
-        /// Signal number.
         signal: i32,
     },
-    /// Begin to send the image directory of a move to the target while the tasker is still writing it; [`Output::SendImages`]
-    /// says that it is complete. If that fails before: → [`Event::ImagesSent`], there [`Event::ImagesReceived`]
+    /// Send the images of a migration to the target while the tasker is still writing them;
+    /// [`Output::SendImages`] marks them as complete. If the transfer fails earlier: →
+    /// [`Event::ImagesSent`], at the target [`Event::ImagesReceived`]
     SendAhead {
-        /// The move.
         migration: MigrationId,
-        /// The target.
         to: HostId,
     },
-    /// Send the image directory of a move to the target, or the rest of it. → [`Event::ImagesSent`], there
-    /// [`Event::ImagesReceived`]
+    /// Send the images of a migration, or the rest of them, to the target. → [`Event::ImagesSent`],
+    /// at the target [`Event::ImagesReceived`]
     SendImages {
-        /// The move.
         migration: MigrationId,
-        /// The target.
         to: HostId,
     },
-    /// Accept the images of this move from this host; without it they are refused.
+    /// Accept the images of this migration from this host. Images that are not expected are
+    /// refused.
     ExpectImages {
-        /// The move.
         migration: MigrationId,
-        /// The source.
         from: HostId,
     },
-    /// Source: from now on the tasker hands out memory at [`Place::memory_way`](sempa_proto::place::Place::memory_way); the target
-    /// gets what it asks for, until the tasker's end or the target's closes.
+    /// Source: start to serve memory for post-copy. The tasker offers it at
+    /// [`Place::memory_way`](sempa_proto::place::Place::memory_way); requests of the target are
+    /// forwarded until either side closes.
     LendMemory {
-        /// The move.
         migration: MigrationId,
-        /// The target.
         to: HostId,
     },
-    /// Target: from now on the tasker asks for memory at that place; it comes from this host. If the way breaks before the
-    /// tasker's end closes: → [`Event::MemoryLost`]
+    /// Target: start to fetch memory for post-copy from this host. The tasker requests it at that
+    /// socket. If the connection breaks before the tasker closes it: → [`Event::MemoryLost`]
     ExpectMemory {
-        /// The move.
         migration: MigrationId,
-        /// The source.
         from: HostId,
     },
-    /// Stop sending or receiving and delete the images of this move on this host. Memory that is on its way
-    /// comes nevertheless. Repeatable.
+    /// Stop sending or receiving the images of this migration, and delete them on this host. A
+    /// post-copy memory transfer in progress continues. Idempotent.
     DropImages {
-        /// The move.
         migration: MigrationId,
     },
-    /// Write the token that wakes a quiesced library.
+    /// Write the token that resumes a quiesced library.
     WriteToken {
-        /// The file.
         path: PathBuf,
-        /// Its content.
         token: ResumeToken,
     },
-    /// Remove a token. Repeatable.
+    /// Remove a token. Idempotent.
     RemoveToken {
-        /// The file.
         path: PathBuf,
     },
-    /// Source: put this beside the images of a part of a checkpoint and send them to the master, or, there, say that they are
-    /// here. → [`Event::ImagesSent`], [`Event::ImagesReceived`]
+    /// Source: store the record next to the images of a snapshot part, and send them to the master.
+    /// → [`Event::ImagesSent`], on the master [`Event::ImagesReceived`]
     Deposit {
-        /// The part.
         migration: MigrationId,
-        /// What this daemon knows of the task.
+        /// State that this daemon has of the task.
         record: Box<PartRecord>,
-        /// The master; none on the master itself.
+        /// The master; `None` on the master itself.
         to: Option<HostId>,
     },
-    /// Source of a part of a checkpoint: copy these files, into which a program has written its state, to where images of this
-    /// part are. → [`Event::StateCollected`]
+    /// Source: copy the files of a program's own checkpoint to the place of the images of this
+    /// snapshot part. → [`Event::StateCollected`]
     CollectState {
-        /// The part.
         migration: MigrationId,
-        /// The files, relative to the directory unless they begin with a slash.
+        /// Relative to `dir`, unless they begin with a slash.
         files: Vec<PathBuf>,
-        /// The working directory of the program.
+        /// Working directory of the program.
         dir: PathBuf,
     },
-    /// Target of a restart: copy what [`Output::CollectState`] has copied to where it belongs, under other names so far.
-    /// [`Output::DropImages`] removes it. → [`Event::StateStaged`]
+    /// Target of a restart: copy the files of [`Output::CollectState`] to their directories, under
+    /// temporary names. [`Output::DropImages`] removes them. → [`Event::StateStaged`]
     StageState {
-        /// The part.
         migration: MigrationId,
-        /// The files, relative to the directory unless they begin with a slash.
+        /// Relative to `dir`, unless they begin with a slash.
         files: Vec<PathBuf>,
-        /// The working directory of the program.
+        /// Working directory of the program.
         dir: PathBuf,
     },
-    /// Target of a restart: give what was staged its names; it is the task's own from now on. → [`Event::StateNamed`]
+    /// Target of a restart: give the staged files their final names. From then on they belong to
+    /// the task. → [`Event::StateNamed`]
     NameState {
-        /// The part.
         migration: MigrationId,
     },
-    /// Target of a restart: read what lies beside the images. → [`Event::PartRead`]
+    /// Target of a restart: read the record that is stored next to the images. →
+    /// [`Event::PartRead`]
     ReadPart {
-        /// The part.
         migration: MigrationId,
     },
-    /// Master: make room for a set in the store. → [`Event::SetBegun`]
+    /// Master: reserve room for a checkpoint in the store. → [`Event::SetBegun`]
     BeginSet {
-        /// The attempt.
         cut: CutId,
-        /// Whose it is.
         job: Tid,
     },
-    /// Master: put the images of a part into the store. → [`Event::PartKept`]
+    /// Master: put the images of a snapshot part into the store. → [`Event::PartKept`]
     KeepPart {
-        /// The attempt.
         cut: CutId,
-        /// The part.
         migration: MigrationId,
-        /// Its task.
         tid: Tid,
     },
-    /// Master: complete a set. → [`Event::SetSealed`]
+    /// Master: complete a checkpoint. → [`Event::SetSealed`]
     SealSet {
-        /// The attempt.
         cut: CutId,
-        /// What it is.
         meta: Box<SetMeta>,
-        /// Names of sets that must not go to make room.
+        /// Names of checkpoints that must not be removed to make room.
         keep: Vec<String>,
     },
-    /// Master: remove what there is of a set that is not complete. Repeatable.
+    /// Master: remove an incomplete checkpoint. Idempotent.
     AbandonSet {
-        /// The attempt.
         cut: CutId,
     },
-    /// Master: look into a set. → [`Event::SetOpened`]
+    /// Master: read the metadata of a checkpoint. → [`Event::SetOpened`]
     OpenSet {
-        /// The attempt.
+        /// Id of the restart, chosen by the machine.
         restart: u64,
-        /// Its name.
         set: String,
     },
-    /// Master: unpack a part of a set that is open, and send it to this host, or say that it is here.
-    /// → [`Event::ImagesSent`], [`Event::ImagesReceived`] there
+    /// Master: unpack a part of an open checkpoint and send it to this host. →
+    /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
     SendPart {
-        /// The attempt by which it was opened.
+        /// Id under which the checkpoint was opened.
         restart: u64,
-        /// The part.
         migration: MigrationId,
-        /// Its task.
         tid: Tid,
-        /// Its host; none for the master itself.
+        /// The target; `None` for the master itself.
         to: Option<HostId>,
     },
-    /// Master: a set is needed no more. Repeatable.
+    /// Master: the checkpoint is not needed by this restart any more. Idempotent.
     CloseSet {
-        /// The attempt by which it was opened.
+        /// Id under which the checkpoint was opened.
         restart: u64,
     },
-    /// Master: the jobs of these sets have ended for good, or run again. Earlier orders of this kind are carried out before.
+    /// Master: mark checkpoints whose jobs have ended, or run again. Orders of this kind are
+    /// carried out in order.
     MarkSets {
-        /// Their names.
         sets: Vec<String>,
-        /// True if they have ended.
+        /// True if the jobs have ended.
         ended: bool,
-        /// Names of sets that must not go to make room.
+        /// Names of checkpoints that must not be removed to make room.
         keep: Vec<String>,
     },
-    /// Master: remove sets. → [`Event::SetsRemoved`]
+    /// Master: remove checkpoints. → [`Event::SetsRemoved`]
     RemoveSets {
-        /// Who asks.
+        /// Task that sent the request.
         tid: Tid,
-        /// His request.
         id: RequestId,
-        /// Which ones.
         which: Unwanted,
-        /// Also those of other virtual machines.
+        /// Include checkpoints of other virtual machines.
         any: bool,
-        /// Not these.
+        /// Checkpoints that must stay, with the reason.
         stay: BTreeMap<String, Stays>,
     },
-    /// Master: send a set to this host, which expects it. → [`Event::ImagesSent`], [`Event::ImagesReceived`] there
+    /// Master: send a copy of a checkpoint to this host, which expects it. → [`Event::ImagesSent`],
+    /// on that host [`Event::ImagesReceived`]
     SendCopy {
-        /// The transfer.
+        /// Id of the transfer.
         migration: MigrationId,
-        /// Name of the set.
         set: String,
-        /// To whom.
         to: HostId,
     },
-    /// Take a set from this host into the own store; without it it is refused. [`Output::DropImages`] gives it up.
-    /// → [`Event::ImagesReceived`]
+    /// Receive a copy of a checkpoint from this host into the store. Copies that are not expected
+    /// are refused. [`Output::DropImages`] aborts the transfer. → [`Event::ImagesReceived`]
     ExpectCopy {
-        /// The transfer.
+        /// Id of the transfer.
         migration: MigrationId,
-        /// From whom.
         from: HostId,
-        /// Name of the set.
         set: String,
     },
-    /// Give up a set that comes, or has just come, into the own store: nothing of it stays.
+    /// Abort the transfer of a copy, or remove the copy that has just been received.
     GiveUpCopy {
-        /// The transfer.
+        /// Id of the transfer.
         migration: MigrationId,
-        /// Name of the set.
         set: String,
     },
-    /// Remove sets from the own store that nobody is to have: copies, or one that was complete too late. Repeatable.
+    /// Remove checkpoints from this host's store: copies, or a checkpoint that was completed too
+    /// late. Idempotent.
     DropSets {
-        /// Names of the sets.
         sets: Vec<String>,
     },
-    /// Master: what lies in the store? → [`Event::SetsListed`]
+    /// Master: list the checkpoints in the store. → [`Event::SetsListed`]
     ListSets {
-        /// Who asks.
+        /// Task that sent the request.
         tid: Tid,
-        /// His request.
         id: RequestId,
     },
-    /// Append to the durable record of committed moves and sync it. → [`Event::MoveRecorded`]
+    /// Append to the durable record of committed migrations, and sync it to disk. →
+    /// [`Event::MoveRecorded`]
     RecordMove {
-        /// The move.
         migration: MigrationId,
-        /// The task.
         tid: Tid,
-        /// Where it runs from now on.
+        /// Host where the task runs from now on.
         to: HostId,
     },
-    /// A step of a move is about to begin. Tests have the daemon stand still here.
+    /// A migration step is about to begin. Tests halt the daemon here.
     StepBegins {
-        /// The task.
         tid: Tid,
-        /// The step.
         step: Step,
     },
-    /// A step of a move has ended, which nobody has been told yet. Tests have the daemon stand still here.
+    /// A migration step has ended, and no other daemon has been notified yet. Tests halt the daemon
+    /// here.
     StepEnded {
-        /// The task.
         tid: Tid,
-        /// The step.
         step: Step,
     },
-    /// A line for the daemon's log.
+    /// Write a line to the daemon's log.
     Log {
-        /// The line.
         text: String,
     },
-    /// Output of a task that nobody collects, for the log (master only).
+    /// Master: write output of a task that has no collector to the log.
     LogTaskOutput {
-        /// The task.
         tid: Tid,
-        /// The bytes.
         bytes: Bytes,
     },
-    /// All is done: remove socket and files, end the process.
+    /// Everything is finished: remove the socket and files, and exit.
     Shutdown,
 }

@@ -1,19 +1,24 @@
-//! Streams of their own for pairs of tasks, and the order that holds over all streams of a session: pure values, without
-//! sockets.
+//! Streams for pairs of tasks, and the order that holds across all streams of a session. Pure
+//! values, without sockets.
 //!
-//! All that one daemon has for another one went down one stream once, and the machine relies on its order: the end of a
-//! task comes behind all that it sent, during a move a mark separates what went the old way from what goes the new one.
-//! But what is for one task then waits behind everything for another one, and behind every datagram lost for it. So a pair
-//! that has more than a few words to say gets a *lane*, and fences keep what of the order matters:
+//! The machine relies on parts of the order in which one daemon sends to another: the exit notice
+//! of a task follows all that the task has sent, and during a migration a [`Carried::Passed`]
+//! separates items for the old location from items for the new one. A single stream would keep that
+//! order, but a frame for one task would then wait for all data for other tasks, and for the
+//! retransmission of every datagram lost for them. A pair of tasks that exchanges more than a few
+//! frames therefore gets a stream of its own, a *lane*. Fences keep the necessary order:
 //!
-//! * A word (anything but a link frame) goes down the main stream. In front of it stands how many frames each lane that
-//!   concerns it has carried so far; the receiver keeps the word until it has taken as many.
-//! * A frame that follows such a word on its lane has the word's number in front of it; the receiver keeps the lane until it
-//!   has come to that word.
-//! * A lane ends by a word, so what the pair says later, on whatever stream, comes behind it.
+//! - A control item (everything but a link frame) travels on the main stream. A barrier before it
+//!   states how many frames each lane that it concerns has carried so far. The receiver holds the
+//!   control item until it has received these frames.
+//! - If a frame follows such an item on its lane, a barrier before it states the item's position in
+//!   the main stream. The receiver holds the lane until it has passed that position.
+//! - A lane ends with an entry on the main stream. Later frames of the pair, on any stream, are
+//!   ordered after that entry.
 //!
-//! What remains free is the order of frames of different pairs, which nobody relies on. [`Fork`] is the sender's side,
-//! [`Join`] the receiver's. Nothing waits in a circle: a fence only ever points at what was sent before.
+//! Frames of different pairs may overtake each other; nothing relies on their order. [`Fork`] is
+//! the sending side, [`Join`] the receiving side. Fences cannot deadlock, because each one refers
+//! only to what was sent before it.
 
 use rustc_hash::FxHashMap;
 use sempa_proto::Tid;
@@ -23,55 +28,56 @@ use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// Lanes of one session in one direction; further pairs share the main stream, where each waits for all others and for the
-/// words between the machines. A lane that is used costs each of the two daemons some 80 KB: a frame that is not whole yet, and
-/// room for batches of frames.
+/// Largest number of lanes in one direction of a session. Further pairs share the main stream,
+/// where each pair waits for all others and for control items. A lane in use costs each daemon
+/// about 80 KB: an incomplete frame, and buffers for batches of frames.
 pub const LANES_MAX: usize = 512;
-/// So many frames of a pair go down the main stream first: a word or two are not worth a stream.
+/// Number of frames that a pair sends on the main stream before it gets a lane. A few frames are
+/// not worth a stream.
 const FRAMES_BEFORE: u32 = 4;
-/// Pairs whose frames are counted for that. When there are more, counting begins anew.
+/// Largest number of pairs whose frames are counted for that. When it is reached, counting starts
+/// again from zero.
 const COUNTED_MAX: usize = 4096;
-/// A lane that has carried nothing for so long ends.
+/// A lane without frames for this time ends.
 const IDLE: Duration = Duration::from_secs(30);
 
-/// Number of a lane; never used twice in a session.
+/// Number of a lane. It is never reused in a session.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct LaneId(pub u32);
 
-/// So many frames of this lane.
+/// A position on a lane: the number of frames that it has carried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mark {
     pub lane: LaneId,
     pub frames: u64,
 }
 
-/// What the main stream carries.
+/// An entry of the main stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Main<T> {
-    /// A word, or a frame of a pair without a lane.
+    /// A control item, or a frame of a pair without a lane.
     Item(T),
-    /// What follows comes behind these.
+    /// Barrier: the next entry must wait until these positions are reached.
     After(Vec<Mark>),
-    /// This lane carries no more than these.
+    /// The lane ends at this position.
     End(Mark),
 }
 
-/// What a lane carries.
+/// An entry of a lane.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Lane<T> {
-    /// A frame.
     Item(T),
-    /// What follows comes behind so many parcels of the main stream.
+    /// Barrier: the next entry must wait until this number of main stream entries has passed.
     Behind(u64),
 }
 
-/// The two ends of a link: who sends, to whom.
+/// The ends of a link: sender and receiver.
 pub type Ends = (Tid, Tid);
 
-/// The ends that a link frame's body names, if it is one.
+/// Returns the ends of a link frame, or `None` if the bytes are not a valid frame.
 pub fn ends_of(body: &[u8]) -> Option<Ends> {
     let head: &[u8; LINK_HEAD_BYTES] = body.first_chunk()?;
-    // What cannot be read is for the machine at the other end to complain of.
+    // Invalid bytes are forwarded as well: the machine at the other end reports them.
     if LinkFrame::kind_of(head).is_none() || head[2..4] != [0, 0] {
         return None;
     }
@@ -83,12 +89,11 @@ pub fn ends_of(body: &[u8]) -> Option<Ends> {
     Some((tid(4)?, tid(8)?))
 }
 
-/// Where a frame goes.
+/// The stream on which a frame must be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Way {
-    /// Down the main stream.
     Main,
-    /// Down this lane, which is opened for it when it is new, behind so many parcels of the main stream if that has to be said.
+    /// A lane. `new`: open it first. `behind`: send a barrier with this number first.
     Lane {
         lane: LaneId,
         new: bool,
@@ -99,28 +104,30 @@ pub enum Way {
 #[derive(Debug)]
 struct Out {
     lane: LaneId,
-    /// Frames that it has carried.
+    /// Number of frames sent.
     frames: u64,
-    /// How many of them the last word that concerned this lane was behind.
+    /// Number of frames that the latest barrier on the main stream covers.
     fenced: u64,
-    /// What is said next on it comes behind so many parcels of the main stream.
+    /// Number of main stream entries that the next frame must wait for; `told` is the last such
+    /// number that was sent.
     behind: u64,
     told: u64,
     used: Instant,
 }
 
-/// The sender's side of a session.
+/// Sending side of a session.
 #[derive(Debug, Default)]
 pub struct Fork {
     lanes: FxHashMap<Ends, Out>,
     counted: FxHashMap<Ends, u32>,
     last: u32,
-    /// Parcels that went down the main stream.
+    /// Number of entries sent on the main stream.
     main: u64,
 }
 
 impl Fork {
-    /// Where a frame of this pair goes now; [`Fork::sent`] says that it did.
+    /// Returns the stream for the next frame of this pair. [`Fork::sent`] must be called after a
+    /// frame was put on a lane.
     pub fn way(&mut self, ends: Ends, now: Instant) -> Way {
         let new = !self.lanes.contains_key(&ends);
         if new && !self.deserves(ends) {
@@ -129,7 +136,8 @@ impl Fork {
         let (main, last) = (self.main, &mut self.last);
         let out = self.lanes.entry(ends).or_insert_with(|| {
             *last += 1;
-            // What the pair has said before went down the main stream, or a lane that a word there has ended.
+            // Earlier frames of the pair were sent on the main stream, or on a lane that ended
+            // there.
             Out {
                 lane: LaneId(*last),
                 frames: 0,
@@ -165,20 +173,20 @@ impl Fork {
         true
     }
 
-    /// A frame has been put on the lane of its pair.
+    /// Counts a frame that was put on the lane of its pair.
     pub fn sent(&mut self, ends: Ends) {
         if let Some(out) = self.lanes.get_mut(&ends) {
             out.frames += 1;
         }
     }
 
-    /// Something has been put on the main stream.
+    /// Counts an entry that was put on the main stream.
     pub fn sent_main(&mut self) {
         self.main += 1;
     }
 
-    /// What a word that is to be sent next comes behind, if it is behind anything. With the fence, which is a parcel of its
-    /// own, it goes down the main stream at once.
+    /// Returns the barrier for a control item that is sent next, if it needs one. The barrier and
+    /// the item must be sent on the main stream immediately, as two entries.
     pub fn fence(&mut self, word: &Carried) -> Option<Vec<Mark>> {
         let (task, sends_too) = match word {
             Carried::Link(_) => return None,
@@ -204,14 +212,14 @@ impl Fork {
             }
             concerned.push(out);
         }
-        // The fence and the word.
+        // Counts the barrier and the control item.
         let behind = self.main + u64::from(!marks.is_empty()) + 1;
         concerned.into_iter().for_each(|out| out.behind = behind);
         (!marks.is_empty()).then_some(marks)
     }
 
-    /// Lanes that are to end: nothing has gone down them for a while, or (`task`) one of their ends is gone. Each mark goes
-    /// down the main stream as [`Main::End`].
+    /// Ends lanes: those that are idle, or with `task` those that lead to or from that task. Each
+    /// returned position must be sent on the main stream as [`Main::End`].
     pub fn close(&mut self, now: Instant, task: Option<Tid>) -> Vec<Mark> {
         let over = |(src, dst): &Ends, out: &Out| match task {
             Some(task) => *src == task || *dst == task,
@@ -229,20 +237,20 @@ impl Fork {
 
 #[derive(Debug)]
 struct In<T> {
-    /// Frames handed on.
+    /// Number of frames released.
     frames: u64,
     held: VecDeque<Lane<T>>,
 }
 
-/// The receiver's side of a session: parcels of all streams go in as they come, and come out in an order that keeps every
-/// fence.
+/// Receiving side of a session. Entries of all streams go in as they arrive; items come out in an
+/// order that respects every fence.
 #[derive(Debug)]
 pub struct Join<T> {
-    /// Parcels of the main stream that are behind us.
+    /// Number of main stream entries that have passed.
     main: u64,
     held: VecDeque<Main<T>>,
     lanes: FxHashMap<LaneId, In<T>>,
-    /// Lanes that hold something.
+    /// Number of lanes that hold entries.
     waiting: usize,
     out: VecDeque<T>,
 }
@@ -260,13 +268,13 @@ impl<T> Default for Join<T> {
 }
 
 impl<T> Join<T> {
-    /// Takes the next parcel of the main stream.
+    /// Accepts the next entry of the main stream.
     pub fn take_main(&mut self, parcel: Main<T>) {
         self.held.push_back(parcel);
         self.settle();
     }
 
-    /// Takes the next parcel of a lane.
+    /// Accepts the next entry of a lane.
     pub fn take_lane(&mut self, lane: LaneId, parcel: Lane<T>) {
         let into = self.lanes.entry(lane).or_insert_with(In::new);
         if !into.held.is_empty() {
@@ -289,12 +297,12 @@ impl<T> Join<T> {
         }
     }
 
-    /// What comes next, if its turn has come.
+    /// Returns the next item that no fence holds.
     pub fn pop(&mut self) -> Option<T> {
         self.out.pop_front()
     }
 
-    /// Hands on what no fence keeps any more.
+    /// Releases everything that no fence holds any more.
     fn settle(&mut self) {
         loop {
             let before = self.main;
@@ -310,7 +318,7 @@ impl<T> Join<T> {
         }
     }
 
-    /// Passes a parcel of the main stream, or gives it back.
+    /// Lets an entry of the main stream pass, or returns it if it must wait.
     fn pass(&mut self, parcel: Main<T>) -> Option<Main<T>> {
         let lanes = &self.lanes;
         let reached =
@@ -334,7 +342,7 @@ impl<T> Join<T> {
         None
     }
 
-    /// Hands on what lanes hold behind words that have passed; true if a frame was among it.
+    /// Releases lane entries whose barrier has been passed. True if a frame was among them.
     fn go_on(&mut self) -> bool {
         let (mut moved, main) = (false, self.main);
         for lane in self.lanes.values_mut().filter(|lane| !lane.held.is_empty()) {
@@ -376,38 +384,39 @@ mod tests {
     use sempa_proto::task::ToTask;
     use std::collections::BTreeMap;
 
-    /// Tasks in these tests; each may send to each other one.
+    /// Number of tasks in these tests. Each may send to every other one.
     const TASKS: i32 = 4;
 
     fn task(n: i32) -> Tid {
         Tid::from_raw(0x40000 + n)
     }
 
-    /// What happens on the sender's side.
+    /// An action on the sending side, or an arrival.
     #[derive(Clone, Copy, Debug)]
     enum Act {
-        /// A link frame.
         Frame(i32, i32),
-        /// Something for a task.
+        /// A control item for a task.
         Item(i32),
-        /// All for this task goes another way from now on.
+        /// The task migrates: later items for it take another route.
         Passed(i32),
-        /// The end of a task.
         Ended(i32),
-        /// A long time passes.
+        /// Time passes until lanes are idle.
         Pause,
-        /// Up to so many parcels arrive, of the stream of this number by the order of their opening.
+        /// Entries arrive: the number of their stream, in the order of opening, and how many at
+        /// most.
         Arrive(usize, usize),
     }
 
-    /// What went in, in order: a frame and its ends, or a word and the task that it is about.
+    /// What was sent, in order: a frame with its ends, or a control item with its task and whether
+    /// that task has ended.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     enum Sent {
         Frame(Ends),
         Word(Tid, bool),
     }
 
-    /// A session as the net makes one of the two values, whose streams deliver when the test says so.
+    /// A session that connects a sending and a receiving side. Its streams deliver entries when the
+    /// test requests it.
     #[derive(Default)]
     struct Session {
         fork: Fork,
@@ -519,7 +528,7 @@ mod tests {
             }
         }
 
-        /// Lets the rest arrive, lanes last first.
+        /// Delivers all remaining entries: first the main stream, then the lanes in reverse order.
         fn finish(&mut self) {
             self.arrive(0, usize::MAX);
             let lanes: Vec<LaneId> = self.lanes.keys().rev().copied().collect();
@@ -532,7 +541,7 @@ mod tests {
             }
         }
 
-        /// True if these two must come in the order in which they were sent.
+        /// True if these two must arrive in the order in which they were sent.
         fn are_bound(&self, a: usize, b: usize) -> bool {
             match (self.sent[a], self.sent[b]) {
                 (Sent::Frame(one), Sent::Frame(other)) => one == other,
@@ -578,8 +587,10 @@ mod tests {
     }
 
     proptest! {
+        /// In whatever order the streams deliver, frames and control items that concern the same
+        /// task keep their order.
         #[test]
-        fn whatever_order_the_streams_deliver_in_words_and_frames_that_concern_each_other_keep_theirs(
+        fn streams_in_any_order_keep_fenced_order(
             acts in prop::collection::vec(act(), 0..200)
         ) {
             let (mut session, mut now) = (Session::default(), Instant::now());
@@ -589,8 +600,9 @@ mod tests {
         }
     }
 
+    /// A lane that delivers nothing blocks only the control items that must follow its frames.
     #[test]
-    fn a_lane_that_delivers_nothing_holds_up_what_is_behind_it_and_nothing_else() {
+    fn stalled_lane_blocks_only_what_follows_it() {
         let (mut session, mut now) = (Session::default(), Instant::now());
         for _ in 0..10 {
             session.act(Act::Frame(0, 1), &mut now);
@@ -598,7 +610,7 @@ mod tests {
         }
         assert_eq!(session.opened, 2);
         session.arrive(0, usize::MAX);
-        // Not the lane from 0 to 1.
+        // Stream 2 is the lane from 0 to 2. The lane from 0 to 1 delivers nothing.
         session.arrive(2, usize::MAX);
         let came = 10 + FRAMES_BEFORE as usize;
         assert_eq!(session.came.len(), came, "another pair's frames wait");
@@ -620,8 +632,9 @@ mod tests {
         session.check();
     }
 
+    /// The number of lanes is limited. Lanes end when they are idle or their task ends.
     #[test]
-    fn lanes_are_bounded_and_given_back_without_use_or_at_the_end_of_a_task() {
+    fn lanes_are_limited_and_end_when_unused() {
         let (mut fork, now) = (Fork::default(), Instant::now());
         let ends = |n: usize| (task(n as i32), task(-1));
         let is_lane = |fork: &mut Fork, n| {
@@ -643,8 +656,9 @@ mod tests {
         }
     }
 
+    /// The ends of a link are read from the header of a valid frame only.
     #[test]
-    fn the_ends_of_a_frame_are_read_where_its_header_has_them() {
+    fn ends_are_read_from_the_frame_header() {
         use sempa_proto::link::{LinkFrame, LinkKind};
         let (src, dst) = (task(1), task(2));
         let frame = LinkFrame {

@@ -1,24 +1,26 @@
-//! What follows from an event, and nobody who waits for an answer is to wait for: it is done with the next event, whatever that is,
-//! or in a moment. So the answer is on its way before.
+//! Defers work that follows from an event until the reply to the event has been sent, so that no
+//! task waits for it.
+//!
+//! Deferred actions run at the start of the next event, or after [`LATE_MAX`] at the latest.
 
 use super::Machine;
 use sempa_proto::event::EventKind;
 use sempa_proto::sm::{SM_GRANT_TAKEN, Taken, pack_taken};
 use sempa_proto::{Micros, Tid};
 
-/// How long it is put off at most.
+/// Longest time for which work is deferred.
 const LATE_MAX: Micros = Micros::from_millis(1);
 
-/// Something to be done.
 #[derive(Debug)]
 pub(super) enum Duty {
-    /// An entry of the log, with the time of day at which it happened.
+    /// An entry of the event log, with the time of day at which the event happened.
     Record(Micros, EventKind),
-    /// A resource manager hears that places were taken that it had given under this wait id.
+    /// A report to a resource manager: tasks have taken places that it had leased under this wait
+    /// id.
     Tell { rm: Tid, wid: i32, taken: Taken },
 }
 
-/// What is put off, in its order: at most what follows from one event.
+/// Deferred actions, in order. There are never more than follow from one event.
 #[derive(Debug, Default)]
 pub(super) struct Late {
     duties: Vec<Duty>,
@@ -26,25 +28,25 @@ pub(super) struct Late {
 }
 
 impl Late {
-    /// When it is done at the latest.
+    /// Returns the latest time at which the actions must run.
     pub(super) fn due(&self) -> Option<Micros> {
         self.due
     }
 }
 
 impl Machine {
-    /// To be done once what this event answers has been sent.
+    /// Defers an action until the reply to the current event has been sent.
     pub(super) fn after_answers(&mut self, duty: Duty) {
         self.late.due.get_or_insert(self.now + LATE_MAX);
         self.late.duties.push(duty);
     }
 
-    /// Something happened on this host; it is recorded once what this event answers has been sent.
+    /// Defers an entry of the event log about this host. It keeps the current time.
     pub(super) fn record_after_answers(&mut self, kind: EventKind) {
         self.after_answers(Duty::Record(self.unix, kind));
     }
 
-    /// Does what was put off.
+    /// Runs all deferred actions.
     pub(super) fn catch_up(&mut self) {
         if self.late.due.take().is_none() {
             return;

@@ -1,20 +1,31 @@
-//! The daemon as a value: tasks, hosts, routing, notification, mailbox, moves. No socket, file, clock or chance inside.
+//! The state machine of a PVM daemon. It contains no socket, file, clock or randomness: all input
+//! arrives as an [`Event`], and every effect is an [`Output`].
 //!
-//! The shell feeds [`Machine::handle`] with [`Event`]s, then takes [`Output`]s from [`Machine::poll`] until there are none,
-//! and calls again with [`Event::Wake`] at [`Machine::next_wakeup`].
+//! The shell (crate `pvmd`) drives it in a loop:
 //!
-//! * `local`, `tasks`, `requests`: connections of tasks, the task table, what tasks may ask.
-//! * `route`, `notify`, `output`: the ways of link frames, items, notifications and standard output.
-//! * `pairs`: routes that two tasks here have of their own.
-//! * `hosts`, `hostfile`: the master's work on the host table; `table`, `halt`: every daemon's.
-//! * `asks`: questions between daemons.
-//! * `spawn`, `rm`, `servers`: starting tasks, resource managers, tasks that do a daemon's work.
-//! * `mailbox`, `groups`, `events`: what the master keeps for all.
-//! * `guests`, `suspend`: tasks that stand still because the owner of this host is there, or because they are suspended;
-//!   `speaker`: what counts when who speaks for the owner has died.
-//! * `checkpoints`: jobs that are written to the store and started again.
-//! * `engines`: tasks that are taken elsewhere by starting their program again.
-//! * `moves`, `handover`: the glue to the migration protocol, and what is kept in order while a task changes hosts.
+//! 1. It passes an event and the current time to [`Machine::handle`]. The machine puts questions
+//!    that need an immediate answer to the [`World`].
+//! 2. It takes [`Output`]s from [`Machine::poll`] until there are none, and carries them out in
+//!    that order.
+//! 3. At the time of [`Machine::next_wakeup`] it passes [`Event::Wake`].
+//!
+//! Every module implements a part of [`Machine`]:
+//!
+//! | Modules | Part |
+//! | --- | --- |
+//! | `local`, `tasks`, `requests` | connections of tasks, the task table, requests of tasks |
+//! | `route`, `notify`, `output` | delivery of link frames, items, notifications and output |
+//! | `pairs` | direct routes between two tasks of this host |
+//! | `hosts`, `hostfile` | adding hosts to the host table and removing them (master) |
+//! | `table`, `halt` | every daemon's part in the host table and in a shutdown |
+//! | `asks` | requests between daemons |
+//! | `spawn`, `rm`, `servers` | starting tasks, resource managers, hosters, taskers and tracers |
+//! | `mailbox`, `groups`, `events` | state that the master keeps for the virtual machine |
+//! | `guests`, `suspend` | pausing tasks for the owner of this host, or on request |
+//! | `speaker` | owner agents, and what applies when one has died |
+//! | `checkpoints` | checkpoints of jobs, and restarts from them |
+//! | `engines` | migration without CRIU: the program exits and is started again |
+//! | `moves`, `handover` | glue to the migration protocol, message order during migrations |
 
 #![cfg_attr(
     test,
@@ -75,85 +86,90 @@ use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 
-/// What a daemon knows of itself when it starts.
+/// Configuration of a daemon. It does not change while the daemon runs.
 #[derive(Clone, Debug)]
 pub struct MachineConfig {
-    /// Its index; the master is [`HostId::MASTER`].
+    /// Index of this host; the master is [`HostId::MASTER`].
     pub host: HostId,
-    /// Its name in the host table.
     pub name: String,
-    /// Name of the virtual machine.
     pub vm: String,
-    /// Architecture name.
+    /// PVM architecture name of this host.
     pub arch: String,
-    /// Data signature.
+    /// PVM data signature. Hosts with the same value share a data representation.
     pub dsig: i32,
-    /// Where it listens.
+    /// Addresses on which the daemon listens for other daemons.
     pub addresses: Vec<SocketAddr>,
-    /// Relative speed.
+    /// Relative speed; the default is 1000.
     pub speed: i32,
-    /// User id that its tasks run as.
+    /// User id under which the tasks of this host run.
     pub uid: u32,
-    /// A host that is silent for so long is lost; what else has to wait for somebody who is gone is reckoned in it.
+    /// A host that is silent for this long is lost. Other waits for a peer that may be gone are
+    /// multiples of it.
     pub lease: Micros,
-    /// Command of the resource manager to start (master only), split into words.
+    /// Command that starts the resource manager, split into words (master only).
     pub rm_command: Option<Vec<String>>,
-    /// Commands of a tasker, a tracer and a hoster to start, split into words.
+    /// Commands that start a tasker, a tracer and a hoster, split into words.
     pub server_commands: Vec<Vec<String>>,
-    /// Where its socket and files are.
+    /// Paths of the daemon's socket and files.
     pub place: Place,
-    /// Lines of the host file (master only).
     pub hostfile: Vec<String>,
-    /// Tasks in checkpoints have numbers up to these on their hosts (master only).
+    /// Highest task number of each host that occurs in a checkpoint. New tasks get higher numbers
+    /// (master only).
     pub spared: BTreeMap<HostId, u32>,
-    /// Where checkpoints are copied to (master only).
+    /// Hosts to which checkpoints are copied (master only).
     pub copies: Copies,
 }
 
-/// Something to look at when its time has come. It may not matter any more by then.
+/// An action that may be necessary at a later time. Timers are never cancelled, so each handler
+/// first checks whether its action is still necessary.
 #[derive(Clone, Copy, Debug)]
 enum Timer {
-    /// A daemon that is being started.
+    /// The start of a daemon has timed out.
     Start(StartId),
-    /// A deleted host that has to end.
+    /// A deleted host must have ended its tasks.
     Dismissed(HostId),
-    /// Tasks that were asked to end.
+    /// The grace period of tasks that were asked to exit is over.
     Grace,
-    /// This daemon, which is ending.
+    /// This daemon must exit, even if tasks or hosts remain.
     Stop,
-    /// The socket of a process that has ended.
+    /// A process exited, but its connection is still open. The number is the spawn token of the
+    /// process.
     Drain(Tid, Option<i32>),
-    /// A task that was asked to end, for this move, to begin again.
+    /// A program that was asked to exit for this migration must have exited.
     Ending(Tid, MigrationId),
-    /// The same, whose library has not said that it takes nothing in any more.
+    /// The library of a task must have reported its link states, so that its program can be asked
+    /// to exit for this migration.
     AskToEnd(Tid, MigrationId),
-    /// The same, which has not ended in its time and may yet.
+    /// A program was asked to exit for this migration, which was aborted. From now on its exit ends
+    /// the task.
     EndsLate(Tid, MigrationId),
-    /// A task that is to be written, for this part of a checkpoint, and waits for the ends of others.
+    /// The dump of a task for this part of a snapshot waits no longer for exit notices of other
+    /// tasks.
     AwaitsEnds(Tid, MigrationId),
-    /// Guests may have to leave.
+    /// The eviction of guests may be due.
     GuestsLeave,
-    /// Guests that were asked to end.
+    /// Guests that were asked to exit must be killed.
     GuestsEnd,
-    /// The last word of who spoke for the owner and has ended.
+    /// The last directive of an owner agent that has died expires.
     Speaker(Tid),
-    /// The load watcher of this host, which has died.
+    /// The load watcher of this host has died and may need to be started again.
     Watcher,
-    /// There may have been no resource manager for long.
+    /// Preempted tasks resume if there has been no resource manager for long.
     NoRm,
-    /// News that a resource manager is not told at once.
+    /// Batched reports to the resource manager are due.
     News,
-    /// A survey that has to end.
+    /// A placement query has timed out.
     Survey(u64),
-    /// A job that is to be checkpointed, or whose last tasks are to be gone.
+    /// The next checkpoint of a job, a retry of it, or a check whether the job's last tasks are
+    /// gone is due.
     Job(Tid),
-    /// A copy of a checkpoint that could not leave.
+    /// The receiver of a checkpoint copy has not explained why the transfer failed.
     CopyUnsent(MigrationId),
-    /// The last messages of a dead task.
+    /// The last messages of an exited task have arrived at a task that watches it, or never will.
     LastWords { watcher: Tid, dead: Tid },
 }
 
-/// What only the master has.
+/// State that only the master has.
 #[derive(Debug, Default)]
 struct Master {
     hosts: hosts::Hosts,
@@ -164,24 +180,24 @@ struct Master {
     keeping: checkpoints::Keeping,
 }
 
-/// The daemon's state.
+/// State machine of one daemon.
 #[derive(Debug)]
 pub struct Machine {
     config: MachineConfig,
     now: Micros,
-    /// Time of day of the event that is being handled.
+    /// Time of day at which the current event is handled.
     unix: Micros,
     out: VecDeque<Output>,
     timers: BTreeMap<(Micros, u64), Timer>,
     last_timer: u64,
     conns: local::Conns,
     tasks: tasks::Tasks,
-    /// Contexts given out here, with their owners.
+    /// Message contexts that this daemon has allocated, with their owners.
     contexts: BTreeMap<i32, Tid>,
     last_context: u32,
     table: HostTable,
     prepared: Option<HostTable>,
-    /// Of the newest order; older ones are refused.
+    /// Epoch of the newest order; older orders are refused.
     epoch: Epoch,
     locations: route::Locations,
     pairs: pairs::Pairs,
@@ -191,12 +207,12 @@ pub struct Machine {
     execs: VecDeque<spawn::ExecJob>,
     beginnings: engines::Jobs,
     tasker_gone: bool,
-    /// How the tasker stops guests, when it has said so.
+    /// Whether the tasker pauses guests by the cgroup freezer; `None` until it has reported that.
     freezer: Option<Result<(), String>>,
     rm: rm::RmState,
     servers: servers::Servers,
     moves: moves::Moves,
-    /// The copy that is on its way from the master into the store of this host, and of which set.
+    /// Transfer id and name of the checkpoint whose copy is being received from the master.
     coming_copy: Option<(MigrationId, String)>,
     news: news::News,
     late: late::Late,
@@ -204,14 +220,15 @@ pub struct Machine {
     suspending: suspend::Suspending,
     surveys: survey::Surveys,
     stop: Option<halt::Stop>,
-    /// What somebody set with `pvm_tickle`; shown, and without effect.
+    /// Debug mask that a task has set with `pvm_tickle`. It is only displayed and has no effect.
     debug_mask: i32,
     traces: trace::Traces,
     master: Option<Box<Master>>,
 }
 
 impl Machine {
-    /// A daemon that has just started. The master's table holds itself; a slave's is empty until the master takes it in.
+    /// Creates the machine of a daemon that has just started. The master's host table contains the
+    /// master itself; a slave's is empty until the slave has joined.
     pub fn new(config: MachineConfig, now: Micros) -> Machine {
         let mut machine = Machine {
             now,
@@ -256,7 +273,8 @@ impl Machine {
         machine
     }
 
-    /// The master founds the virtual machine: a table with itself, and the hosts of its host file to come.
+    /// Creates the virtual machine on the master: a host table with the master itself, and the list
+    /// of hosts to start from the host file.
     fn found(&mut self) {
         let lines = std::mem::take(&mut self.config.hostfile);
         let (file, start, ignored) = hostfile::HostFile::read(&lines, &self.config.name);
@@ -286,7 +304,7 @@ impl Machine {
         };
     }
 
-    /// Takes an event. `now` is monotonic.
+    /// Handles an event. `now` is monotonic.
     pub fn handle(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
         self.unix = world.unix_time();
@@ -376,7 +394,7 @@ impl Machine {
     fn tasker_says(&mut self, message: FromTasker) {
         match message {
             FromTasker::Ready(capabilities) => {
-                // It says so again when it finds out more about its engine.
+                // The tasker repeats this message when it has learned more about its engine.
                 let is_new =
                     std::mem::replace(&mut self.tasker_gone, false) || self.freezer.is_none();
                 match &capabilities.engine {
@@ -392,7 +410,7 @@ impl Machine {
                     )),
                 }
                 self.freezer = Some(capabilities.freezer);
-                // A slave takes tasks when it has been taken in itself.
+                // A slave does so when it has joined the virtual machine.
                 if is_new && !self.table.hosts.is_empty() {
                     self.start_commands();
                 }
@@ -414,7 +432,8 @@ impl Machine {
         }
     }
 
-    /// What the tasker had started is dead. Nothing can be started here until there is another one.
+    /// Ends all tasks that the tasker had started, because they died with it. No task can be
+    /// started here until there is a new tasker.
     fn tasker_ended(&mut self, why: &str) {
         self.tasker_gone = true;
         if self.stop.is_none() {
@@ -488,12 +507,12 @@ impl Machine {
         master.keeping.restarts.wake(now);
     }
 
-    /// The next thing to do, or `None`.
+    /// Returns the next effect to carry out, or `None`.
     pub fn poll(&mut self) -> Option<Output> {
         self.out.pop_front()
     }
 
-    /// When [`Event::Wake`] is wanted, if at all.
+    /// Returns the time at which [`Event::Wake`] is needed, if at all.
     pub fn next_wakeup(&self) -> Option<Micros> {
         let moves = self
             .master
@@ -509,7 +528,7 @@ impl Machine {
             .min()
     }
 
-    /// The host table in force; empty before a slave has been taken in.
+    /// Returns the host table in force. It is empty on a slave that has not joined yet.
     pub fn table(&self) -> &HostTable {
         &self.table
     }

@@ -1,4 +1,17 @@
-//! Connections of tasks: who is accepted under which tid, and what a task says.
+//! Connections of tasks to this daemon: acceptance, dispatch of control messages, and closing.
+//!
+//! The first message of a process must be a [`Hello`]. Its claim decides what the connection is
+//! for:
+//!
+//! - [`Claim::New`]: a process that the virtual machine did not start. It gets a new tid.
+//! - [`Claim::Spawned`] with a number that is expected: a process that this daemon started. It gets
+//!   the tid that was allocated at its spawn.
+//! - [`Claim::Spawned`] with the number of a task that is migrating here by a restart of its
+//!   program: the connection waits until the task's record has arrived.
+//! - [`Claim::Spawned`] with any other number: treated as [`Claim::New`].
+//! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `handover`).
+//! - [`Claim::Nobody`]: a probe for a running daemon. It is refused; a daemon that is halting
+//!   closes the connection without an answer.
 
 use super::io::Descriptors;
 use super::tasks::{Phase, Task};
@@ -10,30 +23,28 @@ use sempa_proto::{Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
-/// Connections of tasks at most, those that have not said who they are included.
+/// Largest number of open connections, including those that have not sent a [`Hello`].
 pub(super) const CONNECTIONS_MAX: usize = 100_000;
 
-/// What a connection is.
+/// State of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Conn {
-    /// Nothing has been said; by peer credentials it is this process.
+    /// No message has arrived yet. `pid` is from the socket's peer credentials.
     Fresh { pid: i32 },
-    /// A task's.
     Task(Tid),
-    /// A moved task that came back before its record did.
+    /// A migrated task that connected before its record arrived.
     Parked(Tid),
-    /// Refused or left behind; what comes from it counts for nothing.
+    /// Refused or replaced by another connection; all further input is ignored.
     Retired,
 }
 
-/// All connections.
 #[derive(Debug, Default)]
 pub(super) struct Conns {
     all: BTreeMap<ConnId, Conn>,
 }
 
 impl Conns {
-    /// The task that speaks on it.
+    /// Returns the task that the connection belongs to, if any.
     pub(super) fn task(&self, conn: ConnId) -> Option<Tid> {
         match self.all.get(&conn) {
             Some(Conn::Task(tid)) => Some(*tid),
@@ -41,31 +52,29 @@ impl Conns {
         }
     }
 
-    /// From now on it counts for nothing.
+    /// Marks the connection as retired: all further input from it is ignored.
     pub(super) fn retire(&mut self, conn: ConnId) {
         if let Some(state) = self.all.get_mut(&conn) {
             *state = Conn::Retired;
         }
     }
 
-    /// From now on it is this task's.
     pub(super) fn bind(&mut self, conn: ConnId, tid: Tid) {
         self.all.insert(conn, Conn::Task(tid));
     }
 
-    /// It waits for this task to be here.
+    /// Keeps the connection until the record of this task has arrived.
     pub(super) fn park(&mut self, conn: ConnId, tid: Tid) {
         self.all.insert(conn, Conn::Parked(tid));
     }
 
-    /// All of them.
     pub(super) fn ids(&self) -> Vec<ConnId> {
         self.all.keys().copied().collect()
     }
 }
 
 impl Machine {
-    /// Somebody connected.
+    /// A process has connected. Above [`CONNECTIONS_MAX`] it is refused.
     pub(super) fn task_connected(&mut self, conn: ConnId, pid: i32) {
         if self.conns.all.len() >= CONNECTIONS_MAX {
             self.conns.all.insert(conn, Conn::Retired);
@@ -77,7 +86,7 @@ impl Machine {
         self.conns.all.insert(conn, Conn::Fresh { pid });
     }
 
-    /// A control message on a connection.
+    /// Handles a control message from a connection. The first one must be [`ToDaemon::Hello`].
     pub(super) fn task_control(&mut self, conn: ConnId, message: ToDaemon) {
         match self.conns.all.get(&conn).copied() {
             Some(Conn::Fresh { pid }) => match message {
@@ -126,7 +135,11 @@ impl Machine {
         }
     }
 
-    /// A connection is no more.
+    /// A connection has closed. `garbage` describes a violation of the protocol, if that was the
+    /// reason.
+    ///
+    /// A task that quiesced is expected back. A task that was asked to exit for a restart may be
+    /// about to exit. Any other task has left.
     pub(super) fn task_closed(&mut self, conn: ConnId, garbage: Option<String>) {
         let state = self.conns.all.remove(&conn);
         if let Some(what) = garbage {
@@ -209,14 +222,15 @@ impl Machine {
                 self.bind_spawned(conn, pid, epid)
             }
             Claim::Spawned { epid } if self.is_beginning(epid) => self.comes_anew(conn, epid),
-            // The number of a task that is connected or has left, or of another virtual machine, claims nothing.
+            // A task that has connected or left already, or one of another virtual machine, has
+            // this number. It gives no claim.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
             Claim::Nobody => self.refuse(conn, "nobody has nothing to say here".into()),
         }
     }
 
-    /// A process that comes by itself.
+    /// Accepts a process that the virtual machine did not start, under a new tid.
     fn enrol(&mut self, conn: ConnId, pid: i32, hello: &Hello) {
         let Some(tid) = self.tasks.allocate(self.config.host) else {
             return self.refuse(conn, "this host has as many tasks as it can have".into());
@@ -240,7 +254,7 @@ impl Machine {
         self.tell_rm_of_newcomer(tid);
     }
 
-    /// A process that we started.
+    /// Accepts a process that this daemon started, under the tid of its spawn.
     fn bind_spawned(&mut self, conn: ConnId, pid: i32, epid: i32) {
         let Some(tid) = self.tasks.expected.remove(&epid) else {
             return;
@@ -250,7 +264,7 @@ impl Machine {
         };
         task.phase = Phase::Connected(conn);
         task.flags |= TASK_CONNECTED;
-        // Its tasker's word may come later than its own.
+        // The tasker's report of the pid may arrive after the task's first message.
         if task.pid == 0 {
             task.pid = pid;
         }
@@ -260,7 +274,8 @@ impl Machine {
         self.came_again(tid);
     }
 
-    /// The connection is the task's from now on. The inbox stays as it is.
+    /// Binds the connection to the task and sends [`ToTask::Welcome`]. Items that wait for the task
+    /// stay in its inbox.
     pub(super) fn welcome(&mut self, conn: ConnId, tid: Tid) {
         self.conns.bind(conn, tid);
         let rm = self.rm.current();
@@ -297,7 +312,8 @@ impl Machine {
         });
     }
 
-    /// Hands over what waited, in order.
+    /// Delivers the items that wait for a connected task, in order. Does nothing while items for
+    /// the task must be kept.
     pub(super) fn open_inbox(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;

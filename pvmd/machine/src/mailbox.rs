@@ -1,4 +1,9 @@
-//! The mailbox of the virtual machine (`pvm_putinfo` and friends), kept by the master.
+//! The mailbox of the virtual machine (`pvm_putinfo` and related calls). Only the master keeps one.
+//!
+//! Entries are grouped into classes by name and have an index within their class. When the owner of
+//! an entry exits, a persistent entry stays without an owner ([`Tid::NONE`]); all others are
+//! removed. A task that requests a missing entry with `PvmMboxWaitForInfo` waits until it is
+//! stored. A checkpoint saves the entries that its tasks own, and a restart stores them again.
 
 use super::Machine;
 use sempa_proto::checkpoint::{SAVED_MAILBOX_BYTES_MAX, SavedEntry};
@@ -6,11 +11,11 @@ use sempa_proto::task::{MailboxClass, MailboxRequest, NAME_BYTES_MAX, Reply};
 use sempa_proto::{Message, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Entries at most.
+/// Largest number of entries in all classes.
 pub(super) const ENTRIES_MAX: usize = 262_144;
-/// Bytes of all stored messages at most.
+/// Largest total size of all stored messages.
 pub(super) const STORED_BYTES_MAX: usize = 1 << 30;
-/// Tasks that may wait for an entry.
+/// Largest number of requests that may wait for an entry.
 pub(super) const WAITING_MAX: usize = 65_536;
 
 const PERSISTENT: i32 = 1;
@@ -19,7 +24,7 @@ const OVERWRITABLE: i32 = 4;
 const FIRST_AVAILABLE: i32 = 8;
 const READ_AND_DELETE: i32 = 16;
 const WAIT: i32 = 32;
-/// Where a direct index sits in the flags.
+/// Position of a requested index in the flags.
 const DIRECT_SHIFT: i32 = 10;
 
 type Failed = (PvmError, String);
@@ -40,7 +45,6 @@ struct Waiting {
     flags: i32,
 }
 
-/// All classes.
 #[derive(Debug, Default)]
 pub(super) struct Mailbox {
     classes: BTreeMap<String, BTreeMap<i32, Entry>>,
@@ -118,7 +122,7 @@ impl Mailbox {
             .ok_or_else(|| nothing(name, index))
     }
 
-    /// Removes an entry, if this task may.
+    /// Removes an entry. Only its owner may, unless the entry is overwritable.
     fn remove(&mut self, tid: Tid, name: &str, index: i32) -> Result<Entry, Failed> {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
@@ -159,7 +163,7 @@ impl Mailbox {
             .collect()
     }
 
-    /// The entries, for the log.
+    /// Returns one line per entry, for the daemon's log.
     pub(super) fn lines(&self) -> Vec<String> {
         let class = |(name, entries): (&String, &BTreeMap<i32, Entry>)| {
             let entry = |(index, e): (&i32, &Entry)| {
@@ -170,7 +174,7 @@ impl Mailbox {
         self.classes.iter().flat_map(class).collect()
     }
 
-    /// Owners of the entries of one class.
+    /// Returns the owners of all entries of a class.
     pub(super) fn owners(&self, name: &str) -> Vec<Tid> {
         self.classes
             .get(name)
@@ -178,7 +182,7 @@ impl Mailbox {
             .unwrap_or_default()
     }
 
-    /// All tasks that own something or wait for something.
+    /// Returns all tasks that own an entry or wait for one, with repetitions.
     pub(super) fn concerned(&self) -> Vec<Tid> {
         let owners = self
             .classes
@@ -187,12 +191,15 @@ impl Mailbox {
         owners.chain(self.waiting.iter().map(|w| w.tid)).collect()
     }
 
-    /// Requests that wait until somebody stores something.
+    /// Returns the requests that wait for an entry to be stored.
     pub(super) fn open(&self) -> impl Iterator<Item = (Tid, RequestId)> {
         self.waiting.iter().map(|waiting| (waiting.tid, waiting.id))
     }
 
-    /// What these tasks have stored, for a checkpoint of them; bytes of it if that is too much.
+    /// Returns the entries that these tasks own, for a checkpoint.
+    ///
+    /// # Errors
+    /// The size of the entries in bytes, if it exceeds [`SAVED_MAILBOX_BYTES_MAX`].
     pub(super) fn saved(&self, tasks: &[Tid]) -> Result<Vec<SavedEntry>, usize> {
         let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
         let all = self
@@ -219,7 +226,9 @@ impl Mailbox {
         Ok(owned.into_iter().map(save).collect())
     }
 
-    /// Those of the entries in whose place somebody else has one. What is left of the tasks themselves belongs to nobody.
+    /// Returns the class and index of each saved entry that conflicts with an entry of another
+    /// owner. Entries without an owner do not conflict: the saved tasks themselves may have left
+    /// them.
     pub(super) fn taken(&self, saved: &[SavedEntry]) -> Vec<String> {
         let taken = saved.iter().filter(|entry| self.is_taken(entry));
         taken
@@ -235,13 +244,14 @@ impl Mailbox {
         there.is_some_and(|there| there.owner != Tid::NONE && there.owner != entry.owner)
     }
 
-    /// False if these would be too many or too much.
+    /// True if all these entries can be added within the limits.
     pub(super) fn has_room_for(&self, saved: &[SavedEntry]) -> bool {
         let bytes: usize = saved.iter().map(|entry| entry.message.body.len()).sum();
         self.entries + saved.len() <= ENTRIES_MAX && self.stored_bytes + bytes <= STORED_BYTES_MAX
     }
 
-    /// Puts back what was saved. What others have stored meanwhile is left alone.
+    /// Stores saved entries again. An entry that another owner has stored in the meantime is not
+    /// replaced.
     fn restore(&mut self, saved: Vec<SavedEntry>) {
         for entry in saved {
             if self.is_taken(&entry) {
@@ -270,7 +280,8 @@ impl Mailbox {
         }
     }
 
-    /// A task has left: its entries go, persistent ones lose their owner.
+    /// Handles the exit of a task: removes its requests and its entries. Its persistent entries
+    /// stay without an owner.
     pub(super) fn owner_gone(&mut self, tid: Tid) {
         self.waiting.retain(|w| w.tid != tid);
         self.retain(|_, _, entry| {
@@ -282,7 +293,8 @@ impl Mailbox {
         });
     }
 
-    /// Removes persistent entries without an owner; with `spare`, also those whose owner is about to be ended.
+    /// Removes persistent entries without an owner. `spare` lists the tasks that a reset does not
+    /// end; if given, the persistent entries of all other tasks are removed, too.
     pub(super) fn reset(&mut self, spare: Option<&[Tid]>) {
         self.retain(|_, _, entry| {
             let doomed = spare.is_some_and(|spare| !spare.contains(&entry.owner));
@@ -290,7 +302,8 @@ impl Mailbox {
         });
     }
 
-    /// Removes persistent entries without an owner: all, those of a class, or one.
+    /// Removes persistent entries without an owner: all, those of one class, or a single one. An
+    /// empty name selects all classes.
     fn clean(&mut self, name: &str, index: Option<i32>) {
         self.retain(|class, at, entry| {
             let named = (name.is_empty() || class == name) && index.is_none_or(|index| index == at);
@@ -310,13 +323,13 @@ impl Mailbox {
     }
 }
 
-/// True for a request that may wait until somebody stores something.
+/// True if a request with these flags may wait until the entry is stored.
 pub(super) fn waits(flags: i32) -> bool {
     flags & WAIT != 0
 }
 
 impl Machine {
-    /// Master: a task's operation on the mailbox.
+    /// Executes a task's mailbox request. Only the master does this.
     pub(super) fn mailbox_request(&mut self, tid: Tid, id: RequestId, request: MailboxRequest) {
         let Some(master) = &mut self.master else {
             return;
@@ -368,7 +381,7 @@ impl Machine {
         }
     }
 
-    /// Master: entries of tasks that are started again.
+    /// Stores the entries of tasks that are restarted from a checkpoint. Only the master does this.
     pub(super) fn restore_mailbox(&mut self, saved: Vec<SavedEntry>) {
         let Some(master) = &mut self.master else {
             return;
@@ -377,7 +390,7 @@ impl Machine {
         self.serve_waiting();
     }
 
-    /// Something was stored: whoever waited for it gets it, in the order of asking.
+    /// Answers the waiting requests whose entry exists, in the order of their arrival.
     fn serve_waiting(&mut self) {
         let mut at = 0;
         while let Some(master) = &mut self.master
@@ -406,7 +419,8 @@ fn nothing(name: &str, index: i32) -> Failed {
     )
 }
 
-/// PVM's matching: `*` stands for anything, and the parts between have to occur in this order, anywhere.
+/// True if the name matches PVM's pattern: `*` matches anything, and the parts between the
+/// asterisks must occur in this order anywhere in the name.
 fn matches_pattern(name: &str, pattern: &str) -> bool {
     let mut rest = name;
     pattern.split('*').all(|part| match rest.find(part) {
@@ -436,8 +450,9 @@ mod tests {
         }
     }
 
+    /// An entry can be replaced by its owner, and by another task if it is overwritable.
     #[test]
-    fn an_entry_is_replaced_by_its_owner_or_when_it_is_overwritable() {
+    fn only_overwritable_entries_yield_to_others() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         assert_eq!(m.put(a, "x", 0, message("1")), Ok(0));
@@ -464,8 +479,10 @@ mod tests {
         assert_eq!((m.entries, m.stored_bytes), (2, 2));
     }
 
+    /// The entries of a task that exits are removed, except persistent ones; those lose their owner
+    /// and are removed by a reset.
     #[test]
-    fn an_owner_takes_its_entries_along_but_for_persistent_ones() {
+    fn persistent_entries_survive_their_owner() {
         let a = Tid::from_raw(0x40001);
         let mut m = Mailbox::default();
         m.put(a, "x", 0, message("1")).expect("free");
@@ -486,8 +503,10 @@ mod tests {
         assert_eq!((m.list("").len(), m.entries, m.stored_bytes), (0, 0, 0));
     }
 
+    /// A restart stores the saved entries again, except where another owner has an entry. Saving
+    /// fails above the size limit.
     #[test]
-    fn what_a_checkpoint_has_saved_comes_back_unless_others_are_in_its_place() {
+    fn restore_skips_indexes_of_other_owners() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         m.put(a, "x", PERSISTENT, message("1")).expect("free");
@@ -530,8 +549,10 @@ mod tests {
         assert_eq!(m.saved(&[a]), Err(SAVED_MAILBOX_BYTES_MAX + 3));
     }
 
+    /// Cleaning removes only entries without an owner, and only those of the selected class and
+    /// index.
     #[test]
-    fn only_what_nobody_owns_is_cleaned_and_only_where_asked() {
+    fn clean_removes_only_selected_unowned_entries() {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         for name in ["x", "y", "z"] {

@@ -1,4 +1,13 @@
-//! Moves of tasks: the glue between the migration protocol and this daemon's tasks, tasker, images and tokens.
+//! Connects the migration protocol to this daemon: its tasks, tasker, images and resume tokens.
+//!
+//! The protocol consists of three state machines: the coordinator on the master, and a source and a
+//! target per migration on the two hosts. They do no I/O. This module
+//!
+//! - passes events to them: orders, reports, messages of the tasker, connections and exits of
+//!   tasks;
+//! - executes their outputs ([`Machine::pump_moves`]);
+//! - keeps a new migration waiting until the previous one of the same task is over on this host;
+//! - makes the new location of a task known to all hosts (master only).
 
 use super::engines::Job;
 use super::handover::{Arrival, Departed, HandedOver};
@@ -24,49 +33,50 @@ use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// This daemon's part in moves.
+/// State of the migrations in which this host is source or target.
 #[derive(Debug, Default)]
 pub(super) struct Moves {
     pub(super) sources: BTreeMap<MigrationId, Source>,
-    /// Images for checkpoints on their way to the master; their tasks go on already.
+    /// Images of checkpoints that are being uploaded to the master. Their tasks run again already.
     pub(super) deposits: BTreeSet<MigrationId>,
-    /// Parts of checkpoints whose tasks have got all answers.
+    /// Parts of checkpoints whose tasks have received the replies to their requests.
     pub(super) settled: Vec<MigrationId>,
-    /// What was known of tasks when they and all others of their jobs stood still.
+    /// Records of tasks, taken while all tasks of their jobs were paused.
     pub(super) parts: BTreeMap<MigrationId, Box<PartRecord>>,
     targets: BTreeMap<MigrationId, Target>,
-    /// Moves whose task has ended here while its images were on the way; the coordinator has not said what that means.
+    /// Migrations whose task has exited here while its images were being transferred. The
+    /// coordinator has not decided yet whether the task has ended.
     open_ends: BTreeMap<MigrationId, Move>,
     pub(super) arrivals: BTreeMap<Tid, Arrival>,
     pub(super) departed: BTreeMap<Tid, Departed>,
     pub(super) handed_over: BTreeMap<Tid, HandedOver>,
-    /// Daemons that have been heard.
+    /// Hosts whose daemons have connected before.
     pub(super) heard: BTreeSet<HostId>,
-    /// Moves of tasks whose move before is not quite over here.
+    /// Migrations that wait until the previous one of the same task is over on this host.
     next: BTreeMap<Tid, MigrationId>,
 }
 
 impl Moves {
-    /// True while a task is to be rebuilt here.
+    /// True while the task is being restored here.
     pub(super) fn is_restoring(&self, id: MigrationId) -> bool {
         self.targets.get(&id).is_some_and(Target::is_restoring)
     }
 }
 
-/// The master's part in moves.
+/// The master's state of all migrations.
 #[derive(Debug, Default)]
 pub(super) struct Directing {
     pub(super) coordinator: Coordinator,
-    /// Who waits for the end of a move.
+    /// Requests that are answered when the migration ends.
     waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
-    /// Hosts that have not acknowledged a new place.
+    /// The task, the epoch and the hosts that have not acknowledged its new location.
     locating: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
 }
 
 impl Machine {
-    // ---- the master
+    // ---- on the master only
 
-    /// Master: a task wants another one moved.
+    /// Starts a migration that a task has requested.
     pub(super) fn begin_move(
         &mut self,
         by: Tid,
@@ -118,7 +128,7 @@ impl Machine {
         Ok((from.ok_or(Refusal::NoSuchTask)?, to))
     }
 
-    /// The host of this name, or of this host tid.
+    /// Returns the host with this name or host tid.
     pub(super) fn host_named(&self, name: &str) -> Option<HostId> {
         let by_tid = || {
             let digits = name
@@ -146,7 +156,7 @@ impl Machine {
             }
             CoordinatorOutput::Locate(of) => self.locate(&of),
             CoordinatorOutput::Event(kind) => {
-                // Of this step alone no end reports.
+                // Neither end reports this step.
                 if let EventKind::Moving {
                     tid,
                     step: Step::Commit,
@@ -195,7 +205,7 @@ impl Machine {
         }
     }
 
-    /// Gives an order to one end of a move.
+    /// Sends an order to one end of a migration.
     pub(super) fn order_move(&mut self, host: HostId, of: Move, order: Order) {
         if host == self.config.host {
             self.move_order(of, order);
@@ -204,7 +214,7 @@ impl Machine {
         }
     }
 
-    /// Makes the new place known to all.
+    /// Makes the new location of a task known to all hosts.
     pub(super) fn locate(&mut self, of: &Move) {
         let epoch = self.next_epoch();
         let from = if of.to == of.from {
@@ -212,7 +222,7 @@ impl Machine {
         } else {
             of.from
         };
-        // Nobody has anything on the way to where a task from a checkpoint was before.
+        // No daemon has anything in flight to the previous location of a task from a checkpoint.
         let from = if of.cause == Cause::Restart {
             of.to
         } else {
@@ -239,7 +249,7 @@ impl Machine {
         self.locating_step();
     }
 
-    /// Master: a host knows the new place of a task.
+    /// A host has acknowledged the new location of a task.
     pub(super) fn located_heard(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
         let Some(master) = &mut self.master else {
             return;
@@ -274,7 +284,7 @@ impl Machine {
         });
     }
 
-    /// Master: a host is lost.
+    /// Notifies the coordinators of migrations, checkpoints and restarts that a host is lost.
     pub(super) fn coordinator_lost(&mut self, host: HostId) {
         let now = self.now;
         let Some(master) = &mut self.master else {
@@ -293,7 +303,7 @@ impl Machine {
         self.locating_step();
     }
 
-    /// A report of one end.
+    /// Passes the report of one end to the coordinator of its migration, checkpoint or restart.
     pub(super) fn move_reported(&mut self, host: HostId, migration: MigrationId, report: Report) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
@@ -312,7 +322,8 @@ impl Machine {
         }
     }
 
-    /// One end has been told that a task on its way is to be suspended, or to go on.
+    /// Passes a request to suspend or resume a migrating task to the coordinator, which decides. It
+    /// was made at the host `host`.
     pub(super) fn coordinate_suspend(
         &mut self,
         host: HostId,
@@ -328,16 +339,16 @@ impl Machine {
         }
     }
 
-    /// The commit record is on disk, or not.
+    /// The commit record was written to disk, or could not be written.
     pub(super) fn move_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if let Some(master) = &mut self.master {
             master.directing.coordinator.recorded(migration, result);
         }
     }
 
-    // ---- every daemon
+    // ---- on every host
 
-    /// Carries out what the protocol asks for; true if it asked for anything.
+    /// Executes all outputs of the protocol. Returns true if there were any.
     pub(super) fn pump_moves(&mut self) -> bool {
         let mut busy = false;
         while let Some(output) = self
@@ -390,7 +401,7 @@ impl Machine {
         }
     }
 
-    /// An order of the coordinator.
+    /// Handles an order of the coordinator.
     pub(super) fn move_order(&mut self, of: Move, order: Order) {
         let id = of.id;
         match order {
@@ -546,7 +557,7 @@ impl Machine {
         }
     }
 
-    /// What the source does with memory and images.
+    /// Executes the outputs of the source that concern memory and images.
     fn source_writes(&mut self, of: &Move, output: &SourceOutput) {
         let Move { id, tid, to, .. } = *of;
         match output {
@@ -587,10 +598,10 @@ impl Machine {
         }
     }
 
-    /// Says what a task is that is to move, or asks the tasker.
+    /// Inspects a task for a migration, by itself or through the tasker.
     fn inspect(&mut self, id: MigrationId, of: &Move) {
         let tid = of.tid;
-        // A move that was given up before anything was held leaves its source behind.
+        // The source of a migration that was aborted before it held the task has not been removed.
         self.moves
             .sources
             .retain(|other, s| *other == id || s.of().tid != tid || s.holds());
@@ -601,7 +612,7 @@ impl Machine {
         }
     }
 
-    /// Has the library of a task let go for a move.
+    /// Quiesces the library of a task for a migration.
     fn quiesce_for_move(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
         let tokens: Vec<_> = std::iter::once(self.config.place.token(id))
             .chain(token)
@@ -617,8 +628,13 @@ impl Machine {
         }
     }
 
-    /// True while the task's move before is not quite over here: it has come and its library has not, or it stays and is
-    /// being let go on; or while a guest that stood still comes back, or one that has to stand still is just beginning again.
+    /// True while a new migration of the task must wait, for one of these reasons:
+    ///
+    /// - The task has migrated here, and its library has not connected yet.
+    /// - An earlier migration was aborted, and the task is being resumed.
+    /// - The library of a paused guest is reconnecting.
+    /// - The task must be paused and its program has just been restarted.
+    ///
     /// The coordinator's deadline bounds the wait.
     fn is_settling(&self, of: &Move) -> bool {
         let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
@@ -627,7 +643,7 @@ impl Machine {
             .get(of.tid)
             .is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking));
         let comes = self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located);
-        // Of others nobody knows whether they will ever connect.
+        // Other tasks in this phase may never connect.
         let again = |t: &Task| {
             t.phase == Phase::Expected && t.begin.as_ref().is_some_and(|begin| begin.count > 0)
         };
@@ -635,14 +651,14 @@ impl Machine {
         comes || comes_back || begins || self.moves.sources.values().any(staying)
     }
 
-    /// The task's move before is over: the next one may begin.
+    /// The previous migration of the task is over: starts the one that waits.
     pub(super) fn settled(&mut self, tid: Tid) {
         if let Some(id) = self.moves.next.remove(&tid) {
             self.source_does(id, SourceOutput::Inspect);
         }
     }
 
-    /// Why this task cannot move at all, as far as its daemon knows.
+    /// Returns why the task cannot migrate at all, as far as its daemon knows.
     pub(super) fn cannot_move(&self, tid: Tid) -> Option<Refusal> {
         if let Some(refusal) = self.no_tasker() {
             return Some(refusal);
@@ -655,7 +671,7 @@ impl Machine {
         } else if task.pinned || task.flags & TASK_SERVES != 0 {
             Some(Refusal::Pinned)
         } else if task.debugged {
-            // Also before its debugger has taken hold of it, and when it lets go for a moment.
+            // Even before its debugger attaches, and while the debugger is detached.
             Some(Refusal::Debugged)
         } else if (task.conn().is_none() && !task.has_let_go()) || task.exited.is_some() {
             Some(Refusal::NotConnected)
@@ -676,7 +692,7 @@ impl Machine {
                 self.report(id, report);
             }
             TargetOutput::Prepare(facts) => self.prepare_move(id, facts),
-            // What the store of this host has needs no way.
+            // Images from the store of this host need no transfer.
             TargetOutput::ExpectImages if of.from == self.config.host => {}
             TargetOutput::ExpectImages => {
                 self.out.push_back(Output::ExpectImages {
@@ -730,7 +746,8 @@ impl Machine {
                 }
             }
             TargetOutput::WakeHere => {
-                // One that waits for guests to be welcome may be a task of this host already.
+                // The library of a paused task is not woken. Such a task may have become a task of
+                // this host already.
                 if self
                     .arrival_of(id)
                     .is_some_and(|arrival| !arrival.waits && !arrival.anew)
@@ -753,7 +770,8 @@ impl Machine {
         }
     }
 
-    /// Has the tasker let a task run that was built here.
+    /// Requests the tasker to run a restored task. It stays paused while guests are paused or while
+    /// it is suspended.
     fn run(&mut self, id: MigrationId, used: Usage) {
         let mut held = self.hosting.is_stopped();
         if let Some(arrival) = self.arrival_of(id) {
@@ -767,10 +785,10 @@ impl Machine {
         });
     }
 
-    /// The files of a task that is started again are as they were, or could not be given their names.
+    /// The state files of a restarted program were installed under their names, or this failed.
     pub(super) fn state_named(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
-            // Its tasker may have ended meanwhile, and it with that.
+            // The tasker may have ended in the meantime, and the task with it.
             Ok(()) if self.moves.targets.get(&id).is_some_and(Target::is_starting) => {
                 self.run(id, Usage::default())
             }
@@ -779,7 +797,8 @@ impl Machine {
         }
     }
 
-    /// Has the tasker judge a task that is to come, unless nobody may come or there is no tasker.
+    /// Obtains this host's verdict on a task that is to migrate here. Refuses immediately if the
+    /// host's owner does not permit the guest or if there is no tasker.
     fn prepare_move(&mut self, id: MigrationId, facts: TaskFacts) {
         let tid = self
             .moves
@@ -812,21 +831,21 @@ impl Machine {
             .is_some_and(Target::memory_follows)
     }
 
-    /// Something happened to a move whose source is here.
+    /// Passes an event to a migration whose source is this host.
     pub(super) fn source_event(&mut self, id: MigrationId, event: SourceEvent) {
         if let Some(source) = self.moves.sources.get_mut(&id) {
             source.handle(event);
         }
     }
 
-    /// Something happened to a move whose target is here.
+    /// Passes an event to a migration whose target is this host.
     pub(super) fn target_event(&mut self, id: MigrationId, event: TargetEvent) {
         if let Some(target) = self.moves.targets.get_mut(&id) {
             target.handle(event);
         }
     }
 
-    /// Why nothing can be moved from here or to here, when there is nobody to do it.
+    /// Returns the refusal of all migrations from and to this host if its tasker has ended.
     pub(super) fn no_tasker(&self) -> Option<Refusal> {
         let why = || "its tasker has ended".into();
         self.tasker_gone.then(|| Refusal::NoEngine {
@@ -835,7 +854,7 @@ impl Machine {
         })
     }
 
-    /// A tasker does not know which host it is on.
+    /// Sets the host in a refusal of the tasker, which does not know its host.
     pub(super) fn named(&self, refusal: Refusal) -> Refusal {
         match refusal {
             Refusal::NoEngine { why, .. } => Refusal::NoEngine {
@@ -846,7 +865,7 @@ impl Machine {
         }
     }
 
-    /// The tasker speaks of a move.
+    /// Handles a message of the tasker about a migration.
     pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
         match message {
             FromTasker::Inspected {
@@ -891,7 +910,8 @@ impl Machine {
             FromTasker::SourceGone { migration, used } => {
                 self.source_event(migration, SourceEvent::Gone(used))
             }
-            // It was given up before the tasker had begun, and room is made for it now.
+            // The migration was aborted before the tasker started to prepare it. The tasker must
+            // discard the preparations.
             FromTasker::Prepared { migration, .. }
                 if !self.moves.targets.contains_key(&migration) =>
             {
@@ -933,7 +953,7 @@ impl Machine {
             }
         }
         self.target_event(migration, TargetEvent::Ran(result));
-        // The token first: the library is woken by the protocol's output.
+        // The target handles the event first: its output writes the token that wakes the library.
         let tids: Vec<Tid> = self
             .moves
             .arrivals
@@ -944,7 +964,7 @@ impl Machine {
         tids.into_iter().for_each(|tid| self.arrival_step(tid));
     }
 
-    /// What comes ahead of guests would come for nobody: they would stand still here as soon as they are here.
+    /// Cancels all pre-copies to this host: arriving guests would be paused immediately.
     pub(super) fn call_off_pre_copies(&mut self, why: &str) {
         let refusal = Refusal::OwnerThere {
             host: self.config.host,
@@ -957,12 +977,13 @@ impl Machine {
         }
     }
 
-    /// The tasker has ended, and with it what it was building or holding for moves to here.
+    /// The tasker has ended, and with it everything that it was restoring or holding for migrations
+    /// to this host.
     pub(super) fn moves_tasker_gone(&mut self, why: &str) {
         let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
         let host = self.config.host;
         for target in self.moves.targets.values_mut() {
-            // Nobody else answers any more; whoever asked may ask the next host at once.
+            // No other verdict will come. The requester can try the next host immediately.
             let verdict = vec![Refusal::NoEngine {
                 host,
                 why: format!("its tasker has ended: {why}"),
@@ -972,7 +993,7 @@ impl Machine {
                 memory_can_follow: false,
                 engine: Engine::Criu,
             });
-            // What it was told to throw away it threw away by its end.
+            // The tasker's end has discarded everything that it was ordered to discard.
             target.handle(TargetEvent::Discarded);
             target.handle(TargetEvent::PreCopyLost(failed()));
             target.handle(TargetEvent::Restored(Err(failed())));
@@ -1001,7 +1022,7 @@ impl Machine {
             .find(|a| a.migration == migration)
     }
 
-    /// The library has said that nothing leads out of its process any more; its socket will close.
+    /// The library has reported that it is quiesced; its socket closes next.
     pub(super) fn task_quiesced(&mut self, tid: Tid, migration: MigrationId, marks: Vec<LinkMark>) {
         let moving = self
             .moves
@@ -1019,9 +1040,10 @@ impl Machine {
         }
     }
 
-    /// Its socket has closed.
+    /// The socket of a quiesced library has closed.
     pub(super) fn task_let_go(&mut self, tid: Tid) {
-        // A guest that was told to let go and is welcome again finds its token at once; it lets go for the move after that.
+        // A guest that is being resumed finds its token immediately. It reconnects and then
+        // quiesces for the migration.
         if !self
             .tasks
             .get(tid)
@@ -1031,23 +1053,24 @@ impl Machine {
         }
     }
 
-    /// Its library has connected again.
+    /// The library has connected again.
     pub(super) fn move_task_came_back(&mut self, tid: Tid) {
         self.each_source(tid, SourceEvent::Reconnected);
     }
 
-    /// A move of it is off, and it goes on.
+    /// A migration of the task was aborted, and its process continues.
     pub(super) fn move_task_continued(&mut self, tid: Tid) {
         self.each_source(tid, SourceEvent::Continued);
     }
 
-    /// A task has ended or left: it does not move any more.
+    /// A task has ended or left, so that it cannot migrate any more.
     pub(super) fn move_task_ended(&mut self, tid: Tid) {
         self.each_source(tid, SourceEvent::Ended);
     }
 
-    /// The copy of a task whose images are on the way has ended. If the move is committed, the task lives on at the
-    /// target; if not, this is its end. Only the coordinator knows. True when its word has to be waited for.
+    /// Handles the exit of a task whose images are being transferred. If the migration is
+    /// committed, the task continues at the target; if not, it has ended. Only the coordinator
+    /// knows. Returns true if its decision must be awaited.
     pub(super) fn defer_end(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
         let stopping = self.stop.is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -1070,7 +1093,7 @@ impl Machine {
         true
     }
 
-    /// The coordinator has said whether the move of a task that has ended here goes on.
+    /// The coordinator has decided whether the migration of a task that has exited here continues.
     fn close_end(&mut self, id: MigrationId, order: &Order) {
         let Some(of) = self.moves.open_ends.remove(&id) else {
             return;

@@ -1,11 +1,20 @@
-//! What a resource manager is told that need not wake it at once.
+//! Batches messages to a resource manager that need not wake it immediately.
 //!
-//! A program that spawns by grants starts and ends hundreds of tasks a second, and its resource manager hears of each three times:
-//! placed, up, gone. To wake it each time takes a processor from those whom it is about, just when they begin, and to pack each
-//! entry of the log for it delays the answers that are next. Nobody waits for what it does with that, as long as it learns of taken
-//! places before a grant is used up: requests that are decided one by one are not granted. So while places are taken, such news
-//! waits, unpacked, for others or for a message that is more than news; the order of all that the resource manager gets stays what
-//! it was.
+//! A program that spawns by placement leases starts and ends hundreds of tasks a second, and each
+//! task causes three messages to the resource manager: slot used, task started, task ended. Waking
+//! the resource manager for each of them would take processor time from the tasks that are being
+//! started, and encoding each event would delay the daemon's next replies.
+//!
+//! No request waits for these messages. It suffices that the resource manager learns of used slots
+//! before a lease is exhausted, because requests that are decided one by one use no lease. While
+//! slots of a lease are being used, the messages are therefore kept, not yet encoded, until one of
+//! these happens:
+//!
+//! - `NEWS_PAUSE` has passed since the first one.
+//! - `NEWS_MAX` of them are waiting.
+//! - `UNTOLD_MAX` used slots have not been reported.
+//! - Any other message to the resource manager is due. Batching never changes the order of its
+//!   messages.
 
 use super::{Machine, Timer};
 use sempa_proto::event::EventKind;
@@ -14,42 +23,42 @@ use sempa_proto::sm::{GRANT_HOSTS_MAX, SM_GRANT_TAKEN, unpack_taken};
 use sempa_proto::task::ToTask;
 use sempa_proto::{Micros, Tid};
 
-/// How long after a place was taken it is likely that another one will be.
+/// Time after the use of a leased slot during which another use is likely.
 const TAKING_SPAN: Micros = Micros::from_secs(1);
-/// Taken places of which a resource manager is not told at once: it gives others when half of a grant is taken.
+/// Largest number of used slots that may be unreported. A resource manager issues a new lease when
+/// half of one is used.
 const UNTOLD_MAX: usize = GRANT_HOSTS_MAX / 2;
-/// How long news waits.
+/// Longest delay of a batched message.
 const NEWS_PAUSE: Micros = Micros::from_millis(100);
-/// News that waits at most.
+/// Largest number of messages in a batch.
 const NEWS_MAX: usize = 256;
 
-/// Something that waits.
 #[derive(Debug)]
 enum Waiting {
-    /// The entry of the log with this number.
+    /// The event with this number in the event log.
     Event(u64),
-    /// A word of a daemon.
+    /// A control message of a daemon.
     Word(ToTask),
 }
 
-/// Grants that are being used, and what their resource manager is not told yet.
+/// The batch, and the use of leases that keeps batching enabled.
 #[derive(Debug, Default)]
 pub(super) struct News {
-    /// The resource manager that gave them, and until when more is to come.
+    /// The resource manager whose lease was used last, and the end of the batching window.
     taking: Option<(Tid, Micros)>,
-    /// Taken places of which it was not told at once, since it last was.
+    /// Used slots that were batched since the last report that was not delayed.
     untold: usize,
-    /// For whom news waits, and what.
+    /// Receiver of the batched messages.
     whom: Tid,
     waiting: Vec<Waiting>,
-    /// It will be looked at in time.
+    /// A timer for the batch is running.
     timed: bool,
-    /// How much has waited so far.
+    /// Total number of messages batched so far.
     #[cfg(test)]
     pub(super) waited: usize,
 }
 
-/// True for events of tasks that come and go.
+/// True for events about single tasks, which may be batched.
 pub(super) fn is_news(kind: &EventKind) -> bool {
     matches!(
         kind,
@@ -57,7 +66,8 @@ pub(super) fn is_news(kind: &EventKind) -> bool {
     )
 }
 
-/// How many places of a grant were taken, by a daemon's word for its giver.
+/// Returns the number of used slots that a daemon reports to the issuer of a lease, if the item is
+/// such a report.
 fn taken_places(item: &ToTask) -> Option<usize> {
     let ToTask::Deliver { message, .. } = item else {
         return None;
@@ -70,7 +80,7 @@ fn taken_places(item: &ToTask) -> Option<usize> {
 }
 
 impl Machine {
-    /// True while grants of this task, which runs here, are being used.
+    /// True while events for this task, a resource manager on this host, are batched.
     pub(super) fn hears_later(&self, dst: Tid) -> bool {
         self.news
             .taking
@@ -78,13 +88,13 @@ impl Machine {
             && self.tasks.get(dst).is_some()
     }
 
-    /// An entry of the log is told in its time.
+    /// Adds an event to the batch.
     pub(super) fn event_later(&mut self, dst: Tid, number: u64) {
         self.wait_with(dst, Waiting::Event(number));
     }
 
-    /// Keeps a taken place for a moment, unless it is time to say so; anything else, for which what waits has to be told first, is
-    /// given back.
+    /// Adds a report of used slots to the batch, unless too many are unreported. Returns any item
+    /// that must be sent now; the batch for its receiver has been sent before it.
     pub(super) fn unless_news(&mut self, dst: Tid, item: ToTask) -> Option<ToTask> {
         if let Some(places) = taken_places(&item).filter(|_| self.tasks.get(dst).is_some()) {
             self.news.taking = Some((dst, self.now + TAKING_SPAN));
@@ -118,13 +128,13 @@ impl Machine {
         }
     }
 
-    /// The first of what waits may have waited for long enough.
+    /// The delay of the first batched message has expired.
     pub(super) fn news_due(&mut self) {
         self.news.timed = false;
         self.tell_news();
     }
 
-    /// Tells what waits. Whoever has ended meanwhile needs none of it.
+    /// Sends the batch. Events for a receiver that has ended meanwhile are dropped.
     fn tell_news(&mut self) {
         let whom = self.news.whom;
         for waiting in std::mem::take(&mut self.news.waiting) {

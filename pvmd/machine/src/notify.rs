@@ -1,8 +1,13 @@
-//! Notifications: the end of tasks, the loss and the coming of hosts (`pvm_notify`).
+//! Notifications (`pvm_notify`): the exit of tasks, the loss of hosts, and new hosts.
 //!
-//! A pending notification belongs to the daemon of the task that waits for it, and moves with the task. The end of a task
-//! is told behind all that it sent: the message carries a mark of the dead task's link, and the waiting library hands it
-//! over only when it has got that far.
+//! A pending notification is kept by the daemon of the task that requested it, and migrates with
+//! that task.
+//!
+//! The exit of a task must be reported after everything that the task sent. The notification
+//! therefore carries the watermark of the dead task's link to the receiver, and the receiver's
+//! library delivers it only when it has received everything up to that watermark. If the last
+//! messages have not arrived after `LAST_WORDS_TIME`, they are lost, and the notification is
+//! delivered without them.
 
 use super::asks::Asker;
 use super::tasks::mark_of;
@@ -14,14 +19,16 @@ use sempa_proto::message::ENC_XDR;
 use sempa_proto::task::{LinkMark, NotifyRequest, NotifyWhat, Reply, ToTask};
 use sempa_proto::{Epoch, HostId, Message, Micros, PvmError, RequestId, Tid};
 
-/// Notifications that one task may wait for.
+/// Largest number of pending notifications of one task.
 pub(super) const WATCHES_MAX: usize = 65_536;
-/// When a dead task's last messages are not there after this time they were lost on the way, and whoever waits for them
-/// is told so.
+/// Time after which the last messages of a dead task count as lost. Tasks that wait for them are
+/// then notified of the exit.
 const LAST_WORDS_TIME: Micros = Micros::from_secs(30);
 
 impl Machine {
-    /// `pvm_notify`.
+    /// Handles a request of `pvm_notify`.
+    ///
+    /// As in PVM, a cancelled notification of an exit or a lost host is sent immediately.
     pub(super) fn notify_request(&mut self, tid: Tid, id: RequestId, request: NotifyRequest) {
         let NotifyRequest {
             what,
@@ -102,7 +109,8 @@ impl Machine {
             {
                 return self.fire(tid, &watch);
             }
-            // Kept first: the end of the task may overtake the answer.
+            // Registered before the check: the report of the task's exit may arrive before the
+            // answer.
             _ => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.watches.push(watch.clone());
@@ -112,7 +120,8 @@ impl Machine {
         self.check_watch(tid, &watch);
     }
 
-    /// The task may have ended already, or never was.
+    /// Asks the daemon of a watched task whether the task is alive. It may have ended already, or
+    /// may never have existed.
     fn check_watch(&mut self, watcher: Tid, watch: &Watch) {
         if let WatchKind::TaskExit(tid) = watch.kind
             && tid != watcher
@@ -125,7 +134,8 @@ impl Machine {
         }
     }
 
-    /// A task that is waited for turned out to be gone.
+    /// Sends a task the notifications of an exit that it requested. `after` is the dead task's
+    /// watermark towards it.
     pub(super) fn watched_is_gone(&mut self, watcher: Tid, tid: Tid, after: Option<LinkMark>) {
         let Some(task) = self.tasks.get_mut(watcher) else {
             return;
@@ -139,7 +149,7 @@ impl Machine {
         }
     }
 
-    /// A task has ended somewhere.
+    /// Sends the notifications of an exit to all tasks of this host that requested them.
     pub(super) fn notify_task_exit(&mut self, tid: Tid, marks: &[LinkMark]) {
         let waits = |w: &Watch| w.kind == WatchKind::TaskExit(tid);
         let watchers: Vec<Tid> = self
@@ -154,7 +164,8 @@ impl Machine {
         }
     }
 
-    /// Tells that a task has ended, behind its last message.
+    /// Sends a notification of an exit. The receiver's library delivers it after the dead task's
+    /// last message.
     pub(super) fn send_exit_note(
         &mut self,
         watcher: Tid,
@@ -165,10 +176,12 @@ impl Machine {
         self.send_behind(note(watcher, watch, ints(&[tid.raw()])), tid, after);
     }
 
-    /// Sends a message of this daemon that is handed over only behind what `dead` has sent.
+    /// Sends a message of this daemon that the receiver's library delivers only after everything
+    /// that `dead` has sent.
     pub(super) fn send_behind(&mut self, message: Message, dead: Tid, after: Option<LinkMark>) {
         let watcher = message.dst;
-        // What the two said to each other on a route of their own, no daemon has seen: the receiver's library knows.
+        // Daemons do not see the frames on a direct route between the two tasks. The receiver's
+        // library knows its position.
         let after = after.unwrap_or(LinkMark { peer: dead, end: 1 });
         self.deliver(
             watcher,
@@ -180,7 +193,8 @@ impl Machine {
         self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead });
     }
 
-    /// The last words of a dead task are there or will never be.
+    /// The time for the last messages of a dead task is over: the receiver must not wait for them
+    /// any more.
     pub(super) fn last_words_over(&mut self, watcher: Tid, dead: Tid) {
         self.deliver(watcher, ToTask::PeerGone { tid: dead });
     }
@@ -202,7 +216,8 @@ impl Machine {
         );
     }
 
-    /// A host has left: first its own notifications, then those of the tasks that ran there.
+    /// A host is lost: sends the notifications of the host's loss first, then those of the exit of
+    /// its tasks.
     pub(super) fn notify_host_gone(&mut self, host: HostId) {
         let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
         for watcher in &tids {
@@ -232,7 +247,7 @@ impl Machine {
         }
     }
 
-    /// Hosts have joined.
+    /// Sends the notifications of new hosts.
     pub(super) fn notify_hosts_added(&mut self, added: &[HostId]) {
         let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
         for tid in tids {
@@ -262,7 +277,8 @@ impl Machine {
         }
     }
 
-    /// A task has come from another host with its notifications: what happened on the way is told now.
+    /// Checks the pending notifications of a task that has arrived from another host, and sends
+    /// those whose event happened during its migration.
     pub(super) fn recheck_watches(&mut self, tid: Tid, known: &[HostId], epoch: Epoch) {
         let Some(task) = self.tasks.get(tid) else {
             return;
@@ -297,12 +313,12 @@ fn exit_of(watch: &Watch) -> Option<Tid> {
     }
 }
 
-/// A notification as PVM sends it.
+/// Builds a notification message in PVM's format.
 fn note(dst: Tid, watch: &Watch, body: Bytes) -> Message {
     daemons_message(dst, (watch.ctx, watch.tag), body)
 }
 
-/// A message of this daemon to a task, in this context and with this tag.
+/// Builds a message whose source is the receiver's own daemon.
 pub(super) fn daemons_message(dst: Tid, (ctx, tag): (i32, i32), body: Bytes) -> Message {
     Message {
         src: Tid::MY_DAEMON,

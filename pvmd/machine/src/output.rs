@@ -1,4 +1,8 @@
-//! Standard output of spawned tasks: to the collector that the spawner named, else to the master's log.
+//! Standard output of spawned tasks. It goes to the collector that the spawner named, otherwise to
+//! the master's log.
+//!
+//! A collector also gets a mark for each task that was requested, for each that was started, and at
+//! the end of each task's output. The marks are those of PVM.
 
 use super::{Machine, Output};
 use bytes::Bytes;
@@ -8,15 +12,16 @@ use sempa_proto::message::ENC_XDR;
 use sempa_proto::task::{Sink, ToTask};
 use sempa_proto::{HostId, Message, Tid};
 
-/// Marks the end in an output message.
+/// Mark for the end of a task's output.
 const OUTPUT_EOF: i32 = 0;
-/// Marks that a task was asked for.
+/// Mark for a task that was requested (PVM's `TO_SPAWN`).
 const OUTPUT_SPAWNED: i32 = -1;
-/// Marks that a task exists.
+/// Mark for a task that was started (PVM's `TO_NEW`).
 const OUTPUT_NEW: i32 = -2;
 
 impl Machine {
-    /// The daemon's address as `dst` knows it: its own daemon has none.
+    /// Returns the address of this daemon as `dst` knows it. For a task of this host it is
+    /// [`Tid::MY_DAEMON`].
     pub(super) fn source_for(&self, dst: Tid) -> Tid {
         let me = self.config.host;
         if self.location(dst) == Some(me) {
@@ -26,7 +31,7 @@ impl Machine {
         }
     }
 
-    /// Sends a message made by this daemon, in the default encoding.
+    /// Sends a message from this daemon in the default encoding.
     pub(super) fn send_made(&mut self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
         let message = self.made(dst, ctx, tag, wid, body);
         self.deliver(
@@ -38,7 +43,7 @@ impl Machine {
         );
     }
 
-    /// A message made by this daemon, in the default encoding.
+    /// Builds a message from this daemon in the default encoding.
     pub(super) fn made(&self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) -> Message {
         Message {
             src: self.source_for(dst),
@@ -57,13 +62,15 @@ impl Machine {
         }
     }
 
-    /// A task whose output goes there was asked for. Who knows all tasks of a spawn says this, of all at once: a collector
-    /// takes those that it has heard of for all.
+    /// Reports to the collector that a task was requested.
+    ///
+    /// The daemon that knows all tasks of a spawn reports them all at once: a collector assumes
+    /// that the reported tasks are all of them.
     pub(super) fn output_asked(&mut self, tid: Tid, parent: Tid, sink: Sink) {
         self.output_mark(tid, OUTPUT_SPAWNED, parent, sink);
     }
 
-    /// A task whose output goes there exists.
+    /// Reports to the collector that a task was started.
     pub(super) fn output_begin(&mut self, tid: Tid, parent: Tid, sink: Sink) {
         self.output_mark(tid, OUTPUT_NEW, parent, sink);
     }
@@ -74,14 +81,14 @@ impl Machine {
         self.collect(sink, body.finish());
     }
 
-    /// Nothing more comes from this task.
+    /// Reports the end of a task's output to the collector.
     pub(super) fn output_end(&mut self, tid: Tid, sink: Sink) {
         let mut body = Packer::new(Encoding::Xdr);
         body.items([tid.raw(), OUTPUT_EOF]);
         self.collect(sink, body.finish());
     }
 
-    /// A task wrote something.
+    /// Forwards output of a task to its collector, or to the log if it has none.
     pub(super) fn task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
         let arriving = self
             .moves
@@ -106,7 +113,7 @@ impl Machine {
         }
     }
 
-    /// Output that nobody collects.
+    /// Writes output without a collector to the master's log.
     pub(super) fn log_output(&mut self, tid: Tid, bytes: Bytes) {
         if self.master.is_some() {
             self.out.push_back(Output::LogTaskOutput { tid, bytes });

@@ -1,6 +1,8 @@
-//! Routes that two tasks of this host have of their own, as far as the daemon has a part in them: it passes the words by
-//! which they are set up, and tells each when the other one ends, leaves or moves away, because nothing of what goes over
-//! such a route comes by here.
+//! The daemon's part in routes between two tasks: shared-memory rings and direct routes.
+//!
+//! The daemon forwards the messages that set up a route. It does not see what the two tasks then
+//! send on it. Therefore it notifies each of them when the other one ends, leaves the virtual
+//! machine or migrates.
 
 use super::io::Descriptors;
 use super::route::hand_over;
@@ -12,19 +14,22 @@ use sempa_proto::route::{OFFER_ADDRESSES_MAX, RouteWord};
 use sempa_proto::task::ToTask;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Tasks with which one task may share rings. More go through the daemon.
+/// Largest number of tasks with which one task may share rings. Messages of further pairs are
+/// carried by the daemon.
 pub(super) const PARTNERS_MAX: usize = 8192;
 
-/// Which tasks here share rings, or are about to, and who waits for an answer to the offer of a direct route.
+/// The pairs of tasks of this host that share rings or are about to, and the unanswered offers of
+/// direct routes.
 #[derive(Debug, Default)]
 pub(super) struct Pairs {
     partners: BTreeMap<Tid, BTreeSet<Tid>>,
-    /// For each task here that was asked: who asked, from whatever host.
+    /// For each task of this host: the tasks of any host whose offers of a direct route it has not
+    /// answered.
     asked: BTreeMap<Tid, BTreeSet<Tid>>,
 }
 
 impl Pairs {
-    /// True when the two share rings, or may do so from now on.
+    /// True if the two tasks share rings, or can do so within [`PARTNERS_MAX`].
     fn have_room(&self, a: Tid, b: Tid) -> bool {
         let partners = |tid| self.partners.get(&tid);
         partners(a).is_some_and(|p| p.contains(&b))
@@ -33,13 +38,15 @@ impl Pairs {
                 .all(|tid| partners(tid).is_none_or(|p| p.len() < PARTNERS_MAX))
     }
 
-    /// The two share rings, or will if the offer is accepted: who offers has to hear of the other one's end either way.
+    /// Records a pair when an offer is forwarded. The offering task must be notified of the other
+    /// one's end whether or not the offer is accepted.
     pub(super) fn join(&mut self, a: Tid, b: Tid) {
         self.partners.entry(a).or_default().insert(b);
         self.partners.entry(b).or_default().insert(a);
     }
 
-    /// Those that share rings with this task, and do so no longer, and those that wait for its answer, which will not come.
+    /// Removes a task. Returns the tasks that shared rings with it and those that wait for its
+    /// answer.
     pub(super) fn take(&mut self, tid: Tid) -> BTreeSet<Tid> {
         let mut partners = self.partners.remove(&tid).unwrap_or_default();
         for partner in &partners {
@@ -54,7 +61,7 @@ impl Pairs {
         partners
     }
 
-    /// An offer of a direct route was handed to this task.
+    /// Records that an offer of a direct route was delivered to this task.
     fn ask(&mut self, to: Tid, from: Tid) {
         let askers = self.asked.entry(to).or_default();
         if askers.len() < PARTNERS_MAX {
@@ -62,7 +69,7 @@ impl Pairs {
         }
     }
 
-    /// The task has answered.
+    /// Records that the task has answered such an offer.
     fn answered(&mut self, by: Tid, asker: Tid) {
         if let Some(askers) = self.asked.get_mut(&by) {
             askers.remove(&asker);
@@ -72,7 +79,7 @@ impl Pairs {
         }
     }
 
-    /// True when nobody shares rings with anybody.
+    /// True if no pair and no offer is recorded.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
         self.partners.is_empty() && self.asked.is_empty()
@@ -80,8 +87,11 @@ impl Pairs {
 }
 
 impl Machine {
-    /// A task's word to another one. One without descriptors finds its way as any item does; one with descriptors goes
-    /// to a task that is here and listens, or comes to nothing.
+    /// Handles a route message from a task to another one.
+    ///
+    /// A message without descriptors is routed like any other item. One with descriptors is
+    /// delivered only to a connected task of this host; otherwise it is dropped (see
+    /// `word_came_to_nothing`).
     pub(super) fn task_route(
         &mut self,
         conn: ConnId,
@@ -137,7 +147,9 @@ impl Machine {
         }
     }
 
-    /// A word with descriptors was not passed on. Who offered is refused; who accepted must not take the rings for good.
+    /// Handles a route message with descriptors that could not be delivered. An offer is refused.
+    /// The sender of an acceptance is notified that the peer has migrated or ended, so that it does
+    /// not use the rings.
     fn word_came_to_nothing(&mut self, from: Tid, to: Tid, word: &RouteWord) {
         match *word {
             RouteWord::RingOffer { id, .. } => {
@@ -150,25 +162,27 @@ impl Machine {
                     },
                 );
             }
-            // It is a help, no more.
+            // The shared pool is only an optimization.
             RouteWord::StoreOffer { .. } => {}
             _ if self.tasks.get(to).is_some() => self.deliver(from, ToTask::PeerMoved { tid: to }),
             _ => self.deliver(from, ToTask::PeerGone { tid: to }),
         }
     }
 
-    /// A task has ended or left: nobody here shares rings with it any more, and nobody gets an answer from it.
+    /// A task has ended or left: notifies the tasks that share rings with it or wait for its
+    /// answer.
     pub(super) fn rings_end(&mut self, tid: Tid) {
         for partner in self.pairs.take(tid) {
             self.deliver(partner, ToTask::PeerGone { tid });
         }
     }
 
-    /// Hands something to a task on its connection. Whether two tasks are near each other, only this moment says.
+    /// Delivers a frame or an item on a task's connection. Whether the sender of a route message
+    /// runs on the same host is decided only here.
     pub(super) fn hand(&mut self, conn: ConnId, mut held: Held) {
         if let Held::Item(ToTask::Route { from, near, word }) = &mut held {
             *near = match word {
-                // Who is just arriving will take rings soon.
+                // A task that is still arriving will be able to use rings soon.
                 RouteWord::RingRefuse { .. } => self.is_alive(*from),
                 _ => self.tasks.get(*from).is_some(),
             };
@@ -180,7 +194,8 @@ impl Machine {
     }
 }
 
-/// The task that gets to know when this cannot be handed over any more because its receiver has ended.
+/// Returns the task that must be notified if this cannot be delivered because the receiver has
+/// ended.
 pub(super) fn sender_of(held: &Held) -> Option<Tid> {
     match held {
         Held::Link(frame) => {

@@ -1,9 +1,14 @@
-//! What is known of a process that is about to end, so that the next one can go on with its conversations.
+//! Records the links of a process that is about to exit, so that the next process of the same task
+//! can continue them.
 //!
-//! The library says where each of its links stands, and says again what its peers have not acknowledged; from then on nothing
-//! goes by this daemon. It keeps a copy of all that the process says, and passes on whole messages only: whenever the process
-//! ends, be it in the middle of a word, what its peers have got and what the next process knows is the same. What comes for
-//! the task waits.
+//! 1. The library sends the state of each link ([`Talk`]) and repeats all frames that its peers
+//!    have not acknowledged. From then on all its frames pass through this daemon.
+//! 2. The daemon keeps a copy of everything that the process sends, and forwards only complete
+//!    messages. So the peers and the log agree at any moment at which the process may exit, even in
+//!    the middle of a message.
+//! 3. Items for the task wait in its inbox. Only replies are still delivered to the old process.
+//! 4. The next process receives the recorded state and frames as its [`Successor`], followed by the
+//!    items that waited.
 
 use super::engines::Stage;
 use super::tasks::Task;
@@ -15,22 +20,22 @@ use sempa_proto::task::{LinkMark, Successor, ToTask};
 use sempa_proto::{Message, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// What a process leaves.
+/// The log of a process that is about to exit.
 #[derive(Debug, Default)]
 pub(super) struct Parting {
     line: u16,
     talks: BTreeMap<Tid, Talk>,
-    /// Halves of messages from others.
+    /// Fragments of messages that the process has received only partially.
     halves: Vec<Bytes>,
-    /// Notifications that wait for the last messages of others.
+    /// Notifications that wait for the last messages of peers.
     later: Vec<(LinkMark, Message)>,
-    /// What it has sent and nobody is known to have.
+    /// Frames of complete messages that the process has sent and no peer is known to have received.
     said: Vec<Bytes>,
-    /// Beginnings of messages whose ends have not come.
+    /// Per receiver, the first fragments of a message whose last one has not arrived.
     open: BTreeMap<Tid, Vec<Bytes>>,
 }
 
-/// A notification as it comes to a task.
+/// Returns the notifications as items for the task.
 fn item(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
     later.into_iter().map(|(mark, message)| {
         Held::Item(ToTask::Deliver {
@@ -41,7 +46,8 @@ fn item(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
 }
 
 impl Parting {
-    /// Takes a frame of the task. Answers what can be passed on.
+    /// Appends a frame of the task to the log. Returns the frames that can be forwarded: those of a
+    /// complete message. A retransmission is forwarded, but not logged a second time.
     fn say(&mut self, frame: &LinkFrame, bytes: Bytes) -> Vec<Bytes> {
         let LinkKind::Data { last } = frame.kind else {
             return vec![bytes];
@@ -63,13 +69,14 @@ impl Parting {
         whole
     }
 
-    /// What the next process has to know, what this one has left for it, which comes first, and of this that waited the rest.
+    /// Returns the state for the next process, the items that the old process has left for it, and
+    /// the rest of the items that waited. The left ones must be delivered first.
     pub(super) fn inherit(
         self,
         count: u32,
         waited: VecDeque<Held>,
     ) -> (Successor, Vec<Held>, Vec<Held>) {
-        // Whoever asked is no more.
+        // The process that made the requests has ended.
         let waited = waited
             .into_iter()
             .filter(|held| !matches!(held, Held::Item(ToTask::Reply { .. })));
@@ -88,9 +95,9 @@ impl Parting {
 }
 
 impl Task {
-    /// True for what its old process may still have.
+    /// True for an item that the old process may still receive.
     pub(super) fn passes(&self, held: &Held) -> bool {
-        // One that is to come back has let go, or is about to.
+        // A library that must reconnect first has quiesced, or is about to.
         let listens = self
             .ending
             .is_some_and(|ending| ending.stage != Stage::Waking)
@@ -100,7 +107,7 @@ impl Task {
 }
 
 impl Machine {
-    /// Has the library of a task say all, and keeps what comes from now on.
+    /// Requests the handoff of a task's library. From now on items for the task are kept.
     pub(super) fn ask_to_part(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -111,7 +118,7 @@ impl Machine {
         ending.stage = Stage::Hearing;
         let by = Some(ending.migration);
         task.parting = None;
-        // A process that sees the signal has all that has come for it so far.
+        // The program must have received everything that arrived before its exit was requested.
         task.hold = false;
         self.open_inbox(tid);
         if let Some(task) = self.tasks.get_mut(tid) {
@@ -123,7 +130,7 @@ impl Machine {
         });
     }
 
-    /// A library says where it stands.
+    /// Starts the log with the state that a library has sent.
     pub(super) fn parts(
         &mut self,
         tid: Tid,
@@ -138,7 +145,7 @@ impl Machine {
             .ending
             .is_none_or(|ending| ending.migration != by || !task.is_ending())
         {
-            // It had been asked for a move that is off.
+            // The migration that requested the handoff has been aborted.
             return later.into_iter().for_each(|(mark, message)| {
                 self.deliver(
                     tid,
@@ -158,7 +165,8 @@ impl Machine {
         }));
     }
 
-    /// A link frame in the name of another task: half a message that the next process is to have. False if it is not.
+    /// Stores a link frame in the name of another task: a partial message that the next process
+    /// must receive. Returns false if the frame is not such a fragment.
     pub(super) fn is_half(&mut self, tid: Tid, frame: &LinkFrame, bytes: &Bytes) -> bool {
         let is_half = frame.dst == tid && frame.src != tid;
         if is_half
@@ -172,7 +180,8 @@ impl Machine {
         is_half
     }
 
-    /// A link frame of a task here goes its way, at once or, of one that parts, with the rest of its message.
+    /// Forwards a link frame of a task of this host: immediately, or, during a handoff, with the
+    /// rest of its message.
     pub(super) fn said(&mut self, tid: Tid, frame: &LinkFrame, bytes: Bytes) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -186,7 +195,8 @@ impl Machine {
         }
     }
 
-    /// A process goes on that was to part. What it has said on the way is its peers'.
+    /// Ends a handoff whose process continues. The fragments that it has sent are forwarded to its
+    /// peers.
     pub(super) fn part_no_more(&mut self, tid: Tid) {
         let Some(parting) = self.tasks.get_mut(tid).and_then(|task| task.parting.take()) else {
             return;
@@ -203,7 +213,7 @@ impl Machine {
         }
     }
 
-    /// Passes on a frame that was kept for a while.
+    /// Forwards a frame that was kept in the log.
     fn forward_said(&mut self, bytes: Bytes) {
         if let Some(frame) = LinkFrame::decode(bytes.clone()) {
             self.mark_and_forward(&frame, bytes);

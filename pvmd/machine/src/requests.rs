@@ -1,4 +1,5 @@
-//! What a task may ask its daemon.
+//! Dispatches the requests of tasks. Requests that only the master can serve are forwarded to it;
+//! it sends the reply directly to the task.
 
 use super::asks::Asker;
 use super::{Machine, Output};
@@ -11,13 +12,12 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Contexts that the tasks of one host may have: what a tid's local part can number, but for the last ones, which are PVM's
-/// own on the first host.
+/// Largest number of contexts that the tasks of one host may have. A context number is the local
+/// part of a tid; PVM itself uses the last 16 on the first host.
 pub(super) const CONTEXTS_MAX: u32 = Tid::LOCAL_MAX - 16;
-/// Signal of a polite end.
 const SIGTERM: i32 = 15;
 
-/// A list of tasks that is being put together.
+/// A list of tasks that is collected from several hosts.
 #[derive(Debug)]
 pub(super) struct Gather {
     tid: Tid,
@@ -26,7 +26,6 @@ pub(super) struct Gather {
     tasks: Vec<TaskInfo>,
 }
 
-/// Lists under way.
 #[derive(Debug, Default)]
 pub(super) struct Gathers {
     open: BTreeMap<u64, Gather>,
@@ -34,7 +33,7 @@ pub(super) struct Gathers {
 }
 
 impl Machine {
-    /// A task's request.
+    /// Handles a request of a task of this host.
     pub(super) fn request(&mut self, tid: Tid, id: RequestId, what: Request) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -135,7 +134,7 @@ impl Machine {
         }
     }
 
-    /// Passes a request on to the master, which sends the reply straight to the task.
+    /// Forwards a request to the master, which sends the reply directly to the task.
     fn ask_master(&mut self, tid: Tid, id: RequestId, what: Request) {
         if self.master.is_some() {
             self.master_request(tid, id, what);
@@ -144,7 +143,7 @@ impl Machine {
         }
     }
 
-    /// A request that only the master can serve, from any task.
+    /// Handles a request that only the master can serve, from a task of any host.
     pub(super) fn master_request(&mut self, tid: Tid, id: RequestId, what: Request) {
         match what {
             Request::AddHosts { lines } => {
@@ -228,7 +227,8 @@ impl Machine {
         }
     }
 
-    /// One host has named its tasks, or is lost.
+    /// Adds the tasks of one host to a list; an empty list for a lost host. When all hosts have
+    /// answered, the requesting task gets the reply.
     pub(super) fn gathered(&mut self, number: u64, tasks: Vec<TaskInfo>) {
         let Some(gather) = self.gathers.open.get_mut(&number) else {
             return;
@@ -244,7 +244,7 @@ impl Machine {
         else {
             return;
         };
-        // In the moment of a move both ends may know the task.
+        // During a migration both ends may list the task. The entry that is not migrating is kept.
         tasks.sort_by_key(|t| (t.tid, t.moving));
         tasks.dedup_by_key(|t| t.tid);
         tasks.sort_by_key(|t| (t.host, t.tid));
@@ -262,7 +262,8 @@ impl Machine {
         }
         let base = self.config.host.tid().raw();
         if self.last_context == 0 && self.tasks.are_spared() {
-            // Not where another virtual machine began: a job may come from there with contexts in use.
+            // Does not start at 1, where another virtual machine has started: a restarted job may
+            // bring contexts from there that are in use.
             self.last_context =
                 (self.unix.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
         }
@@ -280,8 +281,9 @@ impl Machine {
         }
     }
 
-    /// The host that knows to whom a context belongs: the one that gave it out, or the master, if a job has brought it here
-    /// from where there was such a host.
+    /// Returns the host that knows the owner of a context: the host that allocated it, or the
+    /// master if that host is not in the table. The latter applies to contexts that a restarted job
+    /// has brought from another virtual machine.
     pub(super) fn holder_of(&self, ctx: i32) -> HostId {
         Tid::from_raw(ctx)
             .home()
@@ -289,7 +291,7 @@ impl Machine {
             .unwrap_or(HostId::MASTER)
     }
 
-    /// These contexts belong to tasks again that are started from a checkpoint.
+    /// Assigns contexts again to tasks that are restarted from a checkpoint.
     pub(super) fn hold_contexts(&mut self, contexts: Vec<(i32, Tid)>) {
         for (ctx, owner) in contexts {
             if (self.contexts.len() as u32) < CONTEXTS_MAX {
@@ -298,7 +300,8 @@ impl Machine {
         }
     }
 
-    /// A task changes where its own output goes: the old collector sees its end, the new one its beginning.
+    /// Changes the destination of a task's own output. The old collector gets the end mark, the new
+    /// one the marks of a new task.
     fn set_output(&mut self, tid: Tid, id: RequestId, sink: Sink) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -322,7 +325,8 @@ impl Machine {
         );
     }
 
-    /// Master: `reset`. Tasks that asked not to be reset, resource managers and watchers are spared.
+    /// Resets the virtual machine (master only). Not ended are the caller, the resource manager,
+    /// pinned tasks and tasks that requested exemption.
     fn reset(&mut self, tid: Tid, id: RequestId, kill: bool) {
         let Some(master) = &mut self.master else {
             return;
@@ -346,7 +350,7 @@ impl Machine {
         self.reply(tid, id, Reply::Done);
     }
 
-    /// Asks the spawned tasks here to end, but for these.
+    /// Requests the spawned tasks of this host to exit, except pinned ones and those in `spare`.
     pub(super) fn end_tasks(&mut self, spare: &[Tid]) {
         let ending: Vec<Tid> = self
             .tasks
@@ -365,13 +369,13 @@ impl Machine {
         }
     }
 
-    /// Tells the tasker.
     pub(super) fn tell_tasker(&mut self, message: ToTasker) {
         self.out.push_back(Output::ToTasker(message));
     }
 }
 
-/// True for what is answered only when others have done something, and can be asked for again.
+/// True for a request that is answered only when other tasks have acted, without a time limit. It
+/// can be repeated after a restart.
 fn waits_for_others(what: &Request) -> bool {
     match what {
         Request::Group(GroupRequest::Barrier { .. } | GroupRequest::Freeze { .. }) => true,
@@ -380,7 +384,7 @@ fn waits_for_others(what: &Request) -> bool {
     }
 }
 
-/// The host that a host tid or a daemon's address names.
+/// Returns the host that a host tid or a daemon's address names.
 pub(super) fn host_of(tid: Tid) -> Option<HostId> {
     if tid.local() == 0 { tid.home() } else { None }
 }

@@ -1,4 +1,9 @@
-//! Resource managers: who is one, what they tell this daemon, and what they are told.
+//! Resource managers: registration, restart after a crash, and their messages to and from this
+//! daemon.
+//!
+//! A daemon may know two resource managers: one that is registered with itself, and the master's,
+//! which serves the hosts without one of their own. Without any, the daemons place tasks
+//! themselves.
 
 use super::hosts::Wanting;
 use super::spawn::ExecBack;
@@ -19,12 +24,12 @@ use sempa_proto::task::{
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
 use std::collections::VecDeque;
 
-/// A resource manager that dies so often within [`RM_DEATHS_SPAN`] is started again; then no more.
+/// Deaths within [`RM_DEATHS_SPAN`] after which a resource manager is restarted; after a further
+/// one it is not.
 const RM_DEATHS_MAX: usize = 5;
-/// The span in which [`RM_DEATHS_MAX`] counts.
 const RM_DEATHS_SPAN: Micros = Micros::from_secs(60);
 
-/// True for an end that nobody wanted: by a signal that does not ask but kill, or by a panic.
+/// True for an unintended end: by a signal that kills instead of requesting an exit, or by a panic.
 fn has_crashed(status: i32) -> bool {
     const PANICKED: i32 = 101;
     const ASKING: [i32; 3] = [1, 2, 15];
@@ -34,34 +39,34 @@ fn has_crashed(status: i32) -> bool {
     }
 }
 
-/// True for an end by which a program says that something was wrong.
+/// True if the program reports a failure by its exit status.
 fn has_failed(status: i32) -> bool {
     status & 0x7f == 0 && status >> 8 != 0
 }
 
-/// The resource managers that this daemon obeys.
+/// The resource managers that this daemon accepts.
 #[derive(Debug, Default)]
 pub(super) struct RmState {
-    /// When its command was started again because it had died.
+    /// Times at which its command was restarted after a crash.
     deaths: VecDeque<Micros>,
     /// Registered with this daemon.
     own: Option<RmInfo>,
-    /// Registered with the master, for hosts that have none of their own. One that serves everything serves the hosts that
-    /// join after it registered, as in PVM.
+    /// Registered with the master, for hosts without a resource manager of their own. One that
+    /// serves everything serves only the hosts that join after its registration, as in PVM.
     pub(super) wide: Option<RmInfo>,
-    /// The master's, whether or not tasks here ask it.
+    /// The master's, even if tasks of this host do not ask it.
     masters: Option<RmInfo>,
-    /// Since when there is none, as far as this daemon was told.
+    /// Time since which no resource manager is known here.
     none_since: Option<Micros>,
 }
 
 impl RmState {
-    /// The one that tasks of this host are to ask.
+    /// Returns the resource manager that tasks of this host must ask.
     pub(super) fn current(&self) -> Option<RmInfo> {
         self.own.or(self.wide)
     }
 
-    /// Since when there is none; `None` while there is one.
+    /// Returns the time since which there is no resource manager; `None` while there is one.
     pub(super) fn none_since(&self) -> Option<Micros> {
         self.none_since
     }
@@ -79,7 +84,7 @@ impl RmState {
 }
 
 impl Machine {
-    /// A task becomes the resource manager of this daemon.
+    /// Registers a task as the resource manager of this daemon.
     pub(super) fn register_rm(&mut self, tid: Tid, id: RequestId, serves: RmServes) {
         let previous = self.rm.current().map_or(Tid::NONE, |rm| rm.tid);
         self.reply(tid, id, Reply::Rm { previous });
@@ -120,7 +125,7 @@ impl Machine {
         self.go_on_without_rm();
     }
 
-    /// The master says who the resource manager of the virtual machine is.
+    /// Handles the master's notice of the virtual machine's resource manager.
     pub(super) fn set_wide_rm(&mut self, rm: Option<RmInfo>) {
         let before = self.rm.current();
         self.rm.masters = rm;
@@ -133,8 +138,9 @@ impl Machine {
         self.rm_came_or_went();
     }
 
-    /// Tasks that are connected hear of a death at once. A new one they are told of only if it does no more than place:
-    /// one that wants to serve everything serves those that connect from now on, as in PVM.
+    /// Notifies the connected tasks of a change. A death is always reported. A new resource manager
+    /// is reported only if it only places spawns: one that serves everything serves the tasks that
+    /// connect from now on, as in PVM.
     fn tell_tasks_of_rm(&mut self, death: bool) {
         let rm = self.rm.current();
         if !death && rm.is_some_and(|rm| rm.serves.others) {
@@ -159,7 +165,8 @@ impl Machine {
         }
     }
 
-    /// A task is gone; if it was a resource manager, tasks are placed by the daemons again.
+    /// Handles the end of a task that may have been a resource manager. Without one, the daemons
+    /// place tasks themselves.
     pub(super) fn rm_gone(&mut self, tid: Tid) {
         if !self.rm.obeys(tid) {
             return;
@@ -177,7 +184,7 @@ impl Machine {
         self.rm_came_or_went();
     }
 
-    /// A resource manager that ran on a lost host.
+    /// Handles the loss of a host on which a resource manager may have run.
     pub(super) fn rm_host_gone(&mut self, host: HostId) {
         for rm in [self.rm.own, self.rm.wide].into_iter().flatten() {
             if self.location(rm.tid) == Some(host) {
@@ -186,7 +193,8 @@ impl Machine {
         }
     }
 
-    /// Tells a resource manager that wants to know that one of its tasks has ended, behind the task's last message to it.
+    /// Reports the end of a task to its resource manager, if that requested such reports. The
+    /// report is delivered after the task's last message to it.
     pub(super) fn tell_rm_of_end(
         &mut self,
         task: &Task,
@@ -208,14 +216,14 @@ impl Machine {
         self.send_behind(message, task.tid, mark_of(task.tid, marks, rm));
     }
 
-    /// Tells the resource manager of a task that connected by itself.
+    /// Reports a task that was not spawned to the resource manager.
     pub(super) fn tell_rm_of_newcomer(&mut self, tid: Tid) {
         if let Some(rm) = self.rm.current().filter(|rm| rm.tid != tid) {
             self.send_made(rm.tid, 0, SM_EXECACK, 0, pack_tids(&[Ok(tid)]));
         }
     }
 
-    /// Master: tells its resource manager that a host has left.
+    /// Reports the loss of a host to the master's resource manager.
     pub(super) fn tell_rm_of_host(&mut self, host: HostId) {
         if let (true, Some(rm)) = (self.master.is_some(), self.rm.wide) {
             let mut body = Packer::new(Encoding::Xdr);
@@ -224,7 +232,7 @@ impl Machine {
         }
     }
 
-    /// A task's message to a daemon's address.
+    /// Handles a task's message to the address of a daemon.
     pub(super) fn message_to_daemon(&mut self, message: Message) {
         let host = if message.dst == Tid::MY_DAEMON {
             Some(self.config.host)
@@ -243,7 +251,7 @@ impl Machine {
         }
     }
 
-    /// A message to this daemon. Only resource managers and the tasks that work for it have something to say.
+    /// Handles a message to this daemon. Only resource managers, taskers and hosters may send one.
     pub(super) fn daemon_message(&mut self, message: Message) {
         let Message {
             src,
@@ -317,7 +325,7 @@ impl Machine {
         self.add_hosts(lines, Wanting::Rm { rm, wid });
     }
 
-    /// Hosts that a resource manager wanted have been added, or not.
+    /// Reports to a resource manager which of its requested hosts were added.
     pub(super) fn rm_added(&mut self, rm: Tid, wid: i32, added: &[AddedHost]) {
         let mut body = Packer::new(Encoding::Xdr);
         body.int(added.len() as i32).int(0);
@@ -335,7 +343,8 @@ impl Machine {
         self.send_made(rm, 0, SM_ADDACK, wid, body.finish());
     }
 
-    /// Starts the tasks that the daemon was told to start: those that work for it, then the resource manager.
+    /// Starts the configured programs: taskers, tracers and hosters first, then the resource
+    /// manager.
     pub(super) fn start_commands(&mut self) {
         let servers = std::mem::take(&mut self.config.server_commands);
         for words in servers.into_iter().chain(self.config.rm_command.clone()) {
@@ -343,7 +352,7 @@ impl Machine {
         }
     }
 
-    /// Starts a program that works for this virtual machine.
+    /// Starts a program that serves this virtual machine.
     pub(super) fn start_command(&mut self, words: Vec<String>) {
         let mut words = words.into_iter();
         let Some(file) = words.next() else { return };
@@ -357,8 +366,8 @@ impl Machine {
         self.queue_exec(Tid::NONE, request, ExecBack::Startup);
     }
 
-    /// A task has ended. If it is the resource manager that this daemon started, and it has not ended by its own or
-    /// somebody's will, it is started again; not for ever, should it die again and again.
+    /// Handles the end of a task that may be the resource manager started by this daemon. After a
+    /// crash it is restarted, unless it has crashed too often; after an intended exit it is not.
     pub(super) fn rm_command_ended(&mut self, task: &Task, status: i32) {
         let command = self
             .config
@@ -396,12 +405,11 @@ impl Machine {
         self.start_command(words);
     }
 
-    /// A line for the daemon's log.
     pub(super) fn log(&mut self, text: String) {
         self.out.push_back(Output::Log { text });
     }
 
-    /// Something worth knowing, for the daemon's log and the event log.
+    /// Adds a text to the daemon's log and to the event log.
     pub(super) fn note(&mut self, text: String) {
         self.log(text.clone());
         self.record(EventKind::Note { text });

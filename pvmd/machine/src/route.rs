@@ -1,8 +1,10 @@
-//! Finding the way: link frames and items to tasks, wherever they run.
+//! Routes link frames and control messages ("items") to tasks, on whatever host they run.
 //!
-//! A task here gets what is for it at once, or it waits in the task's inbox. For a task elsewhere it goes to the host
-//! where the task runs by our knowledge; that host knows better if we are behind and passes it on. Only the host where a
-//! task has to be can say that it is gone; for a host that is not in the table anybody can.
+//! - A task of this host receives them immediately, or they wait in its inbox.
+//! - For a task of another host they are sent to the host where it runs, as far as this daemon
+//!   knows. If that location is outdated, the receiving host forwards them.
+//! - Only the host where a task should run decides that the task is gone. If that host is not in
+//!   the table, every daemon does.
 
 use super::{Machine, Output};
 use bytes::Bytes;
@@ -12,10 +14,11 @@ use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{Epoch, HostId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Places of tasks that have left their birth host, remembered also after they ended; the oldest go first.
+/// Largest number of locations of tasks that have left their birth host. Locations of ended tasks
+/// are kept, too; the oldest are dropped first.
 pub(super) const LOCATIONS_MAX: usize = 1 << 20;
 
-/// Where tasks are that do not run on their birth host.
+/// Locations of tasks that do not run on their birth host.
 #[derive(Debug, Default)]
 pub(super) struct Locations {
     by_tid: BTreeMap<Tid, Location>,
@@ -23,17 +26,17 @@ pub(super) struct Locations {
 }
 
 impl Locations {
-    /// Where the task runs by our knowledge.
+    /// Returns the host where the task runs, as far as this daemon knows.
     pub(super) fn host(&self, tid: Tid) -> Option<HostId> {
         self.by_tid.get(&tid).map(|l| l.host).or_else(|| tid.home())
     }
 
-    /// Since when it is there; 0 for a task on its birth host.
+    /// Returns the epoch of the task's location; 0 for a task on its birth host.
     pub(super) fn epoch(&self, tid: Tid) -> Epoch {
         self.by_tid.get(&tid).map(|l| l.epoch).unwrap_or_default()
     }
 
-    /// Takes a newer place; false when ours is as new or newer.
+    /// Stores a location. Returns false if the known one is not older.
     pub(super) fn set(&mut self, location: Location) -> bool {
         if self
             .by_tid
@@ -54,19 +57,19 @@ impl Locations {
         true
     }
 
-    /// All of them, for a host that is new.
+    /// Returns all locations, for a host that joins.
     pub(super) fn all(&self) -> Vec<Location> {
         self.by_tid.values().copied().collect()
     }
 }
 
 impl Machine {
-    /// Where the task runs by our knowledge.
+    /// Returns the host where the task runs, as far as this daemon knows.
     pub(super) fn location(&self, tid: Tid) -> Option<HostId> {
         self.locations.host(tid)
     }
 
-    /// Hands over or passes on; false when the task is gone for good.
+    /// Delivers or forwards a frame or an item. Returns false if the task is gone for good.
     pub(super) fn route(&mut self, dst: Tid, held: Held) -> bool {
         if let Some(task) = self.tasks.get_mut(dst) {
             if task.phase == super::tasks::Phase::Left {
@@ -104,7 +107,8 @@ impl Machine {
         }
     }
 
-    /// An item for a task, wherever it runs. If the task has ended, a daemon's vanishes, and who sent a word is told.
+    /// Sends an item to a task, wherever it runs. If the task has ended, an item of a daemon is
+    /// dropped; the sender of a route message receives [`ToTask::PeerGone`].
     pub(super) fn deliver(&mut self, dst: Tid, item: ToTask) {
         let Some(item) = self.unless_news(dst, item) else {
             return;
@@ -118,12 +122,12 @@ impl Machine {
         }
     }
 
-    /// The answer to a task's request.
+    /// Sends the reply to a task's request.
     pub(super) fn reply(&mut self, tid: Tid, id: RequestId, reply: Reply) {
         self.deliver(tid, ToTask::Reply { id, reply });
     }
 
-    /// The answer to a request that failed.
+    /// Sends the reply to a request that failed.
     pub(super) fn fail(
         &mut self,
         tid: Tid,
@@ -141,14 +145,15 @@ impl Machine {
         );
     }
 
-    /// A link frame on its way; its sender learns when its peer is gone.
+    /// Forwards a link frame. If the receiver is gone, the sender receives [`ToTask::PeerGone`].
     pub(super) fn forward_link(&mut self, src: Tid, dst: Tid, frame: Bytes) {
         if !self.route(dst, Held::Link(frame)) {
             self.deliver(src, ToTask::PeerGone { tid: dst });
         }
     }
 
-    /// A link frame from a task here, which may speak for itself only.
+    /// Handles a link frame from a task of this host. A task may send frames only under its own
+    /// tid; the exception are the partial messages of a handoff.
     pub(super) fn link_from_task(&mut self, conn: super::ConnId, bytes: Bytes) {
         let Some(tid) = self.conns.task(conn) else {
             return;
@@ -170,7 +175,7 @@ impl Machine {
         self.said(tid, &frame, bytes);
     }
 
-    /// Something from the data channel of another host.
+    /// Handles a message from the data channel of another host.
     pub(super) fn host_carried(&mut self, host: HostId, carried: Carried) {
         match carried {
             Carried::Link(bytes) => match LinkFrame::decode(bytes.clone()) {
@@ -197,12 +202,11 @@ impl Machine {
         }
     }
 
-    /// Sends a control message to another daemon.
     pub(super) fn tell_host(&mut self, host: HostId, message: HostMsg) {
         self.out.push_back(Output::ToHost { host, message });
     }
 
-    /// All hosts of the table but this one.
+    /// Returns all hosts of the table except this one.
     pub(super) fn other_hosts(&self) -> Vec<HostId> {
         self.table
             .hosts
@@ -212,7 +216,8 @@ impl Machine {
             .collect()
     }
 
-    /// Tells the tasks here that have sent something to this one, or share rings with it, that it runs elsewhere now.
+    /// Notifies the tasks of this host that have sent to this task, or share rings with it, that it
+    /// has migrated.
     pub(super) fn tell_peers_of_move(&mut self, tid: Tid) {
         let mut peers = self.pairs.take(tid);
         let senders = self
@@ -227,7 +232,7 @@ impl Machine {
     }
 }
 
-/// What the shell has to do to hand something to a connected task.
+/// Returns the output by which the shell delivers a frame or an item to a connected task.
 pub(super) fn hand_over(conn: super::ConnId, held: Held) -> Output {
     match held {
         Held::Link(frame) => Output::LinkToTask { conn, frame },

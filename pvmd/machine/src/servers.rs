@@ -1,8 +1,14 @@
-//! Tasks that work in the place of a daemon, by PVM's documented messages: a tasker of somebody else starts the tasks of
-//! its host, a hoster the daemons of other hosts, a tracer gets what nobody else collects. When one of them is gone the
-//! daemon does its work again.
+//! Tasks that do a part of the daemon's work, by PVM's documented messages:
 //!
-//! The "tasker" here is a task that asked to be one (`pvm_reg_tasker`); the daemon's own is [`super::io::Output::ToTasker`].
+//! - A tasker starts the tasks of its host (`pvm_reg_tasker`).
+//! - A hoster starts daemons on other hosts (`pvm_reg_hoster`, master only).
+//! - A tracer receives the output and the trace records that have no other destination
+//!   (`pvm_reg_tracer`).
+//!
+//! When such a task ends, the daemon does the work itself again.
+//!
+//! "Tasker" in this module means such a task; the daemon's own tasker is reached by
+//! [`super::io::Output::ToTasker`].
 
 use super::io::Refused;
 use super::spawn::ExecJob;
@@ -19,18 +25,19 @@ use sempa_proto::task::{Reply, Service, Sink, TracerInfo, TracerSettings};
 use sempa_proto::{PvmError, PvmResult, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Starts that a hoster was asked for in one message.
+/// Starts of daemons that were requested from a hoster in one message.
 #[derive(Debug)]
 struct HostOrders {
     hoster: Tid,
     starts: BTreeMap<Tid, StartId>,
 }
 
-/// Who works for this daemon.
+/// The tasks that work for this daemon.
 #[derive(Debug, Default)]
 pub(super) struct Servers {
     tasker: Option<Tid>,
-    /// Tasks that have started others here; those end with them.
+    /// Tasks that have started others on this host. If one ends, the tasks that it has started end,
+    /// too.
     starters: BTreeSet<Tid>,
     hoster: Option<Tid>,
     orders: BTreeMap<i32, HostOrders>,
@@ -46,14 +53,14 @@ impl Servers {
         }
     }
 
-    /// The task that starts tasks here, if one has asked for it.
+    /// Returns the task that starts tasks on this host, if one is registered.
     pub(super) fn tasker(&self) -> Option<Tid> {
         self.tasker
     }
 }
 
 impl Machine {
-    /// A task begins or ends to serve this daemon.
+    /// Registers a task for a service, or unregisters it if it is registered.
     pub(super) fn serve(&mut self, tid: Tid, id: RequestId, service: Service) {
         if service == Service::Hoster && self.master.is_none() {
             let reason = "a hoster serves the master, so it has to run on the master's host";
@@ -88,7 +95,7 @@ impl Machine {
         }
     }
 
-    /// Master: a task begins or ends to be the tracer.
+    /// Registers the tracer of the virtual machine, or unregisters it (master only).
     pub(super) fn serve_tracer(&mut self, tid: Tid, id: RequestId, settings: TracerSettings) {
         let begins = match &self.servers.tracer {
             Some(other) if other.tid != tid => {
@@ -113,7 +120,7 @@ impl Machine {
         self.set_tracer(tracer);
     }
 
-    /// Master: a host that joins hears of the tracer.
+    /// Sends the tracer to a host that joins (master only).
     pub(super) fn tell_of_tracer(&mut self, host: sempa_proto::HostId) {
         if self.master.is_some() && self.servers.tracer.is_some() {
             let tracer = self.servers.tracer.clone();
@@ -121,7 +128,7 @@ impl Machine {
         }
     }
 
-    /// This is the tracer from now on. Tasks that have begun keep what they have.
+    /// Stores the tracer. Tasks that run already keep their destinations.
     pub(super) fn set_tracer(&mut self, tracer: Option<TracerInfo>) {
         let before = std::mem::replace(&mut self.servers.tracer, tracer);
         for (info, on) in [(before, false), (self.servers.tracer.clone(), true)] {
@@ -131,7 +138,7 @@ impl Machine {
         }
     }
 
-    /// Where output and trace of a task go when its spawner named nothing.
+    /// Directs output and trace records without a destination to the tracer.
     pub(super) fn default_sinks(&self, output: &mut Sink, trace: &mut Sink) {
         let Some(tracer) = &self.servers.tracer else {
             return;
@@ -144,7 +151,7 @@ impl Machine {
         }
     }
 
-    /// A task has ended or left: its work is done by this daemon again.
+    /// Handles the end of a task that may have provided a service. This daemon does its work again.
     pub(super) fn server_gone(&mut self, tid: Tid) {
         for service in [Service::Hoster, Service::Tasker] {
             let (place, flag) = self.servers.place(service);
@@ -184,14 +191,14 @@ impl Machine {
         }
     }
 
-    /// Orders a task from the tasker.
+    /// Requests a task from a tasker.
     pub(super) fn order_task(&mut self, tasker: Tid, task: &Task, order: TaskOrder) {
         self.servers.starters.insert(tasker);
         debug_assert_eq!(task.by_tasker, Some(tasker), "it ends with its tasker");
         self.send_made(tasker, 0, SM_STTASK, 0, pack_task_order(&order));
     }
 
-    /// What a tasker adds to its own environment for a task.
+    /// Returns the variables that a tasker must add to its own environment for a task.
     pub(super) fn tasker_environment(&self, job: &ExecJob, epid: i32) -> Vec<Vec<u8>> {
         let mut env = vec![format!("PVMEPID={epid}").into_bytes()];
         env.extend(
@@ -205,7 +212,7 @@ impl Machine {
         env
     }
 
-    /// A tasker says that a task of its own has ended.
+    /// Handles a tasker's report that one of its tasks has ended.
     pub(super) fn task_end_heard(&mut self, src: Tid, body: bytes::Bytes) -> PvmResult<()> {
         let end = unpack_task_end(body)?;
         match self.tasks.get(end.tid) {
@@ -216,13 +223,13 @@ impl Machine {
                 "{src} told the end of {}, which it has not started; dropped",
                 end.tid
             )),
-            // It disconnected before, and ended by that.
+            // The task has disconnected before and counts as ended since.
             None => {}
         }
         Ok(())
     }
 
-    /// Has these daemons started, by the hoster if there is one.
+    /// Starts these daemons, by the hoster if there is one.
     pub(super) fn start_daemons(&mut self, plans: Vec<(StartId, HostPlan)>) {
         if self.servers.hoster.is_some() && !plans.is_empty() {
             return self.out.push_back(Output::PrepareHosts { plans });
@@ -251,7 +258,8 @@ impl Machine {
         }
     }
 
-    /// The shell has made starts ready for the hoster.
+    /// Sends prepared starts to the hoster. If the hoster has ended meanwhile, this daemon starts
+    /// them itself.
     pub(super) fn hosts_prepared(&mut self, orders: Vec<(StartId, Result<StartOrder, Refused>)>) {
         let Some(hoster) = self.servers.hoster else {
             return orders
@@ -292,7 +300,7 @@ impl Machine {
         }
     }
 
-    /// A hoster answers.
+    /// Handles a hoster's answer.
     pub(super) fn hosts_heard(&mut self, src: Tid, wid: i32, body: bytes::Bytes) -> PvmResult<()> {
         let answers = unpack_host_answers(body)?;
         let Some(orders) = self

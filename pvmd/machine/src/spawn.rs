@@ -1,4 +1,12 @@
-//! Starting tasks: choice of hosts when no resource manager does it, and the start itself on the executing host.
+//! Spawns tasks: choice of hosts without a resource manager, and the start of the tasks on the
+//! executing host.
+//!
+//! 1. The spawner's daemon divides the tasks among the permitted hosts round robin, or among the
+//!    hosts of a placement lease.
+//! 2. Each host starts its part and answers with one result per task.
+//! 3. If a host fails or its owner refuses the tasks, they are assigned to other hosts, unless the
+//!    request names a host or an architecture or uses a lease.
+//! 4. When all results are there, the spawner gets the reply.
 
 use super::asks::{Asker, Back};
 use super::late::Duty;
@@ -20,59 +28,56 @@ use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-/// Tasks that one spawn may ask for.
+/// Largest number of tasks in one spawn.
 pub(super) const SPAWN_COUNT_MAX: u32 = 65_536;
-/// What the daemon runs in front of a task that is to be debugged, when `PVM_DEBUGGER` names nothing else.
+/// Debugger under which a task is started on request, unless `PVM_DEBUGGER` names another one.
 const DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
 
-/// That tasks are not started for the same reason as those before is said no more often than this.
+/// Interval in which the same reason for not starting tasks is logged only once.
 const NOT_STARTED_PAUSE: Micros = Micros::from_secs(10);
 
-/// One result per task.
 type Started = Vec<Result<Tid, PvmError>>;
 
-/// Tasks of a spawn by their positions in its result, and their hosts.
+/// Hosts, each with the positions of its tasks in the result of the spawn.
 type Blocks = Vec<(HostId, Vec<usize>)>;
 
-/// A spawn whose tasks are being started.
 #[derive(Debug)]
 struct Spawn {
     tid: Tid,
     id: RequestId,
     request: SpawnRequest,
     results: Vec<Option<Result<Tid, PvmError>>>,
-    /// The positions in the result that each open part stands for.
+    /// For each part without an answer: its host and the positions of its tasks in the result.
     parts: BTreeMap<u64, (HostId, Vec<usize>)>,
     last_part: u64,
-    /// Hosts that failed meanwhile.
+    /// Hosts that have failed or refused; they get no further task of this spawn.
     lost: Vec<HostId>,
-    /// The resource manager has said beforehand where it goes.
+    /// The placement lease that determines the hosts.
     grant: Option<GrantOf>,
 }
 
-/// Spawns under way, and where the next one begins.
+/// Spawns whose tasks are being started, and the position of the round robin.
 #[derive(Debug, Default)]
 pub(super) struct Spawns {
     open: BTreeMap<u64, Spawn>,
     last: u64,
     /// The host that got the last task.
     last_host: Option<HostId>,
-    /// What was said last of tasks that the owner of this host does not want, and when.
+    /// The last logged refusal of this host's owner, and its time.
     not_started: Option<(Micros, String)>,
 }
 
-/// Who waits for tasks to be started here.
+/// The requester of a start of tasks on this host.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ExecBack {
-    /// A daemon.
     Answer(Back),
-    /// A resource manager, by its wait id.
+    /// A resource manager, with the wait id of its request.
     Rm { rm: Tid, wid: i32 },
-    /// Nobody: the command given at the daemon's start.
+    /// No requester: a command from this daemon's configuration.
     Startup,
 }
 
-/// Tasks to start here as soon as the world can be asked.
+/// Tasks to start at the end of the current event, when [`World`] is available.
 #[derive(Debug)]
 pub(super) struct ExecJob {
     parent: Tid,
@@ -81,7 +86,8 @@ pub(super) struct ExecJob {
 }
 
 impl ExecJob {
-    /// True for what the daemon or the resource manager starts for itself: owners of hosts have nothing against that.
+    /// True for tasks that the daemon or the resource manager starts for its own purposes. The
+    /// policy of the host's owner does not apply to them.
     fn is_servant(&self) -> bool {
         let own = match self.back {
             ExecBack::Startup => true,
@@ -91,13 +97,12 @@ impl ExecJob {
         own && self.request.flags & SPAWN_PINNED != 0
     }
 
-    /// What is to be started.
     pub(super) fn request(&self) -> &SpawnRequest {
         &self.request
     }
 }
 
-/// The host part and the directory part of `place`.
+/// Splits `place` into its host part and its directory part.
 fn split_place(place: &str) -> (&str, Option<&str>) {
     match place.split_once(':') {
         Some((host, dir)) => (host, Some(dir).filter(|dir| !dir.is_empty())),
@@ -106,7 +111,7 @@ fn split_place(place: &str) -> (&str, Option<&str>) {
 }
 
 impl Machine {
-    /// A task's spawn that goes where the resource manager has said beforehand.
+    /// Handles a spawn on the hosts of a placement lease.
     pub(super) fn spawn_granted(
         &mut self,
         tid: Tid,
@@ -136,7 +141,7 @@ impl Machine {
         self.fail(tid, id, PvmError::Denied, reason);
     }
 
-    /// A task's spawn, placed round robin if no place is given.
+    /// Handles a spawn. Without a lease its tasks are placed round robin.
     pub(super) fn spawn(
         &mut self,
         tid: Tid,
@@ -179,7 +184,7 @@ impl Machine {
         self.assign(number, (0..count).collect(), PvmError::NoHost);
     }
 
-    /// Hosts that the request allows, in the order of the table.
+    /// Returns the hosts that the request permits, in the order of the table.
     fn candidates(&self, request: &SpawnRequest) -> Vec<HostId> {
         let (place, _) = split_place(&request.place);
         let own = &self.config.name;
@@ -193,7 +198,7 @@ impl Machine {
             }
         };
         let complement = request.flags & SPAWN_COMPLEMENT != 0;
-        // The complement of no choice is no host at all, as in PVM.
+        // The complement of no restriction is empty, as in PVM.
         self.table
             .hosts
             .iter()
@@ -202,8 +207,8 @@ impl Machine {
             .collect()
     }
 
-    /// Gives these tasks of a spawn to hosts, in blocks, or where the resource manager has said. With no host to give them to, they
-    /// failed with `none`.
+    /// Assigns tasks of a spawn to the hosts of its lease, or in blocks to the permitted hosts.
+    /// Tasks without a host fail with the error `none`.
     fn assign(&mut self, number: u64, indices: Vec<usize>, none: PvmError) {
         let Some(spawn) = self.spawns.open.get(&number) else {
             return;
@@ -232,7 +237,7 @@ impl Machine {
         if hosts.is_empty() {
             return self.ask_hosts(number, Vec::new(), indices, none);
         }
-        // Who names a host takes nobody's turn, as in PVM.
+        // A request that names a host does not advance the round robin, as in PVM.
         if !spawn.request.names_host() {
             self.spawns.last_host = hosts.last().copied();
         }
@@ -247,7 +252,7 @@ impl Machine {
         self.ask_hosts(number, blocks, [], none);
     }
 
-    /// Asks each host for its tasks of a spawn; those without a host have failed.
+    /// Requests each host to start its tasks of a spawn. The `failed` tasks get the error.
     fn ask_hosts(
         &mut self,
         number: u64,
@@ -293,7 +298,7 @@ impl Machine {
         }
     }
 
-    /// One host has started its part, or is lost.
+    /// Handles the results of one part, or the loss of its host.
     pub(super) fn part_spawned(
         &mut self,
         number: u64,
@@ -306,7 +311,7 @@ impl Machine {
         let Some((host, block)) = spawn.parts.remove(&part) else {
             return;
         };
-        // For another place the resource manager is asked.
+        // With a lease, only the resource manager may choose another host.
         let anywhere = spawn.grant.is_none() && !spawn.request.is_bound();
         let started = match results {
             Ok(started) => started,
@@ -330,7 +335,7 @@ impl Machine {
         self.assign(number, elsewhere, NO_GUESTS);
     }
 
-    /// Replies when all parts are there.
+    /// Replies to the spawner if all results are there.
     fn spawn_step(&mut self, number: u64) {
         if self
             .spawns
@@ -374,7 +379,7 @@ impl Machine {
                 wid,
                 taken: Taken { by: tid, tasks },
             });
-            // Why just there, the resource manager knows.
+            // The resource manager knows why it chose these hosts.
             let why = "the resource manager has said so beforehand".to_string();
             self.record_after_answers(EventKind::Placed {
                 name: request.file,
@@ -384,7 +389,7 @@ impl Machine {
         }
     }
 
-    /// Starts tasks here, at the end of this event.
+    /// Queues a start of tasks on this host for the end of the current event.
     pub(super) fn queue_exec(&mut self, parent: Tid, request: SpawnRequest, back: ExecBack) {
         self.execs.push_back(ExecJob {
             parent,
@@ -393,14 +398,14 @@ impl Machine {
         });
     }
 
-    /// Starts tasks here.
+    /// Starts tasks on this host and answers the requester.
     pub(super) fn exec(&mut self, world: &mut dyn World, mut job: ExecJob) {
         self.default_sinks(&mut job.request.output, &mut job.request.trace);
         let count = job.request.count.min(SPAWN_COUNT_MAX);
         let begin = engines::begin_of(&job.request);
         let places = self.places(&job);
         let program = if let Err(why) = &begin {
-            // The resource manager that sends it has not looked.
+            // A request of the resource manager has not been checked before.
             self.note(format!("{} was not started: {why}", job.request.file));
             Err(PvmError::BadParam)
         } else if self.tasker_gone || self.stop.is_some() {
@@ -454,8 +459,8 @@ impl Machine {
                 }
             }
         }
-        // Behind the answer: the tasker goes before everybody else, and on the same processor it would keep the daemon from telling
-        // it until the first process is there.
+        // After the answer: the tasker has a higher priority. On the same processor it would delay
+        // the answer until the first process exists.
         orders.into_iter().for_each(|order| self.tell_tasker(order));
         let (parent, user) = (parent_of(job.parent, job.request.flags), self.config.uid);
         for tid in started.into_iter().flatten() {
@@ -468,7 +473,7 @@ impl Machine {
         }
     }
 
-    /// For how many of these tasks there is a place here now, as the owner of this host sees it.
+    /// Returns the number of tasks of this kind that the owner of this host permits at present.
     fn places(&self, job: &ExecJob) -> usize {
         match job.is_servant() {
             true => usize::MAX,
@@ -476,7 +481,8 @@ impl Machine {
         }
     }
 
-    /// Who asks again and again does not fill the log.
+    /// Logs why tasks were not started. A repeated reason is logged at most once in
+    /// [`NOT_STARTED_PAUSE`].
     fn note_not_started(&mut self, text: String) {
         let said = &self.spawns.not_started;
         if said
@@ -515,7 +521,7 @@ impl Machine {
         task.servant = job.is_servant();
         task.begin = begin;
         (task.output, task.trace) = (request.output, request.trace);
-        // What the daemon needs for itself it starts itself.
+        // The daemon starts its own programs itself.
         let tasker = self
             .servers
             .tasker()
@@ -546,14 +552,14 @@ impl Machine {
         self.trace_new_task(&task);
         self.tasks.insert(task);
         if by_rm.is_some() {
-            // The spawner's daemon does not know of it.
+            // The spawner's daemon does not know this task.
             self.output_asked(tid, parent, request.output);
         }
         self.output_begin(tid, parent, request.output);
         Ok(tid)
     }
 
-    /// What this daemon says in the environment of a new task.
+    /// Returns the variables that this daemon sets for a new task.
     pub(super) fn own_environment(&self, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let mut own = vec![
             format!("PVMSOCK={}", self.config.place.socket().display()).into_bytes(),
@@ -565,7 +571,8 @@ impl Machine {
         own
     }
 
-    /// The whole environment of a new task but for its number: the host's, the spawner's, ours. Later ones count.
+    /// Returns the environment of a new task except its `PVMEPID`: the variables of the host, the
+    /// spawner and this daemon. The last entry for a name counts.
     pub(super) fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let own = self.own_environment(request);
         let name = |entry: &[u8]| entry.iter().position(|b| *b == b'=').unwrap_or(entry.len());
@@ -592,7 +599,8 @@ impl Machine {
             .collect()
     }
 
-    /// The tasker could not make the process: to everybody else it is a task that ended at once.
+    /// The tasker could not create the process. For other tasks it is a task that has ended
+    /// immediately.
     pub(super) fn start_failed(&mut self, tid: Tid, why: &str) {
         self.note(format!("{tid} could not be started: {why}"));
         let used = self
@@ -604,10 +612,10 @@ impl Machine {
     }
 }
 
-/// What the environment of a spawner says of itself, which is no word for its children.
+/// Variable that identifies the spawner's own process. Its children must not inherit it.
 const STALE_NAME: &[u8] = b"PVMEPID";
 
-/// What a child is told about its parent.
+/// Returns the parent that a child is permitted to know.
 fn parent_of(parent: Tid, flags: i32) -> Tid {
     if flags & SPAWN_NO_PARENT != 0 {
         Tid::from_raw(PvmError::ParentNotSet.code())
@@ -616,7 +624,7 @@ fn parent_of(parent: Tid, flags: i32) -> Tid {
     }
 }
 
-/// The program and its arguments; with a debugger in front when one is asked for.
+/// Returns the program to run and its arguments; for a debugged task the debugger precedes them.
 pub(super) fn find_program(
     world: &dyn World,
     request: &SpawnRequest,

@@ -1,8 +1,18 @@
-//! Who speaks for the owner of this host may die. Then its last word counts for [`SPEAKER_TIME`]: guests that stand still stay
-//! so, because the owner is there as before. Within this time the resource manager starts its load watcher again, which sees for
-//! itself. If it does not, because it is gone or cannot, this daemon does, again and again; the last word counts until a load
-//! watcher speaks. Only the word of a speaker that nobody starts again is over with the time, because nobody would ever say
-//! that the owner has left.
+//! Handles the end of an owner agent: a task that directs the guests of this host on behalf of its
+//! owner.
+//!
+//! An owner agent is the host's load watcher or a program of the user. When it ends, its last
+//! directive stays in force:
+//!
+//! 1. For [`SPEAKER_TIME`] nothing changes: paused guests stay paused, because the owner may still
+//!    be present.
+//! 2. Within this time the resource manager restarts its load watcher, which observes the owner
+//!    itself.
+//! 3. If it does not, because there is none or because it cannot, this daemon starts a load
+//!    watcher, and repeats this every [`SPEAKER_TIME`] until one runs. The last directive stays in
+//!    force until a load watcher sends one.
+//! 4. The directive of an agent that is not restarted expires after [`SPEAKER_TIME`]. Otherwise
+//!    guests could stay paused forever, because nothing would report that the owner has left.
 
 use super::tasks::Task;
 use super::{Machine, Timer};
@@ -12,26 +22,29 @@ use sempa_proto::rm::CTX_RM;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
-/// The last word of who spoke for the owner counts for so long after his end; then, a load watcher is started if none runs.
+/// Time for which the last directive of an ended owner agent stays in force. Afterwards this daemon
+/// starts a load watcher if none runs. Also the interval between such attempts.
 pub(super) const SPEAKER_TIME: Micros = Micros::from_secs(10);
 
-/// Those who speak for the owner of this host.
+/// The owner agents of this host.
 #[derive(Debug, Default)]
 pub(super) struct Speakers {
-    /// The last word of each that lives.
+    /// The last directive of each running agent.
     words: BTreeMap<Tid, GuestsWord>,
-    /// What guests might have by the last one that has ended; until a load watcher speaks, or its time is over.
+    /// Guest limits of the agent that ended last. They apply until a load watcher sends a directive
+    /// or the agent's directive expires.
     left: Option<(Tid, GuestLimits)>,
     /// The load watcher has died, and none has been seen since.
     missing: bool,
-    /// That this daemon starts one is in the event log.
+    /// The event log reports that this daemon starts one.
     told: bool,
-    /// That it cannot as well.
+    /// The event log reports that this daemon cannot start one.
     told_failure: bool,
 }
 
 impl Speakers {
-    /// One speaks; `watches`: as the load watcher of this host, which knows all that owners say.
+    /// Records a directive. With `watches` the sender is this host's load watcher, which knows the
+    /// wishes of all owners.
     pub(super) fn spoke(&mut self, by: Tid, word: &GuestsWord, watches: bool) {
         self.words.insert(by, word.clone());
         if watches {
@@ -39,7 +52,8 @@ impl Speakers {
         }
     }
 
-    /// What each of them lets guests have. All of it counts: who says nothing of it takes nothing back.
+    /// Returns the guest limits of each agent. All of them apply: an agent that sets no limit does
+    /// not lift another agent's.
     pub(super) fn limits(&self) -> impl Iterator<Item = &GuestLimits> {
         self.words
             .values()
@@ -49,13 +63,13 @@ impl Speakers {
 }
 
 impl Machine {
-    /// A load watcher runs here, or is about to.
+    /// True if a load watcher runs on this host or is being started.
     fn has_watcher(&self) -> bool {
         let is = |task: &Task| task.servant && is_watcher(&task.name) && task.exited.is_none();
         self.tasks.live.values().any(is)
     }
 
-    /// A task has ended that may have spoken for the owner.
+    /// Handles the end of a task that may have been an owner agent.
     pub(super) fn speaker_gone(&mut self, tid: Tid) {
         let Some(word) = self.hosting.speakers.words.remove(&tid) else {
             return;
@@ -67,7 +81,8 @@ impl Machine {
         if !self.hosting.is_by(tid) {
             return;
         }
-        // Another one has not been asked since it spoke last, and thinks that this counts.
+        // Another agent's directive was replaced by this one's without that agent's knowledge. It
+        // applies again.
         if let Some((by, word)) = self.hosting.speakers.words.pop_last() {
             return self.take_word(by, word);
         }
@@ -77,7 +92,7 @@ impl Machine {
         ));
     }
 
-    /// The last word of a speaker has counted long enough, unless another load watcher is to speak.
+    /// The last directive of an agent expires, unless a load watcher is expected.
     pub(super) fn speaker_time_over(&mut self, tid: Tid) {
         let has_left_limits = self
             .hosting
@@ -109,8 +124,8 @@ impl Machine {
         }
     }
 
-    /// A task has ended; if it was the load watcher of this host, and has not ended because nobody needs it, another one has to
-    /// come.
+    /// Handles the end of this host's load watcher. Exit status 0 means that it is not needed;
+    /// otherwise another one must be started.
     pub(super) fn watcher_ended(&mut self, task: &Task, status: i32) {
         if !task.servant || !is_watcher(&task.name) || self.stop.is_some() || self.has_watcher() {
             return;
@@ -121,7 +136,8 @@ impl Machine {
         }
     }
 
-    /// If nobody else has started a load watcher meanwhile, this daemon does. It is looked at again, because it may not start.
+    /// Starts a load watcher if none was started in the meantime. The timer is set again, because
+    /// the start may fail.
     pub(super) fn watcher_due(&mut self) {
         if self.stop.is_some() || !self.hosting.speakers.missing {
             return;
@@ -151,7 +167,7 @@ impl Machine {
         self.timer(SPEAKER_TIME, Timer::Watcher);
     }
 
-    /// A load watcher could not be started.
+    /// Reports that a load watcher could not be started.
     pub(super) fn no_watcher(&mut self, error: PvmError) {
         if !std::mem::replace(&mut self.hosting.speakers.told_failure, true) {
             let stay = if self.hosting.is_stopped() {

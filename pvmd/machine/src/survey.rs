@@ -1,7 +1,11 @@
-//! Which hosts would take a task: asked of all of them at once. Nothing is frozen, and nothing changes anywhere.
+//! Placement queries: which hosts would accept a task (`Request::CanMigrate`). Nothing is frozen,
+//! and nothing changes anywhere.
 //!
-//! The daemon of whoever asks puts the questions: first to the task's host, what it is; then to the others, whether they would
-//! take it. A host's own daemon knows its owner, its tasker the rest.
+//! 1. The requesting task's daemon asks the host of the task to inspect it.
+//! 2. It sends the task's properties to all candidate hosts at the same time and asks for their
+//!    verdicts.
+//! 3. Each host's daemon knows its owner's policy; its tasker decides everything else.
+//! 4. When all hosts have answered, or after `ANSWER_TIME`, the requesting task gets the reply.
 
 use super::asks::{Asker, Back};
 use super::engines::{Job, Other, choose};
@@ -14,13 +18,13 @@ use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Surveys that one daemon has under way; one more is refused.
+/// Largest number of queries of one daemon at a time; further ones are refused.
 const SURVEYS_MAX: usize = 64;
-/// Time for all answers. A tasker that has just begun tries its engine before it answers, and reads programs that it has not
-/// seen yet.
+/// Time limit for all answers. A tasker that has just started tests its engine before it answers,
+/// and reads executables that it has not seen before.
 const ANSWER_TIME: Micros = Micros::from_secs(30);
 
-/// A survey under way.
+/// A query of a task of this host.
 #[derive(Debug)]
 struct Open {
     by: Tid,
@@ -28,27 +32,28 @@ struct Open {
     of: Tid,
     from: HostId,
     resident_bytes: u64,
-    /// Hosts that have not answered.
+    /// Hosts without an answer.
     missing: BTreeSet<HostId>,
     verdicts: BTreeMap<HostId, Verdict>,
     engines: Vec<(HostId, Engine)>,
 }
 
-/// This daemon's part in surveys.
+/// The queries of this host's tasks, and the requests to this host's tasker on behalf of any
+/// daemon.
 #[derive(Debug, Default)]
 pub(super) struct Surveys {
     open: BTreeMap<u64, Open>,
     last: u64,
-    /// What the tasker has been asked, and for whom.
+    /// Requests that the tasker has not answered, with their requesters.
     asked: BTreeMap<RequestId, Asked>,
     last_asked: RequestId,
 }
 
-/// A question to the tasker.
+/// A request to the tasker, with its requester.
 #[derive(Debug)]
 enum Asked {
     Facts(Back, Tid),
-    /// With what the daemon itself has against it, and what starting the program again comes to.
+    /// The objections of the daemon itself, and the verdict on restarting the program instead.
     Verdict(Back, Verdict, Other),
 }
 
@@ -61,7 +66,7 @@ impl Surveys {
 }
 
 impl Machine {
-    /// A task wants to know which hosts would take another one, or whether this one would.
+    /// Starts a query: which hosts would accept a task, or whether the host `to` would.
     pub(super) fn can_migrate(&mut self, by: Tid, id: RequestId, of: Tid, to: Option<&str>) {
         if self.surveys.open.len() >= SURVEYS_MAX {
             let reason = format!(
@@ -104,7 +109,8 @@ impl Machine {
         self.ask_about(of, Question::Facts { tid: of }, Asker::Facts(number));
     }
 
-    /// What the task is, or why it cannot move at all; `None`: nobody is there to say.
+    /// Handles the properties of the task, or the reason why it cannot migrate at all. `None`: its
+    /// host is lost.
     pub(super) fn facts_answered(
         &mut self,
         number: u64,
@@ -139,7 +145,7 @@ impl Machine {
         }
     }
 
-    /// What a host has against it; `None`: it is lost.
+    /// Handles a host's objections to the task. `None`: the host is lost.
     pub(super) fn verdict_answered(
         &mut self,
         number: u64,
@@ -161,7 +167,7 @@ impl Machine {
         }
     }
 
-    /// Who has not answered by now does not.
+    /// Ends the query. Hosts that have not answered count as lost.
     pub(super) fn survey_deadline(&mut self, number: u64) {
         let Some(open) = self.surveys.open.get_mut(&number) else {
             return;
@@ -209,9 +215,9 @@ impl Machine {
         }
     }
 
-    // ---- who is asked
+    // ---- requests of other daemons about this host and its tasks
 
-    /// Somebody wants to know what a task of this host is.
+    /// Inspects a task of this host for a query.
     pub(super) fn facts_wanted(&mut self, back: Back, tid: Tid) {
         let moving = self
             .moves
@@ -231,7 +237,7 @@ impl Machine {
         self.tell_tasker(ToTasker::Look { question, tid });
     }
 
-    /// What a task of this host is, with its program, which its owner may have something against elsewhere.
+    /// Adds the name of the task's program: owners of other hosts may not permit it.
     pub(super) fn with_program(
         &self,
         tid: Tid,
@@ -245,7 +251,7 @@ impl Machine {
         result.map(|facts| TaskFacts { program, ..facts })
     }
 
-    /// Somebody wants to know whether this host would take such a task.
+    /// Starts to determine whether this host would accept such a task.
     pub(super) fn verdict_wanted(&mut self, back: Back, facts: TaskFacts) {
         let known: Verdict = self
             .no_guest(Tid::NONE, &facts.program)
@@ -259,7 +265,7 @@ impl Machine {
             .push_back(Job::JudgeQuestion(back, known, facts));
     }
 
-    /// The tasker has to say what it has against CRIU.
+    /// Asks the tasker for its objections to a migration by CRIU.
     pub(super) fn ask_verdict(
         &mut self,
         back: Back,
@@ -271,12 +277,12 @@ impl Machine {
         self.tell_tasker(ToTasker::Judge { question, facts });
     }
 
-    /// All is known that this host has against it.
+    /// Answers with all objections of this host.
     pub(super) fn verdict_known(&mut self, back: Back, verdict: Verdict, engine: Engine) {
         self.answer(back, Answer::Verdict(verdict, engine));
     }
 
-    /// The tasker has looked at a task.
+    /// The tasker has inspected a task.
     pub(super) fn task_seen(&mut self, question: RequestId, result: Result<TaskFacts, Refusal>) {
         if let Some(Asked::Facts(back, tid)) = self.surveys.asked.remove(&question) {
             let result = result.map_err(|refusal| self.named(refusal));
@@ -298,7 +304,7 @@ impl Machine {
         }
     }
 
-    /// The tasker has ended and answers no more.
+    /// Answers all open requests to the tasker, which has ended.
     pub(super) fn surveys_tasker_gone(&mut self) {
         let Some(refusal) = self.no_tasker() else {
             return;

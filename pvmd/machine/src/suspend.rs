@@ -1,13 +1,15 @@
-//! Tasks that are suspended: they stand still until somebody lets them go on, wherever they are moved meanwhile.
+//! Suspends and resumes tasks on request of users and of the resource manager. A suspended task
+//! stays paused, also through migrations, until it is resumed.
 //!
-//! The order belongs to the task and is its daemon's business, as a signal is. How it stands still, and how it moves as it
-//! stands, is as for guests whose host's owner is there (`guests`): it stands still while either is so.
-//!
-//! While the task changes hosts the coordinator of the move keeps the order: either end may be lost, and the other one goes on
-//! by it. An end that is told something then passes it on, and says that it is done when the coordinator knows.
-//!
-//! What gives way to another user does so until a resource manager says that there is room again. When there is none any more,
-//! each daemon ends that for its own tasks, without asking anybody.
+//! - A request goes to the daemon of the task, as a signal does. The task is paused and migrates in
+//!   the same way as a guest whose host's owner is present (see `guests`). It is paused while at
+//!   least one of the two reasons applies.
+//! - While the task migrates, the coordinator of the migration decides: either end may be lost, and
+//!   the other one must apply the suspensions. An end that receives a request passes it to the
+//!   coordinator, and replies when the coordinator has decided.
+//! - A preempted task stays suspended until a resource manager ends the preemption. If there is no
+//!   resource manager for the duration of [`NO_RM_LEASES`], each daemon ends the preemptions of its
+//!   own tasks without asking others.
 
 use super::asks::{Back, no_task};
 use super::guests::SUSPEND_TIME;
@@ -18,25 +20,25 @@ use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Orders that wait for coordinators at most; more are refused.
+/// Largest number of requests that wait for coordinators; further ones are refused.
 const PASSED_ON_MAX: usize = 65_536;
 
-/// What a resource manager has suspended by itself goes on when there has been none for so many leases, a minute by default: one
-/// that has died is started again within seconds, that its host is lost is noticed after a lease, and a person who starts
-/// another one wants to read first why there is none.
+/// Time without a resource manager after which preemptions end, in leases; one minute by default. A
+/// resource manager that has died is restarted within seconds, the loss of its host is noticed
+/// after one lease, and a person who starts another one first reads why there is none.
 const NO_RM_LEASES: u64 = 6;
 
-/// A task that stands still because somebody wants it.
+/// Suspension of a task of this host.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Suspended {
-    /// Since when, here.
+    /// Time at which the task was suspended or arrived here suspended.
     pub(super) since: Micros,
-    /// For whom.
     pub(super) holds: Holds,
 }
 
 impl Suspended {
-    /// What becomes of it when this holds.
+    /// Returns the state for these suspensions; `None` if there are none. An existing suspension
+    /// keeps its time.
     pub(super) fn from(before: Option<Suspended>, now: Micros, holds: Holds) -> Option<Suspended> {
         holds.any().then_some(Suspended {
             since: before.map_or(now, |before| before.since),
@@ -45,16 +47,16 @@ impl Suspended {
     }
 }
 
-/// An order that was passed on to the coordinator of a move.
+/// A request that was passed to the coordinator of a migration.
 #[derive(Debug)]
 struct PassedOn {
     migration: MigrationId,
-    /// Who waits for an answer.
+    /// The requester that waits for the reply.
     back: Back,
     order: Order,
 }
 
-/// Orders that coordinators have not decided on.
+/// Requests that no coordinator has decided yet.
 #[derive(Debug, Default)]
 pub(super) struct Suspending {
     passed_on: BTreeMap<RequestId, PassedOn>,
@@ -62,7 +64,7 @@ pub(super) struct Suspending {
 }
 
 impl Machine {
-    /// Somebody wants a task of this host suspended, or to go on.
+    /// Handles a request to suspend or resume a task of this host.
     pub(super) fn suspend(&mut self, back: Back, order: Order) {
         let Some(migration) = self.suspended_by_coordinator(order.tid) else {
             let reply = self.suspend_here(&order);
@@ -104,7 +106,8 @@ impl Machine {
         }
     }
 
-    /// The move whose coordinator keeps the order for a task; none when this daemon does.
+    /// Returns the migration whose coordinator decides on the suspensions of a task; `None` if this
+    /// daemon decides.
     fn suspended_by_coordinator(&self, tid: Tid) -> Option<MigrationId> {
         let source = self
             .moves
@@ -112,7 +115,7 @@ impl Machine {
             .values()
             .find(|s| s.of().tid == tid && s.is_decided_elsewhere());
         let arrival = || self.moves.arrivals.get(&tid)?.decided_by();
-        // What was said before counts before what is said now.
+        // A later request must not overtake an earlier one.
         let passed_on = || {
             self.suspending
                 .passed_on
@@ -126,7 +129,8 @@ impl Machine {
             .or_else(passed_on)
     }
 
-    /// The coordinator has decided, or does not for this end any more.
+    /// Handles a decision of the coordinator. `None`: it does not decide for this end any more, and
+    /// the open requests of this migration are handled again.
     pub(super) fn suspend_decided(
         &mut self,
         migration: MigrationId,
@@ -140,7 +144,7 @@ impl Machine {
             }
             return;
         }
-        // A source that has never held anything was not told the end of its move.
+        // A source that never held its task is not notified of the end of the migration.
         self.moves
             .sources
             .retain(|id, source| *id != migration || source.holds());
@@ -154,14 +158,14 @@ impl Machine {
             let tid = order.tid;
             let place = self.location(tid).filter(|host| *host != self.config.host);
             match place.filter(|_| self.suspended_by_coordinator(tid) == Some(migration)) {
-                // The copy here is about to be killed, or is being killed.
+                // The copy here is being killed, or will be.
                 Some(host) => self.answer(back, Answer::Elsewhere(host)),
                 None => self.question(back, Question::Suspend(order)),
             }
         }
     }
 
-    /// Decides about a task of this host.
+    /// Suspends or resumes a task of this host without a coordinator.
     fn suspend_here(&mut self, order: &Order) -> Reply {
         let tid = order.tid;
         match (self.tasks.get(tid), self.moves.arrivals.get(&tid)) {
@@ -182,7 +186,7 @@ impl Machine {
         Reply::Done
     }
 
-    /// For whom a task that is here stands still.
+    /// Returns the suspensions of a task on this host.
     pub(super) fn holds_of(&self, tid: Tid) -> Holds {
         let suspended = match self.tasks.get(tid) {
             Some(task) => task.suspended,
@@ -197,7 +201,8 @@ impl Machine {
             .unwrap_or_default()
     }
 
-    /// Has a task that is here stand still for these from now on, or go on if there is nobody.
+    /// Applies these suspensions to a task of this host: pauses it, or resumes it if there are
+    /// none.
     pub(super) fn hold_as(&mut self, tid: Tid, holds: Holds) {
         let (now, welcome) = (self.now, !self.hosting.is_stopped());
         if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) {
@@ -227,8 +232,9 @@ impl Machine {
         }
     }
 
-    /// Tasks that give way go on if there has been no resource manager for long; else that is looked at again in time. One that
-    /// is changing hosts is looked at where it comes to rest.
+    /// Resumes preempted tasks if there has been no resource manager for [`NO_RM_LEASES`];
+    /// otherwise sets a timer for that moment. A migrating task is resumed by the host where its
+    /// migration ends.
     pub(super) fn go_on_without_rm(&mut self) {
         let Some(since) = self.rm.none_since() else {
             return;

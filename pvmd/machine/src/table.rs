@@ -1,4 +1,8 @@
-//! Every daemon's part in the host table: the two phases, and what a change means for the tasks here.
+//! Every daemon's part in changes of the host table, and dispatch of messages from other daemons.
+//!
+//! The master changes the table in two phases: it sends the new table to all hosts, and puts it
+//! into force when all have prepared it. Each order has an epoch; older orders are refused. When a
+//! table comes into force, the daemon connects to new hosts and handles the loss of removed ones.
 
 use super::{Machine, Output};
 use sempa_proto::host::{HostMsg, Location};
@@ -7,7 +11,7 @@ use sempa_proto::task::RmInfo;
 use sempa_proto::{Epoch, HostId, Tid};
 
 impl Machine {
-    /// A control message of another daemon. Orders are taken from the master only.
+    /// Handles a control message of another daemon. Orders are accepted only from the master.
     pub(super) fn host_control(&mut self, host: HostId, message: HostMsg) {
         match message {
             HostMsg::Prepare { .. }
@@ -93,7 +97,7 @@ impl Machine {
         }
     }
 
-    /// True when this order is newer than all before; an older one is refused.
+    /// True if the order is newer than all earlier ones. An older one is refused.
     fn is_news(&mut self, epoch: Epoch, what: &str) -> bool {
         if epoch > self.epoch {
             self.epoch = epoch;
@@ -141,7 +145,7 @@ impl Machine {
         }
     }
 
-    /// This table is in force from now on.
+    /// Puts a table into force.
     pub(super) fn apply_table(&mut self, table: HostTable) {
         let old = std::mem::replace(&mut self.table, table);
         let gone: Vec<HostId> = old
@@ -162,7 +166,8 @@ impl Machine {
         }
         let joined = old.hosts.is_empty();
         for entry in &new {
-            // The younger one calls. The session with the master stands before anything else.
+            // Of two daemons, the one with the higher index connects. The session with the master
+            // exists already.
             if entry.id < self.config.host && entry.id != HostId::MASTER {
                 let addresses = entry.addresses.clone();
                 self.out.push_back(Output::Connect {
@@ -181,7 +186,7 @@ impl Machine {
         }
     }
 
-    /// A host is out of the table: what was there is dead.
+    /// A host was removed from the table: its tasks count as dead.
     fn host_gone(&mut self, host: HostId) {
         if self.master.is_none() {
             self.out.push_back(Output::Forget { host });
@@ -206,14 +211,14 @@ impl Machine {
         }
     }
 
-    /// The session with a host ended, or nothing was heard of it for the lease.
+    /// The session with a host has ended, or the host was silent for the duration of the lease.
     pub(super) fn host_lost(&mut self, host: HostId, why: &str) {
         self.fail_asks(host);
         if self.master.is_some() {
             self.log(format!("{host} is lost: {why}"));
             self.lost_while_stopping(host);
             self.coordinator_lost(host);
-            // Who is left of its jobs is ended before anybody is told of the loss.
+            // The remaining tasks of its jobs are ended before the loss is announced.
             self.jobs_lost_host(host);
             if self.stop.is_none() {
                 self.host_out(host, why);

@@ -1,4 +1,9 @@
-//! The tasks of this host: what is known of each, how tids are given out, and how a task ends.
+//! The task table of this host: the state of each task, allocation of tids, and the end of tasks.
+//!
+//! A task ends in two ways. It may leave the virtual machine (`pvm_exit`, or its socket closes)
+//! while its process continues; a spawned task then stays in the table until its process exits.
+//! When the process exits, the daemon first reads what it has written to its socket, then ends the
+//! task and notifies all hosts. The notification follows everything that the task has sent.
 
 use super::checkpoints::Ends;
 use super::engines::{Away, Ending};
@@ -18,19 +23,22 @@ use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Restart, Sink, Successor, T
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Tasks alive on one host at most.
+/// Largest number of running tasks on one host.
 pub(super) const TASKS_MAX: usize = 65_536;
-/// Bytes of link frames kept for one task that cannot take them now; more are dropped. Tasks that live hold themselves to
-/// their links' windows; what is beyond are the last words of tasks that have ended, which nobody would send again.
+/// Largest total size of the link frames that are kept for one task; further ones are dropped.
+/// Running peers limit themselves by the windows of their links. Frames beyond the limit can only
+/// be the last messages of ended tasks, which are then lost.
 pub(super) const HELD_LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
-/// Words about routes kept for one task that cannot take them now; more are dropped, as if a move had come between.
+/// Largest number of route messages that are kept for one task. Further ones are dropped, as if the
+/// task had migrated in between.
 pub(super) const HELD_WORDS_MAX: usize = 4096;
-/// Tasks that have ended and are remembered with their marks.
+/// Largest number of ended tasks whose watermarks are remembered.
 pub(super) const DEAD_MAX: usize = 4096;
-/// How long the socket of an ended process may stay open (a child of it may have it) before its end is made to come.
+/// Time that the socket of an exited process may stay open, for example in a child of it, before
+/// the daemon drains and closes it.
 const DRAIN_TIME: Micros = Micros::from_secs(2);
 
-/// What waits for a task, in order.
+/// Frames and items that wait for a task, in order.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     pub(super) queue: VecDeque<Held>,
@@ -39,7 +47,7 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    /// Adds something; a link frame or a word over the limit is dropped.
+    /// Adds a frame or an item. A link frame or route message above the limit is dropped.
     pub(super) fn push(&mut self, held: Held) {
         match &held {
             Held::Link(frame) if self.link_bytes + frame.len() > HELD_LINK_BYTES_MAX => return,
@@ -51,32 +59,28 @@ impl Inbox {
         self.queue.push_back(held);
     }
 
-    /// What lies in it.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Held> {
         self.queue.iter()
     }
 
-    /// Takes all.
     pub(super) fn drain(&mut self) -> VecDeque<Held> {
         (self.link_bytes, self.words) = (0, 0);
         std::mem::take(&mut self.queue)
     }
 }
 
-/// Where a task stands with its daemon.
+/// State of a task's connection to this daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
-    /// Its process was ordered; it has not connected.
+    /// The start of its process was requested; it has not connected.
     Expected,
-    /// It talks to us.
     Connected(ConnId),
-    /// It has let go for a move and will connect again.
+    /// It has quiesced or its process has exited for a restart; it will connect again.
     Detached,
-    /// It has left the virtual machine; its process lives on.
+    /// It has left the virtual machine; its process continues.
     Left,
 }
 
-/// One task.
 #[derive(Debug)]
 pub(super) struct Task {
     pub(super) tid: Tid,
@@ -86,74 +90,80 @@ pub(super) struct Task {
     pub(super) pid: i32,
     pub(super) epid: Option<i32>,
     pub(super) pinned: bool,
-    /// It was spawned to be debugged.
+    /// It was spawned under a debugger.
     pub(super) debugged: bool,
-    /// The virtual machine needs it here: what the daemon or the resource manager started for itself.
+    /// Started by the daemon or the resource manager for its own purposes. It must stay on this
+    /// host.
     pub(super) servant: bool,
     pub(super) output: Sink,
     pub(super) trace: Sink,
-    /// The task that was asked to start it, when it was not our tasker.
+    /// The task that has started it, if it was not the daemon's own tasker.
     pub(super) by_tasker: Option<Tid>,
-    /// What it wants when this daemon ends, if nobody started it for us.
+    /// Behavior of a task from a command line when this daemon ends.
     pub(super) at_end: AtEnd,
-    /// The resource manager to be told of its end.
+    /// The resource manager to notify of its end.
     pub(super) rm: Option<Tid>,
     pub(super) phase: Phase,
-    /// Everything for it is kept, though it may be connected.
+    /// Items for it stay in its inbox, even if it is connected.
     pub(super) hold: bool,
-    /// It has said that nothing leads out of it any more.
+    /// Its library has reported that it is quiesced.
     pub(super) quiesced: bool,
-    /// Where its library looks for news while it has let go.
+    /// Address at which its quiesced library looks for a redirect.
     pub(super) redirect_at: RedirectAt,
-    /// It was told to let go for the owner of this host, or because it is suspended, and has not come back since.
+    /// It was requested to quiesce for the owner of this host or for a suspension, and has not
+    /// reconnected since.
     pub(super) still: Option<Still>,
-    /// It is suspended.
     pub(super) suspended: Option<Suspended>,
     pub(super) inbox: Inbox,
-    /// Per peer, the number after the last fragment that it sent.
+    /// Watermark of its link to each peer: the number after the last fragment that it sent.
     pub(super) marks: BTreeMap<Tid, u64>,
     pub(super) requests: BTreeSet<RequestId>,
-    /// Requests by which it waits for others: a meeting may be long, and can be asked for again.
+    /// Requests that wait for other tasks without a time limit. They can be repeated after a
+    /// restart.
     pub(super) meetings: BTreeSet<RequestId>,
     /// The part of a checkpoint that waits until all other requests are answered.
     pub(super) settling: Option<MigrationId>,
-    /// Others that have ended, whose last words are to be here before it is written.
+    /// Ended tasks. Their ends must be known here before this task is dumped.
     pub(super) awaits: BTreeSet<Tid>,
-    /// For that nothing but these may be open any more.
+    /// If set, only these requests may be unanswered when the task is dumped.
     pub(super) closing: Option<BTreeSet<RequestId>>,
-    /// What its library has to be told when it comes back: it was started again.
+    /// Information for its library after a restore from a checkpoint.
     pub(super) restart: Option<Restart>,
-    /// The same of a new process: what the one before it has left.
+    /// Information for the library of its next process about the previous one.
     pub(super) successor: Option<Box<Successor>>,
-    /// What its process leaves.
+    /// The log of its process, which is about to exit.
     pub(super) parting: Option<Box<Parting>>,
-    /// How it was started, if it may be taken elsewhere by being started again.
+    /// How it was started, if it permits engines that restart the program.
     pub(super) begin: Option<Box<Begin>>,
-    /// It does not handle the signal by which it was to be asked for this checkpoint.
+    /// The checkpoint for which it could not be asked to exit, because it does not handle the
+    /// signal.
     pub(super) unheeding: Option<MigrationId>,
-    /// It was asked to end for that.
+    /// Its program was asked to exit, for a restart.
     pub(super) ending: Option<Ending>,
-    /// Its process has ended for that.
+    /// Its process has exited for a restart.
     pub(super) away: Option<Away>,
-    /// It was started again, and has not connected.
+    /// Its program was restarted and has not connected.
     pub(super) returning: bool,
-    /// What processes of it had used that ended for that.
+    /// Resource usage of its earlier processes.
     pub(super) used_before: Usage,
     pub(super) watches: Vec<Watch>,
-    /// Its process has ended; only what it wrote last is waited for.
+    /// Exit status and usage of its process. The task ends when its socket is drained, or when the
+    /// coordinator of its migration decides.
     pub(super) exited: Option<(i32, Usage)>,
-    /// Its images are on the way in this move: whether its end here is its end, the coordinator says.
+    /// The migration that is transferring its images. If its process exits here, the coordinator
+    /// decides whether the task has ended.
     pub(super) leaving: Option<MigrationId>,
-    /// That move is committed; its copy here is being killed.
+    /// That migration is committed; the copy here is being killed.
     pub(super) killing: bool,
-    /// Who has nothing more on the way to its old place, per epoch of its new one.
+    /// Hosts that have nothing in flight to its old location any more, with the epoch of the new
+    /// location.
     pub(super) passed: BTreeSet<(Epoch, HostId)>,
-    /// Who may have something on the way to its old place: the hosts that were in the table when it got a new one.
+    /// Hosts that may have something in flight to its old location: those in the table when the new
+    /// location became known.
     pub(super) awaiting: Vec<HostId>,
 }
 
 impl Task {
-    /// A task in its first moment.
     pub(super) fn new(tid: Tid, parent: Tid, phase: Phase) -> Task {
         Task {
             tid,
@@ -201,7 +211,7 @@ impl Task {
         }
     }
 
-    /// A task that came from another host; it is not connected yet.
+    /// Creates a task from the record of another host. It is not connected yet.
     pub(super) fn from_record(record: TaskRecord) -> Task {
         Task {
             name: record.name,
@@ -222,12 +232,11 @@ impl Task {
         }
     }
 
-    /// True when our tasker started it.
+    /// True if this daemon's tasker has started it.
     pub(super) fn spawned(&self) -> bool {
         self.flags & TASK_FORKED != 0
     }
 
-    /// Its connection, if it has one.
     pub(super) fn conn(&self) -> Option<ConnId> {
         match self.phase {
             Phase::Connected(conn) => Some(conn),
@@ -235,7 +244,7 @@ impl Task {
         }
     }
 
-    /// True when everything that it has asked for is answered, but for meetings that may stay open.
+    /// True if all its requests are answered, except those that may stay open in a checkpoint.
     pub(super) fn is_settled(&self) -> bool {
         self.awaits.is_empty()
             && self
@@ -243,7 +252,7 @@ impl Task {
                 .is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
     }
 
-    /// What waited for that, if it is so now.
+    /// Returns the part of a checkpoint that has waited for [`Task::is_settled`], if that is true.
     pub(super) fn take_settled(&mut self) -> Option<MigrationId> {
         if self.is_settled() {
             self.settling.take()
@@ -252,13 +261,12 @@ impl Task {
         }
     }
 
-    /// A request has its answer.
     pub(super) fn answered(&mut self, id: RequestId) {
         self.requests.remove(&id);
         self.meetings.remove(&id);
     }
 
-    /// Its links have sent at least this far.
+    /// Raises the watermarks of its links to at least these values.
     pub(super) fn mark(&mut self, marks: impl IntoIterator<Item = LinkMark>) {
         for LinkMark { peer, end } in marks {
             let seen = self.marks.entry(peer).or_default();
@@ -266,7 +274,6 @@ impl Task {
         }
     }
 
-    /// All marks.
     pub(super) fn link_marks(&self) -> Vec<LinkMark> {
         self.marks
             .iter()
@@ -275,33 +282,33 @@ impl Task {
     }
 }
 
-/// The task table of this host.
 #[derive(Debug, Default)]
 pub(super) struct Tasks {
     pub(super) live: BTreeMap<Tid, Task>,
-    /// Numbers by which processes that were ordered may claim their tids.
+    /// Numbers by which started processes may claim their tids.
     pub(super) expected: BTreeMap<i32, Tid>,
     last_local: u32,
     spared: bool,
-    /// The dead, oldest first, with what they had sent.
+    /// Ended tasks with their watermarks, oldest first.
     dead: VecDeque<(Tid, Vec<LinkMark>)>,
     /// Tasks of all hosts whose ends are known here.
     pub(super) ends: Ends,
 }
 
 impl Tasks {
-    /// Numbers up to this one belong to tasks in checkpoints, or to tasks that came from one.
+    /// Reserves the task numbers up to `local`: they belong to tasks in checkpoints, or to
+    /// restarted ones.
     pub(super) fn spare(&mut self, local: u32) {
         self.last_local = self.last_local.max(local);
         self.spared |= local > 0;
     }
 
-    /// True when there are checkpoints of which numbers are spared.
+    /// True if numbers are reserved for tasks in checkpoints.
     pub(super) fn are_spared(&self) -> bool {
         self.spared
     }
 
-    /// A tid that was never used, or `None` when there are none left.
+    /// Returns a tid that was never used, or `None` if there is none.
     pub(super) fn allocate(&mut self, host: HostId) -> Option<Tid> {
         if self.live.len() >= TASKS_MAX {
             return None;
@@ -326,7 +333,7 @@ impl Tasks {
         self.live.insert(task.tid, task);
     }
 
-    /// Remembers how far a task that has ended had sent.
+    /// Remembers the watermarks of an ended task.
     pub(super) fn bury(&mut self, tid: Tid, marks: Vec<LinkMark>) {
         if self.dead.len() >= DEAD_MAX {
             self.dead.pop_front();
@@ -334,14 +341,15 @@ impl Tasks {
         self.dead.push_back((tid, marks));
     }
 
-    /// How far a dead task had sent to this peer.
+    /// Returns the watermark of an ended task towards a peer.
     pub(super) fn dead_mark(&self, tid: Tid, peer: Tid) -> Option<LinkMark> {
         let marks = &self.dead.iter().rev().find(|(dead, _)| *dead == tid)?.1;
         mark_of(tid, marks, peer)
     }
 }
 
-/// The mark by which `watcher` knows that it has everything from `dead`.
+/// Returns the watermark up to which `watcher` must receive messages of `dead` before a
+/// notification of its end.
 pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<LinkMark> {
     marks.iter().find(|m| m.peer == watcher).map(|m| LinkMark {
         peer: dead,
@@ -350,7 +358,7 @@ pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<Lin
 }
 
 impl Machine {
-    /// The tasks here, for `pvm_tasks`.
+    /// Lists the tasks of this host, for `pvm_tasks`.
     pub(super) fn list_tasks(&self, only: Option<Tid>) -> Vec<TaskInfo> {
         let info = |task: &Task, moving: bool, stopped: bool, suspended: bool| TaskInfo {
             tid: task.tid,
@@ -387,7 +395,7 @@ impl Machine {
         here.chain(coming).collect()
     }
 
-    /// Everything that the next daemon has to know of a task.
+    /// Returns everything that the next daemon must know of a task.
     pub(super) fn record_of(&self, task: &Task) -> TaskRecord {
         TaskRecord {
             tid: task.tid,
@@ -411,18 +419,18 @@ impl Machine {
         }
     }
 
-    /// The task asks to leave (`pvm_exit`).
+    /// Handles a task's request to leave the virtual machine (`pvm_exit`).
     pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
         task.mark(marks);
         match task.ending {
-            // It was asked to end, to begin again, and takes leave before it does.
+            // It was asked to exit for a restart, and leaves before it does.
             Some(ending) if ending.is_agreed() && task.is_ending() => {
                 return self.reply(tid, id, sempa_proto::task::Reply::Done);
             }
-            // Its work is done: it does not begin again.
+            // It has finished its work and is not restarted.
             _ => {}
         }
         self.asked_no_more(tid);
@@ -441,8 +449,8 @@ impl Machine {
         self.detach(tid);
     }
 
-    /// The task's connection counts no more: it has left, or its socket closed. A task from a command line ends by
-    /// that; a spawned one when its process has ended.
+    /// Ends a task's connection: it has left, or its socket has closed. A task from a command line
+    /// ends by that, a spawned one when its process exits.
     pub(super) fn detach(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -472,7 +480,8 @@ impl Machine {
         self.task_left(tid);
     }
 
-    /// The process of a spawned task has ended. What it wrote before may still be on its way through the socket.
+    /// Handles the exit of a spawned task's process. Its last output to the socket may not have
+    /// been read yet.
     pub(super) fn process_exited(&mut self, tid: Tid, status: i32, used: Usage) {
         if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.ran) {
             arrival.exited = Some((status, used));
@@ -491,10 +500,11 @@ impl Machine {
         }
     }
 
-    /// The socket of a process that has ended is still open: somebody else holds it, or this daemon is behind and what the
-    /// process has written waits to be taken. That is not to be lost, so its end is waited for, and made to come.
+    /// The socket of an exited process is still open: another process holds it, or this daemon has
+    /// not read everything yet. No written message may be lost, so the shell reads the rest and
+    /// then closes the socket.
     pub(super) fn drain_over(&mut self, tid: Tid, epid: Option<i32>) {
-        // Its next process is another matter.
+        // The task has another process by now.
         let Some(task) = self.tasks.get(tid).filter(|task| task.epid == epid) else {
             return;
         };
@@ -505,7 +515,7 @@ impl Machine {
         }
     }
 
-    /// The end of a task: everybody who has to know is told, behind all that it sent.
+    /// Ends a task and notifies all concerned, after everything that the task has sent.
     pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
         if self.comes_again(tid, status, used) || self.defer_end(tid, status, used) {
             return;
@@ -546,7 +556,7 @@ impl Machine {
         self.stop_step();
     }
 
-    /// A task has ended, here or elsewhere.
+    /// Handles the end of a task of any host.
     pub(super) fn task_ended_somewhere(&mut self, tid: Tid, marks: &[LinkMark]) {
         self.end_is_known(tid);
         self.notify_task_exit(tid, marks);
@@ -554,7 +564,8 @@ impl Machine {
         self.task_left(tid);
     }
 
-    /// A task takes no part any more: nothing on the master belongs to it, and it does nothing for any daemon.
+    /// Removes a task from all functions: its entries on the master, and the services that it
+    /// provides for daemons.
     pub(super) fn task_left(&mut self, tid: Tid) {
         self.rm_gone(tid);
         self.speaker_gone(tid);
@@ -566,7 +577,8 @@ impl Machine {
         self.member_ended(tid);
     }
 
-    /// What will never be taken: those that sent it need not keep anything for this task.
+    /// Notifies the senders of undeliverable frames and messages, so that they need not retain
+    /// anything for this task.
     pub(super) fn return_to_senders(&mut self, tid: Tid, held: VecDeque<Held>) {
         let senders: BTreeSet<Tid> = held
             .iter()

@@ -1,12 +1,23 @@
-//! Questions about the inside of this daemon (`pvm_tickle`): lists for its log, and a few numbers.
+//! Queries of this daemon's internal state (`pvm_tickle`): lists for its log, and single numbers.
 
 use super::Machine;
 use sempa_proto::task::{Reply, TICKLE_WORDS_MAX};
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
 
 impl Machine {
-    /// What PVM's numbers mean: 0 memory, 1 hosts, 2 tasks, 3 waits, 4 mailbox and 9 statistics to the log; 5 the debug
-    /// mask, 6 sets it, 7 a window (ours sets itself), 8 a host is to be taken for lost.
+    /// Answers a query. Its first number selects, as in PVM:
+    ///
+    /// | Number | Effect |
+    /// | --- | --- |
+    /// | 0, 9 | writes sizes of the daemon's tables to the log |
+    /// | 1 | writes the hosts to the log |
+    /// | 2 | writes the tasks to the log |
+    /// | 3 | writes the unanswered requests to other daemons to the log |
+    /// | 4 | writes the mailbox to the log |
+    /// | 5 | returns the debug mask |
+    /// | 6 | sets the debug mask |
+    /// | 7 | sets a window in PVM; without effect here |
+    /// | 8 | declares a host lost |
     pub(super) fn tickle(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
         if words.is_empty() || words.len() > TICKLE_WORDS_MAX {
             let reason = format!("a question has 1 to {TICKLE_WORDS_MAX} numbers");
@@ -46,13 +57,13 @@ impl Machine {
                 vec![]
             }
             8 => vec![i32::from(self.take_for_lost(tid, Tid::from_raw(argument)))],
-            // A window, and what means nothing.
+            // The window, and unknown numbers.
             _ => vec![],
         };
         self.reply(tid, id, Reply::Numbers(numbers));
     }
 
-    /// Lists are cut to this many lines, so that a question cannot fill the log.
+    /// Longer lists are truncated to this number of lines, so that a query cannot fill the log.
     const LINES_MAX: usize = 1000;
 
     fn log_list(&mut self, title: &str, lines: Vec<String>) {
@@ -91,7 +102,7 @@ impl Machine {
         self.log_list("sizes", lines);
     }
 
-    /// A host that the asker takes for dead is treated as lost. Only the master can say so.
+    /// Treats a host as lost that the caller considers dead. Only the master can do this.
     fn take_for_lost(&mut self, tid: Tid, host: Tid) -> bool {
         let host = super::requests::host_of(host).filter(|host| *host != HostId::MASTER);
         let Some(host) =

@@ -1,5 +1,7 @@
-//! What this daemon itself tells tracers: that tasks were asked for, have begun, have ended. As in PVM that belongs to
-//! every trace, whatever the mask chooses among the calls of tasks: a tracer knows by it when a task is complete.
+//! Trace records of the daemon itself: a task was requested, has started, has ended.
+//!
+//! As in PVM these are part of every trace, regardless of the event mask, which selects only among
+//! the calls of tasks. A tracer needs them to know when the trace of a task is complete.
 
 use super::Machine;
 use super::tasks::Task;
@@ -12,10 +14,11 @@ use sempa_proto::trace::{
 };
 use std::collections::{BTreeSet, VecDeque};
 
-/// Tracers that are remembered to have the table of items; one that is forgotten gets it again.
+/// Largest number of tracers that are remembered to have the item table. A tracer that was
+/// forgotten gets the table again.
 const TOLD_MAX: usize = 1024;
 
-/// Who has the table of items.
+/// The tracers that have received the item table, and their order.
 #[derive(Debug, Default)]
 pub(super) struct Traces {
     told: BTreeSet<Tid>,
@@ -23,7 +26,7 @@ pub(super) struct Traces {
 }
 
 impl Machine {
-    /// A tracer gets the table of items before anything else.
+    /// Sends a tracer the item table, which must precede all records.
     fn tell_items(&mut self, sink: Sink) {
         if !self.traces.told.insert(sink.tid) {
             return;
@@ -51,14 +54,14 @@ impl Machine {
         );
         all.extend(items);
         let mut body = Packer::new(Encoding::Xdr);
-        // Every record describes itself: few are made here.
+        // Every record contains its own description: the daemon sends only a few.
         pack_record(&mut body, event, Some(name), &all);
         self.send_made(sink.tid, sink.ctx, sink.tag, 0, body.finish());
     }
 
-    /// A task has begun.
+    /// Sends the record of a task's start.
     pub(super) fn trace_new_task(&mut self, task: &Task) {
-        // PVM says −1 where nothing is known, and a dash for a nameless task.
+        // PVM uses −1 for an unknown value and a dash for a task without a name.
         let or_none = |n: i32| if n == 0 { -1 } else { n };
         let name = if task.name.is_empty() {
             "-"
@@ -73,12 +76,12 @@ impl Machine {
         self.trace(task.trace, task.tid, NEW_TASK, items);
     }
 
-    /// A task was asked for.
+    /// Sends the record of a requested task.
     pub(super) fn trace_spawn(&mut self, sink: Sink, tid: Tid, parent: Tid) {
         self.trace(sink, tid, SPAWN_TASK, vec![int("PT", parent.raw())]);
     }
 
-    /// A task has ended.
+    /// Sends the record of a task's end.
     pub(super) fn trace_end(&mut self, task: &Task, status: i32, used: Usage) {
         let (seconds, rest) = (
             |t: u64| (t / 1_000_000) as i32,

@@ -1,4 +1,5 @@
-//! What the daemon forwards costs no allocation. This test has a process of its own, because it counts all of them.
+//! Asserts that forwarding a frame in the daemon allocates nothing. This test runs in its own
+//! process because it counts all allocations.
 
 #[path = "../../../libpvm/proto/tests/counting/mod.rs"]
 mod counting;
@@ -12,12 +13,12 @@ use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 use std::ops::Range;
 
-/// Frames that are counted.
+/// Number of counted frames.
 const FRAMES: u64 = 10_000;
-/// Frames before these: a pair that speaks for the first time gets its places in tables.
+/// Frames sent before counting: the first messages of a pair create table entries.
 const WARM: u64 = 100;
 
-/// Data, halves of longer messages among them, and acknowledgements.
+/// Cycles through data frames, fragments and acknowledgements.
 fn kind(number: u64) -> LinkKind {
     match number % 4 {
         0 => LinkKind::Data { last: false },
@@ -26,7 +27,7 @@ fn kind(number: u64) -> LinkKind {
     }
 }
 
-/// Has frames between these ends forwarded, and counts what was allocated for it.
+/// Forwards frames between these tasks. Returns the number of allocations.
 fn allocations(
     daemon: &mut Daemon,
     ends: (Tid, Tid),
@@ -54,8 +55,9 @@ fn allocations(
     pass(WARM..WARM + FRAMES)
 }
 
+/// Frames between tasks of one host are forwarded without an allocation.
 #[test]
-fn frames_between_tasks_of_a_host_are_forwarded_without_an_allocation() {
+fn local_frames_allocate_nothing() {
     let mut daemon = Daemon::new(2);
     let ends = (daemon.tids[0], daemon.tids[1]);
     let event = |frame| Event::TaskLink {
@@ -69,8 +71,9 @@ fn frames_between_tasks_of_a_host_are_forwarded_without_an_allocation() {
     assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
 }
 
+/// Frames to a task of another host are forwarded without an allocation.
 #[test]
-fn frames_to_a_task_of_another_host_are_forwarded_without_an_allocation() {
+fn outgoing_frames_allocate_nothing() {
     let mut daemon = Daemon::new(1);
     let ends = (daemon.tids[0], elsewhere());
     let event = |frame| Event::TaskLink {
@@ -87,8 +90,9 @@ fn frames_to_a_task_of_another_host_are_forwarded_without_an_allocation() {
     assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
 }
 
+/// Frames from a task of another host are forwarded without an allocation.
 #[test]
-fn frames_from_a_task_of_another_host_are_forwarded_without_an_allocation() {
+fn incoming_frames_allocate_nothing() {
     let mut daemon = Daemon::new(1);
     let ends = (elsewhere(), daemon.tids[0]);
     let event = |frame| Event::HostCarried {

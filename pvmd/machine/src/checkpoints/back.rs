@@ -1,5 +1,5 @@
-//! Jobs that are ended: those that have lost a host go back to their newest set when nothing of them is left, and those that were
-//! to end with their checkpoint are told to be gone.
+//! Ends the tasks of jobs: of jobs that roll back to their newest checkpoint because they have lost
+//! a host, and of jobs that must end with their checkpoint.
 
 use super::fallen::Fallen;
 use super::{Doing, FENCE_TIME, GONE_LOOKS_MAX, GONE_PAUSE, Job, RESTART_PAUSE, SIGKILL, members};
@@ -15,14 +15,15 @@ use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
 
 impl Machine {
-    /// Master: a host is lost. Jobs that are checkpointed again and again and had tasks there go back to their newest set.
+    /// Master: handles the loss of a host. Jobs with a schedule that had tasks there roll back.
     pub(crate) fn jobs_lost_host(&mut self, host: HostId) {
         self.copies_lost(host);
         let why = format!("{} was lost", self.name_of(host));
         self.jobs_lost(host, Some(host), &why, |_| CutFailure::HostLost(host));
     }
 
-    /// Master: the tasker of a host has ended, and what it had started: to their jobs that is the same, but that the host goes on.
+    /// Master: handles the exit of a host's tasker, with which its tasks have died. The jobs roll
+    /// back as if the host were lost, but the host remains.
     pub(crate) fn jobs_lost_tasker(&mut self, host: HostId) {
         let why = format!("the tasker of {} has ended", self.name_of(host));
         let failure = |job| CutFailure::Task {
@@ -33,14 +34,14 @@ impl Machine {
         self.jobs_lost(host, None, &why, failure);
     }
 
-    /// Master: hosts have joined. Jobs that could not be started again may be now.
+    /// Master: hosts have joined, so jobs that could not be restarted are tried again.
     pub(crate) fn jobs_got_hosts(&mut self) {
         let Some(keeping) = self.keeping() else {
             return;
         };
         let mut stuck = Vec::new();
         for (tid, job) in keeping.jobs.iter_mut().filter(|(_, job)| job.is_stuck()) {
-            // Soon again also if the first time comes too early.
+            // If the first attempt comes too early, the next one follows at the short interval.
             job.tries = 1;
             stuck.push(*tid);
         }
@@ -56,7 +57,8 @@ impl Machine {
             .map_or_else(|| host.to_string(), |entry| entry.name.clone())
     }
 
-    /// Jobs had tasks on this host, which are dead. The host is `lost`, too, or not.
+    /// Rolls back the jobs that had tasks on this host, where all tasks are dead. `lost` is set if
+    /// the host itself is lost.
     fn jobs_lost(
         &mut self,
         host: HostId,
@@ -75,7 +77,7 @@ impl Machine {
             job.members.difference(&job.ended).any(had_task)
                 || job.fallen.any_with(self.now, self.config.lease, host)
         };
-        // One that is being started again has what was lost told by that.
+        // A job that is being restarted learns of the loss from the restart protocol.
         let may = |job: &Job| {
             matches!(
                 job.doing,
@@ -120,7 +122,7 @@ impl Machine {
         }
     }
 
-    /// What is left of a job that is being ended.
+    /// Handles an inventory of a job whose tasks must end.
     pub(super) fn look_whether_gone(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -155,7 +157,7 @@ impl Machine {
             _ => {}
         }
         for tid in left {
-            // Also those that the job has spawned since it was last counted.
+            // Includes tasks that the job has spawned since the last inventory.
             self.kill(tid);
         }
         self.schedule(job, GONE_PAUSE);
@@ -172,7 +174,8 @@ impl Machine {
         );
     }
 
-    /// Nothing is left of a job but this many tasks that do not end: it is started again when no other copy can run.
+    /// Restarts a job when no earlier copy of it can run any more. `left` of its tasks have not
+    /// ended.
     fn go_back(
         &mut self,
         job: Tid,
@@ -196,7 +199,8 @@ impl Machine {
             });
             return self.forget_job(job);
         }
-        // A host that is lost is in the table for a moment, and one that is deleted ends its tasks after it is out.
+        // A lost host stays in the table for a moment. A deleted host ends its tasks after it was
+        // removed from the table.
         let there =
             lost.is_some_and(|lost| self.table.get(lost).is_some() || self.is_leaving(lost));
         if there || self.now < not_before {

@@ -1,9 +1,13 @@
-//! Copies of sets on other hosts, so that the master's host and its disk may be lost as well: a new virtual machine that is
-//! founded on a host with a copy finds it in the store there.
+//! Copies of checkpoints on other hosts, for the case that the master's host and its disk are lost:
+//! a new virtual machine that is created on a host with a copy finds the checkpoint in the store
+//! there.
 //!
-//! A set is copied when it is complete, behind the checkpoint, one at a time; of each job the newest. A host that does not take it,
-//! because its owner is there or its store has no room, is passed over where any may do. The copy before goes when the next one is
-//! there. Each host keeps what it has got under its own key, and asks nobody for it.
+//! - Of each job the newest checkpoint is copied, after it is complete. Copies are made one at a
+//!   time.
+//! - A host refuses a copy while its owner is present, or if its store has no room. If any host may
+//!   store the copy, the next one is tried.
+//! - The previous copy is removed when the next one exists.
+//! - Each host seals its copies with its own key. No host needs the key of another.
 
 use crate::asks::Asker;
 use crate::{Machine, Output, Timer};
@@ -13,20 +17,20 @@ use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
-/// Copies of one set at most, and names of hosts for them.
+/// Largest number of copies of one checkpoint, and of host names for them.
 pub const COPIES_MAX: usize = 16;
 
-/// How long the other host may take to say why it does not take a copy any more, when its end of the way is gone.
+/// Time for the receiver to report why it has stopped receiving a copy, after the transfer has
+/// broken.
 const SAYS_WHY_WITHIN: Micros = Micros::from_secs(5);
-/// Why a host has no copy that is no more.
+/// Reason for a copy that is missing because its host is gone.
 const LOST: &str = "it was lost";
 
-/// Where sets are copied to.
+/// Hosts to which checkpoints are copied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Copies {
-    /// To so many hosts, whichever take them.
+    /// This number of hosts, chosen by the master.
     Number(usize),
-    /// To these hosts.
     Hosts(Vec<String>),
 }
 
@@ -36,45 +40,45 @@ impl Default for Copies {
     }
 }
 
-/// A set that is being copied.
+/// A checkpoint that is being copied.
 #[derive(Debug)]
 struct UnderWay {
     job: Tid,
     set: String,
-    /// Copies that there are to be.
+    /// Number of copies that must exist.
     wanted: usize,
     /// Hosts that have not been asked.
     left: VecDeque<HostId>,
-    /// To whom it goes now.
+    /// Receiver of the current transfer, with the id of the transfer.
     to: Option<(HostId, MigrationId)>,
-    /// Why not all of it left, if that is so.
+    /// Reason why the transfer broke, if it did.
     unsent: Option<String>,
     made: Vec<HostId>,
-    /// Who did not take it, and why.
+    /// Hosts that have no copy, with the reasons.
     whys: Vec<String>,
 }
 
-/// The master's part.
+/// The master's queue of copies.
 #[derive(Debug, Default)]
 pub(super) struct Copying {
-    /// Jobs the newest sets of which are to be copied.
+    /// Jobs whose newest checkpoints must be copied.
     queue: VecDeque<Tid>,
     now: Option<UnderWay>,
 }
 
-/// What a job has of copies.
+/// Copies of a job's checkpoints.
 #[derive(Debug, Default)]
 pub(super) struct Copied {
-    /// The set that is to be copied when it is its turn.
+    /// The checkpoint to copy next.
     next: Option<String>,
-    /// Where copies are, and of which set.
+    /// Hosts with copies, and the checkpoint that each one has.
     there: BTreeMap<HostId, String>,
-    /// The set of which there are fewer than are wanted.
+    /// The checkpoint that has fewer copies than required.
     lacks: Option<String>,
 }
 
 impl Copied {
-    /// Hosts that have a copy of this set.
+    /// Returns the hosts that have a copy of this checkpoint.
     fn of(&self, set: &str) -> impl Iterator<Item = HostId> {
         self.there
             .iter()
@@ -84,7 +88,7 @@ impl Copied {
 }
 
 impl Machine {
-    /// A set of a job is complete: it is copied when it is its turn.
+    /// Queues a complete checkpoint of a job for copying.
     pub(super) fn copy_wanted(&mut self, job: Tid, set: &str) {
         if self.config.copies == Copies::default() || self.stop.is_some() {
             return;
@@ -96,14 +100,14 @@ impl Machine {
             return;
         };
         (entry.copied.next, entry.copied.lacks) = (Some(set.to_string()), None);
-        // Each job is in it once, so it is no longer than there are jobs.
+        // Each job is queued at most once, which bounds the queue by the number of jobs.
         if !keeping.copying.queue.contains(&job) {
             keeping.copying.queue.push_back(job);
         }
         self.copy_next();
     }
 
-    /// Begins with the set whose turn it is, unless one is under way.
+    /// Starts the next copy in the queue, unless one is in progress.
     fn copy_next(&mut self) {
         loop {
             let Some(keeping) = self
@@ -146,7 +150,8 @@ impl Machine {
         }
     }
 
-    /// Hosts that may take a copy, in the order in which they are asked; how many are wanted; and who is not there.
+    /// Returns the hosts that may store a copy, in the order in which they are asked; the number of
+    /// copies required; and the reasons for hosts that are not available.
     fn copy_places(&self, job: Tid) -> (VecDeque<HostId>, usize, Vec<String>) {
         let me = self.config.host;
         let others: Vec<HostId> = self.other_hosts();
@@ -165,7 +170,8 @@ impl Machine {
                 (places, names.len(), whys)
             }
             Copies::Number(number) => {
-                // Who has one already is asked first, then one after the other, each job beginning with another one.
+                // Hosts that already have a copy of the job come first. The others follow in an
+                // order that differs between jobs.
                 let has = |host: &HostId| {
                     let entry = self
                         .master
@@ -183,10 +189,10 @@ impl Machine {
         }
     }
 
-    /// Asks the next host, or tells what has become of it.
+    /// Asks the next host, or finishes the copies of this checkpoint.
     fn copy_step(&mut self) {
         if self.stop.is_some() {
-            // All leave.
+            // The virtual machine ends.
             return;
         }
         let next = self.master.as_deref_mut().and_then(|master| {
@@ -217,7 +223,7 @@ impl Machine {
         self.copy_next();
     }
 
-    /// All hosts that were to have a copy have it, or will not.
+    /// Finishes a checkpoint that has all copies, or for which no host is left.
     fn copying_over(&mut self, done: UnderWay) {
         let UnderWay {
             job,
@@ -229,7 +235,7 @@ impl Machine {
         } = done;
         let missing = wanted.saturating_sub(made.len());
         if missing == 0 {
-            // Copies of the set before are not needed any more.
+            // Copies of the previous checkpoint are not needed any more.
             self.drop_copies(job, |there| *there != set);
         } else if let Some(entry) = self
             .keeping()
@@ -238,7 +244,7 @@ impl Machine {
             entry.copied.lacks = Some(set.clone());
         }
         if wanted == 0 {
-            // Nobody wants them any more.
+            // The copies were cancelled.
             return;
         }
         let missing = u32::try_from(missing).unwrap_or(u32::MAX);
@@ -251,13 +257,13 @@ impl Machine {
         });
     }
 
-    /// The attempt that is under way by this number.
+    /// Returns the copy in progress, if its transfer has this id.
     fn copy_under_way(&mut self, migration: MigrationId) -> Option<&mut UnderWay> {
         let now = self.keeping()?.copying.now.as_mut()?;
         now.to.is_some_and(|(_, id)| id == migration).then_some(now)
     }
 
-    /// The host would take a copy, or says why it does not.
+    /// Handles a host's reply whether it accepts a copy.
     pub(crate) fn copy_answered(&mut self, migration: MigrationId, answer: Option<Reply>) {
         let Some(now) = self.copy_under_way(migration) else {
             return;
@@ -272,7 +278,7 @@ impl Machine {
         }
     }
 
-    /// A host says what has become of its copy.
+    /// Handles a host's report that it has stored a copy, or why it has not.
     pub(crate) fn copy_kept(
         &mut self,
         host: HostId,
@@ -294,12 +300,12 @@ impl Machine {
             .map(|entry| &entry.copied.there)
             .any(|there| there.get(&host) == Some(&set));
         if result.is_ok() && !is_known {
-            // It was given up just before, and nobody would remove it later.
+            // The copy was cancelled just before, and would never be removed later.
             self.tell_host(host, HostMsg::DropCopies { sets: vec![set] });
         }
     }
 
-    /// True for a copy that this host sends.
+    /// True for the copy that this host is sending.
     pub(crate) fn is_copy(&self, migration: MigrationId) -> bool {
         let now = self
             .master
@@ -309,8 +315,8 @@ impl Machine {
             .is_some_and(|(_, id)| id == migration)
     }
 
-    /// A copy has left, or could not. What counts is what the other host says, which knows why it took no more of it; if it says
-    /// nothing this does.
+    /// Handles the end of sending a copy. The receiver's report takes precedence, because the
+    /// receiver knows why it stopped. Without a report, this result counts.
     pub(crate) fn copy_sent(&mut self, migration: MigrationId, result: Result<(), String>) {
         if let (Err(why), Some(now)) = (result, self.copy_under_way(migration)) {
             now.unsent = Some(why);
@@ -318,7 +324,7 @@ impl Machine {
         }
     }
 
-    /// The other host has said nothing of a copy that could not leave.
+    /// Fails a copy whose transfer broke and whose receiver has reported nothing.
     pub(crate) fn copy_unsent(&mut self, migration: MigrationId) {
         if let Some(why) = self
             .copy_under_way(migration)
@@ -328,7 +334,7 @@ impl Machine {
         }
     }
 
-    /// A copy is in the store of another host, or is not.
+    /// Ends the transfer of a copy, successfully or not.
     fn copy_ended(&mut self, migration: MigrationId, result: Result<(), String>) {
         let Some(now) = self.copy_under_way(migration) else {
             return;
@@ -359,14 +365,14 @@ impl Machine {
                     self.tell_host(host, HostMsg::DropCopies { sets: vec![before] })
                 }
                 Some(_) => {}
-                // The job is over, and nobody would remove it later.
+                // The job has ended, and the copy would never be removed later.
                 None => self.tell_host(host, HostMsg::DropCopies { sets: vec![set] }),
             }
         }
         self.copy_step();
     }
 
-    /// Master: a host is lost, and with it what it had.
+    /// Master: forgets the copies on a lost host, and makes new ones.
     pub(crate) fn copies_lost(&mut self, host: HostId) {
         let mut lacking = Vec::new();
         for (job, entry) in self
@@ -394,7 +400,7 @@ impl Machine {
         }
     }
 
-    /// Master: hosts have joined, which may take the copies that are missing.
+    /// Master: hosts have joined, so missing copies are made.
     pub(crate) fn copies_got_hosts(&mut self) {
         let jobs = self
             .keeping()
@@ -408,7 +414,8 @@ impl Machine {
             .for_each(|(job, set)| self.copy_wanted(job, &set));
     }
 
-    /// Master: these sets are no more, nor are copies of them wanted. Those of jobs that were forgotten nobody knows: all hosts are told.
+    /// Master: removes the copies of checkpoints that were removed. Copies of forgotten jobs are
+    /// unknown, so all hosts are notified.
     pub(super) fn copies_unwanted(&mut self, sets: &[String]) {
         if self.config.copies == Copies::default() || sets.is_empty() {
             return;
@@ -435,7 +442,8 @@ impl Machine {
         }
     }
 
-    /// Master: a job has ended for good. Its set stays for a while, without copies.
+    /// Master: removes the copies of a job that has ended. Its checkpoint stays in the store for a
+    /// while.
     pub(super) fn copies_over(&mut self, job: Tid) {
         if let Some(entry) = self
             .keeping()
@@ -447,7 +455,7 @@ impl Machine {
         self.stop_copying(|now| now.job == job);
     }
 
-    /// Gives up the set that is being copied, if it is this one.
+    /// Cancels the copy in progress if it matches.
     fn stop_copying(&mut self, which: impl FnOnce(&UnderWay) -> bool) {
         let now = self
             .keeping()
@@ -461,7 +469,7 @@ impl Machine {
         }
     }
 
-    /// Has hosts remove copies of a job's sets.
+    /// Removes those copies of a job's checkpoints that match.
     fn drop_copies(&mut self, job: Tid, which: impl Fn(&String) -> bool) {
         let Some(entry) = self
             .keeping()
@@ -478,7 +486,7 @@ impl Machine {
         }
     }
 
-    /// Names of the hosts that have a copy of a set.
+    /// Returns the names of the hosts that have a copy of a checkpoint.
     pub(super) fn copies_of(&self, job: Tid, set: &str) -> Vec<String> {
         let entry = self
             .master
@@ -491,9 +499,10 @@ impl Machine {
             .collect()
     }
 
-    // ---- the end of a host that keeps a copy
+    // ---- Part of a host that stores copies
 
-    /// The master asks whether this host keeps a copy. Its owner's disk is left alone while he is there.
+    /// Handles the master's request to store a copy. The disk is not used while its owner is
+    /// present.
     pub(crate) fn copy_asked(
         &mut self,
         from: HostId,
@@ -511,7 +520,7 @@ impl Machine {
                 reason: reason.into(),
             };
         }
-        // The master copies one at a time: it has given that one up.
+        // The master makes one copy at a time, so it has abandoned the previous one.
         match self.coming_copy.replace((migration, set.clone())) {
             Some((before, same)) if same == set => {
                 self.out.push_back(Output::DropImages { migration: before })
@@ -527,14 +536,14 @@ impl Machine {
         Reply::Done
     }
 
-    /// True for the copy that comes to this host.
+    /// True for the copy that this host is receiving.
     pub(crate) fn is_coming_copy(&self, migration: MigrationId) -> bool {
         self.coming_copy
             .as_ref()
             .is_some_and(|(coming, _)| *coming == migration)
     }
 
-    /// The copy is in the store here, or is not.
+    /// Handles the end of receiving a copy.
     pub(crate) fn copy_received(&mut self, migration: MigrationId, result: Result<(), String>) {
         let Some((_, set)) = self.coming_copy.take_if(|(coming, _)| *coming == migration) else {
             return;
@@ -550,7 +559,7 @@ impl Machine {
         );
     }
 
-    /// The owner has come: what is on its way to his disk does not get there.
+    /// Cancels the copy that is being received, because the owner of this host is present.
     pub(crate) fn copy_gives_way(&mut self, why: &str) {
         let Some((migration, set)) = self.coming_copy.take() else {
             return;

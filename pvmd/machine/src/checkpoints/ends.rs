@@ -1,7 +1,9 @@
-//! Jobs that have come to their end: nobody is likely to want their sets any more, and the store may remove them.
+//! Detects jobs that have ended. Their checkpoints are probably not needed any more, so the store
+//! may remove them.
 //!
-//! That is so when nothing of a job is left and its first task has ended with success, or because somebody told it to. A job
-//! that crashed, or that was ended by the owner of a host, with its host or with the virtual machine, may be started again.
+//! A job has ended if it has no task left, and its first task has succeeded or was told to end. A
+//! job that crashed, or that was ended by the owner of a host, with its host or with the virtual
+//! machine, may still be restarted.
 
 use super::{Doing, Job, Keeping, Purpose, members};
 use crate::{Machine, Output};
@@ -10,24 +12,23 @@ use sempa_proto::host::HostMsg;
 use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Micros, Tid};
 
-/// Signals by which tasks are told to end: hang up, interrupt, quit, kill, terminate.
+/// Signals by which tasks are told to end: SIGHUP, SIGINT, SIGQUIT, SIGKILL, SIGTERM.
 pub(super) const ENDING: [i32; 5] = [1, 2, 3, 9, SIGTERM];
-/// Signal of a polite end.
 const SIGTERM: i32 = 15;
 
-/// How the first task of a job comes to its end.
+/// How the first task of a job has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct End {
-    /// The last signal of this kind that somebody sent it.
+    /// The last of [`ENDING`] that another task or a user sent to it.
     told: Option<i32>,
-    /// An owner did not want it on his host.
+    /// An owner has evicted it.
     turned_out: bool,
-    /// Its wait status, if it did not end with its host.
+    /// Wait status; `None` if it ended with its host.
     status: Option<i32>,
 }
 
 impl End {
-    /// True if it ended as somebody wanted it.
+    /// True if the end was intended: the task succeeded, or it was told to end.
     fn is_good(self) -> bool {
         let killed = |status: i32| {
             self.told
@@ -41,14 +42,15 @@ impl End {
 }
 
 impl Job {
-    /// True if all that are known to belong to it have ended.
+    /// True if all its known tasks have ended.
     pub(super) fn is_quiet(&self) -> bool {
         !self.members.is_empty() && self.ended.len() == self.members.len()
     }
 }
 
 impl Keeping {
-    /// Something happened on this host that may concern a job; `by_itself` if not because a host leaves, or all of them.
+    /// Updates the jobs after an event of this host. `by_itself` is false if tasks end because a
+    /// host or the virtual machine ends.
     pub(crate) fn happened(
         &mut self,
         now: Micros,
@@ -109,7 +111,7 @@ impl Keeping {
         }
     }
 
-    /// Somebody here has told a task to end.
+    /// Notes that a task was told to end.
     fn told(&mut self, tid: Tid) {
         for entry in self
             .jobs
@@ -120,7 +122,7 @@ impl Keeping {
         }
     }
 
-    /// Somebody has all tasks ended but these.
+    /// Notes that all tasks but these were told to end.
     pub(crate) fn reset(&mut self, spare: &[Tid]) {
         for (job, entry) in &mut self.jobs {
             let all = entry.members.iter().filter(|tid| !spare.contains(tid));
@@ -133,7 +135,7 @@ impl Keeping {
 }
 
 impl Machine {
-    /// Somebody sends a task a signal: if it ends of that, he does not want it any more.
+    /// Notes a signal to a task. If the signal ends the task, that end is intended.
     pub(crate) fn told_to_end(&mut self, tid: Tid, signal: i32) {
         if !ENDING.contains(&signal) {
             return;
@@ -151,7 +153,7 @@ impl Machine {
         }
     }
 
-    /// Has it counted whether jobs are over that seem to be; true if there were any.
+    /// Takes an inventory for each job that may have ended. True if there were any.
     pub(super) fn look_at_quiet(&mut self) -> bool {
         let quiet = self
             .keeping()
@@ -164,7 +166,7 @@ impl Machine {
         counted
     }
 
-    /// All hosts have said what is left.
+    /// Handles the inventory of a job that may have ended.
     pub(super) fn look_whether_over(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -174,7 +176,7 @@ impl Machine {
         }
     }
 
-    /// Nothing is left of a job: unless something went wrong with it nobody will want its sets.
+    /// Handles a job without tasks: unless it ended by a failure, its checkpoints may be removed.
     pub(super) fn job_over(&mut self, job: Tid) {
         let Some(keeping) = self.keeping() else {
             return;
@@ -207,8 +209,10 @@ impl Machine {
 mod tests {
     use super::*;
 
+    /// An end is intended if the task succeeded or ended as it was told to. A failure, a crash, an
+    /// eviction or the loss of its host is not.
     #[test]
-    fn only_who_ended_as_somebody_wanted_is_not_wanted_any_more() {
+    fn end_is_intended_after_success_or_request() {
         let exit = |code: i32| Some(code << 8);
         let end = |told, status| End {
             told,

@@ -1,8 +1,12 @@
-//! Tasks that may have been lost with their host before anybody knew of it.
+//! Tasks that may have died with their host, before the loss of the host is known.
 //!
-//! A machine that goes down ends its processes one after the other, and the daemon may be the last: then it reports tasks that were
-//! killed, and a moment later it is gone. A task whose memory was still on a host that dies is killed where it is, and that may be
-//! known before the loss. Neither has ended by itself: if the host turns out to be lost, the job goes back as if they had been there.
+//! - A machine that shuts down ends its processes one after the other, its daemon possibly last.
+//!   The daemon then reports killed tasks, and is gone a moment later.
+//! - A post-copied task whose memory is still on a host that dies is killed where it runs. Its exit
+//!   may be known before the loss.
+//!
+//! Neither task has ended voluntarily. If the host turns out to be lost, the job rolls back as if
+//! the tasks had run there.
 
 use super::ends::ENDING;
 use sempa_proto::event::EventKind;
@@ -10,26 +14,26 @@ use sempa_proto::migration::Step;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A host that goes down may live for so long after it has killed a task.
+/// Time that a host may live after it has killed a task while it shuts down.
 const GOING_DOWN: Micros = Micros::from_secs(10);
 
-/// Those of a job's tasks.
+/// Tasks of one job that may have died with a host.
 #[derive(Debug, Default)]
 pub(super) struct Fallen {
-    /// With which host each may have been lost, and since when that is so. Up to two hosts for a task: the one where it was
-    /// killed, and the one that had its memory.
+    /// Time of death, by task and by the host with which the task may have been lost. A task may
+    /// have two such hosts: the one where it was killed, and the one that had its memory.
     with: BTreeMap<(Tid, HostId), Micros>,
-    /// Somebody here has told them to end: that is no sign of anything.
+    /// Tasks that were told to end. Their death says nothing about their host.
     told: BTreeSet<Tid>,
 }
 
 impl Fallen {
-    /// Somebody here has told this member of the job to end.
+    /// Notes that a member of the job was told to end.
     pub(super) fn told(&mut self, tid: Tid) {
         self.told.insert(tid);
     }
 
-    /// Something happened on this host to a member of the job.
+    /// Updates the tasks after an event of this host.
     pub(super) fn happened(&mut self, now: Micros, host: HostId, kind: &EventKind) {
         let (tid, with) = match kind {
             EventKind::TaskEnded { tid, status, .. }
@@ -45,20 +49,22 @@ impl Fallen {
             } => (*tid, *from),
             _ => return,
         };
-        // Whoever reads this would be lost with it.
+        // The loss of the master's host ends this daemon, too.
         if with != HostId::MASTER {
             self.with.insert((tid, with), now);
         }
     }
 
-    /// True if any of them would have been lost with this host. Who is lost has been silent for `lease`.
+    /// True if any of the tasks may have been lost with this host. A lost host has already been
+    /// silent for `lease`.
     pub(super) fn any_with(&self, now: Micros, lease: Micros, host: HostId) -> bool {
         self.with
             .iter()
             .any(|((_, with), since)| *with == host && now < *since + lease + GOING_DOWN)
     }
 
-    /// Until when it is not known whether they were lost with their hosts, if there are any.
+    /// Returns the time until which it is unknown whether tasks were lost with their hosts; `None`
+    /// if there are no such tasks.
     pub(super) fn unknown_until(&self, now: Micros, lease: Micros) -> Option<Micros> {
         self.with
             .values()
@@ -67,7 +73,8 @@ impl Fallen {
             .max()
     }
 
-    /// The job has a set with these tasks: who is not in it does not come back by it.
+    /// Keeps only the tasks of the new checkpoint, because a rollback to it does not restore
+    /// others.
     pub(super) fn forget_all_but(&mut self, tasks: &[Tid]) {
         self.with.retain(|(tid, _), _| tasks.contains(tid));
         self.told.retain(|tid| tasks.contains(tid));

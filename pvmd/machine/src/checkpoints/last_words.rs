@@ -1,9 +1,13 @@
-//! The last words of tasks that have ended, on their way while others are written.
+//! Last messages of tasks that have ended, in transit while other tasks are dumped.
 //!
-//! What a living task has sent and its peer has not taken it sends again after a restart. One that has ended does not: its daemon
-//! sends what is left, and behind that word of its end. A checkpoint without these words would lose them, as a worker's result that
-//! its master waits for. So before a task is written its daemon has to know the ends of all that have ended of its job; and when some of
-//! what they said waits for the task then, it goes on and takes it, and the checkpoint is tried again.
+//! After a restart, a live task retransmits what its peers have not received. A task that has ended
+//! cannot: its daemon sends the rest of its messages and then its exit notice. A checkpoint without
+//! these messages would lose them, for example the result of a worker for which its coordinator
+//! waits. Therefore:
+//!
+//! - Before a task is dumped, its daemon must know the exits of all ended tasks of its job.
+//! - If last messages wait for the task then, it continues to receive them, and the checkpoint is
+//!   tried again.
 
 use crate::pairs::sender_of;
 use crate::tasks::Task;
@@ -14,20 +18,22 @@ use sempa_proto::migration::Failure;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeSet, VecDeque};
 
-/// Ends that are remembered.
+/// Largest number of remembered exits.
 const ENDS_MAX: usize = 65_536;
-/// So long a word of an end is waited for. What has not come by then was lost with its host, or with its session.
+/// Time to wait for an exit notice. What has not arrived by then was lost with its host or its
+/// session.
 const AWAIT_TIME: Micros = Micros::from_secs(2);
-/// So long after an end last words may be on their way: a host that is silent for longer is lost, mostly.
+/// Time after an exit in which last messages may be in transit. A host that is silent for longer is
+/// usually lost.
 const RECENT_SPAN: Micros = Micros::from_secs(10);
-/// Ends that are remembered for that.
+/// Largest number of exits that the master remembers for that.
 const RECENT_MAX: usize = 512;
 
-/// Tasks of which it is known that they have ended.
+/// Tasks that are known to have ended.
 #[derive(Debug, Default)]
 pub(crate) struct Ends {
     known: BTreeSet<Tid>,
-    /// The oldest first; some may have been forgotten.
+    /// Oldest first. May contain tasks that were forgotten.
     order: VecDeque<Tid>,
 }
 
@@ -43,7 +49,7 @@ impl Ends {
         }
     }
 
-    /// It has begun again.
+    /// Forgets a task that has been restarted.
     pub(crate) fn forget(&mut self, tid: Tid) {
         if self.known.remove(&tid) {
             self.order.retain(|other| *other != tid);
@@ -51,13 +57,12 @@ impl Ends {
     }
 }
 
-/// What the master remembers of ends, whoever it was and whether anybody makes checkpoints of his job: before the first one nobody
-/// knows who belongs to it.
+/// Recent exits of all tasks, kept by the master. Before the first checkpoint of a job its members
+/// are unknown, so that every task may belong to it.
 #[derive(Debug, Default)]
 pub(super) struct Recent(VecDeque<(Micros, Tid)>);
 
 impl Recent {
-    /// This task has ended.
     pub(super) fn ended(&mut self, now: Micros, tid: Tid) {
         self.0.push_back((now, tid));
         let is_old = |(at, _): &(Micros, Tid)| now.since(*at) >= RECENT_SPAN;
@@ -66,7 +71,7 @@ impl Recent {
         }
     }
 
-    /// Whose last words may be on their way.
+    /// Returns the tasks whose last messages may be in transit.
     pub(super) fn all(&self, now: Micros) -> impl Iterator<Item = Tid> {
         self.0
             .iter()
@@ -76,7 +81,8 @@ impl Recent {
 }
 
 impl Machine {
-    /// A host has just come in. It was not there to hear of ends, and nobody is to wait until it has.
+    /// Sends recent exit notices to a host that has just joined. It has not received them, and no
+    /// dump there must wait for them.
     pub(crate) fn tell_of_ends(&mut self, host: HostId) {
         let now = self.now;
         let Some(keeping) = self.keeping() else {
@@ -91,10 +97,10 @@ impl Machine {
             .extend(words.map(|carried| Output::Carry { host, carried }));
     }
 
-    /// Word of an end has come, and so all that the task said.
+    /// Handles an exit notice: all messages of that task have arrived.
     pub(crate) fn end_is_known(&mut self, tid: Tid) {
         self.tasks.ends.add(tid);
-        // Those that are to be written are few, and mostly there are none.
+        // Few tasks are being dumped at a time, usually none.
         for source in self.moves.sources.values() {
             let Some(task) = self.tasks.live.get_mut(&source.of().tid) else {
                 continue;
@@ -105,7 +111,7 @@ impl Machine {
         }
     }
 
-    /// A task is to be written when the ends of these are known here.
+    /// Makes the dump of a task wait until these exits are known here.
     pub(crate) fn await_ends(&mut self, id: MigrationId, tid: Tid, ended: Vec<Tid>) {
         let known = &self.tasks.ends.known;
         let can_come = |tid: &Tid| {
@@ -125,7 +131,7 @@ impl Machine {
         }
     }
 
-    /// They have not come in their time.
+    /// Ends that wait for exit notices that have not arrived in time.
     pub(crate) fn await_no_longer(&mut self, tid: Tid, id: MigrationId) {
         let Some(task) = self
             .tasks
@@ -138,10 +144,10 @@ impl Machine {
         self.moves.settled.extend(task.take_settled());
     }
 
-    /// Whether nothing waits for a task that somebody said who has ended.
+    /// Checks that no message of an ended task waits for this task.
     ///
     /// # Errors
-    /// It has to take that before it is written.
+    /// The task must receive such a message before it is dumped.
     pub(super) fn has_heard_the_dead(&self, task: &Task) -> Result<(), Failure> {
         let left = task.away.as_ref().map_or(0, |away| away.left);
         let is_said = |held: &&Held| match held {
@@ -167,8 +173,9 @@ impl Machine {
 mod tests {
     use super::*;
 
+    /// Recent exits are forgotten after a while, and their number is limited.
     #[test]
-    fn ends_are_recent_for_a_while_and_only_so_many_of_them() {
+    fn recent_exits_expire_and_are_limited() {
         let mut recent = Recent::default();
         let all = |recent: &Recent, at: Micros| recent.all(at).map(Tid::raw).collect::<Vec<_>>();
         recent.ended(Micros(0), Tid::from_raw(1));
@@ -181,8 +188,9 @@ mod tests {
         assert_eq!(all(&recent, RECENT_SPAN + Micros(2)), vec![4; RECENT_MAX]);
     }
 
+    /// The number of remembered exits is limited. The exit of a restarted task is forgotten.
     #[test]
-    fn as_many_ends_are_remembered_as_there_is_room_for_and_none_of_who_has_begun_again() {
+    fn known_exits_are_limited_and_can_be_forgotten() {
         let mut ends = Ends::default();
         let tids =
             || (0..=i32::try_from(ENDS_MAX).expect("small")).map(|n| Tid::from_raw(0x40000 + n));

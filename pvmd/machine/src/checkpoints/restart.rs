@@ -1,4 +1,5 @@
-//! Sets that are started again: the glue between the protocol, the store, and the hosts that build the tasks.
+//! Restarts from checkpoints: the glue between the protocol, the store, and the hosts that rebuild
+//! the tasks.
 
 use super::ends::End;
 use super::fallen::Fallen;
@@ -18,7 +19,7 @@ use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
 impl Machine {
-    /// Master: somebody wants a set started again.
+    /// Master: handles a request to restart from a checkpoint.
     pub(crate) fn restart_wanted(
         &mut self,
         (tid, id): (Tid, RequestId),
@@ -60,7 +61,7 @@ impl Machine {
         self.out.push_back(Output::OpenSet { restart, set });
     }
 
-    /// The store has looked into a set.
+    /// Handles the store's report on an opened checkpoint.
     pub(crate) fn set_opened(&mut self, number: u64, result: Result<SetMeta, String>) {
         let Some(wanted) = self.keeping().and_then(|k| k.wanted.get_mut(&number)) else {
             return;
@@ -113,7 +114,7 @@ impl Machine {
         entry.doing = Doing::Restarting;
     }
 
-    /// Where each task may be started, if nothing stands in the way.
+    /// Returns the candidate hosts of each task, if nothing prevents the restart.
     fn plan_restart(
         &self,
         number: u64,
@@ -137,7 +138,7 @@ impl Machine {
         if job.is_some_and(|job| !free(job)) {
             return Err(RestartFailure::UnderWay);
         }
-        // Sets of a job and of one within it have tasks in common.
+        // Checkpoints of a job and of a job within it have tasks in common.
         let busy = |tid: Tid| keeping.restarts.has(tid) || keeping.cuts.of_task(tid).is_some();
         if meta.parts.iter().any(|part| busy(part.tid)) {
             return Err(RestartFailure::UnderWay);
@@ -171,7 +172,7 @@ impl Machine {
                 .map(|entry| entry.id)
                 .filter(|_| on.is_empty());
             hosts.sort_by_key(|host| Some(*host) != home);
-            // A host may be named more than once, to be the first choice of more tasks.
+            // A host may be listed repeatedly, to become the first choice of more tasks.
             let mut known = BTreeSet::new();
             hosts.retain(|host| known.insert(*host));
             candidates.push(Candidate {
@@ -192,7 +193,7 @@ impl Machine {
         ))
     }
 
-    /// What belongs to the tasks of a set belongs to nobody else.
+    /// Checks that the tasks, groups, mailbox entries and contexts of a checkpoint are not in use.
     fn in_nobodys_way(&self, meta: &SetMeta, found: &Counted) -> Result<(), RestartFailure> {
         let member = |tid: Tid| meta.parts.iter().any(|part| part.tid == tid);
         let alive: Vec<Tid> = found
@@ -281,7 +282,7 @@ impl Machine {
         }
     }
 
-    /// The tasks of a set have again what was theirs: places in groups, entries of the mailbox, contexts.
+    /// Gives the restarted tasks their groups, mailbox entries and contexts back.
     fn belongs_again(&mut self, part: MigrationId) {
         let Some(master) = self.master.as_deref_mut() else {
             return;
@@ -316,14 +317,14 @@ impl Machine {
         }
     }
 
-    /// True for images that the store has given out for this part.
+    /// True for images that the store has unpacked for this part.
     pub(crate) fn is_unpacked_here(&self, id: MigrationId) -> bool {
         self.master
             .as_ref()
             .is_some_and(|master| master.keeping.unpacked.contains(&id))
     }
 
-    /// The images of a part have left the store for their host, or could not.
+    /// Handles the result of sending a part to its host.
     pub(crate) fn part_sent(&mut self, id: MigrationId, result: Result<(), Failure>) {
         let Some(keeping) = self.keeping() else {
             return;
@@ -335,7 +336,7 @@ impl Machine {
         self.out.push_back(Output::DropImages { migration: id });
     }
 
-    /// The restart of a set has ended, or did not begin.
+    /// Finishes a restart that is complete, has failed or did not begin.
     pub(super) fn restart_over(
         &mut self,
         number: u64,
@@ -367,7 +368,7 @@ impl Machine {
             .map(|part| part.tid)
             .collect();
         let mut next = None;
-        // Else a host was lost meanwhile, and it goes back once more.
+        // Otherwise a host was lost meanwhile, and the job rolls back again.
         if let Some(entry) = keeping
             .jobs
             .get_mut(&job)
@@ -386,7 +387,7 @@ impl Machine {
                 entry.fallen = Fallen::default();
                 entry.tries = 0;
             } else if goes_back.is_some() && (entry.pace.is_some() || entry.tries < TRIES_MAX) {
-                // What stands in the way may go away.
+                // The obstacle may disappear.
                 entry.doing = Doing::Ending {
                     lost: None,
                     not_before: Micros(0),
@@ -402,7 +403,7 @@ impl Machine {
             self.schedule(job, next);
         }
         if result.is_ok() {
-            // Whatever was thought of its end.
+            // The job runs again, so its checkpoint must not be removed as that of an ended job.
             self.out.push_back(Output::MarkSets {
                 sets: vec![set.clone()],
                 ended: false,
@@ -410,7 +411,8 @@ impl Machine {
             });
         }
         if result.is_err() && begun.is_some() {
-            // They may have been in their groups again already, and if all were told to run some may do so.
+            // The tasks may already be in their groups again. If all were ordered to run, some may
+            // be running.
             for tid in &members {
                 self.kill(*tid);
                 self.task_left(*tid);
@@ -441,9 +443,9 @@ impl Machine {
         }
     }
 
-    /// What lay beside the images of a task that is started again here.
+    /// Handles the record that was stored next to the images of a task that is restarted here.
     pub(crate) fn part_read(&mut self, id: MigrationId, result: Result<PartRecord, Failure>) {
-        // It may have been thrown away meanwhile: then nothing must be built.
+        // The restart may have been aborted meanwhile. Then nothing must be built.
         if !self.moves.is_restoring(id) {
             return;
         }
@@ -454,7 +456,8 @@ impl Machine {
         }
     }
 
-    /// Makes a task's record that of a task that begins again, and the order that builds it; none if its program is started again.
+    /// Prepares the record of a restarted task. Returns the order that restores its images; `None`
+    /// if its program is started again.
     fn rebuild(&mut self, id: MigrationId, part: PartRecord) -> Result<Option<ToTasker>, Failure> {
         let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
         if part.version != SET_VERSION {
@@ -506,7 +509,7 @@ impl Machine {
             .retain(|mark| timeline.before(mark.peer).is_some());
         (record.hosts, record.epoch, record.rm) = (hosts, epoch, None);
         let mut open = std::mem::take(&mut record.requests);
-        // It was started again before, and has not heard of it.
+        // The task was restarted before, and its library was not informed of it yet.
         open.extend(
             record
                 .restart
@@ -531,8 +534,11 @@ impl Machine {
     }
 }
 
-/// True for what a task has to get that begins again. Half a message from somebody who begins with it comes on the timeline that
-/// they have in common then; one from anybody else is none, and nothing waits for the last words of such.
+/// True if a restarted task must get this item. The item is adapted:
+///
+/// - A partial message of a member of the restart group gets the incarnation that they have in
+///   common now. Partial messages of other tasks are dropped.
+/// - A notification does not wait for the last messages of a task outside the group.
 fn belongs_to(tid: Tid, timeline: &Timeline, held: &mut Held) -> bool {
     let bytes = match held {
         Held::Item(ToTask::Deliver { after, .. }) => {
@@ -554,14 +560,15 @@ fn belongs_to(tid: Tid, timeline: &Timeline, held: &mut Held) -> bool {
         ..frame
     };
     *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-    // One that had begun again without the task has not said that.
+    // A sender that was restarted after this frame, without this task, has not sent it.
     timeline
         .before(frame.src)
         .is_some_and(|before| !is_later(before, frame_line))
 }
 
-/// What has to be there for a task that is started again. Files may have grown since, by what it wrote: they are cut back
-/// before it is built, and whether others have the length that they had the engine looks then.
+/// Returns the files that a restart requires, without their lengths. The task may have appended to
+/// files since; they are truncated before it is rebuilt. The engine then checks the length of the
+/// others.
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = facts.clone();
     for file in &mut facts.files {

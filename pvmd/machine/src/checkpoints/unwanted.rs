@@ -1,4 +1,5 @@
-//! Sets that are removed: those that somebody names, but for those that are needed, and those that the store does not keep.
+//! Removal of checkpoints: by request of a user, unless they are still needed, and by the store, to
+//! stay within its limits.
 
 use super::{Doing, Job, Keeping};
 use crate::{Machine, Output};
@@ -8,11 +9,11 @@ use sempa_proto::task::Reply;
 use sempa_proto::{PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Sets that one request may name.
+/// Largest number of checkpoints in one request.
 const NAMED_MAX: usize = 1024;
 
 impl Job {
-    /// True if it goes back to its newest set, or may have to.
+    /// True if the job rolls back to its newest checkpoint, or may have to later.
     fn needs_newest(&self) -> bool {
         self.pace.is_some()
             || matches!(
@@ -23,7 +24,7 @@ impl Job {
 }
 
 impl Keeping {
-    /// Sets that jobs may have to go back to.
+    /// Returns the checkpoints to which jobs may roll back.
     pub(super) fn needed(&self) -> Vec<String> {
         self.jobs
             .values()
@@ -34,7 +35,7 @@ impl Keeping {
 }
 
 impl Machine {
-    /// Master: somebody wants sets removed.
+    /// Master: handles a request to remove checkpoints.
     pub(crate) fn sets_unwanted(&mut self, tid: Tid, id: RequestId, which: Unwanted, any: bool) {
         let Some(keeping) = self.keeping() else {
             return;
@@ -51,7 +52,8 @@ impl Machine {
         {
             stay.extend(entry.newest.clone().map(|set| (set, Stays::Wanted(*job))));
         }
-        // Before the store has opened it nobody would keep it from going.
+        // A checkpoint that a restart has requested, but not opened yet, is not protected by the
+        // store.
         stay.extend(
             keeping
                 .wanted
@@ -67,7 +69,7 @@ impl Machine {
         });
     }
 
-    /// The store has removed them, or some of them.
+    /// Handles the store's report on removed checkpoints.
     pub(crate) fn sets_removed(
         &mut self,
         tid: Tid,
@@ -81,7 +83,7 @@ impl Machine {
         self.reply(tid, id, Reply::SetsRemoved(result));
     }
 
-    /// What lies in the store, and where copies of it are.
+    /// Completes the store's list of checkpoints with the hosts that have copies.
     pub(crate) fn sets_listed(
         &mut self,
         tid: Tid,
@@ -94,7 +96,7 @@ impl Machine {
         self.reply(tid, id, Reply::Sets(result));
     }
 
-    /// The store has removed sets by itself.
+    /// Handles checkpoints that the store has removed on its own initiative.
     pub(crate) fn sets_swept(&mut self, sets: Vec<String>) {
         self.sets_gone(
             sets,

@@ -1,8 +1,11 @@
-//! Checkpoints that are in the way of a move, or come before it.
+//! Decides between checkpoints and migrations that concern the same task.
 //!
-//! A task that has been written goes on and may move, although the checkpoint of its job is not complete: where it ran is in its
-//! images. Up to then it stays, unless an owner or an administrator wants his host: he does not wait for anybody's disk. Only when a host
-//! is drained jobs that are checkpointed by themselves are written first: what becomes of their tasks on the way costs nothing then.
+//! - A task that has been dumped may migrate although the checkpoint of its job is not complete:
+//!   its images record where it ran.
+//! - Until then it stays, unless an owner or an administrator needs its host. That does not wait
+//!   for a disk: the checkpoint is aborted and tried again.
+//! - Before a host is drained, jobs with a schedule are checkpointed, so that a task that is lost
+//!   during the drain loses no work.
 
 use super::{Doing, Job};
 use crate::Machine;
@@ -10,10 +13,11 @@ use sempa_proto::migration::{Cause, Refusal};
 use sempa_proto::{HostId, Tid};
 
 impl Machine {
-    /// Master: a task is to move. Calls a checkpoint off that keeps it, if the cause is worth that; it is tried again.
+    /// Master: decides whether a task may migrate now. Aborts a checkpoint that keeps the task, if
+    /// the cause of the migration has priority; the checkpoint is tried again.
     ///
     /// # Errors
-    /// The checkpoint goes before.
+    /// The checkpoint has priority.
     pub(crate) fn make_way(&mut self, tid: Tid, cause: &Cause) -> Result<(), Refusal> {
         let Some(master) = self.master.as_deref_mut() else {
             return Ok(());
@@ -23,7 +27,7 @@ impl Machine {
         let counts =
             |job: &Job| job.drains && job.doing == Doing::Counting && job.members.contains(&tid);
         if drains && keeping.jobs.values().any(counts) {
-            // Its part has no number yet.
+            // The task has no part of a snapshot yet, so the id is a new one.
             return Err(Refusal::AlreadyMoving(coordinator.next_id()));
         }
         if let Some(part) = keeping.cuts.of_task(tid) {
@@ -31,7 +35,7 @@ impl Machine {
             let job = cut
                 .and_then(|cut| keeping.job_of_cut(cut))
                 .and_then(|job| keeping.jobs.get(&job));
-            // All of it leaves by that.
+            // The whole job ends with this checkpoint.
             if job.is_some_and(|job| job.ends) {
                 return Err(Refusal::AlreadyMoving(part.id));
             }
@@ -51,7 +55,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Master: a host is being emptied.
+    /// Master: checkpoints the jobs on a host that is being drained.
     pub(crate) fn write_before_drain(&mut self, host: HostId) {
         let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else {
             return;

@@ -1,4 +1,5 @@
-//! Jobs are checkpointed while they talk, lose everything, and begin again.
+//! Jobs are checkpointed while their tasks exchange messages, lose their tasks or hosts, and are
+//! restarted.
 
 mod copies;
 mod last_words;
@@ -19,7 +20,7 @@ use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
 use sempa_proto::{Message, Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// A job of so many tasks, all of which its first one has spawned, and the console.
+/// A job whose first task has spawned all others, and the console.
 struct Scene {
     sim: Sim,
     console: usize,
@@ -40,7 +41,7 @@ impl Scene {
         Scene { sim, console, tids }
     }
 
-    /// Somebody says the next number to somebody else, if he can.
+    /// Sends the next number from one task to another, if the sender runs.
     fn talk(&mut self, from: Tid, to: Tid) {
         let proc = self.sim.proc_of(from);
         let p = &self.sim.procs[proc];
@@ -66,7 +67,7 @@ impl Scene {
         }
     }
 
-    /// True when everybody has heard all that the others have said, each number once and in order.
+    /// Asserts that numbers arrived once and in order. True if every number sent has arrived.
     fn all_heard(&self) -> bool {
         let mut heard = true;
         for to in &self.tids {
@@ -179,7 +180,7 @@ impl Scene {
         result.map(|report| report.tasks)
     }
 
-    /// The answer to somebody who wanted a checkpoint.
+    /// Waits for the reply to a checkpoint request.
     fn answer(&mut self, asked: RequestId) -> Result<SetReport, CutFailure> {
         let console = self.console;
         self.sim.until("the end of the checkpoint", |sim| {
@@ -191,7 +192,8 @@ impl Scene {
         }
     }
 
-    /// A checkpoint of which any step may fail; all goes on, and nothing of it is left but the set. True if there is one.
+    /// Makes a checkpoint of which any step may fail. Asserts that all tasks continue and that only
+    /// the checkpoint is left. True if there is one.
     fn checkpoint_may_fail(&mut self) -> bool {
         self.chatter(30);
         self.sim.faults.step_fails_percent = 8;
@@ -211,7 +213,8 @@ impl Scene {
         result.is_ok()
     }
 
-    /// Starts a set again of which any step may fail, until none does. How often one did, after which nothing runs.
+    /// Repeats a restart whose steps may fail until it succeeds. Returns how often it failed; after
+    /// each failure no task may run.
     fn restart_may_fail(&mut self, set: &str) -> usize {
         let mut bad = 0;
         self.sim.faults.step_fails_percent = 12;
@@ -230,7 +233,8 @@ impl Scene {
         bad
     }
 
-    /// Starts a set again; all talk, in the end each to each, and nothing of the restart is left.
+    /// Restarts a checkpoint, lets all tasks exchange messages, and asserts that nothing of the
+    /// restart is left.
     fn restarts_and_talks(&mut self, set: &str) {
         self.restart(set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {})", self.sim.seed));
@@ -249,7 +253,8 @@ impl Scene {
         assert_eq!(self.sim.sets.left(), (0, 0), "seed {}", self.sim.seed);
     }
 
-    /// All tasks have begun again behind so many processes, and talk.
+    /// Waits until all tasks run in new processes, of which `before` existed earlier; then
+    /// exchanges messages.
     fn until_it_goes_on(&mut self, before: usize) {
         let all = before + self.tids.len();
         self.sim
@@ -306,8 +311,10 @@ fn spawn_as(sim: &mut Sim, by: usize, request: SpawnRequest) -> Vec<Tid> {
     tids
 }
 
+/// A job that exchanges messages while it is checkpointed continues from the checkpoint without a
+/// lost or repeated message.
 #[test]
-fn a_job_that_talks_goes_on_from_its_checkpoint_as_if_nothing_had_been_between() {
+fn restart_continues_from_checkpoint() {
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 4, 6);
         scene.chatter(60);
@@ -319,15 +326,16 @@ fn a_job_that_talks_goes_on_from_its_checkpoint_as_if_nothing_had_been_between()
         let mut all = scene.tids.clone();
         all.sort_unstable();
         assert_eq!(report.tasks, all, "seed {seed}");
-        // It goes on, and what it says now did not happen.
+        // The restart undoes all messages that the tasks send after the checkpoint.
         scene.chatter(40);
         scene.end_all();
         scene.restarts_and_talks(&report.set);
     }
 }
 
+/// A checkpoint that fails at any step leaves every task running and no files.
 #[test]
-fn a_checkpoint_that_fails_anywhere_leaves_every_task_running_and_nothing_behind() {
+fn failed_checkpoint_leaves_tasks_running() {
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(80) {
         let mut scene = Scene::new(seed, 3, 5);
@@ -340,8 +348,9 @@ fn a_checkpoint_that_fails_anywhere_leaves_every_task_running_and_nothing_behind
     assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
 }
 
+/// A restart that fails at any step leaves no task running and can be repeated.
 #[test]
-fn a_restart_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again() {
+fn failed_restart_can_be_repeated() {
     let mut bad = 0;
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 3, 4);
@@ -358,8 +367,9 @@ fn a_restart_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again()
     assert!(bad > 10, "{bad} restarts failed");
 }
 
+/// A job goes back to its newest checkpoint when a host is lost.
 #[test]
-fn a_job_goes_back_to_its_newest_set_when_a_host_is_lost() {
+fn lost_host_rolls_job_back() {
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 4, 6);
         scene.chatter(20);
@@ -389,8 +399,9 @@ fn a_job_goes_back_to_its_newest_set_when_a_host_is_lost() {
     }
 }
 
+/// A job continues after hosts are lost at any moment of a checkpoint or a restart.
 #[test]
-fn hosts_that_are_lost_at_any_moment_of_a_checkpoint_or_a_restart_leave_a_job_that_goes_on() {
+fn job_survives_host_losses_at_any_time() {
     for seed in seeds(80) {
         let mut scene = Scene::new(seed, 5, 6);
         scene
@@ -411,7 +422,7 @@ fn hosts_that_are_lost_at_any_moment_of_a_checkpoint_or_a_restart_leave_a_job_th
         };
         let tids = scene.tids.clone();
         scene.sim.until("all run again", |sim| all(sim, &tids));
-        // Checkpoints go on all the time, and a host may not be known to be lost yet.
+        // Checkpoints continue meanwhile, and the loss of a host may not be known yet.
         scene.sim.pass(Micros::from_secs(5));
         scene.sim.until("all run again", |sim| all(sim, &tids));
         scene.chatter(60);
@@ -426,8 +437,10 @@ fn hosts_that_are_lost_at_any_moment_of_a_checkpoint_or_a_restart_leave_a_job_th
     }
 }
 
+/// The members of a group that waited in a barrier meet there after a restart in a new virtual
+/// machine.
 #[test]
-fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
+fn barrier_completes_in_new_virtual_machine() {
     for seed in seeds(30) {
         let mut scene = Scene::new(seed, 3, 4);
         for tid in scene.tids.clone() {
@@ -485,7 +498,7 @@ fn members_of_a_group_meet_again_in_a_new_virtual_machine() {
     }
 }
 
-/// All of it is lost, and a new virtual machine is founded beside its store.
+/// Loses the whole virtual machine. Creates a new one with the same store.
 fn lost(scene: Scene) -> Scene {
     let Scene {
         sim: Sim {
@@ -544,8 +557,9 @@ fn stored(scene: &mut Scene, name: &str) -> Option<bytes::Bytes> {
     }
 }
 
+/// Tasks own their mailbox entries and contexts again after a restart in a new virtual machine.
 #[test]
-fn what_tasks_have_in_the_mailbox_and_their_contexts_are_theirs_again_in_a_new_virtual_machine() {
+fn restart_restores_mailbox_and_contexts() {
     for seed in seeds(20) {
         let mut scene = Scene::new(seed, 3, 4);
         let (mut owned, console) = (Vec::new(), scene.console);
@@ -599,8 +613,9 @@ fn what_tasks_have_in_the_mailbox_and_their_contexts_are_theirs_again_in_a_new_v
     }
 }
 
+/// A checkpoint is not restarted where other tasks own its mailbox entries or contexts.
 #[test]
-fn a_set_is_not_started_where_others_have_its_entries_or_its_contexts() {
+fn restart_refused_on_mailbox_or_context_conflict() {
     let mut scene = Scene::new(7, 2, 2);
     let (first, console) = (scene.sim.proc_of(scene.tids[0]), scene.console);
     put(&mut scene, first, "ours", b"1");
@@ -643,8 +658,9 @@ fn host_of(ctx: i32) -> HostId {
     Tid::from_raw(ctx).home().expect("a host gave it out")
 }
 
+/// The newest checkpoint of a job is never older than the job's bound or interval.
 #[test]
-fn a_job_with_a_bound_on_its_loss_or_a_pace_never_has_a_set_that_is_older() {
+fn checkpoint_age_stays_within_bound() {
     let bound = Micros::from_secs(4);
     for (seed, pace) in
         seeds(10).flat_map(|seed| [(seed, Pace::Loss(bound)), (seed, Pace::Every(bound))])
@@ -680,8 +696,10 @@ fn a_job_with_a_bound_on_its_loss_or_a_pace_never_has_a_set_that_is_older() {
     }
 }
 
+/// A barrier that completes during a checkpoint is passed by all members or by none after the
+/// restart.
 #[test]
-fn a_barrier_that_closes_around_a_checkpoint_is_passed_by_all_or_by_none() {
+fn barrier_during_checkpoint_is_all_or_none() {
     for seed in seeds(120) {
         let mut scene = Scene::new(seed, 4, 4);
         for tid in scene.tids.clone() {
@@ -693,7 +711,8 @@ fn a_barrier_that_closes_around_a_checkpoint_is_passed_by_all_or_by_none() {
                 }),
             );
         }
-        // Everybody comes to the barrier again and again, as soon as it has let him through; a process remembers how often.
+        // Every task enters the barrier again as soon as it has passed it; its process records how
+        // often.
         let step = |scene: &mut Scene| {
             for tid in scene.tids.clone() {
                 let proc = scene.sim.proc_of(tid);
@@ -760,8 +779,9 @@ fn a_barrier_that_closes_around_a_checkpoint_is_passed_by_all_or_by_none() {
     }
 }
 
+/// A job that has ended is not restarted when a host is lost.
 #[test]
-fn a_job_that_has_ended_does_not_begin_again_when_a_host_is_lost() {
+fn ended_job_is_not_restarted_on_host_loss() {
     for seed in seeds(20) {
         let killed_long_ago: fn(&mut Scene) = |scene| {
             scene.end_all();
@@ -794,8 +814,10 @@ fn a_job_that_has_ended_does_not_begin_again_when_a_host_is_lost() {
     }
 }
 
+/// A job goes back to its checkpoint even if the deaths of its tasks are known before the loss of
+/// their host.
 #[test]
-fn a_job_goes_back_when_its_tasks_are_known_to_be_dead_before_their_host_is_known_to_be_lost() {
+fn task_deaths_before_host_loss_roll_job_back() {
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 4, 6);
         scene
@@ -819,7 +841,7 @@ fn a_job_goes_back_when_its_tasks_are_known_to_be_dead_before_their_host_is_know
         let while_it_goes_down = Micros(scene.sim.dice.roll(3_000_000));
         scene.sim.pass(while_it_goes_down);
         if seed % 2 == 0 {
-            // They gave up when the others were gone.
+            // These tasks exited because the others were gone.
             for proc in elsewhere {
                 scene.sim.exit(proc, 9 << 8);
             }
@@ -829,8 +851,9 @@ fn a_job_goes_back_when_its_tasks_are_known_to_be_dead_before_their_host_is_know
     }
 }
 
+/// A job goes back to its checkpoint when one of its hosts is deleted, and never runs twice.
 #[test]
-fn a_job_goes_back_when_a_host_of_it_is_deleted_and_never_runs_twice() {
+fn deleted_host_rolls_job_back() {
     for seed in seeds(40) {
         let mut scene = Scene::new(seed, 4, 6);
         scene
@@ -851,8 +874,9 @@ fn a_job_goes_back_when_a_host_of_it_is_deleted_and_never_runs_twice() {
     }
 }
 
+/// A checkpoint is not restarted while its tasks are alive.
 #[test]
-fn a_set_whose_tasks_are_alive_is_not_started_a_second_time() {
+fn restart_refused_while_tasks_are_alive() {
     let mut scene = Scene::new(1, 2, 3);
     let size = |scene: &mut Scene, what: GroupRequest| {
         let proc = scene.sim.proc_of(scene.tids[1]);
@@ -892,8 +916,9 @@ fn a_set_whose_tasks_are_alive_is_not_started_a_second_time() {
     assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?}");
 }
 
+/// A job that must end with its checkpoint ends when the checkpoint is complete, and not before.
 #[test]
-fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_before() {
+fn final_checkpoint_ends_job_when_complete() {
     let mut ended = 0;
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 3, 4);
@@ -932,8 +957,9 @@ fn a_job_that_is_to_end_with_its_checkpoint_ends_when_that_is_complete_and_not_b
     assert!(ended > 5, "{ended} have ended");
 }
 
+/// Guests that are paused for an owner are checkpointed without being resumed.
 #[test]
-fn guests_that_stand_still_for_an_owner_are_checkpointed_as_they_stand() {
+fn paused_guests_are_checkpointed() {
     for seed in seeds(40) {
         let mut scene = Scene::new(seed, 3, 6);
         scene.chatter(40);
@@ -980,8 +1006,10 @@ fn guests_that_stand_still_for_an_owner_are_checkpointed_as_they_stand() {
     }
 }
 
+/// A task that was restarted alone as a job of its own reaches the other tasks after a restart of
+/// the whole job.
 #[test]
-fn a_job_within_a_job_that_began_again_alone_talks_to_the_others_when_all_begin_again() {
+fn inner_job_restart_keeps_links_to_outer_job() {
     for seed in seeds(40) {
         let mut scene = Scene::new(seed, 3, 3);
         scene.chatter(30);
@@ -1007,7 +1035,7 @@ fn a_job_within_a_job_that_began_again_alone_talks_to_the_others_when_all_begin_
             .restart(&small.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
-        // They may have said nothing to each other since.
+        // In every second run the two exchange no messages in between.
         if seed % 2 == 0 {
             scene.talk(alone, root);
             scene.sim.pass(Micros::from_millis(30));
@@ -1037,8 +1065,9 @@ fn a_job_within_a_job_that_began_again_alone_talks_to_the_others_when_all_begin_
     }
 }
 
+/// Tasks outside a job exchange messages with its tasks after a restart.
 #[test]
-fn whoever_stays_outside_talks_to_tasks_that_began_again() {
+fn outsiders_reach_restarted_tasks() {
     for seed in seeds(40) {
         let mut scene = Scene::new(seed, 3, 3);
         let (outside, inside) = (scene.sim.procs[scene.console].tid(), scene.tids[1]);
@@ -1074,7 +1103,8 @@ fn whoever_stays_outside_talks_to_tasks_that_began_again() {
                 .filter(|number| *number >= 1000)
                 .collect::<Vec<u32>>()
         };
-        // To whoever has seen it end it is dead until it speaks.
+        // A peer that was notified of the exit considers the task dead until the task sends a
+        // message.
         let proc = scene.sim.proc_of(inside);
         scene.sim.tell(proc, outside, &1000u32.to_be_bytes());
         scene

@@ -1,4 +1,4 @@
-//! Tasks that are taken elsewhere by starting their programs again.
+//! Tasks that migrate by restarting their programs at the target.
 
 use super::scene::stopped;
 use super::sim::{Seen, Sim, host, seeds};
@@ -33,7 +33,7 @@ pub(super) fn request(program: &str, engine: &str, place: &str) -> SpawnRequest 
     }
 }
 
-/// Spawns one task; its process is the newest of its tid.
+/// Spawns one task and waits until it has enrolled.
 pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Tid {
     let Reply::Spawned(results) = sim.ask(console, Request::Spawn(request)) else {
         panic!("no task")
@@ -96,7 +96,7 @@ pub(super) fn migrate(
 pub(super) fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
     match sim.ask(console, Request::Tasks { selector: tid }) {
         Reply::Tasks(list) => list,
-        // Its host is lost, and the task with it.
+        // The host is lost, and the task with it.
         Reply::Failed {
             error: PvmError::NoHost,
             ..
@@ -105,7 +105,7 @@ pub(super) fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
     }
 }
 
-/// What a process has got from others, as numbers.
+/// Returns the numbers in the messages that a process has received.
 pub(super) fn heard(sim: &Sim, proc: usize) -> Vec<i32> {
     let of = |seen: &Seen| match seen {
         Seen::Message(_, body) => Some(i32::from_be_bytes(
@@ -116,7 +116,7 @@ pub(super) fn heard(sim: &Sim, proc: usize) -> Vec<i32> {
     sim.procs[proc].seen.iter().filter_map(of).collect()
 }
 
-/// The newest process of the task answers.
+/// Asserts that the newest process of the task receives a message.
 pub(super) fn answers(sim: &mut Sim, console: usize, tid: Tid) {
     sim.until("it is connected", |s| {
         s.procs[s.proc_of(tid)].welcome.is_some()
@@ -128,8 +128,10 @@ pub(super) fn answers(sim: &mut Sim, console: usize, tid: Tid) {
     assert_eq!(heard(sim, proc).last(), Some(&4711), "seed {}", sim.seed);
 }
 
+/// A program that is restarted elsewhere has its tid, arguments and environment, and the messages
+/// sent meanwhile.
 #[test]
-fn a_program_that_is_started_again_elsewhere_has_its_tid_arguments_environment_and_what_came_meanwhile()
+fn restarted_program_keeps_tid_env_and_messages()
  {
     for (engine, by) in [
         ("own:wait=3", OWN),
@@ -162,7 +164,7 @@ fn a_program_that_is_started_again_elsewhere_has_its_tid_arguments_environment_a
             sim.until("all of it", |s| {
                 heard(s, new).last() == Some(&(first + count - 1))
             });
-            // What the old process had not taken the new one has, once and in order.
+            // The new process has what the old one had not received, once and in order.
             let (had, has) = (heard(&sim, old), heard(&sim, new));
             let both = had.into_iter().chain(has).collect::<Vec<i32>>();
             assert_eq!(
@@ -184,7 +186,7 @@ fn a_program_that_is_started_again_elsewhere_has_its_tid_arguments_environment_a
                 ),
                 (0, 1)
             );
-            // And once more, back.
+            // The task migrates back and is restarted once more.
             assert_eq!(migrate(&mut sim, console, tid, "h2"), Ok(by));
             answers(&mut sim, console, tid);
             assert!(
@@ -196,14 +198,15 @@ fn a_program_that_is_started_again_elsewhere_has_its_tid_arguments_environment_a
     }
 }
 
+/// Messages of the old process arrive before those of the new one, however long they are in flight.
 #[test]
-fn what_the_old_process_had_said_comes_before_what_the_new_one_says_however_long_it_is_on_its_way()
+fn old_process_messages_arrive_before_new_ones()
 {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         let (old, to) = (sim.proc_of(tid), sim.procs[console].tid());
-        // The console has to know the task by its first timeline.
+        // The console must know the task's first incarnation.
         sim.tell(old, to, &0i32.to_be_bytes());
         sim.until("a first word", |s| heard(s, console).len() == 1);
         (1..10i32).for_each(|n| sim.tell(old, to, &n.to_be_bytes()));
@@ -221,8 +224,9 @@ fn what_the_old_process_had_said_comes_before_what_the_new_one_says_however_long
     }
 }
 
+/// Replies to requests of the old process do not affect the new one.
 #[test]
-fn answers_to_what_the_old_process_had_asked_are_not_for_the_new_one() {
+fn new_process_gets_no_replies_to_old_requests() {
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -251,8 +255,10 @@ fn answers_to_what_the_old_process_had_asked_are_not_for_the_new_one() {
     }
 }
 
+/// A program that does not exit within its timeout continues; if it exits later as agreed, it is
+/// restarted at the source.
 #[test]
-fn a_program_that_does_not_end_in_its_time_goes_on_and_one_that_ends_so_later_is_started_again_where_it_is()
+fn late_exit_restarts_program_at_source()
  {
     let (mut sim, console) = Sim::cluster(5, 3);
     let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
@@ -279,14 +285,15 @@ fn a_program_that_does_not_end_in_its_time_goes_on_and_one_that_ends_so_later_is
         ),
         (host(2), 0)
     );
-    // That was what it had been asked for: the next time it ends as any task.
+    // The request was used up: the next exit ends the task.
     let again = sim.proc_of(tid);
     sim.exit(again, 85 << 8);
     sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
 }
 
+/// A program that may still exit because of an earlier request is not checkpointed.
 #[test]
-fn a_program_that_may_end_yet_because_it_was_asked_to_is_not_checkpointed() {
+fn program_with_open_exit_request_is_not_checkpointed() {
     let (mut sim, console) = Sim::cluster(5, 3);
     let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
     assert!(
@@ -313,8 +320,9 @@ fn a_program_that_may_end_yet_because_it_was_asked_to_is_not_checkpointed() {
     answers(&mut sim, console, tid);
 }
 
+/// A program that exits with another status than agreed has ended.
 #[test]
-fn a_program_that_ends_otherwise_than_agreed_has_ended() {
+fn unagreed_exit_status_ends_task() {
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("done", "own:wait=3", "h2"));
@@ -328,8 +336,9 @@ fn a_program_that_ends_otherwise_than_agreed_has_ended() {
     }
 }
 
+/// The first engine that both hosts support is chosen and is named by a placement query.
 #[test]
-fn the_first_way_that_both_hosts_can_go_is_taken_and_said_beforehand() {
+fn first_engine_usable_by_both_hosts_is_chosen() {
     let (mut sim, console) = Sim::cluster(7, 3);
     let no_engine = vec![Refusal::NoEngine {
         host: host(3),
@@ -386,8 +395,9 @@ fn the_first_way_that_both_hosts_can_go_is_taken_and_said_beforehand() {
     assert_eq!(said, 4, "by CRIU nothing is said");
 }
 
+/// A guest that is paused for an owner can leave by its own checkpoint.
 #[test]
-fn a_guest_that_stands_still_for_the_owner_leaves_by_its_own_checkpoint() {
+fn paused_guest_leaves_by_own_checkpoint() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -416,8 +426,10 @@ fn a_guest_that_stands_still_for_the_owner_leaves_by_its_own_checkpoint() {
     }
 }
 
+/// A suspended task cannot write its own checkpoint; one that is restarted elsewhere stays
+/// suspended there.
 #[test]
-fn a_suspended_task_does_not_write_its_own_checkpoint_and_one_that_is_started_again_stands_still_there()
+fn suspended_task_is_restarted_suspended()
  {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 3);
@@ -462,8 +474,9 @@ fn a_suspended_task_does_not_write_its_own_checkpoint_and_one_that_is_started_ag
     }
 }
 
+/// A spawn with an invalid engine list fails.
 #[test]
-fn words_that_are_not_understood_start_nothing() {
+fn invalid_engine_list_fails_spawn() {
     let (mut sim, console) = Sim::cluster(8, 2);
     let bad = request("child", "own:exit=300", "h2");
     let Reply::Failed {
@@ -479,10 +492,11 @@ fn words_that_are_not_understood_start_nothing() {
     );
 }
 
-/// What may become of a task whose move was hit.
+/// Index of the outcome "dead" in the results of [`fate`].
 const DEAD: usize = 2;
 
-/// What has become of it: it has moved, has stayed, or is [`DEAD`]; and it is known once. One that lives answers.
+/// Returns whether the task has migrated (0), has stayed (1), or is [`DEAD`]. Asserts that it
+/// exists once at most and answers if it lives.
 fn fate(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
     let (list, dead) = (listed(sim, console, tid), sim.procs[console].notes(1).len());
     assert_eq!(
@@ -498,8 +512,9 @@ fn fate(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
     usize::from(!moved)
 }
 
+/// When a host is lost during a restart, the task runs once or is reported dead.
 #[test]
-fn whichever_host_is_lost_while_a_task_begins_again_it_runs_once_or_is_known_to_be_dead() {
+fn lost_host_during_restart_never_doubles_task() {
     let mut counts = [0; 3];
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
@@ -524,8 +539,9 @@ fn whichever_host_is_lost_while_a_task_begins_again_it_runs_once_or_is_known_to_
     );
 }
 
+/// When a tasker dies or a step fails during a restart, the task runs once or is reported dead.
 #[test]
-fn whichever_tasker_dies_or_step_fails_while_a_task_begins_again_it_runs_once_or_is_known_to_be_dead()
+fn tasker_death_during_restart_never_doubles_task()
  {
     let mut counts = [0; 3];
     for seed in seeds(300) {
@@ -555,8 +571,9 @@ fn whichever_tasker_dies_or_step_fails_while_a_task_begins_again_it_runs_once_or
     );
 }
 
+/// A task that is killed while it is restarted ends once.
 #[test]
-fn a_task_that_is_killed_while_it_begins_again_ends_once() {
+fn killed_task_during_restart_ends_once() {
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -568,7 +585,7 @@ fn a_task_that_is_killed_while_it_begins_again_ends_once() {
         let _ = end_of_move(&mut sim, console, moving);
         sim.pass(Micros::from_secs(5));
         if !listed(&mut sim, console, tid).is_empty() {
-            // It had just left, as a task that moves by CRIU may have.
+            // The task had just left, as a task that migrates by CRIU may have.
             sim.ask(console, Request::Signal { tid, signal: 9 });
         }
         sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
@@ -584,8 +601,9 @@ fn a_task_that_is_killed_while_it_begins_again_ends_once() {
     }
 }
 
+/// The virtual machine halts although a task is being restarted.
 #[test]
-fn the_virtual_machine_ends_also_while_a_task_begins_again() {
+fn halt_completes_during_restart() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));

@@ -1,4 +1,4 @@
-//! Nonsense from tasks and hosts harms nobody else.
+//! Invalid input from tasks and hosts harms nobody else.
 
 use super::sim::{Sim, host};
 use crate::{ConnId, Event, HostId};
@@ -8,8 +8,9 @@ use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{Epoch, MigrationId, RequestId, Tid, WIRE_VERSION};
 
+/// A connection that does not identify itself correctly is refused.
 #[test]
-fn a_stranger_on_the_socket_is_refused() {
+fn unidentified_connection_is_refused() {
     let mut sim = Sim::new(1);
     let conn = ConnId(9000);
     sim.handle(HostId::MASTER, Event::TaskConnected { conn, pid: 1 });
@@ -73,8 +74,9 @@ fn a_stranger_on_the_socket_is_refused() {
     assert!(sim.nodes[&HostId::MASTER].alive);
 }
 
+/// Frames with the tid of another task are dropped.
 #[test]
-fn a_task_cannot_speak_for_another() {
+fn forged_sender_is_dropped() {
     let (mut sim, console) = Sim::cluster(2, 2);
     let (liar, victim) = (sim.enrol(HostId::MASTER), sim.enrol(host(2)));
     let (src, dst) = (sim.procs[console].tid(), sim.procs[victim].tid());
@@ -109,8 +111,9 @@ fn a_task_cannot_speak_for_another() {
     assert!(sim.procs[victim].seen.is_empty());
 }
 
+/// A task that identifies itself twice is disconnected.
 #[test]
-fn a_task_that_says_twice_who_it_is_is_disconnected() {
+fn second_hello_disconnects_task() {
     let mut sim = Sim::new(3);
     let task = sim.enrol(HostId::MASTER);
     let conn = sim.procs[task].conn.expect("connected");
@@ -133,8 +136,9 @@ fn a_task_that_says_twice_who_it_is_is_disconnected() {
     sim.until("closed", |s| s.procs[task].conn.is_none());
 }
 
+/// Invalid messages between daemons change nothing.
 #[test]
-fn nonsense_between_daemons_changes_nothing() {
+fn invalid_daemon_messages_change_nothing() {
     let (mut sim, console) = Sim::cluster(4, 3);
     let tid = sim.procs[console].tid();
     let nowhere = Tid::from_raw(0x3fc0001);

@@ -1,4 +1,4 @@
-//! Members of a group on several hosts: they meet, end, move, and lose their hosts.
+//! Members of a group on several hosts: they meet in barriers, end, migrate, and lose their hosts.
 
 use super::sim::{Sim, host, seeds};
 use crate::HostId;
@@ -37,7 +37,7 @@ fn size(sim: &mut Sim, console: usize) -> i32 {
     number(&reply)
 }
 
-/// One member on each host.
+/// Creates one member on each host.
 fn members(sim: &mut Sim, hosts: u16) -> Vec<usize> {
     let procs: Vec<usize> = (1..=hosts).map(|h| sim.enrol(host(h))).collect();
     for (instance, proc) in procs.iter().enumerate() {
@@ -52,8 +52,9 @@ fn answered(sim: &Sim, open: &[(usize, RequestId)]) -> bool {
         .all(|(proc, id)| sim.procs[*proc].replies.contains_key(id))
 }
 
+/// Members on all hosts meet in a barrier, which fails at once when a member ends.
 #[test]
-fn members_of_all_hosts_meet_and_a_member_that_ends_is_missed_at_once() {
+fn barrier_spans_hosts_and_fails_on_member_exit() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs = members(&mut sim, 3);
@@ -92,8 +93,9 @@ fn members_of_all_hosts_meet_and_a_member_that_ends_is_missed_at_once() {
     }
 }
 
+/// The loss of a host removes its members and fails their barrier.
 #[test]
-fn a_lost_host_takes_its_members_along() {
+fn lost_host_removes_its_members() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs = members(&mut sim, 3);
@@ -113,8 +115,9 @@ fn a_lost_host_takes_its_members_along() {
     }
 }
 
+/// A task that ended before its join request arrived is soon removed from the group.
 #[test]
-fn a_task_that_ended_before_its_request_arrived_is_no_member_for_long() {
+fn join_after_exit_is_undone() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let stays = sim.enrol(HostId::MASTER);
@@ -129,8 +132,9 @@ fn a_task_that_ended_before_its_request_arrived_is_no_member_for_long() {
     }
 }
 
+/// A member continues to wait in a barrier while it migrates.
 #[test]
-fn a_member_waits_on_while_it_is_moved() {
+fn barrier_wait_survives_migration() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let request = SpawnRequest {
@@ -160,7 +164,7 @@ fn a_member_waits_on_while_it_is_moved() {
         let moving = sim.request(console, migrate);
         let wait = Micros(sim.dice.roll(40_000));
         sim.pass(wait);
-        // The last one comes before, in the middle of, or after the move.
+        // The last member enters before, during or after the migration.
         let reply = sim.ask(console, barrier(2));
         assert_eq!(number(&reply), 0);
         sim.until("the move", |s| {

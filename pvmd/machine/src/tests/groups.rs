@@ -1,4 +1,4 @@
-//! The group service as a value: who is a member, who waits, who is answered.
+//! Tests of the group service alone: membership, waiting tasks and answers.
 
 use super::*;
 use proptest::prelude::*;
@@ -9,7 +9,7 @@ fn tid(n: i32) -> Tid {
     Tid::from_raw(0x40000 + n)
 }
 
-/// The service with a number for every request.
+/// The service with a counter for request numbers.
 #[derive(Default)]
 struct Service {
     groups: Groups,
@@ -17,7 +17,7 @@ struct Service {
 }
 
 impl Service {
-    /// Sends a request; its number.
+    /// Sends a request. Returns its number.
     fn send(&mut self, who: i32, request: GroupRequest) -> RequestId {
         self.last += 1;
         let id = RequestId(self.last);
@@ -25,7 +25,7 @@ impl Service {
         id
     }
 
-    /// All answers so far: the task, and its number or PVM's code.
+    /// Returns all answers so far: the task, and the number or PVM error code.
     fn answers(&mut self) -> Vec<(i32, i32)> {
         let code = |result: Result<GroupReply, Failed>| match result {
             Ok(GroupReply::Number(number)) => number,
@@ -39,7 +39,7 @@ impl Service {
         all
     }
 
-    /// Asks and takes the one answer.
+    /// Sends a request. Returns its only answer.
     fn ask(&mut self, who: i32, request: GroupRequest) -> i32 {
         self.send(who, request);
         match self.answers()[..] {
@@ -75,7 +75,7 @@ impl Service {
         )
     }
 
-    /// Comes to the barrier; what that brings to whom.
+    /// Enters the barrier. Returns the resulting answers.
     fn barrier(&mut self, who: i32, count: i32) -> Vec<(i32, i32)> {
         self.send(
             who,
@@ -110,8 +110,9 @@ impl Service {
     }
 }
 
+/// Instances are the lowest free numbers, and a group exists while it has members.
 #[test]
-fn instances_are_the_lowest_free_numbers_and_a_group_lives_as_long_as_it_has_members() {
+fn instances_reuse_lowest_free_numbers() {
     let mut s = Service::of(4);
     assert_eq!(s.join(2), -18);
     assert_eq!((s.leave(1), s.leave(2), s.leave(2)), (0, 0, -20));
@@ -167,8 +168,9 @@ fn instances_are_the_lowest_free_numbers_and_a_group_lives_as_long_as_it_has_mem
     assert_eq!(s.ask(0, GroupRequest::Join { group: Vec::new() }), -17);
 }
 
+/// A barrier releases its members together and can be used again.
 #[test]
-fn a_barrier_lets_its_members_go_together_and_can_be_used_again() {
+fn barrier_releases_members_together() {
     let mut s = Service::of(3);
     for _ in 0..2 {
         assert_eq!(
@@ -185,13 +187,14 @@ fn a_barrier_lets_its_members_go_together_and_can_be_used_again() {
     assert_eq!(s.barrier(0, 1), [(0, 0)]);
 }
 
+/// Waiting members get an error when a member ends and too few are left.
 #[test]
-fn whoever_waits_is_told_when_a_member_ends_and_too_few_are_left() {
+fn barrier_fails_when_too_few_members_remain() {
     let mut s = Service::of(3);
     s.barrier(0, 3);
     s.barrier(1, 3);
     assert_eq!(s.ends(2), [(0, -19), (1, -19)]);
-    // The barrier is free for those that are left, whatever number the one wanted that ended in the middle of it.
+    // The remaining members can use the barrier, whatever count an ended member wanted.
     assert_eq!(s.join(6), 2);
     s.barrier(0, 2);
     assert_eq!(s.ends(0), []);
@@ -202,8 +205,9 @@ fn whoever_waits_is_told_when_a_member_ends_and_too_few_are_left() {
     assert_eq!(s.barrier(1, 2), [(1, 0), (4, 0)]);
 }
 
+/// A barrier completes when enough members are left.
 #[test]
-fn a_barrier_goes_on_when_enough_members_are_left() {
+fn barrier_completes_with_remaining_members() {
     let mut s = Service::of(4);
     s.barrier(0, 2);
     assert_eq!((s.ends(2), s.ends(0)), (vec![], vec![]));
@@ -211,8 +215,9 @@ fn a_barrier_goes_on_when_enough_members_are_left() {
     assert_eq!(s.barrier(3, 2), [(1, 0), (3, 0)]);
 }
 
+/// A member that leaves a group can be replaced before the barrier completes.
 #[test]
-fn a_member_that_leaves_in_good_order_may_be_replaced() {
+fn leaving_member_can_be_replaced() {
     let mut s = Service::of(3);
     s.barrier(0, 3);
     s.barrier(1, 3);
@@ -220,11 +225,12 @@ fn a_member_that_leaves_in_good_order_may_be_replaced() {
     assert_eq!(s.barrier(8, 3), [(0, 0), (1, 0), (8, 0)]);
 }
 
+/// A barrier for all members does not wait for a member that leaves.
 #[test]
-fn a_barrier_for_all_does_not_wait_for_those_that_leave() {
+fn barrier_for_all_ignores_leaving_members() {
     let mut s = Service::of(3);
     s.barrier(0, ALL_MEMBERS);
-    // A later member changes nothing, whether it stays or not.
+    // A later member changes nothing, whether it stays or leaves.
     assert_eq!((s.join(5), s.leave(5)), (3, 0));
     s.barrier(1, ALL_MEMBERS);
     s.send(
@@ -238,8 +244,9 @@ fn a_barrier_for_all_does_not_wait_for_those_that_leave() {
     assert_eq!(s.ends(1), [(0, -19)]);
 }
 
+/// A frozen group accepts no members and breaks when a member leaves or ends.
 #[test]
-fn a_frozen_group_takes_nobody_in_and_breaks_when_a_member_goes() {
+fn frozen_group_breaks_when_member_leaves() {
     for ends in [false, true] {
         let mut s = Service::of(3);
         assert_eq!((s.freeze(0, 3), s.freeze(1, 3)), (vec![], vec![]));
@@ -273,8 +280,9 @@ fn a_frozen_group_takes_nobody_in_and_breaks_when_a_member_goes() {
     }
 }
 
+/// Exceeded limits are errors, and room is available again when members leave.
 #[test]
-fn limits_are_errors_and_what_is_full_has_room_again() {
+fn exceeded_limits_are_recoverable_errors() {
     let mut s = Service::default();
     let long = vec![b'x'; NAME_BYTES_MAX + 1];
     assert_eq!(
@@ -328,7 +336,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// What has to hold between any two requests.
+/// Asserts the invariants that must hold between any two requests.
 fn check(groups: &Groups) {
     let mut memberships = 0;
     for (name, group) in &groups.groups {
@@ -377,8 +385,9 @@ fn check(groups: &Groups) {
 }
 
 proptest! {
+    /// Every request of a living task gets exactly one answer, unless the task still waits.
     #[test]
-    fn every_request_of_a_living_task_gets_exactly_one_answer(acts in proptest::collection::vec(act(), 1..80)) {
+    fn every_request_gets_exactly_one_answer(acts in proptest::collection::vec(act(), 1..80)) {
         let mut s = Service::default();
         let mut open: BTreeMap<RequestId, Tid> = BTreeMap::new();
         let group = || NAME.to_vec();
@@ -395,7 +404,7 @@ proptest! {
                     (99, GroupRequest::List)
                 }
             };
-            // A task that waits asks nothing else, but it may be ended.
+            // A task that waits sends no other request, but it may end.
             if open.values().any(|asker| *asker == tid(who)) {
                 continue;
             }

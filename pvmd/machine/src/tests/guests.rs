@@ -1,4 +1,4 @@
-//! Guests stand still while the owner of their host is there.
+//! Guests are paused while the owner of their host is present.
 
 use super::scene::{
     PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome,
@@ -13,11 +13,14 @@ use sempa_proto::owner::Leave;
 use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
+/// Guests pause in time and lose, repeat and reorder no messages, however directives and migrations
+/// overlap.
 #[test]
-fn guests_stand_still_in_time_and_nothing_is_lost_doubled_or_out_of_order_however_words_and_moves_cross()
+fn guests_pause_in_time_and_lose_no_messages()
  {
     let (mut moved, mut eased) = (0, 0);
-    // 1884: a guest is let run for coming back, comes back, and the move for whose sake that was is refused meanwhile.
+    // In seed 1884 a guest runs to quiesce, resumes, and the migration it ran for is refused
+    // meanwhile.
     for seed in seeds(150).chain([1884]) {
         let mut scene = Scene::unlucky(seed);
         for _ in 0..60 {
@@ -44,8 +47,9 @@ fn guests_stand_still_in_time_and_nothing_is_lost_doubled_or_out_of_order_howeve
     );
 }
 
+/// A guest that has quiesced migrates without running on the owner's host.
 #[test]
-fn a_guest_that_has_let_go_moves_away_without_running_where_its_owner_is() {
+fn quiesced_guest_leaves_without_running() {
     for seed in seeds(100) {
         let mut scene = Scene::new(seed);
         scene.go_on();
@@ -56,7 +60,7 @@ fn a_guest_that_has_let_go_moves_away_without_running_where_its_owner_is() {
         let theirs: Vec<usize> = scene.procs[2..4].to_vec();
         for (p, to) in theirs.iter().zip(["h1", "h3"]) {
             let tid = scene.sim.procs[*p].tid();
-            // What is sent to it meanwhile comes along.
+            // Messages sent meanwhile follow the task.
             for n in [0, 1, 4, 5] {
                 talk(&mut scene.sim, &mut scene.sent, scene.procs[n], tid);
             }
@@ -80,13 +84,14 @@ fn a_guest_that_has_let_go_moves_away_without_running_where_its_owner_is() {
     }
 }
 
+/// A migration in pre-copy is listed as one, and is cancelled when the owner of its target arrives.
 #[test]
-fn a_move_for_which_memory_goes_ahead_is_told_as_one_and_is_off_when_the_owner_of_its_target_comes()
+fn owner_arrival_at_target_cancels_pre_copy()
 {
     let mut scene = Scene::new(7);
     let (console, tid) = (scene.console, scene.tids[2]);
     scene.sim.strikes.pre_copies = true;
-    // Nothing gets there meanwhile.
+    // No memory arrives at the target meanwhile.
     scene.sim.strike_at(
         (Step::PreCopy, Edge::Before),
         Party::SourceTasker,
@@ -115,8 +120,9 @@ fn a_move_for_which_memory_goes_ahead_is_told_as_one_and_is_off_when_the_owner_o
     scene.end();
 }
 
+/// The task list, the event log and refusals report that guests are paused, and why.
 #[test]
-fn the_list_of_tasks_the_event_log_and_a_refusal_tell_that_guests_are_stopped_and_why() {
+fn pause_is_visible_in_list_log_and_refusal() {
     let mut scene = Scene::new(3);
     let (console, guests) = (scene.console, scene.tids[2..4].to_vec());
     scene.say(1, stopped());
@@ -162,8 +168,9 @@ fn the_list_of_tasks_the_event_log_and_a_refusal_tell_that_guests_are_stopped_an
     scene.end();
 }
 
+/// Only an owner agent may pause guests.
 #[test]
-fn only_who_speaks_for_the_owner_may_stop_guests() {
+fn only_owner_agents_may_pause_guests() {
     let mut scene = Scene::new(5);
     let guest = scene.procs[2];
     let reply = scene.sim.ask(guest, stopped());
@@ -202,8 +209,9 @@ fn only_who_speaks_for_the_owner_may_stop_guests() {
     scene.end();
 }
 
+/// Guests are killed at the deadline if the owner wants that.
 #[test]
-fn guests_are_ended_when_their_time_is_over_and_the_owner_wants_that() {
+fn guests_are_killed_at_owners_deadline() {
     let mut scene = Scene::new(6);
     let stubborn = spawn(&mut scene.sim, scene.console, on("h2", "stubborn", 1))[0];
     let theirs: Vec<usize> = scene.procs[2..4]
@@ -214,7 +222,7 @@ fn guests_are_ended_when_their_time_is_over_and_the_owner_wants_that() {
     let at = scene.sim.now + Micros::from_secs(2);
     scene.say(1, stopped_until(Some(at), Leave::Kill));
     scene.sim.pass(Micros::from_secs(1));
-    // He thinks it over, and over again.
+    // The owner extends the deadline.
     scene.say(
         1,
         stopped_until(Some(at + Micros::from_secs(3)), Leave::Kill),
@@ -248,8 +256,9 @@ fn guests_are_ended_when_their_time_is_over_and_the_owner_wants_that() {
     );
 }
 
+/// No task is started where guests must be paused; a task that may run anywhere runs elsewhere.
 #[test]
-fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anywhere_runs_elsewhere()
+fn spawn_avoids_hosts_with_paused_guests()
  {
     let mut scene = Scene::new(7);
     scene.say(1, stopped());
@@ -278,7 +287,7 @@ fn no_task_is_started_where_guests_have_to_stand_still_and_one_that_may_run_anyw
     scene.end();
 }
 
-/// The hosts of the tasks of such a spawn, or why there are none.
+/// Returns the hosts of the tasks of a spawn, or the errors.
 fn hosts_of(scene: &mut Scene, request: SpawnRequest) -> Vec<Result<u16, PvmError>> {
     let console = scene.console;
     let Reply::Spawned(results) = scene.sim.ask(console, Request::Spawn(request)) else {
@@ -291,8 +300,9 @@ fn hosts_of(scene: &mut Scene, request: SpawnRequest) -> Vec<Result<u16, PvmErro
         .collect()
 }
 
+/// A host enforces its owner's limits on tasks and programs without a resource manager.
 #[test]
-fn a_host_keeps_to_the_number_of_tasks_and_the_programs_that_its_owner_allows_without_any_resource_manager()
+fn host_enforces_owner_limits()
  {
     let mut scene = Scene::new(11);
     let limits = GuestLimits {
@@ -300,7 +310,7 @@ fn a_host_keeps_to_the_number_of_tasks_and_the_programs_that_its_owner_allows_wi
         programs: vec!["chi*".into()],
         ..GuestLimits::default()
     };
-    // Two are on each of the three hosts.
+    // Each of the three hosts has two tasks.
     scene.say(
         1,
         welcome_with(GuestLimits {
@@ -352,8 +362,9 @@ fn a_host_keeps_to_the_number_of_tasks_and_the_programs_that_its_owner_allows_wi
     );
 }
 
+/// A migration respects the limits of the target's owner, and no task is counted twice.
 #[test]
-fn no_task_moves_to_where_the_owner_does_not_allow_it_and_one_that_leaves_or_is_there_does_not_count_twice()
+fn migration_respects_owner_limits()
  {
     let mut scene = Scene::new(12);
     let (console, first) = (scene.console, scene.tids[0]);
@@ -418,8 +429,9 @@ fn no_task_moves_to_where_the_owner_does_not_allow_it_and_one_that_leaves_or_is_
     scene.end();
 }
 
+/// Exits of guests, taskers and hosts during a pause are reported once.
 #[test]
-fn ends_of_guests_taskers_and_hosts_while_guests_stand_still_are_told_once() {
+fn exits_during_pause_are_reported_once() {
     let (mut ends, mut taskers) = (0, 0);
     for seed in seeds(200) {
         let mut scene = Scene::watched(seed);
@@ -427,7 +439,7 @@ fn ends_of_guests_taskers_and_hosts_while_guests_stand_still_are_told_once() {
         scene.some_time_after(60_000);
         match scene.sim.dice.roll(3) {
             0 => {
-                // A move may have taken it away, but this is its end wherever it is.
+                // A migration may have moved the task, but this is its end on any host.
                 let victim = scene.procs[2];
                 scene.sim.exit(victim, 9);
                 ends += 1;

@@ -1,4 +1,4 @@
-//! Hosts come, go and are lost; the end of all.
+//! Hosts join, leave and are lost; the virtual machine halts.
 
 use super::sim::{Sim, host, seeds};
 use crate::{Event, HostId};
@@ -23,7 +23,7 @@ fn add(names: &[&str]) -> Request {
     }
 }
 
-/// All living daemons have this table.
+/// Asserts that all live daemons have this host table.
 fn agree(sim: &Sim, names: &[&str]) {
     let table = sim.nodes[&HostId::MASTER].machine.table().clone();
     let known: Vec<&str> = table.hosts.iter().map(|h| h.name.as_str()).collect();
@@ -38,8 +38,9 @@ fn agree(sim: &Sim, names: &[&str]) {
     }
 }
 
+/// Hosts that several tasks add at the same time all join.
 #[test]
-fn hosts_added_at_the_same_time_by_several_tasks_all_join() {
+fn concurrently_added_hosts_all_join() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let other = sim.enrol(host(2));
@@ -79,8 +80,9 @@ fn hosts_added_at_the_same_time_by_several_tasks_all_join() {
     }
 }
 
+/// A host that is lost while it joins is left out, and the others join.
 #[test]
-fn a_host_that_is_lost_while_it_joins_is_left_out_and_the_others_join() {
+fn host_lost_while_joining_is_left_out() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let id = sim.request(console, add(&["h3", "h4"]));
@@ -96,8 +98,9 @@ fn a_host_that_is_lost_while_it_joins_is_left_out_and_the_others_join() {
     }
 }
 
+/// The start of a daemon that never connects is abandoned.
 #[test]
-fn a_daemon_that_never_connects_is_given_up() {
+fn unconnected_daemon_start_is_abandoned() {
     let (mut sim, console) = Sim::cluster(3, 1);
     let reply = sim.ask(console, add(&["mute2"]));
     assert_eq!(codes(reply), [Err(PvmError::CantStart)]);
@@ -106,8 +109,9 @@ fn a_daemon_that_never_connects_is_given_up() {
     assert_eq!(codes(reply), [Ok("h3".into())]);
 }
 
+/// A deleted host has ended its tasks and left before the reply.
 #[test]
-fn a_deleted_host_ends_its_tasks_and_goes_before_the_reply() {
+fn deleted_host_leaves_before_reply() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let spawned = sim.ask(
@@ -134,8 +138,9 @@ fn a_deleted_host_ends_its_tasks_and_goes_before_the_reply() {
     }
 }
 
+/// The notification of a lost host comes before those of its tasks.
 #[test]
-fn host_notifications_come_before_those_of_its_tasks() {
+fn host_notification_precedes_task_notifications() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let on3 = sim.enrol(host(3));
@@ -185,8 +190,9 @@ fn host_notifications_come_before_those_of_its_tasks() {
     }
 }
 
+/// A halt ends every task and daemon and does not wait for dead hosts.
 #[test]
-fn halt_leaves_nothing_and_does_not_wait_for_the_dead() {
+fn halt_ends_all_without_waiting_for_dead_hosts() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         for file in ["stubborn", "child", "sleep"] {
@@ -219,7 +225,7 @@ fn halt_leaves_nothing_and_does_not_wait_for_the_dead() {
     }
 }
 
-/// Command-line programs that have got these signals, in order of their processes.
+/// Returns the signals that command-line programs have got, in order of `programs`.
 fn signals(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
     let of = |proc: &usize| {
         sim.signalled
@@ -231,8 +237,10 @@ fn signals(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
     programs.iter().map(of).collect()
 }
 
+/// Command-line programs get one SIGTERM when their daemon ends, unless they chose a message
+/// instead.
 #[test]
-fn programs_from_a_command_line_get_one_sigterm_when_their_daemon_ends_unless_they_want_to_be_told()
+fn command_line_programs_get_one_sigterm()
 {
     for seed in seeds(5) {
         let ends: [fn(&mut Sim, usize); 3] = [
@@ -276,8 +284,9 @@ fn programs_from_a_command_line_get_one_sigterm_when_their_daemon_ends_unless_th
     }
 }
 
+/// The program that requests a halt gets SIGTERM, too.
 #[test]
-fn whoever_asks_for_the_halt_is_ended_by_it_as_well() {
+fn halt_signals_its_requester() {
     let mut sim = Sim::new(1);
     let program = sim.enrol(HostId::MASTER);
     sim.request(program, Request::Halt);
@@ -285,8 +294,9 @@ fn whoever_asks_for_the_halt_is_ended_by_it_as_well() {
     assert_eq!(signals(&sim, &[program]), [[15]]);
 }
 
+/// Command-line programs on a deleted host get SIGTERM, and others do not.
 #[test]
-fn programs_on_a_deleted_host_get_sigterm_and_the_others_do_not() {
+fn only_programs_on_deleted_host_get_sigterm() {
     let (mut sim, console) = Sim::cluster(1, 3);
     let programs = [sim.enrol(host(2)), sim.enrol(host(3))];
     sim.ask(
@@ -302,8 +312,9 @@ fn programs_on_a_deleted_host_get_sigterm_and_the_others_do_not() {
     );
 }
 
+/// A slave that has lost its master ends its tasks and itself.
 #[test]
-fn a_slave_without_its_master_ends_itself_and_its_tasks() {
+fn slave_ends_with_its_master() {
     let (mut sim, console) = Sim::cluster(1, 3);
     sim.ask(
         console,
@@ -318,8 +329,9 @@ fn a_slave_without_its_master_ends_itself_and_its_tasks() {
     assert!(sim.procs.iter().all(|p| p.spawned.is_none() || p.exited));
 }
 
+/// A slave that is told to stop leaves the host table of all others.
 #[test]
-fn a_slave_that_is_told_to_stop_leaves_in_good_order() {
+fn stopped_slave_leaves_the_table() {
     let (mut sim, _) = Sim::cluster(1, 3);
     sim.at(
         sim.now,
@@ -334,8 +346,9 @@ fn a_slave_that_is_told_to_stop_leaves_in_good_order() {
     agree(&sim, &["h1", "h3"]);
 }
 
+/// Table changes of an older epoch or of another slave are refused.
 #[test]
-fn orders_of_an_older_epoch_or_of_another_slave_are_refused() {
+fn stale_or_foreign_table_changes_are_refused() {
     let (mut sim, _) = Sim::cluster(1, 3);
     let table = sim.nodes[&host(2)].machine.table().clone();
     let mut stale = table.clone();
@@ -379,8 +392,9 @@ fn orders_of_an_older_epoch_or_of_another_slave_are_refused() {
     );
 }
 
+/// The hosts of the host file are added at the start, and its options apply to hosts added later.
 #[test]
-fn the_host_file_is_added_at_the_start_and_tells_about_later_hosts() {
+fn host_file_applies_to_later_hosts() {
     let mut sim = Sim::with(4, |c| {
         c.hostfile = ["* sp=7", "h1 sp=3", "h2", "&h3 sp=9", "bad4"]
             .map(String::from)
@@ -418,8 +432,9 @@ fn the_host_file_is_added_at_the_start_and_tells_about_later_hosts() {
     assert!(events.windows(2).all(|w| w[1].number == w[0].number + 1));
 }
 
+/// A slave that is still joining refuses tasks with a reason.
 #[test]
-fn a_joining_slave_refuses_tasks_with_a_reason() {
+fn joining_slave_refuses_tasks() {
     let mut sim = Sim::new(5);
     let console = sim.enrol(HostId::MASTER);
     sim.request(console, add(&["mute2"]));
@@ -434,8 +449,10 @@ fn a_joining_slave_refuses_tasks_with_a_reason() {
     );
 }
 
+/// A process that only probes a daemon becomes no task; a daemon that is ending does not answer the
+/// probe.
 #[test]
-fn who_only_asks_whether_a_daemon_is_at_work_becomes_no_task_and_one_that_ends_says_nothing() {
+fn liveness_probe_creates_no_task() {
     let (mut sim, console) = Sim::cluster(6, 2);
     let first = sim.claim(HostId::MASTER, Claim::Nobody);
     sim.until("it is at work", |s| s.procs[first].refused.is_some());

@@ -1,4 +1,4 @@
-//! Whole virtual machines in one process, with one seed each.
+//! Tests on whole virtual machines that run in one process and are determined by a seed.
 
 mod checkpoints;
 mod engines;

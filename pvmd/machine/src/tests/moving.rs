@@ -1,4 +1,4 @@
-//! Tasks move while they talk.
+//! Tasks migrate while they exchange messages.
 
 use super::sim::{Seen, Sim, host, seeds};
 use crate::{Event, HostId};
@@ -41,8 +41,9 @@ fn children(count: u32) -> SpawnRequest {
     }
 }
 
-/// A task of h2 that has been on its way to h3 for some microseconds, at most `longest`; the console hears of its end
-/// with tag 1. The console's process, the task's, and the request to move it.
+/// Begins to migrate a task from h2 to h3 and lets a random time pass, at most `longest`
+/// microseconds. The console is notified of the task's exit with tag 1. Returns the simulation, the
+/// processes of console and task, and the request.
 fn on_its_way(seed: u64, hosts: usize, longest: u64) -> (Sim, usize, usize, RequestId) {
     let (mut sim, console) = Sim::cluster(seed, hosts);
     let mover = spawn(
@@ -71,7 +72,8 @@ fn on_its_way(seed: u64, hosts: usize, longest: u64) -> (Sim, usize, usize, Requ
     (sim, console, mover, moving)
 }
 
-/// Waits until a move is over; how the task is listed then, how often its end was told, and whether it moved.
+/// Waits until a migration is over. Returns the task's list entry, the number of exit
+/// notifications, and whether it migrated.
 fn end_of_move(
     sim: &mut Sim,
     console: usize,
@@ -84,7 +86,7 @@ fn end_of_move(
     sim.pass(Micros::from_secs(10));
     let list = match sim.ask(console, Request::Tasks { selector: tid }) {
         Reply::Tasks(list) => list,
-        // Its host is lost, and the task with it.
+        // The host is lost, and the task with it.
         Reply::Failed {
             error: PvmError::NoHost,
             ..
@@ -95,7 +97,7 @@ fn end_of_move(
     (list, sim.procs[console].notes(1).len(), moved)
 }
 
-/// Checks that every message of every pair came once and in order, and says how many came.
+/// Asserts that the messages of every pair came once and in order. Returns their number.
 fn check(sim: &Sim, procs: &[usize]) -> usize {
     let mut total = 0;
     for p in procs {
@@ -113,8 +115,9 @@ fn check(sim: &Sim, procs: &[usize]) -> usize {
     total
 }
 
+/// Tasks that migrate at random lose, repeat and reorder no messages.
 #[test]
-fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
+fn random_migrations_keep_message_order() {
     let mut all_done = 0;
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 4);
@@ -180,8 +183,9 @@ fn tasks_that_move_at_random_lose_double_and_reorder_nothing() {
     assert!(all_done > 160, "only {all_done} moves happened");
 }
 
+/// Replies, notifications and output follow a task that migrates.
 #[test]
-fn requests_notifications_and_output_follow_the_task() {
+fn replies_notifications_and_output_follow_task() {
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let output = Sink {
@@ -222,7 +226,7 @@ fn requests_notifications_and_output_follow_the_task() {
             }),
         );
         sim.pass(Micros::from_millis(20));
-        // The new host may join before, in the middle of, or after the move.
+        // The new host may join before, during or after the migration.
         let adding = sim.request(
             console,
             Request::AddHosts {
@@ -234,7 +238,7 @@ fn requests_notifications_and_output_follow_the_task() {
         let moving = sim.request(console, migrate(tid, "t40000"));
         let wait = Micros(sim.dice.roll(40_000));
         sim.pass(wait);
-        // All of this happens somewhere in the middle of the move.
+        // The following happens at a random moment of the migration.
         for (n, p) in dying.iter().enumerate() {
             for k in 0..5i32 {
                 sim.tell(*p, tid, &k.to_be_bytes());
@@ -298,7 +302,7 @@ fn requests_notifications_and_output_follow_the_task() {
                 .filter(|s| matches!(s, Seen::Message(t, _) if *t == src));
             assert_eq!(before.count(), 5, "its last words came first (seed {seed})");
         }
-        // Its old host can go now; output, death and messages still find their way.
+        // The source can be removed now; output, exit and messages still arrive.
         assert_eq!(
             sim.ask(
                 console,
@@ -320,8 +324,9 @@ fn requests_notifications_and_output_follow_the_task() {
     }
 }
 
+/// The migration of a task that cannot migrate is refused with the reason.
 #[test]
-fn what_cannot_move_is_refused_with_the_reason() {
+fn immovable_task_is_refused_with_reason() {
     let (mut sim, console) = Sim::cluster(2, 3);
     let on_h2 = |flags: i32| SpawnRequest {
         flags: flags | SPAWN_HOST,
@@ -367,8 +372,9 @@ fn what_cannot_move_is_refused_with_the_reason() {
     );
 }
 
+/// When a host is lost during a migration, the task runs once or is reported dead.
 #[test]
-fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
+fn lost_host_during_migration_never_doubles_task() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
     for seed in seeds(400) {
         let (mut sim, console, mover, moving) = on_its_way(seed, 4, 60_000);
@@ -400,8 +406,9 @@ fn whichever_host_is_lost_in_a_move_the_task_runs_once_or_is_known_to_be_dead() 
     );
 }
 
+/// When a tasker dies during a migration, the task runs once or is reported dead.
 #[test]
-fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
+fn tasker_death_during_migration_never_doubles_task() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
     for seed in seeds(300) {
         let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
@@ -428,8 +435,9 @@ fn whichever_tasker_dies_in_a_move_the_task_runs_once_or_is_known_to_be_dead() {
     );
 }
 
+/// A task that is killed while it migrates ends once.
 #[test]
-fn a_task_that_is_killed_while_it_moves_ends_once() {
+fn killed_task_during_migration_ends_once() {
     let mut moves = 0;
     for seed in seeds(200) {
         let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
@@ -452,8 +460,9 @@ fn a_task_that_is_killed_while_it_moves_ends_once() {
     assert!(moves > 20, "{moves} moves came to their end");
 }
 
+/// The watermarks of an orderly exit delay its notification until the messages have arrived.
 #[test]
-fn marks_of_an_orderly_exit_count_as_well() {
+fn exit_watermarks_delay_notification() {
     let (mut sim, console) = Sim::cluster(3, 2);
     let watcher = sim.enrol(host(2));
     let leaver = sim.enrol(HostId::MASTER);
@@ -478,13 +487,14 @@ fn marks_of_an_orderly_exit_count_as_well() {
         sim.procs[watcher].notes(1).is_empty(),
         "what it sent is not here yet"
     );
-    // It never comes: after a while the watcher is told so.
+    // The announced message never comes; the watcher is notified after a timeout.
     sim.until("the note", |s| s.procs[watcher].notes(1).len() == 1);
     let _ = console;
 }
 
+/// A task arrives although the session of source and target breaks during its migration.
 #[test]
-fn a_session_of_source_and_target_that_breaks_in_the_middle_of_a_move_keeps_no_task_from_arriving()
+fn broken_session_does_not_strand_task()
 {
     let mut moves = 0;
     for seed in seeds(200) {
@@ -492,7 +502,7 @@ fn a_session_of_source_and_target_that_breaks_in_the_middle_of_a_move_keeps_no_t
         let tid = sim.procs[mover].tid();
         sim.tell(console, tid, &0u32.to_be_bytes());
         let long = Micros(1_000 + sim.dice.roll(400_000));
-        // Every third time another host has something on its way to the old place.
+        // With every third seed, messages of another host are in flight to the source.
         let other = if seed % 3 == 0 { 4 } else { 3 };
         sim.part(host(2), host(other), long);
         sim.tell(console, tid, &1u32.to_be_bytes());
@@ -513,8 +523,9 @@ fn a_session_of_source_and_target_that_breaks_in_the_middle_of_a_move_keeps_no_t
     assert!(moves > 100, "{moves} moves");
 }
 
+/// A migration fails at once when the target's tasker dies before it has judged the task.
 #[test]
-fn a_target_whose_tasker_dies_before_it_has_judged_a_task_says_so_at_once() {
+fn tasker_death_at_target_fails_migration_at_once() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let mover = spawn(

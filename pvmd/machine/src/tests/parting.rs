@@ -1,4 +1,5 @@
-//! Processes that end to begin again elsewhere: what becomes of their conversations, and of what happens meanwhile.
+//! Processes that exit to be restarted elsewhere: their messages and notifications, and faults and
+//! requests meanwhile.
 
 use super::engines::{
     OWN, answers, end_of_move, heard, listed, migrate, request, spawn, start_move, watch,
@@ -10,7 +11,7 @@ use sempa_proto::migration::{Failure, Step};
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request};
 use sempa_proto::{Micros, Tid};
 
-/// Wait status of an end as agreed.
+/// Wait status of an agreed exit.
 const AGREED: i32 = 85 << 8;
 
 fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
@@ -19,7 +20,7 @@ fn procs_of(sim: &Sim, tid: Tid) -> Vec<usize> {
         .collect()
 }
 
-/// What all processes of a task have got, in order.
+/// Returns what all processes of a task have received, in order.
 fn all_heard(sim: &Sim, tid: Tid) -> Vec<i32> {
     procs_of(sim, tid)
         .into_iter()
@@ -27,7 +28,7 @@ fn all_heard(sim: &Sim, tid: Tid) -> Vec<i32> {
         .collect()
 }
 
-/// The newest process of a task says this to another task, if it can; whether it did.
+/// The newest process of a task sends a number to another task if it can. Returns whether it did.
 fn says(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
     let proc = sim.proc_of(tid);
     let p = &sim.procs[proc];
@@ -51,8 +52,9 @@ fn notify(sim: &mut Sim, proc: usize, tid: Tid) {
     );
 }
 
+/// Two tasks that exchange messages and are restarted at the same time lose and repeat no message.
 #[test]
-fn two_that_talk_and_begin_again_at_the_same_time_lose_nothing_and_say_nothing_twice() {
+fn concurrent_restarts_lose_and_repeat_nothing() {
     let mut both = 0;
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 4);
@@ -120,7 +122,8 @@ fn two_that_talk_and_begin_again_at_the_same_time_lose_nothing_and_say_nothing_t
     assert!(both > 100, "{both}");
 }
 
-/// A task on h2 that is asked and takes its time, and the move; the process that was asked.
+/// Spawns a task on h2 that is slow to exit, and begins its migration. Returns the task, the
+/// process that was asked to exit, and the request.
 fn asked(sim: &mut Sim, console: usize, to: &str) -> (Tid, usize, sempa_proto::RequestId) {
     let tid = spawn(sim, console, request("deaf", "own:wait=3", "h2"));
     let old = sim.proc_of(tid);
@@ -129,8 +132,9 @@ fn asked(sim: &mut Sim, console: usize, to: &str) -> (Tid, usize, sempa_proto::R
     (tid, old, moving)
 }
 
+/// Messages of a task that ends while its peer is restarted reach the peer's new process.
 #[test]
-fn what_a_task_says_that_ends_while_its_peer_begins_again_is_heard_by_the_new_process() {
+fn new_process_gets_messages_of_ended_sender() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let from = if seed % 2 == 0 { "h2" } else { "h3" };
@@ -140,7 +144,7 @@ fn what_a_task_says_that_ends_while_its_peer_begins_again_is_heard_by_the_new_pr
         (0..5i32).for_each(|n| sim.tell(said, tid, &n.to_be_bytes()));
         let again = seed % 3 == 0;
         if again {
-            // It begins again itself.
+            // The sender is restarted, too.
             let to = if from == "h2" { "h1" } else { "h2" };
             assert_eq!(migrate(&mut sim, console, talker, to), Ok(OWN));
         } else {
@@ -156,8 +160,10 @@ fn what_a_task_says_that_ends_while_its_peer_begins_again_is_heard_by_the_new_pr
     }
 }
 
+/// A notification of an exit during a restart reaches the new process after the last messages of
+/// the exited task.
 #[test]
-fn what_happens_while_a_program_is_asked_the_new_process_hears_behind_the_last_messages_of_who_ended()
+fn exit_notification_follows_last_messages()
  {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
@@ -198,8 +204,10 @@ fn what_happens_while_a_program_is_asked_the_new_process_hears_behind_the_last_m
     }
 }
 
+/// A process that is killed while it sends has delivered exactly the messages that its successor
+/// counts as sent.
 #[test]
-fn a_process_that_is_killed_in_the_middle_of_its_words_has_said_what_the_new_one_believes() {
+fn killed_process_and_successor_agree_on_messages() {
     for seed in seeds(80) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("deaf", "restart:wait=3", "h2"));
@@ -230,8 +238,9 @@ fn a_process_that_is_killed_in_the_middle_of_its_words_has_said_what_the_new_one
     }
 }
 
+/// An owner may come and go at any moment: the task migrates, or resumes when the owner has left.
 #[test]
-fn the_owner_may_come_and_go_at_any_moment_and_the_task_moves_or_goes_on_when_he_has_left() {
+fn owner_changes_do_not_break_restart() {
     let mut moved = 0;
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
@@ -272,8 +281,9 @@ fn the_owner_may_come_and_go_at_any_moment_and_the_task_moves_or_goes_on_when_he
     assert!(moved > 50);
 }
 
+/// A task that is suspended while it is asked to exit stays suspended, whether it migrates or not.
 #[test]
-fn a_task_that_is_suspended_while_it_is_asked_moves_or_stays_and_stands_still() {
+fn suspension_during_exit_request_takes_effect() {
     for seed in seeds(100) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let deaf = seed % 2 == 0;
@@ -316,8 +326,9 @@ fn a_task_that_is_suspended_while_it_is_asked_moves_or_stays_and_stands_still() 
     }
 }
 
+/// A program that ignored a request to exit can leave the virtual machine normally later.
 #[test]
-fn long_after_a_program_was_asked_in_vain_it_leaves_and_ends_as_any_other() {
+fn expired_exit_request_has_no_effect() {
     let (mut sim, console) = Sim::cluster(3, 3);
     let (tid, old, moving) = asked(&mut sim, console, "h3");
     watch(&mut sim, console, tid);
@@ -333,8 +344,9 @@ fn long_after_a_program_was_asked_in_vain_it_leaves_and_ends_as_any_other() {
     );
 }
 
+/// A program that disconnects on request and exits late with the agreed status is restarted.
 #[test]
-fn a_program_that_takes_leave_when_it_is_asked_and_ends_late_is_started_again() {
+fn disconnected_program_is_restarted_after_late_exit() {
     for (seed, again) in (0..20).map(|seed| (seed, seed % 2 == 0)) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let (tid, old, moving) = asked(&mut sim, console, "h3");
@@ -368,8 +380,9 @@ fn a_program_that_takes_leave_when_it_is_asked_and_ends_late_is_started_again() 
     }
 }
 
+/// No program is asked to exit after its migration has failed.
 #[test]
-fn nobody_is_asked_any_more_when_the_move_is_off() {
+fn failed_migration_withdraws_exit_request() {
     let (mut before, mut after) = (0, 0);
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 4);
@@ -385,7 +398,7 @@ fn nobody_is_asked_any_more_when_the_move_is_off() {
         assert_eq!(sim.deaf.len(), asked, "seed {seed}");
         *if asked == 0 { &mut before } else { &mut after } += 1;
         answers(&mut sim, console, tid);
-        // And it goes elsewhere, by CRIU's side too, when that is asked.
+        // The task can still be asked to migrate elsewhere.
         let Err((Step::Quiesce, Failure::Engine(_))) = migrate(&mut sim, console, tid, "h4") else {
             panic!("it is deaf (seed {seed})")
         };
@@ -397,8 +410,9 @@ fn nobody_is_asked_any_more_when_the_move_is_off() {
     );
 }
 
+/// A program that was asked to exit is restarted at the source when the target is lost.
 #[test]
-fn a_task_that_was_told_to_end_is_started_again_where_it_was_when_its_target_is_lost() {
+fn lost_target_restarts_program_at_source() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn(&mut sim, console, request("deaf", "restart:wait=3", "h2"));
@@ -434,8 +448,9 @@ fn a_task_that_was_told_to_end_is_started_again_where_it_was_when_its_target_is_
     }
 }
 
+/// A task that exits before it is asked to has ended, whatever its status.
 #[test]
-fn a_task_that_ends_before_it_is_asked_has_ended_whatever_its_status() {
+fn exit_before_request_ends_task() {
     let mut ended = 0;
     for seed in seeds(150) {
         let (mut sim, console) = Sim::cluster(seed, 3);
@@ -463,8 +478,9 @@ fn a_task_that_ends_before_it_is_asked_has_ended_whatever_its_status() {
     assert!(ended > 20, "{ended}");
 }
 
+/// A reset also ends a task that is being restarted.
 #[test]
-fn a_reset_ends_also_a_task_that_begins_again() {
+fn reset_ends_task_during_restart() {
     let mut away = 0;
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
@@ -484,7 +500,7 @@ fn a_reset_ends_also_a_task_that_begins_again() {
         let moved = end_of_move(&mut sim, console, moving);
         sim.pass(Micros::from_secs(3));
         if !listed(&mut sim, console, tid).is_empty() {
-            // It had just left, as a task that moves by CRIU may have.
+            // The task had just left, as a task that migrates by CRIU may have.
             assert!(moved.is_ok(), "{moved:?} (seed {seed})");
             sim.ask(console, Request::Reset { kill: true });
         } else {
@@ -496,8 +512,9 @@ fn a_reset_ends_also_a_task_that_begins_again() {
     assert!(away > 5, "{away} were away");
 }
 
+/// A session that breaks while a task is restarted loses no messages.
 #[test]
-fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
+fn broken_session_during_restart_loses_no_messages() {
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -516,7 +533,7 @@ fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
         let long = Micros(1_000 + sim.dice.roll(400_000));
         sim.part(host(2), host(3 + (seed % 3 == 0) as u16), long);
         let _ = end_of_move(&mut sim, console, moving);
-        // A move that fails late begins it again a moment after it is told so.
+        // A migration that fails late restarts the program shortly after the failure is reported.
         let is_back = |s: &Sim| {
             Some(&s.procs[s.proc_of(tid)]).is_some_and(|p| p.welcome.is_some() && !p.exited)
         };
@@ -542,8 +559,10 @@ fn a_session_that_breaks_while_a_task_begins_again_takes_nothing_along() {
     }
 }
 
+/// After the loss of a host during a restart, the messages of the old and the new process arrive
+/// without a gap.
 #[test]
-fn whichever_host_is_lost_what_the_old_process_has_said_is_heard_without_a_gap_and_so_is_the_new_one()
+fn lost_host_during_restart_leaves_no_message_gap()
  {
     let (mut went_on, mut of_source) = (0, 0);
     for seed in seeds(300) {
@@ -589,8 +608,9 @@ fn whichever_host_is_lost_what_the_old_process_has_said_is_heard_without_a_gap_a
     );
 }
 
+/// A task that is terminated during a migration by restart ends and is not restarted.
 #[test]
-fn a_task_that_is_to_end_for_good_is_not_started_again_and_does_not_stay_between_two_hosts() {
+fn terminated_task_is_not_restarted() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(
@@ -615,8 +635,10 @@ fn a_task_that_is_to_end_for_good_is_not_started_again_and_does_not_stay_between
     }
 }
 
+/// A program that exits because of a first request is restarted although a second migration failed
+/// before asking it.
 #[test]
-fn a_program_that_was_asked_once_is_started_again_also_if_it_was_not_asked_a_second_time() {
+fn first_exit_request_survives_failed_second_one() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let (tid, old, moving) = asked(&mut sim, console, "h3");
@@ -646,8 +668,9 @@ fn a_program_that_was_asked_once_is_started_again_also_if_it_was_not_asked_a_sec
     }
 }
 
+/// The window for a late exit counts only the time in which the program runs.
 #[test]
-fn the_minute_in_which_a_program_may_end_late_is_one_in_which_it_runs() {
+fn late_exit_window_excludes_paused_time() {
     let (mut sim, console) = Sim::cluster(5, 3);
     let (tid, old, moving) = asked(&mut sim, console, "h3");
     assert!(end_of_move(&mut sim, console, moving).is_err());
@@ -664,8 +687,9 @@ fn the_minute_in_which_a_program_may_end_late_is_one_in_which_it_runs() {
     answers(&mut sim, console, tid);
 }
 
+/// A program that is restarted on a host whose owner has just come can migrate on at once.
 #[test]
-fn a_program_that_begins_again_where_the_owner_has_just_come_can_be_taken_elsewhere_at_once() {
+fn restarted_program_can_leave_arriving_owner() {
     let (mut arrived, mut spared) = (0, 0);
     for seed in seeds(100) {
         let (mut sim, console) = Sim::cluster(seed, 4);
@@ -680,11 +704,11 @@ fn a_program_that_begins_again_where_the_owner_has_just_come_can_be_taken_elsewh
         }
         arrived += 1;
         if sim.procs[sim.proc_of(tid)].welcome.is_none() {
-            // It cannot have prepared for any.
+            // The new process cannot have installed a signal handler yet.
             let begins = sim.proc_of(tid);
             sim.ask(console, Request::Signal { tid, signal: 10 });
             if sim.procs[begins].exited {
-                // It had begun when the signal came there.
+                // It had begun before the signal arrived.
                 assert!(sim.procs[begins].welcome.is_some(), "seed {seed}");
                 continue;
             }
@@ -708,8 +732,9 @@ fn a_program_that_begins_again_where_the_owner_has_just_come_can_be_taken_elsewh
     );
 }
 
+/// A program that is asked by a message receives it once; its successor does not receive it.
 #[test]
-fn a_program_that_is_asked_by_a_message_has_it_once_and_the_process_behind_it_has_none() {
+fn exit_request_message_is_delivered_once() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(
@@ -742,8 +767,9 @@ fn a_program_that_is_asked_by_a_message_has_it_once_and_the_process_behind_it_ha
     }
 }
 
+/// A request message that a program left unread does not reach its successor.
 #[test]
-fn the_question_that_a_program_has_left_unread_is_not_put_to_the_process_behind_it() {
+fn unread_exit_request_is_not_passed_on() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn(

@@ -1,4 +1,4 @@
-//! Words by which tasks set up routes of their own, and who is told when such a route ends.
+//! Messages by which tasks set up direct routes, and notifications when such a route ends.
 
 use super::sim::{Sim, host, seeds};
 use crate::Event;
@@ -9,7 +9,7 @@ use sempa_proto::task::{Reply, Request, SpawnRequest, ToTask};
 use sempa_proto::{Micros, Tid};
 use std::fs::File;
 
-/// Sends a word with as many descriptors as it announces.
+/// Sends a route message with the number of descriptors that it announces.
 fn say(sim: &mut Sim, proc: usize, to: Tid, word: RouteWord) {
     let Some(conn) = sim.procs[proc].conn else {
         return;
@@ -56,7 +56,7 @@ fn word(from: Tid, near: bool, word: RouteWord) -> ToTask {
     ToTask::Route { from, near, word }
 }
 
-/// Waits until the process has been told so much, and says what.
+/// Waits until the process has got this many messages of its daemon. Returns all of them.
 fn told(sim: &mut Sim, proc: usize, count: usize) -> Vec<ToTask> {
     sim.until("words", |s| s.procs[proc].told.len() >= count);
     sim.procs[proc].told.clone()
@@ -87,7 +87,7 @@ fn tasks(seed: u64, hosts: usize, places: &[&str]) -> (Sim, usize, Vec<usize>, V
     (sim, console, procs, tids)
 }
 
-/// Has the two share rings.
+/// Makes two tasks share rings.
 fn pair_up(sim: &mut Sim, (a, b): (usize, usize), id: u64) {
     let (a_tid, b_tid) = (sim.procs[a].tid(), sim.procs[b].tid());
     let (a_told, b_told) = (sim.procs[a].told.len(), sim.procs[b].told.len());
@@ -112,14 +112,15 @@ fn migrate(tid: Tid, to: &str) -> Request {
     }
 }
 
+/// A ring offer reaches a task of the same host and is refused for a task elsewhere.
 #[test]
-fn an_offer_of_rings_reaches_a_task_of_the_same_host_and_is_refused_for_one_elsewhere() {
+fn ring_offer_is_refused_across_hosts() {
     let (mut sim, _, procs, tids) = tasks(1, 2, &["h1", "h1", "h2"]);
     pair_up(&mut sim, (procs[0], procs[1]), 1);
     say(&mut sim, procs[0], tids[2], ring_offer(2));
     let refused = word(tids[2], false, RouteWord::RingRefuse { id: OfferId(2) });
     assert_eq!(told(&mut sim, procs[0], 2)[1], refused);
-    // To itself, and to nobody.
+    // To the task itself, and to a tid without a task.
     say(&mut sim, procs[0], tids[0], ring_offer(3));
     say(&mut sim, procs[0], Tid::from_raw(0x4_7777), ring_offer(4));
     let ids = [3, 4].map(|id| RouteWord::RingRefuse { id: OfferId(id) });
@@ -131,10 +132,11 @@ fn an_offer_of_rings_reaches_a_task_of_the_same_host_and_is_refused_for_one_else
     assert_eq!(sim.procs[procs[2]].told, []);
 }
 
+/// A ring offer to a task that is arriving is refused as by a task of this host.
 #[test]
-fn an_offer_of_rings_to_a_task_that_is_just_arriving_is_refused_as_by_one_of_this_host() {
+fn ring_offer_to_arriving_task_is_refused_locally() {
     let (mut sim, console, procs, tids) = tasks(5, 2, &["h1", "h2"]);
-    // So it is told of the move.
+    // The message makes the sender's daemon notify it of the migration.
     sim.tell(procs[0], tids[1], b"hello");
     sim.request(console, migrate(tids[1], "h1"));
     let moved = ToTask::PeerMoved { tid: tids[1] };
@@ -151,8 +153,10 @@ fn an_offer_of_rings_to_a_task_that_is_just_arriving_is_refused_as_by_one_of_thi
     assert!(sim.procs[procs[0]].told.contains(&answers[0]));
 }
 
+/// Route messages without descriptors reach their task on any host and state whether the sender is
+/// on the same one.
 #[test]
-fn words_without_descriptors_find_their_task_on_any_host_and_say_whether_it_is_this_one() {
+fn route_messages_reach_any_host() {
     let (mut sim, console, procs, tids) = tasks(2, 3, &["h1", "h1", "h2"]);
     say(&mut sim, procs[0], tids[1], direct_offer(1));
     say(&mut sim, procs[0], tids[2], direct_offer(2));
@@ -178,8 +182,9 @@ fn words_without_descriptors_find_their_task_on_any_host_and_say_whether_it_is_t
     });
 }
 
+/// A route message to a task that has ended is answered by a notification of its end.
 #[test]
-fn a_word_to_a_task_that_has_ended_brings_word_of_its_end() {
+fn route_message_to_dead_task_is_answered() {
     let (mut sim, _, procs, tids) = tasks(3, 2, &["h1", "h1", "h2"]);
     for gone in [1, 2] {
         sim.exit(procs[gone], 0);
@@ -194,8 +199,9 @@ fn a_word_to_a_task_that_has_ended_brings_word_of_its_end() {
     }
 }
 
+/// The ring peers of a task that ends or migrates are notified once, and other tasks are not.
 #[test]
-fn the_partners_of_a_task_that_ends_or_moves_are_told_once_and_others_are_not() {
+fn only_ring_peers_are_notified_of_exit_or_migration() {
     for seed in seeds(20) {
         let (mut sim, console, procs, tids) = tasks(seed, 2, &["h1", "h1", "h1", "h1"]);
         pair_up(&mut sim, (procs[0], procs[1]), 1);
@@ -235,15 +241,16 @@ fn the_partners_of_a_task_that_ends_or_moves_are_told_once_and_others_are_not() 
     }
 }
 
+/// A task that accepts rings is notified when the other task has left meanwhile.
 #[test]
-fn who_accepts_rings_that_do_not_come_about_is_told_so() {
+fn failed_ring_acceptance_is_reported() {
     let (mut sim, console, procs, tids) = tasks(4, 2, &["h1", "h1"]);
     say(&mut sim, procs[0], tids[1], ring_offer(1));
     told(&mut sim, procs[1], 1);
     let moved = sim.ask(console, migrate(tids[0], "h2"));
     assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
     say(&mut sim, procs[1], tids[0], ring_accept(1));
-    // The task is elsewhere: what was meant for it there may be lost. Its daemon knows more.
+    // The offer may be lost because the task is elsewhere; its daemon knows whether it lives.
     let lost = told(&mut sim, procs[1], 2)[1].clone();
     assert!(
         matches!(lost, ToTask::PeerMoved { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
@@ -252,14 +259,15 @@ fn who_accepts_rings_that_do_not_come_about_is_told_so() {
     assert!(sim.procs[sim.proc_of(tids[0])].told.is_empty());
 }
 
+/// A task whose offer is unanswered is notified when the receiver leaves.
 #[test]
-fn who_offers_to_a_task_that_leaves_without_an_answer_is_told() {
+fn unanswered_offer_is_reported_on_exit() {
     let (mut sim, _, procs, tids) = tasks(7, 2, &["h1", "h1", "h1", "h2"]);
     say(&mut sim, procs[1], tids[0], ring_offer(1));
     say(&mut sim, procs[2], tids[0], direct_offer(1));
     say(&mut sim, procs[3], tids[0], direct_offer(1));
     told(&mut sim, procs[0], 3);
-    // One of them gets an answer, and has no need to know more.
+    // One of the offers is answered, so its sender needs no notification.
     say(
         &mut sim,
         procs[0],
@@ -282,8 +290,9 @@ fn who_offers_to_a_task_that_leaves_without_an_answer_is_told() {
     assert!(sim.nodes.values().all(|n| n.machine.pairs.is_empty()));
 }
 
+/// An offer with too many addresses is dropped.
 #[test]
-fn an_offer_of_too_many_addresses_goes_nowhere() {
+fn offer_with_too_many_addresses_is_dropped() {
     let (mut sim, _, procs, tids) = tasks(5, 1, &["h1", "h1"]);
     let addresses = vec!["127.0.0.1:1".parse().expect("an address"); OFFER_ADDRESSES_MAX + 1];
     let offer = RouteWord::DirectOffer {
@@ -308,8 +317,9 @@ fn an_offer_of_too_many_addresses_goes_nowhere() {
     );
 }
 
+/// A task with the maximum number of ring peers gets no new ring offers.
 #[test]
-fn a_task_with_as_many_partners_as_it_can_have_is_offered_no_more_rings() {
+fn ring_peer_limit_refuses_new_offers() {
     let (mut sim, _, procs, tids) = tasks(6, 1, &["h1", "h1", "h1"]);
     pair_up(&mut sim, (procs[0], procs[1]), 1);
     let pairs = &mut sim
@@ -328,18 +338,19 @@ fn a_task_with_as_many_partners_as_it_can_have_is_offered_no_more_rings() {
             RouteWord::RingRefuse { id: OfferId(2) }
         )]
     );
-    // The pair that there is may have new ones.
+    // An existing pair may replace its rings.
     pair_up(&mut sim, (procs[0], procs[1]), 3);
 }
 
+/// Route messages between tasks that migrate at random arrive once and in order.
 #[test]
-fn words_between_tasks_that_move_at_random_arrive_once_and_in_order() {
+fn route_messages_survive_random_migrations() {
     for seed in seeds(30) {
         let (mut sim, console, procs, tids) = tasks(seed, 3, &["h1", "h1", "h2", "h3"]);
         let (mut sent, mut open) = (0, Vec::new());
         for round in 0..120u64 {
             let (from, to) = (sim.dice.roll(4) as usize, sim.dice.roll(4) as usize);
-            // A library that has let go keeps what it has to say until it is back; here it says it another time.
+            // A quiesced library would send this after it has resumed; here it is skipped.
             let speaker = &sim.procs[procs[from]];
             if from != to
                 && speaker.conn.is_some()

@@ -1,4 +1,5 @@
-//! Tasks that talk and move on hosts whose owners come and go, with somebody who suspends some of them.
+//! Tasks that exchange messages and migrate while the owners of their hosts come and go and a user
+//! suspends some of them.
 
 use super::sim::{Seen, Sim, host};
 use crate::HostId;
@@ -10,9 +11,11 @@ use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest}
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// After so long every guest stands still in the simulation, whose taskers take up to 2 ms to hear.
+/// Time after which every guest must be paused in the simulation. The simulated taskers take up to
+/// 2 ms to receive an order.
 pub(super) const PROMISE: Micros = Micros::from_millis(50);
-/// The same for a task that is suspended, for which nobody waits.
+/// Time after which a suspended task must be paused. Longer than [`PROMISE`], because no owner
+/// waits for it.
 const PATIENCE: Micros = Micros::from_millis(220);
 
 pub(super) fn stopped() -> Request {
@@ -32,7 +35,7 @@ pub(super) fn welcome() -> Request {
     welcome_with(GuestLimits::default())
 }
 
-/// The owner has left, and allows guests no more than this.
+/// The owner has left and sets these limits for guests.
 pub(super) fn welcome_with(limits: GuestLimits) -> Request {
     Request::Guests(GuestsWord {
         guests: Guests::Welcome,
@@ -107,7 +110,7 @@ pub(super) fn talk(sim: &mut Sim, sent: &mut BTreeMap<(usize, Tid), u32>, from: 
     *number += 1;
 }
 
-/// Every message that has come came once and in order; how many there are.
+/// Asserts that every message arrived once and in order. Returns the number of messages.
 pub(super) fn came(sim: &Sim, procs: &[usize]) -> u32 {
     let mut total = 0;
     for p in procs {
@@ -130,7 +133,7 @@ pub(super) fn came(sim: &Sim, procs: &[usize]) -> u32 {
     total
 }
 
-/// Two tasks on each of three hosts, and somebody on each host who speaks for its owner.
+/// Two tasks on each of three hosts, and an owner agent on each host.
 pub(super) struct Scene {
     pub(super) sim: Sim,
     pub(super) console: usize,
@@ -138,9 +141,9 @@ pub(super) struct Scene {
     pub(super) tids: Vec<Tid>,
     pub(super) speakers: Vec<usize>,
     pub(super) sent: BTreeMap<(usize, Tid), u32>,
-    /// Since when the guests of a host have to stand still.
+    /// Time since when the guests of a host must be paused.
     pub(super) stopped_at: BTreeMap<HostId, Micros>,
-    /// Since when a task is suspended.
+    /// Time since when a task is suspended.
     pub(super) suspended_at: BTreeMap<Tid, Micros>,
     pub(super) open: Vec<(Tid, RequestId)>,
 }
@@ -167,7 +170,7 @@ impl Scene {
         }
     }
 
-    /// The same where messages are late, and with every second seed steps of moves fail.
+    /// A scene in which quiescing is slow; with every second seed, steps of migrations fail.
     pub(super) fn unlucky(seed: u64) -> Scene {
         let mut scene = Scene::new(seed);
         scene.sim.faults.late_percent = 25;
@@ -187,7 +190,7 @@ impl Scene {
         assert_eq!(sim.ask(self.speakers[n], word), Reply::Done);
     }
 
-    /// Suspends a task, or lets it go on.
+    /// Suspends or resumes a task.
     pub(super) fn suspend(&mut self, tid: Tid, suspend: bool) {
         let done = self.sim.ask(
             self.console,
@@ -205,7 +208,7 @@ impl Scene {
         }
     }
 
-    /// Some messages, and some time.
+    /// Sends some messages and lets some time pass.
     pub(super) fn go_on(&mut self) {
         for _ in 0..5 {
             let (from, to) = (
@@ -223,7 +226,7 @@ impl Scene {
         self.sim.pass(wait);
     }
 
-    /// Somebody on the console's host wants to hear of the ends of the tasks on h2; then tasks talk.
+    /// The console asks to be notified when the tasks of h2 exit; then tasks exchange messages.
     pub(super) fn watched(seed: u64) -> Scene {
         let mut scene = Scene::new(seed);
         scene.sim.faults.late_percent = 25;
@@ -241,7 +244,7 @@ impl Scene {
         scene
     }
 
-    /// Some time later, and perhaps while a task moves.
+    /// Waits a random time and, with every second seed, starts a migration.
     pub(super) fn some_time_after(&mut self, longest: u64) {
         let wait = Micros(self.sim.dice.roll(longest));
         self.sim.pass(wait);
@@ -250,7 +253,8 @@ impl Scene {
         }
     }
 
-    /// Long afterwards each task of h2 is there, or its end was told, once. Answers all tasks that are there.
+    /// Waits and asserts that each task of h2 is either listed or reported dead, exactly once.
+    /// Returns the list of tasks.
     pub(super) fn told_once(&mut self) -> Vec<TaskInfo> {
         self.sim.pass(Micros::from_secs(20));
         let list = listed(&mut self.sim, self.console);
@@ -266,7 +270,7 @@ impl Scene {
         list
     }
 
-    /// A little later whoever has not ended runs.
+    /// Waits and asserts that every task that has not exited runs.
     pub(super) fn assert_all_run(&mut self) {
         self.sim.pass(Micros::from_secs(3));
         for p in &self.procs {
@@ -290,7 +294,8 @@ impl Scene {
         self.open.push((tid, id));
     }
 
-    /// Who is in no move stands still as its host's owner wants it, and if it is suspended.
+    /// Asserts that each task that is not migrating is paused if the owner of its host or a
+    /// suspension requires that.
     pub(super) fn assert_still(&mut self) {
         let replies = &self.sim.procs[self.console].replies;
         let moving: Vec<Tid> = self
@@ -323,8 +328,9 @@ impl Scene {
         }
     }
 
-    /// All owners leave; who is suspended stands still where it is now, until it is resumed; then everybody goes on, and
-    /// nothing was lost.
+    /// Lets all owners leave, checks that suspended tasks stay paused, and resumes them. Then
+    /// asserts that all tasks run and that no message was lost. Returns the number of successful
+    /// migrations.
     pub(super) fn end(&mut self) -> usize {
         let (console, open) = (self.console, std::mem::take(&mut self.open));
         self.sim.until("all moves", |s| {

@@ -1,4 +1,4 @@
-//! Tasks that work for daemons: taskers, hosters, the tracer.
+//! Tasks that work for daemons: taskers, hosters and the tracer.
 
 use super::hosts::codes;
 use super::sim::{Sim, host, seeds};
@@ -17,7 +17,7 @@ fn failure(reply: Reply) -> PvmError {
     }
 }
 
-/// The number by which the ordered task may claim its tid.
+/// Returns the spawn token by which the ordered task may claim its tid.
 fn epid_in(order: &sempa_proto::Message) -> i32 {
     let mut body = Unpacker::xdr(order.body.clone());
     let (_tid, _flags, _path) = (body.int(), body.int(), body.string());
@@ -34,8 +34,10 @@ fn epid_in(order: &sempa_proto::Message) -> i32 {
         .expect("the first variable")
 }
 
+/// A task that a tasker task has started ends with its connection, with its tasker, or when the
+/// tasker reports its exit.
 #[test]
-fn a_task_of_a_tasker_lives_as_long_as_its_connection_its_tasker_and_the_taskers_word() {
+fn tasker_child_ends_with_connection_tasker_or_report() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 1);
         let tasker = sim.enrol(HostId::MASTER);
@@ -131,8 +133,9 @@ fn a_task_of_a_tasker_lives_as_long_as_its_connection_its_tasker_and_the_taskers
     }
 }
 
+/// A hoster gets one order for all hosts. After its death the daemon starts the remaining ones.
 #[test]
-fn a_hoster_is_asked_for_all_at_once_and_its_death_leaves_the_rest_to_the_daemon() {
+fn hoster_death_leaves_remaining_hosts_to_daemon() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 1);
         let hoster = sim.enrol(HostId::MASTER);
@@ -186,8 +189,9 @@ fn a_hoster_is_asked_for_all_at_once_and_its_death_leaves_the_rest_to_the_daemon
     }
 }
 
+/// On every host, trace and output without another destination go to the tracer until it exits.
 #[test]
-fn the_tracer_gets_what_has_no_other_place_on_every_host_until_it_ends() {
+fn tracer_is_default_sink_on_every_host() {
     let (mut sim, console) = Sim::cluster(5, 2);
     let tracer = sim.enrol(host(2));
     let me = sim.procs[tracer].tid();

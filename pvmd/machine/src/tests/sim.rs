@@ -1,7 +1,9 @@
-//! A virtual machine in one process: real machines, modelled shells, taskers and task libraries, one seed.
+//! Simulates a virtual machine in one process: real [`Machine`]s with modelled shells, taskers and
+//! task libraries.
 //!
-//! Streams between hosts keep their order and nothing else; every delay is thrown. A task is a process with real
-//! [`Link`]s that can be quiesced, stopped, carried to another host and woken by a token.
+//! One seed determines a run. Streams between hosts keep their order and nothing else; every delay
+//! is random. A task is a process with real [`Link`]s. It can quiesce, be paused, be carried to
+//! another host, and be woken by a resume token.
 
 mod anew;
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
@@ -38,16 +40,16 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use world::FakeWorld;
 
-/// Time after which a run that has not come to its end is taken for stuck.
+/// Simulated time after which a run that has not finished counts as stuck.
 const STUCK: Micros = Micros::from_secs(600);
-/// Time after which a silent host is taken for lost.
+/// Time after which a silent host counts as lost.
 const LEASE: Micros = Micros::from_millis(500);
 
 pub(super) fn host(index: u16) -> HostId {
     HostId::new(index).expect("small")
 }
 
-/// Seeds 1 up to `count`, or so many times more as `SEMPA_SEEDS` says.
+/// Seeds from 1, `count` of them, multiplied by `SEMPA_SEEDS` if that is set.
 pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
     let times = std::env::var("SEMPA_SEEDS")
         .ok()
@@ -63,13 +65,13 @@ pub(super) struct Node {
     pub(super) alive: bool,
     pub(super) log: Vec<String>,
     pub(super) output: Vec<u8>,
-    /// Images that are expected, by move.
+    /// Migrations whose images this host expects.
     expected: BTreeSet<MigrationId>,
-    /// Its tasker is dead, which it does not know yet: what it says to it is lost.
+    /// The tasker is dead and the daemon does not know it yet: messages to the tasker are lost.
     pub(super) tasker_dead: bool,
-    /// What it has to hear or to do when it goes on; `None`: it does not stand still.
+    /// Events to handle when the daemon resumes; `None` while it runs.
     stands: Option<strikes::Late>,
-    /// The same for its tasker.
+    /// Orders to deliver when the tasker resumes; `None` while it runs.
     tasker_stands: Option<Vec<ToTasker>>,
 }
 
@@ -80,12 +82,14 @@ enum Happening {
     ToProc(usize, ConnId, ToTask),
     LinkToProc(usize, ConnId, Bytes),
     CloseProc(ConnId),
-    /// The time of a held process is over, if this order was the last one.
+    /// A process's time to run before its pause is over, unless a later order has replaced this
+    /// one.
     HoldNow(HostId, usize, u64),
     LostSeen(HostId, HostId),
-    /// The time of a party that stands still is over.
+    /// A stopped victim resumes.
     GoesOn(strikes::Party),
-    /// What a task has left behind is here, or does not come: the host where it is, the move, whence, and the task.
+    /// Post-copy memory arrives, or is lost: the target host, the migration, the source host, and
+    /// the task.
     MemoryCame(HostId, MigrationId, HostId, Tid),
     Joined(HostId, HostId),
 }
@@ -100,12 +104,12 @@ enum Channel {
     Tasker(HostId),
 }
 
-/// What goes wrong.
+/// Probabilities of random faults, in percent.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
-    /// Of a hundred steps of a move, so many fail.
+    /// Percentage of migration steps that fail.
     pub(super) step_fails_percent: u64,
-    /// Of a hundred libraries that are told to let go, so many take their time.
+    /// Percentage of quiesce requests that reach the library late.
     pub(super) late_percent: u64,
 }
 
@@ -129,21 +133,21 @@ pub(super) struct Sim {
     pub(super) strikes: strikes::Strikes,
     pub(super) words: words::Words,
     pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
-    /// Moves whose task runs before its memory is there.
+    /// Migrations whose task runs before its memory has arrived.
     following: BTreeSet<MigrationId>,
-    /// Moves of which memory may come ahead, and where to.
+    /// Migrations that accept pre-copied memory, and their target.
     taking: BTreeMap<MigrationId, HostId>,
     pub(super) abandoned: Vec<StartId>,
-    /// Starts that were made ready for a hoster.
+    /// Host starts that were prepared for a hoster task.
     prepared: Vec<(StartId, HostPlan)>,
-    /// Signals to processes that no tasker of ours has started.
+    /// Signals to processes that no simulated tasker has started.
     pub(super) signalled: Vec<(usize, i32)>,
-    /// What hosts have against any task.
+    /// Reasons why a host refuses every task.
     pub(super) refuses: BTreeMap<HostId, Verdict>,
     pub(super) sets: sets::Sets,
-    /// Programs that were started for moves and wait, and for which task.
+    /// Programs that a migration has started and that wait for permission to run, and their tasks.
     anew: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
-    /// Programs that were asked to end and did not.
+    /// Programs that ignored a request to exit.
     pub(super) deaf: Vec<usize>,
 }
 
@@ -151,7 +155,7 @@ fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
     (a.min(b), a.max(b))
 }
 
-/// Three hosts of one network, the next four of another, and so on.
+/// Returns the address of a host. Four consecutive indices share a network.
 fn address(id: HostId) -> SocketAddr {
     SocketAddr::from(([10, 0, (id.index() / 4) as u8, id.index() as u8], 4))
 }
@@ -179,7 +183,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
 }
 
 impl Sim {
-    /// A master alone.
+    /// A master without other hosts.
     pub(super) fn new(seed: u64) -> Sim {
         Sim::with(seed, |_| {})
     }
@@ -220,12 +224,12 @@ impl Sim {
         sim
     }
 
-    /// A master and slaves `h2`… up to `hN`, and a console on the master.
+    /// A master, the hosts `h2` to `hN`, and a console on the master.
     pub(super) fn cluster(seed: u64, hosts: usize) -> (Sim, usize) {
         Sim::cluster_with(seed, hosts, |_| {})
     }
 
-    /// The same, with a master that is changed before.
+    /// As [`Sim::cluster`], with a changed configuration of the master.
     pub(super) fn cluster_with(
         seed: u64,
         hosts: usize,
@@ -299,7 +303,6 @@ impl Sim {
         );
     }
 
-    // ---- hosts
 
     fn start_host(&mut self, start: StartId, plan: HostPlan) {
         let at = self.now + Micros(self.dice.roll(300_000));
@@ -324,12 +327,12 @@ impl Sim {
         );
     }
 
-    /// A program is removed from a host.
+    /// Removes a program from a host.
     pub(super) fn remove_program(&mut self, on: HostId, name: &'static str) {
         self.nodes.get_mut(&on).expect("it is there").world.lacks = Some(name);
     }
 
-    /// The master has taken the host for lost: nobody listens any more to what runs there.
+    /// True if the master has removed the host: what runs there no longer counts.
     fn is_out(&self, host: HostId) -> bool {
         self.nodes[&HostId::MASTER]
             .machine
@@ -338,7 +341,7 @@ impl Sim {
             .is_none()
     }
 
-    /// The host dies without a word.
+    /// Kills a host. The other hosts notice its silence.
     pub(super) fn kill_host(&mut self, lost: HostId) {
         let Some(node) = self.nodes.get_mut(&lost) else {
             return;
@@ -348,16 +351,16 @@ impl Sim {
         self.session_ends(lost);
     }
 
-    /// Processes of a host are gone with it.
+    /// Ends those processes of a host that match.
     fn lose_procs(&mut self, on: HostId, which: impl Fn(&Proc) -> bool) {
         for p in self.procs.iter_mut().filter(|p| p.host == on && which(p)) {
-            // What was dumped may be built from its images.
+            // A dumped process can be built from its images.
             p.kept |= p.stopped && !p.exited;
             p.exited = true;
         }
     }
 
-    /// What one host has said to another one and has not come is lost; for a host that is lost in the same moment.
+    /// Drops the messages that are in flight from one host to another, as when the sender dies.
     pub(super) fn lose_words(&mut self, from: HostId, to: HostId) {
         self.queue.retain(|_, happening| match happening {
             Happening::Event(on, Event::HostControl { host, .. }) => (*host, *on) != (from, to),
@@ -366,14 +369,15 @@ impl Sim {
         });
     }
 
-    /// Two hosts do not hear each other for so long, and what is on its way between them is lost; all others hear both.
+    /// Separates two hosts for the time `long` and drops the messages in flight between them. Other
+    /// hosts still reach both.
     pub(super) fn part(&mut self, a: HostId, b: HostId, long: Micros) {
         if !self.sessions.remove(&pair(a, b)) {
             return;
         }
         for (by, other) in [(a, b), (b, a)] {
             self.lose_words(by, other);
-            // A silence that lasts is noticed before it is over.
+            // The loss is noticed before the connection returns.
             let seen = self.now + Micros(self.dice.roll(long.0.min(LEASE.0)));
             self.push(seen, Happening::LostSeen(by, other));
         }
@@ -395,7 +399,6 @@ impl Sim {
         }
     }
 
-    // ---- processes
 
     fn process(
         &mut self,
@@ -441,7 +444,7 @@ impl Sim {
         self.procs.len() - 1
     }
 
-    /// A process on this host connects and says who it is.
+    /// Connects a process to the daemon of its host and sends its claim.
     pub(super) fn connect(&mut self, proc: usize, claim: Claim) -> ConnId {
         self.next_conn += 1;
         let conn = ConnId(self.next_conn);
@@ -471,8 +474,8 @@ impl Sim {
         conn
     }
 
-    /// What this process says from now on reaches its daemon after this time at the earliest: the daemon is that far behind
-    /// with what its tasks say.
+    /// Delays what this process sends by at least `by`, as if the daemon were busy with other
+    /// tasks.
     pub(super) fn hear_late(&mut self, proc: usize, by: Micros) {
         let conn = self.procs[proc].conn.expect("connected");
         let at = self.channels.entry(Channel::FromProc(conn)).or_default();
@@ -483,12 +486,12 @@ impl Sim {
         self.send(Channel::FromProc(conn), Happening::Event(on, event));
     }
 
-    /// A task from a command line; returns when it has been accepted.
+    /// Starts a process as from a command line. Returns when it has enrolled.
     pub(super) fn enrol(&mut self, on: HostId) -> usize {
         self.enrol_with(on, AtEnd::Signalled)
     }
 
-    /// The same, with what it wants when its daemon ends.
+    /// As [`Sim::enrol`], with the wanted action when the daemon ends.
     pub(super) fn enrol_with(&mut self, on: HostId, at_end: AtEnd) -> usize {
         let proc = self.process(on, "cmd", None, vec![]);
         self.procs[proc].at_end = at_end;
@@ -497,7 +500,7 @@ impl Sim {
         proc
     }
 
-    /// Another process that presents a claim; returns without waiting.
+    /// Starts a process that presents a claim. Does not wait for the answer.
     pub(super) fn claim(&mut self, on: HostId, claim: Claim) -> usize {
         let proc = self.process(on, "claimer", None, vec![]);
         self.connect(proc, claim);
@@ -518,7 +521,7 @@ impl Sim {
         }
     }
 
-    /// Sends a request; its reply will be in `replies`.
+    /// Sends a request. The reply will be in `replies`.
     pub(super) fn request(&mut self, proc: usize, what: Request) -> RequestId {
         let p = &mut self.procs[proc];
         p.next_request += 1;
@@ -566,7 +569,7 @@ impl Sim {
         self.pump(proc);
     }
 
-    /// Carries out what the links want.
+    /// Carries out the outputs of the links of a process.
     fn pump(&mut self, proc: usize) {
         let now = self.now;
         let p = &mut self.procs[proc];
@@ -675,7 +678,7 @@ impl Sim {
         }
     }
 
-    /// Quiesced libraries look for their tokens.
+    /// Lets quiesced libraries look for their resume tokens.
     fn look_for_tokens(&mut self) {
         for proc in 0..self.procs.len() {
             let p = &self.procs[proc];
@@ -698,9 +701,8 @@ impl Sim {
         }
     }
 
-    // ---- machines
 
-    /// Hands an event to a machine and carries out what it wants.
+    /// Passes an event to a machine and carries out its outputs.
     pub(super) fn handle(&mut self, on: HostId, event: Event) {
         let word = self.word(on, &event);
         self.hears(word.as_ref(), strikes::Edge::Before);
@@ -721,7 +723,7 @@ impl Sim {
         self.flush(on);
     }
 
-    /// Hands an event to a machine at a time; what it wants is not carried out.
+    /// Passes an event to a machine at a given time. Returns its outputs without carrying them out.
     pub(super) fn outputs_of(&mut self, on: HostId, now: Micros, event: Event) -> Vec<Output> {
         let node = self.nodes.get_mut(&on).expect("there");
         node.machine.handle(now, &mut node.world, event);
@@ -740,7 +742,6 @@ impl Sim {
         }
     }
 
-    // ---- time
 
     fn next_time(&self) -> Option<Micros> {
         let queued = self.queue.keys().next().map(|(at, _)| *at);
@@ -757,7 +758,7 @@ impl Sim {
         machines.chain(links).chain(queued).min()
     }
 
-    /// The next thing happens; false when nothing is left.
+    /// Handles the next event. Returns false when there is none.
     pub(super) fn step(&mut self) -> bool {
         self.look_for_tokens();
         let Some(at) = self.next_time() else {
@@ -860,7 +861,7 @@ impl Sim {
         }
     }
 
-    /// Lets time pass until the condition holds.
+    /// Runs until the condition holds. Panics with the logs if it never does.
     pub(super) fn until(&mut self, what: &str, condition: impl Fn(&Sim) -> bool) {
         let end = self.now + STUCK;
         while !condition(self) {
@@ -880,7 +881,7 @@ impl Sim {
         }
     }
 
-    /// The event log and the processes, for a run that went wrong.
+    /// Returns the event log and the state of all processes, for the message of a failed run.
     pub(super) fn story(&self) -> String {
         let master = self.nodes[&HostId::MASTER]
             .machine
@@ -900,7 +901,7 @@ impl Sim {
         events.chain(procs).collect::<Vec<_>>().join("\n")
     }
 
-    /// Files that would wake libraries, on hosts that are there.
+    /// Returns the number of resume tokens on live hosts.
     pub(super) fn tokens_left(&self) -> usize {
         self.tokens
             .keys()
@@ -908,7 +909,7 @@ impl Sim {
             .count()
     }
 
-    /// Lets this much time pass.
+    /// Advances the time by `span` and handles the events due until then.
     pub(super) fn pass(&mut self, span: Micros) {
         let end = self.now + span;
         while self.next_time().is_some_and(|at| at <= end) {

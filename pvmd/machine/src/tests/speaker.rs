@@ -1,4 +1,4 @@
-//! Who speaks for the owner of a host may die: guests do not go on beside him for that.
+//! Owner agents may die. Guests must not resume on the host of a present owner because of that.
 
 use super::scene::{PROMISE, Scene, events, on, spawn, stopped, welcome, welcome_with};
 use super::sim::{Sim, host, seeds};
@@ -10,10 +10,10 @@ use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, PvmError};
 
 const SIGTERM: i32 = 15;
-/// Long beside all that happens by itself.
+/// Longer than every timeout of the daemon.
 const LONG: Micros = Micros::from_secs(120);
 
-/// A host with a load watcher and two guests, which stand still by its word.
+/// A host with a load watcher and two guests, which are paused by its directive.
 struct Guarded {
     sim: Sim,
     console: usize,
@@ -21,7 +21,7 @@ struct Guarded {
     guests: Vec<usize>,
 }
 
-/// The load watcher that runs.
+/// Returns the running load watcher.
 fn watcher(sim: &Sim) -> Option<usize> {
     let is = |p: &usize| {
         sim.procs[*p]
@@ -80,8 +80,10 @@ impl Guarded {
     }
 }
 
+/// Guests stay paused when the load watcher dies, until the watcher that the daemon has started
+/// resumes them.
 #[test]
-fn guests_stand_still_when_the_load_watcher_dies_until_one_that_the_daemon_has_started_says_otherwise()
+fn guests_stay_paused_until_new_watcher_resumes_them()
  {
     for seed in seeds(20) {
         let mut guarded = Guarded::new(seed);
@@ -109,8 +111,10 @@ fn guests_stand_still_when_the_load_watcher_dies_until_one_that_the_daemon_has_s
     }
 }
 
+/// A load watcher that dies while the owner is away is started again; one that exits successfully
+/// is not.
 #[test]
-fn a_load_watcher_that_dies_while_nobody_is_there_is_started_again_and_one_that_nobody_needs_is_not()
+fn dead_watcher_is_restarted_unless_it_exited_well()
  {
     let mut guarded = Guarded::new(2);
     let first = guarded.watcher;
@@ -132,8 +136,9 @@ fn a_load_watcher_that_dies_while_nobody_is_there_is_started_again_and_one_that_
     assert_eq!(watcher(&guarded.sim), None);
 }
 
+/// Guests stay paused while no load watcher can be started, and the log reports that once.
 #[test]
-fn guests_stand_still_while_no_load_watcher_can_be_started_and_the_log_says_so_once() {
+fn guests_stay_paused_without_a_watcher() {
     let mut guarded = Guarded::new(3);
     guarded.sim.remove_program(HostId::MASTER, WATCHER_PROGRAM);
     let dead = guarded.watcher;
@@ -145,14 +150,16 @@ fn guests_stand_still_while_no_load_watcher_can_be_started_and_the_log_says_so_o
         PvmError::NoFile
     );
     assert_eq!(guarded.notes(&says), 1);
-    // The user's own program may speak then.
+    // The user's own program may send a directive in this case.
     let program = guarded.sim.enrol(HostId::MASTER);
     assert_eq!(guarded.sim.ask(program, welcome()), Reply::Done);
     guarded.until_they_go_on();
 }
 
+/// An owner's limits apply until a load watcher sends a new directive; other programs cannot lift
+/// them.
 #[test]
-fn what_an_owner_allows_counts_until_a_load_watcher_speaks_again_and_no_program_takes_it_back() {
+fn watcher_limits_outlive_the_watcher() {
     let mut guarded = Guarded::new(4);
     let allows = |most| {
         welcome_with(GuestLimits {
@@ -191,14 +198,15 @@ fn what_an_owner_allows_counts_until_a_load_watcher_speaks_again_and_no_program_
     assert_eq!(guarded.sim.ask(next, allows(3)), Reply::Done);
     assert!(may_start(&mut guarded));
     assert!(!may_start(&mut guarded), "three are there");
-    // Nobody needs it any more, and nobody else will say that the limit is gone.
+    // The watcher exits successfully, and no other agent will lift the limit.
     guarded.sim.exit(next, 0);
     guarded.sim.pass(LONG);
     assert!(may_start(&mut guarded));
 }
 
+/// The last directive of a program applies for a grace period after the program's exit.
 #[test]
-fn the_last_word_of_a_program_counts_for_a_while_after_its_end() {
+fn directive_outlives_its_program_for_a_while() {
     let mut scene = Scene::new(4);
     scene.say(1, stopped());
     scene.sim.pass(PROMISE);
@@ -218,8 +226,9 @@ fn the_last_word_of_a_program_counts_for_a_while_after_its_end() {
     scene.end();
 }
 
+/// When an owner agent exits, the directive of another agent still applies.
 #[test]
-fn the_word_of_another_speaker_counts_when_one_ends() {
+fn other_agents_directive_remains() {
     let mut scene = Scene::new(5);
     scene.say(1, stopped());
     let first = scene.speakers[1];

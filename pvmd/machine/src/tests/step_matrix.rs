@@ -1,5 +1,6 @@
-//! A fault of each kind meets each party of a move before and after each step. The steps are those of the protocol, and where
-//! they begin and end the machines themselves say: a new one is tried by itself.
+//! Injects a fault of each kind into each party of a migration, before and after each step. The
+//! steps are those of the protocol, and the machines report where they begin and end: a new step is
+//! covered without a change here.
 
 use super::scene::{came, events, migrate, on, spawn, talk};
 use super::sim::strikes::{A_MOMENT, Blow, Edge, LONG, Party, Point};
@@ -11,7 +12,7 @@ use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmServes};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Tries of each fault at each place: delays, and whether memory follows, are thrown.
+/// Runs per fault and point. Delays and the use of post-copy are random.
 const TRIES: u64 = 4;
 
 fn points() -> Vec<Point> {
@@ -21,8 +22,8 @@ fn points() -> Vec<Point> {
         .collect()
 }
 
-/// A task of h2 that moves to h3 while it talks with one of h4 and with the console, which wants to hear of its end with
-/// tag 1. There is a resource manager.
+/// A task migrates from h2 to h3 while it exchanges messages with a task on h4 and with the
+/// console. The console is notified of its exit with tag 1. There is a resource manager.
 struct Trial {
     sim: Sim,
     console: usize,
@@ -45,7 +46,7 @@ impl Trial {
             }),
         );
         sim.strikes.manager = Some(manager);
-        // Else there may be no such step.
+        // Without pre-copy this step would not occur.
         sim.strikes.pre_copies = strike.is_none_or(|((step, _), ..)| step == Step::PreCopy);
         let mover = spawn(&mut sim, console, on("h2", "child", 1))[0];
         let peer = spawn(&mut sim, console, on("h4", "child", 1))[0];
@@ -78,7 +79,7 @@ impl Trial {
         self.sim.procs[self.mover].tid()
     }
 
-    /// All who can say something to the others.
+    /// Lets all processes that can send a message to the others.
     fn talk(&mut self) {
         let all = [self.console, self.mover, self.peer];
         for from in all {
@@ -91,7 +92,7 @@ impl Trial {
         self.sim.pass(wait);
     }
 
-    /// Until the fault has met the move, and for a while after that.
+    /// Runs until the fault has been injected, and for a while after that.
     fn until_struck(&mut self, case: &str) {
         let mut after = 0;
         for _ in 0..1000 {
@@ -104,14 +105,13 @@ impl Trial {
         panic!("it never came there: {case}");
     }
 
-    /// The move is over.
     fn is_over(&self) -> bool {
         self.sim.procs[self.console]
             .replies
             .contains_key(&self.moving)
     }
 
-    /// The task's entry in the list, and how often its end was told.
+    /// Returns the task's list entry and the number of exit notifications.
     fn state(&mut self) -> (Vec<TaskInfo>, usize) {
         let list = match self.sim.ask(
             self.console,
@@ -120,7 +120,7 @@ impl Trial {
             },
         ) {
             Reply::Tasks(list) => list,
-            // Its host is lost, and the task with it.
+            // The host is lost, and the task with it.
             Reply::Failed {
                 error: PvmError::NoHost,
                 ..
@@ -130,7 +130,7 @@ impl Trial {
         (list, self.sim.procs[self.console].notes(1).len())
     }
 
-    /// Everything comes to rest; true if the task lives.
+    /// Waits until everything has settled and checks the outcome. True if the task lives.
     fn judge(&mut self, may_be_lost: bool, case: &str) -> bool {
         let (console, moving) = (self.console, self.moving);
         self.sim
@@ -184,7 +184,7 @@ impl Trial {
         true
     }
 
-    /// All hosts have ended with their master, and no task runs.
+    /// Asserts that all hosts have ended with their master and that no task runs.
     fn judge_without_master(&mut self, case: &str) {
         self.sim.pass(LONG + Micros::from_secs(20));
         let left: Vec<HostId> = self
@@ -200,7 +200,7 @@ impl Trial {
     }
 }
 
-/// Whoever is struck so is gone for the others.
+/// True if other hosts consider a victim of this fault lost.
 fn is_gone(party: Party, blow: Blow) -> bool {
     match party {
         Party::Source | Party::Target | Party::Master => {
@@ -211,10 +211,10 @@ fn is_gone(party: Party, blow: Blow) -> bool {
     }
 }
 
-/// True if the task may end by this fault at this place, as the table in MIGRATION.md says.
+/// True if this fault at this point may end the task, as the table in MIGRATION.md says.
 fn may_be_lost((step, edge): Point, party: Party, blow: Blow) -> bool {
     let at = (step, edge);
-    // Memory may follow. It comes to an end as the last step does.
+    // Post-copy memory may still be missing. It is complete when the last step ends.
     let follows = at < (Step::Arrive, Edge::After);
     match party {
         Party::Source | Party::SourceTasker => is_gone(party, blow) && follows,
@@ -222,7 +222,7 @@ fn may_be_lost((step, edge): Point, party: Party, blow: Blow) -> bool {
             is_gone(party, blow) && at >= (Step::Restore, Edge::After)
         }
         Party::Master => is_gone(party, blow),
-        // The memory that follows comes through them.
+        // The engines transfer post-copy memory.
         Party::SourceEngine => blow == Blow::Kill && at >= (Step::Dump, Edge::After),
         Party::TargetEngine => blow == Blow::Kill && at >= (Step::Restore, Edge::After),
         Party::Session => !matches!(blow, Blow::Stop(_)) && at >= (Step::Transfer, Edge::After),
@@ -230,8 +230,9 @@ fn may_be_lost((step, edge): Point, party: Party, blow: Blow) -> bool {
     }
 }
 
+/// Every step of a migration begins and ends once, and the machines report both.
 #[test]
-fn every_step_of_a_move_begins_and_ends_once_and_the_machines_say_where() {
+fn every_step_begins_and_ends_once() {
     for seed in seeds(10) {
         let mut trial = Trial::new(seed, None);
         while !trial.is_over() {
@@ -244,8 +245,10 @@ fn every_step_of_a_move_begins_and_ends_once_and_the_machines_say_where() {
     }
 }
 
+/// After any fault of any victim before or after any step, the task runs once and no message is
+/// lost, except where the table allows its loss.
 #[test]
-fn whatever_meets_whomever_before_or_after_whichever_step_the_task_runs_once_and_nothing_is_lost() {
+fn task_survives_any_fault_at_any_step() {
     let (mut lived, mut lost) = (0, 0);
     for (n, point) in points().into_iter().enumerate() {
         for party in Party::ALL {
@@ -271,8 +274,9 @@ fn whatever_meets_whomever_before_or_after_whichever_step_the_task_runs_once_and
     );
 }
 
+/// A commit that cannot be recorded leaves the task at the source.
 #[test]
-fn a_commit_that_cannot_be_recorded_leaves_the_task_where_it_is() {
+fn failed_commit_leaves_task_at_source() {
     let (mut stayed, mut moved) = (0, 0);
     for seed in seeds(60) {
         let mut trial = Trial::new(seed, None);

@@ -1,4 +1,4 @@
-//! Which hosts would take a task is found out without a change anywhere.
+//! Queries which hosts would accept a task. Nothing changes on any host.
 
 use super::scene::{Scene, migrate, stopped};
 use super::sim::{Sim, host, seeds};
@@ -20,7 +20,7 @@ fn asked(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Su
     }
 }
 
-/// A task on h2 that has joined.
+/// Spawns a task on h2 and waits until it has enrolled.
 fn child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
     let request = SpawnRequest {
         file: "child".into(),
@@ -44,8 +44,9 @@ fn file(path: &str) -> Refusal {
     }
 }
 
+/// A placement query returns the refusals of every host and the nearest host that accepts the task.
 #[test]
-fn each_host_says_what_it_has_against_a_task_and_the_nearest_that_would_take_it_is_named() {
+fn query_lists_refusals_and_nearest_host() {
     let (mut sim, console) = Sim::cluster(1, 5);
     let tid = child(&mut sim, console, 0);
     let against: Verdict = vec![file("/a"), Refusal::Memory { need: 2, have: 1 }];
@@ -54,7 +55,7 @@ fn each_host_says_what_it_has_against_a_task_and_the_nearest_that_would_take_it_
         why: "none".into(),
     };
     sim.refuses.insert(HostId::MASTER, against.clone());
-    // A tasker does not know where it is.
+    // A tasker does not know the host it runs on.
     sim.refuses.insert(host(4), vec![no_engine(HostId::MASTER)]);
     let survey = asked(&mut sim, console, tid, None).expect("it could move");
     assert_eq!(
@@ -90,15 +91,16 @@ fn each_host_says_what_it_has_against_a_task_and_the_nearest_that_would_take_it_
             .verdicts,
         []
     );
-    // Seen from the other network.
+    // The order as seen from the other network.
     sim.ask(console, migrate(tid, "h5"));
     let survey = asked(&mut sim, console, tid, None).expect("it could move");
     let order: Vec<HostId> = survey.verdicts.iter().map(|(host, _)| *host).collect();
     assert_eq!(order, [host(4), HostId::MASTER, host(2), host(3)]);
 }
 
+/// The presence of an owner is listed with the other refusals.
 #[test]
-fn an_owner_who_wants_no_guests_is_a_reason_among_the_others() {
+fn owner_presence_is_listed_as_refusal() {
     let mut scene = Scene::new(5);
     scene.sim.refuses.insert(host(2), vec![file("/a")]);
     scene.say(1, stopped());
@@ -111,8 +113,9 @@ fn an_owner_who_wants_no_guests_is_a_reason_among_the_others() {
     assert_eq!(survey.verdicts, [(host(2), vec![owner, file("/a")])]);
 }
 
+/// A task that cannot migrate at all is refused by its own host.
 #[test]
-fn a_task_that_cannot_move_at_all_is_refused_by_its_own_host() {
+fn immovable_task_is_refused_by_its_host() {
     let (mut sim, console) = Sim::cluster(2, 3);
     let pinned = child(&mut sim, console, SPAWN_PINNED);
     let shell = sim.procs[console].tid();
@@ -147,8 +150,9 @@ fn a_task_that_cannot_move_at_all_is_refused_by_its_own_host() {
     );
 }
 
+/// The loss of a candidate host is its refusal; the loss of the task's host fails the query.
 #[test]
-fn a_host_that_is_lost_before_it_answers_is_the_reason_against_it_or_against_all() {
+fn lost_host_refuses_or_fails_the_query() {
     let (mut sim, console) = Sim::cluster(3, 4);
     let tid = child(&mut sim, console, 0);
     let with_dead = |sim: &mut Sim, dead: u16| {
@@ -177,8 +181,9 @@ fn a_host_that_is_lost_before_it_answers_is_the_reason_against_it_or_against_all
     );
 }
 
+/// Every placement query is answered, whatever host or tasker dies or task migrates meanwhile.
 #[test]
-fn whoever_dies_or_moves_meanwhile_every_question_is_answered() {
+fn every_query_is_answered() {
     let (mut answered, mut refused) = (0, 0);
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);

@@ -1,4 +1,4 @@
-//! Tasks stand still while they are suspended, wherever they are moved.
+//! Suspended tasks stay paused, wherever they migrate.
 
 use super::scene::{PROMISE, Scene, events, listed, migrate, on, spawn, stopped, talk, welcome};
 use super::sim::{Seen, Sim, host, seeds};
@@ -11,10 +11,13 @@ use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 
 const LONG: Micros = Micros::from_secs(1);
 
+/// Suspended tasks stay paused and lose no messages, however requests, migrations and owners
+/// overlap.
 #[test]
-fn suspended_tasks_stand_still_however_words_moves_and_owners_cross_and_nothing_is_lost() {
+fn suspended_tasks_stay_paused_and_lose_no_messages() {
     let (mut moved, mut moved_suspended) = (0, 0);
-    // 669: a task is let run for coming back, comes back, and the move for whose sake that was is refused meanwhile.
+    // In seed 669 a task runs to quiesce, resumes, and the migration it ran for is refused
+    // meanwhile.
     for seed in seeds(150).chain([669]) {
         let mut scene = Scene::unlucky(seed);
         for _ in 0..60 {
@@ -44,8 +47,10 @@ fn suspended_tasks_stand_still_however_words_moves_and_owners_cross_and_nothing_
     );
 }
 
+/// A suspended task migrates without running, stays suspended, and receives its messages when it
+/// resumes.
 #[test]
-fn a_suspended_task_moves_without_running_stays_suspended_and_takes_what_was_sent_to_it_when_it_goes_on()
+fn suspended_task_migrates_without_running()
  {
     for seed in seeds(100) {
         let mut scene = Scene::new(seed);
@@ -86,8 +91,9 @@ fn a_suspended_task_moves_without_running_stays_suspended_and_takes_what_was_sen
     }
 }
 
+/// A suspended guest resumes when it is resumed and the owner is away, in whatever order.
 #[test]
-fn a_suspended_guest_goes_on_when_it_is_resumed_and_its_host_has_no_owner_whatever_comes_first() {
+fn suspended_guest_needs_resume_and_absent_owner() {
     for resume_first in [false, true] {
         let mut scene = Scene::new(9);
         let (p, tid) = (scene.procs[2], scene.tids[2]);
@@ -120,8 +126,9 @@ fn a_suspended_guest_goes_on_when_it_is_resumed_and_its_host_has_no_owner_whatev
     }
 }
 
+/// An owner who arrives while a suspended task is quiescing waits no longer than for other guests.
 #[test]
-fn an_owner_who_comes_while_a_suspended_task_is_letting_go_waits_no_longer_for_it_than_for_others()
+fn owner_does_not_wait_for_quiescing_suspended_task()
 {
     for seed in seeds(100) {
         let mut scene = Scene::new(seed);
@@ -136,8 +143,9 @@ fn an_owner_who_comes_while_a_suspended_task_is_letting_go_waits_no_longer_for_i
     }
 }
 
+/// The task list and the event log report suspended tasks and the reason.
 #[test]
-fn the_list_of_tasks_and_the_event_log_tell_who_is_suspended_and_why() {
+fn suspension_is_visible_in_list_and_log() {
     let mut scene = Scene::new(3);
     let (console, tid) = (scene.console, scene.tids[2]);
     let by = scene.sim.procs[console].tid();
@@ -180,8 +188,10 @@ fn the_list_of_tasks_and_the_event_log_tell_who_is_suspended_and_why() {
     scene.end();
 }
 
+/// Only spawned tasks that do not serve the virtual machine can be suspended; a refusal names the
+/// reason.
 #[test]
-fn only_spawned_tasks_that_do_not_serve_the_virtual_machine_are_suspended_and_the_reason_says_which_is_which()
+fn only_ordinary_spawned_tasks_can_be_suspended()
  {
     let mut scene = Scene::new(5);
     let (console, speaker) = (scene.console, scene.speakers[1]);
@@ -237,8 +247,9 @@ fn only_spawned_tasks_that_do_not_serve_the_virtual_machine_are_suspended_and_th
     scene.end();
 }
 
+/// The exit of a suspended task is reported once, whatever causes it.
 #[test]
-fn the_end_of_a_suspended_task_is_told_once_however_it_comes() {
+fn exit_of_suspended_task_is_reported_once() {
     let (mut ends, mut taskers, mut hosts) = (0, 0, 0);
     for seed in seeds(200) {
         let mut scene = Scene::watched(seed);
@@ -304,20 +315,20 @@ fn the_end_of_a_suspended_task_is_told_once_however_it_comes() {
     );
 }
 
-/// One after the other, somebody on h1 or h4 has a task suspended, or go on.
+/// Processes on h1 and h4 that suspend or resume a task, one request at a time.
 struct Caller {
     tid: Tid,
     callers: [usize; 2],
-    /// Who has asked, and for what.
+    /// The calling process, its open request, and whether that suspends.
     open: Option<(usize, RequestId, bool)>,
-    /// What was asked for last and done; none while nobody knows.
+    /// What the last successful request did; `None` while a request is open.
     told: Option<bool>,
-    /// The host where the task was when that was told.
+    /// The task's host when that request was answered.
     told_at: HostId,
 }
 
 impl Caller {
-    /// Looks for an answer.
+    /// Checks for a reply.
     fn look(&mut self, sim: &mut Sim) {
         let p = sim.proc_of(self.tid);
         if let Some((caller, id, suspend)) = self.open
@@ -343,7 +354,7 @@ impl Caller {
     }
 }
 
-/// A host dies, and some of those to whom it spoke last have not heard it.
+/// Kills a host. Each other host loses its last messages with probability one half.
 fn kill_unheard(sim: &mut Sim, victim: HostId) {
     for to in [HostId::MASTER, host(3), host(4)] {
         if sim.dice.roll(2) == 0 {
@@ -353,8 +364,10 @@ fn kill_unheard(sim: &mut Sim, victim: HostId) {
     sim.kill_host(victim);
 }
 
+/// A task whose suspension was confirmed runs nowhere, whatever is lost at any step of its
+/// migration.
 #[test]
-fn a_task_of_whom_was_said_that_it_is_suspended_runs_nowhere_whatever_is_lost_at_whatever_step_of_its_move()
+fn confirmed_suspension_survives_faults_in_migration()
  {
     let (mut moved, mut source_lost, mut stayed) = (0, 0, 0);
     for seed in seeds(1500) {
@@ -443,7 +456,7 @@ fn a_task_of_whom_was_said_that_it_is_suspended_runs_nowhere_whatever_is_lost_at
     );
 }
 
-/// A task that serves as resource manager.
+/// Spawns a task that registers as resource manager.
 fn manager(scene: &mut Scene) -> usize {
     let p = spawn(&mut scene.sim, scene.console, on("h1", "rm", 1))[0];
     scene.sim.ask(
@@ -474,8 +487,10 @@ fn share(scene: &mut Scene, rm: usize, tid: Tid) {
     );
 }
 
+/// Preempted tasks resume when there has been no resource manager for a while; tasks that a user
+/// suspended do not.
 #[test]
-fn tasks_that_gave_way_go_on_when_no_resource_manager_has_come_for_long_and_those_that_somebody_suspended_do_not()
+fn preempted_tasks_resume_without_resource_manager()
  {
     let mut moved = 0;
     for seed in seeds(60) {
@@ -490,7 +505,8 @@ fn tasks_that_gave_way_go_on_when_no_resource_manager_has_come_for_long_and_thos
         scene.sim.pass(LONG);
         scene.sim.exit(rm, 9);
         let died = scene.sim.now;
-        // A host has heard by now that there is none, and a task may change hosts at any time.
+        // By now a host may know that there is no resource manager, and the task may migrate at any
+        // time.
         let (console, wait) = (scene.console, Micros(scene.sim.dice.roll(3_100_000)));
         scene.sim.pass(wait);
         let p = scene.procs[2];
@@ -532,8 +548,10 @@ fn tasks_that_gave_way_go_on_when_no_resource_manager_has_come_for_long_and_thos
     assert!(moved > 20, "{moved} were moved as they stood");
 }
 
+/// Preempted tasks stay paused when a new resource manager registers in time, which can resume
+/// them.
 #[test]
-fn tasks_that_gave_way_stay_so_when_another_resource_manager_comes_in_time_which_lets_them_go_on() {
+fn new_resource_manager_keeps_tasks_preempted() {
     for seed in seeds(40) {
         let mut scene = Scene::new(seed);
         let rm = manager(&mut scene);
@@ -577,8 +595,9 @@ fn tasks_that_gave_way_stay_so_when_another_resource_manager_comes_in_time_which
     }
 }
 
+/// The inbox of a paused task never holds more than the windows of its senders.
 #[test]
-fn for_a_task_that_stands_still_a_daemon_holds_no_more_than_the_windows_of_those_that_send_to_it() {
+fn inbox_of_paused_task_is_bounded_by_windows() {
     const SENDERS: usize = 4;
     const EACH: usize = 2 * WINDOW_BYTES_MAX / MESSAGE;
     const MESSAGE: usize = 1 << 20;
@@ -627,7 +646,7 @@ fn for_a_task_that_stands_still_a_daemon_holds_no_more_than_the_windows_of_those
     };
     let (windows, kept) = (SENDERS * WINDOW_BYTES_MAX, held(&sim));
     assert!(kept >= windows, "they have sent what they may: {kept}");
-    // The last fragment may be larger than what is left of a window; heads and questions are small.
+    // The last fragment may exceed the rest of a window; frame heads and control frames are small.
     assert!(
         kept <= windows + SENDERS * 2 * FRAGMENT_BYTES_MAX,
         "{kept} bytes are held, the windows are {windows}"

@@ -1,4 +1,5 @@
-//! Tasks enrol, talk, spawn, watch each other, use the mailbox and obey resource managers.
+//! Tasks enrol, exchange messages, spawn, watch each other, use the mailbox and obey resource
+//! managers.
 
 use super::sim::{Seen, Sim, host, seeds};
 use crate::tasks::Inbox;
@@ -120,8 +121,9 @@ fn take(name: &str, flags: i32) -> Request {
     })
 }
 
+/// Tasks on all hosts exchange messages in order.
 #[test]
-fn tasks_on_all_hosts_exchange_messages_in_order() {
+fn messages_between_all_hosts_keep_order() {
     for seed in seeds(10) {
         let (mut sim, _) = Sim::cluster(seed, 3);
         let procs: Vec<usize> = (1..=3)
@@ -160,18 +162,20 @@ fn tasks_on_all_hosts_exchange_messages_in_order() {
     }
 }
 
+/// The inbox keeps all last messages of an exited task until its receiver can take them.
 #[test]
-fn the_last_words_of_a_task_wait_whole_for_one_that_cannot_take_them_yet() {
-    // Nobody would send them again; more than the windows of many links.
+fn inbox_keeps_all_last_messages() {
+    // These frames are never repeated. Their size exceeds the windows of many links.
     let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 2000);
     let mut inbox = Inbox::default();
     (0..count).for_each(|_| inbox.push(Held::Link(frame.clone())));
     assert_eq!(inbox.drain().len(), count);
 }
 
+/// The last messages of a process arrive before its task ends, however slow its daemon is.
 #[test]
-fn what_a_process_wrote_last_is_heard_before_its_task_ends_however_far_behind_its_daemon_is() {
-    // From less to far more than a daemon waits for the end of the stream by itself.
+fn last_messages_precede_exit_on_slow_daemon() {
+    // From less to far more than the time a daemon waits for the end of a stream.
     for (seed, behind) in [0, 1, 3, 60].into_iter().enumerate() {
         let (mut sim, console) = Sim::cluster(seed as u64, 2);
         for home in 1..=2 {
@@ -200,8 +204,9 @@ fn what_a_process_wrote_last_is_heard_before_its_task_ends_however_far_behind_it
     }
 }
 
+/// A task whose child process holds its socket open ends soon after its process.
 #[test]
-fn a_task_whose_child_holds_its_socket_ends_soon_after_its_process() {
+fn inherited_socket_does_not_delay_exit() {
     let (mut sim, console) = Sim::cluster(1, 1);
     let tid = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
     sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
@@ -220,8 +225,9 @@ fn a_task_whose_child_holds_its_socket_ends_soon_after_its_process() {
     assert_eq!(sim.procs[child].conn, None);
 }
 
+/// A spawn distributes tasks in blocks and begins after the local host.
 #[test]
-fn a_spawn_goes_round_in_blocks_and_begins_after_the_local_host() {
+fn spawn_distributes_blocks_from_next_host() {
     let (mut sim, console) = Sim::cluster(1, 3);
     let reply = sim.ask(console, Request::Spawn(spawn("child", 7)));
     assert_eq!(homes(reply), [2, 2, 2, 3, 3, 1, 1]);
@@ -255,8 +261,9 @@ fn a_spawn_goes_round_in_blocks_and_begins_after_the_local_host() {
     );
 }
 
+/// A spawned task knows its parent and has the requested environment.
 #[test]
-fn a_spawned_task_learns_its_parent_and_gets_its_environment() {
+fn spawned_task_gets_parent_and_environment() {
     let (mut sim, console) = Sim::cluster(2, 2);
     let env = vec![b"PVMCTX=0x0".to_vec(), b"HOME=/mine".to_vec()];
     let request = SpawnRequest {
@@ -305,8 +312,9 @@ fn a_spawned_task_learns_its_parent_and_gets_its_environment() {
     );
 }
 
+/// A missing program and a process that cannot be started are different errors.
 #[test]
-fn a_missing_program_and_a_process_that_cannot_be_made_are_different_things() {
+fn missing_program_differs_from_failed_start() {
     let (mut sim, console) = Sim::cluster(3, 2);
     let reply = sim.ask(console, Request::Spawn(spawn("missing", 3)));
     assert_eq!(tids(reply), [Err(PvmError::NoFile); 3]);
@@ -324,8 +332,9 @@ fn a_missing_program_and_a_process_that_cannot_be_made_are_different_things() {
     ));
 }
 
+/// A second process that claims a spawned tid becomes a new task.
 #[test]
-fn a_second_claim_of_a_spawned_tid_becomes_a_task_of_its_own() {
+fn second_claim_becomes_new_task() {
     let (mut sim, console) = Sim::cluster(4, 1);
     let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
     sim.until("it is there", |s| {
@@ -355,8 +364,9 @@ fn a_second_claim_of_a_spawned_tid_becomes_a_task_of_its_own() {
     sim.until("refused", |s| s.procs[resume].refused.is_some());
 }
 
+/// The exit of a task is notified after its last message.
 #[test]
-fn the_end_of_a_task_is_told_after_its_last_message() {
+fn exit_notification_follows_last_message() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
@@ -374,7 +384,7 @@ fn the_end_of_a_task_is_told_after_its_last_message() {
                 sim.tell(proc, dst, &n.to_be_bytes());
             }
         }
-        // Killed: it sends no marks itself.
+        // The process is killed, so that it sends no watermarks itself.
         sim.exit(proc, 9);
         sim.until("all notes", |s| {
             watchers.iter().all(|w| s.procs[*w].notes(7).len() == 1)
@@ -384,7 +394,7 @@ fn the_end_of_a_task_is_told_after_its_last_message() {
             assert!(matches!(seen.last(), Some(Seen::Note(_))), "seed {seed}");
             assert_eq!(seen.len(), 21, "seed {seed}");
         }
-        // Late and unknown: at once.
+        // Notifications about dead and unknown tasks come at once.
         let late = sim.enrol(host(2));
         sim.ask(
             late,
@@ -397,8 +407,9 @@ fn the_end_of_a_task_is_told_after_its_last_message() {
     }
 }
 
+/// A cancelled notification comes at once, and only once.
 #[test]
-fn a_cancelled_notification_comes_at_once_and_only_once() {
+fn cancelled_notification_comes_at_once() {
     let (mut sim, console) = Sim::cluster(6, 2);
     let other = sim.enrol(host(2));
     let dead = sim.procs[other].tid();
@@ -427,8 +438,9 @@ fn a_cancelled_notification_comes_at_once_and_only_once() {
     ));
 }
 
+/// A spawned task that has left ends with its process, which can enrol again under another tid.
 #[test]
-fn a_spawned_task_ends_with_its_process_and_comes_back_under_another_tid() {
+fn reenrolled_process_gets_new_tid() {
     let (mut sim, console) = Sim::cluster(7, 2);
     let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
     sim.until("it is there", |s| {
@@ -457,8 +469,9 @@ fn a_spawned_task_ends_with_its_process_and_comes_back_under_another_tid() {
     sim.until("the end", |s| s.procs[console].notes(1).len() == 1);
 }
 
+/// Messages wait for a spawned task that has not connected, and are dropped for a dead one.
 #[test]
-fn messages_wait_for_a_spawned_task_and_vanish_for_a_dead_one() {
+fn messages_wait_for_spawned_task() {
     let (mut sim, console) = Sim::cluster(8, 2);
     let sleeper = tids(sim.ask(console, Request::Spawn(spawn("sleep", 1))))[0].expect("started");
     for n in 0..10u32 {
@@ -481,8 +494,9 @@ fn messages_wait_for_a_spawned_task_and_vanish_for_a_dead_one() {
     });
 }
 
+/// Output goes to the collector with its markers, or to the log of the master.
 #[test]
-fn output_goes_to_the_collector_with_its_markers_or_to_the_log_of_the_master() {
+fn output_goes_to_collector_or_master_log() {
     let (mut sim, console) = Sim::cluster(9, 2);
     let output = Sink {
         tid: sim.procs[console].tid(),
@@ -527,8 +541,10 @@ fn output_goes_to_the_collector_with_its_markers_or_to_the_log_of_the_master() {
     });
 }
 
+/// A collector is notified of all tasks of a spawn together, so that it never mistakes the first
+/// for the last.
 #[test]
-fn a_collector_hears_of_all_tasks_of_a_spawn_before_the_first_can_be_taken_for_the_last() {
+fn collector_learns_all_tasks_of_spawn_first() {
     let (mut sim, console) = Sim::cluster(12, 3);
     let output = Sink {
         tid: sim.procs[console].tid(),
@@ -570,8 +586,9 @@ fn a_collector_hears_of_all_tasks_of_a_spawn_before_the_first_can_be_taken_for_t
     );
 }
 
+/// All hosts share one mailbox, and readers can wait for entries.
 #[test]
-fn the_mailbox_is_one_for_all_hosts_and_readers_can_wait() {
+fn mailbox_is_shared_by_all_hosts() {
     let (mut sim, console) = Sim::cluster(10, 3);
     let (a, b) = (sim.enrol(host(2)), sim.enrol(host(3)));
     let waiting = sim.request(b, take("x", 32));
@@ -599,7 +616,7 @@ fn the_mailbox_is_one_for_all_hosts_and_readers_can_wait() {
             ..
         }
     ));
-    // What belonged to a task on a lost host goes as well.
+    // Entries of tasks on a lost host are removed, too.
     sim.ask(b, put("y", 1, "kept"));
     sim.ask(b, put("z", 0, "gone"));
     sim.kill_host(host(3));
@@ -621,8 +638,9 @@ fn the_mailbox_is_one_for_all_hosts_and_readers_can_wait() {
     );
 }
 
+/// Lists, clock requests, state requests and signals reach every host.
 #[test]
-fn lists_clocks_states_and_signals_reach_every_host() {
+fn host_wide_requests_reach_every_host() {
     let (mut sim, console) = Sim::cluster(11, 3);
     let children: Vec<Tid> = tids(sim.ask(console, Request::Spawn(spawn("child", 3))))
         .into_iter()
@@ -703,8 +721,10 @@ fn lists_clocks_states_and_signals_reach_every_host() {
     );
 }
 
+/// The use of a placement lease is reported to its resource manager and does not advance the
+/// round-robin order.
 #[test]
-fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
+fn placement_lease_use_is_reported() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let rm = sim.enrol(HostId::MASTER);
@@ -765,7 +785,7 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
             .filter(|entry| matches!(&entry.kind, EventKind::Placed { .. }))
             .count();
         assert_eq!(placed, 3, "seed {seed}");
-        // What cannot be is told only to who asks; he asks the resource manager then.
+        // Failures are reported only to the requester, which then asks the resource manager.
         assert_eq!(
             tids(sim.ask(console, granted(9, giver, spawn("child", 1)))),
             [Err(PvmError::NoHost)]
@@ -790,8 +810,9 @@ fn a_granted_place_is_used_told_to_its_giver_and_takes_nobodys_turn() {
     }
 }
 
+/// The reply to a spawn precedes the order to the tasker and the log entry.
 #[test]
-fn who_spawns_is_answered_before_the_tasker_is_told_and_before_the_log_is() {
+fn spawn_reply_precedes_start_and_log() {
     let (mut sim, console) = Sim::cluster(1, 1);
     let (now, conn) = (sim.now, sim.procs[console].conn.expect("connected"));
     let entries = |sim: &Sim| {
@@ -824,7 +845,7 @@ fn who_spawns_is_answered_before_the_tasker_is_told_and_before_the_log_is() {
     assert!(outputs.iter().position(answer).expect("an answer") < first);
     assert_eq!(outputs.iter().filter(|output| order(output)).count(), 2);
     assert_eq!(entries(&sim), before);
-    // If nothing else happens, a moment later.
+    // Without another event, the log entry follows a moment later.
     let due = sim.nodes[&HostId::MASTER]
         .machine
         .next_wakeup()
@@ -834,8 +855,10 @@ fn who_spawns_is_answered_before_the_tasker_is_told_and_before_the_log_is() {
     assert_eq!(entries(&sim), before + 2);
 }
 
+/// One request uses several placement leases, one per task, and failures are reported to the
+/// requester.
 #[test]
-fn several_granted_places_are_used_by_one_request_each_by_its_task_and_what_fails_is_told_to_who_asks()
+fn one_request_uses_several_placement_leases()
  {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
@@ -904,8 +927,9 @@ fn several_granted_places_are_used_by_one_request_each_by_its_task_and_what_fail
     }
 }
 
+/// Reports about the use of placement leases are batched and stay in order.
 #[test]
-fn a_resource_manager_whose_grants_are_used_hears_of_it_now_and_then_and_in_order() {
+fn lease_reports_are_batched_in_order() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let rm = sim.enrol(HostId::MASTER);
@@ -952,7 +976,8 @@ fn a_resource_manager_whose_grants_are_used_hears_of_it_now_and_then_and_in_orde
             .map(|tid| vec![(HostId::MASTER, *tid)])
             .collect();
         assert_eq!(told, each, "seed {seed}");
-        // Each placed, all words about that but those at the end of each half, and what began or ended meanwhile.
+        // Counts: one per placement, one message about each except those at the end of each half,
+        // and starts and exits meanwhile.
         let words = GRANT_HOSTS_MAX - 2;
         let expected = GRANT_HOSTS_MAX + words..=3 * GRANT_HOSTS_MAX + words;
         assert!(
@@ -995,8 +1020,9 @@ fn is_word_of(seen: &Seen, tid: Tid) -> bool {
     matches!(seen, Seen::Message(src, _) if *src == tid)
 }
 
+/// A resource manager spawns tasks, adds hosts and is notified of exits; its death is announced.
 #[test]
-fn a_resource_manager_executes_adds_hears_of_ends_and_is_missed_when_it_dies() {
+fn resource_manager_spawns_adds_and_is_notified() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let rm = sim.enrol(HostId::MASTER);
@@ -1106,8 +1132,9 @@ fn a_resource_manager_executes_adds_hears_of_ends_and_is_missed_when_it_dies() {
     }
 }
 
+/// The command of the resource manager is started once; a missing program is an event.
 #[test]
-fn the_command_given_at_the_start_runs_once_and_a_missing_one_is_an_event() {
+fn rm_command_starts_once_or_is_logged() {
     let mut sim = Sim::with(1, |c| {
         c.rm_command = Some(vec!["child-rm".into(), "--policy".into()])
     });
@@ -1128,8 +1155,9 @@ fn the_command_given_at_the_start_runs_once_and_a_missing_one_is_an_event() {
     );
 }
 
+/// A killed resource manager is started again a limited number of times, and never after SIGTERM.
 #[test]
-fn a_resource_manager_that_is_killed_is_started_again_but_not_for_ever_and_not_against_somebodys_will()
+fn killed_resource_manager_restarts_are_limited()
  {
     const SIGKILL: i32 = 9;
     const SIGTERM: i32 = 15;
@@ -1162,8 +1190,9 @@ fn a_resource_manager_that_is_killed_is_started_again_but_not_for_ever_and_not_a
     assert_eq!(alive(&sim), None, "somebody wanted it to end");
 }
 
+/// Events of all hosts have consecutive numbers and can be subscribed to.
 #[test]
-fn events_of_all_hosts_are_numbered_and_followed() {
+fn events_are_numbered_and_can_be_followed() {
     let (mut sim, console) = Sim::cluster(13, 2);
     let follower = sim.enrol(host(2));
     assert_eq!(

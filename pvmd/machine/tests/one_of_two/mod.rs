@@ -1,4 +1,5 @@
-//! The machine of a daemon in a virtual machine of two hosts, with tasks: what frames are forwarded by, without any I/O.
+//! The machine of one daemon in a virtual machine of two hosts, with tasks and without I/O, for
+//! tests of frame forwarding.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use pvmd_machine::{ConnId, Copies, Event, Machine, MachineConfig, Output, World};
@@ -33,10 +34,10 @@ impl World for Nowhere {
     }
 }
 
-/// A slave; the other host is the master.
+/// The daemon of a slave; the other host is the master.
 pub(crate) struct Daemon {
     machine: Machine,
-    /// Its tasks, each connected by [`Daemon::conn`] of its place here.
+    /// The tids of its tasks; the index is the argument of [`Daemon::conn`].
     pub(crate) tids: Vec<Tid>,
 }
 
@@ -52,12 +53,12 @@ fn entry(id: HostId) -> HostEntry {
     }
 }
 
-/// A task of the other host.
+/// Returns the tid of a task on the other host.
 pub(crate) fn elsewhere() -> Tid {
     Tid::task(HostId::MASTER, 7).expect("a small number")
 }
 
-/// A frame as it comes out of a socket: a part of what was read with others.
+/// A frame as read from a socket: a part of a larger buffer.
 pub(crate) fn frame(
     buffer: &mut BytesMut,
     ends: (Tid, Tid),
@@ -81,7 +82,7 @@ pub(crate) fn frame(
 }
 
 impl Daemon {
-    /// With so many tasks.
+    /// Creates a daemon with this number of connected tasks.
     pub(crate) fn new(tasks: usize) -> Daemon {
         let me = HostId::new(2).expect("a small number");
         let config = MachineConfig {
@@ -126,12 +127,11 @@ impl Daemon {
         daemon
     }
 
-    /// The connection of the task that came as this one.
+    /// Returns the connection of the task with this index.
     pub(crate) fn conn(number: usize) -> ConnId {
         ConnId(number as u64 + 1)
     }
 
-    /// Connects a task.
     fn enrol(&mut self, number: usize) {
         let (conn, pid) = (Daemon::conn(number), 100 + number as i32);
         self.handle(Event::TaskConnected { conn, pid });

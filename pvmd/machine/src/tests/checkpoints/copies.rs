@@ -11,7 +11,8 @@ impl Scene {
         Scene::with(seed, hosts, 4, |config| config.copies = copies.clone())
     }
 
-    /// A checkpoint, and what became of its copies: who has one, how many are missing, and why.
+    /// Makes a checkpoint and waits for its copies. Returns its name, the hosts with a copy, the
+    /// number of missing copies, and the reason.
     fn copied(&mut self) -> (String, Vec<HostId>, u32, String) {
         let set = self.made(None);
         let became = self.until_copied(&set);
@@ -35,7 +36,7 @@ impl Scene {
                     _ => None,
                 });
             if let Some(told) = told {
-                // Those that are to go have gone.
+                // Copies that must be removed are removed by then.
                 self.sim.pass(Micros::from_millis(100));
                 return told;
             }
@@ -46,14 +47,16 @@ impl Scene {
         );
     }
 
-    /// Where copies are, with those of other sets.
+    /// Returns all copies and their hosts.
     fn copies(&self) -> Vec<(HostId, String)> {
         self.sim.sets.copies()
     }
 }
 
+/// A checkpoint is copied to the wanted number of hosts, and the copies of the previous checkpoint
+/// are removed.
 #[test]
-fn a_checkpoint_is_copied_to_as_many_hosts_as_are_wanted_and_those_of_the_one_before_go() {
+fn copies_are_made_and_older_ones_removed() {
     for seed in seeds(20) {
         let mut scene = Scene::with_copies(seed, 5, Copies::Number(2));
         let (first, hosts, missing, why) = scene.copied();
@@ -90,8 +93,9 @@ fn a_checkpoint_is_copied_to_as_many_hosts_as_are_wanted_and_those_of_the_one_be
     }
 }
 
+/// Only the named hosts get copies, and a host that cannot take one is reported.
 #[test]
-fn hosts_that_are_named_have_copies_and_no_others_and_who_cannot_is_told() {
+fn only_named_hosts_get_copies() {
     for seed in seeds(10) {
         let names = Copies::Hosts(vec!["h3".into(), "h9".into(), "h1".into()]);
         let mut scene = Scene::with_copies(seed, 3, names);
@@ -105,8 +109,9 @@ fn hosts_that_are_named_have_copies_and_no_others_and_who_cannot_is_told() {
     }
 }
 
+/// Without configuration no checkpoint is copied.
 #[test]
-fn without_a_word_nothing_is_copied() {
+fn no_copies_by_default() {
     let mut scene = Scene::new(1, 3, 4);
     scene.made(None);
     scene.sim.pass(Micros::from_secs(5));
@@ -119,8 +124,9 @@ fn without_a_word_nothing_is_copied() {
     );
 }
 
+/// A host whose owner is present gets no new copy; another host gets it.
 #[test]
-fn a_host_whose_owner_is_there_keeps_no_copy_and_another_one_does() {
+fn present_owner_gets_no_new_copy() {
     for seed in seeds(10) {
         let mut scene = Scene::with_copies(seed, 3, Copies::Number(1));
         let (set, hosts, ..) = scene.copied();
@@ -135,7 +141,7 @@ fn a_host_whose_owner_is_there_keeps_no_copy_and_another_one_does() {
             Reply::Done
         );
         assert_eq!(scene.copies(), [(owned, set)], "what is there stays");
-        // Tasks that stand still for their owner have to be able to be written.
+        // Tasks that are paused for their owner can still be written.
         let (next, hosts, missing, why) = scene.copied();
         assert_eq!((hosts, missing), (vec![other], 0), "seed {seed}");
         assert!(why.contains("its owner does not want guests now"), "{why}");
@@ -147,8 +153,9 @@ fn a_host_whose_owner_is_there_keeps_no_copy_and_another_one_does() {
     }
 }
 
+/// A copy is cancelled when the owner of its host arrives during the transfer.
 #[test]
-fn an_owner_who_comes_while_a_copy_is_on_its_way_does_not_get_it() {
+fn owner_arrival_cancels_copy() {
     let mut seen = 0;
     for seed in seeds(40) {
         let mut scene = Scene::with_copies(seed, 3, Copies::Hosts(vec!["h2".into()]));
@@ -170,13 +177,15 @@ fn an_owner_who_comes_while_a_copy_is_on_its_way_does_not_get_it() {
     assert!(seen > 0, "the owner never came in between");
 }
 
+/// A copy on a lost host is replaced on another one, and a missing copy is made when a host joins.
 #[test]
-fn a_lost_host_is_replaced_by_another_one_and_one_that_is_missing_is_made_when_a_host_joins() {
+fn lost_copies_are_replaced() {
     for seed in seeds(20) {
         let mut scene = Scene::with_copies(seed, 4, Copies::Number(1));
         let (set, hosts, ..) = scene.copied();
         let lost = hosts[0];
-        // Before its loss is known, in the middle of another checkpoint, or at rest.
+        // Depending on the seed, a host is lost before its loss is known, during another
+        // checkpoint, or while idle.
         scene.sim.kill_host(lost);
         scene.sim.until("its loss is known", |sim| {
             sim.nodes[&HostId::MASTER]
@@ -215,20 +224,21 @@ fn a_lost_host_is_replaced_by_another_one_and_one_that_is_missing_is_made_when_a
     }
 }
 
+/// Copies are removed with their checkpoint and when the job has ended for good.
 #[test]
-fn copies_go_with_their_set_and_with_a_job_that_has_ended_for_good() {
+fn copies_are_removed_with_checkpoint_or_job() {
     for seed in seeds(20) {
         let mut scene = Scene::with_copies(seed, 3, Copies::Number(1));
         let (set, ..) = scene.copied();
         assert_eq!(scene.remove(Unwanted::Sets(vec![set])).len(), 1);
         scene.sim.pass(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "it was removed (seed {seed})");
-        // Before it is its turn: another one is being copied.
+        // Removed while it waits for the copy of another checkpoint.
         let (first, next) = (scene.made(None), scene.made(None));
         scene.remove(Unwanted::Sets(vec![first, next]));
         scene.sim.pass(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
-        // Removed at any moment while it is copied.
+        // Removed at any moment of its copy.
         let set = scene.made(None);
         let wait = Micros(scene.sim.dice.roll(20_000));
         scene.sim.pass(wait);
@@ -243,8 +253,10 @@ fn copies_go_with_their_set_and_with_a_job_that_has_ended_for_good() {
     }
 }
 
+/// The target reports why a copy failed; the sender's reason is used only if the target does not
+/// report.
 #[test]
-fn why_a_host_takes_no_more_of_a_copy_it_says_itself_and_only_of_who_is_silent_the_sender_does() {
+fn target_reports_why_copy_failed() {
     for seed in seeds(20) {
         for silent in [false, true] {
             let mut scene = Scene::with_copies(seed, 3, Copies::Number(2));
@@ -253,7 +265,7 @@ fn why_a_host_takes_no_more_of_a_copy_it_says_itself_and_only_of_who_is_silent_t
             scene.sim.sets.silent = silent;
             let set = scene.sim.sets.newest();
             let (hosts, missing, why) = scene.until_copied(&set);
-            // A copy may have arrived before.
+            // A copy may have arrived earlier.
             assert_eq!(hosts.len() as u32 + missing, 2, "{why} (seed {seed})");
             let (by_host, by_sender) = (
                 why.matches("thrown").count(),
@@ -269,8 +281,9 @@ fn why_a_host_takes_no_more_of_a_copy_it_says_itself_and_only_of_who_is_silent_t
     }
 }
 
+/// A copy that fails because its target dies is made on another host.
 #[test]
-fn a_transfer_that_fails_or_a_host_that_dies_in_the_middle_is_told_and_the_next_one_is_asked() {
+fn failed_copy_goes_to_next_host() {
     for seed in seeds(40) {
         let mut scene = Scene::with_copies(seed, 4, Copies::Number(1));
         scene.made(None);

@@ -1,4 +1,4 @@
-//! Tasks that end shortly before a checkpoint of their job, with their last words on the way.
+//! Tasks that exit shortly before a checkpoint of their job, with their last messages in flight.
 
 use super::{Scene, spawn_as};
 use crate::tests::engines::heard;
@@ -6,17 +6,19 @@ use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::Micros;
 use sempa_proto::task::{Reply, Request, SpawnRequest};
 
+/// The last messages of a task that has exited are in the checkpoint, however late they arrive.
 #[test]
-fn what_a_task_said_last_that_has_ended_is_in_the_checkpoint_however_long_it_was_on_its_way() {
+fn checkpoint_includes_last_messages() {
     seeds(120).for_each(|seed| last_words_are_kept(seed, true));
 }
 
+/// The last messages of a task that has exited are in the first checkpoint of its job.
 #[test]
-fn what_a_task_said_last_that_has_ended_is_in_the_first_checkpoint_of_its_job() {
+fn first_checkpoint_includes_last_messages() {
     seeds(120).for_each(|seed| last_words_are_kept(seed, false));
 }
 
-/// One task of this program on this host.
+/// A spawn request for one task on this host.
 fn at(file: &str, place: &str) -> SpawnRequest {
     SpawnRequest {
         file: file.into(),
@@ -27,7 +29,8 @@ fn at(file: &str, place: &str) -> SpawnRequest {
     }
 }
 
-/// A worker says something and ends while it is on its way; before that its job may have a checkpoint already.
+/// A worker sends messages and exits while they are in flight. If `before` is set, its job already
+/// has a checkpoint.
 fn last_words_are_kept(seed: u64, before: bool) {
     let (mut sim, console) = Sim::cluster(seed, 3);
     let env = if seed.is_multiple_of(2) {
@@ -83,8 +86,9 @@ fn last_words_are_kept(seed: u64, before: bool) {
     assert_eq!(words, [0, 1, 2, 3, 4], "seed {seed}");
 }
 
+/// A checkpoint does not wait for a host that joined after the exit of a task.
 #[test]
-fn a_host_that_came_in_behind_an_end_makes_nobody_wait_for_word_of_it() {
+fn host_added_after_exit_causes_no_wait() {
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let gone = spawn_as(&mut sim, console, at("keeper", "h2"))[0];

@@ -1,4 +1,4 @@
-//! What owners allow guests, while a job is written and when it is started again.
+//! Limits that owners set for guests, while a job is written and when it is restarted.
 
 use super::*;
 use crate::tests::scene::{on, welcome, welcome_with};
@@ -7,7 +7,7 @@ use sempa_proto::load::GuestLimits;
 
 const HOSTS: u16 = 3;
 
-/// A job, and somebody on each host who speaks for its owner.
+/// A job, and an owner agent on each host.
 fn spoken_for(seed: u64) -> (Scene, Vec<usize>) {
     let mut scene = Scene::new(seed, usize::from(HOSTS), 4);
     let speakers = (1..=HOSTS).map(|n| scene.sim.enrol(host(n))).collect();
@@ -22,8 +22,9 @@ fn allow(scene: &mut Scene, speaker: usize, most: u32) {
     assert_eq!(scene.sim.ask(speaker, welcome_with(limits)), Reply::Done);
 }
 
+/// A task that is being written keeps its slot.
 #[test]
-fn a_task_that_is_being_written_keeps_its_place() {
+fn task_in_checkpoint_keeps_its_slot() {
     let mut tried = 0;
     for seed in seeds(20) {
         let (mut scene, speakers) = spoken_for(seed);
@@ -63,8 +64,9 @@ fn a_task_that_is_being_written_keeps_its_place() {
     assert!(tried > 50, "{tried} spawns");
 }
 
+/// A job is restarted only on hosts whose owners allow all of its tasks.
 #[test]
-fn a_job_is_started_again_only_where_owners_allow_all_of_it() {
+fn restart_respects_owner_limits() {
     for seed in seeds(20) {
         let (mut scene, speakers) = spoken_for(seed);
         let set = scene.checkpoint(None).expect("a set").set;
@@ -80,7 +82,7 @@ fn a_job_is_started_again_only_where_owners_allow_all_of_it() {
                 .contains("its owner allows one task, and it is there"),
             "{why} (seed {seed})"
         );
-        // Nothing of it is left, soon, that would take a place.
+        // Soon nothing is left of the job that would count against a limit.
         scene.sim.pass(Micros::from_secs(2));
         let three = SpawnRequest {
             file: "child".into(),

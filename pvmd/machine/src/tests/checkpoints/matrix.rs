@@ -1,5 +1,6 @@
-//! A fault of each kind meets each party of a checkpoint, and of a restart, before and after each word that a daemon takes in
-//! meanwhile. Which words there are the machines themselves say: a new one is tried by itself.
+//! Injects a fault of each kind into each party of a checkpoint and of a restart, before and after
+//! each message that a daemon handles. The machines themselves enumerate the messages: a new one is
+//! covered without a change here.
 
 use super::{Scene, is_back, is_listed, lost};
 use crate::HostId;
@@ -10,22 +11,22 @@ use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
-/// Tries of each fault at each place: delays, and which of several such words it is, are thrown.
+/// Runs per fault and point. Delays and the choice among equal messages are random.
 const TRIES: u64 = 4;
-/// The job's sets come so seldom that there is none but those that are asked for.
+/// Long enough that no periodic checkpoint begins.
 const SELDOM: Micros = Micros::from_secs(100_000);
-/// Tasks of a host of its own each, but for the first one, which is on the master.
+/// Each on a host of its own, the first one on the master.
 const TASKS: u32 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum What {
     /// Of a job that goes back when it loses a host.
     Checkpoint,
-    /// Of one that does not.
+    /// Of a job that does not go back.
     Restart,
 }
 
-/// Who is struck: a host with a task of the job, what serves it, and the master.
+/// Victims: a host with a task of the job, its tasker and engine, and the master.
 const PARTIES: [Party; 4] = [
     Party::Source,
     Party::Master,
@@ -35,11 +36,11 @@ const PARTIES: [Party; 4] = [
 
 type Fault = (Spot, usize, Party, Blow);
 
-/// What is to be struck is under way.
+/// A checkpoint or restart in progress.
 struct Trial {
     scene: Scene,
     what: What,
-    /// The set that there is already.
+    /// The checkpoint that existed before.
     first: String,
     asked: RequestId,
 }
@@ -83,7 +84,7 @@ impl Trial {
             .contains_key(&self.asked)
     }
 
-    /// How often each place is reached if nothing goes wrong.
+    /// Returns how often each point is reached without a fault.
     fn places(what: What, seed: u64) -> BTreeMap<Spot, usize> {
         let mut trial = Trial::new(what, seed, None);
         while !trial.is_over() {
@@ -109,7 +110,8 @@ impl Trial {
             .all(|tid| is_back(&self.scene.sim, *tid))
     }
 
-    /// What was asked for has been answered, whoever was away is back or out, and all has come to rest. True if it went well.
+    /// Waits until the request is answered and the victim is back or removed. True if the request
+    /// succeeded.
     fn comes_to_rest(&mut self, case: &str) -> bool {
         let (console, asked) = (self.scene.console, self.asked);
         self.scene
@@ -123,7 +125,7 @@ impl Trial {
         }
     }
 
-    /// All talk, nothing is lost, and nothing is left behind.
+    /// Lets all tasks exchange messages and asserts that no message is lost and no file is left.
     fn goes_on(&mut self, case: &str) {
         assert!(
             self.all_run(),
@@ -143,7 +145,7 @@ impl Trial {
         );
     }
 
-    /// The job ends, and begins again with the newest set there is.
+    /// Kills the job and restarts it from the newest checkpoint.
     fn begins_again(&mut self, case: &str) {
         let set = self.scene.sim.sets.newest();
         self.scene.sim.engines_anew();
@@ -161,7 +163,7 @@ impl Trial {
             is_gone(party, blow) || (party == Party::SourceTasker && blow == Blow::Kill);
         match self.what {
             What::Checkpoint => {
-                // One that was being sealed when the job went back is whole as well.
+                // A checkpoint that was being sealed when the job went back is complete, too.
                 let sets = self.scene.sim.sets.count();
                 assert!(
                     sets == 1 + usize::from(good) || tasks_die && sets == 2,
@@ -183,7 +185,8 @@ impl Trial {
         self.begins_again(case);
     }
 
-    /// All has ended with the master. What was in the store begins again in a new virtual machine.
+    /// Everything ended with the master. The job is restarted from the store in a new virtual
+    /// machine.
     fn judge_without_master(mut self, case: &str) {
         self.scene.sim.pass(LONG + Micros::from_secs(20));
         let nodes = &self.scene.sim.nodes;
@@ -209,7 +212,7 @@ impl Trial {
     }
 }
 
-/// A host that is struck so is lost for the others.
+/// True if other hosts consider a host with this fault lost.
 fn is_gone(party: Party, blow: Blow) -> bool {
     let lasts = !matches!(blow, Blow::Stop(A_MOMENT) | Blow::Cut(A_MOMENT));
     matches!(party, Party::Source | Party::Master) && lasts
@@ -221,7 +224,7 @@ fn try_all(what: What) {
         for party in PARTIES {
             for blow in party.blows() {
                 for seed in seeds(TRIES + 1) {
-                    // Fewer may come where delays are others.
+                    // With other delays a message may be handled less often.
                     let nth = (seed as usize - 1) * (times - 1) / 2 % times;
                     let case = format!(
                         "{what:?}: {party:?}, {blow:?}, {spot:?} for the {nth}th time, seed {seed}"
@@ -242,13 +245,17 @@ fn try_all(what: What) {
     assert!(tried > 200, "{tried} tried");
 }
 
+/// After any fault of any victim at any message of a checkpoint, the job continues and all
+/// checkpoints are complete.
 #[test]
-fn whatever_meets_whomever_at_whichever_word_of_a_checkpoint_the_job_goes_on_and_sets_are_whole() {
+fn job_survives_any_fault_during_checkpoint() {
     try_all(What::Checkpoint);
 }
 
+/// After any fault of any victim at any message of a restart, the job runs once or not at all and
+/// can be restarted.
 #[test]
-fn whatever_meets_whomever_at_whichever_word_of_a_restart_the_job_runs_once_or_not_at_all_and_may_be_started_again()
+fn job_runs_at_most_once_after_any_restart_fault()
  {
     try_all(What::Restart);
 }

@@ -1,4 +1,4 @@
-//! Jobs with programs that write their own checkpoints, alone or beside others.
+//! Jobs with programs that write their own checkpoints, alone or together with others.
 
 use super::{Scene, lost, spawn_as};
 use crate::tests::scene::{stopped_until, welcome};
@@ -11,7 +11,7 @@ use sempa_proto::owner::Leave;
 use sempa_proto::task::{Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Micros, Tid};
 
-/// A program, and what its spawn says of it.
+/// A spawn request with these environment entries.
 fn request(file: &str, env: &[&str]) -> SpawnRequest {
     let env = env.iter().map(|entry| entry.as_bytes().to_vec()).collect();
     SpawnRequest {
@@ -22,7 +22,7 @@ fn request(file: &str, env: &[&str]) -> SpawnRequest {
     }
 }
 
-/// One that keeps what it has got and sent in a file.
+/// A program that saves in a file what it has received and sent.
 fn keeper() -> SpawnRequest {
     request(
         "keeper",
@@ -30,7 +30,7 @@ fn keeper() -> SpawnRequest {
     )
 }
 
-/// A job of these programs, all of which the first one has spawned.
+/// A job of these programs. The first one spawns all others.
 fn job_of(seed: u64, hosts: usize, requests: Vec<SpawnRequest>) -> Scene {
     let (mut sim, console) = Sim::cluster(seed, hosts);
     let mut tids: Vec<Tid> = Vec::new();
@@ -41,7 +41,7 @@ fn job_of(seed: u64, hosts: usize, requests: Vec<SpawnRequest>) -> Scene {
     Scene { sim, console, tids }
 }
 
-/// A job of so many tasks, some of which keep their state themselves, and those; at least one does.
+/// A job in which at least one task keeps its own state. Returns these tasks, too.
 fn mixed(seed: u64, hosts: usize, tasks: usize) -> (Scene, Vec<Tid>) {
     let keeps = |n: usize| n as u64 == seed % tasks as u64 || (seed >> n) & 1 == 1;
     let requests = (0..tasks)
@@ -65,8 +65,10 @@ fn mixed(seed: u64, hosts: usize, tasks: usize) -> (Scene, Vec<Tid>) {
     (scene, keepers)
 }
 
+/// A job of programs that write their own checkpoints continues from them without a lost or
+/// repeated message.
 #[test]
-fn a_job_of_programs_that_write_their_own_checkpoints_goes_on_from_them_as_if_nothing_had_been_between()
+fn own_checkpoints_restart_without_message_loss()
  {
     for seed in seeds(80) {
         let (mut scene, keepers) = mixed(seed, 4, 6);
@@ -81,12 +83,12 @@ fn a_job_of_programs_that_write_their_own_checkpoints_goes_on_from_them_as_if_no
             (6, &keepers),
             "seed {seed}"
         );
-        // It goes on, and has lost nothing by that.
+        // The job continues and has lost nothing.
         scene.until_all_are_back();
         scene.chatter(40);
         scene.until_all_are_back();
         scene.until_all_is_heard();
-        // What it has said since then did not happen.
+        // The restart undoes all messages that the tasks send after the checkpoint.
         scene.chatter(40);
         scene.end_all();
         let mut scene = if seed % 2 == 0 { scene } else { lost(scene) };
@@ -94,8 +96,10 @@ fn a_job_of_programs_that_write_their_own_checkpoints_goes_on_from_them_as_if_no
     }
 }
 
+/// A checkpoint that fails at any step leaves the programs that were asked to exit running, and no
+/// files.
 #[test]
-fn a_checkpoint_that_fails_anywhere_leaves_programs_that_were_asked_running_and_nothing_behind() {
+fn failed_own_checkpoint_leaves_programs_running() {
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(100) {
         let (mut scene, _) = mixed(seed, 3, 5);
@@ -108,8 +112,9 @@ fn a_checkpoint_that_fails_anywhere_leaves_programs_that_were_asked_running_and_
     assert!(good > 5 && bad > 5, "{good} went well, {bad} failed");
 }
 
+/// A restart of such a job that fails at any step leaves no task running and can be repeated.
 #[test]
-fn a_restart_of_such_a_job_that_fails_anywhere_leaves_nothing_running_and_may_be_tried_again() {
+fn failed_restart_with_own_states_is_repeatable() {
     let mut bad = 0;
     for seed in seeds(60) {
         let (mut scene, _) = mixed(seed, 3, 4);
@@ -130,8 +135,9 @@ fn a_restart_of_such_a_job_that_fails_anywhere_leaves_nothing_running_and_may_be
     assert!(bad > 10, "{bad} restarts failed");
 }
 
+/// A job with programs that keep their own state continues after hosts are lost at any moment.
 #[test]
-fn hosts_that_are_lost_at_any_moment_leave_such_a_job_that_goes_on() {
+fn job_with_own_states_survives_host_losses() {
     for seed in seeds(80) {
         let (mut scene, _) = mixed(seed, 5, 6);
         let first = scene.checkpoint(Some(Micros::from_millis(500)));
@@ -163,8 +169,9 @@ fn hosts_that_are_lost_at_any_moment_leave_such_a_job_that_goes_on() {
     }
 }
 
+/// Messages that resumed tasks send before another program is written are not in the checkpoint.
 #[test]
-fn what_those_say_who_go_on_before_a_program_is_written_is_not_in_the_set() {
+fn messages_sent_after_snapshot_are_not_included() {
     for seed in seeds(80) {
         let at = |request: SpawnRequest, host: &str| SpawnRequest {
             flags: 1,
@@ -207,14 +214,15 @@ fn what_those_say_who_go_on_before_a_program_is_written_is_not_in_the_set() {
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
-        // It has not said it.
+        // The checkpoint does not contain the messages sent meanwhile.
         scene.sim.pass(Micros::from_millis(500));
         scene.until_all_is_heard();
     }
 }
 
+/// An owner may come and go at any moment of a checkpoint with own states.
 #[test]
-fn an_owner_may_come_and_go_at_any_moment_of_such_a_checkpoint() {
+fn owner_may_come_and_go_during_own_checkpoint() {
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(120) {
         let (mut scene, _) = mixed(seed, 3, 5);
@@ -254,7 +262,7 @@ fn an_owner_may_come_and_go_at_any_moment_of_such_a_checkpoint() {
     assert!(good > 20, "{good} went well, {bad} failed");
 }
 
-/// Why there is no checkpoint of a job.
+/// Returns why a checkpoint of the job fails.
 fn why_not(scene: &mut Scene) -> (Tid, Step, Failure) {
     match scene.checkpoint(None) {
         Err(CutFailure::Task { tid, step, why }) => (tid, step, why),
@@ -262,8 +270,9 @@ fn why_not(scene: &mut Scene) -> (Tid, Step, Failure) {
     }
 }
 
+/// Reasons against a checkpoint are reported before any program is asked to exit.
 #[test]
-fn what_stands_in_the_way_of_a_checkpoint_is_said_and_nobody_is_asked() {
+fn obstacles_are_reported_before_programs_are_asked() {
     let restart = request("child", &["SEMPA_ENGINE=restart"]);
     let no_files = request("keeper", &["SEMPA_ENGINE=own"]);
     let heedless = request(
@@ -309,8 +318,9 @@ fn what_stands_in_the_way_of_a_checkpoint_is_said_and_nobody_is_asked() {
     );
 }
 
+/// The first engine that can write a task's checkpoint is used.
 #[test]
-fn the_first_way_by_which_a_task_can_be_written_is_taken() {
+fn first_usable_engine_is_chosen() {
     for (engines, by_itself) in [
         ("own,criu", true),
         ("criu,own", false),
@@ -330,8 +340,9 @@ fn the_first_way_by_which_a_task_can_be_written_is_taken() {
     }
 }
 
+/// A program that does not exit within its timeout fails the checkpoint, and all tasks continue.
 #[test]
-fn a_program_that_does_not_end_in_its_time_is_a_reason_for_no_checkpoint_and_all_go_on() {
+fn exit_timeout_fails_checkpoint_and_all_continue() {
     let deaf = SpawnRequest {
         file: "deaf".into(),
         ..keeper()
@@ -345,15 +356,16 @@ fn a_program_that_does_not_end_in_its_time_is_a_reason_for_no_checkpoint_and_all
     scene.chatter(60);
     scene.until_all_are_back();
     scene.until_all_is_heard();
-    // It may do so yet: it is asked again when it does not count any more.
+    // The program may still exit later: it is asked again when the first request has expired.
     let before = scene.sim.now;
     let (tid, _, why) = why_not(&mut scene);
     assert_eq!(tid, scene.tids[2]);
     assert!(scene.sim.now.since(before) > Micros::from_secs(50), "{why}");
 }
 
+/// After a failed attempt, a checkpoint is made when the slow program has exited.
 #[test]
-fn a_checkpoint_that_was_called_off_while_a_program_wrote_is_made_when_it_has() {
+fn checkpoint_succeeds_after_slow_program_exits() {
     for seed in seeds(20) {
         let deaf = SpawnRequest {
             file: "deaf keeper".into(),
@@ -365,7 +377,8 @@ fn a_checkpoint_that_was_called_off_while_a_program_wrote_is_made_when_it_has() 
         assert_eq!(first.1, Step::Quiesce);
         let asked = scene.begin_checkpoint(None);
         scene.sim.pass(Micros::from_secs(8));
-        // Late, and as agreed: it is started again, and the next process does it at once.
+        // The program exits late, with the agreed status. It is started again, and the next process
+        // exits at once.
         scene.sim.end_in_order(slow, 85 << 8);
         scene
             .sim
@@ -380,8 +393,9 @@ fn a_checkpoint_that_was_called_off_while_a_program_wrote_is_made_when_it_has() 
     }
 }
 
+/// A program that waits in a barrier when it exits fails the checkpoint.
 #[test]
-fn a_program_that_waits_in_a_barrier_when_it_ends_is_in_no_set() {
+fn program_in_barrier_fails_checkpoint() {
     let mut scene = job_of(6, 2, vec![keeper(), request("child", &[])]);
     for tid in scene.tids.clone() {
         let proc = scene.sim.proc_of(tid);
@@ -408,15 +422,16 @@ fn a_program_that_waits_in_a_barrier_when_it_ends_is_in_no_set() {
     assert_eq!((tid, step), (scene.tids[0], Step::Dump));
     assert!(why.to_string().contains("barrier"), "{why}");
     scene.until_all_are_back();
-    // It counts where it is, as in a move.
+    // The task's barrier entry stays, as in a migration.
     assert!(matches!(
         scene.sim.ask(other, barrier()),
         Reply::Group(GroupReply::Number(_))
     ));
 }
 
+/// A program that has written none of the files named at its spawn is reported.
 #[test]
-fn a_program_that_has_written_nothing_of_what_its_spawn_names_is_told_of() {
+fn missing_state_files_are_reported() {
     let mut scene = job_of(
         7,
         2,
@@ -442,8 +457,10 @@ fn a_program_that_has_written_nothing_of_what_its_spawn_names_is_told_of() {
     );
 }
 
+/// A program that was written can migrate as soon as it runs again, and its checkpoint can be
+/// restarted.
 #[test]
-fn a_program_that_was_written_moves_as_soon_as_it_runs_again_and_where_it_goes_the_set_goes_on() {
+fn written_program_may_migrate_and_restart() {
     for seed in seeds(30) {
         let (mut scene, keepers) = mixed(seed, 4, 4);
         scene.chatter(30);

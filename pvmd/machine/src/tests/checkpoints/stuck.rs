@@ -1,4 +1,4 @@
-//! Jobs that go back, and that no host takes.
+//! Jobs that must be restarted and that no host accepts.
 
 use super::{Scene, host};
 use crate::tests::scene::events;
@@ -9,7 +9,8 @@ use sempa_proto::migration::Refusal;
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, Tid};
 
-/// A job whose host is lost, and that no other host takes; the set to which it goes back, and how many processes there were.
+/// A job that has lost a host and that no other host accepts. Returns the number of processes until
+/// then, too.
 fn stuck(seed: u64) -> (Scene, usize) {
     let mut scene = Scene::new(seed, 4, 6);
     scene
@@ -29,7 +30,7 @@ fn stuck(seed: u64) -> (Scene, usize) {
     (scene, before)
 }
 
-/// When a restart has failed so far.
+/// Returns the times at which a restart has failed.
 fn failures(scene: &mut Scene) -> Vec<Micros> {
     let Reply::Events(events) = scene.sim.ask(
         scene.console,
@@ -56,8 +57,10 @@ fn ask_no_more(scene: &mut Scene, job: Tid) {
     assert_eq!(scene.sim.ask(scene.console, request), Reply::Done);
 }
 
+/// Restarts of a job that no host accepts are repeated at growing intervals, and at once when a
+/// host joins.
 #[test]
-fn a_job_that_no_host_takes_is_tried_more_and_more_rarely_and_goes_on_when_a_host_comes() {
+fn restart_retries_back_off_until_a_host_joins() {
     for seed in 0..2 {
         let (mut scene, before) = stuck(seed);
         scene.sim.pass(Micros::from_secs(2 * 3600));
@@ -94,8 +97,9 @@ fn a_job_that_no_host_takes_is_tried_more_and_more_rarely_and_goes_on_when_a_hos
     }
 }
 
+/// Restarts of a job that no host accepts stop when its checkpointing is cancelled.
 #[test]
-fn a_job_that_no_host_takes_is_not_tried_any_more_when_nobody_wants_it() {
+fn cancelled_checkpointing_stops_restart_retries() {
     let (mut scene, before) = stuck(1);
     let job = scene.job();
     scene.sim.pass(Micros::from_secs(60));
@@ -110,8 +114,9 @@ fn a_job_that_no_host_takes_is_not_tried_any_more_when_nobody_wants_it() {
     );
 }
 
+/// A checkpoint that is completed only after its job has begun to go back is removed.
 #[test]
-fn a_set_that_is_complete_only_when_its_job_goes_back_already_is_removed() {
+fn checkpoint_completed_after_rollback_is_removed() {
     let mut late = 0;
     for seed in 0..20 {
         let mut scene = Scene::new(seed, 4, 6);
@@ -122,7 +127,7 @@ fn a_set_that_is_complete_only_when_its_job_goes_back_already_is_removed() {
         while scene.sim.sets.count() == before {
             assert!(scene.sim.step(), "no other checkpoint (seed {seed})");
         }
-        // The store has it, and the master has not heard of it.
+        // The store has the checkpoint, but the master does not know that yet.
         scene.sim.kill_host(host(3));
         scene.sim.handle(
             HostId::MASTER,

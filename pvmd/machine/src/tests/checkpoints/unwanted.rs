@@ -1,4 +1,4 @@
-//! Sets that somebody removes, and sets whose jobs have come to their end.
+//! Checkpoints that a user removes, and checkpoints whose jobs have ended.
 
 use super::*;
 use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
@@ -43,7 +43,8 @@ impl Scene {
         report.set
     }
 
-    /// All tasks end with these wait statuses, the first one last; true if the store was told that the job is over.
+    /// Ends all tasks with these wait statuses, the first task last. True if the store was notified
+    /// that the job is over.
     pub(super) fn ends(&mut self, first: i32, others: i32) -> bool {
         for tid in self.tids.clone().into_iter().rev() {
             let (proc, status) = (
@@ -71,8 +72,9 @@ impl Scene {
     }
 }
 
+/// Checkpoints are removed by name and by job unless they are needed.
 #[test]
-fn sets_are_removed_by_name_and_by_job_unless_they_are_needed() {
+fn unneeded_checkpoints_can_be_removed() {
     for seed in seeds(20) {
         let mut scene = Scene::new(seed, 3, 4);
         let (a, b, c) = (scene.made(None), scene.made(None), scene.made(None));
@@ -125,8 +127,9 @@ fn sets_are_removed_by_name_and_by_job_unless_they_are_needed() {
     }
 }
 
+/// A checkpoint from which a job is being restarted is not removed.
 #[test]
-fn a_set_from_which_a_job_is_being_started_stays() {
+fn checkpoint_in_use_is_not_removed() {
     for seed in seeds(20) {
         let mut scene = Scene::new(seed, 3, 4);
         let set = scene.made(None);
@@ -155,8 +158,9 @@ fn a_set_from_which_a_job_is_being_started_stays() {
     }
 }
 
+/// The checkpoints of a job that succeeded or was killed by a user are marked as ended.
 #[test]
-fn the_sets_of_a_job_that_came_to_a_good_end_or_was_killed_are_not_wanted_any_more() {
+fn success_or_kill_ends_need_for_checkpoints() {
     for seed in seeds(30) {
         for every in [None, Some(Pace::Every(Micros::from_secs(1)))] {
             let mut scene = Scene::new(seed, 3, 4);
@@ -176,8 +180,9 @@ fn the_sets_of_a_job_that_came_to_a_good_end_or_was_killed_are_not_wanted_any_mo
     }
 }
 
+/// The checkpoints of a job that crashed, lost a host or ended with its checkpoint are kept.
 #[test]
-fn the_sets_of_a_job_that_crashed_or_lost_its_host_or_ended_for_its_checkpoint_are_kept() {
+fn crashed_or_lost_job_keeps_checkpoints() {
     for seed in seeds(30) {
         let mut scene = Scene::new(seed, 3, 4);
         scene.made(None);
@@ -231,13 +236,14 @@ fn the_sets_of_a_job_that_crashed_or_lost_its_host_or_ended_for_its_checkpoint_a
     }
 }
 
+/// A job does not count as over because the virtual machine halts.
 #[test]
-fn nothing_is_over_because_a_host_leaves_or_the_virtual_machine_ends() {
+fn halt_does_not_end_jobs() {
     for seed in seeds(20) {
         let mut scene = Scene::new(seed, 3, 2);
         scene.made(None);
         assert_eq!(scene.sim.ask(scene.console, Request::Halt), Reply::Done);
-        // They tidy up when they are asked to end.
+        // Tasks exit successfully when they are asked to.
         for tid in scene.tids.clone() {
             let proc = scene.sim.proc_of(tid);
             scene.sim.exit(proc, 0);
@@ -247,8 +253,9 @@ fn nothing_is_over_because_a_host_leaves_or_the_virtual_machine_ends() {
     }
 }
 
+/// A restarted job needs its checkpoints again; when it has ended, they are marked as ended.
 #[test]
-fn a_job_that_is_started_again_wants_its_sets_and_when_it_has_ended_they_are_over() {
+fn restarted_job_needs_its_checkpoints_again() {
     for seed in seeds(20) {
         let mut scene = Scene::new(seed, 3, 4);
         scene.made(None);

@@ -1,4 +1,4 @@
-//! Tasks that move while their job is checkpointed.
+//! Tasks that migrate while their job is checkpointed.
 
 use super::Scene;
 use crate::HostId;
@@ -8,7 +8,7 @@ use sempa_proto::migration::{Cause, Failure, Refusal};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, RequestId, Tid};
 
-/// The part of a task is written, and the set is not complete.
+/// True if the task is written and its checkpoint is not complete.
 fn is_written(sim: &Sim, tid: Tid) -> bool {
     let master = sim.nodes[&HostId::MASTER]
         .machine
@@ -19,7 +19,7 @@ fn is_written(sim: &Sim, tid: Tid) -> bool {
     cuts.of_task(tid).is_some() && cuts.keeps(tid).is_none()
 }
 
-/// The checkpoint keeps it where it is.
+/// True if the checkpoint forbids the task to migrate.
 fn is_kept(sim: &Sim, tid: Tid) -> bool {
     let master = sim.nodes[&HostId::MASTER]
         .machine
@@ -29,12 +29,12 @@ fn is_kept(sim: &Sim, tid: Tid) -> bool {
     master.keeping.cuts.keeps(tid).is_some()
 }
 
-/// It was refused because a checkpoint was in the way.
+/// True if the migration was refused because of a checkpoint.
 fn in_the_way(why: &Failure) -> bool {
     matches!(why, Failure::Refused(all) if matches!(all[..], [Refusal::AlreadyMoving(_)]))
 }
 
-/// Has a task moved to another host than its own.
+/// Requests the migration of a task to another host.
 fn begin_move(scene: &mut Scene, tid: Tid, cause: Option<Cause>) -> RequestId {
     let at = scene.sim.procs[scene.sim.proc_of(tid)].host.index();
     let to = format!("h{}", at % 3 + 1);
@@ -63,8 +63,9 @@ fn answer(scene: &mut Scene, id: RequestId) -> Reply {
     scene.sim.procs[console].replies[&id].clone()
 }
 
+/// A task that is written may migrate before the checkpoint is complete.
 #[test]
-fn a_task_that_is_written_may_move_before_the_set_is_complete() {
+fn written_task_may_migrate_before_checkpoint_ends() {
     let mut moved = 0;
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 3, 6);
@@ -90,7 +91,7 @@ fn a_task_that_is_written_may_move_before_the_set_is_complete() {
         };
         scene.until_all_is_heard();
         moved += 1;
-        // What was written is of one moment, wherever its tasks are now.
+        // The checkpoint is consistent, wherever its tasks run at the end.
         scene.end_all();
         scene
             .restart(&report.set, &[])
@@ -101,8 +102,9 @@ fn a_task_that_is_written_may_move_before_the_set_is_complete() {
     assert!(moved > 30, "{moved} moved");
 }
 
+/// A task that an owner evicts leaves during a checkpoint, and the checkpoint is made afterwards.
 #[test]
-fn whom_an_owner_wants_gone_leaves_whatever_is_being_written_and_the_checkpoint_is_made_after_that()
+fn eviction_takes_precedence_over_checkpoint()
 {
     let (mut in_the_way, mut sets) = (0, 0);
     for seed in seeds(150) {
@@ -132,8 +134,10 @@ fn whom_an_owner_wants_gone_leaves_whatever_is_being_written_and_the_checkpoint_
     );
 }
 
+/// A migration requested by a user is refused during a checkpoint; so is an eviction when the job
+/// ends with the checkpoint.
 #[test]
-fn who_asks_waits_for_the_checkpoint_and_a_job_that_ends_with_it_leaves_no_other_way() {
+fn user_migration_is_refused_during_checkpoint() {
     let (mut asked, mut parting) = (0, 0);
     for seed in seeds(60) {
         let mut scene = Scene::new(seed, 3, 5);
@@ -163,7 +167,7 @@ fn who_asks_waits_for_the_checkpoint_and_a_job_that_ends_with_it_leaves_no_other
             panic!("it moved (seed {seed})")
         };
         if !in_the_way(&error.why) {
-            // It was heard when the set was complete.
+            // The request arrived when the checkpoint was complete.
             continue;
         }
         *if ends { &mut parting } else { &mut asked } += 1;
@@ -186,8 +190,9 @@ fn who_asks_waits_for_the_checkpoint_and_a_job_that_ends_with_it_leaves_no_other
     );
 }
 
+/// A job that is checkpointed periodically is written before its tasks leave a drained host.
 #[test]
-fn a_job_that_is_checkpointed_by_itself_is_written_before_a_drained_host_is_left() {
+fn drain_waits_for_checkpoint() {
     let mut waited = 0;
     for seed in seeds(40) {
         let mut scene = Scene::new(seed, 3, 6);
@@ -220,7 +225,7 @@ fn a_job_that_is_checkpointed_by_itself_is_written_before_a_drained_host_is_left
             Reply::Done
         );
         for tid in there {
-            // As the resource manager does it.
+            // Repeats the request as the resource manager does.
             loop {
                 let moving = begin_move(&mut scene, tid, Some(Cause::Drain { by }));
                 match answer(&mut scene, moving) {

@@ -1,4 +1,4 @@
-//! Programs that are asked to end, and are started again.
+//! Programs that exit on request and are started again by a migration or restart.
 
 use super::{Channel, Sim};
 use crate::Event;
@@ -9,11 +9,11 @@ use sempa_proto::task::{Claim, Request, Successor, ToDaemon};
 use sempa_proto::tasker::{FromTasker, StartTask};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
-/// The tag by which programs are asked by a message.
+/// Tag of the message that asks a program to exit.
 pub(in crate::tests) const ASK_TAG: i32 = 77;
 
 impl Sim {
-    /// A library is to say all, for this move, or goes on.
+    /// Makes a library hand off its links for a migration (`by` is set), or cancels that.
     pub(super) fn takes_nothing(&mut self, proc: usize, by: Option<MigrationId>) {
         let now = self.now;
         let p = &mut self.procs[proc];
@@ -69,7 +69,7 @@ impl Sim {
         );
     }
 
-    /// A new process goes on with the conversations of another one.
+    /// Lets a new process continue the links of its predecessor.
     pub(super) fn succeed(&mut self, proc: usize, successor: &Successor) {
         let p = &mut self.procs[proc];
         let tid = p.tid();
@@ -82,7 +82,8 @@ impl Sim {
         );
     }
 
-    /// What the process before this one had sent comes back. False if it is nothing of the kind.
+    /// Accepts a message that the previous process had sent and that comes back. Returns false if
+    /// the frame is of another kind.
     pub(super) fn takes_back(&mut self, proc: usize, frame: &LinkFrame) -> bool {
         let p = &mut self.procs[proc];
         let own = frame.dst != frame.src
@@ -99,30 +100,31 @@ impl Sim {
         own
     }
 
-    /// What one host carries for tasks to another one from now on is so long on its way at least.
+    /// Delays task data from one host to another by at least `time`.
     pub(in crate::tests) fn slow_down(&mut self, from: HostId, to: HostId, time: Micros) {
         self.channels
             .insert(Channel::Data(from, to), self.now + time);
     }
 
-    /// What the master says to a host from now on is so long on its way at least.
+    /// Delays the master's messages to a host by at least `time`.
     pub(in crate::tests) fn slow_down_orders(&mut self, to: HostId, time: Micros) {
         self.channels
             .insert(Channel::Control(HostId::MASTER, to), self.now + time);
     }
 
-    /// From now on it is this program.
+    /// Renames the program of a process.
     pub(in crate::tests) fn call_program(&mut self, proc: usize, program: &str) {
         self.procs[proc].program = program.to_string();
     }
 
-    /// A program is asked to end. One that is called `deaf` does not, one that is called `done` ends of itself.
+    /// Asks a program to exit. A program whose name contains `deaf` does not; one whose name
+    /// contains `done` exits with status 0.
     pub(super) fn asked_to_end(&mut self, on: HostId, tid: Tid, engine: Engine) {
         let Some(proc) = self.find_spawned(on, tid) else {
             return;
         };
         if let (true, Some((_, wait))) = (self.procs[proc].held, engine.asks()) {
-            // It may run so long for that.
+            // A paused program may run to exit.
             self.hold(on, proc, Micros::from_secs(wait.into()));
         }
         let program = self.procs[proc].program.clone();
@@ -155,12 +157,12 @@ impl Sim {
         self.end_in_order(proc, status);
     }
 
-    /// True if the library has said where all stands, so that the program can be asked.
+    /// True if the library has handed off its links, so that the program can be asked.
     pub(in crate::tests) fn was_asked(&self, proc: usize) -> bool {
         self.procs[proc].asked
     }
 
-    /// A process ends as one whose library has time for its last words.
+    /// Ends a process whose library has time for its last messages.
     pub(in crate::tests) fn end_in_order(&mut self, proc: usize, status: i32) {
         self.procs[proc].ends = Some(status);
         let p = &self.procs[proc];
@@ -175,7 +177,7 @@ impl Sim {
         self.exit(proc, status);
     }
 
-    /// A program is started that waits before its first instruction.
+    /// Starts a program that waits before its first instruction.
     pub(super) fn build_anew(
         &mut self,
         on: HostId,
@@ -186,14 +188,14 @@ impl Sim {
         if result.is_ok() {
             let proc = self.process_of(on, start);
             self.procs[proc].stopped = true;
-            // Nothing of it counts as the task yet.
+            // The process does not count as the task yet.
             self.procs[proc].spawned = None;
             self.anew.insert((on, migration), (proc, start.tid));
         }
         FromTasker::Restored { migration, result }
     }
 
-    /// Lets it run; `None` if there is none.
+    /// Lets a waiting program run. Returns `None` if there is none.
     pub(super) fn run_anew(
         &mut self,
         on: HostId,
@@ -217,14 +219,14 @@ impl Sim {
         Some(FromTasker::Ran { migration, result })
     }
 
-    /// What was built for a move is thrown away.
+    /// Discards a program that was started for a migration.
     pub(super) fn discard_anew(&mut self, on: HostId, migration: MigrationId) {
         if let Some((proc, _)) = self.anew.remove(&(on, migration)) {
             self.procs[proc].exited = true;
         }
     }
 
-    /// The process that a start makes; it has not connected.
+    /// Creates the process of a start order. It has not connected.
     pub(super) fn process_of(&mut self, on: HostId, start: &StartTask) -> usize {
         let env: Vec<String> = start
             .env
@@ -241,7 +243,7 @@ impl Sim {
         proc
     }
 
-    /// A new process connects as soon as it runs.
+    /// Connects a new process if it may run.
     pub(super) fn begin_if_it_may(&mut self, proc: usize) {
         let p = &mut self.procs[proc];
         if p.is_frozen() || p.exited || p.program.contains("sleep") {

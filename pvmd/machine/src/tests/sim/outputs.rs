@@ -1,4 +1,4 @@
-//! What the machines of the simulation want done.
+//! Carries out the outputs of the machines.
 
 use super::strikes::Edge;
 use super::{Channel, Happening, Sim, pair};
@@ -62,7 +62,7 @@ impl Sim {
         }
     }
 
-    /// The stream of a process that has ended closes, whoever holds it.
+    /// Closes the stream of a process that has exited, even if another process holds its socket.
     fn hear_out(&mut self, conn: ConnId) {
         let proc = self.conns[&conn];
         assert!(
@@ -155,7 +155,7 @@ impl Sim {
                     .expected
                     .insert(migration);
             }
-            // Which engine asks which for memory is theirs to know.
+            // How engines exchange memory is not simulated.
             Output::LendMemory { .. } | Output::ExpectMemory { .. } => {}
             Output::DropImages { migration } => {
                 self.nodes
@@ -187,7 +187,7 @@ impl Sim {
         }
     }
 
-    /// What is sent ahead is lost at once, or at the end like all other images.
+    /// Pre-copied memory is lost now, or fails at the end like all other images.
     fn send_ahead(&mut self, on: HostId, migration: MigrationId, to: HostId) {
         let Err(why) = self.step_result(()) else {
             return;
@@ -241,7 +241,7 @@ impl Sim {
     }
 }
 
-/// What a message is after it has been on the wire.
+/// Encodes and decodes a message, as its way over the network does.
 fn round_trip(message: &HostMsg) -> HostMsg {
     let bytes = sempa_proto::frame::to_bytes(message).expect("it fits");
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")

@@ -1,4 +1,4 @@
-//! A process of the simulation: the task library's part in it.
+//! A process of the simulation, with a model of its task library.
 
 use super::{Happening, Sim};
 use crate::ConnId;
@@ -9,19 +9,19 @@ use sempa_proto::{HostId, Message, MigrationId, RequestId, RouteId, Tid};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// What a task has got, in order.
+/// A message or notification that a task has received.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::tests) enum Seen {
     Message(Tid, Bytes),
     Note(Message),
 }
 
-/// A process with a task library in it. A copy is what its images hold.
+/// A process with a task library. A clone of it is the content of its images.
 #[derive(Clone, Debug)]
 pub(in crate::tests) struct Proc {
     pub(in crate::tests) host: HostId,
     pub(super) program: String,
-    /// The tasker's name for it; `None` when it was not spawned.
+    /// The tid that the tasker uses; `None` for a process that was not spawned.
     pub(in crate::tests) spawned: Option<Tid>,
     pub(in crate::tests) env: Vec<String>,
     pub(super) at_end: AtEnd,
@@ -31,38 +31,37 @@ pub(in crate::tests) struct Proc {
     pub(in crate::tests) rm: Option<RmInfo>,
     pub(super) links: BTreeMap<Tid, Link>,
     pub(super) route: u64,
-    /// The timeline that its links begin on.
+    /// The incarnation that its links begin with.
     pub(super) line: u16,
-    /// How often it has said something to whom.
+    /// Number of messages sent to each peer.
     pub(in crate::tests) said: BTreeMap<Tid, u32>,
-    /// Requests without a reply.
     pub(super) open: BTreeMap<RequestId, Request>,
     pub(in crate::tests) replies: BTreeMap<RequestId, Reply>,
     pub(super) next_request: u64,
     pub(in crate::tests) seen: Vec<Seen>,
-    /// Words about routes, and what its daemon said of peers, in order.
+    /// Route messages and the daemon's messages about peers, in order.
     pub(in crate::tests) told: Vec<ToTask>,
     pub(super) waiting: Vec<(LinkMark, Message)>,
     pub(super) quiesced: Option<(MigrationId, Vec<PathBuf>)>,
     pub(super) stopped: bool,
-    /// It stands still for the owner of its host.
+    /// It is paused for the owner of its host.
     pub(super) held: bool,
-    /// Which order to hold it was the last.
+    /// Number of the latest order to pause or resume it.
     pub(super) holds: u64,
-    /// How often it was let run again while it was held.
+    /// How often it was resumed to quiesce while it was paused.
     pub(in crate::tests) eased: u64,
-    /// What has come while it stood still.
+    /// Events that arrived while it was paused.
     pub(super) mail: Vec<Happening>,
-    /// It has not connected yet, and will by this.
+    /// The claim it will connect with.
     pub(super) claim: Option<Claim>,
-    /// The move for which it has said all.
+    /// The migration for which it has handed off its links.
     pub(super) parted: Option<MigrationId>,
-    /// It was asked to end some time.
+    /// It was asked to exit at least once.
     pub(super) asked: bool,
-    /// It is ending, with this status.
+    /// Its exit status, from when it begins to exit.
     pub(super) ends: Option<i32>,
     pub(in crate::tests) exited: bool,
-    /// It has ended with its host or tasker, but its images hold it.
+    /// It ended with its host or tasker, but its images remain.
     pub(super) kept: bool,
     pub(super) used: u64,
 }
@@ -72,22 +71,22 @@ impl Proc {
         self.welcome.as_ref().expect("enrolled").tid
     }
 
-    /// True when its link to this peer has been told that the peer is dead.
+    /// True if its link to this peer knows that the peer is dead.
     pub(in crate::tests) fn is_gone(&self, peer: Tid) -> bool {
         self.links.get(&peer).is_some_and(Link::is_gone)
     }
 
-    /// Requests without a reply.
+    /// Returns the number of requests without a reply.
     pub(in crate::tests) fn open_requests(&self) -> usize {
         self.open.len()
     }
 
-    /// True from when its library has let go until it is welcomed again.
+    /// True from when its library has quiesced until the daemon accepts it again.
     pub(in crate::tests) fn has_let_go(&self) -> bool {
         self.quiesced.is_some()
     }
 
-    /// True while nothing of it runs.
+    /// True while the process does not run.
     pub(in crate::tests) fn is_frozen(&self) -> bool {
         self.stopped || self.held
     }
@@ -100,7 +99,7 @@ impl Proc {
         notes.collect()
     }
 
-    /// Hands over notifications whose turn has come.
+    /// Delivers notifications whose watermark has been reached.
     pub(super) fn settle(&mut self) {
         let links = &self.links;
         let here = |mark: &LinkMark| {
@@ -115,7 +114,7 @@ impl Proc {
 }
 
 impl Sim {
-    /// A library hears that its process is a task.
+    /// Handles the daemon's acceptance of a process as a task.
     pub(super) fn welcomed(&mut self, proc: usize, welcome: Welcome) {
         let p = &mut self.procs[proc];
         p.rm = welcome.rm;

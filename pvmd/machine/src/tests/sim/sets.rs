@@ -1,4 +1,4 @@
-//! Images of processes, and the store of the simulation.
+//! Images of processes, and the checkpoint store of the simulation.
 
 use super::{Happening, Proc, Seen, Sim};
 use crate::{Event, Output};
@@ -12,14 +12,15 @@ use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// What a program called `keeper` writes that is asked to end, and reads when it is started again: what it has got and sent.
+/// What a program whose name contains `keeper` saves when it exits and reads when it is started
+/// again: received messages and counts of sent ones.
 #[derive(Clone, Debug, Default)]
 pub(super) struct State {
     seen: Vec<Seen>,
     said: BTreeMap<Tid, u32>,
 }
 
-/// A dumped process, or what a program has written itself, and what lies beside it.
+/// A dumped process or a program's own state, and the record stored with it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Part {
     proc: Option<Proc>,
@@ -27,23 +28,23 @@ pub(super) struct Part {
     record: Option<PartRecord>,
 }
 
-/// Image directories, sets, and processes that are built and do not run yet.
+/// Image directories, checkpoints, and processes that are built and do not run yet.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct Sets {
     images: BTreeMap<(HostId, MigrationId), Part>,
     drafts: BTreeMap<CutId, BTreeMap<Tid, Part>>,
     sets: BTreeMap<String, (SetMeta, BTreeMap<Tid, Part>)>,
     open: BTreeMap<u64, String>,
-    /// Sets of jobs that have ended.
+    /// Checkpoints of jobs that have ended.
     ended: BTreeSet<String>,
     pub(super) built: BTreeMap<(HostId, MigrationId), Proc>,
-    /// What programs have written into their files, which all hosts have in common.
+    /// Saved states of programs, in files that all hosts share.
     files: BTreeMap<Tid, State>,
-    /// The same, from a set, before it has its name.
+    /// Saved states from a checkpoint, before they get their file names.
     staged: BTreeMap<(HostId, MigrationId), (Tid, Option<State>)>,
-    /// Hosts that could not take a copy do not say why.
+    /// Target hosts do not report why a copy failed.
     pub(in crate::tests) silent: bool,
-    /// Copies of sets in the stores of hosts.
+    /// Copies of checkpoints in the stores of other hosts.
     copies: BTreeSet<(HostId, String)>,
 }
 
@@ -53,12 +54,12 @@ impl Sets {
         self.staged.remove(&(on, migration));
     }
 
-    /// Drafts and images that nobody has removed.
+    /// Returns the numbers of drafts and of images that were not removed.
     pub(in crate::tests) fn left(&self) -> (usize, usize) {
         (self.drafts.len(), self.images.len() + self.staged.len())
     }
 
-    /// Images, and files that have no names, on these hosts.
+    /// Returns the number of images and unnamed state files on the matching hosts.
     pub(in crate::tests) fn left_on(&self, is_one: impl Fn(HostId) -> bool) -> usize {
         self.images
             .keys()
@@ -67,12 +68,12 @@ impl Sets {
             .count()
     }
 
-    /// Complete sets.
+    /// Returns the number of complete checkpoints.
     pub(in crate::tests) fn count(&self) -> usize {
         self.sets.len()
     }
 
-    /// The name of the newest.
+    /// Returns the name of the newest checkpoint.
     pub(in crate::tests) fn newest(&self) -> String {
         let number = |name: &&String| {
             name.rsplit('-')
@@ -86,7 +87,7 @@ impl Sets {
             .clone()
     }
 
-    /// Those whose jobs have ended for good.
+    /// Returns the checkpoints whose jobs have ended for good.
     pub(in crate::tests) fn ended(&self) -> Vec<String> {
         self.ended.iter().cloned().collect()
     }
@@ -126,17 +127,17 @@ impl Sets {
             .collect()
     }
 
-    /// Copies of sets, and where they are.
+    /// Returns the copies of checkpoints and their hosts.
     pub(in crate::tests) fn copies(&self) -> Vec<(HostId, String)> {
         self.copies.iter().cloned().collect()
     }
 
-    /// Takes the sets over into another virtual machine.
+    /// Takes over the checkpoints of another virtual machine.
     pub(in crate::tests) fn take_sets(&mut self, from: Sets) {
         self.sets = from.sets;
     }
 
-    /// The highest number on each host.
+    /// Returns the highest task number of each host in all checkpoints.
     pub(in crate::tests) fn spared(&self) -> BTreeMap<HostId, u32> {
         let tids = self.sets.values().flat_map(|(_, parts)| parts.keys());
         let mut spared = BTreeMap::new();
@@ -171,7 +172,7 @@ impl Sim {
         }
     }
 
-    /// A process is built from images and stands still.
+    /// Builds a process from images. It stays stopped.
     pub(super) fn build(&mut self, on: HostId, migration: MigrationId, redirection: &Redirection) {
         let part = self
             .sets
@@ -185,7 +186,7 @@ impl Sim {
         self.sets.built.insert((on, migration), proc);
     }
 
-    /// Lets a built process run; false when this is no such one.
+    /// Lets a built process run. Returns false if there is none.
     pub(super) fn run_built(&mut self, on: HostId, migration: MigrationId, held: bool) -> bool {
         let Some(mut proc) = self.sets.built.remove(&(on, migration)) else {
             return false;
@@ -201,7 +202,7 @@ impl Sim {
         true
     }
 
-    /// What a library does that was started again.
+    /// Models what a library does after a restart.
     pub(super) fn begin_again(&mut self, proc: usize, restart: &Restart) {
         let p = &mut self.procs[proc];
         p.line = restart.timeline.line;
@@ -228,7 +229,7 @@ impl Sim {
         }
     }
 
-    /// A program has written its state, if it is one that does.
+    /// Saves the state of a program if it keeps its own.
     pub(super) fn write_state(&mut self, proc: usize) {
         let p = &self.procs[proc];
         if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned) {
@@ -242,7 +243,7 @@ impl Sim {
         }
     }
 
-    /// A program that was started again reads its state, if it is one that does.
+    /// Reads the saved state of a restarted program if it keeps its own.
     pub(super) fn read_state(&mut self, proc: usize) {
         let p = &mut self.procs[proc];
         let again = p.env.iter().any(|entry| entry.starts_with("SEMPA_AGAIN="));
@@ -252,7 +253,7 @@ impl Sim {
         }
     }
 
-    /// What becomes of the files of programs that write their own checkpoints.
+    /// Carries out outputs about the files of programs that write their own checkpoints.
     fn keep_states(&mut self, on: HostId, output: Output) {
         let named = |files: &[PathBuf]| {
             let name = files[0].to_string_lossy().into_owned();
@@ -417,7 +418,7 @@ impl Sim {
         }
     }
 
-    /// What becomes of whole sets.
+    /// Carries out outputs about whole checkpoints.
     fn store_keeps(&mut self, on: HostId, output: Output) {
         match output {
             Output::MarkSets { sets, ended, .. } => {
@@ -464,7 +465,7 @@ impl Sim {
                 if expected && result.is_ok() {
                     self.sets.copies.insert((to, set));
                 }
-                // Only there it is known why.
+                // Only the target knows the reason.
                 let unsent = result
                     .clone()
                     .map_err(|_| Failure::Images("nothing more was taken".into()));
@@ -509,7 +510,7 @@ impl Sim {
         }
     }
 
-    /// Images go to another host, or are where they are to be.
+    /// Sends images to another host, or reports them as received if they stay here.
     fn bring(&mut self, on: HostId, migration: MigrationId, to: Option<HostId>) {
         let result = self.thrown().map(|()| 1);
         let Some(to) = to else {

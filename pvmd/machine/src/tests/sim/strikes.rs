@@ -1,4 +1,5 @@
-//! Faults that meet a move before one of its steps begins, or at its end before anybody is told of it.
+//! Injects faults into a migration: before one of its steps begins, or after the step ended and
+//! before that is reported.
 
 use super::{Channel, Happening, LEASE, Sim, host, pair};
 use crate::Event;
@@ -7,25 +8,24 @@ use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
 
-/// What comes for a daemon that stands still, in order.
+/// Events for a stopped daemon, in order.
 pub(super) type Late = Vec<Event>;
 
-/// How long it takes until memory is asked for again that does not come.
+/// Interval between attempts to fetch memory from a stopped source.
 const MEMORY_PAUSE: Micros = Micros::from_millis(50);
 
-/// Which end of a step.
+/// The edge of a step at which a fault occurs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::tests) enum Edge {
-    /// Nothing of it is done.
+    /// Nothing of the step is done.
     Before,
-    /// Nobody has been told that it is done.
+    /// The step is done and not reported.
     After,
 }
 
-/// A place in a move.
 pub(in crate::tests) type Point = (Step, Edge);
 
-/// Who is struck; the task moves from h2 to h3.
+/// The party that a fault hits. The task migrates from h2 to h3.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tests) enum Party {
     Source,
@@ -35,9 +35,8 @@ pub(in crate::tests) enum Party {
     TargetTasker,
     SourceEngine,
     TargetEngine,
-    /// The resource manager.
     Manager,
-    /// The session of source and target.
+    /// The session between source and target.
     Session,
 }
 
@@ -54,7 +53,7 @@ impl Party {
         Party::Session,
     ];
 
-    /// The host where it is.
+    /// Returns the host of the victim.
     pub(in crate::tests) fn host(self) -> HostId {
         match self {
             Party::Source | Party::SourceTasker | Party::SourceEngine | Party::Session => host(2),
@@ -63,7 +62,7 @@ impl Party {
         }
     }
 
-    /// What it is struck with: only daemons and sessions can be cut off.
+    /// Returns the faults that can hit this victim. Only daemons and sessions can be isolated.
     pub(in crate::tests) fn blows(self) -> Vec<Blow> {
         let stops = [Blow::Stop(A_MOMENT), Blow::Stop(LONG)];
         let cuts = [Blow::Cut(A_MOMENT), Blow::Cut(LONG)];
@@ -79,62 +78,59 @@ impl Party {
     }
 }
 
-/// Less than the lease.
+/// Shorter than the lease.
 pub(in crate::tests) const A_MOMENT: Micros = Micros::from_millis(200);
-/// More than the lease, and than the time that any step has.
+/// Longer than the lease and than the timeout of any step.
 pub(in crate::tests) const LONG: Micros = Micros::from_secs(30);
 
-/// What is done to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::tests) enum Blow {
     Kill,
-    /// It stands still for so long.
+    /// The victim does not run for this time.
     Stop(Micros),
-    /// Nothing of it is heard, and it hears nothing, for so long.
+    /// Nothing passes from or to the victim for this time.
     Cut(Micros),
 }
 
-/// One fault at one place, and what the taskers know of moves.
+/// One planned fault, and the migration state of the simulated taskers.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct Strikes {
     wanted: Option<(Point, Party, Blow)>,
-    /// The fault has met the move.
     pub(in crate::tests) struck: bool,
-    /// Memory follows all tasks, and goes ahead of them; otherwise that is thrown.
+    /// All tasks use post-copy and pre-copy; otherwise that is random.
     pub(in crate::tests) pre_copies: bool,
-    /// The places that were reached, in order.
+    /// The points that were reached, in order.
     pub(in crate::tests) reached: Vec<Point>,
-    /// The process of the resource manager.
     pub(in crate::tests) manager: Option<usize>,
-    /// Engines that fail at what they do next.
+    /// Hosts whose engine fails its next operation.
     failing: BTreeSet<HostId>,
-    /// What tasks have left behind here is gone.
+    /// Hosts that have lost the memory of post-copy tasks.
     pub(super) memory_lost: BTreeSet<HostId>,
-    /// Moves whose copy at the source was killed.
+    /// Migrations whose source process was killed.
     pub(super) killed: BTreeSet<MigrationId>,
-    /// Moves whose copy at the target was let run.
+    /// Migrations whose target process was released.
     pub(super) ran: BTreeSet<MigrationId>,
 }
 
 impl Strikes {
-    /// A fault is to come, or was there.
+    /// A fault is planned or has occurred.
     pub(super) fn is_one(&self) -> bool {
         self.struck || self.wanted.is_some()
     }
 
-    /// The copy at the source of a move was killed.
+    /// True if the source process of a migration was killed.
     pub(in crate::tests) fn is_killed(&self) -> bool {
         !self.killed.is_empty()
     }
 }
 
 impl Sim {
-    /// Has this fault meet the next move at this place.
+    /// Plans this fault for when the next migration reaches this point.
     pub(in crate::tests) fn strike_at(&mut self, point: Point, party: Party, blow: Blow) {
         self.strikes.wanted = Some((point, party, blow));
     }
 
-    /// A move has come to this place.
+    /// Records that a migration has reached this point, and injects the fault planned for it.
     pub(super) fn reaches(&mut self, point: Point) {
         self.strikes.reached.push(point);
         if let Some((_, party, blow)) = self.strikes.wanted.take_if(|(at, ..)| *at == point) {
@@ -176,7 +172,7 @@ impl Sim {
                 self.procs[self.strikes.manager.expect("there is one")].held = true;
                 self.push(self.now + long, Happening::GoesOn(party));
             }
-            // A connection that breaks is made anew at once.
+            // A broken connection is reestablished at once.
             (Party::Session, Blow::Kill) => self.part(host(2), host(3), Micros(1000)),
             (Party::Session, Blow::Stop(long)) => {
                 self.silence(|pair| pair == (host(2), host(3)), long)
@@ -185,7 +181,7 @@ impl Sim {
         }
     }
 
-    /// Others hear nothing of a host for longer than the lease.
+    /// Other hosts notice that a host has been silent for longer than the lease.
     fn missed(&mut self, lost: HostId) {
         let with: Vec<(HostId, HostId)> = self
             .sessions
@@ -197,12 +193,12 @@ impl Sim {
             let other = if a == lost { b } else { a };
             let at = self.now + LEASE + Micros(self.dice.roll(200_000));
             self.push(at, Happening::LostSeen(other, lost));
-            // It sees the same when it can see again.
+            // The host notices the same when it resumes.
             self.push(at, Happening::LostSeen(lost, other));
         }
     }
 
-    /// Nothing passes between a host and all others.
+    /// Isolates a host from all others.
     fn cut_off(&mut self, lost: HostId, long: Micros) {
         if long < LEASE {
             return self.silence(|(a, b)| [a, b].contains(&lost), long);
@@ -218,7 +214,7 @@ impl Sim {
             self.lose_words(a, b);
             self.lose_words(b, a);
             for (by, of) in [(a, b), (b, a)] {
-                // The lease of a daemon is shorter than that which the master gives it.
+                // A daemon's lease is shorter than the lease that the master grants it.
                 let (span, scatter) = if of == HostId::MASTER {
                     (Micros(LEASE.0 / 2), 100_000)
                 } else {
@@ -230,7 +226,7 @@ impl Sim {
         }
     }
 
-    /// What is said from now on on these sessions is so long on its way.
+    /// Delays everything that is sent on these sessions by `long`.
     fn silence(&mut self, which: impl Fn((HostId, HostId)) -> bool, long: Micros) {
         let at = self.now + long;
         for (a, b) in self.sessions.iter().copied().filter(|ends| which(*ends)) {
@@ -248,12 +244,12 @@ impl Sim {
         }
     }
 
-    /// Engines that were struck and had nothing more to do are new ones.
+    /// Replaces engines that were killed while idle.
     pub(in crate::tests) fn engines_anew(&mut self) {
         self.strikes.failing.clear();
     }
 
-    /// A party that stood still goes on with what has come meanwhile.
+    /// Resumes a stopped victim, which handles what arrived meanwhile.
     pub(super) fn goes_on(&mut self, party: Party) {
         let on = party.host();
         match party {
@@ -281,7 +277,7 @@ impl Sim {
         }
     }
 
-    /// A daemon tells its tasker something.
+    /// Passes a daemon's message to its tasker.
     pub(super) fn tell_tasker(&mut self, on: HostId, message: ToTasker) {
         let node = self.nodes.get_mut(&on).expect("it speaks");
         if node.tasker_dead {
@@ -293,7 +289,7 @@ impl Sim {
         }
     }
 
-    /// The same as [`Sim::step_result`], unless the engine of this host was struck.
+    /// As [`Sim::step_result`], but fails if the engine of this host was killed.
     pub(super) fn step_result_of<T>(&mut self, on: HostId, good: T) -> Result<T, Failure> {
         if self.strikes.failing.remove(&on) {
             return Err(Failure::Engine("it was killed".into()));
@@ -301,7 +297,7 @@ impl Sim {
         self.step_result(good)
     }
 
-    /// The memory that a task has left behind is here; or it does not come, and the task is killed.
+    /// Delivers the remaining memory of a post-copy task. If that is lost, the task is killed.
     pub(super) fn memory_came(
         &mut self,
         on: HostId,
@@ -334,7 +330,7 @@ impl Sim {
         }
     }
 
-    /// The session of source and target is broken, and comes back.
+    /// True while the session of source and target is broken.
     pub(super) fn is_parted(&self) -> bool {
         self.queue
             .values()

@@ -1,4 +1,4 @@
-//! The taskers of the simulation: processes start, obey, end, and change hosts.
+//! The taskers of the simulation: they start, pause, signal, dump and restore processes.
 
 use super::{Channel, Happening, Proc, Sim};
 use crate::Event;
@@ -8,7 +8,7 @@ use sempa_proto::task::{Redirect, RedirectAt};
 use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
-/// Where the library of a process looks for a redirect.
+/// Returns where the library of a process looks for a redirect.
 pub(super) fn redirect_at(proc: usize) -> RedirectAt {
     RedirectAt {
         pid: 7,
@@ -17,7 +17,7 @@ pub(super) fn redirect_at(proc: usize) -> RedirectAt {
 }
 
 impl Sim {
-    /// The tasker of a host dies with all it has; another one is started at once.
+    /// Kills the tasker of a host with all its processes. A new one starts at once.
     pub(in crate::tests) fn kill_tasker(&mut self, on: HostId) {
         let dead: Vec<usize> = (0..self.procs.len())
             .filter(|p| self.procs[*p].host == on && self.procs[*p].spawned.is_some())
@@ -28,7 +28,7 @@ impl Sim {
         self.lose_procs(on, |p| p.spawned.is_some());
         self.strikes.memory_lost.insert(on);
         self.taking.retain(|_, at| *at != on);
-        // What it had said is still heard first.
+        // Messages that it had sent still arrive first.
         self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
         self.send(
             Channel::Tasker(on),
@@ -47,7 +47,7 @@ impl Sim {
         self.tasker(on, ready);
     }
 
-    /// The process of a task ends.
+    /// Ends the process of a task.
     pub(in crate::tests) fn exit(&mut self, proc: usize, status: i32) {
         if std::mem::replace(&mut self.procs[proc].exited, true) {
             return;
@@ -56,7 +56,7 @@ impl Sim {
         self.exit_is_told(proc, status);
     }
 
-    /// The same, but somebody else holds its socket.
+    /// Ends the process of a task whose socket another process holds open.
     pub(in crate::tests) fn exit_with_socket_held(&mut self, proc: usize, status: i32) {
         self.procs[proc].exited = true;
         self.exit_is_told(proc, status);
@@ -129,7 +129,7 @@ impl Sim {
                 self.begin_if_it_may(proc);
             }
             ToTasker::End { tid, engine } => self.asked_to_end(on, tid, engine),
-            // Whom it has left behind is nobody's matter here.
+            // Processes of the task that survive it are not simulated.
             ToTasker::EndsForGood { .. } => {}
             ToTasker::Signal { tid, .. } => {
                 if let Some(proc) = self.find_spawned(on, tid)
@@ -171,7 +171,7 @@ impl Sim {
         self.thaw(proc);
     }
 
-    /// The time of a held process is over, unless there was another order.
+    /// Pauses a process at the end of its time to run, unless a later order has replaced this one.
     pub(super) fn hold_now(&mut self, on: HostId, proc: usize, number: u64) {
         let p = &mut self.procs[proc];
         if p.holds != number || p.exited || p.host != on {
@@ -183,7 +183,7 @@ impl Sim {
         }
     }
 
-    /// A process that stood still takes in what has come meanwhile, if it may.
+    /// Lets a process that was paused handle the deferred events, if it may run.
     pub(super) fn thaw(&mut self, proc: usize) {
         while !self.procs[proc].is_frozen() && !self.procs[proc].mail.is_empty() {
             let first = self.procs[proc].mail.remove(0);
@@ -193,7 +193,7 @@ impl Sim {
         self.pump(proc);
     }
 
-    /// A stopped process finds something new in its memory.
+    /// Writes a redirect into the memory of a stopped process.
     fn redirect(&mut self, proc: usize, redirection: &Redirection) {
         assert_eq!(redirection.place, redirect_at(proc));
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
@@ -247,7 +247,8 @@ impl Sim {
                 }
             }
             ToTasker::PreCopy { migration, tid, .. } => {
-                // Nobody takes it where the tasker has died: that is for others to notice.
+                // If the target's tasker has died, the transfer never ends; other parts of the
+                // daemon must notice that.
                 if self.taking.remove(&migration).is_none() {
                     return;
                 }
@@ -270,7 +271,7 @@ impl Sim {
                 };
                 let result = self.step_result_of(on, ());
                 self.procs[proc].stopped = result.is_ok();
-                // It may have been written although something failed after.
+                // The redirect may have been written even though a later part of the step failed.
                 if let Some(redirection) =
                     redirection.filter(|_| result.is_ok() || self.dice.roll(2) == 0)
                 {
@@ -315,7 +316,7 @@ impl Sim {
         self.tasker(on, answer);
     }
 
-    /// What the tasker of a target does.
+    /// Handles orders to the tasker of a target.
     fn tasker_receives(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::TakePreCopy { migration, .. } => {
@@ -368,7 +369,8 @@ impl Sim {
         self.tasker(on, answer);
     }
 
-    /// A process that was restored runs. There is one value for both copies, which now is that of the target.
+    /// Runs a restored process. Source and target share one [`Proc`], which from here on is the
+    /// target's.
     fn run_moved(&mut self, on: HostId, migration: MigrationId, held: bool) {
         let (_, tid, _) = *self
             .recorded
@@ -400,7 +402,7 @@ impl Sim {
         (p.exited, p.kept) = (false, false);
         (p.host, p.stopped, p.held, p.holds) = (on, false, held, p.holds + 1);
         assert!(p.conn.is_none(), "only who has let go moves");
-        // What comes late on a connection that it had closed.
+        // Drops late messages of a connection that the process had closed.
         p.mail.clear();
         self.tasker(
             on,

@@ -1,5 +1,5 @@
-//! The data channels between the hosts of the simulation: streams that the daemons' own value makes and joins, each with
-//! delays of its own.
+//! The data channels between the simulated hosts. The streams are split and joined by the daemon's
+//! own code; each stream has its own delays.
 
 use super::{Channel, Happening, Sim, pair};
 use crate::Event;
@@ -9,20 +9,20 @@ use sempa_proto::host::Carried;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
-/// One direction of one session.
+/// One direction of one session: sender, receiver, number of the session.
 pub(super) type WireId = (HostId, HostId, u64);
 
-/// What waits for a session, in order.
+/// Messages that wait for a session, in order.
 pub(super) type Unsent = VecDeque<(Channel, Event)>;
 
-/// A parcel of one of its streams.
+/// An item of one of the streams.
 #[derive(Clone, Debug)]
 pub(super) enum Parcel {
     Main(Main<Carried>),
     Lane(LaneId, Lane<Carried>),
 }
 
-/// All data channels that there ever were.
+/// All data channels that ever existed.
 #[derive(Debug)]
 pub(super) struct Wires {
     begin: Instant,
@@ -43,12 +43,12 @@ impl Default for Wires {
 }
 
 impl Wires {
-    /// A new session begins: nothing of an older one has to do with it.
+    /// Begins a new session, which shares nothing with an older one.
     pub(super) fn begin(&mut self, from: HostId, to: HostId) {
         *self.sessions.entry((from, to)).or_default() += 1;
     }
 
-    /// What is to be done with a parcel's arrival.
+    /// Handles the arrival of an item. Returns the events that can be delivered.
     pub(super) fn arrived(&mut self, wire: WireId, parcel: Parcel) -> Vec<Event> {
         let (_, join) = self.wires.entry(wire).or_default();
         match parcel {
@@ -65,7 +65,7 @@ impl Wires {
 }
 
 impl Sim {
-    /// Puts a message of one daemon on its way, or keeps it until there is a session.
+    /// Sends a message of one daemon to another, or stores it until there is a session.
     pub(super) fn between(&mut self, channel: Channel, from: HostId, to: HostId, event: Event) {
         if !self.sessions.contains(&pair(from, to)) {
             return self
@@ -80,7 +80,7 @@ impl Sim {
         }
     }
 
-    /// Streams of pairs of tasks that there have been.
+    /// Returns how many pair streams were opened.
     pub(in crate::tests) fn lanes_opened(&self) -> usize {
         self.wires.lanes_opened
     }
@@ -104,7 +104,8 @@ impl Sim {
         }
     }
 
-    /// Puts something on the data channel of a session that stands, as the net does.
+    /// Sends an item over the data channel of an existing session, as the daemon's network code
+    /// does.
     pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: Carried) {
         let wire = (
             from,

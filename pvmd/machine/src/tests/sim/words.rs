@@ -1,5 +1,6 @@
-//! Faults that meet the checkpoint or the restart of a job where a daemon takes in a word that belongs to it: an order, a report, what
-//! its tasker or the store has to say. The words are those that the machines say.
+//! Injects faults into the checkpoint or the restart of a job, where a daemon handles a message
+//! that belongs to it: an order, a report, or a message of its tasker or the store. The messages
+//! are named after their types.
 
 use super::Sim;
 use super::strikes::{Blow, Edge, Party};
@@ -8,19 +9,20 @@ use sempa_proto::HostId;
 use sempa_proto::host::HostMsg;
 use std::collections::BTreeMap;
 
-/// A word that a daemon takes in, by what the machines call it, and whether it has.
+/// The name of a message and whether the daemon is about to handle it or has done so.
 pub(in crate::tests) type Spot = (String, Edge);
 
-/// One fault at one place, and all places.
+/// One planned fault, and counts of all points.
 #[derive(Debug, Default)]
 pub(in crate::tests) struct Words {
     listens: bool,
     wanted: Option<(Spot, usize, Party, Blow)>,
-    /// How often which place was reached.
+    /// How often each point was reached.
     pub(in crate::tests) said: BTreeMap<Spot, usize>,
 }
 
-/// What a word is called that daemons and what serves them say to each other; tasks speak for themselves.
+/// Returns the name of a message between daemons, or from tasker or store. Messages of tasks have
+/// none.
 fn name_of(event: &Event) -> Option<String> {
     let text = match event {
         Event::HostControl {
@@ -46,7 +48,8 @@ fn name_of(event: &Event) -> Option<String> {
 }
 
 impl Sim {
-    /// Listens from now on; and has this fault meet the place when it is reached for the `nth` time, counted from 0.
+    /// Starts counting the points. Injects `fault` when its point is reached for the `nth` time,
+    /// counted from 0.
     pub(in crate::tests) fn listen(&mut self, fault: Option<(Spot, usize, Party, Blow)>) {
         self.words = Words {
             listens: true,
@@ -55,7 +58,8 @@ impl Sim {
         };
     }
 
-    /// A daemon takes something in.
+    /// Returns the name of an event that a running daemon is about to handle, if points are
+    /// counted.
     pub(super) fn word(&self, on: HostId, event: &Event) -> Option<String> {
         let hears = self.words.listens
             && self
@@ -65,7 +69,7 @@ impl Sim {
         hears.then(|| name_of(event)).flatten()
     }
 
-    /// It is about to, or has.
+    /// Counts a point, and injects the fault planned for it.
     pub(super) fn hears(&mut self, word: Option<&String>, edge: Edge) {
         let Some(word) = word else { return };
         let spot = (word.clone(), edge);

@@ -1,4 +1,4 @@
-//! What the machines of the simulation may ask.
+//! The operating system as the machines of the simulation see it.
 
 use crate::World;
 use sempa_proto::{Micros, PvmError};
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 pub(super) struct FakeWorld {
     pub(super) secret: i32,
     pub(super) unix: Micros,
-    /// A program that is not there any more.
+    /// A program that has been removed.
     pub(super) lacks: Option<&'static str>,
 }
 
