@@ -17,7 +17,7 @@ const ERROR_MARK: &str = "sempa-error:";
 /// Longest reply line of a slave (example hosters keep 255 characters of it).
 pub(crate) const REPLY_BYTES_MAX: usize = 255;
 
-/// The master's line.
+/// The bootstrap line that the master writes, as JSON.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Bootstrap {
     pub(crate) ddpro: u32,
@@ -38,7 +38,7 @@ pub(crate) struct Bootstrap {
     pub(crate) search_path: Option<String>,
     /// Working directory (`wd=`), not expanded.
     pub(crate) work_dir: Option<String>,
-    /// Relative speed (`sp=`).
+    /// Relative speed of the host (`sp=`).
     pub(crate) speed: i32,
     /// Debugger command for tasks on the new host (`bx=`).
     pub(crate) debugger: Option<String>,
@@ -106,7 +106,7 @@ impl Bootstrap {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ready {
     pub(crate) arch: String,
-    /// PVM data signature.
+    /// PVM data signature of the host.
     pub(crate) dsig: i32,
     pub(crate) addresses: Vec<SocketAddr>,
 }

@@ -57,7 +57,7 @@ pub(super) struct Offer {
 /// The transport of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
-    /// A TCP connection.
+    /// A TCP connection for this transfer alone.
     Tcp,
     /// A stream of the session.
     Session,

@@ -22,8 +22,8 @@ const LEASE_MS: std::ops::RangeInclusive<u64> = 200..=3_600_000;
 
 /// The daemon of one host of a parallel virtual machine.
 ///
-/// Without -s it founds a virtual machine, prints the path of its socket as one line when it is ready, and serves in
-/// the foreground until it is halted (`pvm halt`) or gets SIGTERM or SIGINT.
+/// Without -s it founds a virtual machine, prints the path of its socket as one line when it is
+/// ready, and serves in the foreground until it is halted (`pvm halt`) or gets SIGTERM or SIGINT.
 #[derive(Debug, Parser)]
 #[command(name = "pvmd", version)]
 struct Arguments {
@@ -36,7 +36,8 @@ struct Arguments {
     /// With -s: stay in the foreground.
     #[arg(short = 'f', long = "foreground")]
     foreground: bool,
-    /// Serve a master that has started this program through a remote shell; its instructions come over standard input.
+    /// Serve a master that has started this program through a remote shell; its instructions come
+    /// over standard input.
     #[arg(
         short = 's',
         visible_short_alias = 'S',

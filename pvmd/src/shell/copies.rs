@@ -128,7 +128,7 @@ pub(super) fn receive_set<R: Read>(
     }
 }
 
-/// A received record.
+/// A record of either kind, as received.
 enum Said<'a> {
     Mark(Mark),
     Piece(&'a [u8]),

@@ -20,7 +20,7 @@ use tokio::time::timeout;
 
 /// Time for which TCP is not tried again with a host that it could not reach.
 const REMEMBERED: Duration = Duration::from_secs(600);
-/// Time the other end has to accept a session stream.
+/// Time limit for the other end to accept a session stream.
 const TAKEN_WITHIN: Duration = Duration::from_secs(5);
 /// Sent by the end that accepts a session stream.
 const TAKEN: [u8; 1] = [1];

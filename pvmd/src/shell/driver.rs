@@ -35,14 +35,15 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
-/// Time the state machine has to stop in order; after it the daemon ends immediately, and its tasks
-/// with it.
+/// Time limit for an orderly stop of the state machine; after it the daemon ends immediately, and
+/// its tasks with it.
 const STOP_WITHIN: Duration = Duration::from_secs(30);
-/// Time a slave has to establish its first session with the master.
+/// Time limit for a slave's first session with its master.
 const MASTER_WITHIN: Duration = Duration::from_secs(30);
-/// Time tasks and hosts have to take the last data sent to them.
+/// Time limit for tasks and hosts to receive the last data sent to them.
 const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
-/// Time a slave's process has to exit after its last message; the master waits twice this time.
+/// Time limit for the exit of a slave's process after its last message; the master waits twice this
+/// time.
 const LAST_STEPS: Duration = Duration::from_millis(60);
 /// Most inputs handled before the loop reads its clock and the streams are served.
 const INPUTS_AT_ONCE: usize = 64;

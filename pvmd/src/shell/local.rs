@@ -1,5 +1,5 @@
-//! The Unix socket for the tasks of this host: checks who connects, transfers frames in both
-//! directions, and disconnects tasks that violate the protocol or do not read.
+//! The Unix socket for the tasks of this host: checks the user of each peer, transfers frames in
+//! both directions, and disconnects tasks that violate the protocol or do not read.
 
 use super::descriptors::{Incoming, send_with};
 use super::input::{Input, Inputs, LineLimit};
@@ -23,15 +23,15 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
-/// Time a new connection has to send its hello.
+/// Time limit for the hello of a new connection.
 pub(crate) const HELLO_WITHIN: Duration = Duration::from_secs(10);
 /// Most connections without a hello; further ones wait in the kernel's queue.
 const HELLOS_WAITING_MAX: usize = 128;
 /// Most bytes of control messages that may wait for a task that does not read.
 pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
-/// Time a task over that limit may read nothing before it is disconnected.
+/// Time without reading after which a task over that limit is disconnected.
 pub(crate) const TASK_SILENCE_MAX: Duration = Duration::from_secs(60);
-/// Time a disconnected task has to read what was sent before.
+/// Time limit for a disconnected task to read what was sent before.
 pub(crate) const DISMISS_WITHIN: Duration = Duration::from_secs(10);
 /// Most frames passed to the kernel in one call.
 const WRITE_FRAMES_MAX: usize = 64;

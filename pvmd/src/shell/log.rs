@@ -16,7 +16,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Default size limit of the log (PVM's own); `PVMDLOGMAX` overrides it.
 pub(crate) const LOG_BYTES_MAX: u64 = 1_000_000;
-/// Time the log thread has to write the last lines when the daemon ends.
+/// Time limit for writing the last lines when the daemon ends.
 const WRITTEN_WITHIN: Duration = Duration::from_secs(2);
 /// Most lines in the queue for the disk; further lines are counted and dropped.
 const LINES_WAITING_MAX: usize = 4096;

@@ -24,7 +24,7 @@ const ANSWER_WITHIN: Duration = Duration::from_secs(600);
 /// must not read while it is in the background of its terminal, which is not signaled, and a
 /// blocked read would delay the daemon's end.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Longest reply accepted.
+/// Most bytes of a typed reply.
 const ANSWER_BYTES_MAX: usize = 4096;
 
 fn cant(text: String) -> Refusal {

@@ -34,9 +34,9 @@ use tokio::task::{JoinHandle, spawn_blocking};
 /// Time without data from an engine after which an empty record is sent, so that the other host
 /// sees that this end is alive.
 const SILENCE: Duration = Duration::from_secs(30);
-/// Time the connection stays open after the source's engine has ended: the target's engine may
-/// still have to read its last data and close. Also the time the target waits for its engine to
-/// close after the engine has read everything.
+/// Time the connection stays open after the source's engine has ended: the target's engine may not
+/// have read its last data and closed yet. Also the time the target waits for its engine to close
+/// after the engine has read everything.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 const LOOK_PAUSE: Duration = Duration::from_millis(2);
 /// Most bytes read from an engine at once.

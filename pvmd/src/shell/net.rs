@@ -48,7 +48,7 @@ const WAITING_BYTES_MAX: usize = 64 << 20;
 const UNSENT_BYTES_MAX: usize = 512 << 20;
 /// Time for which the host with the lower index of two leaves connecting to the other.
 const DIAL_GRACE: Duration = Duration::from_secs(1);
-/// Time one address has to answer.
+/// Time limit for an answer from one address.
 const DIAL_WITHIN: Duration = Duration::from_secs(4);
 /// Interval between attempts at the addresses of one host.
 const DIAL_STAGGER: Duration = Duration::from_millis(200);
@@ -61,7 +61,7 @@ const SESSION_WAIT: Duration = Duration::from_secs(3);
 const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
 /// Most concurrent incoming handshakes; more are refused.
 const HANDSHAKES_MAX: usize = 256;
-/// Time an expelled host has to receive what was sent before.
+/// Time limit for an expelled host to receive what was sent before.
 const FORGET_WITHIN: Duration = Duration::from_secs(2);
 /// Most addresses kept per host.
 const ADDRESSES_MAX: usize = 16;
@@ -75,7 +75,7 @@ const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
 const DETOURS_MAX: u32 = 64;
 /// Sent but unacknowledged bytes per session.
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
-/// Initial congestion window.
+/// Initial congestion window of a path.
 const INITIAL_WINDOW_BYTES: u64 = 256 << 10;
 /// Largest datagram tried, for jumbo frames and loopback. The endpoint passes ten datagrams at once
 /// to the kernel, which accepts at most 65,507 bytes in one call and drops all ten otherwise.

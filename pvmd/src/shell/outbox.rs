@@ -51,7 +51,7 @@ struct Counters {
     sent: AtomicUsize,
 }
 
-/// The sending end.
+/// The sending end of the queue; clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Outbox {
     queue: mpsc::UnboundedSender<Parcel>,
@@ -59,7 +59,7 @@ pub(crate) struct Outbox {
     link_bytes_max: usize,
 }
 
-/// The receiving end.
+/// The receiving end of the queue, owned by the writer.
 #[derive(Debug)]
 pub(crate) struct OutboxReader {
     queue: mpsc::UnboundedReceiver<Parcel>,
@@ -118,7 +118,7 @@ impl Outbox {
 }
 
 impl OutboxReader {
-    /// Waits for items and moves up to `max` of them into `batch`. Returns their number; 0 when the
+    /// Waits for items and appends up to `max` of them to `batch`. Returns their number; 0 when the
     /// sending end is dropped.
     pub(crate) async fn take(&mut self, batch: &mut Vec<Parcel>, max: usize) -> usize {
         self.queue.recv_many(batch, max).await

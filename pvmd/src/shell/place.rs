@@ -594,7 +594,7 @@ mod tests {
         );
         drop((held, other));
         assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
-        // State that a killed daemon leaves behind.
+        // State that a killed daemon leaves.
         private(&own, uid()).expect("fresh");
         fs::create_dir(&images).expect("writable");
         let held = take(disk.place());

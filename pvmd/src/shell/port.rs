@@ -315,8 +315,7 @@ impl UdpPoller for Writable {
             if self.watch.is_none() {
                 let again = self.port.socket.get_ref().try_clone();
                 let Ok(watch) = again.and_then(|socket| watch(socket, Interest::WRITABLE)) else {
-                    // Out of descriptors: all that is left is to retry, in turn with the other
-                    // tasks.
+                    // Out of descriptors: poll again after the other tasks, until one is free.
                     self.port.blocked.store(false, Ordering::Relaxed);
                     cx.waker().wake_by_ref();
                     return Poll::Pending;

@@ -27,7 +27,7 @@ const HELLO_WITHIN: Duration = Duration::from_secs(10);
 const READ_PIECES: usize = 32;
 /// Most frames passed to a stream at once.
 const WRITE_FRAMES_MAX: usize = 64;
-/// Time the peer has to receive our last data.
+/// Time limit for the peer to receive our last data.
 const FAREWELL_WITHIN: Duration = Duration::from_secs(2);
 /// Number of checks per lease.
 const LEASE_STEPS: u32 = 20;
@@ -49,7 +49,7 @@ pub(crate) const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
 /// The purpose of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Purpose {
-    /// Carries [`HostMsg`]s.
+    /// Control messages between daemons ([`HostMsg`]).
     Control,
     /// The main stream of the data channel: control items and link frames, as [`Main`].
     Data,
@@ -78,7 +78,6 @@ struct StreamHello {
 #[derive(Clone, Debug)]
 pub(crate) struct Pair {
     pub(crate) vm: String,
-    /// This host.
     pub(crate) me: HostId,
     /// The peer, as named by its certificate.
     pub(crate) host: HostId,
@@ -100,7 +99,7 @@ pub(crate) enum DataParcel {
 /// The queues of a session that is up.
 #[derive(Clone, Debug)]
 pub(crate) struct Channels {
-    /// Complete control frames.
+    /// The control stream; takes complete frames.
     pub(crate) control: Outbox,
     /// The main stream of the data channel.
     pub(crate) data: Outbox,

@@ -36,7 +36,7 @@ const START_WITHIN: Duration = Duration::from_secs(60);
 const OFFER_WITHIN: Duration = Duration::from_secs(180);
 /// The same if a person starts the daemon.
 const OFFER_BY_HAND_WITHIN: Duration = Duration::from_secs(900);
-/// Time the remote shell has to end after the daemon's reply.
+/// Time limit for the end of the remote shell after the daemon's reply.
 const SHELL_END_WITHIN: Duration = Duration::from_secs(20);
 /// Most bytes read from the output of a remote shell.
 const OUTPUT_BYTES_MAX: u64 = 64 << 10;
@@ -56,11 +56,11 @@ pub(crate) struct StarterSettings {
     pub(crate) lease: Duration,
     /// The limit on open files for the remote shell.
     pub(crate) files_limit: FilesLimit,
-    /// `PVM_RSH`, if set.
+    /// Remote shell command from `PVM_RSH`, if set.
     pub(crate) remote_shell: Option<String>,
     /// The remote shell if `PVM_RSH` is not set.
     pub(crate) ssh: Ssh,
-    /// `PVM_DPATH`, if set.
+    /// Daemon command from `PVM_DPATH`, if set.
     pub(crate) command: Option<String>,
     /// Path of this program; other hosts try the same path first.
     pub(crate) program: PathBuf,

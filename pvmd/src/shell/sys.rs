@@ -21,7 +21,8 @@ const HURRY_NICE: libc::c_int = -10;
 
 /// Forks. Must be called while the process has only one thread.
 pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
-    // SAFETY: the caller has not started a thread, so no lock can be held by a thread that the child lacks.
+    // SAFETY: the caller has not started a thread, so no lock can be held by a thread that the
+    // child lacks.
     unsafe { fork() }
 }
 
@@ -59,7 +60,8 @@ fn set_nice(nice: libc::c_int) {
 /// until the spawn.
 pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
     let hand_over = move || {
-        // SAFETY: fcntl is async-signal-safe and only touches a flag in the child's own descriptor table.
+        // SAFETY: fcntl is async-signal-safe and changes only a flag in the child's own descriptor
+        // table.
         let done = unsafe { libc::fcntl(fd, libc::F_SETFD, 0) };
         if done < 0 {
             Err(io::Error::last_os_error())
@@ -115,7 +117,7 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
     let mut size = size_of::<RawFd>() as libc::socklen_t;
     let socket = connection.as_raw_fd();
     let place = (&raw mut fd).cast();
-    // SAFETY: the kernel writes at most `size` bytes to `place`, which lives through the call.
+    // SAFETY: the kernel writes at most `size` bytes to `fd`, which lives through the call.
     if unsafe {
         libc::getsockopt(
             socket,
@@ -126,7 +128,7 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
         )
     } == 0
     {
-        // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+        // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
         return Ok(unsafe { OwnedFd::from_raw_fd(fd) });
     }
     let error = io::Error::last_os_error();
@@ -147,7 +149,7 @@ fn process_behind(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
         return Err(io::Error::last_os_error());
     }
     let fd = RawFd::try_from(fd).map_err(|_| io::ErrorKind::InvalidData)?;
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
     let process = unsafe { OwnedFd::from_raw_fd(fd) };
     let mut ends = [PollFd::new(connection, PollFlags::empty())];
     poll(&mut ends, PollTimeout::ZERO)?;
@@ -228,7 +230,7 @@ impl Socket for UnixStream {
 pub(crate) fn local_time(unix_s: i64) -> (i32, i32, i32, i32, i32) {
     // SAFETY: all-zero bytes are a valid `tm`: integers and a null pointer.
     let mut tm: libc::tm = unsafe { std::mem::zeroed() };
-    // SAFETY: both pointers are to live values of the right types; localtime_r keeps neither.
+    // SAFETY: both pointers refer to live values of the right types; localtime_r keeps neither.
     unsafe { libc::localtime_r(&unix_s, &mut tm) };
     (tm.tm_mon + 1, tm.tm_mday, tm.tm_hour, tm.tm_min, tm.tm_sec)
 }

@@ -29,7 +29,7 @@ use tokio::time::timeout;
 /// later request.
 const STARTS_MAX: usize = 5;
 const STARTS_PERIOD: Duration = Duration::from_secs(60);
-/// Time the tasker has to kill and reap all its processes when the socket is closed.
+/// Time limit for the tasker to kill and reap all its processes after the socket is closed.
 const END_WITHIN: Duration = Duration::from_secs(10);
 
 /// The tasker of this daemon. Owned by the daemon's loop.

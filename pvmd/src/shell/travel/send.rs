@@ -156,7 +156,7 @@ pub(in crate::shell) struct Sender<'a, W> {
 /// The amounts of a finished transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::shell) struct Sent {
-    /// File bytes.
+    /// Bytes of the files' contents, zeros included.
     pub(in crate::shell) bytes: u64,
     /// Part of `bytes` that was sent before the directory was complete.
     pub(in crate::shell) ahead: u64,
