@@ -1,29 +1,32 @@
-//! A process that is born inside a control group and borrows this one's memory until it is a program (as after `vfork`).
+//! Creates a process inside a control group. Until its exec the process shares this process's
+//! memory, as after `vfork`.
 //!
-//! The C library's `clone` knows nothing of control groups, and the kernel's `clone3` comes back twice on one stack if it is
-//! called like a function. To be born outside and to be moved in costs many milliseconds, because the kernel then waits until
-//! all its processors have come by.
+//! The C library's `clone` does not support control groups, and the kernel's `clone3` returns twice
+//! on the same stack if it is called like a function. Creating the process outside the group and
+//! adding it later costs many milliseconds, because the kernel then waits for all processors.
 #![allow(unsafe_code)] // A call that comes back twice, on two stacks, is beyond the language.
 
 use std::ffi::c_void;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
-/// The flag of `clone3` for a control group; too wide for the C library's type.
+/// The flag of `clone3` for a control group; too large for the C library's type.
 pub(crate) const INTO_CGROUP: u64 = 0x2_0000_0000;
-/// True where such a process can be made.
+/// True if this processor is supported.
 pub(crate) const KNOWN: bool = cfg!(target_arch = "x86_64");
 
-/// Makes a process in the control group (version 2) of this folder that runs `start` with `plan` on `stack` and ends with what it
-/// returns; the calling thread goes on when it has become a program or has ended. `pidfd` is where the kernel puts its
-/// descriptor. The process's number.
+/// Creates a process in the control group (version 2) of this folder and returns its id.
+///
+/// The process runs `start` with `plan` on `stack` and ends with the value that it returns. The
+/// calling thread continues after the exec or the end of the process. The kernel writes the pidfd
+/// to `pidfd`.
 ///
 /// # Errors
-/// What `clone3` says.
+/// Those of `clone3`.
 ///
 /// # Safety
-/// `start` and `plan` may only do what is allowed between `vfork` and `execve`, `pidfd` may be written, and nobody else
-/// uses `stack`.
+/// `start` and `plan` may only do what is allowed between `vfork` and `execve`, `pidfd` must be
+/// writable, and no other code may use `stack`.
 #[cfg(target_arch = "x86_64")]
 pub(crate) unsafe fn into_group(
     start: extern "C" fn(*mut c_void) -> i32,
@@ -47,9 +50,10 @@ pub(crate) unsafe fn into_group(
         cgroup: group.as_raw_fd() as u64,
     };
     let answer: i64;
-    // SAFETY: the new process begins behind the first `syscall` with rax 0, all other registers as they were, and the stack
-    // pointer at the end of `stack`, which is aligned as a call wants it; it never leaves these lines but through `start`, and
-    // ends with the last `syscall`. The calling thread skips its part. The kernel changes rax, rcx and r11 only.
+    // SAFETY: the new process begins after the first `syscall` with rax 0, all other registers
+    // unchanged, and the stack pointer at the end of `stack`, which is aligned for a call. It
+    // leaves these lines only through `start`, and ends with the last `syscall`. The calling thread
+    // skips that part. The kernel changes only rax, rcx and r11.
     unsafe {
         std::arch::asm!(
             "syscall",
@@ -79,13 +83,13 @@ pub(crate) unsafe fn into_group(
     }
 }
 
-/// Not known on this processor.
+/// Not supported on this processor.
 ///
 /// # Errors
 /// Always.
 ///
 /// # Safety
-/// Nothing happens.
+/// Has no effect.
 #[cfg(not(target_arch = "x86_64"))]
 pub(crate) unsafe fn into_group(
     _start: extern "C" fn(*mut c_void) -> i32,

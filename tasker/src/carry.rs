@@ -1,5 +1,5 @@
-//! What travels with the images besides what the engine wrote: the few things that the target's tasker has to know of the
-//! source's surroundings. A small file in the image directory.
+//! The manifest of an image directory: facts about the source that the target's tasker needs in
+//! addition to the engine's images.
 
 use crate::files::Carried;
 use sempa_proto::frame::{from_bytes, to_bytes};
@@ -7,28 +7,30 @@ use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Name of the file.
+/// Name of the manifest file.
 const NAME: &str = "sempa-carry";
-/// Version of its content.
+/// Version of the manifest's format.
 const VERSION: u16 = 4;
-/// Longest such file that is read, in bytes.
+/// Longest manifest that is read.
 const CARRY_BYTES_MAX: u64 = 1 << 20;
-/// Image files of one task at most.
+/// Most image files of one task.
 const IMAGE_FILES_MAX: usize = 65_536;
 
-/// The content.
+/// The content of a manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Carry {
     version: u16,
-    /// Inode number of the pipe that took the task's output at the source; images name it so.
+    /// Inode number of the pipe for the task's output at the source; images refer to the pipe by
+    /// it.
     pub(crate) output_pipe: u64,
-    /// Numbers, inside the task's namespace, of processes that were stopped before the move stopped the others.
+    /// Process ids, inside the task's namespace, of processes that were stopped before the
+    /// migration stopped the others.
     pub(crate) stopped_before: Vec<i32>,
-    /// Bytes of memory that it had, also of what is not in the images because it follows.
+    /// Memory of the task in bytes, post-copied memory included.
     pub(crate) memory: u64,
-    /// Files that it has open for writing, and their lengths in bytes at that time.
+    /// Files that the task has open for writing, with their lengths at the time of the dump.
     pub(crate) written: Vec<(PathBuf, u64)>,
-    /// Files that are carried along.
+    /// Files that are transferred along with the task.
     pub(crate) files: Vec<Carried>,
     /// Name and length of each image file.
     images: Vec<(String, u64)>,
@@ -38,7 +40,7 @@ impl Carry {
     /// Describes the images in this directory.
     ///
     /// # Errors
-    /// When it cannot be read.
+    /// The directory cannot be read.
     pub(crate) fn of(
         dir: &Path,
         output_pipe: u64,
@@ -58,10 +60,10 @@ impl Carry {
         })
     }
 
-    /// Writes it next to the images; its length.
+    /// Writes the manifest next to the images and returns its length.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// The manifest cannot be written.
     pub(crate) fn write(&self, dir: &Path) -> Result<u64, Failure> {
         let path = dir.join(NAME);
         let bytes =
@@ -71,7 +73,8 @@ impl Carry {
         Ok(bytes.len() as u64)
     }
 
-    /// Reads it and checks that the images are all there in their length. A cut image can make an engine spin for ever.
+    /// Reads a manifest and checks that all images exist with their full lengths. A truncated image
+    /// can make an engine loop forever.
     ///
     /// # Errors
     /// [`Failure::Images`] with what is missing.
@@ -108,7 +111,7 @@ impl Carry {
         Ok(carry)
     }
 
-    /// Length of all images in bytes.
+    /// Returns the total length of all images.
     pub(crate) fn image_bytes(&self) -> u64 {
         self.images.iter().map(|(_, bytes)| bytes).sum()
     }
@@ -140,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cut_or_missing_image_is_found_before_the_engine_starts() {
+    fn truncated_or_missing_image_is_detected() {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
         let carry = Carry::of(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new()).expect("carry");

@@ -50,7 +50,8 @@ impl Control {
         !self.outbound.is_empty() && !self.closed
     }
 
-    /// True if so many bytes are queued that the tasks' output should not be read.
+    /// True if the queue is above [`OUTBOUND_BYTES_HIGH`], so that the tasks' output must not be
+    /// read.
     pub(crate) fn is_full(&self) -> bool {
         self.outbound.len() >= OUTBOUND_BYTES_HIGH
     }

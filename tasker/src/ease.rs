@@ -1,26 +1,28 @@
-//! How urgent the threads of a task are: while it has to let go, its own come behind everybody else's and those of its
-//! library before them.
+//! Priorities of a task's threads while the task quiesces: its program's threads get the lowest
+//! priority, its library's threads a high one.
 
 use crate::sys;
 use std::collections::BTreeMap;
 
-/// Names of the threads by which a task's library lets go.
+/// Names of the library's threads that quiesce a task.
 const HELPERS: [&str; 2] = ["pvm-helper", "pvm-ear"];
-/// What everything else of the task comes down to meanwhile.
+/// Nice value of all other threads of the task meanwhile.
 const LAST: i32 = 19;
-/// What the library's threads come up to.
+/// Nice value of the library's threads meanwhile.
 const FIRST: i32 = -10;
 
-/// Threads and how urgent they were before.
+/// Threads with their previous nice values.
 #[derive(Debug, Default)]
 pub(crate) struct Lowered {
     before: BTreeMap<i32, i32>,
-    /// Of the first process's first thread: what threads get that were made meanwhile.
+    /// Nice value of the first process's first thread, given to threads that were created
+    /// meanwhile.
     usual: i32,
 }
 
 impl Lowered {
-    /// Lowers all threads of these processes but the library's. Without the right to raise them again nothing is changed.
+    /// Changes the priorities of all threads of these processes. Without the capability to raise
+    /// them again nothing is changed.
     pub(crate) fn now(pids: &[i32]) -> Lowered {
         let usual = pids
             .iter()
@@ -51,7 +53,7 @@ impl Lowered {
         lowered
     }
 
-    /// Makes all threads of these processes as urgent as they were.
+    /// Restores the priorities of all threads of these processes.
     pub(crate) fn restore(&self, pids: &[i32]) {
         if self.before.is_empty() {
             return;
@@ -63,14 +65,16 @@ impl Lowered {
     }
 }
 
-/// Puts these processes behind everybody else: they are about to be killed, and what the kernel has to do for their end has time.
+/// Gives these processes the lowest priority: they are about to be killed, and the kernel's work
+/// for their end is not urgent.
 pub(crate) fn put_last(pids: &[i32]) {
     for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
         sys::set_nice(thread, LAST);
     }
 }
 
-/// The threads of these processes that are not their libraries'. None if no library is there to have any.
+/// Returns the threads of these processes that are not their library's; empty if no library thread
+/// exists.
 pub(crate) fn of_programs(pids: &[i32]) -> Vec<i32> {
     let is_library = |(_, name): &(i32, String)| HELPERS.contains(&name.trim_end());
     let all = pids.iter().flat_map(|pid| threads(*pid));
@@ -82,7 +86,7 @@ pub(crate) fn of_programs(pids: &[i32]) -> Vec<i32> {
     }
 }
 
-/// The threads of a process and their names.
+/// Returns the threads of a process with their names.
 fn threads(pid: i32) -> Vec<(i32, String)> {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
         return Vec::new();
@@ -100,7 +104,7 @@ mod tests {
     use std::process::Command;
 
     #[test]
-    fn a_process_is_as_urgent_as_before_when_it_was_lowered_for_a_while() {
+    fn nice_value_is_restored_after_lowering() {
         let mut child = Command::new("nice")
             .args(["-n", "3", "sleep", "60"])
             .spawn()

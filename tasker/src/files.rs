@@ -1,9 +1,14 @@
-//! Open files that are carried along with a task: at the source they are put beside its images, and at the target where they
-//! were, if nothing is there, before the task is built. What was put there goes again if nothing comes of the move, and also if this
-//! process is killed before: the daemon finds the notes.
+//! Transfers open files along with a task.
 //!
-//! All of it is done with the rights of the task's user, who is also the tasker's: a thread that writes for anybody but root gives
-//! up all further rights before, and no link is followed on the way to a file.
+//! - At the source they are copied next to the task's images.
+//! - At the target they are written to their original paths, where nothing exists, before the task
+//!   is built.
+//! - If the migration fails, the target removes them again. If this process is killed first, the
+//!   daemon does so with the help of the notes (a journal next to the images).
+//!
+//! The files are written with the rights of the task's user, who is also the tasker's user: a
+//! thread that writes for any user but root drops all capabilities first. No symbolic link on the
+//! path to a file is followed.
 
 use crate::attempt::roll;
 use crate::carry::Carry;
@@ -27,28 +32,26 @@ use std::io::{self, Read};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// In front of the number of a file beside the images.
+/// Prefix of the name of a file next to the images, before its number.
 const NAME: &str = "sempa-file-";
-/// In front of a number that nobody else uses: the name of a file that is not complete.
+/// Prefix of the name of an incomplete file, before a random number.
 const NAMELESS: &str = ".sempa-";
 
-/// A file beside the images.
+/// A file that was copied next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Carried {
-    /// Where it belongs.
+    /// The path at which it was open.
     path: PathBuf,
-    /// Its name beside the images.
+    /// Its name next to the images.
     image: String,
-    /// Permission bits.
     mode: u32,
-    /// Its group.
     gid: u32,
 }
 
-/// Puts the open files of a task that stands still beside its images, if that is its policy.
+/// Copies the open files of a stopped task next to its images, if the task's policy asks for that.
 ///
 /// # Errors
-/// One of them cannot be read, or they are too much.
+/// A file cannot be read, or they exceed the limits.
 pub(crate) fn gather(dir: &Path, root: i32, processes: &[i32]) -> Result<Vec<Carried>, Failure> {
     let open = facts::files_to_carry(root, processes);
     if open.len() > CARRIED_FILES_MAX {
@@ -99,12 +102,13 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     }
 }
 
-/// Files that were put where they belong, if there were any. They go again with this, unless they are kept.
+/// Files that were written to their original paths. Dropping this removes them unless they are
+/// kept.
 #[derive(Debug, Default)]
 pub(crate) struct Made(Option<Notes>);
 
 impl Made {
-    /// The task runs here: they are its own.
+    /// Keeps the files: the task runs on this host and owns them.
     pub(crate) fn keep(self) {
         if let Some(notes) = self.0 {
             notes.keep();
@@ -112,10 +116,11 @@ impl Made {
     }
 }
 
-/// Puts files where they belong and nothing is. For a thread that ends then: it has no rights but its user's afterwards.
+/// Writes files to their original paths where nothing exists. The calling thread must end
+/// afterwards: it has only its user's rights left.
 ///
 /// # Errors
-/// One of them cannot be made; then none of them is there.
+/// A file cannot be created; then none of them exists.
 fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot give up rights to write files: {e}"));
     if !nix::unistd::geteuid().is_root() {
@@ -140,10 +145,11 @@ fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
     Ok(Made(Some(notes)))
 }
 
-/// Its content first, under a name that nobody else uses, and then its name.
+/// Writes the content under a temporary name first, then renames the file.
 fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
     let (folder, name) = facts::folder_of(&file.path)?;
-    // What is there stays: the verdict has said that it is the right one, or the engine will say that it is not.
+    // An existing file stays: the feasibility check has found that it is the right one, or the
+    // engine will report that it is not.
     if fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
         return Ok(());
     }
@@ -168,18 +174,18 @@ fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
     if meta.gid() != file.gid {
         fchown(&to, None, Some(Gid::from_raw(file.gid)))?;
     }
-    // Last, because a change of the group takes some of it away.
+    // Set last, because a change of the group clears some mode bits.
     to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
     notes.add(Note::Named(file.path.clone(), meta.dev(), meta.ino()))?;
     if !name_it(&folder, &nameless, &name)? {
-        // Somebody was quicker.
+        // Another process has created the file meanwhile.
         unlinkat(&folder, nameless.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
     }
     Ok(())
 }
 
 impl Supervisor {
-    /// Puts files where they belong, in the background, before a task is built.
+    /// Starts to place the files on a worker, before the task is built.
     pub(crate) fn place_files(
         &mut self,
         migration: MigrationId,
@@ -213,7 +219,7 @@ impl Supervisor {
         }
     }
 
-    /// They are there, or are not.
+    /// Handles the result: builds the task, or clears the target.
     pub(crate) fn placed(&mut self, migration: MigrationId, result: Result<Made, Failure>) {
         let Some(
             target @ Target {
@@ -289,7 +295,7 @@ mod tests {
             }
         }
 
-        /// In a thread of its own, as always.
+        /// Runs in a separate thread, as in production.
         fn put(&self, files: &[Carried]) -> Result<Made, Failure> {
             std::thread::scope(|scope| {
                 scope
@@ -301,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_put_where_they_belong_and_go_again_unless_they_are_kept() {
+    fn files_are_placed_and_removed_unless_kept() {
         let place = Place::new();
         let files = [
             place.carried("data/a", "one"),
@@ -330,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_written_over_and_no_link_is_followed() {
+    fn nothing_is_overwritten_and_no_link_followed() {
         let place = Place::new();
         std::fs::write(place.at("data/old"), "old").expect("written");
         std::fs::write(place.at("victim"), "victim").expect("written");
@@ -365,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_beside_the_images_cannot_be_taken_from_elsewhere() {
+    fn image_name_cannot_leave_the_image_directory() {
         let place = Place::new();
         std::fs::write(place.at("secret"), "secret").expect("written");
         let file = Carried {
@@ -379,8 +385,9 @@ mod tests {
         );
     }
 
+    /// The notes of a killed tasker suffice to remove the files that it had placed.
     #[test]
-    fn whoever_finds_the_notes_of_a_killed_tasker_removes_what_it_had_put_somewhere() {
+    fn notes_of_a_killed_tasker_undo_its_files() {
         let place = Place::new();
         std::fs::write(place.at("data/old"), "old").expect("written");
         let files = ["data/a", "data/old"].map(|path| place.carried(path, "new"));

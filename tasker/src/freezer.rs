@@ -235,11 +235,11 @@ impl Drop for ControlGroup {
     }
 }
 
-/// Moves stopped processes into the group with this file. The first one takes milliseconds, because
-/// the kernel waits for all processors.
+/// Adds stopped processes to the group with this `cgroup.procs` file. The first one takes
+/// milliseconds, because the kernel waits for all processors.
 ///
 /// # Errors
-/// An existing process could not be moved.
+/// An existing process could not be added.
 pub(crate) fn bring_in(entrance: &Path, pids: &[i32]) -> io::Result<()> {
     for pid in pids {
         match fs::write(entrance, pid.to_string()) {

@@ -22,7 +22,7 @@ use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Time a paused task that is asked to exit (SIGTERM) has to do so.
+/// Time limit for the exit of a paused task after SIGTERM.
 const END_ALLOWED: Duration = Duration::from_millis(200);
 /// Time after which processes that have not stopped are polled less often: one that waits in the
 /// kernel for a disk or a network file system executes nothing of the program.
@@ -33,7 +33,6 @@ const LOOK_LATER: Duration = Duration::from_millis(100);
 /// Progress of pausing a task.
 #[derive(Debug, Default)]
 pub(crate) enum Hold {
-    /// Not paused.
     #[default]
     Free,
     /// The task still runs so that its library can quiesce.
@@ -45,7 +44,7 @@ pub(crate) enum Hold {
         /// Whether only the library's threads run.
         alone: Alone,
     },
-    /// The task was told to stop.
+    /// The task was ordered to stop.
     Stopping {
         /// Processes that got SIGSTOP, if no control group freezes them.
         told: BTreeSet<i32>,
@@ -193,7 +192,7 @@ impl Task {
         self.hold(time);
     }
 
-    /// Stops the task, whatever its state is.
+    /// Stops the task from any state of its pause.
     fn stop_held(&mut self, hold: Hold) {
         let (lowered, alone) = match hold {
             Hold::Still | Hold::Stopping { .. } => return self.hold = hold,
@@ -258,7 +257,7 @@ impl Task {
         told
     }
 
-    /// Ends the pause.
+    /// Ends the pause of the task.
     fn free(&mut self) {
         let hold = std::mem::take(&mut self.hold);
         let stands = match &hold {
@@ -334,7 +333,7 @@ impl Supervisor {
         };
         hold(task);
         let is_still = matches!(task.hold, Hold::Still);
-        // A paused task does not change its memory, so pre-copying more of it gains nothing.
+        // A paused task does not change its memory, so sending it before the dump gains nothing.
         self.moves.pre_copies.hurry_up(tid);
         if is_still {
             self.say(&FromTasker::Held { tid });

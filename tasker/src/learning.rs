@@ -1,5 +1,8 @@
-//! Programs and libraries of tasks are read and hashed a moment after a task has begun, by a thread behind others. Else that would be
-//! done when its task is to move, from a disk if little of them is in use: an owner would wait for it.
+//! Hashes the programs and libraries of new tasks shortly after their start, on a thread of low
+//! priority.
+//!
+//! Otherwise they would be hashed during a migration, from a disk if few of their pages are in
+//! memory, and an owner would wait for it.
 
 use crate::sys;
 use checkpoint::facts::{HashCache, learn};
@@ -7,28 +10,29 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
-/// Tasks that wait to be looked at; with more nobody loses anything but time.
+/// Most tasks queued for hashing; further tasks are hashed when needed.
 const WAITING_MAX: usize = 256;
-/// A program has found its libraries by then.
+/// Delay after which a program has loaded its libraries.
 const BEGUN_AFTER: Duration = Duration::from_secs(1);
-/// How urgent that is.
+/// Nice value of the hashing thread.
 const NICE: i32 = 10;
 
-/// What tells the thread of new tasks. It ends with this.
+/// Notifies the hashing thread of new tasks. The thread ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Learning(SyncSender<i32>);
 
 impl Learning {
-    /// For files that are known here.
+    /// Starts the thread, which stores its results in `hashes`.
     pub(crate) fn new(hashes: Arc<HashCache>) -> Learning {
         let (tell, told) = sync_channel(WAITING_MAX);
         let thread = std::thread::Builder::new().name("learning".into());
-        // Without a thread they are hashed when they have to be; likewise below.
+        // Without the thread, files are hashed when they are needed; the same holds if the queue is
+        // full.
         let _ = thread.spawn(move || learn_of_all(&told, &hashes));
         Learning(tell)
     }
 
-    /// This process has begun.
+    /// Queues the files of a process that has just started.
     pub(crate) fn begun(&self, pid: i32) {
         let _ = self.0.try_send(pid);
     }
@@ -50,7 +54,7 @@ mod tests {
     use std::time::Instant;
 
     #[test]
-    fn the_files_of_a_process_that_has_begun_are_known_a_moment_later() {
+    fn files_of_a_new_process_are_hashed() {
         let hashes = Arc::new(HashCache::default());
         let learning = Learning::new(hashes.clone());
         learning.begun(i32::MAX);

@@ -1,6 +1,9 @@
-//! Memory that follows a task (post-copy): at the source it is handed out after the images are written, also when the task has
-//! been killed; at the target it comes while the task runs already. It passes through the daemons, each of which has a
-//! socket for it.
+//! Post-copy: memory that is transferred after its task has migrated.
+//!
+//! - At the source the memory is served after the images are written, even after the task was
+//!   killed.
+//! - At the target the memory arrives while the task already runs.
+//! - It passes through the two daemons, each of which has a socket for it.
 
 use crate::stop;
 use crate::supervisor::Supervisor;
@@ -18,19 +21,21 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Resident memory from which on it follows a task: below it a task stands still hardly longer when it takes its memory along.
+/// Resident memory from which post-copy is used: below it, a task is stopped hardly longer without
+/// post-copy.
 const FOLLOWS_FROM_BYTES: u64 = 16 << 20;
-/// Says when memory follows: `never`, `always`; if not set, from [`FOLLOWS_FROM_BYTES`] on.
+/// Variable that selects when post-copy is used: `never`, `always`; if not set, from
+/// [`FOLLOWS_FROM_BYTES`] on.
 const SETTING: &str = "SEMPA_POST_COPY";
-/// After a failure tasks take their memory along for so long.
+/// Time without post-copy after a failure.
 const FAILED_PAUSE: Duration = Duration::from_secs(600);
-/// Processes that are killed end long before this.
+/// Time limit for killed processes to end; they need much less.
 const END_ALLOWED: Duration = Duration::from_secs(60);
 const LOOK_PAUSE: Duration = Duration::from_millis(2);
-/// No transfer takes so long. One that has stopped is noticed by the daemons.
+/// Longer than any transfer. The daemons notice a transfer that has stalled.
 const TRANSFER_ALLOWED: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// When memory follows.
+/// When post-copy is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Setting {
     Never,
@@ -38,15 +43,15 @@ enum Setting {
     Always,
 }
 
-/// What somebody has said of memory.
+/// A value of a setting for post-copy or pre-copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Said {
     Never,
     Always,
 }
 
-/// What a setting says, if it is there. Who has written something else wanted another way than the usual one, and gets the one
-/// that can lose nothing: then `so` is said.
+/// Reads a setting from the environment; `None` if it is not set. An invalid value counts as
+/// `never`, the mode that cannot lose anything, and `so` is printed as the consequence.
 pub(crate) fn said(setting: &str, so: &str) -> Option<Said> {
     read_setting(&std::env::var_os(setting)?.to_string_lossy()).unwrap_or_else(|value| {
         eprintln!("{setting}={value:?} is neither never nor always: {so}");
@@ -63,38 +68,37 @@ fn read_setting(value: &str) -> Result<Option<Said>, &str> {
     }
 }
 
-/// Memory that comes.
+/// Post-copied memory that is arriving at this host.
 #[derive(Debug)]
 struct Coming {
     worker: u64,
-    /// Whether nothing of it is missing.
+    /// Whether any of it is missing.
     whole: Whole,
-    /// The task, as soon as it runs.
+    /// The task, once it runs.
     runs: Option<Tid>,
-    /// All of it is here.
     complete: bool,
-    /// Why the rest of it will not come.
+    /// Why the rest of it will not arrive.
     lost: Option<Failure>,
-    /// The task has ended and needs no more.
+    /// The task has exited and needs no more memory.
     over: bool,
-    /// Processes that were killed for want of it.
+    /// Processes that were killed because their memory is missing.
     needs: Vec<i32>,
 }
 
-/// Memory under way, from here and to here.
+/// The post-copies from this host and to it.
 #[derive(Debug)]
 pub(crate) struct Following {
     setting: Setting,
-    /// Whether it is possible here; known after the engine's trial.
+    /// Whether post-copy is possible here; known after the probe of the engine.
     pub(crate) possible: Result<(), String>,
-    /// When it failed last.
+    /// When post-copy last failed.
     failed: Option<Instant>,
     going: BTreeMap<MigrationId, ServedMemory>,
     coming: BTreeMap<MigrationId, Coming>,
 }
 
 impl Following {
-    /// Nothing is under way.
+    /// Reads the setting from the environment.
     pub(crate) fn new() -> Following {
         let setting = match said(SETTING, "tasks take their memory along") {
             Some(Said::Never) => Setting::Never,
@@ -111,24 +115,25 @@ impl Following {
         }
     }
 
-    /// Whether memory can follow tasks from here and to here.
+    /// True if post-copy is possible from this host and to it.
     pub(crate) fn can(&self) -> bool {
         let is_out = self.failed.is_some_and(|at| at.elapsed() < FAILED_PAUSE);
         self.setting != Setting::Never && self.possible.is_ok() && !is_out
     }
 
-    /// Whether the memory of this task should.
+    /// True if post-copy should be used for this task.
     pub(crate) fn should(&self, facts: &TaskFacts) -> bool {
         self.can()
             && (self.setting == Setting::Always || facts.resident_bytes >= FOLLOWS_FROM_BYTES)
     }
 
-    /// True while memory for this move is on its way, or all of it is here and the task does not run yet.
+    /// True while memory for this migration is arriving, or is complete and the task does not run
+    /// yet.
     pub(crate) fn comes(&self, migration: MigrationId) -> bool {
         self.coming.contains_key(&migration)
     }
 
-    /// It may be this host or this engine that cannot: for a while tasks take their memory along.
+    /// Disables post-copy for a while if the failure may be due to this host or engine.
     pub(crate) fn has_failed(&mut self, why: Option<&Failure>) {
         if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
             eprintln!(
@@ -139,28 +144,28 @@ impl Following {
         }
     }
 
-    /// The task is about to be killed because it runs elsewhere: its memory outlives it.
+    /// Keeps the memory of a task that is about to be killed because it runs on another host.
     pub(crate) fn outlive(&self, migration: MigrationId) {
         if let Some(memory) = self.going.get(&migration) {
             memory.outlive();
         }
     }
 
-    /// Nobody gets any more; for the end of the tasker.
+    /// Stops serving all memory; called when the tasker ends.
     pub(crate) fn withhold_all(&self) {
         self.going.values().for_each(ServedMemory::withhold);
     }
 }
 
-/// Connects to the socket on which the daemon passes memory on.
+/// Connects to the socket through which the daemon forwards memory.
 pub(crate) fn connect(way: &Path) -> Result<OwnedFd, Failure> {
     let failed = |e| Failure::Io(format!("no way for its memory: {}: {e}", way.display()));
     UnixStream::connect(way).map(OwnedFd::from).map_err(failed)
 }
 
-/// Nothing passes on this way any more.
+/// Ends all traffic on this socket.
 pub(crate) fn shut(way: &OwnedFd) {
-    // The other end may have done so.
+    // Fails if the other end has closed it.
     let _ = shutdown(way.as_raw_fd(), Shutdown::Both);
 }
 
@@ -175,7 +180,7 @@ fn limits() -> Result<Limits, Failure> {
 impl Supervisor {
     // ---- source
 
-    /// The images are written; what is not in them is handed out from now on.
+    /// Starts to serve the memory that is not in the written images.
     pub(crate) fn hand_out(
         &mut self,
         migration: MigrationId,
@@ -201,7 +206,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// The move is off, or its task has ended: nobody gets any more of the memory.
+    /// Stops serving memory, because the migration was aborted or its task has exited.
     pub(crate) fn withhold(&self, migration: MigrationId, worker: u64) {
         if let Some(memory) = self.moves.following.going.get(&migration) {
             memory.withhold();
@@ -209,7 +214,7 @@ impl Supervisor {
         self.moves.workers.cancel(worker);
     }
 
-    /// Nothing is handed out any more.
+    /// Handles the end of serving memory.
     pub(crate) fn served(
         &mut self,
         migration: MigrationId,
@@ -242,7 +247,7 @@ impl Supervisor {
 
     // ---- target
 
-    /// Begins to fetch the memory of a task that is about to be restored.
+    /// Starts to fetch the memory of a task that is about to be restored.
     pub(crate) fn fetch(
         &mut self,
         migration: MigrationId,
@@ -281,7 +286,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// The task of this move runs.
+    /// Records that the task of this migration runs.
     pub(crate) fn memory_follows_to(&mut self, migration: MigrationId, tid: Tid) {
         let Some(coming) = self.moves.following.coming.get_mut(&migration) else {
             return;
@@ -296,7 +301,7 @@ impl Supervisor {
         }
     }
 
-    /// The copy is thrown away.
+    /// Cancels the fetch for a copy that is discarded.
     pub(crate) fn fetch_no_more(&mut self, migration: MigrationId) {
         self.moves.pre_copies.end_coming(migration);
         if let Some(coming) = self.moves.following.coming.remove(&migration) {
@@ -304,7 +309,8 @@ impl Supervisor {
         }
     }
 
-    /// The task has ended: what has not come yet is of no use to it. Whom it has left behind would need it, and ends with it.
+    /// Cancels the fetch for a task that has exited. Its remaining processes would need the memory,
+    /// so they are killed.
     pub(crate) fn memory_unneeded(&mut self, task: &Task) {
         let tid = task.tid;
         for coming in self
@@ -314,7 +320,7 @@ impl Supervisor {
             .values_mut()
             .filter(|coming| coming.runs == Some(tid))
         {
-            // One that was killed for want of it has not ended by itself.
+            // A task that was killed because its memory is lost has not exited on its own.
             coming.over = coming.lost.is_none();
             task.kill_all();
             coming.needs = task.crowd().pids();
@@ -322,7 +328,8 @@ impl Supervisor {
         }
     }
 
-    /// The daemon says that no more will come. If some of it is missing, nothing may run that needs it, first of all.
+    /// Handles the daemon's report that no more memory will arrive. If any is missing, first kills
+    /// all processes that need it.
     pub(crate) fn memory_lost(&mut self, migration: MigrationId, why: String) {
         if self.moves.pre_copies.lose_coming(migration) {
             self.say(&FromTasker::PreCopyLost {
@@ -343,7 +350,7 @@ impl Supervisor {
         self.moves.workers.cancel(worker);
     }
 
-    /// All memory is here, or no more of it will come.
+    /// Handles the completion or failure of a fetch.
     pub(crate) fn arrived(
         &mut self,
         migration: MigrationId,
@@ -357,7 +364,7 @@ impl Supervisor {
             Err((why, missing)) => (Err(why), Some(missing)),
         };
         let task = coming.runs.and_then(|tid| self.tasks.get(&tid));
-        // The engine may have noticed its end before we have.
+        // The engine may notice the task's exit before this thread does.
         coming.over |= coming.lost.is_none() && task.is_some_and(Task::has_ended);
         let result = match (coming.lost.take(), result) {
             (None, _) if coming.over => Ok(()),
@@ -365,7 +372,7 @@ impl Supervisor {
                 self.moves.following.has_failed(result.as_ref().err());
                 result
             }
-            // Its processes were killed already.
+            // Its processes are already killed.
             (Some(lost), _) => Err(lost),
         };
         if let (Some(task), true) = (task, missing.is_some()) {
@@ -386,7 +393,8 @@ impl Supervisor {
         }
     }
 
-    /// A killed process may be in the middle of a long system call: what keeps it from zeros stays until it is dead.
+    /// Keeps `missing` until these killed processes are dead. One of them may be in a long system
+    /// call, and must not read zeros in place of the missing memory.
     fn keep_until_dead(&mut self, missing: Missing, needs: Vec<i32>) {
         let Ok(cancel) = Cancel::new() else { return };
         let work = move || {
@@ -397,11 +405,11 @@ impl Supervisor {
             drop(missing);
             Outcome::Outlived
         };
-        // Without a thread it is dropped now, behind the kill.
+        // Without a thread it is dropped now, after the kill.
         let _ = self.moves.workers.start(&cancel, None, work);
     }
 
-    /// A copy that does not run yet will never be whole.
+    /// Clears a copy that does not run yet and will never be complete.
     fn copy_lost(&mut self, migration: MigrationId, why: Failure) {
         match self.moves.stage_of(migration) {
             Some(Stage::Restoring { worker, lost, .. }) => {
@@ -413,7 +421,7 @@ impl Supervisor {
                 let word = stage.lost_word(migration, why);
                 self.clear_target(migration, vec![word]);
             }
-            // What is built when its files are there finds that out.
+            // The build that follows the placing of files will notice it.
             Some(Stage::Placing { .. }) | None => {}
         }
     }
@@ -424,7 +432,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_setting_that_is_none_is_told_from_one_that_is_not_there() {
+    fn unset_and_invalid_settings_are_distinguished() {
         assert_eq!(read_setting(""), Ok(None));
         assert_eq!(read_setting("never"), Ok(Some(Said::Never)));
         assert_eq!(read_setting("always"), Ok(Some(Said::Always)));

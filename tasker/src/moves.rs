@@ -35,7 +35,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Time the processes of a task have to stop.
+/// Time limit for the processes of a task to stop.
 const STOP_ALLOWED: Duration = Duration::from_secs(2);
 /// Time limit of a dump or restore without the part that depends on the size.
 const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
@@ -45,8 +45,8 @@ const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
 /// Time limit of the first attempt to dump a task, without the part for its memory.
 ///
 /// CRIU waits forever for a thread that does not halt on request. The one known cause is handled by
-/// its tracer (`checkpoint/src/criu/relay.rs`). A working dump ends long before this limit, and the
-/// second attempt has the full time.
+/// its tracer (`checkpoint/src/criu/relay.rs`). A working dump ends long before this limit; the
+/// second attempt gets the full time.
 const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
 /// Most orders deferred until the engine has been probed.
 const DEFERRED_MAX: usize = 256;
@@ -318,7 +318,7 @@ impl Supervisor {
         }
     }
 
-    /// Checks whether the tasks that were told to stop have stopped.
+    /// Checks whether the tasks with a stop order have stopped.
     pub(crate) fn look_at_stopping(&mut self) {
         let now = Instant::now();
         let mut done = Vec::new();

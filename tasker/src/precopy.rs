@@ -1,5 +1,5 @@
-//! Memory that goes ahead of a task (pre-copy): sent at the source while the task runs, and kept at the target until the rest of it is
-//! asked for, on the same way ([`crate::memory`]).
+//! Pre-copy: memory that is sent to the target while the task still runs at the source. The target
+//! keeps it until the rest is requested on the same socket ([`crate::memory`]).
 
 use crate::memory::{Said, connect, said, shut};
 use crate::moves::resident_bytes;
@@ -17,50 +17,55 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Resident memory from which on it goes ahead: less of it follows sooner than anybody could have sent it before.
+/// Resident memory from which pre-copy is used: post-copy transfers less than this faster than
+/// pre-copy could have sent it.
 const FROM_BYTES: u64 = 64 << 20;
-/// On a way on which memory passes faster than so many bytes per second it goes ahead no further. The task gets what has gone ahead at
-/// some 370 MB/s, after it has passed: on a way like this the whole move takes two fifths longer, on a faster one up to twice as long.
+/// Transfer rate in bytes per second above which pre-copy stops.
+///
+/// The task gets pre-copied memory at about 370 MB/s, after the transfer: at the rate of this limit
+/// the whole migration takes two fifths longer, at higher rates up to twice as long.
 const FAST: u64 = 150_000_000;
-/// Says when memory goes ahead of a task that it is to follow: `never`, `always`; if not set, from [`FROM_BYTES`] on, and on ways
-/// that are not [`FAST`].
+/// Variable that selects when pre-copy is used before a post-copy: `never`, `always`; if not set,
+/// from [`FROM_BYTES`] on, and up to the rate [`FAST`].
 const SETTING: &str = "SEMPA_PRE_COPY";
-/// So much more than a task had when it was accepted is taken, if it has grown since; the rest follows.
+/// Growth since the check up to which memory is accepted by pre-copy; the rest is post-copied.
 const GROWN_BYTES_MAX: u64 = 64 << 20;
-/// Memory goes ahead for so long, and for so much longer for each gigabyte of it: well within the time of the step. The rest follows.
+/// Time limit of a pre-copy, plus a time for each gigabyte: well within the time limit of the step.
+/// The rest is post-copied.
 const ALLOWED_BASE: Duration = Duration::from_secs(300);
 const ALLOWED_PER_GIB: Duration = Duration::from_secs(300);
 
-/// What goes ahead from here.
+/// A pre-copy from this host.
 #[derive(Debug)]
 struct Going {
     tid: Tid,
     stream: Arc<OwnedFd>,
     hurry: PreCopyStop,
-    /// All of it is at the target.
+    /// Set when all of it is at the target.
     sent: Option<Arc<SentPages>>,
 }
 
-/// What comes ahead to here.
+/// A pre-copy to this host.
 #[derive(Debug)]
 struct Coming {
     stream: Arc<OwnedFd>,
-    /// All of it.
+    /// Set when all of it has arrived.
     store: Option<ReceivedPages>,
 }
 
-/// Memory that goes ahead, from here and to here. There are no more than workers, and tasks that are to leave or to come.
+/// The pre-copies from this host and to it. Their number is bounded by the limits on workers and on
+/// migrations.
 #[derive(Debug)]
 pub(crate) struct PreCopies {
     from_bytes: Option<u64>,
-    /// Tasks of this host of which it went ahead in vain: when they leave, all of it follows.
+    /// Tasks of this host whose pre-copy failed: their next migration uses only post-copy.
     failed: BTreeSet<Tid>,
     going: BTreeMap<MigrationId, Going>,
     coming: BTreeMap<MigrationId, Coming>,
 }
 
 impl PreCopies {
-    /// Nothing is under way.
+    /// Reads the setting from the environment.
     pub(crate) fn new() -> PreCopies {
         let from_bytes = match said(SETTING, "no memory goes ahead") {
             Some(Said::Never) => None,
@@ -79,7 +84,7 @@ impl PreCopies {
         }
     }
 
-    /// Whether memory of this task should go ahead, if it is to follow.
+    /// True if pre-copy should be used for this task, provided that post-copy is.
     pub(crate) fn should(&self, tid: Tid, facts: &TaskFacts) -> bool {
         !self.failed.contains(&tid)
             && self
@@ -87,12 +92,12 @@ impl PreCopies {
                 .is_some_and(|from| facts.resident_bytes >= from)
     }
 
-    /// Also where it would follow soon enough.
+    /// True if pre-copy must be used even at rates above [`FAST`].
     fn always(&self) -> bool {
         self.from_bytes == Some(0)
     }
 
-    /// The way on which memory of this task went ahead, and what did. It is the dump's from now on.
+    /// Hands the socket of a pre-copy and the record of what was sent over to the dump.
     pub(crate) fn take_sent(
         &mut self,
         migration: MigrationId,
@@ -101,10 +106,10 @@ impl PreCopies {
         Some((going.stream, going.sent?))
     }
 
-    /// The way on which memory came ahead, and what did. It is the restore's from now on.
+    /// Hands the socket of a pre-copy and the received memory over to the restore.
     ///
     /// # Errors
-    /// It should have come, and has not.
+    /// The pre-copied memory was expected and has not arrived.
     pub(crate) fn take_store(
         &mut self,
         migration: MigrationId,
@@ -118,7 +123,7 @@ impl PreCopies {
         Ok(Some((stream, store)))
     }
 
-    /// Nobody waits any longer for memory of this task that goes ahead.
+    /// Ends the pre-copies of this task soon: waiting for them gains nothing any more.
     pub(crate) fn hurry_up(&self, tid: Tid) {
         self.going
             .values()
@@ -126,7 +131,7 @@ impl PreCopies {
             .for_each(|going| going.hurry.request());
     }
 
-    /// Nothing goes ahead of this task any more, and what has is of no use.
+    /// Aborts the pre-copy of this migration at the source; what was sent is void.
     pub(crate) fn end_going(&mut self, migration: MigrationId) {
         if let Some(going) = self.going.remove(&migration) {
             going.hurry.request();
@@ -134,7 +139,7 @@ impl PreCopies {
         }
     }
 
-    /// The task has ended.
+    /// Aborts the pre-copies of a task that has exited.
     pub(crate) fn ended(&mut self, tid: Tid) {
         self.failed.remove(&tid);
         let its = self
@@ -147,8 +152,8 @@ impl PreCopies {
         }
     }
 
-    /// Nothing comes ahead any more, and what has is of no use. If the task is to be restored all the same, that fails. False if
-    /// nothing was to come.
+    /// Aborts the pre-copy of this migration at the target; what has arrived is void. A later
+    /// restore of the task fails. Returns false if there is no such pre-copy.
     pub(crate) fn lose_coming(&mut self, migration: MigrationId) -> bool {
         let Some(coming) = self.coming.get_mut(&migration) else {
             return false;
@@ -160,13 +165,13 @@ impl PreCopies {
         true
     }
 
-    /// The copy is thrown away.
+    /// Aborts the pre-copy of a copy that is discarded.
     pub(crate) fn end_coming(&mut self, migration: MigrationId) {
         self.lose_coming(migration);
         self.coming.remove(&migration);
     }
 
-    /// Everything ends; for the end of the tasker.
+    /// Aborts all pre-copies; called when the tasker ends.
     pub(crate) fn end_all(&mut self) {
         for going in self.going.values() {
             going.hurry.request();
@@ -177,7 +182,7 @@ impl PreCopies {
 }
 
 impl Supervisor {
-    /// Begins to send memory of a running task ahead.
+    /// Starts the pre-copy of a running task.
     pub(crate) fn pre_copy(&mut self, migration: MigrationId, tid: Tid, way: &Path) {
         if let Err(why) = self.start_pre_copy(migration, tid, way) {
             self.say(&FromTasker::PreCopied {
@@ -208,7 +213,7 @@ impl Supervisor {
         } else {
             hurry.or_above_rate(FAST)
         };
-        // One that stands still changes nothing: what is not sent now is not sent any sooner later.
+        // A paused task does not change its memory, so sending it before the dump gains nothing.
         if !task.hold.is_free() {
             hurry.request();
         }
@@ -220,7 +225,7 @@ impl Supervisor {
                 result: engine.send_ahead(&processes, &stream, &hurry),
             }
         };
-        // It ends when its stream is shut, likewise below.
+        // The worker ends when the socket is shut down; the same holds below.
         self.begin_uncancelled(work)?;
         self.moves.pre_copies.going.insert(
             migration,
@@ -234,13 +239,13 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Memory has gone ahead, or has not.
+    /// Handles the end of a pre-copy at the source.
     pub(crate) fn pre_copied(
         &mut self,
         migration: MigrationId,
         result: Result<SentPages, Failure>,
     ) {
-        // It was ended meanwhile.
+        // The pre-copy was aborted meanwhile.
         let Some(going) = self.moves.pre_copies.going.get_mut(&migration) else {
             return;
         };
@@ -261,7 +266,7 @@ impl Supervisor {
         self.say(&FromTasker::PreCopied { migration, result });
     }
 
-    /// Begins to take memory that comes ahead.
+    /// Starts to receive a pre-copy.
     pub(crate) fn take_pre_copy(&mut self, migration: MigrationId, way: &Path) {
         if let Err(why) = self.start_to_take(migration, way) {
             self.say(&FromTasker::PreCopyLost { migration, why });
@@ -297,7 +302,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// All memory that goes ahead has come, or will not. The source hears of it only when it is known here, because it goes on then.
+    /// Handles the end of a pre-copy at the target. The source is notified only after the
+    /// reservation is updated, because the source then proceeds.
     pub(crate) fn pre_copy_came(
         &mut self,
         migration: MigrationId,
@@ -324,9 +330,10 @@ impl Supervisor {
     }
 }
 
-/// That takes a moment for gigabytes, in which nobody would be told to stand still.
+/// Frees the memory on a thread: that takes a while for gigabytes, during which no task could be
+/// stopped.
 fn give_back(store: ReceivedPages) {
-    // Without a thread it is given back here.
+    // Without a thread it is freed here.
     let _ = std::thread::Builder::new()
         .name("gives back".into())
         .spawn(move || drop(store));
@@ -340,7 +347,7 @@ mod tests {
     const ONE: MigrationId = MigrationId(1);
 
     #[test]
-    fn memory_goes_ahead_of_large_tasks_unless_it_is_never_to() {
+    fn large_tasks_are_pre_copied_unless_disabled() {
         let of = |resident_bytes| TaskFacts {
             resident_bytes,
             ..TaskFacts::default()
@@ -361,8 +368,9 @@ mod tests {
         );
     }
 
+    /// A pre-copy that was expected and lost is an error; without one there is nothing to take.
     #[test]
-    fn what_was_to_come_ahead_and_did_not_is_an_error_and_what_was_not_to_is_none() {
+    fn missing_expected_pre_copy_is_an_error() {
         let mut all = PreCopies::from(None);
         assert!(all.take_store(ONE).expect("nothing was to come").is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
@@ -377,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_goes_ahead_of_a_task_that_has_ended() {
+    fn exit_aborts_the_pre_copies_of_the_task() {
         let mut all = PreCopies::from(None);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         let (tid, hurry) = (Tid::from_raw(0x40001), PreCopyStop::at(Instant::now()));

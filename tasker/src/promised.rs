@@ -1,5 +1,7 @@
-//! Memory of this host that was promised to tasks on their way here. Until a task has its memory nothing of it is seen in what
-//! the kernel counts as free, and the next one that is judged would be promised the same.
+//! Memory of this host that is reserved for tasks on their way here.
+//!
+//! Until a task has received its memory, the kernel still counts that memory as free, and the next
+//! task would be promised the same.
 
 use crate::supervisor::Supervisor;
 use crate::target::{Stage, Target};
@@ -11,35 +13,36 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Of memory as well, and without a name in the library.
+/// Another file system in memory; nix has no constant for it.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
-/// Bytes of a block, as files are counted in.
+/// Unit of the block count of a file.
 const BLOCK_BYTES: u64 = 512;
 
-/// What was promised to one task.
+/// The reservation of one task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Promise {
-    /// Bytes that it had when it was last looked at.
+    /// Bytes that the task had when it was last checked.
     judged: u64,
-    /// Bytes of them that are here already.
+    /// Bytes of them that have already arrived.
     here: u64,
-    /// It may be refused yet.
+    /// The check is in progress; the task may still be refused.
     is_judged: bool,
 }
 
 impl Promise {
-    /// Bytes that are still to come.
+    /// Returns the bytes that have not arrived yet.
     fn bytes(&self) -> u64 {
         self.judged.saturating_sub(self.here)
     }
 }
 
-/// All promises. There are no more than moves to this host and threads that judge.
+/// All reservations, by migration. Their number is bounded by the limits on migrations to this host
+/// and on worker threads.
 #[derive(Debug, Default)]
 pub(crate) struct Promised(BTreeMap<MigrationId, Promise>);
 
 impl Promised {
-    /// A task is being judged that needs so much.
+    /// Reserves memory for a task that is being checked.
     pub(crate) fn make(&mut self, migration: MigrationId, bytes: u64) {
         self.0.insert(
             migration,
@@ -51,8 +54,8 @@ impl Promised {
         );
     }
 
-    /// A task has so much when its images are here. If it has grown by more than what was left over for that since it was judged,
-    /// what it has more is promised as well; true then.
+    /// Records the size of a task whose images have arrived. If it has grown by more than the slack
+    /// since the check, its reservation grows, too, and the result is true.
     fn grown(&mut self, migration: MigrationId, memory: u64) -> bool {
         let Some(promise) = self.0.get_mut(&migration) else {
             return false;
@@ -64,7 +67,7 @@ impl Promised {
         has_grown
     }
 
-    /// It was accepted, or not.
+    /// Records the verdict: the reservation stays if the task was accepted.
     pub(crate) fn judged(&mut self, migration: MigrationId, accepted: bool) {
         match self.0.get_mut(&migration) {
             Some(promise) if accepted => promise.is_judged = false,
@@ -72,26 +75,28 @@ impl Promised {
         }
     }
 
-    /// What was promised to this task.
+    /// Returns the outstanding bytes of this task's reservation.
     pub(crate) fn of(&self, migration: MigrationId) -> u64 {
         self.0.get(&migration).map_or(0, Promise::bytes)
     }
 
-    /// So much of its memory is here already.
+    /// Records that `bytes` of the task's memory have arrived by pre-copy.
     pub(crate) fn came_ahead(&mut self, migration: MigrationId, bytes: u64) {
         if let Some(promise) = self.0.get_mut(&migration) {
             promise.here = promise.here.saturating_add(bytes);
         }
     }
 
-    /// Its images are here. What they take of memory they give back while the task gets it.
+    /// Records that the task's images have arrived. The memory they occupy is freed while the task
+    /// gets its own.
     pub(crate) fn images_are_here(&mut self, migration: MigrationId, dir: &Path) {
         if let Some(promise) = self.0.get_mut(&migration) {
             promise.here = promise.here.saturating_add(in_memory(dir));
         }
     }
 
-    /// What is promised to tasks that are judged, or of which `waits` says that they have not got it.
+    /// Returns the bytes reserved for tasks being checked, and for tasks that according to `waits`
+    /// do not have their memory yet.
     fn bytes(&mut self, waits: impl Fn(MigrationId) -> bool) -> u64 {
         self.0
             .retain(|migration, promise| promise.is_judged || waits(*migration));
@@ -101,7 +106,7 @@ impl Promised {
     }
 }
 
-/// Bytes that the files of a directory take of memory.
+/// Returns the bytes that the files of a directory occupy in memory.
 fn in_memory(dir: &Path) -> u64 {
     if !statfs(dir).is_ok_and(|of| [TMPFS_MAGIC, RAMFS_MAGIC].contains(&of.filesystem_type())) {
         return 0;
@@ -116,8 +121,11 @@ fn in_memory(dir: &Path) -> u64 {
 }
 
 impl Supervisor {
-    /// A task may have grown since it was judged, while it waited for its turn or its memory went ahead. Where memory follows, nobody
-    /// would notice that there is no room for it before the source has given the task up.
+    /// Checks that there is still room for a task that may have grown since its check, while it
+    /// waited or was pre-copied.
+    ///
+    /// With post-copy, a lack of memory would otherwise show only after the source has given up the
+    /// task.
     pub(crate) fn has_room_yet(
         &mut self,
         migration: MigrationId,
@@ -129,12 +137,12 @@ impl Supervisor {
         room_for(memory, self.promised_bytes(), memory_available_bytes())
     }
 
-    /// Memory that was promised and is not used yet.
+    /// Returns the memory that is reserved but not used yet.
     pub(crate) fn promised_bytes(&mut self) -> u64 {
         let (targets, following) = (&self.moves.targets, &self.moves.following);
         let is_built = |target: &Target| matches!(target.stage, Stage::Held { .. });
         self.moves.promised.bytes(|migration| {
-            // Memory that follows comes when the task is built, and when it runs.
+            // Post-copied memory arrives when the task is built and while it runs.
             following.comes(migration)
                 || targets
                     .get(&migration)
@@ -143,7 +151,8 @@ impl Supervisor {
     }
 }
 
-/// There is room for what was promised, among that all that a task has that is to be built.
+/// Checks that the available memory covers all reservations, including `memory` for the task to be
+/// built.
 fn room_for(memory: u64, promised: u64, available: u64) -> Result<(), Failure> {
     if promised <= available {
         return Ok(());
@@ -170,7 +179,7 @@ mod tests {
     const TWO: MigrationId = MigrationId(2);
 
     #[test]
-    fn what_was_promised_counts_until_the_task_is_refused_or_has_it() {
+    fn reservation_counts_until_refused_or_arrived() {
         let mut promised = Promised::default();
         promised.make(ONE, 100);
         promised.make(TWO, 10);
@@ -183,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_has_grown_since_it_was_judged_needs_room_for_all_that_it_has() {
+    fn grown_task_needs_room_for_all_its_memory() {
         const SLACK: u64 = MEMORY_SLACK_BYTES;
         let mut promised = Promised::default();
         assert!(!promised.grown(ONE, u64::MAX), "nobody has judged it");
@@ -207,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_promised_to_others_is_no_room_for_a_task_that_has_grown() {
+    fn grown_task_cannot_use_reservations_of_others() {
         assert_eq!(room_for(500, 500, 500), Ok(()));
         let refused = |refusal| Err(Failure::Refused(vec![refusal]));
         assert_eq!(
@@ -234,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn images_in_memory_are_a_part_of_what_was_promised() {
+    fn images_in_memory_count_as_arrived() {
         let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
         std::fs::write(dir.path().join("pages-1.img"), vec![7; 1 << 20]).expect("written");
         let mut promised = Promised::default();

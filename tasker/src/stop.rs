@@ -1,4 +1,4 @@
-//! Stopping and continuing all processes of a task, and seeing from /proc that they are stopped.
+//! Stops and continues all processes of a task, and reads from /proc whether they are stopped.
 
 use crate::namespace::Namespace;
 use crate::sys;
@@ -12,22 +12,21 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-/// How long processes may take to stand still after an engine has failed.
+/// Time limit for processes to stop after an engine has failed.
 const SETTLE_ALLOWED: Duration = Duration::from_millis(200);
-/// How often that is looked at.
+/// Poll interval during that time.
 const SETTLE_LOOK: Duration = Duration::from_millis(1);
 
 /// The processes of a task.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Crowd<'a> {
-    /// Everybody in its namespace.
+    /// All processes of its namespace.
     Namespace(&'a Namespace),
-    /// Its process group, where the tasker may not make namespaces.
+    /// The processes of its process group, if the tasker may not create namespaces.
     Group(i32),
 }
 
 impl Crowd<'_> {
-    /// Their numbers.
     pub(crate) fn pids(&self) -> Vec<i32> {
         match self {
             Crowd::Namespace(namespace) => namespace.pids(),
@@ -36,7 +35,7 @@ impl Crowd<'_> {
     }
 }
 
-/// The processes of a process group.
+/// Returns the processes of a process group.
 fn group_pids(group: i32) -> Vec<i32> {
     let Ok(proc) = std::fs::read_dir("/proc") else {
         return Vec::new();
@@ -48,16 +47,17 @@ fn group_pids(group: i32) -> Vec<i32> {
         .collect()
 }
 
-/// What /proc says about all threads of a process together.
+/// State of all threads of a process together, from /proc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// It is stopped (or nothing of it runs because it has ended).
+    /// All threads are stopped or have ended.
     Still,
-    /// A thread of it may run.
+    /// At least one thread may run.
     Moving,
 }
 
-/// Those of these processes of a task that are stopped already, by the numbers they have inside it.
+/// Returns which of these processes are stopped by signal, as process ids inside the task's
+/// namespace.
 pub(crate) fn stopped_now(pids: &[i32]) -> Vec<i32> {
     let stopped = pids
         .iter()
@@ -66,24 +66,25 @@ pub(crate) fn stopped_now(pids: &[i32]) -> Vec<i32> {
     stopped.filter_map(inner_pid).collect()
 }
 
-/// Those of these processes that had not been stopped before the others were.
+/// Returns these processes without those that had been stopped before the others were.
 pub(crate) fn that_ran(mut pids: Vec<i32>, stopped_before: &[i32]) -> Vec<i32> {
     let stood = |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
     pids.retain(|pid| stopped_before.is_empty() || !stood(*pid));
     pids
 }
 
-/// Sends SIGCONT to everybody but those who had been stopped before.
+/// Sends SIGCONT to all processes except those that had been stopped before.
 pub(crate) fn continue_all(crowd: &Crowd<'_>, stopped_before: &[i32]) {
     for pid in that_ran(crowd.pids(), stopped_before) {
         let _ = sys::kill_raw(pid, libc::SIGCONT);
     }
 }
 
-/// True if nobody of the task runs. To be called again until it is: each time it sends SIGSTOP to those who run and
-/// were not `told` before, parents before their children. A child that was stopped between vfork and exec would keep its
-/// parent, which waits for it in the kernel, from ever stopping; and a second SIGSTOP would stay pending and disturb a
-/// dump.
+/// Returns true if no process of the task runs. Must be called again until it does.
+///
+/// Each call sends SIGSTOP to the running processes that are not in `told`, parents before their
+/// children. If a child between vfork and exec were stopped, its parent, which waits for it in the
+/// kernel, could never stop. A second SIGSTOP would stay pending and disturb a dump.
 pub(crate) fn all_still(crowd: &Crowd<'_>, told: &mut BTreeSet<i32>) -> bool {
     let seen: BTreeMap<i32, (State, Option<i32>)> = crowd
         .pids()
@@ -98,16 +99,18 @@ pub(crate) fn all_still(crowd: &Crowd<'_>, told: &mut BTreeSet<i32>) -> bool {
     for (pid, (_, parent)) in seen.iter().filter(|(pid, _)| is_moving(pid)) {
         quiet = false;
         if !parent.is_some_and(|parent| is_moving(&parent)) && told.insert(*pid) {
-            // One that has ended needs no stopping.
+            // A process that has ended needs no signal.
             let _ = sys::kill_raw(*pid, libc::SIGSTOP);
         }
     }
-    // Somebody seen stopped may have made a process after the list was read; a second list shows it.
+    // A process may have forked after the list was read and before it stopped; a second list shows
+    // the child.
     quiet && crowd.pids().iter().all(|pid| seen.contains_key(pid))
 }
 
-/// Lets those of these processes of a task, which all stand still, go on that were stopped on their way out of fork(2): they have
-/// copies of connections of the task's library yet, which nothing can dump. True if there are any; they are to be stopped again.
+/// Continues those of these stopped processes that were stopped on their way out of fork(2): they
+/// still hold copies of the library's connections, which cannot be dumped. Returns true if there
+/// are any; they must be stopped again.
 pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTreeSet<i32>) -> bool {
     if pids.len() < 2 {
         return false;
@@ -118,27 +121,29 @@ pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTre
     on_the_way
         .map(|pid| {
             told.remove(&pid);
-            // One that has ended has nothing open.
+            // A process that has ended has no open connections.
             let _ = sys::kill_raw(pid, libc::SIGCONT);
         })
         .count()
         > 0
 }
 
-/// Sends SIGSTOP to the processes of a frozen or pinned task that do not have it already, so that nobody runs when it is thawed or let
-/// go. Answers whom. A child between vfork and exec is left out as in [`all_still`]: it runs on until its parent can stop.
+/// Sends SIGSTOP to all processes of a frozen task that are not stopped already, so that none of
+/// them runs when it is thawed. Returns the processes signaled. A child between vfork and exec is
+/// left out, as in [`all_still`]: it runs on until its parent can stop.
 pub(crate) fn stop_frozen(crowd: &Crowd<'_>) -> BTreeSet<i32> {
     let borrows = |pid: i32| parent(pid).is_some_and(|parent| sys::share_memory(pid, parent));
     let told = crowd
         .pids()
         .into_iter()
         .filter(|pid| !is_stopped_by_signal(*pid) && !borrows(*pid));
-    // One that has ended needs no stopping.
+    // A process that has ended needs no signal.
     told.inspect(|pid| drop(sys::kill_raw(*pid, libc::SIGSTOP)))
         .collect()
 }
 
-/// Waits until these processes stand still by themselves, as they do soon after an engine let go of them.
+/// Waits until these processes have stopped again, which happens soon after an engine has released
+/// them.
 pub(crate) fn settle(pids: &[i32]) {
     let until = Instant::now() + SETTLE_ALLOWED;
     while pids.iter().any(|pid| state(*pid) == State::Moving) && Instant::now() < until {
@@ -155,14 +160,14 @@ fn state(pid: i32) -> State {
     }
 }
 
-/// True when no thread of a process will do anything any more, whether it was reaped or not.
+/// True if no thread of a process will execute anything any more, whether it was reaped or not.
 pub(crate) fn has_ended(pid: i32) -> bool {
     letters(pid)
         .iter()
         .all(|letter| matches!(letter, 'Z' | 'X'))
 }
 
-/// The state letters of the threads of a process.
+/// Returns the state letters of the threads of a process.
 fn letters(pid: i32) -> Vec<char> {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
         return Vec::new();
@@ -178,12 +183,11 @@ fn is_stopped_by_signal(pid: i32) -> bool {
         .is_ok_and(|stat| letter(&stat) == Some('T'))
 }
 
-/// The parent of a process.
 fn parent(pid: i32) -> Option<i32> {
     stat_number(pid, 1)
 }
 
-/// A number of /proc/PID/stat; 0 is the state letter.
+/// Returns a number of /proc/PID/stat; position 0 is the state letter.
 fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat[stat.rfind(')')? + 1..]
@@ -193,13 +197,17 @@ fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
         .ok()
 }
 
-/// The state letter of a line of /proc/PID/stat. The name before it may hold anything, even parentheses.
+/// Returns the state letter of a line of /proc/PID/stat. The name before it may contain any
+/// characters, even parentheses.
 fn letter(stat: &str) -> Option<char> {
     stat[stat.rfind(')')? + 1..].trim_start().chars().next()
 }
 
-/// What a process and the children that it has waited for have used; nothing if it was reaped. The sum of its own times is exact; in
-/// which proportion it was its own and the kernel's, and its children's times, are counted in the kernel's ticks.
+/// Returns the resources used by a process and the children that it has reaped; zero if the process
+/// was reaped.
+///
+/// The sum of its own times is exact. Its split into user and system time, and the children's
+/// times, have the resolution of the kernel's ticks.
 pub(crate) fn used(pid: i32) -> Usage {
     let Some(user) = stat_number::<u64>(pid, 11) else {
         return Usage::default();
@@ -223,7 +231,7 @@ pub(crate) fn used(pid: i32) -> Usage {
     }
 }
 
-/// All that the threads of a process have used, in microseconds, by its clock.
+/// Returns the processor time of all threads of a process in microseconds, from its CPU clock.
 fn exact_time(pid: i32) -> Option<u64> {
     let time = ClockId::pid_cpu_clock_id(Pid::from_raw(pid))
         .and_then(ClockId::now)
@@ -231,7 +239,7 @@ fn exact_time(pid: i32) -> Option<u64> {
     u64::try_from(Duration::from(time).as_micros()).ok()
 }
 
-/// The number that a process has in its own namespace.
+/// Returns the id of a process in its own PID namespace.
 pub(crate) fn inner_pid(pid: i32) -> Option<i32> {
     Status::of(pid)?
         .field("NSpid")?
@@ -246,7 +254,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_process_uses_is_counted_with_the_children_that_it_has_waited_for() {
+    fn usage_includes_reaped_children() {
         let code = "import os, sys, time\nif os.fork() == 0:\n  while time.process_time() < 0.2: pass\n  os._exit(0)\n\
                     os.wait(); held = bytearray(b'x') * (50 << 20); print(); sys.stdout.flush(); time.sleep(1000)";
         let python = std::process::Command::new("python3")
@@ -271,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_is_found_behind_any_name() {
+    fn state_letter_is_found_after_any_name() {
         assert_eq!(letter("12 (a) T (x)) R 1 2"), Some('R'));
         assert_eq!(letter("12 (sh) T 1 2"), Some('T'));
         assert_eq!(letter(""), None);

@@ -209,7 +209,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Waits for events.
+    /// Waits for events and returns the ready sources.
     fn wait(&self) -> io::Result<Vec<(Source, PollFlags)>> {
         let mut watched: Vec<(Source, BorrowedFd<'_>)> = vec![
             (Source::Control, self.control.fd()),
@@ -486,7 +486,7 @@ impl Supervisor {
             let exited = FromTasker::Exited { tid, status, used };
             return self.end_all_of(task, exited);
         }
-        // Otherwise processes that the task left behind would stay frozen forever.
+        // Otherwise the task's remaining processes would stay frozen forever.
         task.frozen().into_iter().for_each(ControlGroup::thaw);
         self.say(&FromTasker::Exited { tid, status, used });
         if let Some(namespace) = task
@@ -503,7 +503,7 @@ impl Supervisor {
         }
     }
 
-    /// Kills the processes that a task left behind; sends `then` when they are gone.
+    /// Kills the remaining processes of a task; sends `then` when they are gone.
     fn end_all_of(&mut self, mut task: Task, then: FromTasker) {
         match task.namespace.take() {
             Some(namespace) => self.when_ended(namespace, vec![then]),

@@ -1,11 +1,12 @@
-//! The few system calls that neither std nor nix offer: making processes, waiting with resource use, and the little that a
-//! new process does before it becomes the task's program.
+//! System calls that neither std nor nix offers: creating processes, waiting with resource usage,
+//! and the few steps of a new process before it becomes the task's program.
 //!
-//! The tasker may have threads when it makes a process, so the child must not allocate or take a lock: everything that
-//! it needs lies ready in a plan made before.
+//! The tasker may have threads when it creates a process, so the child must neither allocate nor
+//! take a lock: everything it needs is in a plan made before.
 //!
-//! What becomes a program borrows the tasker's memory until then (as after `vfork`), because copying it costs more than all
-//! the rest of a start. The calling thread stands still meanwhile; [`StartGuard`] sees to it that this has an end.
+//! Until its exec, a new process shares the tasker's memory (as after `vfork`), because copying the
+//! memory costs more than the rest of a start. The calling thread is suspended meanwhile;
+//! [`StartGuard`] limits that time.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
 use crate::birth;
@@ -29,48 +30,47 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Stack of a new process until it is its program: it makes a few calls of the system there.
+/// Stack of a new process until its exec; it makes only a few system calls.
 const CHILD_STACK_BYTES: usize = 32 << 10;
-/// The highest signal.
+/// Highest signal number of Linux.
 const SIGNAL_MAX: i32 = 64;
-/// Words of the kernel's form of a signal's action.
+/// Words of the kernel's `struct sigaction`.
 const SIGACTION_WORDS: usize = 4;
-/// How often a process is looked at that is about to stand still.
+/// Poll interval for a process that is about to stop.
 const WAITING_LOOK: Duration = Duration::from_micros(100);
-/// No descriptor.
 const NO_FD: RawFd = -1;
 
-/// A process just made.
+/// A process that was just created.
 #[derive(Debug)]
 pub(crate) struct Child {
-    /// Its number as the tasker sees it.
+    /// Its id as the tasker sees it.
     pub(crate) pid: i32,
-    /// Becomes readable when it ends.
+    /// Becomes readable when the process ends.
     pub(crate) pidfd: OwnedFd,
 }
 
-/// How far a new process came.
+/// The step at which a new process failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Its standard descriptors.
+    /// Setting up the standard descriptors.
     Stdio,
-    /// The working directory.
+    /// Entering the working directory.
     Dir,
-    /// The program.
+    /// The exec of the program.
     Exec,
-    /// The same, looked at beforehand.
+    /// Checking the program before waiting.
     Access,
 }
 
-/// Exit status of a process that waits, or was to, and could not.
+/// Exit status of a process that failed before its program started.
 const NOT_BEGUN: i32 = 1;
-/// Exit statuses from here on are errors of looking at the program.
+/// Exit statuses from here on encode an errno of checking the program.
 const NO_PROGRAM: i32 = 0x80;
-/// Exit status for what is wrong with the standard descriptors.
+/// Exit status for a failure with the standard descriptors.
 const NO_STDIO: i32 = 0x7f;
 
 impl StageError {
-    /// The exit status that says so. Errors that files and folders cause are small numbers.
+    /// Encodes the error as an exit status. Errors of files and directories are small numbers.
     fn status(self) -> i32 {
         match self.stage {
             Stage::Stdio => NO_STDIO,
@@ -80,7 +80,7 @@ impl StageError {
         }
     }
 
-    /// What an exit status says.
+    /// Decodes an exit status made by [`StageError::status`].
     fn of_status(status: i32) -> StageError {
         let (stage, errno) = match status {
             NO_STDIO => (Stage::Stdio, Errno::UnknownErrno),
@@ -91,16 +91,14 @@ impl StageError {
     }
 }
 
-/// A new process that could not become its program.
+/// Why a new process could not become its program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StageError {
-    /// Where it failed.
     pub(crate) stage: Stage,
-    /// Why.
     pub(crate) errno: nix::errno::Errno,
 }
 
-/// A program with all that `execve` wants, in the form it wants it.
+/// A program with its arguments and environment, in the form that `execve` requires.
 #[derive(Debug)]
 pub(crate) struct Program {
     path: CString,
@@ -113,7 +111,7 @@ impl Program {
     /// Copies the strings.
     ///
     /// # Errors
-    /// A sentence when one of them has a zero byte inside.
+    /// One sentence if a string contains a zero byte.
     pub(crate) fn new(
         path: &Path,
         dir: &Path,
@@ -137,7 +135,7 @@ impl Program {
     }
 }
 
-/// Everything a new process needs to become its program. Made before the process is.
+/// Everything a new process needs until its exec. Made before the process is created.
 pub(crate) struct ExecPlan<'a> {
     program: &'a Program,
     argv: Vec<*const c_char>,
@@ -145,16 +143,17 @@ pub(crate) struct ExecPlan<'a> {
     stdin: RawFd,
     output: RawFd,
     inherited: &'a Inherited,
-    /// Kill it when the tasker dies (for processes that have no namespace that would be killed).
+    /// Kill the process when the tasker dies; for processes without a namespace that would be
+    /// killed.
     die_with_parent: bool,
-    /// It stops before it becomes its program, with nothing open but what the program gets.
+    /// The process stops before its exec, with only the program's descriptors open.
     waits: bool,
-    /// Where it failed and with which errno, written by the new process.
+    /// Step and errno of a failure, written by the new process.
     failed: Cell<Option<StageError>>,
 }
 
 impl<'a> ExecPlan<'a> {
-    /// A plan; the descriptors have to stay open until it is carried out.
+    /// Creates a plan. The descriptors must stay open until it is carried out.
     pub(crate) fn new(
         program: &'a Program,
         stdin: BorrowedFd<'_>,
@@ -181,28 +180,29 @@ impl<'a> ExecPlan<'a> {
         }
     }
 
-    /// The same for a process that is to wait; see [`start_waiting`].
+    /// Makes the process wait before its exec; see [`start_waiting`].
     pub(crate) fn waiting(mut self) -> ExecPlan<'a> {
         self.waits = true;
         self
     }
 }
 
-/// What a program would inherit from the tasker and must not.
+/// State of the tasker that a program must not inherit.
 #[derive(Debug)]
 pub(crate) struct Inherited {
-    /// The limit on open descriptors as the tasker found it; tasks get it back.
+    /// The limit on open descriptors that the tasker started with; tasks get the same.
     files_limit: libc::rlimit,
-    /// Signals that the tasker ignores. All others are at their default after `execve` anyway.
+    /// Signals that the tasker ignores. `execve` resets all others to their defaults.
     ignored: Vec<i32>,
 }
 
 impl Inherited {
-    /// Raises the tasker's own limit on open descriptors as far as it may (it holds a few for each task), and notes what a
-    /// task gets instead. To be called when the tasker ignores what it means to.
+    /// Raises the tasker's limit on open descriptors to the hard limit (each task takes a few), and
+    /// records what a task gets instead. Must be called after the tasker has set its signals to be
+    /// ignored.
     ///
     /// # Errors
-    /// What the system said.
+    /// A system call failed.
     pub(crate) fn prepare() -> io::Result<Inherited> {
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
         nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
@@ -221,8 +221,10 @@ impl Inherited {
 
 fn is_ignored(signal: i32) -> bool {
     let mut now = [0usize; SIGACTION_WORDS];
-    // By the bare call: the C library does not speak of the signals that it uses itself.
-    // SAFETY: the kernel writes its form of an action, which has so many words and begins with the handler.
+    // A raw system call: the C library hides the signals that it uses itself.
+    //
+    // SAFETY: the kernel writes its `struct sigaction`, which has [`SIGACTION_WORDS`] words and
+    // begins with the handler.
     let done = unsafe {
         libc::syscall(
             libc::SYS_rt_sigaction,
@@ -235,8 +237,8 @@ fn is_ignored(signal: i32) -> bool {
     done == 0 && now[0] == libc::SIG_IGN
 }
 
-/// Makes a process like `fork`, with these further clone flags, in this control group if there is one; `None` in the new
-/// process.
+/// Creates a process like `fork`, with additional clone flags, in this control group if one is
+/// given. Returns `None` in the new process.
 ///
 /// # Safety
 /// The new process must not allocate, lock, or return from the caller's scope.
@@ -259,8 +261,8 @@ pub(crate) unsafe fn clone3(
         set_tid_size: 0,
         cgroup: group.map_or(0, |folder| folder.as_raw_fd() as u64),
     };
-    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` lives through the call and `pidfd`
-    // is where the kernel may write. What the child may do is the caller's promise.
+    // SAFETY: without CLONE_VM and without a stack this behaves like fork; `args` lives through the
+    // call and the kernel may write to `pidfd`. The caller guarantees what the child does.
     let pid = unsafe {
         libc::syscall(
             libc::SYS_clone3,
@@ -271,7 +273,7 @@ pub(crate) unsafe fn clone3(
     match pid {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
-        // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+        // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
         pid => Ok(Some(Child {
             pid: pid as i32,
             pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) },
@@ -279,22 +281,22 @@ pub(crate) unsafe fn clone3(
     }
 }
 
-/// Why there is no process that has become a program.
+/// Why no process has become a program.
 #[derive(Debug)]
 pub(crate) enum NotStarted {
-    /// There was never a process.
+    /// No process was created.
     NoProcess(io::Error),
-    /// It could not become the program, and has ended.
+    /// The process could not become the program and has ended.
     Failed(StageError),
-    /// It was killed because the system did not begin the program in time.
+    /// The process was killed because its exec took too long.
     TooLate,
 }
 
-/// Makes a process that becomes the program of `plan`, in the namespace that the calling thread's children go to, and in the
-/// control group of this folder if there is one. Returns when it has.
+/// Creates a process that becomes the program of `plan`, in the namespace set for the calling
+/// thread's children, and in this control group if one is given. Returns after the exec.
 ///
 /// # Errors
-/// Why not. The process, if there was one, has ended but was not reaped.
+/// Why it failed. A process that was created has ended but was not reaped.
 pub(crate) fn start_program(
     plan: &ExecPlan<'_>,
     guard: &StartGuard,
@@ -303,8 +305,9 @@ pub(crate) fn start_program(
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
     let watch = guard.watch().map_err(NotStarted::NoProcess)?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
-    // SAFETY: the new process runs `exec_child` on a stack of its own, which like the plan outlives it: this thread goes on
-    // only when the process has another program or none. The kernel writes the pidfd where the guard looks for it.
+    // SAFETY: the new process runs `exec_child` on a stack of its own. The stack and the plan
+    // outlive its use of them: this thread continues only after the exec or the end of the process.
+    // The kernel writes the pidfd where the guard looks for it.
     let made = unsafe {
         let plan = std::ptr::from_ref(plan).cast_mut().cast();
         match group {
@@ -322,7 +325,7 @@ pub(crate) fn start_program(
     let pid = match made {
         Ok(pid) => pid,
         Err(failure) => {
-            // A number that the kernel has taken back.
+            // The kernel has closed this descriptor already: forget its number.
             let _ = pidfd.map(OwnedFd::into_raw_fd);
             return Err(NotStarted::NoProcess(failure));
         }
@@ -334,19 +337,19 @@ pub(crate) fn start_program(
     }
 }
 
-/// Makes a process that stops before it becomes the program of `plan`, which is one for waiting, and becomes it at the next
-/// SIGCONT. It is otherwise as that of [`start_program`], but has a copy of the tasker's memory as long as it waits. Returns
-/// when it stands still.
+/// Creates a process that stops before it becomes the program of `plan` (made by
+/// [`ExecPlan::waiting`]) and does so at the next SIGCONT. Unlike with [`start_program`], it has a
+/// copy of the tasker's memory while it waits. Returns when it has stopped.
 ///
 /// # Errors
-/// Why not. The process, if there was one, has ended or was killed, but was not reaped.
+/// Why it failed. A process that was created has ended or was killed, but was not reaped.
 pub(crate) fn start_waiting(
     plan: &ExecPlan<'_>,
     allowed: Duration,
     group: Option<BorrowedFd<'_>>,
 ) -> Result<Child, NotStarted> {
-    // SAFETY: the new process goes straight into `exec_child`, which makes async-signal-safe calls only and never comes back;
-    // the copy of the plan lives as long as it does.
+    // SAFETY: the new process goes straight into `exec_child`, which makes only async-signal-safe
+    // calls and never returns; the copy of the plan lives as long as the process does.
     let child = match unsafe { clone3(0, group) }.map_err(NotStarted::NoProcess)? {
         Some(child) => child,
         // SAFETY: this is the new process.
@@ -373,18 +376,18 @@ pub(crate) fn start_waiting(
     }
 }
 
-/// Makes a process that only waits in this directory to be dumped and killed; for trying the engine out. When this returns
-/// it has nothing of ours any more.
+/// Creates a process that only waits in this directory, for the probe of the engine. When this
+/// returns, the process has none of the tasker's descriptors.
 ///
 /// # Errors
-/// What `clone3` says.
+/// Those of `clone3`.
 pub(crate) fn start_sleeper(
     dir: &CStr,
     stdin: BorrowedFd<'_>,
     output: BorrowedFd<'_>,
 ) -> io::Result<Child> {
     let (stdin, output) = (stdin.as_raw_fd(), output.as_raw_fd());
-    // Its end of this pipe is closed when it has its own descriptors and no others.
+    // The child's end of this pipe closes when it has only its own descriptors left.
     let (ready, held) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
     match unsafe { clone3(0, None) }? {
@@ -408,10 +411,11 @@ pub(crate) fn start_sleeper(
     }
 }
 
-/// Becomes the program, or notes why not and ends with status 1, as PVM's daemon does. Only for a process made by
-/// [`start_program`]; only async-signal-safe calls are made here.
+/// Becomes the program, or records why not and ends with status 1, as PVM's daemon does. Only for a
+/// process made by [`start_program`] or [`start_waiting`]; makes only async-signal-safe calls.
 extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
-    // SAFETY: the maker's plan, which nobody else touches as long as this process has not ended or become its program.
+    // SAFETY: the creator's plan, which no other code touches until this process has ended or
+    // become its program.
     let plan = unsafe { &*plan.cast::<ExecPlan<'_>>() };
     // SAFETY: plain system calls; all pointers come from strings that the plan keeps alive.
     unsafe {
@@ -428,7 +432,8 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         if libc::chdir(plan.program.dir.as_ptr()) != 0 {
             give_up(plan, Stage::Dir);
         }
-        // What waits must not keep anything open that others wait for to be closed.
+        // A process that waits must not keep descriptors open: others may wait for them to be
+        // closed.
         let close = if plan.waits {
             0
         } else {
@@ -436,7 +441,8 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         };
         libc::syscall(libc::SYS_close_range, 3, u32::MAX, close);
         libc::setrlimit(libc::RLIMIT_NOFILE, &raw const plan.inherited.files_limit);
-        // By the bare call: the C library refuses to touch the signals that it uses itself. All zero is the default action.
+        // A raw system call: the C library refuses to change the signals that it uses itself. All
+        // zeros is the default action.
         let default = [0usize; SIGACTION_WORDS];
         for &signal in &plan.inherited.ignored {
             libc::syscall(
@@ -447,18 +453,19 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
                 8,
             );
         }
-        // As PVM's daemon leaves them to its tasks.
+        // PVM's daemon leaves these signals ignored for its tasks.
         libc::signal(libc::SIGHUP, libc::SIG_IGN);
         libc::signal(libc::SIGPIPE, libc::SIG_IGN);
         let mut none = std::mem::zeroed::<libc::sigset_t>();
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
-        // Whether it can be started has to be known before anybody relies on it.
+        // Whether the program can be executed must be known before the process is relied on.
         if plan.waits && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
             give_up(plan, Stage::Access);
         }
         if plan.waits {
-            // By the bare calls: the C library remembers the numbers of the process that this one is a copy of.
+            // Raw system calls: the C library caches the ids of the process that this one is a copy
+            // of.
             libc::syscall(
                 libc::SYS_kill,
                 libc::syscall(libc::SYS_getpid),
@@ -474,8 +481,8 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
     }
 }
 
-/// Notes the current errno and ends. Only for a process made by [`start_program`], or by [`start_waiting`], whose notes nobody
-/// sees.
+/// Records the current errno and ends. Only for a process made by [`start_program`], or by
+/// [`start_waiting`], which reports by its exit status.
 fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
     let errno = Errno::last();
     let error = StageError { stage, errno };
@@ -485,22 +492,22 @@ fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
     } else {
         NOT_BEGUN
     };
-    // SAFETY: ends this process and nothing else.
+    // SAFETY: ends this process and does nothing else.
     unsafe { libc::_exit(status) }
 }
 
-/// Ends a new process that the system does not make its program in time (its file may lie on a file system that hangs): the
-/// thread that started it stands still until then. Another thread sleeps for this on a timer.
+/// Kills a new process whose exec takes too long (its file may be on a file system that hangs): the
+/// thread that started it is suspended until then. A separate thread waits for a timer.
 #[derive(Debug)]
 pub(crate) struct StartGuard {
     timer: Arc<TimerFd>,
-    /// Descriptor of the process being started. Whoever takes it out closes it.
+    /// Pidfd of the process being started. The thread that takes it out closes it.
     pidfd: Arc<AtomicI32>,
     allowed: Duration,
 }
 
 impl StartGuard {
-    /// Starts the thread; every start may take so long.
+    /// Starts the thread; `allowed` is the time limit of each start.
     ///
     /// # Errors
     /// The system has no thread or descriptor left.
@@ -515,7 +522,7 @@ impl StartGuard {
             .name("start-guard".into())
             .spawn(move || {
                 loop {
-                    // An interrupted wait is one for nothing.
+                    // An interrupted wait is repeated.
                     if its_timer.wait().is_ok()
                         && let Some(pidfd) = take_fd(&its_pidfd)
                     {
@@ -543,13 +550,14 @@ impl StartGuard {
     }
 }
 
-/// A start that is being watched.
+/// A start that is being guarded.
 struct Watch<'a>(&'a StartGuard);
 
 impl Watch<'_> {
-    /// The process's descriptor; `None` if it was killed, or never was.
+    /// Ends the guard. Returns the process's pidfd; `None` if the process was killed or never
+    /// existed.
     fn end(self) -> Option<OwnedFd> {
-        // A timer that rings late finds nothing.
+        // If this fails, the timer expires without effect: the pidfd is gone.
         let _ = self.0.timer.unset();
         take_fd(&self.0.pidfd)
     }
@@ -557,12 +565,13 @@ impl Watch<'_> {
 
 fn take_fd(place: &AtomicI32) -> Option<OwnedFd> {
     let fd = place.swap(NO_FD, Ordering::AcqRel);
-    // SAFETY: the kernel put it there for us, and nobody else finds it there again.
+    // SAFETY: the kernel stored the descriptor for us, and the swap removes it, so it has one
+    // owner.
     (fd != NO_FD).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A child that there is something to hear of, if there is one, and whether it has ended. Nothing is taken from anybody who
-/// waits for it: it may be stopped under the eyes of an engine.
+/// Returns a child with a pending wait event, and whether it has ended. The event is not consumed:
+/// an engine may be waiting for the child.
 pub(crate) fn child_with_news() -> Option<(i32, bool)> {
     let look =
         WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
@@ -573,15 +582,16 @@ pub(crate) fn child_with_news() -> Option<(i32, bool)> {
     ))
 }
 
-/// Waits for one child without blocking: its wait status and what it used, or `None` while it runs.
+/// Reaps a child without blocking. Returns its wait status and usage, or `None` while it runs.
 ///
 /// # Errors
-/// `ECHILD` when it is no child (any more).
+/// `ECHILD` if it is not, or no longer, a child.
 pub(crate) fn reap(pid: i32) -> io::Result<Option<(i32, Usage)>> {
     wait4(pid, libc::WNOHANG)
 }
 
-/// The wait status of a child that has ended, which stays to be waited for; `None` if it has not, or is no child.
+/// Returns the wait status of a child that has ended, without reaping it; `None` if it runs or is
+/// not a child.
 pub(crate) fn ended_as(pid: i32) -> Option<i32> {
     let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     match waitid(Id::Pid(Pid::from_raw(pid)), look) {
@@ -591,10 +601,10 @@ pub(crate) fn ended_as(pid: i32) -> Option<i32> {
     }
 }
 
-/// Waits for one child that is known to end at once (it was killed or has ended).
+/// Reaps a child that is about to end, because it was killed or has ended.
 ///
 /// # Errors
-/// `ECHILD` when it is no child (any more).
+/// `ECHILD` if it is not, or no longer, a child.
 pub(crate) fn reap_wait(pid: i32) -> io::Result<(i32, Usage)> {
     loop {
         match wait4(pid, 0) {
@@ -632,10 +642,10 @@ fn usage(used: &libc::rusage) -> Usage {
     }
 }
 
-/// A descriptor for a child that exists (it may have ended, but was not reaped).
+/// Opens a pidfd for a child that exists; it may have ended, but must not have been reaped.
 ///
 /// # Errors
-/// What `pidfd_open` says.
+/// Those of `pidfd_open`.
 pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: no memory is involved; the result is checked before it is owned.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
@@ -646,7 +656,7 @@ pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as RawFd) })
 }
 
-/// Kills the process of a pidfd. That it has ended already is no error.
+/// Kills the process of a pidfd. A process that has already ended is not an error.
 pub(crate) fn kill_by(pidfd: BorrowedFd<'_>) {
     // SAFETY: no siginfo is passed; the kernel checks the descriptor.
     unsafe {
@@ -660,10 +670,10 @@ pub(crate) fn kill_by(pidfd: BorrowedFd<'_>) {
     };
 }
 
-/// `kill(2)` with any signal number, also realtime ones.
+/// Calls `kill(2)` with any signal number, including realtime signals.
 ///
 /// # Errors
-/// What the system says.
+/// Those of `kill(2)`.
 pub(crate) fn kill_raw(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: no memory is involved.
     match unsafe { libc::kill(pid, signal) } {
@@ -672,22 +682,23 @@ pub(crate) fn kill_raw(pid: i32, signal: i32) -> io::Result<()> {
     }
 }
 
-/// How urgent a thread is: −20 (most) to 19; `None` when it has ended.
+/// Returns the nice value of a thread: -20 (highest priority) to 19; `None` if it has ended.
 pub(crate) fn nice_of(thread: i32) -> Option<i32> {
-    // SAFETY: plain system call; the bare one, because its answer, 20 − nice, is never an error's number.
+    // SAFETY: plain system call; the raw one, because its result, 20 - nice, never collides with an
+    // error.
     let answer = unsafe { libc::syscall(libc::SYS_getpriority, libc::PRIO_PROCESS, thread) };
     (answer > 0).then(|| 20 - answer as i32)
 }
 
-/// Makes a thread so urgent. That it has ended, or that there is no right to do so, changes nothing.
+/// Sets the nice value of a thread. Ignored if the thread has ended or the capability is missing.
 pub(crate) fn set_nice(thread: i32, nice: i32) {
     // SAFETY: no memory is involved.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, thread.cast_unsigned(), nice) };
 }
 
-/// True if this process may make others more urgent again.
+/// True if this process may raise priorities.
 pub(crate) fn may_raise() -> bool {
-    /// Bit of `CAP_SYS_NICE`.
+    /// Bit of `CAP_SYS_NICE` in a capability mask.
     const SYS_NICE: u64 = 1 << 23;
     static MAY: OnceLock<bool> = OnceLock::new();
     *MAY.get_or_init(|| {
@@ -697,9 +708,9 @@ pub(crate) fn may_raise() -> bool {
     })
 }
 
-/// True if these two processes have one memory, as a child has its parent's between `vfork` and `execve`.
+/// True if these two processes share their memory, as between `vfork` and `execve`.
 pub(crate) fn share_memory(one: i32, other: i32) -> bool {
-    /// Compare memory, in the words of kcmp(2).
+    /// `KCMP_VM` of kcmp(2): compare address spaces.
     const KCMP_VM: i32 = 1;
     // SAFETY: no pointer is passed.
     let answer = unsafe { libc::syscall(libc::SYS_kcmp, one, other, KCMP_VM, 0, 0) };
@@ -709,7 +720,7 @@ pub(crate) fn share_memory(one: i32, other: i32) -> bool {
 /// Writes into the memory of a stopped process.
 ///
 /// # Errors
-/// There is no such memory, or no right to do so.
+/// The memory does not exist, or access is denied.
 pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
     use std::os::unix::fs::FileExt;
     std::fs::OpenOptions::new()
@@ -718,15 +729,16 @@ pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
         .write_all_at(bytes, at)
 }
 
-/// Takes all capabilities from the calling thread: what it does with files from now on it does as its user.
+/// Drops all capabilities of the calling thread: its file accesses then have only its user's
+/// rights.
 ///
 /// # Errors
-/// The kernel did not do it.
+/// The kernel refused.
 pub(crate) fn give_up_rights() -> io::Result<()> {
     checkpoint::rights::keep_only(0)
 }
 
-/// Bytes that lie in a pipe now.
+/// Returns the number of bytes in a pipe.
 pub(crate) fn bytes_in_pipe(pipe: BorrowedFd<'_>) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: FIONREAD writes one int through a valid pointer.
@@ -734,23 +746,23 @@ pub(crate) fn bytes_in_pipe(pipe: BorrowedFd<'_>) -> usize {
     if done == 0 { bytes.max(0) as usize } else { 0 }
 }
 
-/// Takes over a descriptor that was inherited under this number.
+/// Takes ownership of a descriptor that was inherited under this number.
 ///
 /// # Errors
-/// `EBADF` when there is none.
+/// `EBADF` if it is not open.
 pub(crate) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: F_GETFD takes no pointer and fails cleanly on a number that is not open.
     if fd < 3 || unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::from_raw_os_error(libc::EBADF));
     }
-    // SAFETY: it is open, and whoever started us gave it to us by this number; called once, at the start.
+    // SAFETY: it is open, and the parent passed it to us by this number; called once, at the start.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Ignores a signal or gives it its default action; never runs code of ours.
+/// Ignores a signal or restores its default action; never installs a handler function.
 ///
 /// # Errors
-/// For a signal that cannot be handled.
+/// The signal cannot be changed.
 pub(crate) fn set_handler(name: Signal, handler: SigHandler) -> nix::Result<()> {
     assert!(
         matches!(handler, SigHandler::SigIgn | SigHandler::SigDfl),
@@ -765,7 +777,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_does_not_become_its_program_in_time_is_killed() {
+    fn start_guard_kills_late_process() {
         let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
         let mut child = std::process::Command::new("sleep")
             .arg("60")
@@ -780,7 +792,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_becomes_its_program_in_time_is_left_alone() {
+    fn start_guard_spares_timely_process() {
         let guard = StartGuard::new(Duration::from_millis(20)).expect("a thread");
         let mut child = std::process::Command::new("sleep")
             .arg("0.2")

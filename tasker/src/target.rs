@@ -1,4 +1,4 @@
-//! A move to this host: what the tasker does as its target (prepare, restore or begin anew, run or discard).
+//! The target's part of a migration: prepare, restore or restart, run or discard.
 
 use crate::carry::Carry;
 use crate::files::Made;
@@ -19,56 +19,59 @@ use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
-/// Moves to this host that are prepared or further; one more is refused.
+/// Most migrations to this host that are prepared or further advanced; more are refused.
 const TARGETS_MAX: usize = 64;
 
-/// A move to this host.
+/// A migration to this host.
 pub(crate) struct Target {
     pub(crate) tid: Tid,
-    /// None where the tasker may not make any: then only a program that is started anew can come.
+    /// `None` if the tasker may not create namespaces: then only a program that is restarted can be
+    /// hosted.
     namespace: Option<Namespace>,
     pub(crate) stage: Stage,
-    /// Files that have come with it.
+    /// Files that were transferred with the task.
     pub(crate) made: Made,
-    /// Most of its memory comes later.
+    /// Most of the task's memory is post-copied.
     memory_follows: bool,
 }
 
 pub(crate) enum Stage {
-    /// There is room for it.
+    /// A place is reserved for the task.
     Prepared,
-    /// Files that come with it are put where they belong.
+    /// Files transferred with the task are being placed.
     Placing {
         dir: PathBuf,
         again: Option<Redirection>,
         discard: bool,
     },
-    /// The engine builds it.
+    /// The engine builds the task.
     Restoring {
         worker: u64,
         carry: Carry,
         output: Output,
         again: Option<Redirection>,
         discard: bool,
-        /// Why the memory that was to follow will not come.
+        /// Why the post-copied memory will not arrive.
         lost: Option<Failure>,
     },
-    /// It is built and stands still. The engine has ended, so that its death cannot take the task along once this copy is
-    /// the only one.
+    /// The task is built and stopped. The engine has ended, so its death cannot kill the task once
+    /// this copy is the only one.
     Held {
         process: Child,
-        /// Those of its processes that were stopped before the move stopped the others.
+        /// Processes that were stopped before the migration stopped the others.
         stopped_before: Vec<i32>,
         output: Output,
-        /// It is on its way into its control group.
+        /// The processes are joining the control group.
         enters: bool,
-        /// It is to run when it is in: what it had used elsewhere, and whether it stays held.
+        /// Set if the task must run once that is done: its usage on other hosts, and whether it
+        /// stays paused.
         run: Option<(Usage, bool)>,
     },
 }
 
 impl Stage {
-    /// What is said of a copy that is lost: of one that was told to run, that it does not.
+    /// Returns the reply for a lost copy: if it was ordered to run, that it does not run;
+    /// otherwise, that it was not restored.
     pub(crate) fn lost_word(&self, migration: MigrationId, why: Failure) -> FromTasker {
         match self {
             Stage::Held { run: Some(_), .. } => FromTasker::Ran {
@@ -165,12 +168,12 @@ impl Supervisor {
             (Ok(()), Ok(carry)) if !carry.files.is_empty() => {
                 self.place_files(migration, dir, carry, again)
             }
-            // What is wrong with it is told when it is needed.
+            // A defect of the manifest is reported when the build reads it.
             _ => self.build(migration, dir, again),
         }
     }
 
-    /// Has the engine build a task for which everything else is there.
+    /// Makes the engine build a task for which everything else is in place.
     pub(crate) fn build(&mut self, migration: MigrationId, dir: &Path, again: Option<Redirection>) {
         let started = self.start_restore(migration, dir, again);
         match (started, self.moves.targets.get_mut(&migration)) {
@@ -186,7 +189,7 @@ impl Supervisor {
         }
     }
 
-    /// Starts a program anew, up to the point where nothing of it runs yet.
+    /// Starts a program from its beginning, up to the point before its exec.
     pub(crate) fn build_anew(&mut self, migration: MigrationId, start: &StartTask) {
         let room = match self.moves.targets.get(&migration) {
             Some(Target {
@@ -257,7 +260,8 @@ impl Supervisor {
         }
         let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
         let carry = Carry::read(dir)?;
-        // Whatever is in the images runs with the rights that they name.
+        // The images determine the rights of the restored processes, so they must belong to this
+        // user.
         checkpoint::criu::belong_to(dir, nix::unistd::geteuid().as_raw())?;
         if again.is_some() {
             written::cut_back(&carry.written)?;
@@ -276,7 +280,7 @@ impl Supervisor {
         };
         let restoring = engine.start_restore(job)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
-        // The images show a stopped task, and so it stays when the engine lets go of it.
+        // The images contain a stopped task, so it stays stopped when the engine releases it.
         let build = move || {
             let built = restoring.hold(&limits).and_then(|held| {
                 let process = held.pid();
@@ -364,7 +368,7 @@ impl Supervisor {
         }
     }
 
-    /// Somebody has killed a held copy.
+    /// Handles the death of a held copy, which another process has killed.
     pub(crate) fn held_lost(&mut self, migration: MigrationId) {
         let is_held = |target: &Target| matches!(target.stage, Stage::Held { .. });
         if self.moves.targets.get(&migration).is_some_and(is_held) {
@@ -400,7 +404,8 @@ impl Supervisor {
             ..
         }) = self.moves.targets.get_mut(&migration)
         {
-            // While it stands still nobody can be missed.
+            // A stopped copy cannot fork, so no process is missed; it runs after all have joined
+            // the group.
             *run = Some((used, held));
             return;
         }
@@ -469,7 +474,7 @@ impl Supervisor {
                 let worker = *worker;
                 self.moves.workers.cancel(worker);
             }
-            // It is told when they are there, and go again.
+            // The reply is sent when the files have been placed and removed again.
             Stage::Placing { discard, .. } => *discard = true,
             Stage::Prepared | Stage::Held { .. } => {
                 self.clear_target(migration, vec![FromTasker::Discarded { migration }]);
@@ -477,7 +482,7 @@ impl Supervisor {
         }
     }
 
-    /// Kills whatever there is of a copy and says this when it is gone.
+    /// Kills what exists of a copy; sends the messages when it is gone.
     pub(crate) fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
         self.fetch_no_more(migration);
         if let Some(target) = self.moves.targets.remove(&migration) {
@@ -485,20 +490,23 @@ impl Supervisor {
                 (Some(namespace), _) => self.when_ended(namespace, then),
                 (None, stage) => {
                     if let Stage::Held { process, .. } = stage {
-                        // It has never run, so it is alone.
+                        // The copy has never run, so it is a single process.
                         sys::kill_by(process.pidfd.as_fd());
                     }
                     then.iter().for_each(|word| self.say(word));
                 }
             }
-            // A copy that had ended while it was held was left for us; its namespace does not end before it is reaped.
+            // A held copy that died is still unreaped, and its namespace cannot end before it is
+            // reaped.
             self.reap_strangers();
         }
     }
 }
 
-/// Has the processes of a restored task brought into its control group, if it has one: in the background, because that takes
-/// longer than anything else before they go on. True if it has begun.
+/// Starts to add the processes of a restored task to its control group, if it has one. Returns true
+/// if that has begun.
+///
+/// A worker does that, because it takes longer than everything else before the task runs.
 fn begin_to_bring_in(migration: MigrationId, namespace: &Namespace, workers: &mut Workers) -> bool {
     let Some(entrance) = namespace.entrance() else {
         return false;
@@ -511,6 +519,6 @@ fn begin_to_bring_in(migration: MigrationId, namespace: &Namespace, workers: &mu
         migration,
         done: freezer::bring_in(&entrance, &pids).is_ok(),
     };
-    // Without a thread it is stopped by signal, as where there is no freezer.
+    // Without a worker, the task is paused by signals, as without a freezer.
     workers.start(&cancel, None, work).is_ok()
 }

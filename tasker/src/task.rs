@@ -1,4 +1,4 @@
-//! One task: how it is started, what is known of it, how its output is read.
+//! One task: how it is started, its state, and how its output is read.
 
 use crate::attempt::Attempt;
 use crate::freezer::ControlGroup;
@@ -21,50 +21,46 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
-/// Chunks read from one task before others get their turn.
+/// Most chunks read from one task before other tasks are served.
 const CHUNKS_AT_ONCE_MAX: usize = 16;
-/// Signals kept for a task while it is stopped for a move; more are dropped, as the kernel merges equal ones too.
+/// Most signals kept for a task that is stopped for a migration; more are dropped. The kernel, too,
+/// merges equal pending signals.
 pub(crate) const HELD_SIGNALS_MAX: usize = 64;
-/// How long the system may take to begin a program (its file may lie on a slow file system).
+/// Time limit for the exec of a program, whose file may be on a slow file system.
 pub(crate) const EXEC_ALLOWED: Duration = Duration::from_secs(10);
 
-/// What is being done with a task.
+/// The migration step that a task is in.
 #[derive(Debug)]
 pub(crate) enum Phase {
-    /// It runs.
+    /// No migration step is in progress.
     Running,
-    /// It was told to stop.
+    /// The task was ordered to stop.
     Stopping {
-        /// The move.
         migration: MigrationId,
-        /// When to give up.
         until: Instant,
-        /// Processes that have been sent SIGSTOP.
+        /// Processes that got SIGSTOP.
         told: BTreeSet<i32>,
     },
     /// All its processes are stopped.
     Stopped {
-        /// The move.
         migration: MigrationId,
     },
     /// The engine writes its images.
     Dumping {
-        /// The move.
         migration: MigrationId,
-        /// Number of the worker that drives the engine, or waits before it is started again.
+        /// Number of the worker that drives the engine, or waits before a retry.
         worker: u64,
-        /// Which attempt it is.
+        /// The current attempt, with its retry state.
         attempt: Attempt,
-        /// The move was called off; continue the task when the worker is through.
+        /// The migration was aborted; continue the task when the worker has finished.
         called_off: bool,
     },
-    /// Its images are written, and its memory is handed out.
+    /// Its images are written, and its memory is being served.
     Serving {
-        /// The move.
         migration: MigrationId,
         /// Number of the worker that waits for the engine.
         worker: u64,
-        /// The move was called off; continue the task when the worker is through.
+        /// The migration was aborted; continue the task when the worker has finished.
         called_off: bool,
     },
 }
@@ -72,52 +68,49 @@ pub(crate) enum Phase {
 /// A task whose process exists.
 #[derive(Debug)]
 pub(crate) struct Task {
-    /// Its id.
     pub(crate) tid: Tid,
-    /// Its process.
+    /// The task's first process.
     pub(crate) process: Child,
-    /// Its namespace; `None` when the tasker may not make any.
+    /// `None` if the tasker may not create namespaces.
     pub(crate) namespace: Option<Namespace>,
-    /// Where its output comes out.
     pub(crate) output: Output,
-    /// What it used on other hosts.
+    /// Resources that it used on other hosts.
     pub(crate) used_before: Usage,
-    /// What is being done with it.
     pub(crate) phase: Phase,
-    /// Whether it stands still for the owner, apart from moves.
+    /// Whether it is paused, apart from migrations.
     pub(crate) hold: Hold,
-    /// Processes that were stopped already when the others were stopped; they are not continued.
+    /// Processes that had been stopped before the others were; they are not continued.
     pub(crate) stopped_before: Vec<i32>,
-    /// It was asked to end, so that its program can be started again.
+    /// Set if the task was asked to exit so that its program can be restarted.
     pub(crate) ending: Option<Engine>,
-    /// What the next stop is to write into it.
+    /// Data that the next stop writes into the task.
     pub(crate) redirection: Option<Redirection>,
-    /// Signals that came while it was stopped.
+    /// Signals that arrived while it was stopped.
     pub(crate) held_signals: Vec<i32>,
 }
 
 impl Task {
-    /// Sends a signal to the task's process.
+    /// Sends a signal to the task's first process.
     pub(crate) fn send(&self, signal: i32) {
-        // The pid is ours until we reap it; an unknown signal number or an ended process is nobody's fault here.
+        // The pid stays valid until we reap it. An invalid signal number or an ended process is not
+        // an error here.
         let _ = sys::kill_raw(self.process.pid, signal);
     }
 
-    /// Its processes.
     pub(crate) fn crowd(&self) -> Crowd<'_> {
         self.namespace
             .as_ref()
             .map_or(Crowd::Group(self.process.pid), Crowd::Namespace)
     }
 
-    /// Numbers of its processes, found in the fastest way.
+    /// Returns the ids of its processes, by the fastest means.
     pub(crate) fn members(&self) -> Vec<i32> {
         self.namespace
             .as_ref()
             .map_or_else(|| self.crowd().pids(), Namespace::members)
     }
 
-    /// Lets a stopped task go on and delivers what came for it meanwhile, unless it is held.
+    /// Continues a stopped task and delivers the kept signals, unless it is paused.
     pub(crate) fn go_on(&mut self) {
         self.phase = Phase::Running;
         if !self.hold.is_free() {
@@ -130,17 +123,17 @@ impl Task {
         }
     }
 
-    /// The control group that all its processes are in, if there is one.
+    /// Returns the control group if all its processes are in it.
     pub(crate) fn group(&self) -> Option<&ControlGroup> {
         self.namespace.as_ref()?.group()
     }
 
-    /// The control group that keeps it from running, if that is what does.
+    /// Returns the control group if it is frozen.
     pub(crate) fn frozen(&self) -> Option<&ControlGroup> {
         self.group().filter(|group| group.is_frozen())
     }
 
-    /// Lets its processes go on, but those who had been stopped before.
+    /// Continues its processes, except those that had been stopped before.
     pub(crate) fn let_run(&self) {
         match self.frozen() {
             Some(group) => group.thaw(),
@@ -148,7 +141,8 @@ impl Task {
         }
     }
 
-    /// Ends every process of the task that can be reached: the whole namespace, or else its process group.
+    /// Kills all processes of the task that can be reached: the namespace, or else the process
+    /// group.
     pub(crate) fn kill(&self) {
         match &self.namespace {
             Some(namespace) => namespace.kill(),
@@ -159,21 +153,22 @@ impl Task {
         sys::kill_by(self.process.pidfd.as_fd());
     }
 
-    /// As [`Task::kill`]; when it returns nothing of the task gets another instruction done, however long its end takes.
+    /// As [`Task::kill`], but no process of the task executes another instruction after this
+    /// returns, however long its end takes.
     pub(crate) fn kill_all(&self) {
         for pid in self.crowd().pids() {
-            // It may have ended.
+            // Fails if the process has ended.
             let _ = sys::kill_raw(pid, libc::SIGKILL);
         }
         self.kill();
     }
 
-    /// True when its first process has ended; it was not reaped.
+    /// True if its first process has ended but was not reaped.
     pub(crate) fn has_ended(&self) -> bool {
         stop::has_ended(self.process.pid)
     }
 
-    /// Stops whatever of it an engine that died has left running.
+    /// Stops processes that a dead engine has left running.
     pub(crate) fn be_still(&self) {
         stop::all_still(&self.crowd(), &mut BTreeSet::new());
     }
@@ -187,10 +182,10 @@ pub(crate) struct Output {
 }
 
 impl Output {
-    /// A pipe: the reading end, and the end for the task.
+    /// Creates a pipe. Returns the reading end and the end for the task.
     ///
     /// # Errors
-    /// When there are no descriptors left.
+    /// No descriptors are left.
     pub(crate) fn new() -> io::Result<(Output, OwnedFd)> {
         let (ours, theirs) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
         fcntl(&ours, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
@@ -205,17 +200,17 @@ impl Output {
         ))
     }
 
-    /// Inode number of the pipe, which names it in images.
+    /// Returns the inode number of the pipe, which identifies it in images.
     pub(crate) fn inode(&self) -> u64 {
         self.inode
     }
 
-    /// For polling; `None` when nobody can write any more.
+    /// Returns the descriptor to poll; `None` if no process can write any more.
     pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.pipe.as_ref().map(AsFd::as_fd)
     }
 
-    /// Reads some of what is there.
+    /// Reads some of the available output.
     pub(crate) fn read(&mut self, mut take: impl FnMut(Vec<u8>)) {
         for _ in 0..CHUNKS_AT_ONCE_MAX {
             match self.chunk(OUTPUT_CHUNK_BYTES_MAX) {
@@ -225,7 +220,7 @@ impl Output {
         }
     }
 
-    /// Reads what lies in the pipe now, but not what a process that goes on writing adds meanwhile.
+    /// Reads what is in the pipe now, but not what is written meanwhile.
     pub(crate) fn drain(&mut self, mut take: impl FnMut(Vec<u8>)) {
         let mut left = self.fd().map_or(0, sys::bytes_in_pipe);
         while left > 0 {
@@ -257,10 +252,10 @@ impl Output {
     }
 }
 
-/// Starts a program as a task, in this namespace if there is one.
+/// Starts a program as a task, in this namespace if one is given.
 ///
 /// # Errors
-/// One sentence: what was tried and what happened. Nothing is left of the attempt.
+/// One sentence: what failed and why. Nothing is left of the attempt.
 pub(crate) fn start(
     order: &StartTask,
     namespace: Option<Namespace>,
@@ -291,8 +286,8 @@ pub(crate) fn start(
     })
 }
 
-/// Starts a process that waits, standing still, before it becomes this program, in this namespace if there is one; and where its
-/// output will come out.
+/// Starts a process that stops before its exec, in this namespace if one is given. Returns the
+/// process and its output.
 ///
 /// # Errors
 /// As [`start`].
@@ -310,7 +305,8 @@ pub(crate) fn build(
     })
 }
 
-/// Makes the process of a program, alone in a process group or not, and where its output will come out.
+/// Creates the process of a program and its output pipe. `own_group`: it gets a process group of
+/// its own.
 fn make(
     order: &StartTask,
     inherited: &Inherited,
@@ -331,7 +327,8 @@ fn make(
         inherited,
         own_group,
     ));
-    // The sweep for unknown children reaps what has failed; nothing here waits for a file system that hangs.
+    // A failed process is reaped with the unowned children; waiting here could block on a file
+    // system that hangs.
     Ok((made.map_err(|why| explain(order, why))?, output))
 }
 
@@ -359,7 +356,7 @@ fn explain(order: &StartTask, why: NotStarted) -> String {
     }
 }
 
-/// The span that a wait for stopping gets, in the words of a failure.
+/// Converts a duration, saturating.
 pub(crate) fn micros(span: std::time::Duration) -> Micros {
     Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
 }

@@ -1,6 +1,8 @@
-//! A real dump and restore of a tiny process at the tasker's start, in the background: the only way to know that the
-//! engine works on this kernel with these rights. Its version number says nothing about that. An engine that does not work, or is
-//! not there, is tried again now and then: somebody may have put a better one in its place, or a full disk was in the way.
+//! Probes the engine by a real dump and restore of a tiny process, in the background.
+//!
+//! Only this shows that the engine works on this kernel with these rights; its version number does
+//! not. An engine that fails or is missing is probed again from time to time: it may have been
+//! replaced, or a full disk may have been the cause.
 
 use crate::moves::{EngineState, limits_for};
 use crate::namespace::Namespace;
@@ -19,18 +21,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Pause before an engine that does not work is tried again: at first, and, as it doubles, at most.
+/// First and longest delay before a failed engine is probed again; the delay doubles.
 const AGAIN_MIN: Duration = Duration::from_secs(10);
 const AGAIN_MAX: Duration = Duration::from_secs(300);
-/// Beginning of the name of its directory.
+/// Prefix of the name of the probe's directory.
 const DIR_NAME: &str = "sempa-trial-";
-/// A trial is over long before this; an older directory was left by a tasker that was killed.
+/// Age from which a directory was left by a killed tasker: a probe takes much less time.
 const LEFT_BEHIND_AGE: Duration = Duration::from_secs(120);
 
-/// What the trial has made. Dropping it ends the process and removes the images.
+/// What the probe has created. Dropping it ends the process and removes the images.
 pub(crate) struct Trial {
     namespace: Namespace,
-    /// Its process.
     pid: i32,
     output: Output,
     dir: PathBuf,
@@ -39,13 +40,13 @@ pub(crate) struct Trial {
 impl Drop for Trial {
     fn drop(&mut self) {
         self.namespace.kill();
-        // If it is gone already there is nothing to do, and nobody is left to be told of anything else.
+        // The directory may already be gone; other errors cannot be reported to anyone here.
         let _ = std::fs::remove_dir_all(&self.dir);
     }
 }
 
 impl Supervisor {
-    /// Begins the trial if there is an engine to try.
+    /// Starts the probe if there is an engine to probe.
     pub(crate) fn begin_trial(&mut self) {
         match &self.moves.state {
             EngineState::Trying(_) => {}
@@ -64,7 +65,7 @@ impl Supervisor {
         }
     }
 
-    /// The engine cannot be used, as before or for another reason, which is said aloud.
+    /// Marks the engine as unusable. Reports that to the daemon if the reason is new.
     fn engine_is_broken(&mut self, before: &str, why: String) {
         self.trial_at = Some(Instant::now() + pause_before(self.moves.trials_failed));
         self.moves.trials_failed = self.moves.trials_failed.saturating_add(1);
@@ -108,7 +109,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// It is known whether memory can follow tasks; the dump comes next.
+    /// Handles the result of the post-copy check; the dump follows.
     pub(crate) fn trial_checked(&mut self, result: Result<(), Failure>) {
         self.moves.following.possible =
             result.map_err(|why| format!("nobody can deal with missing memory here: {why}"));
@@ -137,7 +138,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// The dump is over; the restore follows.
+    /// Handles the result of the dump; the restore follows.
     pub(crate) fn trial_dumped(&mut self, result: Result<DumpReport, Failure>) {
         if let Err(why) = result.and_then(|_| self.restore_trial()) {
             self.end_trial(Err(why));
@@ -173,20 +174,21 @@ impl Supervisor {
         Ok(())
     }
 
-    /// The restore is over; nothing of it is wanted.
+    /// Handles the result of the restore; the restored process is not needed.
     pub(crate) fn trial_held(&mut self, result: Result<Box<dyn Held>, Failure>) {
         let result = result.map(|held| held.refuse());
         self.end_trial(result);
     }
 
-    /// Says aloud if the engine turned out not to work, and takes up what waited for this.
+    /// Ends the probe, reports an engine that turned out to be unusable, and handles the orders
+    /// that waited.
     fn end_trial(&mut self, result: Result<(), Failure>) {
         let dir = self
             .moves
             .trial
             .take()
             .map(|trial| trial.dir.display().to_string());
-        // The same failure is the same words, whatever the name of its directory.
+        // Equal failures must have equal texts, so the directory's name is replaced.
         let failed = |why: Failure| {
             let why = why
                 .to_string()
@@ -221,12 +223,12 @@ impl Supervisor {
     }
 }
 
-/// How long until an engine is tried again that has failed so many times before.
+/// Returns the delay before the next probe after `failed` failures.
 fn pause_before(failed: u32) -> Duration {
     AGAIN_MIN.saturating_mul(1 << failed.min(16)).min(AGAIN_MAX)
 }
 
-/// Removes our own directories that killed taskers left.
+/// Removes directories that killed taskers of this user left.
 fn remove_old(temp: &Path) {
     let uid = nix::unistd::geteuid().as_raw();
     for entry in std::fs::read_dir(temp).into_iter().flatten().flatten() {
@@ -237,7 +239,7 @@ fn remove_old(temp: &Path) {
         if entry.file_name().to_string_lossy().starts_with(DIR_NAME)
             && entry.metadata().is_ok_and(old)
         {
-            // Somebody else may be removing it too.
+            // Another tasker may be removing it, too.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }

@@ -40,7 +40,7 @@ impl Supervisor {
             })
     }
 
-    /// Inspects a task.
+    /// Inspects a task on a worker; [`Supervisor::seen`] gets the result.
     pub(crate) fn look(&mut self, by: For, tid: Tid) {
         let refused = match (self.tasks.get(&tid), self.no_engine()) {
             (None, _) => Some(Refusal::NoSuchTask),
@@ -96,7 +96,8 @@ impl Supervisor {
         });
     }
 
-    /// Checks whether this host could run a task.
+    /// Checks on a worker whether this host could run a task; [`Supervisor::judged`] gets the
+    /// result.
     pub(crate) fn judge(&mut self, by: For, facts: TaskFacts) {
         if let Some(refusal) = self.no_engine() {
             return self.judged(by, vec![refusal]);

@@ -38,7 +38,7 @@ pub(crate) enum Outcome {
     /// Receiving pre-copied memory has ended, at the target.
     PreCopyCame {
         migration: MigrationId,
-        /// The received memory.
+        /// All memory that was received.
         result: Result<ReceivedPages, Failure>,
     },
     /// Serving the memory of a dumped task has ended.
@@ -104,7 +104,7 @@ struct Worker {
     engine: Option<i32>,
 }
 
-/// All worker threads.
+/// All worker threads of the tasker.
 pub(crate) struct Workers {
     running: BTreeMap<u64, Worker>,
     next: u64,

@@ -1,7 +1,7 @@
-//! Files that a task has gone on writing after the checkpoint from which it is started again.
+//! Truncates files that a task continued to write after the checkpoint from which it is restarted.
 //!
-//! What it wrote since then it will write again. So a file that has grown is cut to the length that it had; then its content
-//! is not there twice, and the engine finds it as it was.
+//! The task will write the same data again. A file that has grown is truncated to its length at the
+//! checkpoint, so the content is not duplicated and the engine finds the file in its old state.
 
 use nix::sys::stat::SFlag;
 use sempa_proto::migration::Failure;
@@ -10,12 +10,14 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// Cuts each of these files to its length in bytes, if it is longer now. Only regular files of the tasker's user are touched,
-/// and no link is followed. None is touched if one of them is shorter: what it had is not there, and a program that only appends
-/// would go on behind a gap, which the engine does not look for.
+/// Truncates each of these files to its length at the checkpoint if it has grown.
+///
+/// Only regular files of the tasker's user are changed, and no symbolic link is followed. If a file
+/// has become shorter, none is changed: its old content is missing, and a program that appends
+/// would leave a gap that the engine does not check for.
 ///
 /// # Errors
-/// [`Failure::Io`] with the file that could not be cut, or is shorter.
+/// [`Failure::Io`] with the file that could not be truncated or has become shorter.
 pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
     for (path, bytes) in files {
         let now = std::fs::symlink_metadata(path)
@@ -56,7 +58,7 @@ fn cut(path: &Path, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Nobody has put another one in its place meanwhile.
+/// True if the path still refers to the same file.
 fn is_the_same(file: &File, seen: &std::fs::Metadata) -> io::Result<bool> {
     let meta = file.metadata()?;
     let is_regular = SFlag::from_bits_truncate(meta.mode()).contains(SFlag::S_IFREG);
@@ -68,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_has_grown_is_cut_and_nothing_else_is_touched() {
+    fn only_grown_files_are_truncated() {
         let dir = tempfile::tempdir().expect("dir");
         let path = |name: &str| dir.path().join(name);
         for (name, bytes) in [
