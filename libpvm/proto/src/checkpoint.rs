@@ -134,7 +134,6 @@ pub enum CutFailure {
     HostLost(HostId),
     /// The checkpoint did not end in time.
     Deadline {
-        /// The time limit.
         allowed: Micros,
     },
     /// The store reported an error.
@@ -234,7 +233,6 @@ pub enum RestartFailure {
     HostLost(HostId),
     /// The restart did not end in time.
     Deadline {
-        /// The time limit.
         allowed: Micros,
     },
 }
@@ -306,7 +304,7 @@ impl fmt::Display for RestartFailure {
 /// Metadata of a checkpoint, stored next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SetMeta {
-    /// Equals [`SET_VERSION`].
+    /// Value of [`SET_VERSION`] when it was written.
     pub version: u16,
     /// Wire version of the task libraries in the images.
     pub wire: u16,
@@ -316,7 +314,6 @@ pub struct SetMeta {
     pub job: Tid,
     /// Latest incarnation in the virtual machine.
     pub line: u16,
-    /// The job's tasks.
     pub parts: Vec<PartMeta>,
     /// Groups of which the tasks are members.
     pub groups: Vec<SavedGroup>,
@@ -331,12 +328,11 @@ pub struct SetMeta {
 /// A mailbox entry at the time of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedEntry {
-    /// Mailbox class.
     pub name: String,
     /// Index in the class.
     pub index: i32,
     pub owner: Tid,
-    /// `PvmMbox*` bits.
+    /// Bitwise combination of `PvmMbox*` values.
     pub flags: i32,
     pub message: Message,
 }
@@ -368,7 +364,7 @@ pub struct SavedGroup {
 /// State that a task's daemon had of it, stored next to its images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PartRecord {
-    /// Equals [`SET_VERSION`].
+    /// Value of [`SET_VERSION`] when it was written.
     pub version: u16,
     pub record: TaskRecord,
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the

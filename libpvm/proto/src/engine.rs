@@ -1,10 +1,10 @@
 //! Migration engines: the ways to migrate a task, and the syntax by which a task selects them.
 //!
-//! | Engine | How it works | Requirements |
-//! | --- | --- | --- |
-//! | `criu` | CRIU dumps the processes and restores them. | similar hosts, privileges |
-//! | `own` | The program is asked by a signal or a message to write its own checkpoint. It exits with an agreed status and is restarted. | none |
-//! | `restart` | The program is ended and restarted; its state is lost. | none |
+//! - `criu`: CRIU dumps the processes and restores them. Needs similar hosts and privileges.
+//! - `own`: the program is asked by a signal or a message to write its own checkpoint. It exits with
+//!   an agreed status and is restarted. Works between any two hosts, without privileges.
+//! - `restart`: the program is ended and restarted; its state is lost. Works between any two hosts,
+//!   without privileges.
 
 use crate::ids::Tid;
 use crate::task::SpawnRequest;
@@ -54,7 +54,7 @@ const SIGNALS: [(&str, i32); 9] = [
 /// The way to ask a program for its own checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Asked {
-    /// By this signal.
+    /// The number of a signal.
     Signal(i32),
     /// By a message with this tag from its daemon. The message contains the time limit in seconds,
     /// as an integer.
@@ -282,7 +282,7 @@ pub struct Begin {
     pub request: SpawnRequest,
     /// Number of restarts so far.
     pub count: u32,
-    /// Files of its own checkpoint, as [`STATE_ENV`] names them; empty if it names none.
+    /// Files of the program's own checkpoint, as [`STATE_ENV`] names them; empty if it names none.
     pub state: Vec<String>,
 }
 

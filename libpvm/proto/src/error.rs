@@ -72,7 +72,7 @@ codes! {
     NoParent = -23, "No parent task";
     /// This implementation does not have the operation.
     NotImpl = -24, "Not implemented";
-    /// The daemon failed.
+    /// An internal error of the daemon.
     DSysErr = -25, "Pvmd system error";
     /// Two daemons have different versions.
     BadVersion = -26, "Version mismatch";

@@ -110,11 +110,8 @@ pub enum EventKind {
     Moving {
         id: MigrationId,
         tid: Tid,
-        /// Source host.
         from: HostId,
-        /// Target host.
         to: HostId,
-        /// The completed step.
         step: Step,
         /// Size of the images, for dump and transfer.
         bytes: u64,
@@ -123,9 +120,7 @@ pub enum EventKind {
     Moved {
         id: MigrationId,
         tid: Tid,
-        /// Source host.
         from: HostId,
-        /// Target host.
         to: HostId,
         cause: Cause,
         /// Size of the images.
@@ -143,9 +138,7 @@ pub enum EventKind {
     MoveFailed {
         id: MigrationId,
         tid: Tid,
-        /// Source host.
         from: HostId,
-        /// Target host.
         to: HostId,
         cause: Cause,
         /// The step that failed.
@@ -259,7 +252,6 @@ pub enum EventKind {
     Note {
         text: String,
     },
-    /// Checkpoints were removed.
     SetsRemoved {
         /// Names of the checkpoints.
         sets: Vec<String>,

@@ -101,7 +101,7 @@ pub struct GroupInfo {
 }
 
 impl GroupInfo {
-    /// Counts the members.
+    /// Counts the members, without free instances.
     pub fn size(&self) -> usize {
         self.members.iter().filter(|tid| **tid != Tid::NONE).count()
     }

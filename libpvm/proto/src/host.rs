@@ -102,7 +102,7 @@ pub enum Answer {
     Reply(Reply),
     /// The task has migrated; ask this host.
     Elsewhere(HostId),
-    /// Reply to [`Question::Watch`].
+    /// The reply to [`Question::Watch`].
     Watched {
         /// True if the task has ended or never existed.
         gone: bool,
@@ -113,7 +113,7 @@ pub enum Answer {
     Facts(Result<TaskFacts, Refusal>),
     /// Reply to [`Question::Verdict`], and the engine that would be used.
     Verdict(Verdict, Engine),
-    /// Reply to [`Question::Count`].
+    /// The reply to [`Question::Count`].
     Count {
         /// The tasks of the host.
         tasks: Vec<TaskInfo>,
@@ -241,7 +241,7 @@ pub enum HostMsg {
     /// whatever the outcome of the migration.
     SuspendDecided {
         migration: MigrationId,
-        /// Id of [`HostMsg::SuspendMoving`].
+        /// Copied from [`HostMsg::SuspendMoving`].
         id: RequestId,
         /// `None`: the task's daemon must decide again, because the migration is over or the task
         /// is at another location.
@@ -285,7 +285,7 @@ pub enum WatchKind {
     TaskExit(Tid),
     /// The loss of this host; host tid as the caller passed it.
     HostDelete(Tid),
-    /// Hosts that join.
+    /// Hosts that join later.
     HostAdd {
         /// Messages left; negative: unlimited.
         count: i32,
@@ -308,7 +308,7 @@ pub struct TaskRecord {
     pub parent: Tid,
     /// Name given to spawn.
     pub name: String,
-    /// `TASK_*` bits.
+    /// Bitwise combination of `TASK_*` values.
     pub flags: i32,
     /// Number by which the task claimed its tid.
     pub epid: Option<i32>,

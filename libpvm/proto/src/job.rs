@@ -58,11 +58,10 @@ pub struct JobFile {
     /// Program to which the file applies; `None`: every program that is spawned.
     pub program: Option<String>,
     pub arguments: Vec<String>,
-    /// Number of tasks.
+    /// Number of tasks to start.
     pub count: Option<u32>,
     /// `SPAWN_*` flag and name of a host or an architecture.
     pub place: Option<(i32, String)>,
-    /// Working directory.
     pub directory: Option<String>,
     /// Variables, including those that carry constraints and engines.
     pub environment: BTreeMap<String, String>,

@@ -361,7 +361,7 @@ impl Link {
         self.tx.next - self.tx.acked
     }
 
-    /// True after [`LinkEvent::PeerGone`].
+    /// True once [`LinkEvent::PeerGone`] was handled.
     #[inline]
     pub fn is_gone(&self) -> bool {
         self.gone
@@ -530,7 +530,6 @@ impl Link {
     }
 
 
-    /// Processes an event.
     pub fn handle(&mut self, now: Micros, event: LinkEvent) {
         match event {
             LinkEvent::Frame(frame) => self.handle_frame(now, frame),

@@ -61,7 +61,7 @@ impl LoadSample {
     }
 }
 
-/// One login record.
+/// One record of a login session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Login {
     pub user: String,
@@ -144,7 +144,6 @@ fn fits(pattern: &str, name: &str) -> bool {
 /// A message of a load watcher to the resource manager.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// The watcher's host.
     pub host: HostId,
     /// Time of the report, in microseconds since 1970.
     pub at: Micros,

@@ -125,9 +125,7 @@ impl fmt::Display for Cause {
 pub struct Move {
     pub id: MigrationId,
     pub tid: Tid,
-    /// Source host.
     pub from: HostId,
-    /// Target host.
     pub to: HostId,
     pub cause: Cause,
 }
@@ -137,7 +135,7 @@ pub struct Move {
 pub struct FileFact {
     /// Absolute path as the task sees it.
     pub path: PathBuf,
-    /// Length in bytes.
+    /// Length at the source, in bytes.
     pub bytes: u64,
     /// Properties that must be equal on both hosts.
     pub must: FileMatch,
@@ -268,14 +266,14 @@ pub enum Refusal {
     /// A file is missing or different on the target.
     File {
         path: PathBuf,
-        /// The difference.
+        /// The difference, in one sentence.
         why: String,
     },
     /// The target has too little free memory.
     Memory {
-        /// Bytes needed.
+        /// Bytes that the task needs.
         need: u64,
-        /// Bytes available.
+        /// Bytes available on the target.
         have: u64,
     },
     /// A control group of the target limits the number of processes and threads.
@@ -289,16 +287,14 @@ pub enum Refusal {
     HostLost(HostId),
     /// The owner of the target permits no guests to run at present.
     OwnerThere {
-        /// The target host.
         host: HostId,
         /// The load watcher's reason, in one sentence.
         why: String,
     },
     /// The owner of the target does not permit one more guest, or this program.
     OwnerLimits {
-        /// The target host.
         host: HostId,
-        /// The owner's limit.
+        /// The owner's limit, in one sentence.
         why: String,
     },
     /// The coordinator's limit of concurrent migrations is reached.
@@ -340,9 +336,9 @@ pub enum Refusal {
     /// The target would have enough memory, but part of it is reserved for tasks that are migrating
     /// there.
     MemoryPromised {
-        /// Bytes needed.
+        /// Bytes that the task needs.
         need: u64,
-        /// Bytes available.
+        /// Bytes available on the target.
         have: u64,
         /// Bytes of `have` that are reserved for accepted tasks whose memory has not completely
         /// arrived.
@@ -513,7 +509,6 @@ pub enum Failure {
     Refused(Verdict),
     /// The step did not end in time.
     Deadline {
-        /// The time limit.
         allowed: Micros,
     },
     /// The engine's process was killed by a signal.

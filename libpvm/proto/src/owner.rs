@@ -20,7 +20,7 @@ pub enum Leave {
     /// Migrate to another host. Without one they stay paused.
     #[default]
     Move,
-    /// End the tasks.
+    /// End the tasks without a migration.
     Kill,
     /// Migrate to another host. Without one their jobs are checkpointed, ended, and restarted when
     /// there is room.
@@ -40,7 +40,6 @@ impl fmt::Display for Leave {
 /// Permission of guests to run on a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Guests {
-    /// Guests may run.
     #[default]
     Welcome,
     /// Guests must be paused immediately.
@@ -60,7 +59,7 @@ pub struct GuestsWord {
     pub guests: Guests,
     /// The reason in one sentence.
     pub why: String,
-    /// Limits for guests while they may run. The host enforces them regardless of who places tasks, except
-    /// the memory limit, which is measured.
+    /// Limits for guests while they may run. The host enforces them regardless of who places tasks,
+    /// except the memory limit, which is measured.
     pub limits: GuestLimits,
 }

@@ -93,7 +93,7 @@ pub enum Question {
 pub enum Answer {
     /// The query's version is not supported; the supported version.
     Version(u16),
-    /// Decisions, oldest first.
+    /// Decisions about the subject, oldest first.
     Why {
         /// The task's record, if the query named a task.
         task: Option<TaskUse>,
@@ -103,7 +103,7 @@ pub enum Answer {
     },
     /// Users in ascending order of their ids.
     Users(Vec<UserUse>),
-    /// Jobs, oldest first.
+    /// The selected jobs, oldest first.
     Jobs(Vec<JobUse>),
     /// A job with its tasks.
     Job {
@@ -250,10 +250,9 @@ pub struct TaskUse {
     pub ended: Option<(Micros, End)>,
     /// Resources used; known only after its end.
     pub used: Usage,
-    /// Number of migrations.
     pub moves: u32,
-    /// Number of times that an owner evicted it, by a migration (which also counts in `moves`) or
-    /// by its end.
+    /// Number of evictions by owners. A migration counts here and as a migration; the forced end of
+    /// the task counts only here.
     pub evictions: u32,
     /// True if it counts toward the limits of its user and job.
     pub counted: bool,
@@ -305,10 +304,9 @@ pub struct Sums {
     pub used: Usage,
     /// Total time between start and end of all ended tasks, without their suspensions.
     pub wall: Micros,
-    /// Number of migrations.
     pub moves: u64,
-    /// Number of evictions by owners, by a migration (which also counts in `moves`) or by the end
-    /// of a task.
+    /// Number of evictions by owners. A migration counts here and as a migration; the forced end of
+    /// a task counts only here.
     pub evictions: u64,
 }
 
@@ -375,7 +373,6 @@ pub enum Excluded {
     NotAsked,
     /// The host has another architecture.
     Arch {
-        /// The host's architecture.
         has: String,
     },
     /// The host's owner is present.
@@ -391,7 +388,6 @@ pub enum Excluded {
     },
     /// The host was lost or did not answer.
     NoAnswer,
-    /// Any other reason.
     Other {
         /// The reason in one sentence.
         why: String,
@@ -434,7 +430,6 @@ pub struct Waits {
     pub program: String,
     /// Number of tasks to place.
     pub count: u32,
-    /// The requesting task.
     pub by: Tid,
     /// Job of the requesting task.
     pub job: Tid,

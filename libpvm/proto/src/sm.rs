@@ -353,7 +353,7 @@ pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
 pub struct TaskOrder {
     /// Tid of the new task.
     pub tid: Tid,
-    /// `PvmTask*` bits.
+    /// Bitwise combination of `PvmTask*` values.
     pub flags: i32,
     /// Absolute path of the program.
     pub path: Vec<u8>,

@@ -89,7 +89,7 @@ pub struct TaskInfo {
     pub parent: Tid,
     /// The host on which it runs.
     pub host: HostId,
-    /// `TASK_*` bits.
+    /// Bitwise combination of `TASK_*` values.
     pub flags: i32,
     /// Name given to spawn; empty for a task from a command line.
     pub name: String,

@@ -89,9 +89,9 @@ pub enum AtEnd {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
-    /// Must be [`TASK_MAGIC`].
+    /// Must be equal to [`TASK_MAGIC`].
     pub magic: [u8; 4],
-    /// Must be [`crate::WIRE_VERSION`].
+    /// Must be equal to [`crate::WIRE_VERSION`].
     pub version: u16,
     pub claim: Claim,
     /// Process id in the process's own PID namespace.
@@ -138,21 +138,18 @@ pub struct NotifyRequest {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MailboxRequest {
     Put {
-        /// Mailbox class.
         name: String,
-        /// `PvmMbox*` bits.
+        /// Bitwise combination of `PvmMbox*` values.
         flags: i32,
         message: Message,
     },
     Take {
-        /// Mailbox class.
         name: String,
         index: i32,
-        /// `PvmMbox*` bits.
+        /// Bitwise combination of `PvmMbox*` values.
         flags: i32,
     },
     Delete {
-        /// Mailbox class.
         name: String,
         index: i32,
     },
@@ -217,7 +214,7 @@ pub struct TracerSettings {
     pub mask: Vec<u8>,
     /// Bytes that a task buffers before it sends trace records.
     pub buffer: i32,
-    /// `PvmTrace*` option.
+    /// One of the `PvmTrace*` values.
     pub options: i32,
 }
 
@@ -319,7 +316,7 @@ pub enum Request {
     },
     /// Reads the clock of a host. → [`Reply::Clock`]
     HostSync {
-        /// Host tid.
+        /// The host's tid without a local part.
         host: Tid,
     },
     /// Sets the destination of this task's own output. → [`Reply::Done`]
@@ -439,7 +436,6 @@ pub struct MoveReport {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Reply {
     Done,
-    /// The request failed.
     Failed {
         error: PvmError,
         /// One sentence: the attempt, its failure and a remedy.
@@ -587,14 +583,15 @@ pub enum ToDaemon {
     TakesNothing {
         by: MigrationId,
     },
-    /// Answer to [`ToTask::TakeNothing`] without a migration: the task continues and must not exit.
+    /// Answer to [`ToTask::TakeNothing`] without a migration: the task continues, and an exit
+    /// would lose messages again.
     TakesAgain {
         /// The migration of the earlier [`ToTask::TakeNothing`].
         by: MigrationId,
     },
     /// A message to another task about a route between the two.
     Route {
-        /// The other task.
+        /// Task that receives the message.
         to: Tid,
         /// Its descriptors travel with the frame.
         word: RouteWord,
@@ -655,7 +652,7 @@ pub enum ToTask {
     },
     /// A message from another task about a route between the two.
     Route {
-        /// The other task.
+        /// Task that sent the message.
         from: Tid,
         /// True if it runs on this host.
         near: bool,
@@ -684,7 +681,7 @@ pub struct RedirectAt {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Redirect {
     pub migration: MigrationId,
-    /// Files to watch.
+    /// Files in one of which a [`ResumeToken`] will appear.
     pub tokens: Vec<PathBuf>,
 }
 

@@ -252,7 +252,6 @@ pub enum FromTasker {
     /// Must be the first message. It is sent again if a test of the engine, by a real dump and
     /// restore in the background, fails.
     Ready(Capabilities),
-    /// The process exists.
     Started {
         tid: Tid,
         /// Its process id in the tasker's PID namespace.
@@ -278,7 +277,7 @@ pub enum FromTasker {
     /// Bytes of standard output or standard error.
     Output {
         tid: Tid,
-        /// At most [`OUTPUT_CHUNK_BYTES_MAX`].
+        /// Length is at most [`OUTPUT_CHUNK_BYTES_MAX`].
         bytes: Vec<u8>,
     },
     /// The process has ended, and all its output has been reported.
@@ -315,13 +314,13 @@ pub enum FromTasker {
         /// This host supports post-copy as target.
         memory_can_follow: bool,
     },
-    /// As [`FromTasker::Inspected`].
+    /// As [`FromTasker::Inspected`], for a query.
     Seen {
         /// Id of the query.
         question: RequestId,
         result: Result<TaskFacts, Refusal>,
     },
-    /// As [`FromTasker::Prepared`].
+    /// As [`FromTasker::Prepared`], for a query.
     Judged {
         /// Id of the query.
         question: RequestId,

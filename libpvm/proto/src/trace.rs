@@ -82,7 +82,7 @@ pub enum Value {
 /// One item of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
-    /// One of [`DATA_IDS`].
+    /// Must be one of [`DATA_IDS`].
     pub name: &'static str,
     pub value: Value,
 }

@@ -1,7 +1,8 @@
-//! Links under loss, duplication, reordering, broken routes and moving tasks, in virtual time from one seed.
+//! Simulates links with loss, duplication, reordering, broken routes and migrating tasks, in
+//! virtual time from one seed.
 //!
-//! Every pair of tasks exchanges numbered messages; each receiver checks that it gets each number once and in order, with
-//! the bytes that were sent.
+//! Every pair of tasks exchanges numbered messages. Each receiver checks that every number arrives
+//! once and in order, with the bytes that were sent.
 
 mod dice;
 
@@ -14,13 +15,13 @@ use sempa_proto::link::{
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
 
-/// How bad the network is, in parts of a thousand.
+/// Fault rates of the network, per thousand.
 #[derive(Clone, Copy, Debug)]
 struct Weather {
     loss: u64,
     duplication: u64,
     reordering: u64,
-    /// Chance, at each step, that some task loses its route for a while or moves.
+    /// Chance, at each step, that a task loses its route for a while or migrates.
     moves: u64,
 }
 
@@ -48,9 +49,9 @@ struct Network {
     weather: Weather,
     now: Micros,
     tids: Vec<Tid>,
-    /// `links[a][b]`: a's end of the conversation with b.
+    /// `links[a][b]`: a's end of its link to b.
     links: Vec<Vec<Link>>,
-    /// When a task without a route gets its next one.
+    /// Time at which a task without a route gets its next one.
     away: Vec<Option<Micros>>,
     routes: u64,
     air: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
@@ -118,7 +119,7 @@ impl Network {
             .expect("far below the limit");
     }
 
-    /// A random message: mostly small, sometimes of several fragments.
+    /// Sends a random message: usually small, sometimes with several fragments.
     fn send_something(&mut self) {
         let tasks = self.tids.len() as u64;
         let from = self.dice.roll(tasks) as usize;
@@ -144,7 +145,7 @@ impl Network {
         }
     }
 
-    /// Some of the messages of several fragments go in one piece: a frame with too many bytes.
+    /// Sends half of the messages with several fragments whole, as a frame larger than a fragment.
     fn pump_whole(&mut self, a: usize, b: usize) {
         while let Some((head, body)) = self.links[a][b].next_whole(FRAGMENT_BYTES_MAX) {
             let payload: Bytes = [head, body].concat().into();
@@ -207,7 +208,8 @@ impl Network {
         }
     }
 
-    /// A task loses its route; what is in the air for it is lost with some chance (a move) or not (a broken route).
+    /// Takes a task's route away. Frames in flight to it are lost in half of the cases (a
+    /// migration) and kept otherwise (a broken route).
     fn unroute(&mut self, task: usize) {
         if self.away[task].is_some() {
             return;
@@ -234,7 +236,7 @@ impl Network {
         }
     }
 
-    /// Goes to the next thing that happens. False when nothing is left to happen.
+    /// Advances to the next event. False if there is none.
     fn step(&mut self) -> bool {
         if self.dice.roll(1000) < self.weather.moves {
             let task = self.dice.roll(self.tids.len() as u64) as usize;
@@ -302,7 +304,7 @@ impl Network {
         panic!("the links do not come to rest");
     }
 
-    /// Links that owe each other nothing say nothing after a while.
+    /// Links with nothing outstanding become silent.
     fn rest(&mut self) {
         for _ in 0..100_000 {
             for a in 0..self.tids.len() {
@@ -339,8 +341,10 @@ fn converse(seed: u64, tasks: usize, weather: Weather, messages: u64) -> Network
     network
 }
 
+/// A million messages arrive once and in order despite loss, duplication, reordering and
+/// migrations.
 #[test]
-fn a_million_messages_arrive_once_and_in_order_through_loss_doubling_reordering_and_moves() {
+fn million_messages_arrive_once_in_order() {
     let (mut messages, mut wholes, mut seed) = (0, 0, 0);
     while messages < 1_000_000 {
         seed += 1;
@@ -351,20 +355,20 @@ fn a_million_messages_arrive_once_and_in_order_through_loss_doubling_reordering_
 }
 
 #[test]
-fn a_storm_delays_messages_and_nothing_more() {
+fn heavy_faults_only_delay_messages() {
     for seed in 1..20 {
         converse(seed, 2 + (seed % 4) as usize, STORM, 5_000);
     }
 }
 
 #[test]
-fn reliable_routes_that_never_break_cost_no_second_transmission() {
+fn reliable_routes_need_no_retransmission() {
     let mut network = Network::new(1, 2, CALM);
     for _ in 0..1000 {
         network.send(0, 1, 10);
     }
     network.settle();
-    // Acknowledgements: at least two, at most one for each eighth of the window and delay.
+    // Acknowledgements: at least two, and at most one per eighth of the window and one per delay.
     assert!(
         (1002..1010).contains(&network.transmitted),
         "{}",
@@ -372,8 +376,9 @@ fn reliable_routes_that_never_break_cost_no_second_transmission() {
     );
 }
 
+/// Two tasks that each send a gigabyte before they receive do not block each other.
 #[test]
-fn two_tasks_that_send_a_gigabyte_before_they_receive_do_not_block_each_other() {
+fn mutual_bulk_senders_do_not_deadlock() {
     let mut network = Network::new(1, 2, CALM);
     let piece: Bytes = vec![7; 16 << 20].into();
     for (a, b) in [(0, 1), (1, 0)] {
@@ -410,7 +415,7 @@ fn two_tasks_that_send_a_gigabyte_before_they_receive_do_not_block_each_other() 
 }
 
 #[test]
-fn the_window_bounds_fragments_as_well_as_bytes() {
+fn window_bounds_fragments_and_bytes() {
     let mut link = Link::new(Tid::from_raw(0x40001), Tid::from_raw(0x40002));
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
     for _ in 0..2 * WINDOW_FRAGMENTS_MAX {
@@ -435,7 +440,7 @@ fn the_window_bounds_fragments_as_well_as_bytes() {
 }
 
 #[test]
-fn a_question_that_is_answered_before_it_was_asked_is_not_asked_any_more() {
+fn answered_probe_is_not_sent() {
     let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
     let mut link = Link::new(a, b);
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
@@ -445,7 +450,7 @@ fn a_question_that_is_answered_before_it_was_asked_is_not_asked_any_more() {
         link.poll(Micros(0)),
         Some(LinkOutput::Transmit(_))
     ));
-    // It would ask what has come through, but hears it before.
+    // The link would send a probe, but the acknowledgement comes first.
     link.handle(Micros(1), LinkEvent::RouteUp(RouteId(2)));
     let ack = LinkFrame {
         src: b,
@@ -461,7 +466,7 @@ fn a_question_that_is_answered_before_it_was_asked_is_not_asked_any_more() {
 }
 
 #[test]
-fn what_is_kept_for_a_task_that_has_ended_is_dropped_and_later_messages_vanish() {
+fn messages_to_ended_peer_are_dropped() {
     let mut link = Link::new(Tid::from_raw(0x40001), Tid::from_raw(0x40002));
     link.handle(Micros(0), LinkEvent::RouteUp(RouteId(1)));
     link.send(Bytes::from_static(b"x"), Bytes::new())
@@ -474,7 +479,7 @@ fn what_is_kept_for_a_task_that_has_ended_is_dropped_and_later_messages_vanish()
 }
 
 #[test]
-fn frames_of_somebody_else_and_acknowledgements_of_the_future_are_ignored() {
+fn foreign_frames_and_future_acks_are_ignored() {
     let (a, b, c) = (
         Tid::from_raw(0x40001),
         Tid::from_raw(0x40002),

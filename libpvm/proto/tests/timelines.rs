@@ -1,10 +1,12 @@
-//! Links of tasks that are started again from checkpoints, in virtual time from one seed.
+//! Simulates links of tasks that are restarted from checkpoints, in virtual time from one seed.
 //!
-//! Some tasks are members of a job, others are not. Now and then all members stand still and are copied; now and then all of
-//! them die and begin again from a copy, on a later timeline. Frames of the time before come late, twice, or never.
+//! Some tasks are members of a job, others are not. From time to time all members stop and are
+//! copied, or all of them die and restart from a copy with a later incarnation. Frames of earlier
+//! incarnations arrive late, twice, or never.
 //!
-//! Every message has a number of its own, and every task knows what it has said and heard; the copy of a member knows what the
-//! member knew. So what a member hears must always be a beginning of what the other one remembers to have said.
+//! Every message has a unique number, and every task records what it has sent and received. The
+//! copy of a member includes its records. The messages that a member received from another member
+//! must therefore always be a prefix of those that the other one recorded as sent.
 
 mod dice;
 
@@ -19,10 +21,10 @@ use std::collections::BTreeMap;
 const MEMBERS: usize = 3;
 const ROUTE: RouteId = RouteId(1);
 
-/// What one task knows. A copy of it is its part of a checkpoint.
+/// State of one task. A copy of it is the task's part of a checkpoint.
 #[derive(Clone)]
 struct Task {
-    /// The timeline on which its new links begin.
+    /// Incarnation of new links.
     line: u16,
     links: BTreeMap<usize, Link>,
     said: BTreeMap<usize, Vec<u64>>,
@@ -40,21 +42,20 @@ impl Task {
     }
 }
 
-/// Whether a task runs.
 #[derive(Clone, Copy, PartialEq)]
 enum State {
     Runs,
-    /// It stands still; from then on it goes on.
+    /// Stopped; resumes at this time.
     Still(Option<Micros>),
     Dead,
 }
 
-/// What a task outside has to do with a member since the two last met on a new timeline.
+/// Messages between a member and an outside task since their last incarnation change.
 #[derive(Clone, Default)]
 struct Outside {
-    /// What the member says in this life, or what the other one says to it in this life, and what of it must arrive.
+    /// Messages sent in the current life of both tasks, all of which must arrive.
     owed: Vec<u64>,
-    /// What has arrived, on this timeline.
+    /// Incarnation of the messages in `come`.
     line: u16,
     come: Vec<u64>,
 }
@@ -67,14 +68,14 @@ struct World {
     state: Vec<State>,
     air: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
     serial: u64,
-    /// The latest timeline.
+    /// Latest incarnation of the job.
     line: u16,
     sets: Vec<Vec<Task>>,
-    /// By who says and who hears; one of them is a member, the other is not.
+    /// By sender and receiver; one of them is a member, the other is not.
     outside: BTreeMap<(usize, usize), Outside>,
     restarts: u64,
     delivered: u64,
-    /// How many of a thousand frames are lost, and how many come late.
+    /// Rate of lost frames and of late frames, per thousand.
     bad: u64,
 }
 
@@ -117,7 +118,7 @@ impl World {
         task < MEMBERS
     }
 
-    /// One end of a conversation, made on first use.
+    /// Returns one end of a link; creates it on first use.
     fn link(&mut self, a: usize, b: usize) -> &mut Link {
         let runs = self.state[a] == State::Runs;
         let task = &mut self.tasks[a];
@@ -132,7 +133,7 @@ impl World {
         })
     }
 
-    // ---- what tasks do
+    // ---- actions of tasks
 
     fn say(&mut self, from: usize, to: usize, len: usize) {
         if from == to || self.state[from] == State::Dead {
@@ -143,7 +144,7 @@ impl World {
         let vanishes = self.link(from, to).is_gone();
         self.tasks[from].said.entry(to).or_default().push(id);
         if World::is_member(from) != World::is_member(to) && !vanishes {
-            // What is said to a dead task that nobody has called dead yet arrives or does not.
+            // A message to a dead task whose death is not known yet may arrive or not.
             if self.state[to] != State::Dead {
                 self.outside.entry((from, to)).or_default().owed.push(id);
             }
@@ -163,14 +164,15 @@ impl World {
             .expect("far below the limit");
     }
 
-    /// Anybody says something to anybody, mostly little, sometimes in several fragments.
+    /// Sends a random message between two random tasks: usually small, sometimes with several
+    /// fragments.
     fn say_something(&mut self) {
         let tasks = self.tasks.len() as u64;
         let (from, to) = (
             self.dice.roll(tasks) as usize,
             self.dice.roll(tasks) as usize,
         );
-        // Whoever is outside has nothing to do with checkpoints when it talks to others there.
+        // Links between two outside tasks are not affected by checkpoints.
         if World::is_member(from) || World::is_member(to) {
             let len = if self.dice.roll(40) == 0 {
                 self.dice.roll(3 * FRAGMENT_BYTES_MAX as u64)
@@ -234,7 +236,7 @@ impl World {
             self.seed
         );
         pair.come.push(id);
-        // On the timeline of its new life a member says nothing that it does not remember.
+        // In its current incarnation a member sends only messages that it has recorded.
         let own = self.tasks[from].line == line && self.state[from] != State::Dead;
         let said = self.tasks[from]
             .said
@@ -247,8 +249,8 @@ impl World {
         );
     }
 
-    // ---- the network
 
+    /// Puts a frame in flight; it may be lost, duplicated or delayed.
     fn launch(&mut self, from: usize, to: usize, frame: LinkFrame) {
         let copies = if self.dice.roll(1000) < self.bad {
             self.dice.roll(3)
@@ -270,7 +272,7 @@ impl World {
         }
     }
 
-    /// Goes to the next thing that happens. False when nothing is left to happen.
+    /// Advances to the next event. False if there is none.
     fn step(&mut self) -> bool {
         let arrival = self.air.keys().next().map(|(at, _)| *at);
         let back = self
@@ -346,7 +348,6 @@ impl World {
         }
     }
 
-    // ---- checkpoints
 
     fn stand(&mut self, task: usize) {
         self.state[task] = State::Still(None);
@@ -363,7 +364,7 @@ impl World {
         self.pump(task);
     }
 
-    /// The members stand still one after the other, are copied, and go on one after the other.
+    /// Stops the members one after the other, copies them, and resumes them one after the other.
     fn checkpoint(&mut self) {
         for task in 0..MEMBERS {
             self.stand(task);
@@ -373,7 +374,7 @@ impl World {
         self.sets.push(self.tasks[..MEMBERS].to_vec());
         for task in 0..MEMBERS {
             let at = self.now + Micros(self.dice.roll(50_000));
-            // No two at the same moment, so that each is found.
+            // Unique times, because tasks are found by their time.
             self.state[task] = State::Still(Some(at + Micros(task as u64)));
         }
     }
@@ -393,7 +394,7 @@ impl World {
         self.chatter(messages);
     }
 
-    /// All members begin again from a copy, mostly the newest one.
+    /// Restarts all members from a copy, usually the newest one.
     fn restart(&mut self) {
         let back = if self.dice.roll(4) == 0 {
             self.dice.roll(self.sets.len() as u64) as usize
@@ -417,7 +418,7 @@ impl World {
             }
             self.state[task] = State::Still(None);
         }
-        // What was owed was owed by, or to, somebody who has not lived.
+        // Sender or receiver of each of these messages has been reset.
         self.outside.values_mut().for_each(|pair| pair.owed.clear());
         for task in 0..MEMBERS {
             self.go_on(task);
@@ -426,7 +427,6 @@ impl World {
         }
     }
 
-    // ---- the end
 
     fn all_heard(&self) -> bool {
         let members = (0..MEMBERS).flat_map(|from| (0..MEMBERS).map(move |to| (from, to)));
@@ -458,7 +458,8 @@ impl World {
         panic!("the links do not come to rest (seed {})", self.seed);
     }
 
-    /// At last everybody hears from everybody; to whoever was told that a member is dead it is so until it speaks.
+    /// Lets every task receive a message from every other one. An outside task considers a dead
+    /// member dead until that member sends a message.
     fn finish(&mut self) {
         self.settle();
         for member in 0..MEMBERS {
@@ -469,7 +470,7 @@ impl World {
             (0..MEMBERS).for_each(|member| self.say(task, member, 10));
         }
         self.settle();
-        // And what is still in the air changes nothing.
+        // Frames that are still in flight must change nothing.
         for _ in 0..2_000_000 {
             (0..self.tasks.len()).for_each(|task| self.pump(task));
             let flushed = self
@@ -513,8 +514,10 @@ fn live(seed: u64, first_line: u16, bad: u64) -> World {
     world
 }
 
+/// Members receive exactly the messages of valid incarnations; outside tasks receive everything
+/// sent since the restart.
 #[test]
-fn members_hear_what_was_said_in_the_time_that_counts_and_nothing_else_and_others_hear_all_that_is_said_since()
+fn restarted_members_receive_valid_messages_only()
  {
     let (mut restarts, mut delivered) = (0, 0);
     for seed in 1..=400 {
@@ -528,23 +531,23 @@ fn members_hear_what_was_said_in_the_time_that_counts_and_nothing_else_and_other
 }
 
 #[test]
-fn a_storm_of_late_frames_of_another_time_changes_nothing() {
+fn many_late_frames_change_nothing() {
     for seed in 1..=150 {
         live(seed, 0, 120);
     }
 }
 
 #[test]
-fn timelines_may_be_as_many_as_their_numbers_and_more() {
+fn incarnation_numbers_may_wrap_around() {
     for seed in 1..=150 {
         live(seed, u16::MAX - (seed % 6) as u16, 30);
         live(seed, (1 << 15) - (seed % 6) as u16, 30);
     }
 }
 
-// ---- one link
+// ---- tests of a single link
 
-/// A link of task 0 to task 1, which has sent two words and had two, and two more are on their way from each.
+/// Returns a link of task 0 to task 1. Each end has sent four messages, of which two have arrived.
 fn met() -> Link {
     let mut link = Link::new(tid(0), tid(1));
     link.handle(Micros(0), LinkEvent::RouteUp(ROUTE));
@@ -578,7 +581,7 @@ fn data(line: u16, seq: u64, ack: u64) -> LinkFrame {
     }
 }
 
-/// What a link hands over, and what it transmits.
+/// Returns the messages that a link delivers and the frames that it transmits.
 fn words(link: &mut Link) -> (Vec<Bytes>, Vec<LinkFrame>) {
     let (mut delivered, mut transmitted) = (Vec::new(), Vec::new());
     while let Some(output) = link.poll(Micros(2)) {
@@ -591,7 +594,7 @@ fn words(link: &mut Link) -> (Vec<Bytes>, Vec<LinkFrame>) {
 }
 
 #[test]
-fn a_frame_of_an_earlier_timeline_is_answered_and_not_taken() {
+fn frame_of_earlier_incarnation_is_acked_and_ignored() {
     let mut link = met();
     link.handle(Micros(1), LinkEvent::RouteDown);
     link.begin_timeline(3, true);
@@ -625,7 +628,7 @@ fn a_frame_of_an_earlier_timeline_is_answered_and_not_taken() {
 }
 
 #[test]
-fn a_later_timeline_begins_the_conversation_anew_with_what_was_not_acknowledged() {
+fn later_incarnation_resets_link_and_resends_unacked() {
     let mut link = met();
     link.handle(
         Micros(1),
@@ -650,7 +653,7 @@ fn a_later_timeline_begins_the_conversation_anew_with_what_was_not_acknowledged(
 }
 
 #[test]
-fn a_peer_that_has_ended_and_begins_again_has_not_ended() {
+fn restarted_peer_counts_as_alive() {
     let mut link = met();
     link.handle(Micros(1), LinkEvent::PeerGone);
     link.send([], body(9, 0)).expect("it vanishes");
@@ -667,8 +670,9 @@ fn a_peer_that_has_ended_and_begins_again_has_not_ended() {
     assert_eq!((last.line, last.seq, last.payload), (1, 1, body(10, 0)));
 }
 
+/// A restarted end sends what was never transmitted, and nothing that the peer may have received.
 #[test]
-fn who_begins_again_tells_others_what_was_never_on_its_way_and_not_what_they_may_have_had() {
+fn restarted_end_resends_only_untransmitted() {
     let mut link = met();
     link.handle(Micros(1), LinkEvent::RouteDown);
     for id in 5..=6 {
@@ -687,7 +691,7 @@ fn who_begins_again_tells_others_what_was_never_on_its_way_and_not_what_they_may
 }
 
 #[test]
-fn whoever_was_never_started_again_follows_every_timeline_and_leads_none() {
+fn incarnation_zero_follows_every_other() {
     for line in [1, 2, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, u16::MAX] {
         let mut fresh = Link::new(tid(0), tid(1));
         assert!(fresh.follow(line), "{line}");

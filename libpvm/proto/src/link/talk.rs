@@ -169,8 +169,8 @@ impl Link {
         self.tx.unlimited = false;
     }
 
-    /// Creates the link of a process that replaces one whose state was `talk`. It transmits nothing
-    /// before all frames of the previous process have returned ([`Link::take_back`]).
+    /// Creates the link of a new process that continues from the old process's state. It transmits
+    /// nothing before all frames of the old process have returned ([`Link::take_back`]).
     pub fn go_on(local: Tid, talk: &Talk) -> Link {
         let mut link = Link::new(local, talk.peer);
         (link.line, link.gone, link.rx.expected) = (talk.line, talk.gone, talk.expected);

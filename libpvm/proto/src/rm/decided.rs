@@ -17,9 +17,7 @@ const BEGAN_AGAIN: &str =
 pub enum Decided {
     /// A spawn was answered.
     Spawn {
-        /// The spawned program.
         program: String,
-        /// The requesting task.
         by: Tid,
         /// Job of the requesting task.
         job: Tid,
@@ -33,15 +31,12 @@ pub enum Decided {
         error: Option<PvmError>,
         /// Time from the request to the last placement attempt.
         waited: Micros,
-        /// The placement attempts.
         attempts: Vec<Attempt>,
     },
     /// A migration was ordered.
     Go {
         tid: Tid,
-        /// Source host.
         from: String,
-        /// Target host.
         to: String,
         cause: Cause,
         /// Expected benefit and cost.
@@ -52,9 +47,7 @@ pub enum Decided {
     /// A migration is complete.
     Moved {
         tid: Tid,
-        /// Source host.
         from: String,
-        /// Target host.
         to: String,
         cause: Cause,
         /// Size of the images.
@@ -65,9 +58,7 @@ pub enum Decided {
     /// A migration failed; the task continued at the source.
     NotMoved {
         tid: Tid,
-        /// Source host.
         from: String,
-        /// Target host.
         to: String,
         /// Reason for the migration.
         cause: Cause,
@@ -96,7 +87,6 @@ pub enum Decided {
         /// The load watcher's reason, in one sentence.
         why: String,
     },
-    /// A host joined.
     HostJoined {
         host: String,
     },
@@ -163,9 +153,7 @@ pub enum Decided {
     /// target.
     CameOut {
         tid: Tid,
-        /// Source host.
         from: String,
-        /// Target host.
         to: String,
         /// Expected benefit and cost.
         expected: Expected,
@@ -185,7 +173,6 @@ pub enum Decided {
     /// The guests of a host were ended, as its owner's policy requires.
     GuestsEnded {
         host: String,
-        /// The ended tasks.
         tasks: Vec<Tid>,
         /// The load watcher's reason, in one sentence.
         why: String,
@@ -210,7 +197,6 @@ pub enum Decided {
     /// The tasker of a host has ended, and with it the tasks that it had started.
     TaskerGone {
         host: String,
-        /// The lost tasks.
         tasks: Vec<Tid>,
         why: String,
     },

@@ -11,11 +11,11 @@ pub struct SpawnRequest {
     pub file: String,
     /// Arguments after argv[0], which is the path where the executable was found.
     pub args: Vec<Vec<u8>>,
-    /// `PvmTask*` bits.
+    /// Bitwise combination of `PvmTask*` values.
     pub flags: i32,
     /// Host or architecture, and working directory: `host:dir`.
     pub place: String,
-    /// Number of tasks.
+    /// Number of tasks to start.
     pub count: u32,
     /// `NAME=value` strings to add to the environment.
     pub env: Vec<Vec<u8>>,

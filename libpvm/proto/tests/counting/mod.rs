@@ -1,4 +1,5 @@
-//! An allocator that counts, for tests with a process of their own: what is counted is what their thread does.
+//! A counting allocator for tests that run in their own process. It counts the allocations of each
+//! thread.
 #![allow(unsafe_code)] // a counting allocator can only be written so
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -10,16 +11,16 @@ thread_local! {
     static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came.
+// SAFETY: all calls are forwarded unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.with(|n| n.set(n.get() + 1));
-        // SAFETY: the caller keeps the contract of `alloc`.
+        // SAFETY: by the caller's contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: the caller keeps the contract of `dealloc`.
+        // SAFETY: by the caller's contract of `dealloc`.
         unsafe { System.dealloc(block, layout) }
     }
 }
@@ -27,7 +28,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// Allocations of this thread so far.
+/// Returns the number of allocations of this thread so far.
 pub(crate) fn allocations() -> usize {
     ALLOCATIONS.with(Cell::get)
 }

@@ -1,11 +1,11 @@
-//! Chance from a seed, for tests that have to go the same way again; other crates' tests use this very file.
+//! Reproducible random numbers for tests. Other crates' tests include this file, too.
 
-/// A small generator (xorshift): one seed, one run.
+/// A small generator (xorshift). The same seed gives the same sequence.
 #[derive(Debug)]
 pub(crate) struct Dice(pub(crate) u64);
 
 impl Dice {
-    /// A number below the given one.
+    /// Returns a number below the given one.
     pub(crate) fn roll(&mut self, below: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
