@@ -1,30 +1,32 @@
-//! The bell of a task: which of its rings have something, and who sleeps.
+//! The doorbell of a task: which of its rings have records, and which of its threads sleep.
 //!
-//! A writer sets the bit of its conversation and looks whether anybody sleeps; a reader says that it sleeps and looks for bits
-//! once more. Both with a full fence between, so one of the two sees the other. Bits may stay set for a while after their
-//! ring was emptied: the usual conversation back and forth then costs no write to this page at all.
+//! A writer sets the bit of its ring's slot and then checks for sleepers. A reader announces that
+//! it will sleep and then checks the bits again. Both execute a full fence between the two steps,
+//! so at least one of them sees the other. Bits may stay set for a while after their ring was
+//! emptied; two tasks that exchange messages in turn then never write to this page.
 //!
-//! All tasks of a user on a host write here. One that breaks the rules can delay the others' wake-ups, not their messages:
-//! the ear looks at all rings when it has not been called for a while, whatever stands here.
+//! All tasks of the same user on a host write here. A misbehaving task can delay the wake-ups of
+//! the others, but not lose their messages: the drainer thread checks all rings when it was not
+//! requested for a while, whatever the doorbell contains.
 
 use crate::sync::{Apart, AtomicU32, AtomicU64, Ordering, fence};
 
-/// Conversations that a bell has places for.
+/// Number of slots, one for each ring of a task.
 pub const SLOTS_MAX: usize = 4096;
 const WORDS: usize = SLOTS_MAX / 64;
 
-/// Whom a writer has to wake.
+/// The threads that a writer must wake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wake {
-    /// Nobody: the reader is looking, or will.
+    /// No thread: the reader is awake and will check its rings.
     Nobody,
-    /// Those who sleep on [`Bell::word`].
+    /// The threads that sleep on [`Bell::word`].
     Sleepers,
-    /// The one who sleeps on [`Bell::ear`].
+    /// The drainer thread, which sleeps on [`Bell::ear`].
     Ear,
 }
 
-/// The bell.
+/// Doorbell of one task, in shared memory.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Bell {
@@ -50,17 +52,18 @@ impl Default for Bell {
 }
 
 impl Bell {
-    /// The word to sleep on: it changes whenever sleepers are woken.
+    /// Futex word of sleeping readers. It changes whenever they are woken.
     pub fn word(&self) -> &AtomicU32 {
         &self.word
     }
 
-    /// The word that the ear sleeps on while it is 0.
+    /// Futex word on which the drainer thread sleeps while it is 0.
     pub fn ear(&self) -> &AtomicU32 {
         &self.ear
     }
 
-    /// After writing to the ring of this slot: says whom to wake. `urgent`: the ear, too, if nobody else would look.
+    /// Notifies the reader after a write to the ring of this slot; returns the threads to wake.
+    /// With `urgent` the drainer thread is requested if no reader sleeps.
     #[inline]
     pub fn ring(&self, slot: usize, urgent: bool) -> Wake {
         fence(Ordering::SeqCst);
@@ -68,7 +71,7 @@ impl Bell {
         if self.bits[index].load(Ordering::Relaxed) & bit == 0 {
             self.bits[index].fetch_or(bit, Ordering::SeqCst);
             self.summary.0.fetch_or(1 << index, Ordering::SeqCst);
-            // The sleeper finds this bit, or we find the sleeper.
+            // Either the sleeper finds this bit, or this thread finds the sleeper.
             fence(Ordering::SeqCst);
         }
         if self.sleepers.load(Ordering::Relaxed) != 0
@@ -84,30 +87,31 @@ impl Bell {
         }
     }
 
-    /// Calls the ear; true when it has to be woken.
+    /// Requests the drainer thread; true if it must be woken.
     pub fn call_ear(&self) -> bool {
         self.ear.swap(1, Ordering::SeqCst) == 0
     }
 
-    /// True when the ear has been called.
+    /// True while the drainer thread is requested.
     pub fn is_called(&self) -> bool {
         self.ear.load(Ordering::SeqCst) != 0
     }
 
-    /// The ear takes its call. All rings have to be looked at once more after this.
+    /// Accepts the request, on the drainer thread. All rings must be checked once more afterwards.
     pub fn take_call(&self) {
         self.ear.store(0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// With `true` the ear is called for everything that arrives while nobody sleeps. All rings have to be looked at once more
-    /// after this.
+    /// With `true` every notification requests the drainer thread while no reader sleeps. All rings
+    /// must be checked once more afterwards.
     pub fn call_for_everything(&self, every: bool) {
         self.every.store(u32::from(every), Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// The first word of slots from `from` on that has bits set: its number (slots are 64 times it and more) and its bits.
+    /// Returns index and bits of the first word at or after `from` with a bit set. Bit `b` of word
+    /// `i` belongs to slot `64 * i + b`.
     #[inline]
     pub fn rung(&self, from: usize) -> Option<(usize, u64)> {
         let mut summary = self.summary.0.load(Ordering::Acquire);
@@ -126,7 +130,7 @@ impl Bell {
         None
     }
 
-    /// Takes a bit back. Its ring has to be looked at once more after this.
+    /// Clears the bit of a slot. Its ring must be checked once more afterwards.
     pub fn hush(&self, slot: usize) {
         let (index, bit) = (slot / 64 % WORDS, 1 << (slot % 64));
         if self.bits[index].fetch_and(!bit, Ordering::SeqCst) & !bit == 0 {
@@ -139,7 +143,8 @@ impl Bell {
         fence(Ordering::SeqCst);
     }
 
-    /// Somebody is about to sleep: the value to sleep on. All rings have to be looked at once more after this.
+    /// Announces that this thread will sleep; returns the value of the word to sleep on. All rings
+    /// must be checked once more afterwards.
     pub fn about_to_sleep(&self) -> u32 {
         let seen = self.word.load(Ordering::SeqCst);
         self.sleepers.store(1, Ordering::SeqCst);
@@ -147,12 +152,12 @@ impl Bell {
         seen
     }
 
-    /// Changes the word, so that those who are about to sleep do not.
+    /// Changes the word, so that threads that are about to sleep do not.
     pub fn stir(&self) {
         self.word.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Begins again as another bell that goes on where `old` is.
+    /// Initializes this doorbell as the replacement of `old`.
     pub fn follow(&self, old: &Bell) {
         self.word.store(
             old.word.load(Ordering::SeqCst).wrapping_add(1),
@@ -160,7 +165,8 @@ impl Bell {
         );
         self.every
             .store(old.every.load(Ordering::SeqCst), Ordering::SeqCst);
-        // Whoever sleeps now is woken before this one takes its place; the ear looks at everything.
+        // Threads that sleep now are woken before this doorbell replaces the old one. The drainer
+        // thread will check all rings.
         self.ear.store(1, Ordering::SeqCst);
     }
 }
@@ -170,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_found_and_taken_back_one_by_one() {
+    fn slots_are_found_and_cleared_one_by_one() {
         let bell = Bell::default();
         for slot in [0, 63, 64, 4095] {
             assert_eq!(bell.ring(slot, false), Wake::Nobody);
@@ -193,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleeper_is_woken_once_and_the_ear_only_when_it_is_wanted() {
+    fn sleepers_wake_once_and_drainer_on_request() {
         let bell = Bell::default();
         let seen = bell.about_to_sleep();
         assert_eq!(bell.ring(5, true), Wake::Sleepers);

@@ -1,31 +1,30 @@
-//! Which parts of a store are free. Parts are found from the front, so that those used before are used again.
+//! Allocator for the blocks of a shared pool. It searches from the front, so that memory is reused.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Parts begin and end at multiples of this: a page.
+/// Alignment and smallest size of a block: a page.
 const STEP: usize = 4096;
 
-/// A part of a store.
+/// An allocated range of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// Where it begins.
     pub offset: usize,
-    /// Bytes in use.
+    /// Bytes requested, without the padding to whole pages.
     pub len: usize,
 }
 
-/// The free parts, and by how many each other one is used.
+/// Free ranges, and the number of users of each allocated block.
 #[derive(Debug)]
 pub struct Blocks {
     free: BTreeMap<usize, usize>,
     users: BTreeMap<usize, u32>,
-    /// Parts of which a user will never say that it is done.
+    /// Blocks that a user will never return.
     abandoned: BTreeSet<usize>,
     abandoned_bytes: usize,
 }
 
 impl Blocks {
-    /// So many bytes, all free.
+    /// Creates an allocator for this many bytes.
     pub fn new(bytes: usize) -> Blocks {
         let free = BTreeMap::from([(0, bytes)]);
         Blocks {
@@ -36,7 +35,7 @@ impl Blocks {
         }
     }
 
-    /// Takes a part, which has one user then; `None` when none is long enough.
+    /// Allocates a block with one user; `None` if no free range is long enough.
     pub fn take(&mut self, len: usize) -> Option<Block> {
         let need = len.checked_next_multiple_of(STEP)?.max(STEP);
         let (&offset, &room) = self.free.iter().find(|(_, room)| **room >= need)?;
@@ -48,12 +47,12 @@ impl Blocks {
         Some(Block { offset, len })
     }
 
-    /// A part has one more user.
+    /// Adds a user to a block.
     pub fn share(&mut self, block: Block) {
         *self.users.get_mut(&block.offset).expect("a part in use") += 1;
     }
 
-    /// A user is done with a part; with the last one it is free.
+    /// Removes a user of a block. The last one frees it.
     pub fn give_back(&mut self, block: Block) {
         let users = self.users.get_mut(&block.offset).expect("a part in use");
         *users -= 1;
@@ -74,19 +73,19 @@ impl Blocks {
         self.free.insert(offset, room);
     }
 
-    /// A user will never say that it is done with a part, which stays in use for good.
+    /// Records that a user will never return the block. The block stays allocated forever.
     pub fn abandon(&mut self, block: Block) {
         if self.abandoned.insert(block.offset) {
             self.abandoned_bytes += block.len;
         }
     }
 
-    /// Bytes of parts that were abandoned, each counted once however many have done so.
+    /// Total size of all blocks that were abandoned. Each counts once.
     pub fn abandoned(&self) -> usize {
         self.abandoned_bytes
     }
 
-    /// How many parts are in use.
+    /// Number of allocated blocks.
     pub fn in_use(&self) -> usize {
         self.users.len()
     }
@@ -97,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_never_overlap_and_all_comes_back() {
+    fn blocks_never_overlap_and_all_are_freed() {
         let (mut blocks, mut taken) = (Blocks::new(1 << 20), Vec::<(Block, u32)>::new());
         let mut seed = 5u64;
         for _ in 0..20_000 {
@@ -149,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_that_several_abandon_is_lost_once_and_never_used_again() {
+    fn block_abandoned_repeatedly_is_lost_once() {
         let mut blocks = Blocks::new(1 << 20);
         let block = blocks.take(10_000).expect("room");
         (0..4).for_each(|_| blocks.share(block));
@@ -160,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn the_foremost_part_is_used_again() {
+    fn first_free_range_is_reused() {
         let mut blocks = Blocks::new(1 << 20);
         let first = blocks.take(10_000).expect("room");
         let second = blocks.take(10_000).expect("room");

@@ -1,17 +1,17 @@
-//! Sleeping on a word in shared memory, and waking who sleeps.
+//! Futex wait and wake on words in shared memory.
 #![allow(unsafe_code)] // The futex call has no safe form in the crates we use.
 
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
-/// Sleeps while the word has this value, for `span` at most. May wake early.
+/// Sleeps while the word has this value, at most for `span`. May return early.
 pub fn wait(word: &AtomicU32, value: u32, span: Option<Duration>) {
     let time = span.map(|span| libc::timespec {
         tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
         tv_nsec: i64::from(span.subsec_nanos()),
     });
     let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: the word lives at least as long as the borrow, and the kernel only reads it and the time.
+    // SAFETY: the word outlives the call, and the kernel only reads the word and the time.
     unsafe {
         libc::syscall(
             libc::SYS_futex,
@@ -23,7 +23,7 @@ pub fn wait(word: &AtomicU32, value: u32, span: Option<Duration>) {
     };
 }
 
-/// Wakes all who sleep on the word.
+/// Wakes all threads that sleep on the word.
 pub fn wake_all(word: &AtomicU32) {
     // SAFETY: the kernel uses the word's address only.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };

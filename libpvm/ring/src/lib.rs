@@ -1,9 +1,11 @@
-//! Shared memory between two tasks of one host: a ring of bytes in each direction, and for each task one bell that all its
-//! peers ring; for large messages each task's store, in which others read them where they lie.
+//! Shared memory between two tasks of one host: a byte ring for each direction, and per task one
+//! doorbell that all its peers notify. For large messages each task has a shared pool, in which
+//! peers read them in place.
 //!
-//! [`ring`], [`bell`] and [`blocks`] are the rules, over atomics that `loom` can take the place of; [`memory`], [`store`] and
-//! [`futex`] are the only places that know about addresses and the kernel. What stands in a ring comes from another process and may be anything:
-//! the reader copies before it looks, and an impossible position or length is an error of that ring alone.
+//! [`ring`], [`bell`] and [`blocks`] contain the rules, over atomics that `loom` can replace. Only
+//! [`memory`], [`store`] and [`futex`] use addresses and system calls. The content of a ring comes
+//! from another process and can be anything: the reader copies bytes before it interprets them, and
+//! an impossible position or length is an error of that ring only.
 
 pub mod bell;
 pub mod blocks;

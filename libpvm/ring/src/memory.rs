@@ -1,5 +1,5 @@
-//! Where rings and bells lie: memory of the kernel that two processes map, sealed so that neither can shrink it under the
-//! other.
+//! Memory of rings and doorbells: memory files that two processes map, sealed so that neither can
+//! shrink them while the other uses them.
 #![allow(unsafe_code)] // Mapping memory, and copying from and to memory that another process may change meanwhile.
 
 use crate::bell::Bell;
@@ -14,23 +14,24 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Bytes of data of one ring. The largest record has to fit in a quarter of it, so that reader and writer overlap.
+/// Data size of one ring. The largest record must fit in a quarter of it, so that reader and writer
+/// work at the same time.
 pub const RING_BYTES: usize = 512 << 10;
-/// Bytes in front of the data, for the words of both rings.
+/// Bytes before the data, for the control words of both rings.
 const WORDS_BYTES: usize = 4096;
-/// Bytes of the memory that two tasks share.
+/// Size of the memory that two tasks share.
 pub const PAIR_BYTES: usize = WORDS_BYTES + 2 * RING_BYTES;
-/// Bytes of a bell's memory.
+/// Size of a doorbell's memory.
 pub const BELL_BYTES: usize = 4096;
 
 const _: () = assert!(2 * size_of::<Words>() <= WORDS_BYTES && size_of::<Bell>() <= BELL_BYTES);
 const _: () = assert!(RING_BYTES.is_power_of_two());
 
-/// Makes shared memory that is to be sealed.
+/// Creates a memory file; the caller seals it.
 ///
 /// # Errors
-/// When the system has no descriptors or memory left, or does not let the program have files of this size: memory beyond
-/// that limit would end the program with SIGXFSZ.
+/// The system has no descriptors or memory left, or the program's limit of file sizes is too small:
+/// a write beyond that limit would end the program with SIGXFSZ.
 pub(crate) fn make(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let (size_max, _) = getrlimit(Resource::RLIMIT_FSIZE)?;
     if size_max < bytes as u64 {
@@ -41,7 +42,7 @@ pub(crate) fn make(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Makes sealed shared memory for two writers.
+/// Creates a sealed memory file for two writers.
 fn make_sealed(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let fd = make(name, bytes)?;
     fcntl(&fd, FcntlArg::F_ADD_SEALS(seals()))?;
@@ -52,7 +53,8 @@ fn seals() -> SealFlag {
     SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL
 }
 
-/// Refuses what another task passes off as such memory: a smaller one would end this process when it is touched.
+/// Refuses a descriptor from another task that is not memory of this kind. An access beyond the end
+/// of a smaller file would kill this process.
 pub(crate) fn check(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Result<()> {
     let unfit = |what: &str| {
         io::Error::new(
@@ -71,20 +73,21 @@ pub(crate) fn check(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Re
     Ok(())
 }
 
-/// Mapped memory, gone with its last owner.
+/// Mapped memory, unmapped with its last owner.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: the memory belongs to nobody in particular; all access goes through atomics or by copying with raw pointers.
+// SAFETY: the memory belongs to no thread; all access uses atomics or copies through raw pointers.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps shared memory, or with `None` memory of this process. A forked child gets none of it.
+    /// Maps a memory file, or without one private memory of this process. A forked child does not
+    /// inherit the mapping.
     pub(crate) fn new(fd: Option<BorrowedFd<'_>>, bytes: usize) -> io::Result<Mapping> {
         let (flags, number) = match fd {
             Some(fd) => (libc::MAP_SHARED, fd.as_raw_fd()),
@@ -98,12 +101,12 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps shared memory that is only read, also by a forked child.
+    /// Maps a memory file for reading, also in a forked child.
     pub(crate) fn to_read(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<Mapping> {
         Mapping::map(bytes, libc::PROT_READ, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
-    /// Memory of this process, and of a forked child's, of which little will be used.
+    /// Maps private memory, also in a forked child, of which little will be used.
     pub(crate) fn spare(bytes: usize) -> io::Result<Mapping> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         Mapping::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1)
@@ -120,15 +123,15 @@ impl Mapping {
         Ok(Mapping { start, bytes })
     }
 
-    /// Where it begins.
+    /// Address of the first byte.
     #[inline]
     pub(crate) fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 }
 
-/// Puts fresh memory in the place of other memory of the same size, in one step. Whoever uses the place must find the fresh
-/// memory as good.
+/// Replaces one mapping by another of the same size, atomically. Threads that use the address must
+/// accept the new content.
 pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
     assert_eq!(
         old.bytes, fresh.bytes,
@@ -138,8 +141,8 @@ pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     let (from, to): (*mut libc::c_void, *mut libc::c_void) =
         (fresh.start().cast(), old.start().cast());
-    // SAFETY: both ranges are mappings of this size made by `Mapping`; the old one is replaced in one step by memory that is as
-    // good for everything that refers to it, and the fresh one has no other user.
+    // SAFETY: both ranges are mappings of this size made by `Mapping`. The old one is replaced in
+    // one step by memory that is valid for all its users, and the fresh one has no other user.
     let moved: *mut libc::c_void = unsafe { libc::mremap(from, old.bytes, old.bytes, flags, to) };
     if moved == libc::MAP_FAILED {
         let error = io::Error::last_os_error();
@@ -151,12 +154,12 @@ pub(crate) fn replace(old: &Mapping, fresh: Mapping) -> io::Result<()> {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `new` and nobody has a pointer into it any more.
+        // SAFETY: the range was mapped by `new`, and no pointer into it is left.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// One ring in the memory of a pair.
+/// One of the two rings in the memory of a pair.
 #[derive(Clone, Debug)]
 pub struct Shared {
     mapping: Arc<Mapping>,
@@ -171,7 +174,7 @@ impl Shared {
             offset <= RING_BYTES && len <= RING_BYTES - offset,
             "ranges end within the ring"
         );
-        // SAFETY: the offset was just checked, and the data lies within the mapping by its constants.
+        // SAFETY: the offset was just checked, and the constants keep the data within the mapping.
         unsafe { self.mapping.start.as_ptr().add(self.data + offset) }
     }
 }
@@ -179,7 +182,8 @@ impl Shared {
 impl Area for Shared {
     #[inline]
     fn words(&self) -> &Words {
-        // SAFETY: the words lie at the beginning of the mapping, aligned, and are atomics for which any bytes are good.
+        // SAFETY: the words lie at the start of the mapping, aligned, and are atomics for which any
+        // bytes are valid.
         unsafe { &*self.mapping.start.as_ptr().add(self.words).cast::<Words>() }
     }
 
@@ -191,15 +195,16 @@ impl Area for Shared {
     #[inline]
     fn write(&self, offset: usize, bytes: &[u8]) {
         let to = self.at(offset, bytes.len());
-        // SAFETY: the target is in the mapping and no reference to it exists; the source is a slice elsewhere.
+        // SAFETY: the target is in the mapping and no reference to it exists; the source is a slice
+        // elsewhere.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     }
 
     #[inline]
     fn read(&self, offset: usize, bytes: &mut [u8]) {
         let from = self.at(offset, bytes.len());
-        // SAFETY: as in `write`, the other way. The other process may write at the same time; then the copy is garbage,
-        // which readers expect.
+        // SAFETY: as in `write`, in the other direction. If the other process writes at the same
+        // time the copy is garbage, which readers expect.
         unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
     }
 
@@ -208,7 +213,8 @@ impl Area for Shared {
         let from = self.at(offset, len);
         out.reserve(len);
         let old = out.len();
-        // SAFETY: `len` bytes of spare capacity were reserved, and are initialised by the copy before the length covers them.
+        // SAFETY: `len` bytes of spare capacity were reserved, and the copy initializes them before
+        // the length covers them.
         unsafe {
             std::ptr::copy_nonoverlapping(from, out.as_mut_ptr().add(old), len);
             out.set_len(old + len);
@@ -216,12 +222,12 @@ impl Area for Shared {
     }
 }
 
-/// The two ends that one task has.
+/// The two ring ends of one task.
 #[derive(Debug)]
 pub struct Ends {
-    /// For what it sends.
+    /// Ring to the peer.
     pub writer: Writer<Shared>,
-    /// For what it gets.
+    /// Ring from the peer.
     pub reader: Reader<Shared>,
 }
 
@@ -239,33 +245,33 @@ fn ends(fd: BorrowedFd<'_>, offers: bool) -> io::Result<Ends> {
     })
 }
 
-/// Makes the memory of a pair: the own ends, and the descriptor for the other task.
+/// Creates the memory of a pair. Returns this task's ends and the descriptor for the other task.
 ///
 /// # Errors
-/// When the system has no descriptors or memory left.
+/// The system has no descriptors or memory left.
 pub fn offer() -> io::Result<(Ends, OwnedFd)> {
     let fd = make_sealed(c"sempa-rings", PAIR_BYTES)?;
     Ok((ends(fd.as_fd(), true)?, fd))
 }
 
-/// Takes the memory of a pair that another task has made.
+/// Maps the memory of a pair that another task created.
 ///
 /// # Errors
-/// When it is not such memory, or the system has none left.
+/// The descriptor is not such memory, or the system has none left.
 pub fn accept(fd: BorrowedFd<'_>) -> io::Result<Ends> {
     check(fd, PAIR_BYTES, seals())?;
     ends(fd, false)
 }
 
-/// The bell of another task.
+/// Doorbell of another task.
 #[derive(Debug)]
 pub struct PeerBell(Mapping);
 
 impl PeerBell {
-    /// Maps the bell that another task has made.
+    /// Maps the doorbell that another task created.
     ///
     /// # Errors
-    /// When it is not such memory, or the system has none left.
+    /// The descriptor is not such memory, or the system has none left.
     pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerBell> {
         check(fd, BELL_BYTES, seals())?;
         Mapping::new(Some(fd), BELL_BYTES).map(PeerBell)
@@ -282,12 +288,14 @@ impl std::ops::Deref for PeerBell {
 
 #[inline]
 fn bell(mapping: &Mapping) -> &Bell {
-    // SAFETY: the mapping is large enough and aligned, and a bell is atomics for which any bytes are good.
+    // SAFETY: the mapping is large enough and aligned, and a doorbell consists of atomics for which
+    // any bytes are valid.
     unsafe { &*mapping.start.as_ptr().cast::<Bell>() }
 }
 
-/// The bell of this task. It stays at its address for life, so that threads may sleep on it while the memory behind it
-/// changes: private at first and while the task is moved, shared as long as it has rings.
+/// Doorbell of this task. Its address never changes, so threads may sleep on it while the memory at
+/// this address is replaced: private at first and during a migration, shared while the task has
+/// rings.
 #[derive(Debug)]
 pub struct OwnBell(Mapping);
 
@@ -300,28 +308,28 @@ impl std::ops::Deref for OwnBell {
 }
 
 impl OwnBell {
-    /// A bell in private memory.
+    /// Creates a doorbell in private memory.
     ///
     /// # Errors
-    /// When the system has no memory left.
+    /// The system has no memory left.
     pub fn new() -> io::Result<OwnBell> {
         Mapping::new(None, BELL_BYTES).map(OwnBell)
     }
 
-    /// Puts shared memory behind the bell; the descriptor is for peers.
+    /// Moves the doorbell to shared memory; returns the descriptor for peers.
     ///
     /// # Errors
-    /// When the system has no descriptors or memory left; the bell is as it was.
+    /// The system has no descriptors or memory left; the doorbell is unchanged.
     pub fn share(&self) -> io::Result<OwnedFd> {
         let fd = make_sealed(c"sempa-bell", BELL_BYTES)?;
         self.replace(Mapping::new(Some(fd.as_fd()), BELL_BYTES)?)?;
         Ok(fd)
     }
 
-    /// Puts private memory behind the bell: nothing of it leads out of the process.
+    /// Moves the doorbell to private memory, which no other process can access.
     ///
     /// # Errors
-    /// When the system has no memory left; the bell is as it was.
+    /// The system has no memory left; the doorbell is unchanged.
     pub fn unshare(&self) -> io::Result<()> {
         self.replace(Mapping::new(None, BELL_BYTES)?)
     }
@@ -343,7 +351,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn two_processes_talk_through_a_pair() {
+    fn records_pass_both_ways_through_a_pair() {
         let (mut a, fd) = offer().expect("made");
         let mut b = accept(fd.as_fd()).expect("good");
         assert!(a.writer.write([b"to ", b"b"]).expect("good"));
@@ -360,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_could_shrink_or_is_too_small_is_refused() {
+    fn unsealed_or_small_memory_is_refused() {
         let loose = memfd_create(c"x", MFdFlags::MFD_ALLOW_SEALING).expect("made");
         ftruncate(&loose, PAIR_BYTES as i64).expect("sized");
         assert!(accept(loose.as_fd()).is_err());
@@ -372,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_rings_the_bell_of_another_and_wakes_who_sleeps() {
+    fn peer_notification_wakes_sleepers() {
         let own = OwnBell::new().expect("made");
         let fd = own.share().expect("shared");
         let peer = PeerBell::map(fd.as_fd()).expect("mapped");
@@ -393,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unshared_bell_is_out_of_reach_and_those_who_slept_on_it_wake() {
+    fn unsharing_wakes_sleepers_and_isolates_doorbell() {
         let own = OwnBell::new().expect("made");
         let peer = PeerBell::map(own.share().expect("shared").as_fd()).expect("mapped");
         let seen = own.about_to_sleep();

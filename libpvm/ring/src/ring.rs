@@ -1,41 +1,44 @@
-//! A ring of bytes with one writer and one reader, holding records.
+//! A byte ring that holds records, with one writer and one reader.
 //!
-//! Positions count all bytes ever written and read, so they never wrap; a record begins at a multiple of eight with its
-//! length. The writer publishes by moving `tail`, the reader gives room back by moving `head`. A writer that finds no room says
-//! so in `starved`, and whoever reads next is told to wake it: the flag and the positions are set and looked at on the two
-//! sides in opposite order with a full fence between, so one of the two sees the other. A reader that has never been far
-//! behind since its last fence does without one: no writer can have starved.
+//! - Positions count all bytes ever written and read, so they never wrap. A record begins at a
+//!   multiple of eight with its length.
+//! - The writer publishes records by advancing `tail`; the reader frees space by advancing `head`.
+//! - A writer without space sets `starved`, and the reader must wake it after freeing space. The
+//!   two sides access flag and positions in opposite order with a full fence between, so at least
+//!   one of them sees the other.
+//! - A reader that was never far from the writer since its last fence omits the fence: no writer
+//!   can be starved.
 
 use crate::sync::{Apart, AtomicU32, AtomicU64, Ordering, fence};
 
-/// Bytes in front of a record: its length, and the same inverted, so that garbage is noticed.
+/// Bytes before each record: its length and the inverted length, which reveals garbage.
 pub const RECORD_HEAD_BYTES: usize = 8;
-/// A writer that finds the ring empty beyond this offset goes back to its beginning, so that a conversation of small
-/// messages stays within a few pages of memory.
+/// A writer beyond this offset that finds the ring empty continues at its start. Small messages
+/// then use only a few pages of memory.
 pub const REWIND_BYTES: usize = 16 << 10;
-/// Length of the mark that sends the reader to the beginning.
+/// Record length that sends the reader to the start of the ring.
 const REWIND: u32 = u32::MAX;
-/// The reader gives room back after this share of the ring, or when it has read all.
+/// The reader frees space after it has read this fraction of the ring, or everything.
 const RELEASE_SHARE: u64 = 8;
-/// A writer finds no room for a record only when more than this share of the ring is taken: a record needs no more than the
-/// rest of it.
+/// A writer can be starved only if more than this fraction of the ring is occupied, because a
+/// record needs at most the rest.
 const STARVED_SHARE: u64 = 4;
 
-/// The words that both ends look at.
+/// Control words that both ends access.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub struct Words {
     tail: Apart<AtomicU64>,
     head: Apart<AtomicU64>,
     starved: AtomicU32,
-    /// Set by either end when it has let go.
+    /// Set by either end when it closes the ring.
     closed: AtomicU32,
-    /// Messages that the reader had from the writer's store and is done with: a bit for each.
+    /// Leases of messages in the writer's shared pool that the reader has returned, one bit each.
     returned: AtomicU64,
 }
 
 impl Words {
-    /// Words that say that so much was written and read, whether it was or not.
+    /// Creates control words with arbitrary positions.
     pub fn at(tail: u64, head: u64) -> Words {
         Words {
             tail: Apart(AtomicU64::new(tail)),
@@ -44,12 +47,12 @@ impl Words {
         }
     }
 
-    /// The reader is done with a message.
+    /// Reader: returns the lease of a message.
     pub fn give_back(&self, slot: u8) {
         self.returned.fetch_or(1 << (slot % 64), Ordering::Release);
     }
 
-    /// What the reader is done with since the last time; the writer may write there again.
+    /// Writer: takes the leases returned since the last call. Their memory may be written again.
     pub fn take_returned(&self) -> u64 {
         if self.returned.load(Ordering::Relaxed) == 0 {
             0
@@ -59,17 +62,16 @@ impl Words {
     }
 }
 
-/// Where a ring lies.
+/// Memory of a ring.
 pub trait Area {
-    /// The words.
     fn words(&self) -> &Words;
-    /// Bytes of data: a power of two, at least 64.
+    /// Size of the data: a power of two, at least 64.
     fn capacity(&self) -> usize;
-    /// Copies into the data; the range does not reach over the end.
+    /// Copies into the data; the range must not cross its end.
     fn write(&self, offset: usize, bytes: &[u8]);
-    /// Copies out of the data; the range does not reach over the end.
+    /// Copies out of the data; the range must not cross its end.
     fn read(&self, offset: usize, bytes: &mut [u8]);
-    /// Copies out of the data behind what `out` holds; the range does not reach over the end.
+    /// Copies out of the data to the end of `out`; the range must not cross the end of the data.
     fn append(&self, offset: usize, len: usize, out: &mut Vec<u8>) {
         let old = out.len();
         out.resize(old + len, 0);
@@ -77,7 +79,7 @@ pub trait Area {
     }
 }
 
-/// The other end broke the rules; this ring cannot be used any further.
+/// The other end violated the protocol. This ring is unusable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Broken;
 
@@ -94,26 +96,25 @@ fn record_bytes(len: usize) -> usize {
     RECORD_HEAD_BYTES + len.next_multiple_of(8)
 }
 
-/// The writing end.
 #[derive(Debug)]
 pub struct Writer<A> {
     area: A,
     tail: u64,
-    /// The reader has got at least this far.
+    /// Lower bound of the reader's position.
     head: u64,
-    /// Bytes written from the beginning before it goes back there.
+    /// Bytes to write from the start of the ring before the next rewind.
     rewind_bytes: u64,
-    /// When to try the next time to go back to the beginning.
+    /// Position at which the writer tries to rewind.
     rewind_at: u64,
 }
 
 impl<A: Area> Writer<A> {
-    /// The writing end of an empty ring.
+    /// Creates the writing end of an empty ring.
     pub fn new(area: A) -> Writer<A> {
         Writer::with_rewind(area, REWIND_BYTES)
     }
 
-    /// The same for a ring that goes back to its beginning after `bytes`, a multiple of 8.
+    /// Creates the writing end of an empty ring that rewinds after `bytes`, a multiple of 8.
     pub fn with_rewind(area: A, bytes: usize) -> Writer<A> {
         Writer {
             area,
@@ -124,20 +125,20 @@ impl<A: Area> Writer<A> {
         }
     }
 
-    /// Where the ring lies.
+    /// Memory of the ring.
     pub fn area(&self) -> &A {
         &self.area
     }
 
-    /// What the reader is done with since the last time; see [`Words::take_returned`].
+    /// Takes returned leases; see [`Words::take_returned`].
     pub fn take_returned(&self) -> u64 {
         self.area.words().take_returned()
     }
 
-    /// True when a record of `len` bytes has room now.
+    /// True if a record of `len` bytes fits.
     ///
     /// # Errors
-    /// [`Broken`] when the reader's position is impossible.
+    /// [`Broken`] if the reader's position is impossible.
     #[inline]
     pub fn has_room(&mut self, len: usize) -> Result<bool, Broken> {
         let need = record_bytes(len) as u64;
@@ -149,7 +150,8 @@ impl<A: Area> Writer<A> {
         Ok(self.tail - self.head + need <= capacity)
     }
 
-    /// As [`Writer::has_room`]; when there is none, the reader will say when it has made some.
+    /// As [`Writer::has_room`]. If there is no space, the reader will report when it has freed
+    /// some.
     ///
     /// # Errors
     /// As [`Writer::has_room`].
@@ -163,7 +165,8 @@ impl<A: Area> Writer<A> {
         self.has_room(len)
     }
 
-    /// Writes a record made of `parts`; false, and nothing is written, when there is no room.
+    /// Writes a record that consists of `parts`. Returns false and writes nothing if it does not
+    /// fit.
     ///
     /// # Errors
     /// As [`Writer::has_room`].
@@ -187,12 +190,12 @@ impl<A: Area> Writer<A> {
         Ok(true)
     }
 
-    /// Goes back to the beginning when the ring is empty and a while has passed.
+    /// Continues at the start of the ring if the ring is empty and `rewind_at` is reached.
     fn rewind(&mut self, len: usize) {
         self.rewind_at = self.tail + self.rewind_bytes / 8;
         let capacity = self.area.capacity();
         let rest = (capacity as u64) - self.tail % capacity as u64;
-        // A lie of the reader is noticed when room is short.
+        // A false position is detected later, when space is short.
         let is_empty = self.area.words().head.0.load(Ordering::Acquire) == self.tail;
         if is_empty && rest + record_bytes(len) as u64 <= capacity as u64 {
             self.head = self.tail;
@@ -225,39 +228,38 @@ impl<A: Area> Writer<A> {
         self.area.write(0, second);
     }
 
-    /// Tells the other end that this one has let go.
+    /// Tells the other end that this end is closed.
     pub fn close(&self) {
         self.area.words().closed.store(1, Ordering::SeqCst);
     }
 
-    /// True when the other end has let go: what was written and not read will not be read. After a fence, so that a record
-    /// written before is either read or not, but the answer is not too old.
+    /// True if the other end is closed: unread records will not be read. Must be called after a
+    /// full fence, so that the result is not older than the last record.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.area.words().closed.load(Ordering::Acquire) != 0
     }
 }
 
-/// Length and its inverse, as they stand in front of a record.
+/// Encodes the length and its inverse, which precede a record.
 #[inline]
 fn head(length: u32) -> [u8; RECORD_HEAD_BYTES] {
     (u64::from(length) | u64::from(!length) << 32).to_le_bytes()
 }
 
-/// The reading end.
 #[derive(Debug)]
 pub struct Reader<A> {
     area: A,
     head: u64,
     released: u64,
-    /// What had been read when room was given back with a fence the last time.
+    /// Read position of the last release with a fence.
     fenced: u64,
-    /// The writer has got at least this far.
+    /// Lower bound of the writer's position.
     tail: u64,
 }
 
 impl<A: Area> Reader<A> {
-    /// The reading end of an empty ring.
+    /// Creates the reading end of an empty ring.
     pub fn new(area: A) -> Reader<A> {
         Reader {
             area,
@@ -268,21 +270,21 @@ impl<A: Area> Reader<A> {
         }
     }
 
-    /// Where the ring lies.
+    /// Memory of the ring.
     pub fn area(&self) -> &A {
         &self.area
     }
 
-    /// True when nothing is there to be read, at a glance.
+    /// True if no record was available at this moment.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.head == self.tail && self.area.words().tail.0.load(Ordering::Acquire) == self.head
     }
 
-    /// The next record, if there is one.
+    /// Returns the next record, if there is one.
     ///
     /// # Errors
-    /// [`Broken`] when what is there is no record.
+    /// [`Broken`] if the next bytes are not a record.
     #[inline]
     pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, Broken> {
         loop {
@@ -330,7 +332,8 @@ impl<A: Area> Reader<A> {
         }
     }
 
-    /// Gives room back after reading some, when it is time; true when the writer waits for room and has to be woken.
+    /// Frees the space of the records read so far, if it is enough; true if the writer waits for
+    /// space and must be woken.
     #[inline]
     pub fn release(&mut self) -> bool {
         let (unreleased, capacity) = (self.head - self.released, self.area.capacity() as u64);
@@ -340,8 +343,8 @@ impl<A: Area> Reader<A> {
         self.released = self.head;
         let words = self.area.words();
         words.head.0.store(self.head, Ordering::Release);
-        // A writer without room has seen no less than what was fenced, and more than this share beyond it is written then;
-        // it is read sooner or later, and the fence comes with that.
+        // A writer without space has seen at least `fenced`, and has written more than this
+        // fraction beyond it. The reader will read all of that, and the fence follows then.
         if self.tail - self.fenced < capacity / STARVED_SHARE {
             return false;
         }
@@ -350,21 +353,21 @@ impl<A: Area> Reader<A> {
         words.starved.load(Ordering::Relaxed) != 0 && words.starved.swap(0, Ordering::SeqCst) != 0
     }
 
-    /// Tells the other end that this one has let go. A record that comes while this is called is there for who reads after it,
-    /// or its writer finds after its next fence that nobody will read it.
+    /// Tells the other end that this end is closed. A record written at the same time is visible to
+    /// a read after this call, or its writer finds the ring closed after its next fence.
     pub fn close(&self) {
         self.area.words().closed.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
-    /// True when the other end has let go. What it wrote before is there for who reads after this look, not before it.
+    /// True if the other end is closed. Its records are all visible to reads after this call.
     #[inline]
     pub fn is_closed(&self) -> bool {
         self.area.words().closed.load(Ordering::Acquire) != 0
     }
 }
 
-/// A record being read; its bytes are taken from front to back.
+/// A record to read from front to back.
 #[derive(Debug)]
 pub struct Record<'a, A> {
     area: &'a A,
@@ -373,17 +376,17 @@ pub struct Record<'a, A> {
 }
 
 impl<A: Area> Record<'_, A> {
-    /// Bytes not yet taken.
+    /// Number of bytes left.
     pub fn len(&self) -> usize {
         self.left
     }
 
-    /// True when all has been taken.
+    /// True if no bytes are left.
     pub fn is_empty(&self) -> bool {
         self.left == 0
     }
 
-    /// Takes the next `N` bytes; `None` when fewer are left.
+    /// Takes the next `N` bytes; `None` if fewer are left.
     #[inline]
     pub fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
         let mut bytes = [0; N];
@@ -395,7 +398,7 @@ impl<A: Area> Record<'_, A> {
         Some(bytes)
     }
 
-    /// Takes the rest behind what `out` holds.
+    /// Appends the rest of the record to `out`.
     #[inline]
     pub fn append_to(&mut self, out: &mut Vec<u8>) {
         let Some((first, second)) = self.pieces(self.left) else {
@@ -407,7 +410,8 @@ impl<A: Area> Record<'_, A> {
         }
     }
 
-    /// Offset and length of the next `len` bytes up to the ring's end, and how many follow at its beginning.
+    /// Returns offset and length of the next `len` bytes up to the end of the ring, and how many
+    /// follow at its start.
     #[inline]
     fn pieces(&mut self, len: usize) -> Option<((usize, usize), usize)> {
         self.left = self.left.checked_sub(len)?;
@@ -465,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn records_of_all_sizes_come_out_in_order_over_many_rounds() {
+    fn records_of_all_sizes_arrive_in_order() {
         let (mut writer, mut reader, _) = ring(256);
         let (mut written, mut read) = (0u32, 0u32);
         let content = |n: u32| vec![n as u8; (n * 37 % 120) as usize];
@@ -488,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn a_quiet_conversation_stays_at_the_beginning_of_its_ring() {
+    fn small_messages_stay_at_the_start_of_the_ring() {
         let (mut writer, mut reader, area) = ring(256 << 10);
         for n in 0..20_000u32 {
             assert!(writer.write([&n.to_le_bytes(), &[0; 60]]).expect("good"));
@@ -505,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn a_starving_writer_is_told_of_room() {
+    fn starved_writer_is_woken() {
         let (mut writer, mut reader, _) = ring(64);
         assert!(writer.write([&[1; 40]]).expect("good"));
         assert!(!writer.wants_room(40).expect("good"));
@@ -516,8 +520,9 @@ mod tests {
         assert!(!reader.release(), "nobody waits");
     }
 
+    /// Garbage in the data or the control words makes the ring unusable and has no other effect.
     #[test]
-    fn garbage_in_the_data_or_the_words_breaks_the_ring_and_nothing_else() {
+    fn garbage_breaks_only_its_ring() {
         let mut seed = 7u64;
         let mut dice = || {
             seed = seed
@@ -553,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_either_is_seen_by_the_other() {
+    fn close_is_seen_by_the_other_end() {
         let (writer, reader, _) = ring(64);
         assert!(!writer.is_closed());
         reader.close();

@@ -1,8 +1,10 @@
-//! Large messages lie in a store: memory of the kernel that its task writes and others only read. A record in a ring names the
-//! part that a message lies in; the reader uses it where it lies and says when it is done.
+//! Shared pools for large messages: memory that one task writes and its peers only read. A record
+//! in a ring names the block of a message. The reader leases the block, uses it in place, and
+//! returns the lease.
 //!
-//! A store is sealed, so that nobody but the task that made it can ever write to it, and nobody can shrink it. A lender that
-//! breaks the rules and writes to a part that is lent makes garbage of that message; it is bytes whatever it holds.
+//! A pool is sealed: only the task that created it can ever write to it, and no task can shrink it.
+//! A sender that breaks the protocol and writes to a leased block corrupts only that message, which
+//! consists of arbitrary bytes anyway.
 #![allow(unsafe_code)] // Reading memory that another process may change, and replacing mappings in place.
 
 use crate::blocks::{Block, Blocks};
@@ -13,9 +15,9 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes of a store. Memory is used only where messages have lain.
+/// Size of a pool. Only pages that have contained messages use memory.
 pub const STORE_BYTES: usize = 64 << 20;
-/// Messages that one task may have from another one's store at a time: one bit each.
+/// Largest number of messages that one task may lease from another at a time: one bit each.
 pub const LOANS_MAX: usize = 64;
 
 const fn seals() -> SealFlag {
@@ -24,7 +26,7 @@ const fn seals() -> SealFlag {
         .union(SealFlag::F_SEAL_FUTURE_WRITE)
 }
 
-/// The store of this task.
+/// Pool of this task.
 #[derive(Debug)]
 pub struct OwnStore {
     mapping: Mapping,
@@ -32,10 +34,10 @@ pub struct OwnStore {
 }
 
 impl OwnStore {
-    /// An empty store, and the descriptor for other tasks, who can only read.
+    /// Creates an empty pool; returns it with a descriptor through which other tasks can only read.
     ///
     /// # Errors
-    /// When the system has no descriptors or memory left, or a kernel before 5.1.
+    /// The system has no descriptors or memory left, or the kernel is older than 5.1.
     pub fn new() -> io::Result<(OwnStore, OwnedFd)> {
         let fd = make(c"sempa-store", STORE_BYTES)?;
         let mapping = Mapping::new(Some(fd.as_fd()), STORE_BYTES)?;
@@ -52,13 +54,14 @@ impl OwnStore {
         ))
     }
 
-    /// Copies a message into a part of its own, which has one user then; `None` when there is no room.
+    /// Copies a message into a new block with one user; `None` if there is no space.
     pub fn put(&mut self, parts: [&[u8]; 2]) -> Option<Block> {
         let block = self.blocks.take(parts[0].len() + parts[1].len())?;
         let mut at = block.offset;
         for part in parts {
             assert!(part.len() <= STORE_BYTES - at, "parts end within the store");
-            // SAFETY: the range was just checked to be in the mapping, which is writable; it is nobody else's.
+            // SAFETY: the range was just checked to be in the mapping, which is writable, and no
+            // one else uses it.
             unsafe {
                 std::ptr::copy_nonoverlapping(
                     part.as_ptr(),
@@ -71,45 +74,45 @@ impl OwnStore {
         Some(block)
     }
 
-    /// A message goes to one more task.
+    /// Adds a user to the block of a message that goes to one more task.
     pub fn share(&mut self, block: Block) {
         self.blocks.share(block);
     }
 
-    /// A task is done with a message.
+    /// Removes a user of a block.
     pub fn give_back(&mut self, block: Block) {
         self.blocks.give_back(block);
     }
 
-    /// Nobody will ever say that a task is done with a message.
+    /// Records that a user will never return the block.
     pub fn abandon(&mut self, block: Block) {
         self.blocks.abandon(block);
     }
 
-    /// Bytes that are lost for good.
+    /// Total size of the blocks that are lost.
     pub fn abandoned(&self) -> usize {
         self.blocks.abandoned()
     }
 
-    /// How many parts are in use.
+    /// Number of allocated blocks.
     pub fn in_use(&self) -> usize {
         self.blocks.in_use()
     }
 }
 
-/// The store of another task, for reading.
+/// Pool of another task, for reading.
 #[derive(Debug)]
 pub struct PeerStore {
     mapping: Mapping,
-    /// What is in use, so that it can be kept, and under which number it is given back.
+    /// Slot and block of each open lease.
     lent: Mutex<Vec<(u8, Block)>>,
 }
 
 impl PeerStore {
-    /// Maps a store that another task has made. A forked child has it, too.
+    /// Maps a pool that another task created. A forked child inherits the mapping.
     ///
     /// # Errors
-    /// When it is not such memory, or the system has none left.
+    /// The descriptor is not such memory, or the system has none left.
     pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerStore> {
         check(fd, STORE_BYTES, seals())?;
         Ok(PeerStore {
@@ -122,13 +125,13 @@ impl PeerStore {
         self.lent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// True when a message of it is in use.
+    /// True while a block is leased.
     pub fn is_used(&self) -> bool {
         !self.lent().is_empty()
     }
 
-    /// Uses a message where it lies; `None` when there is no such place, or another message is in use under this number: a
-    /// lender that keeps the rules has not given it away twice.
+    /// Leases a block. `None` if the range is invalid or the slot is already leased: a sender that
+    /// obeys the protocol does not use a slot twice.
     pub fn borrow(
         self: &Arc<PeerStore>,
         block: Block,
@@ -153,17 +156,19 @@ impl PeerStore {
         })
     }
 
-    /// Makes memory of this process of what is in use, at the same address, so that it stays whatever its lender does, and
-    /// nothing leads out of the process any more. Whoever reads at the same time notices nothing.
+    /// Replaces the mapping by a private copy of all leased blocks, at the same address. The blocks
+    /// stay valid whatever their sender does, and the process is independent of the pool's memory.
+    /// Concurrent readers notice nothing.
     ///
     /// # Errors
-    /// When the system has no memory left; all is as it was.
+    /// The system has no memory left; nothing has changed.
     pub fn keep(&self) -> io::Result<()> {
         let lent = self.lent();
         let fresh = Mapping::spare(STORE_BYTES)?;
         for (_, block) in lent.iter() {
-            // SAFETY: both ranges are in their mappings, which was checked when the block was borrowed; the fresh one is
-            // nobody else's, and the lender does not write to what it has lent.
+            // SAFETY: both ranges are in their mappings, which was checked when the block was
+            // leased. The fresh mapping has no other user, and the sender does not write to leased
+            // blocks.
             unsafe {
                 let from = self.mapping.start().add(block.offset);
                 std::ptr::copy_nonoverlapping(from, fresh.start().add(block.offset), block.len);
@@ -173,7 +178,7 @@ impl PeerStore {
     }
 }
 
-/// Where a task says that it is done with messages that came by a ring, while there is that ring.
+/// Returns leases through the ring by which their messages came, while that ring exists.
 #[derive(Debug)]
 pub struct Returns(Mutex<Option<Shared>>);
 
@@ -183,7 +188,7 @@ impl Returns {
         Arc::new(Returns(Mutex::new(Some(ring.clone()))))
     }
 
-    /// The ring is no more.
+    /// Drops the ring; later returns have no effect.
     pub fn end(&self) {
         drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
@@ -200,7 +205,7 @@ impl Returns {
     }
 }
 
-/// A message in another task's store.
+/// A leased message in another task's pool. Dropping it returns the lease.
 #[derive(Debug)]
 pub struct Loan {
     store: Arc<PeerStore>,
@@ -211,8 +216,9 @@ pub struct Loan {
 
 impl AsRef<[u8]> for Loan {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: `borrow` has checked that the range is in the mapping, which lives as long as this. A lender that keeps the
-        // rules does not write to it before `drop`; one that does not changes bytes, of which any are good.
+        // SAFETY: `borrow` has checked that the range is in the mapping, which lives as long as
+        // this value. A sender that obeys the protocol does not write to it before `drop`; any
+        // other sender changes bytes, for which any value is valid.
         unsafe {
             std::slice::from_raw_parts(
                 self.store.mapping.start().add(self.block.offset),
@@ -238,7 +244,7 @@ mod tests {
     use super::*;
     use crate::memory::{accept, offer};
 
-    /// A store with its reader, and a pair of rings between the two.
+    /// Creates a pool, its reader, and a pair of rings between the two.
     fn lender() -> (
         OwnStore,
         Arc<PeerStore>,
@@ -257,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_is_read_where_it_lies_and_comes_back() {
+    fn message_is_read_in_place_and_returned() {
         let (mut own, peer, ours, theirs) = lender();
         let block = own.put([b"head", &[7; 100_000]]).expect("room");
         let returns = Returns::new(theirs.reader.area());
@@ -277,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_stays_whatever_the_lender_does() {
+    fn private_copy_is_independent_of_the_sender() {
         let (mut own, peer, ours, theirs) = lender();
         let block = own.put([b"", &[1; 50_000]]).expect("room");
         let returns = Returns::new(theirs.reader.area());
@@ -292,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_else_can_write_to_a_store_and_places_beyond_it_are_refused() {
+    fn peers_cannot_write_or_lease_invalid_ranges() {
         let (_, fd) = OwnStore::new().expect("made");
         assert!(Mapping::new(Some(fd.as_fd()), STORE_BYTES).is_err());
         assert!(nix::unistd::write(&fd, b"x").is_err());

@@ -1,11 +1,11 @@
-//! The atomics: those of the language, or those of the model checker.
+//! Atomics of the standard library, or of the `loom` model checker.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
-/// Keeps what two processors write out of each other's cache lines.
+/// Keeps values that two processors write in separate cache lines.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
 pub(crate) struct Apart<T>(pub(crate) T);

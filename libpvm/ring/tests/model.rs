@@ -1,5 +1,5 @@
-//! Rings and bells under every order of what two threads do, by the model checker. Built with `--cfg loom` only: see
-//! `cargo xtask test`.
+//! Rings and doorbells under all interleavings of two threads, explored by the model checker.
+//! Compiled only with `--cfg loom`; run by `cargo xtask test`.
 #![cfg(loom)]
 #![allow(unsafe_code)] // The checker's cells hand out pointers.
 
@@ -12,7 +12,7 @@ use sempa_ring::ring::{Area, Reader, Words, Writer};
 
 const CAPACITY: usize = 64;
 
-/// Memory that the checker watches: writing and reading a byte at the same time is an error.
+/// Memory that the checker monitors: a concurrent write and read of one byte fails the test.
 struct Watched {
     words: Words,
     bytes: Vec<UnsafeCell<u8>>,
@@ -30,13 +30,15 @@ impl Area for Checked {
     }
     fn write(&self, offset: usize, bytes: &[u8]) {
         for (cell, byte) in self.0.bytes[offset..].iter().zip(bytes) {
-            // SAFETY: the checker fails the test when anybody else looks at the cell meanwhile.
+            // SAFETY: the checker fails the test if another thread accesses the cell at the same
+            // time.
             cell.with_mut(|cell| unsafe { *cell = *byte });
         }
     }
     fn read(&self, offset: usize, bytes: &mut [u8]) {
         for (cell, byte) in self.0.bytes[offset..].iter().zip(bytes) {
-            // SAFETY: the checker fails the test when anybody writes to the cell meanwhile.
+            // SAFETY: the checker fails the test if another thread writes to the cell at the same
+            // time.
             *byte = cell.with(|cell| unsafe { *cell });
         }
     }
@@ -59,7 +61,7 @@ fn read(reader: &mut Reader<Checked>) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// Three records of so many bytes are written and read at the same time.
+/// Writes and reads three records of `BYTES` bytes at the same time.
 fn three_arrive<const BYTES: usize>(writer: fn(Checked) -> Writer<Checked>) {
     loom::model(move || {
         let area = area();
@@ -87,12 +89,12 @@ fn three_arrive<const BYTES: usize>(writer: fn(Checked) -> Writer<Checked>) {
 }
 
 #[test]
-fn what_is_written_is_read_whole_and_in_order() {
+fn records_arrive_whole_and_in_order() {
     three_arrive::<20>(Writer::new);
 }
 
 #[test]
-fn a_writer_that_finds_no_room_is_told_of_it_when_there_is_some() {
+fn starved_writer_is_woken() {
     loom::model(|| {
         let area = area();
         let mut writer = Writer::new(area.clone());
@@ -116,7 +118,7 @@ fn a_writer_that_finds_no_room_is_told_of_it_when_there_is_some() {
 }
 
 #[test]
-fn room_given_back_without_a_fence_starves_no_writer() {
+fn release_without_fence_starves_no_writer() {
     loom::model(|| {
         let area = area();
         let mut writer = Writer::new(area.clone());
@@ -145,7 +147,7 @@ fn room_given_back_without_a_fence_starves_no_writer() {
 }
 
 #[test]
-fn nobody_sleeps_through_a_record() {
+fn sleeper_misses_no_record() {
     loom::model(|| {
         let area = area();
         let bell = Arc::new(Bell::default());
@@ -165,7 +167,8 @@ fn nobody_sleeps_through_a_record() {
     });
 }
 
-/// A bell whose bit is up, and a record that somebody writes meanwhile and rings for; answers whom he woke.
+/// Returns a doorbell with a bit set, and a thread that writes a record, notifies the doorbell and
+/// returns the result.
 fn rung_once() -> (Arc<Bell>, Reader<Checked>, thread::JoinHandle<Wake>) {
     let area = area();
     let bell = Arc::new(Bell::default());
@@ -179,7 +182,7 @@ fn rung_once() -> (Arc<Bell>, Reader<Checked>, thread::JoinHandle<Wake>) {
 }
 
 #[test]
-fn an_ear_that_is_called_for_everything_misses_no_record() {
+fn always_notified_drainer_misses_no_record() {
     loom::model(|| {
         let (bell, mut reader, writing) = rung_once();
         bell.call_for_everything(true);
@@ -190,7 +193,7 @@ fn an_ear_that_is_called_for_everything_misses_no_record() {
 }
 
 #[test]
-fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
+fn cleared_bit_is_set_by_later_writers() {
     loom::model(|| {
         let (bell, mut reader, writing) = rung_once();
         bell.hush(3);
@@ -203,9 +206,10 @@ fn a_bit_that_is_taken_back_is_set_again_by_who_writes_afterwards() {
     });
 }
 
+/// Clearing one slot loses no record of two writers whose slots share a word.
 #[test]
-fn of_two_writers_in_one_word_neither_is_lost_when_a_bit_is_taken_back() {
-    // Of three threads the checker gets through the orders with so few interruptions only.
+fn clearing_one_slot_keeps_the_other() {
+    // With three threads the checker can explore only interleavings with few preemptions.
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(|| {
@@ -238,8 +242,9 @@ fn of_two_writers_in_one_word_neither_is_lost_when_a_bit_is_taken_back() {
     });
 }
 
+/// A drainer that accepts a request finds the record or is requested again.
 #[test]
-fn an_ear_that_takes_a_call_finds_what_it_was_called_for_or_is_called_again() {
+fn accepted_request_misses_no_record() {
     loom::model(|| {
         let area = area();
         let bell = Arc::new(Bell::default());
@@ -260,8 +265,9 @@ fn an_ear_that_takes_a_call_finds_what_it_was_called_for_or_is_called_again() {
     });
 }
 
+/// A reader that checks for the close first still reads all records written before it.
 #[test]
-fn what_was_written_before_the_end_is_read_by_who_looks_for_the_end_first() {
+fn close_hides_no_earlier_record() {
     loom::model(|| {
         let area = area();
         let mut writer = Writer::new(area.clone());
@@ -277,8 +283,9 @@ fn what_was_written_before_the_end_is_read_by_who_looks_for_the_end_first() {
     });
 }
 
+/// A record written during the reader's close is read, or its writer sees the close.
 #[test]
-fn a_record_that_is_written_while_its_reader_lets_go_is_read_or_its_writer_sees_the_end() {
+fn record_during_close_is_read_or_writer_sees_it() {
     loom::model(|| {
         let area = area();
         let mut writer = Writer::new(area.clone());
@@ -295,8 +302,9 @@ fn a_record_that_is_written_while_its_reader_lets_go_is_read_or_its_writer_sees_
     });
 }
 
+/// A drainer that accepts a request sees the close or is requested again.
 #[test]
-fn an_ear_that_takes_a_call_finds_the_end_it_was_called_for_or_is_called_again() {
+fn accepted_request_misses_no_close() {
     loom::model(|| {
         let area = area();
         let bell = Arc::new(Bell::default());
@@ -318,23 +326,23 @@ fn an_ear_that_takes_a_call_finds_the_end_it_was_called_for_or_is_called_again()
 }
 
 #[test]
-fn a_ring_that_goes_back_to_its_beginning_loses_nothing_and_overwrites_nothing() {
+fn rewind_loses_and_overwrites_nothing() {
     three_arrive::<8>(|area| Writer::with_rewind(area, 16));
 }
 
 #[test]
-fn nobody_writes_where_a_reader_has_not_given_back() {
+fn leased_memory_is_not_overwritten() {
     loom::model(|| {
         let area = area();
         let store = Arc::new(UnsafeCell::new(1u8));
         let (words, lent) = (area.clone(), store.clone());
         let reading = thread::spawn(move || {
-            // SAFETY: the checker fails the test when anybody writes meanwhile.
+            // SAFETY: the checker fails the test if another thread writes at the same time.
             assert_eq!(lent.with(|byte| unsafe { *byte }), 1);
             words.words().give_back(7);
         });
         if area.words().take_returned() != 0 {
-            // SAFETY: the checker fails the test when anybody reads meanwhile.
+            // SAFETY: the checker fails the test if another thread reads at the same time.
             store.with_mut(|byte| unsafe { *byte = 2 });
         }
         reading.join().expect("read");
