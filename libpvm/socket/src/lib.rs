@@ -1,5 +1,5 @@
-//! What a task and its daemon do alike at the socket between them: reading it, with the descriptors that travel on it,
-//! deciding how long to wait awake, and getting the processor soon.
+//! Socket functions that a task and its daemon share: reading with descriptors, adaptive spinning,
+//! socket buffers and scheduling latency.
 
 mod receive;
 mod room;

@@ -1,4 +1,4 @@
-//! Reading a socket, with the descriptors that travel on it.
+//! Reads a socket together with the descriptors that travel on it.
 #![allow(unsafe_code)] // recvmsg into room that has not been written yet has no safe form; zeroing it first costs too much
 
 use bytes::{BufMut, BytesMut};
@@ -8,41 +8,43 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-/// Room for the control message of one read, in words of eight bytes: its head of 16 bytes and the descriptors.
+/// Size of the control buffer of one read, in words of eight bytes: its header of 16 bytes and the
+/// descriptors.
 const CONTROL_WORDS: usize = 2 + (WORD_DESCRIPTORS_MAX * size_of::<RawFd>()).div_ceil(8);
 
-/// Descriptors that have come on a socket and belong to words that were not taken yet, in the order of these.
+/// Descriptors that arrived on a socket for messages that are not processed yet, in order. `None`
+/// stands for a set that was lost.
 #[derive(Debug, Default)]
 pub struct Passed(VecDeque<Option<OwnedFd>>);
 
-/// The descriptors of a word.
+/// The descriptors of one message.
 #[derive(Debug)]
 pub enum Taken {
-    /// All that it announces.
+    /// All descriptors that the message announces.
     All(Vec<OwnedFd>),
-    /// This process had no room for them, so the word comes to nothing.
+    /// This process could not accept them because of its descriptor limit. The message must be
+    /// ignored.
     Lost,
-    /// They have not come, though they come with its first byte: whoever sent it breaks the rules.
+    /// They did not arrive with the first byte of the message: the sender violates the protocol.
     Missing,
 }
 
 impl Passed {
-    /// How many there are; a set for which there was no room counts as one.
+    /// Number of descriptors; a lost set counts as one.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// True when none wait.
+    /// True if no descriptors are waiting.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Closes them all.
     pub fn clear(&mut self) {
         self.0.clear();
     }
 
-    /// Those of the word that comes next, which announces so many.
+    /// Takes the descriptors of the next message, which announces this many.
     pub fn take(&mut self, announced: usize) -> Taken {
         if announced > 0 && self.0.front().is_some_and(Option::is_none) {
             self.0.pop_front();
@@ -55,21 +57,22 @@ impl Passed {
     }
 }
 
-/// What a read has brought.
+/// Result of one read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Received {
-    /// Bytes; 0 is the end of the stream.
+    /// Number of bytes; 0 is the end of the stream.
     pub bytes: usize,
-    /// That was all there was; otherwise more may be there, because the kernel stops behind descriptors, and where the room ends.
+    /// True if the socket is empty. Otherwise more bytes may be available, because the kernel stops
+    /// after descriptors and at the end of the buffer.
     pub all: bool,
 }
 
-/// Reads what is there behind what `buffer` holds, and takes the descriptors that came along; close-on-exec. Where this process may
-/// have no more of them, it is noted that they are lost.
+/// Reads the available bytes to the end of `buffer` and the descriptors that came with them, as
+/// close-on-exec. If the process has reached its descriptor limit, their loss is recorded.
 ///
 /// # Errors
-/// `WouldBlock` when nothing is there and waiting was not wanted or took too long, `InvalidData` when more descriptors came
-/// than one word may have; anything else ends the connection.
+/// `WouldBlock` if nothing is available and the call must not wait or has timed out; `InvalidData`
+/// if more descriptors came than one message may have. Any other error ends the connection.
 pub fn receive(
     socket: &impl AsFd,
     buffer: &mut BytesMut,
@@ -90,14 +93,15 @@ pub fn receive(
     message.msg_control = control.as_mut_ptr().cast();
     message.msg_controllen = size_of_val(&control);
     let flags = (flags | MsgFlags::MSG_CMSG_CLOEXEC).bits();
-    // SAFETY: the kernel writes into the room and the control words only, within the lengths given; both live through
-    // the call, and nobody else refers to them.
+    // SAFETY: the kernel writes only into the buffer and the control words, within the lengths
+    // given. Both live through the call, and nothing else refers to them.
     let read = unsafe { libc::recvmsg(socket.as_fd().as_raw_fd(), &raw mut message, flags) };
     let bytes = usize::try_from(read).map_err(|_| io::Error::last_os_error())?;
-    // SAFETY: the kernel has written the first `bytes` bytes of the room.
+    // SAFETY: the kernel has written the first `bytes` bytes of the buffer.
     unsafe { buffer.advance_mut(bytes) };
     let mut came = Vec::new();
-    // SAFETY: the header is as the kernel left it, and the control words that it points to are still here.
+    // SAFETY: the header is as the kernel wrote it, and the control words that it points to are
+    // still alive.
     unsafe { take_descriptors(&message, &mut came) };
     if message.msg_flags & libc::MSG_CTRUNC == 0 {
         let all = bytes < room && came.is_empty();
@@ -110,35 +114,37 @@ pub fn receive(
             "more descriptors came than one word may have",
         ));
     }
-    // There was room in the control message, so it was this process that had none.
+    // The control buffer had space, so the process had reached its descriptor limit.
     passed.0.push_back(None);
     Ok(Received { bytes, all: false })
 }
 
-/// Takes over the descriptors of a message.
+/// Takes ownership of the descriptors of a message.
 ///
 /// # Safety
-/// The kernel has filled in `message`, its control buffer is alive, and this is called once for it.
+/// The kernel has filled in `message`, its control buffer is alive, and this function is called
+/// once for it.
 unsafe fn take_descriptors(message: &libc::msghdr, into: &mut Vec<OwnedFd>) {
-    // SAFETY: by the caller the control buffer is what the kernel wrote, so the macros stay inside of it.
+    // SAFETY: by this function's contract the control buffer is as the kernel wrote it, so the
+    // macros stay inside it.
     let mut head = unsafe { libc::CMSG_FIRSTHDR(message) };
     while !head.is_null() {
-        // SAFETY: the macro gave a head inside the buffer, which is aligned for it.
+        // SAFETY: the macro returned a header inside the buffer, which is aligned for it.
         let (level, kind, length) =
             unsafe { ((*head).cmsg_level, (*head).cmsg_type, (*head).cmsg_len) };
         if (level, kind) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
-            // SAFETY: as above; the length counts the head.
+            // SAFETY: as above; the length includes the header.
             let (data, bytes) =
                 unsafe { (libc::CMSG_DATA(head), length - libc::CMSG_LEN(0) as usize) };
             for at in 0..bytes / size_of::<RawFd>() {
-                // SAFETY: the kernel wrote whole numbers there, each of a descriptor that it made for us and that nobody
-                // else knows.
+                // SAFETY: the kernel wrote complete integers there, each a new descriptor that this
+                // process owns and no other code knows.
                 into.push(unsafe {
                     OwnedFd::from_raw_fd(data.cast::<RawFd>().add(at).read_unaligned())
                 });
             }
         }
-        // SAFETY: as for the first one.
+        // SAFETY: as for the first header.
         head = unsafe { libc::CMSG_NXTHDR(message, head) };
     }
 }
@@ -168,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_come_behind_what_is_there_and_descriptors_in_the_order_sent() {
+    fn reads_append_bytes_and_keep_descriptor_order() {
         let (near, far) = UnixStream::pair().expect("a pair");
         let files = [
             tempfile::tempfile().expect("a file"),
@@ -202,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn more_descriptors_than_a_word_may_have_are_closed_and_an_error() {
+    fn excess_descriptors_are_closed_and_refused() {
         let (near, far) = UnixStream::pair().expect("a pair");
         let file = tempfile::tempfile().expect("a file");
         send(&near, b"x", &[file.as_raw_fd(); 40]);
@@ -216,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_there_and_the_end_of_the_stream_are_told_apart() {
+    fn empty_socket_and_end_of_stream_differ() {
         let (near, far) = UnixStream::pair().expect("a pair");
         let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), Passed::default());
         let mut look = || {

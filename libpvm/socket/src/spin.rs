@@ -1,43 +1,45 @@
-//! Whether to wait awake for news, and for how long.
+//! Decides whether and how long a thread spins before it sleeps.
 //!
-//! Waiting awake saves a sleeper's way through the kernel when the answer comes at once, and takes the processor from whoever
-//! has to give the answer when it does not. Nobody can know beforehand; what has paid off lately is the best guess. A wait in
-//! vain halves the time, or, where it takes all of it to hear anything, some in a row end it; once it is down to nothing only
-//! every now and then is it tried again.
+//! Spinning saves a wake-up through the kernel if the answer comes soon; otherwise it takes the
+//! processor from the thread that must produce the answer. Recent waits predict the next one: a
+//! miss halves the spin budget. Where only the full budget can succeed, several misses in a row end
+//! the spinning instead. Once the budget is zero, spinning is retried only occasionally.
 //!
-//! Who waits awake gives way to whoever else is ready on his processor, because that may be the one who has to answer, or one
-//! of many who take turns. From one who computes he would not get the processor back before the end of a time slice, so when
-//! that has happened he keeps it for some waits.
+//! A spinning thread yields to other runnable threads on its processor, because one of them may be
+//! the one that produces the answer. If a yield costs a whole time slice, because a compute-bound
+//! thread runs there, the next waits spin without yielding.
 
 use std::time::{Duration, Instant};
 
-/// Shorter than this is nothing.
+/// Smaller budgets count as zero.
 const SPIN_MIN: Duration = Duration::from_micros(2);
-/// After so many waits asleep it is tried again; doubled with each try in vain.
+/// Waits without spinning before the first retry; each failed retry doubles the number.
 const PAUSE_MIN: u32 = 16;
-/// It is tried again at least this often.
+/// Largest number of waits between two retries.
 const PAUSE_MAX: u32 = 1024;
-/// Waits for daemons in vain, one after the other, until there are no more.
+/// Consecutive misses after which spinning for daemons ends.
 const DAEMONS_TRIES: u32 = 8;
 
-/// Giving way for longer than this means that somebody computes on this processor: turns of those who talk are shorter.
+/// A longer yield means that a compute-bound thread runs on this processor; threads that exchange
+/// messages run for shorter times.
 const TURN_MAX: Duration = Duration::from_micros(200);
 
-/// From where the news come, and so how long it may be worth waiting.
+/// The most distant sender of the awaited message. It determines for how long spinning can pay off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reach {
-    /// Tasks on this host only.
+    /// Only tasks on this host.
     Host,
-    /// Direct connections to tasks on other hosts, too. Such an answer comes from a task that sleeps, too, at first: shorter
-    /// waits would all be in vain, on both sides for ever, although both awake would hear in a fifth of the time.
+    /// Also tasks on other hosts, over direct connections. At first such a peer sleeps, too, and
+    /// answers late. With shorter budgets both sides would miss forever, although two spinning
+    /// sides would answer in a fifth of the time.
     Tasks,
-    /// The daemons of other hosts. Between a message and its answer there are four to be woken, each of which may cost as
-    /// much as it costs here.
+    /// Also the daemons of other hosts. A message and its answer wake four threads, and each
+    /// wake-up may cost as much as one on this host.
     Daemons,
 }
 
 impl Reach {
-    /// The longest time awake. On one host: about what it costs to be woken on another processor.
+    /// Longest spin budget. For one host: about the cost of a wake-up on another processor.
     fn longest(self) -> Duration {
         Duration::from_micros(match self {
             Reach::Host => 50,
@@ -46,7 +48,7 @@ impl Reach {
         })
     }
 
-    /// The time of a new try.
+    /// Spin budget of a retry.
     fn again(self) -> Duration {
         match self {
             Reach::Host => Duration::from_micros(20),
@@ -54,40 +56,40 @@ impl Reach {
         }
     }
 
-    /// The next time awake after so many in vain, the last one of this length.
+    /// Next spin budget after consecutive misses, the last of them with budget `last`.
     fn after_in_vain(self, misses: u32, last: Duration) -> Duration {
         match self {
             Reach::Host | Reach::Tasks => last / 2,
-            // Shorter ones would be in vain for sure as long as the others sleep.
+            // Shorter budgets would always miss while the peers sleep.
             Reach::Daemons if misses < DAEMONS_TRIES => last,
             Reach::Daemons => Duration::ZERO,
         }
     }
 }
 
-/// What has been learnt.
+/// Adaptive spin budget, learned from recent waits.
 #[derive(Debug)]
 pub struct Spin {
     span: Duration,
-    /// Waits in vain since one that paid off, or since the pause.
+    /// Misses since the last success or retry.
     misses: u32,
-    /// Waits until the next try, while the span is nothing.
+    /// Waits until the next retry, while the budget is zero.
     pause: u32,
     next_pause: u32,
-    /// So many waits awake without giving way, and how many the next time that it costs a time slice.
+    /// Waits left that spin without yielding, and their number after the next expensive yield.
     keeps: u32,
     next_keeps: u32,
-    /// It never waits awake: no other processor is there for whoever answers.
+    /// Never spin: there is no other processor for the thread that must answer.
     alone: bool,
     reach: Reach,
 }
 
 impl Spin {
-    /// Nothing learnt.
+    /// Starts with the longest budget, or with no spinning on a single processor.
     #[must_use]
     pub fn new(reach: Reach) -> Spin {
-        // The standard library's count also reads the limits of control groups, which takes as long as all the rest of a
-        // task's enrolment.
+        // `available_parallelism` also reads the limits of control groups, which takes as long as
+        // the rest of a task's enrollment.
         let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).is_ok_and(|set| {
             (0..nix::sched::CpuSet::count())
                 .filter(|cpu| set.is_set(*cpu) == Ok(true))
@@ -100,7 +102,7 @@ impl Spin {
         }
     }
 
-    /// Never awake: whoever answers, or anybody else, needs the processor more.
+    /// Never spins, because other threads need the processor more.
     #[must_use]
     pub fn never() -> Spin {
         Spin {
@@ -109,7 +111,7 @@ impl Spin {
         }
     }
 
-    /// Nothing learnt, on a machine with more than one processor.
+    /// Starts with the longest budget, on the assumption of several processors.
     #[must_use]
     pub fn with_company(reach: Reach) -> Spin {
         let (span, pause) = (reach.longest(), PAUSE_MIN);
@@ -126,7 +128,7 @@ impl Spin {
         }
     }
 
-    /// How long to wait awake now, and no longer than `span`; `None`: not at all.
+    /// Returns the spin budget of the next wait, at most `span`; `None`: sleep immediately.
     pub fn budget(&mut self, span: Option<Duration>, reach: Reach) -> Option<Duration> {
         self.reach = reach;
         if self.alone {
@@ -143,7 +145,7 @@ impl Spin {
         Some(span.map_or(self.span, |span| span.min(self.span)))
     }
 
-    /// Lets whoever else is ready on this processor have it, unless that has cost too much lately.
+    /// Yields the processor to other runnable threads, unless that was expensive recently.
     pub fn give_way(&mut self) {
         if self.gives_way() {
             let before = Instant::now();
@@ -152,13 +154,13 @@ impl Spin {
         }
     }
 
-    /// True while waiting awake leaves the processor to others.
+    /// True while spinning should yield the processor to others.
     #[must_use]
     pub fn gives_way(&self) -> bool {
         self.keeps == 0
     }
 
-    /// Giving way took so long.
+    /// Records the duration of a yield.
     fn gave_way(&mut self, took: Duration) {
         if took > TURN_MAX {
             self.keeps = self.next_keeps;
@@ -168,7 +170,8 @@ impl Spin {
         }
     }
 
-    /// News came after so long. Longer than the budget means that this thread was not running meanwhile.
+    /// Records a message that came after spinning for this time. A time longer than the budget
+    /// means that this thread did not run meanwhile.
     pub fn ended(&mut self, after: Duration, budget: Duration) {
         if after <= budget + SPIN_MIN {
             self.paid_off()
@@ -177,7 +180,7 @@ impl Spin {
         }
     }
 
-    /// News came after so long, while nobody waited awake.
+    /// Records a message that came after this time without spinning.
     pub fn slept(&mut self, after: Duration) {
         if after <= self.reach.longest() {
             self.paid_off();
@@ -189,7 +192,7 @@ impl Spin {
         self.next_pause = PAUSE_MIN;
     }
 
-    /// None came.
+    /// Records a spin without a message.
     pub fn was_in_vain(&mut self) {
         self.misses += 1;
         self.span = self.reach.after_in_vain(self.misses, self.span);
@@ -210,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_in_vain_end_soon_and_are_tried_again_now_and_then() {
+    fn misses_end_spinning_with_occasional_retries() {
         let mut spin = shared_machine();
         let mut awake = Duration::ZERO;
         for _ in 0..10_000 {
@@ -227,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_pays_off_goes_on() {
+    fn successful_spinning_continues() {
         let mut spin = shared_machine();
         for _ in 0..1000 {
             let budget = spin.budget(None, Reach::Host).expect("it paid off");
@@ -236,8 +239,9 @@ mod tests {
         }
     }
 
+    /// Yields are rare next to a compute-bound thread and frequent again after its end.
     #[test]
-    fn beside_somebody_who_computes_giving_way_is_rare_and_comes_back_when_he_has_ended() {
+    fn yields_are_rare_next_to_compute_bound_threads() {
         let mut spin = shared_machine();
         let mut slices = |took| {
             let waits = (0..10_000).map(|_| {
@@ -263,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn with_one_processor_nobody_waits_awake() {
+    fn single_processor_never_spins() {
         assert_eq!(
             Spin {
                 alone: true,
@@ -276,15 +280,16 @@ mod tests {
     }
 
     #[test]
-    fn no_longer_than_the_caller_wants() {
+    fn budget_respects_the_callers_limit() {
         assert_eq!(
             shared_machine().budget(Some(Duration::from_micros(3)), Reach::Host),
             Some(Duration::from_micros(3))
         );
     }
 
-    /// Two that ask each other in turn, asleep at first; whether they are awake at the end. An answer takes `way`, and
-    /// `waking` more when whoever gives it has to be woken.
+    /// Simulates two peers that ask each other in turn, both without spinning at first. Returns
+    /// which of them spin at the end. An answer takes `way`, plus `waking` if its sender must be
+    /// woken.
     fn awake_in_the_end(reach: Reach, way: u64, waking: u64) -> [bool; 2] {
         let mut both = [Spin::with_company(reach), Spin::with_company(reach)];
         both.iter_mut()
@@ -305,13 +310,13 @@ mod tests {
     }
 
     #[test]
-    fn two_that_sleep_on_different_hosts_find_each_other_awake() {
+    fn remote_peers_reach_mutual_spinning() {
         assert_eq!(awake_in_the_end(Reach::Tasks, 16, 40), [true; 2]);
         assert_eq!(awake_in_the_end(Reach::Daemons, 50, 150), [true; 2]);
     }
 
     #[test]
-    fn answers_that_come_late_leave_everybody_asleep() {
+    fn late_answers_end_spinning() {
         assert_eq!(awake_in_the_end(Reach::Daemons, 300, 150), [false; 2]);
     }
 }

@@ -1,30 +1,33 @@
-//! How soon a thread gets the processor that has little to do and that others wait for.
+//! Scheduling latency of threads that need little processor time but delay others.
 //!
-//! Linux gives turns to those whose deadline is first, and who asks for short turns has earlier deadlines: it comes soon, for a
-//! little while, and gets no more of the processor than before. Whoever passes on the words of others wants that beside
-//! programs that compute all the time: there a daemon with turns of the usual length waits for some milliseconds each time.
+//! Linux runs the thread with the earliest deadline first. A thread that requests a short slice has
+//! earlier deadlines: it runs soon and briefly, and its share of the processor stays the same. A
+//! daemon needs this next to compute-bound programs: with the default slice it waits several
+//! milliseconds each time.
 #![allow(unsafe_code)] // The calls for a thread's scheduling attributes have no safe form in the crates we use.
 
 use nix::unistd::gettid;
 use std::mem::MaybeUninit;
 
-/// Shorter is not possible.
+/// Shortest slice that the kernel accepts.
 const TURN_NS: u64 = 100_000;
 
-/// How urgent a thread is that others must not keep from the processor.
+/// Nice value of a boosted thread.
 const FIRST: i32 = -15;
 
-/// Asks for short turns for this thread; not for those that it will start, nor for its children. Known from Linux 6.12 on; where
-/// it is not, or not allowed, or where somebody has chosen another policy for this process, nothing changes.
+/// Requests a short slice for this thread; threads and processes that it starts are not affected.
+/// Linux supports this from 6.12 on. Nothing changes if the kernel does not support it, does not
+/// permit it, or if the process has another scheduling policy.
 pub fn take_short_turns() {
     if let Some(mut asked) = attributes() {
         set(&mut asked);
     }
 }
 
-/// As [`take_short_turns`], and this thread comes before all that are as urgent as usual: who has little to do, but more than fits
-/// into one short turn, waits for ten milliseconds and more behind programs that compute. Without the right to be more
-/// urgent than others, or where somebody has chosen how urgent this process is, it only takes short turns.
+/// As [`take_short_turns`], and gives this thread precedence over threads with the default nice
+/// value. A thread that needs little time, but more than one short slice, waits for 10 ms and more
+/// next to compute-bound programs otherwise. Without the required privilege, or if the process
+/// already has another nice value, it only requests short slices.
 pub fn come_first() {
     let Some(mut asked) = attributes() else {
         return;
@@ -39,11 +42,12 @@ pub fn come_first() {
     set(&mut asked);
 }
 
-/// What holds for this thread now, if its policy is the usual one.
+/// Returns the scheduling attributes of this thread, if its policy is the default one.
 fn attributes() -> Option<libc::sched_attr> {
     let mut attributes = MaybeUninit::<libc::sched_attr>::zeroed();
     let size = size_of::<libc::sched_attr>() as u32;
-    // SAFETY: the kernel writes at most `size` bytes, and only into the value, which lives through the call.
+    // SAFETY: the kernel writes at most `size` bytes, only into the value, which lives through the
+    // call.
     let known = unsafe {
         libc::syscall(
             libc::SYS_sched_getattr,
@@ -53,13 +57,15 @@ fn attributes() -> Option<libc::sched_attr> {
             0,
         )
     };
-    // SAFETY: it was all zeros before, which is valid for these numbers, and the kernel has written numbers.
+    // SAFETY: the value was all zeros, which is valid for these integers, and the kernel has
+    // written integers.
     let attributes = unsafe { attributes.assume_init() };
     (known == 0 && attributes.sched_policy == libc::SCHED_OTHER.cast_unsigned())
         .then_some(attributes)
 }
 
-/// Has this hold for this thread, with short turns, but for none that it starts. False if the kernel refuses.
+/// Applies the attributes with a short slice to this thread, but to none that it starts. Returns
+/// false if the kernel refuses.
 fn set(attributes: &mut libc::sched_attr) -> bool {
     attributes.size = size_of::<libc::sched_attr>() as u32;
     attributes.sched_runtime = TURN_NS;
@@ -79,7 +85,7 @@ fn set(attributes: &mut libc::sched_attr) -> bool {
 mod tests {
     use super::*;
 
-    /// How urgent this thread is.
+    /// Returns the nice value of this thread.
     fn nice() -> i32 {
         let stat = std::fs::read_to_string("/proc/thread-self/stat").expect("this is Linux");
         let behind_name = &stat[stat.rfind(')').expect("a name") + 2..];
@@ -92,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_comes_first_starts_others_that_are_as_urgent_as_usual() {
+    fn boosted_thread_starts_normal_threads() {
         let before = nice();
         let status = std::fs::read_to_string("/proc/thread-self/status").expect("this is Linux");
         let rights = status
@@ -119,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_with_short_turns_is_as_urgent_as_before_and_starts_others_with_usual_ones() {
+    fn short_slice_keeps_nice_and_is_not_inherited() {
         let before = nice();
         take_short_turns();
         assert_eq!(nice(), before);
@@ -129,7 +135,7 @@ mod tests {
                 .find(|line| line.starts_with("se.slice"))
                 .map(str::to_string)
         };
-        // Not every kernel tells.
+        // Not every kernel reports it.
         if let Some(own) = turn().ok().as_deref().and_then(of) {
             let started = std::thread::spawn(move || turn().ok().as_deref().and_then(of))
                 .join()

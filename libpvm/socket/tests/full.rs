@@ -1,4 +1,5 @@
-//! A process that may have no more descriptors. It changes what holds for its whole process, so it is alone in its file.
+//! Behavior of a process that has reached its descriptor limit. The test changes the limit of its
+//! whole process, so it is alone in its file.
 
 use bytes::BytesMut;
 use nix::sys::resource::{Resource, setrlimit};
@@ -9,7 +10,7 @@ use std::io::IoSlice;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 
-/// More than a process that runs a test has open.
+/// Descriptor limit above the number that a test process has open.
 const LIMIT: u64 = 128;
 
 fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
@@ -24,8 +25,10 @@ fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
     .expect("sent");
 }
 
+/// If a message's descriptors exceed the limit, only that message is lost; no other message gets
+/// its descriptors.
 #[test]
-fn a_word_for_whose_descriptors_there_is_no_room_is_lost_and_no_other_one_gets_them() {
+fn lost_descriptors_do_not_shift_to_other_messages() {
     let (near, far) = UnixStream::pair().expect("a pair");
     let file = File::open("/dev/null").expect("it is there");
     for word in [b"none", b"half", b"both"] {
