@@ -1,14 +1,16 @@
-//! Makes `libfpvm3.a`, and the header that Fortran programs include.
+//! Builds `libfpvm3.a` and the header that Fortran programs include.
 //!
-//! The archive is C: it is linked into every Fortran program, and must not bring a runtime of another language along.
+//! The archive is written in C: it is linked into every Fortran program and must not require the
+//! runtime of another language.
 
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Each file is one part of the archive; a program that uses no groups does not get `groups`, which needs `libgpvm3`.
+/// C files, each an object of the archive. A program without groups does not link `groups`, which
+/// needs `libgpvm3`.
 const PARTS: [&str; 5] = ["strings", "tasks", "hosts", "messages", "groups"];
 
-/// Where statements begin in fixed form.
+/// First column of statements in fixed source form.
 const INDENT: &str = "      ";
 
 fn main() {
@@ -40,7 +42,7 @@ fn main() {
         .expect("the folder of this build can be written");
 }
 
-/// The header, in a form that fixed and free source form both take.
+/// Generates the header in a form that is valid in fixed and free source form.
 fn header(names: &str) -> String {
     let mut out = String::from(
         "!     fpvm3.h - the numbers of a parallel virtual machine for Fortran programs: include 'fpvm3.h'\n",

@@ -1,7 +1,8 @@
-//! What a Fortran program needs: the archive to link and the header to include, as `cargo xtask install` lays them out.
+//! Files that a Fortran program needs: the archive to link and the header to include, as `cargo
+//! xtask install` installs them.
 
-/// `libfpvm3.a`.
+/// Content of the archive `libfpvm3.a`.
 pub const ARCHIVE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/libfpvm3.a"));
 
-/// `fpvm3.h`.
+/// Content of the header file `fpvm3.h`.
 pub const HEADER: &str = include_str!(concat!(env!("OUT_DIR"), "/fpvm3.h"));
