@@ -76,7 +76,7 @@ impl World {
                     self.ended.insert(id, result.is_ok());
                 }
                 CoordinatorOutput::Event(EventKind::MoveFailed { id, .. }) => {
-                    drop(self.leaving.remove(&id))
+                    self.leaving.remove(&id);
                 }
                 CoordinatorOutput::Event(EventKind::Moving { id, step, .. }) => {
                     self.steps.push((id, step))

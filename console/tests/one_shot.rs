@@ -11,8 +11,9 @@ use std::fs::{self, OpenOptions};
 use std::process::Stdio;
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn output_that_cannot_be_written_is_said() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let full = || {
         OpenOptions::new()
             .write(true)
@@ -35,8 +36,9 @@ fn output_that_cannot_be_written_is_said() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
-    let Some(lab) = lab() else { return };
+    let lab = lab();
     for (words, said) in [
         (
             &["--json", "halt"][..],
@@ -54,8 +56,9 @@ fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let halts: Vec<Running> = (0..6)
         .map(|_| {
             let mut command = lab.console();
@@ -79,8 +82,9 @@ fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
-    let Some(lab) = lab() else { return };
+    let lab = lab();
     let start_under_a_lock = |how: &str, program: &str| {
         let mut command = lab.command("flock");
         command
@@ -95,8 +99,9 @@ fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     kill(
         Pid::from_raw(lab.daemon().expect("a daemon")),
         Signal::SIGKILL,
@@ -136,8 +141,9 @@ fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right()
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn who_starts_one_while_another_dies_has_one_that_works() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     for _ in 0..20 {
         kill(
             Pid::from_raw(lab.daemon().expect("a daemon")),
@@ -166,8 +172,9 @@ fn who_starts_one_while_another_dies_has_one_that_works() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
-    let Some(lab) = lab() else { return };
+    let lab = lab();
     let hosts = lab.path("hosts");
     fs::write(
         &hosts,
@@ -206,8 +213,9 @@ fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn values_for_programs_are_one_json_text_a_line() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let value = |words: &[&str]| -> Value {
         let done = lab.pvm(&[&["--json"], words].concat());
         serde_json::from_str(done.out.trim())
@@ -249,8 +257,9 @@ fn values_for_programs_are_one_json_text_a_line() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn commands_of_the_start_file_come_first() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     fs::write(
         lab.home().join(".pvmrc"),
         "# mine\nalias greet echo hello\ngreet 1\n",

@@ -4,9 +4,10 @@
 
 mod common;
 
-use common::{PATIENCE, Terminal, has, lab, script, started};
+use common::{PATIENCE, Terminal, lab, script, started};
 use sempa_tests::eventually;
 use sempa_tests::lab::Lab;
+use sempa_tests::needs::require_program;
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -248,8 +249,8 @@ struct Real {
 }
 
 impl Real {
-    fn start() -> Option<Real> {
-        let lab = lab()?;
+    fn start() -> Real {
+        let lab = lab();
         let mut command = real(&lab, DAEMON);
         let daemon = command
             .stdin(Stdio::null())
@@ -270,7 +271,7 @@ impl Real {
             }
         };
         eventually(PATIENCE, up).expect("it comes up");
-        Some(real)
+        real
     }
 }
 
@@ -344,13 +345,12 @@ fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon() {
-    if !has(CONSOLE, "pvm") {
-        return;
-    }
-    let Some(pvm) = Real::start() else { return };
-    let Some(ours) = started() else { return };
-    let Some(mixed) = started() else { return };
+    require_program(CONSOLE, "pvm");
+    let pvm = Real::start();
+    let ours = started();
+    let mixed = started();
     let wanted = answers(real(&pvm.lab, CONSOLE));
     assert_eq!(
         wanted.len(),
@@ -390,11 +390,11 @@ fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
-    if !has(CONSOLE, "pvm") || !has(HELLO, "pvm-examples") {
-        return;
-    }
-    let Some(lab) = started() else { return };
+    require_program(CONSOLE, "pvm");
+    require_program(HELLO, "pvm-examples");
+    let lab = started();
     let mut terminal = Terminal::start(lab.command(CONSOLE));
     terminal.wait_for("pvm> ");
     terminal.keys("spawn -> hello.pvm\n");
@@ -424,13 +424,10 @@ fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
-    if !has(CONSOLE, "pvm") {
-        return;
-    }
-    let (Some(pvm), Some(ours)) = (Real::start(), started()) else {
-        return;
-    };
+    require_program(CONSOLE, "pvm");
+    let (pvm, ours) = (Real::start(), started());
     for lab in [&pvm.lab, &ours] {
         fs::write(
             lab.home().join(".pvmrc"),
@@ -447,8 +444,9 @@ fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn every_traced_job_of_a_console_says_what_its_items_are() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = Terminal::start(lab.console());
     terminal.wait_for("pvm> ");
     for job in 1..=2 {
@@ -471,11 +469,10 @@ fn every_traced_job_of_a_console_says_what_its_items_are() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
 fn our_console_shows_the_output_of_an_unmodified_program_with_its_trace() {
-    if !has(HELLO, "pvm-examples") {
-        return;
-    }
-    let Some(lab) = started() else { return };
+    require_program(HELLO, "pvm-examples");
+    let lab = started();
     let trace = lab.path("trace");
     let done = lab.pvm(&[
         "spawn",

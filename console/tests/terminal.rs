@@ -27,8 +27,9 @@ fn console(lab: &Lab) -> Terminal {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn a_line_can_be_edited_before_it_is_a_command() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys(&format!("echo <heo{LEFT}ll"));
     terminal.keys("\x05>\r");
@@ -50,8 +51,9 @@ fn a_line_can_be_edited_before_it_is_a_command() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut first = console(&lab);
     first.keys("echo one\r");
     first.wait_for("\r\none\r\n");
@@ -79,8 +81,9 @@ fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn the_tabulator_completes_commands_hosts_and_options() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let host = lab.pvm(&["--json", "conf"]).out;
     let host = host
         .split("\"name\":\"")
@@ -105,8 +108,9 @@ fn the_tabulator_completes_commands_hosts_and_options() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let (go, script) = (lab.path("go"), lab.path("wait.sh"));
     let text = format!(
         "while [ ! -e {} ]; do sleep 0.02; done; echo here it is",
@@ -128,8 +132,9 @@ fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn keys_typed_ahead_are_understood_as_at_the_prompt() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     // Whoever holds the daemon holds the console in its command.
     let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
@@ -150,8 +155,9 @@ fn keys_typed_ahead_are_understood_as_at_the_prompt() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afterwards() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo remembered\r");
     terminal.wait_for("\r\nremembered\r\n");
@@ -199,10 +205,11 @@ fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afte
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
     const LINES: usize = 20_000;
     const KEYS: usize = 200;
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys(&format!("spawn -> /usr/bin/seq -f <%.0f> 1 {LINES}\r"));
     terminal.wait_for("1 successful\r\n");
@@ -227,8 +234,9 @@ fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_was() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo unfinis");
     terminal.wait_for("unfinis");
@@ -239,8 +247,9 @@ fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_wa
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo");
     terminal.wait_for("echo");
@@ -251,8 +260,9 @@ fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn a_terminal_that_cannot_be_edited_on_works_as_it_is() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut command = lab.console();
     command.env("TERM", "dumb");
     let mut terminal = Terminal::start(command);
