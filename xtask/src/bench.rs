@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: single layers, or the running system beside its peers.
 
-use crate::{bench_load, bench_owners, bench_virtual, install, setup};
+use crate::install::{self, Parts};
+use crate::{bench_load, bench_owners, bench_virtual, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{Micro, PACKAGES, Settings};
@@ -85,6 +86,9 @@ pub(crate) struct Words {
 /// # Errors
 /// A build fails, or a system cannot be started.
 pub(crate) fn run(words: &Words) -> Result<bool> {
+    if install::own_profile()? != install::RELEASE {
+        return again_in_release();
+    }
     if words.what == What::Load {
         setup::everything()?;
         return bench_load::run(
@@ -132,23 +136,39 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     Ok(good)
 }
 
+/// Runs this command again with a release build of this program, which takes part in what is
+/// measured.
+fn again_in_release() -> Result<bool> {
+    let mut command = install::cargo(&["run", "--locked", "--release", "-p", "xtask", "--"])?;
+    command.args(std::env::args_os().skip(1));
+    Ok(command.status().context("cargo")?.success())
+}
+
 /// Where the programs to be measured are installed; they are built unless somebody says where they are.
 fn installed(words: &Words) -> Result<PathBuf> {
     Ok(match &words.prefix {
         Some(prefix) => {
             // The testbed's hosts have a program of their own. Together with this one: the same features, nothing built twice.
-            if !install::cargo(&["build", "--release", "-p", "xtask", "-p", "sempa-tests"])?
-                .status()?
-                .success()
+            if !install::cargo(&[
+                "build",
+                "--locked",
+                "--release",
+                "-p",
+                "xtask",
+                "-p",
+                "sempa-tests",
+            ])?
+            .status()?
+            .success()
             {
                 bail!("the build failed");
             }
             prefix.clone()
         }
         None => {
-            install::build(false)?;
+            install::build(install::RELEASE, Parts::ProgramsAndHosts)?;
             let prefix = install::target()?.join("sempa-prefix");
-            install::lay_out(&prefix)?;
+            install::lay_out(&prefix, install::RELEASE)?;
             prefix
         }
     }

@@ -8,7 +8,9 @@ mod conformance;
 mod demo;
 mod demo_alone;
 mod install;
+mod runner;
 mod setup;
+mod skips;
 mod test;
 mod timeline;
 
@@ -92,8 +94,8 @@ fn main() -> ExitCode {
 }
 
 fn put_in_place(prefix: &std::path::Path) -> Result<bool> {
-    install::build(false)?;
-    install::lay_out(prefix)?;
+    install::build(install::RELEASE, install::Parts::Programs)?;
+    install::lay_out(prefix, install::RELEASE)?;
     println!(
         "installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH",
         prefix.display()

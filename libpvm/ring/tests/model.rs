@@ -1,6 +1,5 @@
-//! Rings and bells under every order of what two threads do, by the model checker. Built with `--cfg loom` only: see
+//! Rings and bells under every order of what two threads do, by the model checker. Needs the feature `loom`: see
 //! `cargo xtask test`.
-#![cfg(loom)]
 #![allow(unsafe_code)] // The checker's cells hand out pointers.
 
 use loom::cell::UnsafeCell;

@@ -326,7 +326,7 @@ impl Core {
                     self.direct.acceptor.accepted(id, self.direct.accepting)
                 }
                 RouteOutput::Refuse { to, id } => {
-                    drop(self.say(to, RouteWord::DirectRefuse { id }, Vec::new()))
+                    self.say(to, RouteWord::DirectRefuse { id }, Vec::new());
                 }
                 RouteOutput::Close { peer } => self.close_direct(now, peer),
                 RouteOutput::Note { ctx, tag, words } => {
