@@ -10,9 +10,10 @@ use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::process::Stdio;
 
+/// The console reports output that it cannot write, and fails.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn output_that_cannot_be_written_is_said() {
+fn unwritable_output_is_reported() {
     let lab = started();
     let full = || {
         OpenOptions::new()
@@ -35,9 +36,10 @@ fn output_that_cannot_be_written_is_said() {
     );
 }
 
+/// Errors about the command line begin with the name of the program.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
+fn usage_errors_begin_with_the_program_name() {
     let lab = lab();
     for (words, said) in [
         (
@@ -55,9 +57,10 @@ fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
     }
 }
 
+/// Several consoles that halt at the same time all report success.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
+fn concurrent_halts_all_succeed() {
     let lab = started();
     let halts: Vec<Running> = (0..6)
         .map(|_| {
@@ -81,9 +84,10 @@ fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
     }
 }
 
+/// A daemon closes the locks and pipes that it inherits from the process that started it.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
+fn daemon_keeps_no_locks_or_pipes_of_its_starter() {
     let lab = lab();
     let start_under_a_lock = |how: &str, program: &str| {
         let mut command = lab.command("flock");
@@ -98,9 +102,11 @@ fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
     assert!(next.good(), "the lock is free again: {next:?}");
 }
 
+/// After a daemon is killed the console reports that none runs, and the next start repairs the
+/// files.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right() {
+fn start_after_a_killed_daemon_repairs_its_files() {
     let lab = started();
     kill(
         Pid::from_raw(lab.daemon().expect("a daemon")),
@@ -140,9 +146,10 @@ fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right()
     assert!(!lab.place().exists(), "nothing is left");
 }
 
+/// A daemon that is started while another one ends works.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn who_starts_one_while_another_dies_has_one_that_works() {
+fn start_during_a_halt_gives_a_working_daemon() {
     let lab = started();
     for _ in 0..20 {
         kill(
@@ -171,9 +178,10 @@ fn who_starts_one_while_another_dies_has_one_that_works() {
     lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
 }
 
+/// The console that starts a daemon reports the errors of the host file.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
+fn start_reports_errors_of_the_host_file() {
     let lab = lab();
     let hosts = lab.path("hosts");
     fs::write(
@@ -212,9 +220,10 @@ fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
     );
 }
 
+/// With --json the console prints one JSON value on each line.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn values_for_programs_are_one_json_text_a_line() {
+fn json_output_is_one_value_per_line() {
     let lab = started();
     let value = |words: &[&str]| -> Value {
         let done = lab.pvm(&[&["--json"], words].concat());
@@ -256,9 +265,10 @@ fn values_for_programs_are_one_json_text_a_line() {
     );
 }
 
+/// The commands of the start file run before all others.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn commands_of_the_start_file_come_first() {
+fn start_file_runs_before_other_commands() {
     let lab = started();
     fs::write(
         lab.home().join(".pvmrc"),

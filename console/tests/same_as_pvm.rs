@@ -344,9 +344,10 @@ fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
     word.replace(digits, &format!("task{number}"))
 }
 
+/// Our console answers as PVM's does, and PVM's console answers on our daemon as on its own.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
-fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon() {
+fn both_consoles_answer_alike_on_both_daemons() {
     require_program(CONSOLE, "pvm");
     let pvm = Real::start();
     let ours = started();
@@ -389,9 +390,10 @@ fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
     shown.unwrap_or_else(|error| panic!("{error:#}"));
 }
 
+/// PVM's console shows output and traces of the tasks of our daemon.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
-fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
+fn pvms_console_shows_output_and_traces() {
     require_program(CONSOLE, "pvm");
     require_program(HELLO, "pvm-examples");
     let lab = started();
@@ -423,9 +425,10 @@ fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
     eventually(PATIENCE, gone).expect("the virtual machine has ended");
 }
 
+/// The last command of a script needs no newline, and runs once.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
-fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
+fn last_command_without_newline_runs_once() {
     require_program(CONSOLE, "pvm");
     let (pvm, ours) = (Real::start(), started());
     for lab in [&pvm.lab, &ours] {
@@ -443,9 +446,10 @@ fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
     assert_eq!(script(ours.console(), "conf x\nme", false), wanted);
 }
 
+/// The trace of each job that a console starts begins with the description of its items.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
-fn every_traced_job_of_a_console_says_what_its_items_are() {
+fn each_traced_job_describes_its_items() {
     let lab = started();
     let mut terminal = Terminal::start(lab.console());
     terminal.wait_for("pvm> ");
@@ -468,9 +472,10 @@ fn every_traced_job_of_a_console_says_what_its_items_are() {
     }
 }
 
+/// Our console shows the output of an unmodified program of Debian together with its trace.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
-fn our_console_shows_the_output_of_an_unmodified_program_with_its_trace() {
+fn console_shows_output_with_trace_of_debian_program() {
     require_program(HELLO, "pvm-examples");
     let lab = started();
     let trace = lab.path("trace");

@@ -50,9 +50,10 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// The history is there in the next console, and only its user may read the file.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
+fn history_is_kept_and_private() {
     let lab = started();
     let mut first = console(&lab);
     first.keys("echo one\r");
@@ -80,9 +81,10 @@ fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
     second.wait_for("\r\ntwo\r\n");
 }
 
+/// The tabulator key completes commands, hosts and options.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn the_tabulator_completes_commands_hosts_and_options() {
+fn tab_completes_commands_hosts_and_options() {
     let lab = started();
     let host = lab.pvm(&["--json", "conf"]).out;
     let host = host
@@ -107,9 +109,10 @@ fn the_tabulator_completes_commands_hosts_and_options() {
     );
 }
 
+/// Output of tasks appears above the prompt and leaves the edited line unchanged.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
+fn task_output_appears_above_the_prompt() {
     let lab = started();
     let (go, script) = (lab.path("go"), lab.path("wait.sh"));
     let text = format!(
@@ -131,9 +134,10 @@ fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
     terminal.wait_for("\r\n<half>\r\n");
 }
 
+/// Keys that are typed ahead mean the same as at the prompt.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn keys_typed_ahead_are_understood_as_at_the_prompt() {
+fn keys_typed_ahead_work_as_at_the_prompt() {
     let lab = started();
     let mut terminal = console(&lab);
     // Whoever holds the daemon holds the console in its command.
@@ -154,9 +158,10 @@ fn keys_typed_ahead_are_understood_as_at_the_prompt() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// Output that arrives while candidates or the history are shown appears afterwards.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afterwards() {
+fn output_waits_for_completion_and_history() {
     let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo remembered\r");
@@ -204,9 +209,10 @@ fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afte
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// Much output and many keys at the same time do not block each other.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
+fn much_output_and_many_keys_do_not_block() {
     const LINES: usize = 20_000;
     const KEYS: usize = 200;
     let lab = started();
@@ -233,9 +239,10 @@ fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// A console whose virtual machine ends reports that and restores the terminal.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_was() {
+fn halt_of_the_vm_restores_the_terminal() {
     let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo unfinis");
@@ -246,9 +253,10 @@ fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_wa
     assert!(terminal.is_restored());
 }
 
+/// A console that a signal ends restores the terminal.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
+fn signal_restores_the_terminal() {
     let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo");
@@ -259,9 +267,10 @@ fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
     assert!(terminal.is_restored());
 }
 
+/// On a terminal without editing the console reads plain lines.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn a_terminal_that_cannot_be_edited_on_works_as_it_is() {
+fn dumb_terminal_works_without_editing() {
     let lab = started();
     let mut command = lab.console();
     command.env("TERM", "dumb");

@@ -147,9 +147,10 @@ fn tasks_are_started_as_described() {
     assert_eq!(nowhere.failed, [PvmError::NoHost]);
 }
 
+/// Each task's exit is notified once.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn ends_of_tasks_come_one_after_the_other_and_then_no_more() {
+fn exit_notices_come_once_each() {
     let lab = Lab::started(None);
     let vm = task(&lab);
     let sleepers = vm
@@ -205,9 +206,10 @@ fn a_notice_comes_after_the_last_message_of_its_task() {
     }
 }
 
+/// Notices that are dropped leave no state.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn notices_that_nobody_waits_for_any_more_leave_nothing_behind() {
+fn dropped_notices_leave_nothing() {
     let lab = Lab::started(None);
     let (vm, other) = (task(&lab), task(&lab));
     let unknown = HostId::new(9).expect("9");

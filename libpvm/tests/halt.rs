@@ -64,9 +64,10 @@ fn was_ended(program: Running) -> bool {
     end(program).signal() == Some(Signal::SIGTERM as i32)
 }
 
+/// Halt notifies tasks of the Rust API or ends them, as they chose.
 #[test]
 #[ignore = "system tier: needs installed programs"]
-fn tasks_of_the_rust_api_are_told_of_a_halt_or_ended_by_it_as_they_wish() {
+fn halt_notifies_or_ends_tasks_as_they_chose() {
     let lab = Lab::started(None);
     let told = task(&lab);
     let mut command = lab.command(std::env::current_exe().expect("a path"));
@@ -80,9 +81,10 @@ fn tasks_of_the_rust_api_are_told_of_a_halt_or_ended_by_it_as_they_wish() {
     told.recv(Match::any()).expect_err("the daemon is gone");
 }
 
+/// Halt ends Debian's console and resource manager.
 #[test]
 #[ignore = "system tier: needs installed programs and Debian's PVM"]
-fn debians_console_and_resource_manager_end_at_a_halt() {
+fn halt_ends_debians_console_and_rm() {
     let programs = ["/usr/bin/pvm", "/usr/bin/srm.pvm"];
     needs::require_program(programs[0], "pvm");
     needs::require_program(programs[1], "pvm-examples");
@@ -103,9 +105,10 @@ fn debians_console_and_resource_manager_end_at_a_halt() {
     assert!(was_ended(manager), "the resource manager");
 }
 
+/// Halt does not wait for a program that ignores SIGTERM, and leaves it.
 #[test]
 #[ignore = "system tier: needs installed programs and gcc"]
-fn a_program_that_ignores_sigterm_is_left_alone_and_nobody_waits_for_it() {
+fn halt_does_not_wait_for_ignored_sigterm() {
     let lab = Lab::started(None);
     let prefix = needs::prefix().expect("the lab has found it");
     let program = programs::compile("stubborn", &prefix, &lab.path("bin"))

@@ -99,6 +99,7 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "system tier: needs python3"]
     fn a_program_that_catches_ignores_or_waits_for_a_signal_minds_it_and_another_one_does_not() {
         let catches =
             program("import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()");
@@ -116,6 +117,7 @@ mod tests {
     }
 
     #[test]
+    #[ignore = "system tier: needs python3"]
     fn a_signal_that_is_blocked_and_that_nobody_takes_from_there_is_not_minded() {
         // The mask of a process is that of its first thread, which is not this one: so another process.
         let blocks = program(

@@ -4,6 +4,7 @@ mod bench;
 mod bench_load;
 mod bench_owners;
 mod bench_virtual;
+mod campaign;
 mod conformance;
 mod demo;
 mod demo_alone;
@@ -43,6 +44,8 @@ enum What {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         words: Vec<String>,
     },
+    /// Run what takes hours: full matrices, soak, lies, conformance, fuzzing, limits; resumable
+    Campaign(campaign::Words),
     /// Build and lay the programs out under a folder
     Install {
         /// The folder: DIR/bin, DIR/lib, DIR/include
@@ -74,6 +77,7 @@ fn main() -> ExitCode {
     let done = match Words::parse().command {
         What::Demo { json } => demo::run(&json),
         What::Test { words } => test::run(&words),
+        What::Campaign(words) => campaign::run(&words),
         What::Install { prefix } => put_in_place(&prefix),
         What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
         What::Conformance {

@@ -17,6 +17,10 @@ pub(crate) struct Test {
     pub(crate) name: String,
     /// True if it is marked with `#[ignore]`: it belongs to the system tier.
     pub(crate) ignored: bool,
+    /// The file of its binary.
+    pub(crate) path: PathBuf,
+    /// The folder of its package, in which it runs.
+    pub(crate) folder: PathBuf,
 }
 
 /// Numbers of a run.
@@ -128,11 +132,14 @@ fn listed(list: &Value) -> Result<Vec<Test>> {
     let suites = list["rust-suites"].as_object().context("no suites")?;
     let mut tests = Vec::new();
     for (binary, suite) in suites {
+        let text = |key: &str| PathBuf::from(suite[key].as_str().unwrap_or_default());
         for (name, test) in suite["testcases"].as_object().into_iter().flatten() {
             tests.push(Test {
                 binary: binary.clone(),
                 name: name.clone(),
                 ignored: test["ignored"] == true,
+                path: text("binary-path"),
+                folder: text("cwd"),
             });
         }
     }
@@ -257,6 +264,8 @@ impl Runner for Libtest {
                     binary: binary.id.clone(),
                     ignored: ignored.contains(&name),
                     name,
+                    path: binary.path.clone(),
+                    folder: binary.folder.clone(),
                 });
             }
         }
@@ -270,7 +279,8 @@ impl Runner for Libtest {
             let of = skipped.iter().filter(|test| test.binary == binary.id);
             let names: Vec<&str> = of.map(|test| test.name.as_str()).collect();
             all.extend(names.iter().flat_map(|name| ["--skip", name]));
-            if !names.is_empty() {
+            // Words are parts of names; exact names are for the skipped tests only.
+            if !names.is_empty() && words.is_empty() {
                 all.push("--exact");
             }
             all.extend(words.iter().map(String::as_str));
@@ -347,6 +357,8 @@ mod tests {
             binary: binary.into(),
             name: name.into(),
             ignored: true,
+            path: PathBuf::new(),
+            folder: PathBuf::new(),
         };
         let filter = without(&[test("a::b", "x"), test("a::b", "y"), test("c", "z")]);
         assert_eq!(

@@ -10,6 +10,8 @@ use std::path::Path;
 /// Something that a test needs of the machine beyond the programs of this build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Need {
+    /// Root.
+    Root,
     /// Root, namespaces, and the programs of the testbed.
     Hosts,
     /// A CRIU that works.
@@ -32,7 +34,9 @@ enum Need {
     Disk,
 }
 
-use Need::{Bus, Criu, Disk, Examples, Freezer, Hosts, MemoryGroups, ProcessorGroups, Screen};
+use Need::{
+    Bus, Criu, Disk, Examples, Freezer, Hosts, MemoryGroups, ProcessorGroups, Root, Screen,
+};
 
 const GCC: Need = Need::Program("gcc", "gcc");
 const GFORTRAN: Need = Need::Program("gfortran", "gfortran");
@@ -95,9 +99,20 @@ const TABLE: &[(&str, &str, &[Need])] = &[
     ("libpvm::halt", "debian", &[PVM, PVM_EXAMPLES]),
     ("libpvm::halt", "sigterm", &[GCC]),
     ("pvm3-capi", "", &[GCC]),
+    ("pvm3-capi::abi", "debian", &[PVM, PVM_DEV]),
+    ("pvm3-capi::programs", "debian", &[PVM_DEV]),
+    ("pvm3-capi::programs", "root", &[Root]),
     ("gpvm3", "", &[GCC]),
+    ("checkpoint", "", &[PYTHON]),
+    ("pvmd", "", &[]),
+    ("pvmd", "disk", &[Disk]),
+    ("pvmd::daemon", "", &[Root]),
     ("pvm-tasker", "", &[GCC, Criu]),
+    ("pvm-tasker::bin/pvm-tasker", "", &[PYTHON]),
     ("pvm-tasker::hold", "freez", &[Freezer]),
+    ("pvm-tasker::kinds", "python", &[PYTHON]),
+    ("pvm-tasker::kinds", "asyncio", &[PYTHON]),
+    ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
 ];
 
 /// The needs of an ignored test; hosts if the table does not name its binary.
@@ -118,6 +133,7 @@ fn needs_of(binary: &str, test: &str) -> Vec<Need> {
 /// Why a need is not met here; `None` if it is met. `criu` is the answer of the set-up.
 fn lack(need: Need, criu: Option<&str>) -> Option<String> {
     match need {
+        Need::Root => (!needs::is_root()).then(|| "this is not root".to_string()),
         Need::Hosts => needs::lacks(),
         Need::Criu => criu.map(String::from),
         Need::Program(name, package) => {
