@@ -86,9 +86,6 @@ pub(crate) struct Words {
 /// # Errors
 /// A build fails, or a system cannot be started.
 pub(crate) fn run(words: &Words) -> Result<bool> {
-    if install::own_profile()? != install::RELEASE {
-        return again_in_release();
-    }
     if words.what == What::Load {
         setup::everything()?;
         return bench_load::run(
@@ -134,14 +131,6 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
         good &= peers(words)?;
     }
     Ok(good)
-}
-
-/// Runs this command again with a release build of this program, which takes part in what is
-/// measured.
-fn again_in_release() -> Result<bool> {
-    let mut command = install::cargo(&["run", "--locked", "--release", "-p", "xtask", "--"])?;
-    command.args(std::env::args_os().skip(1));
-    Ok(command.status().context("cargo")?.success())
 }
 
 /// Where the programs to be measured are installed; they are built unless somebody says where they are.

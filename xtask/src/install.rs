@@ -37,7 +37,7 @@ pub(crate) fn target() -> Result<PathBuf> {
     Ok(build.parent().unwrap_or(&build).to_path_buf())
 }
 
-/// The profile with which this program was built: `ci` by the alias in `.cargo/config.toml`.
+/// The profile with which this program was built: `ci` for tests, else `release`.
 pub(crate) fn own_profile() -> Result<String> {
     let build = sempa_tests::needs::build_folder()?;
     let folder = build.file_name().unwrap_or_default().to_string_lossy();

@@ -148,7 +148,7 @@ fn models(runner: &dyn Runner) -> Result<Counts> {
 
 /// The examples in the documentation, which nextest does not run.
 fn examples(profile: &str) -> Result<Counts> {
-    let words = ["test", "--locked", "--doc", "--package", "libpvm"];
+    let words = ["test", "--locked", "--doc", "--workspace"];
     let done = install::cargo(&words)?
         .args(["--profile", profile])
         .stdin(Stdio::null())
