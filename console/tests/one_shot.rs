@@ -10,9 +10,11 @@ use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::process::Stdio;
 
+/// The console reports output that it cannot write, and fails.
 #[test]
-fn output_that_cannot_be_written_is_said() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn unwritable_output_is_reported() {
+    let lab = started();
     let full = || {
         OpenOptions::new()
             .write(true)
@@ -34,9 +36,11 @@ fn output_that_cannot_be_written_is_said() {
     );
 }
 
+/// Errors about the command line begin with the name of the program.
 #[test]
-fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
-    let Some(lab) = lab() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn usage_errors_begin_with_the_program_name() {
+    let lab = lab();
     for (words, said) in [
         (
             &["--json", "halt"][..],
@@ -53,9 +57,11 @@ fn complaints_about_the_command_line_begin_with_the_name_of_the_program() {
     }
 }
 
+/// Several consoles that halt at the same time all report success.
 #[test]
-fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn concurrent_halts_all_succeed() {
+    let lab = started();
     let halts: Vec<Running> = (0..6)
         .map(|_| {
             let mut command = lab.console();
@@ -78,9 +84,11 @@ fn everybody_who_halts_at_the_same_time_is_told_that_it_is_done() {
     }
 }
 
+/// A daemon closes the locks and pipes that it inherits from the process that started it.
 #[test]
-fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
-    let Some(lab) = lab() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn daemon_keeps_no_locks_or_pipes_of_its_starter() {
+    let lab = lab();
     let start_under_a_lock = |how: &str, program: &str| {
         let mut command = lab.command("flock");
         command
@@ -94,9 +102,12 @@ fn a_daemon_does_not_keep_the_locks_and_pipes_of_whoever_started_it() {
     assert!(next.good(), "the lock is free again: {next:?}");
 }
 
+/// After a daemon is killed the console reports that none runs, and the next start repairs the
+/// files.
 #[test]
-fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn start_after_a_killed_daemon_repairs_its_files() {
+    let lab = started();
     kill(
         Pid::from_raw(lab.daemon().expect("a daemon")),
         Signal::SIGKILL,
@@ -135,9 +146,11 @@ fn after_a_daemon_was_killed_nothing_runs_and_the_next_start_puts_things_right()
     assert!(!lab.place().exists(), "nothing is left");
 }
 
+/// A daemon that is started while another one ends works.
 #[test]
-fn who_starts_one_while_another_dies_has_one_that_works() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn start_during_a_halt_gives_a_working_daemon() {
+    let lab = started();
     for _ in 0..20 {
         kill(
             Pid::from_raw(lab.daemon().expect("a daemon")),
@@ -165,9 +178,11 @@ fn who_starts_one_while_another_dies_has_one_that_works() {
     lab.pvm(&["halt"]).expect_good("halt").expect("it ends");
 }
 
+/// The console that starts a daemon reports the errors of the host file.
 #[test]
-fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
-    let Some(lab) = lab() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn start_reports_errors_of_the_host_file() {
+    let lab = lab();
     let hosts = lab.path("hosts");
     fs::write(
         &hosts,
@@ -205,9 +220,11 @@ fn whoever_starts_it_hears_what_is_wrong_with_the_host_file() {
     );
 }
 
+/// With --json the console prints one JSON value on each line.
 #[test]
-fn values_for_programs_are_one_json_text_a_line() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn json_output_is_one_value_per_line() {
+    let lab = started();
     let value = |words: &[&str]| -> Value {
         let done = lab.pvm(&[&["--json"], words].concat());
         serde_json::from_str(done.out.trim())
@@ -248,9 +265,11 @@ fn values_for_programs_are_one_json_text_a_line() {
     );
 }
 
+/// The commands of the start file run before all others.
 #[test]
-fn commands_of_the_start_file_come_first() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn start_file_runs_before_other_commands() {
+    let lab = started();
     fs::write(
         lab.home().join(".pvmrc"),
         "# mine\nalias greet echo hello\ngreet 1\n",

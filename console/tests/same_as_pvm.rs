@@ -4,9 +4,10 @@
 
 mod common;
 
-use common::{PATIENCE, Terminal, has, lab, script, started};
+use common::{PATIENCE, Terminal, lab, script, started};
 use sempa_tests::eventually;
 use sempa_tests::lab::Lab;
+use sempa_tests::needs::require_program;
 use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
@@ -248,8 +249,8 @@ struct Real {
 }
 
 impl Real {
-    fn start() -> Option<Real> {
-        let lab = lab()?;
+    fn start() -> Real {
+        let lab = lab();
         let mut command = real(&lab, DAEMON);
         let daemon = command
             .stdin(Stdio::null())
@@ -270,7 +271,7 @@ impl Real {
             }
         };
         eventually(PATIENCE, up).expect("it comes up");
-        Some(real)
+        real
     }
 }
 
@@ -343,14 +344,14 @@ fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
     word.replace(digits, &format!("task{number}"))
 }
 
+/// Our console answers as PVM's does, and PVM's console answers on our daemon as on its own.
 #[test]
-fn our_console_answers_as_pvms_and_pvms_console_answers_the_same_on_our_daemon() {
-    if !has(CONSOLE, "pvm") {
-        return;
-    }
-    let Some(pvm) = Real::start() else { return };
-    let Some(ours) = started() else { return };
-    let Some(mixed) = started() else { return };
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
+fn both_consoles_answer_alike_on_both_daemons() {
+    require_program(CONSOLE, "pvm");
+    let pvm = Real::start();
+    let ours = started();
+    let mixed = started();
     let wanted = answers(real(&pvm.lab, CONSOLE));
     assert_eq!(
         wanted.len(),
@@ -389,12 +390,13 @@ fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
     shown.unwrap_or_else(|error| panic!("{error:#}"));
 }
 
+/// PVM's console shows output and traces of the tasks of our daemon.
 #[test]
-fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
-    if !has(CONSOLE, "pvm") || !has(HELLO, "pvm-examples") {
-        return;
-    }
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
+fn pvms_console_shows_output_and_traces() {
+    require_program(CONSOLE, "pvm");
+    require_program(HELLO, "pvm-examples");
+    let lab = started();
     let mut terminal = Terminal::start(lab.command(CONSOLE));
     terminal.wait_for("pvm> ");
     terminal.keys("spawn -> hello.pvm\n");
@@ -423,14 +425,12 @@ fn pvms_console_on_our_daemon_shows_output_and_traces_of_tasks() {
     eventually(PATIENCE, gone).expect("the virtual machine has ended");
 }
 
+/// The last command of a script needs no newline, and runs once.
 #[test]
-fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
-    if !has(CONSOLE, "pvm") {
-        return;
-    }
-    let (Some(pvm), Some(ours)) = (Real::start(), started()) else {
-        return;
-    };
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
+fn last_command_without_newline_runs_once() {
+    require_program(CONSOLE, "pvm");
+    let (pvm, ours) = (Real::start(), started());
     for lab in [&pvm.lab, &ours] {
         fs::write(
             lab.home().join(".pvmrc"),
@@ -446,9 +446,11 @@ fn the_last_line_of_commands_needs_no_newline_and_is_not_repeated_then() {
     assert_eq!(script(ours.console(), "conf x\nme", false), wanted);
 }
 
+/// The trace of each job that a console starts begins with the description of its items.
 #[test]
-fn every_traced_job_of_a_console_says_what_its_items_are() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
+fn each_traced_job_describes_its_items() {
+    let lab = started();
     let mut terminal = Terminal::start(lab.console());
     terminal.wait_for("pvm> ");
     for job in 1..=2 {
@@ -470,12 +472,12 @@ fn every_traced_job_of_a_console_says_what_its_items_are() {
     }
 }
 
+/// Our console shows the output of an unmodified program of Debian together with its trace.
 #[test]
-fn our_console_shows_the_output_of_an_unmodified_program_with_its_trace() {
-    if !has(HELLO, "pvm-examples") {
-        return;
-    }
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
+fn console_shows_output_with_trace_of_debian_program() {
+    require_program(HELLO, "pvm-examples");
+    let lab = started();
     let trace = lab.path("trace");
     let done = lab.pvm(&[
         "spawn",

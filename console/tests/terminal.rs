@@ -27,8 +27,9 @@ fn console(lab: &Lab) -> Terminal {
 }
 
 #[test]
+#[ignore = "system tier: needs installed programs"]
 fn a_line_can_be_edited_before_it_is_a_command() {
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys(&format!("echo <heo{LEFT}ll"));
     terminal.keys("\x05>\r");
@@ -49,9 +50,11 @@ fn a_line_can_be_edited_before_it_is_a_command() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// The history is there in the next console, and only its user may read the file.
 #[test]
-fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn history_is_kept_and_private() {
+    let lab = started();
     let mut first = console(&lab);
     first.keys("echo one\r");
     first.wait_for("\r\none\r\n");
@@ -78,9 +81,11 @@ fn lines_are_remembered_by_the_next_console_and_read_by_nobody_else() {
     second.wait_for("\r\ntwo\r\n");
 }
 
+/// The tabulator key completes commands, hosts and options.
 #[test]
-fn the_tabulator_completes_commands_hosts_and_options() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn tab_completes_commands_hosts_and_options() {
+    let lab = started();
     let host = lab.pvm(&["--json", "conf"]).out;
     let host = host
         .split("\"name\":\"")
@@ -104,9 +109,11 @@ fn the_tabulator_completes_commands_hosts_and_options() {
     );
 }
 
+/// Output of tasks appears above the prompt and leaves the edited line unchanged.
 #[test]
-fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn task_output_appears_above_the_prompt() {
+    let lab = started();
     let (go, script) = (lab.path("go"), lab.path("wait.sh"));
     let text = format!(
         "while [ ! -e {} ]; do sleep 0.02; done; echo here it is",
@@ -127,9 +134,11 @@ fn output_of_tasks_comes_above_the_prompt_and_leaves_the_line_alone() {
     terminal.wait_for("\r\n<half>\r\n");
 }
 
+/// Keys that are typed ahead mean the same as at the prompt.
 #[test]
-fn keys_typed_ahead_are_understood_as_at_the_prompt() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn keys_typed_ahead_work_as_at_the_prompt() {
+    let lab = started();
     let mut terminal = console(&lab);
     // Whoever holds the daemon holds the console in its command.
     let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
@@ -149,9 +158,11 @@ fn keys_typed_ahead_are_understood_as_at_the_prompt() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// Output that arrives while candidates or the history are shown appears afterwards.
 #[test]
-fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afterwards() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn output_waits_for_completion_and_history() {
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo remembered\r");
     terminal.wait_for("\r\nremembered\r\n");
@@ -198,11 +209,13 @@ fn output_that_comes_while_candidates_or_the_history_are_looked_at_is_shown_afte
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// Much output and many keys at the same time do not block each other.
 #[test]
-fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
+#[ignore = "system tier: needs installed programs"]
+fn much_output_and_many_keys_do_not_block() {
     const LINES: usize = 20_000;
     const KEYS: usize = 200;
-    let Some(lab) = started() else { return };
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys(&format!("spawn -> /usr/bin/seq -f <%.0f> 1 {LINES}\r"));
     terminal.wait_for("1 successful\r\n");
@@ -226,9 +239,11 @@ fn a_flood_of_output_and_a_flood_of_keys_do_not_wait_for_each_other() {
     assert!(terminal.end().success() && terminal.is_restored());
 }
 
+/// A console whose virtual machine ends reports that and restores the terminal.
 #[test]
-fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_was() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn halt_of_the_vm_restores_the_terminal() {
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo unfinis");
     terminal.wait_for("unfinis");
@@ -238,9 +253,11 @@ fn a_console_whose_virtual_machine_ends_says_so_and_leaves_the_terminal_as_it_wa
     assert!(terminal.is_restored());
 }
 
+/// A console that a signal ends restores the terminal.
 #[test]
-fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn signal_restores_the_terminal() {
+    let lab = started();
     let mut terminal = console(&lab);
     terminal.keys("echo");
     terminal.wait_for("echo");
@@ -250,9 +267,11 @@ fn a_console_that_a_signal_ends_leaves_the_terminal_as_it_was() {
     assert!(terminal.is_restored());
 }
 
+/// On a terminal without editing the console reads plain lines.
 #[test]
-fn a_terminal_that_cannot_be_edited_on_works_as_it_is() {
-    let Some(lab) = started() else { return };
+#[ignore = "system tier: needs installed programs"]
+fn dumb_terminal_works_without_editing() {
+    let lab = started();
     let mut command = lab.console();
     command.env("TERM", "dumb");
     let mut terminal = Terminal::start(command);

@@ -3,10 +3,11 @@
 
 mod common;
 
-use common::{PATIENCE, PROMPT, has, read_all};
+use common::{PATIENCE, PROMPT, read_all};
+use sempa_tests::needs::require_program;
 use sempa_tests::real::RealVm;
 use sempa_tests::vm::{Settings, Vm};
-use sempa_tests::{Testbed, eventually, lacks, needs};
+use sempa_tests::{Testbed, eventually, needs};
 use std::io::Write;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -170,18 +171,12 @@ fn host_of(word: &str) -> String {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn commands_about_hosts_print_what_pvm_prints() {
-    if let Some(lack) = lacks() {
-        eprintln!("skipped: {lack}");
-        return;
-    }
-    if !has(CONSOLE, "pvm") {
-        return;
-    }
+    require_program(CONSOLE, "pvm");
     let wanted = wanted();
-    let Some((bed, inside)) = needs::testbed(3) else {
-        return;
-    };
+    let bed = needs::testbed(3);
+    let inside = needs::prefix_in_bed();
     for console in [inside.join("bin/pvm"), CONSOLE.into()] {
         let vm = Vm::start(&bed, Settings::default()).expect("ours");
         let mut command = vm.command(bed.host(1), &console);

@@ -9,7 +9,6 @@ use sempa_tests::run::Running;
 use sempa_tests::{eventually, needs, programs};
 use std::io::Write;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -65,11 +64,11 @@ fn was_ended(program: Running) -> bool {
     end(program).signal() == Some(Signal::SIGTERM as i32)
 }
 
+/// Halt notifies tasks of the Rust API or ends them, as they chose.
 #[test]
-fn tasks_of_the_rust_api_are_told_of_a_halt_or_ended_by_it_as_they_wish() {
-    let Some(lab) = Lab::started(None) else {
-        return;
-    };
+#[ignore = "system tier: needs installed programs"]
+fn halt_notifies_or_ends_tasks_as_they_chose() {
+    let lab = Lab::started(None);
     let told = task(&lab);
     let mut command = lab.command(std::env::current_exe().expect("a path"));
     command
@@ -82,16 +81,14 @@ fn tasks_of_the_rust_api_are_told_of_a_halt_or_ended_by_it_as_they_wish() {
     told.recv(Match::any()).expect_err("the daemon is gone");
 }
 
+/// Halt ends Debian's console and resource manager.
 #[test]
-fn debians_console_and_resource_manager_end_at_a_halt() {
+#[ignore = "system tier: needs installed programs and Debian's PVM"]
+fn halt_ends_debians_console_and_rm() {
     let programs = ["/usr/bin/pvm", "/usr/bin/srm.pvm"];
-    if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
-        eprintln!("skipped: {missing} is missing: install pvm and pvm-examples");
-        return;
-    }
-    let Some(lab) = Lab::started(None) else {
-        return;
-    };
+    needs::require_program(programs[0], "pvm");
+    needs::require_program(programs[1], "pvm-examples");
+    let lab = Lab::started(None);
     let watcher = task(&lab);
     let mut console = Running::start(lab.command(programs[0]), Stdio::piped()).expect("it starts");
     let mut typed = console.take_stdin().expect("piped");
@@ -108,11 +105,11 @@ fn debians_console_and_resource_manager_end_at_a_halt() {
     assert!(was_ended(manager), "the resource manager");
 }
 
+/// Halt does not wait for a program that ignores SIGTERM, and leaves it.
 #[test]
-fn a_program_that_ignores_sigterm_is_left_alone_and_nobody_waits_for_it() {
-    let Some(lab) = Lab::started(None) else {
-        return;
-    };
+#[ignore = "system tier: needs installed programs and gcc"]
+fn halt_does_not_wait_for_ignored_sigterm() {
+    let lab = Lab::started(None);
     let prefix = needs::prefix().expect("the lab has found it");
     let program = programs::compile("stubborn", &prefix, &lab.path("bin"))
         .unwrap_or_else(|error| panic!("{error:#}"));

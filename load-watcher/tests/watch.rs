@@ -96,8 +96,9 @@ fn login_and_logout_are_noticed_without_polling() {
     assert!(!watch.is_blind());
 }
 
+/// A file that is created later, replaced or removed is noticed.
 #[test]
-fn a_file_that_comes_later_is_replaced_or_goes_away_is_noticed() {
+fn created_replaced_and_removed_files_are_noticed() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
     let mut watch = Logins::new(path.clone());
@@ -117,8 +118,9 @@ fn a_file_that_comes_later_is_replaced_or_goes_away_is_noticed() {
     until(&mut watch, &Records::Logins(vec![alice()]));
 }
 
+/// A directory that is created later is watched from the next look on.
 #[test]
-fn a_directory_that_comes_later_is_watched_from_the_next_look_on() {
+fn late_directory_is_watched_from_the_next_look() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("run/utmp");
     let mut watch = Logins::new(path.clone());
@@ -178,8 +180,9 @@ fn files_and_folders_watched_together_are_told_apart() {
     assert_eq!(seen("b"), [false, true, false]);
 }
 
+/// A key at an idle terminal is noticed at once, and other terminals are not read.
 #[test]
-fn a_key_at_an_idle_terminal_is_noticed_at_once_and_others_are_not_looked_at() {
+fn key_at_an_idle_terminal_is_noticed_at_once() {
     let (idle, used) = (
         nix::pty::openpty(None, None).expect("a terminal"),
         nix::pty::openpty(None, None).expect("one"),
@@ -202,8 +205,9 @@ fn a_key_at_an_idle_terminal_is_noticed_at_once_and_others_are_not_looked_at() {
     assert!(!watch.wait(Duration::ZERO, None).any());
 }
 
+/// Settings are read only after their writer has closed the file.
 #[test]
-fn settings_are_read_only_when_their_writer_has_closed_them() {
+fn settings_are_read_after_the_writer_closes() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("owner.toml");
     fs::write(&path, "cores = 2\n").expect("the test's own file");
@@ -248,8 +252,9 @@ fn half_a_record_is_nobody_until_it_is_whole() {
     until(&mut watch, &Records::Logins(vec![alice()]));
 }
 
+/// If an owner keeps memory free, it is read in turn with the pressure.
 #[test]
-fn where_an_owner_keeps_memory_free_it_is_read_in_turn_with_the_pressure() {
+fn kept_memory_is_read_with_the_pressure() {
     let dir = tempfile::tempdir().expect("a directory");
     let put = |name: &str, text: &str| {
         fs::write(dir.path().join(name), text).expect("the test's own file")
@@ -287,8 +292,9 @@ fn where_an_owner_keeps_memory_free_it_is_read_in_turn_with_the_pressure() {
     assert_eq!([8, 9].map(|number| sample(number, false)), [(6, 8), (6, 9)]);
 }
 
+/// The load comes from the account of the outermost control group that is visible.
 #[test]
-fn what_is_busy_is_told_by_the_account_of_the_outermost_control_group_where_it_can_be_seen() {
+fn load_comes_from_the_outermost_control_group() {
     let dir = tempfile::tempdir().expect("a directory");
     let put = |name: &str, text: &str| {
         fs::write(dir.path().join(name), text).expect("the test's own file")
@@ -334,8 +340,9 @@ fn what_is_busy_is_told_by_the_account_of_the_outermost_control_group_where_it_c
     }
 }
 
+/// Samples of fixed files give their numbers, and follow changes.
 #[test]
-fn samples_of_fixed_files_give_their_numbers_and_follow_changes() {
+fn samples_follow_their_files() {
     let dir = tempfile::tempdir().expect("a directory");
     let put = |name: &str, text: &str| {
         fs::write(dir.path().join(name), text).expect("the test's own file")

@@ -378,8 +378,9 @@ fn text(output: &Output) -> (String, String) {
     )
 }
 
+/// The master prints the path of its socket, and leaves no file after SIGTERM.
 #[test]
-fn the_master_tells_its_socket_and_leaves_nothing_when_it_is_told_to_end() {
+fn master_prints_its_socket_and_leaves_no_file() {
     let mut vm = Vm::new();
     let socket = vm.start();
     assert_eq!(
@@ -396,8 +397,9 @@ fn the_master_tells_its_socket_and_leaves_nothing_when_it_is_told_to_end() {
     vm.assert_clean();
 }
 
+/// A second virtual machine of the same name is refused in one line.
 #[test]
-fn a_second_virtual_machine_of_the_same_name_is_refused_in_one_line() {
+fn second_vm_of_the_same_name_is_refused() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let second = vm.command().output().expect("pvmd can be run");
@@ -418,8 +420,9 @@ fn a_second_virtual_machine_of_the_same_name_is_refused_in_one_line() {
     vm.assert_clean();
 }
 
+/// The next start repairs the files that a killed daemon left.
 #[test]
-fn what_a_killed_daemon_left_heals_at_the_next_start() {
+fn start_repairs_files_of_a_killed_daemon() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let dir = socket.parent().expect("a directory").to_path_buf();
@@ -441,8 +444,9 @@ fn what_a_killed_daemon_left_heals_at_the_next_start() {
     vm.assert_clean();
 }
 
+/// A daemon that gets garbage on its socket and port still serves its tasks.
 #[test]
-fn garbage_on_its_socket_and_port_leaves_the_daemon_serving() {
+fn daemon_survives_garbage_on_socket_and_port() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let mut good = Task::enrol(&socket);
@@ -522,8 +526,9 @@ fn offer(to: Tid, id: u64) -> ToDaemon {
     }
 }
 
+/// Descriptors arrive with their message; a message without its descriptors closes the connection.
 #[test]
-fn descriptors_travel_with_their_words_and_a_word_that_is_short_of_them_closes_its_connection() {
+fn missing_descriptor_closes_the_connection() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let [mut a, mut b] = [Task::enrol(&socket), Task::enrol(&socket)];
@@ -620,8 +625,9 @@ fn descriptors_travel_with_their_words_and_a_word_that_is_short_of_them_closes_i
     vm.assert_clean();
 }
 
+/// A task that does not read delays no other task and loses no message.
 #[test]
-fn a_task_that_does_not_read_holds_up_nobody_and_loses_nothing() {
+fn task_that_does_not_read_loses_no_message() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let (mut talker, mut deaf, mut other) = (
@@ -645,8 +651,9 @@ fn a_task_that_does_not_read_holds_up_nobody_and_loses_nothing() {
     }
 }
 
+/// The remote shell adds hosts, and halt ends all daemons and tasks.
 #[test]
-fn hosts_are_added_over_the_remote_shell_and_halt_ends_everything() {
+fn remote_shell_adds_hosts_and_halt_ends_all() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let mut task = Task::enrol(&socket);
@@ -722,8 +729,9 @@ fn hosts_are_added_over_the_remote_shell_and_halt_ends_everything() {
     vm.assert_clean();
 }
 
+/// A slave ends with its tasks when its master is killed.
 #[test]
-fn a_slave_ends_with_its_tasks_when_its_master_is_killed() {
+fn slave_ends_when_its_master_is_killed() {
     let mut vm = Vm::new();
     vm.lease_ms = 3000;
     let socket = vm.start();
@@ -735,8 +743,9 @@ fn a_slave_ends_with_its_tasks_when_its_master_is_killed() {
     assert_eq!(fs::read_dir(vm.path("h2")).expect("ours").count(), 0);
 }
 
+/// A slave that finds no master reports that in one line.
 #[test]
-fn a_slave_without_a_master_says_so_in_one_line() {
+fn slave_without_master_reports_it_in_one_line() {
     let vm = Vm::new();
     for input in ["", "hello\n", "{\"ddpro\":1}\n"] {
         let mut child = vm
@@ -764,13 +773,20 @@ fn a_slave_without_a_master_says_so_in_one_line() {
     vm.assert_clean();
 }
 
+fn require_root() {
+    assert!(
+        nix::unistd::getuid().is_root(),
+        "cannot run here: this needs root"
+    );
+}
+
+/// Another user is refused, with the reason.
 #[test]
-fn another_user_gets_a_reason_and_no_service() {
+#[ignore = "system tier: needs root"]
+fn other_user_is_refused_with_reason() {
     const NOBODY: u32 = 65_534;
     let mut vm = Vm::new();
-    if !nix::unistd::getuid().is_root() {
-        return;
-    }
+    require_root();
     // A daemon of nobody, and root as the other user: only root could get as far as the socket at all.
     let program = vm.path("pvmd");
     fs::copy(env!("CARGO_BIN_EXE_pvmd"), &program).expect("writable");
@@ -804,12 +820,12 @@ fn another_user_gets_a_reason_and_no_service() {
     vm.assert_clean();
 }
 
+/// Root is refused without `PVM_ALLOW_ROOT`.
 #[test]
-fn root_is_refused_unless_it_is_allowed() {
+#[ignore = "system tier: needs root"]
+fn root_needs_permission() {
     let vm = Vm::new();
-    if !nix::unistd::getuid().is_root() {
-        return;
-    }
+    require_root();
     let output = vm
         .command()
         .env_remove("PVM_ALLOW_ROOT")
@@ -928,8 +944,9 @@ fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
         .to_string()
 }
 
+/// Other hosts are added while one waits for a start by hand.
 #[test]
-fn a_host_is_started_by_hand_while_others_are_added() {
+fn manual_start_allows_other_hosts() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
     let by_hand = adding(&socket, "h2 so=ms");
     terminal.until("*** Manual startup ***");
@@ -958,8 +975,9 @@ fn a_host_is_started_by_hand_while_others_are_added() {
     vm.assert_clean();
 }
 
+/// A wrong answer at the start by hand is refused with its reason and leaves no daemon.
 #[test]
-fn a_wrong_answer_is_refused_with_its_reason_and_leaves_no_daemon() {
+fn wrong_manual_answer_leaves_no_daemon() {
     let (mut vm, mut terminal, socket) = vm_at_a_terminal();
     until("the master has its tasker", || vm.programs() == 2);
     let by_hand = adding(&socket, "h2 so=ms");
@@ -990,8 +1008,9 @@ fn a_wrong_answer_is_refused_with_its_reason_and_leaves_no_daemon() {
     vm.assert_clean();
 }
 
+/// Halt does not wait for a host that waits for a start by hand.
 #[test]
-fn a_halt_does_not_wait_for_the_person_who_is_asked() {
+fn halt_does_not_wait_for_a_manual_start() {
     let (mut vm, terminal, socket) = vm_at_a_terminal();
     let mut task = Task::enrol(&socket);
     let lines = vec!["h2 so=ms".to_string(), "h3 so=ms".to_string()];
@@ -1015,8 +1034,9 @@ fn a_halt_does_not_wait_for_the_person_who_is_asked() {
     vm.assert_clean();
 }
 
+/// A master without a terminal refuses a start by hand, with the reason.
 #[test]
-fn a_master_without_a_terminal_says_that_it_can_ask_nobody() {
+fn manual_start_needs_a_terminal() {
     let mut vm = Vm::new();
     let socket = vm.start();
     let added = Task::enrol(&socket).add(&["h2 so=ms", "h3 so=pw", "h4"]);

@@ -175,6 +175,7 @@ mod tests {
 
     /// An init keeps none of the tasker's allocations, and ends on the byte or the end of its pipe.
     #[test]
+    #[ignore = "system tier: needs root"]
     fn init_frees_tasker_memory_and_ends_on_order() {
         let large = vec![7u8; 64 << 20];
         let small: Vec<Vec<u8>> = (0..100_000).map(|_| vec![7; 100]).collect();
@@ -182,10 +183,7 @@ mod tests {
             let (theirs, mut ours) = std::io::pipe().expect("a pipe");
             let init = match start(theirs.as_fd(), None) {
                 Ok(init) => init,
-                Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
-                    return eprintln!("skipped: {error}");
-                }
-                Err(error) => panic!("{error}"),
+                Err(error) => panic!("cannot run here: {error}"),
             };
             let kib = own_memory(init.pid);
             assert!(kib < 2048, "{kib} KiB");

@@ -73,8 +73,9 @@ fn with_and_without_rights(test: impl Fn(&mut Tasker)) {
     }
 }
 
+/// A program that is built runs only after `Run`.
 #[test]
-fn a_program_that_is_built_runs_only_when_it_is_told_to() {
+fn built_program_waits_for_run() {
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
         let file = dir.path().join("ran");
@@ -107,8 +108,9 @@ fn a_program_that_is_built_runs_only_when_it_is_told_to() {
     });
 }
 
+/// A program that is built and discarded never runs; one that cannot be started is reported.
 #[test]
-fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is_said_so() {
+fn discarded_program_never_runs() {
     with_and_without_rights(|tasker| {
         tasker.send(ToTasker::Build {
             migration: MOVE,
@@ -153,8 +155,9 @@ fn a_program_that_is_built_and_discarded_never_runs_and_one_that_cannot_begin_is
     });
 }
 
+/// A program that is held at `Run` begins when it is freed.
 #[test]
-fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
+fn held_program_begins_when_freed() {
     with_and_without_rights(|tasker| {
         tasker.send(ToTasker::Build {
             migration: MOVE,
@@ -181,8 +184,9 @@ fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
     });
 }
 
+/// Children that a program leaves are ended if it ends with the agreed code, and only then.
 #[test]
-fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then() {
+fn agreed_exit_ends_children_left_behind() {
     with_and_without_rights(|tasker| {
         for (code, stays) in [(85, false), (3, true)] {
             let sleeper = with_sleeper(
@@ -207,9 +211,9 @@ fn whoever_a_program_leaves_behind_is_ended_if_it_ends_as_agreed_and_only_then()
     });
 }
 
+/// A program that is asked by a message may end as soon as that is expected, and no child remains.
 #[test]
-fn a_program_that_is_asked_by_a_message_may_end_as_soon_as_that_is_expected_and_nobody_is_left_behind()
- {
+fn exit_before_the_message_is_accepted() {
     let by_message = Engine::Own {
         asked: Asked::Message(77),
         exit: 85,
@@ -238,8 +242,9 @@ fn a_program_that_is_asked_by_a_message_may_end_as_soon_as_that_is_expected_and_
     });
 }
 
+/// A program that the signal would end is not asked.
 #[test]
-fn a_program_that_would_just_be_ended_by_the_signal_is_not_asked() {
+fn program_without_handler_gets_no_signal() {
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
         let file = dir.path().join("go");

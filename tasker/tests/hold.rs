@@ -51,8 +51,10 @@ fn niceness(pid: i32) -> Vec<String> {
         .collect()
 }
 
+/// A held task uses no processor time, and loses nothing when it continues.
 #[test]
-fn a_held_task_gets_no_processor_time_and_goes_on_with_nothing_lost() {
+#[ignore = "system tier: needs gcc"]
+fn held_task_uses_no_cpu_and_loses_nothing() {
     let dir = tempfile::tempdir().expect("dir");
     let mut tasker = Tasker::start();
     let pid = tasker.run(tid(1), &program(dir.path(), "counter"), &[]);
@@ -85,11 +87,11 @@ fn a_held_task_gets_no_processor_time_and_goes_on_with_nothing_lost() {
     tasker.stop();
 }
 
+/// A task that is held and freed in any order during a migration obeys the last order.
 #[test]
-fn a_task_that_is_held_and_freed_in_any_order_with_a_move_is_stopped_or_runs_as_it_was_told_last() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn last_order_wins_during_a_migration() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let mut tasker = Tasker::start();
     let pid = tasker.run(tid(1), &program(dir.path(), "counter"), &[]);
@@ -123,11 +125,11 @@ fn a_task_that_is_held_and_freed_in_any_order_with_a_move_is_stopped_or_runs_as_
     tasker.stop();
 }
 
+/// A held task migrates without running, and stays held at a target that is held as well.
 #[test]
-fn a_held_task_moves_without_running_and_stays_held_where_guests_are_not_wanted_either() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn held_task_migrates_without_running() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     here.run(tid(1), &program(dir.path(), "counter"), &[]);
@@ -166,8 +168,9 @@ fn a_held_task_moves_without_running_and_stays_held_where_guests_are_not_wanted_
     there.stop();
 }
 
+/// A held task gets SIGTERM when it continues, and can be killed at once.
 #[test]
-fn a_held_task_can_be_asked_to_end_and_killed() {
+fn held_task_can_be_terminated_and_killed() {
     let mut tasker = Tasker::start();
     let asked = "trap 'echo asked; exit 7' TERM; echo ready; while :; do :; done";
     tasker.run(tid(1), &sh(), &["-c", asked]);
@@ -210,11 +213,11 @@ fn a_held_task_can_be_asked_to_end_and_killed() {
     tasker.stop();
 }
 
+/// The redirection for its library is written into the memory of a stopped task.
 #[test]
-fn what_its_library_is_to_find_is_written_into_a_stopped_task() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn redirection_is_written_into_a_stopped_task() {
+    require_moves();
     let mut tasker = Tasker::start();
     let script = "w=0123456789; echo ready; while :; do echo $w; sleep 0.01; done";
     let pid = tasker.run(tid(1), &sh(), &["-c", script]);
@@ -278,8 +281,9 @@ fn what_its_library_is_to_find_is_written_into_a_stopped_task() {
     tasker.stop();
 }
 
+/// Children that a held task has stopped itself stay stopped.
 #[test]
-fn a_held_task_that_has_stopped_children_of_its_own_leaves_them_stopped() {
+fn own_stopped_children_stay_stopped() {
     let mut tasker = Tasker::start();
     let script =
         "sh -c 'echo child; kill -STOP $$; echo woken' & wait $!; echo over; wait $!; echo end";
@@ -313,8 +317,10 @@ fn eased(tasker: &mut Tasker, alone: Micros) {
 
 const LONG: Micros = Micros::from_millis(600_000);
 
+/// A held task that must quiesce runs its library only, and the program if that is not enough.
 #[test]
-fn of_a_held_task_that_has_to_let_go_the_library_runs_and_the_program_only_if_that_is_not_enough() {
+#[ignore = "system tier: needs gcc"]
+fn quiesce_of_held_task_runs_the_library_first() {
     let dir = tempfile::tempdir().expect("dir");
     let program = program(dir.path(), "halves");
     for env in [&[][..], BY_SIGNAL] {
@@ -384,11 +390,11 @@ fn of_a_held_task_that_has_to_let_go_the_library_runs_and_the_program_only_if_th
     }
 }
 
+/// A task of which the library runs alone can be stopped, and migrates.
 #[test]
-fn a_task_of_which_the_library_runs_alone_can_be_stopped_for_a_move_and_moves() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn task_with_library_running_alone_migrates() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let program = program(dir.path(), "halves");
     for env in [&[][..], BY_SIGNAL] {
@@ -452,21 +458,17 @@ fn a_task_of_which_the_library_runs_alone_can_be_stopped_for_a_move_and_moves() 
 const BY_SIGNAL: &[(&str, &str)] = &[("SEMPA_FREEZER", "off")];
 
 /// A tasker with a freezer into which the test can look, if there can be one here.
-fn with_freezer() -> Option<Tasker> {
+fn with_freezer() -> Tasker {
     let mounts = std::fs::read("/proc/self/mountinfo").expect("it is there");
-    if sempa_proto::cgroup::mount_point(&mounts, None).is_none() {
-        eprintln!("no freezer to be seen here: control groups of version 2 are not mounted");
-        return None;
-    }
+    assert!(
+        sempa_proto::cgroup::mount_point(&mounts, None).is_some(),
+        "cannot run here: control groups of version 2 are not mounted"
+    );
     let tasker = Tasker::start();
-    match &tasker.ready.freezer {
-        Ok(()) => Some(tasker),
-        Err(why) => {
-            eprintln!("no freezer here: {why}");
-            tasker.stop();
-            None
-        }
+    if let Err(why) = &tasker.ready.freezer {
+        panic!("cannot run here: no freezer: {why}");
     }
+    tasker
 }
 
 /// What a program that makes processes has counted.
@@ -533,9 +535,10 @@ impl Counts {
     }
 }
 
+/// A task that forks all the time is held as a whole, by the freezer and by signals.
 #[test]
-fn a_task_that_makes_processes_all_the_time_stands_wholly_still_and_goes_on_by_freezer_and_by_signal()
- {
+#[ignore = "system tier: needs gcc"]
+fn forking_task_is_held_by_freezer_and_signal() {
     let dir = tempfile::tempdir().expect("dir");
     let program = program(dir.path(), "forker");
     for env in [&[][..], BY_SIGNAL] {
@@ -556,11 +559,11 @@ fn a_task_that_makes_processes_all_the_time_stands_wholly_still_and_goes_on_by_f
     }
 }
 
+/// A chain of processes that fork and exit does not escape the freezer.
 #[test]
-fn nobody_runs_away_from_the_freezer_from_child_to_child() {
-    let Some(mut tasker) = with_freezer() else {
-        return;
-    };
+#[ignore = "system tier: needs root, gcc and control groups of version 2"]
+fn fork_chain_does_not_escape_the_freezer() {
+    let mut tasker = with_freezer();
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
     counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
@@ -581,12 +584,12 @@ fn is_frozen(group: &Path) -> bool {
     std::fs::read_to_string(group.join("cgroup.events")).is_ok_and(|text| text.contains("frozen 1"))
 }
 
+/// A held task that migrates is frozen at the target, and is not thawed before it is stopped.
 #[test]
-fn a_held_task_that_has_moved_is_frozen_again_and_was_never_thawed_before_it_was_stopped() {
-    if !can_move() {
-        return;
-    }
-    let Some(here) = with_freezer() else { return };
+#[ignore = "system tier: needs CRIU, gcc and control groups of version 2"]
+fn held_task_stays_frozen_through_a_migration() {
+    require_moves();
+    let here = with_freezer();
     moves_frozen(here, Tasker::start());
 }
 
@@ -644,9 +647,11 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
     assert!(!folder.exists(), "{} is left", folder.display());
 }
 
+/// Where control groups of version 2 are not mounted, the tasker mounts them for itself.
 #[test]
-fn where_version_2_is_not_mounted_the_tasker_mounts_it_for_itself_and_freezes_by_it() {
-    let Some(tasker) = with_freezer() else { return };
+#[ignore = "system tier: needs CRIU, gcc and control groups of version 2"]
+fn tasker_mounts_the_freezer_for_itself() {
+    let tasker = with_freezer();
     tasker.stop();
     let hides = "for at in $(findmnt -n -o TARGET -t cgroup2); do umount --lazy $at; done; exec \"$0\" \"$@\"";
     let start = || {
@@ -661,9 +666,8 @@ fn where_version_2_is_not_mounted_the_tasker_mounts_it_for_itself_and_freezes_by
         );
         tasker
     };
-    if can_move() {
-        moves_frozen(start(), start());
-    }
+    require_moves();
+    moves_frozen(start(), start());
     let mut tasker = start();
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
@@ -682,11 +686,11 @@ fn where_version_2_is_not_mounted_the_tasker_mounts_it_for_itself_and_freezes_by
     );
 }
 
+/// A frozen task dies with its tasker, and the next tasker removes its control group.
 #[test]
-fn a_frozen_task_dies_with_its_tasker_and_the_next_tasker_removes_what_is_left() {
-    let Some(mut tasker) = with_freezer() else {
-        return;
-    };
+#[ignore = "system tier: needs root, gcc and control groups of version 2"]
+fn frozen_task_dies_with_its_tasker() {
+    let mut tasker = with_freezer();
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
     counts.rounds(&mut tasker, &program(dir.path(), "forker"), "chain");
@@ -704,11 +708,11 @@ fn a_frozen_task_dies_with_its_tasker_and_the_next_tasker_removes_what_is_left()
     });
 }
 
+/// A frozen task whose child is in vfork can be stopped for a migration.
 #[test]
-fn a_frozen_task_whose_child_borrows_its_memory_can_be_stopped_for_a_move() {
-    let Some(mut tasker) = with_freezer() else {
-        return;
-    };
+#[ignore = "system tier: needs root, gcc and control groups of version 2"]
+fn frozen_task_with_vfork_child_can_be_stopped() {
+    let mut tasker = with_freezer();
     let dir = tempfile::tempdir().expect("dir");
     let counts = Counts::new(dir.path());
     counts.rounds(&mut tasker, &program(dir.path(), "forker"), "vfork");

@@ -31,11 +31,11 @@ fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
     here
 }
 
+/// A killed dump leaves the task at the source, and a later migration succeeds.
 #[test]
-fn a_killed_dump_leaves_the_task_whole_and_a_later_move_succeeds() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn killed_dump_leaves_task_at_source() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let mut there = Tasker::start();
     let mut output = Vec::new();
@@ -60,11 +60,11 @@ fn a_killed_dump_leaves_the_task_whole_and_a_later_move_succeeds() {
     there.stop();
 }
 
+/// A dump that hangs is tried once more.
 #[test]
-fn a_dump_that_hangs_is_tried_once_more() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn hanging_dump_is_tried_once_more() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let mut output = Vec::new();
     let mut here = with_waiting_dump(dir.path(), &mut output);
@@ -90,11 +90,11 @@ fn pages_written(images: &Path) -> u64 {
         .sum()
 }
 
+/// CRIU that is killed while it writes memory leaves the task whole.
 #[test]
-fn the_engine_killed_while_it_writes_memory_does_no_harm() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn engine_killed_while_writing_leaves_task_whole() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let d = dir.path().display().to_string();
     let engine = wrapper(
@@ -146,11 +146,11 @@ fn the_engine_killed_while_it_writes_memory_does_no_harm() {
     here.stop();
 }
 
+/// A migration that is cancelled during the dump ends CRIU, and the task continues.
 #[test]
-fn a_move_called_off_during_the_dump_ends_the_engine_and_the_task_goes_on() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn cancelled_dump_ends_the_engine() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let mut output = Vec::new();
     let mut here = with_waiting_dump(dir.path(), &mut output);
@@ -185,11 +185,11 @@ fn killer(dir: &Path) -> PathBuf {
 /// In the ordinary run steps are taken at this distance; with `SEMPA_TEST_EVERY_STEP` set each one is.
 const STRIDE: usize = 23;
 
+/// CRIU that is killed before or after any of its ptrace calls leaves the task whole.
 #[test]
-fn an_engine_killed_before_or_after_any_touch_of_the_task_does_no_harm() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn engine_killed_at_any_ptrace_leaves_task_whole() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (killer, at) = (killer(dir.path()), dir.path().join("at"));
     let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::moving::{self, can_move, discard, program, stop};
+use common::moving::{self, discard, program, stop};
 use common::{Tasker, is_alive, migration, processes_with, tid, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -372,23 +372,24 @@ impl Scene {
     }
 }
 
+/// A task runs at the target before its memory arrives, and its copy at the source is dead by then.
 #[test]
-fn a_task_runs_before_its_memory_has_come_from_a_host_where_it_is_dead_already() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn post_copy_task_runs_before_its_memory_arrives() {
+    moving::require_moves();
     let mut scene = Scene::new();
     scene.commit();
     scene.way.open();
     scene.arrives_and_goes_on();
 }
 
+/// After a pre-copy a task needs little more memory from the source.
+///
 /// The way lets pass no more than a sixth of its memory from then on. It makes no children: what they miss would be asked for again.
 #[test]
-fn a_task_whose_memory_went_ahead_needs_little_more_of_the_host_that_it_has_left() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn pre_copied_task_needs_few_pages_more() {
+    moving::require_moves();
     let mut scene = Scene::begin("pages");
     let went = scene.pre_copy();
     assert!(went >= 48 << 20, "{went} bytes went ahead");
@@ -397,11 +398,11 @@ fn a_task_whose_memory_went_ahead_needs_little_more_of_the_host_that_it_has_left
     scene.arrives_and_goes_on();
 }
 
+/// A cancelled migration ends the pre-copy, and the task continues.
 #[test]
-fn what_goes_ahead_of_a_task_ends_when_the_move_does_and_the_task_goes_on() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn cancelled_migration_ends_the_pre_copy() {
+    moving::require_moves();
     let mut scene = Scene::begin("pages");
     let (source, target) = (scene.way.source.clone(), scene.way.target.clone());
     scene.there.send(ToTasker::TakePreCopy {
@@ -430,11 +431,11 @@ fn what_goes_ahead_of_a_task_ends_when_the_move_does_and_the_task_goes_on() {
     scene.end();
 }
 
+/// A target that loses the pre-copied memory reports that and restores nothing.
 #[test]
-fn a_target_that_loses_what_came_ahead_says_so_and_restores_nothing() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn lost_pre_copy_fails_the_restore() {
+    moving::require_moves();
     let mut scene = Scene::begin("pages");
     scene.pre_copy();
     scene.there.send(ToTasker::MemoryLost {
@@ -461,11 +462,11 @@ fn a_target_that_loses_what_came_ahead_says_so_and_restores_nothing() {
     scene.end();
 }
 
+/// Memory that a task unmaps during post-copy stays unmapped, and all other memory arrives.
 #[test]
-fn what_a_task_gives_back_while_its_memory_follows_is_gone_and_all_else_arrives() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn unmapped_pages_do_not_return_in_post_copy() {
+    moving::require_moves();
     let mut scene = Scene::of("giver");
     scene.commit();
     let mut output = Vec::new();
@@ -491,22 +492,22 @@ fn what_a_task_gives_back_while_its_memory_follows_is_gone_and_all_else_arrives(
     scene.end();
 }
 
+/// A process whose memory is complete may fork while that of others still follows.
 #[test]
-fn a_process_that_has_all_its_memory_makes_children_while_that_of_others_follows() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn complete_process_may_fork_in_post_copy() {
+    moving::require_moves();
     let mut scene = Scene::of("family");
     scene.commit();
     scene.way.open_slowly();
     scene.arrives_and_goes_on();
 }
 
+/// A task whose memory does not arrive ends, and never reads zeros in its place.
 #[test]
-fn a_task_whose_memory_does_not_come_ends_and_has_never_seen_zeros_in_its_place() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn missing_memory_ends_the_task_without_zeros() {
+    moving::require_moves();
     let mut scene = Scene::new();
     scene.commit();
     scene.there.send(ToTasker::MemoryLost {
@@ -519,11 +520,11 @@ fn a_task_whose_memory_does_not_come_ends_and_has_never_seen_zeros_in_its_place(
     scene.dies(seen);
 }
 
+/// A task that has all its memory continues if the stream ends before the last message.
 #[test]
-fn a_task_that_has_all_its_memory_goes_on_when_the_way_ends_before_the_last_word() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn complete_task_survives_a_closed_memory_stream() {
+    moving::require_moves();
     let mut scene = Scene::new();
     scene.commit();
     scene.way.open_until_all_is_there();
@@ -536,12 +537,13 @@ fn a_task_that_has_all_its_memory_goes_on_when_the_way_ends_before_the_last_word
     scene.goes_on(arrived);
 }
 
+/// The memory stream is closed when all memory has arrived, even if CRIU does not end.
+///
 /// What has fetched it is stopped when it has said that it has everything; the answer comes, and is its only word that is missing.
 #[test]
-fn the_way_of_memory_that_is_all_there_is_closed_whatever_keeps_its_engine_from_ending() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn complete_memory_closes_the_stream() {
+    moving::require_moves();
     let mut scene = Scene::new();
     scene.commit();
     scene.way.open_until_all_is_there();
@@ -554,11 +556,11 @@ fn the_way_of_memory_that_is_all_there_is_closed_whatever_keeps_its_engine_from_
     scene.arrives_and_goes_on();
 }
 
+/// A task that has all its memory continues if its fetcher is killed.
 #[test]
-fn a_task_that_has_all_its_memory_goes_on_when_what_has_fetched_it_is_killed() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn complete_task_survives_a_killed_fetcher() {
+    moving::require_moves();
     let mut scene = Scene::new();
     scene.commit();
     scene.way.open_until_all_is_there();
@@ -568,11 +570,11 @@ fn a_task_that_has_all_its_memory_goes_on_when_what_has_fetched_it_is_killed() {
     scene.goes_on(arrived);
 }
 
+/// A task whose fetcher is killed ends, and never reads zeros in place of its memory.
 #[test]
-fn a_task_ends_when_what_fetches_its_memory_is_killed_and_has_never_seen_zeros_in_its_place() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn killed_fetcher_ends_the_task_without_zeros() {
+    moving::require_moves();
     let mut scene = Scene::new();
     scene.commit();
     scene.to_fetching(Signal::SIGKILL);
@@ -582,11 +584,11 @@ fn a_task_ends_when_what_fetches_its_memory_is_killed_and_has_never_seen_zeros_i
     scene.dies(seen);
 }
 
+/// A migration that is cancelled before the commit leaves the task at the source.
 #[test]
-fn a_move_that_is_called_off_leaves_the_task_where_its_memory_is() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn cancelled_post_copy_leaves_task_at_source() {
+    moving::require_moves();
     let mut scene = Scene::new();
     discard(&mut scene.there, migration(1), &mut Vec::new());
     assert!(!is_alive(scene.copy));

@@ -11,11 +11,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+/// A counter with threads and pipes migrates there and back, and loses no line.
 #[test]
-fn a_counter_with_threads_and_pipes_moves_back_and_forth_without_losing_a_line() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn counter_migrates_there_and_back_without_loss() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let counter = program(dir.path(), "counter");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
@@ -44,11 +44,11 @@ fn a_counter_with_threads_and_pipes_moves_back_and_forth_without_losing_a_line()
     assert_eq!(processes_with(counter.to_str().expect("text")), []);
 }
 
+/// Two hundred mebibytes of memory migrate intact.
 #[test]
-fn two_hundred_mebibytes_of_memory_move_intact() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn two_hundred_mebibytes_migrate_intact() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let counter = program(dir.path(), "counter");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
@@ -70,11 +70,11 @@ fn two_hundred_mebibytes_of_memory_move_intact() {
     there.stop();
 }
 
+/// Children of a task migrate with it, and the target reports its exit.
 #[test]
-fn children_of_a_task_move_with_it_and_its_end_is_reported_from_there() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn children_migrate_and_exit_is_reported_there() {
+    require_moves();
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let script = "sleep 57721 & echo ready; while kill -0 $! 2>/dev/null; do wait $!; done; echo child gone; exit 9";
     here.run(tid(1), &sh(), &["-c", script]);
@@ -122,11 +122,11 @@ print('ready', flush=True)
 os.waitpid(child, 0)
 ";
 
+/// A child that is stopped on its return from fork completes that before the dump.
 #[test]
-fn a_child_that_is_stopped_on_its_way_out_of_fork_is_let_out_before_the_dump() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn child_stopped_in_fork_returns_before_the_dump() {
+    require_moves();
     let python = ["/usr/bin/python3", "/bin/python3"]
         .into_iter()
         .map(PathBuf::from)
@@ -145,11 +145,11 @@ fn a_child_that_is_stopped_on_its_way_out_of_fork_is_let_out_before_the_dump() {
     there.stop();
 }
 
+/// A killed restore leaves no process at the target, and the source continues.
 #[test]
-fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn killed_restore_leaves_task_at_source() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let engine = waiting_wrapper(dir.path());
     let mut here = Tasker::start();
@@ -185,11 +185,11 @@ fn a_killed_restore_leaves_nothing_and_the_source_goes_on() {
     there.stop();
 }
 
+/// A restored copy can be discarded, and the source continues.
 #[test]
-fn a_held_copy_can_be_discarded_and_the_source_goes_on() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn discarded_copy_leaves_task_at_source() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
@@ -203,11 +203,11 @@ fn a_held_copy_can_be_discarded_and_the_source_goes_on() {
     there.stop();
 }
 
+/// A restored copy needs no CRIU, and its death is reported.
 #[test]
-fn a_held_copy_needs_no_engine_and_is_reported_when_it_is_killed() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn restored_copy_needs_no_engine() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let d = dir.path().display().to_string();
     let engine = wrapper(
@@ -250,11 +250,11 @@ fn a_held_copy_needs_no_engine_and_is_reported_when_it_is_killed() {
     there.stop();
 }
 
+/// Damaged images fail the restore in time and leave no process.
 #[test]
-fn damaged_images_fail_in_time_and_leave_nothing() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn damaged_images_fail_and_leave_no_process() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
@@ -294,11 +294,11 @@ fn damaged_images_fail_in_time_and_leave_nothing() {
     there.stop();
 }
 
+/// Images of another user's processes are not restored.
 #[test]
-fn images_of_another_user_are_not_built() {
-    if !can_move() || !nix::unistd::geteuid().is_root() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn images_of_another_user_are_refused() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
@@ -341,11 +341,11 @@ fn images_of_another_user_are_not_built() {
     there.stop();
 }
 
+/// CRIU that hangs is killed at its deadline.
 #[test]
-fn an_engine_that_hangs_is_ended_at_its_deadline() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn hanging_engine_is_killed_at_its_deadline() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let engine = waiting_wrapper(dir.path());
     let mut here = Tasker::start();
@@ -368,11 +368,11 @@ fn an_engine_that_hangs_is_ended_at_its_deadline() {
     there.stop();
 }
 
+/// A tasker that is killed during a migration leaves no process.
 #[test]
-fn a_tasker_killed_during_a_move_leaves_no_process() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn tasker_killed_in_migration_leaves_no_process() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, _) = dumped_counter(&mut here, dir.path());
@@ -388,11 +388,11 @@ fn a_tasker_killed_during_a_move_leaves_no_process() {
     });
 }
 
+/// A task that dies while it is stopped fails the migration, and its exit is reported.
 #[test]
-fn a_task_that_ends_while_it_is_stopped_fails_the_move_and_is_reported() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn exit_of_stopped_task_fails_the_migration() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let mut here = Tasker::start();
     stopped_counter(&mut here, dir.path(), &mut Vec::new());
@@ -415,11 +415,11 @@ fn a_task_that_ends_while_it_is_stopped_fails_the_move_and_is_reported() {
     here.stop();
 }
 
+/// Signals for a stopped task wait until it continues.
 #[test]
-fn signals_for_a_stopped_task_wait_until_it_goes_on() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn signals_wait_while_a_task_is_stopped() {
+    require_moves();
     let mut here = Tasker::start();
     here.run(
         tid(1),
@@ -444,11 +444,11 @@ fn signals_for_a_stopped_task_wait_until_it_goes_on() {
     here.stop();
 }
 
+/// Resources that do not survive a migration are refused by their names.
 #[test]
-fn what_does_not_survive_a_move_is_refused_by_name() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn unsupported_resources_are_refused_by_name() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let mut here = Tasker::start();
     let holder = program(dir.path(), "holder");
@@ -483,11 +483,11 @@ fn what_does_not_survive_a_move_is_refused_by_name() {
     here.stop();
 }
 
+/// A target that lacks something refuses before the task is stopped.
 #[test]
-fn a_target_that_lacks_something_says_so_before_anything_stops() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn unfit_target_refuses_before_the_stop() {
+    require_moves();
     let mut there = Tasker::start();
     let mut facts = TaskFacts::default();
     facts.kernel_features.push("no_such_call".into());
@@ -508,11 +508,11 @@ fn a_target_that_lacks_something_says_so_before_anything_stops() {
     there.stop();
 }
 
+/// Of several migrations at once the target accepts those for which its memory suffices.
 #[test]
-fn of_several_moves_at_once_only_those_for_which_there_is_memory_together_are_accepted() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn concurrent_migrations_share_free_memory() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let mut output = Vec::new();
@@ -594,8 +594,10 @@ fn of_several_moves_at_once_only_those_for_which_there_is_memory_together_are_ac
     there.stop();
 }
 
+/// A missing or broken CRIU is reported together with the way to get one.
 #[test]
-fn a_missing_or_broken_engine_is_told_with_how_to_get_one() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn missing_engine_is_reported_with_a_remedy() {
     let dir = tempfile::tempdir().expect("dir");
     let mut tasker = Tasker::start_with(&[("SEMPA_CRIU", "/no/such/criu")]);
     let why = tasker.ready.engine.clone().expect_err("there is none");
@@ -643,11 +645,11 @@ fn counters(dir: &Path) -> Vec<i32> {
     processes_with(dir.join("counter").to_str().expect("text"))
 }
 
+/// Many tasks with the same working directory migrate at the same time.
 #[test]
-fn many_tasks_with_one_working_directory_leave_at_once() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn tasks_with_one_directory_migrate_at_once() {
+    require_moves();
     const TASKS: u32 = 8;
     let dir = tempfile::tempdir().expect("dir");
     let counter = program(dir.path(), "counter");
@@ -737,11 +739,11 @@ fn engine_said(tasker: &mut Tasker) -> Result<String, String> {
     })
 }
 
+/// CRIU that was missing or failed its trial is tried again, and used when it works.
 #[test]
-fn an_engine_that_failed_its_trial_or_was_not_there_is_tried_again_and_used_when_it_works() {
-    if !can_move() {
-        return;
-    }
+#[ignore = "system tier: needs CRIU and gcc"]
+fn failed_engine_is_tried_again() {
+    require_moves();
     let dir = tempfile::tempdir().expect("dir");
     let (broken, late) = (dir.path().join("broken"), dir.path().join("late"));
     std::fs::write(&broken, "").expect("write");

@@ -32,23 +32,14 @@ pub struct Lab {
 }
 
 impl Lab {
-    /// Nothing runs yet. `console`: a console to use instead of the installed one. `None`, with a word on standard error,
-    /// when the programs are not installed.
+    /// Makes the folders and starts nothing. `console` replaces the installed console.
     ///
     /// # Panics
-    /// A folder cannot be made or a program not be copied: the test fails.
-    pub fn new(console: Option<&Path>) -> Option<Lab> {
-        let prefix = match needs::prefix() {
-            Ok(prefix) => prefix,
-            Err(error) => {
-                eprintln!("skipped: {error:#}");
-                return None;
-            }
-        };
-        Some(
-            Lab::fill(&prefix, console)
-                .unwrap_or_else(|error| panic!("no folders for a virtual machine: {error:#}")),
-        )
+    /// The programs are not installed, or a folder or a copy of a program cannot be made.
+    pub fn new(console: Option<&Path>) -> Lab {
+        let prefix = needs::prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
+        Lab::fill(&prefix, console)
+            .unwrap_or_else(|error| panic!("no folders for a virtual machine: {error:#}"))
     }
 
     fn fill(prefix: &Path, console: Option<&Path>) -> Result<Lab> {
@@ -81,16 +72,16 @@ impl Lab {
         })
     }
 
-    /// The same with a daemon.
+    /// As [`Lab::new`], and starts a daemon.
     ///
     /// # Panics
-    /// The daemon does not come up: the test fails.
-    pub fn started(console: Option<&Path>) -> Option<Lab> {
-        let lab = Lab::new(console)?;
+    /// As [`Lab::new`], or the daemon does not start.
+    pub fn started(console: Option<&Path>) -> Lab {
+        let lab = Lab::new(console);
         if let Err(error) = lab.pvm(&["start"]).expect_good("pvm start") {
             panic!("{error:#}");
         }
-        Some(lab)
+        lab
     }
 
     /// A file or folder in the virtual machine's own.

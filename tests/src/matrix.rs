@@ -239,21 +239,19 @@ impl Machine<'_> {
     }
 }
 
-/// Runs the same on several systems at once, each on three hosts, and gives the results. `None` where no testbed is
-/// possible.
+/// Runs the same on several systems at once, each on three hosts, and returns the results.
 ///
 /// # Panics
-/// A system does not start, or the closure fails: the test fails.
+/// The machine lacks something, a system does not start, or the closure fails.
 pub fn on<const N: usize>(
     systems: [System; N],
     what: impl Fn(&Machine) -> Result<Vec<Heard>> + Sync,
-) -> Option<[Vec<Heard>; N]> {
-    let built = systems.contains(&System::Built);
-    if let Some(lack) = needs::lacks().or_else(|| built.then(sources::lacks).flatten()) {
-        eprintln!("skipped: {lack}");
-        return None;
+) -> [Vec<Heard>; N] {
+    needs::require(needs::lacks());
+    if systems.contains(&System::Built) {
+        needs::require(sources::lacks());
     }
-    Some(std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let what = &what;
         let running = systems.map(|system| (system, scope.spawn(move || on_one(system, what))));
         running.map(|(system, thread)| match thread.join() {
@@ -261,7 +259,7 @@ pub fn on<const N: usize>(
             Ok(Err(error)) => panic!("{system:?}: {error:#}"),
             Err(_) => panic!("{system:?}: a panic in its run"),
         })
-    }))
+    })
 }
 
 fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {

@@ -1,5 +1,6 @@
 //! What the testbed needs of the machine, and where the installed programs are.
 
+use crate::Testbed;
 use anyhow::{Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,6 +35,13 @@ pub fn lacks() -> Option<String> {
         .iter()
         .find(|(path, _)| !Path::new(path).exists())
         .map(|(path, package)| format!("{path} is missing: install {package}"))
+}
+
+/// Why the folders of a testbed are on no disk here; `None` when they are on one.
+pub fn lacks_disk() -> Option<String> {
+    let memory = nix::sys::statfs::statfs("/tmp")
+        .is_ok_and(|of| of.filesystem_type() == nix::sys::statfs::TMPFS_MAGIC);
+    memory.then(|| "/tmp is in memory here".to_string())
 }
 
 /// Why the kernel gives this root no namespaces, if so.
@@ -104,35 +112,68 @@ pub fn engine() -> Option<PathBuf> {
         .or_else(|| find_in_path("criu"))
 }
 
-/// A testbed for a test, and where its hosts see the installed programs; `None`, with a word on standard error, where no testbed is possible.
+/// Where the hosts of a testbed see the installed programs.
 ///
 /// # Panics
-/// The programs are not installed, or the testbed does not come up although it should: the test fails.
-pub fn testbed(count: usize) -> Option<(crate::Testbed, PathBuf)> {
-    make(|prefix| crate::Testbed::new(count, Some(prefix), &[]))
+/// The programs are not installed.
+pub fn prefix_in_bed() -> PathBuf {
+    let prefix = prefix().unwrap_or_else(|error| panic!("cannot run here: {error:#}"));
+    crate::testbed::place_of(&prefix)
 }
 
-/// The same, with an engine of its own ([`crate::Testbed::with_own_engine`]).
+/// Stops a test that was started on a machine without what it needs.
+///
+/// Such a test must fail: one that returns early counts as passed. `cargo xtask test` leaves it
+/// out beforehand and reports it as skipped.
 ///
 /// # Panics
-/// As [`testbed`].
-pub fn testbed_with_own_engine(count: usize) -> Option<(crate::Testbed, PathBuf)> {
-    make(|prefix| crate::Testbed::with_own_engine(count, Some(prefix)))
-}
-
-/// The same, with more environment for all daemons but the first ([`crate::Testbed::with_env`]).
-///
-/// # Panics
-/// As [`testbed`].
-pub fn testbed_with_env(count: usize, env: &[(&str, &str)]) -> Option<(crate::Testbed, PathBuf)> {
-    make(|prefix| crate::Testbed::with_env(count, Some(prefix), env))
-}
-
-fn make(new: impl FnOnce(&Path) -> Result<crate::Testbed>) -> Option<(crate::Testbed, PathBuf)> {
-    if let Some(lack) = lacks() {
-        eprintln!("skipped: {lack}");
-        return None;
+/// There is a lack.
+pub fn require(lack: Option<String>) {
+    if let Some(lack) = lack {
+        panic!("cannot run here: {lack}");
     }
-    let made = prefix().and_then(|prefix| Ok((new(&prefix)?, crate::testbed::place_of(&prefix))));
-    Some(made.unwrap_or_else(|error| panic!("no testbed: {error:#}")))
+}
+
+/// Requires a program in PATH, which this Debian package installs.
+///
+/// # Panics
+/// The program is missing.
+pub fn require_program(name: &str, package: &str) {
+    let found = if name.starts_with('/') {
+        Path::new(name).exists()
+    } else {
+        find_in_path(name).is_some()
+    };
+    require((!found).then(|| format!("{name} is missing: install {package}")));
+}
+
+/// Makes a testbed of `count` hosts for a test.
+///
+/// # Panics
+/// The machine lacks something, the programs are not installed, or a host does not start.
+pub fn testbed(count: usize) -> Testbed {
+    make(|prefix| Testbed::new(count, Some(prefix), &[]))
+}
+
+/// Makes a testbed with an engine of its own ([`Testbed::with_own_engine`]).
+///
+/// # Panics
+/// As [`testbed`].
+pub fn testbed_with_own_engine(count: usize) -> Testbed {
+    make(|prefix| Testbed::with_own_engine(count, Some(prefix)))
+}
+
+/// Makes a testbed with more environment for all daemons but the first ([`Testbed::with_env`]).
+///
+/// # Panics
+/// As [`testbed`].
+pub fn testbed_with_env(count: usize, env: &[(&str, &str)]) -> Testbed {
+    make(|prefix| Testbed::with_env(count, Some(prefix), env))
+}
+
+fn make(new: impl FnOnce(&Path) -> Result<Testbed>) -> Testbed {
+    require(lacks());
+    prefix()
+        .and_then(|prefix| new(&prefix))
+        .unwrap_or_else(|error| panic!("no testbed: {error:#}"))
 }

@@ -21,9 +21,7 @@ fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
 
 /// The same with more environment.
 fn with_three_hosts_in(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_env(3, env) else {
-        return;
-    };
+    let bed = testbed_with_env(3, env);
     let env = env
         .iter()
         .map(|(name, value)| (name.to_string(), value.to_string()))
@@ -62,6 +60,7 @@ fn registered(vm: &Vm) -> usize {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn hosts_say_beforehand_whether_they_would_take_a_task_and_they_keep_their_word() {
     with_three_hosts(None, |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
@@ -121,6 +120,7 @@ fn hosts_say_beforehand_whether_they_would_take_a_task_and_they_keep_their_word(
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_used_again() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tids: Vec<String> = (0..2)
@@ -190,6 +190,7 @@ fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_use
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
@@ -237,6 +238,7 @@ fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn jobs_that_nobody_takes_are_checkpointed_before_the_deadline_and_the_others_move() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
@@ -286,6 +288,7 @@ fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_that_nobody_takes_is_in_the_store_at_the_deadline_and_goes_on() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
@@ -342,6 +345,7 @@ fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_that_the_daemons_have_checkpointed_for_a_drain_is_not_written_again() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
@@ -367,6 +371,7 @@ fn a_job_that_the_daemons_have_checkpointed_for_a_drain_is_not_written_again() {
 
 /// The store is on the host itself; what leaves it does so slowly.
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn those_that_only_wait_for_their_turn_on_a_slow_way_are_written_while_others_leave() {
     let env = [
         ("SEMPA_MOVE_RATE", "1000000"),
@@ -455,6 +460,7 @@ fn is_written_and_goes_on(vm: &Vm, tid: &str) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_interrupted() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tid = spawn_what_stays(vm);
@@ -481,6 +487,7 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_int
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_is_in_the_store_at_the_deadline_also_when_resource_managers_are_killed_until_then() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tid = spawn_what_stays(vm);
@@ -515,6 +522,7 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_resource_managers_are_killed_
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_and_nothing_is_written_twice()
  {
     with_three_hosts(Some("pvm-rm"), |vm| {
@@ -548,6 +556,7 @@ fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_an
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
@@ -603,6 +612,7 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn without_a_resource_manager_drain_says_what_is_missing_and_changes_nothing() {
     with_three_hosts(None, |vm| {
         let done = pvm(vm, &["drain", "h2"]);

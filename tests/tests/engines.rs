@@ -26,9 +26,7 @@ fn exported(engine: &str) -> Vec<(String, String)> {
 
 /// A virtual machine on two hosts without CRIU, whose spawned tasks want to be taken so.
 fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed_with_own_engine(2) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(2);
     fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
     let vm = Vm::start(
         &bed,
@@ -134,11 +132,13 @@ fn counts_on(vm: &Vm) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_that_writes_its_own_checkpoint_moves_between_hosts_without_criu() {
     without_criu("own", counts_on);
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_program_that_waits_for_messages_is_asked_by_one() {
     without_criu("own:message=77:wait=30", |vm| {
         let tid = vm
@@ -159,8 +159,9 @@ fn a_program_that_waits_for_messages_is_asked_by_one() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let settings = Settings {
         as_alice: true,
         env: exported("criu,own:signal=USR1:exit=85:wait=30"),
@@ -178,6 +179,7 @@ fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_order() {
     without_criu("own", |vm| {
         let tid = vm
@@ -215,6 +217,7 @@ fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_orde
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_that_is_started_again_moves_between_hosts_without_criu_and_begins_anew() {
     without_criu("restart:wait=20", |vm| {
         let tid = vm
@@ -228,6 +231,7 @@ fn a_task_that_is_started_again_moves_between_hosts_without_criu_and_begins_anew
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_program_that_is_deaf_to_the_signal_goes_on_where_it_is() {
     without_criu("own:wait=1", |vm| {
         let tid = vm
@@ -253,6 +257,7 @@ fn a_program_that_is_deaf_to_the_signal_goes_on_where_it_is() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
     without_criu("own:wait=1", |vm| {
         let tid = vm
@@ -274,6 +279,7 @@ fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
     without_criu("own", |vm| {
         for (how, status) in [("other", 3 << 8), ("dies", 9)] {
@@ -298,6 +304,7 @@ fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_host_without_the_program_or_the_directory_says_so_and_words_that_are_not_understood_start_nothing()
  {
     without_criu("own", |vm| {

@@ -1,7 +1,7 @@
 //! Errors are one clear line and a non-zero exit; garbage hurts nobody; halt leaves nothing.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::needs::{self, testbed, testbed_with_own_engine};
 use sempa_tests::run::run;
 use sempa_tests::ssh::{client_config, remote_shell};
 use sempa_tests::testbed::{ALICE_UID, gone};
@@ -34,9 +34,8 @@ fn one_line(done: &Done, words: &[&str]) {
 }
 
 fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
-    let Some((bed, prefix)) = testbed(count) else {
-        return;
-    };
+    let bed = testbed(count);
+    let prefix = needs::prefix_in_bed();
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     if !joined.is_empty() {
         vm.add(joined).expect("they join");
@@ -46,6 +45,7 @@ fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_host_that_is_unknown_or_does_not_answer_ssh_is_named_with_the_reason() {
     with_hosts(1, &[], |vm, _| {
         one_line(&vm.pvm(&["add", "nohost"]).expect("ends"), &["nohost"]);
@@ -55,8 +55,9 @@ fn a_host_that_is_unknown_or_does_not_answer_ssh_is_named_with_the_reason() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn ssh_agrees_on_its_keys_in_little_time_unless_the_user_says_how() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let config = client_config(bed.folder(), "root");
     let usual = std::fs::read_to_string(&config).expect("the testbed has written it");
     let agreed_with = |own: &str| {
@@ -91,8 +92,9 @@ fn ssh_agrees_on_its_keys_in_little_time_unless_the_user_says_how() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn without_a_daemon_console_and_programs_say_so() {
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let program = vm.program("hold").expect("gcc");
     vm.halt().expect("halts");
@@ -112,10 +114,10 @@ fn without_a_daemon_console_and_programs_say_so() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn root_is_refused_unless_allowed() {
-    let Some((bed, prefix)) = testbed(1) else {
-        return;
-    };
+    let bed = testbed(1);
+    let prefix = needs::prefix_in_bed();
     for program in ["pvm", "pvmd"] {
         let mut command = bed.host(1).command(prefix.join("bin").join(program));
         if program == "pvm" {
@@ -129,6 +131,7 @@ fn root_is_refused_unless_allowed() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_program_that_is_not_on_the_host_is_named() {
     with_hosts(2, &["h2"], |vm, _| {
         one_line(
@@ -143,10 +146,10 @@ fn a_program_that_is_not_on_the_host_is_named() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_second_resource_manager_is_refused() {
-    let Some((bed, prefix)) = testbed(1) else {
-        return;
-    };
+    let bed = testbed(1);
+    let prefix = needs::prefix_in_bed();
     let rm = prefix.join("bin/pvm-rm");
     let settings = Settings {
         rm: Some(rm.display().to_string()),
@@ -161,6 +164,7 @@ fn a_second_resource_manager_is_refused() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_second_virtual_machine_of_the_same_user_is_refused() {
     with_hosts(2, &["h2"], |vm, prefix| {
         for host in vm.bed().hosts() {
@@ -171,11 +175,10 @@ fn a_second_virtual_machine_of_the_same_user_is_refused() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
     for script in [None, Some("#!/bin/sh\necho 'criu: broken' >&2\nexit 1\n")] {
-        let Some((bed, _)) = testbed_with_own_engine(2) else {
-            return;
-        };
+        let bed = testbed_with_own_engine(2);
         let engine = bed.engine().expect("its own").to_path_buf();
         std::fs::remove_file(&engine).expect("removed");
         if let Some(script) = script {
@@ -197,6 +200,7 @@ fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn moves_that_make_no_sense_are_refused_with_the_reason() {
     with_hosts(2, &["h2"], |vm, _| {
         vm.program("hold").expect("gcc");
@@ -211,6 +215,7 @@ fn moves_that_make_no_sense_are_refused_with_the_reason() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn garbage_on_the_unix_socket_hurts_nobody() {
     with_hosts(1, &[], |vm, _| {
         let socket = vm.bed().host(1).path("/tmp/sempa-0/pvm/pvmd.sock");
@@ -234,6 +239,7 @@ fn garbage_on_the_unix_socket_hurts_nobody() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn garbage_on_the_udp_port_hurts_nobody() {
     with_hosts(2, &["h2"], |vm, _| {
         let port = udp_port(vm.bed().host(1));
@@ -266,8 +272,9 @@ fn udp_port(host: &Host) -> u16 {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_neither_is_harmed() {
-    let Some((bed, _)) = testbed(3) else { return };
+    let bed = testbed(3);
     let ours = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     ours.add(&["h2"]).expect("h2 joins");
     ours.program("hold").expect("gcc");
@@ -346,6 +353,7 @@ fn misleading_shell(bed: &Testbed, address: &str) -> String {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn another_local_user_reaches_neither_the_socket_nor_the_files() {
     with_hosts(1, &[], |vm, _| {
         let home = vm.bed().folder().join("alice");
@@ -369,8 +377,9 @@ fn another_local_user_reaches_neither_the_socket_nor_the_files() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn halt_leaves_no_process_and_no_file_on_any_host() {
-    let Some((bed, _)) = testbed(3) else { return };
+    let bed = testbed(3);
     let rm = "pvm-rm --policy load".to_string();
     let before: Vec<usize> = bed
         .hosts()

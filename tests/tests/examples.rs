@@ -4,12 +4,12 @@
 use anyhow::Result;
 use sempa_tests::eventually;
 use sempa_tests::matrix::{Compare, Heard, Machine, Shell, System, alone, normal, on, with};
+use sempa_tests::needs;
 use sempa_tests::run::{Running, must, run};
 use sempa_tests::screen::{self, BLACK, Picture, Screen, WHITE};
 use sempa_tests::timetable::{self, School};
 use std::fs;
 use std::ops::Range;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -24,20 +24,18 @@ type Case<'a> = (
 
 /// Runs all cases on PVM and on ours, one after the other on the same virtual machine, and compares what they print.
 fn the_same_on_both(cases: &[Case]) {
-    if let Some([real, ours]) = on([System::Pvm, System::Ours], |machine| heard(machine, cases)) {
-        let wrong = differences(cases, &real, "ours", &ours);
-        assert!(wrong.is_empty(), "{wrong}");
-    }
+    let [real, ours] = on([System::Pvm, System::Ours], |machine| heard(machine, cases));
+    let wrong = differences(cases, &real, "ours", &ours);
+    assert!(wrong.is_empty(), "{wrong}");
 }
 
 /// The same, and once more with programs that are built here from their sources.
 fn the_same_on_both_and_built(cases: &[Case]) {
     let systems = [System::Pvm, System::Ours, System::Built];
-    if let Some([real, ours, built]) = on(systems, |machine| heard(machine, cases)) {
-        let wrong =
-            differences(cases, &real, "ours", &ours) + &differences(cases, &real, "built", &built);
-        assert!(wrong.is_empty(), "{wrong}");
-    }
+    let [real, ours, built] = on(systems, |machine| heard(machine, cases));
+    let wrong =
+        differences(cases, &real, "ours", &ours) + &differences(cases, &real, "built", &built);
+    assert!(wrong.is_empty(), "{wrong}");
 }
 
 fn heard(machine: &Machine, cases: &[Case]) -> Result<Vec<Heard>> {
@@ -200,6 +198,7 @@ fn at_console<'a>(name: &'a str, commands: &'a str, until: &'a str, how: Compare
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_with_workers() {
     the_same_on_both_and_built(&[
         plain(alone("hello.pvm"), Compare::Lines),
@@ -270,11 +269,9 @@ fn drawn(screen: &Screen, column: usize) -> Result<Picture> {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn xep_and_its_workers_draw_the_same_pictures() {
-    if let Some(lack) = screen::lacks() {
-        eprintln!("skipped: {lack}");
-        return;
-    }
+    needs::require(screen::lacks());
     the_same_on_both(&[
         plain(alone("xep"), Compare::Lines),
         waiting("mtile", ""),
@@ -333,11 +330,9 @@ const SCHOOL: School = School {
 };
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn tablix_finds_valid_timetables() {
-    if !Path::new("/usr/bin/tablix2").exists() {
-        eprintln!("skipped: tablix2 is not installed");
-        return;
-    }
+    needs::require_program("/usr/bin/tablix2", "tablix2");
     the_same_on_both(&[case("tablix2", Compare::Kinds, |machine| {
         let folder = machine.bed().home().join("timetable");
         fs::create_dir_all(&folder)?;
@@ -390,6 +385,7 @@ fn tablix_finds_valid_timetables() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_with_groups() {
     the_same_on_both_and_built(&[
         typed("gexample", "10 4\n", Compare::Sorted),
@@ -468,6 +464,7 @@ fn examples_with_groups() {
 const GROUP_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn calls_of_pvms_own_group_library_are_traced() {
     the_same_on_both(&[case("tst traced", Compare::Kinds, |machine| {
         let host = machine.bed().host(1);
@@ -501,6 +498,7 @@ fn calls_of_pvms_own_group_library_are_traced() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_that_measure() {
     the_same_on_both_and_built(&[
         twice("dbwtest", Compare::Kinds),
@@ -511,6 +509,7 @@ fn examples_that_measure() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_of_mailbox_and_contexts() {
     the_same_on_both_and_built(&[
         plain(with("lmbi", &["1", "d", "e"]), Compare::Lines),
@@ -549,6 +548,7 @@ fn examples_of_mailbox_and_contexts() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn examples_of_message_handlers() {
     the_same_on_both_and_built(&[
         plain(alone("mhf_tickle"), Compare::Lines),
@@ -565,13 +565,10 @@ fn examples_of_message_handlers() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn programs_of_other_packages() {
-    if !std::path::Path::new("/usr/bin/NPpvm").exists()
-        || !std::path::Path::new("/usr/bin/slsh").exists()
-    {
-        eprintln!("skipped: netpipe-pvm, slang-pvm and slsh are not installed");
-        return;
-    }
+    needs::require_program("/usr/bin/NPpvm", "netpipe-pvm");
+    needs::require_program("/usr/bin/slsh", "slang-pvm and slsh");
     the_same_on_both(&[
         case("NPpvm", Compare::Kinds, |machine| {
             let receiver = machine.start(with("NPpvm", &["-u", "500", "-n", "20"]))?;
@@ -605,6 +602,7 @@ fn programs_of_other_packages() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_resource_manager() {
     the_same_on_both(&[case("srm.pvm", Compare::Lines, |machine| {
         // PVM's daemons take orders only from a manager that was there before them.
@@ -624,6 +622,7 @@ fn debians_resource_manager() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_console() {
     the_same_on_both(&[
         at_console(

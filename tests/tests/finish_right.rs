@@ -1,7 +1,7 @@
 //! Programs as people have them are moved again and again while they compute, and come to the result of a run that nobody
 //! disturbed: Debian's tablix2, unchanged; tasks in Python, by ctypes; tasks in Fortran with OpenMP.
 
-use sempa_tests::needs::{find_in_path, testbed};
+use sempa_tests::needs::{require_program, testbed};
 use sempa_tests::run::{Running, must};
 use sempa_tests::timetable::{self, School, Solution};
 use sempa_tests::vm::Settings;
@@ -30,13 +30,10 @@ const SCHOOL: School = School {
 };
 
 fn with_three_hosts(needs: &[&str], test: impl FnOnce(&Vm<'_>)) {
-    if let Some(name) = needs.iter().find(|name| find_in_path(name).is_none()) {
-        eprintln!("skipped: {name} is missing");
-        return;
+    for name in needs {
+        require_program(name, name);
     }
-    let Some((bed, _)) = testbed(HOSTS.len()) else {
-        return;
-    };
+    let bed = testbed(HOSTS.len());
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&HOSTS[1..]).expect("the others join");
     test(&vm);
@@ -166,6 +163,7 @@ fn source(name: &str) -> PathBuf {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts, CRIU and python3"]
 fn python_tasks_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
     with_three_hosts(&["python3"], |vm| {
         let program = vm.home().join("pvm3/bin/LINUX64/digest");
@@ -176,6 +174,7 @@ fn python_tasks_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts, CRIU and gfortran"]
 fn fortran_tasks_with_openmp_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
     with_three_hosts(&["gfortran"], |vm| {
         let prefix = vm.bed().prefix().expect("installed");
@@ -258,6 +257,7 @@ impl Search {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts, CRIU and tablix2"]
 fn tablix2_finds_timetables_as_good_when_its_kernels_are_moved_as_when_nobody_disturbs_it() {
     with_three_hosts(&["tablix2", "tablix2_output"], |vm| {
         let search = Search::start(vm, "moved");

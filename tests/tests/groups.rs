@@ -1,6 +1,6 @@
 //! Groups, without a server task: members on several hosts meet, are killed, moved, and lose their hosts.
 
-use sempa_tests::needs::testbed;
+use sempa_tests::needs::{prefix_in_bed, require_program, testbed};
 use sempa_tests::run::{Running, run};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Host, Testbed, Vm, eventually};
@@ -89,9 +89,7 @@ impl<'a> Member<'a> {
 }
 
 fn on_hosts(count: usize, test: impl FnOnce(&Vm, &Path)) {
-    let Some((bed, _)) = testbed(count) else {
-        return;
-    };
+    let bed = testbed(count);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let others: Vec<String> = (2..=count).map(|number| format!("h{number}")).collect();
     if count > 1 {
@@ -130,6 +128,7 @@ fn waiting(vm: &Vm, wanted: usize) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn members_are_numbered_asked_for_and_let_go_together() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
@@ -184,6 +183,7 @@ fn members_are_numbered_asked_for_and_let_go_together() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn collective_calls_give_the_right_results_for_every_type() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 1, 2]);
@@ -208,6 +208,7 @@ fn collective_calls_give_the_right_results_for_every_type() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_waits_hears_of_a_member_that_was_killed() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
@@ -236,6 +237,7 @@ fn whoever_waits_hears_of_a_member_that_was_killed() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_frozen_group_takes_nobody_in_and_its_members_hear_when_it_breaks() {
     on_hosts(1, |vm, program| {
         let mut m = members(vm, program, &[1, 1, 1]);
@@ -270,6 +272,7 @@ fn a_frozen_group_takes_nobody_in_and_its_members_hear_when_it_breaks() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_waits_for_a_message_of_a_member_that_died_is_told() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
@@ -290,6 +293,7 @@ fn whoever_waits_for_a_message_of_a_member_that_died_is_told() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_lost_host_takes_its_members_along_and_the_others_go_on() {
     on_hosts(3, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 3]);
@@ -315,6 +319,7 @@ fn a_lost_host_takes_its_members_along_and_the_others_go_on() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_member_that_is_moved_in_a_barrier_goes_on_at_its_new_place() {
     on_hosts(3, |vm, program| {
         let name = program
@@ -342,6 +347,7 @@ fn a_member_that_is_moved_in_a_barrier_goes_on_at_its_new_place() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn groups_are_shown_by_our_programs_and_by_debians() {
     on_hosts(1, |vm, program| {
         let show =
@@ -371,10 +377,7 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
         );
         for name in ["pvm_gstat", "pvmgroups"] {
             let debians = Path::new("/usr/bin").join(name);
-            if !debians.exists() {
-                eprintln!("skipped: {} is missing: install pvm", debians.display());
-                continue;
-            }
+            require_program(&debians.to_string_lossy(), "pvm");
             let done = run(vm.command(vm.bed().host(1), debians), SOON).expect("it ends");
             let text = if name == "pvm_gstat" {
                 done.out.clone()
@@ -452,15 +455,13 @@ fn has_run_right(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &st
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_group_programs_run_unmodified() {
     on_hosts(2, |vm, _| {
         examples_where_spawn_looks(vm.bed());
         for (name, words, input, sign) in EXAMPLES {
             let program = Path::new("/usr/bin").join(name);
-            if !program.exists() {
-                eprintln!("skipped: {name} is missing: install pvm-examples");
-                continue;
-            }
+            require_program(&program.to_string_lossy(), "pvm-examples");
             has_run_right(vm, &program, words, input, sign);
         }
         let none_left = || {
@@ -477,15 +478,12 @@ fn debians_group_programs_run_unmodified() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn programs_with_pvms_own_group_library_and_server_run_as_before() {
-    let theirs = Path::new("/usr/lib/x86_64-linux-gnu/libgpvm3.so.3");
-    if !theirs.exists() {
-        eprintln!("skipped: {} is missing: install pvm", theirs.display());
-        return;
-    }
-    let Some((bed, prefix)) = testbed(1) else {
-        return;
-    };
+    let theirs = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
+    require_program(theirs, "pvm");
+    let bed = testbed(1);
+    let prefix = prefix_in_bed();
     let folder = bed.folder().join("their-groups");
     std::fs::create_dir(&folder).expect("a folder");
     symlink(theirs, folder.join("libgpvm3.so.3")).expect("a link");
@@ -517,12 +515,10 @@ fn programs_with_pvms_own_group_library_and_server_run_as_before() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn a_tracer_is_told_of_group_calls_as_wholes() {
-    let tracer = Path::new("/usr/bin/tracer");
-    if !tracer.exists() {
-        eprintln!("skipped: {} is missing: install pvm", tracer.display());
-        return;
-    }
+    let tracer = "/usr/bin/tracer";
+    require_program(tracer, "pvm");
     on_hosts(1, |vm, program| {
         let file = vm.bed().folder().join("trace");
         let mut command = vm.command(vm.bed().host(1), tracer);
@@ -591,6 +587,7 @@ fn with_static_library(vm: &Vm) -> PathBuf {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn the_static_group_library_works_over_the_shared_library_of_the_task() {
     on_hosts(1, |vm, _| {
         let program = with_static_library(vm);

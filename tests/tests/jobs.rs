@@ -16,7 +16,7 @@ fn with_rm(test: impl FnOnce(&Vm)) {
 
 /// With this resource manager.
 fn with(rm: &str, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let vm = Vm::start(
         &bed,
         Settings {
@@ -31,6 +31,7 @@ fn with(rm: &str, test: impl FnOnce(&Vm)) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_left() {
     with_rm(|vm| {
         let program = vm.program("deaf").expect("gcc");
@@ -86,6 +87,7 @@ fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_l
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_line() {
     with_rm(|vm| {
         vm.program("hold").expect("gcc");
@@ -125,6 +127,7 @@ fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_l
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
     with("pvm-rm --wait 600 --user-tasks 1", |vm| {
         vm.program("hold").expect("gcc");
@@ -166,9 +169,10 @@ fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_virtual_machine_ends()
 {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.program("hold").expect("gcc");
     let follower = vm

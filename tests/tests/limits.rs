@@ -91,36 +91,40 @@ fn who_waits(vm: &Vm) -> String {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_hundred_thousand_messages_wait_and_come_in_order() {
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["pending", "100000"]);
     vm.halt().expect("it ends");
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_environment_larger_than_a_megabyte_reaches_a_spawned_task() {
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["environment", "15"]);
     vm.halt().expect("it ends");
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn more_tasks_than_pvms_four_thousand_live_on_one_host() {
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["tasks", "4100"]);
     vm.halt().expect("it ends");
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn tasks_that_leave_while_their_daemon_stands_still_again_and_again_have_said_their_last_words() {
     /// Longer than a task waits for an answer about a ring.
     const STANDS: Duration = Duration::from_millis(700);
     /// So that a little of what is to be done is done in between: the rhythm of the fault, and nothing that is waited for.
     const RUNS: Duration = Duration::from_millis(100);
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     std::thread::scope(|scope| {
         let tasks = scope.spawn(|| good(&vm, &["tasks", "300"]));
@@ -175,8 +179,9 @@ fn talk_beside(vm: &Vm, folder: &str, more: u32) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn tasks_and_a_daemon_that_may_have_no_more_descriptors_lose_no_message() {
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["full", "here"]);
     good(&vm, &["full", "there"]);
@@ -184,10 +189,11 @@ fn tasks_and_a_daemon_that_may_have_no_more_descriptors_lose_no_message() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_daemon_whose_user_has_too_many_descriptors_on_their_way_loses_no_message() {
     /// More than the daemon may have, and than its user may send by it while they are on their way.
     const ON_THEIR_WAY: usize = 200;
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let (near, _far) = UnixStream::pair().expect("a pair");
     let many = [near.as_raw_fd(); ON_THEIR_WAY];
@@ -226,11 +232,12 @@ fn memory(mebibytes: u64) -> Option<File> {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_message_larger_than_four_gibibytes_arrives_whole() {
     let Some(_turn) = memory(GIANT_NEEDS_MIB) else {
         return;
     };
-    let Some((bed, _)) = testbed(1) else { return };
+    let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     good(&vm, &["giant", "4352"]);
     vm.halt().expect("it ends");
@@ -241,7 +248,7 @@ fn flood(route: &str, host: &str) {
     let Some(_turn) = memory(FLOOD_NEEDS_MIB) else {
         return;
     };
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     let folder = vm.home().join("flood");
@@ -260,18 +267,21 @@ fn flood(route: &str, host: &str) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn two_tasks_of_one_host_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other()
  {
     flood("direct", "h1");
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn two_tasks_with_a_direct_route_that_send_each_other_a_gibibyte_before_they_receive_do_not_block_each_other()
  {
     flood("direct", "h2");
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn two_tasks_whose_daemons_carry_a_gibibyte_each_way_before_they_receive_do_not_block_each_other() {
     flood("default", "h2");
 }

@@ -5,7 +5,7 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_tests::liar::{self, has_lied, lie};
 use sempa_tests::limits;
-use sempa_tests::needs::{testbed_with_env, testbed_with_own_engine};
+use sempa_tests::needs::{self, testbed_with_env, testbed_with_own_engine};
 use sempa_tests::ring_job::Job;
 use sempa_tests::run::{Done, must};
 use sempa_tests::steps::{self, Rounds, Share};
@@ -51,9 +51,7 @@ fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
 
 /// Hosts h1 to h3 with an engine that lies when it is told to.
 fn with_liars(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
-    let Some((bed, _)) = testbed_with_env(3, env) else {
-        return;
-    };
+    let bed = testbed_with_env(3, env);
     liar::put(&bed);
     let env = env
         .iter()
@@ -190,6 +188,7 @@ fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, wor
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_engine_that_lies_at_either_end_of_a_move_leaves_the_task_where_it_was() {
     with_liars(&[NEVER], |_, vm| {
         let tid = a_task(vm);
@@ -222,6 +221,7 @@ fn an_engine_that_lies_at_either_end_of_a_move_leaves_the_task_where_it_was() {
 
 /// After a failure a tasker has tasks take their memory along for a while: each lie meets taskers that have known none.
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_engine_that_lies_where_memory_is_to_follow_leaves_the_task_where_it_was() {
     with_liars(&[ALWAYS], |_, vm| {
         let at_source = [
@@ -262,6 +262,7 @@ fn an_engine_that_lies_where_memory_is_to_follow_leaves_the_task_where_it_was() 
 
 /// The first dump gets as far as a file of the memory that is not the task's own, and the second one makes more files.
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_whole() {
     with_liars(&[("SEMPA_POST_COPY", "never")], |bed, vm| {
         let tid = a_task_with(vm, &["memfd"]);
@@ -291,6 +292,7 @@ fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_w
 
 /// The source's copy is dead by then: this is the end of a task whose memory does not come.
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_it_could_find_zeros()
 {
     with_liars(&[ALWAYS, SLOWLY], |bed, vm| {
@@ -336,10 +338,9 @@ fn fill(host: &Host, full: bool) {
 
 /// Each step that there is, so that what is written in each of them, images, records and tokens, meets a full disk.
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_costs_no_task() {
-    let Some((bed, _)) = testbed_with_own_engine(steps::HOSTS) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(steps::HOSTS);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     let mut rounds = Rounds::new(&vm).expect("a director");
     for whose in ["source", "target", "master"] {
@@ -371,10 +372,9 @@ fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_cost
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_file_that_goes_along_and_has_no_room_at_the_target_leaves_the_task_where_it_was() {
-    let Some((bed, _)) = testbed_with_own_engine(3) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(3);
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
         .map(|(name, value)| (name.into(), value.into()));
     let vm = Vm::start(
@@ -419,14 +419,10 @@ fn a_file_that_goes_along_and_has_no_room_at_the_target_leaves_the_task_where_it
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts, CRIU and memory control groups"]
 fn a_host_whose_control_group_has_no_memory_for_a_task_does_not_take_it_and_says_so() {
-    if let Some(lack) = limits::lacks_memory() {
-        eprintln!("skipped: {lack}");
-        return;
-    }
-    let Some((bed, _)) = testbed_with_own_engine(3) else {
-        return;
-    };
+    needs::require(limits::lacks_memory());
+    let bed = testbed_with_own_engine(3);
     // It goes after the testbed: it is empty then.
     let (group, bed) = (limits::MemoryLimit::new(bed.host(3)).expect("a group"), bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");

@@ -28,10 +28,9 @@ fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_is_killed_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(HOSTS);
     with_rounds(&bed, |vm, rounds| {
         strike(
             rounds,
@@ -103,10 +102,9 @@ const ALL: [Whom; 6] = [
 ];
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_task_does() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(HOSTS);
     with_rounds(&bed, |vm, rounds| {
         for whom in ALL {
             strike(rounds, Share::Half, whom, Fault::Stop(A_MOMENT), never);
@@ -116,10 +114,9 @@ fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_ta
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_stands_still_for_a_while_at_whatever_step_the_task_runs_once() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(HOSTS);
     with_rounds(&bed, |vm, rounds| {
         for whom in ALL {
             strike(rounds, Share::Few, whom, Fault::Stop(A_WHILE), never);
@@ -130,10 +127,9 @@ fn whoever_stands_still_for_a_while_at_whatever_step_the_task_runs_once() {
 
 /// So long that daemons are lost. Those of one round are stopped together.
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(HOSTS);
     let parts = [
         Whom::Source,
         Whom::SourceTasker,
@@ -193,10 +189,9 @@ fn all_but_the_master_end(bed: &Testbed, rounds: &Rounds<'_>, cells: &[Cell]) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_is_cut_off_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let Some((bed, _)) = testbed_with_own_engine(HOSTS) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(HOSTS);
     with_rounds(&bed, |vm, rounds| {
         for whom in [Whom::Source, Whom::Target, Whom::Master] {
             strike(rounds, Share::Few, whom, Fault::Cut(A_MOMENT), never);

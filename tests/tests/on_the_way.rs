@@ -2,6 +2,7 @@
 
 use nix::sys::signal::{Signal, kill};
 use sempa_tests::holders::{is_whole, with_changed_hosts, with_hosts};
+use sempa_tests::needs;
 use sempa_tests::run::Running;
 use sempa_tests::steps::{Whom, daemon_of, kill_for_good, process_of};
 use sempa_tests::testbed::{NETWORK, left};
@@ -16,6 +17,7 @@ const ZEROS: (&str, u64) = ("-96", 96 << 20);
 const LEAVES_MAX: u64 = 8 << 20;
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn memory_full_of_zeros_does_not_pass_the_network_whether_it_goes_along_or_follows() {
     for (policy, ways) in [("never", "in the images"), ("always", "behind the task")] {
         with_hosts(2, &[("SEMPA_POST_COPY", policy)], |vm| {
@@ -66,14 +68,13 @@ fn images(host: &Host, top: &str) -> Vec<PathBuf> {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts, CRIU and a /tmp on a disk"]
 fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_them() {
     let is_disk = |path: &Path| {
         nix::sys::statfs::statfs(path)
             .is_ok_and(|of| of.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC)
     };
-    if !is_disk(Path::new("/tmp")) {
-        return eprintln!("skipped: no folder of a testbed is on a disk here");
-    }
+    needs::require(needs::lacks_disk());
     let on_disk =
         |bed: &Testbed| (1..=3).for_each(|i| bed.put_tmp_on_disk(i).expect("another /tmp"));
     with_changed_hosts(3, &[("SEMPA_POST_COPY", "never")], on_disk, |vm| {
@@ -147,6 +148,7 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn tasks_and_their_memory_get_by_the_session_to_a_host_that_tcp_does_not_get_to() {
     for policy in ["never", "always"] {
         with_hosts(3, &[("SEMPA_POST_COPY", policy)], |vm| {
@@ -229,6 +231,7 @@ fn has_no_file_and_goes_on(vm: &Vm, tid: &str) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_killed_before_the_task_runs()
  {
     with_hosts(3, &CARRY, |vm| {

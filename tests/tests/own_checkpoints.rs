@@ -69,8 +69,9 @@ fn no_strangers(vm: &Vm<'_>, folder: &Path) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_are_killed() {
-    let Some((bed, _)) = testbed(4) else { return };
+    let bed = testbed(4);
     let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
     let job = Job::start_own(&vm, "-h2", 600);
@@ -109,10 +110,9 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_wrote_itself() {
-    let Some((bed, _)) = testbed_with_own_engine(3) else {
-        return;
-    };
+    let bed = testbed_with_own_engine(3);
     fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
     let vm =
         Vm::start(&bed, settings(false, "criu,own:wait=30", "own")).expect("a virtual machine");
@@ -162,8 +162,9 @@ fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn where_criu_and_programs_write_one_checkpoint_together_it_is_whole() {
-    let Some((bed, _)) = testbed(3) else { return };
+    let bed = testbed(3);
     let vm = Vm::start(&bed, settings(false, "criu", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let job = Job::start_own(&vm, "-h2", 300);
@@ -193,8 +194,9 @@ fn where_criu_and_programs_write_one_checkpoint_together_it_is_whole() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_set_whose_files_cannot_be_put_back_is_not_started_and_no_file_is_changed() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     let job = Job::start_own(&vm, "-h2", 150);

@@ -82,9 +82,7 @@ fn stands_still(host: &Host, pid: i32) -> u64 {
 
 /// A virtual machine with a resource manager and load watchers, and a guest that computes on h2; with its process there.
 fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
-    let Some((bed, _)) = testbed_with_env(2, &[LEASE]) else {
-        return;
-    };
+    let bed = testbed_with_env(2, &[LEASE]);
     let (rm, env) = (
         Some("pvm-rm --policy load".to_string()),
         vec![(LEASE.0.into(), LEASE.1.into())],
@@ -214,6 +212,7 @@ fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_who_logs_in_while_the_masters_daemon_does_not_run_stops_guests_all_the_same() {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
@@ -230,6 +229,7 @@ fn an_owner_who_logs_in_while_the_masters_daemon_does_not_run_stops_guests_all_t
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_go_on_when_the_owner_has_left_although_the_masters_daemon_does_not_run() {
     with_guest("leave_after = 600", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
@@ -252,6 +252,7 @@ fn guests_go_on_when_the_owner_has_left_although_the_masters_daemon_does_not_run
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_whose_owner_wants_them_killed_are_ended_although_the_masters_daemon_does_not_run() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
@@ -266,6 +267,7 @@ fn guests_whose_owner_wants_them_killed_are_ended_although_the_masters_daemon_do
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_whose_owner_wants_them_killed_are_ended_when_he_logs_in_and_whoever_asks_why_is_told() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
         let other = vm.spawn(&["-h1", "busy"]).expect("spawned");
@@ -293,6 +295,7 @@ fn guests_whose_owner_wants_them_killed_are_ended_when_he_logs_in_and_whoever_as
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_who_logs_in_when_the_masters_daemon_has_been_killed_has_his_processors_at_once() {
     with_guest("leave_after = \"never\"", |vm, _, pid| {
         let theirs = vm.bed().host(2);
@@ -312,6 +315,7 @@ fn an_owner_who_logs_in_when_the_masters_daemon_has_been_killed_has_his_processo
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_with_a_resource_manager_and_without()
  {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
@@ -348,6 +352,7 @@ fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_w
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued_and_nothing_moved()
 {
     with_guest("leave_after = 600", |vm, guest, pid| {

@@ -7,7 +7,7 @@ use sempa_proto::Micros;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::Login;
 use sempa_tests::logind::{self, Desk, Logind};
-use sempa_tests::needs::{testbed, testbed_with_env};
+use sempa_tests::needs::{self, testbed, testbed_with_env};
 use sempa_tests::run::run;
 use sempa_tests::speaker::owner;
 use sempa_tests::ssh;
@@ -44,9 +44,7 @@ fn is_free(status: &Value) -> bool {
 
 /// A virtual machine with load watchers on all hosts.
 fn watched(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(hosts) else {
-        return;
-    };
+    let bed = testbed(hosts);
     watched_on(&bed, as_alice, test);
 }
 
@@ -105,6 +103,7 @@ fn used_again(vm: &Vm, wanted: &str) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logged_in() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -199,6 +198,7 @@ fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
     watched(false, 2, |vm| {
         owner(vm.bed(), 2, &["limit", "1", "cores"]);
@@ -262,6 +262,7 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confined() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -295,11 +296,10 @@ fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confine
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let_in_again_when_there_is_room()
  {
-    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_MEMINFO", "/tmp/meminfo")]) else {
-        return;
-    };
+    let bed = testbed_with_env(2, &[("SEMPA_MEMINFO", "/tmp/meminfo")]);
     let has = |host: usize, gigabytes: u64| {
         let text = format!(
             "MemTotal: {} kB\nMemAvailable: {} kB\n",
@@ -339,6 +339,7 @@ fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_first_key_at_a_terminal_or_a_keyboard()
  {
     let env = [
@@ -346,9 +347,7 @@ fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_firs
         ("SEMPA_TERMINALS", "/tmp/terminals"),
         ("SEMPA_INTERRUPTS", "/tmp/keys"),
     ];
-    let Some((bed, _)) = testbed_with_env(2, &env) else {
-        return;
-    };
+    let bed = testbed_with_env(2, &env);
     let hours_ago = SystemTime::now() - Duration::from_secs(3 * 3600);
     let logged_in = |on: bool| {
         let at = Micros(u64::try_from(since_1970(hours_ago).as_micros()).expect("a time"));
@@ -428,6 +427,7 @@ fn since_1970(time: SystemTime) -> Duration {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_stays() {
     watched(false, 2, |vm| {
         let file = vm.home().join(".config/sempa/owner.toml");
@@ -487,8 +487,9 @@ fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_sta
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_policy_that_is_wrong_from_the_start_lets_no_guest_in_until_it_is_mended() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let published = bed.host(2).path("/var/tmp/sempa-owner-21002.policy.toml");
     fs::write(&published, "never = [\"always\"]\nleaves = 1\n").expect("the testbed's own file");
     chown(&published, Some(OLGA_UID), None).expect("the testbed's own file");
@@ -516,10 +517,9 @@ fn a_policy_that_is_wrong_from_the_start_lets_no_guest_in_until_it_is_mended() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_load_watcher_that_ends_at_its_start_again_and_again_is_told_of() {
-    let Some((bed, _)) = testbed_with_env(2, &[("SEMPA_GUEST_DEFAULTS", "corse=1")]) else {
-        return;
-    };
+    let bed = testbed_with_env(2, &[("SEMPA_GUEST_DEFAULTS", "corse=1")]);
     let rm = Some("pvm-rm --policy load".to_string());
     let vm = Vm::start(
         &bed,
@@ -574,6 +574,7 @@ fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() {
     watched(true, 2, |vm| {
         let file = vm.bed().folder().join("olga/rules.toml");
@@ -679,12 +680,11 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrators() {
     // Hosts share the /etc of the machine that the test runs on.
     let place = "/var/tmp/the-administrators.toml";
-    let Some((bed, _)) = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]) else {
-        return;
-    };
+    let bed = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]);
     let admin = |host: usize, text: &str| {
         let file = bed.host(host).path(place);
         fs::write(&file, text).expect("the testbed's own file");
@@ -717,6 +717,7 @@ fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrator
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_speaks_for_another()
 {
     watched(true, 2, |vm| {
@@ -756,6 +757,7 @@ fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_s
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_session_of_systemd_is_an_owner_without_any_login_record() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -779,12 +781,10 @@ fn a_session_of_systemd_is_an_owner_without_any_login_record() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and dbus-daemon"]
 fn logind_is_asked_over_its_bus_and_its_desktops_say_whether_somebody_uses_them() {
-    let Some((bed, _)) = testbed(2) else { return };
-    if let Some(lack) = logind::lacks() {
-        eprintln!("skipped: {lack}");
-        return;
-    }
+    let bed = testbed(2);
+    needs::require(logind::lacks());
     let logind = Logind::start(bed.host(2)).expect("a bus");
     let desk = |idle, locked| Desk {
         user: "olga".into(),
@@ -850,8 +850,9 @@ fn logind_is_asked_over_its_bus_and_its_desktops_say_whether_somebody_uses_them(
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_owner_is_told_how_guests_are_stopped_on_his_machine_and_why_not_by_control_groups() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let rm = Some("pvm-rm --policy load".to_string());
     // On h1 only: the other daemon has what the remote shell gives it.
     let env = vec![("SEMPA_FREEZER".to_string(), "off".to_string())];

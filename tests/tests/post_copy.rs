@@ -28,6 +28,7 @@ const NOTHING_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
 const SLOWLY: &str = "1000000";
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_once() {
     with_hosts(3, &[], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
@@ -58,6 +59,7 @@ fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_on
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn an_administrator_can_say_that_memory_never_follows() {
     with_hosts(2, &[("SEMPA_POST_COPY", "never")], |vm| {
         let tid = vm.spawn(&["-h1", "hold", MIB]).expect("spawned");
@@ -76,6 +78,7 @@ fn an_administrator_can_say_that_memory_never_follows() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() {
     let env = [
         ("SEMPA_LEASE_MS", LEASE_MS),
@@ -116,6 +119,7 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() {
     let env = [
         ("SEMPA_LEASE_MS", LEASE_MS),
@@ -156,6 +160,7 @@ fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() 
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
     with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY), NOTHING_AHEAD], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
@@ -194,11 +199,10 @@ fn memory_is_on_its_way(cell: &Cell) -> bool {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended()
  {
-    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else {
-        return;
-    };
+    let bed = testbed_with_env(HOSTS, &ALWAYS);
     with_rounds(&bed, |vm, all| {
         strike(
             all,
@@ -229,12 +233,11 @@ fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_i
 
 /// The memory needs some seconds, so that whoever fetches it is still there at each of these places.
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is_known_to_have_ended()
  {
     let env = [ALWAYS[0], NOTHING_AHEAD, ("WITNESS_MIB", "3")];
-    let Some((bed, _)) = testbed_with_env(HOSTS, &env) else {
-        return;
-    };
+    let bed = testbed_with_env(HOSTS, &env);
     with_rounds_and(
         &bed,
         &[ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)],
@@ -272,10 +275,9 @@ fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_stands_still_at_whatever_step_a_task_whose_memory_follows_runs_once() {
-    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else {
-        return;
-    };
+    let bed = testbed_with_env(HOSTS, &ALWAYS);
     let whom = [
         Whom::Source,
         Whom::Target,
@@ -293,11 +295,10 @@ fn whoever_stands_still_at_whatever_step_a_task_whose_memory_follows_runs_once()
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended()
  {
-    let Some((bed, _)) = testbed_with_env(HOSTS, &ALWAYS) else {
-        return;
-    };
+    let bed = testbed_with_env(HOSTS, &ALWAYS);
     with_rounds(&bed, |vm, all| {
         for whom in [Whom::Source, Whom::Target, Whom::Master] {
             strike(all, Share::Few, whom, Fault::Cut(A_MOMENT), never);

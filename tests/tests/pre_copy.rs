@@ -37,6 +37,7 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_that_writes_while_its_memory_goes_ahead_is_whole_and_most_of_it_passes_once() {
     with_hosts(3, &[SLOW], |vm| {
         let tid = vm
@@ -63,6 +64,7 @@ fn a_task_that_writes_while_its_memory_goes_ahead_is_whole_and_most_of_it_passes
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn nothing_goes_ahead_of_small_tasks_and_none_where_an_administrator_does_not_want_it() {
     for (size, setting) in [("20", "usual"), (LARGE.0, "never")] {
         with_hosts(2, &[("SEMPA_PRE_COPY", setting)], |vm| {
@@ -76,6 +78,7 @@ fn nothing_goes_ahead_of_small_tasks_and_none_where_an_administrator_does_not_wa
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
     with_hosts(3, &[SLOWLY], |vm| {
         let tid = vm.spawn(&["-h2", "hold", LARGE.0]).expect("spawned");
@@ -101,6 +104,7 @@ fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_told() {
     with_hosts(3, &[SLOWLY], |vm| {
         let strikes: [(&str, &dyn Fn()); 2] = [

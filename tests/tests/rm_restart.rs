@@ -22,9 +22,7 @@ const SOON: Duration = Duration::from_secs(60);
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
 fn with_rm(hosts: usize, test: impl FnOnce(&Vm)) {
-    let Some((bed, _)) = testbed(hosts) else {
-        return;
-    };
+    let bed = testbed(hosts);
     with_command(&bed, "pvm-rm".into(), test);
 }
 
@@ -147,6 +145,7 @@ fn kinds(answer: &Value) -> Vec<String> {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_killed_resource_manager_is_back_within_two_seconds_and_knows_what_it_knew() {
     with_rm(2, |vm| {
         let tid = vm.spawn(&["hold", "1"]).expect("spawned");
@@ -258,8 +257,9 @@ fn fill_books(folder: &Path) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_killed_resource_manager_with_full_books_answers_again_soon_and_spawns_do_not_wait_for_it() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let state = bed.folder().join("state");
     fill_books(&state);
     let file = state.join("rm-pvm.redb");
@@ -310,6 +310,7 @@ fn a_killed_resource_manager_with_full_books_answers_again_soon_and_spawns_do_no
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn no_spawn_hangs_or_fails_while_resource_managers_are_killed() {
     with_rm(2, |vm| {
         let mut tids = Vec::new();
@@ -363,6 +364,7 @@ fn one_by_one(vm: &Vm, program: &Path, count: usize) -> Vec<String> {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn who_spawns_one_task_after_the_other_asks_seldom_and_all_of_them_are_explained() {
     with_rm(3, |vm| {
         let program = vm.program("one_by_one").expect("gcc");
@@ -392,6 +394,7 @@ fn who_spawns_one_task_after_the_other_asks_seldom_and_all_of_them_are_explained
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn spawns_one_after_the_other_all_succeed_while_resource_managers_are_killed() {
     with_rm(2, |vm| {
         let program = vm.program("one_by_one").expect("gcc");
@@ -408,8 +411,9 @@ fn spawns_one_after_the_other_all_succeed_while_resource_managers_are_killed() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_spawn_that_waits_goes_on_waiting_when_the_resource_manager_is_killed() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let record = bed.home().join("record");
     let rm = format!(
         "pvm-rm --user-tasks 1 --wait 600 --record {}",
@@ -482,8 +486,9 @@ fn kill_for_good(vm: &Vm) {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the_next_one() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let (vm, before) = with_rm_by_hand(&bed);
     let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     kill_for_good(&vm);
@@ -513,8 +518,9 @@ fn load_watchers_guard_their_owners_without_a_resource_manager_and_report_to_the
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let (vm, _) = with_rm_by_hand(&bed);
     vm.program("busy").expect("gcc");
     kill_for_good(&vm);
@@ -588,6 +594,7 @@ fn a_host_keeps_to_what_its_owner_allows_without_a_resource_manager() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_load_watcher_that_is_killed_is_started_again() {
     with_rm(2, |vm| {
         let before = watchers(vm, 2);
@@ -605,8 +612,9 @@ fn a_load_watcher_that_is_killed_is_started_again() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_policy_file_is_followed_and_a_record_is_run_under_another_policy() {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let file = |name: &str| bed.home().join(name);
     std::fs::write(file("rm.toml"), "placing = \"round-robin\"\n").expect("it can be written");
     let (policy, record) = (
@@ -670,9 +678,10 @@ fn a_policy_file_is_followed_and_a_record_is_run_under_another_policy() {
 }
 
 #[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_killed_resource_manager_whose_policy_file_is_wrong_or_gone_is_back_under_the_policy_that_was_in_force()
  {
-    let Some((bed, _)) = testbed(2) else { return };
+    let bed = testbed(2);
     let file = bed.home().join("rm.toml");
     std::fs::write(&file, "user_tasks = 2\n").expect("it can be written");
     with_command(&bed, format!("pvm-rm --policy {}", file.display()), |vm| {

@@ -1,24 +1,21 @@
 //! The testbed itself: hosts are separate, logins are real, and nothing stays behind.
 
 use sempa_tests::ssh::{Login, client_config};
-use sempa_tests::{Testbed, eventually, lacks, utmp};
+use sempa_tests::{Testbed, eventually, needs, utmp};
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(20);
 
-macro_rules! testbed_or_return {
-    ($count:expr) => {{
-        if let Some(lack) = lacks() {
-            eprintln!("skipped: {lack}");
-            return;
-        }
-        Testbed::new($count, None, &[]).expect("a testbed")
-    }};
+/// Makes hosts without installed programs: this needs none.
+fn testbed(count: usize) -> Testbed {
+    needs::require(needs::lacks());
+    Testbed::new(count, None, &[]).expect("a testbed")
 }
 
 #[test]
+#[ignore = "system tier: needs root and hosts"]
 fn hosts_have_names_networks_and_folders_of_their_own() {
-    let bed = testbed_or_return!(2);
+    let bed = testbed(2);
     for (i, host) in (1..).zip(bed.hosts()) {
         let name = host
             .shell("hostname; ls -A /tmp; cat /proc/1/comm", SOON)
@@ -44,8 +41,9 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
 }
 
 #[test]
+#[ignore = "system tier: needs root and hosts"]
 fn a_login_with_a_terminal_writes_a_utmp_record_and_a_logout_takes_it_back() {
-    let bed = testbed_or_return!(2);
+    let bed = testbed(2);
     let host = bed.host(2);
     assert_eq!(utmp::logins(host).expect("readable"), vec![]);
     let login = Login::new(&bed, "olga", host).expect("a login");
@@ -69,8 +67,9 @@ fn a_login_with_a_terminal_writes_a_utmp_record_and_a_logout_takes_it_back() {
 }
 
 #[test]
+#[ignore = "system tier: needs root and hosts"]
 fn nothing_of_a_testbed_stays_when_it_ends() {
-    let bed = testbed_or_return!(1);
+    let bed = testbed(1);
     let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init());
     let left = bed
         .host(1)
@@ -112,12 +111,10 @@ fn nothing_of_a_testbed_stays_when_it_ends() {
 }
 
 #[test]
+#[ignore = "system tier: needs root and hosts"]
 fn nothing_of_a_testbed_stays_when_its_process_is_killed() {
     use std::io::{BufRead, BufReader};
-    if let Some(lack) = lacks() {
-        eprintln!("skipped: {lack}");
-        return;
-    }
+    needs::require(needs::lacks());
     let mut owner = std::process::Command::new(env!("CARGO_BIN_EXE_sempa-host"))
         .args(["testbed", "1"])
         .stdin(std::process::Stdio::piped())
@@ -146,9 +143,10 @@ fn nothing_of_a_testbed_stays_when_its_process_is_killed() {
 }
 
 #[test]
+#[ignore = "system tier: needs root and hosts"]
 fn two_testbeds_exist_at_once() {
-    let first = testbed_or_return!(1);
-    let second = testbed_or_return!(1);
+    let first = testbed(1);
+    let second = testbed(1);
     assert_ne!(first.folder(), second.folder());
     for bed in [&first, &second] {
         assert!(

@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: single layers, or the running system beside its peers.
 
-use crate::{bench_load, bench_owners, bench_virtual, install, setup};
+use crate::install::{self, Parts};
+use crate::{bench_load, bench_owners, bench_virtual, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
 use sempa_benches::{Micro, PACKAGES, Settings};
@@ -137,18 +138,26 @@ fn installed(words: &Words) -> Result<PathBuf> {
     Ok(match &words.prefix {
         Some(prefix) => {
             // The testbed's hosts have a program of their own. Together with this one: the same features, nothing built twice.
-            if !install::cargo(&["build", "--release", "-p", "xtask", "-p", "sempa-tests"])?
-                .status()?
-                .success()
+            if !install::cargo(&[
+                "build",
+                "--locked",
+                "--release",
+                "-p",
+                "xtask",
+                "-p",
+                "sempa-tests",
+            ])?
+            .status()?
+            .success()
             {
                 bail!("the build failed");
             }
             prefix.clone()
         }
         None => {
-            install::build(false)?;
+            install::build(install::RELEASE, Parts::ProgramsAndHosts)?;
             let prefix = install::target()?.join("sempa-prefix");
-            install::lay_out(&prefix)?;
+            install::lay_out(&prefix, install::RELEASE)?;
             prefix
         }
     }

@@ -1,6 +1,7 @@
 //! `cargo xtask conformance`: the sentences of `tests/conformance` on PVM 3.4.6 and on ours, side by side.
 
-use crate::{install, setup};
+use crate::install::{self, Parts};
+use crate::setup;
 use anyhow::{Result, bail};
 use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::needs;
@@ -21,8 +22,11 @@ pub(crate) fn run(against: &str, chosen: &[String], as_installed: bool) -> Resul
     };
     if !as_installed {
         setup::everything()?;
-        install::build(false)?;
-        install::lay_out(&install::target()?.join("sempa-prefix"))?;
+        install::build(&install::own_profile()?, Parts::ProgramsAndHosts)?;
+        install::lay_out(
+            &install::target()?.join("sempa-prefix"),
+            &install::own_profile()?,
+        )?;
     }
     let runs: Result<Vec<(System, Vec<Outcome>)>> = std::thread::scope(|scope| {
         let workers: Vec<_> = systems

@@ -4,8 +4,9 @@
 //! virtual machine did about it. Everything is in namespaces that end with this process, so an interruption needs no
 //! handler to clean up.
 
+use crate::install::{self, Parts};
 use crate::timeline::Timeline;
-use crate::{demo_alone, install, setup};
+use crate::{demo_alone, setup};
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::EventKind;
 use sempa_tests::run::{Running, must};
@@ -53,9 +54,10 @@ struct Outcome {
 pub(crate) fn run(json: &Path) -> Result<bool> {
     setup::everything()?;
     say("building (release)");
-    install::build(false)?;
+    let profile = install::own_profile()?;
+    install::build(&profile, Parts::ProgramsAndHosts)?;
     let prefix = install::target()?.join("sempa-prefix");
-    install::lay_out(&prefix)?;
+    install::lay_out(&prefix, &profile)?;
     let prefix = prefix.canonicalize()?;
     if let Some(lack) = needs::lacks() {
         println!(

@@ -17,7 +17,7 @@ const PROGRAMS: [&str; 6] = [
     "pvm-tasker",
     "pvm_gstat",
 ];
-/// Packages that make the programs and the library.
+/// Packages that build the programs and the libraries.
 const CRATES: [&str; 7] = [
     "pvm-console",
     "pvmd",
@@ -28,21 +28,39 @@ const CRATES: [&str; 7] = [
     "gpvm3",
 ];
 
+/// The profile of what users install and benchmarks measure.
+pub(crate) const RELEASE: &str = "release";
+
 /// The target folder of this build: two above the running program.
 pub(crate) fn target() -> Result<PathBuf> {
-    let release = sempa_tests::needs::build_folder()?;
-    Ok(release.parent().unwrap_or(&release).to_path_buf())
+    let build = sempa_tests::needs::build_folder()?;
+    Ok(build.parent().unwrap_or(&build).to_path_buf())
 }
 
-/// Runs cargo in the project with the same target folder as ours.
+/// The profile with which this program was built: `ci` for tests, else `release`.
+pub(crate) fn own_profile() -> Result<String> {
+    let build = sempa_tests::needs::build_folder()?;
+    let folder = build.file_name().unwrap_or_default().to_string_lossy();
+    Ok(match &*folder {
+        "debug" => "dev".to_string(),
+        other => other.to_string(),
+    })
+}
+
+/// The folder of a profile's programs, below the target folder.
+fn folder_of(profile: &str) -> &str {
+    if profile == "dev" { "debug" } else { profile }
+}
+
+/// Returns a command that runs cargo in the project, with the target folder of this build.
 pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .args(words)
         .current_dir(project())
         .env("CARGO_TARGET_DIR", target()?);
-    // What cargo says of this package, whose program this is, would look like a change to the build scripts of others, and
-    // everything above them would be built anew, each time.
+    // Variables that describe this package look like a change to the build scripts of others:
+    // cargo would build everything above them again, each time.
     let ours = |name: &OsString| {
         ["CARGO_PKG_", "CARGO_MANIFEST_"]
             .iter()
@@ -54,18 +72,30 @@ pub(crate) fn cargo(words: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-/// Builds what is installed, or the whole workspace with its tests.
+/// What to build.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Parts {
+    /// The installed programs and libraries.
+    Programs,
+    /// The programs and what makes hosts for them.
+    ProgramsAndHosts,
+    /// The whole workspace with its tests.
+    Tests,
+}
+
+/// Builds parts of the workspace with a profile.
 ///
 /// # Errors
-/// The compiler's own.
-pub(crate) fn build(whole: bool) -> Result<()> {
-    let mut command = cargo(&["build", "--release"])?;
-    if whole {
+/// The build fails.
+pub(crate) fn build(profile: &str, parts: Parts) -> Result<()> {
+    let mut command = cargo(&["build", "--locked", "--profile", profile])?;
+    if parts == Parts::Tests {
         command.args(["--workspace", "--all-targets"]);
     } else {
-        command
-            .args(CRATES.iter().flat_map(|name| ["-p", name]))
-            .args(["-p", "sempa-tests"]);
+        command.args(CRATES.iter().flat_map(|name| ["-p", name]));
+    }
+    if parts == Parts::ProgramsAndHosts {
+        command.args(["-p", "sempa-tests"]);
     }
     if !command.status().context("cargo")?.success() {
         bail!("the build failed");
@@ -73,12 +103,13 @@ pub(crate) fn build(whole: bool) -> Result<()> {
     Ok(())
 }
 
-/// Copies what was built to its places under `prefix`. Running programs are not disturbed: each file is replaced whole.
+/// Copies what was built with a profile to its places under `prefix`. Each file is replaced as a
+/// whole, so running programs are not disturbed.
 ///
 /// # Errors
 /// Something was not built, or the prefix cannot be written.
-pub(crate) fn lay_out(prefix: &Path) -> Result<()> {
-    let built = target()?.join("release");
+pub(crate) fn lay_out(prefix: &Path, profile: &str) -> Result<()> {
+    let built = target()?.join(folder_of(profile));
     for folder in ["bin", "lib/pkgconfig", "include"] {
         let folder = prefix.join(folder);
         fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;

@@ -4,11 +4,14 @@ mod bench;
 mod bench_load;
 mod bench_owners;
 mod bench_virtual;
+mod campaign;
 mod conformance;
 mod demo;
 mod demo_alone;
 mod install;
+mod runner;
 mod setup;
+mod skips;
 mod test;
 mod tidy;
 mod timeline;
@@ -44,6 +47,8 @@ enum What {
     },
     /// Check the language and the shape of the sources
     Tidy,
+    /// Run what takes hours: full matrices, soak, lies, conformance, fuzzing, limits; resumable
+    Campaign(campaign::Words),
     /// Build and lay the programs out under a folder
     Install {
         /// The folder: DIR/bin, DIR/lib, DIR/include
@@ -76,6 +81,7 @@ fn main() -> ExitCode {
         What::Demo { json } => demo::run(&json),
         What::Test { words } => test::run(&words),
         What::Tidy => tidy::run(),
+        What::Campaign(words) => campaign::run(&words),
         What::Install { prefix } => put_in_place(&prefix),
         What::Criu { prefix } => setup::criu(&prefix).map(|()| true),
         What::Conformance {
@@ -96,8 +102,8 @@ fn main() -> ExitCode {
 }
 
 fn put_in_place(prefix: &std::path::Path) -> Result<bool> {
-    install::build(false)?;
-    install::lay_out(prefix)?;
+    install::build(install::RELEASE, install::Parts::Programs)?;
+    install::lay_out(prefix, install::RELEASE)?;
     println!(
         "installed under {}: put {0}/bin on PATH and {0}/lib in LD_LIBRARY_PATH",
         prefix.display()

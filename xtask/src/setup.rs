@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-const PACKAGES: [&str; 20] = [
+pub(crate) const PACKAGES: [&str; 20] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -55,12 +55,23 @@ pub(crate) fn project() -> PathBuf {
 /// Root could not install something.
 pub(crate) fn everything() -> Result<()> {
     packages(&PACKAGES)?;
-    // Where there can be no hosts nothing moves either; the caller says so.
+    // Without hosts nothing moves either; the caller says so.
     if needs::lacks().is_none() {
-        criu(Path::new(CRIU_PREFIX))
+        engine()
     } else {
         Ok(())
     }
+}
+
+/// Makes sure that a CRIU works here, in its usual place.
+///
+/// # Errors
+/// As [`criu`], or this is not root.
+pub(crate) fn engine() -> Result<()> {
+    if !is_root() {
+        bail!("tasks are moved by CRIU, which needs root");
+    }
+    criu(Path::new(CRIU_PREFIX))
 }
 
 /// Installs what is missing of these Debian packages.

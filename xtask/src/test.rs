@@ -1,172 +1,215 @@
-//! `cargo xtask test`: set up, build once, install, run every test.
+//! `cargo xtask test`: sets up, checks the sources, builds once, installs, runs both tiers.
 
-use crate::{install, setup};
+use crate::install::{self, Parts};
+use crate::runner::{self, Counts, Runner, Selection, Test};
+use crate::setup;
+use crate::skips::Skips;
 use anyhow::Result;
-use sempa_tests::needs;
+use std::collections::BTreeMap;
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
-/// Runs all tests; `words` go to the test runner.
+/// The seed of proptest: each run tries the same, so that a failure comes from a change.
+const PROPTEST_SEED: (&str, &str) = ("PROPTEST_RNG_SEED", "20261122");
+
+/// The variable with the seed that chooses among faults, victims and steps.
+pub(crate) const SEED: &str = "SEMPA_TEST_SEED";
+
+/// Random inputs for everything that reads what others have packed.
+const FUZZ_INPUTS: (&str, &str) = ("SEMPA_FUZZ_INPUTS", "10000000");
+
+/// Runs all tests. `words` go to the test runner and choose among the tests; the checks of the
+/// sources are left out then.
+///
+/// Returns false if a test or a check fails.
 ///
 /// # Errors
-/// Set-up or build failed. Failing tests are the return value: `false`.
+/// Set-up or build failed.
 pub(crate) fn run(words: &[String]) -> Result<bool> {
     let start = Instant::now();
-    setup::everything()?;
-    install::build(true)?;
-    let prefix = install::target()?.join("sempa-prefix");
-    install::lay_out(&prefix)?;
+    let profile = install::own_profile()?;
+    let seed = seed();
+    println!("test: profile {profile}, {SEED}={seed}");
+    let mut good = words.is_empty().then(formatted).is_none_or(|good| good);
+    let env = prepare(&profile)?;
+    let mut skips = Skips::new(env.no_criu);
     println!(
-        "test: programs are in {}; set-up and build took {} s",
-        prefix.display(),
+        "test: set-up and build took {} s",
         start.elapsed().as_secs()
     );
-    let lack = needs::lacks();
-    if let Some(lack) = &lack {
-        println!("test: {lack}; the tests that need hosts pass without doing anything");
-    }
-    let nextest = Command::new("cargo")
-        .args(["nextest", "--version"])
-        .output()
-        .is_ok_and(|done| done.status.success());
     let begun = Instant::now();
-    let mut good = !words.is_empty() || lints()?;
-    let mut runs: Vec<&[&str]> = Vec::new();
-    if nextest {
-        runs.push(&[
-            "nextest",
-            "run",
-            "--release",
-            "--workspace",
-            "--no-fail-fast",
-        ]);
-        // It leaves out the examples in the documentation. Words choose among the tests that it knows.
-        if words.is_empty() {
-            runs.push(&["test", "--release", "--doc", "--package", "libpvm"]);
-        }
-    } else {
-        // Without nextest the binaries run one after another, each on two threads.
-        runs.push(&["test", "--release", "--workspace", "--no-fail-fast"]);
-    }
-    for line in runs {
-        let mut command = install::cargo(line)?;
-        command
-            .args(words)
-            .env("SEMPA_PREFIX", &prefix)
-            .stdin(Stdio::null());
-        if nextest && line[0] == "nextest" && std::env::var_os("NEXTEST_TEST_THREADS").is_none() {
-            command.env("NEXTEST_TEST_THREADS", threads().to_string());
-        }
-        if std::env::var_os(SEED).is_none() {
-            command.env(SEED, EVERY_TIME);
-        }
-        if !nextest {
-            command.env("RUST_TEST_THREADS", "2");
-        }
-        good &= command.status()?.success();
-    }
+    let variables = variables(&env.prefix, seed);
+    let whole = Selection {
+        packages: &["--workspace"],
+        env: &variables,
+    };
+    let runner = runner::runner(&profile);
+    let skipped = skipped(&runner.list(whole)?, &mut skips);
+    let mut counts = runner.run(whole, &skipped, words)?;
     if words.is_empty() {
-        good &= hostile_bytes()?;
-        good &= every_order()?;
+        counts += models(&*runner)?;
+        counts += examples(&profile)?;
+        good &= lints(&profile)?;
     }
+    good &= counts.failed == 0;
     println!(
-        "test: {} in {} s (set-up included {} s){}",
-        if good {
-            "all tests passed"
-        } else {
-            "SOME TESTS FAILED"
-        },
+        "test: {}: {} passed, {} failed, {} skipped in {} s after {} s of set-up and build; \
+         {SEED}={seed}",
+        if good { "all passed" } else { "NOT ALL PASSED" },
+        counts.passed,
+        counts.failed,
+        skipped.len(),
         begun.elapsed().as_secs(),
-        start.elapsed().as_secs(),
-        lack.map(|why| format!("; without hosts: {why}"))
-            .unwrap_or_default()
+        (begun - start).as_secs(),
     );
     Ok(good)
 }
 
-/// Tests at a time: those with hosts wait more than they compute.
-fn threads() -> usize {
-    std::thread::available_parallelism().map_or(2, |cores| cores.get() + 1)
+/// What the tests of the system tier start from.
+pub(crate) struct Prepared {
+    /// Where the programs are installed.
+    pub(crate) prefix: String,
+    /// Why there is no CRIU that works, if so.
+    pub(crate) no_criu: Option<String>,
 }
 
-/// The lints of the workspace, which the compiler does not look at: of unsafe blocks without a reason, for instance. True if
-/// there is nothing to say, or no clippy to say it. What generates and builds code is taken from the build of the tests, so that
-/// no more is compiled than has to be looked at.
-fn lints() -> Result<bool> {
-    if !Command::new("cargo")
-        .args(["clippy", "--version"])
+/// Installs packages, builds the workspace and installs its programs below the target folder.
+///
+/// # Errors
+/// A package cannot be installed, or the build fails.
+pub(crate) fn prepare(profile: &str) -> Result<Prepared> {
+    setup::packages(&setup::PACKAGES)?;
+    let no_criu = setup::engine().err().map(|error| format!("{error:#}"));
+    install::build(profile, Parts::Tests)?;
+    let prefix = install::target()?.join("sempa-prefix");
+    install::lay_out(&prefix, profile)?;
+    Ok(Prepared {
+        prefix: prefix.display().to_string(),
+        no_criu,
+    })
+}
+
+/// The seed of this run: the caller's, or the number of the day.
+pub(crate) fn seed() -> u64 {
+    let given = std::env::var(SEED).ok().and_then(|text| text.parse().ok());
+    given.unwrap_or_else(|| {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        now.map_or(0, |time| time.as_secs() / (24 * 60 * 60))
+    })
+}
+
+/// Variables of all tests; those that the caller has set stay.
+pub(crate) fn variables(prefix: &str, seed: u64) -> Vec<(&'static str, String)> {
+    let usual = [PROPTEST_SEED, FUZZ_INPUTS];
+    let unset = |(name, _): &(&'static str, &str)| std::env::var_os(name).is_none();
+    let mut all: Vec<(&'static str, String)> = usual
+        .into_iter()
+        .filter(unset)
+        .map(|(name, value)| (name, value.to_string()))
+        .collect();
+    all.push(("SEMPA_PREFIX", prefix.to_string()));
+    all.push((SEED, seed.to_string()));
+    all
+}
+
+/// Finds the tests of the system tier that cannot run here, and prints how many, for each binary
+/// and reason.
+pub(crate) fn skipped(tests: &[Test], skips: &mut Skips) -> Vec<Test> {
+    let mut reasons: BTreeMap<(&str, String), usize> = BTreeMap::new();
+    let mut skipped = Vec::new();
+    for test in tests.iter().filter(|test| test.ignored) {
+        if let Some(reason) = skips.reason(&test.binary, &test.name) {
+            *reasons.entry((&test.binary, reason)).or_default() += 1;
+            skipped.push(test.clone());
+        }
+    }
+    for ((binary, reason), count) in reasons {
+        println!("skipped: {count} tests of {binary}: {reason}");
+    }
+    skipped
+}
+
+/// Rings and bells under every order of what two threads do, by the model checker.
+fn models(runner: &dyn Runner) -> Result<Counts> {
+    let packages = [
+        "--package",
+        "sempa-ring",
+        "--features",
+        "loom",
+        "--test",
+        "model",
+    ];
+    let selection = Selection {
+        packages: &packages,
+        env: &[],
+    };
+    runner.run(selection, &[], &[])
+}
+
+/// The examples in the documentation, which nextest does not run.
+fn examples(profile: &str) -> Result<Counts> {
+    let words = ["test", "--locked", "--doc", "--workspace"];
+    let done = install::cargo(&words)?
+        .args(["--profile", profile])
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()?;
+    let text = String::from_utf8_lossy(&done.stdout);
+    let mut counts = runner::summed(&text);
+    if !done.status.success() {
+        print!("{text}");
+        counts.failed = counts.failed.max(1);
+    }
+    Ok(counts)
+}
+
+/// True if a component of the toolchain is installed.
+fn has(component: &str) -> bool {
+    Command::new("cargo")
+        .args([component, "--version"])
         .output()
         .is_ok_and(|done| done.status.success())
-    {
-        println!("test: there is no clippy; nobody looks at the lints");
+}
+
+/// Checks the format of the sources. Returns true if there is no rustfmt.
+fn formatted() -> bool {
+    if !has("fmt") {
+        println!("test: rustfmt is not installed: the format is not checked");
+        return true;
+    }
+    let checked = install::cargo(&["fmt", "--all", "--check"])
+        .and_then(|mut command| Ok(command.stdin(Stdio::null()).status()?));
+    let good = checked.is_ok_and(|status| status.success());
+    if !good {
+        println!("test: THE FORMAT IS WRONG: run cargo fmt --all");
+    }
+    good
+}
+
+/// Checks the lints of the workspace by clippy. Returns true if there is no clippy. Build scripts
+/// and procedural macros are those of the tests' build.
+fn lints(profile: &str) -> Result<bool> {
+    if !has("clippy") {
+        println!("test: clippy is not installed: the lints are not checked");
         return Ok(true);
     }
     let begun = Instant::now();
-    let mut command = install::cargo(&[
+    let words = [
         "clippy",
-        "--release",
+        "--locked",
         "--workspace",
         "--all-targets",
         "--quiet",
-    ])?;
-    command
-        .args(["--", "--deny", "warnings"])
-        .stdin(Stdio::null());
-    let good = command.status()?.success();
-    let verdict = if good {
-        "nothing to complain of"
-    } else {
-        "THERE ARE COMPLAINTS"
-    };
+    ];
+    let good = install::cargo(&words)?
+        .args(["--profile", profile, "--", "--deny", "warnings"])
+        .stdin(Stdio::null())
+        .status()?
+        .success();
     println!(
-        "test: clippy has looked at the workspace: {verdict}, in {} s",
+        "test: clippy {} in {} s",
+        if good { "found nothing" } else { "COMPLAINS" },
         begun.elapsed().as_secs()
     );
     Ok(good)
-}
-
-/// From where properties are tried: every run tries the same, so that what fails is what was changed. Whoever looks for more
-/// sets another number.
-const SEED: &str = "PROPTEST_RNG_SEED";
-const EVERY_TIME: &str = "20261122";
-
-/// Random inputs for everything that reads what others have packed.
-const HOSTILE_INPUTS: &str = "10000000";
-
-/// Builds the crate beside the workspace that makes them, and runs it for about a minute.
-fn hostile_bytes() -> Result<bool> {
-    let folder = install::target()?.join("fuzz");
-    let mut command = install::cargo(&[
-        "run",
-        "--release",
-        "--manifest-path",
-        "tests/fuzz/Cargo.toml",
-    ])?;
-    command
-        .args(["--bin", "storm", "--", HOSTILE_INPUTS])
-        .env("CARGO_TARGET_DIR", folder)
-        .stdin(Stdio::null());
-    Ok(command.status()?.success())
-}
-
-/// Rings and bells under every order of what two threads do, by the model checker, in a build of their own.
-fn every_order() -> Result<bool> {
-    let folder = install::target()?.join("loom");
-    let mut command = install::cargo(&[
-        "test",
-        "--release",
-        "--package",
-        "sempa-ring",
-        "--test",
-        "model",
-    ])?;
-    let flags = format!(
-        "{} --cfg loom",
-        std::env::var("RUSTFLAGS").unwrap_or_default()
-    );
-    command
-        .env("RUSTFLAGS", flags)
-        .env("CARGO_TARGET_DIR", folder)
-        .stdin(Stdio::null());
-    Ok(command.status()?.success())
 }

@@ -21,12 +21,12 @@ const SHOWN_BYTES: usize = 2000;
 pub(crate) const PROMPT: &str = "pvm> ";
 
 /// A virtual machine with this console; nothing runs yet.
-pub(crate) fn lab() -> Option<Lab> {
+pub(crate) fn lab() -> Lab {
     Lab::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
 /// The same with a daemon.
-pub(crate) fn started() -> Option<Lab> {
+pub(crate) fn started() -> Lab {
     Lab::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
@@ -222,13 +222,4 @@ impl Drop for Terminal {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// True when a program of Debian's packages is here; otherwise says which package is missing.
-pub(crate) fn has(program: &str, package: &str) -> bool {
-    let found = Path::new(program).exists();
-    if !found {
-        eprintln!("skipped: {program} is missing: install {package}");
-    }
-    found
 }

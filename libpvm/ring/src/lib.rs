@@ -9,11 +9,11 @@
 
 pub mod bell;
 pub mod blocks;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod futex;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod memory;
 pub mod ring;
-#[cfg(not(loom))]
+#[cfg(not(feature = "loom"))]
 pub mod store;
 mod sync;

@@ -423,7 +423,7 @@ impl<A: Area> Record<'_, A> {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
     use std::cell::RefCell;

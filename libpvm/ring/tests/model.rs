@@ -1,6 +1,5 @@
-//! Rings and doorbells under all interleavings of two threads, explored by the model checker.
-//! Compiled only with `--cfg loom`; run by `cargo xtask test`.
-#![cfg(loom)]
+//! Rings and doorbells under all interleavings of two threads, explored by the model checker. Needs
+//! the feature `loom`: see `cargo xtask test`.
 #![allow(unsafe_code)] // The checker's cells hand out pointers.
 
 use loom::cell::UnsafeCell;

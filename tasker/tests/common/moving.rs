@@ -10,25 +10,24 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// True if tasks can be moved here; otherwise the typed refusal is checked and the reason printed.
-pub fn can_move() -> bool {
+/// Stops a test that was started where no task can be moved. The refusal is checked and named.
+///
+/// # Panics
+/// The machine lacks something, such as CRIU.
+pub fn require_moves() {
     let mut tasker = Tasker::start();
     tasker.run(tid(1), &sh(), &["-c", "sleep 1000"]);
     let result = inspect(&mut tasker, tid(1), migration(1));
     tasker.stop();
     match result {
         Err(Refusal::NoEngine { why, .. }) => {
-            eprintln!("nothing can be moved here: {why}");
             assert!(
                 !can_make_namespaces() || !why.contains("process-id namespaces"),
                 "the kernel gives some"
             );
-            false
+            panic!("cannot run here: no task can be moved: {why}");
         }
-        other => {
-            other.expect("a shell that sleeps can move");
-            true
-        }
+        other => drop(other.expect("a shell that sleeps can move")),
     }
 }
 

@@ -9,52 +9,63 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_file_open_for_reading_keeps_its_position() {
     survives("files", "reading");
 }
 
+/// A file open for reading and writing keeps its position, also shared with a child.
 #[test]
-fn a_file_open_for_reading_and_writing_keeps_its_position_also_with_a_child() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn read_write_file_keeps_position_with_child() {
     survives("files", "read-write");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_small_deleted_file_travels_with_its_content() {
     survives("files", "deleted-small");
 }
 
+/// A deleted file of some mebibytes keeps its content.
 #[test]
-fn a_deleted_file_of_some_mebibytes_travels_with_its_content() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn large_deleted_file_keeps_its_content() {
     survives("files", "deleted-large");
 }
 
+/// A file that never had a name keeps its content.
 #[test]
-fn a_file_that_never_had_a_name_travels_with_its_content() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn unnamed_file_keeps_its_content() {
     survives("files", "unnamed");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_named_pipe_with_both_ends_inside_keeps_its_data() {
     survives_elsewhere("files", "named-pipe", "mkfifo $data/fifo");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn open_directories_keep_their_position() {
     survives("files", "directories");
 }
 
+/// Files of the system and the null device are those of the target.
 #[test]
-fn files_of_the_system_and_the_null_device_are_those_of_the_new_host() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn system_files_are_those_of_the_target() {
     survives("files", "of-the-system");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_log_that_grew_meanwhile_is_appended_to() {
-    let Some(mut scene) = Scene::begin() else {
-        return;
-    };
+    let mut scene = Scene::begin();
     let program = scene.compile_c("files");
-    assert!(scene.start(&program, &[], "appending", ""));
+    scene.start(&program, &[], "appending", "");
     let log = scene.dir.path().join("log");
     assert_eq!(
         scene.fact("log").expect("it is open").must,
@@ -80,11 +91,9 @@ fn a_log_that_grew_meanwhile_is_appended_to() {
 
 /// What the target says, after this preparation of its own folder.
 fn is_refused_at_the_target(prepare: &str, expected: &str) {
-    let Some(mut scene) = Scene::begin_with(|dir| other_host(dir, prepare)) else {
-        return;
-    };
+    let mut scene = Scene::begin_with(|dir| other_host(dir, prepare));
     let program = scene.compile_c("files");
-    assert!(scene.start(&program, &[], "held", ""));
+    scene.start(&program, &[], "held", "");
     let path = scene.dir.path().join("data/held");
     assert_eq!(
         scene.verdict(),
@@ -97,25 +106,32 @@ fn is_refused_at_the_target(prepare: &str, expected: &str) {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn an_open_file_that_the_target_lacks_is_named() {
     is_refused_at_the_target("true", "it does not exist on the target");
 }
 
+/// An open file that has another length on the target is refused by name.
 #[test]
-fn an_open_file_of_another_length_on_the_target_is_named() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn file_of_another_length_is_refused() {
     is_refused_at_the_target(
         "printf other > $data/held",
         "it has 800 bytes at the source, 5 on the target",
     );
 }
 
+/// A file whose name another one has taken keeps its content.
 #[test]
-fn a_file_whose_name_another_one_has_taken_travels_with_its_content() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn replaced_file_keeps_its_content() {
     survives("files", "replaced");
 }
 
+/// A program whose file was removed while it runs migrates.
 #[test]
-fn a_program_whose_file_was_removed_while_it_ran_moves() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn removed_program_migrates() {
     survives("files", "program-removed");
 }
 
@@ -127,19 +143,19 @@ fn data_there(scene: &Scene) -> PathBuf {
 }
 
 /// A task with a file that the other host lacks, and this policy.
-fn held_with(policy: &'static str, prepare: &str) -> Option<Scene> {
-    let mut scene = Scene::begin_with(|dir| other_host(dir, prepare))?;
+fn held_with(policy: &'static str, prepare: &str) -> Scene {
+    let mut scene = Scene::begin_with(|dir| other_host(dir, prepare));
     scene.variable = Some(policy);
     let program = scene.compile_c("files");
-    assert!(scene.start(&program, &[], "held", ""));
-    Some(scene)
+    scene.start(&program, &[], "held", "");
+    scene
 }
 
+/// With the policy `copy` an open file that the target lacks migrates with the task.
 #[test]
-fn an_open_file_that_the_target_lacks_is_carried_along_if_that_is_the_tasks_policy() {
-    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else {
-        return;
-    };
+#[ignore = "system tier: needs CRIU and gcc"]
+fn missing_file_is_carried_by_policy() {
+    let mut scene = held_with("SEMPA_FILES=copy", "true");
     let file = scene.dir.path().join("data/held");
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o604)).expect("it is ours");
     assert_eq!(
@@ -169,11 +185,11 @@ fn an_open_file_that_the_target_lacks_is_carried_along_if_that_is_the_tasks_poli
     assert!(there.exists(), "it is the task's own");
 }
 
+/// A carried file is removed if the migration fails.
 #[test]
-fn a_file_that_was_carried_along_goes_again_if_nothing_comes_of_the_move() {
-    let Some(mut scene) = held_with("SEMPA_FILES=copy", "true") else {
-        return;
-    };
+#[ignore = "system tier: needs CRIU and gcc"]
+fn carried_file_is_removed_after_a_failure() {
+    let mut scene = held_with("SEMPA_FILES=copy", "true");
     assert_eq!(scene.verdict(), []);
     let id = migration(1);
     let (images, mut seen) = (tempfile::tempdir().expect("dir"), Vec::new());
@@ -202,11 +218,11 @@ fn a_file_that_was_carried_along_goes_again_if_nothing_comes_of_the_move() {
     scene.ends_right();
 }
 
+/// A carried file never overwrites another one.
 #[test]
-fn a_file_that_would_be_carried_along_is_never_written_over_another_one() {
-    let Some(mut scene) = held_with("SEMPA_FILES=copy", "printf other > $data/held") else {
-        return;
-    };
+#[ignore = "system tier: needs CRIU and gcc"]
+fn carried_file_never_overwrites() {
+    let mut scene = held_with("SEMPA_FILES=copy", "printf other > $data/held");
     let path = scene.dir.path().join("data/held");
     let why = "it has 800 bytes at the source, 5 on the target".into();
     assert_eq!(scene.verdict(), [Refusal::File { path, why }]);
@@ -214,13 +230,12 @@ fn a_file_that_would_be_carried_along_is_never_written_over_another_one() {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_file_is_not_carried_where_its_folder_is_missing() {
-    let Some(mut scene) = held_with(
+    let mut scene = held_with(
         "SEMPA_FILES=copy",
         "umount $data && mount -t tmpfs none ${data%/data}",
-    ) else {
-        return;
-    };
+    );
     let verdict = scene.verdict();
     let held = |refusal: &Refusal| matches!(refusal, Refusal::File { path, why } if path.ends_with("data/held") && why.contains("cannot be carried there: its folder: "));
     assert!(verdict.iter().any(held), "{verdict:?}");
@@ -228,20 +243,18 @@ fn a_file_is_not_carried_where_its_folder_is_missing() {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
-    let Some(mut scene) = held_with("SEMPA_FILES=refuse", "true") else {
-        return;
-    };
+    let mut scene = held_with("SEMPA_FILES=refuse", "true");
     let path = scene.dir.path().join("data/held");
     assert_eq!(scene.inspect(), Err(Refusal::FilesStay { path }));
     scene.ends_right();
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_policy_for_files_that_means_nothing_is_refused() {
-    let Some(mut scene) = held_with("SEMPA_FILES=all", "true") else {
-        return;
-    };
+    let mut scene = held_with("SEMPA_FILES=all", "true");
     let what = "SEMPA_FILES=all, which is none of shared, copy and refuse".into();
     assert_eq!(scene.inspect(), Err(Refusal::Holds { what }));
     scene.ends_right();

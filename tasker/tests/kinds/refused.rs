@@ -10,91 +10,110 @@ use std::os::unix::net::UnixListener;
 use std::process::{Command, Stdio};
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn an_io_uring_ring_is_refused() {
     is_refused("uring", "", "an io_uring ring");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_userfaultfd_is_refused() {
     is_refused("userfaultfd", "", "a userfaultfd");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_perf_event_is_refused() {
     is_refused("perf", "", "a perf event");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn secret_memory_is_refused() {
     is_refused("secret", "", "secret memory (memfd_secret)");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn system_v_shared_memory_is_refused() {
     is_refused("sysv-memory", "", "System V shared memory");
 }
 
+/// System V shared memory that is not mapped is refused.
 #[test]
-fn system_v_shared_memory_that_is_not_mapped_is_refused() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn unmapped_sysv_shared_memory_is_refused() {
     is_refused("sysv-memory-unmapped", "", "System V shared memory");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn system_v_semaphores_are_refused() {
     is_refused("sysv-semaphore", "", "System V semaphores");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_system_v_message_queue_is_refused() {
     is_refused("sysv-queue", "", "a System V message queue");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_posix_message_queue_is_refused() {
     is_refused("posix-queue", "", "the POSIX message queue /sempa-");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn named_posix_shared_memory_is_refused() {
     is_refused("posix-memory", "", "POSIX shared memory (/dev/shm/sempa-");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_device_is_refused() {
     is_refused("device", "", "the device /dev/");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_lock_on_a_file_is_refused() {
     is_refused("whole-lock", "", "a lock on the file");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_record_lock_is_refused() {
     is_refused("record-lock", "", "a lock on the file");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn an_open_file_lock_is_refused() {
     is_refused("open-file-lock", "", "a lock on the file");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_lease_is_refused() {
     is_refused("lease", "", "a lock on the file");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_process_that_left_the_tree_is_refused() {
     is_refused("orphan", "", "a background process (refused, process");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_deleted_file_with_another_name_is_refused() {
     is_refused("linked", "", "which has another name left");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_removed_working_directory_is_refused() {
     is_refused(
         "removed-directory",
@@ -104,47 +123,54 @@ fn a_removed_working_directory_is_refused() {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_root_directory_of_its_own_is_refused() {
     is_refused("own-root", "", "a root directory of its own");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_mount_namespace_of_its_own_is_refused() {
     is_refused("own-mounts", "", "a mount namespace of its own");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_network_namespace_of_its_own_is_refused() {
     is_refused("own-network", "", "a network namespace of its own");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn an_ipc_namespace_of_its_own_is_refused() {
     is_refused("own-ipc", "", "an IPC namespace of its own");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_host_name_namespace_of_its_own_is_refused() {
     is_refused("own-name", "", "a host-name namespace of its own");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_user_namespace_of_its_own_is_refused() {
     is_refused("own-users", "", "a user namespace of its own");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_process_id_namespace_of_its_own_is_refused() {
     is_refused("own-processes", "", "a process-id namespace of its own");
 }
 
+/// A main thread that ended before the others is refused.
 #[test]
-fn a_main_thread_that_ended_before_the_others_is_refused() {
-    let Some(mut scene) = Scene::begin() else {
-        return;
-    };
+#[ignore = "system tier: needs CRIU and gcc"]
+fn ended_main_thread_is_refused() {
+    let mut scene = Scene::begin();
     let program = scene.compile_c("threads");
-    assert!(scene.start(&program, &[], "leaderless", ""));
+    scene.start(&program, &[], "leaderless", "");
     let result = scene.inspect();
     let expected = "a main thread that has ended before the others";
     assert!(
@@ -155,6 +181,7 @@ fn a_main_thread_that_ended_before_the_others_is_refused() {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_tcp_connection_to_a_stranger_is_refused() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("bind");
     let port = listener.local_addr().expect("bound").port().to_string();
@@ -166,14 +193,13 @@ fn a_tcp_connection_to_a_stranger_is_refused() {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_unix_socket_connected_to_a_stranger_is_refused() {
-    let Some(mut scene) = Scene::begin() else {
-        return;
-    };
+    let mut scene = Scene::begin();
     let program = scene.compile_c("refused");
     let path = scene.dir.path().join("stranger").display().to_string();
     let listener = UnixListener::bind(&path).expect("bind");
-    assert!(scene.start(&program, &[], "unix-socket", &path));
+    scene.start(&program, &[], "unix-socket", &path);
     let (_met, _) = listener.accept().expect("it has connected");
     let result = scene.inspect();
     let expected = format!("a Unix socket connected to {path}");
@@ -185,6 +211,7 @@ fn a_unix_socket_connected_to_a_stranger_is_refused() {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_named_pipe_that_a_stranger_has_open_is_refused() {
     let dir = tempfile::tempdir().expect("dir");
     let path = dir.path().join("fifo");
@@ -203,6 +230,7 @@ fn a_named_pipe_that_a_stranger_has_open_is_refused() {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_terminal_of_somebody_else_is_refused() {
     let terminal = openpty(None, None).expect("a terminal");
     let name = nix::unistd::ttyname(&terminal.slave)
@@ -218,11 +246,9 @@ fn a_terminal_of_somebody_else_is_refused() {
 
 /// Somebody traces a thread of the task: its first one, or the other one.
 fn is_refused_while_traced(first: bool) {
-    let Some(mut scene) = Scene::begin() else {
-        return;
-    };
+    let mut scene = Scene::begin();
     let program = scene.compile_c("refused");
-    assert!(scene.start(&program, &[], "traced", ""));
+    scene.start(&program, &[], "traced", "");
     let inner = thread_it_told(&mut scene);
     let root = processes_of(&program)[0];
     let thread = if first {
@@ -297,32 +323,39 @@ fn outer_thread(pid: i32, inner: i32) -> i32 {
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_task_under_a_debugger_is_refused() {
     is_refused_while_traced(true);
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_task_of_which_one_thread_is_traced_is_refused() {
     is_refused_while_traced(false);
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn an_eventfd_that_is_a_semaphore_is_refused() {
     is_refused("counting-eventfd", "", "an eventfd that is a semaphore");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn a_pipe_of_packets_is_refused() {
     is_refused("packets", "", "a pipe of packets");
 }
 
 #[test]
+#[ignore = "system tier: needs CRIU and gcc"]
 fn an_open_file_about_a_process_is_refused() {
     is_refused("of-a-process", "", "/stat, which is about a process");
 }
 
+/// A process that has given up the rights of root is refused.
 #[test]
-fn a_process_that_has_given_up_the_rights_of_root_is_refused() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn dropped_root_rights_are_refused() {
     is_refused(
         "another-user",
         "",
@@ -330,8 +363,10 @@ fn a_process_that_has_given_up_the_rights_of_root_is_refused() {
     );
 }
 
+/// Another group id is refused if the tasker may not read the limits of the process.
 #[test]
-fn another_group_is_refused_where_the_tasker_may_not_ask_for_its_limits() {
+#[ignore = "system tier: needs CRIU and gcc"]
+fn other_group_needs_a_privileged_tasker() {
     is_refused(
         "another-group",
         "",

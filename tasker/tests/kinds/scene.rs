@@ -1,6 +1,6 @@
 //! A task between two taskers, from its start to its end.
 
-use super::common::moving::{Moved, can_move, inspect, move_task_while, prepare};
+use super::common::moving::{Moved, inspect, move_task_while, prepare, require_moves};
 use super::common::{Tasker, migration, order, tid};
 use sempa_proto::migration::{FileFact, Refusal, TaskFacts};
 use sempa_proto::tasker::ToTasker;
@@ -24,27 +24,26 @@ pub(crate) struct Scene {
 }
 
 impl Scene {
-    /// `None` where nothing can be moved; the reason was printed.
-    pub(crate) fn begin() -> Option<Scene> {
+    /// # Panics
+    /// No task can be moved here.
+    pub(crate) fn begin() -> Scene {
         Scene::begin_with(|_| Tasker::start())
     }
 
     /// With another target, which may know the scene's folder.
-    pub(crate) fn begin_with(target: impl FnOnce(&Path) -> Tasker) -> Option<Scene> {
-        if !can_move() {
-            return None;
-        }
+    pub(crate) fn begin_with(target: impl FnOnce(&Path) -> Tasker) -> Scene {
+        require_moves();
         let dir = tempfile::tempdir().expect("dir");
         std::fs::create_dir(dir.path().join("data")).expect("dir");
         let there = target(dir.path());
-        Some(Scene {
+        Scene {
             here: Tasker::start(),
             there,
             dir,
             output: Vec::new(),
             variable: None,
             moves: 0,
-        })
+        }
     }
 
     /// Compiles one of the programs.
@@ -68,14 +67,11 @@ impl Scene {
         self.compile("gcc", &["-pthread"], &format!("{family}.c"))
     }
 
-    /// Starts a program with a row's name, the folder, and a further word; `false` if this machine lacks what it needs.
-    pub(crate) fn start(
-        &mut self,
-        program: &Path,
-        before: &[&str],
-        row: &str,
-        extra: &str,
-    ) -> bool {
+    /// Starts a program with a row's name, the folder, and a further word.
+    ///
+    /// # Panics
+    /// The kernel lacks what the row is about.
+    pub(crate) fn start(&mut self, program: &Path, before: &[&str], row: &str, extra: &str) {
         let place = self.dir.path().to_str().expect("text").to_string();
         let words: Vec<&str> = before.iter().copied().chain([row, &place, extra]).collect();
         let mut order = order(tid(1), program, &words);
@@ -88,10 +84,11 @@ impl Scene {
         self.here.output_until(tid(1), &mut self.output, |text| {
             is_ready(text) || unable(text)
         });
-        if unable(&self.output) {
-            eprintln!("{row}: {}", String::from_utf8_lossy(&self.output));
-        }
-        !unable(&self.output)
+        assert!(
+            !unable(&self.output),
+            "cannot run here: {row}: {}",
+            String::from_utf8_lossy(&self.output)
+        );
     }
 
     /// Moves it to the other tasker, with something that happens on the way.
@@ -193,27 +190,22 @@ pub(crate) fn becomes(family: &str, row: &str, expected: &str) {
     ends_saying(Scene::begin(), family, row, &format!("{expected}\n"));
 }
 
-fn ends_saying(scene: Option<Scene>, family: &str, row: &str, expected: &str) {
-    let Some(mut scene) = scene else { return };
+fn ends_saying(mut scene: Scene, family: &str, row: &str, expected: &str) {
     let program = scene.compile_c(family);
-    if scene.start(&program, &[], row, "") {
-        scene.moves_there_and_back();
-        assert_eq!(scene.ends_right(), format!("ready\n{expected}right\n"));
-    }
+    scene.start(&program, &[], row, "");
+    scene.moves_there_and_back();
+    assert_eq!(scene.ends_right(), format!("ready\n{expected}right\n"));
 }
 
 /// A program in C is refused with this reason and goes on.
 pub(crate) fn is_refused(row: &str, extra: &str, reason: &str) {
-    let Some(mut scene) = Scene::begin() else {
-        return;
-    };
+    let mut scene = Scene::begin();
     let program = scene.compile_c("refused");
-    if scene.start(&program, &[], row, extra) {
-        let result = scene.inspect();
-        assert!(
-            matches!(&result, Err(Refusal::Holds { what }) if what.contains(reason)),
-            "{row}: {result:?}"
-        );
-        scene.ends_right();
-    }
+    scene.start(&program, &[], row, extra);
+    let result = scene.inspect();
+    assert!(
+        matches!(&result, Err(Refusal::Holds { what }) if what.contains(reason)),
+        "{row}: {result:?}"
+    );
+    scene.ends_right();
 }

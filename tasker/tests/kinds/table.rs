@@ -45,7 +45,8 @@ fn tests_in(source: &str) -> BTreeSet<String> {
     while let Some(line) = lines.next() {
         if line == "#[test]"
             && let Some(name) = lines
-                .next()
+                .by_ref()
+                .find(|line| !line.starts_with("#["))
                 .and_then(|next| next.strip_prefix("fn ")?.split('(').next())
         {
             names.insert(name.to_string());

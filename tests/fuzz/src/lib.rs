@@ -1,8 +1,9 @@
 //! Hostile bytes for everything that reads what others have packed: message bodies through the C interface, the documented
 //! messages of resource managers, taskers and hosters, frames, and what other tasks write in shared memory.
 //!
-//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer look for trouble (nightly compiler).
-//! * `cargo run --release --bin storm -- 10000000` throws so many random inputs at the same code with any compiler.
+//! * `tests/inputs.rs` gives random inputs to this code in each test run.
+//! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` does so for as many inputs as it is told.
+//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer search (nightly compiler).
 
 use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;

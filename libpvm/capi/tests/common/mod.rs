@@ -33,6 +33,17 @@ pub(crate) fn include() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
 }
 
+/// Stops a test that was started without a file of a Debian package.
+///
+/// # Panics
+/// The file does not exist.
+pub(crate) fn require(path: &str, package: &str) {
+    assert!(
+        Path::new(path).exists(),
+        "cannot run here: {path} is missing: install {package}"
+    );
+}
+
 /// The C compiler.
 pub(crate) fn cc() -> Command {
     Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))

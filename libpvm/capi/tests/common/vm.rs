@@ -22,7 +22,9 @@ fn program(name: &str) -> PathBuf {
         .map(|folder| folder.join(name))
         .find(|path| path.is_file());
     found.unwrap_or_else(|| {
-        panic!("{name} is not built: cargo build --release -p pvmd -p pvm-tasker")
+        panic!(
+            "{name} is not built: cargo build -p pvmd -p pvm-tasker, with the profile of the tests"
+        )
     })
 }
 

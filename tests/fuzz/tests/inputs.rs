@@ -1,0 +1,20 @@
+//! Random inputs in each test run: some in `cargo test`, ten million in `cargo xtask test`.
+
+/// Inputs if nothing else is wanted: a second or two.
+const INPUTS: u64 = 200_000;
+
+/// Random bytes break none of the readers.
+#[test]
+fn random_inputs_break_nothing() {
+    let number = |name: &str, usual: u64| {
+        let given = std::env::var(name).ok();
+        given.and_then(|text| text.parse().ok()).unwrap_or(usual)
+    };
+    let count = number("SEMPA_FUZZ_INPUTS", INPUTS);
+    let seed = number("SEMPA_FUZZ_SEED", 1).max(1);
+    println!("SEMPA_FUZZ_INPUTS={count} SEMPA_FUZZ_SEED={seed}");
+    let mut dice = sempa_fuzz::Dice(seed);
+    for _ in 0..count {
+        sempa_fuzz::one(&dice.bytes());
+    }
+}

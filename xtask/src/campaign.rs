@@ -1,0 +1,310 @@
+//! `cargo xtask campaign`: what takes too long for each change, in steps that can be resumed.
+//!
+//! A campaign belongs to a commit and a seed. Each step that ends is a line in the journal; a
+//! campaign that is started again runs what has not passed.
+
+mod journal;
+mod steps;
+
+use crate::install;
+use crate::runner;
+use crate::skips::Skips;
+use crate::test;
+use anyhow::{Context, Result, bail};
+use clap::Args;
+use journal::{Journal, Outcome, Record};
+use serde::Serialize;
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+use steps::{PARTS, Step};
+
+/// A step that takes longer than this is stopped and has failed.
+const STEP_TIME: Duration = Duration::from_secs(2 * 60 * 60);
+
+/// The words after `cargo xtask campaign`.
+#[derive(Args)]
+pub(crate) struct Words {
+    /// Only these parts: matrices, lies, soak, conformance, fuzz, limits, models, properties,
+    /// release
+    #[arg(long, value_name = "PART", value_delimiter = ',')]
+    only: Vec<String>,
+    /// Start no further step after this time; the next campaign goes on with the rest
+    #[arg(long, value_name = "NUMBER")]
+    minutes: Option<u64>,
+    /// The seed for everything that is chosen at random; the number of the day otherwise
+    #[arg(long, value_name = "NUMBER")]
+    seed: Option<u64>,
+    /// Forget what earlier campaigns have run
+    #[arg(long)]
+    fresh: bool,
+    /// Where journal, summary and logs go
+    #[arg(long, value_name = "DIR")]
+    results: Option<PathBuf>,
+    /// Print the steps and run none
+    #[arg(long)]
+    list: bool,
+}
+
+/// Numbers of one part.
+#[derive(Clone, Debug, Default, Serialize)]
+struct PartSummary {
+    part: String,
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+    left: usize,
+    seconds: u64,
+}
+
+/// What `summary.json` holds.
+#[derive(Debug, Serialize)]
+struct Summary {
+    commit: String,
+    seed: u64,
+    complete: bool,
+    parts: Vec<PartSummary>,
+    failures: Vec<Record>,
+    skipped: Vec<Record>,
+}
+
+/// Runs the steps that have not passed yet. Returns false if one fails.
+///
+/// # Errors
+/// Set-up or build failed, a part is unknown, or the results cannot be written.
+pub(crate) fn run(words: &Words) -> Result<bool> {
+    if let Some(unknown) = words.only.iter().find(|name| !PARTS.contains(&&***name)) {
+        bail!("there is no part {unknown:?}: {}", PARTS.join(", "));
+    }
+    let begun = Instant::now();
+    let seed = words.seed.unwrap_or_else(test::seed);
+    let folder = match &words.results {
+        Some(folder) => folder.clone(),
+        None => install::target()?.join("campaign"),
+    };
+    fs::create_dir_all(folder.join("logs")).with_context(|| folder.display().to_string())?;
+    let profile = install::own_profile()?;
+    let prepared = test::prepare(&profile)?;
+    let mut env = test::variables(&prepared.prefix, seed);
+    env.push(("SEMPA_TEST_FULL", "1".to_string()));
+    let whole = runner::Selection {
+        packages: &["--workspace"],
+        env: &env,
+    };
+    let tests = runner::runner(&profile).list(whole)?;
+    let mut skips = Skips::new(prepared.no_criu);
+    let all = steps::all(&tests, seed, &mut skips, &profile);
+    let chosen: Vec<&Step> = all
+        .iter()
+        .filter(|step| words.only.is_empty() || words.only.contains(&step.part.to_string()))
+        .collect();
+    if words.list {
+        chosen.iter().for_each(|step| println!("{}", step.id));
+        return Ok(true);
+    }
+    let commit = commit();
+    println!(
+        "campaign: {} steps, commit {commit}, seed {seed}",
+        chosen.len()
+    );
+    let mut journal = Journal::open(&folder, &commit, seed, words.fresh)?;
+    let end = words
+        .minutes
+        .map(|minutes| begun + Duration::from_secs(minutes * 60));
+    for step in &chosen {
+        if journal.passed(&step.id) {
+            continue;
+        }
+        if end.is_some_and(|end| Instant::now() >= end) {
+            println!("campaign: the time is over");
+            break;
+        }
+        let record = perform(step, &folder, &env)?;
+        println!(
+            "campaign: {:?} in {:.0} s: {}",
+            record.outcome, record.seconds, record.step
+        );
+        journal.add(record)?;
+    }
+    finish(&chosen, &journal, &folder)
+}
+
+/// The commit that is checked out, or what git says instead.
+fn commit() -> String {
+    let done = Command::new("git")
+        .args(["describe", "--always", "--dirty", "--abbrev=12"])
+        .current_dir(crate::setup::project())
+        .output();
+    let text = done.map(|done| String::from_utf8_lossy(&done.stdout).trim().to_string());
+    text.ok()
+        .filter(|text| !text.is_empty())
+        .unwrap_or_else(|| "unknown".to_string())
+}
+
+/// Runs one step, with its output in a log of its own.
+fn perform(step: &Step, folder: &Path, env: &[(&str, String)]) -> Result<Record> {
+    let begun = Instant::now();
+    let log = folder
+        .join("logs")
+        .join(format!("{}.log", step.file_name()));
+    let (outcome, why) = match &step.skip {
+        Some(reason) => (Outcome::Skipped, reason.clone()),
+        None => ended(step, &log, env)?,
+    };
+    Ok(Record {
+        step: step.id.clone(),
+        part: step.part.to_string(),
+        outcome,
+        why,
+        seconds: begun.elapsed().as_secs_f64(),
+        log: log.display().to_string(),
+    })
+}
+
+/// Starts the program of a step and waits for its end.
+fn ended(step: &Step, log: &Path, env: &[(&str, String)]) -> Result<(Outcome, String)> {
+    let file = fs::File::create(log).with_context(|| log.display().to_string())?;
+    let mut command = Command::new(&step.program);
+    command
+        .args(&step.words)
+        .current_dir(&step.folder)
+        .envs(env.iter().map(|(name, value)| (name, value)))
+        .envs(step.env.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stdout(file.try_clone()?)
+        .stderr(file)
+        .process_group(0);
+    let mut child = command
+        .spawn()
+        .with_context(|| step.program.display().to_string())?;
+    let end = Instant::now() + STEP_TIME;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(if status.success() {
+                (Outcome::Passed, String::new())
+            } else {
+                (Outcome::Failed, status.to_string())
+            });
+        }
+        if Instant::now() >= end {
+            // The step leads a process group of its own.
+            let group = format!("-{}", child.id());
+            let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
+            child.wait()?;
+            let why = format!("stopped after {} s", STEP_TIME.as_secs());
+            return Ok((Outcome::Failed, why));
+        }
+        sleep(Duration::from_millis(100));
+    }
+}
+
+/// Writes and prints the summary. Returns false if a step has failed.
+fn finish(steps: &[&Step], journal: &Journal, folder: &Path) -> Result<bool> {
+    let mut parts: Vec<PartSummary> = Vec::new();
+    let (mut failures, mut skipped) = (Vec::new(), Vec::new());
+    for step in steps {
+        if parts.last().is_none_or(|part| part.part != step.part) {
+            parts.push(PartSummary {
+                part: step.part.to_string(),
+                ..PartSummary::default()
+            });
+        }
+        let part = parts.last_mut().context("just added")?;
+        let Some(record) = journal.last(&step.id) else {
+            part.left += 1;
+            continue;
+        };
+        part.seconds += record.seconds as u64;
+        match record.outcome {
+            Outcome::Passed => part.passed += 1,
+            Outcome::Failed => {
+                part.failed += 1;
+                failures.push(record.clone());
+            }
+            Outcome::Skipped => {
+                part.skipped += 1;
+                skipped.push(record.clone());
+            }
+        }
+    }
+    let summary = Summary {
+        commit: journal.commit.clone(),
+        seed: journal.seed,
+        complete: parts.iter().all(|part| part.left == 0),
+        parts,
+        failures,
+        skipped,
+    };
+    let text = text(&summary);
+    print!("{text}");
+    fs::write(folder.join("summary.txt"), &text)?;
+    fs::write(
+        folder.join("summary.json"),
+        serde_json::to_string_pretty(&summary)?,
+    )?;
+    Ok(summary.failures.is_empty())
+}
+
+/// The summary for people.
+fn text(summary: &Summary) -> String {
+    let mut text = format!(
+        "campaign of {} with seed {}\n",
+        summary.commit, summary.seed
+    );
+    for part in &summary.parts {
+        text += &format!(
+            "{:12} {:4} passed {:3} failed {:3} skipped {:3} left {:6} s\n",
+            part.part, part.passed, part.failed, part.skipped, part.left, part.seconds
+        );
+    }
+    for record in &summary.failures {
+        text += &format!("failed: {}: {}: {}\n", record.step, record.why, record.log);
+    }
+    for record in &summary.skipped {
+        text += &format!("skipped: {}: {}\n", record.step, record.why);
+    }
+    if !summary.complete {
+        text += "not complete: start it again for the steps that are left\n";
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The summary names what failed, with its log, and what is left.
+    #[test]
+    fn summary_names_failures_and_what_is_left() {
+        let failure = Record {
+            step: "fuzz/3".into(),
+            part: "fuzz".into(),
+            outcome: Outcome::Failed,
+            why: "exit status: 101".into(),
+            seconds: 2.0,
+            log: "logs/fuzz-3.log".into(),
+        };
+        let text = text(&Summary {
+            commit: "abc".into(),
+            seed: 7,
+            complete: false,
+            parts: vec![PartSummary {
+                part: "fuzz".into(),
+                failed: 1,
+                left: 4,
+                ..PartSummary::default()
+            }],
+            failures: vec![failure],
+            skipped: Vec::new(),
+        });
+        assert!(text.contains("1 failed"), "{text}");
+        assert!(
+            text.contains("failed: fuzz/3: exit status: 101: logs/fuzz-3.log"),
+            "{text}"
+        );
+        assert!(text.contains("not complete"), "{text}");
+    }
+}

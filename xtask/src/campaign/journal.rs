@@ -1,0 +1,182 @@
+//! The journal of a campaign: one line of JSON for each step that ended.
+
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+
+/// What became of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Outcome {
+    Passed,
+    Failed,
+    /// The machine lacks what the step needs.
+    Skipped,
+}
+
+/// A step that ended.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Record {
+    pub(super) step: String,
+    pub(super) part: String,
+    pub(super) outcome: Outcome,
+    /// The reason if it has not passed.
+    pub(super) why: String,
+    pub(super) seconds: f64,
+    pub(super) log: String,
+}
+
+/// The first line of a journal.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Head {
+    commit: String,
+    seed: u64,
+}
+
+/// The journal of the campaign with one commit and one seed.
+pub(super) struct Journal {
+    pub(super) commit: String,
+    pub(super) seed: u64,
+    file: File,
+    records: BTreeMap<String, Record>,
+}
+
+impl Journal {
+    /// Opens the journal in `folder`. It begins anew if `fresh`, or if it belongs to another
+    /// commit or seed.
+    ///
+    /// # Errors
+    /// It cannot be read or written.
+    pub(super) fn open(folder: &Path, commit: &str, seed: u64, fresh: bool) -> Result<Journal> {
+        let path = folder.join("journal.jsonl");
+        let head = Head {
+            commit: commit.to_string(),
+            seed,
+        };
+        let old = fs::read_to_string(&path).unwrap_or_default();
+        let same = old
+            .lines()
+            .next()
+            .and_then(|line| serde_json::from_str::<Head>(line).ok())
+            .is_some_and(|of| of == head);
+        let goes_on = same && !fresh;
+        let mut file = OpenOptions::new()
+            .create(true)
+            .write(true)
+            .append(goes_on)
+            .truncate(!goes_on)
+            .open(&path)
+            .with_context(|| path.display().to_string())?;
+        let mut records = BTreeMap::new();
+        if goes_on {
+            // A line that was cut off by a crash is no record.
+            let lines = old.lines().skip(1);
+            for record in lines.filter_map(|line| serde_json::from_str::<Record>(line).ok()) {
+                records.insert(record.step.clone(), record);
+            }
+            if !old.ends_with('\n') {
+                writeln!(file)?;
+            }
+        } else {
+            writeln!(file, "{}", serde_json::to_string(&head)?)?;
+        }
+        Ok(Journal {
+            commit: head.commit,
+            seed,
+            file,
+            records,
+        })
+    }
+
+    /// True if this step has passed in this campaign.
+    pub(super) fn passed(&self, step: &str) -> bool {
+        self.last(step)
+            .is_some_and(|record| record.outcome == Outcome::Passed)
+    }
+
+    /// What became of a step when it ran last.
+    pub(super) fn last(&self, step: &str) -> Option<&Record> {
+        self.records.get(step)
+    }
+
+    /// Writes a record down.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub(super) fn add(&mut self, record: Record) -> Result<()> {
+        writeln!(self.file, "{}", serde_json::to_string(&record)?)?;
+        self.file.sync_data()?;
+        self.records.insert(record.step.clone(), record);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(step: &str, outcome: Outcome) -> Record {
+        Record {
+            step: step.into(),
+            part: "fuzz".into(),
+            outcome,
+            why: String::new(),
+            seconds: 1.0,
+            log: String::new(),
+        }
+    }
+
+    /// A folder that the test removes at its end.
+    struct Folder(std::path::PathBuf);
+
+    impl Folder {
+        fn new(name: &str) -> Folder {
+            let name = format!("sempa-journal-{name}-{}", std::process::id());
+            let path = std::env::temp_dir().join(name);
+            fs::create_dir_all(&path).expect("a folder");
+            Folder(path)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    /// A campaign that is started again knows what has passed; what failed runs again.
+    #[test]
+    fn journal_is_resumed() {
+        let folder = Folder::new("resumed");
+        let mut first = Journal::open(&folder.0, "abc", 1, false).expect("writable");
+        first.add(record("a", Outcome::Passed)).expect("written");
+        first.add(record("b", Outcome::Failed)).expect("written");
+        drop(first);
+        // As a crash in the middle of a line leaves it.
+        let path = folder.0.join("journal.jsonl");
+        let cut = fs::read_to_string(&path).expect("there") + "{\"step\": \"c\", \"pa";
+        fs::write(&path, cut).expect("written");
+        let mut second = Journal::open(&folder.0, "abc", 1, false).expect("readable");
+        assert!(second.passed("a") && !second.passed("b") && !second.passed("c"));
+        second.add(record("c", Outcome::Passed)).expect("written");
+        drop(second);
+        let third = Journal::open(&folder.0, "abc", 1, false).expect("readable");
+        assert!(third.passed("a") && third.passed("c"));
+    }
+
+    /// Another commit, another seed and `--fresh` begin a new campaign.
+    #[test]
+    fn other_commit_or_seed_begins_anew() {
+        for (commit, seed, fresh) in [("def", 1, false), ("abc", 2, false), ("abc", 1, true)] {
+            let folder = Folder::new("anew");
+            let mut first = Journal::open(&folder.0, "abc", 1, false).expect("writable");
+            first.add(record("a", Outcome::Passed)).expect("written");
+            drop(first);
+            let second = Journal::open(&folder.0, commit, seed, fresh).expect("readable");
+            assert!(!second.passed("a"));
+        }
+    }
+}

@@ -1,0 +1,382 @@
+//! Lists and runs the tests of the workspace: by nextest, or without it by the test binaries
+//! themselves.
+
+use crate::install;
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A test as its binary lists it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Test {
+    /// The binary as nextest names it, such as `sempa-tests::drain`.
+    pub(crate) binary: String,
+    /// The name in its binary.
+    pub(crate) name: String,
+    /// True if it is marked with `#[ignore]`: it belongs to the system tier.
+    pub(crate) ignored: bool,
+    /// The file of its binary.
+    pub(crate) path: PathBuf,
+    /// The folder of its package, in which it runs.
+    pub(crate) folder: PathBuf,
+}
+
+/// Numbers of a run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) passed: usize,
+    pub(crate) failed: usize,
+}
+
+impl std::ops::AddAssign for Counts {
+    fn add_assign(&mut self, other: Counts) {
+        self.passed += other.passed;
+        self.failed += other.failed;
+    }
+}
+
+/// Which packages a run builds, with which features.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Selection<'a> {
+    /// Words for cargo: `--workspace`, or a package with its features.
+    pub(crate) packages: &'a [&'a str],
+    /// Variables of the tests.
+    pub(crate) env: &'a [(&'a str, String)],
+}
+
+/// True if `cargo nextest` is installed.
+pub(crate) fn has_nextest() -> bool {
+    Command::new("cargo")
+        .args(["nextest", "--version"])
+        .output()
+        .is_ok_and(|done| done.status.success())
+}
+
+/// How the tests are run.
+pub(crate) trait Runner {
+    /// Builds the tests and lists them.
+    fn list(&self, selection: Selection) -> Result<Vec<Test>>;
+    /// Runs all tests but those in `skipped`, of both tiers. `words` choose among the tests.
+    fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts>;
+}
+
+/// The runner for this machine.
+pub(crate) fn runner(profile: &str) -> Box<dyn Runner> {
+    let profile = profile.to_string();
+    if has_nextest() {
+        Box::new(Nextest { profile })
+    } else {
+        Box::new(Libtest { profile })
+    }
+}
+
+/// Runs each test in a process of its own, several at a time (`.config/nextest.toml`).
+struct Nextest {
+    profile: String,
+}
+
+impl Nextest {
+    fn command(&self, verb: &str, selection: Selection) -> Result<Command> {
+        let mut command = install::cargo(&["nextest", verb, "--locked", "--cargo-profile"])?;
+        command
+            .arg(&self.profile)
+            .args(selection.packages)
+            .args(["--run-ignored", "all"])
+            .stdin(Stdio::null());
+        command.envs(selection.env.iter().map(|(name, value)| (name, value)));
+        Ok(command)
+    }
+}
+
+impl Runner for Nextest {
+    fn list(&self, selection: Selection) -> Result<Vec<Test>> {
+        let mut command = self.command("list", selection)?;
+        let done = command
+            .args(["--message-format", "json"])
+            .stderr(Stdio::inherit())
+            .output()
+            .context("cargo nextest list")?;
+        if !done.status.success() {
+            bail!("cargo nextest list failed");
+        }
+        listed(&serde_json::from_slice(&done.stdout)?)
+    }
+
+    fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts> {
+        let report = junit(&install::target()?);
+        let _ = fs::remove_file(&report);
+        let mut command = self.command("run", selection)?;
+        command.arg("--no-fail-fast");
+        if !skipped.is_empty() {
+            command.args(["-E", &without(skipped)]);
+        }
+        let status = command.args(words).status().context("cargo nextest run")?;
+        let text = fs::read_to_string(&report).unwrap_or_default();
+        let counts = counted(&text);
+        if !status.success() && counts.failed == 0 {
+            bail!("cargo nextest ended with {status} and reports no failed test");
+        }
+        Ok(counts)
+    }
+}
+
+/// Where nextest writes its report.
+pub(crate) fn junit(target: &Path) -> PathBuf {
+    target.join("nextest/default/junit.xml")
+}
+
+/// The tests in what `cargo nextest list` prints as JSON.
+fn listed(list: &Value) -> Result<Vec<Test>> {
+    let suites = list["rust-suites"].as_object().context("no suites")?;
+    let mut tests = Vec::new();
+    for (binary, suite) in suites {
+        let text = |key: &str| PathBuf::from(suite[key].as_str().unwrap_or_default());
+        for (name, test) in suite["testcases"].as_object().into_iter().flatten() {
+            tests.push(Test {
+                binary: binary.clone(),
+                name: name.clone(),
+                ignored: test["ignored"] == true,
+                path: text("binary-path"),
+                folder: text("cwd"),
+            });
+        }
+    }
+    Ok(tests)
+}
+
+/// A filter that leaves these tests out.
+fn without(tests: &[Test]) -> String {
+    let mut binaries: Vec<&str> = tests.iter().map(|test| test.binary.as_str()).collect();
+    binaries.sort_unstable();
+    binaries.dedup();
+    let of = |binary: &str| {
+        let names: Vec<String> = tests
+            .iter()
+            .filter(|test| test.binary == binary)
+            .map(|test| format!("test(={})", test.name))
+            .collect();
+        format!("(binary_id(={binary}) & ({}))", names.join(" | "))
+    };
+    let all: Vec<String> = binaries.into_iter().map(of).collect();
+    format!("not ({})", all.join(" | "))
+}
+
+/// Counts the cases of a report in JUnit's format.
+fn counted(report: &str) -> Counts {
+    let number = |name: &str| {
+        let head = report.split_once("<testsuites ")?.1;
+        let value = head.split_once(&format!(" {name}=\""))?.1;
+        value.split('"').next()?.parse::<usize>().ok()
+    };
+    let of = |name| number(name).unwrap_or(0);
+    let failed = of("failures") + of("errors");
+    Counts {
+        passed: of("tests").saturating_sub(failed),
+        failed,
+    }
+}
+
+/// Runs one test binary after the other, each on two threads.
+struct Libtest {
+    profile: String,
+}
+
+/// A test binary.
+struct Binary {
+    id: String,
+    path: PathBuf,
+    folder: PathBuf,
+}
+
+impl Libtest {
+    fn binaries(&self, selection: Selection) -> Result<Vec<Binary>> {
+        let words = ["test", "--locked", "--no-run", "--message-format", "json"];
+        let mut command = install::cargo(&words)?;
+        let done = command
+            .args(["--profile", &self.profile])
+            .args(selection.packages)
+            .stderr(Stdio::inherit())
+            .output()
+            .context("cargo test")?;
+        if !done.status.success() {
+            bail!("the build of the tests failed");
+        }
+        let lines = String::from_utf8_lossy(&done.stdout);
+        let messages = lines
+            .lines()
+            .filter_map(|line| serde_json::from_str(line).ok());
+        Ok(messages.filter_map(|message| binary(&message)).collect())
+    }
+
+    fn words(binary: &Binary, words: &[&str], env: &[(&str, String)]) -> Command {
+        let mut command = Command::new(&binary.path);
+        command
+            .args(words)
+            .current_dir(&binary.folder)
+            .env("CARGO_MANIFEST_DIR", &binary.folder)
+            .envs(env.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null());
+        command
+    }
+}
+
+/// The test binary that a message of cargo tells of, if it does.
+fn binary(message: &Value) -> Option<Binary> {
+    let path = message["executable"].as_str()?;
+    if message["profile"]["test"] != true {
+        return None;
+    }
+    let folder = Path::new(message["manifest_path"].as_str()?).parent()?;
+    let manifest = fs::read_to_string(folder.join("Cargo.toml")).ok()?;
+    let package = manifest
+        .lines()
+        .find_map(|line| line.strip_prefix("name = \""))?
+        .trim_end_matches('"');
+    let target = message["target"]["name"].as_str()?;
+    let kind = message["target"]["kind"][0].as_str()?;
+    let id = match kind {
+        "test" => format!("{package}::{target}"),
+        "bin" | "bench" | "example" => format!("{package}::{kind}/{target}"),
+        _ => package.to_string(),
+    };
+    Some(Binary {
+        id,
+        path: path.into(),
+        folder: folder.to_path_buf(),
+    })
+}
+
+impl Runner for Libtest {
+    fn list(&self, selection: Selection) -> Result<Vec<Test>> {
+        let mut tests = Vec::new();
+        for binary in self.binaries(selection)? {
+            let names = |words: &[&str]| -> Result<Vec<String>> {
+                let done = Libtest::words(&binary, words, selection.env).output()?;
+                let text = String::from_utf8_lossy(&done.stdout);
+                let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
+                Ok(names.map(String::from).collect())
+            };
+            let ignored = names(&["--list", "--format", "terse", "--ignored"])?;
+            for name in names(&["--list", "--format", "terse"])? {
+                tests.push(Test {
+                    binary: binary.id.clone(),
+                    ignored: ignored.contains(&name),
+                    name,
+                    path: binary.path.clone(),
+                    folder: binary.folder.clone(),
+                });
+            }
+        }
+        Ok(tests)
+    }
+
+    fn run(&self, selection: Selection, skipped: &[Test], words: &[String]) -> Result<Counts> {
+        let mut counts = Counts::default();
+        for binary in self.binaries(selection)? {
+            let mut all = vec!["--include-ignored", "--test-threads", "2"];
+            let of = skipped.iter().filter(|test| test.binary == binary.id);
+            let names: Vec<&str> = of.map(|test| test.name.as_str()).collect();
+            all.extend(names.iter().flat_map(|name| ["--skip", name]));
+            // Words are parts of names; exact names are for the skipped tests only.
+            if !names.is_empty() && words.is_empty() {
+                all.push("--exact");
+            }
+            all.extend(words.iter().map(String::as_str));
+            println!("test: {}", binary.id);
+            let done = Libtest::words(&binary, &all, selection.env)
+                .stderr(Stdio::inherit())
+                .output()
+                .with_context(|| binary.path.display().to_string())?;
+            let text = String::from_utf8_lossy(&done.stdout);
+            print!("{text}");
+            let of_this = summed(&text);
+            if !done.status.success() && of_this.failed == 0 {
+                bail!("{} ended with {}", binary.id, done.status);
+            }
+            counts += of_this;
+        }
+        Ok(counts)
+    }
+}
+
+/// Sums the last lines of test binaries: `test result: ok. 5 passed; 0 failed; …`.
+pub(crate) fn summed(text: &str) -> Counts {
+    let mut counts = Counts::default();
+    for line in text
+        .lines()
+        .filter(|line| line.starts_with("test result: "))
+    {
+        let number = |of: &str| {
+            let before = line.split_once(of)?.0;
+            before
+                .rsplit([' ', '.'])
+                .find(|word| !word.is_empty())?
+                .parse()
+                .ok()
+        };
+        counts.passed += number(" passed").unwrap_or(0);
+        counts.failed += number(" failed").unwrap_or(0);
+    }
+    counts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The counts of a report are those of its first element.
+    #[test]
+    fn report_is_counted() {
+        let report = "<?xml?>\n<testsuites name=\"nextest-run\" tests=\"7\" failures=\"2\" errors=\"0\" uuid=\"x\">";
+        let counts = Counts {
+            passed: 5,
+            failed: 2,
+        };
+        assert_eq!(counted(report), counts);
+        assert_eq!(counted(""), Counts::default());
+    }
+
+    /// The last lines of several binaries add up.
+    #[test]
+    fn results_of_binaries_add_up() {
+        let text = "test result: ok. 5 passed; 0 failed; 1 ignored\n\
+                    test result: FAILED. 2 passed; 3 failed; 0 ignored\n";
+        let counts = Counts {
+            passed: 7,
+            failed: 3,
+        };
+        assert_eq!(summed(text), counts);
+    }
+
+    /// The filter names each test that is left out, with its binary.
+    #[test]
+    fn filter_names_binary_and_test() {
+        let test = |binary: &str, name: &str| Test {
+            binary: binary.into(),
+            name: name.into(),
+            ignored: true,
+            path: PathBuf::new(),
+            folder: PathBuf::new(),
+        };
+        let filter = without(&[test("a::b", "x"), test("a::b", "y"), test("c", "z")]);
+        assert_eq!(
+            filter,
+            "not ((binary_id(=a::b) & (test(=x) | test(=y))) | (binary_id(=c) & (test(=z))))"
+        );
+    }
+
+    /// The list of nextest says of each test whether it belongs to the system tier.
+    #[test]
+    fn list_tells_the_tier() {
+        let list = serde_json::json!({"rust-suites": {"a::b": {"testcases": {
+            "pure": {"ignored": false}, "real": {"ignored": true}}}}});
+        let tests = listed(&list).expect("a list");
+        let tiers: Vec<(&str, bool)> = tests
+            .iter()
+            .map(|test| (test.name.as_str(), test.ignored))
+            .collect();
+        assert_eq!(tiers, [("pure", false), ("real", true)]);
+    }
+}

@@ -1,0 +1,220 @@
+//! Tests of the system tier that this machine cannot run, with the reason.
+//!
+//! Such a test is left out before the run and reported as skipped. A test that is started anyway
+//! panics with the same reason (`sempa_tests::needs`).
+
+use sempa_tests::{limits, logind, needs, screen, sources};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Something that a test needs of the machine beyond the programs of this build.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Need {
+    /// Root.
+    Root,
+    /// Root, namespaces, and the programs of the testbed.
+    Hosts,
+    /// A CRIU that works.
+    Criu,
+    /// A program, and the Debian package that installs it.
+    Program(&'static str, &'static str),
+    /// The sources of the examples, with their compilers.
+    Examples,
+    /// A display.
+    Screen,
+    /// A bus for the imitation of logind.
+    Bus,
+    /// Control groups that limit processors.
+    ProcessorGroups,
+    /// Control groups that limit memory.
+    MemoryGroups,
+    /// Control groups of version 2, which freeze processes.
+    Freezer,
+    /// A `/tmp` that is on a disk.
+    Disk,
+}
+
+use Need::{
+    Bus, Criu, Disk, Examples, Freezer, Hosts, MemoryGroups, ProcessorGroups, Root, Screen,
+};
+
+const GCC: Need = Need::Program("gcc", "gcc");
+const GFORTRAN: Need = Need::Program("gfortran", "gfortran");
+const PYTHON: Need = Need::Program("python3", "python3");
+const PVM: Need = Need::Program("/usr/bin/pvm", "pvm");
+const PVM_EXAMPLES: Need = Need::Program("/usr/bin/hello.pvm", "pvm-examples");
+const PVM_DEV: Need = Need::Program("/usr/include/pvm3.h", "pvm-dev");
+const TABLIX: Need = Need::Program("/usr/bin/tablix2", "tablix2");
+const NETPIPE: Need = Need::Program("/usr/bin/NPpvm", "netpipe-pvm");
+const SLSH: Need = Need::Program("/usr/bin/slsh", "slsh");
+
+/// What ignored tests need: a binary as nextest names it (the part before `::` stands for all
+/// binaries of a package), a part of the test's name (all tests if empty), and the needs.
+const TABLE: &[(&str, &str, &[Need])] = &[
+    ("sempa-tests", "", &[Hosts]),
+    ("sempa-tests::balance", "", &[Criu, ProcessorGroups]),
+    ("sempa-tests::checkpoint", "", &[Criu]),
+    ("sempa-tests::checkpoint_faults", "", &[Criu]),
+    ("sempa-tests::conformance", "", &[PVM, PVM_DEV, GCC]),
+    ("sempa-tests::copies", "", &[Criu]),
+    ("sempa-tests::drain", "", &[Criu]),
+    ("sempa-tests::examples", "", &[PVM, PVM_EXAMPLES, Examples]),
+    ("sempa-tests::examples", "xep", &[Screen]),
+    ("sempa-tests::examples", "tablix", &[TABLIX]),
+    ("sempa-tests::examples", "other_packages", &[NETPIPE, SLSH]),
+    ("sempa-tests::failed_moves", "", &[Criu]),
+    ("sempa-tests::finish_right", "", &[Criu]),
+    ("sempa-tests::finish_right", "python", &[PYTHON]),
+    ("sempa-tests::finish_right", "fortran", &[GFORTRAN]),
+    ("sempa-tests::finish_right", "tablix", &[TABLIX]),
+    ("sempa-tests::fortran", "", &[GFORTRAN]),
+    ("sempa-tests::groups", "", &[Criu, GCC]),
+    ("sempa-tests::groups", "debian", &[PVM, PVM_EXAMPLES]),
+    ("sempa-tests::groups", "pvms_own", &[PVM, PVM_EXAMPLES]),
+    ("sempa-tests::groups", "tracer", &[PVM]),
+    ("sempa-tests::guests", "", &[Criu]),
+    ("sempa-tests::loss", "", &[Criu]),
+    ("sempa-tests::lying_engines", "", &[Criu]),
+    ("sempa-tests::lying_moves", "", &[Criu]),
+    ("sempa-tests::lying_moves", "group", &[MemoryGroups]),
+    ("sempa-tests::move_faults", "", &[Criu]),
+    ("sempa-tests::on_the_way", "", &[Criu]),
+    ("sempa-tests::on_the_way", "disk", &[Disk]),
+    ("sempa-tests::outsiders", "", &[Criu]),
+    ("sempa-tests::own_checkpoints", "", &[Criu]),
+    ("sempa-tests::owner", "", &[Criu]),
+    ("sempa-tests::owner_first", "", &[Criu]),
+    ("sempa-tests::owner_policy", "", &[Criu]),
+    ("sempa-tests::owner_policy", "logind", &[Bus]),
+    ("sempa-tests::post_copy", "", &[Criu]),
+    ("sempa-tests::pre_copy", "", &[Criu]),
+    ("sempa-tests::routes", "", &[Criu]),
+    ("sempa-tests::soak", "", &[Criu]),
+    ("sempa-tests::suspend", "", &[Criu]),
+    ("sempa-tests::talk", "", &[Criu]),
+    ("pvm-console::same_as_pvm", "", &[PVM, PVM_EXAMPLES]),
+    ("pvm-console::three_hosts", "", &[Hosts, PVM]),
+    ("pvm-console", "", &[]),
+    ("libpvm", "", &[]),
+    ("libpvm::halt", "debian", &[PVM, PVM_EXAMPLES]),
+    ("libpvm::halt", "sigterm", &[GCC]),
+    ("pvm3-capi", "", &[GCC]),
+    ("pvm3-capi::abi", "debian", &[PVM, PVM_DEV]),
+    ("pvm3-capi::programs", "debian", &[PVM_DEV]),
+    ("pvm3-capi::programs", "root", &[Root]),
+    ("gpvm3", "", &[GCC]),
+    ("checkpoint", "", &[PYTHON]),
+    ("pvmd", "", &[]),
+    ("pvmd", "disk", &[Disk]),
+    ("pvmd::daemon", "", &[Root]),
+    ("pvm-tasker", "", &[GCC, Criu]),
+    ("pvm-tasker::bin/pvm-tasker", "", &[PYTHON]),
+    ("pvm-tasker::hold", "freez", &[Freezer]),
+    ("pvm-tasker::kinds", "python", &[PYTHON]),
+    ("pvm-tasker::kinds", "asyncio", &[PYTHON]),
+    ("pvm-tasker::kinds", "fortran", &[GFORTRAN]),
+];
+
+/// The needs of an ignored test; hosts if the table does not name its binary.
+fn needs_of(binary: &str, test: &str) -> Vec<Need> {
+    let package = binary.split("::").next().unwrap_or(binary);
+    let rows = TABLE
+        .iter()
+        .filter(|(of, part, _)| (*of == binary || *of == package) && test.contains(part));
+    let needs: Vec<Need> = rows
+        .flat_map(|(_, _, needs)| needs.iter().copied())
+        .collect();
+    let known = TABLE
+        .iter()
+        .any(|(of, _, _)| *of == binary || *of == package);
+    if known { needs } else { vec![Hosts] }
+}
+
+/// Why a need is not met here; `None` if it is met. `criu` is the answer of the set-up.
+fn lack(need: Need, criu: Option<&str>) -> Option<String> {
+    match need {
+        Need::Root => (!needs::is_root()).then(|| "this is not root".to_string()),
+        Need::Hosts => needs::lacks(),
+        Need::Criu => criu.map(String::from),
+        Need::Program(name, package) => {
+            let found = if name.starts_with('/') {
+                Path::new(name).exists()
+            } else {
+                needs::find_in_path(name).is_some()
+            };
+            (!found).then(|| format!("{name} is missing: install {package}"))
+        }
+        Need::Examples => sources::lacks(),
+        Need::Screen => screen::lacks(),
+        Need::Bus => logind::lacks(),
+        Need::ProcessorGroups => limits::lacks(),
+        Need::MemoryGroups => limits::lacks_memory(),
+        Need::Freezer => {
+            let mounts = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+            sempa_proto::cgroup::mount_point(&mounts, None)
+                .is_none()
+                .then(|| "control groups of version 2 are not mounted".to_string())
+        }
+        Need::Disk => needs::lacks_disk(),
+    }
+}
+
+/// Decides which tests are skipped, and asks the machine once for each need.
+pub(crate) struct Skips {
+    criu: Option<String>,
+    answers: BTreeMap<Need, Option<String>>,
+}
+
+impl Skips {
+    /// `criu`: why there is no CRIU that works, if so.
+    pub(crate) fn new(criu: Option<String>) -> Skips {
+        Skips {
+            criu,
+            answers: BTreeMap::new(),
+        }
+    }
+
+    /// The reason to skip an ignored test; `None` if the machine has all that it needs.
+    pub(crate) fn reason(&mut self, binary: &str, test: &str) -> Option<String> {
+        needs_of(binary, test).into_iter().find_map(|need| {
+            self.answers
+                .entry(need)
+                .or_insert_with(|| lack(need, self.criu.as_deref()))
+                .clone()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A test gets the needs of its package, of its binary and of its name.
+    #[test]
+    fn needs_of_package_binary_and_name_add_up() {
+        assert_eq!(
+            needs_of("sempa-tests::finish_right", "python_tasks"),
+            [Hosts, Criu, PYTHON]
+        );
+        assert_eq!(needs_of("pvm-tasker::kinds", "x"), [GCC, Criu]);
+        assert_eq!(needs_of("pvm-console::terminal", "x"), [Hosts; 0]);
+    }
+
+    /// A binary that the table does not know is taken to need hosts.
+    #[test]
+    fn unknown_binary_needs_hosts() {
+        assert_eq!(needs_of("pvm-other::it", "x"), [Hosts]);
+    }
+
+    /// Without CRIU the tests that move tasks are skipped, with the reason of the set-up.
+    #[test]
+    fn missing_criu_skips_moves_only() {
+        let mut skips = Skips::new(Some("no CRIU".into()));
+        let reason = |skips: &mut Skips, name| skips.reason(name, "x");
+        assert_eq!(
+            reason(&mut skips, "pvm-tasker::moves").as_deref(),
+            Some("no CRIU")
+        );
+        assert_eq!(reason(&mut skips, "libpvm::api"), None);
+    }
+}
