@@ -1,7 +1,6 @@
 //! Checkpoints of jobs: all tasks of a job at one moment, and their restart.
 
 use crate::group::GroupState;
-use crate::host::{Held, TaskRecord};
 use crate::ids::{HostId, Micros, Tid};
 use crate::message::Message;
 use crate::migration::{Failure, Refusal, Step, TaskFacts};
@@ -123,19 +122,13 @@ pub enum CutFailure {
     /// Another checkpoint or a restart of the job is in progress.
     UnderWay,
     /// One of the tasks cannot be dumped.
-    Task {
-        tid: Tid,
-        step: Step,
-        why: Failure,
-    },
+    Task { tid: Tid, step: Step, why: Failure },
     /// The job spawned these tasks during the checkpoint.
     Grew(Vec<Tid>),
     /// A host was lost.
     HostLost(HostId),
     /// The checkpoint did not end in time.
-    Deadline {
-        allowed: Micros,
-    },
+    Deadline { allowed: Micros },
     /// The store reported an error.
     Store(String),
     /// The mailbox entries of the job's tasks exceed [`SAVED_MAILBOX_BYTES_MAX`].
@@ -232,9 +225,7 @@ pub enum RestartFailure {
     /// A host was lost during the restart.
     HostLost(HostId),
     /// The restart did not end in time.
-    Deadline {
-        allowed: Micros,
-    },
+    Deadline { allowed: Micros },
 }
 
 /// Lists the first items and the number of all others.
@@ -359,15 +350,4 @@ pub struct SavedGroup {
     pub frozen: u32,
     /// Members by instance; NONE for a free instance and for a task outside the checkpoint.
     pub members: Vec<Tid>,
-}
-
-/// State that a task's daemon had of it, stored next to its images.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PartRecord {
-    /// Value of [`SET_VERSION`] when it was written.
-    pub version: u16,
-    pub record: TaskRecord,
-    /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
-    /// messages that its process had sent and partial messages that it had received.
-    pub waiting: Vec<Held>,
 }

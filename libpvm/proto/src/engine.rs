@@ -7,7 +7,7 @@
 //!   without privileges.
 
 use crate::ids::Tid;
-use crate::task::SpawnRequest;
+use crate::spawn::SpawnRequest;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;

@@ -603,6 +603,27 @@ pub fn describe_status(status: i32) -> String {
     }
 }
 
+impl suspend::Holds {
+    /// Returns the event for the change that a request caused; `None` if the task stays suspended
+    /// or stays running.
+    #[must_use]
+    pub fn change(self, after: suspend::Holds, order: &suspend::Order) -> Option<EventKind> {
+        let suspend::Order { tid, cause, .. } = order.clone();
+        match (self.any(), after.any()) {
+            (false, true) => Some(EventKind::Suspended { tid, cause }),
+            (true, false) => Some(EventKind::Resumed { tid, cause }),
+            // The preemption has ended, but the task stays suspended by request.
+            (true, true) if self.gives_way && !after.gives_way => {
+                after.asked.map(|by| EventKind::Suspended {
+                    tid,
+                    cause: suspend::Cause::Asked { by },
+                })
+            }
+            _ => None,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -13,13 +13,9 @@ pub const ALL_MEMBERS: i32 = -1;
 pub enum GroupRequest {
     /// Join under the lowest free instance number; an unknown name creates the group. →
     /// [`GroupReply::Number`]
-    Join {
-        group: Vec<u8>,
-    },
+    Join { group: Vec<u8> },
     /// Leave the group. → [`GroupReply::Number`]
-    Leave {
-        group: Vec<u8>,
-    },
+    Leave { group: Vec<u8> },
     /// Leave all groups, before the task leaves the virtual machine. → [`GroupReply::Number`]
     LeaveAll,
     /// Wait until `count` members wait. → [`GroupReply::Number`] then
@@ -30,28 +26,15 @@ pub enum GroupRequest {
     },
     /// Wait until `count` members request this; then the group accepts no new members. →
     /// [`GroupReply::Number`]
-    Freeze {
-        group: Vec<u8>,
-        count: i32,
-    },
+    Freeze { group: Vec<u8>, count: i32 },
     /// Look up the instance number of a task. → [`GroupReply::Number`]
-    Instance {
-        group: Vec<u8>,
-        tid: Tid,
-    },
+    Instance { group: Vec<u8>, tid: Tid },
     /// Look up the task with an instance number. → [`GroupReply::Number`]
-    Member {
-        group: Vec<u8>,
-        instance: i32,
-    },
+    Member { group: Vec<u8>, instance: i32 },
     /// Count the members. → [`GroupReply::Number`]
-    Size {
-        group: Vec<u8>,
-    },
+    Size { group: Vec<u8> },
     /// List the members by instance. → [`GroupReply::Members`]
-    Members {
-        group: Vec<u8>,
-    },
+    Members { group: Vec<u8> },
     /// List all groups with their state. → [`GroupReply::Groups`]
     List,
 }

@@ -48,14 +48,9 @@ pub enum Question {
     /// Checks whether the host is alive. → [`Reply::Done`]
     Ping,
     /// Checks whether a task is alive. → [`Reply::Done`] or [`Reply::Failed`]
-    TaskStatus {
-        tid: Tid,
-    },
+    TaskStatus { tid: Tid },
     /// Sends a signal to a task. → [`Reply::Done`]
-    Signal {
-        tid: Tid,
-        signal: i32,
-    },
+    Signal { tid: Tid, signal: i32 },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
     Suspend(suspend::Order),
     /// Asks whether a task is alive and, if not, how far it had sent. → [`Answer::Watched`]
@@ -65,13 +60,9 @@ pub enum Question {
         watcher: Tid,
     },
     /// Inspects a task and checks whether it can migrate at all. → [`Answer::Facts`]
-    Facts {
-        tid: Tid,
-    },
+    Facts { tid: Tid },
     /// Asks whether the host would accept such a task; nothing is prepared. → [`Answer::Verdict`]
-    Verdict {
-        facts: TaskFacts,
-    },
+    Verdict { facts: TaskFacts },
     /// Lists the host's tasks and contexts, for a checkpoint or a restart. → [`Answer::Count`]
     Count,
     /// From the master: asks the host to store a copy of a checkpoint. The copy is transferred like
@@ -137,17 +128,11 @@ pub enum HostMsg {
         spared: u32,
     },
     /// The table of this epoch is prepared.
-    Prepared {
-        epoch: Epoch,
-    },
+    Prepared { epoch: Epoch },
     /// From the master: puts the prepared table of this epoch into force. → [`HostMsg::Committed`]
-    Commit {
-        epoch: Epoch,
-    },
+    Commit { epoch: Epoch },
     /// The table of this epoch is in force on the sender.
-    Committed {
-        epoch: Epoch,
-    },
+    Committed { epoch: Epoch },
     /// From the master: a task has a new location. → [`HostMsg::LocatedAck`]
     Located(Location),
     /// The sender knows the new location of a task.
@@ -158,13 +143,9 @@ pub enum HostMsg {
     },
     /// From the master: end all tasks, then answer [`HostMsg::Leaving`] and wait for
     /// [`HostMsg::Shutdown`].
-    Halt {
-        why: String,
-    },
+    Halt { why: String },
     /// The sender has no task left and leaves the virtual machine in an orderly way.
-    Leaving {
-        why: String,
-    },
+    Leaving { why: String },
     /// From the master: exit immediately.
     Shutdown,
     /// To the master: a task's request that only the master can serve. The reply goes to the task,
@@ -196,10 +177,7 @@ pub enum HostMsg {
         kind: EventKind,
     },
     /// To the master: output without a collector.
-    TaskOutput {
-        tid: Tid,
-        bytes: Bytes,
-    },
+    TaskOutput { tid: Tid, bytes: Bytes },
     /// From the master: the resource manager of the virtual machine changed.
     Rm {
         /// The new one; `None`: there is none.
@@ -211,19 +189,14 @@ pub enum HostMsg {
         tracer: Option<TracerInfo>,
     },
     /// A task has left the virtual machine; its process continues.
-    Left {
-        tid: Tid,
-    },
+    Left { tid: Tid },
     /// From the master: end the spawned tasks (`reset`).
     EndTasks {
         /// Tasks that must not be ended.
         spare: Vec<Tid>,
     },
     /// From the master as migration coordinator: an order to the source or the target.
-    Order {
-        of: Move,
-        order: Order,
-    },
+    Order { of: Move, order: Order },
     /// To the master: a report of the source or the target.
     Report {
         migration: MigrationId,
@@ -263,10 +236,7 @@ pub enum HostMsg {
     },
     /// To the master: a signal that usually ends a task is being sent to this task on the sender's
     /// host. Precedes the task's exit.
-    ToldToEnd {
-        tid: Tid,
-        signal: i32,
-    },
+    ToldToEnd { tid: Tid, signal: i32 },
 }
 
 /// An item that is waiting for a task.
@@ -338,16 +308,24 @@ pub struct TaskRecord {
     pub epoch: Epoch,
 }
 
+/// State that a task's daemon had of it, stored next to its images.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PartRecord {
+    /// Value of [`SET_VERSION`](crate::checkpoint::SET_VERSION) when it was written.
+    pub version: u16,
+    pub record: TaskRecord,
+    /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
+    /// messages that its process had sent and partial messages that it had received.
+    pub waiting: Vec<Held>,
+}
+
 /// A message on the data channel: for a task on the receiving host, or about one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Carried {
     /// A link frame's body as the sending task wrote it.
     Link(Bytes),
     /// A control message of a daemon for a task.
-    Item {
-        dst: Tid,
-        item: ToTask,
-    },
+    Item { dst: Tid, item: ToTask },
     /// A task has ended. Its host sends this to all hosts, after everything that the task sent.
     Ended {
         /// The task that ended.
@@ -379,8 +357,5 @@ pub enum Carried {
         held: Held,
     },
     /// To the target of a migration: no more items wait at the source.
-    HandedAll {
-        dst: Tid,
-        migration: MigrationId,
-    },
+    HandedAll { dst: Tid, migration: MigrationId },
 }

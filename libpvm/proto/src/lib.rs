@@ -41,6 +41,7 @@ pub mod pool;
 pub mod rm;
 pub mod route;
 pub mod sm;
+mod spawn;
 pub mod suspend;
 pub mod table;
 pub mod task;

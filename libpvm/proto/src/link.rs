@@ -327,7 +327,6 @@ impl Link {
         }
     }
 
-
     pub fn peer(&self) -> Tid {
         self.peer
     }
@@ -383,7 +382,6 @@ impl Link {
             (a, b) => a.or(b),
         }
     }
-
 
     /// Queues a message of `head`, at most [`HEAD_BYTES_MAX`] bytes, and `body`, which is not
     /// copied. A message to a peer that has ended is dropped, as PVM requires.
@@ -528,7 +526,6 @@ impl Link {
             self.rx.ready.shrink_to(KEPT_MESSAGES);
         }
     }
-
 
     pub fn handle(&mut self, now: Micros, event: LinkEvent) {
         match event {
@@ -693,7 +690,6 @@ impl Link {
             }
         }
     }
-
 
     /// Returns the next action, or `None` if there is none.
     pub fn poll(&mut self, now: Micros) -> Option<LinkOutput> {

@@ -4,6 +4,8 @@ use crate::ids::{HostId, Micros};
 use crate::owner::Guests;
 use serde::{Deserialize, Serialize};
 
+pub use crate::owner::GuestLimits;
+
 /// Mailbox class in which the resource manager publishes where load watchers must report.
 pub const LOAD_CLASS: &str = "###_SEMPA_LOAD_###";
 
@@ -98,47 +100,6 @@ impl Default for OwnerVerdict {
     fn default() -> OwnerVerdict {
         OwnerVerdict::Absent { since: None }
     }
-}
-
-/// The owner's limits for guests while they may run.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct GuestLimits {
-    /// Largest number of guests at the same time.
-    pub cores: Option<u32>,
-    /// Bytes of memory that stay free for the owner.
-    pub memory_free: u64,
-    /// Programs that must not run here: name patterns, in which `*` stands for any characters.
-    pub programs: Vec<String>,
-    /// Users whose tasks must not run here.
-    pub users: Vec<u32>,
-}
-
-impl GuestLimits {
-    /// Returns the pattern that blocks a program, given by its path or name.
-    pub fn blocked(&self, program: &str) -> Option<&str> {
-        let name = program.rsplit('/').next().unwrap_or(program);
-        self.programs
-            .iter()
-            .map(String::as_str)
-            .find(|pattern| fits(pattern, name) || fits(pattern, program))
-    }
-}
-
-/// True if a name matches the pattern; `*` stands for any characters.
-fn fits(pattern: &str, name: &str) -> bool {
-    let Some((head, mut rest)) = pattern.split_once('*') else {
-        return pattern == name;
-    };
-    let Some(mut name) = name.strip_prefix(head) else {
-        return false;
-    };
-    while let Some((part, behind)) = rest.split_once('*') {
-        let Some(at) = name.find(part) else {
-            return false;
-        };
-        (name, rest) = (&name[at + part.len()..], behind);
-    }
-    name.ends_with(rest)
 }
 
 /// A message of a load watcher to the resource manager.

@@ -298,9 +298,7 @@ pub enum Refusal {
         why: String,
     },
     /// The coordinator's limit of concurrent migrations is reached.
-    TooManyMoves {
-        limit: usize,
-    },
+    TooManyMoves { limit: usize },
     /// The task must not migrate while files are open (`SEMPA_FILES=refuse`).
     FilesStay {
         /// One of its open files.
@@ -322,9 +320,7 @@ pub enum Refusal {
     MayEndYet,
     /// The signal that would request the task's own checkpoint has no handler, or none yet, and
     /// would only kill the task.
-    NotMinded {
-        signal: i32,
-    },
+    NotMinded { signal: i32 },
     /// Checkpoints of jobs are written by CRIU or by the program itself, and the task permits
     /// neither.
     NotByCriu {
@@ -508,13 +504,9 @@ pub enum Failure {
     /// The task cannot migrate, or a host refused it.
     Refused(Verdict),
     /// The step did not end in time.
-    Deadline {
-        allowed: Micros,
-    },
+    Deadline { allowed: Micros },
     /// The engine's process was killed by a signal.
-    Killed {
-        signal: i32,
-    },
+    Killed { signal: i32 },
     /// The engine reported an error; its own message.
     Engine(String),
     /// The images did not arrive as they were sent.

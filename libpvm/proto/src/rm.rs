@@ -64,13 +64,9 @@ pub enum Question {
         within: Option<Micros>,
     },
     /// Ends a drain: the host accepts tasks again. → [`Answer::Drain`] with the tasks on the host
-    Undrain {
-        host: String,
-    },
+    Undrain { host: String },
     /// Reports the progress of a drain. → [`Answer::Drain`]
-    Draining {
-        host: String,
-    },
+    Draining { host: String },
     /// Cancels the pending restart of a vacated job, which was checkpointed and ended until there
     /// is room; any of its tasks may be named. → [`Answer::Unparked`]
     Unpark(Tid),
@@ -372,9 +368,7 @@ pub enum Excluded {
     /// The request names another host.
     NotAsked,
     /// The host has another architecture.
-    Arch {
-        has: String,
-    },
+    Arch { has: String },
     /// The host's owner is present.
     Owner {
         /// The load watcher's reason, in one sentence.

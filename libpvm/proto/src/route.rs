@@ -37,9 +37,7 @@ pub enum RouteWord {
         slot: u32,
     },
     /// The rings are refused for the moment; the daemons continue to carry the messages.
-    RingRefuse {
-        id: OfferId,
-    },
+    RingRefuse { id: OfferId },
     /// Offers a direct route, which the program requested (`PvmRouteDirect`).
     ///
     /// Tasks on one host use their rings for it. Others connect to one of the addresses by TLS,
@@ -64,18 +62,12 @@ pub enum RouteWord {
         line: u16,
     },
     /// The peer's program does not allow direct routes (`PvmDontRoute`), or cannot have one.
-    DirectRefuse {
-        id: OfferId,
-    },
+    DirectRefuse { id: OfferId },
     /// Offers a shared pool: memory that only its task can write and in which large messages lie
     /// from now on. One descriptor travels along. Has effect only for a task on the same host.
-    StoreOffer {
-        id: OfferId,
-    },
+    StoreOffer { id: OfferId },
     /// The pool is mapped and can be read.
-    StoreAccept {
-        id: OfferId,
-    },
+    StoreAccept { id: OfferId },
 }
 
 impl RouteWord {

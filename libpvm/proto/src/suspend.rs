@@ -1,7 +1,6 @@
 //! Suspension of tasks by users and by the resource manager. A suspended task stays stopped, also
 //! through migrations, until it is resumed.
 
-use crate::event::EventKind;
 use crate::ids::Tid;
 use crate::text::cut;
 use serde::{Deserialize, Serialize};
@@ -56,25 +55,6 @@ impl Holds {
                 ..self
             },
             (Cause::Asked { .. }, false) => Holds::default(),
-        }
-    }
-
-    /// Returns the event for the change that a request caused; `None` if the task stays suspended
-    /// or stays running.
-    #[must_use]
-    pub fn change(self, after: Holds, order: &Order) -> Option<EventKind> {
-        let Order { tid, cause, .. } = order.clone();
-        match (self.any(), after.any()) {
-            (false, true) => Some(EventKind::Suspended { tid, cause }),
-            (true, false) => Some(EventKind::Resumed { tid, cause }),
-            // The preemption has ended, but the task stays suspended by request.
-            (true, true) if self.gives_way && !after.gives_way => {
-                after.asked.map(|by| EventKind::Suspended {
-                    tid,
-                    cause: Cause::Asked { by },
-                })
-            }
-            _ => None,
         }
     }
 }

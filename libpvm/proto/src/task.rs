@@ -6,11 +6,9 @@
 //! because replies come when they are ready, possibly from another daemon after the task has
 //! migrated.
 
-mod spawn;
-
-pub use self::spawn::{
+pub use crate::spawn::{
     GrantOf, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED,
-    SpawnRequest,
+    Sink, SpawnRequest,
 };
 
 use crate::checkpoint::{
@@ -70,10 +68,7 @@ pub enum Claim {
         epid: ExpectedPid,
     },
     /// A task that closed its daemon connection for a migration, on this host or another one.
-    Resume {
-        tid: Tid,
-        migration: MigrationId,
-    },
+    Resume { tid: Tid, migration: MigrationId },
 }
 
 /// Behavior of a task from a command line when its daemon ends. Tasks that a daemon or a tasker
@@ -99,15 +94,6 @@ pub struct Hello {
     pub program: String,
     /// Behavior when the daemon ends.
     pub at_end: AtEnd,
-}
-
-/// Destination of a task's output or trace records: a task, a context and a tag. `tid` NONE: the
-/// log.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sink {
-    pub tid: Tid,
-    pub ctx: i32,
-    pub tag: i32,
 }
 
 /// The subject of a notification (`pvm_notify`).
@@ -270,23 +256,16 @@ pub enum Request {
         lines: Vec<String>,
     },
     /// Removes hosts by name. → [`Reply::HostsDeleted`]
-    DelHosts {
-        names: Vec<String>,
-    },
+    DelHosts { names: Vec<String> },
     /// Checks whether a host is alive. → [`Reply::Done`] or [`Reply::Failed`]
     HostStatus {
         /// Host name; `.` is the task's own.
         name: String,
     },
     /// Checks whether a task is alive. → [`Reply::Done`] or [`Reply::Failed`]
-    TaskStatus {
-        tid: Tid,
-    },
+    TaskStatus { tid: Tid },
     /// Sends a signal to a task. → [`Reply::Done`]
-    Signal {
-        tid: Tid,
-        signal: i32,
-    },
+    Signal { tid: Tid, signal: i32 },
     /// Suspends a task until a request resumes it; it stays suspended when it migrates. Fails for a
     /// task from a command line and for one that serves the virtual machine. → [`Reply::Done`],
     /// also if the state does not change, or [`Reply::Failed`]
@@ -311,9 +290,7 @@ pub enum Request {
     /// Allocates a context. → [`Reply::Context`]
     NewContext,
     /// Releases a context. → [`Reply::Done`] or [`Reply::Failed`]
-    FreeContext {
-        ctx: i32,
-    },
+    FreeContext { ctx: i32 },
     /// Reads the clock of a host. → [`Reply::Clock`]
     HostSync {
         /// The host's tid without a local part.
@@ -357,15 +334,9 @@ pub enum Request {
     },
     /// Requests a message for every new event. Body: [`Event`] in postcard as raw bytes. →
     /// [`Reply::Done`]
-    Subscribe {
-        ctx: i32,
-        tag: i32,
-    },
+    Subscribe { ctx: i32, tag: i32 },
     /// Adds an entry to the event log (resource managers and load watchers). → [`Reply::Done`]
-    Record {
-        at: Micros,
-        kind: EventKind,
-    },
+    Record { at: Micros, kind: EventKind },
     /// Starts to provide a service for this daemon; stops if the task already provides it. →
     /// [`Reply::Serving`]
     Serve(Service),
@@ -580,9 +551,7 @@ pub enum ToDaemon {
     },
     /// The task has handed off its state: from now on it may exit at any time without losing
     /// anything.
-    TakesNothing {
-        by: MigrationId,
-    },
+    TakesNothing { by: MigrationId },
     /// Answer to [`ToTask::TakeNothing`] without a migration: the task continues, and an exit
     /// would lose messages again.
     TakesAgain {
@@ -609,10 +578,7 @@ pub enum ToTask {
         reason: String,
     },
     /// The reply to a request.
-    Reply {
-        id: RequestId,
-        reply: Reply,
-    },
+    Reply { id: RequestId, reply: Reply },
     /// A message made by a daemon. With `after`, the library delivers it only after it has received
     /// everything up to that position, or when the peer's link has ended. So a notification follows
     /// the task's last message.
@@ -622,13 +588,9 @@ pub enum ToTask {
         after: Option<LinkMark>,
     },
     /// This task has ended or never existed: messages retained for it can be dropped.
-    PeerGone {
-        tid: Tid,
-    },
+    PeerGone { tid: Tid },
     /// This task has migrated: frames in flight to it may be lost.
-    PeerMoved {
-        tid: Tid,
-    },
+    PeerMoved { tid: Tid },
     /// The resource manager changed or died.
     RmChanged {
         /// The new one; `None`: it died.

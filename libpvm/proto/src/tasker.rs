@@ -70,10 +70,7 @@ pub enum ToTasker {
     /// While the task is stopped for a migration the signal is queued: it is delivered if the task
     /// continues here, and lost if it continues elsewhere. For a paused task SIGKILL takes effect
     /// immediately, after SIGTERM it may run for a short time, and other signals are queued.
-    Signal {
-        tid: Tid,
-        signal: i32,
-    },
+    Signal { tid: Tid, signal: i32 },
     /// Ask the task's process to exit, so that the program can be restarted: by a signal, or by a
     /// message, which the daemon sends on [`FromTasker::ExpectsEnd`].
     ///
@@ -86,18 +83,11 @@ pub enum ToTasker {
         engine: Engine,
     },
     /// Withdraw [`ToTasker::End`]: an exit of the task is final from now on.
-    EndsForGood {
-        tid: Tid,
-    },
+    EndsForGood { tid: Tid },
     /// Kill all processes of the task. → [`FromTasker::Exited`]
-    Kill {
-        tid: Tid,
-    },
+    Kill { tid: Tid },
     /// Report the task's properties and resources; nothing changes. → [`FromTasker::Inspected`]
-    Inspect {
-        migration: MigrationId,
-        tid: Tid,
-    },
+    Inspect { migration: MigrationId, tid: Tid },
     /// Check whether the task handles this signal, which would ask it for its own checkpoint;
     /// nothing changes. → [`FromTasker::Minds`]
     Minds {
@@ -151,9 +141,7 @@ pub enum ToTasker {
         after: Micros,
     },
     /// End a pause: resume the task, unless a migration controls it. No answer.
-    GoOn {
-        tid: Tid,
-    },
+    GoOn { tid: Tid },
     /// Source: pre-copy memory of the running task, over the connection on which the target will
     /// request the rest. Ends early if the task is paused. → [`FromTasker::PreCopied`]
     PreCopy {
@@ -163,9 +151,7 @@ pub enum ToTasker {
         memory_way: PathBuf,
     },
     /// Source: stop the pre-copy; its result is not needed. No answer.
-    EndPreCopy {
-        migration: MigrationId,
-    },
+    EndPreCopy { migration: MigrationId },
     /// Target: receive pre-copied memory over the connection on which the rest will be requested.
     /// No answer except [`FromTasker::PreCopyLost`].
     TakePreCopy {
@@ -195,16 +181,10 @@ pub enum ToTasker {
     },
     /// The migration is aborted: end a running dump and resume the task. →
     /// [`FromTasker::Continued`]
-    Continue {
-        migration: MigrationId,
-        tid: Tid,
-    },
+    Continue { migration: MigrationId, tid: Tid },
     /// The migration is committed: kill the stopped task, reap it and read its last output. →
     /// [`FromTasker::SourceGone`]
-    KillMoved {
-        migration: MigrationId,
-        tid: Tid,
-    },
+    KillMoved { migration: MigrationId, tid: Tid },
     /// Rebuild the task from these images, up to the point where it could run. →
     /// [`FromTasker::Restored`]
     Restore {
@@ -236,14 +216,9 @@ pub enum ToTasker {
     },
     /// The missing memory of a post-copied task will not arrive: the task must not continue. →
     /// [`FromTasker::Arrived`] or [`FromTasker::Restored`]
-    MemoryLost {
-        migration: MigrationId,
-        why: String,
-    },
+    MemoryLost { migration: MigrationId, why: String },
     /// Target: discard everything that belongs to this migration. → [`FromTasker::Discarded`]
-    Discard {
-        migration: MigrationId,
-    },
+    Discard { migration: MigrationId },
 }
 
 /// A report of the tasker.
@@ -265,9 +240,7 @@ pub enum FromTasker {
     },
     /// From now on an exit of the program counts as requested; the daemon may send the message that
     /// asks it.
-    ExpectsEnd {
-        tid: Tid,
-    },
+    ExpectsEnd { tid: Tid },
     /// The program was not asked to exit, because it would not handle the request.
     NotAsked {
         tid: Tid,
@@ -327,9 +300,7 @@ pub enum FromTasker {
         verdict: Verdict,
     },
     /// The task is paused: none of its processes runs.
-    Held {
-        tid: Tid,
-    },
+    Held { tid: Tid },
     /// Pre-copy has ended: the number of bytes at the target, or why none are usable.
     PreCopied {
         migration: MigrationId,
@@ -351,9 +322,7 @@ pub enum FromTasker {
         result: Result<DumpReport, Failure>,
     },
     /// The task continues on this host.
-    Continued {
-        migration: MigrationId,
-    },
+    Continued { migration: MigrationId },
     /// The source's copy is killed and reaped.
     SourceGone {
         migration: MigrationId,
@@ -378,7 +347,5 @@ pub enum FromTasker {
         result: Result<(), Failure>,
     },
     /// Nothing is left of the migration on this host.
-    Discarded {
-        migration: MigrationId,
-    },
+    Discarded { migration: MigrationId },
 }

@@ -28,10 +28,11 @@ use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use checkpoint_protocol::{CutId, CutOutput, Cuts, RestartId, Restarts, SourceEvent};
 use sempa_proto::checkpoint::{
-    CutFailure, Pace, PartMeta, PartRecord, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry,
-    SavedGroup, SetMeta, SetReport,
+    CutFailure, Pace, PartMeta, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry, SavedGroup,
+    SetMeta, SetReport,
 };
 use sempa_proto::event::EventKind;
+use sempa_proto::host::PartRecord;
 use sempa_proto::host::{Held, Question};
 use sempa_proto::migration::{Failure, Report, Step, TaskFacts};
 use sempa_proto::table::{TASK_SERVES, TaskInfo};

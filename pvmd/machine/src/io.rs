@@ -7,7 +7,8 @@
 
 use bytes::Bytes;
 use checkpoint_protocol::CutId;
-use sempa_proto::checkpoint::{PartRecord, Removed, SetEntry, SetMeta, Stays, Unwanted};
+use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
+use sempa_proto::host::PartRecord;
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
 use sempa_proto::migration::{Failure, Step};

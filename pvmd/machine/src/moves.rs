@@ -18,9 +18,9 @@ use checkpoint_protocol::{
     Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent,
     TargetOutput,
 };
-use sempa_proto::checkpoint::PartRecord;
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
+use sempa_proto::host::PartRecord;
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{
     Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage,

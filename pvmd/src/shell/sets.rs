@@ -15,7 +15,8 @@ use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError}
 use checkpoint_protocol::CutId;
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, Copies};
-use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
+use sempa_proto::host::PartRecord;
+use sempa_proto::checkpoint::{SetEntry, SetMeta};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;

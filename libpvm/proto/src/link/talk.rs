@@ -299,8 +299,7 @@ mod tests {
 
     /// The new process sends the old process's unacknowledged messages again, once and in order.
     #[test]
-    fn successor_resends_unacknowledged_messages_once()
-     {
+    fn successor_resends_unacknowledged_messages_once() {
         for heard in 0..6 {
             let [mut old, mut peer] = pair();
             let three = say_three(&mut old);
@@ -395,8 +394,7 @@ mod tests {
     /// An end restored from a checkpoint does not repeat returned messages to a peer that continued
     /// to run.
     #[test]
-    fn restored_end_drops_returned_messages()
-     {
+    fn restored_end_drops_returned_messages() {
         let [mut old, _] = pair();
         old.send([], Bytes::from_static(b"old")).expect("queued");
         let sent = frames(&mut old);

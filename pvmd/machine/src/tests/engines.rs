@@ -131,8 +131,7 @@ pub(super) fn answers(sim: &mut Sim, console: usize, tid: Tid) {
 /// A program that is restarted elsewhere has its tid, arguments and environment, and the messages
 /// sent meanwhile.
 #[test]
-fn restarted_program_keeps_tid_env_and_messages()
- {
+fn restarted_program_keeps_tid_env_and_messages() {
     for (engine, by) in [
         ("own:wait=3", OWN),
         ("restart", Engine::Restart { wait: 5 }),
@@ -200,8 +199,7 @@ fn restarted_program_keeps_tid_env_and_messages()
 
 /// Messages of the old process arrive before those of the new one, however long they are in flight.
 #[test]
-fn old_process_messages_arrive_before_new_ones()
-{
+fn old_process_messages_arrive_before_new_ones() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -258,8 +256,7 @@ fn new_process_gets_no_replies_to_old_requests() {
 /// A program that does not exit within its timeout continues; if it exits later as agreed, it is
 /// restarted at the source.
 #[test]
-fn late_exit_restarts_program_at_source()
- {
+fn late_exit_restarts_program_at_source() {
     let (mut sim, console) = Sim::cluster(5, 3);
     let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
     watch(&mut sim, console, tid);
@@ -429,8 +426,7 @@ fn paused_guest_leaves_by_own_checkpoint() {
 /// A suspended task cannot write its own checkpoint; one that is restarted elsewhere stays
 /// suspended there.
 #[test]
-fn suspended_task_is_restarted_suspended()
- {
+fn suspended_task_is_restarted_suspended() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let own = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -541,8 +537,7 @@ fn lost_host_during_restart_never_doubles_task() {
 
 /// When a tasker dies or a step fails during a restart, the task runs once or is reported dead.
 #[test]
-fn tasker_death_during_restart_never_doubles_task()
- {
+fn tasker_death_during_restart_never_doubles_task() {
     let mut counts = [0; 3];
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 3);

@@ -16,8 +16,7 @@ use sempa_proto::{Micros, PvmError, Tid};
 /// Guests pause in time and lose, repeat and reorder no messages, however directives and migrations
 /// overlap.
 #[test]
-fn guests_pause_in_time_and_lose_no_messages()
- {
+fn guests_pause_in_time_and_lose_no_messages() {
     let (mut moved, mut eased) = (0, 0);
     // In seed 1884 a guest runs to quiesce, resumes, and the migration it ran for is refused
     // meanwhile.
@@ -86,8 +85,7 @@ fn quiesced_guest_leaves_without_running() {
 
 /// A migration in pre-copy is listed as one, and is cancelled when the owner of its target arrives.
 #[test]
-fn owner_arrival_at_target_cancels_pre_copy()
-{
+fn owner_arrival_at_target_cancels_pre_copy() {
     let mut scene = Scene::new(7);
     let (console, tid) = (scene.console, scene.tids[2]);
     scene.sim.strikes.pre_copies = true;
@@ -258,8 +256,7 @@ fn guests_are_killed_at_owners_deadline() {
 
 /// No task is started where guests must be paused; a task that may run anywhere runs elsewhere.
 #[test]
-fn spawn_avoids_hosts_with_paused_guests()
- {
+fn spawn_avoids_hosts_with_paused_guests() {
     let mut scene = Scene::new(7);
     scene.say(1, stopped());
     let console = scene.console;
@@ -302,8 +299,7 @@ fn hosts_of(scene: &mut Scene, request: SpawnRequest) -> Vec<Result<u16, PvmErro
 
 /// A host enforces its owner's limits on tasks and programs without a resource manager.
 #[test]
-fn host_enforces_owner_limits()
- {
+fn host_enforces_owner_limits() {
     let mut scene = Scene::new(11);
     let limits = GuestLimits {
         cores: Some(3),
@@ -364,8 +360,7 @@ fn host_enforces_owner_limits()
 
 /// A migration respects the limits of the target's owner, and no task is counted twice.
 #[test]
-fn migration_respects_owner_limits()
- {
+fn migration_respects_owner_limits() {
     let mut scene = Scene::new(12);
     let (console, first) = (scene.console, scene.tids[0]);
     let refused = |scene: &mut Scene, why: &str| {

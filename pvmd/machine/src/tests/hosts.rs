@@ -240,8 +240,7 @@ fn signals(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
 /// Command-line programs get one SIGTERM when their daemon ends, unless they chose a message
 /// instead.
 #[test]
-fn command_line_programs_get_one_sigterm()
-{
+fn command_line_programs_get_one_sigterm() {
     for seed in seeds(5) {
         let ends: [fn(&mut Sim, usize); 3] = [
             |sim, console| assert_eq!(sim.ask(console, Request::Halt), Reply::Done),

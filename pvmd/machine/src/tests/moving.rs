@@ -494,8 +494,7 @@ fn exit_watermarks_delay_notification() {
 
 /// A task arrives although the session of source and target breaks during its migration.
 #[test]
-fn broken_session_does_not_strand_task()
-{
+fn broken_session_does_not_strand_task() {
     let mut moves = 0;
     for seed in seeds(200) {
         let (mut sim, console, mover, moving) = on_its_way(seed, 4, 12_000);

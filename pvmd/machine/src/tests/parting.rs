@@ -163,8 +163,7 @@ fn new_process_gets_messages_of_ended_sender() {
 /// A notification of an exit during a restart reaches the new process after the last messages of
 /// the exited task.
 #[test]
-fn exit_notification_follows_last_messages()
- {
+fn exit_notification_follows_last_messages() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let dying = spawn(
@@ -562,8 +561,7 @@ fn broken_session_during_restart_loses_no_messages() {
 /// After the loss of a host during a restart, the messages of the old and the new process arrive
 /// without a gap.
 #[test]
-fn lost_host_during_restart_leaves_no_message_gap()
- {
+fn lost_host_during_restart_leaves_no_message_gap() {
     let (mut went_on, mut of_source) = (0, 0);
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);

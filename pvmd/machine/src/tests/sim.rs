@@ -303,7 +303,6 @@ impl Sim {
         );
     }
 
-
     fn start_host(&mut self, start: StartId, plan: HostPlan) {
         let at = self.now + Micros(self.dice.roll(300_000));
         let result = if plan.name.starts_with("bad") {
@@ -398,7 +397,6 @@ impl Sim {
             self.push(at, Happening::LostSeen(other, lost));
         }
     }
-
 
     fn process(
         &mut self,
@@ -701,7 +699,6 @@ impl Sim {
         }
     }
 
-
     /// Passes an event to a machine and carries out its outputs.
     pub(super) fn handle(&mut self, on: HostId, event: Event) {
         let word = self.word(on, &event);
@@ -741,7 +738,6 @@ impl Sim {
             self.carry_out(on, output);
         }
     }
-
 
     fn next_time(&self) -> Option<Micros> {
         let queued = self.queue.keys().next().map(|(at, _)| *at);

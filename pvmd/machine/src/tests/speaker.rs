@@ -83,8 +83,7 @@ impl Guarded {
 /// Guests stay paused when the load watcher dies, until the watcher that the daemon has started
 /// resumes them.
 #[test]
-fn guests_stay_paused_until_new_watcher_resumes_them()
- {
+fn guests_stay_paused_until_new_watcher_resumes_them() {
     for seed in seeds(20) {
         let mut guarded = Guarded::new(seed);
         let dead = guarded.watcher;
@@ -114,8 +113,7 @@ fn guests_stay_paused_until_new_watcher_resumes_them()
 /// A load watcher that dies while the owner is away is started again; one that exits successfully
 /// is not.
 #[test]
-fn dead_watcher_is_restarted_unless_it_exited_well()
- {
+fn dead_watcher_is_restarted_unless_it_exited_well() {
     let mut guarded = Guarded::new(2);
     let first = guarded.watcher;
     assert_eq!(guarded.sim.ask(first, welcome()), Reply::Done);

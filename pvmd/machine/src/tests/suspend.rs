@@ -50,8 +50,7 @@ fn suspended_tasks_stay_paused_and_lose_no_messages() {
 /// A suspended task migrates without running, stays suspended, and receives its messages when it
 /// resumes.
 #[test]
-fn suspended_task_migrates_without_running()
- {
+fn suspended_task_migrates_without_running() {
     for seed in seeds(100) {
         let mut scene = Scene::new(seed);
         scene.go_on();
@@ -128,8 +127,7 @@ fn suspended_guest_needs_resume_and_absent_owner() {
 
 /// An owner who arrives while a suspended task is quiescing waits no longer than for other guests.
 #[test]
-fn owner_does_not_wait_for_quiescing_suspended_task()
-{
+fn owner_does_not_wait_for_quiescing_suspended_task() {
     for seed in seeds(100) {
         let mut scene = Scene::new(seed);
         scene.sim.faults.late_percent = 50;
@@ -191,8 +189,7 @@ fn suspension_is_visible_in_list_and_log() {
 /// Only spawned tasks that do not serve the virtual machine can be suspended; a refusal names the
 /// reason.
 #[test]
-fn only_ordinary_spawned_tasks_can_be_suspended()
- {
+fn only_ordinary_spawned_tasks_can_be_suspended() {
     let mut scene = Scene::new(5);
     let (console, speaker) = (scene.console, scene.speakers[1]);
     let from_a_command_line = scene.sim.procs[speaker].tid();
@@ -367,8 +364,7 @@ fn kill_unheard(sim: &mut Sim, victim: HostId) {
 /// A task whose suspension was confirmed runs nowhere, whatever is lost at any step of its
 /// migration.
 #[test]
-fn confirmed_suspension_survives_faults_in_migration()
- {
+fn confirmed_suspension_survives_faults_in_migration() {
     let (mut moved, mut source_lost, mut stayed) = (0, 0, 0);
     for seed in seeds(1500) {
         let (mut sim, console) = Sim::cluster(seed, 4);
@@ -490,8 +486,7 @@ fn share(scene: &mut Scene, rm: usize, tid: Tid) {
 /// Preempted tasks resume when there has been no resource manager for a while; tasks that a user
 /// suspended do not.
 #[test]
-fn preempted_tasks_resume_without_resource_manager()
- {
+fn preempted_tasks_resume_without_resource_manager() {
     let mut moved = 0;
     for seed in seeds(60) {
         let mut scene = Scene::new(seed);

@@ -858,8 +858,7 @@ fn spawn_reply_precedes_start_and_log() {
 /// One request uses several placement leases, one per task, and failures are reported to the
 /// requester.
 #[test]
-fn one_request_uses_several_placement_leases()
- {
+fn one_request_uses_several_placement_leases() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let rm = sim.enrol(HostId::MASTER);
@@ -1157,8 +1156,7 @@ fn rm_command_starts_once_or_is_logged() {
 
 /// A killed resource manager is started again a limited number of times, and never after SIGTERM.
 #[test]
-fn killed_resource_manager_restarts_are_limited()
- {
+fn killed_resource_manager_restarts_are_limited() {
     const SIGKILL: i32 = 9;
     const SIGTERM: i32 = 15;
     let alive = |s: &Sim| {

@@ -255,7 +255,6 @@ fn job_survives_any_fault_during_checkpoint() {
 /// After any fault of any victim at any message of a restart, the job runs once or not at all and
 /// can be restarted.
 #[test]
-fn job_runs_at_most_once_after_any_restart_fault()
- {
+fn job_runs_at_most_once_after_any_restart_fault() {
     try_all(What::Restart);
 }

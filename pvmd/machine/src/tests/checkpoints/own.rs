@@ -68,8 +68,7 @@ fn mixed(seed: u64, hosts: usize, tasks: usize) -> (Scene, Vec<Tid>) {
 /// A job of programs that write their own checkpoints continues from them without a lost or
 /// repeated message.
 #[test]
-fn own_checkpoints_restart_without_message_loss()
- {
+fn own_checkpoints_restart_without_message_loss() {
     for seed in seeds(80) {
         let (mut scene, keepers) = mixed(seed, 4, 6);
         scene.chatter(60);

@@ -104,8 +104,7 @@ fn written_task_may_migrate_before_checkpoint_ends() {
 
 /// A task that an owner evicts leaves during a checkpoint, and the checkpoint is made afterwards.
 #[test]
-fn eviction_takes_precedence_over_checkpoint()
-{
+fn eviction_takes_precedence_over_checkpoint() {
     let (mut in_the_way, mut sets) = (0, 0);
     for seed in seeds(150) {
         let mut scene = Scene::new(seed, 3, 5);

@@ -3,8 +3,9 @@
 use super::{Happening, Proc, Seen, Sim};
 use crate::{Event, Output};
 use checkpoint_protocol::CutId;
-use sempa_proto::checkpoint::{PartRecord, Removed, SetEntry, SetMeta, Stays, Unwanted};
+use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
 use sempa_proto::frame::from_bytes;
+use sempa_proto::host::PartRecord;
 use sempa_proto::migration::Failure;
 use sempa_proto::task::{Redirect, Restart, ToDaemon};
 use sempa_proto::tasker::{DumpReport, Redirection};

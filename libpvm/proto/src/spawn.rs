@@ -1,8 +1,16 @@
 //! Requests to spawn tasks, and the flags of `pvm_spawn`.
 
-use super::Sink;
 use crate::ids::{HostId, Tid};
 use serde::{Deserialize, Serialize};
+
+/// Destination of a task's output or trace records: a task, a context and a tag. `tid` NONE: the
+/// log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sink {
+    pub tid: Tid,
+    pub ctx: i32,
+    pub tag: i32,
+}
 
 /// A request of `pvm_spawn`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
