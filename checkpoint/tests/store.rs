@@ -752,6 +752,7 @@ fn what_is_no_set_is_left_alone_and_named() {
 
 /// A process that makes sets until it is killed, and says each step; it is no test by itself.
 #[test]
+#[ignore = "child process of another test"]
 fn child_that_makes_sets() {
     let Some(scratch) = std::env::var_os(CHILD).map(PathBuf::from) else {
         return;
@@ -782,7 +783,12 @@ fn child_that_makes_sets() {
 fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command
-        .args(["--exact", "child_that_makes_sets", "--nocapture"])
+        .args([
+            "--exact",
+            "child_that_makes_sets",
+            "--ignored",
+            "--nocapture",
+        ])
         .env(CHILD, scratch.0.path());
     let mut child = command
         .stdout(Stdio::piped())

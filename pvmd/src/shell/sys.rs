@@ -241,7 +241,8 @@ mod tests {
 
     /// Not a test by itself: what a process does that the tests start.
     #[test]
-    fn calls_and_waits() {
+    #[ignore = "child process of another test"]
+    fn child_calls_and_waits() {
         if let Some(path) = std::env::var_os(CALL) {
             let _held = UnixStream::connect(path).expect("a listener");
             std::io::stdin().lines().for_each(drop);
@@ -256,7 +257,8 @@ mod tests {
         let child = Command::new(std::env::current_exe().expect("a path"))
             .args([
                 "--exact",
-                "shell::sys::tests::calls_and_waits",
+                "shell::sys::tests::child_calls_and_waits",
+                "--ignored",
                 "--nocapture",
             ])
             .env(CALL, &path)

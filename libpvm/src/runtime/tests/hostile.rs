@@ -270,8 +270,8 @@ fn a_lender_that_offers_one_store_after_the_other_fills_no_table() {
 
 /// Not a test of its own: what the killed process does.
 #[test]
-#[ignore = "run by a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only"]
-fn writes_without_end() {
+#[ignore = "child process of another test"]
+fn child_writes_without_end() {
     let socket = std::env::var_os("WRITES_TO_SOCKET")
         .expect("told where")
         .into();
@@ -302,7 +302,7 @@ fn a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only(
         let mut writer = Command::new(std::env::current_exe().expect("known"))
             .args([
                 "--exact",
-                "runtime::tests::hostile::writes_without_end",
+                "runtime::tests::hostile::child_writes_without_end",
                 "--ignored",
             ])
             .env("WRITES_TO_SOCKET", fake.socket())
