@@ -18,8 +18,8 @@ use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Cause;
 use sempa_tests::assignment::{Speed, best, blind};
-use sempa_tests::dice::Dice;
 use sempa_tests::labour::{Harvest, Unequal};
+use sempa_tests::rng::Rng;
 use sempa_tests::vm::Entry;
 use sempa_tests::{limits, needs};
 use serde::{Deserialize, Serialize};
@@ -183,10 +183,10 @@ fn rounds_of(file: &Path) -> Result<Vec<Round>> {
 }
 
 fn round(sides: &[Unequal; 2], unit: f64, number: usize, quick: bool) -> Result<Round> {
-    let (mut dice, (least, most)) = (Dice::new(number as u64), WORK_MS);
+    let (mut rng, (least, most)) = (Rng::new(number as u64), WORK_MS);
     let less = if quick { QUICK } else { 1 };
     let ms: Vec<usize> = (0..TASKS)
-        .map(|_| (least + dice.below(most - least)) / less)
+        .map(|_| (least + rng.below(most - least)) / less)
         .collect();
     let units: Vec<u32> = ms
         .iter()

@@ -7,8 +7,8 @@ use crate::machine::Machine;
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::{EVENTS_MAX, EventKind};
 use sempa_tests::crowd::{Account, Crowd};
-use sempa_tests::dice::Dice;
 use sempa_tests::footprint::{Footprint, RECORDS, RECORDS_KIB_MAX};
+use sempa_tests::rng::Rng;
 use sempa_tests::run::must;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Testbed, Vm, needs};
@@ -308,15 +308,15 @@ fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
 fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
     let options: &[&str] = if plan.gives_back { &["-g"] } else { &[] };
     let mut crowd = Crowd::start(vm, plan.tasks, plan.reach, options, hosts)?;
-    let mut dice = Dice::new(61);
+    let mut rng = Rng::new(61);
     (0..plan.run_in * plan.tasks)
-        .try_for_each(|nth| crowd.move_to_another(vm, &mut dice, nth % plan.tasks))?;
+        .try_for_each(|nth| crowd.move_to_another(vm, &mut rng, nth % plan.tasks))?;
     let (begin, before) = (Instant::now(), last_event(vm, 0)?);
     let (mut moves, mut looked, mut looks, mut looking) = (0, 0, Vec::new(), Duration::ZERO);
     let mut last = before;
     for (at_once, often) in std::iter::repeat_n(plan.rounds, plan.times).flatten() {
         for _ in 0..*often {
-            crowd.move_some(vm, &mut dice, *at_once)?;
+            crowd.move_some(vm, &mut rng, *at_once)?;
             moves += at_once;
             if moves >= looked + plan.look_every {
                 looked = moves;

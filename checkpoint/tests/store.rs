@@ -763,6 +763,7 @@ fn foreign_files_are_reported_and_kept() {
 /// Not a test by itself: the child process writes checkpoints and prints each step until it is
 /// killed.
 #[test]
+#[ignore = "child process of another test"]
 fn child_that_makes_sets() {
     let Some(scratch) = std::env::var_os(CHILD).map(PathBuf::from) else {
         return;
@@ -793,7 +794,12 @@ fn child_that_makes_sets() {
 fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command
-        .args(["--exact", "child_that_makes_sets", "--nocapture"])
+        .args([
+            "--exact",
+            "child_that_makes_sets",
+            "--ignored",
+            "--nocapture",
+        ])
         .env(CHILD, scratch.0.path());
     let mut child = command
         .stdout(Stdio::piped())

@@ -1,4 +1,4 @@
-//! One command at a time, starts and ends: exit statuses and what is said when something is wrong.
+//! Tests of single console commands, starts and ends: exit statuses and error messages.
 
 mod common;
 
@@ -76,7 +76,7 @@ fn concurrent_halts_all_succeed() {
     assert!(!lab.place().exists(), "nothing is left");
     assert!(done.iter().any(|done| done.good()), "{done:?}");
     for done in done {
-        // One that comes when all is over finds nothing to halt.
+        // A console that comes last finds nothing to halt.
         let late = done
             .err
             .starts_with("pvm: no virtual machine is running here");
@@ -115,7 +115,7 @@ fn start_after_a_killed_daemon_repairs_its_files() {
     .expect("ours");
     let none = sempa_tests::eventually(PATIENCE, || {
         let done = lab.pvm(&["conf"]);
-        // While it dies it may still take a caller in, and hang up.
+        // While it ends it may still accept a connection, and close it.
         if done.err.contains("no virtual machine") {
             Ok(done)
         } else {
@@ -161,7 +161,7 @@ fn start_during_a_halt_gives_a_working_daemon() {
         assert!(start.good() && start.out.is_empty(), "{start:?}");
         assert!(lab.pvm(&["conf"]).out.starts_with("1 host, "));
     }
-    // It listens, and when it could take the caller in it is dead.
+    // The daemon listens, but is dead before it accepts.
     let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
     kill(daemon, Signal::SIGSTOP).expect("ours");
     let mut command = lab.console();

@@ -1,6 +1,6 @@
-//! The same commands given to PVM's console on PVM's daemon, to our console on ours, and to PVM's console, as Debian has
-//! it and linked with our library, on our daemon: the same lines come back. What differs on purpose is listed with the
-//! reason, and is checked to differ.
+//! Compares consoles: PVM's on PVM's daemon, ours on our daemon, and Debian's unmodified one on our
+//! daemon. All print the same lines. Intended differences are listed with their reason, and the
+//! test checks that they differ.
 
 mod common;
 
@@ -12,13 +12,14 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::process::{Child, Command, Stdio};
 
-/// PVM's console and daemon.
+/// Debian's console and daemon.
 const CONSOLE: &str = "/usr/bin/pvm";
 const DAEMON: &str = "/usr/bin/pvmd";
 /// A program of Debian's examples that spawns another one and prints.
 const HELLO: &str = "/usr/bin/hello.pvm";
 
-/// Commands with their arguments, in this order. What ends tasks comes last: when they are gone is nobody's promise.
+/// Commands with their arguments, in this order. Commands that end tasks come last: no system
+/// promises when tasks are gone.
 const COMMANDS: &str = r#"version
 id
 conf
@@ -225,7 +226,7 @@ reset
 quit
 "#;
 
-/// What our console does otherwise, and why.
+/// Intended differences of our console, with their reasons.
 const DIFFERENT: [(&str, &str); 13] = [
     ("help spawn", "our own words"),
     ("?", "our own words"),
@@ -242,7 +243,7 @@ const DIFFERENT: [(&str, &str); 13] = [
     ("put c 1", "the third word is not needed"),
 ];
 
-/// PVM's daemon in folders of its own.
+/// PVM's daemon with its own folders.
 struct Real {
     lab: Lab,
     daemon: Child,
@@ -293,9 +294,9 @@ fn real(lab: &Lab, program: &str) -> Command {
     command
 }
 
-/// What each command printed on standard output, in the order of the commands.
+/// Returns what each command printed on standard output, in the order of the commands.
 fn answers(command: Command) -> Vec<(String, String)> {
-    // On standard error the library speaks, or our console explains.
+    // Standard error has messages of the library and explanations of our console.
     let text = script(command, COMMANDS, false);
     let text = text
         .strip_prefix("pvmd already running.\n")
@@ -309,7 +310,7 @@ fn answers(command: Command) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Without what is never the same twice: numbers of processes, and how many tids were used before.
+/// Removes what differs from run to run: pids, and how many tids were used before.
 fn plain(command: &str, answer: &str) -> String {
     let mut tids = BTreeMap::new();
     let lines = answer.lines().map(|line| {
@@ -333,7 +334,7 @@ fn plain(command: &str, answer: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// A tid of a task beside the console as its number in the order of appearance.
+/// Replaces the tid of another task by its number in the order of appearance.
 fn tid(word: &str, seen: &mut BTreeMap<String, usize>) -> String {
     let digits = word.strip_prefix('t').unwrap_or(word);
     if digits.len() != 5 || !digits.starts_with("400") || ["40000", "40001"].contains(&digits) {
@@ -376,7 +377,7 @@ fn both_consoles_answer_alike_on_both_daemons() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
 }
 
-/// Waits for texts on the screen of PVM's console, which looks at messages at least when it is given a command.
+/// Waits for texts on the screen of PVM's console. It reads messages when it gets a command.
 #[track_caller]
 fn shown_with_commands(terminal: &mut Terminal, texts: &[&str]) {
     let shown = eventually(PATIENCE, || {

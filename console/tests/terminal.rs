@@ -1,4 +1,4 @@
-//! The console at a terminal: editing, history, completion, and output of tasks that comes meanwhile.
+//! Tests of the console at a terminal: editing, history, completion, and output of tasks.
 
 mod common;
 
@@ -16,10 +16,10 @@ const CTRL_A: &str = "\x01";
 const CTRL_C: &str = "\x03";
 const CTRL_D: &str = "\x04";
 const CTRL_G: &str = "\x07";
-/// To the end of the line, and away with all before it.
+/// Moves to the end of the line and deletes all before it.
 const EMPTY_LINE: &str = "\x05\x15";
 
-/// A console that is at its first prompt.
+/// Starts a console and waits for its first prompt.
 fn console(lab: &Lab) -> Terminal {
     let mut terminal = Terminal::start(lab.console());
     terminal.wait_for("pvm> ");
@@ -140,7 +140,7 @@ fn task_output_appears_above_the_prompt() {
 fn keys_typed_ahead_work_as_at_the_prompt() {
     let lab = started();
     let mut terminal = console(&lab);
-    // Whoever holds the daemon holds the console in its command.
+    // A stopped daemon keeps the console in its command.
     let daemon = Pid::from_raw(lab.daemon().expect("a daemon"));
     kill(daemon, Signal::SIGSTOP).expect("ours");
     terminal.keys("conf\r");
@@ -172,7 +172,7 @@ fn output_waits_for_completion_and_history() {
         "while [ ! -e $1 ]; do sleep 0.02; done; echo here it is; touch $1.done",
     )
     .expect("written");
-    // One that waits for the second tabulator, a list, a search; and what leads back.
+    // States of the editor: a second tabulator, a list, a search; with the keys that lead back.
     let kinds = [
         ("s\t", LEFT),
         ("s\t\t", LEFT),

@@ -1,5 +1,5 @@
-//! The commands about hosts, on three of them: our console on our daemons, and PVM's console on ours, print what PVM's
-//! console prints on PVM's.
+//! Compares commands about hosts on three hosts: both consoles on our daemons print what PVM's
+//! console prints on PVM's daemons.
 
 mod common;
 
@@ -14,13 +14,13 @@ use std::time::Duration;
 
 /// PVM's console.
 const CONSOLE: &str = "/usr/bin/pvm";
-/// How often PVM may fail to start its daemons.
+/// Attempts for PVM to start its daemons.
 const ATTEMPTS: usize = 3;
 
-/// Time for one command: PVM gives a daemon a minute to come up, and then its console looks for the reason.
+/// Time for one command: PVM waits a minute for a daemon, and then searches for the reason.
 const COMMAND_TIME: Duration = Duration::from_secs(180);
 
-/// Commands in this order. What fails to start a daemon is left out: PVM's console looks for the reason by itself.
+/// Commands in this order, without failing starts: PVM's console searches for the reason of those.
 const COMMANDS: &str = "\
 add h2 h3 nohost
 conf
@@ -45,8 +45,9 @@ conf
 quit
 ";
 
-/// What each command printed. Of tids only the host counts: how many were used before is nobody's promise. Nor is the
-/// order of lines about tasks: PVM lists hosts as they answer. A command whose answer is not final is given again.
+/// Returns what each command printed. Of tids only the host counts, because no system promises how
+/// many were used before. Lines about tasks have no order: PVM lists hosts as they answer. A
+/// command whose answer is not final is repeated.
 fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<(String, String)> {
     let output = tempfile::tempfile().expect("a file");
     let shown = || Stdio::from(output.try_clone().expect("a descriptor"));
@@ -65,7 +66,7 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
             text => Err(format!("no prompt: {text}")),
         };
         eventually(PATIENCE, || prompted(given + 1)).map_err(|error| error.to_string())?;
-        // In one piece: PVM's console takes what it reads at once for a line.
+        // In one write: PVM's console takes each read for a line.
         input
             .write_all(format!("{line}\n").as_bytes())
             .map_err(|error| error.to_string())?;
@@ -95,17 +96,17 @@ fn answers(mut command: Command, is_final: impl Fn(usize, &str) -> bool) -> Vec<
         }
     };
     for (at, line) in COMMANDS.lines().enumerate() {
-        // If it never answers, it is ended with its host.
+        // A console that never answers ends with its host.
         let answer =
             eventually(PATIENCE, || ask(at, line)).unwrap_or_else(|error| panic!("{error:#}"));
         all.push((line.to_string(), answer));
     }
-    // The last command was to quit.
+    // The last command is `quit`.
     child.wait().expect("it has ended");
     all
 }
 
-/// An answer with hosts in place of tasks.
+/// Replaces each task in an answer by its host.
 fn plain(answer: &str) -> String {
     let lines = answer
         .lines()
@@ -121,8 +122,8 @@ fn plain(answer: &str) -> String {
     lines.join("\n")
 }
 
-/// What PVM says in the end: it goes on to show a host that it has called deleted, and does not add one again whose old
-/// daemon is still there.
+/// True if PVM's answer is final: it still shows a host that it reported as deleted, and adds no
+/// host whose old daemon runs.
 fn is_pvms_last_word(at: usize, answer: &str) -> bool {
     let place = |command: &str| {
         COMMANDS
@@ -137,8 +138,8 @@ fn is_pvms_last_word(at: usize, answer: &str) -> bool {
     !(deleted.contains(&at) && COMMANDS.lines().nth(at) == Some("conf") && answer.contains(" h3 "))
 }
 
-/// What PVM's console prints on PVM's daemons. On a loaded machine these may not come up in the time that PVM gives them;
-/// then everything begins again.
+/// Returns what PVM's console prints on PVM's daemons. On a loaded machine these may miss PVM's
+/// time limit; then all starts again.
 fn wanted() -> Vec<(String, String)> {
     let bed = Testbed::new(3, None, &[]).expect("three hosts");
     for _ in 0..ATTEMPTS {
@@ -152,8 +153,9 @@ fn wanted() -> Vec<(String, String)> {
     panic!("PVM starts no daemons here");
 }
 
-/// A task's tid as the number of its host. A host that joins later has a tid above those of the first three; which one
-/// depends on how many attempts there were before, for ours gives none out twice.
+/// Replaces a task's tid by the number of its host. A host that joins later has a tid above those
+/// of the first three; which one depends on earlier attempts, because our master assigns none
+/// twice.
 fn host_of(word: &str) -> String {
     let digits = word.strip_prefix('t').unwrap_or(word);
     let raw = if (5..=6).contains(&digits.len()) {

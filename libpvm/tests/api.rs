@@ -1,4 +1,5 @@
-//! The Rust API in a real virtual machine of one host. Each test is one task, or several over connections of their own.
+//! Tests of the Rust API in a real virtual machine of one host. Each test is one task, or several
+//! with their own connections.
 
 use libpvm::proto::task::{AtEnd, Claim, Sink};
 use libpvm::proto::{HostId, PvmError, Tid};
@@ -14,7 +15,7 @@ use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A task of the virtual machine.
+/// Connects a new task of the virtual machine.
 fn task(lab: &Lab) -> Vm {
     let options = EnrollOptions {
         socket: lab.socket(),
@@ -166,7 +167,7 @@ fn exit_notices_come_once_each() {
     assert_eq!(notices.try_next(), Ok(None));
     assert_eq!(notices.next_within(Duration::from_millis(1)), Ok(None));
     assert!(sleepers[0].is_running().expect("asked") && !notices.is_done());
-    // The process may not exist yet, so that the signal finds nobody; it is sent until it does.
+    // The process may not exist yet, so the signal is repeated.
     let mut ended = BTreeSet::new();
     for sleeper in &sleepers {
         let notice = eventually(PATIENCE, || {
@@ -231,7 +232,7 @@ fn dropped_notices_leave_nothing() {
             .code,
         PvmError::BadParam
     );
-    // Whatever the daemon had sent before is here when it answers.
+    // The answer comes after all earlier messages of the daemon.
     vm.config().expect("asked");
     assert_eq!(vm.try_recv(Match::any()), Ok(None));
 }

@@ -1,4 +1,5 @@
-//! What becomes of programs from a command line when their virtual machine is halted. Real processes, one real daemon.
+//! Tests of programs from the command line when their virtual machine is halted, with real
+//! processes and one daemon.
 
 use libpvm::proto::task::{AtEnd, Claim};
 use libpvm::runtime::EnrollOptions;
@@ -13,14 +14,15 @@ use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Makes this program a task, of this kind.
+/// The variable that makes this program a task.
 const PART: &str = "SEMPA_TEST_PART";
-/// Where `pvm_reg_rm` says who it is.
+/// The mailbox class in which `pvm_reg_rm` registers.
 const RM_CLASS: &str = "###_PVM_RM_###";
 
-/// Not a test by itself: what a process does that the tests start.
+/// The body of a process that the tests start; no test.
 #[test]
-fn enrols_and_receives() {
+#[ignore = "child process of another test"]
+fn child_enrols_and_receives() {
     if std::env::var_os(PART).is_none() {
         return;
     }
@@ -30,7 +32,7 @@ fn enrols_and_receives() {
     panic!("nothing was sent to it, and yet it goes on: {end:?}");
 }
 
-/// This process as a task.
+/// Makes this process a task.
 fn task(lab: &Lab) -> Vm {
     let options = EnrollOptions {
         socket: lab.socket(),
@@ -41,7 +43,7 @@ fn task(lab: &Lab) -> Vm {
     Vm::over(Runtime::connect(options).expect("a daemon"))
 }
 
-/// Waits until a program has written this.
+/// Waits until a program has written this text.
 fn says(program: &Running, words: &str) {
     let said = eventually(PATIENCE, || match program.out_so_far() {
         Ok(text) if text.contains(words) => Ok(()),
@@ -72,7 +74,12 @@ fn halt_notifies_or_ends_tasks_as_they_chose() {
     let told = task(&lab);
     let mut command = lab.command(std::env::current_exe().expect("a path"));
     command
-        .args(["--exact", "enrols_and_receives", "--nocapture"])
+        .args([
+            "--exact",
+            "child_enrols_and_receives",
+            "--ignored",
+            "--nocapture",
+        ])
         .env(PART, "");
     let ended = Running::start(command, Stdio::null()).expect("a process");
     says(&ended, "here");

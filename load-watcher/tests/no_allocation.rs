@@ -1,5 +1,5 @@
-//! A sample of the real /proc, of our own tasks and of a limit allocates nothing. This test has a process of its own, because it
-//! counts all allocations.
+//! Samples of the real /proc, of our own tasks and of a limit allocate nothing. These tests count
+//! all allocations of their process, so they have their own binary.
 
 #[path = "../../libpvm/proto/tests/counting/mod.rs"]
 mod counting;

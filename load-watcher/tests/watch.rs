@@ -1,4 +1,5 @@
-//! Login records in real files, noticed through the kernel; /proc in fixed and in real files.
+//! Tests of login records in real files, noticed through the kernel, and of /proc in fixed and in
+//! real files.
 
 use pvm_load_watcher::owner::Records;
 use pvm_load_watcher::sampler::{MEMORY_SPAN, Sampler};
@@ -13,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Long enough for a machine that does something else meanwhile.
+/// Deadline of every wait; a loaded machine may need much of it.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn alice() -> Login {
@@ -36,7 +37,7 @@ fn write(path: &Path, kind: i16) {
         .expect("the test's own file");
 }
 
-/// Watched login records, and a folder that is watched beside them.
+/// Watched login records, and another watched folder.
 struct Logins {
     path: PathBuf,
     watch: Watch,
@@ -55,7 +56,7 @@ impl Logins {
         records(&self.path)
     }
 
-    /// True when they may have changed.
+    /// Returns true if they may have changed.
     fn wait(&mut self, span: Duration) -> bool {
         self.watch.wait(span, None).has(0)
     }
@@ -65,7 +66,7 @@ impl Logins {
     }
 }
 
-/// Waits until the records read like this.
+/// Waits until the records have this content.
 fn until(watch: &mut Logins, wanted: &Records) {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -109,7 +110,7 @@ fn created_replaced_and_removed_files_are_noticed() {
     write(&other, DEAD_PROCESS);
     fs::rename(&other, &path).expect("the test's own file");
     until(&mut watch, &Records::Logins(Vec::new()));
-    // The new file is the one that is watched now.
+    // The new file is watched from now on.
     write(&path, USER_PROCESS);
     until(&mut watch, &Records::Logins(vec![alice()]));
     fs::remove_file(&path).expect("the test's own file");
@@ -160,7 +161,7 @@ fn other_files_of_the_directory_do_not_wake_it() {
 fn files_and_folders_watched_together_are_told_apart() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = |name: &str| dir.path().join(name);
-    // Two of them lie in one folder, which the kernel counts once.
+    // Two of them are in one folder, which the kernel counts once.
     let mut watch = Watch::new(vec![
         Spot::file(at("a")),
         Spot::file(at("b")),
@@ -170,7 +171,7 @@ fn files_and_folders_watched_together_are_told_apart() {
         fs::write(at(name), "x").expect("the test's own file");
         let woken = watch.wait(PATIENCE, None);
         (0..3).for_each(|i| watch.arm(i));
-        // What writing it makes besides.
+        // Drains the other events of the write.
         while watch.wait(Duration::ZERO, None).any() {}
         [woken.has(0), woken.has(1), woken.has(2)]
     };
@@ -316,7 +317,7 @@ fn load_comes_from_the_outermost_control_group() {
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 4 kB\n");
     let mut sampler = Sampler::open(dir.path()).expect("all files are there");
     sampler.sample(Micros(1)).expect("all files are good");
-    // A second of both was used since, and as much was not.
+    // Both have used one second since, and idled one second.
     put("groups/cpu.stat", "usage_usec 1001000\n");
     let deadline = Instant::now() + PATIENCE;
     let told = || assert!(Instant::now() < deadline, "the account does not count");
@@ -329,7 +330,7 @@ fn load_comes_from_the_outermost_control_group() {
             break;
         }
     }
-    // Three threads wish to run, but nobody does.
+    // Three threads are runnable, but none runs.
     while sampler
         .sample(Micros(4))
         .expect("what is wrong is not read")

@@ -1,5 +1,6 @@
-//! The daemon as a process: how it starts, refuses, heals, serves, adds hosts and ends. Every test has a directory of its
-//! own as `PVM_TMP`, and a remote shell that runs the command on this machine with another one.
+//! Tests of the daemon as a process: start, refusals, repair, service, hosts, end. Each test has
+//! its own directory as `PVM_TMP`, and a remote shell that runs the command on this machine with
+//! another `PVM_TMP`.
 
 use bytes::Bytes;
 use nix::pty::{OpenptyResult, openpty};
@@ -23,10 +24,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time for anything here; far more than needed, because machines may be loaded.
+/// Deadline of every wait; a loaded machine may need much of it.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-/// A virtual machine of one test.
+/// The virtual machine of one test.
 struct Vm {
     dir: tempfile::TempDir,
     master: Option<Child>,
@@ -66,7 +67,7 @@ impl Vm {
         self.dir.path().join(name)
     }
 
-    /// `pvmd` with the environment of this virtual machine.
+    /// Returns a command for `pvmd` with the environment of this virtual machine.
     fn command(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pvmd"));
         command
@@ -84,7 +85,7 @@ impl Vm {
         command
     }
 
-    /// Starts the master and waits for its line.
+    /// Starts the master and waits for the line with its socket.
     fn start(&mut self) -> PathBuf {
         self.start_as(self.command())
     }
@@ -112,7 +113,7 @@ impl Vm {
             .expect("it is our child");
     }
 
-    /// Waits for the end of the master.
+    /// Waits for the end of the master and returns its status.
     fn ended(&mut self) -> std::process::ExitStatus {
         let mut child = self.master.take().expect("started");
         let mut status = None;
@@ -123,7 +124,7 @@ impl Vm {
         status.expect("it has ended")
     }
 
-    /// Processes of this virtual machine, found by the directory in their environment.
+    /// Returns the processes of this virtual machine, found by the directory in their environment.
     fn processes(&self) -> Vec<String> {
         let mark = self.dir.path().to_string_lossy().into_owned();
         let mut found = Vec::new();
@@ -143,7 +144,8 @@ impl Vm {
         found
     }
 
-    /// Programs of this virtual machine: of a tasker that has made room for tasks ahead, only the tasker counts.
+    /// Counts the programs of this virtual machine. Processes that a tasker keeps ready for tasks
+    /// do not count.
     fn programs(&self) -> usize {
         let lines: BTreeMap<String, String> = (self.processes().iter())
             .filter_map(|found| found.split_once(' '))
@@ -165,7 +167,7 @@ impl Vm {
             .count()
     }
 
-    /// Nothing of the virtual machine is left but what the test made.
+    /// Asserts that no process and no file of the virtual machine remains.
     fn assert_clean(&self) {
         until("no process is left", || self.processes().is_empty());
         for entry in fs::read_dir(self.dir.path())
@@ -213,7 +215,7 @@ fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// A task as far as the daemon can see.
+/// A task's side of the daemon's socket.
 struct Task {
     stream: UnixStream,
     decoder: FrameDecoder,
@@ -233,7 +235,7 @@ impl Task {
         }
     }
 
-    /// Connects and is welcomed.
+    /// Connects and waits for the welcome.
     fn enrol(socket: &Path) -> Task {
         let mut task = Task::connect(socket);
         let pid = i32::try_from(std::process::id()).expect("a pid");
@@ -259,12 +261,12 @@ impl Task {
             .expect("the daemon reads");
     }
 
-    /// The next message, `None` at the end.
+    /// Returns the next message, `None` at the end.
     fn read(&mut self) -> Option<ToTask> {
         Some(self.read_frame()?.control().expect("a message"))
     }
 
-    /// The next frame of any kind, `None` at the end.
+    /// Returns the next frame of any kind, `None` at the end.
     fn read_frame(&mut self) -> Option<Frame> {
         loop {
             if let Some(frame) = self.decoder.next_frame().expect("good frames") {
@@ -297,13 +299,13 @@ impl Task {
             .expect("the daemon reads");
     }
 
-    /// The number of the next fragment.
+    /// Returns the number of the next fragment.
     fn read_fragment(&mut self) -> u64 {
         let frame = self.read_frame().expect("the daemon writes");
         frame.link().expect("a fragment").seq
     }
 
-    /// Sends frames in one piece, with descriptors at the first byte.
+    /// Sends frames in one write, with descriptors at the first byte.
     fn send_with(&mut self, messages: &[ToDaemon], descriptors: &[RawFd]) {
         let bytes: Vec<u8> = messages
             .iter()
@@ -316,7 +318,7 @@ impl Task {
         assert_eq!(sent, bytes.len());
     }
 
-    /// The next frame, which is a word that brings descriptors.
+    /// Returns the next message, which has descriptors, and the files.
     fn read_with(&mut self) -> (ToTask, Vec<File>) {
         let (mut bytes, mut space) = ([0; 4096], nix::cmsg_space!([RawFd; 8]));
         let mut parts = [IoSliceMut::new(&mut bytes)];
@@ -329,7 +331,7 @@ impl Task {
             let ControlMessageOwned::ScmRights(fds) = message else {
                 panic!("{message:?}")
             };
-            // Opened anew by their names: what the test holds twice is closed once.
+            // Opened again by their names, so that each descriptor is closed once.
             files.extend(
                 fds.iter()
                     .map(|fd| File::open(format!("/proc/self/fd/{fd}")).expect("open")),
@@ -435,7 +437,7 @@ fn start_repairs_files_of_a_killed_daemon() {
     assert_eq!(vm.start(), socket);
     assert!(!dir.join("images-9").exists() && !dir.join("resume-9").exists());
     Task::enrol(&socket);
-    // The log is written beside the daemon's work, and may come later than its answers.
+    // The log is written by another thread, and may come later than the answers.
     until("the log says what was found", || {
         vm.log().contains("ended without cleaning up")
     });
@@ -462,7 +464,7 @@ fn daemon_survives_garbage_on_socket_and_port() {
             matches!(answer, Some(ToTask::Refused { .. }) | None),
             "{answer:?}"
         );
-        // The same after a proper hello.
+        // The same after a valid hello.
         let mut stranger = Task::enrol(&socket);
         let _ = stranger.stream.write_all(garbage);
         until("it is cut off", || stranger.read().is_none());
@@ -500,7 +502,7 @@ fn daemon_survives_garbage_on_socket_and_port() {
     vm.assert_clean();
 }
 
-/// A file in memory with this in it.
+/// Returns a file in memory with this content.
 fn memory(text: &str) -> OwnedFd {
     let fd = memfd_create("a test's", MFdFlags::MFD_CLOEXEC).expect("memory");
     nix::unistd::write(&fd, text.as_bytes()).expect("room");
@@ -541,7 +543,7 @@ fn missing_descriptor_closes_the_connection() {
     let [rings, bell] = [memory("rings"), memory("bell")];
     let two = [rings.as_raw_fd(), bell.as_raw_fd()];
     for id in 1..=50 {
-        // Another frame in front of the word, as a busy library writes them, and one behind it.
+        // One frame before the message and one after it, as a busy library writes them.
         a.send(&ToDaemon::Request {
             id: RequestId(2 * id),
             what: Request::Config,
@@ -618,7 +620,7 @@ fn missing_descriptor_closes_the_connection() {
     drop(a);
     let gone = b.read();
     assert!(matches!(gone, Some(ToTask::PeerGone { .. })), "{gone:?}");
-    // One connection less, with the descriptor of its process; and nothing of what passed is left.
+    // One connection and its process descriptor are closed; no passed descriptor remains.
     until("its descriptors are closed", || open(&vm) == before - 2);
     vm.signal(nix::sys::signal::Signal::SIGTERM);
     assert!(vm.ended().success());
@@ -635,7 +637,7 @@ fn task_that_does_not_read_loses_no_message() {
         Task::enrol(&socket),
         Task::enrol(&socket),
     );
-    // As a task that ends has its daemon take all that it has sent: no window, and nobody who would send it again.
+    // As a task does at its end: without a window and without retransmission.
     let (payload, count) = (Bytes::from(vec![7; FRAGMENT_BYTES_MAX]), 2200);
     for seq in 1..=count {
         talker.send_fragment(deaf.tid(), seq, payload.clone());
@@ -702,7 +704,7 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
         panic!("no host table")
     };
     assert_eq!(table.hosts.len(), 4);
-    // Each daemon knows the others: a task there sees the same table.
+    // A task on the other host sees the same table.
     let uid = nix::unistd::getuid();
     let there = vm.path(&format!("h3/sempa-{uid}/pvm/pvmd.sock"));
     let mut other = Task::enrol(&there);
@@ -787,7 +789,8 @@ fn other_user_is_refused_with_reason() {
     const NOBODY: u32 = 65_534;
     let mut vm = Vm::new();
     require_root();
-    // A daemon of nobody, and root as the other user: only root could get as far as the socket at all.
+    // The daemon belongs to nobody, and root is the other user: only root can reach the socket at
+    // all.
     let program = vm.path("pvmd");
     fs::copy(env!("CARGO_BIN_EXE_pvmd"), &program).expect("writable");
     fs::set_permissions(vm.dir.path(), fs::Permissions::from_mode(0o755)).expect("ours");
@@ -841,21 +844,21 @@ fn root_needs_permission() {
     vm.assert_clean();
 }
 
-/// Somebody at a terminal.
+/// A user at a terminal.
 struct Terminal {
     keys: File,
     shown: Arc<Mutex<String>>,
 }
 
 impl Terminal {
-    /// A terminal for what is run next, which may still write its standard output elsewhere.
+    /// Makes a terminal for a command; its standard output may go elsewhere.
     fn of(command: &mut Command) -> Terminal {
         let OpenptyResult { master, slave } = openpty(None, None).expect("a terminal");
         let keys = File::from(master);
         let mut screen = keys.try_clone().expect("a descriptor");
         let shown = Arc::new(Mutex::new(String::new()));
         let seen = shown.clone();
-        // It ends when the last program has left the terminal.
+        // The thread ends when the last program has closed the terminal.
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(count @ 1..) = screen.read(&mut bytes) {
@@ -873,7 +876,7 @@ impl Terminal {
         self.shown.lock().expect("no panic").replace('\r', "")
     }
 
-    /// Waits for a text; returns what stands behind it.
+    /// Waits for a text and returns what follows it.
     fn until(&self, text: &str) -> String {
         until(text, || self.shown().contains(text));
         let shown = self.shown();
@@ -887,7 +890,7 @@ impl Terminal {
     }
 }
 
-/// A virtual machine with somebody at its master's terminal.
+/// Starts a virtual machine with a user at the master's terminal.
 fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
     let mut vm = Vm::new();
     let mut command = vm.command();
@@ -896,7 +899,7 @@ fn vm_at_a_terminal() -> (Vm, Terminal, PathBuf) {
     (vm, terminal, socket)
 }
 
-/// Adds a host in the background.
+/// Adds a host on another thread.
 fn adding(
     socket: &Path,
     line: &'static str,
@@ -905,7 +908,7 @@ fn adding(
     std::thread::spawn(move || Task::enrol(&socket).add(&[line]))
 }
 
-/// What a person does who is asked to start a daemon; the answer of it.
+/// Starts a daemon by hand, as the user at the terminal is asked to; returns the daemon's answer.
 fn start_by_hand(vm: &Vm, host: &str, asked: &Terminal) -> String {
     until("it is asked for the answer", || {
         asked.shown().ends_with("Type response: ")

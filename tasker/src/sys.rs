@@ -273,9 +273,9 @@ pub(crate) unsafe fn clone3(
     match pid {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(None),
-        // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
         pid => Ok(Some(Child {
             pid: pid as i32,
+            // SAFETY: the kernel has just made this descriptor; nothing else owns it.
             pidfd: unsafe { OwnedFd::from_raw_fd(pidfd) },
         })),
     }

@@ -1,4 +1,4 @@
-//! Programs that are asked to end, and started again in the place of such ones.
+//! Tests of programs that write their own checkpoints: they are asked to end, and started again.
 
 mod common;
 
@@ -15,7 +15,7 @@ const OWN: Engine = Engine::Own {
     exit: 85,
     wait: 30,
 };
-/// Takes the right to make namespaces away, as an ordinary user has none.
+/// Removes all capabilities: an ordinary user may not make namespaces.
 const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
 
 fn shell(script: &str) -> StartTask {
@@ -29,13 +29,13 @@ fn restored(tasker: &mut Tasker) -> Result<i32, Failure> {
     })
 }
 
-/// What the task wrote, and how it ended.
+/// Returns the output of the task and its wait status.
 fn end(tasker: &mut Tasker) -> (String, i32) {
     let (out, status, _) = tasker.follow_to_the_end(tid(1));
     (String::from_utf8_lossy(&out).into_owned(), status)
 }
 
-/// Starts a task that has such a child and goes on with this until it has said that it is ready; the child.
+/// Starts a task with a sleeping child, waits for `ready`, and returns the child's pid.
 fn with_sleeper(tasker: &mut Tasker, script: &str) -> i32 {
     tasker.send(ToTasker::Start(shell(&format!("sleep 1000 & {script}"))));
     let mut out = Vec::new();
@@ -137,7 +137,7 @@ fn discarded_program_never_runs() {
             why.contains("working directory /nowhere/at/all") && why.contains("No such file"),
             "{why}"
         );
-        // Before anything relies on it.
+        // Refused before any resource is taken.
         let dir = tempfile::tempdir().expect("dir");
         let path = dir.path().join("no-program");
         std::fs::write(&path, "not to be run").expect("written");
@@ -202,7 +202,7 @@ fn agreed_exit_ends_children_left_behind() {
                 wait_until("it is gone", || !is_alive(sleeper));
             }
             assert_eq!(is_alive(sleeper), stays, "{code}");
-            // Without a namespace nobody else ends it.
+            // Without a namespace nothing else ends it.
             let _ = nix::sys::signal::kill(
                 nix::unistd::Pid::from_raw(sleeper),
                 nix::sys::signal::Signal::SIGKILL,
@@ -222,7 +222,7 @@ fn exit_before_the_message_is_accepted() {
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
         let go = dir.path().join("go");
-        // It prepares for no signal: by one it would not have been asked.
+        // Without a handler for SIGUSR1 the tasker would not ask it by the signal.
         let script = format!(
             "echo ready; until [ -e {} ]; do sleep 0.01; done; exit 85",
             go.display()

@@ -1,4 +1,4 @@
-//! Engines that are killed, hang or are called off in the middle of a dump.
+//! Tests of CRIU processes that are killed, hang or are cancelled during a dump.
 
 mod common;
 
@@ -9,7 +9,7 @@ use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A tasker with this engine, after the trial that it makes with it.
+/// Starts a tasker with this engine, and waits for the engine's trial.
 fn with_engine(engine: &Path) -> Tasker {
     let mut here = Tasker::start_with(&[("SEMPA_CRIU", engine.to_str().expect("text"))]);
     here.run(tid(9), &sh(), &["-c", "sleep 1000"]);
@@ -17,7 +17,7 @@ fn with_engine(engine: &Path) -> Tasker {
     here
 }
 
-/// A tasker in the middle of a dump of the counter, whose engine waits to be killed.
+/// Starts a tasker and a dump of the counter, whose engine waits to be killed.
 fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
     let mut here = with_engine(&waiting_wrapper(dir));
     stopped_counter(&mut here, dir, output);
@@ -80,7 +80,7 @@ fn hanging_dump_is_tried_once_more() {
     here.stop();
 }
 
-/// Bytes of memory that a dump has written so far.
+/// Returns how many bytes of memory a dump has written.
 fn pages_written(images: &Path) -> u64 {
     let files = std::fs::read_dir(images).into_iter().flatten().flatten();
     let pages = files.filter(|f| f.file_name().to_string_lossy().starts_with("pages-"));
@@ -121,7 +121,7 @@ fn engine_killed_while_writing_leaves_task_whole() {
         wait_until("it writes", || {
             pages_written(&images) >= bytes || !is_alive(engine)
         });
-        // If it was quicker than we, the dump is good and there is nothing to kill.
+        // If the engine was quicker, the dump is good and there is nothing to kill.
         let _ = nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(engine),
             nix::sys::signal::SIGKILL,
@@ -168,7 +168,7 @@ fn cancelled_dump_ends_the_engine() {
     here.stop();
 }
 
-/// Builds what ends an engine at a step of its work.
+/// Compiles the library that kills an engine at one of its ptrace calls.
 fn killer(dir: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/killer.c");
     let out = dir.join("killer.so");
@@ -182,7 +182,8 @@ fn killer(dir: &Path) -> PathBuf {
     out
 }
 
-/// In the ordinary run steps are taken at this distance; with `SEMPA_TEST_EVERY_STEP` set each one is.
+/// Distance of the ptrace calls at which the engine is killed; the seed chooses the first one. With
+/// `SEMPA_TEST_FULL` it is killed at each call.
 const STRIDE: usize = 23;
 
 /// CRIU that is killed before or after any of its ptrace calls leaves the task whole.
@@ -193,7 +194,7 @@ fn engine_killed_at_any_ptrace_leaves_task_whole() {
     let dir = tempfile::tempdir().expect("dir");
     let (killer, at) = (killer(dir.path()), dir.path().join("at"));
     let env = format!("LD_PRELOAD={}:$LD_PRELOAD", killer.display());
-    // In the environment of the engine alone: the shell makes no steps.
+    // Set for the engine only: the shell makes no ptrace calls.
     let engine = wrapper_in_env(
         dir.path(),
         &format!("{env} KILL_AT=$(cat {} 2>/dev/null)", at.display()),
@@ -201,13 +202,17 @@ fn engine_killed_at_any_ptrace_leaves_task_whole() {
     let mut here = with_engine(&engine);
     let mut output = Vec::new();
     let pid = here.run(tid(1), &program(dir.path(), "counter"), &[]);
-    let stride = if std::env::var_os("SEMPA_TEST_EVERY_STEP").is_some() {
-        1
-    } else {
-        STRIDE
-    };
+    let number = |name: &str| std::env::var(name).ok()?.parse::<usize>().ok();
+    let seed = number("SEMPA_TEST_SEED").unwrap_or(0);
+    let (stride, first) =
+        if std::env::var_os("SEMPA_TEST_FULL").is_some_and(|text| !text.is_empty()) {
+            (1, 1)
+        } else {
+            (STRIDE, 1 + seed % STRIDE)
+        };
+    println!("SEMPA_TEST_SEED={seed}");
     let mut kills = 0;
-    for step in (1..).step_by(stride) {
+    for step in (first..).step_by(stride) {
         std::fs::write(&at, step.to_string()).expect("write");
         let more = lines(&output) + 20;
         here.output_until(tid(1), &mut output, |text| lines(text) > more);

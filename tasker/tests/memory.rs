@@ -1,4 +1,5 @@
-//! Memory that follows a task: two taskers, and between them what the daemons do, a way that can be shut and cut.
+//! Tests of post-copy and pre-copy with two taskers. The test plays the daemons: it forwards the
+//! memory stream and can block or cut it.
 
 mod common;
 
@@ -17,41 +18,42 @@ use std::time::Duration;
 
 /// Memory of the task in megabytes.
 const MEGABYTES: &str = "48";
-/// The file that tells the task to begin with what it does as long as memory follows.
+/// The file whose creation starts the task's work during post-copy.
 const SIGN: &str = "sign";
-/// Makes memory follow tasks of any size, and go ahead of them if a test has it do so.
+/// Enables post-copy for tasks of any size, and pre-copy if a test orders it.
 const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
 
-/// Bytes that may pass before the way is opened. A restore needs some: the kernel itself writes into a task's memory.
+/// Bytes that pass before the stream is opened. A restore needs some: the kernel writes into the
+/// task's memory.
 const FIRST_BYTES: usize = 8 << 20;
 
-/// What passes memory on: the first of it, and the rest when it is opened.
+/// The forwarded memory stream: `FIRST_BYTES` at once, the rest when it is opened.
 struct Way {
     source: PathBuf,
     target: PathBuf,
-    /// Bytes that may pass yet.
+    /// Bytes that may still pass.
     gate: Arc<(Mutex<usize>, Condvar)>,
     leave: Arc<Leave>,
 }
 
-/// The word by which the target says that it has everything.
+/// State of the message by which the target confirms that all memory has arrived.
 #[derive(Default)]
 struct Leave {
-    /// It is not to pass.
+    /// The message must not pass.
     stays: AtomicBool,
-    /// It was said.
+    /// The target has sent the message.
     is_said: AtomicBool,
     /// The target has closed its end.
     is_closed: AtomicBool,
 }
 
 impl Leave {
-    /// Its commands.
+    /// Commands of that message, for two versions of CRIU.
     const WORDS: [u32; 2] = [0x1023, 0x1024];
-    /// Bytes of a question, of one CRIU or another one.
+    /// Bytes of a page request, for two versions of CRIU.
     const QUESTION_BYTES: [usize; 2] = [24, 32];
 
-    /// True if questions end with it.
+    /// True if the requests end with that message.
     fn is_in(questions: &[u8]) -> bool {
         let last = Leave::QUESTION_BYTES
             .iter()
@@ -101,7 +103,7 @@ impl Way {
         }
     }
 
-    /// Opens it as a line that takes its time, so that some of it is always on its way.
+    /// Opens the stream at a limited rate, so that some memory is always under way.
     fn open_slowly(&self) {
         let gate = self.gate.clone();
         std::thread::spawn(move || {
@@ -118,7 +120,7 @@ impl Way {
         self.gate.1.notify_all();
     }
 
-    /// Opens it for all but the word by which the target says that it has everything, and waits for that.
+    /// Opens the stream for all but the final message, and waits until the target sends that.
     fn open_until_all_is_there(&self) {
         self.leave.stays.store(true, Ordering::SeqCst);
         self.open();
@@ -127,18 +129,18 @@ impl Way {
         });
     }
 
-    /// That passes, too.
+    /// Forwards the final message as well.
     fn lets_leave(&self) {
         self.leave.stays.store(false, Ordering::SeqCst);
     }
 
-    /// As it was at first.
+    /// Blocks the stream as at the start.
     fn shut(&self) {
         *self.gate.0.lock().expect("no panic") = FIRST_BYTES;
     }
 }
 
-/// What a line that is not fast lets pass in a millisecond.
+/// Bytes per millisecond of the slow line.
 const SLOW_LINE_BYTES: usize = 64 << 10;
 
 fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>, Condvar)) {
@@ -159,7 +161,8 @@ fn pass(mut from: UnixStream, mut to: UnixStream, (left, opened): &(Mutex<usize>
     let _ = to.shutdown(std::net::Shutdown::Both);
 }
 
-/// A task that was dumped here and restored there without its memory; both copies stand still.
+/// A task that was dumped at the source and restored at the target without its memory; both copies
+/// are stopped.
 struct Scene {
     dir: tempfile::TempDir,
     here: Tasker,
@@ -173,14 +176,14 @@ impl Scene {
         Scene::of("pages")
     }
 
-    /// With a task that runs this program.
+    /// Makes the scene with a task that runs this program.
     fn of(name: &str) -> Scene {
         let scene = Scene::begin(name).go_on();
         std::fs::write(scene.dir.path().join(SIGN), "").expect("a file");
         scene
     }
 
-    /// A task that runs this program is to move, and runs on.
+    /// Starts a task with this program; it is still running at the source.
     fn begin(name: &str) -> Scene {
         let dir = tempfile::tempdir().expect("dir");
         let (mut here, mut there) = (Tasker::start_with(&ALWAYS), Tasker::start_with(&ALWAYS));
@@ -233,7 +236,7 @@ impl Scene {
         }
     }
 
-    /// Its memory goes ahead; how many bytes of it.
+    /// Pre-copies its memory and returns the number of bytes.
     fn pre_copy(&mut self) -> u64 {
         let (source, target) = (self.way.source.clone(), self.way.target.clone());
         self.there.send(ToTasker::TakePreCopy {
@@ -254,7 +257,7 @@ impl Scene {
         went.expect("it is there")
     }
 
-    /// It is dumped and built again.
+    /// Dumps the task and restores it at the target.
     fn go_on(self) -> Scene {
         let Scene {
             dir,
@@ -300,7 +303,7 @@ impl Scene {
         }
     }
 
-    /// Kills the source and lets the copy run; most of the memory has not come.
+    /// Kills the source and runs the copy; most of its memory is missing.
     fn commit(&mut self) {
         let used = moving::kill_moved(&mut self.here, tid(1), migration(1), &mut Vec::new());
         assert_ne!(used, Usage::default());
@@ -317,7 +320,7 @@ impl Scene {
         (result, seen)
     }
 
-    /// The copy has been killed, and has never seen a wrong word.
+    /// Asserts that the copy was killed and never read a wrong word.
     fn dies(mut self, seen: Vec<FromTasker>) {
         let mut output = moving::output_of(&seen, tid(1));
         let exited = |m: &FromTasker| match m {
@@ -335,7 +338,7 @@ impl Scene {
         self.end();
     }
 
-    /// To what fetches its memory.
+    /// Sends a signal to the process that fetches its memory.
     fn to_fetching(&self, signal: Signal) {
         let fetching = processes_with(&format!("lazy-pages -D {}", self.dir.path().display()));
         let [fetching] = fetching[..] else {
@@ -344,13 +347,13 @@ impl Scene {
         kill(Pid::from_raw(fetching), signal).expect("it is there");
     }
 
-    /// All of its memory comes, and the copy has never seen a wrong word.
+    /// Waits for all memory, and asserts that the copy never read a wrong word.
     fn arrives_and_goes_on(mut self) {
         let arrived = self.arrival();
         self.goes_on(arrived);
     }
 
-    /// All of it has come.
+    /// Asserts that all memory has arrived and the task continues.
     fn goes_on(mut self, (result, seen): (Result<(), Failure>, Vec<FromTasker>)) {
         assert_eq!(result, Ok(()));
         let mut output = moving::output_of(&seen, tid(1));
@@ -383,9 +386,8 @@ fn post_copy_task_runs_before_its_memory_arrives() {
     scene.arrives_and_goes_on();
 }
 
-/// After a pre-copy a task needs little more memory from the source.
-///
-/// The way lets pass no more than a sixth of its memory from then on. It makes no children: what they miss would be asked for again.
+/// After a pre-copy a task needs little more memory from the source: the stream passes a sixth of
+/// it at most. The task does not fork, because missing pages of children are requested again.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn pre_copied_task_needs_few_pages_more() {
@@ -409,7 +411,7 @@ fn cancelled_migration_ends_the_pre_copy() {
         migration: migration(1),
         memory_way: target,
     });
-    // The way is shut behind the first of it.
+    // The stream blocks after the first bytes.
     scene.here.send(ToTasker::PreCopy {
         migration: migration(1),
         tid: tid(1),
@@ -537,9 +539,8 @@ fn complete_task_survives_a_closed_memory_stream() {
     scene.goes_on(arrived);
 }
 
-/// The memory stream is closed when all memory has arrived, even if CRIU does not end.
-///
-/// What has fetched it is stopped when it has said that it has everything; the answer comes, and is its only word that is missing.
+/// The memory stream is closed when all memory has arrived, even if CRIU does not end. The fetcher
+/// is stopped after its final message; only its exit is missing.
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn complete_memory_closes_the_stream() {

@@ -1,4 +1,4 @@
-//! Moving tasks between two taskers on this machine, which stand for two hosts.
+//! Tests of migrations between two taskers on this machine, which stand for two hosts.
 
 mod common;
 
@@ -92,7 +92,7 @@ fn children_migrate_and_exit_is_reported_there() {
     )
     .expect("kill");
     let (rest, status, _) = there.follow_to_the_end(tid(1));
-    // Some shells say how the child ended.
+    // Some shells report how the child ended.
     assert_eq!(
         (rest.ends_with(b"child gone\n"), status),
         (true, 9 << 8),
@@ -104,7 +104,8 @@ fn children_migrate_and_exit_is_reported_there() {
     assert_eq!(processes_with("sleep 57721"), []);
 }
 
-/// A process with a copy of a connection that its library would have closed behind fork(2): it does so when it is let go on.
+/// A child with a copy of a connection that its library closes after fork(2): it does so when it
+/// continues.
 const FORKED: &str = "
 import fcntl, os, signal, socket
 listener = socket.create_server(('127.0.0.1', 0))
@@ -271,7 +272,7 @@ fn damaged_images_fail_and_leave_no_process() {
         matches!(&cut, Err(Failure::Images(why)) if why.contains("pages-1.img")),
         "{cut:?}"
     );
-    // In full length again but with another file destroyed, only the engine can notice.
+    // With the full length again but another file destroyed, only CRIU can notice.
     std::fs::File::options()
         .write(true)
         .open(&pages)
@@ -302,7 +303,7 @@ fn images_of_another_user_are_refused() {
     let dir = tempfile::tempdir().expect("dir");
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     let (images, mut output) = dumped_counter(&mut here, dir.path());
-    // Real, effective, saved user and group of root, as the engine writes them.
+    // Real, effective and saved user and group of root, as CRIU encodes them.
     let root = [8, 0, 16, 0, 24, 0, 32, 0, 40, 0, 48, 0];
     let mut changed = 0;
     for path in std::fs::read_dir(&images)
@@ -396,7 +397,7 @@ fn exit_of_stopped_task_fails_the_migration() {
     let dir = tempfile::tempdir().expect("dir");
     let mut here = Tasker::start();
     stopped_counter(&mut here, dir.path(), &mut Vec::new());
-    // A signal waits until the task goes on; the daemon's order to kill does not.
+    // A signal waits until the task continues; the daemon's order to kill does not.
     here.send(ToTasker::Signal {
         tid: tid(1),
         signal: libc::SIGCONT,
@@ -470,7 +471,7 @@ fn unsupported_resources_are_refused_by_name() {
         let result = inspect(&mut here, tid, migration(1));
         match (said.as_slice(), what) {
             (b"unable\n", _) => eprintln!("{what}: not possible on this machine"),
-            // Both ends inside the task: that one travels.
+            // Both ends are inside the task, so this one migrates.
             (_, "pty") => assert!(result.is_ok(), "{result:?}"),
             _ => assert!(
                 matches!(&result, Err(Refusal::Holds { what }) if what.contains(expected)),
@@ -533,7 +534,7 @@ fn concurrent_migrations_share_free_memory() {
         [Refusal::Memory { have, .. }] => *have,
         other => panic!("nobody has so much: {other:?}"),
     };
-    // There is room for one that is so large and for hardly more.
+    // The free memory suffices for one such task and for little more.
     let resident_bytes = free / 4 * 3;
     let large = TaskFacts {
         resident_bytes,
@@ -569,7 +570,7 @@ fn concurrent_migrations_share_free_memory() {
         "a small one has room beside it"
     );
     discard(&mut there, migration(4), &mut Vec::new());
-    // What is thrown away does not count any more, and neither does what is here.
+    // Discarded memory no longer counts, and neither does memory that has arrived.
     discard(&mut there, migration(1), &mut Vec::new());
     assert_eq!(prepare(&mut there, tid(1), migration(5), large.clone()), []);
     assert!(promised(&prepare(
@@ -613,7 +614,7 @@ fn missing_engine_is_reported_with_a_remedy() {
     );
     tasker.stop();
 
-    // One that has a version number but cannot dump.
+    // An engine that has a version number but cannot dump.
     let broken = dir.path().join("criu");
     std::fs::write(
         &broken,
@@ -631,7 +632,7 @@ fn missing_engine_is_reported_with_a_remedy() {
     tasker.stop();
 }
 
-/// Starts a counter, stops and dumps it: where the images are, and what it has said so far.
+/// Starts, stops and dumps a counter. Returns the folder of the images and the output until then.
 fn dumped_counter(tasker: &mut Tasker, dir: &Path) -> (PathBuf, Vec<u8>) {
     let mut output = Vec::new();
     stopped_counter(tasker, dir, &mut output);
@@ -640,7 +641,7 @@ fn dumped_counter(tasker: &mut Tasker, dir: &Path) -> (PathBuf, Vec<u8>) {
     (images, output)
 }
 
-/// Living processes of the counter that was compiled in this directory.
+/// Returns the live processes of the counter that was compiled in this directory.
 fn counters(dir: &Path) -> Vec<i32> {
     processes_with(dir.join("counter").to_str().expect("text"))
 }
@@ -731,7 +732,7 @@ fn tasks_with_one_directory_migrate_at_once() {
     there.stop();
 }
 
-/// Whether there is an engine, when the tasker says it again.
+/// Waits for the tasker's next report and returns its engine.
 fn engine_said(tasker: &mut Tasker) -> Result<String, String> {
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Ready(capabilities) => Some(capabilities.engine.clone()),

@@ -1,4 +1,4 @@
-//! Starting, signalling and ending of tasks.
+//! Tests of starting, signalling and ending tasks.
 
 mod common;
 
@@ -257,13 +257,14 @@ fn empty_namespace_is_reused() {
     let mut namespace_of = |number: u32, more: &str| {
         let script = format!("readlink /proc/self/ns/pid; {more}");
         tasker.run(tid(number), &sh(), &["-c", &script]);
-        // What stays behind has the pipe too, so the end of the output is not waited for.
+        // A remaining child holds the pipe too, so the test does not wait for the end of the
+        // output.
         String::from_utf8(tasker.follow_to_the_end(tid(number)).0).expect("text")
     };
     let first = namespace_of(1, "exit 3");
     assert_eq!(namespace_of(2, ""), first);
     assert_eq!(namespace_of(3, "setsid sleep 14142 & exit 0"), first);
-    // The sleeper is there, and dies with its namespace and nobody else.
+    // The sleeper exists, and dies with its namespace; no other process does.
     let fourth = namespace_of(4, "");
     assert_ne!(fourth, first);
     wait_until("the sleeper is alone", || {

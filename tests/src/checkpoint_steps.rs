@@ -1,81 +1,80 @@
-//! Faults in the course of checkpoints of jobs, and of their restarts. Several are held at their places first, each of a job of its
-//! own: its first task is on the master's host, the other one on a host that it has for itself; then the fault meets all of them.
+//! Faults during checkpoints of jobs and their restarts, with real processes.
 //!
-//! Before tasks are stopped, and again when they stand, and before a job is started again, all daemons have to answer. So most are
-//! held by their engine at first, and daemons stand still last, one of them before its job is that far.
+//! A round holds several operations, each of a job of its own: the first task of the job is on the
+//! master's host, the other one on a host that no other job uses. Then the fault hits all of them.
 
-mod places;
+mod fault_points;
+mod hold;
+mod judge;
 
-pub use places::{Place, Share, Spot, What, met, turns};
+pub use fault_points::{FaultPoint, Hold, Operation, Sampling, all_rounds, daemon_points};
 
-use crate::liar::{self, has_lied, lie, lies};
+use crate::fake_criu::behave;
+use crate::faults::{self, Fault, Point, PointLog, Role, Targets, signal};
+use crate::move_steps::all_others_have_ended;
 use crate::ring_job::Job;
-use crate::run::{Done, Running, eventually};
-use crate::strikes::{
-    self, Fault, Halt, Party, Passed, Point, UNTIL_LOST, is_stopped, left_on, signal,
-};
+use crate::rng::seed;
+use crate::run::{Running, eventually};
 use crate::testbed::gone;
 use crate::vm::{Sure, Task, Vm};
-use anyhow::{Context, Result, bail, ensure};
-use nix::fcntl::{Flock, FlockArg};
+use anyhow::{Context, Result, ensure};
+use fault_points::{has_engine, round, word};
+use nix::fcntl::Flock;
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
-use places::{has_engine, some, word};
 use sempa_proto::event::EventKind;
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Time for a place to be reached, for what is held to end, and for a lost host to be noticed.
-const LONG: Duration = Duration::from_secs(120);
-/// Jobs: as many as can be held at once.
+/// Time for a point to be reached, for an operation to end, and for a lost host to be noticed.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Jobs: as many as one round holds.
 const JOBS: usize = 5;
-/// Hosts that they need: the master's, and one for each job.
+/// Hosts of the testbed: the master's, and one for each job.
 pub const HOSTS: usize = 1 + JOBS;
-/// No checkpoint is made by itself meanwhile, but a job goes back to its newest one when it loses a task.
+/// Checkpoint interval: no checkpoint is due during a test, but a job goes back to its newest one
+/// when it loses a task.
 const SELDOM: &str = "1h";
-/// Taskers and the resource manager are started again that have died so often within this time, and a little later.
+/// Taskers and the resource manager are restarted at most this often within this time, with a
+/// margin.
 const DEATHS_MAX: usize = 4;
 const DEATHS_PERIOD: Duration = Duration::from_secs(65);
-/// Rounds by which a job shows that it goes on: more than its notes are late.
-const SOME: usize = 4;
+/// Rounds of computation that show that a job makes progress: more than its notes are late.
+const PROGRESS: usize = 4;
 
-/// Whom a fault meets.
+/// The process that a fault hits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whom {
+pub enum Victim {
     /// The daemon of the job's own host.
     Host,
-    /// Its tasker.
+    /// The tasker of that host.
     Tasker,
-    /// What the tasker has started of CRIU.
+    /// CRIU processes that the tasker has started.
     Engine,
-    /// The master's daemon.
+    /// The daemon of the master.
     Master,
     /// The resource manager.
     ResourceManager,
 }
 
-impl Whom {
-    fn party(self, own: usize) -> (usize, Party) {
+impl Victim {
+    fn role(self, own_host: usize) -> (usize, Role) {
         match self {
-            Whom::Host => (own, Party::Daemon),
-            Whom::Tasker => (own, Party::Tasker),
-            Whom::Engine => (own, Party::Engine),
-            Whom::Master => (1, Party::Daemon),
-            Whom::ResourceManager => (1, Party::ResourceManager),
+            Victim::Host => (own_host, Role::Daemon),
+            Victim::Tasker => (own_host, Role::Tasker),
+            Victim::Engine => (own_host, Role::Engine),
+            Victim::Master => (1, Role::Daemon),
+            Victim::ResourceManager => (1, Role::ResourceManager),
         }
     }
 
-    /// What a job loses by this fault.
+    /// Returns what a job loses by this fault.
     fn loss(self, fault: Fault) -> Loss {
-        let lasts = match fault {
-            Fault::Kill => true,
-            Fault::Stop(long) | Fault::Cut(long) | Fault::Part(long) => long >= UNTIL_LOST,
-        };
         match (self, fault) {
-            (Whom::Host | Whom::Master, _) if lasts => Loss::Host,
-            (Whom::Tasker, Fault::Kill) => Loss::Tasker,
+            (Victim::Host | Victim::Master, _) if fault.is_lasting() => Loss::Host,
+            (Victim::Tasker, Fault::Kill) => Loss::Tasker,
             _ => Loss::Nothing,
         }
     }
@@ -84,45 +83,45 @@ impl Whom {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Loss {
     Nothing,
-    /// All on its own host, which stays.
+    /// All tasks on its own host.
     Tasker,
     /// The host itself.
     Host,
 }
 
-/// What holds one of them.
+/// What holds an operation.
 #[derive(Debug)]
-enum Hold {
-    /// A process that stands still.
+enum Holder {
+    /// A process that is stopped.
     Process(Pid),
-    /// The word that its engine waits for the end of.
+    /// The stand-in of CRIU, which waits for another word.
     Word,
     /// The lock of the store.
-    Lock(#[expect(dead_code, reason = "it is held as long as this is there")] Flock<File>),
+    Lock(#[expect(dead_code, reason = "dropping it releases the lock")] Flock<File>),
 }
 
-/// One of them, held.
+/// An operation that is held.
 #[derive(Debug)]
-pub struct Cell {
-    /// What and where.
-    pub spot: Spot,
+struct Held {
+    point: FaultPoint,
     job: usize,
-    hold: Option<Hold>,
+    /// None if the operation was over before it could be held.
+    holder: Option<Holder>,
     console: Running,
-    /// The sets of its job before.
+    /// Checkpoints of the job before the operation.
     before: Vec<String>,
 }
 
-/// A job, and the host that it has for itself.
+/// A job, and the host that no other job uses.
 #[derive(Debug)]
 struct Member {
     host: usize,
     job: Job,
-    /// Its task there.
+    /// Its task on that host.
     worker: String,
     runs: bool,
-    /// A checkpoint of it was struck, and the newest set there is was not started since.
-    owes: bool,
+    /// A fault has hit a checkpoint of the job, and its newest checkpoint was not restarted since.
+    owes_restart: bool,
 }
 
 impl Member {
@@ -135,50 +134,48 @@ impl Member {
     }
 }
 
-/// The jobs of one virtual machine.
+/// Injects faults into checkpoints and restarts on one virtual machine, and judges the outcome.
 #[derive(Debug)]
-pub struct Jobs<'a> {
+pub struct CheckpointFaults<'a> {
     vm: &'a Vm<'a>,
-    steps: PathBuf,
+    breakpoints: PathBuf,
     members: Vec<Member>,
+    /// Chooses the points of the next round.
     turn: usize,
+    /// Engines hit so far.
     engines: usize,
     /// When taskers or the resource manager were killed.
     killed: Vec<Instant>,
-    /// How many were held so far, and how many of these were over before the fault came.
+    /// Operations held so far, and how many of them ended before the fault.
     held: usize,
     early: usize,
 }
 
-impl<'a> Jobs<'a> {
-    /// Takes in all hosts of the testbed, which has an engine of its own, starts the jobs, and has a set made of each. `turn`: which
-    /// places the first fault meets.
+impl<'a> CheckpointFaults<'a> {
+    /// Adds all hosts of the testbed, which has its own engine, starts the jobs and makes a
+    /// checkpoint of each. `offset` chooses the points of the first round, together with the seed.
     ///
     /// # Errors
-    /// They do not start, or cannot be written.
-    pub fn start(vm: &'a Vm<'a>, turn: usize) -> Result<Jobs<'a>> {
+    /// A job does not start, or has no checkpoint.
+    pub fn start(vm: &'a Vm<'a>, offset: usize) -> Result<CheckpointFaults<'a>> {
         let bed = vm.bed();
-        let steps = bed
+        let breakpoints = bed
             .steps()
-            .context("a testbed whose daemons stand still")?
+            .context("a testbed with breakpoints")?
             .to_path_buf();
-        vm.take_in(bed.hosts())?;
+        vm.take_in(&bed.hosts().iter().collect::<Vec<_>>())?;
         vm.program("ring_job")?;
-        let begun = (2..=HOSTS).map(|host| {
-            (
-                host,
-                Job::start_small(vm, &format!("ring-h{host}"), &format!("h{host}")),
-            )
-        });
-        let begun: Vec<(usize, Job)> = begun.collect();
-        let mut members = Vec::new();
-        for (host, job) in begun {
-            job.go_on(vm, SOME);
-            let tasks = vm.tasks()?;
+        let start = |host| {
             let here = format!("h{host}");
-            let worker = tasks
-                .into_iter()
-                .find(|task| is_ring(task) && task.host.as_deref() == Some(&here));
+            (host, Job::start_small(vm, &format!("ring-{here}"), &here))
+        };
+        let started: Vec<(usize, Job)> = (2..=HOSTS).map(start).collect();
+        let mut members = Vec::new();
+        for (host, job) in started {
+            job.go_on(vm, PROGRESS);
+            let here = format!("h{host}");
+            let is_worker = |task: &Task| is_ring(task) && task.host.as_deref() == Some(&here);
+            let worker = vm.tasks()?.into_iter().find(is_worker);
             let worker = worker.with_context(|| format!("no worker on {here}"))?.tid;
             vm.json(&["checkpoint", "--every", SELDOM, &job.tid])?;
             members.push(Member {
@@ -186,186 +183,164 @@ impl<'a> Jobs<'a> {
                 job,
                 worker,
                 runs: true,
-                owes: false,
+                owes_restart: false,
             });
         }
-        let (engines, held, early, killed) = Default::default();
-        Ok(Jobs {
+        Ok(CheckpointFaults {
             vm,
-            steps,
+            breakpoints,
             members,
-            turn,
-            engines,
-            killed,
-            held,
-            early,
+            turn: usize::try_from(seed())? + offset,
+            engines: 0,
+            killed: Vec::new(),
+            held: 0,
+            early: 0,
         })
     }
 
-    /// The same jobs in the next virtual machine: all that ran in the last one has ended with it, and each is started from the
-    /// newest set that is in the store. Nothing is left of those that were not complete.
+    /// Restarts the same jobs in the next virtual machine, each from its newest checkpoint in the
+    /// store. Nothing is left of incomplete checkpoints.
     ///
     /// # Errors
-    /// One cannot be started, or does not go on.
-    pub fn start_again<'b>(mut self, vm: &'b Vm<'b>) -> Result<Jobs<'b>> {
-        vm.take_in(vm.bed().hosts())?;
-        self.members
-            .iter_mut()
-            .for_each(|member| member.runs = false);
-        let Jobs {
-            steps,
-            members,
-            turn,
-            engines,
-            killed,
-            held,
-            early,
-            ..
-        } = self;
-        let mut jobs = Jobs {
-            vm,
-            steps,
-            members,
-            turn,
-            engines,
-            killed,
-            held,
-            early,
-        };
-        for job in 0..JOBS {
-            jobs.begin_again(job)?;
+    /// A job cannot be restarted, or makes no progress.
+    pub fn start_again<'b>(mut self, vm: &'b Vm<'b>) -> Result<CheckpointFaults<'b>> {
+        vm.take_in(&vm.bed().hosts().iter().collect::<Vec<_>>())?;
+        for member in &mut self.members {
+            member.runs = false;
         }
-        jobs.all_go_on()?;
-        jobs.nothing_is_left()?;
-        Ok(jobs)
+        let mut faults = CheckpointFaults { vm, ..self };
+        for job in 0..JOBS {
+            faults.restart(job)?;
+        }
+        faults.all_make_progress()?;
+        faults.nothing_is_left()?;
+        Ok(faults)
     }
 
-    /// Engines that were met so far.
+    /// Engines hit so far.
     pub fn engines(&self) -> usize {
         self.engines
     }
 
-    /// Has a checkpoint made of one of them and has it started again, with nothing in the way: the places that the daemon comes
-    /// to with each of the two.
+    /// Makes a checkpoint of a job and restarts it without any fault. Returns the points that its
+    /// daemon reaches in each operation.
     ///
     /// # Errors
-    /// It fails.
-    pub fn undisturbed(&mut self) -> Result<[(What, BTreeSet<Point>); 2]> {
+    /// An operation fails.
+    pub fn undisturbed(&mut self) -> Result<[(Operation, BTreeSet<Point>); 2]> {
         let member = &self.members[0];
-        let passed = Passed::new(&self.steps, &member.worker)?;
+        let log = PointLog::new(&self.breakpoints, &member.worker)?;
         self.vm.json(&["checkpoint", &member.job.tid])?;
-        let checkpoint = passed.take()?;
+        let checkpoint = log.take()?;
         self.end(&[0])?;
-        self.begin_again(0)?;
+        self.restart(0)?;
         Ok([
-            (What::Checkpoint, checkpoint),
-            (What::Restart, passed.take()?),
+            (Operation::Checkpoint, checkpoint),
+            (Operation::Restart, log.take()?),
         ])
     }
 
-    /// The places for the next fault, in rounds.
-    fn next(&mut self, share: Share) -> Vec<Vec<Spot>> {
-        let rounds = share.rounds();
+    fn next_rounds(&mut self, sampling: Sampling) -> Vec<Vec<FaultPoint>> {
+        let rounds = sampling.rounds();
         self.turn += rounds;
-        (self.turn - rounds..self.turn).map(some).collect()
+        (self.turn - rounds..self.turn).map(round).collect()
     }
 
-    /// Has one fault meet one party at those places whose turn it is, and judges what comes of it.
+    /// Injects one fault into one victim at the points of the next rounds.
     ///
     /// # Panics
-    /// It is not as it has to be; with all that the virtual machine has written.
-    pub fn strike(&mut self, share: Share, whom: Whom, fault: Fault) {
-        for round in self.next(share) {
-            let works = |spot: &Spot| whom != Whom::Engine || has_engine(spot);
-            let round: Vec<Spot> = round.into_iter().filter(works).collect();
-            self.strike_each(&round, |_| whom, fault);
-        }
+    /// The outcome is wrong; with all logs.
+    pub fn run(&mut self, sampling: Sampling, victim: Victim, fault: Fault) {
+        self.run_mixed(sampling, &[victim], fault);
     }
 
-    /// The same with somebody else for each of the places.
+    /// As [`CheckpointFaults::run`], with these victims in turn.
     ///
     /// # Panics
     /// See there.
-    pub fn strike_those(&mut self, share: Share, whom: &[Whom], fault: Fault) {
-        for (number, round) in self.next(share).into_iter().enumerate() {
-            self.strike_each(&round, |n| whom[(number + n) % whom.len()], fault);
+    pub fn run_mixed(&mut self, sampling: Sampling, victims: &[Victim], fault: Fault) {
+        for (number, round) in self.next_rounds(sampling).into_iter().enumerate() {
+            let round = round.into_iter().enumerate();
+            let case = |(i, point)| (point, victims[(number + i) % victims.len()]);
+            let applies = |(point, victim): &(FaultPoint, Victim)| {
+                *victim != Victim::Engine || has_engine(point)
+            };
+            let cases: Vec<(FaultPoint, Victim)> = round.map(case).filter(applies).collect();
+            self.run_round(&cases, fault);
         }
     }
 
-    fn strike_each(&mut self, round: &[Spot], whom: impl Fn(usize) -> Whom, fault: Fault) {
-        let whom: Vec<Whom> = (0..round.len()).map(whom).collect();
-        self.may_die(&whom, fault).sure(self.vm);
+    fn run_round(&mut self, cases: &[(FaultPoint, Victim)], fault: Fault) {
+        let points: Vec<FaultPoint> = cases.iter().map(|(point, _)| *point).collect();
+        let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
+        self.wait_for_restarts(&victims, fault).sure(self.vm);
         let begun = Instant::now();
-        let done = self.hold(round).and_then(|(mut cells, from)| {
-            let held = begun.elapsed();
-            self.meet(&mut cells, &whom, fault)?;
-            let struck = begun.elapsed();
-            let said = self.judge(cells, &whom, fault, from)?;
+        let done = self.hold(&points).and_then(|(mut held, from)| {
+            let all_held = begun.elapsed();
+            self.inject(&mut held, &victims, fault, from)?;
+            let over = begun.elapsed();
+            let outcomes = self.judge(held, &victims, fault, from)?;
             eprintln!(
-                "{fault:?}, {whom:?}: held after {held:.1?}, struck {struck:.1?}, judged {:.1?}",
+                "{fault:?}, {victims:?}: held {all_held:.1?}, over {over:.1?}, judged {:.1?}",
                 begun.elapsed()
             );
-            Ok(said)
+            Ok(outcomes)
         });
         match done {
-            Ok(said) => round
+            Ok(outcomes) => points
                 .iter()
-                .zip(said)
-                .for_each(|(spot, said)| eprintln!("  {spot:?}: {said}")),
-            Err(error) => panic!(
-                "{fault:?}, {whom:?}, {round:?}: {error:#}\n{}",
-                self.vm.logs()
-            ),
+                .zip(outcomes)
+                .for_each(|(point, outcome)| eprintln!("  {point:?}: {outcome}")),
+            Err(error) => panic!("{fault:?}, {cases:?}: {error:#}\n{}", self.vm.logs()),
         }
     }
 
-    /// Kills the master while those are held whose turn it is; nothing is left of the virtual machine then.
+    /// Kills the master while the operations of one round are held. Nothing is left of the virtual
+    /// machine then.
     ///
     /// # Errors
-    /// They cannot be held, or something is left.
+    /// An operation cannot be held, or something is left.
     pub fn kill_master(&mut self) -> Result<()> {
-        let (mut cells, _) = self.hold(&some(self.turn))?;
-        self.meet(&mut cells, &[Whom::Master], Fault::Kill)?;
-        self.vm.is_gone(LONG)?;
+        let (mut held, from) = self.hold(&round(self.turn))?;
+        let victims = vec![Victim::Master; held.len()];
+        self.inject(&mut held, &victims, Fault::Kill, from)?;
+        self.vm.is_gone(TIMEOUT)?;
         for host in self.vm.bed().hosts() {
-            gone(host, "ring_job", LONG)?;
+            gone(host, "ring_job", TIMEOUT)?;
         }
-        for Cell {
-            spot,
-            job,
-            console,
-            before,
-            ..
-        } in cells
-        {
-            console.finish(LONG)?;
-            let new = self
-                .sets(job)?
-                .into_iter()
-                .filter(|set| !before.contains(set))
+        for one in held {
+            one.console.finish(TIMEOUT)?;
+            let checkpoints = self.checkpoints(one.job)?.into_iter();
+            let new = checkpoints
+                .filter(|name| !one.before.contains(name))
                 .count();
+            let (operation, _) = one.point;
             ensure!(
-                new <= usize::from(spot.0 == What::Checkpoint),
-                "{new} new sets: {spot:?}"
+                new <= usize::from(operation == Operation::Checkpoint),
+                "{new} new checkpoints: {:?}",
+                one.point
             );
         }
         Ok(())
     }
 
-    /// Starts what every struck checkpoint has left in the store, and has all jobs come to their end: it is right.
+    /// Restarts what every interrupted checkpoint has left in the store, and lets all jobs finish
+    /// with the right result.
     ///
     /// # Panics
-    /// It is not.
+    /// A result is wrong, or too many operations ended before their fault.
     pub fn finish(mut self) {
         let (held, early) = (self.held, self.early);
         assert!(
             early * 2 <= held,
-            "{early} of {held} were over before the fault came"
+            "{early} of {held} operations ended before the fault"
         );
-        let owing: Vec<usize> = (0..JOBS).filter(|job| self.members[*job].owes).collect();
+        let owing: Vec<usize> = (0..JOBS)
+            .filter(|job| self.members[*job].owes_restart)
+            .collect();
         self.end(&owing).sure(self.vm);
         for job in owing {
-            self.begin_again(job).sure(self.vm);
+            self.restart(job).sure(self.vm);
         }
         self.nothing_is_left().sure(self.vm);
         self.members
@@ -373,19 +348,15 @@ impl<'a> Jobs<'a> {
             .for_each(|member| member.job.finish(self.vm));
     }
 
-    // ---- before
-
-    /// Waits until all of these would be started again: nobody is who dies too often.
-    fn may_die(&mut self, whom: &[Whom], fault: Fault) -> Result<()> {
-        if fault != Fault::Kill
-            || !whom
-                .iter()
-                .any(|whom| matches!(whom, Whom::Tasker | Whom::ResourceManager))
-        {
+    /// Waits until another death of these victims does not exceed the number of restarts allowed.
+    fn wait_for_restarts(&mut self, victims: &[Victim], fault: Fault) -> Result<()> {
+        let is_limited =
+            |victim: &Victim| matches!(victim, Victim::Tasker | Victim::ResourceManager);
+        if fault != Fault::Kill || !victims.iter().any(is_limited) {
             return Ok(());
         }
         let killed = &mut self.killed;
-        eventually(LONG, || {
+        eventually(TIMEOUT, || {
             killed.retain(|at| at.elapsed() < DEATHS_PERIOD);
             if killed.len() < DEATHS_MAX {
                 Ok(())
@@ -397,530 +368,143 @@ impl<'a> Jobs<'a> {
         Ok(())
     }
 
-    /// Holds these at their places; and the number of the next event before that.
-    fn hold(&mut self, round: &[Spot]) -> Result<(Vec<Cell>, u64)> {
-        let jobs = self.share_out(round)?;
-        let from = self.vm.events()?.last().map_or(0, |entry| entry.number + 1);
-        let mut cells = Vec::new();
-        let all: Vec<(Spot, usize)> = round.iter().copied().zip(jobs).collect();
-        for (spot, job) in all {
-            let before = self.sets(job)?;
-            let member = &self.members[job];
-            let name = member.name();
-            match word(&spot) {
-                Some(word) => {
-                    has_lied(self.vm.bed(), &name);
-                    lie(self.vm.bed(), &name, word);
-                }
-                None => {
-                    // All others are as far as they can get while nobody counts.
-                    self.hold_engines(&mut cells)?;
-                }
-            }
-            let halt = if word(&spot).is_none() {
-                Some(self.halt(spot, job)?)
-            } else {
-                None
-            };
-            let on = format!("h1,{name}");
-            let member = &self.members[job];
-            let newest = before.last().context("a set")?;
-            let words = match spot.0 {
-                What::Checkpoint => ["--json", "checkpoint", &member.job.tid].to_vec(),
-                What::Restart => ["restart", newest, "--on", &on].to_vec(),
-            };
-            let console = self.vm.start_pvm(&words)?;
-            let mut cell = Cell {
-                spot,
-                job,
-                hold: None,
-                console,
-                before,
-            };
-            if let Some(halt) = halt {
-                self.wait_for_daemon(&mut cell, &halt)?;
-            }
-            cells.push(cell);
-        }
-        self.hold_engines(&mut cells)?;
-        for cell in &mut cells {
-            self.hold_deeper(cell)?;
-        }
-        for cell in &mut cells {
-            self.held += 1;
-            // Its time was over, on a machine that has so much else to do.
-            if let Some(status) = cell.console.poll()? {
-                self.early += 1;
-                let (out, err) = (cell.console.out_so_far()?, cell.console.err_so_far()?);
-                eprintln!(
-                    "{:?} was over before the fault came: {status} {out}{err}",
-                    cell.spot
-                );
-            }
-        }
-        Ok((cells, from))
-    }
-
-    /// Which job serves for which place: those whose newest set was not started since a checkpoint of theirs was struck are
-    /// started again first. Those that are to be started again have ended, all others are where they belong.
-    fn share_out(&mut self, round: &[Spot]) -> Result<Vec<usize>> {
-        ensure!(round.len() <= JOBS, "more places than jobs: {round:?}");
-        let mut free: Vec<usize> = (0..JOBS).collect();
-        free.sort_by_key(|job| !self.members[*job].owes);
-        let restarts = round
-            .iter()
-            .filter(|(what, _)| *what == What::Restart)
-            .count();
-        let mut ended = free[..restarts].to_vec();
-        let mut others = free[restarts..].to_vec();
-        others.truncate(round.len() - restarts);
-        let strays = self.strays()?;
-        let astray = |job: &&usize| self.members[**job].owes || strays.contains(*job);
-        let anew: Vec<usize> = others.iter().filter(astray).copied().collect();
-        self.end(&[&ended[..], &anew[..]].concat())?;
-        for job in anew {
-            self.begin_again(job)?;
-        }
-        let jobs = round.iter().map(|(what, _)| {
-            if *what == What::Restart {
-                ended.remove(0)
-            } else {
-                others.remove(0)
-            }
-        });
-        Ok(jobs.collect())
-    }
-
-    /// Running jobs whose tasks are not where they began.
-    fn strays(&self) -> Result<Vec<usize>> {
-        let tasks = self.vm.tasks()?;
-        let is_on = |tid: &str, host: &str| {
-            tasks
-                .iter()
-                .any(|task| task.tid == tid && task.host.as_deref() == Some(host))
+    /// Injects a fault into operations that are held, and waits until it is over. `from` is the
+    /// number of the first event after they began.
+    fn inject(
+        &mut self,
+        held: &mut [Held],
+        victims: &[Victim],
+        fault: Fault,
+        from: u64,
+    ) -> Result<()> {
+        let (vm, bed, members) = (self.vm, self.vm.bed(), &self.members);
+        let hosts: Vec<usize> = held.iter().map(|one| members[one.job].host).collect();
+        let roles = hosts.iter().zip(victims);
+        let targets = Targets {
+            roles: roles.map(|(host, victim)| victim.role(*host)).collect(),
+            pairs: Vec::new(),
         };
-        let strays = |member: &Member| {
-            !(is_on(&member.job.tid, "h1") && is_on(&member.worker, &member.name()))
-        };
-        Ok((0..JOBS)
-            .filter(|job| self.members[*job].runs && strays(&self.members[*job]))
-            .collect())
-    }
-
-    /// Ends these jobs.
-    fn end(&mut self, jobs: &[usize]) -> Result<()> {
-        let running: Vec<usize> = jobs
-            .iter()
-            .copied()
-            .filter(|job| self.members[*job].runs)
+        let holders: Vec<(FaultPoint, usize, Option<Holder>)> = held
+            .iter_mut()
+            .zip(&hosts)
+            .map(|(one, host)| (one.point, *host, one.holder.take()))
             .collect();
-        let tids: Vec<&str> = running
-            .iter()
-            .flat_map(|job| self.members[*job].tids())
-            .collect();
-        if tids.is_empty() {
-            return Ok(());
-        }
-        self.vm.pvm(&[&["kill"], &tids[..]].concat())?;
-        eventually(LONG, || {
-            let left = self.vm.tasks().map_err(|error| error.to_string())?;
-            let left: Vec<&Task> = left
-                .iter()
-                .filter(|task| tids.contains(&&*task.tid))
-                .collect();
-            if left.is_empty() {
-                Ok(())
-            } else {
-                Err(format!("{left:?}"))
-            }
-        })?;
-        running
-            .into_iter()
-            .for_each(|job| self.members[job].runs = false);
-        Ok(())
-    }
-
-    /// Starts the newest set of a job that does not run, where it belongs. It goes on.
-    fn begin_again(&mut self, job: usize) -> Result<()> {
-        let newest = self.sets(job)?.pop().context("a set")?;
-        let member = &mut self.members[job];
-        let on = format!("h1,{}", member.name());
-        self.vm
-            .pvm(&["restart", &newest, "--on", &on])?
-            .expect_good("the newest set is started")?;
-        (member.runs, member.owes) = (true, false);
-        member.job.go_on(self.vm, SOME);
-        member.job.is_right();
-        Ok(())
-    }
-
-    /// Waits until it is there; none if the console has come to an end before.
-    fn reach<T>(cell: &mut Cell, mut look: impl FnMut() -> Result<T, String>) -> Result<Option<T>> {
-        eventually(LONG, || {
-            let is_over = cell
-                .console
-                .poll()
-                .map_err(|error| error.to_string())?
-                .is_some();
-            match look() {
-                Ok(found) => Ok(Some(found)),
-                Err(_) if is_over => Ok(None),
-                Err(missing) => Err(format!("{:?}: {missing}", cell.spot)),
-            }
-        })
-    }
-
-    /// Waits for the engines that are to wait or to work.
-    fn hold_engines(&self, cells: &mut [Cell]) -> Result<()> {
-        let bed = self.vm.bed();
-        for cell in cells.iter_mut().filter(|cell| cell.hold.is_none()) {
-            let (name, host) = (
-                self.members[cell.job].name(),
-                bed.host(self.members[cell.job].host),
-            );
-            let called = Jobs::reach(cell, || match lies(bed, &name) {
-                none if none.is_empty() => Err("no engine was called".to_string()),
-                _ => Ok(Hold::Word),
-            })?;
-            cell.hold = called;
-            if cell.hold.is_some() && cell.spot.1 == Place::EngineWorks {
-                let stands = Jobs::reach(cell, || {
-                    let mut engines = strikes::processes_of(host, Party::Engine).into_iter();
-                    engines
-                        .find(|pid| is_stopped(*pid))
-                        .ok_or("no engine stands still".to_string())
-                })?;
-                cell.hold = stands.map(Hold::Process);
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes one that is held by its engine to the place behind that.
-    fn hold_deeper(&self, cell: &mut Cell) -> Result<()> {
-        let (bed, member) = (self.vm.bed(), &self.members[cell.job]);
-        if !matches!(cell.hold, Some(Hold::Word)) {
-            return Ok(());
-        }
-        match cell.spot.1 {
-            Place::At(..) => {
-                let halt = self.halt(cell.spot, cell.job)?;
-                lie(bed, &member.name(), "");
-                self.wait_for_daemon(cell, &halt)?;
-            }
-            Place::Sealing => {
-                let path = self.store().join("lock");
-                let lock = eventually(LONG, || {
-                    let file = File::open(&path).map_err(|error| error.to_string())?;
-                    Flock::lock(file, FlockArg::LockExclusiveNonblock)
-                        .map_err(|(_, errno)| errno.to_string())
-                })?;
-                lie(bed, &member.name(), "");
-                let draft = format!(".draft-{}-", member.job.tid);
-                let whole = Jobs::reach(cell, || {
-                    let drafts = names(&self.store())
-                        .into_iter()
-                        .filter(|name| name.starts_with(&draft));
-                    let mut whole = drafts.map(|name| self.store().join(name).join("manifest"));
-                    if whole.any(|path| path.exists()) {
-                        Ok(())
-                    } else {
-                        Err("it is not being sealed".to_string())
-                    }
-                })?;
-                cell.hold = whole.map(|()| Hold::Lock(lock));
-            }
-            Place::EngineWaits | Place::EngineWorks => {}
-        }
-        Ok(())
-    }
-
-    fn halt(&self, (_, place): Spot, job: usize) -> Result<Halt> {
-        let Place::At(step, edge) = place else {
-            bail!("no daemon stands still at {place:?}")
-        };
-        let point: Point = (step, edge);
-        Halt::new(&self.steps, &self.members[job].worker, point)
-    }
-
-    fn wait_for_daemon(&self, cell: &mut Cell, halt: &Halt) -> Result<()> {
-        let host = self.vm.bed().host(self.members[cell.job].host);
-        let came = Jobs::reach(cell, || {
-            halt.who_stands(&[host])?
-                .ok_or("no daemon came there".to_string())
-        })?;
-        if came.is_none() {
-            halt.give_up();
-        }
-        cell.hold = came.map(Hold::Process);
-        Ok(())
-    }
-
-    // ---- the fault
-
-    fn meet(&mut self, cells: &mut [Cell], whom: &[Whom], fault: Fault) -> Result<()> {
-        let bed = self.vm.bed();
-        let each = cells.iter().zip(whom.iter().cycle());
-        let parties: Vec<(usize, Party)> = each
-            .map(|(cell, whom)| whom.party(self.members[cell.job].host))
-            .collect();
-        let members = &self.members;
-        let engines = strikes::strike(bed, &parties, &[], fault, |victims| {
-            for cell in cells.iter_mut() {
-                if word(&cell.spot).is_some() {
-                    lie(bed, &members[cell.job].name(), "");
+        let resume = |hit: &[Pid]| {
+            for (point, host, holder) in holders {
+                if word(&point).is_some() {
+                    behave(bed, &format!("h{host}"), "");
                 }
-                match cell.hold.take() {
-                    Some(Hold::Process(pid)) if victims.contains(&pid) => {}
-                    Some(Hold::Process(pid)) => {
+                match holder {
+                    Some(Holder::Process(pid)) if !hit.contains(&pid) => {
                         let told = signal(pid, Signal::SIGCONT);
                         // An engine may have ended with its tasker.
-                        if cell.spot.1 != Place::EngineWorks {
+                        if point.1 != Hold::EngineWorks {
                             told?;
                         }
                     }
-                    Some(Hold::Word | Hold::Lock(_)) | None => {}
+                    Some(Holder::Process(_) | Holder::Word | Holder::Lock(_)) | None => {}
                 }
             }
             Ok(())
-        })?;
-        self.engines += engines;
-        Ok(())
-    }
-
-    // ---- what comes of it
-
-    /// Each checkpoint has become a set or nothing of it is there, and its job goes on; it has gone back to its newest set if it
-    /// has lost a task, and only then. Each restart has begun all of its job or nothing, and then may be begun again. All tasks run
-    /// once, nothing that they say is lost, and nothing is left behind.
-    fn judge(
-        &mut self,
-        cells: Vec<Cell>,
-        whom: &[Whom],
-        fault: Fault,
-        from: u64,
-    ) -> Result<Vec<String>> {
-        let mut said = Vec::new();
-        for (cell, whom) in cells.into_iter().zip(whom) {
-            let Cell {
-                spot,
-                job,
-                console,
-                before,
-                ..
-            } = cell;
-            let done = console.finish(LONG)?;
-            let what = format!(
-                "{spot:?} of the job on h1 and h{}: {done:?}",
-                self.members[job].host
-            );
-            let loss = whom.loss(fault);
-            if loss == Loss::Nothing && !done.good() {
-                let reasons = ["not done within", "was killed by signal 9"];
-                let reasons = if (*whom, fault) == (Whom::Engine, Fault::Kill) {
-                    &reasons[..]
-                } else {
-                    &reasons[..1]
-                };
-                ensure!(
-                    reasons.iter().any(|reason| done.err.contains(reason)),
-                    "no reason to fail: {what}"
-                );
-            }
-            said.push(if done.good() {
-                "good".to_string()
-            } else {
-                done.err.trim().to_string()
-            });
-            self.judge_one(spot.0, job, &done, &before, loss, from)
-                .with_context(|| what)?;
-        }
-        self.vm.take_in(self.vm.bed().hosts())?;
-        self.all_run_once()?;
-        for job in (0..JOBS)
-            .filter(|job| !self.members[*job].runs)
-            .collect::<Vec<_>>()
-        {
-            self.begin_again(job)?;
-        }
-        self.all_go_on()?;
-        self.nothing_is_left()?;
-        Ok(said)
-    }
-
-    fn judge_one(
-        &mut self,
-        what: What,
-        job: usize,
-        done: &Done,
-        before: &[String],
-        loss: Loss,
-        from: u64,
-    ) -> Result<()> {
-        let member = &self.members[job];
-        if loss == Loss::Host {
-            let name = member.name();
-            self.event_from(from, "loss of its host", |kind| {
-                matches!(kind, EventKind::HostGone { name: gone, .. } if *gone == name)
-                    .then_some(())
-            })?;
-        }
-        let old = before.last().context("a set")?;
-        let is_new = |set: &String| !before.contains(set);
-        if what == What::Restart {
-            let new: Vec<String> = self.sets(job)?.into_iter().filter(is_new).collect();
-            ensure!(new.is_empty(), "new sets: {new:?}");
-            self.members[job].runs = done.good();
-            return Ok(());
-        }
-        // One that was being sealed when the job went back may become whole, and goes then.
-        let new = eventually(LONG, || {
-            let sets = self.sets(job).map_err(|error| error.to_string())?;
-            let new: Vec<String> = sets.into_iter().filter(is_new).collect();
-            if new.len() == usize::from(done.good()) {
-                Ok(new)
-            } else {
-                Err(format!("new sets: {new:?}"))
-            }
-        })?;
-        self.members[job].owes = true;
-        let member = &self.members[job];
-        let went_back = |kind: &EventKind| match kind {
-            EventKind::Restarted { set, job, .. } if job.to_string() == member.job.tid => {
-                Some(set.clone())
-            }
-            _ => None,
         };
-        if loss == Loss::Nothing {
-            let events = self.vm.events_from(from)?;
-            let back = events.iter().find_map(|entry| went_back(&entry.kind));
-            ensure!(
-                back.is_none(),
-                "the job has lost nothing, and went back to {back:?}"
-            );
-            return Ok(());
-        }
-        let back = self.event_from(from, "job that goes back", went_back)?;
-        let newest = if done.good() {
-            new.first().unwrap_or(old)
-        } else {
-            old
-        };
-        ensure!(
-            back == *newest,
-            "the job went back to {back}, and not to {newest}"
-        );
-        Ok(())
-    }
-
-    /// Each task of each job that runs is there once, and no other one is there.
-    fn all_run_once(&self) -> Result<()> {
-        eventually(LONG, || {
-            let tasks = self.vm.tasks().map_err(|error| error.to_string())?;
-            let mut listed: Vec<(&str, bool)> = tasks
-                .iter()
-                .filter(|task| is_ring(task))
-                .map(|task| (&*task.tid, task.moving))
-                .collect();
-            let running = self.members.iter().filter(|member| member.runs);
-            let mut wanted: Vec<(&str, bool)> = running
-                .flat_map(Member::tids)
-                .map(|tid| (tid, false))
-                .collect();
-            listed.sort();
-            wanted.sort();
-            if listed != wanted {
-                return Err(format!("{listed:?} are there, and not {wanted:?}"));
+        let noticed = || {
+            if victims.contains(&Victim::Master) {
+                return all_others_have_ended(vm);
             }
-            for host in self.vm.bed().hosts() {
-                let processes = host
-                    .processes()
-                    .into_iter()
-                    .filter(|(_, line)| line.contains("ring_job"));
-                let processes: Vec<String> = processes
-                    .map(|(pid, line)| format!("{pid} {line}"))
-                    .collect();
-                let here = tasks
-                    .iter()
-                    .filter(|task| is_ring(task) && task.host.as_deref() == Some(host.name()));
-                if here.count() != processes.len() {
-                    return Err(format!("{processes:?} on {}: {tasks:?}", host.name()));
+            for one in held.iter_mut() {
+                if matches!(one.console.poll(), Ok(None)) {
+                    return Err(format!("{:?} has not ended", one.point));
                 }
             }
+            let lost = hosts.iter().zip(victims);
+            let lost = lost.filter(|(_, victim)| **victim == Victim::Host);
+            for (host, _) in lost {
+                is_lost(vm, from, *host)?;
+            }
             Ok(())
-        })
-    }
-
-    /// The same, and the jobs go on and have done right so far.
-    fn all_go_on(&self) -> Result<()> {
-        self.all_run_once()?;
-        for member in self.members.iter().filter(|member| member.runs) {
-            member.job.go_on(self.vm, SOME);
-            member.job.is_right();
-        }
+        };
+        self.engines += faults::inject(bed, fault, &targets, resume, noticed)?;
         Ok(())
-    }
-
-    /// No host has images, tokens or an engine, and the store has sets and no others.
-    fn nothing_is_left(&self) -> Result<()> {
-        eventually(LONG, || {
-            let hidden = names(&self.store())
-                .into_iter()
-                .filter(|name| name.starts_with('.'));
-            let mut left: Vec<String> = hidden.collect();
-            for host in self.vm.bed().hosts() {
-                left.extend(left_on(host));
-                left.extend(
-                    host.processes()
-                        .into_iter()
-                        .map(|(_, line)| line)
-                        .filter(|line| liar::is_engine(line)),
-                );
-            }
-            if left.is_empty() {
-                Ok(())
-            } else {
-                Err(left.join(", "))
-            }
-        })
     }
 
     fn store(&self) -> PathBuf {
         self.vm.home().join(".local/state/sempa/checkpoints")
     }
 
-    /// The complete sets of a job, oldest first.
-    fn sets(&self, job: usize) -> Result<Vec<String>> {
+    /// Returns the complete checkpoints of a job, oldest first.
+    fn checkpoints(&self, job: usize) -> Result<Vec<String>> {
         let begin = format!("{}-", self.members[job].job.tid);
-        let sets: Vec<String> = names(&self.store())
+        let checkpoints: Vec<String> = names(&self.store())
             .into_iter()
             .filter(|name| name.starts_with(&begin))
             .collect();
-        ensure!(!sets.is_empty(), "no set of {begin}");
-        Ok(sets)
+        ensure!(!checkpoints.is_empty(), "no checkpoint {begin}");
+        Ok(checkpoints)
     }
 
-    /// What `find` finds in an event from this one on.
-    fn event_from<T>(
-        &self,
-        from: u64,
-        what: &str,
-        find: impl Fn(&EventKind) -> Option<T>,
-    ) -> Result<T> {
-        eventually(LONG, || {
-            let events = self
-                .vm
-                .events_from(from)
-                .map_err(|error| error.to_string())?;
-            events
-                .iter()
-                .find_map(|entry| find(&entry.kind))
-                .ok_or_else(|| format!("no {what}"))
-        })
+    /// Ends these jobs.
+    fn end(&mut self, jobs: &[usize]) -> Result<()> {
+        let running = || {
+            let jobs = jobs.iter().copied();
+            jobs.filter(|job| self.members[*job].runs)
+        };
+        let tids: Vec<&str> = running().flat_map(|job| self.members[job].tids()).collect();
+        if tids.is_empty() {
+            return Ok(());
+        }
+        self.vm.pvm(&[&["kill"], &tids[..]].concat())?;
+        eventually(TIMEOUT, || {
+            let mut left = self.vm.tasks().map_err(|error| error.to_string())?;
+            left.retain(|task| tids.contains(&&*task.tid));
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("{left:?}"))
+            }
+        })?;
+        for job in jobs {
+            self.members[*job].runs = false;
+        }
+        Ok(())
+    }
+
+    /// Restarts a job that does not run from its newest checkpoint, on its own hosts. It makes
+    /// progress.
+    fn restart(&mut self, job: usize) -> Result<()> {
+        let newest = self.checkpoints(job)?.pop().context("a checkpoint")?;
+        let member = &mut self.members[job];
+        let on = format!("h1,{}", member.name());
+        self.vm
+            .pvm(&["restart", &newest, "--on", &on])?
+            .expect_good("the restart of the newest checkpoint")?;
+        (member.runs, member.owes_restart) = (true, false);
+        member.job.go_on(self.vm, PROGRESS);
+        member.job.is_right();
+        Ok(())
     }
 }
 
-/// A task of one of the jobs.
+/// The master has lost a host since an event.
+fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
+    find_event(vm, from, |kind| {
+        let name = vm.bed().host(host).name();
+        matches!(kind, EventKind::HostGone { name: gone, .. } if gone == name).then_some(())
+    })
+    .map_err(|error| format!("h{host} is not lost: {error}"))
+}
+
+/// Returns what `find` finds in the first event from this number on for which it finds something.
+fn find_event<T>(
+    vm: &Vm<'_>,
+    from: u64,
+    find: impl Fn(&EventKind) -> Option<T>,
+) -> Result<T, String> {
+    let events = vm.events_from(from).map_err(|error| error.to_string())?;
+    let mut found = events.iter().filter_map(|entry| find(&entry.kind));
+    found.next().ok_or_else(|| "no such event".to_string())
+}
+
+/// True for a task of one of the jobs.
 fn is_ring(task: &Task) -> bool {
     task.name == "ring_job"
 }

@@ -1,6 +1,6 @@
 //! Tasks that talk all the time (`tests/programs/all_to_all.c`), and moves of them.
 
-use crate::dice::Dice;
+use crate::rng::Rng;
 use crate::run::{Running, eventually};
 use crate::vm::Vm;
 use anyhow::{Context, Result, bail, ensure};
@@ -111,7 +111,7 @@ impl Crowd {
 
     /// Another host for this worker: one of those with the fewest, by chance. So each host has about as many workers at any time, and
     /// what it needs for them stays the same.
-    fn elsewhere(&self, who: usize, dice: &mut Dice) -> String {
+    fn elsewhere(&self, who: usize, rng: &mut Rng) -> String {
         let there = |host: &&String| self.workers.iter().filter(|(_, at)| at == *host).count();
         let others: Vec<&String> = self
             .hosts
@@ -123,17 +123,17 @@ impl Crowd {
             .into_iter()
             .filter(|host| Some(there(host)) == fewest)
             .collect();
-        emptiest[dice.below(emptiest.len())].clone()
+        emptiest[rng.below(emptiest.len())].clone()
     }
 
     /// Moves `at_once` different workers by chance, all at the same time, and waits until all have got there.
     ///
     /// # Errors
     /// One of them did not; the console's words.
-    pub fn move_some(&mut self, vm: &Vm<'_>, dice: &mut Dice, at_once: usize) -> Result<()> {
+    pub fn move_some(&mut self, vm: &Vm<'_>, rng: &mut Rng, at_once: usize) -> Result<()> {
         let mut moves = Vec::new();
-        for who in dice.choose(self.workers.len(), at_once) {
-            let to = self.elsewhere(who, dice);
+        for who in rng.choose(self.workers.len(), at_once) {
+            let to = self.elsewhere(who, rng);
             moves.push((who, vm.start_migrate(&self.workers[who].0, &to)?));
             self.workers[who].1 = to;
         }
@@ -155,8 +155,8 @@ impl Crowd {
     ///
     /// # Errors
     /// It did not get there; the console's words.
-    pub fn move_to_another(&mut self, vm: &Vm<'_>, dice: &mut Dice, who: usize) -> Result<()> {
-        let to = self.elsewhere(who, dice);
+    pub fn move_to_another(&mut self, vm: &Vm<'_>, rng: &mut Rng, who: usize) -> Result<()> {
+        let to = self.elsewhere(who, rng);
         self.move_one(vm, who, &to)
     }
 

@@ -10,8 +10,10 @@ use std::io::{Read, Seek};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the waiting helper rests between two looks at its condition.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Pauses between two checks of a condition: a sixteenth of the time waited so far, within these
+/// bounds. Many conditions start a console each time, which takes time from what is waited for.
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(100);
 
 /// Time for a killed process to end.
 const END_TIME: Duration = Duration::from_secs(20);
@@ -50,20 +52,26 @@ impl Done {
     }
 }
 
-/// Looks at a condition until it holds, at most `deadline` long. The closure says what is still missing; the last such
-/// sentence is the error.
+/// Checks a condition until it holds, or until the deadline. The closure returns what is still
+/// missing; the last such text is the error.
 ///
 /// # Errors
 /// The condition did not hold in time.
-pub fn eventually<T>(deadline: Duration, mut look: impl FnMut() -> Result<T, String>) -> Result<T> {
-    let end = Instant::now() + deadline;
+pub fn eventually<T>(
+    deadline: Duration,
+    mut check: impl FnMut() -> Result<T, String>,
+) -> Result<T> {
+    let begun = Instant::now();
     loop {
-        match look() {
+        match check() {
             Ok(value) => return Ok(value),
-            Err(missing) if Instant::now() >= end => {
+            Err(missing) if begun.elapsed() >= deadline => {
                 bail!("not within {} s: {missing}", deadline.as_secs_f32())
             }
-            Err(_) => std::thread::park_timeout(LOOK_EVERY),
+            Err(_) => {
+                let pause = (begun.elapsed() / 16).clamp(PAUSE_MIN, PAUSE_MAX);
+                std::thread::park_timeout(pause);
+            }
         }
     }
 }

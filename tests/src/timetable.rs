@@ -3,7 +3,7 @@
 //! The generator lays a valid timetable first and then forgets times and rooms, so a solution exists. Two soft wishes
 //! (no holes, free first lessons) cannot both be met, so the search goes on until nothing improves for a while.
 
-use crate::dice::Dice;
+use crate::rng::Rng;
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write;
@@ -36,11 +36,11 @@ pub const PATIENCE: &str = "finish=1300";
 
 /// The problem in tablix2's XML.
 pub fn problem(school: School, seed: u64) -> String {
-    let mut dice = Dice::new(seed);
+    let mut rng = Rng::new(seed);
     let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
     for _ in 0..school.days * school.lessons {
-        let classes = dice.choose(school.classes, school.at_once);
-        let teachers = dice.choose(school.teachers, school.at_once);
+        let classes = rng.choose(school.classes, school.at_once);
+        let teachers = rng.choose(school.teachers, school.at_once);
         for pair in classes.into_iter().zip(teachers) {
             *events.entry(pair).or_default() += 1;
         }

@@ -66,6 +66,16 @@ pub struct Settings {
     pub env: Vec<(String, String)>,
 }
 
+impl Settings {
+    /// Returns environment variables in the form of [`Settings::env`].
+    pub fn env_of(variables: &[(&str, &str)]) -> Vec<(String, String)> {
+        let variables = variables.iter();
+        variables
+            .map(|(name, value)| (name.to_string(), value.to_string()))
+            .collect()
+    }
+}
+
 /// One line of `pvm ps -a --json`.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 pub struct Task {
@@ -253,21 +263,21 @@ impl<'a> Vm<'a> {
             .collect())
     }
 
-    /// Adds those of these hosts that are not there.
+    /// Adds those of these hosts that are not in the virtual machine.
     ///
     /// # Errors
-    /// One of them could not be added for long.
-    pub fn take_in(&self, hosts: &[Host]) -> Result<()> {
+    /// A host cannot be added in time.
+    pub fn take_in(&self, hosts: &[&Host]) -> Result<()> {
         eventually(TAKE_IN_TIME, || {
             let here = self.hosts().map_err(|error| error.to_string())?;
-            let names = hosts.iter().map(Host::name);
+            let names = hosts.iter().map(|host| host.name());
             let missing: Vec<&str> = names
                 .filter(|name| !here.iter().any(|host| host == name))
                 .collect();
             if missing.is_empty() {
                 return Ok(());
             }
-            // A daemon that has lost its master may not have ended yet.
+            // A daemon that has lost its master may still be running.
             self.add(&missing).map_err(|error| format!("{error:#}"))
         })
     }

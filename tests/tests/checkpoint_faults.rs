@@ -1,129 +1,145 @@
-//! A fault in the course of checkpoints and of restarts, with real processes: the job goes on, or has gone back to its newest set, or,
-//! when it was to be started again, runs or does not, and may be started again; no task of it runs twice, no message is lost, and
-//! nothing is left behind.
+//! Faults during checkpoints and restarts, with real processes.
 //!
-//! The faults share the places out among themselves; with `SEMPA_TEST_FULL=1` each is tried at each place.
+//! After each fault the job makes progress, or has gone back to its newest checkpoint; a restart has
+//! started the whole job or nothing and can be repeated. No task runs twice, no message is lost, and
+//! nothing is left behind. Each fault is tried at some points, chosen by a seed; with
+//! `SEMPA_TEST_FULL=1` at all of them.
 
-use sempa_tests::checkpoint_steps::{HOSTS, Jobs, Share, Whom, met, turns};
-use sempa_tests::liar;
+use sempa_tests::checkpoint_steps::{
+    CheckpointFaults, HOSTS, Sampling, Victim, all_rounds, daemon_points,
+};
+use sempa_tests::fake_criu;
+use sempa_tests::faults::{BRIEF, Fault, LONGER, SHORT_LEASE, Until, is_full};
 use sempa_tests::needs::testbed_with_own_engine;
-use sempa_tests::strikes::{A_MOMENT, A_WHILE, Fault, UNTIL_LOST, VERY_LONG, is_full};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm};
 
-fn start(bed: &Testbed) -> Vm<'_> {
-    Vm::start(
-        bed,
-        Settings {
-            rm: Some("pvm-rm".into()),
-            ..Settings::default()
-        },
-    )
-    .expect("a virtual machine")
+fn start<'a>(bed: &'a Testbed, env: &[(&str, &str)]) -> Vm<'a> {
+    let settings = Settings {
+        rm: Some("pvm-rm".into()),
+        env: Settings::env_of(env),
+        ..Settings::default()
+    };
+    Vm::start(bed, settings).expect("a virtual machine")
 }
 
-/// Jobs that come to the right end whatever meets them. `turn`: which places the first fault meets.
-fn with_jobs(turn: usize, test: impl FnOnce(&mut Jobs<'_>)) {
+/// Runs jobs that must finish with the right result in spite of the faults that `test` injects.
+fn with_jobs(env: &[(&str, &str)], offset: usize, test: impl FnOnce(&mut CheckpointFaults<'_>)) {
     let bed = testbed_with_own_engine(HOSTS);
-    liar::put(&bed);
-    let vm = start(&bed);
-    let mut jobs = Jobs::start(&vm, turn).sure(&vm);
-    test(&mut jobs);
-    jobs.finish();
+    fake_criu::install(&bed);
+    let vm = start(&bed, env);
+    let mut faults = CheckpointFaults::start(&vm, offset).sure(&vm);
+    test(&mut faults);
+    faults.finish();
     vm.halt().expect("halts");
 }
 
-/// A step that comes to be one of theirs is to be met, too.
+/// Faults meet checkpoints and restarts at each point that these reach, and at no other one: a new
+/// step must be added to the points that are tried.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn faults_meet_checkpoints_and_restarts_at_each_place_that_these_come_to_and_at_no_other_one() {
-    with_jobs(0, |jobs| {
-        let passed = jobs.undisturbed().expect("nothing is in the way");
-        assert_eq!(
-            passed.each_ref().map(|(what, _)| (*what, met(*what))),
-            passed
-        );
+fn faults_meet_checkpoints_at_each_point() {
+    with_jobs(&[], 0, |faults| {
+        let reached = faults.undisturbed().expect("no fault");
+        let tried = reached
+            .each_ref()
+            .map(|(operation, _)| (*operation, daemon_points(*operation)));
+        assert_eq!(tried, reached);
     });
 }
 
+/// Whatever is killed, the job makes progress or goes back, and a restart has happened or can be
+/// repeated.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_is_killed_the_job_goes_on_or_back_and_what_was_to_be_started_again_runs_once_or_may_be()
-{
-    with_jobs(0, |jobs| {
-        jobs.strike(Share::Half, Whom::ResourceManager, Fault::Kill);
-        for whom in [Whom::Tasker, Whom::Engine, Whom::Host] {
-            jobs.strike(Share::Both, whom, Fault::Kill);
+fn a_kill_during_a_checkpoint_costs_no_job() {
+    with_jobs(&[], 0, |faults| {
+        faults.run(Sampling::Half, Victim::ResourceManager, Fault::Kill);
+        for victim in [Victim::Tasker, Victim::Engine, Victim::Host] {
+            faults.run(Sampling::Both, victim, Fault::Kill);
         }
-        assert!(jobs.engines() > 0, "no engine was met");
+        assert!(faults.engines() > 0, "no engine was hit");
     });
 }
 
+/// When the master is killed, the next virtual machine restarts the jobs from their newest
+/// checkpoints.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn when_the_master_is_killed_the_next_virtual_machine_starts_the_newest_sets() {
+fn jobs_restart_after_the_master_was_killed() {
     let bed = testbed_with_own_engine(HOSTS);
-    liar::put(&bed);
-    for turn in 4..if is_full() { 4 + turns() } else { 6 } {
-        let vm = start(&bed);
-        let mut jobs = Jobs::start(&vm, turn).sure(&vm);
-        jobs.kill_master().sure(&vm);
-        let vm = start(&bed);
-        jobs.start_again(&vm).sure(&vm).finish();
+    fake_criu::install(&bed);
+    for offset in 4..if is_full() { 4 + all_rounds() } else { 5 } {
+        let vm = start(&bed, &[SHORT_LEASE]);
+        let mut faults = CheckpointFaults::start(&vm, offset).sure(&vm);
+        faults.kill_master().sure(&vm);
+        let vm = start(&bed, &[SHORT_LEASE]);
+        faults.start_again(&vm).sure(&vm).finish();
         vm.halt().expect("halts");
     }
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_stands_still_for_a_moment_the_job_goes_on() {
-    with_jobs(6, |jobs| {
-        for whom in [Whom::Host, Whom::Master, Whom::Tasker, Whom::Engine] {
-            jobs.strike(Share::Both, whom, Fault::Stop(A_MOMENT));
+fn a_brief_pause_during_a_checkpoint_costs_nothing() {
+    let pause = Fault::Pause(BRIEF);
+    with_jobs(&[], 6, |faults| {
+        for victim in [Victim::Host, Victim::Master, Victim::Tasker, Victim::Engine] {
+            faults.run(Sampling::Half, victim, pause);
         }
-        jobs.strike(Share::Half, Whom::ResourceManager, Fault::Stop(A_MOMENT));
+        faults.run(Sampling::Half, Victim::ResourceManager, pause);
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_stands_still_for_a_while_the_job_goes_on() {
-    with_jobs(11, |jobs| {
-        for whom in [Whom::Host, Whom::Tasker, Whom::Master] {
-            jobs.strike(Share::Half, whom, Fault::Stop(A_WHILE));
+fn a_longer_pause_during_a_checkpoint_costs_nothing() {
+    with_jobs(&[], 11, |faults| {
+        let victims = [Victim::Host, Victim::Tasker, Victim::Master];
+        if is_full() {
+            for victim in victims {
+                faults.run(Sampling::Half, victim, Fault::Pause(LONGER));
+            }
+        } else {
+            faults.run_mixed(Sampling::Half, &victims, Fault::Pause(LONGER));
         }
     });
 }
 
-/// So long that hosts are lost. Those of one round are stopped together.
+/// A pause that lasts until the hosts are lost. Those of one round are paused together.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_stands_still_for_long_the_job_goes_on_or_back() {
-    with_jobs(14, |jobs| {
-        jobs.strike_those(
-            Share::Half,
-            &[Whom::Host, Whom::Tasker],
-            Fault::Stop(VERY_LONG),
-        )
+fn a_job_goes_back_when_a_paused_host_is_lost() {
+    with_jobs(&[SHORT_LEASE], 14, |faults| {
+        let victims = [Victim::Host, Victim::Tasker];
+        faults.run_mixed(Sampling::Half, &victims, Fault::Pause(Until::Noticed));
     });
 }
 
-/// All others give it up and end, and are lost for it.
+/// All other hosts give a paused master up and end, and it finds them lost.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_master_that_stands_still_for_long_has_lost_all_hosts_and_the_jobs_go_back() {
-    with_jobs(15, |jobs| {
-        jobs.strike(Share::Half, Whom::Master, Fault::Stop(VERY_LONG))
+fn jobs_go_back_when_a_paused_master_loses_all_hosts() {
+    with_jobs(&[SHORT_LEASE], 15, |faults| {
+        faults.run(Sampling::Half, Victim::Master, Fault::Pause(Until::Noticed));
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_is_cut_off_the_job_goes_on_or_back() {
-    with_jobs(16, |jobs| {
-        jobs.strike(Share::Half, Whom::Host, Fault::Cut(A_MOMENT));
-        jobs.strike(Share::Half, Whom::Master, Fault::Cut(A_MOMENT));
-        jobs.strike(Share::Both, Whom::Host, Fault::Cut(UNTIL_LOST));
-        jobs.strike(Share::Half, Whom::Master, Fault::Cut(UNTIL_LOST));
+fn a_brief_cut_during_a_checkpoint_costs_nothing() {
+    with_jobs(&[], 16, |faults| {
+        faults.run(Sampling::Half, Victim::Host, Fault::Cut(BRIEF));
+        faults.run(Sampling::Half, Victim::Master, Fault::Cut(BRIEF));
+    });
+}
+
+/// Hosts that are off the network until they are lost, and a master that loses all hosts that way.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_job_goes_back_when_a_host_is_cut_off() {
+    with_jobs(&[SHORT_LEASE], 18, |faults| {
+        faults.run(Sampling::Both, Victim::Host, Fault::Cut(Until::Noticed));
+        faults.run(Sampling::Half, Victim::Master, Fault::Cut(Until::Noticed));
     });
 }

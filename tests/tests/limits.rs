@@ -2,10 +2,9 @@
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
+use sempa_tests::faults::{Fault, Role, Targets, Until, daemon_of, inject};
 use sempa_tests::needs::testbed;
 use sempa_tests::run::{Running, run};
-use sempa_tests::steps::daemon_of;
-use sempa_tests::strikes::{Fault, Party, strike};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Vm, eventually};
 use std::fs::File;
@@ -129,14 +128,12 @@ fn tasks_that_leave_while_their_daemon_stands_still_again_and_again_have_said_th
     std::thread::scope(|scope| {
         let tasks = scope.spawn(|| good(&vm, &["tasks", "300"]));
         while !tasks.is_finished() {
-            strike(
-                &bed,
-                &[(1, Party::Daemon)],
-                &[],
-                Fault::Stop(STANDS),
-                |_| Ok(()),
-            )
-            .expect("it is there");
+            let targets = Targets {
+                roles: vec![(1, Role::Daemon)],
+                ..Targets::default()
+            };
+            let pause = Fault::Pause(Until::Elapsed(STANDS));
+            inject(&bed, pause, &targets, |_| Ok(()), || Ok(())).expect("it is there");
             std::thread::sleep(RUNS);
         }
         tasks.join().expect("nothing is missing");

@@ -1,9 +1,9 @@
 //! What a job with checkpoints loses when a host dies under it, counted by the job itself; and the death of all hosts at once.
 
 use sempa_proto::event::EventKind;
-use sempa_tests::dice::Dice;
 use sempa_tests::needs::testbed;
 use sempa_tests::ring_job::{Job, Mark};
+use sempa_tests::rng::Rng;
 use sempa_tests::run::Done;
 use sempa_tests::testbed::Host;
 use sempa_tests::vm::{Entry, Settings};
@@ -100,7 +100,7 @@ fn hosts_die(pace: &str, seed: u64, death: Death) -> (Vec<Duration>, bool) {
     let job = Job::start_slow(&vm, "-h2", rounds, PAUSE);
     job.go_on(&vm, 5);
     vm.json(&["checkpoint", pace, "5s", &job.tid]).sure(&vm);
-    let (mut dice, mut all) = (Dice::new(seed), Vec::new());
+    let (mut rng, mut all) = (Rng::new(seed), Vec::new());
     for number in 0..DEATHS {
         let victim = 2 + number % 2;
         let before = made(&vm).len();
@@ -110,7 +110,7 @@ fn hosts_die(pace: &str, seed: u64, death: Death) -> (Vec<Duration>, bool) {
         })
         .sure(&vm);
         // Some moment of each third of the time until the next one would be complete, and a second longer.
-        let moment = newest + 2_000_000 * number as u64 + dice.below(2_000_000) as u64;
+        let moment = newest + 2_000_000 * number as u64 + rng.below(2_000_000) as u64;
         eventually(LONG, || {
             if now() >= moment {
                 Ok(())

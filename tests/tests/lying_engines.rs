@@ -1,7 +1,7 @@
 //! Engines and stores that fail or lie while jobs are written and started again: one plain sentence each, all tasks go on, nothing
 //! is left behind, and the set that was there before can be started.
 
-use sempa_tests::liar::{self, lie};
+use sempa_tests::fake_criu::{self, behave};
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::run::Done;
 use sempa_tests::vm::Settings;
@@ -166,7 +166,7 @@ fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
                         .then_some(name),
                 );
             }
-            let engine = |line: &String| liar::is_engine(line);
+            let engine = |line: &String| fake_criu::is_engine(line);
             left.extend(
                 host.processes()
                     .into_iter()
@@ -188,7 +188,7 @@ fn with_job(
     test: impl FnOnce(&Testbed, &Vm<'_>, &Job<'_>),
 ) {
     let bed = testbed_with_own_engine(2);
-    liar::put(&bed);
+    fake_criu::install(&bed);
     let vm = Vm::start(&bed, settings(&bed)).expect("a virtual machine");
     vm.add(&["h2"]).expect("the other one joins");
     let job = Job::start(&vm);
@@ -210,9 +210,9 @@ fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
                 ("hang", "not done within"),
             ];
             for (what, words) in lies {
-                lie(bed, "h2", what);
+                behave(bed, "h2", what);
                 job.fails(what, &["the job goes on", words]);
-                lie(bed, "h2", "");
+                behave(bed, "h2", "");
             }
             for kind in [
                 "inventory",
@@ -224,20 +224,20 @@ fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
                 "pagemap-",
                 "pages-",
             ] {
-                lie(bed, "h2", &format!("cut {kind}*.img"));
+                behave(bed, "h2", &format!("cut {kind}*.img"));
                 job.fails(
                     &format!("{kind} cut"),
                     &["the job goes on", "images: ", kind],
                 );
-                lie(bed, "h2", "");
+                behave(bed, "h2", "");
             }
             job.end();
             for (what, words) in lies {
-                lie(bed, "h1", what);
-                lie(bed, "h2", what);
+                behave(bed, "h1", what);
+                behave(bed, "h2", what);
                 job.is_not_started(&good, what, &["nothing of it runs", words]);
-                lie(bed, "h1", "");
-                lie(bed, "h2", "");
+                behave(bed, "h1", "");
+                behave(bed, "h2", "");
             }
             job.starts_again(&good);
         },

@@ -3,12 +3,13 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
-use sempa_tests::liar::{self, has_lied, lie};
+use sempa_tests::fake_criu::{self, behave, take_misbehaved};
 use sempa_tests::limits;
+use sempa_tests::move_steps::{self, MoveFaults, may_be_lost, sampled_points};
 use sempa_tests::needs::{self, testbed_with_env, testbed_with_own_engine};
 use sempa_tests::ring_job::Job;
+use sempa_tests::rng::seed;
 use sempa_tests::run::{Done, must};
-use sempa_tests::steps::{self, Rounds, Share};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Host, Testbed, Vm, eventually};
 use std::fs;
@@ -52,7 +53,7 @@ fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
 /// Hosts h1 to h3 with an engine that lies when it is told to.
 fn with_liars(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
     let bed = testbed_with_env(3, env);
-    liar::put(&bed);
+    fake_criu::install(&bed);
     let env = env
         .iter()
         .map(|(name, value)| (name.to_string(), value.to_string()))
@@ -129,7 +130,7 @@ fn nothing_is_left(vm: &Vm<'_>, what: &str) {
             }
             let lines = host.processes().into_iter().map(|(_, line)| line);
             let copy = |line: &String| host.name() != "h2" && line.contains("LINUX64/hold");
-            left.extend(lines.filter(|line| liar::is_engine(line) || copy(line)));
+            left.extend(lines.filter(|line| fake_criu::is_engine(line) || copy(line)));
         }
         if left.is_empty() {
             Ok(())
@@ -178,11 +179,11 @@ fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
 /// The same with an engine on this host that lies.
 fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, words: &str) {
     let what = format!("{word} on {host}");
-    lie(vm.bed(), host, word);
+    behave(vm.bed(), host, word);
     fails(vm, tid, step, &what, words);
-    lie(vm.bed(), host, "");
+    behave(vm.bed(), host, "");
     assert!(
-        !has_lied(vm.bed(), host).is_empty(),
+        !take_misbehaved(vm.bed(), host).is_empty(),
         "{what}: nobody has asked it"
     );
 }
@@ -272,7 +273,7 @@ fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_w
             .cycle()
             .take(6)
             .any(|(source, from, to)| {
-                lie(bed, from, "stall 1048576");
+                behave(bed, from, "stall 1048576");
                 vm.must_migrate(&tid, to);
                 lives_on(vm, &tid, to, "afterwards");
                 let log = bed.host(source).path("/tmp/sempa-0/pvm/pvml");
@@ -297,7 +298,7 @@ fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_i
 {
     with_liars(&[ALWAYS, SLOWLY], |bed, vm| {
         let tid = a_task(vm);
-        lie(bed, "h3", "lazy-early");
+        behave(bed, "h3", "lazy-early");
         let done = check(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
         assert!(
             !done.good() && done.err.lines().count() == 1,
@@ -321,7 +322,7 @@ fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_i
         });
         check(vm, "it has ended", gone);
         nothing_is_left(vm, "lazy-early");
-        assert_eq!(has_lied(bed, "h3"), ["lazy-pages-lazy-early"]);
+        assert_eq!(take_misbehaved(bed, "h3"), ["lazy-pages-lazy-early"]);
     });
 }
 
@@ -340,11 +341,12 @@ fn fill(host: &Host, full: bool) {
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_costs_no_task() {
-    let bed = testbed_with_own_engine(steps::HOSTS);
+    let bed = testbed_with_own_engine(move_steps::HOSTS);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let mut rounds = Rounds::new(&vm).expect("a director");
-    for whose in ["source", "target", "master"] {
-        for group in steps::places(Share::Half) {
+    let mut rounds = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
+    let seed = usize::try_from(seed()).expect("a seed");
+    for (turn, whose) in (seed..).zip(["source", "target", "master"]) {
+        for group in sampled_points(turn) {
             let what = format!("disk of the {whose} full from {group:?} on");
             let cells = check(&vm, &what, rounds.hold(&group));
             let hosts: Vec<&Host> = match whose {
@@ -353,8 +355,8 @@ fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_cost
                 _ => vec![bed.host(1)],
             };
             hosts.iter().for_each(|host| fill(host, true));
-            check(&vm, &what, rounds.go_on(&cells));
-            let ended = check(&vm, &what, rounds.end(cells));
+            check(&vm, &what, rounds.resume(&cells));
+            let ended = check(&vm, &what, rounds.wait_for_end(cells));
             hosts.iter().for_each(|host| fill(host, false));
             for cell in &ended {
                 let told = failures(&vm, &cell.tid);

@@ -1,113 +1,142 @@
-//! A fault before each step of a move and at its end, with real processes: the task ends up running exactly once, or, when its
-//! only host was lost, is known to have ended; it never runs twice, and no message is lost.
+//! Faults at each step of a migration, with real processes.
 //!
-//! The steps are those of the protocol, so a new one is tried by itself. The faults share the places out among themselves; with
-//! `SEMPA_TEST_FULL=1` each is tried at each place.
+//! After each fault the task runs exactly once, or, when its only host was lost, is known to have
+//! ended; it never runs twice, and no message is lost. Each fault is tried once at each step, with a
+//! victim that a seed chooses; with `SEMPA_TEST_FULL=1` at both edges of each step and with each
+//! victim.
 
-use sempa_tests::needs::testbed_with_own_engine;
-use sempa_tests::steps::{
-    A_MOMENT, A_WHILE, Cell, Fault, HOSTS, Point, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom,
-    is_full, never, nobody_is_left, not_committed, only_source_has_it, only_target_has_it, places,
-    strike,
+use sempa_tests::faults::{BRIEF, Fault, LONGER, Point, SHORT_LEASE, Until, is_full};
+use sempa_tests::move_steps::{
+    HOSTS, HeldMove, MoveFaults, Sampling, Victim, may_be_lost, sampled_points,
 };
+use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::rng::seed;
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm};
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
+const PAUSABLE: [Victim; 6] = [
+    Victim::Source,
+    Victim::Target,
+    Victim::SourceTasker,
+    Victim::TargetTasker,
+    Victim::ResourceManager,
+    Victim::Master,
+];
+/// Victims whose loss others survive.
+const EXPENDABLE: [Victim; 5] = [
+    Victim::Source,
+    Victim::Target,
+    Victim::SourceTasker,
+    Victim::TargetTasker,
+    Victim::ResourceManager,
+];
+
+fn with_faults(
+    bed: &Testbed,
+    env: &[(&str, &str)],
+    test: impl FnOnce(&Vm<'_>, &mut MoveFaults<'_>),
+) {
     let settings = Settings {
         rm: Some("pvm-rm".into()),
+        env: Settings::env_of(env),
         ..Settings::default()
     };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
-    let mut rounds = Rounds::new(&vm).expect("a director");
-    test(&vm, &mut rounds);
+    let mut faults = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
+    test(&vm, &mut faults);
+}
+
+/// Returns this number of rounds, chosen by the seed, or all of them.
+fn rounds_of_points(count: usize) -> Vec<Vec<Point>> {
+    let turn = usize::try_from(seed()).expect("a seed");
+    let mut rounds = sampled_points(turn);
+    if !is_full() {
+        let first = count * turn % rounds.len();
+        rounds.rotate_left(first);
+        rounds.truncate(count);
+    }
+    rounds
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_is_killed_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
+fn a_task_runs_once_when_a_process_is_killed() {
     let bed = testbed_with_own_engine(HOSTS);
-    with_rounds(&bed, |vm, rounds| {
-        strike(
-            rounds,
-            Share::Half,
-            Whom::ResourceManager,
-            Fault::Kill,
-            never,
-        );
-        strike(
-            rounds,
-            Share::Half,
-            Whom::SourceTasker,
-            Fault::Kill,
-            not_committed,
-        );
-        strike(
-            rounds,
-            Share::Half,
-            Whom::TargetTasker,
-            Fault::Kill,
-            only_target_has_it,
-        );
-        strike(
-            rounds,
-            Share::Half,
-            Whom::Source,
-            Fault::Kill,
-            only_source_has_it,
-        );
-        strike(
-            rounds,
-            Share::Half,
-            Whom::Target,
-            Fault::Kill,
-            only_target_has_it,
-        );
+    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
+        faults.run(Sampling::EachStep, &EXPENDABLE, Fault::Kill);
         vm.halt().expect("halts");
     });
-    for at in places(Share::Half) {
-        with_rounds(&bed, |vm, rounds| {
-            let cells = rounds.hold(&at).sure(vm);
-            rounds
-                .strike(&cells, Whom::Master, Fault::Kill)
+}
+
+/// When the master is killed all daemons and tasks end with it, and another virtual machine starts.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn all_tasks_end_when_the_master_is_killed() {
+    let bed = testbed_with_own_engine(HOSTS);
+    for points in rounds_of_points(2) {
+        with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
+            let mut moves = faults.hold(&points).sure(vm);
+            let victims = vec![Victim::Master; moves.len()];
+            faults
+                .inject(&mut moves, &victims, Fault::Kill)
                 .expect("killed");
-            all_end_with_the_master(rounds, &cells);
+            faults.all_has_ended().expect("all end with their master");
+            for held in &moves {
+                faults.oracle.ran_once(&held.name).expect("it ran once");
+            }
         });
     }
-    with_rounds(&bed, |vm, _| {
+    with_faults(&bed, &[], |vm, _| {
         vm.halt()
             .expect("the next virtual machine starts and halts")
     });
 }
 
-fn all_end_with_the_master(rounds: &Rounds<'_>, cells: &[Cell]) {
-    nobody_is_left(rounds).expect("all end with their master");
-    for cell in cells {
-        rounds.witnesses.ran_once(&cell.name).expect("it ran once");
-    }
-}
-
-/// All that can be stopped for a while without anybody being lost.
-const ALL: [Whom; 6] = [
-    Whom::Source,
-    Whom::Target,
-    Whom::SourceTasker,
-    Whom::TargetTasker,
-    Whom::ResourceManager,
-    Whom::Master,
-];
-
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_task_does() {
+fn a_pause_at_any_step_costs_nothing() {
     let bed = testbed_with_own_engine(HOSTS);
-    with_rounds(&bed, |vm, rounds| {
-        for whom in ALL {
-            strike(rounds, Share::Half, whom, Fault::Stop(A_MOMENT), never);
+    with_faults(&bed, &[], |vm, faults| {
+        faults.run(Sampling::EachStep, &PAUSABLE, Fault::Pause(BRIEF));
+        faults.run(Sampling::EachThirdStep, &PAUSABLE, Fault::Pause(LONGER));
+        vm.halt().expect("halts");
+    });
+}
+
+/// A pause that lasts until the victim is lost. Those of one round are paused together.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_task_runs_once_when_a_paused_process_is_lost() {
+    let bed = testbed_with_own_engine(HOSTS);
+    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
+        faults.run(
+            Sampling::EachStep,
+            &EXPENDABLE,
+            Fault::Pause(Until::Noticed),
+        );
+        vm.halt().expect("halts");
+    });
+}
+
+/// All other hosts give the master up and end; the master has lost all of them, and halts.
+fn master_is_lost(fault: Fault) {
+    let bed = testbed_with_own_engine(HOSTS);
+    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
+        let points = rounds_of_points(1).swap_remove(0);
+        let mut moves: Vec<HeldMove> = faults.hold(&points).sure(vm);
+        let victims = vec![Victim::Master; moves.len()];
+        faults
+            .inject(&mut moves, &victims, fault)
+            .expect("the fault is over");
+        for host in &bed.hosts()[1..] {
+            gone(host, "pvm", TIMEOUT).expect("it ends with its master");
+        }
+        for held in &moves {
+            faults.oracle.ran_once(&held.name).expect("it ran once");
         }
         vm.halt().expect("halts");
     });
@@ -115,121 +144,54 @@ fn whoever_stands_still_for_a_moment_at_whatever_step_the_move_goes_on_or_the_ta
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_stands_still_for_a_while_at_whatever_step_the_task_runs_once() {
-    let bed = testbed_with_own_engine(HOSTS);
-    with_rounds(&bed, |vm, rounds| {
-        for whom in ALL {
-            strike(rounds, Share::Few, whom, Fault::Stop(A_WHILE), never);
-        }
-        vm.halt().expect("halts");
-    });
-}
-
-/// So long that daemons are lost. Those of one round are stopped together.
-#[test]
-#[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_stands_still_for_long_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
-    let bed = testbed_with_own_engine(HOSTS);
-    let parts = [
-        Whom::Source,
-        Whom::SourceTasker,
-        Whom::Target,
-        Whom::TargetTasker,
-        Whom::ResourceManager,
-    ];
-    let may_be_lost = |cell: &Cell, whom: Whom| match whom {
-        Whom::Source => only_source_has_it(cell),
-        Whom::Target => only_target_has_it(cell),
-        _ => false,
-    };
-    with_rounds(&bed, |vm, rounds| {
-        for turn in 0..if is_full() { parts.len() } else { 1 } {
-            for (n, at) in rounds.next(Share::Few).into_iter().enumerate() {
-                let cells = rounds.hold(&at).sure(vm);
-                let mut whom = parts.into_iter().cycle().skip(turn + n);
-                let each: Vec<(&Cell, Whom)> = cells
-                    .iter()
-                    .map(|cell| (cell, whom.next().expect("a circle")))
-                    .collect();
-                let lost: Vec<Point> = each
-                    .iter()
-                    .filter(|(cell, whom)| may_be_lost(cell, *whom))
-                    .map(|(cell, _)| cell.point)
-                    .collect();
-                rounds
-                    .strike_each(&each, Fault::Stop(VERY_LONG))
-                    .expect("stopped");
-                drop(each);
-                let alive = rounds.judge(cells, |cell| lost.contains(&cell.point));
-                eprintln!("30 s, {at:?}: {} live on", alive.sure(vm));
-            }
-        }
-        vm.halt().expect("halts");
-    });
-    // All others give a master up that says nothing for so long; it finds none of them.
-    with_rounds(&bed, |vm, rounds| {
-        let at = rounds.next(Share::Few).swap_remove(0);
-        let cells = rounds.hold(&at).sure(vm);
-        rounds
-            .strike(&cells, Whom::Master, Fault::Stop(VERY_LONG))
-            .expect("stopped");
-        all_but_the_master_end(&bed, rounds, &cells);
-        vm.halt().expect("halts");
-    });
-}
-
-/// Each of the others has lost its master, and the master all others.
-fn all_but_the_master_end(bed: &Testbed, rounds: &Rounds<'_>, cells: &[Cell]) {
-    for host in &bed.hosts()[1..] {
-        gone(host, "pvm", SOON).expect("it ends with its master");
-    }
-    for cell in cells {
-        rounds.witnesses.ran_once(&cell.name).expect("it ran once");
-    }
+fn all_hosts_end_when_the_master_is_paused_too_long() {
+    master_is_lost(Fault::Pause(Until::Noticed));
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_is_cut_off_at_whatever_step_the_task_runs_once_or_is_known_to_have_ended() {
+fn all_hosts_end_when_the_master_is_cut_off() {
+    master_is_lost(Fault::Cut(Until::Noticed));
+}
+
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_brief_cut_at_any_step_costs_nothing() {
     let bed = testbed_with_own_engine(HOSTS);
-    with_rounds(&bed, |vm, rounds| {
-        for whom in [Whom::Source, Whom::Target, Whom::Master] {
-            strike(rounds, Share::Few, whom, Fault::Cut(A_MOMENT), never);
-        }
-        strike(
-            rounds,
-            Share::Few,
-            Whom::Source,
-            Fault::Part(A_MOMENT),
-            never,
+    with_faults(&bed, &[], |vm, faults| {
+        let victims = [Victim::Source, Victim::Target, Victim::Master];
+        faults.run(Sampling::EachStep, &victims, Fault::Cut(BRIEF));
+        faults.run(
+            Sampling::EachThirdStep,
+            &[Victim::Source],
+            Fault::Part(BRIEF),
         );
-        strike(
-            rounds,
-            Share::Half,
-            Whom::Source,
-            Fault::Part(UNTIL_LOST),
-            never,
+        vm.halt().expect("halts");
+    });
+}
+
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_task_runs_once_when_a_host_is_cut_off() {
+    let bed = testbed_with_own_engine(HOSTS);
+    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
+        let victims = [Victim::Source, Victim::Target];
+        faults.run(Sampling::EachStep, &victims, Fault::Cut(Until::Noticed));
+        vm.halt().expect("halts");
+    });
+}
+
+/// Source and target do not reach each other, and the master reaches both.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_task_runs_once_when_source_and_target_are_parted() {
+    let bed = testbed_with_own_engine(HOSTS);
+    with_faults(&bed, &[SHORT_LEASE], |vm, faults| {
+        faults.run(
+            Sampling::EachStep,
+            &[Victim::Source],
+            Fault::Part(Until::Noticed),
         );
-        strike(
-            rounds,
-            Share::Half,
-            Whom::Source,
-            Fault::Cut(UNTIL_LOST),
-            only_source_has_it,
-        );
-        strike(
-            rounds,
-            Share::Half,
-            Whom::Target,
-            Fault::Cut(UNTIL_LOST),
-            only_target_has_it,
-        );
-        let at = rounds.next(Share::Half).swap_remove(0);
-        let cells = rounds.hold(&at).sure(vm);
-        rounds
-            .strike(&cells, Whom::Master, Fault::Cut(UNTIL_LOST))
-            .expect("cut off");
-        all_but_the_master_end(&bed, rounds, &cells);
         vm.halt().expect("halts");
     });
 }

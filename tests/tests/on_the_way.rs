@@ -1,10 +1,11 @@
 //! How a task gets from host to host: what of its memory is sent, and on which way.
 
 use nix::sys::signal::{Signal, kill};
+use sempa_tests::faults::{daemon_of, kill_and_wait};
 use sempa_tests::holders::{is_whole, with_changed_hosts, with_hosts};
+use sempa_tests::move_steps::{Victim, process_of};
 use sempa_tests::needs;
 use sempa_tests::run::Running;
-use sempa_tests::steps::{Whom, daemon_of, kill_for_good, process_of};
 use sempa_tests::testbed::{NETWORK, left};
 use sempa_tests::{Host, Sure, Testbed, Vm, eventually};
 use std::path::{Path, PathBuf};
@@ -238,10 +239,10 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
         let tid = vm.spawn(&["-h2", "hold", "1", CARRIED]).expect("spawned");
         is_whole(vm, &tid);
         let three = vm.bed().host(3);
-        let tasker = || process_of(three, Whom::TargetTasker).expect("it has a tasker");
+        let tasker = || process_of(three, Victim::TargetTasker).expect("it has a tasker");
 
         let moving = held_when_it_is_built(vm, &tid);
-        kill_for_good(tasker());
+        kill_and_wait(tasker());
         has_no_file_and_goes_on(vm, &tid);
         assert!(!moving.finish(SOON).expect("the console ends").good());
 
@@ -261,7 +262,7 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
         };
         eventually(SOON, tried).expect("another tasker");
         let moving = held_when_it_is_built(vm, &tid);
-        kill_for_good(tasker());
+        kill_and_wait(tasker());
         kill(daemon_of(three).expect("it has a daemon"), Signal::SIGKILL).expect("killed");
         assert!(!moving.finish(SOON).expect("the console ends").good());
         assert!(three.path(CARRIED).exists(), "nobody is there to remove it");

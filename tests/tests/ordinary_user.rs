@@ -6,9 +6,10 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal};
 use sempa_tests::Sure;
 use sempa_tests::Vm;
+use sempa_tests::faults::daemon_of;
+use sempa_tests::move_steps::{Victim, process_of};
 use sempa_tests::needs::testbed;
 use sempa_tests::run::must;
-use sempa_tests::steps::{Whom, daemon_of, process_of};
 use sempa_tests::vm::Settings;
 use std::time::Duration;
 
@@ -132,7 +133,7 @@ fn roots_daemon_and_tasker_keep_only_what_they_need_and_his_tasks_have_all_of_hi
     let of_the_tasker = [19, 21, 40].iter().fold(0, |set, one| set | 1_u64 << one);
     for host in bed.hosts() {
         let daemon = daemon_of(host).expect("a daemon");
-        let tasker = process_of(host, Whom::TargetTasker).expect("a tasker");
+        let tasker = process_of(host, Victim::TargetTasker).expect("a tasker");
         for name in ["CapPrm", "CapEff"] {
             assert_eq!(
                 rights(daemon, name) & (never | of_the_tasker),

@@ -1,6 +1,6 @@
 //! A checkpoint of a job stops nobody else, however long it takes.
 
-use sempa_tests::liar::{self, has_lied, lie, lies};
+use sempa_tests::fake_criu::{self, behave, misbehaved, take_misbehaved};
 use sempa_tests::needs::testbed_with_own_engine;
 use sempa_tests::ring_job::{Job, WORKERS};
 use sempa_tests::run::Running;
@@ -19,14 +19,14 @@ const TRIES: usize = 5;
 /// Starts `pvm checkpoint` of a job whose engines wait before they write anything; they do so when this returns.
 fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
     for host in HOSTS {
-        has_lied(bed, host);
-        lie(bed, host, "wait");
+        take_misbehaved(bed, host);
+        behave(bed, host, "wait");
     }
     let running = vm
         .start_pvm(&["--json", "checkpoint", &job.tid])
         .expect("it starts");
     for host in HOSTS {
-        let waits = || match lies(bed, host) {
+        let waits = || match misbehaved(bed, host) {
             none if none.is_empty() => Err(format!("no engine waits on {host}")),
             _ => Ok(()),
         };
@@ -56,10 +56,10 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
     let waits = |host: &Host| {
         host.processes()
             .iter()
-            .any(|(_, line)| liar::is_engine(line))
+            .any(|(_, line)| fake_criu::is_engine(line))
     };
     let held = bed.hosts().iter().all(waits);
-    HOSTS.iter().for_each(|host| lie(bed, host, ""));
+    HOSTS.iter().for_each(|host| behave(bed, host, ""));
     let done = checkpoint.finish(LONG).sure(vm);
     if held {
         assert_eq!(
@@ -79,7 +79,7 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops_it() {
     let bed = testbed_with_own_engine(2);
-    liar::put(&bed);
+    fake_criu::install(&bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
     let outside = Job::start_beside(&vm, "outside", "-h2", 1000);

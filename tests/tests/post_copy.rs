@@ -3,12 +3,11 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
+use sempa_tests::faults::{BRIEF, Fault, LONGER, Point, SHORT_LEASE, StepEdge, Until, is_full};
 use sempa_tests::holders::{is_whole, reached, with_hosts};
+use sempa_tests::move_steps::{HOSTS, MoveFaults, Sampling, Victim, not_committed};
 use sempa_tests::needs::testbed_with_env;
-use sempa_tests::steps::{
-    A_MOMENT, A_WHILE, Cell, Edge, Fault, HOSTS, Rounds, Share, UNTIL_LOST, VERY_LONG, Whom, never,
-    only_target_has_it, strike, strike_at,
-};
+use sempa_tests::rng::seed;
 use sempa_tests::testbed::gone;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm, eventually};
@@ -183,172 +182,134 @@ fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
     });
 }
 
-/// Up to the last of the memory both hosts have a part of the task, and their taskers with them.
-fn not_arrived(cell: &Cell) -> bool {
-    cell.point < (Step::Arrive, Edge::After)
+/// True until all memory has arrived: both hosts have a part of the task.
+fn not_arrived(point: Point) -> bool {
+    point < (Step::Arrive, StepEdge::After)
 }
 
-/// The target's tasker has to notice first, and the commit may be over by then.
-fn restored(cell: &Cell) -> bool {
-    cell.point >= (Step::Restore, Edge::After)
+/// Tells what faults may cost a task whose memory follows it.
+fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
+    match (victim, fault) {
+        _ if !fault.is_lasting() => false,
+        // From the commit on the target asks for memory.
+        (_, Fault::Part(_)) => !not_committed(point) && not_arrived(point),
+        (Victim::Source, _) | (Victim::SourceTasker, Fault::Kill) => not_arrived(point),
+        (Victim::Target, _) | (Victim::TargetTasker, Fault::Kill) => !not_committed(point),
+        // The target's tasker notices first, and the commit may be over by then.
+        (Victim::TargetEngine, _) => point >= (Step::Restore, StepEdge::After),
+        _ => false,
+    }
 }
 
-/// From the commit on memory is asked for, and the task ends when it is known that some of it does not come.
-fn memory_is_on_its_way(cell: &Cell) -> bool {
-    only_target_has_it(cell) && not_arrived(cell)
-}
+const VICTIMS: [Victim; 5] = [
+    Victim::SourceTasker,
+    Victim::TargetTasker,
+    Victim::Source,
+    Victim::Target,
+    Victim::ResourceManager,
+];
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_is_killed_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended()
- {
+fn a_following_task_runs_once_when_a_process_is_killed() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
-    with_rounds(&bed, |vm, all| {
-        strike(
-            all,
-            Share::Half,
-            Whom::SourceTasker,
-            Fault::Kill,
-            not_arrived,
-        );
-        strike(
-            all,
-            Share::Half,
-            Whom::TargetTasker,
-            Fault::Kill,
-            only_target_has_it,
-        );
-        strike(all, Share::Half, Whom::Source, Fault::Kill, not_arrived);
-        strike(
-            all,
-            Share::Half,
-            Whom::Target,
-            Fault::Kill,
-            only_target_has_it,
-        );
-        strike(all, Share::Few, Whom::ResourceManager, Fault::Kill, never);
-        vm.halt().expect("halts");
+    with_faults(&bed, &[SHORT_LEASE], |faults| {
+        faults.run(Sampling::EachStep, &VICTIMS, Fault::Kill);
     });
 }
 
-/// The memory needs some seconds, so that whoever fetches it is still there at each of these places.
+/// The memory needs some seconds, so that the process which fetches it runs at each of these points.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn when_what_fetches_its_memory_is_killed_or_stands_still_a_task_runs_once_or_is_known_to_have_ended()
- {
+fn a_following_task_survives_faults_of_what_fetches_it() {
     let env = [ALWAYS[0], NOTHING_AHEAD, ("WITNESS_MIB", "3")];
     let bed = testbed_with_env(HOSTS, &env);
-    with_rounds_and(
-        &bed,
-        &[ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)],
-        |vm, all| {
-            let late = [Step::Restore, Step::Commit, Step::KillSource, Step::Run]
-                .map(|step| (step, Edge::After));
-            for (fault, may_be_lost) in [
-                (Fault::Kill, restored as fn(&Cell) -> bool),
-                (Fault::Stop(A_MOMENT), never),
-            ] {
-                for point in late.into_iter().chain([(Step::Commit, Edge::Before)]) {
-                    strike_at(all, &[point], Whom::TargetEngine, fault, may_be_lost);
+    let env = [ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)];
+    with_faults(&bed, &env, |faults| {
+        let points = [
+            (Step::Restore, StepEdge::After),
+            (Step::Commit, StepEdge::Before),
+            (Step::Commit, StepEdge::After),
+            (Step::KillSource, StepEdge::After),
+            (Step::Run, StepEdge::After),
+        ];
+        let kinds = [
+            Fault::Kill,
+            Fault::Pause(BRIEF),
+            Fault::Pause(LONGER),
+            Fault::Pause(Until::Noticed),
+        ];
+        let turn = usize::try_from(seed()).expect("a seed");
+        for (i, point) in points.into_iter().enumerate() {
+            for (j, fault) in kinds.into_iter().enumerate() {
+                // Each point meets one kind, and the kill meets two points.
+                let is_chosen =
+                    (i + turn) % points.len() == j || (i + turn) % points.len() == 4 && j == 0;
+                if is_full() || is_chosen {
+                    faults.run_round(&[(point, Victim::TargetEngine)], fault);
                 }
             }
-            for point in [late[0], late[3]] {
-                strike_at(
-                    all,
-                    &[point],
-                    Whom::TargetEngine,
-                    Fault::Stop(A_WHILE),
-                    never,
-                );
-            }
-            strike_at(
-                all,
-                &[late[1]],
-                Whom::TargetEngine,
-                Fault::Stop(VERY_LONG),
-                restored,
-            );
-            assert!(all.engines() > 0, "no engine was met");
-            vm.halt().expect("halts");
-        },
-    );
-}
-
-#[test]
-#[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_stands_still_at_whatever_step_a_task_whose_memory_follows_runs_once() {
-    let bed = testbed_with_env(HOSTS, &ALWAYS);
-    let whom = [
-        Whom::Source,
-        Whom::Target,
-        Whom::Master,
-        Whom::SourceTasker,
-        Whom::TargetTasker,
-        Whom::ResourceManager,
-    ];
-    with_rounds(&bed, |vm, all| {
-        for whom in whom {
-            strike(all, Share::Few, whom, Fault::Stop(A_MOMENT), never);
         }
-        vm.halt().expect("halts");
+        assert!(faults.engines() > 0, "no engine was hit");
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_is_cut_off_at_whatever_step_a_task_whose_memory_follows_runs_once_or_is_known_to_have_ended()
- {
+fn a_brief_pause_costs_a_following_task_nothing() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
-    with_rounds(&bed, |vm, all| {
-        for whom in [Whom::Source, Whom::Target, Whom::Master] {
-            strike(all, Share::Few, whom, Fault::Cut(A_MOMENT), never);
-        }
-        strike(all, Share::Few, Whom::Source, Fault::Part(A_MOMENT), never);
-        strike(
-            all,
-            Share::Few,
-            Whom::Source,
-            Fault::Part(UNTIL_LOST),
-            memory_is_on_its_way,
-        );
-        strike(
-            all,
-            Share::Few,
-            Whom::Source,
-            Fault::Cut(UNTIL_LOST),
-            not_arrived,
-        );
-        strike(
-            all,
-            Share::Few,
-            Whom::Target,
-            Fault::Cut(UNTIL_LOST),
-            only_target_has_it,
-        );
-        vm.halt().expect("halts");
+    let victims = [&VICTIMS[..], &[Victim::Master]].concat();
+    with_faults(&bed, &[], |faults| {
+        faults.run(Sampling::EachStep, &victims, Fault::Pause(BRIEF));
     });
 }
 
-fn with_rounds(bed: &Testbed, test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>)) {
-    with_rounds_and(bed, &ALWAYS, test);
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_brief_cut_costs_a_following_task_nothing() {
+    let bed = testbed_with_env(HOSTS, &ALWAYS);
+    let victims = [Victim::Source, Victim::Target, Victim::Master];
+    with_faults(&bed, &[], |faults| {
+        faults.run(Sampling::EachThirdStep, &victims, Fault::Cut(BRIEF));
+        faults.run(
+            Sampling::EachThirdStep,
+            &[Victim::Source],
+            Fault::Part(BRIEF),
+        );
+    });
 }
 
-fn with_rounds_and(
-    bed: &Testbed,
-    more: &[(&str, &str)],
-    test: impl FnOnce(&Vm<'_>, &mut Rounds<'_>),
-) {
-    let env = more
-        .iter()
-        .map(|(name, value)| (name.to_string(), value.to_string()))
-        .collect();
+/// A host is cut off until it is lost, or its way to the other host is.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_following_task_runs_once_when_a_host_is_cut_off() {
+    let bed = testbed_with_env(HOSTS, &ALWAYS);
+    let victims = [Victim::Source, Victim::Target];
+    with_faults(&bed, &[SHORT_LEASE], |faults| {
+        faults.run(Sampling::EachStep, &victims, Fault::Cut(Until::Noticed));
+        faults.run(
+            Sampling::EachThirdStep,
+            &[Victim::Source],
+            Fault::Part(Until::Noticed),
+        );
+    });
+}
+
+fn with_faults(bed: &Testbed, env: &[(&str, &str)], test: impl FnOnce(&mut MoveFaults<'_>)) {
+    let nothing_ahead = env.contains(&NOTHING_AHEAD);
+    let all = if nothing_ahead {
+        env.to_vec()
+    } else {
+        [&ALWAYS[..], env].concat()
+    };
     let settings = Settings {
         rm: Some("pvm-rm".into()),
-        env,
+        env: Settings::env_of(&all),
         ..Settings::default()
     };
     let vm = Vm::start(bed, settings).expect("a virtual machine");
-    let mut rounds = Rounds::new(&vm).expect("a director");
-    rounds.pre_copies = !more.contains(&NOTHING_AHEAD);
-    test(&vm, &mut rounds);
+    let mut faults = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
+    faults.pre_copies = !nothing_ahead;
+    test(&mut faults);
+    vm.halt().expect("halts");
 }

@@ -4,7 +4,7 @@
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
 use sempa_tests::holders::{is_whole, reached, with_hosts};
-use sempa_tests::steps::{Whom, process_of};
+use sempa_tests::move_steps::{Victim, process_of};
 use sempa_tests::testbed::left;
 use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
@@ -109,7 +109,8 @@ fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_
     with_hosts(3, &[SLOWLY], |vm| {
         let strikes: [(&str, &dyn Fn()); 2] = [
             ("the target's tasker", &|| {
-                let tasker = process_of(vm.bed().host(3), Whom::TargetTasker).expect("it is there");
+                let tasker =
+                    process_of(vm.bed().host(3), Victim::TargetTasker).expect("it is there");
                 nix::sys::signal::kill(tasker, nix::sys::signal::Signal::SIGKILL)
                     .expect("it is there");
             }),

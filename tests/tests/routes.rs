@@ -1,27 +1,25 @@
-//! What holds for tasks that talk through their daemons holds on the other routes, too: rings on one host, direct connections
-//! between two, and both in turn when tasks are moved. Some of the moves and steps that the default route is tried with;
-//! as many as there with `SEMPA_TEST_FULL=1`.
+//! Moves of tasks that exchange messages on direct routes: rings on one host, connections between
+//! two hosts, and both in turn. With `SEMPA_TEST_FULL=1` there are as many moves and faults as for the
+//! default route.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::crowd::Crowd;
-use sempa_tests::dice::Dice;
+use sempa_tests::faults::{BRIEF, Fault, SHORT_LEASE, Until, is_full};
+use sempa_tests::move_steps::{HOSTS, MoveFaults, Sampling, Victim, may_be_lost};
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
+use sempa_tests::oracle::Oracle;
+use sempa_tests::rng::Rng;
 use sempa_tests::speaker::Speaker;
-use sempa_tests::steps::{
-    A_MOMENT, Cell, Fault, HOSTS, Rounds, Share, UNTIL_LOST, Whom, is_full, never, not_committed,
-    only_source_has_it, only_target_has_it, strike, strike_at,
-};
 use sempa_tests::vm::Settings;
-use sempa_tests::witnesses::Witnesses;
-use sempa_tests::{Sure, Testbed, Vm};
+use sempa_tests::{Sure, Vm};
 use std::collections::HashMap;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const WORKERS: usize = 6;
-const EVERYBODY: [usize; WORKERS] = [0, 1, 2, 3, 4, 5];
+const ALL: [usize; WORKERS] = [0, 1, 2, 3, 4, 5];
 
-/// `few`, or `all` if everything is to be tried.
+/// Returns `few`, or `all` if all cases are wanted.
 fn times(few: usize, all: usize) -> usize {
     if is_full() { all } else { few }
 }
@@ -42,20 +40,20 @@ fn finish(vm: &Vm<'_>, crowd: Crowd) {
     eprintln!("{account:?}");
 }
 
-/// All workers begin on `hosts`, and are moved among those that there are, one after the other, each when all have their
-/// routes again.
+/// Starts all workers on `hosts` and moves them one after the other among the hosts `to`, each when
+/// all routes of the move before are restored.
 fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
     let mut crowd = Crowd::start(vm, WORKERS, 0, &["-d"], hosts).sure(vm);
-    let mut had = crowd.have_routes(&EVERYBODY, &HashMap::new()).sure(vm);
-    let mut dice = Dice::new(17);
+    let mut had = crowd.have_routes(&ALL, &HashMap::new()).sure(vm);
+    let mut rng = Rng::new(17);
     for number in 0..moves {
-        let who = dice.below(WORKERS);
+        let who = rng.below(WORKERS);
         let others: Vec<&str> = to
             .iter()
             .copied()
             .filter(|name| *name != crowd.workers[who].1)
             .collect();
-        let host = others[dice.below(others.len())];
+        let host = others[rng.below(others.len())];
         eprintln!(
             "move {number}: worker {who} from {} to {host}",
             crowd.workers[who].1
@@ -68,47 +66,46 @@ fn moved_with_routes(vm: &Vm<'_>, hosts: &[&str], to: &[&str], moves: usize) {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn tasks_of_one_host_are_moved_apart_and_together_again_and_their_rings_lose_double_and_reorder_nothing()
- {
+fn rings_deliver_once_when_tasks_part_and_meet_again() {
     with_hosts(2, |vm, hosts| {
-        moved_with_routes(vm, &hosts[1..], hosts, times(10, 50))
+        moved_with_routes(vm, &hosts[1..], hosts, times(10, 50));
     });
 }
 
-/// Several at a time, while routes are being made and end everywhere.
+/// Three tasks move at the same time while routes are made and end everywhere.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn crowds_with_direct_routes_are_moved_three_at_a_time_and_every_message_comes_once() {
+fn direct_routes_deliver_once_in_three_moves_at_a_time() {
     with_hosts(3, |vm, hosts| {
         let mut crowd = Crowd::start(vm, 2 * WORKERS, 2, &["-d"], hosts).sure(vm);
-        let mut dice = Dice::new(23);
+        let mut rng = Rng::new(23);
         for _ in 0..times(4, 12) {
-            crowd.move_some(vm, &mut dice, 3).sure(vm);
+            crowd.move_some(vm, &mut rng, 3).sure(vm);
         }
         finish(vm, crowd);
     });
 }
 
-/// The guests of a host are stopped, moved as they stand, and let go on: with rings among those that stay, and direct
-/// connections to those that left.
+/// The guests of a host are stopped, moved while they are stopped, and resumed. They have rings to
+/// those that stay, and direct connections to those that left.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_with_rings_and_direct_routes_are_stopped_moved_and_go_on_and_every_message_comes_once() {
+fn direct_routes_deliver_once_to_stopped_guests_that_move() {
     with_hosts(2, |vm, hosts| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), env!("CARGO_BIN_EXE_owner-speaks"));
         let mut crowd = Crowd::start(vm, WORKERS, 0, &["-d"], &hosts[1..]).sure(vm);
-        crowd.have_routes(&EVERYBODY, &HashMap::new()).sure(vm);
-        let mut dice = Dice::new(29);
+        crowd.have_routes(&ALL, &HashMap::new()).sure(vm);
+        let mut rng = Rng::new(29);
         for number in 0..times(4, 16) {
             owner.say(&format!("stop number {number}"));
             let told = |kind: &EventKind| matches!(kind, EventKind::GuestsStopped { why, .. } if *why == format!("number {number}"));
-            vm.event(SOON, "guests that stand still", |entry| told(&entry.kind))
+            vm.event(TIMEOUT, "stopped guests", |entry| told(&entry.kind))
                 .sure(vm);
-            let there: Vec<usize> = EVERYBODY
+            let there: Vec<usize> = ALL
                 .into_iter()
                 .filter(|who| crowd.workers[*who].1 == "h2")
                 .collect();
-            let leaves = there[dice.below(there.len())];
+            let leaves = there[rng.below(there.len())];
             crowd.move_one(vm, leaves, "h1").sure(vm);
             owner.say("welcome nobody is there");
             crowd.move_one(vm, leaves, "h2").sure(vm);
@@ -117,98 +114,60 @@ fn guests_with_rings_and_direct_routes_are_stopped_moved_and_go_on_and_every_mes
     });
 }
 
-fn with_rounds(bed: &Testbed, home: Option<usize>, test: impl FnOnce(&mut Rounds<'_>)) {
-    let vm = Vm::start(bed, Settings::default()).expect("a virtual machine");
+/// `home` is the host that all tasks leave, if it is always the same one. The director runs there.
+fn with_faults(env: &[(&str, &str)], home: Option<usize>, test: impl FnOnce(&mut MoveFaults<'_>)) {
+    let bed = testbed_with_own_engine(HOSTS);
+    let settings = Settings {
+        env: Settings::env_of(env),
+        ..Settings::default()
+    };
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
     if let Some(home) = home {
         vm.add(&[bed.host(home).name()]).expect("it joins");
     }
-    let witnesses = Witnesses::start_on(&vm, home.unwrap_or(1), true).sure(&vm);
-    let mut rounds = Rounds::with(&vm, witnesses, home).sure(&vm);
-    test(&mut rounds);
+    let oracle = Oracle::start_on(&vm, home.unwrap_or(1), true).sure(&vm);
+    let mut faults = MoveFaults::with(&vm, oracle, may_be_lost, home).sure(&vm);
+    test(&mut faults);
     vm.halt().expect("halts");
 }
 
-/// Whether a fault at this place may cost the task.
-type MayBeLost = fn(&Cell) -> bool;
+const VICTIMS: [Victim; 4] = [
+    Victim::Source,
+    Victim::Target,
+    Victim::SourceTasker,
+    Victim::TargetTasker,
+];
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_with_a_direct_route_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step()
-{
-    let bed = testbed_with_own_engine(HOSTS);
-    with_rounds(&bed, None, |rounds| {
-        strike(
-            rounds,
-            Share::Few,
-            Whom::TargetTasker,
-            Fault::Kill,
-            only_target_has_it,
-        );
-        strike(
-            rounds,
-            Share::Few,
-            Whom::Source,
-            Fault::Kill,
-            only_source_has_it,
-        );
+fn a_task_with_a_direct_route_survives_faults() {
+    with_faults(&[SHORT_LEASE], None, |faults| {
+        faults.run(Sampling::EachThirdStep, &VICTIMS, Fault::Kill);
         if is_full() {
-            strike(
-                rounds,
-                Share::Few,
-                Whom::SourceTasker,
-                Fault::Kill,
-                not_committed,
+            let ends = &VICTIMS[..2];
+            faults.run(Sampling::EachThirdStep, ends, Fault::Pause(BRIEF));
+            faults.run(
+                Sampling::EachThirdStep,
+                &ends[..1],
+                Fault::Part(Until::Noticed),
             );
-            strike(
-                rounds,
-                Share::Few,
-                Whom::Target,
-                Fault::Kill,
-                only_target_has_it,
-            );
-            strike(
-                rounds,
-                Share::Few,
-                Whom::Target,
-                Fault::Stop(A_MOMENT),
-                never,
-            );
-            strike(
-                rounds,
-                Share::Few,
-                Whom::Source,
-                Fault::Part(UNTIL_LOST),
-                never,
-            );
-            strike(
-                rounds,
-                Share::Few,
-                Whom::Source,
-                Fault::Cut(UNTIL_LOST),
-                only_source_has_it,
-            );
+            faults.run(Sampling::EachThirdStep, ends, Fault::Cut(Until::Noticed));
         }
     });
 }
 
-/// Whoever is moved leaves the host of its peer, with which it has a ring.
+/// Each task that is moved leaves the host of its peer, with which it has a ring.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_with_a_ring_runs_once_or_is_known_to_have_ended_whatever_fails_at_whatever_step() {
-    let bed = testbed_with_own_engine(HOSTS);
-    with_rounds(&bed, Some(2), |rounds| {
-        let faults: [(Whom, Fault, MayBeLost); 5] = [
-            (Whom::TargetTasker, Fault::Kill, only_target_has_it),
-            (Whom::Source, Fault::Stop(A_MOMENT), never),
-            (Whom::Target, Fault::Kill, only_target_has_it),
-            (Whom::Target, Fault::Stop(A_MOMENT), never),
-            (Whom::Source, Fault::Part(A_MOMENT), never),
-        ];
-        for (whom, fault, may_be_lost) in faults.into_iter().take(times(3, 5)) {
-            // All leave the same host, so one after the other.
-            for point in rounds.next(Share::Few).into_iter().flatten() {
-                strike_at(rounds, &[point], whom, fault, may_be_lost);
-            }
+fn a_task_with_a_ring_survives_faults_of_its_move() {
+    with_faults(&[SHORT_LEASE], Some(2), |faults| {
+        // The source is the peer's host, too: it is only paused.
+        let mortal = [Victim::TargetTasker, Victim::Target];
+        faults.run(Sampling::EachThirdStep, &mortal, Fault::Kill);
+        let ends = [Victim::Source, Victim::Target];
+        faults.run(Sampling::EachThirdStep, &ends, Fault::Pause(BRIEF));
+        if is_full() {
+            faults.run(Sampling::EachThirdStep, &ends[..1], Fault::Part(BRIEF));
         }
     });
 }

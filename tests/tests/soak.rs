@@ -1,9 +1,9 @@
 //! Tasks that talk are moved again and again: every message comes once, and nothing is left behind by a move.
 
 use sempa_tests::crowd::Crowd;
-use sempa_tests::dice::Dice;
 use sempa_tests::footprint::{Footprint, KINDS, TASKS};
 use sempa_tests::needs::testbed;
+use sempa_tests::rng::Rng;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
@@ -42,11 +42,11 @@ fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
 }
 
 /// Has tasks talk and moves them, some at the same time and so often.
-fn moved(vm: &Vm, rounds: &[(usize, usize)], dice: &mut Dice) {
+fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
     let mut crowd = Crowd::start(vm, WORKERS, REACH, &[], &HOSTS).sure(vm);
     for (at_once, times) in rounds {
         for _ in 0..*times {
-            crowd.move_some(vm, dice, *at_once).sure(vm);
+            crowd.move_some(vm, rng, *at_once).sure(vm);
         }
     }
     crowd.all_in_place(vm).expect("where they were moved to");
@@ -66,10 +66,10 @@ fn twenty_four_moves_of_twelve_talking_tasks_lose_nothing_and_leave_nothing_behi
     let bed = testbed(HOSTS.len());
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&HOSTS[1..]).expect("the others join");
-    let mut dice = Dice::new(5);
-    moved(&vm, &WARM_UP, &mut dice);
+    let mut rng = Rng::new(5);
+    moved(&vm, &WARM_UP, &mut rng);
     let quiet = Footprint::of(&vm);
-    moved(&vm, &ROUNDS, &mut dice);
+    moved(&vm, &ROUNDS, &mut rng);
     // Threads that have nothing to do stay for a while.
     let same = eventually(LONG, || {
         let now = Footprint::of(&vm);

@@ -2,8 +2,8 @@
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
-use sempa_tests::dice::Dice;
 use sempa_tests::needs::testbed;
+use sempa_tests::rng::Rng;
 use sempa_tests::run::Running;
 use sempa_tests::speaker::Speaker;
 use sempa_tests::vm::Settings;
@@ -102,7 +102,7 @@ fn routes(out: &str) -> HashMap<(usize, usize), u32> {
 /// Moves workers who want direct routes, one after the other; each time both sides of all its conversations have a route
 /// again before the next one.
 fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
-    let mut dice = Dice::new(1);
+    let mut rng = Rng::new(1);
     let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {
         let found = eventually(SOON, || {
             let now = routes(
@@ -132,10 +132,10 @@ fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     let mut before = all_have(&[0, 1, 2, 3, 4, 5], &|_| 1);
     for number in 0..MOVES_WITH_ROUTES {
         // Each of the three that compute, block and send large messages is moved, and others.
-        let who = if number < 3 { number } else { dice.below(6) };
+        let who = if number < 3 { number } else { rng.below(6) };
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
-        let to = others[dice.below(2)];
+        let to = others[rng.below(2)];
         eprintln!("move {number}: {tid} from {host} to {to}");
         vm.must_migrate(tid, to);
         *host = to.to_string();
@@ -155,14 +155,14 @@ fn nothing_is_lost_doubled_or_out_of_order_through_fifty_random_moves() {
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     let mut talk = Talk::start(&vm, &[]);
-    let mut dice = Dice::new(7);
+    let mut rng = Rng::new(7);
     let mut moved: HashMap<usize, usize> = HashMap::new();
     for number in 0..MOVES {
         // The three that compute, block and send large messages are moved as often as all others together.
-        let who = dice.below(6);
+        let who = rng.below(6);
         let (tid, host) = &mut talk.workers[who];
         let others: Vec<&str> = HOSTS.into_iter().filter(|name| name != host).collect();
-        let to = others[dice.below(2)];
+        let to = others[rng.below(2)];
         eprintln!("move {number}: {tid} from {host} to {to}");
         vm.must_migrate(tid, to);
         *host = to.to_string();
@@ -241,7 +241,7 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
         .map(|host| Speaker::new(&vm, host, env!("CARGO_BIN_EXE_owner-speaks")))
         .collect();
     let mut talk = Talk::start(&vm, &[]);
-    let mut dice = Dice::new(11);
+    let mut rng = Rng::new(11);
     for number in 0..STOPS {
         let (place, other) = [("h2", "h3"), ("h3", "h2")][number % 2];
         let owner = &mut owners[number % 2];
@@ -259,8 +259,8 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
         };
         vm.event(SOON, "guests that stand still", told).sure(&vm);
         if number % 3 != 0 && !theirs.is_empty() {
-            let who = theirs[dice.below(theirs.len())];
-            let to = if dice.below(2) == 0 { "h1" } else { other };
+            let who = theirs[rng.below(theirs.len())];
+            let to = if rng.below(2) == 0 { "h1" } else { other };
             eprintln!(
                 "stop {number}: {} from {place} to {to}",
                 talk.workers[who].0

@@ -9,7 +9,7 @@ use crate::demo::{self, hosts_join, start_search};
 use anyhow::{Context, Result, ensure};
 use judge::{Clocks, Decision, GotOn, Late, Outcome, RanOn, Stay};
 use kernels::{Watch, now_us};
-use sempa_tests::dice::Dice;
+use sempa_tests::rng::Rng;
 use sempa_tests::run::Running;
 use sempa_tests::ssh::Login;
 use sempa_tests::testbed::Host;
@@ -89,13 +89,13 @@ fn watch(vm: &Vm, span: Duration) -> Result<Outcome> {
     let (mut outcome, mut events, mut stays) = (Outcome::default(), BTreeMap::new(), Vec::new());
     let begin = Instant::now();
     let mut jobs = Jobs::start(vm, span)?;
-    let (mut dice, mut there) = (Dice::new(1), BTreeMap::new());
+    let (mut rng, mut there) = (Rng::new(1), BTreeMap::new());
     while begin.elapsed() < span {
-        pause(&mut dice, PAUSE_MS);
+        pause(&mut rng, PAUSE_MS);
         leave(&mut there, &mut stays, |until| until <= Instant::now())?;
-        let (index, host) = hosts[dice.below(HOSTS)];
+        let (index, host) = hosts[rng.below(HOSTS)];
         if there.len() < AT_ONCE && !there.contains_key(&index) {
-            let (stay, from) = (millis(&mut dice, STAY_MS), now_us());
+            let (stay, from) = (millis(&mut rng, STAY_MS), now_us());
             let login = Login::new(vm.bed(), "olga", host)?;
             there.insert(
                 index,
@@ -237,12 +237,12 @@ fn say(line: &str) {
     eprintln!("bench owners: {line}");
 }
 
-fn millis(dice: &mut Dice, (least, most): (usize, usize)) -> Duration {
-    Duration::from_millis((least + dice.below(most - least)) as u64)
+fn millis(rng: &mut Rng, (least, most): (usize, usize)) -> Duration {
+    Duration::from_millis((least + rng.below(most - least)) as u64)
 }
 
-fn pause(dice: &mut Dice, span: (usize, usize)) {
-    std::thread::sleep(millis(dice, span));
+fn pause(rng: &mut Rng, span: (usize, usize)) {
+    std::thread::sleep(millis(rng, span));
 }
 
 /// Somebody who is logged in on a host.

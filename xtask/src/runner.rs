@@ -127,13 +127,23 @@ pub(crate) fn junit(target: &Path) -> PathBuf {
     target.join("nextest/default/junit.xml")
 }
 
+/// True if a name is that of a test: functions `child_…` are bodies of processes that tests start.
+fn is_test(name: &str) -> bool {
+    !name
+        .rsplit("::")
+        .next()
+        .unwrap_or(name)
+        .starts_with("child_")
+}
+
 /// The tests in what `cargo nextest list` prints as JSON.
 fn listed(list: &Value) -> Result<Vec<Test>> {
     let suites = list["rust-suites"].as_object().context("no suites")?;
     let mut tests = Vec::new();
     for (binary, suite) in suites {
         let text = |key: &str| PathBuf::from(suite[key].as_str().unwrap_or_default());
-        for (name, test) in suite["testcases"].as_object().into_iter().flatten() {
+        let cases = suite["testcases"].as_object().into_iter().flatten();
+        for (name, test) in cases.filter(|(name, _)| is_test(name)) {
             tests.push(Test {
                 binary: binary.clone(),
                 name: name.clone(),
@@ -186,6 +196,8 @@ struct Libtest {
 /// A test binary.
 struct Binary {
     id: String,
+    /// Functions that are no tests but bodies of processes.
+    children: Vec<String>,
     path: PathBuf,
     folder: PathBuf,
 }
@@ -207,7 +219,12 @@ impl Libtest {
         let messages = lines
             .lines()
             .filter_map(|line| serde_json::from_str(line).ok());
-        Ok(messages.filter_map(|message| binary(&message)).collect())
+        let mut binaries: Vec<Binary> = messages.filter_map(|message| binary(&message)).collect();
+        for binary in &mut binaries {
+            let names = names_in(binary, &["--list", "--format", "terse"])?;
+            binary.children = names.into_iter().filter(|name| !is_test(name)).collect();
+        }
+        Ok(binaries)
     }
 
     fn words(binary: &Binary, words: &[&str], env: &[(&str, String)]) -> Command {
@@ -243,23 +260,27 @@ fn binary(message: &Value) -> Option<Binary> {
     };
     Some(Binary {
         id,
+        children: Vec::new(),
         path: path.into(),
         folder: folder.to_path_buf(),
     })
+}
+
+/// The names of tests that a binary lists.
+fn names_in(binary: &Binary, words: &[&str]) -> Result<Vec<String>> {
+    let done = Libtest::words(binary, words, &[]).output()?;
+    let text = String::from_utf8_lossy(&done.stdout);
+    let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
+    Ok(names.map(String::from).collect())
 }
 
 impl Runner for Libtest {
     fn list(&self, selection: Selection) -> Result<Vec<Test>> {
         let mut tests = Vec::new();
         for binary in self.binaries(selection)? {
-            let names = |words: &[&str]| -> Result<Vec<String>> {
-                let done = Libtest::words(&binary, words, selection.env).output()?;
-                let text = String::from_utf8_lossy(&done.stdout);
-                let names = text.lines().filter_map(|line| line.strip_suffix(": test"));
-                Ok(names.map(String::from).collect())
-            };
-            let ignored = names(&["--list", "--format", "terse", "--ignored"])?;
-            for name in names(&["--list", "--format", "terse"])? {
+            let ignored = names_in(&binary, &["--list", "--format", "terse", "--ignored"])?;
+            let all = names_in(&binary, &["--list", "--format", "terse"])?;
+            for name in all.into_iter().filter(|name| is_test(name)) {
                 tests.push(Test {
                     binary: binary.id.clone(),
                     ignored: ignored.contains(&name),
@@ -277,7 +298,9 @@ impl Runner for Libtest {
         for binary in self.binaries(selection)? {
             let mut all = vec!["--include-ignored", "--test-threads", "2"];
             let of = skipped.iter().filter(|test| test.binary == binary.id);
-            let names: Vec<&str> = of.map(|test| test.name.as_str()).collect();
+            let mut names: Vec<&str> = of.map(|test| test.name.as_str()).collect();
+            let children = binary.children.iter().map(String::as_str);
+            names.extend(children);
             all.extend(names.iter().flat_map(|name| ["--skip", name]));
             // Words are parts of names; exact names are for the skipped tests only.
             if !names.is_empty() && words.is_empty() {

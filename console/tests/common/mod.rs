@@ -1,4 +1,4 @@
-//! What the tests of the console share: a virtual machine of one host, and a terminal to use it at.
+//! Shared by the console's tests: a virtual machine of one host, and a terminal.
 #![allow(dead_code)] // Each test program uses its part.
 
 use nix::pty::{OpenptyResult, Winsize, openpty};
@@ -14,24 +14,24 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-/// Time for anything that a test waits for, on a loaded machine.
+/// Deadline of every wait; a loaded machine may need much of it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-/// How much of a screen a failed test shows.
+/// Bytes of the screen that a failed test shows.
 const SHOWN_BYTES: usize = 2000;
 pub(crate) const PROMPT: &str = "pvm> ";
 
-/// A virtual machine with this console; nothing runs yet.
+/// Makes the folders of a virtual machine with this console; starts nothing.
 pub(crate) fn lab() -> Lab {
     Lab::new(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// The same with a daemon.
+/// As [`lab`], and starts a daemon.
 pub(crate) fn started() -> Lab {
     Lab::started(Some(Path::new(env!("CARGO_BIN_EXE_pvm"))))
 }
 
-/// Gives a console its commands through a pipe, each at its prompt, and collects all that it prints, complaints included
-/// or not.
+/// Writes commands to a console through a pipe, each at its prompt. Returns all output, with
+/// standard error if `complaints`.
 pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> String {
     let output = tempfile::tempfile().expect("a file");
     let both = || Stdio::from(output.try_clone().expect("a descriptor"));
@@ -51,7 +51,7 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
         if text.matches(PROMPT).count() > given
             && let Some(line) = waiting.next()
         {
-            // A console that has ended takes nothing; its status tells.
+            // A console that has ended reads nothing; its status is checked below.
             let _ = input.as_mut().map(|input| input.write_all(line.as_bytes()));
             given += 1;
         }
@@ -72,7 +72,7 @@ pub(crate) fn script(mut command: Command, lines: &str, complaints: bool) -> Str
     text
 }
 
-/// What a file holds, without moving the position at which others write.
+/// Returns the content of a file. Its position, at which other processes write, stays.
 pub(crate) fn read_all(file: &File) -> String {
     use std::os::unix::fs::FileExt;
     let mut bytes = vec![0; file.metadata().expect("a file").len() as usize];
@@ -80,7 +80,7 @@ pub(crate) fn read_all(file: &File) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// A program at a terminal.
+/// A program at a pseudo terminal.
 pub(crate) struct Terminal {
     child: Child,
     keyboard: File,
@@ -135,14 +135,15 @@ impl Terminal {
         }
     }
 
-    /// Types.
+    /// Writes keys to the terminal.
     pub(crate) fn keys(&mut self, keys: &str) {
         self.keyboard
             .write_all(keys.as_bytes())
             .expect("a terminal");
     }
 
-    /// Waits until this is shown, behind all that was waited for before; answers what came before it.
+    /// Waits until this text appears after all that was waited for before. Returns the text in
+    /// between.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, text: &str) -> String {
         let found = eventually(PATIENCE, || {
@@ -170,7 +171,7 @@ impl Terminal {
         before
     }
 
-    /// Waits until both are shown, in any order, wherever the last waiting ended.
+    /// Waits until both texts have appeared, in any order, at any place.
     #[track_caller]
     pub(crate) fn wait_for_both(&mut self, one: &str, other: &str) {
         let found = eventually(PATIENCE, || {
@@ -188,17 +189,16 @@ impl Terminal {
         found.unwrap_or_else(|error| panic!("{error:#}"));
     }
 
-    /// All that was shown so far.
+    /// Returns all that has appeared.
     pub(crate) fn shown(&self) -> String {
         String::from_utf8_lossy(&self.shown.lock().expect("no panic")).into_owned()
     }
 
-    /// Its process.
     pub(crate) fn id(&self) -> i32 {
         i32::try_from(self.child.id()).expect("a process number")
     }
 
-    /// Waits until it ends by itself.
+    /// Waits until the program ends, and returns its status.
     #[track_caller]
     pub(crate) fn end(&mut self) -> ExitStatus {
         let ended = eventually(PATIENCE, || match self.child.try_wait() {
@@ -208,7 +208,7 @@ impl Terminal {
         ended.unwrap_or_else(|error| panic!("{error:#}"))
     }
 
-    /// True when the terminal is as it was before the program came.
+    /// True if the terminal has the settings from before the start.
     pub(crate) fn is_restored(&self) -> bool {
         let now = tcgetattr(&self.slave).expect("a terminal");
         now.local_flags == self.before.local_flags

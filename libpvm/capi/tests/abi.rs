@@ -1,4 +1,4 @@
-//! The library as the linker sees it, and the header as the compiler does.
+//! Tests of the library's symbols and of its headers.
 
 mod common;
 
@@ -49,7 +49,7 @@ fn output(program: &str, args: &[&str], path: &Path) -> String {
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
-/// Exported names with their kind and size.
+/// Returns the exported names with kind and size.
 fn exported(path: &Path) -> BTreeMap<String, (char, u64)> {
     let mut names = BTreeMap::new();
     for line in output("nm", &["-D", "-S", "--defined-only"], path).lines() {
@@ -86,10 +86,10 @@ fn every_name_is_exported_with_its_size() {
     }
 }
 
-/// Debian's library, when it is installed.
+/// Debian's library.
 const DEBIAN_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libpvm3.so.3";
 
-/// What differs from Debian's library, one name and its reason in a line.
+/// Differences from Debian's library: one name and its reason in each line.
 const DIFFERENCES: &str = include_str!("exports.txt");
 
 /// Names and sizes are those of Debian's library, but for the listed differences.
@@ -167,7 +167,7 @@ fn library_needs_only_the_c_library() {
     );
 }
 
-/// Programs that link with PVM's library, from Debian's packages.
+/// Returns Debian's programs that link with PVM's library.
 fn debian_programs() -> Vec<PathBuf> {
     let mut programs: Vec<PathBuf> = [
         "tablix2",
@@ -206,7 +206,7 @@ fn is_pvms(name: &str) -> bool {
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn debians_programs_find_every_import() {
     let mut have: BTreeSet<String> = exported(&library()).into_keys().collect();
-    // Names of the group library are not this library's business.
+    // The group library exports these names.
     have.extend(
         "pvm_barrier pvm_bcast pvm_freezegroup pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup pvm_gather
         pvm_scatter pvm_reduce pvmgs_tmout pvm_gsdump pvm_grphostinfo pvm_grpvhostinfo"
@@ -231,7 +231,7 @@ fn debians_programs_find_every_import() {
     }
 }
 
-/// What a program prints that needs headers only.
+/// Compiles and runs a program that needs headers only; returns its output.
 fn printed_by(source: &Path, options: &[&OsStr]) -> String {
     let dir = tempfile::tempdir().expect("a directory");
     let program = dir.path().join("program");
@@ -239,7 +239,7 @@ fn printed_by(source: &Path, options: &[&OsStr]) -> String {
     String::from_utf8_lossy(&Command::new(program).output().expect("runs").stdout).into_owned()
 }
 
-/// The same of a program as text, with the headers of a folder.
+/// As [`printed_by`], for a program as text with the headers of a folder.
 fn printed_by_text(text: &str, folder: &Path, warnings: &str) -> String {
     let dir = tempfile::tempdir().expect("a directory");
     let source = dir.path().join("text.c");
@@ -255,7 +255,7 @@ fn printed_by_text(text: &str, folder: &Path, warnings: &str) -> String {
     )
 }
 
-/// Numbers and layouts that a header gives, as text.
+/// Returns the numbers and layouts of a header as text.
 fn facts(header: &Path) -> String {
     printed_by(
         &source("facts"),
@@ -298,7 +298,7 @@ fn the_header_can_be_used_from_c_and_from_cpp() {
             .output()
             .expect("a C compiler");
         let said = String::from_utf8_lossy(&done.stderr).into_owned();
-        // A machine without a C++ compiler says so; that is no fault of the header.
+        // A machine without a C++ compiler reports that.
         assert!(
             done.status.success() || said.contains("cc1plus"),
             "{language}: {said}"
@@ -306,7 +306,7 @@ fn the_header_can_be_used_from_c_and_from_cpp() {
     }
 }
 
-/// Names of the macros that a header defines with a value, beyond those of `pvm3.h`, and the program that prints them.
+/// Returns the macros with a value that a header defines, beyond those of `pvm3.h`.
 fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
     let names = |headers: &[&str]| -> BTreeSet<String> {
         let mut command = cc();
@@ -318,7 +318,7 @@ fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
         let defined = text
             .lines()
             .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '));
-        // Functions have no value of their own; names with an underscore in front are the header's business.
+        // Macros with arguments have no value; names with a leading underscore are internal.
         defined
             .filter(|(name, _)| !name.contains('(') && !name.starts_with('_'))
             .map(|(name, _)| name.into())
@@ -330,7 +330,7 @@ fn macros(folder: &Path, header: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// The numbers of these macros, as a program compiled with this header prints them.
+/// Returns the values of these macros, as a program with this header prints them.
 fn numbers(folder: &Path, header: &str, names: &BTreeSet<String>) -> String {
     let lines: Vec<String> = names
         .iter()
@@ -348,7 +348,7 @@ fn numbers(folder: &Path, header: &str, names: &BTreeSet<String>) -> String {
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn trace_headers_have_debians_numbers() {
     let debian = Path::new("/usr/include");
-    // What only PVM's own daemons use: their timers, states, frames, names of their files.
+    // Names for PVM's daemons only: timers, states, frames, files.
     let inner = |name: &str| {
         let starts = [
             "DDMIN",

@@ -1,6 +1,6 @@
-//! Every function with arguments that no program should give: each call, in a process of its own, answers one of the
-//! documented numbers and never ends the process by a signal. The calls are made from the header and the symbol table, so
-//! that no function is forgotten.
+//! Calls every function with bad arguments. Each call runs in its own process, returns a documented
+//! number, and never ends the process by a signal. The calls are made from the header and the
+//! symbol table, so no function is forgotten.
 
 mod common;
 
@@ -8,7 +8,7 @@ use common::{Daemon, Program, include, library};
 use std::fmt::Write as _;
 use std::process::Command;
 
-/// Calls that may wait for ever, because waiting is what was asked for.
+/// Calls that may wait forever as documented.
 const MAY_WAIT: [&str; 5] = [
     "pvm_recv",
     "pvm_trecv",
@@ -16,14 +16,14 @@ const MAY_WAIT: [&str; 5] = [
     "pvm_recvinfo",
     "pvm_siblings",
 ];
-/// Functions that end the process, or wait, when called as documented; and those whose arguments begin with a list.
+/// Functions that end the process or wait as documented, and functions with variable arguments.
 const NOT_CALLED: [&str; 4] = ["pvm_packf", "pvm_unpackf", "pvmlogprintf", "vpvmlogprintf"];
-/// Numbers that mean nothing: unknown, negative, huge.
+/// Meaningless numbers: unknown, negative, huge.
 const NUMBERS: [&str; 6] = ["0", "-1", "-5", "99999", "2147483647", "(-2147483647 - 1)"];
-/// Texts: none, empty, unknown, longer than any buffer.
+/// Texts: null, empty, unknown, longer than any buffer.
 const TEXTS: [&str; 4] = ["(char *)0", "\"\"", "\"no such thing\"", "longer"];
 
-/// Arguments, separated by the commas that are in no parentheses.
+/// Splits arguments at the commas outside of parentheses.
 fn split(arguments: &str) -> Vec<String> {
     let (mut parts, mut depth) = (vec![String::new()], 0);
     for c in arguments.chars() {
@@ -41,7 +41,8 @@ fn split(arguments: &str) -> Vec<String> {
     parts.iter().map(|part| part.trim().to_string()).collect()
 }
 
-/// A function of the header: its name, whether it answers an int, and its arguments as C writes them.
+/// Returns each function of the header: its name, whether it returns an int, and its arguments in
+/// C.
 fn functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
     let mut found = Vec::new();
     for statement in header.split(';') {
@@ -75,7 +76,8 @@ fn functions(header: &str) -> Vec<(String, bool, Vec<String>)> {
     found
 }
 
-/// The argument lists that a function is called with: every number and text in every place, the other places hostile too.
+/// Returns the argument lists of a function: each number and text in each place, with bad values in
+/// the other places.
 fn calls(arguments: &[String]) -> Vec<String> {
     let mut lists = Vec::new();
     let rounds = 2 * NUMBERS.len();
@@ -86,7 +88,7 @@ fn calls(arguments: &[String]) -> Vec<String> {
                 () if is_text => {
                     TEXTS[(round + round / NUMBERS.len() + at) % TEXTS.len()].to_string()
                 }
-                // Other pointers are null: what they would point to has to be there, in C.
+                // Other pointers are null: in C their targets must exist.
                 () if argument.contains('*') || argument.contains('[') => "(void *)0".to_string(),
                 () => {
                     NUMBERS[(round + at * (1 + round / NUMBERS.len())) % NUMBERS.len()].to_string()
@@ -107,7 +109,7 @@ fn calls(arguments: &[String]) -> Vec<String> {
     lists
 }
 
-/// Functions that answer text into a buffer take no text: they would write through it.
+/// True for functions that write text to a buffer: a constant text must not be passed.
 fn writes_text(name: &str) -> bool {
     matches!(
         name,
@@ -211,7 +213,7 @@ fn no_function_breaks_on_bad_arguments() {
         ("without a daemon", nowhere.path()),
     ] {
         let mut command = bad.command(tmp);
-        // Nobody is to be started: the daemon that a call would start does not exist.
+        // No call may start a daemon: its program does not exist.
         command
             .env("PVM_DPATH", "/nonexistent/pvmd")
             .current_dir(nowhere.path());

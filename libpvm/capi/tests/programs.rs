@@ -1,4 +1,4 @@
-//! C programs against the library: without a daemon, and with one that knows a single task.
+//! Tests of C programs with the library: without a daemon, and with one that knows a single task.
 
 mod common;
 
@@ -30,7 +30,7 @@ fn single_task_gets_what_the_interface_says() {
 #[ignore = "system tier: needs gcc and Debian's PVM"]
 fn programs_compiled_with_debians_header_run() {
     require(DEBIAN_HEADER, "pvm-dev");
-    // The compiler finds Debian's header by itself when it is not shown ours. That header leaves some calls undeclared.
+    // Without our folder the compiler finds Debian's header, which leaves some calls undeclared.
     let (daemon, nowhere) = (Daemon::start(), tempfile::tempdir().expect("a directory"));
     for (name, tmp) in [("offline", nowhere.path()), ("alone", daemon.tmp())] {
         let program = Program::compile_with(name, nowhere.path(), &["-w"]);

@@ -1,5 +1,5 @@
-//! Other people's taskers, hosters and resource managers: small C programs that know the documented messages serve a real
-//! virtual machine, and the daemon does their work again when they die.
+//! Tests of foreign taskers, hosters and resource managers: small C programs with the documented
+//! messages serve a real virtual machine, and the daemon takes over when they die.
 
 mod common;
 

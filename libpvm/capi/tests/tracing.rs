@@ -1,4 +1,5 @@
-//! Tracing: a C tracer that knows the records from the manual gets those of a C task, one by one, collected, or summed up.
+//! Tests of tracing: a C tracer gets the documented records of a C task one by one, collected or
+//! summed up.
 
 mod common;
 
@@ -53,7 +54,7 @@ fn traced_calls_report_begin_and_end() {
         said.contains("output -2\n") && said.contains("output 6\n"),
         "output that nobody collects comes too: {said}"
     );
-    // The library's own doings inside a call are no calls.
+    // Internal work of the library inside a call is not traced.
     assert!(
         !said.contains("notify") && !said.contains("putinfo"),
         "{said}"
@@ -78,6 +79,6 @@ fn trace_records_are_collected_and_summed() {
         );
         tracer.kill();
     }
-    // Without a tracer nothing changes for the task.
+    // Without a tracer the task does the same.
     vm.play(&program, &["task"]).ends_well();
 }

@@ -31,10 +31,10 @@ pub static pvmgs_tmout: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut())
 /// # Safety
 /// `group` is null or a string that stays for `'a`.
 unsafe fn name<'a>(group: *const c_char) -> &'a CStr {
-    // SAFETY: the caller's contract: null or a string.
     if group.is_null() {
         c""
     } else {
+        // SAFETY: the caller's contract: null or a string.
         unsafe { CStr::from_ptr(group) }
     }
 }

@@ -300,8 +300,8 @@ impl Data {
     /// The array has `(instance + 1) * count` elements.
     pub(crate) unsafe fn part(&self, instance: usize) -> Data {
         let bytes = self.count as usize * self.kind.size();
-        // SAFETY: within the array by this function's contract.
         Data {
+            // SAFETY: within the array by this function's contract.
             place: unsafe { self.place.byte_add(instance * bytes) },
             ..*self
         }

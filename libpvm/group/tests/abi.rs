@@ -1,15 +1,15 @@
-//! The group library as the linker sees it.
+//! Tests of the group library's symbols.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names that programs know.
+/// Names of the group library's interface.
 const NAMES: &str = "
     pvm_barrier pvm_bcast pvm_freezegroup pvm_gather pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup
     pvm_reduce pvm_scatter PvmMax PvmMin PvmSum PvmProduct gs_getgstid gstid pvmgs_tmout";
 
-/// A library that the test run has built.
+/// Returns the path of a library that the test run has built.
 fn built(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let folders = test.ancestors().skip(1).take(2);
@@ -33,7 +33,7 @@ fn output(program: &str, args: &[&str], path: &Path) -> String {
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
-/// Last words of the lines of `nm`, without versions.
+/// Returns the names in the output of `nm`, without versions.
 fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
     let text = output("nm", args, path);
     let words = text
@@ -71,7 +71,7 @@ fn imports_are_exports_of_the_message_library() {
         .collect();
     assert!(pvms.len() > 20, "{pvms:?}");
     assert!(pvms.iter().all(|name| have.contains(*name)), "{pvms:?}");
-    // Its own state would be a second connection.
+    // A second copy of the state would make a second connection.
     assert!(
         !names(&["--defined-only"], &built("libgpvm3.so"))
             .iter()

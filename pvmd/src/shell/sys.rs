@@ -250,7 +250,8 @@ mod tests {
 
     /// Not a test: the code of the process that the tests start.
     #[test]
-    fn calls_and_waits() {
+    #[ignore = "child process of another test"]
+    fn child_calls_and_waits() {
         if let Some(path) = std::env::var_os(CALL) {
             let _held = UnixStream::connect(path).expect("a listener");
             std::io::stdin().lines().for_each(drop);
@@ -266,7 +267,8 @@ mod tests {
         let child = Command::new(std::env::current_exe().expect("a path"))
             .args([
                 "--exact",
-                "shell::sys::tests::calls_and_waits",
+                "shell::sys::tests::child_calls_and_waits",
+                "--ignored",
                 "--nocapture",
             ])
             .env(CALL, &path)

@@ -1,4 +1,5 @@
-//! A daemon's side of the tasker's socket, for tests: start one, give orders, wait for answers with a deadline.
+//! The daemon's side of the tasker's socket: starts a tasker, sends orders, waits for answers with
+//! a deadline.
 #![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
 
 pub mod moving;
@@ -15,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Long enough for anything on a loaded machine.
+/// Deadline of every wait; a loaded machine may need much of it.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A tasker under test.
@@ -32,12 +33,12 @@ impl Tasker {
         Tasker::start_with(&[])
     }
 
-    /// Starts one with further environment variables.
+    /// Starts a tasker with additional environment variables.
     pub fn start_with(env: &[(&str, &str)]) -> Tasker {
         Tasker::start_by(&[], env)
     }
 
-    /// Starts one through a program that makes a surrounding for it and takes the command as its last arguments.
+    /// Starts a tasker through a wrapper program, which takes the command as its last arguments.
     pub fn start_by(by: &[&str], env: &[(&str, &str)]) -> Tasker {
         let (ours, theirs) = socketpair(
             AddressFamily::Unix,
@@ -96,7 +97,7 @@ impl Tasker {
             .expect("the tasker reads");
     }
 
-    /// The next message, whatever it is.
+    /// Returns the next message.
     pub fn next(&mut self) -> FromTasker {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -110,7 +111,7 @@ impl Tasker {
         }
     }
 
-    /// The next message if one comes within some 50 ms.
+    /// Returns the next message if one arrives within 50 ms.
     pub fn poll(&mut self) -> Option<FromTasker> {
         if let Some(message) = self.waiting.pop_front() {
             return Some(message);
@@ -132,7 +133,7 @@ impl Tasker {
         self.waiting.pop_front()
     }
 
-    /// The first message that `pick` takes; others go to `rest`.
+    /// Returns the first message that `pick` accepts; earlier ones go to `rest`.
     pub fn until<T>(
         &mut self,
         rest: &mut Vec<FromTasker>,
@@ -164,7 +165,7 @@ impl Tasker {
         })
     }
 
-    /// Collects the task's output until `enough` says so.
+    /// Collects the task's output until `enough` returns true.
     pub fn output_until(&mut self, tid: Tid, so_far: &mut Vec<u8>, enough: impl Fn(&[u8]) -> bool) {
         let until = Instant::now() + PATIENCE;
         while !enough(so_far) {
@@ -185,7 +186,7 @@ impl Tasker {
         }
     }
 
-    /// Everything that a task writes, and its wait status.
+    /// Returns the rest of a task's output and its wait status.
     pub fn follow_to_the_end(&mut self, tid: Tid) -> (Vec<u8>, i32, sempa_proto::migration::Usage) {
         let mut rest = Vec::new();
         let (status, used) = self.until(&mut rest, |m| match m {
@@ -203,7 +204,7 @@ impl Tasker {
         (output.flatten().collect(), status, used)
     }
 
-    /// Closes the socket and waits for the tasker's end.
+    /// Closes the socket and waits for the end of the tasker.
     pub fn stop(mut self) {
         drop(self.stream.take());
         let until = Instant::now() + PATIENCE;
@@ -252,7 +253,7 @@ pub fn sh() -> PathBuf {
     "/bin/sh".into()
 }
 
-/// Root can, except in an ordinary container.
+/// True if the kernel grants namespaces: root has them, except in an unprivileged container.
 pub fn can_make_namespaces() -> bool {
     Command::new("unshare")
         .args(["--pid", "--fork", "true"])
@@ -260,7 +261,7 @@ pub fn can_make_namespaces() -> bool {
         .is_ok_and(|done| done.status.success())
 }
 
-/// True while a process with this number exists and is no zombie.
+/// True while a process with this pid exists and is no zombie.
 pub fn is_alive(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
@@ -289,7 +290,7 @@ pub fn wait_until(what: &str, condition: impl Fn() -> bool) {
     }
 }
 
-/// Processes whose command line contains this text.
+/// Returns the processes whose command line contains this text.
 pub fn processes_with(text: &str) -> Vec<i32> {
     std::fs::read_dir("/proc")
         .expect("proc")

@@ -1,7 +1,7 @@
-//! The steps of a move, one call each, and a task that notices everything that goes wrong with it.
+//! The steps of a migration, one call each, and a task that detects each loss.
 #![allow(dead_code, unreachable_pub)] // Each test file uses its own part.
 
-use super::{Tasker, can_make_namespaces, migration, sh, tid, wait_until};
+use super::{Tasker, can_make_namespaces, migration, tid, wait_until};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
 use sempa_proto::{Micros, MigrationId, Tid};
@@ -10,25 +10,34 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Stops a test that was started where no task can be moved. The refusal is checked and named.
+/// Stops a test that was started where no task can be migrated.
+///
+/// It does not start a tasker: the trial of the engine there takes longer than many tests.
 ///
 /// # Panics
-/// The machine lacks something, such as CRIU.
+/// There is no CRIU, or the kernel grants no namespaces.
 pub fn require_moves() {
-    let mut tasker = Tasker::start();
-    tasker.run(tid(1), &sh(), &["-c", "sleep 1000"]);
-    let result = inspect(&mut tasker, tid(1), migration(1));
-    tasker.stop();
-    match result {
-        Err(Refusal::NoEngine { why, .. }) => {
-            assert!(
-                !can_make_namespaces() || !why.contains("process-id namespaces"),
-                "the kernel gives some"
-            );
-            panic!("cannot run here: no task can be moved: {why}");
-        }
-        other => drop(other.expect("a shell that sleeps can move")),
-    }
+    assert!(
+        can_make_namespaces(),
+        "cannot run here: the kernel grants no process-id namespaces"
+    );
+    let engine = real_engine();
+    let answers = Command::new(&engine)
+        .arg("--version")
+        .output()
+        .is_ok_and(|done| done.status.success());
+    assert!(answers, "cannot run here: {engine} is missing or broken");
+}
+
+/// Returns the path of the CRIU that a tasker would use, or its name.
+fn real_engine() -> String {
+    let usual = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"]
+        .into_iter()
+        .find(|path| Path::new(path).is_file());
+    std::env::var("SEMPA_CRIU")
+        .ok()
+        .or(usual.map(String::from))
+        .unwrap_or_else(|| "criu".into())
 }
 
 /// Compiles one of the test programs.
@@ -47,7 +56,8 @@ pub fn program(dir: &Path, name: &str) -> PathBuf {
     out
 }
 
-/// A script that does something before it becomes the real engine; only for requests, not for `--version`.
+/// Writes a script that runs `before` and then becomes the real engine; for requests only, not for
+/// `--version`.
 pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
     engine_script(
         dir,
@@ -55,20 +65,14 @@ pub fn wrapper(dir: &Path, before: &str) -> PathBuf {
     )
 }
 
-/// A script that becomes the real engine with more variables: `NAME=VALUE …`.
+/// Writes a script that becomes the real engine with additional variables: `NAME=VALUE …`.
 pub fn wrapper_in_env(dir: &Path, variables: &str) -> PathBuf {
     engine_script(dir, &format!("exec env {variables}"))
 }
 
 fn engine_script(dir: &Path, begin: &str) -> PathBuf {
-    let real = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"]
-        .into_iter()
-        .find(|p| Path::new(p).is_file());
     let path = dir.join("criu");
-    let real = std::env::var("SEMPA_CRIU")
-        .ok()
-        .or(real.map(String::from))
-        .unwrap_or_else(|| "criu".into());
+    let real = real_engine();
     let script = format!("#!/bin/sh\n{begin} {real} \"$@\"\n");
     std::fs::write(&path, script).expect("write");
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("mode");
@@ -104,7 +108,7 @@ pub fn prepare(
     })
 }
 
-/// Everything up to the answer goes to `seen`, so that output is not lost.
+/// Stops the task. Messages before the answer go to `seen`, so that no output is lost.
 pub fn stop(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Vec<FromTasker>) {
     tasker.send(ToTasker::Stop {
         migration,
@@ -217,7 +221,7 @@ pub fn lines(text: &[u8]) -> usize {
     text.iter().filter(|b| **b == b'\n').count()
 }
 
-/// Checks that the counter's output has every number once and in order.
+/// Asserts that the counter's output has each number once and in order.
 pub fn assert_no_line_lost(output: &[u8]) {
     let text = String::from_utf8_lossy(output);
     let all: Vec<&str> = text.lines().collect();
@@ -232,7 +236,7 @@ pub fn assert_no_line_lost(output: &[u8]) {
     }
 }
 
-/// A whole move; returns how long the task stood still.
+/// Migrates a task and returns how long it was stopped.
 pub fn move_task(
     from: &mut Tasker,
     to: &mut Tasker,
@@ -243,16 +247,16 @@ pub fn move_task(
     move_task_while(from, to, tid, number, output, &mut || {}).still
 }
 
-/// What a move was like.
+/// Measures of a migration.
 #[derive(Clone, Copy, Debug)]
 pub struct Moved {
-    /// How long the task stood still.
+    /// Time for which the task was stopped.
     pub still: Duration,
-    /// Length of its images.
+    /// Total length of its images in bytes.
     pub image_bytes: u64,
 }
 
-/// A whole move, with something that happens while the task exists only as images.
+/// Migrates a task, and calls `meanwhile` while the task exists only as images.
 pub fn move_task_while(
     from: &mut Tasker,
     to: &mut Tasker,
@@ -305,7 +309,7 @@ pub fn move_task_while(
     }
 }
 
-/// Starts a counter and stops it for a move; the rest of the story is the caller's.
+/// Starts a counter and stops it for a migration.
 pub fn stopped_counter(tasker: &mut Tasker, dir: &Path, output: &mut Vec<u8>) -> i32 {
     let pid = tasker.run(tid(1), &program(dir, "counter"), &[]);
     tasker.output_until(tid(1), output, |text| lines(text) > 50);
@@ -315,7 +319,7 @@ pub fn stopped_counter(tasker: &mut Tasker, dir: &Path, output: &mut Vec<u8>) ->
     pid
 }
 
-/// The counter goes on where it is, with nothing lost.
+/// Continues the counter where it is, and asserts that no line is lost.
 pub fn goes_on(tasker: &mut Tasker, output: &mut Vec<u8>) {
     let mut seen = Vec::new();
     continue_task(tasker, tid(1), migration(1), &mut seen);
@@ -325,14 +329,14 @@ pub fn goes_on(tasker: &mut Tasker, output: &mut Vec<u8>) {
     assert_no_line_lost(output);
 }
 
-/// Waits until the wrapper has written its process number there.
+/// Waits until the wrapper has written its pid there, and returns it.
 pub fn pid_in(path: &Path) -> i32 {
     let read = || std::fs::read_to_string(path).ok()?.trim().parse().ok();
     wait_until("the engine runs", || read().is_some());
     read().expect("just seen")
 }
 
-/// A wrapper that, while the file `wait` exists in the directory, writes its process number and waits to be killed.
+/// Writes a wrapper that writes its pid and waits to be killed while the file `wait` exists.
 pub fn waiting_wrapper(dir: &Path) -> PathBuf {
     let d = dir.display();
     wrapper(

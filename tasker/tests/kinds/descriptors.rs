@@ -1,4 +1,4 @@
-//! Descriptors whose other ends, if any, are inside the task.
+//! Tests of descriptors whose other ends, if any, are inside the task.
 
 use super::scene::{becomes, survives, survives_elsewhere};
 

@@ -1,4 +1,4 @@
-//! Files and directories.
+//! Tests of files and directories.
 
 use super::common::moving::{discard, dump, restore, stop};
 use super::common::{migration, tid};
@@ -89,7 +89,7 @@ fn a_log_that_grew_meanwhile_is_appended_to() {
     );
 }
 
-/// What the target says, after this preparation of its own folder.
+/// Asserts what the target reports after `prepare` has changed its folder.
 fn is_refused_at_the_target(prepare: &str, expected: &str) {
     let mut scene = Scene::begin_with(|dir| other_host(dir, prepare));
     let program = scene.compile_c("files");
@@ -135,14 +135,14 @@ fn removed_program_migrates() {
     survives("files", "program-removed");
 }
 
-/// The folder `data` of the other host.
+/// Returns the folder `data` of the other host.
 fn data_there(scene: &Scene) -> PathBuf {
     let place = scene.dir.path().join("data");
     PathBuf::from(format!("/proc/{}/root", scene.there.child.id()))
         .join(place.strip_prefix("/").expect("absolute"))
 }
 
-/// A task with a file that the other host lacks, and this policy.
+/// Starts a task with a file that the other host lacks, and this policy.
 fn held_with(policy: &'static str, prepare: &str) -> Scene {
     let mut scene = Scene::begin_with(|dir| other_host(dir, prepare));
     scene.variable = Some(policy);
@@ -201,7 +201,7 @@ fn carried_file_is_removed_after_a_failure() {
     assert!(there.exists());
     discard(&mut scene.there, id, &mut Vec::new());
     assert!(!there.exists());
-    // And if the engine does not build the task, it goes as well.
+    // The file is removed too if the restore fails.
     assert_eq!(scene.verdict(), []);
     std::fs::write(
         dir.join("inventory.img"),

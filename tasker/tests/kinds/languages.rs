@@ -1,4 +1,4 @@
-//! Programs in other languages.
+//! Tests of programs in other languages.
 
 use super::scene::{Scene, program};
 use std::path::PathBuf;

@@ -1,6 +1,6 @@
-//! What may move and what may not: a test for each row of the table in docs/MIGRATION.md. Each moves a real process to
-//! another tasker and back, and the process looks by itself whether all is as it was; or it is refused with the reason, and goes
-//! on. The programs are in `programs/kinds`.
+//! Tests for each row of the table in docs/MIGRATION.md: which tasks may migrate. Each test
+//! migrates a real process to another tasker and back, and the process checks its own state; or it
+//! asserts the reason of the refusal. The programs are in `programs/kinds`.
 
 #[path = "../common/mod.rs"]
 mod common;

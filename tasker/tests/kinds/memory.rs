@@ -1,4 +1,4 @@
-//! Memory.
+//! Tests of memory.
 
 use super::scene::{Scene, becomes, survives};
 
@@ -43,7 +43,7 @@ fn untouched_pages_are_not_sent() {
     let program = scene.compile_c("memory");
     scene.start(&program, &[], "big", "");
     let moved = scene.moves_there_and_back();
-    // 300 MiB were written with numbers and 16 with zeros, 512 read and 4096 never looked at.
+    // 300 MiB have numbers and 16 zeros; 512 were read and 4096 never touched.
     assert!(
         (316 * MIB..326 * MIB).contains(&moved.image_bytes),
         "{moved:?}"

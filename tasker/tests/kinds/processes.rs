@@ -1,4 +1,4 @@
-//! Processes of a task and what each has of its own.
+//! Tests of the processes of a task and of their attributes.
 
 use super::scene::{Scene, becomes, survives};
 

@@ -1,4 +1,5 @@
-//! What does not survive a move is refused with the reason before anything stops, and the task goes on.
+//! Tests of refusals: what does not survive a migration is refused before the task stops, and the
+//! task continues.
 
 use super::common::tid;
 use super::scene::{Scene, is_refused};
@@ -244,7 +245,7 @@ fn a_terminal_of_somebody_else_is_refused() {
     );
 }
 
-/// Somebody traces a thread of the task: its first one, or the other one.
+/// Traces the first thread of the task or the other one, and asserts the refusal.
 fn is_refused_while_traced(first: bool) {
     let mut scene = Scene::begin();
     let program = scene.compile_c("refused");
@@ -286,7 +287,7 @@ fn is_refused_while_traced(first: bool) {
     scene.ends_right();
 }
 
-/// The number of its second thread, as the task sees it.
+/// Returns the number of the second thread, as the task sees it.
 fn thread_it_told(scene: &mut Scene) -> i32 {
     let number = |text: &[u8]| -> Option<i32> {
         let text = String::from_utf8_lossy(text).into_owned();
@@ -303,7 +304,7 @@ fn processes_of(program: &std::path::Path) -> Vec<i32> {
     super::common::processes_with(program.to_str().expect("text"))
 }
 
-/// The thread with this number inside the namespace, as others see it.
+/// Returns the outer number of the thread with this number inside the namespace.
 fn outer_thread(pid: i32, inner: i32) -> i32 {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("proc");
     let all = threads

@@ -7,7 +7,7 @@ use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What a program says when it has set up what it is to keep, and when all was as it should be.
+/// What a program prints when it is set up, and when all its checks were good.
 const READY: &[u8] = b"ready\n";
 const RIGHT: &[u8] = b"right\n";
 /// Status of a program whose checks were all good.
@@ -18,7 +18,7 @@ pub(crate) struct Scene {
     pub(crate) here: Tasker,
     pub(crate) there: Tasker,
     pub(crate) output: Vec<u8>,
-    /// A further variable of the task.
+    /// An additional variable of the task's environment.
     pub(crate) variable: Option<&'static str>,
     moves: u64,
 }
@@ -30,7 +30,7 @@ impl Scene {
         Scene::begin_with(|_| Tasker::start())
     }
 
-    /// With another target, which may know the scene's folder.
+    /// As [`Scene::begin`], with another target; `target` gets the folder of the scene.
     pub(crate) fn begin_with(target: impl FnOnce(&Path) -> Tasker) -> Scene {
         require_moves();
         let dir = tempfile::tempdir().expect("dir");
@@ -91,7 +91,7 @@ impl Scene {
         );
     }
 
-    /// Moves it to the other tasker, with something that happens on the way.
+    /// Migrates the task to the other tasker, and calls `meanwhile` while only images exist.
     pub(crate) fn moves_while(&mut self, meanwhile: &mut dyn FnMut()) -> Moved {
         self.moves += 1;
         move_task_while(
@@ -104,7 +104,7 @@ impl Scene {
         )
     }
 
-    /// Moves it to the other tasker and back again.
+    /// Migrates the task to the other tasker and back.
     pub(crate) fn moves_there_and_back(&mut self) -> Moved {
         self.moves_while(&mut || {});
         std::mem::swap(&mut self.here, &mut self.there);
@@ -113,19 +113,19 @@ impl Scene {
         moved
     }
 
-    /// Why it may not move at all.
+    /// Returns the facts of the task, or why it may not migrate.
     pub(crate) fn inspect(&mut self) -> Result<TaskFacts, Refusal> {
         self.moves += 1;
         inspect(&mut self.here, tid(1), migration(self.moves))
     }
 
-    /// What the other tasker has against it.
+    /// Returns the refusals of the target.
     pub(crate) fn verdict(&mut self) -> Vec<Refusal> {
         let facts = self.inspect().expect("it may leave");
         prepare(&mut self.there, tid(1), migration(self.moves), facts)
     }
 
-    /// What is known of a file that it needs.
+    /// Returns the facts of a file that the task needs.
     pub(crate) fn fact(&mut self, name: &str) -> Option<FileFact> {
         let path = self.dir.path().join(name);
         self.inspect()
@@ -135,7 +135,7 @@ impl Scene {
             .find(|fact| fact.path == path)
     }
 
-    /// Has it look whether all is as it was, and follows it to its end where it is now. All that it has said.
+    /// Lets the task check its state, waits for its good end, and returns all its output.
     pub(crate) fn ends_right(mut self) -> String {
         std::fs::write(self.dir.path().join("go"), "").expect("write");
         let (rest, status, _) = self.here.follow_to_the_end(tid(1));
@@ -149,8 +149,8 @@ impl Scene {
     }
 }
 
-/// A tasker in surroundings that are those of another host: addresses, terminals and the folder `data` of its own. `prepare`
-/// is a command of a shell that finds that folder in `$data`.
+/// Starts a tasker as on another host: with its own addresses, terminals and folder `data`. The
+/// shell command `prepare` finds that folder in `$data`.
 pub(crate) fn other_host(dir: &Path, prepare: &str) -> Tasker {
     let script = format!(
         "ip link set lo up && mount -t devpts -o newinstance,ptmxmode=0666 devpts /dev/pts && data={}/data && \
@@ -163,19 +163,19 @@ pub(crate) fn other_host(dir: &Path, prepare: &str) -> Tasker {
     )
 }
 
-/// Where the source of a program is.
+/// Returns the path of a program's source.
 pub(crate) fn program(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/programs/kinds")
         .join(name)
 }
 
-/// A program in C keeps all that its row is about.
+/// Asserts that a program in C keeps all that its row is about.
 pub(crate) fn survives(family: &str, row: &str) {
     ends_saying(Scene::begin(), family, row, "");
 }
 
-/// The same with a target in other surroundings.
+/// As [`survives`], with a target like another host.
 pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
     ends_saying(
         Scene::begin_with(|dir| other_host(dir, prepare)),
@@ -185,7 +185,7 @@ pub(crate) fn survives_elsewhere(family: &str, row: &str, prepare: &str) {
     );
 }
 
-/// A program in C says this of what became of something.
+/// Asserts that a program in C reports this after its migration.
 pub(crate) fn becomes(family: &str, row: &str, expected: &str) {
     ends_saying(Scene::begin(), family, row, &format!("{expected}\n"));
 }
@@ -197,7 +197,7 @@ fn ends_saying(mut scene: Scene, family: &str, row: &str, expected: &str) {
     assert_eq!(scene.ends_right(), format!("ready\n{expected}right\n"));
 }
 
-/// A program in C is refused with this reason and goes on.
+/// Asserts that a program in C is refused with this reason and continues.
 pub(crate) fn is_refused(row: &str, extra: &str, reason: &str) {
     let mut scene = Scene::begin();
     let program = scene.compile_c("refused");

@@ -1,4 +1,4 @@
-//! Signals, timers and clocks.
+//! Tests of signals, timers and clocks.
 
 use super::common::Tasker;
 use super::scene::{Scene, becomes, survives};
@@ -52,7 +52,7 @@ fn sleep_with_timeout_ends_with_eintr() {
 #[test]
 #[ignore = "system tier: needs CRIU and gcc"]
 fn monotonic_clocks_do_not_jump() {
-    // The target is a host that runs for ten days longer.
+    // The target has an uptime that is ten days longer.
     let longer = [
         "unshare",
         "--time",

@@ -1,4 +1,4 @@
-//! The table in docs/MIGRATION.md and the tests belong together.
+//! Checks that each row of the tables in docs/MIGRATION.md has a test, and each test a row.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,7 +11,7 @@ fn project() -> PathBuf {
         .to_path_buf()
 }
 
-/// Where the tests are whose file is named without a folder.
+/// The folder of the tests that the page names without a folder.
 fn here() -> PathBuf {
     project().join("tasker/tests/kinds")
 }
@@ -20,7 +20,7 @@ fn page() -> String {
     fs::read_to_string(project().join("docs/MIGRATION.md")).expect("the page")
 }
 
-/// The lines of its tables without their headings.
+/// Returns the rows of the page's tables.
 fn rows(page: &str) -> Vec<&str> {
     page.lines()
         .filter(|line| {
@@ -29,7 +29,7 @@ fn rows(page: &str) -> Vec<&str> {
         .collect()
 }
 
-/// What is named as `file.rs::name` there: the file, and the name.
+/// Returns each `file.rs::name` in a text as file and name.
 fn tests_named(text: &str) -> Vec<(String, String)> {
     let words = text.split('`').skip(1).step_by(2);
     words
@@ -38,7 +38,7 @@ fn tests_named(text: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Names of the functions that are tests.
+/// Returns the names of the test functions in a source.
 fn tests_in(source: &str) -> BTreeSet<String> {
     let mut lines = source.lines().map(str::trim);
     let mut names = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Threads.
+//! Tests of threads.
 
 use super::scene::{Scene, survives};
 

@@ -43,6 +43,7 @@ const BINARIES: [(&str, &[&str]); 5] = [
             "sempa-tests::post_copy",
             "sempa-tests::routes",
             "sempa-tests::talk",
+            "pvm-tasker::kills",
         ],
     ),
     ("soak", &["sempa-tests::soak"]),

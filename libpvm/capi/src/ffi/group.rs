@@ -133,10 +133,10 @@ unsafe extern "C" fn sempa_group_traced(
             if !list.is_null() && !count.is_null() {
                 // SAFETY: by this function's contract; `body` has stored both values.
                 let (list, count) = unsafe { (*list, usize::try_from(*count).unwrap_or(0)) };
-                // SAFETY: by this function's contract the list has `count` words unless it is null.
                 let tids = if list.is_null() {
                     &[]
                 } else {
+                    // SAFETY: by this function's contract the list has `count` words.
                     unsafe { std::slice::from_raw_parts(list, count) }
                 };
                 items.push(ints("MDL", tids.to_vec()));

@@ -114,10 +114,10 @@ unsafe extern "C" fn pvmreset(
     name: *const c_char,
     index: c_int,
 ) -> c_int {
-    // SAFETY: by this function's contract.
     let name = if name.is_null() {
         String::new()
     } else {
+        // SAFETY: by this function's contract.
         unsafe { text(name) }
     };
     answer(

@@ -1,4 +1,5 @@
-//! What the tests share: the library as built, C programs linked with it, and a daemon that knows one task.
+//! Shared by the tests: the library as built, C programs linked with it, and a daemon that knows
+//! one task.
 
 #![allow(dead_code)] // Each test file uses its part.
 
@@ -18,7 +19,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use tempfile::TempDir;
 
-/// The library that the test run has built, beside the test programs.
+/// Returns the path of the library that the test run has built.
 pub(crate) fn library() -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let folders = test.ancestors().skip(1).take(2);
@@ -28,7 +29,7 @@ pub(crate) fn library() -> PathBuf {
     found.expect("cargo builds the library before its tests")
 }
 
-/// The folder of the header, in the source tree.
+/// Returns the folder of the headers in the source tree.
 pub(crate) fn include() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
 }
@@ -44,12 +45,12 @@ pub(crate) fn require(path: &str, package: &str) {
     );
 }
 
-/// The C compiler.
+/// Returns a command for the C compiler.
 pub(crate) fn cc() -> Command {
     Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()))
 }
 
-/// Fails the test with what the compiler said, unless it was content; answers what it wrote.
+/// Runs the compiler and returns its output. Fails the test with its messages if it fails.
 pub(crate) fn compiled(command: &mut Command) -> String {
     let done = command.output().expect("a C compiler");
     assert!(
@@ -76,14 +77,14 @@ pub(crate) fn link(source: &Path, header: &Path, options: &[&str], library: &Pat
     );
 }
 
-/// The source of a program in `tests/c`.
+/// Returns the source of a program in `tests/c`.
 pub(crate) fn source(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/c")
         .join(format!("{name}.c"))
 }
 
-/// A folder with a C program and the library under the name that programs load.
+/// A folder with a C program, and the library under the name that programs load.
 pub(crate) struct Program {
     dir: TempDir,
     path: PathBuf,
@@ -127,12 +128,11 @@ impl Program {
         Program { dir, path }
     }
 
-    /// Where it is.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A run of the program that finds its daemon in `tmp`.
+    /// Returns a command for the program, which finds its daemon in `tmp`.
     pub(crate) fn command(&self, tmp: &Path) -> Command {
         let mut command = Command::new(&self.path);
         for name in [
@@ -154,7 +154,7 @@ impl Program {
     }
 }
 
-/// Fails the test with what the program said, unless it ended well.
+/// Fails the test with the program's output unless its status is zero.
 pub(crate) fn must_succeed(done: &Output) {
     let (out, err) = (
         String::from_utf8_lossy(&done.stdout),
@@ -167,12 +167,12 @@ pub(crate) fn must_succeed(done: &Output) {
     );
 }
 
-/// The id that the daemon below gives its task.
+/// The tid of the daemon's task.
 pub(crate) const ME: i32 = 0x40001;
-/// The tasks that it says it has started.
+/// The tid of each task that the daemon reports as started.
 pub(crate) const CHILD: i32 = 0x40002;
 
-/// A daemon for one task at a time: welcomes it and answers the simple requests.
+/// A daemon for one task at a time: it welcomes the task and answers simple requests.
 pub(crate) struct Daemon {
     tmp: TempDir,
 }
@@ -207,7 +207,7 @@ impl Daemon {
         Daemon { tmp }
     }
 
-    /// Its `PVM_TMP`.
+    /// The `PVM_TMP` of its tasks.
     pub(crate) fn tmp(&self) -> &Path {
         self.tmp.path()
     }
@@ -226,7 +226,7 @@ struct Seat {
 
 impl Seat {
     fn say(&mut self, what: &ToTask) {
-        // A program that has ended hears nothing more.
+        // A program that has ended reads nothing.
         let _ = self.stream.write_all(&encode_control(what).expect("small"));
     }
 
@@ -271,7 +271,7 @@ impl Seat {
         }
     }
 
-    /// What the library of the parent would send.
+    /// Sends what the parent's library would send.
     fn tell_siblings(&mut self) {
         let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);
         body.int(2).int(ME).int(CHILD);
@@ -289,7 +289,7 @@ impl Seat {
         });
     }
 
-    /// What the spawned tasks print, as a daemon collects it.
+    /// Sends the output of the spawned tasks, as a daemon collects it.
     fn print(&mut self, sink: Sink, tid: i32, words: &[(i32, &[u8])]) {
         for (mark, text) in words {
             let mut body = sempa_proto::body::Packer::new(sempa_proto::body::Encoding::Xdr);

@@ -1,4 +1,5 @@
-//! A real virtual machine for a test: our daemon and tasker, with "other hosts" that are folders of this one.
+//! A real virtual machine for a test: our daemon and tasker. Its "other hosts" are folders of this
+//! host.
 
 use super::Program;
 use std::io::{BufRead, BufReader, Read};
@@ -9,10 +10,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// Time for anything here; far more than needed, because machines may be loaded.
+/// Deadline of every wait; a loaded machine may need much of it.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
 
-/// The programs that the library needs around it, beside it.
+/// Returns the path of a program that the test run has built.
 fn program(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let found = test
@@ -28,19 +29,19 @@ fn program(name: &str) -> PathBuf {
     })
 }
 
-/// A virtual machine of one test; gone with it.
+/// The virtual machine of one test. Drop ends it.
 pub(crate) struct Vm {
     dir: TempDir,
     master: Child,
 }
 
 impl Vm {
-    /// Starts the master and waits for its line.
+    /// Starts the master and waits for the line with its socket.
     pub(crate) fn start() -> Vm {
         Vm::start_with(&[])
     }
 
-    /// As [`Vm::start`], with more in the daemon's environment.
+    /// As [`Vm::start`], with additional variables for the daemon.
     pub(crate) fn start_with(env: &[(&str, String)]) -> Vm {
         let dir = tempfile::Builder::new()
             .prefix("capi")
@@ -98,7 +99,7 @@ impl Vm {
             .env("PVM_ALLOW_ROOT", "1");
     }
 
-    /// A program of a "host" (`master` or one that was added).
+    /// Returns a command for a program on a "host" (`master` or an added one).
     pub(crate) fn command_on(&self, host: &str, program: &Program) -> Command {
         let mut command = Command::new(program.path());
         Vm::environment(&mut command, self.dir.path());
@@ -118,7 +119,7 @@ impl Vm {
         Player::start(command)
     }
 
-    /// The master's log.
+    /// Returns the master's log.
     pub(crate) fn log(&self) -> String {
         use std::os::unix::fs::MetadataExt;
         let uid = std::fs::metadata(self.dir.path()).expect("ours").uid();
@@ -133,7 +134,7 @@ impl Drop for Vm {
             eprintln!("log of the master:\n{}", self.log());
         }
         let pid = self.master.id().to_string();
-        // The master ends its slaves and tasks; one that hangs is killed.
+        // The master ends its slaves and tasks. A master that hangs is killed.
         let _ = Command::new("kill").args(["-TERM", &pid]).status();
         let begin = Instant::now();
         while begin.elapsed() < DEADLINE && matches!(self.master.try_wait(), Ok(None)) {
@@ -144,7 +145,7 @@ impl Drop for Vm {
     }
 }
 
-/// A running program whose output is read as it comes.
+/// A running program whose output is read as it arrives.
 pub(crate) struct Player {
     child: Child,
     said: Arc<Mutex<String>>,
@@ -152,7 +153,6 @@ pub(crate) struct Player {
 }
 
 impl Player {
-    /// Starts it.
     pub(crate) fn start(mut command: Command) -> Player {
         let mut child = command
             .stdin(Stdio::null())
@@ -184,12 +184,12 @@ impl Player {
         }
     }
 
-    /// Everything it has written.
+    /// Returns all its output.
     pub(crate) fn said(&self) -> String {
         self.said.lock().expect("no panic").clone()
     }
 
-    /// Waits until it has written this.
+    /// Waits until it has written this text.
     pub(crate) fn until(&mut self, text: &str) {
         let begin = Instant::now();
         while !self.said().contains(text) {
@@ -204,7 +204,7 @@ impl Player {
         }
     }
 
-    /// Waits for its good end and answers what it has written.
+    /// Waits for its end with status zero and returns its output.
     pub(crate) fn ends_well(mut self) -> String {
         let begin = Instant::now();
         let status = loop {
@@ -225,7 +225,6 @@ impl Player {
         self.said()
     }
 
-    /// Kills it.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("our child");
         self.child.wait().expect("our child");
@@ -234,7 +233,7 @@ impl Player {
 
 impl Drop for Player {
     fn drop(&mut self) {
-        // It may have ended long ago.
+        // It may have ended before.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

@@ -63,8 +63,8 @@ fn refuse(call: libc::c_long, second: Option<u32>) {
 
 /// Helper process of other tests: exchanges messages under a restriction.
 #[test]
-#[ignore = "run by the tests of what is forbidden"]
-fn goes_without() {
+#[ignore = "child process of the tests of what is forbidden"]
+fn child_goes_without() {
     let socket = std::env::var_os("WITHOUT_SOCKET")
         .expect("told where")
         .into();
@@ -122,7 +122,7 @@ fn messages_go_without(what: &str) {
     let mut other = Command::new(std::env::current_exe().expect("known"))
         .args([
             "--exact",
-            "runtime::tests::forbidden::goes_without",
+            "runtime::tests::forbidden::child_goes_without",
             "--ignored",
         ])
         .envs([

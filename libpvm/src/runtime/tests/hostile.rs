@@ -277,8 +277,8 @@ fn pools_of_one_peer_are_bounded() {
 
 /// Helper process of another test: sends messages until it is killed.
 #[test]
-#[ignore = "run by a_process_that_is_killed_in_the_middle_of_writing_leaves_whole_messages_only"]
-fn writes_without_end() {
+#[ignore = "child process of another test"]
+fn child_writes_without_end() {
     let socket = std::env::var_os("WRITES_TO_SOCKET")
         .expect("told where")
         .into();
@@ -310,7 +310,7 @@ fn killed_writer_leaves_whole_messages_only() {
         let mut writer = Command::new(std::env::current_exe().expect("known"))
             .args([
                 "--exact",
-                "runtime::tests::hostile::writes_without_end",
+                "runtime::tests::hostile::child_writes_without_end",
                 "--ignored",
             ])
             .env("WRITES_TO_SOCKET", fake.socket())

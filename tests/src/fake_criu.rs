@@ -1,14 +1,15 @@
-//! An engine that lies: a stand-in for CRIU on the hosts of a testbed, which is the real one unless somebody has said otherwise.
+//! A stand-in for CRIU on the hosts of a testbed. It runs the real CRIU unless a test has told it to
+//! misbehave.
 
 use crate::testbed::Testbed;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
-/// Arguments of what a lie becomes when it hangs; nothing else on a host has them.
+/// The command that a hanging stand-in becomes; no other process of a host has these arguments.
 const HANGING: &str = "sleep 14142";
 
-/// Passes on what the real engine and whoever has started it say to each other. When all is written, and before that is said,
-/// images of this kind lose their second half; without a kind all of them go.
+/// Forwards messages between the real CRIU and the tasker. After all images are written, and before
+/// CRIU reports it, cuts images of one kind in half; without a kind removes all images.
 const CUTTER: &str = r#"
 import glob, os, select, socket, subprocess, sys
 real, number, kind = sys.argv[1:]
@@ -30,7 +31,8 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Stops the real engine as soon as it has written so much memory. Of a megabyte a part will have left.
+/// Stops the real CRIU as soon as it has written this number of bytes of memory. Of a megabyte, a part
+/// will have left the host.
 const STALLER: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number, least = sys.argv[1:]
@@ -46,8 +48,8 @@ if status < 0:
 sys.exit(status)
 "#;
 
-/// Says that a task is built, and builds none; `nobody` names a process before that, of a number that there cannot be. All that is
-/// not for a task to be built is left to the real engine.
+/// Reports a restored task without restoring one; `nobody` first reports a process number that cannot
+/// exist. Other requests go to the real CRIU.
 const CLAIMER: &str = r#"
 import os, socket, sys
 real, number, how = sys.argv[1:]
@@ -61,11 +63,11 @@ if how == "nobody":
 starter.send(b"\x08\x02\x10\x01\x22\x02\x08\x01")
 "#;
 
-/// Has all hosts use an engine that is what [`lie`] says last for its host.
+/// Installs the stand-in on all hosts. [`behave`] tells it what to do.
 ///
 /// # Panics
 /// The testbed has no engine of its own, or its folder cannot be written.
-pub fn put(bed: &Testbed) {
+pub fn install(bed: &Testbed) {
     let link = bed.engine().expect("an engine of its own");
     let real = fs::read_link(link).expect("a link").display().to_string();
     let script = format!(
@@ -100,34 +102,47 @@ pub fn put(bed: &Testbed) {
     fs::rename(&fresh, link).expect("in place");
 }
 
-/// What the engine of a host does from now on: `silent` ends at once as if all were well, `garbage` answers what cannot be read,
-/// `killed`, `hang`, `cut KIND` writes all and then cuts images of this kind in half, `empty` removes all of them, `stall BYTES` goes
-/// no further once it has written so much memory, and tells the truth the next time; one that builds a task does not even begin. `wait`
-/// does nothing until there is another word, and tells the truth then. Both are for a task, as opposed to a trial. `nothing` says that a task is built that is not, `nobody` names a
-/// process that is not there as well. Where it is to fetch the memory of a task: `lazy-silent`, `lazy-garbage`, `lazy-hang`, and
-/// `lazy-early` does so for a second and says then that it has all. An empty word: the truth.
+/// Tells the stand-in of a host what to do from now on:
+/// - empty: run the real CRIU.
+/// - `silent`: end at once with success.
+/// - `garbage`: answer with bytes that are no message.
+/// - `killed`: die of SIGKILL.
+/// - `hang`: neither answer nor end.
+/// - `cut KIND`: write all images, then cut those of one kind in half.
+/// - `empty`: write all images, then remove them.
+/// - `stall BYTES`: stop once this number of bytes of memory is written, and behave the next time; a
+///   restore does not even begin.
+/// - `wait`: wait for another word, then behave.
+/// - `nothing`: report a restored task without restoring one.
+/// - `nobody`: as `nothing`, and report a process that does not exist.
+/// - `lazy-silent`, `lazy-garbage`, `lazy-hang`: the same, where it fetches the memory of a task.
+/// - `lazy-early`: fetch memory for a second, then report that all of it has arrived.
+///
+/// `stall` and `wait` apply to tasks, and not to the tasker's trial of its engine.
 ///
 /// # Panics
 /// The testbed's folder cannot be written.
-pub fn lie(bed: &Testbed, host: &str, word: &str) {
+pub fn behave(bed: &Testbed, host: &str, word: &str) {
     fs::write(bed.folder().join(format!("lie-{host}")), word).expect("written");
 }
 
-/// What it has lied about on a host since [`has_lied`] was asked last, oldest first.
-pub fn lies(bed: &Testbed, host: &str) -> Vec<String> {
-    let lies = fs::read_to_string(bed.folder().join(format!("lied-{host}"))).unwrap_or_default();
-    lies.lines().map(str::to_string).collect()
+/// Returns how the stand-in of a host has misbehaved since [`take_misbehaved`] was called, oldest
+/// first.
+pub fn misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
+    let lines = fs::read_to_string(bed.folder().join(format!("lied-{host}"))).unwrap_or_default();
+    lines.lines().map(str::to_string).collect()
 }
 
-/// The same since this was asked last. What is added while this is asked may be lost: who waits for a lie asks [`lies`].
-pub fn has_lied(bed: &Testbed, host: &str) -> Vec<String> {
-    let lies = lies(bed, host);
+/// As [`misbehaved`], and clears the record. A line that is added meanwhile may be lost: a test that
+/// waits for one calls [`misbehaved`].
+pub fn take_misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
+    let lines = misbehaved(bed, host);
     // There may be none.
     let _ = fs::remove_file(bed.folder().join(format!("lied-{host}")));
-    lies
+    lines
 }
 
-/// True for a command line of an engine, or of what lies in its place.
+/// True for the command line of CRIU or of its stand-in.
 pub fn is_engine(line: &str) -> bool {
     [" swrk ", " lazy-pages ", HANGING]
         .iter()

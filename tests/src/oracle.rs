@@ -1,4 +1,5 @@
-//! Tasks that would notice if they ran twice or lost a message (`tests/programs/witness.c`), and their director.
+//! Tasks that notice when they run twice or lose a message (`tests/programs/witness.c`), and the
+//! director that talks to them.
 
 use crate::run::{Running, eventually};
 use crate::vm::Vm;
@@ -10,12 +11,12 @@ use std::path::PathBuf;
 use std::process::{ChildStdin, Stdio};
 use std::time::Duration;
 
-/// Time for one word of the director on a loaded machine.
-const SOON: Duration = Duration::from_secs(60);
+/// Time for one answer of the director on a loaded machine.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The director. It ends with the virtual machine.
+/// The director and what it knows of its tasks. It ends with the virtual machine.
 #[derive(Debug)]
-pub struct Witnesses {
+pub struct Oracle {
     direct: bool,
     director: Running,
     words: ChildStdin,
@@ -23,32 +24,32 @@ pub struct Witnesses {
     program: String,
 }
 
-/// What the director and a task have seen of each other.
+/// What the director and a task have received from each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Account {
-    /// Messages of the task that have come.
+    /// Messages of the task that the director has received.
     pub got: u64,
-    /// Faults that the director has seen, and those that the task has.
+    /// Lost, repeated, damaged or disordered messages that either side has seen.
     pub faults: u64,
 }
 
-impl Witnesses {
-    /// Starts the director on h1. The program is compiled first.
+impl Oracle {
+    /// Compiles the program and starts the director on h1.
     ///
     /// # Errors
     /// It does not start.
-    pub fn start(vm: &Vm<'_>) -> Result<Witnesses> {
-        Witnesses::start_on(vm, 1, false)
+    pub fn start(vm: &Vm<'_>) -> Result<Oracle> {
+        Oracle::start_on(vm, 1, false)
     }
 
-    /// The same on any host; `direct`: all want direct routes, among them rings, and nobody counts as spawned before the
-    /// director has one to it.
+    /// As [`Oracle::start`] on any host. With `direct` all tasks ask for direct routes, and a task
+    /// counts as spawned only when the director has a direct route to it.
     ///
     /// # Errors
     /// It does not start.
-    pub fn start_on(vm: &Vm<'_>, host: usize, direct: bool) -> Result<Witnesses> {
+    pub fn start_on(vm: &Vm<'_>, host: usize, direct: bool) -> Result<Oracle> {
         let program = vm.program("witness")?;
-        // Each virtual machine of a testbed has a folder of its own.
+        // Several virtual machines may run on one testbed, one after the other.
         let mut folders = (1..).map(|number| vm.bed().folder().join(format!("witnesses-{number}")));
         let folder = folders
             .find(|folder| !folder.exists())
@@ -59,7 +60,7 @@ impl Witnesses {
         command.args(direct.then_some("direct"));
         let mut director = Running::start(command, Stdio::piped())?;
         let words = director.take_stdin().context("its input is piped")?;
-        Ok(Witnesses {
+        Ok(Oracle {
             direct,
             director,
             words,
@@ -72,13 +73,13 @@ impl Witnesses {
         Ok(self.words.write_all(format!("{line}\n").as_bytes())?)
     }
 
-    /// What the director has said that begins so, the newest first.
+    /// Returns the rest of the director's lines that begin like this, the newest first.
     fn said(&self, begin: &str) -> Result<Vec<String>, String> {
         let out = self
             .director
             .out_so_far()
             .map_err(|error| error.to_string())?;
-        // The last line may be on its way.
+        // The last line may be incomplete.
         let whole = out.rsplit_once('\n').map_or("", |(whole, _)| whole);
         Ok(whole
             .lines()
@@ -88,17 +89,18 @@ impl Witnesses {
             .collect())
     }
 
-    /// Spawns one for each (host, name), and waits until all talk. Their tids, in this order.
+    /// Spawns one task for each (host, name) and waits until all exchange messages. Returns their
+    /// tids in the same order.
     ///
     /// # Errors
-    /// One of them does not come.
+    /// A task does not start.
     pub fn spawn(&mut self, which: &[(String, String)]) -> Result<Vec<String>> {
         for (host, name) in which {
             self.say(&format!("spawn {host} {name} {}", self.folder.display()))?;
         }
         let mut tids = Vec::new();
         for (host, name) in which {
-            let tid = eventually(SOON, || {
+            let tid = eventually(TIMEOUT, || {
                 if let Some(code) = self.said(&format!("refused {name} "))?.pop() {
                     return Ok(Err(code));
                 }
@@ -118,7 +120,7 @@ impl Witnesses {
         Ok(tids)
     }
 
-    /// What was seen of a task so far.
+    /// Returns what was received of a task so far.
     ///
     /// # Errors
     /// The director does not answer.
@@ -126,7 +128,7 @@ impl Witnesses {
         let begin = format!("account {tid} ");
         let before = self.said(&begin).map_err(anyhow::Error::msg)?.len();
         self.say(&format!("ask {tid}"))?;
-        let line = eventually(SOON, || {
+        let line = eventually(TIMEOUT, || {
             let said = self.said(&begin)?;
             if said.len() > before {
                 Ok(said[0].clone())
@@ -144,15 +146,15 @@ impl Witnesses {
         })
     }
 
-    /// Waits until a task has sent some more messages, each of which had an answer to the one before it.
+    /// Waits until a task has sent more messages than it may send without an answer.
     ///
     /// # Errors
-    /// It does not, or a message was lost, doubled, damaged or out of order.
+    /// The task is silent, or a message was lost, repeated, damaged or out of order.
     pub fn talks(&mut self, tid: &str) -> Result<()> {
-        // More than it may send without an answer.
+        // A task sends fewer without an answer.
         const SOME: u64 = 12;
         let begin = self.account(tid)?;
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             let now = self.account(tid).map_err(|error| error.to_string())?;
             if now.got >= begin.got + SOME {
                 Ok(())
@@ -165,12 +167,12 @@ impl Witnesses {
         Ok(())
     }
 
-    /// Waits until the director has had so many direct routes to a task.
+    /// Waits until the director has had this number of direct routes to a task.
     ///
     /// # Errors
-    /// It has not.
+    /// There were fewer.
     pub fn has_route(&self, tid: &str, count: usize) -> Result<()> {
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             let had = self.said("route ")?.iter().filter(|of| *of == tid).count();
             if had >= count {
                 Ok(())
@@ -180,21 +182,21 @@ impl Witnesses {
         })
     }
 
-    /// True if the director was told that a task has ended.
+    /// Returns true if the director was notified that a task has ended.
     ///
     /// # Errors
-    /// What it has said cannot be read.
+    /// The director's output cannot be read.
     pub fn has_gone(&self, tid: &str) -> Result<bool, String> {
         Ok(!self.said(&format!("gone {tid}"))?.is_empty())
     }
 
-    /// Has a task end, and waits until the director was told so.
+    /// Ends a task and waits until the director is notified.
     ///
     /// # Errors
-    /// It does not.
+    /// The task does not end.
     pub fn stop(&mut self, tid: &str) -> Result<()> {
         self.say(&format!("stop {tid}"))?;
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if self.has_gone(tid)? {
                 Ok(())
             } else {
@@ -203,10 +205,11 @@ impl Witnesses {
         })
     }
 
-    /// The lines that a task has written are 0, 1, 2, …: at no time two of it were running. The next number.
+    /// Checks that a task has written the lines 0, 1, 2, …: at no time have two copies of it run.
+    /// Returns the number of lines.
     ///
     /// # Errors
-    /// A number is missing or there twice; the lines around it.
+    /// A number is missing or repeated; the error has the lines around it.
     pub fn ran_once(&self, name: &str) -> Result<usize> {
         let text = fs::read_to_string(self.folder.join(name))?;
         let lines: Vec<&str> = text.lines().collect();
@@ -221,7 +224,7 @@ impl Witnesses {
         Ok(lines.len())
     }
 
-    /// How many processes there are of each name, on all hosts.
+    /// Returns how many processes each task has, on all hosts.
     pub fn processes(&self) -> HashMap<String, usize> {
         let mut found = HashMap::new();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -229,7 +232,7 @@ impl Witnesses {
             let mut words = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
             if words.next().is_some_and(|program| *program == *self.program)
                 && let Some(name) = words.next()
-                // The director has no folder.
+                // The director's command line has no folder.
                 && words.next().is_some_and(|folder| !folder.is_empty())
             {
                 *found.entry(name.into_owned()).or_default() += 1;

@@ -1,0 +1,237 @@
+//! Holds checkpoints and restarts at their points.
+//!
+//! Before tasks are stopped, again when all are stopped, and before a job is restarted, all daemons
+//! must answer. So most operations are held by their engines first, and daemons are stopped last, one
+//! of them before its job is that far.
+
+use super::fault_points::word;
+use super::names;
+use super::{CheckpointFaults, FaultPoint, Held, Hold, Holder, JOBS, Member, Operation, TIMEOUT};
+use crate::fake_criu::{behave, misbehaved, take_misbehaved};
+use crate::faults::{self, Breakpoint, Point, Role, is_stopped};
+use crate::run::eventually;
+use anyhow::{Context, Result, bail, ensure};
+use nix::fcntl::{Flock, FlockArg};
+use std::fs::File;
+
+impl CheckpointFaults<'_> {
+    /// Holds operations at these points. Returns them, and the number of the first event after that
+    /// began.
+    pub(super) fn hold(&mut self, round: &[FaultPoint]) -> Result<(Vec<Held>, u64)> {
+        let jobs = self.assign(round)?;
+        let events = self.vm.events()?;
+        let from = events.last().map_or(0, |entry| entry.number + 1);
+        let mut all = Vec::new();
+        for (point, job) in round.iter().copied().zip(jobs) {
+            match word(&point) {
+                Some(word) => {
+                    let host = self.members[job].name();
+                    take_misbehaved(self.vm.bed(), &host);
+                    behave(self.vm.bed(), &host, word);
+                    all.push(self.begin(point, job)?);
+                }
+                None => {
+                    // From here on daemons do not answer: the others must be as far as they get.
+                    self.hold_engines(&mut all)?;
+                    let breakpoint = self.breakpoint(point, job)?;
+                    let mut held = self.begin(point, job)?;
+                    self.wait_for_daemon(&mut held, &breakpoint)?;
+                    all.push(held);
+                }
+            }
+        }
+        self.hold_engines(&mut all)?;
+        for held in &mut all {
+            self.hold_after_engine(held)?;
+        }
+        for held in &mut all {
+            self.held += 1;
+            // On a busy machine an operation may exceed its time limit before the fault.
+            if let Some(status) = held.console.poll()? {
+                self.early += 1;
+                let (out, err) = (held.console.out_so_far()?, held.console.err_so_far()?);
+                let point = held.point;
+                eprintln!("{point:?} ended before the fault: {status} {out}{err}");
+            }
+        }
+        Ok((all, from))
+    }
+
+    /// Starts the operation.
+    fn begin(&self, point: FaultPoint, job: usize) -> Result<Held> {
+        let member = &self.members[job];
+        let on = format!("h1,{}", member.name());
+        let before = self.checkpoints(job)?;
+        let newest = before.last().context("a checkpoint")?;
+        let words = match point.0 {
+            Operation::Checkpoint => ["--json", "checkpoint", &member.job.tid].to_vec(),
+            Operation::Restart => ["restart", newest, "--on", &on].to_vec(),
+        };
+        let console = self.vm.start_pvm(&words)?;
+        Ok(Held {
+            point,
+            job,
+            holder: None,
+            console,
+            before,
+        })
+    }
+
+    /// Assigns a job to each point. Jobs that owe a restart come first. A job that is to be restarted
+    /// has ended when this returns, all others run on their own hosts.
+    fn assign(&mut self, round: &[FaultPoint]) -> Result<Vec<usize>> {
+        ensure!(round.len() <= JOBS, "more points than jobs: {round:?}");
+        let mut free: Vec<usize> = (0..JOBS).collect();
+        free.sort_by_key(|job| !self.members[*job].owes_restart);
+        let restarts = round
+            .iter()
+            .filter(|(operation, _)| *operation == Operation::Restart)
+            .count();
+        let mut ended = free[..restarts].to_vec();
+        let mut others = free[restarts..].to_vec();
+        others.truncate(round.len() - restarts);
+        let strays = self.strays()?;
+        let restarted: Vec<usize> = others
+            .iter()
+            .filter(|job| self.members[**job].owes_restart || strays.contains(*job))
+            .copied()
+            .collect();
+        self.end(&[&ended[..], &restarted[..]].concat())?;
+        for job in restarted {
+            self.restart(job)?;
+        }
+        let jobs = round.iter().map(|(operation, _)| {
+            if *operation == Operation::Restart {
+                ended.remove(0)
+            } else {
+                others.remove(0)
+            }
+        });
+        Ok(jobs.collect())
+    }
+
+    /// Returns the running jobs whose tasks are not on their own hosts.
+    fn strays(&self) -> Result<Vec<usize>> {
+        let tasks = self.vm.tasks()?;
+        let is_on = |tid: &str, host: &str| {
+            tasks
+                .iter()
+                .any(|task| task.tid == tid && task.host.as_deref() == Some(host))
+        };
+        let strays = |member: &Member| {
+            !(is_on(&member.job.tid, "h1") && is_on(&member.worker, &member.name()))
+        };
+        Ok((0..JOBS)
+            .filter(|job| self.members[*job].runs && strays(&self.members[*job]))
+            .collect())
+    }
+
+    /// Waits until `check` succeeds; returns none if the console ends before.
+    fn reach<T>(
+        held: &mut Held,
+        mut check: impl FnMut() -> Result<T, String>,
+    ) -> Result<Option<T>> {
+        eventually(TIMEOUT, || {
+            let status = held.console.poll().map_err(|error| error.to_string())?;
+            match check() {
+                Ok(found) => Ok(Some(found)),
+                Err(_) if status.is_some() => Ok(None),
+                Err(missing) => Err(format!("{:?}: {missing}", held.point)),
+            }
+        })
+    }
+
+    /// Waits for the engines of operations that no daemon holds.
+    fn hold_engines(&self, all: &mut [Held]) -> Result<()> {
+        let bed = self.vm.bed();
+        for held in all.iter_mut().filter(|held| held.holder.is_none()) {
+            let member = &self.members[held.job];
+            let (name, host) = (member.name(), bed.host(member.host));
+            let called = Self::reach(held, || match misbehaved(bed, &name) {
+                none if none.is_empty() => Err("no engine was called".to_string()),
+                _ => Ok(Holder::Word),
+            })?;
+            held.holder = called;
+            if held.holder.is_some() && held.point.1 == Hold::EngineWorks {
+                let stopped = Self::reach(held, || {
+                    let mut engines = faults::processes_of(host, Role::Engine).into_iter();
+                    engines
+                        .find(|pid| is_stopped(*pid))
+                        .ok_or("no engine is stopped".to_string())
+                })?;
+                held.holder = stopped.map(Holder::Process);
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes an operation that its engine holds to a point after that.
+    fn hold_after_engine(&self, held: &mut Held) -> Result<()> {
+        if !matches!(held.holder, Some(Holder::Word)) {
+            return Ok(());
+        }
+        let (bed, host) = (self.vm.bed(), self.members[held.job].name());
+        match held.point.1 {
+            Hold::At(..) => {
+                let breakpoint = self.breakpoint(held.point, held.job)?;
+                behave(bed, &host, "");
+                self.wait_for_daemon(held, &breakpoint)
+            }
+            Hold::Sealing => {
+                let lock = self.lock_store()?;
+                behave(bed, &host, "");
+                let sealing = self.wait_for_seal(held)?;
+                held.holder = sealing.then_some(Holder::Lock(lock));
+                Ok(())
+            }
+            Hold::EngineWaits | Hold::EngineWorks => Ok(()),
+        }
+    }
+
+    fn lock_store(&self) -> Result<Flock<File>> {
+        let path = self.store().join("lock");
+        eventually(TIMEOUT, || {
+            let file = File::open(&path).map_err(|error| error.to_string())?;
+            Flock::lock(file, FlockArg::LockExclusiveNonblock)
+                .map_err(|(_, errno)| errno.to_string())
+        })
+    }
+
+    /// Waits until a checkpoint is complete but for its name; false if the console ends before.
+    fn wait_for_seal(&self, held: &mut Held) -> Result<bool> {
+        let draft = format!(".draft-{}-", self.members[held.job].job.tid);
+        let sealing = Self::reach(held, || {
+            let drafts = names(&self.store()).into_iter();
+            let drafts = drafts.filter(|name| name.starts_with(&draft));
+            let mut manifests = drafts.map(|name| self.store().join(name).join("manifest"));
+            if manifests.any(|path| path.exists()) {
+                Ok(())
+            } else {
+                Err("it is not being sealed".to_string())
+            }
+        })?;
+        Ok(sealing.is_some())
+    }
+
+    fn breakpoint(&self, (_, hold): FaultPoint, job: usize) -> Result<Breakpoint> {
+        let Hold::At(step, edge) = hold else {
+            bail!("no daemon is stopped at {hold:?}")
+        };
+        let point: Point = (step, edge);
+        Breakpoint::new(&self.breakpoints, &self.members[job].worker, point)
+    }
+
+    fn wait_for_daemon(&self, held: &mut Held, breakpoint: &Breakpoint) -> Result<()> {
+        let host = self.vm.bed().host(self.members[held.job].host);
+        let reached = Self::reach(held, || {
+            breakpoint
+                .stopped_daemon(&[host])?
+                .ok_or("no daemon has reached it".to_string())
+        })?;
+        if reached.is_none() {
+            breakpoint.remove();
+        }
+        held.holder = reached.map(Holder::Process);
+        Ok(())
+    }
+}

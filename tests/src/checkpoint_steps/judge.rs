@@ -1,0 +1,194 @@
+//! Judges what has become of checkpoints and restarts after a fault.
+
+use super::{CheckpointFaults, Held, JOBS, Loss, Member, Operation, TIMEOUT, Victim};
+use super::{find_event, is_lost, is_ring, names};
+use crate::fake_criu;
+use crate::faults::{Fault, leftovers};
+use crate::run::{Done, eventually};
+use anyhow::{Context, Result, ensure};
+use sempa_proto::event::EventKind;
+
+impl CheckpointFaults<'_> {
+    /// Checks that each checkpoint is complete or has left nothing, and that its job makes progress;
+    /// the job has gone back to its newest checkpoint if and only if it has lost a task. Each restart
+    /// has started all of its job or nothing, and can be repeated. All tasks run once, no message is
+    /// lost, and nothing is left behind. Returns the outcome of each operation.
+    pub(super) fn judge(
+        &mut self,
+        all: Vec<Held>,
+        victims: &[Victim],
+        fault: Fault,
+        from: u64,
+    ) -> Result<Vec<String>> {
+        let mut outcomes = Vec::new();
+        for (held, victim) in all.into_iter().zip(victims) {
+            let Held {
+                point,
+                job,
+                console,
+                before,
+                ..
+            } = held;
+            let done = console.finish(TIMEOUT)?;
+            let host = self.members[job].host;
+            let what = format!("{point:?} of the job on h1 and h{host}: {done:?}");
+            let loss = victim.loss(fault);
+            if loss == Loss::Nothing && !done.good() {
+                let mut reasons = vec!["not done within"];
+                if (*victim, fault) == (Victim::Engine, Fault::Kill) {
+                    reasons.push("was killed by signal 9");
+                }
+                let has_reason = reasons.iter().any(|reason| done.err.contains(reason));
+                ensure!(has_reason, "no reason to fail: {what}");
+            }
+            outcomes.push(if done.good() {
+                "good".to_string()
+            } else {
+                done.err.trim().to_string()
+            });
+            if loss == Loss::Host {
+                eventually(TIMEOUT, || is_lost(self.vm, from, host))
+                    .with_context(|| what.clone())?;
+            }
+            match point.0 {
+                Operation::Restart => self.judge_restart(job, &done, &before),
+                Operation::Checkpoint => self.judge_checkpoint(job, &done, &before, loss, from),
+            }
+            .with_context(|| what)?;
+        }
+        self.vm
+            .take_in(&self.vm.bed().hosts().iter().collect::<Vec<_>>())?;
+        self.all_run_once()?;
+        for job in 0..JOBS {
+            if !self.members[job].runs {
+                self.restart(job)?;
+            }
+        }
+        self.all_make_progress()?;
+        self.nothing_is_left()?;
+        Ok(outcomes)
+    }
+
+    /// A restart makes no checkpoint.
+    fn judge_restart(&mut self, job: usize, done: &Done, before: &[String]) -> Result<()> {
+        let mut new = self.checkpoints(job)?;
+        new.retain(|name| !before.contains(name));
+        ensure!(new.is_empty(), "new checkpoints: {new:?}");
+        self.members[job].runs = done.good();
+        Ok(())
+    }
+
+    fn judge_checkpoint(
+        &mut self,
+        job: usize,
+        done: &Done,
+        before: &[String],
+        loss: Loss,
+        from: u64,
+    ) -> Result<()> {
+        let old = before.last().context("a checkpoint")?;
+        // One that was being sealed when the job went back may be completed, and is removed then.
+        let new = eventually(TIMEOUT, || {
+            let mut new = self.checkpoints(job).map_err(|error| error.to_string())?;
+            new.retain(|name| !before.contains(name));
+            if new.len() == usize::from(done.good()) {
+                Ok(new)
+            } else {
+                Err(format!("new checkpoints: {new:?}"))
+            }
+        })?;
+        self.members[job].owes_restart = true;
+        let member = &self.members[job];
+        let went_back = |kind: &EventKind| match kind {
+            EventKind::Restarted { set, job, .. } if job.to_string() == member.job.tid => {
+                Some(set.clone())
+            }
+            _ => None,
+        };
+        if loss == Loss::Nothing {
+            let back = find_event(self.vm, from, went_back);
+            ensure!(
+                back.is_err(),
+                "the job has lost nothing and went back to {back:?}"
+            );
+            return Ok(());
+        }
+        let back = eventually(TIMEOUT, || {
+            find_event(self.vm, from, went_back).map_err(|_| "the job does not go back".to_string())
+        })?;
+        let newest = if done.good() {
+            new.first().unwrap_or(old)
+        } else {
+            old
+        };
+        ensure!(
+            back == *newest,
+            "the job went back to {back}, and not to {newest}"
+        );
+        Ok(())
+    }
+
+    /// Checks that each task of each running job is there once, and no other one.
+    fn all_run_once(&self) -> Result<()> {
+        eventually(TIMEOUT, || {
+            let tasks = self.vm.tasks().map_err(|error| error.to_string())?;
+            let mut listed: Vec<(&str, bool)> = tasks
+                .iter()
+                .filter(|task| is_ring(task))
+                .map(|task| (&*task.tid, task.moving))
+                .collect();
+            let running = self.members.iter().filter(|member| member.runs);
+            let mut wanted: Vec<(&str, bool)> = running
+                .flat_map(Member::tids)
+                .map(|tid| (tid, false))
+                .collect();
+            listed.sort();
+            wanted.sort();
+            if listed != wanted {
+                return Err(format!("{listed:?} are listed, and not {wanted:?}"));
+            }
+            for host in self.vm.bed().hosts() {
+                let mut processes = host.processes();
+                processes.retain(|(_, line)| line.contains("ring_job"));
+                let here = tasks
+                    .iter()
+                    .filter(|task| is_ring(task) && task.host.as_deref() == Some(host.name()));
+                if here.count() != processes.len() {
+                    return Err(format!("{processes:?} on {}: {tasks:?}", host.name()));
+                }
+            }
+            Ok(())
+        })
+    }
+
+    /// As [`CheckpointFaults::all_run_once`]; and the jobs make progress, with right results so far.
+    pub(super) fn all_make_progress(&self) -> Result<()> {
+        self.all_run_once()?;
+        for member in self.members.iter().filter(|member| member.runs) {
+            member.job.go_on(self.vm, super::PROGRESS);
+            member.job.is_right();
+        }
+        Ok(())
+    }
+
+    /// Checks that no host has images, tokens or an engine, and that the store has only complete
+    /// checkpoints.
+    pub(super) fn nothing_is_left(&self) -> Result<()> {
+        eventually(TIMEOUT, || {
+            let hidden = names(&self.store())
+                .into_iter()
+                .filter(|name| name.starts_with('.'));
+            let mut left: Vec<String> = hidden.collect();
+            for host in self.vm.bed().hosts() {
+                left.extend(leftovers(host));
+                let lines = host.processes().into_iter().map(|(_, line)| line);
+                left.extend(lines.filter(|line| fake_criu::is_engine(line)));
+            }
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(left.join(", "))
+            }
+        })
+    }
+}

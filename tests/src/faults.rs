@@ -1,0 +1,420 @@
+//! Faults that tests inject, and the steps at which they inject them.
+//!
+//! A daemon stops itself at a breakpoint: one end of a step of a migration, checkpoint or restart of
+//! one task. The test then injects a fault and resumes the daemon.
+
+use crate::fake_criu;
+use crate::run::eventually;
+use crate::testbed::{Host, Testbed};
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sempa_proto::migration::Step;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// A fault that no lease notices: with all that comes before and after it, it is well below the
+/// default lease of 10 s.
+pub const BRIEF: Until = Until::Elapsed(Duration::from_secs(1));
+/// As [`BRIEF`], but long enough for retries and shorter deadlines.
+pub const LONGER: Until = Until::Elapsed(Duration::from_secs(5));
+/// Upper bound of a fault that ends when it has been noticed.
+const NOTICED_WITHIN: Duration = Duration::from_secs(30);
+/// Time for a killed process to be dead, and for a fault to be over.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// The lease for tests that wait for a host to be lost.
+pub const SHORT_LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "3000");
+
+/// Environment variable that asks for every fault on every victim at every step. Without it each
+/// fault is tried once per step, and a seed chooses the victim.
+const FULL: &str = "SEMPA_TEST_FULL";
+
+/// True if all cases are wanted, not a sample.
+pub fn is_full() -> bool {
+    std::env::var_os(FULL).is_some_and(|value| !value.is_empty())
+}
+
+/// One end of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum StepEdge {
+    /// Nothing of the step is done.
+    Before,
+    /// The step is done, and no other daemon knows.
+    After,
+}
+
+impl StepEdge {
+    fn prefix(self) -> &'static str {
+        match self {
+            StepEdge::Before => "before-",
+            StepEdge::After => "",
+        }
+    }
+
+    /// Returns the edge of an even or an odd number.
+    pub(crate) fn of(number: usize) -> StepEdge {
+        if number.is_multiple_of(2) {
+            StepEdge::Before
+        } else {
+            StepEdge::After
+        }
+    }
+}
+
+/// A point in a migration, checkpoint or restart at which a fault can be injected.
+pub type Point = (Step, StepEdge);
+
+/// Returns both edges of these steps.
+pub(crate) fn edges(steps: impl IntoIterator<Item = Step>) -> impl Iterator<Item = Point> {
+    steps
+        .into_iter()
+        .flat_map(|step| [(step, StepEdge::Before), (step, StepEdge::After)])
+}
+
+/// A request that the daemon which reaches a point with a task stops itself there.
+#[derive(Debug)]
+pub struct Breakpoint {
+    request: PathBuf,
+}
+
+impl Breakpoint {
+    /// Sets a breakpoint. `folder` is [`Testbed::steps`].
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn new(folder: &Path, tid: &str, point: Point) -> Result<Breakpoint> {
+        let request = folder.join(format!("{tid}-{}", name(point)));
+        fs::write(&request, "")?;
+        Ok(Breakpoint { request })
+    }
+
+    /// Removes the breakpoint, unless a daemon has reached it.
+    pub fn remove(&self) {
+        // The daemon that reaches it renames the file.
+        let _ = fs::remove_file(&self.request);
+    }
+
+    /// Returns the daemon of one of these hosts that is stopped here, or none if no daemon has
+    /// reached the breakpoint yet.
+    ///
+    /// # Errors
+    /// A daemon has reached the breakpoint, and is not stopped yet.
+    pub fn stopped_daemon(&self, hosts: &[&Host]) -> Result<Option<Pid>, String> {
+        if !self.request.with_extension("reached").exists() {
+            return Ok(None);
+        }
+        let mut daemons = hosts.iter().filter_map(|host| daemon_of(host));
+        let stopped = daemons
+            .find(|pid| is_stopped(*pid))
+            .ok_or(format!("no daemon is stopped at {:?}", self.request))?;
+        Ok(Some(stopped))
+    }
+}
+
+/// Records the points that daemons reach with one task.
+#[derive(Debug)]
+pub struct PointLog {
+    file: PathBuf,
+}
+
+impl PointLog {
+    /// Starts recording. `folder` is [`Testbed::steps`].
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn new(folder: &Path, tid: &str) -> Result<PointLog> {
+        let file = folder.join(format!("{tid}-places"));
+        fs::write(&file, "")?;
+        Ok(PointLog { file })
+    }
+
+    /// Returns the points reached so far, and forgets them.
+    ///
+    /// # Errors
+    /// The file cannot be read, or names an unknown point.
+    pub fn take(&self) -> Result<BTreeSet<Point>> {
+        let text = fs::read_to_string(&self.file)?;
+        fs::write(&self.file, "")?;
+        let all: BTreeMap<String, Point> =
+            edges(Step::ALL).map(|point| (name(point), point)).collect();
+        text.lines()
+            .map(|line| {
+                all.get(line)
+                    .copied()
+                    .with_context(|| format!("unknown point: {line}"))
+            })
+            .collect()
+    }
+}
+
+/// Returns the name of a point in the daemons' files.
+fn name((step, edge): Point) -> String {
+    format!("{}{step}", edge.prefix())
+}
+
+/// A kind of process that a fault can hit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    /// The daemon of a host.
+    Daemon,
+    /// The tasker of a host.
+    Tasker,
+    /// CRIU processes that the tasker has started, or their stand-ins; there may be none.
+    Engine,
+    /// The resource manager, if the host runs it.
+    ResourceManager,
+}
+
+/// When a fault ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Until {
+    /// After a fixed time.
+    Elapsed(Duration),
+    /// When the virtual machine has reacted: the lost hosts are known, the moves have ended.
+    Noticed,
+}
+
+/// What goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// SIGKILL.
+    Kill,
+    /// SIGSTOP, and SIGCONT at the end.
+    Pause(Until),
+    /// The host is off the network.
+    Cut(Until),
+    /// Two hosts do not reach each other; all others reach both.
+    Part(Until),
+}
+
+impl Fault {
+    fn until(self) -> Option<Until> {
+        match self {
+            Fault::Kill => None,
+            Fault::Pause(until) | Fault::Cut(until) | Fault::Part(until) => Some(until),
+        }
+    }
+
+    /// True if the fault lasts until the virtual machine has given up its victim.
+    pub fn is_lasting(self) -> bool {
+        matches!(self.until(), None | Some(Until::Noticed))
+    }
+}
+
+/// Whom a fault hits.
+#[derive(Clone, Debug, Default)]
+pub struct Targets {
+    /// Processes, each with the number of its host.
+    pub roles: Vec<(usize, Role)>,
+    /// Pairs of hosts for [`Fault::Part`].
+    pub pairs: Vec<(usize, usize)>,
+}
+
+/// Injects a fault, calls `resume` with the victims, which it must not resume, and waits until the
+/// fault is over. [`Until::Noticed`] lasts until `noticed` succeeds. Returns how many engines the
+/// fault has hit.
+///
+/// # Errors
+/// A process is missing, or the kernel refuses.
+pub fn inject(
+    bed: &Testbed,
+    fault: Fault,
+    targets: &Targets,
+    resume: impl FnOnce(&[Pid]) -> Result<()>,
+    noticed: impl FnMut() -> Result<(), String>,
+) -> Result<usize> {
+    let signals = matches!(fault, Fault::Kill | Fault::Pause(_));
+    let (victims, engines) = if signals {
+        victims(bed, targets)?
+    } else {
+        (Vec::new(), 0)
+    };
+    // An engine may end by itself at any moment.
+    let may_be_gone = targets.roles.iter().all(|(_, role)| *role == Role::Engine);
+    let tell = |pid: Pid, what| {
+        signal(pid, what).or_else(|error| if may_be_gone { Ok(()) } else { Err(error) })
+    };
+    switch_networks(bed, fault, targets, false)?;
+    let first = if fault == Fault::Kill {
+        Signal::SIGKILL
+    } else {
+        Signal::SIGSTOP
+    };
+    victims.iter().try_for_each(|pid| tell(*pid, first))?;
+    let begun = Instant::now();
+    if fault == Fault::Kill {
+        // On a loaded machine a killed process dies late, and a resumed daemon could leave the step
+        // before that.
+        victims.iter().copied().try_for_each(dies)?;
+    }
+    resume(&victims)?;
+    let Some(until) = fault.until() else {
+        return Ok(engines);
+    };
+    wait_until(until, begun, noticed)?;
+    victims
+        .iter()
+        .try_for_each(|pid| tell(*pid, Signal::SIGCONT))?;
+    switch_networks(bed, fault, targets, true)?;
+    Ok(engines)
+}
+
+fn victims(bed: &Testbed, targets: &Targets) -> Result<(Vec<Pid>, usize)> {
+    let (mut victims, mut engines) = (Vec::new(), 0);
+    for &(host, role) in &targets.roles {
+        let found = processes_of(bed.host(host), role);
+        let is_engine = role == Role::Engine;
+        ensure!(!found.is_empty() || is_engine, "no {role:?} on h{host}");
+        engines += if is_engine { found.len() } else { 0 };
+        victims.extend(found);
+    }
+    // Several targets may name the same process.
+    victims.sort();
+    victims.dedup();
+    Ok((victims, engines))
+}
+
+/// Takes hosts off the network, or puts them back; does nothing for other faults.
+fn switch_networks(bed: &Testbed, fault: Fault, targets: &Targets, on: bool) -> Result<()> {
+    match fault {
+        Fault::Cut(_) => targets
+            .roles
+            .iter()
+            .try_for_each(|(host, _)| bed.plug(*host, on)),
+        Fault::Part(_) => targets
+            .pairs
+            .iter()
+            .try_for_each(|(i, j)| bed.part(*i, *j, !on)),
+        Fault::Kill | Fault::Pause(_) => Ok(()),
+    }
+}
+
+fn wait_until(
+    until: Until,
+    begun: Instant,
+    mut noticed: impl FnMut() -> Result<(), String>,
+) -> Result<()> {
+    match until {
+        Until::Elapsed(span) => eventually(span + TIMEOUT, || {
+            if begun.elapsed() >= span {
+                Ok(())
+            } else {
+                Err("the fault is not over".to_string())
+            }
+        }),
+        Until::Noticed => {
+            // Some faults are noticed only when they are over.
+            if let Err(error) = eventually(NOTICED_WITHIN, &mut noticed) {
+                eprintln!("the fault ends although {error:#}");
+            }
+            Ok(())
+        }
+    }
+}
+
+/// Sends a signal.
+///
+/// # Errors
+/// The kernel refuses, or the process is gone.
+pub fn signal(pid: Pid, signal: Signal) -> Result<()> {
+    kill(pid, signal).with_context(|| format!("{signal} to {pid}"))
+}
+
+/// Returns the daemon of a host.
+pub fn daemon_of(host: &Host) -> Option<Pid> {
+    let daemon = host
+        .processes()
+        .into_iter()
+        .find(|(_, line)| line.contains("bin/pvmd"))?;
+    Some(Pid::from_raw(daemon.0.cast_signed()))
+}
+
+/// Returns the processes of a host that play a role: at most one, except for engines.
+pub fn processes_of(host: &Host, role: Role) -> Vec<Pid> {
+    let Some(daemon) = daemon_of(host) else {
+        return Vec::new();
+    };
+    let those = |is_one: &dyn Fn(Pid, &str) -> bool| {
+        let all = host
+            .processes()
+            .into_iter()
+            .map(|(pid, line)| (Pid::from_raw(pid.cast_signed()), line));
+        all.filter(|(pid, line)| is_one(*pid, line))
+            .map(|(pid, _)| pid)
+            .collect::<Vec<_>>()
+    };
+    let one = |found: Vec<Pid>| found.into_iter().take(1).collect();
+    match role {
+        Role::Daemon => vec![daemon],
+        // Its children have the same name.
+        Role::Tasker => one(those(&|pid, line| {
+            line.contains("pvm-tasker")
+                && field(pid, "PPid:").is_some_and(|parent| parent == daemon.to_string())
+        })),
+        Role::ResourceManager => one(those(&|_, line| line.contains("bin/pvm-rm"))),
+        // The link that starts the engine has another name than the program.
+        Role::Engine => those(&|pid, line| {
+            let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+            program.ends_with("criu") || (program.ends_with("bash") && fake_criu::is_engine(line))
+        }),
+    }
+}
+
+/// Returns images and tokens that migrations, checkpoints and restarts have left on a host.
+pub fn leftovers(host: &Host) -> Vec<String> {
+    let entries = fs::read_dir(host.path("/tmp/sempa-0/pvm"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    let names = entries.map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let is_left = |name: &String| {
+        ["images-", "memory-", "resume-", ".tmp-"]
+            .iter()
+            .any(|begin| name.starts_with(begin))
+    };
+    names
+        .filter(is_left)
+        .map(|name| format!("{name} on {}", host.name()))
+        .collect()
+}
+
+/// Kills a process and waits until it is dead.
+///
+/// # Panics
+/// The process cannot be killed, or does not die in time.
+pub fn kill_and_wait(pid: Pid) {
+    kill(pid, Signal::SIGKILL).expect("killed");
+    dies(pid).expect("dead");
+}
+
+fn dies(pid: Pid) -> Result<()> {
+    eventually(TIMEOUT, || {
+        if is_dead(pid) {
+            Ok(())
+        } else {
+            Err(format!("{pid} does not die"))
+        }
+    })
+}
+
+/// True if the process and all its threads are dead, so that all its files are closed.
+fn is_dead(pid: Pid) -> bool {
+    let is = |name, value: &str| field(pid, name).is_none_or(|has| has.starts_with(value));
+    is("State:", "Z") && is("Threads:", "1")
+}
+
+/// True if the process is stopped.
+pub fn is_stopped(pid: Pid) -> bool {
+    field(pid, "State:").is_some_and(|state| state.starts_with('T'))
+}
+
+fn field(pid: Pid, name: &str) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .map(|value| value.trim().to_string())
+}

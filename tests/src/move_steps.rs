@@ -1,0 +1,686 @@
+//! Faults at the steps of migrations, with real processes.
+//!
+//! A round holds several migrations at breakpoints, each between two hosts of its own, injects the
+//! fault, and then judges what has become of every task.
+
+use crate::faults::{self, Breakpoint, Fault, Point, Role, StepEdge, Targets, edges, is_full};
+use crate::faults::{leftovers, signal};
+use crate::oracle::Oracle;
+use crate::rng::seed;
+use crate::run::{Running, eventually};
+use crate::testbed::Host;
+use crate::vm::{Entry, Vm};
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+use sempa_proto::event::EventKind;
+use sempa_proto::migration::Step;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Time for a step to be reached, for a move to end, and for a lost host to be noticed.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Moves that are held at the same time.
+const PAIRS: usize = 4;
+/// Hosts of the testbed: the master's, and two for each move that is held.
+pub const HOSTS: usize = 1 + 2 * PAIRS;
+
+/// The process that a fault hits, by its part in the move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Victim {
+    /// The daemon of the host that the task leaves.
+    Source,
+    /// The daemon of the host that the task goes to.
+    Target,
+    /// The daemon of the master.
+    Master,
+    /// The tasker of the source.
+    SourceTasker,
+    /// The tasker of the target.
+    TargetTasker,
+    /// The resource manager.
+    ResourceManager,
+    /// CRIU at the target, if it works for the move at that point. At the source it runs only
+    /// within a step.
+    TargetEngine,
+}
+
+impl Victim {
+    fn host(self, held: &HeldMove) -> usize {
+        match self {
+            Victim::Source | Victim::SourceTasker => held.source,
+            Victim::Target | Victim::TargetTasker | Victim::TargetEngine => held.target,
+            Victim::Master | Victim::ResourceManager => 1,
+        }
+    }
+
+    fn role(self) -> Role {
+        match self {
+            Victim::Source | Victim::Target | Victim::Master => Role::Daemon,
+            Victim::SourceTasker | Victim::TargetTasker => Role::Tasker,
+            Victim::ResourceManager => Role::ResourceManager,
+            Victim::TargetEngine => Role::Engine,
+        }
+    }
+}
+
+/// A point of a move, and the victim of the fault there.
+pub type Case = (Point, Victim);
+
+/// How many cases of one fault are tried, unless all are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sampling {
+    /// Each step once: at one edge, with one victim.
+    EachStep,
+    /// Every third step, at one edge, with one victim.
+    EachThirdStep,
+}
+
+/// Steps that can be held at the same time. [`Step::PreCopy`] is one of them only if memory goes
+/// ahead of the task.
+fn early_steps(pre_copies: bool) -> impl Iterator<Item = Step> {
+    Step::ALL
+        .into_iter()
+        .filter(move |step| *step < Step::Commit && (pre_copies || *step != Step::PreCopy))
+}
+
+/// Steps that are held one by one: each needs the answer of all daemons, also of those that are
+/// stopped for other moves.
+fn late_steps() -> impl Iterator<Item = Step> {
+    Step::ALL.into_iter().filter(|step| *step >= Step::Commit)
+}
+
+fn steps(pre_copies: bool) -> impl Iterator<Item = Step> {
+    early_steps(pre_copies).chain(late_steps())
+}
+
+/// Distributes cases to rounds.
+fn rounds(cases: impl IntoIterator<Item = Case>) -> Vec<Vec<Case>> {
+    let (early, late): (Vec<Case>, Vec<Case>) = cases
+        .into_iter()
+        .partition(|((step, _), _)| *step < Step::Commit);
+    let early = early.chunks(PAIRS).map(<[Case]>::to_vec);
+    early
+        .chain(late.into_iter().map(|case| vec![case]))
+        .collect()
+}
+
+/// Each victim at each point.
+fn all_cases(victims: &[Victim], pre_copies: bool) -> Vec<Case> {
+    victims
+        .iter()
+        .flat_map(|victim| edges(steps(pre_copies)).map(|point| (point, *victim)))
+        .collect()
+}
+
+/// The cases of one turn. Successive turns combine each step with all victims and both edges.
+fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool) -> Vec<Case> {
+    let case = |(i, step): (usize, Step)| {
+        let number = turn + i;
+        let edge = StepEdge::of(number / victims.len());
+        ((step, edge), victims[number % victims.len()])
+    };
+    // The third that is tried and the victims must not rotate in step.
+    let is_chosen = |i: usize| match sampling {
+        Sampling::EachStep => true,
+        Sampling::EachThirdStep => (i + turn + turn / 3) % 3 == 0,
+    };
+    steps(pre_copies)
+        .enumerate()
+        .filter(|(i, _)| is_chosen(*i))
+        .map(case)
+        .collect()
+}
+
+/// Returns points for a test that needs each step once, in rounds.
+pub fn sampled_points(turn: usize) -> Vec<Vec<Point>> {
+    let cases = if is_full() {
+        all_cases(&[Victim::Source], false)
+    } else {
+        sample(turn, Sampling::EachStep, &[Victim::Source], false)
+    };
+    let points = |round: Vec<Case>| round.into_iter().map(|(point, _)| point).collect();
+    rounds(cases).into_iter().map(points).collect()
+}
+
+/// A move that is held at a breakpoint.
+#[derive(Debug)]
+pub struct HeldMove {
+    /// Where it is held.
+    pub point: Point,
+    /// The name of its task.
+    pub name: String,
+    /// The task.
+    pub tid: String,
+    /// Number of the host that it leaves.
+    pub source: usize,
+    /// Number of the host that it goes to.
+    pub target: usize,
+    breakpoint: Breakpoint,
+    /// The daemon that is stopped at the breakpoint.
+    stopped: Option<Pid>,
+    console: Option<Running>,
+    /// Output of the console, when the move has ended.
+    output: String,
+}
+
+/// Tells whether a fault on this victim at this point may cost the task its life.
+pub type MayBeLost = fn(Fault, Victim, Point) -> bool;
+
+/// Injects faults into moves on one virtual machine, and judges what becomes of them.
+#[derive(Debug)]
+pub struct MoveFaults<'a> {
+    /// The virtual machine.
+    pub vm: &'a Vm<'a>,
+    /// Its tasks.
+    pub oracle: Oracle,
+    /// Memory goes ahead of the tasks, so [`Step::PreCopy`] is one of the steps.
+    pub pre_copies: bool,
+    may_be_lost: MayBeLost,
+    breakpoints: PathBuf,
+    /// Rounds held so far.
+    round: usize,
+    /// Chooses the sample of the next fault.
+    turn: usize,
+    /// Engines hit so far.
+    engines: usize,
+    /// Number of the first event of this round.
+    from: u64,
+    /// The host that all tasks leave, if it is always the same one.
+    home: Option<usize>,
+}
+
+impl<'a> MoveFaults<'a> {
+    /// For a virtual machine whose testbed has its own engine.
+    ///
+    /// # Errors
+    /// The oracle does not start.
+    pub fn new(vm: &'a Vm<'a>, may_be_lost: MayBeLost) -> Result<MoveFaults<'a>> {
+        MoveFaults::with(vm, Oracle::start(vm)?, may_be_lost, None)
+    }
+
+    /// As [`MoveFaults::new`] with another oracle. If all tasks leave the same host `home`, only one
+    /// move at a time can be held.
+    ///
+    /// # Errors
+    /// The testbed has no engine of its own.
+    pub fn with(
+        vm: &'a Vm<'a>,
+        oracle: Oracle,
+        may_be_lost: MayBeLost,
+        home: Option<usize>,
+    ) -> Result<MoveFaults<'a>> {
+        let breakpoints = vm
+            .bed()
+            .steps()
+            .context("a testbed with breakpoints")?
+            .to_path_buf();
+        Ok(MoveFaults {
+            vm,
+            oracle,
+            pre_copies: false,
+            may_be_lost,
+            breakpoints,
+            round: 0,
+            turn: usize::try_from(seed())?,
+            engines: 0,
+            from: 0,
+            home,
+        })
+    }
+
+    /// Engines hit so far.
+    pub fn engines(&self) -> usize {
+        self.engines
+    }
+
+    /// Injects one fault into a sample of moves, or with [`is_full`] at each point and into each of
+    /// these victims.
+    ///
+    /// # Panics
+    /// A move ends as it must not; with all logs.
+    pub fn run(&mut self, sampling: Sampling, victims: &[Victim], fault: Fault) {
+        let cases = if is_full() {
+            all_cases(victims, self.pre_copies)
+        } else {
+            sample(self.turn, sampling, victims, self.pre_copies)
+        };
+        self.turn += 1;
+        let rounds = if self.home.is_some() {
+            cases.into_iter().map(|case| vec![case]).collect()
+        } else {
+            rounds(cases)
+        };
+        for round in rounds {
+            self.run_round(&round, fault);
+        }
+    }
+
+    /// Injects one fault in these cases at the same time.
+    ///
+    /// # Panics
+    /// See [`MoveFaults::run`].
+    pub fn run_round(&mut self, cases: &[Case], fault: Fault) {
+        let points: Vec<Point> = cases.iter().map(|(point, _)| *point).collect();
+        let victims: Vec<Victim> = cases.iter().map(|(_, victim)| *victim).collect();
+        let begun = Instant::now();
+        let done = self.hold(&points).and_then(|mut moves| {
+            let held = begun.elapsed();
+            self.inject(&mut moves, &victims, fault)?;
+            let over = begun.elapsed();
+            let may_be_lost = self.may_be_lost;
+            let lost = cases
+                .iter()
+                .filter(|(point, victim)| may_be_lost(fault, *victim, *point))
+                .map(|(point, _)| *point)
+                .collect::<Vec<Point>>();
+            let alive = self.judge(moves, |held| lost.contains(&held.point))?;
+            Ok((alive, held, over))
+        });
+        match done {
+            Ok((alive, held, over)) => eprintln!(
+                "{fault:?}, {cases:?}: {alive} live on; held {held:.1?}, over {over:.1?}, judged {:.1?}",
+                begun.elapsed()
+            ),
+            Err(error) => panic!("{fault:?}, {cases:?}: {error:#}\n{}", self.vm.logs()),
+        }
+    }
+
+    /// Adds hosts as needed, spawns a task for each point and moves it until it is held there.
+    ///
+    /// # Errors
+    /// A point is not reached.
+    pub fn hold(&mut self, points: &[Point]) -> Result<Vec<HeldMove>> {
+        self.round += 1;
+        ensure!(
+            self.home.is_none() || points.len() == 1,
+            "one move at a time from the same host: {points:?}"
+        );
+        // A daemon delays the restart of a tasker that died before: the next round takes other hosts.
+        let first = if points.len() == 1 {
+            self.round % PAIRS
+        } else {
+            0
+        };
+        let home = self.home;
+        let pair = |i: usize| (home.unwrap_or(2 + 2 * (first + i)), 3 + 2 * (first + i));
+        let hosts = self.vm.bed().hosts();
+        let needed = (0..points.len()).flat_map(|i| <[usize; 2]>::from(pair(i)));
+        let needed: Vec<&Host> = needed.map(|number| &hosts[number - 1]).collect();
+        self.vm.take_in(&needed)?;
+        // A master that is stopped at a breakpoint cannot be asked.
+        let events = self.vm.events()?;
+        self.from = events.last().map_or(0, |entry| entry.number + 1);
+        let named = |(i, (step, _)): (usize, &Point)| {
+            (format!("h{}", pair(i).0), format!("r{}-{step}", self.round))
+        };
+        let names: Vec<(String, String)> = points.iter().enumerate().map(named).collect();
+        let tids = self.oracle.spawn(&names)?;
+        let mut moves = Vec::new();
+        for (i, (tid, (_, name))) in tids.into_iter().zip(names).enumerate() {
+            let (source, target) = pair(i);
+            let breakpoint = Breakpoint::new(&self.breakpoints, &tid, points[i])?;
+            let console = self.vm.start_migrate(&tid, &format!("h{target}"))?;
+            moves.push(HeldMove {
+                point: points[i],
+                name,
+                tid,
+                source,
+                target,
+                breakpoint,
+                stopped: None,
+                console: Some(console),
+                output: String::new(),
+            });
+        }
+        moves
+            .iter_mut()
+            .try_for_each(|held| self.wait_until_held(held))?;
+        Ok(moves)
+    }
+
+    fn wait_until_held(&self, held: &mut HeldMove) -> Result<()> {
+        let hosts = [held.source, held.target, 1].map(|i| self.vm.bed().host(i));
+        let pid = eventually(TIMEOUT, || {
+            held.breakpoint.stopped_daemon(&hosts)?.ok_or_else(|| {
+                let console = held.console.as_mut();
+                let ended = console.and_then(|console| console.poll().ok().flatten());
+                format!("{} has not reached {:?}: {ended:?}", held.tid, held.point)
+            })
+        })?;
+        held.stopped = Some(pid);
+        Ok(())
+    }
+
+    /// Injects a fault into moves that are held, one victim for each, and waits until it is over.
+    ///
+    /// # Errors
+    /// A process is missing, or the kernel refuses.
+    pub fn inject(
+        &mut self,
+        moves: &mut [HeldMove],
+        victims: &[Victim],
+        fault: Fault,
+    ) -> Result<()> {
+        let from = self.from;
+        let each = || moves.iter().zip(victims);
+        let targets = Targets {
+            roles: each()
+                .map(|(held, victim)| (victim.host(held), victim.role()))
+                .collect(),
+            pairs: moves
+                .iter()
+                .map(|held| (held.source, held.target))
+                .collect(),
+        };
+        let stopped: Vec<Pid> = moves.iter().filter_map(|held| held.stopped).collect();
+        let resume = |hit: &[Pid]| {
+            let others = stopped.iter().filter(|pid| !hit.contains(pid));
+            others
+                .into_iter()
+                .try_for_each(|pid| signal(*pid, Signal::SIGCONT))
+        };
+        let (vm, bed, begun) = (self.vm, self.vm.bed(), Instant::now());
+        let noticed = || {
+            if victims.contains(&Victim::Master) {
+                return all_others_have_ended(vm);
+            }
+            for (held, victim) in moves.iter_mut().zip(victims) {
+                let is_host = victim.role() == Role::Daemon && !matches!(fault, Fault::Part(_));
+                if is_host {
+                    is_lost(vm, from, victim.host(held))?;
+                } else if begun.elapsed() < outlasting() {
+                    has_ended(held)?;
+                }
+            }
+            Ok(())
+        };
+        self.engines += faults::inject(bed, fault, &targets, resume, noticed)?;
+        Ok(())
+    }
+
+    /// Resumes the daemons that are stopped for these moves.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn resume(&self, moves: &[HeldMove]) -> Result<()> {
+        moves
+            .iter()
+            .filter_map(|held| held.stopped)
+            .try_for_each(|pid| signal(pid, Signal::SIGCONT))
+    }
+
+    /// Waits for the end of all moves of a round and judges them: each task runs once and exchanges
+    /// messages; or, if `may_be_lost` allows it, the task has ended, nothing of it is left, and the
+    /// oracle was notified. No task has ever run twice, no message was lost, and the event log says
+    /// what happened. Then ends the tasks, and no host has anything left of the moves. Returns how
+    /// many tasks have survived.
+    ///
+    /// # Errors
+    /// The first move that ended otherwise.
+    pub fn judge(
+        &mut self,
+        moves: Vec<HeldMove>,
+        may_be_lost: impl Fn(&HeldMove) -> bool,
+    ) -> Result<usize> {
+        let ended = self.wait_for_end(moves)?;
+        self.judge_ended(ended, may_be_lost)
+    }
+
+    /// Waits for the end of all moves of a round.
+    ///
+    /// # Errors
+    /// A move does not end.
+    pub fn wait_for_end(&self, mut moves: Vec<HeldMove>) -> Result<Vec<HeldMove>> {
+        for held in &mut moves {
+            let console = held.console.take().context("a move")?;
+            let done = console.finish(TIMEOUT)?;
+            held.output = format!("{:?} {:?}", done.out, done.err);
+        }
+        Ok(moves)
+    }
+
+    /// As [`MoveFaults::judge`], for moves that have ended.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn judge_ended(
+        &mut self,
+        moves: Vec<HeldMove>,
+        may_be_lost: impl Fn(&HeldMove) -> bool,
+    ) -> Result<usize> {
+        let mut alive = Vec::new();
+        for held in moves {
+            let HeldMove {
+                point,
+                name,
+                tid,
+                output,
+                ..
+            } = &held;
+            let what = format!("held at {point:?}: {name} ({tid}), console: {output}");
+            if self
+                .judge_one(&held, may_be_lost(&held))
+                .with_context(|| what)?
+            {
+                alive.push(held);
+            }
+        }
+        for held in &alive {
+            self.oracle.stop(&held.tid)?;
+            self.oracle.ran_once(&held.name)?;
+        }
+        self.nothing_is_left()?;
+        Ok(alive.len())
+    }
+
+    /// Returns true if the task of a move has survived.
+    fn judge_one(&mut self, held: &HeldMove, may_be_lost: bool) -> Result<bool> {
+        let (oracle, vm) = (&mut self.oracle, self.vm);
+        let lives = eventually(TIMEOUT, || {
+            let tasks = vm.tasks().map_err(|error| error.to_string())?;
+            let processes = oracle.processes().get(&held.name).copied().unwrap_or(0);
+            let notified = oracle.has_gone(&held.tid)?;
+            let listed = tasks.iter().find(|task| task.tid == held.tid);
+            match (listed, processes, notified) {
+                (Some(task), 1, false) if !task.moving => Ok(true),
+                (None, 0, true) if may_be_lost => Ok(false),
+                other => Err(format!("listed, processes, notified: {other:?}")),
+            }
+        })?;
+        if lives {
+            self.oracle.talks(&held.tid)?;
+        }
+        self.oracle.ran_once(&held.name)?;
+        let account = self.oracle.account(&held.tid)?;
+        ensure!(account.faults == 0, "{account:?}");
+        self.end_is_logged(held, lives)?;
+        Ok(lives)
+    }
+
+    /// The event log has the end of the move, and that of the task or of its host.
+    fn end_is_logged(&self, held: &HeldMove, lives: bool) -> Result<()> {
+        let move_ended = |entry: &Entry| match &entry.kind {
+            EventKind::Moved { tid, .. } | EventKind::MoveFailed { tid, .. } => {
+                tid.to_string() == held.tid
+            }
+            _ => false,
+        };
+        self.vm.event(TIMEOUT, "end of the move", move_ended)?;
+        if lives {
+            return Ok(());
+        }
+        let ends = [held.source, held.target].map(|i| self.vm.bed().host(i).name());
+        let task_ended = |entry: &Entry| match &entry.kind {
+            EventKind::TaskEnded { tid, .. } => tid.to_string() == held.tid,
+            EventKind::HostGone { name, .. } => ends.contains(&name.as_str()),
+            _ => false,
+        };
+        self.vm
+            .event(TIMEOUT, "end of the task, or of its host", task_ended)
+            .map(drop)
+    }
+
+    /// No host has images, tokens or a process of a task.
+    fn nothing_is_left(&self) -> Result<()> {
+        eventually(TIMEOUT, || {
+            let here = self.vm.hosts().map_err(|error| error.to_string())?;
+            let mut left: Vec<String> = self.oracle.processes().into_keys().collect();
+            let hosts = self
+                .vm
+                .bed()
+                .hosts()
+                .iter()
+                .filter(|host| here.iter().any(|name| name == host.name()));
+            left.extend(hosts.flat_map(leftovers));
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(left.join(", "))
+            }
+        })
+    }
+
+    /// Waits until no host has a process of the virtual machine or of its tasks.
+    ///
+    /// # Errors
+    /// There still is one; the error names it.
+    pub fn all_has_ended(&self) -> Result<()> {
+        self.vm.is_gone(TIMEOUT)?;
+        eventually(TIMEOUT, || {
+            let left = self.oracle.processes();
+            if left.is_empty() {
+                Ok(())
+            } else {
+                Err(format!("{left:?}"))
+            }
+        })
+    }
+}
+
+/// Returns how long a move waits at most for a process that no lease guards, before the process goes
+/// on: more than two short leases.
+fn outlasting() -> Duration {
+    Duration::from_secs(if is_full() { 30 } else { 7 })
+}
+
+/// The console that moves the task has ended.
+fn has_ended(held: &mut HeldMove) -> Result<(), String> {
+    let console = held.console.as_mut().ok_or("no move")?;
+    match console.poll() {
+        Ok(Some(_)) => Ok(()),
+        other => Err(format!("{} is still being moved: {other:?}", held.tid)),
+    }
+}
+
+/// The master has lost a host since an event.
+fn is_lost(vm: &Vm<'_>, from: u64, host: usize) -> Result<(), String> {
+    let name = vm.bed().host(host).name();
+    let events = vm.events_from(from).map_err(|error| error.to_string())?;
+    let is_it = |entry: &Entry| matches!(&entry.kind, EventKind::HostGone { name: gone, .. } if gone == name);
+    if events.iter().any(is_it) {
+        Ok(())
+    } else {
+        Err(format!("{name} is not lost"))
+    }
+}
+
+/// All daemons but the master's have ended.
+pub fn all_others_have_ended(vm: &Vm<'_>) -> Result<(), String> {
+    let others = vm.bed().hosts()[1..].iter();
+    match others
+        .clone()
+        .find(|host| faults::daemon_of(host).is_some())
+    {
+        Some(host) => Err(format!("{} has a daemon", host.name())),
+        None => Ok(()),
+    }
+}
+
+/// True while only the source has the whole task. The master may learn that the source is lost
+/// before it learns that the target has the task.
+pub fn only_source_has_it(point: Point) -> bool {
+    point < (Step::Restore, StepEdge::After)
+}
+
+/// True before the commit. The death of a tasker is known at once, also before a commit that is
+/// about to happen.
+pub fn not_committed(point: Point) -> bool {
+    point < (Step::Commit, StepEdge::After)
+}
+
+/// Tells what faults may cost a task whose memory is in its images.
+pub fn may_be_lost(fault: Fault, victim: Victim, point: Point) -> bool {
+    match (victim, fault) {
+        _ if !fault.is_lasting() => false,
+        (_, Fault::Part(_)) => false,
+        (Victim::Source, _) => only_source_has_it(point),
+        (Victim::Target, _) => !not_committed(point),
+        (Victim::SourceTasker, Fault::Kill) => not_committed(point),
+        (Victim::TargetTasker, Fault::Kill) => !not_committed(point),
+        _ => false,
+    }
+}
+
+/// Returns the process of a host that plays this part.
+pub fn process_of(host: &Host, victim: Victim) -> Option<Pid> {
+    faults::processes_of(host, victim.role()).into_iter().next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    const VICTIMS: [Victim; 5] = [
+        Victim::Source,
+        Victim::Target,
+        Victim::SourceTasker,
+        Victim::TargetTasker,
+        Victim::ResourceManager,
+    ];
+
+    fn all(pre_copies: bool, victims: &[Victim]) -> BTreeSet<Case> {
+        all_cases(victims, pre_copies).into_iter().collect()
+    }
+
+    /// All rounds together have each case once, and fit on the testbed.
+    #[test]
+    fn rounds_have_each_case_once_and_fit_on_the_testbed() {
+        for pre_copies in [false, true] {
+            let cases = all_cases(&VICTIMS, pre_copies);
+            let rounds = rounds(cases.clone());
+            assert_eq!(rounds.concat().len(), cases.len());
+            let distinct: BTreeSet<Case> = rounds.concat().into_iter().collect();
+            assert_eq!(distinct, all(pre_copies, &VICTIMS));
+            assert!(rounds.iter().all(|round| round.len() <= PAIRS));
+        }
+    }
+
+    #[test]
+    fn a_sample_has_each_step_once() {
+        for turn in 0..20 {
+            let sample = sample(turn, Sampling::EachStep, &VICTIMS, true);
+            let tried: Vec<Step> = sample.iter().map(|((step, _), _)| *step).collect();
+            assert_eq!(tried, Step::ALL);
+        }
+    }
+
+    /// Successive turns combine each step with each victim at both edges, wherever they begin.
+    #[test]
+    fn successive_samples_cover_all_cases() {
+        let cases = [(Sampling::EachStep, 1), (Sampling::EachThirdStep, 9)];
+        for (sampling, longer) in cases {
+            for count in 1..=VICTIMS.len() {
+                let victims = &VICTIMS[..count];
+                for begin in [0, 7, 20_000] {
+                    let turns = begin..begin + 2 * count * longer;
+                    let tried: BTreeSet<Case> = turns
+                        .flat_map(|turn| sample(turn, sampling, victims, false))
+                        .collect();
+                    assert_eq!(tried, all(false, victims), "{sampling:?}, {count} victims");
+                }
+            }
+        }
+    }
+}

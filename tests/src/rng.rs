@@ -1,0 +1,57 @@
+//! Reproducible pseudo-random numbers for tests.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Environment variable with the seed of tests that try a sample of all cases.
+const SEED: &str = "SEMPA_TEST_SEED";
+const SECONDS_PER_DAY: u64 = 86_400;
+
+/// Returns the seed for this run, and prints it so that a failed run can be repeated.
+///
+/// Without [`SEED`] it is the number of the day: runs of one day try the same sample, and those of
+/// the next day another one.
+///
+/// # Panics
+/// The environment variable is not a number.
+pub fn seed() -> u64 {
+    let seed = match std::env::var(SEED) {
+        Ok(text) => text
+            .parse()
+            .unwrap_or_else(|error| panic!("{SEED}={text:?}: {error}")),
+        Err(_) => SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs() / SECONDS_PER_DAY),
+    };
+    eprintln!("seed: {SEED}={seed} repeats this sample");
+    seed
+}
+
+/// A small xorshift generator: the same seed gives the same numbers on every machine.
+#[derive(Clone, Debug)]
+pub struct Rng(u64);
+
+impl Rng {
+    /// Creates a generator from a seed.
+    pub fn new(seed: u64) -> Rng {
+        Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    /// Returns the next number below `limit`.
+    pub fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 33) as usize % limit
+    }
+
+    /// Returns `count` different numbers below `limit`.
+    pub fn choose(&mut self, limit: usize, count: usize) -> Vec<usize> {
+        let mut all: Vec<usize> = (0..limit).collect();
+        for i in 0..count {
+            let other = i + self.below(limit - i);
+            all.swap(i, other);
+        }
+        all.truncate(count);
+        all
+    }
+}
