@@ -10,12 +10,12 @@
 //! thread that writes for any user but root drops all capabilities first. No symbolic link on the
 //! path to a file is followed.
 
-use crate::attempt::roll;
-use crate::carry::Carry;
+use crate::dump_attempt::random_number;
+use crate::image_manifest::ImageManifest;
 use crate::supervisor::Supervisor;
 use crate::sys;
-use crate::target::{Stage, Target};
-use crate::workers::Outcome;
+use crate::target::{IncomingTask, TargetStage};
+use crate::workers::WorkerResult;
 use checkpoint::carried::{Note, Notes, name_it};
 use checkpoint::engine::Cancel;
 use checkpoint::facts::{self, CARRIED_BYTES_MAX, CARRIED_FILES_MAX, OpenFile};
@@ -33,13 +33,13 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// Prefix of the name of a file next to the images, before its number.
-const NAME: &str = "sempa-file-";
+const IMAGE_FILE_PREFIX: &str = "sempa-file-";
 /// Prefix of the name of an incomplete file, before a random number.
-const NAMELESS: &str = ".sempa-";
+const TEMPORARY_PREFIX: &str = ".sempa-";
 
 /// A file that was copied next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Carried {
+pub(crate) struct TransferredFile {
     /// The path at which it was open.
     path: PathBuf,
     /// Its name next to the images.
@@ -52,7 +52,11 @@ pub(crate) struct Carried {
 ///
 /// # Errors
 /// A file cannot be read, or they exceed the limits.
-pub(crate) fn gather(dir: &Path, root: i32, processes: &[i32]) -> Result<Vec<Carried>, Failure> {
+pub(crate) fn copy_files_to_images(
+    dir: &Path,
+    root: i32,
+    processes: &[i32],
+) -> Result<Vec<TransferredFile>, Failure> {
     let open = facts::files_to_carry(root, processes);
     if open.len() > CARRIED_FILES_MAX {
         return Err(Failure::Io(format!(
@@ -60,23 +64,23 @@ pub(crate) fn gather(dir: &Path, root: i32, processes: &[i32]) -> Result<Vec<Car
         )));
     }
     let mut left = CARRIED_BYTES_MAX;
-    let mut carried = Vec::new();
+    let mut transferred = Vec::new();
     for (number, file) in open.into_iter().enumerate() {
-        let image = format!("{NAME}{number}");
+        let image = format!("{IMAGE_FILE_PREFIX}{number}");
         left -= copy_out(&file, &dir.join(&image), left).map_err(|e| {
             Failure::Io(format!(
                 "{}, which is to be carried along, cannot be read: {e}",
                 file.path.display()
             ))
         })?;
-        carried.push(Carried {
+        transferred.push(TransferredFile {
             path: file.path,
             image,
             mode: file.mode,
             gid: file.gid,
         });
     }
-    Ok(carried)
+    Ok(transferred)
 }
 
 fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
@@ -105,9 +109,9 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
 /// Files that were written to their original paths. Dropping this removes them unless they are
 /// kept.
 #[derive(Debug, Default)]
-pub(crate) struct Made(Option<Notes>);
+pub(crate) struct PlacedFiles(Option<Notes>);
 
-impl Made {
+impl PlacedFiles {
     /// Keeps the files: the task runs on this host and owns them.
     pub(crate) fn keep(self) {
         if let Some(notes) = self.0 {
@@ -121,20 +125,20 @@ impl Made {
 ///
 /// # Errors
 /// A file cannot be created; then none of them exists.
-fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
+fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot give up rights to write files: {e}"));
     if !nix::unistd::geteuid().is_root() {
-        sys::give_up_rights().map_err(io)?;
+        sys::drop_capabilities().map_err(io)?;
     }
-    let noted = |e: io::Error| {
+    let note_failure = |e: io::Error| {
         Failure::Io(format!(
             "what is carried along cannot be noted beside {}: {e}",
             dir.display()
         ))
     };
-    let mut notes = Notes::beside(dir).map_err(noted)?;
+    let mut notes = Notes::beside(dir).map_err(note_failure)?;
     for file in files {
-        let done = put_one(dir, file, &mut notes);
+        let done = write_file(dir, file, &mut notes);
         done.map_err(|e| {
             Failure::Io(format!(
                 "{} cannot be carried along: {e}",
@@ -142,24 +146,24 @@ fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
             ))
         })?;
     }
-    Ok(Made(Some(notes)))
+    Ok(PlacedFiles(Some(notes)))
 }
 
 /// Writes the content under a temporary name first, then renames the file.
-fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
+fn write_file(dir: &Path, file: &TransferredFile, notes: &mut Notes) -> io::Result<()> {
     let (folder, name) = facts::folder_of(&file.path)?;
     // An existing file stays: the feasibility check has found that it is the right one, or the
     // engine will report that it is not.
     if fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
         return Ok(());
     }
-    let nameless = OsString::from(format!("{NAMELESS}{:016x}", roll()));
-    notes.add(Note::Nameless(file.path.with_file_name(&nameless)))?;
+    let temporary = OsString::from(format!("{TEMPORARY_PREFIX}{:016x}", random_number()));
+    notes.add(Note::Nameless(file.path.with_file_name(&temporary)))?;
     let flags =
         OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let mut to: File = openat(
         &folder,
-        nameless.as_os_str(),
+        temporary.as_os_str(),
         flags,
         Mode::from_bits_truncate(0o600),
     )?
@@ -177,9 +181,9 @@ fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
     // Set last, because a change of the group clears some mode bits.
     to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
     notes.add(Note::Named(file.path.clone(), meta.dev(), meta.ino()))?;
-    if !name_it(&folder, &nameless, &name)? {
+    if !name_it(&folder, &temporary, &name)? {
         // Another process has created the file meanwhile.
-        unlinkat(&folder, nameless.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
+        unlinkat(&folder, temporary.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
     }
     Ok(())
 }
@@ -190,26 +194,26 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         dir: &Path,
-        carry: Carry,
-        again: Option<Redirection>,
+        manifest: ImageManifest,
+        redirection: Option<Redirection>,
     ) {
         let from = dir.to_path_buf();
-        let work = move || Outcome::Placed {
+        let work = move || WorkerResult::FilesPlaced {
             migration,
-            result: put(&from, &carry.files),
+            result: write_files(&from, &manifest.transferred_files),
         };
         let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")));
-        let started = cancel.and_then(|cancel| self.moves.workers.start(&cancel, None, work));
-        match (started, self.moves.targets.get_mut(&migration)) {
+        let started = cancel.and_then(|cancel| self.migrations.workers.start(&cancel, None, work));
+        match (started, self.migrations.targets.get_mut(&migration)) {
             (Ok(_), Some(target)) => {
-                target.stage = Stage::Placing {
+                target.stage = TargetStage::PlacingFiles {
                     dir: dir.into(),
-                    again,
+                    redirection,
                     discard: false,
                 }
             }
             (Ok(_), None) => {}
-            (Err(why), _) => self.clear_target(
+            (Err(why), _) => self.remove_target(
                 migration,
                 vec![FromTasker::Restored {
                     migration,
@@ -220,21 +224,25 @@ impl Supervisor {
     }
 
     /// Handles the result: builds the task, or clears the target.
-    pub(crate) fn placed(&mut self, migration: MigrationId, result: Result<Made, Failure>) {
+    pub(crate) fn on_files_placed(
+        &mut self,
+        migration: MigrationId,
+        result: Result<PlacedFiles, Failure>,
+    ) {
         let Some(
-            target @ Target {
-                stage: Stage::Placing { .. },
+            target @ IncomingTask {
+                stage: TargetStage::PlacingFiles { .. },
                 ..
             },
-        ) = self.moves.targets.get_mut(&migration)
+        ) = self.migrations.targets.get_mut(&migration)
         else {
             return;
         };
-        let Stage::Placing {
+        let TargetStage::PlacingFiles {
             dir,
-            again,
+            redirection,
             discard,
-        } = std::mem::replace(&mut target.stage, Stage::Prepared)
+        } = std::mem::replace(&mut target.stage, TargetStage::Prepared)
         else {
             return;
         };
@@ -243,9 +251,9 @@ impl Supervisor {
             result => result,
         };
         match result {
-            Ok(made) => {
-                target.made = made;
-                self.build(migration, &dir, again);
+            Ok(placed) => {
+                target.placed_files = placed;
+                self.build(migration, &dir, redirection);
             }
             Err(why) => {
                 let mut last = vec![FromTasker::Restored {
@@ -253,7 +261,7 @@ impl Supervisor {
                     result: Err(why),
                 }];
                 last.extend(discard.then_some(FromTasker::Discarded { migration }));
-                self.clear_target(migration, last);
+                self.remove_target(migration, last);
             }
         }
     }
@@ -264,30 +272,30 @@ mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
 
-    struct Place {
+    struct TestDir {
         _dir: tempfile::TempDir,
         real: PathBuf,
     }
 
-    impl Place {
-        fn new() -> Place {
+    impl TestDir {
+        fn new() -> TestDir {
             let dir = tempfile::tempdir().expect("dir");
             let real = dir.path().canonicalize().expect("there");
             for name in ["images", "data"] {
                 std::fs::create_dir(real.join(name)).expect("made");
             }
-            Place { _dir: dir, real }
+            TestDir { _dir: dir, real }
         }
 
         fn at(&self, name: &str) -> PathBuf {
             self.real.join(name)
         }
 
-        fn carried(&self, path: &str, content: &str) -> Carried {
-            let image = format!("{NAME}{}", path.replace('/', "-"));
+        fn carried(&self, path: &str, content: &str) -> TransferredFile {
+            let image = format!("{IMAGE_FILE_PREFIX}{}", path.replace('/', "-"));
             std::fs::write(self.at("images").join(&image), content).expect("written");
             let gid = std::fs::metadata(self.at("data")).expect("there").gid();
-            Carried {
+            TransferredFile {
                 path: self.at(path),
                 image,
                 mode: 0o640,
@@ -296,10 +304,10 @@ mod tests {
         }
 
         /// Runs in a separate thread, as in production.
-        fn put(&self, files: &[Carried]) -> Result<Made, Failure> {
+        fn place_in_thread(&self, files: &[TransferredFile]) -> Result<PlacedFiles, Failure> {
             std::thread::scope(|scope| {
                 scope
-                    .spawn(|| put(&self.at("images"), files))
+                    .spawn(|| write_files(&self.at("images"), files))
                     .join()
                     .expect("it ends")
             })
@@ -308,100 +316,91 @@ mod tests {
 
     #[test]
     fn files_are_placed_and_removed_unless_kept() {
-        let place = Place::new();
-        let files = [
-            place.carried("data/a", "one"),
-            place.carried("data/b", "two"),
-        ];
-        drop(place.put(&files).expect("put"));
-        assert!(!place.at("data/a").exists() && !place.at("data/b").exists());
-        let made = place.put(&files).expect("put");
+        let dir = TestDir::new();
+        let files = [dir.carried("data/a", "one"), dir.carried("data/b", "two")];
+        drop(dir.place_in_thread(&files).expect("put"));
+        assert!(!dir.at("data/a").exists() && !dir.at("data/b").exists());
+        let placed = dir.place_in_thread(&files).expect("put");
         assert_eq!(
-            std::fs::metadata(place.at("data/a")).expect("there").mode() & 0o7777,
+            std::fs::metadata(dir.at("data/a")).expect("there").mode() & 0o7777,
             0o640
         );
-        std::fs::rename(place.at("data/a"), place.at("data/c")).expect("renamed");
-        std::fs::write(place.at("data/a"), "somebody else's").expect("written");
-        drop(made);
+        std::fs::rename(dir.at("data/a"), dir.at("data/c")).expect("renamed");
+        std::fs::write(dir.at("data/a"), "somebody else's").expect("written");
+        drop(placed);
         assert!(
-            place.at("data/a").exists()
-                && place.at("data/c").exists()
-                && !place.at("data/b").exists()
+            dir.at("data/a").exists() && dir.at("data/c").exists() && !dir.at("data/b").exists()
         );
-        place.put(&files[1..]).expect("put").keep();
+        dir.place_in_thread(&files[1..]).expect("put").keep();
         assert_eq!(
-            std::fs::read_to_string(place.at("data/b")).expect("there"),
+            std::fs::read_to_string(dir.at("data/b")).expect("there"),
             "two"
         );
     }
 
     #[test]
     fn nothing_is_overwritten_and_no_link_followed() {
-        let place = Place::new();
-        std::fs::write(place.at("data/old"), "old").expect("written");
-        std::fs::write(place.at("victim"), "victim").expect("written");
-        symlink(place.at("victim"), place.at("data/link")).expect("linked");
-        symlink(place.at("nothing"), place.at("data/hanging")).expect("linked");
-        symlink(place.at("data"), place.at("way")).expect("linked");
-        let there =
-            ["data/old", "data/link", "data/hanging"].map(|path| place.carried(path, "new"));
-        drop(place.put(&there).expect("what is there stays"));
+        let dir = TestDir::new();
+        std::fs::write(dir.at("data/old"), "old").expect("written");
+        std::fs::write(dir.at("victim"), "victim").expect("written");
+        symlink(dir.at("victim"), dir.at("data/link")).expect("linked");
+        symlink(dir.at("nothing"), dir.at("data/hanging")).expect("linked");
+        symlink(dir.at("data"), dir.at("way")).expect("linked");
+        let there = ["data/old", "data/link", "data/hanging"].map(|path| dir.carried(path, "new"));
+        drop(dir.place_in_thread(&there).expect("what is there stays"));
         assert_eq!(
-            std::fs::read_to_string(place.at("data/old")).expect("there"),
+            std::fs::read_to_string(dir.at("data/old")).expect("there"),
             "old"
         );
         assert_eq!(
-            std::fs::read_to_string(place.at("victim")).expect("there"),
+            std::fs::read_to_string(dir.at("victim")).expect("there"),
             "victim"
         );
-        assert!(!place.at("nothing").exists());
+        assert!(!dir.at("nothing").exists());
         let files = [
-            place.carried("data/first", "one"),
-            place.carried("way/second", "two"),
+            dir.carried("data/first", "one"),
+            dir.carried("way/second", "two"),
         ];
-        let why = place
-            .put(&files)
+        let why = dir
+            .place_in_thread(&files)
             .expect_err("there is a link on the way")
             .to_string();
         assert!(why.contains("way/second cannot be carried along"), "{why}");
         assert!(
-            !place.at("data/first").exists() && !place.at("data/second").exists(),
+            !dir.at("data/first").exists() && !dir.at("data/second").exists(),
             "none of them is there"
         );
     }
 
     #[test]
     fn image_name_cannot_leave_the_image_directory() {
-        let place = Place::new();
-        std::fs::write(place.at("secret"), "secret").expect("written");
-        let file = Carried {
+        let dir = TestDir::new();
+        std::fs::write(dir.at("secret"), "secret").expect("written");
+        let file = TransferredFile {
             image: "../secret".into(),
-            ..place.carried("data/a", "")
+            ..dir.carried("data/a", "")
         };
-        assert!(place.put(&[file]).is_err());
-        assert_eq!(
-            std::fs::read_dir(place.at("data")).expect("there").count(),
-            0
-        );
+        assert!(dir.place_in_thread(&[file]).is_err());
+        assert_eq!(std::fs::read_dir(dir.at("data")).expect("there").count(), 0);
     }
 
     /// The notes of a killed tasker suffice to remove the files that it had placed.
     #[test]
     fn notes_of_a_killed_tasker_undo_its_files() {
-        let place = Place::new();
-        std::fs::write(place.at("data/old"), "old").expect("written");
-        let files = ["data/a", "data/old"].map(|path| place.carried(path, "new"));
-        std::mem::forget(place.put(&files).expect("put"));
-        assert!(place.at("data/a").exists());
-        checkpoint::carried::undo_all(&place.real);
-        let left: Vec<_> = std::fs::read_dir(place.at("data"))
+        let dir = TestDir::new();
+        std::fs::write(dir.at("data/old"), "old").expect("written");
+        let files = ["data/a", "data/old"].map(|path| dir.carried(path, "new"));
+        std::mem::forget(dir.place_in_thread(&files).expect("put"));
+        assert!(dir.at("data/a").exists());
+        checkpoint::carried::undo_all(&dir.real);
+        let left: Vec<_> = std::fs::read_dir(dir.at("data"))
             .expect("there")
             .flatten()
             .map(|e| e.file_name())
             .collect();
         assert_eq!(left, ["old"]);
         assert_eq!(
-            std::fs::read_dir(&place.real).expect("there").count(),
+            std::fs::read_dir(&dir.real).expect("there").count(),
             2,
             "the notes have gone as well"
         );

@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 /// The flag of `clone3` for a control group; too large for the C library's type.
 pub(crate) const INTO_CGROUP: u64 = 0x2_0000_0000;
 /// True if this processor is supported.
-pub(crate) const KNOWN: bool = cfg!(target_arch = "x86_64");
+pub(crate) const SUPPORTED: bool = cfg!(target_arch = "x86_64");
 
 /// Creates a process in the control group (version 2) of this folder and returns its id.
 ///

@@ -1,9 +1,9 @@
 //! Inspects a task and checks whether this host could run it, for a migration or a query. Nothing
 //! is frozen or changed.
 
-use crate::moves::NO_NAMESPACES;
+use crate::migrations::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
-use crate::workers::Outcome;
+use crate::workers::WorkerResult;
 use checkpoint::engine::Cancel;
 use checkpoint::facts::{self, Subject, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
@@ -12,11 +12,11 @@ use sempa_proto::{HostId, MigrationId, RequestId, Tid};
 
 /// The reason of a check, which determines where its result goes.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum For {
+pub(crate) enum Requester {
     /// A migration of this task.
-    Move { migration: MigrationId, tid: Tid },
+    Migration { migration: MigrationId, tid: Tid },
     /// A query without a migration.
-    Question(RequestId),
+    Query(RequestId),
 }
 
 /// True for orders that are answered only after the engine has been probed.
@@ -29,9 +29,9 @@ pub(crate) fn needs_engine(order: &ToTasker) -> bool {
 }
 
 impl Supervisor {
-    fn no_engine(&self) -> Option<Refusal> {
+    fn engine_refusal(&self) -> Option<Refusal> {
         // The daemon replaces the host: the tasker does not know its own.
-        self.moves
+        self.migrations
             .engine_state()
             .err()
             .map(|why| Refusal::NoEngine {
@@ -40,9 +40,9 @@ impl Supervisor {
             })
     }
 
-    /// Inspects a task on a worker; [`Supervisor::seen`] gets the result.
-    pub(crate) fn look(&mut self, by: For, tid: Tid) {
-        let refused = match (self.tasks.get(&tid), self.no_engine()) {
+    /// Inspects a task on a worker; [`Supervisor::on_inspected`] gets the result.
+    pub(crate) fn inspect(&mut self, requester: Requester, tid: Tid) {
+        let refused = match (self.tasks.get(&tid), self.engine_refusal()) {
             (None, _) => Some(Refusal::NoSuchTask),
             (Some(_), no_engine) => no_engine,
         };
@@ -54,21 +54,21 @@ impl Supervisor {
             let refused = refused.unwrap_or(Refusal::Holds {
                 what: NO_NAMESPACES.into(),
             });
-            return self.seen(by, Err(refused));
+            return self.on_inspected(requester, Err(refused));
         };
         let subject = Subject {
             root: pid,
             processes: namespace.pids(),
         };
-        let engine = self.moves.engine_state().unwrap_or_default();
-        let hashes = self.moves.hashes.clone();
-        let work = move || Outcome::Seen {
-            by,
+        let engine = self.migrations.engine_state().unwrap_or_default();
+        let hashes = self.migrations.hashes.clone();
+        let work = move || WorkerResult::Inspected {
+            requester,
             result: facts::inspect(&subject, engine, &hashes),
         };
-        if let Err(why) = self.begin_uncancelled(work) {
-            self.seen(
-                by,
+        if let Err(why) = self.start_uncancelled(work) {
+            self.on_inspected(
+                requester,
                 Err(Refusal::Holds {
                     what: format!("something that could not be looked at: {why}"),
                 }),
@@ -77,14 +77,18 @@ impl Supervisor {
     }
 
     /// Reports the result of an inspection.
-    pub(crate) fn seen(&mut self, by: For, result: Result<TaskFacts, Refusal>) {
-        self.say(&match by {
-            For::Move { migration, tid } => {
+    pub(crate) fn on_inspected(
+        &mut self,
+        requester: Requester,
+        result: Result<TaskFacts, Refusal>,
+    ) {
+        self.send(&match requester {
+            Requester::Migration { migration, tid } => {
                 let facts = result.as_ref().ok();
                 let memory_can_follow =
-                    facts.is_some_and(|facts| self.moves.following.should(facts));
+                    facts.is_some_and(|facts| self.migrations.post_copies.applies_to(facts));
                 let can_pre_copy =
-                    facts.is_some_and(|facts| self.moves.pre_copies.should(tid, facts));
+                    facts.is_some_and(|facts| self.migrations.pre_copies.applies_to(tid, facts));
                 FromTasker::Inspected {
                     migration,
                     result,
@@ -92,64 +96,68 @@ impl Supervisor {
                     can_pre_copy,
                 }
             }
-            For::Question(question) => FromTasker::Seen { question, result },
+            Requester::Query(question) => FromTasker::Seen { question, result },
         });
     }
 
-    /// Checks on a worker whether this host could run a task; [`Supervisor::judged`] gets the
+    /// Checks on a worker whether this host could run a task; [`Supervisor::on_verdict`] gets the
     /// result.
-    pub(crate) fn judge(&mut self, by: For, facts: TaskFacts) {
-        if let Some(refusal) = self.no_engine() {
-            return self.judged(by, vec![refusal]);
+    pub(crate) fn check_feasibility(&mut self, requester: Requester, facts: TaskFacts) {
+        if let Some(refusal) = self.engine_refusal() {
+            return self.on_verdict(requester, vec![refusal]);
         }
         // Tasks that are being checked count as reserved: of two tasks that do not fit together
         // only one may be accepted.
-        let promised = self.promised_bytes();
-        if let For::Move { migration, .. } = by {
-            self.moves.promised.make(migration, facts.resident_bytes);
+        let reserved_bytes = self.reserved_bytes();
+        if let Requester::Migration { migration, .. } = requester {
+            self.migrations
+                .reservations
+                .reserve(migration, facts.resident_bytes);
         }
-        let host = ThisHost::new(self.moves.hashes.clone(), promised);
-        let work = move || Outcome::Judged {
-            by,
+        let host = ThisHost::new(self.migrations.hashes.clone(), reserved_bytes);
+        let work = move || WorkerResult::Judged {
+            requester,
             verdict: facts::compare(&facts, &host),
         };
-        if let Err(why) = self.begin_uncancelled(work) {
-            self.judged(by, vec![no_room(&why)]);
+        if let Err(why) = self.start_uncancelled(work) {
+            self.on_verdict(requester, vec![cannot_check(&why)]);
         }
     }
 
     /// Reports the verdict. A migration with a good verdict gets its place on this host.
-    pub(crate) fn judged(&mut self, by: For, mut verdict: Verdict) {
-        let word = match by {
-            For::Question(question) => FromTasker::Judged { question, verdict },
-            For::Move { migration, tid } => {
+    pub(crate) fn on_verdict(&mut self, requester: Requester, mut verdict: Verdict) {
+        let reply = match requester {
+            Requester::Query(question) => FromTasker::Judged { question, verdict },
+            Requester::Migration { migration, tid } => {
                 if verdict.is_empty()
-                    && let Err(why) = self.make_room(migration, tid)
+                    && let Err(why) = self.reserve_target(migration, tid)
                 {
-                    verdict.push(no_room(&why));
+                    verdict.push(cannot_check(&why));
                 }
-                self.moves.promised.judged(migration, verdict.is_empty());
+                self.migrations
+                    .reservations
+                    .record_verdict(migration, verdict.is_empty());
                 FromTasker::Prepared {
                     migration,
                     verdict,
-                    memory_can_follow: self.moves.following.can(),
+                    memory_can_follow: self.migrations.post_copies.is_available(),
                 }
             }
         };
-        self.say(&word);
+        self.send(&reply);
     }
 
     /// Starts a thread that is never cancelled.
-    pub(crate) fn begin_uncancelled(
+    pub(crate) fn start_uncancelled(
         &mut self,
-        work: impl FnOnce() -> Outcome + Send + 'static,
+        work: impl FnOnce() -> WorkerResult + Send + 'static,
     ) -> Result<u64, Failure> {
         let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-        self.moves.workers.start(&cancel, None, work)
+        self.migrations.workers.start(&cancel, None, work)
     }
 }
 
-fn no_room(why: &Failure) -> Refusal {
+fn cannot_check(why: &Failure) -> Refusal {
     Refusal::NoEngine {
         host: HostId::MASTER,
         why: why.to_string(),

@@ -10,30 +10,30 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// Queued bytes above which the tasker stops reading its tasks' output; the pipes fill and the
 /// tasks wait.
-pub(crate) const OUTBOUND_BYTES_HIGH: usize = 4 << 20;
+pub(crate) const OUTBOUND_BYTES_HIGH_WATER: usize = 4 << 20;
 /// Most bytes read from the socket at once.
 const READ_BYTES: usize = 64 << 10;
 
 /// The socket with its buffers.
 #[derive(Debug)]
-pub(crate) struct Control {
+pub(crate) struct DaemonSocket {
     socket: OwnedFd,
     decoder: FrameDecoder,
     outbound: VecDeque<u8>,
     closed: bool,
 }
 
-impl Control {
+impl DaemonSocket {
     /// Takes over the socket and makes it non-blocking.
     ///
     /// # Errors
     /// The descriptor cannot be made non-blocking.
-    pub(crate) fn new(socket: OwnedFd) -> io::Result<Control> {
+    pub(crate) fn new(socket: OwnedFd) -> io::Result<DaemonSocket> {
         nix::fcntl::fcntl(
             &socket,
             nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK),
         )?;
-        Ok(Control {
+        Ok(DaemonSocket {
             socket,
             decoder: FrameDecoder::new(),
             outbound: VecDeque::new(),
@@ -50,10 +50,10 @@ impl Control {
         !self.outbound.is_empty() && !self.closed
     }
 
-    /// True if the queue is above [`OUTBOUND_BYTES_HIGH`], so that the tasks' output must not be
-    /// read.
-    pub(crate) fn is_full(&self) -> bool {
-        self.outbound.len() >= OUTBOUND_BYTES_HIGH
+    /// True if the queue is above [`OUTBOUND_BYTES_HIGH_WATER`], so that the tasks' output must not
+    /// be read.
+    pub(crate) fn is_congested(&self) -> bool {
+        self.outbound.len() >= OUTBOUND_BYTES_HIGH_WATER
     }
 
     /// True if the daemon is gone.
@@ -64,8 +64,8 @@ impl Control {
     /// Sends a message as far as possible and queues the rest. A message that does not fit into a
     /// frame is replaced by a refusal.
     pub(crate) fn send(&mut self, message: &FromTasker) {
-        let frame =
-            encode_control(message).or_else(|error| encode_control(&instead_of(message, &error)));
+        let frame = encode_control(message)
+            .or_else(|error| encode_control(&substitute_for(message, &error)));
         match frame {
             Ok(frame) => self.outbound.extend(frame.iter()),
             // The daemon would wait forever for this message. Closing makes it consider the tasker
@@ -113,7 +113,7 @@ impl Control {
 
 /// Returns the substitute for a message that is too long. Only the messages listed here can be too
 /// long.
-fn instead_of(message: &FromTasker, error: &FrameError) -> FromTasker {
+fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
     let refusal = || Refusal::Holds {
         what: format!("more than can be told of a task: {error}"),
     };
@@ -154,7 +154,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     /// Returns facts that do not fit into a frame.
-    fn facts() -> TaskFacts {
+    fn oversized_facts() -> TaskFacts {
         let path = "x".repeat(4096);
         let file = |n: usize| FileFact {
             path: format!("/{n}/{path}").into(),
@@ -172,18 +172,18 @@ mod tests {
     #[test]
     fn oversized_message_is_replaced_by_a_refusal() {
         let (here, mut there) = UnixStream::pair().expect("a pair");
-        let mut control = Control::new(here.into()).expect("it can be made so");
+        let mut control = DaemonSocket::new(here.into()).expect("it can be made so");
         let (migration, question) = (MigrationId(7), RequestId(8));
         let (memory_can_follow, can_pre_copy) = (true, true);
         control.send(&FromTasker::Inspected {
             migration,
-            result: Ok(facts()),
+            result: Ok(oversized_facts()),
             memory_can_follow,
             can_pre_copy,
         });
         control.send(&FromTasker::Seen {
             question,
-            result: Ok(facts()),
+            result: Ok(oversized_facts()),
         });
         assert!(!control.is_closed() && !control.wants_write(), "it goes on");
         drop(control);

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 ///
 /// # Errors
 /// [`Failure::Io`] with the file that could not be truncated or has become shorter.
-pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
+pub(crate) fn truncate_grown(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
     for (path, bytes) in files {
         let now = std::fs::symlink_metadata(path)
             .map_err(|e| Failure::Io(format!("{}: {e}", path.display())))?;
@@ -32,7 +32,7 @@ pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
         }
     }
     files.iter().try_for_each(|(path, bytes)| {
-        cut(path, *bytes).map_err(|e| {
+        truncate(path, *bytes).map_err(|e| {
             let path = path.display();
             Failure::Io(format!(
                 "{path} has grown since the checkpoint and cannot be cut to {bytes} bytes: {e}"
@@ -41,7 +41,7 @@ pub(crate) fn cut_back(files: &[(PathBuf, u64)]) -> Result<(), Failure> {
     })
 }
 
-fn cut(path: &Path, bytes: u64) -> io::Result<()> {
+fn truncate(path: &Path, bytes: u64) -> io::Result<()> {
     let meta = std::fs::symlink_metadata(path)?;
     let is_ours = meta.uid() == nix::unistd::getuid().as_raw();
     if !meta.is_file() || meta.len() <= bytes || !is_ours {
@@ -51,7 +51,7 @@ fn cut(path: &Path, bytes: u64) -> io::Result<()> {
         .write(true)
         .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
         .open(path)?;
-    if is_the_same(&file, &meta)? {
+    if is_same_file(&file, &meta)? {
         file.set_len(bytes)
     } else {
         Ok(())
@@ -59,7 +59,7 @@ fn cut(path: &Path, bytes: u64) -> io::Result<()> {
 }
 
 /// True if the path still refers to the same file.
-fn is_the_same(file: &File, seen: &std::fs::Metadata) -> io::Result<bool> {
+fn is_same_file(file: &File, seen: &std::fs::Metadata) -> io::Result<bool> {
     let meta = file.metadata()?;
     let is_regular = SFlag::from_bits_truncate(meta.mode()).contains(SFlag::S_IFREG);
     Ok(is_regular && (meta.dev(), meta.ino(), meta.uid()) == (seen.dev(), seen.ino(), seen.uid()))
@@ -84,12 +84,13 @@ mod tests {
         }
         std::os::unix::fs::symlink(path("target"), path("link")).expect("link");
         let all = ["grown", "same", "link"].map(|name| (path(name), 40));
-        cut_back(&all).expect("all are ours");
-        cut_back(&[(dir.path().to_path_buf(), 0), ("/dev/null".into(), 0)])
+        truncate_grown(&all).expect("all are ours");
+        truncate_grown(&[(dir.path().to_path_buf(), 0), ("/dev/null".into(), 0)])
             .expect("no regular files");
         let length = |name: &str| std::fs::read(path(name)).expect("there").len();
         assert_eq!(["grown", "same", "target"].map(length), [40, 40, 100]);
-        let Err(Failure::Io(why)) = cut_back(&[(path("other"), 40), (path("shorter"), 40)]) else {
+        let Err(Failure::Io(why)) = truncate_grown(&[(path("other"), 40), (path("shorter"), 40)])
+        else {
             panic!("taken")
         };
         assert!(
@@ -103,7 +104,7 @@ mod tests {
             "neither was touched"
         );
         assert!(matches!(
-            cut_back(&[(path("missing"), 0)]),
+            truncate_grown(&[(path("missing"), 0)]),
             Err(Failure::Io(_))
         ));
     }

@@ -4,23 +4,23 @@
 //! The tasker makes no decisions. It guarantees that after any failure the source's task can
 //! continue and nothing is left at the target.
 
-use crate::attempt::{Attempt, rest, roll};
-use crate::carry::Carry;
-use crate::ease;
-use crate::files;
-use crate::learning::Learning;
-use crate::memory::{self, Following};
+use crate::binary_hashing::BinaryHasher;
+use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
+use crate::engine_probe::EngineProbe;
+use crate::feasibility::{self, Requester};
+use crate::file_transfer;
+use crate::image_manifest::ImageManifest;
+use crate::memory_reservations::MemoryReservations;
 use crate::namespace::Namespace;
-use crate::precopy::PreCopies;
-use crate::promised::Promised;
-use crate::stop::{self, Crowd};
+use crate::nice;
+use crate::post_copy::{self, PostCopies};
+use crate::pre_copy::PreCopies;
+use crate::stop::{self, TaskProcesses};
 use crate::supervisor::Supervisor;
 use crate::sys;
-use crate::target::{Stage, Target};
-use crate::task::{Phase, Task, micros};
-use crate::trial::Trial;
-use crate::verdict::{self, For};
-use crate::workers::{Outcome, Workers};
+use crate::target::{IncomingTask, TargetStage};
+use crate::task::{Task, TaskPhase, micros};
+use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Serving};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
@@ -36,9 +36,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Time limit for the processes of a task to stop.
-const STOP_ALLOWED: Duration = Duration::from_secs(2);
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time limit of a dump or restore without the part that depends on the size.
-const ENGINE_ALLOWED_BASE: Duration = Duration::from_secs(10);
+const ENGINE_TIMEOUT_BASE: Duration = Duration::from_secs(10);
 /// Image bytes for which a dump or restore gets one more second; memory that was never touched is
 /// slow on virtual machines.
 const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
@@ -47,9 +47,9 @@ const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
 /// CRIU waits forever for a thread that does not halt on request. The one known cause is handled by
 /// its tracer (`checkpoint/src/criu/relay.rs`). A working dump ends long before this limit; the
 /// second attempt gets the full time.
-const FIRST_DUMP_BASE: Duration = Duration::from_secs(5);
+const FIRST_DUMP_TIMEOUT_BASE: Duration = Duration::from_secs(5);
 /// Most orders deferred until the engine has been probed.
-const DEFERRED_MAX: usize = 256;
+const DEFERRED_ORDERS_MAX: usize = 256;
 
 /// Reason given when the tasker may not create namespaces.
 pub(crate) const NO_NAMESPACES: &str = "the tasker may not make process-id namespaces here, which takes root; run the daemon as \
@@ -57,105 +57,105 @@ pub(crate) const NO_NAMESPACES: &str = "the tasker may not make process-id names
 
 /// What is known about the engine.
 #[derive(Clone, Debug)]
-pub(crate) enum EngineState {
+pub(crate) enum EngineStatus {
     /// The engine starts and has this version; a probe is running.
-    Trying(String),
+    Probing(String),
     /// A probe (dump and restore) was successful; the version.
-    Works(String),
+    Usable(String),
     /// The engine cannot be used: the reason, and how to get a working one.
-    Broken(String),
-    /// As `Broken`, but another probe is running.
-    TryingAgain(String),
+    Unusable(String),
+    /// As `Unusable`, but another probe is running.
+    Reprobing(String),
 }
 
 /// The migrations in progress on this host, and the engine.
-pub(crate) struct Moves {
+pub(crate) struct Migrations {
     pub(crate) engine: Option<Arc<dyn Engine>>,
-    pub(crate) state: EngineState,
+    pub(crate) engine_status: EngineStatus,
     pub(crate) workers: Workers,
-    pub(crate) trial: Option<Trial>,
+    pub(crate) probe: Option<EngineProbe>,
     /// Number of consecutive failed probes.
-    pub(crate) trials_failed: u32,
-    pub(crate) targets: BTreeMap<MigrationId, Target>,
+    pub(crate) failed_probes: u32,
+    pub(crate) targets: BTreeMap<MigrationId, IncomingTask>,
     deferred: Vec<ToTasker>,
-    pub(crate) following: Following,
+    pub(crate) post_copies: PostCopies,
     pub(crate) pre_copies: PreCopies,
     pub(crate) hashes: Arc<HashCache>,
-    pub(crate) learning: Learning,
-    pub(crate) promised: Promised,
+    pub(crate) binary_hasher: BinaryHasher,
+    pub(crate) reservations: MemoryReservations,
 }
 
-impl Moves {
+impl Migrations {
     /// Locates the engine and asks for its version if it could be used.
     ///
     /// # Errors
     /// No descriptors are left.
-    pub(crate) fn new(namespaces: bool) -> io::Result<Moves> {
+    pub(crate) fn new(namespaces: bool) -> io::Result<Migrations> {
         let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
         let located = if namespaces {
             locate()
         } else {
             Err(NO_NAMESPACES.into())
         };
-        let (engine, state) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
+        let (engine, engine_status) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
             Ok((version, criu)) => (
                 Some(Arc::new(criu) as Arc<dyn Engine>),
-                EngineState::Trying(version),
+                EngineStatus::Probing(version),
             ),
-            Err(why) => (None, EngineState::Broken(why)),
+            Err(why) => (None, EngineStatus::Unusable(why)),
         };
         let hashes = Arc::new(HashCache::default());
-        Ok(Moves {
+        Ok(Migrations {
             engine,
-            state,
+            engine_status,
             workers: Workers::new()?,
-            trial: None,
-            trials_failed: 0,
+            probe: None,
+            failed_probes: 0,
             targets: BTreeMap::new(),
             deferred: Vec::new(),
-            following: Following::new(),
+            post_copies: PostCopies::new(),
             pre_copies: PreCopies::new(),
-            learning: Learning::new(hashes.clone()),
+            binary_hasher: BinaryHasher::new(hashes.clone()),
             hashes,
-            promised: Promised::default(),
+            reservations: MemoryReservations::default(),
         })
     }
 
     /// Returns the engine's version, or why it cannot be used.
     pub(crate) fn engine_state(&self) -> Result<String, String> {
-        match &self.state {
-            EngineState::Trying(version) | EngineState::Works(version) => Ok(version.clone()),
-            EngineState::Broken(why) | EngineState::TryingAgain(why) => Err(why.clone()),
+        match &self.engine_status {
+            EngineStatus::Probing(version) | EngineStatus::Usable(version) => Ok(version.clone()),
+            EngineStatus::Unusable(why) | EngineStatus::Reprobing(why) => Err(why.clone()),
         }
     }
 
     /// Becomes readable when workers have results.
-    pub(crate) fn wake(&self) -> BorrowedFd<'_> {
-        self.workers.wake()
+    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.workers.wake_fd()
     }
 
     /// Returns the copies held at this target, each with a descriptor that becomes readable when
     /// the copy dies.
-    pub(crate) fn held(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
+    pub(crate) fn held_copies(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
         self.targets
             .iter()
             .filter_map(|(migration, target)| match &target.stage {
-                Stage::Held { process, .. } => Some((*migration, process.pidfd.as_fd())),
+                TargetStage::Restored { process, .. } => Some((*migration, process.pidfd.as_fd())),
                 _ => None,
             })
     }
 
     /// True for processes that only their own waiter may reap.
-    pub(crate) fn waits_for(&self, pid: i32) -> bool {
-        let held = |target: &Target| match &target.stage {
-            Stage::Held { process, .. } => process.pid == pid,
+    pub(crate) fn is_waited_for(&self, pid: i32) -> bool {
+        let held = |target: &IncomingTask| match &target.stage {
+            TargetStage::Restored { process, .. } => process.pid == pid,
             _ => false,
         };
-        self.workers.waits_for(pid) || self.targets.values().any(held)
+        self.workers.has_engine(pid) || self.targets.values().any(held)
     }
 
     /// Returns the stage of a migration to this host, until its task runs.
-    pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut Stage> {
+    pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut TargetStage> {
         self.targets
             .get_mut(&migration)
             .map(|target| &mut target.stage)
@@ -168,43 +168,49 @@ impl Moves {
 
     /// Cancels everything and drops all copies; called when the tasker ends.
     pub(crate) fn cancel_all(&mut self) {
-        self.following.withhold_all();
-        self.pre_copies.end_all();
+        self.post_copies.stop_serving_all();
+        self.pre_copies.abort_all();
         self.workers.cancel_all();
         self.targets.clear();
-        self.trial = None;
+        self.probe = None;
     }
 }
 
 impl Supervisor {
     /// Handles an order that concerns a migration.
-    pub(crate) fn obey_move(&mut self, order: ToTasker) {
-        if matches!(self.moves.state, EngineState::Trying(_))
-            && verdict::needs_engine(&order)
-            && self.moves.deferred.len() < DEFERRED_MAX
+    pub(crate) fn handle_migration_order(&mut self, order: ToTasker) {
+        if matches!(self.migrations.engine_status, EngineStatus::Probing(_))
+            && feasibility::needs_engine(&order)
+            && self.migrations.deferred.len() < DEFERRED_ORDERS_MAX
         {
-            self.moves.deferred.push(order);
+            self.migrations.deferred.push(order);
             return;
         }
         match order {
-            ToTasker::Inspect { migration, tid } => self.look(For::Move { migration, tid }, tid),
-            ToTasker::Look { question, tid } => self.look(For::Question(question), tid),
+            ToTasker::Inspect { migration, tid } => {
+                self.inspect(Requester::Migration { migration, tid }, tid)
+            }
+            ToTasker::Look { question, tid } => self.inspect(Requester::Query(question), tid),
             ToTasker::Prepare {
                 migration,
                 tid,
                 facts,
-            } => self.judge(For::Move { migration, tid }, facts),
-            ToTasker::Judge { question, facts } => self.judge(For::Question(question), facts),
+            } => self.check_feasibility(Requester::Migration { migration, tid }, facts),
+            ToTasker::Judge { question, facts } => {
+                self.check_feasibility(Requester::Query(question), facts)
+            }
             ToTasker::PreCopy {
                 migration,
                 tid,
                 memory_way,
-            } => self.pre_copy(migration, tid, &memory_way),
-            ToTasker::EndPreCopy { migration } => self.moves.pre_copies.end_going(migration),
+            } => self.start_pre_copy_or_report(migration, tid, &memory_way),
+            ToTasker::EndPreCopy { migration } => {
+                self.migrations.pre_copies.abort_outgoing(migration)
+            }
             ToTasker::TakePreCopy {
                 migration,
                 memory_way,
-            } => self.take_pre_copy(migration, &memory_way),
+            } => self.receive_pre_copy(migration, &memory_way),
             ToTasker::Stop {
                 migration,
                 tid,
@@ -217,7 +223,7 @@ impl Supervisor {
                 memory_way,
             } => self.dump(migration, tid, dir, memory_way.as_deref()),
             ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
-            ToTasker::KillMoved { migration, tid } => self.kill_moved(migration, tid),
+            ToTasker::KillMoved { migration, tid } => self.kill_migrated(migration, tid),
             ToTasker::Restore {
                 migration,
                 tid,
@@ -227,13 +233,13 @@ impl Supervisor {
             } => {
                 self.restore(migration, tid, &dir, again, memory_way.as_deref());
             }
-            ToTasker::MemoryLost { migration, why } => self.memory_lost(migration, why),
-            ToTasker::Build { migration, start } => self.build_anew(migration, &start),
+            ToTasker::MemoryLost { migration, why } => self.on_memory_lost(migration, why),
+            ToTasker::Build { migration, start } => self.build_by_restart(migration, &start),
             ToTasker::Run {
                 migration,
                 used,
                 held,
-            } => self.run_held(migration, used, held),
+            } => self.run_copy(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
@@ -248,43 +254,55 @@ impl Supervisor {
     }
 
     /// Handles the orders that waited for the engine's probe.
-    pub(crate) fn take_up_deferred(&mut self) {
-        for order in std::mem::take(&mut self.moves.deferred) {
-            self.obey_move(order);
+    pub(crate) fn handle_deferred_orders(&mut self) {
+        for order in std::mem::take(&mut self.migrations.deferred) {
+            self.handle_migration_order(order);
         }
     }
 
     /// Handles the results of finished workers.
-    pub(crate) fn hear_workers(&mut self) {
-        for outcome in self.moves.workers.finished() {
+    pub(crate) fn drain_workers(&mut self) {
+        for outcome in self.migrations.workers.take_results() {
             match outcome {
-                Outcome::Dumped {
+                WorkerResult::Dumped {
                     migration,
                     tid,
                     result,
-                } => self.dumped(migration, tid, result),
-                Outcome::Rested {
+                } => self.on_dumped(migration, tid, result),
+                WorkerResult::RetryDelayOver {
                     migration,
                     tid,
                     failure,
-                } => self.rested(migration, tid, failure),
-                Outcome::Placed { migration, result } => self.placed(migration, result),
-                Outcome::Restored { migration, result } => self.restored(migration, result),
-                Outcome::BroughtIn { migration, done } => self.brought_in(migration, done),
-                Outcome::Seen { by, result } => self.seen(by, result),
-                Outcome::Judged { by, verdict } => self.judged(by, verdict),
-                Outcome::PreCopied { migration, result } => self.pre_copied(migration, result),
-                Outcome::PreCopyCame { migration, result } => self.pre_copy_came(migration, result),
-                Outcome::Served {
+                } => self.on_retry_delay_over(migration, tid, failure),
+                WorkerResult::FilesPlaced { migration, result } => {
+                    self.on_files_placed(migration, result)
+                }
+                WorkerResult::Restored { migration, result } => self.on_restored(migration, result),
+                WorkerResult::JoinedCgroup { migration, done } => {
+                    self.on_joined_group(migration, done)
+                }
+                WorkerResult::Inspected { requester, result } => {
+                    self.on_inspected(requester, result)
+                }
+                WorkerResult::Judged { requester, verdict } => self.on_verdict(requester, verdict),
+                WorkerResult::PreCopied { migration, result } => {
+                    self.on_pre_copied(migration, result)
+                }
+                WorkerResult::PreCopyReceived { migration, result } => {
+                    self.on_pre_copy_received(migration, result)
+                }
+                WorkerResult::Served {
                     migration,
                     tid,
                     result,
-                } => self.served(migration, tid, &result),
-                Outcome::Arrived { migration, result } => self.arrived(migration, result),
-                Outcome::Outlived => {}
-                Outcome::TrialChecked(result) => self.trial_checked(result),
-                Outcome::TrialDumped(result) => self.trial_dumped(result),
-                Outcome::TrialHeld(result) => self.trial_held(result),
+                } => self.on_served(migration, tid, &result),
+                WorkerResult::MemoryArrived { migration, result } => {
+                    self.on_fetch_ended(migration, result)
+                }
+                WorkerResult::KilledProcessesGone => {}
+                WorkerResult::ProbeChecked(result) => self.on_probe_checked(result),
+                WorkerResult::ProbeDumped(result) => self.on_probe_dumped(result),
+                WorkerResult::ProbeRestored(result) => self.on_probe_restored(result),
             }
         }
     }
@@ -295,23 +313,23 @@ impl Supervisor {
             Some(Task {
                 namespace: None, ..
             }) => Err(Failure::Engine(NO_NAMESPACES.into())),
-            Some(task) if !matches!(task.phase, Phase::Running) => Err(Failure::CalledOff(
+            Some(task) if !matches!(task.phase, TaskPhase::Running) => Err(Failure::CalledOff(
                 "another move of the task is under way on this host".into(),
             )),
             Some(task) => {
-                let told = task.hold_for_move();
+                let signalled = task.hand_over_to_migration();
                 task.redirection = redirection;
-                task.phase = Phase::Stopping {
+                task.phase = TaskPhase::Stopping {
                     migration,
-                    until: Instant::now() + STOP_ALLOWED,
-                    told,
+                    deadline: Instant::now() + STOP_TIMEOUT,
+                    signalled,
                 };
                 Ok(())
             }
         };
         match result {
-            Ok(()) => self.look_at_stopping(),
-            Err(why) => self.say(&FromTasker::Stopped {
+            Ok(()) => self.check_stopping(),
+            Err(why) => self.send(&FromTasker::Stopped {
                 migration,
                 result: Err(why),
             }),
@@ -319,15 +337,15 @@ impl Supervisor {
     }
 
     /// Checks whether the tasks with a stop order have stopped.
-    pub(crate) fn look_at_stopping(&mut self) {
+    pub(crate) fn check_stopping(&mut self) {
         let now = Instant::now();
-        let mut done = Vec::new();
+        let mut stopped = Vec::new();
         for (tid, task) in &mut self.tasks {
             let (
-                Phase::Stopping {
+                TaskPhase::Stopping {
                     migration,
-                    until,
-                    told,
+                    deadline,
+                    signalled,
                 },
                 Some(namespace),
             ) = (&mut task.phase, &task.namespace)
@@ -335,50 +353,54 @@ impl Supervisor {
                 continue;
             };
             let migration = *migration;
-            if stop::all_still(&Crowd::Namespace(namespace), told)
-                && !stop::finish_forks(&namespace.members(), &task.stopped_before, told)
+            if stop::stop_all(&TaskProcesses::Namespace(namespace), signalled)
+                && !stop::continue_unfinished_forks(
+                    &namespace.members(),
+                    &task.stopped_before,
+                    signalled,
+                )
             {
-                let redirected = redirect(namespace, task.redirection.take());
-                task.phase = Phase::Stopped { migration };
-                done.push((*tid, migration, redirected));
-            } else if now >= *until {
+                let redirected = write_redirection(namespace, task.redirection.take());
+                task.phase = TaskPhase::Stopped { migration };
+                stopped.push((*tid, migration, redirected));
+            } else if now >= *deadline {
                 // The task stays in this phase until the daemon continues it, as after any failed
                 // migration.
-                task.phase = Phase::Stopped { migration };
-                done.push((
+                task.phase = TaskPhase::Stopped { migration };
+                stopped.push((
                     *tid,
                     migration,
                     Err(Failure::Deadline {
-                        allowed: micros(STOP_ALLOWED),
+                        allowed: micros(STOP_TIMEOUT),
                     }),
                 ));
             }
         }
-        for (tid, migration, result) in done {
+        for (tid, migration, result) in stopped {
             // No process of the task writes any more. Data left in the pipe would be in the images,
             // too, and arrive twice.
             self.drain_output(tid);
-            self.say(&FromTasker::Stopped { migration, result });
+            self.send(&FromTasker::Stopped { migration, result });
         }
     }
 
     fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf, memory_way: Option<&Path>) {
-        let ahead = self.moves.pre_copies.take_sent(migration);
+        let pre_copied = self.migrations.pre_copies.take_sent(migration);
         let started = private_directory(&dir).and_then(|()| {
-            let (asked_on, sent) = match (memory_way, ahead) {
+            let (page_socket, sent) = match (memory_way, pre_copied) {
                 (Some(_), Some((stream, sent))) => (Some(stream), Some(sent)),
-                (way, _) => (way.map(memory::connect).transpose()?.map(Arc::new), None),
+                (way, _) => (way.map(post_copy::connect).transpose()?.map(Arc::new), None),
             };
-            let attempt = Attempt::first(dir, asked_on, sent);
+            let attempt = DumpAttempt::first(dir, page_socket, sent);
             Ok((self.start_dump(migration, tid, &attempt)?, attempt))
         });
         match started {
-            Ok((worker, attempt)) => self.is_dumping(migration, tid, worker, attempt),
+            Ok((worker, attempt)) => self.set_dumping(migration, tid, worker, attempt),
             Err(why) => {
-                self.moves
-                    .following
-                    .has_failed(Some(&why).filter(|_| memory_way.is_some()));
-                self.say(&FromTasker::Dumped {
+                self.migrations
+                    .post_copies
+                    .on_failure(Some(&why).filter(|_| memory_way.is_some()));
+                self.send(&FromTasker::Dumped {
                     migration,
                     result: Err(why),
                 });
@@ -386,13 +408,13 @@ impl Supervisor {
         }
     }
 
-    fn is_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, attempt: Attempt) {
+    fn set_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, attempt: DumpAttempt) {
         if let Some(task) = self.tasks.get_mut(&tid) {
-            task.phase = Phase::Dumping {
+            task.phase = TaskPhase::Dumping {
                 migration,
                 worker,
                 attempt,
-                called_off: false,
+                aborted: false,
             };
         }
     }
@@ -401,11 +423,11 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        attempt: &Attempt,
+        attempt: &DumpAttempt,
     ) -> Result<u64, Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         let (
-            Phase::Stopped {
+            TaskPhase::Stopped {
                 migration: stopped_for,
             },
             Some(namespace),
@@ -418,20 +440,24 @@ impl Supervisor {
                 "{tid} is stopped for another move, {stopped_for}"
             )));
         }
-        let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
+        let engine = self
+            .migrations
+            .engine
+            .as_ref()
+            .ok_or_else(|| self.engine_failure())?;
         let processes = namespace.pids();
         let memory = resident_bytes(&processes);
-        let (carried, root) = (
+        let (output_and_stopped, root) = (
             (task.output.inode(), task.stopped_before.clone()),
             task.process.pid,
         );
-        let mut limits = limits_for(memory)?;
+        let mut limits = engine_limits(memory)?;
         if attempt.is_first {
-            limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
+            limits.allowed -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
         }
         let dir = attempt.dir.clone();
-        let asked_on = attempt
-            .asked_on
+        let page_socket = attempt
+            .page_socket
             .as_ref()
             .map(|stream| stream.try_clone())
             .transpose();
@@ -440,27 +466,34 @@ impl Supervisor {
             processes: processes.clone(),
             dir: dir.clone(),
             pid_namespace: namespace.inode(),
-            asked_on: asked_on.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
-            sent: attempt.sent.clone(),
+            asked_on: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
+            sent: attempt.pre_copied.clone(),
         };
         let dumping = engine.start_dump(job)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
-        self.moves.workers.start(&cancel, Some(pid), move || {
+        self.migrations.workers.start(&cancel, Some(pid), move || {
             let result = dumping.finish(&limits).and_then(|(report, serving)| {
-                let files = files::gather(&dir, root, &processes)?;
-                let (many, written) = (files.len() as u32, facts::written_files(&processes));
-                let carry = Carry::of(&dir, carried.0, carried.1, memory, written, files)?;
-                let described = carry.write(&dir)?;
+                let files = file_transfer::copy_files_to_images(&dir, root, &processes)?;
+                let (file_count, written) = (files.len() as u32, facts::written_files(&processes));
+                let manifest = ImageManifest::describe(
+                    &dir,
+                    output_and_stopped.0,
+                    output_and_stopped.1,
+                    memory,
+                    written,
+                    files,
+                )?;
+                let described = manifest.write(&dir)?;
                 let report = DumpReport {
-                    bytes: carry.image_bytes().max(report.bytes) + described,
-                    files: report.files + 1 + many,
+                    bytes: manifest.image_bytes().max(report.bytes) + described,
+                    files: report.files + 1 + file_count,
                 };
                 Ok((report, serving))
             });
             if result.is_err() {
-                stop::settle(&processes);
+                stop::wait_until_stopped(&processes);
             }
-            Outcome::Dumped {
+            WorkerResult::Dumped {
                 migration,
                 tid,
                 result,
@@ -468,94 +501,97 @@ impl Supervisor {
         })
     }
 
-    pub(crate) fn broken(&self) -> Failure {
+    pub(crate) fn engine_failure(&self) -> Failure {
         Failure::Engine(
-            self.moves
+            self.migrations
                 .engine_state()
                 .err()
                 .unwrap_or_else(|| "there is no dump engine".into()),
         )
     }
 
-    fn dumped(
+    fn on_dumped(
         &mut self,
         migration: MigrationId,
         tid: Tid,
         result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
-            return self.say(&FromTasker::Dumped {
+            return self.send(&FromTasker::Dumped {
                 migration,
                 result: Err(Failure::TaskEnded),
             });
         };
-        let mut go_on = false;
-        if matches!(task.phase, Phase::Dumping { migration: of, .. } if of == migration) {
-            let phase = std::mem::replace(&mut task.phase, Phase::Stopped { migration });
+        let mut resume_task = false;
+        if matches!(task.phase, TaskPhase::Dumping { migration: of, .. } if of == migration) {
+            let phase = std::mem::replace(&mut task.phase, TaskPhase::Stopped { migration });
             if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
                 // An engine that died may have left the task in any state; it must be stopped
                 // again.
-                stop::all_still(&Crowd::Namespace(namespace), &mut BTreeSet::new());
+                stop::stop_all(&TaskProcesses::Namespace(namespace), &mut BTreeSet::new());
             }
-            if let Phase::Dumping {
-                attempt,
-                called_off,
-                ..
+            if let TaskPhase::Dumping {
+                attempt, aborted, ..
             } = phase
             {
-                go_on = called_off;
-                let memory_follows = attempt.asked_on.is_some() && !called_off;
+                resume_task = aborted;
+                let memory_follows = attempt.page_socket.is_some() && !aborted;
                 let root = task.process.pid;
-                let failure = result.as_ref().err().filter(|_| !called_off);
-                if failure.is_some_and(|why| self.dumps_again(migration, tid, root, why, attempt)) {
+                let failure = result.as_ref().err().filter(|_| !aborted);
+                if failure.is_some_and(|why| self.retry_dump(migration, tid, root, why, attempt)) {
                     return;
                 }
                 if memory_follows {
-                    self.moves.following.has_failed(result.as_ref().err());
+                    self.migrations
+                        .post_copies
+                        .on_failure(result.as_ref().err());
                 }
             }
         }
         let result = result.and_then(|(report, serving)| {
             serving
-                .map_or(Ok(()), |serving| self.hand_out(migration, tid, serving))
+                .map_or(Ok(()), |serving| self.serve_memory(migration, tid, serving))
                 .map(|()| report)
         });
-        self.say(&FromTasker::Dumped { migration, result });
-        if go_on {
+        self.send(&FromTasker::Dumped { migration, result });
+        if resume_task {
             self.continue_task(migration, tid);
         }
     }
 
     /// Restarts a dump that failed only because it met another dump or hung. Returns false if it is
     /// not restarted.
-    fn dumps_again(
+    fn retry_dump(
         &mut self,
         migration: MigrationId,
         tid: Tid,
         root: i32,
         failure: &Failure,
-        mut attempt: Attempt,
+        mut attempt: DumpAttempt,
     ) -> bool {
-        let Some(engine) = &self.moves.engine else {
+        let Some(engine) = &self.migrations.engine else {
             return false;
         };
         if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
-            return self.dump_anew(migration, tid, attempt);
+            return self.restart_dump(migration, tid, attempt);
         }
         if !engine.may_try_again(root, failure) {
             return false;
         }
-        let Some(pause) = attempt.again.pause(micros(attempt.begun.elapsed()), roll()) else {
+        let Some(pause) = attempt
+            .retry_backoff
+            .pause(micros(attempt.first_started_at.elapsed()), random_number())
+        else {
             return false;
         };
         let (failure, cancel) = (failure.clone(), Cancel::new());
         let resting = cancel
             .map_err(|e| Failure::Io(e.to_string()))
             .and_then(|cancel| {
-                let called_off = cancel.clone();
-                self.moves.workers.start(&cancel, None, move || {
-                    rest(&called_off, Duration::from_micros(pause.0));
-                    Outcome::Rested {
+                let cancelled = cancel.clone();
+                self.migrations.workers.start(&cancel, None, move || {
+                    sleep_unless_cancelled(&cancelled, Duration::from_micros(pause.0));
+                    WorkerResult::RetryDelayOver {
                         migration,
                         tid,
                         failure,
@@ -563,34 +599,34 @@ impl Supervisor {
                 })
             });
         let Ok(worker) = resting else { return false };
-        self.is_dumping(migration, tid, worker, attempt);
+        self.set_dumping(migration, tid, worker, attempt);
         true
     }
 
     /// Handles the end of the delay before another attempt, or its cancellation.
-    fn rested(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
+    fn on_retry_delay_over(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
         if let Some(task) = self.tasks.get_mut(&tid)
-            && let Phase::Dumping {
+            && let TaskPhase::Dumping {
                 migration: of,
                 attempt,
-                called_off: false,
+                aborted: false,
                 ..
             } = &task.phase
             && *of == migration
         {
             let attempt = attempt.clone();
-            task.phase = Phase::Stopped { migration };
-            if self.dump_anew(migration, tid, attempt) {
+            task.phase = TaskPhase::Stopped { migration };
+            if self.restart_dump(migration, tid, attempt) {
                 return;
             }
         }
-        self.dumped(migration, tid, Err(failure));
+        self.on_dumped(migration, tid, Err(failure));
     }
 
     /// Starts a dump again, in an empty directory.
-    fn dump_anew(&mut self, migration: MigrationId, tid: Tid, attempt: Attempt) -> bool {
+    fn restart_dump(&mut self, migration: MigrationId, tid: Tid, attempt: DumpAttempt) -> bool {
         let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
-        let attempt = Attempt {
+        let attempt = DumpAttempt {
             is_first: false,
             ..attempt
         };
@@ -598,53 +634,56 @@ impl Supervisor {
             .and_then(|()| private_directory(&attempt.dir))
             .and_then(|()| self.start_dump(migration, tid, &attempt));
         let Ok(worker) = begun else { return false };
-        self.is_dumping(migration, tid, worker, attempt);
+        self.set_dumping(migration, tid, worker, attempt);
         true
     }
 
     pub(crate) fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
         if let Some(task) = self.tasks.get_mut(&tid) {
             match &mut task.phase {
-                Phase::Dumping {
-                    worker, called_off, ..
+                TaskPhase::Dumping {
+                    worker, aborted, ..
                 } => {
                     // The reply is sent when the engine is dead.
-                    *called_off = true;
+                    *aborted = true;
                     let worker = *worker;
-                    return self.moves.workers.cancel(worker);
+                    return self.migrations.workers.cancel(worker);
                 }
-                Phase::Serving {
-                    worker, called_off, ..
+                TaskPhase::Serving {
+                    worker, aborted, ..
                 } => {
-                    *called_off = true;
+                    *aborted = true;
                     let worker = *worker;
-                    return self.withhold(migration, worker);
+                    return self.stop_serving(migration, worker);
                 }
-                Phase::Stopping { migration: of, .. } | Phase::Stopped { migration: of }
+                TaskPhase::Stopping { migration: of, .. }
+                | TaskPhase::Stopped { migration: of }
                     if *of == migration =>
                 {
-                    task.go_on();
+                    task.continue_running();
                 }
                 _ => {}
             }
         }
-        self.say(&FromTasker::Continued { migration });
+        self.send(&FromTasker::Continued { migration });
     }
 
-    fn kill_moved(&mut self, migration: MigrationId, tid: Tid) {
+    fn kill_migrated(&mut self, migration: MigrationId, tid: Tid) {
         match self.tasks.get_mut(&tid) {
             Some(task) => {
-                if let Phase::Dumping { worker, .. } = task.phase {
-                    self.moves.workers.cancel(worker);
+                if let TaskPhase::Dumping { worker, .. } = task.phase {
+                    self.migrations.workers.cancel(worker);
                 }
-                let used = task.used_before.plus(stop::used(task.process.pid));
-                ease::put_last(&task.crowd().pids());
-                self.moves.following.outlive(migration);
+                let used = task
+                    .used_before
+                    .plus(stop::resource_usage(task.process.pid));
+                nice::deprioritize(&task.processes().pids());
+                self.migrations.post_copies.keep_after_kill(migration);
                 task.kill_all();
-                self.leave_to_die(migration, tid, used);
+                self.forget_killed(migration, tid, used);
             }
             // The task has exited, and that was reported.
-            None => self.say(&FromTasker::SourceGone {
+            None => self.send(&FromTasker::SourceGone {
                 migration,
                 used: Usage::default(),
             }),
@@ -655,40 +694,40 @@ impl Supervisor {
     ///
     /// The task executes no further instruction. Waiting until the kernel has freed its memory is
     /// not necessary, and takes longer the more memory there is.
-    fn leave_to_die(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
+    fn forget_killed(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
         self.drain_output(tid);
         let Some(task) = self.tasks.remove(&tid) else {
             return;
         };
-        self.say(&FromTasker::SourceGone { migration, used });
+        self.send(&FromTasker::SourceGone { migration, used });
         if let Some(namespace) = task.namespace {
-            self.when_ended(namespace, Vec::new());
+            self.kill_namespace(namespace, Vec::new());
         }
     }
 
     /// Ends the current migration step of a task that has exited while it was stopped: the daemon
     /// gets a reply to the step.
-    pub(crate) fn abandon_move_of(&mut self, task: &Task) {
-        self.moves.pre_copies.ended(task.tid);
+    pub(crate) fn abandon_migration_of(&mut self, task: &Task) {
+        self.migrations.pre_copies.on_task_exit(task.tid);
         match task.phase {
-            Phase::Stopping { migration, .. } => {
-                self.say(&FromTasker::Stopped {
+            TaskPhase::Stopping { migration, .. } => {
+                self.send(&FromTasker::Stopped {
                     migration,
                     result: Err(Failure::TaskEnded),
                 });
             }
-            Phase::Dumping { worker, .. } => self.moves.workers.cancel(worker),
-            Phase::Serving {
+            TaskPhase::Dumping { worker, .. } => self.migrations.workers.cancel(worker),
+            TaskPhase::Serving {
                 migration, worker, ..
-            } => self.withhold(migration, worker),
-            Phase::Running | Phase::Stopped { .. } => {}
+            } => self.stop_serving(migration, worker),
+            TaskPhase::Running | TaskPhase::Stopped { .. } => {}
         }
     }
 }
 
 /// Writes a redirection into a stopped task, which the task reads when it continues on another
 /// host.
-pub(crate) fn redirect(
+pub(crate) fn write_redirection(
     namespace: &Namespace,
     redirection: Option<Redirection>,
 ) -> Result<(), Failure> {
@@ -717,10 +756,10 @@ pub(crate) fn redirect(
 }
 
 /// Returns the time limit of a dump or restore of this size, with a new cancellation handle.
-pub(crate) fn limits_for(bytes: u64) -> Result<Limits, Failure> {
+pub(crate) fn engine_limits(bytes: u64) -> Result<Limits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
     Ok(Limits {
-        allowed: ENGINE_ALLOWED_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
+        allowed: ENGINE_TIMEOUT_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
         cancel,
     })
 }

@@ -4,11 +4,11 @@
 //! not. An engine that fails or is missing is probed again from time to time: it may have been
 //! replaced, or a full disk may have been the cause.
 
-use crate::moves::{EngineState, limits_for};
+use crate::migrations::{EngineStatus, engine_limits};
 use crate::namespace::Namespace;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
-use crate::workers::Outcome;
+use crate::workers::WorkerResult;
 use checkpoint::criu::{Criu, HOW_TO_GET};
 use checkpoint::engine::{DumpJob, Engine, Held, Outside, RestoreJob};
 use sempa_proto::migration::Failure;
@@ -22,22 +22,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// First and longest delay before a failed engine is probed again; the delay doubles.
-const AGAIN_MIN: Duration = Duration::from_secs(10);
-const AGAIN_MAX: Duration = Duration::from_secs(300);
+const RETRY_INTERVAL_MIN: Duration = Duration::from_secs(10);
+const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(300);
 /// Prefix of the name of the probe's directory.
-const DIR_NAME: &str = "sempa-trial-";
+const PROBE_DIR_PREFIX: &str = "sempa-trial-";
 /// Age from which a directory was left by a killed tasker: a probe takes much less time.
-const LEFT_BEHIND_AGE: Duration = Duration::from_secs(120);
+const STALE_DIR_AGE: Duration = Duration::from_secs(120);
 
 /// What the probe has created. Dropping it ends the process and removes the images.
-pub(crate) struct Trial {
+pub(crate) struct EngineProbe {
     namespace: Namespace,
     pid: i32,
     output: Output,
     dir: PathBuf,
 }
 
-impl Drop for Trial {
+impl Drop for EngineProbe {
     fn drop(&mut self) {
         self.namespace.kill();
         // The directory may already be gone; other errors cannot be reported to anyone here.
@@ -47,82 +47,86 @@ impl Drop for Trial {
 
 impl Supervisor {
     /// Starts the probe if there is an engine to probe.
-    pub(crate) fn begin_trial(&mut self) {
-        match &self.moves.state {
-            EngineState::Trying(_) => {}
-            EngineState::Broken(why) if self.namespaces => {
+    pub(crate) fn start_probe(&mut self) {
+        match &self.migrations.engine_status {
+            EngineStatus::Probing(_) => {}
+            EngineStatus::Unusable(why) if self.uses_namespaces => {
                 let why = why.clone();
                 match Criu::locate(|name| std::env::var_os(name)) {
-                    Ok(criu) => self.moves.engine = Some(Arc::new(criu)),
-                    Err(none) => return self.engine_is_broken(&why, none),
+                    Ok(criu) => self.migrations.engine = Some(Arc::new(criu)),
+                    Err(none) => return self.mark_engine_unusable(&why, none),
                 }
-                self.moves.state = EngineState::TryingAgain(why);
+                self.migrations.engine_status = EngineStatus::Reprobing(why);
             }
             _ => return,
         }
-        if let Err(why) = self.start_trial() {
-            self.end_trial(Err(why));
+        if let Err(why) = self.start_probe_process() {
+            self.finish_probe(Err(why));
         }
     }
 
     /// Marks the engine as unusable. Reports that to the daemon if the reason is new.
-    fn engine_is_broken(&mut self, before: &str, why: String) {
-        self.trial_at = Some(Instant::now() + pause_before(self.moves.trials_failed));
-        self.moves.trials_failed = self.moves.trials_failed.saturating_add(1);
-        self.moves.engine = None;
-        let is_news = why != before;
-        self.moves.state = EngineState::Broken(why);
-        if is_news {
-            self.say(&FromTasker::Ready(self.capabilities()));
+    fn mark_engine_unusable(&mut self, before: &str, why: String) {
+        self.probe_at = Some(Instant::now() + retry_delay(self.migrations.failed_probes));
+        self.migrations.failed_probes = self.migrations.failed_probes.saturating_add(1);
+        self.migrations.engine = None;
+        let reason_changed = why != before;
+        self.migrations.engine_status = EngineStatus::Unusable(why);
+        if reason_changed {
+            self.send(&FromTasker::Ready(self.capabilities()));
         }
     }
 
-    fn start_trial(&mut self) -> Result<(), Failure> {
+    fn start_probe_process(&mut self) -> Result<(), Failure> {
         let io = |e: std::io::Error| Failure::Io(e.to_string());
         let temp = std::env::temp_dir();
-        remove_old(&temp);
-        let template = temp.join(format!("{DIR_NAME}XXXXXX"));
+        remove_stale_dirs(&temp);
+        let template = temp.join(format!("{PROBE_DIR_PREFIX}XXXXXX"));
         let dir = nix::unistd::mkdtemp(&template)
             .map_err(|e| Failure::Io(format!("{}: {e}", template.display())))?;
         let cwd =
             CString::new(dir.as_os_str().as_bytes()).map_err(|e| Failure::Io(e.to_string()))?;
         let (output, theirs) = Output::new().map_err(io)?;
-        let mut trial = Trial {
+        let mut probe = EngineProbe {
             namespace: Namespace::new(None).map_err(io)?,
             pid: 0,
             output,
             dir: dir.clone(),
         };
         let stdin = File::open("/dev/null").map_err(io)?;
-        trial.pid = trial
+        probe.pid = probe
             .namespace
-            .start_sleeper(&cwd, &stdin, &theirs)
+            .start_idle_process(&cwd, &stdin, &theirs)
             .map_err(io)?
             .pid;
-        let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
-        let (checking, limits) = (engine.start_check(&dir)?, limits_for(0)?);
-        self.moves.trial = Some(trial);
+        let engine = self
+            .migrations
+            .engine
+            .clone()
+            .ok_or_else(|| self.engine_failure())?;
+        let (checking, limits) = (engine.start_check(&dir)?, engine_limits(0)?);
+        self.migrations.probe = Some(probe);
         let (cancel, pid) = (limits.cancel.clone(), checking.engine_pid());
-        self.moves.workers.start(&cancel, Some(pid), move || {
-            Outcome::TrialChecked(checking.finish(&limits))
+        self.migrations.workers.start(&cancel, Some(pid), move || {
+            WorkerResult::ProbeChecked(checking.finish(&limits))
         })?;
         Ok(())
     }
 
     /// Handles the result of the post-copy check; the dump follows.
-    pub(crate) fn trial_checked(&mut self, result: Result<(), Failure>) {
-        self.moves.following.possible =
+    pub(crate) fn on_probe_checked(&mut self, result: Result<(), Failure>) {
+        self.migrations.post_copies.possible =
             result.map_err(|why| format!("nobody can deal with missing memory here: {why}"));
-        if let Err(why) = self.dump_trial() {
-            self.end_trial(Err(why));
+        if let Err(why) = self.dump_probe() {
+            self.finish_probe(Err(why));
         }
     }
 
-    fn dump_trial(&mut self) -> Result<(), Failure> {
-        let (Some(trial), Some(engine)) = (&self.moves.trial, &self.moves.engine) else {
+    fn dump_probe(&mut self) -> Result<(), Failure> {
+        let (Some(probe), Some(engine)) = (&self.migrations.probe, &self.migrations.engine) else {
             return Err(Failure::CalledOff("the tasker ends".into()));
         };
-        let (pid, dir, pid_namespace) = (trial.pid, trial.dir.clone(), trial.namespace.inode());
+        let (pid, dir, pid_namespace) = (probe.pid, probe.dir.clone(), probe.namespace.inode());
         let dumping = engine.start_dump(DumpJob {
             pid,
             processes: Vec::new(),
@@ -131,112 +135,119 @@ impl Supervisor {
             asked_on: None,
             sent: None,
         })?;
-        let limits = limits_for(0)?;
+        let limits = engine_limits(0)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
-        let work = move || Outcome::TrialDumped(dumping.finish(&limits).map(|(report, _)| report));
-        self.moves.workers.start(&cancel, Some(pid), work)?;
+        let work =
+            move || WorkerResult::ProbeDumped(dumping.finish(&limits).map(|(report, _)| report));
+        self.migrations.workers.start(&cancel, Some(pid), work)?;
         Ok(())
     }
 
     /// Handles the result of the dump; the restore follows.
-    pub(crate) fn trial_dumped(&mut self, result: Result<DumpReport, Failure>) {
-        if let Err(why) = result.and_then(|_| self.restore_trial()) {
-            self.end_trial(Err(why));
+    pub(crate) fn on_probe_dumped(&mut self, result: Result<DumpReport, Failure>) {
+        if let Err(why) = result.and_then(|_| self.restore_probe()) {
+            self.finish_probe(Err(why));
         }
     }
 
-    fn restore_trial(&mut self) -> Result<(), Failure> {
+    fn restore_probe(&mut self) -> Result<(), Failure> {
         let io = |e: std::io::Error| Failure::Io(e.to_string());
-        let (Some(trial), Some(engine)) = (&mut self.moves.trial, &self.moves.engine) else {
+        let (Some(probe), Some(engine)) = (&mut self.migrations.probe, &self.migrations.engine)
+        else {
             return Err(Failure::CalledOff("the tasker ends".into()));
         };
-        let source = std::mem::replace(&mut trial.namespace, Namespace::new(None).map_err(io)?);
+        let source = std::mem::replace(&mut probe.namespace, Namespace::new(None).map_err(io)?);
         let outside = Outside {
-            output_pipe: trial.output.inode(),
+            output_pipe: probe.output.inode(),
         };
         let (output, theirs) = Output::new().map_err(io)?;
-        trial.output = output;
-        let pid_namespace = trial.namespace.open().map_err(io)?;
+        probe.output = output;
+        let pid_namespace = probe.namespace.open().map_err(io)?;
         let job = RestoreJob {
-            dir: trial.dir.clone(),
+            dir: probe.dir.clone(),
             outside,
             pid_namespace,
             output: theirs,
             memory_follows: false,
         };
         let restoring = engine.start_restore(job)?;
-        let limits = limits_for(0)?;
+        let limits = engine_limits(0)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
-        self.moves.workers.start(&cancel, Some(pid), move || {
-            Outcome::TrialHeld(restoring.hold(&limits))
+        self.migrations.workers.start(&cancel, Some(pid), move || {
+            WorkerResult::ProbeRestored(restoring.hold(&limits))
         })?;
-        self.when_ended(source, Vec::new());
+        self.kill_namespace(source, Vec::new());
         Ok(())
     }
 
     /// Handles the result of the restore; the restored process is not needed.
-    pub(crate) fn trial_held(&mut self, result: Result<Box<dyn Held>, Failure>) {
+    pub(crate) fn on_probe_restored(&mut self, result: Result<Box<dyn Held>, Failure>) {
         let result = result.map(|held| held.refuse());
-        self.end_trial(result);
+        self.finish_probe(result);
     }
 
     /// Ends the probe, reports an engine that turned out to be unusable, and handles the orders
     /// that waited.
-    fn end_trial(&mut self, result: Result<(), Failure>) {
+    fn finish_probe(&mut self, result: Result<(), Failure>) {
         let dir = self
-            .moves
-            .trial
+            .migrations
+            .probe
             .take()
-            .map(|trial| trial.dir.display().to_string());
+            .map(|probe| probe.dir.display().to_string());
         // Equal failures must have equal texts, so the directory's name is replaced.
         let failed = |why: Failure| {
             let why = why
                 .to_string()
-                .replace(dir.as_deref().unwrap_or(DIR_NAME), "its directory");
+                .replace(dir.as_deref().unwrap_or(PROBE_DIR_PREFIX), "its directory");
             format!("the dump engine failed its trial here: {why}; {HOW_TO_GET}")
         };
-        match (self.moves.state.clone(), result) {
-            (EngineState::Trying(version), Ok(())) => {
-                self.moves.state = EngineState::Works(version)
+        match (self.migrations.engine_status.clone(), result) {
+            (EngineStatus::Probing(version), Ok(())) => {
+                self.migrations.engine_status = EngineStatus::Usable(version)
             }
-            (EngineState::Trying(_), Err(why)) => self.engine_is_broken("", failed(why)),
-            (EngineState::TryingAgain(before), result) => {
+            (EngineStatus::Probing(_), Err(why)) => self.mark_engine_unusable("", failed(why)),
+            (EngineStatus::Reprobing(before), result) => {
                 let probed = |engine: &Arc<dyn Engine>| engine.probe();
                 let version = result.map_err(failed).and_then(|()| {
-                    self.moves
+                    self.migrations
                         .engine
                         .as_ref()
                         .map_or_else(|| Err(before.clone()), probed)
                 });
                 match version {
                     Ok(version) => {
-                        self.moves.trials_failed = 0;
-                        self.moves.state = EngineState::Works(version);
-                        self.say(&FromTasker::Ready(self.capabilities()));
+                        self.migrations.failed_probes = 0;
+                        self.migrations.engine_status = EngineStatus::Usable(version);
+                        self.send(&FromTasker::Ready(self.capabilities()));
                     }
-                    Err(why) => self.engine_is_broken(&before, why),
+                    Err(why) => self.mark_engine_unusable(&before, why),
                 }
             }
             _ => {}
         }
-        self.take_up_deferred();
+        self.handle_deferred_orders();
     }
 }
 
 /// Returns the delay before the next probe after `failed` failures.
-fn pause_before(failed: u32) -> Duration {
-    AGAIN_MIN.saturating_mul(1 << failed.min(16)).min(AGAIN_MAX)
+fn retry_delay(failed: u32) -> Duration {
+    RETRY_INTERVAL_MIN
+        .saturating_mul(1 << failed.min(16))
+        .min(RETRY_INTERVAL_MAX)
 }
 
 /// Removes directories that killed taskers of this user left.
-fn remove_old(temp: &Path) {
+fn remove_stale_dirs(temp: &Path) {
     let uid = nix::unistd::geteuid().as_raw();
     for entry in std::fs::read_dir(temp).into_iter().flatten().flatten() {
         let old = |meta: std::fs::Metadata| {
             let age = meta.modified().ok().and_then(|at| at.elapsed().ok());
-            meta.is_dir() && meta.uid() == uid && age.is_some_and(|age| age > LEFT_BEHIND_AGE)
+            meta.is_dir() && meta.uid() == uid && age.is_some_and(|age| age > STALE_DIR_AGE)
         };
-        if entry.file_name().to_string_lossy().starts_with(DIR_NAME)
+        if entry
+            .file_name()
+            .to_string_lossy()
+            .starts_with(PROBE_DIR_PREFIX)
             && entry.metadata().is_ok_and(old)
         {
             // Another tasker may be removing it, too.

@@ -1,11 +1,11 @@
 //! Pre-copy: memory that is sent to the target while the task still runs at the source. The target
-//! keeps it until the rest is requested on the same socket ([`crate::memory`]).
+//! keeps it until the rest is requested on the same socket ([`crate::post_copy`]).
 
-use crate::memory::{Said, connect, said, shut};
-use crate::moves::resident_bytes;
+use crate::migrations::resident_bytes;
+use crate::post_copy::{ModeOverride, connect, mode_override, shut_down_socket};
 use crate::supervisor::Supervisor;
-use crate::task::Phase;
-use crate::workers::Outcome;
+use crate::task::TaskPhase;
+use crate::workers::WorkerResult;
 use checkpoint::criu::acknowledge_pre_copy;
 use checkpoint::engine::{PreCopyStop, ReceivedPages, SentPages};
 use sempa_proto::migration::{Failure, TaskFacts};
@@ -19,35 +19,35 @@ use std::time::{Duration, Instant};
 
 /// Resident memory from which pre-copy is used: post-copy transfers less than this faster than
 /// pre-copy could have sent it.
-const FROM_BYTES: u64 = 64 << 20;
+const PRE_COPY_BYTES_MIN: u64 = 64 << 20;
 /// Transfer rate in bytes per second above which pre-copy stops.
 ///
 /// The task gets pre-copied memory at about 370 MB/s, after the transfer: at the rate of this limit
 /// the whole migration takes two fifths longer, at higher rates up to twice as long.
-const FAST: u64 = 150_000_000;
+const FAST_BYTES_PER_SECOND: u64 = 150_000_000;
 /// Variable that selects when pre-copy is used before a post-copy: `never`, `always`; if not set,
-/// from [`FROM_BYTES`] on, and up to the rate [`FAST`].
-const SETTING: &str = "SEMPA_PRE_COPY";
+/// from [`PRE_COPY_BYTES_MIN`] on, and up to the rate [`FAST_BYTES_PER_SECOND`].
+const PRE_COPY_VARIABLE: &str = "SEMPA_PRE_COPY";
 /// Growth since the check up to which memory is accepted by pre-copy; the rest is post-copied.
-const GROWN_BYTES_MAX: u64 = 64 << 20;
+const GROWTH_BYTES_MAX: u64 = 64 << 20;
 /// Time limit of a pre-copy, plus a time for each gigabyte: well within the time limit of the step.
 /// The rest is post-copied.
-const ALLOWED_BASE: Duration = Duration::from_secs(300);
-const ALLOWED_PER_GIB: Duration = Duration::from_secs(300);
+const TIMEOUT_BASE: Duration = Duration::from_secs(300);
+const TIMEOUT_PER_GIB: Duration = Duration::from_secs(300);
 
 /// A pre-copy from this host.
 #[derive(Debug)]
-struct Going {
+struct OutgoingPreCopy {
     tid: Tid,
     stream: Arc<OwnedFd>,
-    hurry: PreCopyStop,
+    stop: PreCopyStop,
     /// Set when all of it is at the target.
     sent: Option<Arc<SentPages>>,
 }
 
 /// A pre-copy to this host.
 #[derive(Debug)]
-struct Coming {
+struct IncomingPreCopy {
     stream: Arc<OwnedFd>,
     /// Set when all of it has arrived.
     store: Option<ReceivedPages>,
@@ -57,44 +57,44 @@ struct Coming {
 /// migrations.
 #[derive(Debug)]
 pub(crate) struct PreCopies {
-    from_bytes: Option<u64>,
+    bytes_min: Option<u64>,
     /// Tasks of this host whose pre-copy failed: their next migration uses only post-copy.
     failed: BTreeSet<Tid>,
-    going: BTreeMap<MigrationId, Going>,
-    coming: BTreeMap<MigrationId, Coming>,
+    outgoing: BTreeMap<MigrationId, OutgoingPreCopy>,
+    incoming: BTreeMap<MigrationId, IncomingPreCopy>,
 }
 
 impl PreCopies {
     /// Reads the setting from the environment.
     pub(crate) fn new() -> PreCopies {
-        let from_bytes = match said(SETTING, "no memory goes ahead") {
-            Some(Said::Never) => None,
-            Some(Said::Always) => Some(0),
-            None => Some(FROM_BYTES),
+        let bytes_min = match mode_override(PRE_COPY_VARIABLE, "no memory goes ahead") {
+            Some(ModeOverride::Never) => None,
+            Some(ModeOverride::Always) => Some(0),
+            None => Some(PRE_COPY_BYTES_MIN),
         };
-        PreCopies::from(from_bytes)
+        PreCopies::with_bytes_min(bytes_min)
     }
 
-    fn from(from_bytes: Option<u64>) -> PreCopies {
+    fn with_bytes_min(bytes_min: Option<u64>) -> PreCopies {
         PreCopies {
-            from_bytes,
+            bytes_min,
             failed: BTreeSet::new(),
-            going: BTreeMap::new(),
-            coming: BTreeMap::new(),
+            outgoing: BTreeMap::new(),
+            incoming: BTreeMap::new(),
         }
     }
 
     /// True if pre-copy should be used for this task, provided that post-copy is.
-    pub(crate) fn should(&self, tid: Tid, facts: &TaskFacts) -> bool {
+    pub(crate) fn applies_to(&self, tid: Tid, facts: &TaskFacts) -> bool {
         !self.failed.contains(&tid)
             && self
-                .from_bytes
+                .bytes_min
                 .is_some_and(|from| facts.resident_bytes >= from)
     }
 
-    /// True if pre-copy must be used even at rates above [`FAST`].
-    fn always(&self) -> bool {
-        self.from_bytes == Some(0)
+    /// True if pre-copy must be used even at rates above [`FAST_BYTES_PER_SECOND`].
+    fn ignores_rate(&self) -> bool {
+        self.bytes_min == Some(0)
     }
 
     /// Hands the socket of a pre-copy and the record of what was sent over to the dump.
@@ -102,8 +102,8 @@ impl PreCopies {
         &mut self,
         migration: MigrationId,
     ) -> Option<(Arc<OwnedFd>, Arc<SentPages>)> {
-        let going = self.going.remove(&migration)?;
-        Some((going.stream, going.sent?))
+        let pre_copy = self.outgoing.remove(&migration)?;
+        Some((pre_copy.stream, pre_copy.sent?))
     }
 
     /// Hands the socket of a pre-copy and the received memory over to the restore.
@@ -114,7 +114,7 @@ impl PreCopies {
         &mut self,
         migration: MigrationId,
     ) -> Result<Option<(Arc<OwnedFd>, ReceivedPages)>, Failure> {
-        let Some(Coming { stream, store }) = self.coming.remove(&migration) else {
+        let Some(IncomingPreCopy { stream, store }) = self.incoming.remove(&migration) else {
             return Ok(None);
         };
         let store = store.ok_or_else(|| {
@@ -124,68 +124,75 @@ impl PreCopies {
     }
 
     /// Ends the pre-copies of this task soon: waiting for them gains nothing any more.
-    pub(crate) fn hurry_up(&self, tid: Tid) {
-        self.going
+    pub(crate) fn stop_soon(&self, tid: Tid) {
+        self.outgoing
             .values()
-            .filter(|going| going.tid == tid)
-            .for_each(|going| going.hurry.request());
+            .filter(|pre_copy| pre_copy.tid == tid)
+            .for_each(|pre_copy| pre_copy.stop.request());
     }
 
     /// Aborts the pre-copy of this migration at the source; what was sent is void.
-    pub(crate) fn end_going(&mut self, migration: MigrationId) {
-        if let Some(going) = self.going.remove(&migration) {
-            going.hurry.request();
-            shut(&going.stream);
+    pub(crate) fn abort_outgoing(&mut self, migration: MigrationId) {
+        if let Some(pre_copy) = self.outgoing.remove(&migration) {
+            pre_copy.stop.request();
+            shut_down_socket(&pre_copy.stream);
         }
     }
 
     /// Aborts the pre-copies of a task that has exited.
-    pub(crate) fn ended(&mut self, tid: Tid) {
+    pub(crate) fn on_task_exit(&mut self, tid: Tid) {
         self.failed.remove(&tid);
-        let its = self
-            .going
+        let of_task = self
+            .outgoing
             .iter()
-            .filter(|(_, going)| going.tid == tid)
+            .filter(|(_, pre_copy)| pre_copy.tid == tid)
             .map(|(migration, _)| *migration);
-        for migration in its.collect::<Vec<_>>() {
-            self.end_going(migration);
+        for migration in of_task.collect::<Vec<_>>() {
+            self.abort_outgoing(migration);
         }
     }
 
     /// Aborts the pre-copy of this migration at the target; what has arrived is void. A later
     /// restore of the task fails. Returns false if there is no such pre-copy.
-    pub(crate) fn lose_coming(&mut self, migration: MigrationId) -> bool {
-        let Some(coming) = self.coming.get_mut(&migration) else {
+    pub(crate) fn abort_incoming(&mut self, migration: MigrationId) -> bool {
+        let Some(pre_copy) = self.incoming.get_mut(&migration) else {
             return false;
         };
-        if let Some(store) = coming.store.take() {
-            give_back(store);
+        if let Some(store) = pre_copy.store.take() {
+            free_in_background(store);
         }
-        shut(&coming.stream);
+        shut_down_socket(&pre_copy.stream);
         true
     }
 
     /// Aborts the pre-copy of a copy that is discarded.
-    pub(crate) fn end_coming(&mut self, migration: MigrationId) {
-        self.lose_coming(migration);
-        self.coming.remove(&migration);
+    pub(crate) fn remove_incoming(&mut self, migration: MigrationId) {
+        self.abort_incoming(migration);
+        self.incoming.remove(&migration);
     }
 
     /// Aborts all pre-copies; called when the tasker ends.
-    pub(crate) fn end_all(&mut self) {
-        for going in self.going.values() {
-            going.hurry.request();
-            shut(&going.stream);
+    pub(crate) fn abort_all(&mut self) {
+        for pre_copy in self.outgoing.values() {
+            pre_copy.stop.request();
+            shut_down_socket(&pre_copy.stream);
         }
-        self.coming.values().for_each(|coming| shut(&coming.stream));
+        self.incoming
+            .values()
+            .for_each(|coming| shut_down_socket(&coming.stream));
     }
 }
 
 impl Supervisor {
     /// Starts the pre-copy of a running task.
-    pub(crate) fn pre_copy(&mut self, migration: MigrationId, tid: Tid, way: &Path) {
-        if let Err(why) = self.start_pre_copy(migration, tid, way) {
-            self.say(&FromTasker::PreCopied {
+    pub(crate) fn start_pre_copy_or_report(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        path: &Path,
+    ) {
+        if let Err(why) = self.start_pre_copy(migration, tid, path) {
+            self.send(&FromTasker::PreCopied {
                 migration,
                 result: Err(why),
             });
@@ -196,43 +203,47 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        way: &Path,
+        path: &Path,
     ) -> Result<(), Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
-        if !matches!(task.phase, Phase::Running) {
+        if !matches!(task.phase, TaskPhase::Running) {
             return Err(Failure::CalledOff(
                 "another move of the task is under way on this host".into(),
             ));
         }
-        let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
-        let processes = task.crowd().pids();
+        let engine = self
+            .migrations
+            .engine
+            .clone()
+            .ok_or_else(|| self.engine_failure())?;
+        let processes = task.processes().pids();
         let gib = resident_bytes(&processes) >> 30;
-        let hurry = PreCopyStop::at(Instant::now() + ALLOWED_BASE + ALLOWED_PER_GIB * gib as u32);
-        let hurry = if self.moves.pre_copies.always() {
-            hurry
+        let stop = PreCopyStop::at(Instant::now() + TIMEOUT_BASE + TIMEOUT_PER_GIB * gib as u32);
+        let stop = if self.migrations.pre_copies.ignores_rate() {
+            stop
         } else {
-            hurry.or_above_rate(FAST)
+            stop.or_above_rate(FAST_BYTES_PER_SECOND)
         };
         // A paused task does not change its memory, so sending it before the dump gains nothing.
-        if !task.hold.is_free() {
-            hurry.request();
+        if !task.pause.is_not_paused() {
+            stop.request();
         }
-        let stream = Arc::new(connect(way)?);
+        let stream = Arc::new(connect(path)?);
         let work = {
-            let (stream, hurry) = (stream.clone(), hurry.clone());
-            move || Outcome::PreCopied {
+            let (stream, stop) = (stream.clone(), stop.clone());
+            move || WorkerResult::PreCopied {
                 migration,
-                result: engine.send_ahead(&processes, &stream, &hurry),
+                result: engine.send_ahead(&processes, &stream, &stop),
             }
         };
         // The worker ends when the socket is shut down; the same holds below.
-        self.begin_uncancelled(work)?;
-        self.moves.pre_copies.going.insert(
+        self.start_uncancelled(work)?;
+        self.migrations.pre_copies.outgoing.insert(
             migration,
-            Going {
+            OutgoingPreCopy {
                 tid,
                 stream,
-                hurry,
+                stop,
                 sent: None,
             },
         );
@@ -240,61 +251,65 @@ impl Supervisor {
     }
 
     /// Handles the end of a pre-copy at the source.
-    pub(crate) fn pre_copied(
+    pub(crate) fn on_pre_copied(
         &mut self,
         migration: MigrationId,
         result: Result<SentPages, Failure>,
     ) {
         // The pre-copy was aborted meanwhile.
-        let Some(going) = self.moves.pre_copies.going.get_mut(&migration) else {
+        let Some(pre_copy) = self.migrations.pre_copies.outgoing.get_mut(&migration) else {
             return;
         };
         let result = result.map(|sent| {
             let bytes = sent.bytes();
-            going.sent = Some(Arc::new(sent));
+            pre_copy.sent = Some(Arc::new(sent));
             bytes
         });
         if result.is_err() {
-            let (here, tid) = (&self.tasks, going.tid);
-            self.moves
+            let (here, tid) = (&self.tasks, pre_copy.tid);
+            self.migrations
                 .pre_copies
                 .failed
                 .retain(|failed| here.contains_key(failed));
-            self.moves.pre_copies.failed.insert(tid);
-            self.moves.pre_copies.end_going(migration);
+            self.migrations.pre_copies.failed.insert(tid);
+            self.migrations.pre_copies.abort_outgoing(migration);
         }
-        self.say(&FromTasker::PreCopied { migration, result });
+        self.send(&FromTasker::PreCopied { migration, result });
     }
 
     /// Starts to receive a pre-copy.
-    pub(crate) fn take_pre_copy(&mut self, migration: MigrationId, way: &Path) {
-        if let Err(why) = self.start_to_take(migration, way) {
-            self.say(&FromTasker::PreCopyLost { migration, why });
+    pub(crate) fn receive_pre_copy(&mut self, migration: MigrationId, path: &Path) {
+        if let Err(why) = self.start_receiving(migration, path) {
+            self.send(&FromTasker::PreCopyLost { migration, why });
         }
     }
 
-    fn start_to_take(&mut self, migration: MigrationId, way: &Path) -> Result<(), Failure> {
-        if !self.moves.targets.contains_key(&migration) {
+    fn start_receiving(&mut self, migration: MigrationId, path: &Path) -> Result<(), Failure> {
+        if !self.migrations.targets.contains_key(&migration) {
             return Err(Failure::CalledOff(
                 "there is no room for its task any more".into(),
             ));
         }
-        let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
+        let engine = self
+            .migrations
+            .engine
+            .clone()
+            .ok_or_else(|| self.engine_failure())?;
         let bytes_max = self
-            .moves
-            .promised
-            .of(migration)
-            .saturating_add(GROWN_BYTES_MAX);
-        let stream = Arc::new(connect(way)?);
+            .migrations
+            .reservations
+            .reserved_for(migration)
+            .saturating_add(GROWTH_BYTES_MAX);
+        let stream = Arc::new(connect(path)?);
         let comes = stream.clone();
-        let work = move || Outcome::PreCopyCame {
+        let work = move || WorkerResult::PreCopyReceived {
             migration,
             result: engine.take_ahead(&comes, bytes_max),
         };
-        self.begin_uncancelled(work)?;
-        self.moves.pre_copies.coming.insert(
+        self.start_uncancelled(work)?;
+        self.migrations.pre_copies.incoming.insert(
             migration,
-            Coming {
+            IncomingPreCopy {
                 stream,
                 store: None,
             },
@@ -304,27 +319,29 @@ impl Supervisor {
 
     /// Handles the end of a pre-copy at the target. The source is notified only after the
     /// reservation is updated, because the source then proceeds.
-    pub(crate) fn pre_copy_came(
+    pub(crate) fn on_pre_copy_received(
         &mut self,
         migration: MigrationId,
         result: Result<ReceivedPages, Failure>,
     ) {
-        let Some(coming) = self.moves.pre_copies.coming.get_mut(&migration) else {
-            return result.map_or((), give_back);
+        let Some(pre_copy) = self.migrations.pre_copies.incoming.get_mut(&migration) else {
+            return result.map_or((), free_in_background);
         };
         let kept = result.and_then(|store| {
             let unheard = |e| Failure::Io(format!("the source does not listen: {e}"));
-            acknowledge_pre_copy(&store, &coming.stream).map_err(unheard)?;
+            acknowledge_pre_copy(&store, &pre_copy.stream).map_err(unheard)?;
             Ok(store)
         });
         match kept {
             Ok(store) => {
-                self.moves.promised.came_ahead(migration, store.bytes());
-                coming.store = Some(store);
+                self.migrations
+                    .reservations
+                    .record_pre_copied(migration, store.bytes());
+                pre_copy.store = Some(store);
             }
             Err(why) => {
-                self.moves.pre_copies.lose_coming(migration);
-                self.say(&FromTasker::PreCopyLost { migration, why });
+                self.migrations.pre_copies.abort_incoming(migration);
+                self.send(&FromTasker::PreCopyLost { migration, why });
             }
         }
     }
@@ -332,7 +349,7 @@ impl Supervisor {
 
 /// Frees the memory on a thread: that takes a while for gigabytes, during which no task could be
 /// stopped.
-fn give_back(store: ReceivedPages) {
+fn free_in_background(store: ReceivedPages) {
     // Without a thread it is freed here.
     let _ = std::thread::Builder::new()
         .name("gives back".into())
@@ -354,15 +371,15 @@ mod tests {
         };
         let (tid, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let should = |from| {
-            [0, FROM_BYTES - 1, FROM_BYTES]
-                .map(|bytes| PreCopies::from(from).should(tid, &of(bytes)))
+            [0, PRE_COPY_BYTES_MIN - 1, PRE_COPY_BYTES_MIN]
+                .map(|bytes| PreCopies::with_bytes_min(from).applies_to(tid, &of(bytes)))
         };
-        assert_eq!(should(Some(FROM_BYTES)), [false, false, true]);
+        assert_eq!(should(Some(PRE_COPY_BYTES_MIN)), [false, false, true]);
         assert_eq!((should(None), should(Some(0))), ([false; 3], [true; 3]));
-        let mut all = PreCopies::from(Some(0));
+        let mut all = PreCopies::with_bytes_min(Some(0));
         all.failed.insert(tid);
         assert_eq!(
-            [tid, other].map(|tid| all.should(tid, &of(0))),
+            [tid, other].map(|tid| all.applies_to(tid, &of(0))),
             [false, true],
             "not again where it went in vain"
         );
@@ -371,12 +388,12 @@ mod tests {
     /// A pre-copy that was expected and lost is an error; without one there is nothing to take.
     #[test]
     fn missing_expected_pre_copy_is_an_error() {
-        let mut all = PreCopies::from(None);
+        let mut all = PreCopies::with_bytes_min(None);
         assert!(all.take_store(ONE).expect("nothing was to come").is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         let (stream, store) = (Arc::new(OwnedFd::from(ours)), Some(ReceivedPages::empty()));
-        all.coming.insert(ONE, Coming { stream, store });
-        assert!(all.lose_coming(ONE));
+        all.incoming.insert(ONE, IncomingPreCopy { stream, store });
+        assert!(all.abort_incoming(ONE));
         assert!(matches!(all.take_store(ONE), Err(Failure::Images(_))));
         assert_eq!(
             std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"),
@@ -386,22 +403,22 @@ mod tests {
 
     #[test]
     fn exit_aborts_the_pre_copies_of_the_task() {
-        let mut all = PreCopies::from(None);
+        let mut all = PreCopies::with_bytes_min(None);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        let (tid, hurry) = (Tid::from_raw(0x40001), PreCopyStop::at(Instant::now()));
-        all.going.insert(
+        let (tid, stop) = (Tid::from_raw(0x40001), PreCopyStop::at(Instant::now()));
+        all.outgoing.insert(
             ONE,
-            Going {
+            OutgoingPreCopy {
                 tid,
                 stream: Arc::new(ours.into()),
-                hurry,
+                stop,
                 sent: None,
             },
         );
-        all.ended(Tid::from_raw(0x40002));
-        assert_eq!(all.going.len(), 1);
-        all.ended(tid);
-        assert!(all.take_sent(ONE).is_none() && all.going.is_empty());
+        all.on_task_exit(Tid::from_raw(0x40002));
+        assert_eq!(all.outgoing.len(), 1);
+        all.on_task_exit(tid);
+        assert!(all.take_sent(ONE).is_none() && all.outgoing.is_empty());
         assert_eq!(
             std::io::Read::read(&mut &theirs, &mut [0]).expect("it is shut"),
             0

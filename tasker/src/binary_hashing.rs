@@ -11,39 +11,39 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
 
 /// Most tasks queued for hashing; further tasks are hashed when needed.
-const WAITING_MAX: usize = 256;
+const QUEUED_PROCESSES_MAX: usize = 256;
 /// Delay after which a program has loaded its libraries.
-const BEGUN_AFTER: Duration = Duration::from_secs(1);
+const HASH_DELAY: Duration = Duration::from_secs(1);
 /// Nice value of the hashing thread.
-const NICE: i32 = 10;
+const HASHER_NICE: i32 = 10;
 
 /// Notifies the hashing thread of new tasks. The thread ends when this is dropped.
 #[derive(Debug)]
-pub(crate) struct Learning(SyncSender<i32>);
+pub(crate) struct BinaryHasher(SyncSender<i32>);
 
-impl Learning {
+impl BinaryHasher {
     /// Starts the thread, which stores its results in `hashes`.
-    pub(crate) fn new(hashes: Arc<HashCache>) -> Learning {
-        let (tell, told) = sync_channel(WAITING_MAX);
+    pub(crate) fn new(hashes: Arc<HashCache>) -> BinaryHasher {
+        let (sender, receiver) = sync_channel(QUEUED_PROCESSES_MAX);
         let thread = std::thread::Builder::new().name("learning".into());
         // Without the thread, files are hashed when they are needed; the same holds if the queue is
         // full.
-        let _ = thread.spawn(move || learn_of_all(&told, &hashes));
-        Learning(tell)
+        let _ = thread.spawn(move || hash_loop(&receiver, &hashes));
+        BinaryHasher(sender)
     }
 
     /// Queues the files of a process that has just started.
-    pub(crate) fn begun(&self, pid: i32) {
+    pub(crate) fn on_process_start(&self, pid: i32) {
         let _ = self.0.try_send(pid);
     }
 }
 
-fn learn_of_all(told: &Receiver<i32>, hashes: &HashCache) {
-    sys::set_nice(nix::unistd::gettid().as_raw(), NICE);
-    while let Ok(first) = told.recv() {
-        std::thread::sleep(BEGUN_AFTER);
+fn hash_loop(receiver: &Receiver<i32>, hashes: &HashCache) {
+    sys::set_nice(nix::unistd::gettid().as_raw(), HASHER_NICE);
+    while let Ok(first) = receiver.recv() {
+        std::thread::sleep(HASH_DELAY);
         std::iter::once(first)
-            .chain(told.try_iter())
+            .chain(receiver.try_iter())
             .for_each(|pid| learn(pid, hashes));
     }
 }
@@ -56,9 +56,9 @@ mod tests {
     #[test]
     fn files_of_a_new_process_are_hashed() {
         let hashes = Arc::new(HashCache::default());
-        let learning = Learning::new(hashes.clone());
-        learning.begun(i32::MAX);
-        learning.begun(std::process::id() as i32);
+        let hasher = BinaryHasher::new(hashes.clone());
+        hasher.on_process_start(i32::MAX);
+        hasher.on_process_start(std::process::id() as i32);
         let program = std::env::current_exe().expect("it has one");
         let until = Instant::now() + Duration::from_secs(60);
         while !hashes.knows(&program) {

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 /// True unless this signal would end the process by its default action, as far as /proc shows.
-pub(crate) fn minds(pid: i32, signal: i32) -> bool {
+pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
     let bit = 1u64 << (signal - 1);
     // A process that has ended cannot be harmed.
     let Some(status) = Status::of(pid) else {
@@ -16,8 +16,8 @@ pub(crate) fn minds(pid: i32, signal: i32) -> bool {
     // A blocked signal alone is no evidence: a new process has all signals blocked for a moment.
     has("SigCgt")
         || has("SigIgn")
-        || waits_for(pid, bit)
-        || has("SigBlk") && has_descriptor_for(pid, bit)
+        || waits_in_sigwait(pid, bit)
+        || has("SigBlk") && reads_by_signalfd(pid, bit)
 }
 
 fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
@@ -30,7 +30,7 @@ fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
 }
 
 /// True if the process reads this signal from a signalfd.
-fn has_descriptor_for(pid: i32, bit: u64) -> bool {
+fn reads_by_signalfd(pid: i32, bit: u64) -> bool {
     entries(pid, "fdinfo").any(|path| {
         let text = fs::read_to_string(path).unwrap_or_default();
         let mask = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
@@ -41,7 +41,7 @@ fn has_descriptor_for(pid: i32, bit: u64) -> bool {
 
 /// True if a thread waits for this signal in `sigwait`: the signal set is read from the memory of
 /// the call. While it waits, the signal does not count as blocked.
-fn waits_for(pid: i32, bit: u64) -> bool {
+fn waits_in_sigwait(pid: i32, bit: u64) -> bool {
     let call = libc::SYS_rt_sigtimedwait.to_string();
     let waited_for = |thread: PathBuf| {
         let text = fs::read_to_string(thread.join("syscall")).ok()?;
@@ -81,7 +81,7 @@ mod tests {
         }
     }
 
-    fn program(code: &str) -> Program {
+    fn start_python(code: &str) -> Program {
         Program(
             Command::new("python3")
                 .args(["-c", code])
@@ -91,9 +91,9 @@ mod tests {
         )
     }
 
-    fn comes_to_mind(program: &Program, signal: Signal) {
+    fn wait_until_handled(program: &Program, signal: Signal) {
         let until = Instant::now() + Duration::from_secs(60);
-        while !minds(program.0.id() as i32, signal as i32) {
+        while !handles_signal(program.0.id() as i32, signal as i32) {
             assert!(Instant::now() < until, "{signal}");
             sleep(Duration::from_millis(5));
         }
@@ -103,26 +103,30 @@ mod tests {
     /// not.
     #[test]
     fn caught_ignored_and_awaited_signals_are_handled() {
-        let catches =
-            program("import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()");
-        comes_to_mind(&catches, Signal::SIGUSR1);
-        assert!(!minds(catches.0.id() as i32, Signal::SIGUSR2 as i32));
-        let ignores = program(
+        let catches = start_python(
+            "import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()",
+        );
+        wait_until_handled(&catches, Signal::SIGUSR1);
+        assert!(!handles_signal(
+            catches.0.id() as i32,
+            Signal::SIGUSR2 as i32
+        ));
+        let ignores = start_python(
             "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nwhile 1: signal.pause()",
         );
-        comes_to_mind(&ignores, Signal::SIGUSR1);
-        let waits = program(
+        wait_until_handled(&ignores, Signal::SIGUSR1);
+        let waits = start_python(
             "import signal; s = {signal.SIGUSR1}; signal.pthread_sigmask(signal.SIG_BLOCK, s); signal.sigwait(s)",
         );
-        comes_to_mind(&waits, Signal::SIGUSR1);
-        assert!(!minds(waits.0.id() as i32, Signal::SIGUSR2 as i32));
+        wait_until_handled(&waits, Signal::SIGUSR1);
+        assert!(!handles_signal(waits.0.id() as i32, Signal::SIGUSR2 as i32));
     }
 
     #[test]
     fn signal_that_is_only_blocked_is_not_handled() {
         // /proc shows the signal mask of a process's first thread, and the test runs in another
         // thread; so a separate process is used.
-        let blocks = program(
+        let blocks = start_python(
             "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nwhile 1: signal.pause()",
         );
         let (pid, bit) = (blocks.0.id() as i32, 1u64 << (Signal::SIGUSR1 as i32 - 1));
@@ -131,7 +135,7 @@ mod tests {
             assert!(Instant::now() < until, "it never blocks it");
             sleep(Duration::from_millis(5));
         }
-        assert!(!minds(pid, Signal::SIGUSR1 as i32));
+        assert!(!handles_signal(pid, Signal::SIGUSR1 as i32));
     }
 
     #[test]
@@ -140,10 +144,10 @@ mod tests {
         set.add(Signal::SIGUSR1);
         let bit = 1u64 << (Signal::SIGUSR1 as i32 - 1);
         let own = std::process::id() as i32;
-        assert!(!has_descriptor_for(own, bit));
+        assert!(!reads_by_signalfd(own, bit));
         let held = SignalFd::new(&set).expect("a descriptor");
-        assert!(has_descriptor_for(own, bit) && !has_descriptor_for(own, bit << 1));
+        assert!(reads_by_signalfd(own, bit) && !reads_by_signalfd(own, bit << 1));
         drop(held);
-        assert!(!has_descriptor_for(own, bit));
+        assert!(!reads_by_signalfd(own, bit));
     }
 }

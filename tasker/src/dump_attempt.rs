@@ -12,45 +12,45 @@ use std::time::{Duration, Instant};
 
 /// An attempt to dump a task.
 #[derive(Clone, Debug)]
-pub(crate) struct Attempt {
+pub(crate) struct DumpAttempt {
     pub(crate) dir: PathBuf,
     /// With post-copy: the socket on which the memory will be requested.
-    pub(crate) asked_on: Option<Arc<OwnedFd>>,
+    pub(crate) page_socket: Option<Arc<OwnedFd>>,
     /// What was already sent on this socket by pre-copy.
-    pub(crate) sent: Option<Arc<SentPages>>,
-    pub(crate) begun: Instant,
+    pub(crate) pre_copied: Option<Arc<SentPages>>,
+    pub(crate) first_started_at: Instant,
     pub(crate) is_first: bool,
     /// Delays before further attempts.
-    pub(crate) again: Again,
+    pub(crate) retry_backoff: Again,
 }
 
-impl Attempt {
+impl DumpAttempt {
     /// Creates the first attempt, which starts now.
     pub(crate) fn first(
         dir: PathBuf,
-        asked_on: Option<Arc<OwnedFd>>,
-        sent: Option<Arc<SentPages>>,
-    ) -> Attempt {
-        Attempt {
+        page_socket: Option<Arc<OwnedFd>>,
+        pre_copied: Option<Arc<SentPages>>,
+    ) -> DumpAttempt {
+        DumpAttempt {
             dir,
-            asked_on,
-            sent,
-            begun: Instant::now(),
+            page_socket,
+            pre_copied,
+            first_started_at: Instant::now(),
             is_first: true,
-            again: Again::default(),
+            retry_backoff: Again::default(),
         }
     }
 }
 
-/// Sleeps for `span`, or until it is cancelled.
-pub(crate) fn rest(called_off: &Cancel, span: Duration) {
-    let until = Instant::now() + span;
+/// Sleeps for `duration`, or until it is cancelled.
+pub(crate) fn sleep_unless_cancelled(cancel: &Cancel, duration: Duration) {
+    let until = Instant::now() + duration;
     loop {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return;
         }
-        let mut fds = [PollFd::new(called_off.fd(), PollFlags::POLLIN)];
+        let mut fds = [PollFd::new(cancel.fd(), PollFlags::POLLIN)];
         let rounded_up =
             PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
         if poll(&mut fds, rounded_up).is_ok_and(|ready| ready > 0) {
@@ -60,7 +60,7 @@ pub(crate) fn rest(called_off: &Cancel, span: Duration) {
 }
 
 /// Returns a random number, for delays.
-pub(crate) fn roll() -> u64 {
+pub(crate) fn random_number() -> u64 {
     // Each `RandomState` has new random keys.
     RandomState::new().build_hasher().finish()
 }
@@ -73,15 +73,15 @@ mod tests {
     fn delay_lasts_until_cancelled() {
         let cancel = Cancel::new().expect("a descriptor");
         let begun = Instant::now();
-        rest(&cancel, Duration::from_millis(20));
+        sleep_unless_cancelled(&cancel, Duration::from_millis(20));
         assert!(begun.elapsed() >= Duration::from_millis(20));
         cancel.fire();
-        rest(&cancel, Duration::from_secs(3600));
+        sleep_unless_cancelled(&cancel, Duration::from_secs(3600));
         assert!(begun.elapsed() < Duration::from_secs(3600));
     }
 
     #[test]
     fn two_random_numbers_differ() {
-        assert_ne!(roll(), roll());
+        assert_ne!(random_number(), random_number());
     }
 }

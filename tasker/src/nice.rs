@@ -5,61 +5,65 @@ use crate::sys;
 use std::collections::BTreeMap;
 
 /// Names of the library's threads that quiesce a task.
-const HELPERS: [&str; 2] = ["pvm-helper", "pvm-ear"];
+const LIBRARY_THREADS: [&str; 2] = ["pvm-helper", "pvm-ear"];
 /// Nice value of all other threads of the task meanwhile.
-const LAST: i32 = 19;
+const LOWEST_NICE: i32 = 19;
 /// Nice value of the library's threads meanwhile.
-const FIRST: i32 = -10;
+const LIBRARY_NICE: i32 = -10;
 
 /// Threads with their previous nice values.
 #[derive(Debug, Default)]
-pub(crate) struct Lowered {
-    before: BTreeMap<i32, i32>,
+pub(crate) struct DeprioritizedThreads {
+    previous_nice: BTreeMap<i32, i32>,
     /// Nice value of the first process's first thread, given to threads that were created
     /// meanwhile.
-    usual: i32,
+    default_nice: i32,
 }
 
-impl Lowered {
+impl DeprioritizedThreads {
     /// Changes the priorities of all threads of these processes. Without the capability to raise
     /// them again nothing is changed.
-    pub(crate) fn now(pids: &[i32]) -> Lowered {
-        let usual = pids
+    pub(crate) fn lower(pids: &[i32]) -> DeprioritizedThreads {
+        let default_nice = pids
             .iter()
             .min()
             .and_then(|pid| sys::nice_of(*pid))
             .unwrap_or_default();
-        let mut lowered = Lowered {
-            before: BTreeMap::new(),
-            usual,
+        let mut deprioritized = DeprioritizedThreads {
+            previous_nice: BTreeMap::new(),
+            default_nice,
         };
-        if !sys::may_raise() {
-            return lowered;
+        if !sys::can_raise_priority() {
+            return deprioritized;
         }
         for (thread, name) in pids.iter().flat_map(|pid| threads(*pid)) {
             let Some(nice) = sys::nice_of(thread) else {
                 continue;
             };
-            lowered.before.insert(thread, nice);
+            deprioritized.previous_nice.insert(thread, nice);
             sys::set_nice(
                 thread,
-                if HELPERS.contains(&name.trim_end()) {
-                    FIRST
+                if LIBRARY_THREADS.contains(&name.trim_end()) {
+                    LIBRARY_NICE
                 } else {
-                    LAST
+                    LOWEST_NICE
                 },
             );
         }
-        lowered
+        deprioritized
     }
 
     /// Restores the priorities of all threads of these processes.
     pub(crate) fn restore(&self, pids: &[i32]) {
-        if self.before.is_empty() {
+        if self.previous_nice.is_empty() {
             return;
         }
         for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
-            let nice = self.before.get(&thread).copied().unwrap_or(self.usual);
+            let nice = self
+                .previous_nice
+                .get(&thread)
+                .copied()
+                .unwrap_or(self.default_nice);
             sys::set_nice(thread, nice);
         }
     }
@@ -67,16 +71,16 @@ impl Lowered {
 
 /// Gives these processes the lowest priority: they are about to be killed, and the kernel's work
 /// for their end is not urgent.
-pub(crate) fn put_last(pids: &[i32]) {
+pub(crate) fn deprioritize(pids: &[i32]) {
     for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
-        sys::set_nice(thread, LAST);
+        sys::set_nice(thread, LOWEST_NICE);
     }
 }
 
 /// Returns the threads of these processes that are not their library's; empty if no library thread
 /// exists.
-pub(crate) fn of_programs(pids: &[i32]) -> Vec<i32> {
-    let is_library = |(_, name): &(i32, String)| HELPERS.contains(&name.trim_end());
+pub(crate) fn program_threads(pids: &[i32]) -> Vec<i32> {
+    let is_library = |(_, name): &(i32, String)| LIBRARY_THREADS.contains(&name.trim_end());
     let all = pids.iter().flat_map(|pid| threads(*pid));
     let (libraries, programs): (Vec<_>, Vec<_>) = all.partition(is_library);
     if libraries.is_empty() {
@@ -113,10 +117,17 @@ mod tests {
         while sys::nice_of(pid) != Some(3) {
             std::thread::yield_now();
         }
-        let lowered = Lowered::now(&[pid]);
+        let deprioritized = DeprioritizedThreads::lower(&[pid]);
         let meanwhile = sys::nice_of(pid);
-        lowered.restore(&[pid]);
-        assert_eq!(meanwhile, Some(if sys::may_raise() { LAST } else { 3 }));
+        deprioritized.restore(&[pid]);
+        assert_eq!(
+            meanwhile,
+            Some(if sys::can_raise_priority() {
+                LOWEST_NICE
+            } else {
+                3
+            })
+        );
         assert_eq!(sys::nice_of(pid), Some(3));
         child.kill().expect("it is there");
         child.wait().expect("a child");

@@ -1,24 +1,24 @@
 //! The manifest of an image directory: facts about the source that the target's tasker needs in
 //! addition to the engine's images.
 
-use crate::files::Carried;
+use crate::file_transfer::TransferredFile;
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
 /// Name of the manifest file.
-const NAME: &str = "sempa-carry";
+const MANIFEST_FILE: &str = "sempa-carry";
 /// Version of the manifest's format.
-const VERSION: u16 = 4;
+const MANIFEST_VERSION: u16 = 4;
 /// Longest manifest that is read.
-const CARRY_BYTES_MAX: u64 = 1 << 20;
+const MANIFEST_BYTES_MAX: u64 = 1 << 20;
 /// Most image files of one task.
 const IMAGE_FILES_MAX: usize = 65_536;
 
 /// The content of a manifest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Carry {
+pub(crate) struct ImageManifest {
     version: u16,
     /// Inode number of the pipe for the task's output at the source; images refer to the pipe by
     /// it.
@@ -27,36 +27,36 @@ pub(crate) struct Carry {
     /// migration stopped the others.
     pub(crate) stopped_before: Vec<i32>,
     /// Memory of the task in bytes, post-copied memory included.
-    pub(crate) memory: u64,
+    pub(crate) memory_bytes: u64,
     /// Files that the task has open for writing, with their lengths at the time of the dump.
-    pub(crate) written: Vec<(PathBuf, u64)>,
+    pub(crate) written_files: Vec<(PathBuf, u64)>,
     /// Files that are transferred along with the task.
-    pub(crate) files: Vec<Carried>,
+    pub(crate) transferred_files: Vec<TransferredFile>,
     /// Name and length of each image file.
     images: Vec<(String, u64)>,
 }
 
-impl Carry {
+impl ImageManifest {
     /// Describes the images in this directory.
     ///
     /// # Errors
     /// The directory cannot be read.
-    pub(crate) fn of(
+    pub(crate) fn describe(
         dir: &Path,
         output_pipe: u64,
         stopped_before: Vec<i32>,
-        memory: u64,
-        written: Vec<(PathBuf, u64)>,
-        files: Vec<Carried>,
-    ) -> Result<Carry, Failure> {
-        Ok(Carry {
-            version: VERSION,
+        memory_bytes: u64,
+        written_files: Vec<(PathBuf, u64)>,
+        transferred_files: Vec<TransferredFile>,
+    ) -> Result<ImageManifest, Failure> {
+        Ok(ImageManifest {
+            version: MANIFEST_VERSION,
             output_pipe,
             stopped_before,
-            memory,
-            written,
-            files,
-            images: list(dir)?,
+            memory_bytes,
+            written_files,
+            transferred_files,
+            images: list_images(dir)?,
         })
     }
 
@@ -65,7 +65,7 @@ impl Carry {
     /// # Errors
     /// The manifest cannot be written.
     pub(crate) fn write(&self, dir: &Path) -> Result<u64, Failure> {
-        let path = dir.join(NAME);
+        let path = dir.join(MANIFEST_FILE);
         let bytes =
             to_bytes(self).map_err(|e| Failure::Io(format!("cannot describe the images: {e}")))?;
         std::fs::write(&path, &bytes)
@@ -78,25 +78,25 @@ impl Carry {
     ///
     /// # Errors
     /// [`Failure::Images`] with what is missing.
-    pub(crate) fn read(dir: &Path) -> Result<Carry, Failure> {
-        let path = dir.join(NAME);
+    pub(crate) fn read(dir: &Path) -> Result<ImageManifest, Failure> {
+        let path = dir.join(MANIFEST_FILE);
         let bad =
             |why: &dyn std::fmt::Display| Failure::Images(format!("{}: {why}", path.display()));
         let length = std::fs::metadata(&path).map_err(|e| bad(&e))?.len();
-        if length > CARRY_BYTES_MAX {
+        if length > MANIFEST_BYTES_MAX {
             return Err(bad(&format!(
                 "it has {length} bytes, more than any real one"
             )));
         }
-        let carry: Carry =
+        let manifest: ImageManifest =
             from_bytes(&std::fs::read(&path).map_err(|e| bad(&e))?).map_err(|e| bad(&e))?;
-        if carry.version != VERSION {
+        if manifest.version != MANIFEST_VERSION {
             return Err(bad(&format!(
-                "version {} was written, {VERSION} is understood",
-                carry.version
+                "version {} was written, {MANIFEST_VERSION} is understood",
+                manifest.version
             )));
         }
-        for (name, length) in &carry.images {
+        for (name, length) in &manifest.images {
             let found = std::fs::metadata(dir.join(name)).map(|meta| meta.len());
             match found {
                 Ok(found) if found == *length => {}
@@ -108,7 +108,7 @@ impl Carry {
                 Err(e) => return Err(Failure::Images(format!("{name}: {e}"))),
             }
         }
-        Ok(carry)
+        Ok(manifest)
     }
 
     /// Returns the total length of all images.
@@ -117,14 +117,14 @@ impl Carry {
     }
 }
 
-fn list(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
+fn list_images(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
     let bad = |e: std::io::Error| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     let mut images = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(bad)? {
         let entry = entry.map_err(bad)?;
         let meta = entry.metadata().map_err(bad)?;
         let name = entry.file_name().to_string_lossy().into_owned();
-        if meta.is_file() && name != NAME {
+        if meta.is_file() && name != MANIFEST_FILE {
             images.push((name, meta.len()));
         }
         if images.len() > IMAGE_FILES_MAX {
@@ -146,16 +146,28 @@ mod tests {
     fn truncated_or_missing_image_is_detected() {
         let dir = tempfile::tempdir().expect("dir");
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
-        let carry = Carry::of(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new()).expect("carry");
-        carry.write(dir.path()).expect("write");
-        assert_eq!(Carry::read(dir.path()), Ok(carry.clone()), "whole");
-        assert_eq!(carry.image_bytes(), 8192);
+        let manifest =
+            ImageManifest::describe(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new())
+                .expect("carry");
+        manifest.write(dir.path()).expect("write");
+        assert_eq!(
+            ImageManifest::read(dir.path()),
+            Ok(manifest.clone()),
+            "whole"
+        );
+        assert_eq!(manifest.image_bytes(), 8192);
         std::fs::write(dir.path().join("pages-1.img"), [7u8; 4096]).expect("write");
         let cut = Failure::Images("pages-1.img has 4096 bytes, 8192 were written".into());
-        assert_eq!(Carry::read(dir.path()), Err(cut));
+        assert_eq!(ImageManifest::read(dir.path()), Err(cut));
         std::fs::remove_file(dir.path().join("pages-1.img")).expect("remove");
-        assert!(matches!(Carry::read(dir.path()), Err(Failure::Images(_))));
-        std::fs::write(dir.path().join(NAME), b"\xff\xff").expect("write");
-        assert!(matches!(Carry::read(dir.path()), Err(Failure::Images(_))));
+        assert!(matches!(
+            ImageManifest::read(dir.path()),
+            Err(Failure::Images(_))
+        ));
+        std::fs::write(dir.path().join(MANIFEST_FILE), b"\xff\xff").expect("write");
+        assert!(matches!(
+            ImageManifest::read(dir.path()),
+            Err(Failure::Images(_))
+        ));
     }
 }

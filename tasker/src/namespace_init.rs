@@ -21,27 +21,30 @@ const RANGES_MAX: usize = 256;
 ///
 /// # Errors
 /// Those of `clone3`; `EPERM` if the tasker may not create namespaces.
-pub(crate) fn start(control: BorrowedFd<'_>, group: Option<BorrowedFd<'_>>) -> io::Result<Child> {
-    let (control, heap) = (control.as_raw_fd(), Heap::of_this_process());
-    // SAFETY: the new process goes straight into `life`, which never returns.
+pub(crate) fn start_init(
+    control: BorrowedFd<'_>,
+    group: Option<BorrowedFd<'_>>,
+) -> io::Result<Child> {
+    let (control, heap_ranges) = (control.as_raw_fd(), HeapRanges::of_this_process());
+    // SAFETY: the new process goes straight into `run_init`, which never returns.
     match unsafe { sys::clone3(libc::CLONE_NEWPID, group) }? {
         Some(child) => Ok(child),
         // SAFETY: this is the new process.
-        None => unsafe { life(control, &heap) },
+        None => unsafe { run_init(control, &heap_ranges) },
     }
 }
 
 /// Memory ranges that a copy of this process does not need if it makes only system calls. The list
 /// itself is not on the heap.
-struct Heap {
+struct HeapRanges {
     ranges: [(usize, usize); RANGES_MAX],
     count: usize,
 }
 
-impl Heap {
+impl HeapRanges {
     /// Lists the ranges; empty if /proc/self/maps cannot be read.
-    fn of_this_process() -> Heap {
-        let mut heap = Heap {
+    fn of_this_process() -> HeapRanges {
+        let mut heap = HeapRanges {
             ranges: [(0, 0); RANGES_MAX],
             count: 0,
         };
@@ -89,7 +92,7 @@ fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
 /// # Safety
 /// Only in a process made by [`sys::clone3`]. Only async-signal-safe calls are made, and after the
 /// heap is unmapped only those whose code is already in use.
-unsafe fn life(control: RawFd, heap: &Heap) -> ! {
+unsafe fn run_init(control: RawFd, heap: &HeapRanges) -> ! {
     const NAME: &CStr = c"pvm-init";
     // SAFETY: plain system calls on values of this process; the buffer is a local byte. The
     // unmapped memory is unused: no other thread was copied, and no allocation is accessed
@@ -151,7 +154,7 @@ mod tests {
     }
 
     /// Returns the anonymous memory of a process in KiB, once it has become an init.
-    fn own_memory(pid: i32) -> u64 {
+    fn anonymous_kib(pid: i32) -> u64 {
         let begin = Instant::now();
         while std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("it lives")
             != "pvm-init\n"
@@ -180,14 +183,14 @@ mod tests {
         let small: Vec<Vec<u8>> = (0..100_000).map(|_| vec![7; 100]).collect();
         for last in [None, Some(b'x')] {
             let (theirs, mut ours) = std::io::pipe().expect("a pipe");
-            let init = match start(theirs.as_fd(), None) {
+            let init = match start_init(theirs.as_fd(), None) {
                 Ok(init) => init,
                 Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
                     return eprintln!("skipped: {error}");
                 }
                 Err(error) => panic!("{error}"),
             };
-            let kib = own_memory(init.pid);
+            let kib = anonymous_kib(init.pid);
             assert!(kib < 2048, "{kib} KiB");
             if let Some(byte) = last {
                 ours.write_all(&[byte]).expect("it reads");
