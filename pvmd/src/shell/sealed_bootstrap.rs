@@ -21,31 +21,31 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpListener;
 
 /// Time a new daemon tries each address of the master.
-const DIAL_WITHIN: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most addresses of the master in a command; hosters written for PVM have room for 511 characters
 /// of it.
 const ADDRESSES_MAX: usize = 4;
 const SECRET_BYTES: usize = 32;
 
 /// The secret of one host start.
-pub(crate) struct Secret([u8; SECRET_BYTES]);
+pub(crate) struct BootstrapSecret([u8; SECRET_BYTES]);
 
-impl Secret {
-    pub(crate) fn new() -> Secret {
+impl BootstrapSecret {
+    pub(crate) fn new() -> BootstrapSecret {
         let mut bytes = [0; SECRET_BYTES];
         SystemRandom::new()
             .fill(&mut bytes)
             .expect("the kernel gives random numbers");
-        Secret(bytes)
+        BootstrapSecret(bytes)
     }
 
     /// Returns the secret in hexadecimal, as it is written to standard input.
-    pub(crate) fn text(&self) -> String {
+    pub(crate) fn to_hex_text(&self) -> String {
         to_hex(&self.0)
     }
 
-    /// Parses the format of [`Secret::text`].
-    pub(crate) fn parse(text: &str) -> Option<Secret> {
+    /// Parses the format of [`BootstrapSecret::to_hex_text`].
+    pub(crate) fn parse(text: &str) -> Option<BootstrapSecret> {
         let mut bytes = [0; SECRET_BYTES];
         if text.len() != 2 * SECRET_BYTES || !text.is_ascii() {
             return None;
@@ -53,7 +53,7 @@ impl Secret {
         for (i, byte) in bytes.iter_mut().enumerate() {
             *byte = u8::from_str_radix(&text[2 * i..2 * i + 2], 16).ok()?;
         }
-        Some(Secret(bytes))
+        Some(BootstrapSecret(bytes))
     }
 
     fn key(&self) -> LessSafeKey {
@@ -76,7 +76,7 @@ impl Secret {
         bytes
     }
 
-    /// Decrypts what [`Secret::seal`] made; `None` for anything else.
+    /// Decrypts what [`BootstrapSecret::seal`] made; `None` for anything else.
     pub(crate) fn open(&self, mut bytes: Vec<u8>) -> Option<String> {
         let line = self
             .key()
@@ -87,7 +87,7 @@ impl Secret {
 }
 
 /// Returns the master's addresses with this port, separated by commas, for the command.
-pub(crate) fn addresses(own: &[SocketAddr], port: u16) -> String {
+pub(crate) fn address_list(own: &[SocketAddr], port: u16) -> String {
     let list: Vec<String> = own
         .iter()
         .take(ADDRESSES_MAX)
@@ -100,7 +100,7 @@ pub(crate) fn addresses(own: &[SocketAddr], port: u16) -> String {
 ///
 /// # Errors
 /// The system's error.
-pub(crate) async fn listen() -> std::io::Result<TcpListener> {
+pub(crate) async fn listen_any() -> std::io::Result<TcpListener> {
     match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).await {
         Ok(listener) => Ok(listener),
         // Fails on a kernel without IPv6.
@@ -109,10 +109,10 @@ pub(crate) async fn listen() -> std::io::Result<TcpListener> {
 }
 
 /// Sends the encrypted line to every peer that connects, until this future is dropped.
-pub(crate) async fn give(listener: TcpListener, sealed: Vec<u8>) {
+pub(crate) async fn serve_sealed(listener: TcpListener, sealed: Vec<u8>) {
     while let Ok((mut stream, _)) = listener.accept().await {
         // A peer that closes the connection early does not get the line.
-        let _ = tokio::time::timeout(DIAL_WITHIN, stream.write_all(&sealed)).await;
+        let _ = tokio::time::timeout(CONNECT_TIMEOUT, stream.write_all(&sealed)).await;
     }
 }
 
@@ -120,15 +120,15 @@ pub(crate) async fn give(listener: TcpListener, sealed: Vec<u8>) {
 ///
 /// # Errors
 /// The refusal to reply if no address delivers the line.
-pub(crate) fn fetch(list: &str, secret: &Secret) -> Result<String, Refusal> {
+pub(crate) fn fetch_line(list: &str, secret: &BootstrapSecret) -> Result<String, Refusal> {
     let mut last = format!("{list:?} names no address");
     for address in list
         .split(',')
         .filter_map(|word| word.parse::<SocketAddr>().ok())
     {
         let mut sealed = Vec::new();
-        let read = TcpStream::connect_timeout(&address, DIAL_WITHIN).and_then(|stream| {
-            stream.set_read_timeout(Some(DIAL_WITHIN))?;
+        let read = TcpStream::connect_timeout(&address, CONNECT_TIMEOUT).and_then(|stream| {
+            stream.set_read_timeout(Some(CONNECT_TIMEOUT))?;
             stream
                 .take(BOOTSTRAP_BYTES_MAX as u64)
                 .read_to_end(&mut sealed)
@@ -155,8 +155,8 @@ mod tests {
     /// A secret opens what it sealed; another secret or altered bytes open nothing.
     #[test]
     fn secret_opens_only_what_it_sealed() {
-        let (secret, other) = (Secret::new(), Secret::new());
-        let again = Secret::parse(&secret.text()).expect("hexadecimal");
+        let (secret, other) = (BootstrapSecret::new(), BootstrapSecret::new());
+        let again = BootstrapSecret::parse(&secret.to_hex_text()).expect("hexadecimal");
         let sealed = secret.seal("the line\n");
         assert_eq!(again.open(sealed.clone()).as_deref(), Some("the line\n"));
         assert_eq!(other.open(sealed.clone()), None);
@@ -164,21 +164,24 @@ mod tests {
         broken[3] ^= 1;
         assert_eq!(secret.open(broken), None);
         assert_eq!(secret.open(Vec::new()), None);
-        assert!(Secret::parse("ab").is_none() && Secret::parse(&"g".repeat(64)).is_none());
+        assert!(
+            BootstrapSecret::parse("ab").is_none()
+                && BootstrapSecret::parse(&"g".repeat(64)).is_none()
+        );
     }
 
     /// A new daemon with the secret reads its line; with another secret the fetch fails.
     #[tokio::test]
     async fn only_the_secret_reads_the_fetched_line() {
-        let listener = listen().await.expect("a port");
+        let listener = listen_any().await.expect("a port");
         let port = listener.local_addr().expect("bound").port();
-        let secret = Secret::new();
-        let giver = tokio::spawn(give(listener, secret.seal("hello\n")));
-        let list = addresses(&["127.0.0.1:9".parse().expect("an address")], port);
-        let text = secret.text();
+        let secret = BootstrapSecret::new();
+        let giver = tokio::spawn(serve_sealed(listener, secret.seal("hello\n")));
+        let list = address_list(&["127.0.0.1:9".parse().expect("an address")], port);
+        let text = secret.to_hex_text();
         let (good, bad) = tokio::task::spawn_blocking(move || {
-            let good = fetch(&list, &Secret::parse(&text).expect("hexadecimal"));
-            (good, fetch(&list, &Secret::new()))
+            let good = fetch_line(&list, &BootstrapSecret::parse(&text).expect("hexadecimal"));
+            (good, fetch_line(&list, &BootstrapSecret::new()))
         })
         .await
         .expect("no panic");

@@ -2,7 +2,7 @@
 //!
 //! The kernel transfers whole megabytes per call here, while a QUIC session processes datagrams of
 //! a few kilobytes. Where TCP is blocked, a stream of the session is used instead
-//! ([`super::detour`]).
+//! ([`super::bulk_fallback`]).
 //!
 //! - There is no handshake. Both ends derive keys for this connection from their session (RFC 5705,
 //!   RFC 8446 7.5), in which each has proved which host of this virtual machine it is.
@@ -11,7 +11,7 @@
 //!   is the last.
 //! - The first record of the connecting end is empty and proves that this end has the keys.
 
-use super::stream::Stream;
+use super::blocking_stream::BlockingStream;
 use super::zeros;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
@@ -37,114 +37,114 @@ const TAG_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
 const KEY_BYTES: usize = 32;
 /// Time for the other end to connect, by TCP or by the session, and for a peer's proof.
-const CONNECT_WITHIN: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for the peer's kernel to answer before TCP is considered blocked. A lost segment is
 /// retransmitted after one second.
-const REACHED_WITHIN: Duration = Duration::from_millis(2500);
+const TCP_CONNECT_TIMEOUT: Duration = Duration::from_millis(2500);
 /// Most connections without a proof; further ones wait.
-const STRANGERS_MAX: usize = 8;
+const UNPROVEN_CONNECTIONS_MAX: usize = 8;
 /// Time without progress on a connection, in either direction, after which it is aborted. The
 /// session detects a dead host much earlier.
-pub(super) const SILENCE_MAX: Duration = Duration::from_secs(120);
+pub(super) const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The port of a sender's listener, and the salt that makes the keys of this connection unique.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Offer {
+pub(super) struct ConnectionOffer {
     port: u16,
     salt: [u8; SALT_BYTES],
 }
 
 /// The transport of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Route {
+pub(super) enum Transport {
     /// A TCP connection for this transfer alone.
     Tcp,
     /// A stream of the session.
     Session,
 }
 
-impl Route {
+impl Transport {
     /// Returns the label for exporting keys from TLS. Both transports may be tried, and no key is
     /// used for both.
     fn label(self) -> &'static [u8] {
         match self {
-            Route::Tcp => b"EXPORTER-sempa-images",
-            Route::Session => b"EXPORTER-sempa-images-session",
+            Transport::Tcp => b"EXPORTER-sempa-images",
+            Transport::Session => b"EXPORTER-sempa-images-session",
         }
     }
 }
 
 /// The keys of one connection.
-pub(super) struct Keys {
+pub(super) struct ConnectionKeys {
     /// Encrypts what the listening end sends.
-    pub(super) out: Key,
+    pub(super) listener_key: DirectionKey,
     /// Encrypts what the connecting end sends.
-    back: Key,
+    connector_key: DirectionKey,
 }
 
-impl Keys {
+impl ConnectionKeys {
     /// Derives keys that only the ends of this session can know and that no other connection has.
-    pub(super) fn of(
+    pub(super) fn derive(
         session: &quinn::Connection,
         migration: MigrationId,
-        offer: &Offer,
-        route: Route,
-    ) -> io::Result<Keys> {
+        offer: &ConnectionOffer,
+        route: Transport,
+    ) -> io::Result<ConnectionKeys> {
         let mut context = migration.0.to_le_bytes().to_vec();
         context.extend(offer.salt);
         let mut bytes = [0; 2 * KEY_BYTES];
         session
             .export_keying_material(&mut bytes, route.label(), &context)
             .map_err(|_| io::Error::other("the session gave no keys"))?;
-        Keys::from_bytes(&bytes)
+        ConnectionKeys::from_bytes(&bytes)
     }
 
-    fn from_bytes(bytes: &[u8; 2 * KEY_BYTES]) -> io::Result<Keys> {
+    fn from_bytes(bytes: &[u8; 2 * KEY_BYTES]) -> io::Result<ConnectionKeys> {
         let (out, back) = bytes.split_at(KEY_BYTES);
-        Ok(Keys {
-            out: Key::new(out)?,
-            back: Key::new(back)?,
+        Ok(ConnectionKeys {
+            listener_key: DirectionKey::new(out)?,
+            connector_key: DirectionKey::new(back)?,
         })
     }
 
     /// Returns the keys with which the listening end encrypts and decrypts.
-    pub(super) fn of_who_listens(self) -> (Key, Key) {
-        (self.out, self.back)
+    pub(super) fn for_listener(self) -> (DirectionKey, DirectionKey) {
+        (self.listener_key, self.connector_key)
     }
 
     /// Returns the keys with which the connecting end encrypts and decrypts.
-    pub(super) fn of_who_connects(self) -> (Key, Key) {
-        (self.back, self.out)
+    pub(super) fn for_connector(self) -> (DirectionKey, DirectionKey) {
+        (self.connector_key, self.listener_key)
     }
 
     /// Returns keys without a session.
     #[cfg(test)]
-    pub(super) fn for_test(byte: u8) -> Keys {
-        Keys::from_bytes(&[byte; 2 * KEY_BYTES]).expect("bytes of the right number")
+    pub(super) fn for_test(byte: u8) -> ConnectionKeys {
+        ConnectionKeys::from_bytes(&[byte; 2 * KEY_BYTES]).expect("bytes of the right number")
     }
 }
 
 /// The key of one direction, and the number of records that have used it.
-pub(super) struct Key {
+pub(super) struct DirectionKey {
     key: LessSafeKey,
-    records: u64,
+    record_count: u64,
 }
 
-impl Key {
-    fn new(bytes: &[u8]) -> io::Result<Key> {
+impl DirectionKey {
+    fn new(bytes: &[u8]) -> io::Result<DirectionKey> {
         let key = UnboundKey::new(&AES_256_GCM, bytes)
             .map_err(|_| io::Error::other("a key of the wrong length"))?;
-        Ok(Key {
+        Ok(DirectionKey {
             key: LessSafeKey::new(key),
-            records: 0,
+            record_count: 0,
         })
     }
 
     /// Returns the number of the record as nonce; never the same twice.
     fn nonce(&mut self) -> Nonce {
         let mut nonce = [0; NONCE_LEN];
-        nonce[NONCE_LEN - 8..].copy_from_slice(&self.records.to_be_bytes());
-        self.records += 1;
+        nonce[NONCE_LEN - 8..].copy_from_slice(&self.record_count.to_be_bytes());
+        self.record_count += 1;
         Nonce::assume_unique_for_key(nonce)
     }
 
@@ -182,18 +182,18 @@ fn invalid(what: &str) -> io::Error {
 }
 
 /// Encrypts and writes records.
-pub(super) struct Outgoing<W> {
+pub(super) struct RecordWriter<W> {
     to: W,
-    key: Key,
-    room: Vec<u8>,
+    key: DirectionKey,
+    buffer: Vec<u8>,
 }
 
-impl<W: Write> Outgoing<W> {
-    pub(super) fn new(to: W, key: Key) -> Outgoing<W> {
-        Outgoing {
+impl<W: Write> RecordWriter<W> {
+    pub(super) fn new(to: W, key: DirectionKey) -> RecordWriter<W> {
+        RecordWriter {
             to,
             key,
-            room: vec![0; HEAD_BYTES + CONTENT_BYTES_MAX + TAG_BYTES],
+            buffer: vec![0; HEAD_BYTES + CONTENT_BYTES_MAX + TAG_BYTES],
         }
     }
 
@@ -211,7 +211,7 @@ impl<W: Write> Outgoing<W> {
             length <= CONTENT_BYTES_MAX,
             "whoever sends cuts what it sends"
         );
-        let record = &mut self.room[..HEAD_BYTES + length + TAG_BYTES];
+        let record = &mut self.buffer[..HEAD_BYTES + length + TAG_BYTES];
         fill(&mut record[HEAD_BYTES..HEAD_BYTES + length])?;
         Ok(self
             .key
@@ -220,17 +220,17 @@ impl<W: Write> Outgoing<W> {
     }
 
     /// Sends a record of `front` followed by `length` bytes that `fill` writes, packed by
-    /// [`super::zeros`]. Calls `leaves` with the size of the record before it is sent, and returns
-    /// that size.
+    /// [`super::zeros`]. Calls `before_send` with the size of the record before it is sent, and
+    /// returns that size.
     ///
     /// # Errors
-    /// As [`Outgoing::send`].
+    /// As [`RecordWriter::send`].
     pub(super) fn send_packed<E>(
         &mut self,
         front: &[u8],
         length: usize,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
-        leaves: impl FnOnce(usize),
+        before_send: impl FnOnce(usize),
     ) -> Result<io::Result<usize>, E> {
         let begin = HEAD_BYTES + front.len();
         let end = begin + zeros::HEAD_BYTES + length;
@@ -238,11 +238,11 @@ impl<W: Write> Outgoing<W> {
             end - HEAD_BYTES <= CONTENT_BYTES_MAX,
             "whoever sends cuts what it sends"
         );
-        self.room[HEAD_BYTES..begin].copy_from_slice(front);
-        fill(&mut self.room[begin + zeros::HEAD_BYTES..end])?;
-        let packed = zeros::pack(&mut self.room[begin..end]);
-        let record = &mut self.room[..begin + packed + TAG_BYTES];
-        leaves(record.len());
+        self.buffer[HEAD_BYTES..begin].copy_from_slice(front);
+        fill(&mut self.buffer[begin + zeros::HEAD_BYTES..end])?;
+        let packed = zeros::pack(&mut self.buffer[begin..end]);
+        let record = &mut self.buffer[..begin + packed + TAG_BYTES];
+        before_send(record.len());
         Ok(self
             .key
             .seal(record)
@@ -251,25 +251,25 @@ impl<W: Write> Outgoing<W> {
     }
 
     /// Sends an empty record, which proves that this end has the keys.
-    pub(super) fn prove(&mut self) -> io::Result<()> {
+    pub(super) fn send_proof(&mut self) -> io::Result<()> {
         let Ok(sent) = self.send(0, |_| Ok::<(), Infallible>(()));
         sent
     }
 }
 
 /// Reads and decrypts records.
-pub(super) struct Incoming<R> {
+pub(super) struct RecordReader<R> {
     from: R,
-    key: Key,
-    room: Vec<u8>,
+    key: DirectionKey,
+    buffer: Vec<u8>,
 }
 
-impl<R: Read> Incoming<R> {
-    pub(super) fn new(from: R, key: Key) -> Incoming<R> {
-        Incoming {
+impl<R: Read> RecordReader<R> {
+    pub(super) fn new(from: R, key: DirectionKey) -> RecordReader<R> {
+        RecordReader {
             from,
             key,
-            room: vec![0; CONTENT_BYTES_MAX + TAG_BYTES],
+            buffer: vec![0; CONTENT_BYTES_MAX + TAG_BYTES],
         }
     }
 
@@ -284,7 +284,7 @@ impl<R: Read> Incoming<R> {
         if length > CONTENT_BYTES_MAX {
             return Err(invalid("a record of an impossible length was announced"));
         }
-        let body = &mut self.room[..length + TAG_BYTES];
+        let body = &mut self.buffer[..length + TAG_BYTES];
         self.from.read_exact(body)?;
         self.key.open(head, body).map(|content| &*content)
     }
@@ -292,66 +292,70 @@ impl<R: Read> Incoming<R> {
 
 /// A blocking connection for threads that read and write.
 #[derive(Clone, Debug)]
-pub(super) enum Line {
+pub(super) enum BulkConnection {
     Tcp(Arc<std::net::TcpStream>),
     /// A stream of the session.
-    Stream(Arc<Stream>),
+    Stream(Arc<BlockingStream>),
 }
 
 /// One end of a transfer's connection: its writer, its reader, and a handle that aborts both.
-pub(super) type Ends = (Outgoing<Line>, Incoming<Line>, Line);
+pub(super) type ConnectionEnd = (
+    RecordWriter<BulkConnection>,
+    RecordReader<BulkConnection>,
+    BulkConnection,
+);
 
 /// Returns one end of a session stream; `seals` encrypts and `opens` decrypts.
-pub(super) fn over_stream(
+pub(super) fn end_over_stream(
     out: quinn::SendStream,
     back: quinn::RecvStream,
-    (seals, opens): (Key, Key),
-) -> Ends {
-    let line = Line::Stream(Arc::new(Stream::new(out, back)));
+    (seals, opens): (DirectionKey, DirectionKey),
+) -> ConnectionEnd {
+    let line = BulkConnection::Stream(Arc::new(BlockingStream::new(out, back)));
     (
-        Outgoing::new(line.clone(), seals),
-        Incoming::new(line.clone(), opens),
+        RecordWriter::new(line.clone(), seals),
+        RecordReader::new(line.clone(), opens),
         line,
     )
 }
 
-impl Line {
-    fn new(stream: TcpStream) -> io::Result<Line> {
+impl BulkConnection {
+    fn new(stream: TcpStream) -> io::Result<BulkConnection> {
         let stream = stream.into_std()?;
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(SILENCE_MAX))?;
-        stream.set_write_timeout(Some(SILENCE_MAX))?;
-        Ok(Line::Tcp(Arc::new(stream)))
+        stream.set_read_timeout(Some(STALL_TIMEOUT))?;
+        stream.set_write_timeout(Some(STALL_TIMEOUT))?;
+        Ok(BulkConnection::Tcp(Arc::new(stream)))
     }
 
     /// Makes all current and future reads and writes fail.
-    pub(super) fn cut(&self) {
+    pub(super) fn abort(&self) {
         match self {
             // A failure means that the connection has already ended.
-            Line::Tcp(stream) => drop(stream.shutdown(std::net::Shutdown::Both)),
-            Line::Stream(stream) => stream.cut(),
+            BulkConnection::Tcp(stream) => drop(stream.shutdown(std::net::Shutdown::Both)),
+            BulkConnection::Stream(stream) => stream.abort(),
         }
     }
 }
 
-impl Read for Line {
+impl Read for BulkConnection {
     fn read(&mut self, room: &mut [u8]) -> io::Result<usize> {
         let read = match self {
-            Line::Tcp(stream) => (&**stream).read(room),
-            Line::Stream(stream) => stream.read(room),
+            BulkConnection::Tcp(stream) => (&**stream).read(room),
+            BulkConnection::Stream(stream) => stream.read(room),
         };
-        read.map_err(waited)
+        read.map_err(describe_timeout)
     }
 }
 
-impl Write for Line {
+impl Write for BulkConnection {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = match self {
-            Line::Tcp(stream) => (&**stream).write(bytes),
-            Line::Stream(stream) => stream.write(bytes),
+            BulkConnection::Tcp(stream) => (&**stream).write(bytes),
+            BulkConnection::Stream(stream) => stream.write(bytes),
         };
-        written.map_err(waited)
+        written.map_err(describe_timeout)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -360,25 +364,25 @@ impl Write for Line {
 }
 
 /// Replaces the kernel's error for an expired timeout ("try again") by a readable one.
-fn waited(e: io::Error) -> io::Error {
+fn describe_timeout(e: io::Error) -> io::Error {
     match e.kind() {
         ErrorKind::WouldBlock | ErrorKind::TimedOut => io::Error::new(
             ErrorKind::TimedOut,
-            format!("nothing went on for {} s", SILENCE_MAX.as_secs()),
+            format!("nothing went on for {} s", STALL_TIMEOUT.as_secs()),
         ),
         _ => e,
     }
 }
 
 /// Listens for the other end of one transfer.
-pub(super) struct Listener {
+pub(super) struct BulkListener {
     socket: TcpListener,
-    offer: Offer,
+    offer: ConnectionOffer,
 }
 
-impl Listener {
+impl BulkListener {
     /// Listens on a free port, for IPv4 and IPv6 if this host has both.
-    pub(super) async fn open() -> io::Result<Listener> {
+    pub(super) async fn open() -> io::Result<BulkListener> {
         let socket = match TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)).await {
             Ok(socket) => socket,
             Err(_) => TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).await?,
@@ -387,35 +391,35 @@ impl Listener {
         SystemRandom::new()
             .fill(&mut salt)
             .map_err(|_| io::Error::other("the kernel gave no random bytes"))?;
-        let offer = Offer {
+        let offer = ConnectionOffer {
             port: socket.local_addr()?.port(),
             salt,
         };
-        Ok(Listener { socket, offer })
+        Ok(BulkListener { socket, offer })
     }
 
     /// Returns the data that the other end needs to connect.
-    pub(super) fn offer(&self) -> &Offer {
+    pub(super) fn offer(&self) -> &ConnectionOffer {
         &self.offer
     }
 
     /// Accepts the connection that proves it has the keys. Other connections are closed; further
     /// ones wait.
-    pub(super) async fn accept(self, mut keys: Keys) -> io::Result<Ends> {
+    pub(super) async fn accept(self, mut keys: ConnectionKeys) -> io::Result<ConnectionEnd> {
         let accepted = async {
-            let mut knocking = JoinSet::new();
+            let mut unproven = JoinSet::new();
             loop {
                 tokio::select! {
-                    connected = self.socket.accept(), if knocking.len() < STRANGERS_MAX => {
-                        knocking.spawn(timeout(CONNECT_WITHIN, first_record(connected?.0)));
+                    connected = self.socket.accept(), if unproven.len() < UNPROVEN_CONNECTIONS_MAX => {
+                        unproven.spawn(timeout(CONNECT_TIMEOUT, read_first_record(connected?.0)));
                     }
-                    Some(ended) = knocking.join_next() => {
+                    Some(ended) = unproven.join_next() => {
                         let Ok(Ok(Ok((stream, mut record)))) = ended else { continue };
                         // A failed proof must not advance the record counter. The nonce is reused
                         // only for decryption.
-                        keys.back.records = 0;
+                        keys.connector_key.record_count = 0;
                         let (head, tag) = record.split_first_chunk_mut::<HEAD_BYTES>().expect("it is longer");
-                        if keys.back.open(*head, tag).is_ok() {
+                        if keys.connector_key.open(*head, tag).is_ok() {
                             return Ok::<_, io::Error>(stream);
                         }
                     }
@@ -428,17 +432,17 @@ impl Listener {
                 "it did not connect to the TCP port that it was told",
             )
         };
-        let line = Line::new(timeout(CONNECT_WITHIN, accepted).await.map_err(late)??)?;
+        let line = BulkConnection::new(timeout(CONNECT_TIMEOUT, accepted).await.map_err(late)??)?;
         Ok((
-            Outgoing::new(line.clone(), keys.out),
-            Incoming::new(line.clone(), keys.back),
+            RecordWriter::new(line.clone(), keys.listener_key),
+            RecordReader::new(line.clone(), keys.connector_key),
             line,
         ))
     }
 }
 
 /// Reads the first record of a connection.
-async fn first_record(
+async fn read_first_record(
     mut stream: TcpStream,
 ) -> io::Result<(TcpStream, [u8; HEAD_BYTES + TAG_BYTES])> {
     let mut record = [0; HEAD_BYTES + TAG_BYTES];
@@ -448,19 +452,23 @@ async fn first_record(
 
 /// Why the sender could not be reached.
 #[derive(Debug)]
-pub(super) struct Unreached {
+pub(super) struct ConnectError {
     pub(super) why: io::Error,
     /// TCP does not reach the sender at all; no data was exchanged.
     pub(super) is_blocked: bool,
 }
 
 /// Connects to the sender of a transfer.
-pub(super) async fn connect(to: IpAddr, offer: &Offer, keys: Keys) -> Result<Ends, Unreached> {
-    let blocked = |why| Unreached {
+pub(super) async fn connect(
+    to: IpAddr,
+    offer: &ConnectionOffer,
+    keys: ConnectionKeys,
+) -> Result<ConnectionEnd, ConnectError> {
+    let blocked = |why| ConnectError {
         why,
         is_blocked: true,
     };
-    let failed = |why| Unreached {
+    let failed = |why| ConnectError {
         why,
         is_blocked: false,
     };
@@ -471,17 +479,17 @@ pub(super) async fn connect(to: IpAddr, offer: &Offer, keys: Keys) -> Result<End
             "no answer from its TCP port",
         ))
     };
-    let line = Line::new(
-        timeout(REACHED_WITHIN, connecting)
+    let line = BulkConnection::new(
+        timeout(TCP_CONNECT_TIMEOUT, connecting)
             .await
             .map_err(late)?
             .map_err(blocked)?,
     )
     .map_err(failed)?;
-    let (seals, opens) = keys.of_who_connects();
-    let mut out = Outgoing::new(line.clone(), seals);
-    out.prove().map_err(failed)?;
-    Ok((out, Incoming::new(line.clone(), opens), line))
+    let (seals, opens) = keys.for_connector();
+    let mut out = RecordWriter::new(line.clone(), seals);
+    out.send_proof().map_err(failed)?;
+    Ok((out, RecordReader::new(line.clone(), opens), line))
 }
 
 #[cfg(test)]
@@ -492,10 +500,10 @@ mod tests {
     /// Connections without the keys are not accepted, and do not keep the right one out.
     #[tokio::test(flavor = "multi_thread")]
     async fn unauthenticated_peers_neither_enter_nor_block() {
-        let listener = Listener::open().await.expect("a port");
+        let listener = BulkListener::open().await.expect("a port");
         let offer = listener.offer().clone();
         let to = IpAddr::from(Ipv4Addr::LOCALHOST);
-        let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
+        let accepting = tokio::spawn(listener.accept(ConnectionKeys::for_test(1)));
         let mut strangers = Vec::new();
         for said in [
             &b""[..],
@@ -510,10 +518,10 @@ mod tests {
             strangers.push(stranger);
         }
         // First with the keys of another transfer, then with the right ones.
-        let other = connect(to, &offer, Keys::for_test(2))
+        let other = connect(to, &offer, ConnectionKeys::for_test(2))
             .await
             .expect("somebody listens");
-        let (_, mut incoming, line) = connect(to, &offer, Keys::for_test(1))
+        let (_, mut incoming, line) = connect(to, &offer, ConnectionKeys::for_test(1))
             .await
             .expect("somebody listens");
         let (mut out, _, _) = accepting.await.expect("no panic").expect("it has the keys");
@@ -532,11 +540,11 @@ mod tests {
     /// Threads blocked in a read or write end when the connection is aborted.
     #[tokio::test(flavor = "multi_thread")]
     async fn cut_ends_blocked_reads_and_writes() {
-        let listener = Listener::open().await.expect("a port");
+        let listener = BulkListener::open().await.expect("a port");
         let offer = listener.offer().clone();
-        let accepting = tokio::spawn(listener.accept(Keys::for_test(1)));
+        let accepting = tokio::spawn(listener.accept(ConnectionKeys::for_test(1)));
         let to = IpAddr::from(Ipv4Addr::LOCALHOST);
-        let (mut full, mut incoming, line) = connect(to, &offer, Keys::for_test(1))
+        let (mut full, mut incoming, line) = connect(to, &offer, ConnectionKeys::for_test(1))
             .await
             .expect("somebody listens");
         let (_silent, _deaf, _) = accepting.await.expect("no panic").expect("it has the keys");
@@ -551,7 +559,7 @@ mod tests {
                 }
             }
         });
-        line.cut();
+        line.abort();
         let ended = async {
             (
                 reads.await.expect("no panic"),

@@ -2,7 +2,7 @@
 //!
 //! All disk access runs on blocking threads; each operation reports its end as an event.
 
-use super::input::{Input, Inputs};
+use super::input::{Input, InputSender};
 use checkpoint::state::{self, Room, Staged, StateError};
 use pvmd_machine::io::Event;
 use sempa_proto::MigrationId;
@@ -16,35 +16,35 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Staged files by migration; `None` while they are being staged.
-type All = Arc<Mutex<HashMap<MigrationId, Option<Staged>>>>;
+type StagedFiles = Arc<Mutex<HashMap<MigrationId, Option<Staged>>>>;
 
 /// The operations in progress on such files.
-pub(crate) struct States {
+pub(crate) struct ProgramStateFiles {
     place: Place,
-    inputs: Inputs,
-    staged: All,
-    room: Arc<Room>,
+    inputs: InputSender,
+    staged: StagedFiles,
+    collect_room: Arc<Room>,
 }
 
-fn lock(staged: &All) -> MutexGuard<'_, HashMap<MigrationId, Option<Staged>>> {
+fn lock(staged: &StagedFiles) -> MutexGuard<'_, HashMap<MigrationId, Option<Staged>>> {
     staged.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-fn io(error: &StateError) -> Failure {
+fn io_failure(error: &StateError) -> Failure {
     Failure::Io(error.to_string())
 }
 
-impl States {
-    pub(crate) fn new(place: Place, inputs: Inputs) -> States {
-        States {
+impl ProgramStateFiles {
+    pub(crate) fn new(place: Place, inputs: InputSender) -> ProgramStateFiles {
+        ProgramStateFiles {
             place,
             inputs,
-            staged: All::default(),
-            room: Arc::default(),
+            staged: StagedFiles::default(),
+            collect_room: Arc::default(),
         }
     }
 
-    fn work(&self, work: impl FnOnce() -> Event + Send + 'static) {
+    fn spawn_work(&self, work: impl FnOnce() -> Event + Send + 'static) {
         let inputs = self.inputs.clone();
         tokio::task::spawn_blocking(move || {
             let _ = inputs.blocking_send(Input::Event(work()));
@@ -53,15 +53,15 @@ impl States {
 
     /// Copies files into the image directory of this migration. Reports [`Event::StateCollected`].
     pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let (images, room) = (self.place.images(migration), Arc::clone(&self.room));
+        let (images, room) = (self.place.images(migration), Arc::clone(&self.collect_room));
         // Created before the thread starts: the thread must not create the directory again after a
         // drop. A failure shows when the directory is used.
         let _ = DirBuilder::new().mode(0o700).create(&images);
-        self.work(move || {
+        self.spawn_work(move || {
             let collected = state::collect(&files, &dir, &images, &room);
             let result = collected
                 .map(|(files, bytes)| DumpReport { bytes, files })
-                .map_err(|e| io(&e));
+                .map_err(|e| io_failure(&e));
             Event::StateCollected { migration, result }
         });
     }
@@ -71,29 +71,29 @@ impl States {
     pub(crate) fn stage(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
         let (images, staged) = (self.place.images(migration), self.staged.clone());
         lock(&staged).insert(migration, None);
-        self.work(move || {
+        self.spawn_work(move || {
             let result = state::stage(&files, &dir, &images)
-                .map_err(|e| io(&e))
-                .map(|all| {
+                .map_err(|e| io_failure(&e))
+                .map(|files_staged| {
                     // If the migration was dropped meanwhile, the staged files are dropped with
-                    // `all`.
+                    // `files_staged`.
                     let mut staged = lock(&staged);
                     staged
                         .entry(migration)
-                        .and_modify(|place| *place = Some(all));
+                        .and_modify(|place| *place = Some(files_staged));
                 });
             Event::StateStaged { migration, result }
         });
     }
 
     /// Renames the staged files to their final names. Reports [`Event::StateNamed`].
-    pub(crate) fn name(&self, migration: MigrationId) {
+    pub(crate) fn rename_staged(&self, migration: MigrationId) {
         let all = lock(&self.staged).remove(&migration).flatten();
-        self.work(move || {
-            let gone = || Failure::CalledOff("it was given up".into());
+        self.spawn_work(move || {
+            let dropped = || Failure::CalledOff("it was given up".into());
             let result = all
-                .ok_or_else(gone)
-                .and_then(|all| all.name().map_err(|e| io(&e)));
+                .ok_or_else(dropped)
+                .and_then(|all| all.name().map_err(|e| io_failure(&e)));
             Event::StateNamed { migration, result }
         });
     }

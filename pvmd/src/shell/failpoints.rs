@@ -3,7 +3,7 @@
 //! A fault injected while the daemon is stopped hits the migration at exactly that point,
 //! regardless of the load of the machine.
 
-use super::daemon::variable;
+use super::daemon::env_var;
 use nix::sys::signal::{Signal, raise};
 use sempa_proto::Tid;
 use sempa_proto::migration::Step;
@@ -16,11 +16,11 @@ use std::path::PathBuf;
 /// - A file `TID-before-STEP` stops the first daemon that is about to begin this step.
 /// - A file `TID-STEP` stops the first daemon that has completed this step.
 /// - Each daemon that reaches an edge of a step of the task appends a line to `TID-places`.
-const FOLDER: &str = "SEMPA_TEST_STEPS";
+const FOLDER_VARIABLE: &str = "SEMPA_TEST_STEPS";
 
 /// An edge of a step.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Edge {
+pub(crate) enum StepEdge {
     /// The step has not begun.
     Before,
     /// The step is complete, and its completion is not reported yet.
@@ -29,36 +29,36 @@ pub(crate) enum Edge {
 
 /// The failpoints that a test requested.
 #[derive(Debug)]
-pub(crate) struct Halts {
+pub(crate) struct Failpoints {
     folder: Option<PathBuf>,
 }
 
-impl Halts {
+impl Failpoints {
     /// Reads the folder from the environment. Without a folder there are no failpoints.
-    pub(crate) fn from_environment() -> Halts {
-        Halts {
-            folder: variable(FOLDER).map(PathBuf::from),
+    pub(crate) fn from_environment() -> Failpoints {
+        Failpoints {
+            folder: env_var(FOLDER_VARIABLE).map(PathBuf::from),
         }
     }
 
     /// Stops this process with SIGSTOP if a test requested it for this edge; the test continues it.
     ///
     /// The request file is renamed to `*.reached`, so only the first daemon to get here stops.
-    pub(crate) fn at(&self, tid: Tid, edge: Edge, step: Step) {
+    pub(crate) fn stop_if_requested(&self, tid: Tid, edge: StepEdge, step: Step) {
         let Some(folder) = &self.folder else { return };
         let edge = match edge {
-            Edge::Before => "before-",
-            Edge::After => "",
+            StepEdge::Before => "before-",
+            StepEdge::After => "",
         };
-        if let Ok(mut places) = OpenOptions::new()
+        if let Ok(mut reached_log) = OpenOptions::new()
             .append(true)
             .open(folder.join(format!("{tid}-places")))
         {
             // On failure the test that reads the file misses a line.
-            let _ = places.write_all(format!("{edge}{step}\n").as_bytes());
+            let _ = reached_log.write_all(format!("{edge}{step}\n").as_bytes());
         }
-        let wanted = folder.join(format!("{tid}-{edge}{step}"));
-        if std::fs::rename(&wanted, wanted.with_extension("reached")).is_ok() {
+        let request = folder.join(format!("{tid}-{edge}{step}"));
+        if std::fs::rename(&request, request.with_extension("reached")).is_ok() {
             // A failure is harmless: the test that waits for the stop reports it.
             let _ = raise(Signal::SIGSTOP);
         }

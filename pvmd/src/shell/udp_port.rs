@@ -9,7 +9,7 @@
 //!   the kernel's maximum size.
 
 use super::net::DATAGRAM_BYTES_MAX;
-use super::sys::watch;
+use super::sys::register;
 use quinn::udp::{EcnCodepoint, RecvMeta, Transmit, UdpSocketState};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
 use std::future::{Future, poll_fn};
@@ -24,14 +24,14 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 /// Datagrams that the library passes in one call when it has more to send.
-const RUN: usize = 10;
+const RUN_DATAGRAMS: usize = 10;
 /// Most bytes sent by one system call: the longest UDP payload over IPv4.
-const CALL_BYTES_MAX: usize = 65_507;
+const SEND_BYTES_MAX: usize = 65_507;
 /// Most datagrams, or runs joined by the kernel, received at once. More would leave the processor's
 /// cache before they are decrypted.
-const RECEIVE_MAX: usize = 4;
+const RECEIVE_BATCH_MAX: usize = 4;
 /// Most bytes the kernel joins on receipt (GRO).
-const JOINED_BYTES_MAX: usize = 64 << 10;
+const GRO_BYTES_MAX: usize = 64 << 10;
 
 /// The tokio runtime, with this port as its UDP socket.
 #[derive(Debug)]
@@ -47,7 +47,7 @@ impl Runtime for PortRuntime {
     }
 
     fn wrap_udp_socket(&self, socket: UdpSocket) -> io::Result<Arc<dyn AsyncUdpSocket>> {
-        Ok(Arc::new(Port::new(socket)?))
+        Ok(Arc::new(BatchingPort::new(socket)?))
     }
 
     fn now(&self) -> Instant {
@@ -57,25 +57,25 @@ impl Runtime for PortRuntime {
 
 /// The socket and the datagrams collected for its next system call.
 #[derive(Debug)]
-struct Port {
+struct BatchingPort {
     /// State shared with the flush task.
-    shared: Arc<Shared>,
+    shared: Arc<PortState>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct PortState {
     /// Registered for reading only: a writable event for every datagram sent would cost a wakeup
     /// each.
     socket: AsyncFd<UdpSocket>,
     state: UdpSocketState,
-    gathered: Mutex<Gathered>,
+    batch: Mutex<DatagramBatch>,
     /// The last send found the kernel's buffer full.
-    blocked: AtomicBool,
+    send_blocked: AtomicBool,
 }
 
 /// Datagrams of equal length and destination that are sent together.
 #[derive(Debug)]
-struct Gathered {
+struct DatagramBatch {
     bytes: Vec<u8>,
     /// Length of each datagram; the last may be shorter.
     segment: usize,
@@ -83,24 +83,24 @@ struct Gathered {
     ecn: Option<EcnCodepoint>,
     from: Option<IpAddr>,
     /// A flush task is running, which will send them.
-    flusher: bool,
+    flush_pending: bool,
 }
 
-impl Gathered {
-    fn new() -> Gathered {
+impl DatagramBatch {
+    fn new() -> DatagramBatch {
         let to = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
-        Gathered {
+        DatagramBatch {
             bytes: Vec::new(),
             segment: 1,
             to,
             ecn: None,
             from: None,
-            flusher: false,
+            flush_pending: false,
         }
     }
 
     /// True if a transmit may join the same system call.
-    fn takes(&self, transmit: &Transmit<'_>, segments_max: usize) -> bool {
+    fn accepts(&self, transmit: &Transmit<'_>, segments_max: usize) -> bool {
         let fits = match transmit.segment_size {
             Some(segment) => segment == self.segment,
             None => transmit.contents.len() <= self.segment,
@@ -115,7 +115,7 @@ impl Gathered {
 
     fn has_room(&self, bytes: usize, segments_max: usize) -> bool {
         let bytes = self.bytes.len() + bytes;
-        bytes <= CALL_BYTES_MAX && bytes.div_ceil(self.segment) <= segments_max
+        bytes <= SEND_BYTES_MAX && bytes.div_ceil(self.segment) <= segments_max
     }
 
     fn add(&mut self, transmit: &Transmit<'_>) {
@@ -127,74 +127,72 @@ impl Gathered {
     }
 }
 
-impl Port {
-    fn new(socket: UdpSocket) -> io::Result<Port> {
+impl BatchingPort {
+    fn new(socket: UdpSocket) -> io::Result<BatchingPort> {
         socket.set_nonblocking(true)?;
         let state = UdpSocketState::new((&socket).into())?;
-        let socket = watch(socket, Interest::READABLE)?;
-        let (gathered, blocked) = (Mutex::new(Gathered::new()), AtomicBool::new(false));
-        Ok(Port {
-            shared: Arc::new(Shared {
+        let socket = register(socket, Interest::READABLE)?;
+        let (batch, send_blocked) = (Mutex::new(DatagramBatch::new()), AtomicBool::new(false));
+        Ok(BatchingPort {
+            shared: Arc::new(PortState {
                 socket,
                 state,
-                gathered,
-                blocked,
+                batch,
+                send_blocked,
             }),
         })
     }
 }
 
-impl Shared {
-    fn gathered(&self) -> MutexGuard<'_, Gathered> {
+impl PortState {
+    fn lock_batch(&self) -> MutexGuard<'_, DatagramBatch> {
         // After a panic the datagrams are still valid; lost ones are retransmitted.
-        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
+        self.batch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn send_now(&self, transmit: &Transmit<'_>) -> io::Result<()> {
         let sent = self.state.send(self.socket.get_ref().into(), transmit);
         if sent.is_err() {
-            self.blocked.store(true, Ordering::Relaxed);
+            self.send_blocked.store(true, Ordering::Relaxed);
         }
         sent
     }
 
     /// Sends the collected datagrams. They are kept if the kernel's buffer is full.
-    fn flush(&self, gathered: &mut Gathered) -> io::Result<()> {
-        if gathered.bytes.is_empty() {
+    fn flush(&self, batch: &mut DatagramBatch) -> io::Result<()> {
+        if batch.bytes.is_empty() {
             return Ok(());
         }
         let transmit = Transmit {
-            destination: gathered.to,
-            ecn: gathered.ecn,
-            contents: &gathered.bytes,
-            segment_size: (gathered.bytes.len() > gathered.segment).then_some(gathered.segment),
-            src_ip: gathered.from,
+            destination: batch.to,
+            ecn: batch.ecn,
+            contents: &batch.bytes,
+            segment_size: (batch.bytes.len() > batch.segment).then_some(batch.segment),
+            src_ip: batch.from,
         };
         self.send_now(&transmit)?;
-        gathered.bytes.clear();
+        batch.bytes.clear();
         Ok(())
     }
 
-    fn gather(self: &Arc<Shared>, transmit: &Transmit<'_>) -> io::Result<()> {
+    fn send_or_batch(self: &Arc<PortState>, transmit: &Transmit<'_>) -> io::Result<()> {
         let segments_max = self.state.max_gso_segments();
-        let mut gathered = self.gathered();
-        if !gathered.takes(transmit, segments_max) {
-            self.flush(&mut gathered)?;
+        let mut batch = self.lock_batch();
+        if !batch.accepts(transmit, segments_max) {
+            self.flush(&mut batch)?;
         }
         let length = transmit.contents.len();
         let more_follows = transmit
             .segment_size
-            .is_some_and(|s| length.is_multiple_of(s) && length >= RUN * s);
-        if gathered.bytes.is_empty() && !more_follows {
+            .is_some_and(|s| length.is_multiple_of(s) && length >= RUN_DATAGRAMS * s);
+        if batch.bytes.is_empty() && !more_follows {
             return self.send_now(transmit);
         }
-        gathered.add(transmit);
-        if more_follows && gathered.has_room(length, segments_max)
-            || self.flush(&mut gathered).is_err()
-        {
+        batch.add(transmit);
+        if more_follows && batch.has_room(length, segments_max) || self.flush(&mut batch).is_err() {
             // The library may not call again, so a task must send what is collected.
-            if !std::mem::replace(&mut gathered.flusher, true) {
-                tokio::spawn(flush_soon(self.clone()));
+            if !std::mem::replace(&mut batch.flush_pending, true) {
+                tokio::spawn(flush_when_idle(self.clone()));
             }
         }
         Ok(())
@@ -202,21 +200,21 @@ impl Shared {
 }
 
 /// Sends the collected datagrams once no more were added while all other tasks ran.
-async fn flush_soon(port: Arc<Shared>) {
+async fn flush_when_idle(port: Arc<PortState>) {
     let mut before = 0;
     loop {
-        after_the_others().await;
+        yield_once().await;
         {
-            let mut gathered = port.gathered();
-            let now = gathered.bytes.len();
-            if now <= before && port.flush(&mut gathered).is_ok() {
-                gathered.flusher = false;
+            let mut batch = port.lock_batch();
+            let now = batch.bytes.len();
+            if now <= before && port.flush(&mut batch).is_ok() {
+                batch.flush_pending = false;
                 return;
             }
             before = now;
         }
-        if port.blocked.load(Ordering::Relaxed) {
-            let mut writable = Writable {
+        if port.send_blocked.load(Ordering::Relaxed) {
+            let mut writable = WritablePoller {
                 port: port.clone(),
                 watch: None,
             };
@@ -227,7 +225,7 @@ async fn flush_soon(port: Arc<Shared>) {
 }
 
 /// Waits until every runnable task has run once, without polling the sockets.
-async fn after_the_others() {
+async fn yield_once() {
     let mut waited = false;
     poll_fn(|cx| {
         if std::mem::replace(&mut waited, true) {
@@ -239,16 +237,16 @@ async fn after_the_others() {
     .await;
 }
 
-impl AsyncUdpSocket for Port {
+impl AsyncUdpSocket for BatchingPort {
     fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
-        Box::pin(Writable {
+        Box::pin(WritablePoller {
             port: self.shared.clone(),
             watch: None,
         })
     }
 
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
-        self.shared.gather(transmit)
+        self.shared.send_or_batch(transmit)
     }
 
     fn poll_recv(
@@ -257,17 +255,17 @@ impl AsyncUdpSocket for Port {
         bufs: &mut [IoSliceMut<'_>],
         meta: &mut [RecvMeta],
     ) -> Poll<io::Result<usize>> {
-        let Shared { socket, state, .. } = &*self.shared;
-        let room = RECEIVE_MAX.min(bufs.len());
+        let PortState { socket, state, .. } = &*self.shared;
+        let batch_max = RECEIVE_BATCH_MAX.min(bufs.len());
         loop {
             let mut ready = ready!(socket.poll_read_ready(cx))?;
             match state.recv(
                 socket.get_ref().into(),
-                &mut bufs[..room],
-                &mut meta[..room],
+                &mut bufs[..batch_max],
+                &mut meta[..batch_max],
             ) {
                 Ok(count) => {
-                    if count < room {
+                    if count < batch_max {
                         // The kernel's queue was empty, and later datagrams are signaled again.
                         ready.clear_ready();
                     }
@@ -297,26 +295,27 @@ impl AsyncUdpSocket for Port {
         self.shared
             .state
             .gro_segments()
-            .min(JOINED_BYTES_MAX.div_ceil(usize::from(DATAGRAM_BYTES_MAX)))
+            .min(GRO_BYTES_MAX.div_ceil(usize::from(DATAGRAM_BYTES_MAX)))
     }
 }
 
 /// Waits until the kernel accepts datagrams again. Watches the socket only while its buffer is
 /// full.
 #[derive(Debug)]
-struct Writable {
-    port: Arc<Shared>,
+struct WritablePoller {
+    port: Arc<PortState>,
     watch: Option<AsyncFd<UdpSocket>>,
 }
 
-impl UdpPoller for Writable {
+impl UdpPoller for WritablePoller {
     fn poll_writable(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        if self.port.blocked.load(Ordering::Relaxed) {
+        if self.port.send_blocked.load(Ordering::Relaxed) {
             if self.watch.is_none() {
                 let again = self.port.socket.get_ref().try_clone();
-                let Ok(watch) = again.and_then(|socket| watch(socket, Interest::WRITABLE)) else {
+                let Ok(watch) = again.and_then(|socket| register(socket, Interest::WRITABLE))
+                else {
                     // Out of descriptors: poll again after the other tasks, until one is free.
-                    self.port.blocked.store(false, Ordering::Relaxed);
+                    self.port.send_blocked.store(false, Ordering::Relaxed);
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
                 };
@@ -325,7 +324,7 @@ impl UdpPoller for Writable {
             if let Some(watch) = &self.watch {
                 let _ready = ready!(watch.poll_write_ready(cx))?;
             }
-            self.port.blocked.store(false, Ordering::Relaxed);
+            self.port.send_blocked.store(false, Ordering::Relaxed);
         }
         self.watch = None;
         Poll::Ready(Ok(()))
@@ -341,20 +340,20 @@ mod tests {
     const SEGMENT: usize = 1000;
 
     /// Returns a port, and an ordinary socket to which it sends.
-    fn pair() -> (Port, UdpSocket) {
+    fn pair() -> (BatchingPort, UdpSocket) {
         let any = (Ipv4Addr::LOCALHOST, 0);
         let receiver = UdpSocket::bind(any).expect("a socket");
         receiver
             .set_read_timeout(Some(Duration::from_secs(10)))
             .expect("a time");
         (
-            Port::new(UdpSocket::bind(any).expect("a socket")).expect("a port"),
+            BatchingPort::new(UdpSocket::bind(any).expect("a socket")).expect("a port"),
             receiver,
         )
     }
 
     /// Sends datagrams in one transmit, each filled with its number.
-    fn send(port: &Port, to: &UdpSocket, lengths: &[usize], next: &mut u8) {
+    fn send(port: &BatchingPort, to: &UdpSocket, lengths: &[usize], next: &mut u8) {
         let mut contents = Vec::new();
         for length in lengths {
             contents.extend(std::iter::repeat_n(*next, *length));
@@ -374,19 +373,19 @@ mod tests {
     }
 
     fn receive(receiver: &UdpSocket) -> (usize, u8) {
-        let mut room = [0; 2 * SEGMENT];
-        let length = receiver.recv(&mut room).expect("a datagram");
+        let mut buffer = [0; 2 * SEGMENT];
+        let length = receiver.recv(&mut buffer).expect("a datagram");
         assert!(
-            room[..length].iter().all(|byte| *byte == room[0]),
+            buffer[..length].iter().all(|byte| *byte == buffer[0]),
             "one datagram holds another one's bytes"
         );
-        (length, room[0])
+        (length, buffer[0])
     }
 
     #[tokio::test]
     async fn batched_datagrams_arrive_singly_and_in_order() {
         let (port, receiver) = pair();
-        let run = [SEGMENT; RUN];
+        let run = [SEGMENT; RUN_DATAGRAMS];
         let sent: [&[usize]; 9] = [
             &[70],
             &run,
@@ -419,26 +418,26 @@ mod tests {
                 src_ip: None,
             }
         };
-        let mut gathered = Gathered::new();
-        gathered.add(&transmit(&run, Some(SEGMENT)));
+        let mut batch = DatagramBatch::new();
+        batch.add(&transmit(&run, Some(SEGMENT)));
         assert!(
-            gathered.takes(&transmit(&run, Some(SEGMENT)), 64)
-                && gathered.takes(&transmit(&short, None), 64)
+            batch.accepts(&transmit(&run, Some(SEGMENT)), 64)
+                && batch.accepts(&transmit(&short, None), 64)
         );
         // The kernel's buffer is assumed to be full, so the datagrams stay collected.
-        gathered.add(&transmit(&short, None));
+        batch.add(&transmit(&short, None));
         assert!(
-            !gathered.takes(&transmit(&run, Some(SEGMENT)), 64)
-                && !gathered.takes(&transmit(&short, None), 64)
+            !batch.accepts(&transmit(&run, Some(SEGMENT)), 64)
+                && !batch.accepts(&transmit(&short, None), 64)
         );
     }
 
     #[tokio::test]
     async fn last_run_is_flushed_without_another_send() {
         let (port, receiver) = pair();
-        send(&port, &receiver, &[SEGMENT; RUN], &mut 0);
+        send(&port, &receiver, &[SEGMENT; RUN_DATAGRAMS], &mut 0);
         let read = tokio::task::spawn_blocking(move || {
-            std::array::from_fn::<_, RUN, _>(|_| receive(&receiver))
+            std::array::from_fn::<_, RUN_DATAGRAMS, _>(|_| receive(&receiver))
         });
         let expected = std::array::from_fn(|number| (SEGMENT, number as u8));
         assert_eq!(read.await.expect("all of them"), expected);
@@ -450,13 +449,13 @@ mod tests {
         let shared = port.shared.clone();
         let mut poller = Arc::new(port).create_io_poller();
         for _ in 0..2 {
-            shared.blocked.store(true, Ordering::Relaxed);
+            shared.send_blocked.store(true, Ordering::Relaxed);
             poll_fn(|cx| poller.as_mut().poll_writable(cx))
                 .await
                 .expect("a socket");
-            assert!(!shared.blocked.load(Ordering::Relaxed));
+            assert!(!shared.send_blocked.load(Ordering::Relaxed));
         }
-        send(&Port { shared }, &receiver, &[70], &mut 0);
+        send(&BatchingPort { shared }, &receiver, &[70], &mut 0);
         assert_eq!(receive(&receiver), (70, 0));
     }
 
@@ -464,8 +463,8 @@ mod tests {
     async fn datagrams_after_an_empty_queue_are_received() {
         let (port, sender) = pair();
         let to = port.local_addr().expect("an address");
-        let mut room = vec![0; RECEIVE_MAX * (64 << 10)];
-        for round in 0..2 * RECEIVE_MAX + 3 {
+        let mut room = vec![0; RECEIVE_BATCH_MAX * (64 << 10)];
+        for round in 0..2 * RECEIVE_BATCH_MAX + 3 {
             // Fewer datagrams than one receive call takes, equally many, and more.
             for number in 0..=round {
                 sender.send_to(&[number as u8], to).expect("room");
@@ -474,7 +473,7 @@ mod tests {
             while seen <= round {
                 let mut bufs: Vec<IoSliceMut<'_>> =
                     room.chunks_mut(64 << 10).map(IoSliceMut::new).collect();
-                let mut meta = [RecvMeta::default(); RECEIVE_MAX];
+                let mut meta = [RecvMeta::default(); RECEIVE_BATCH_MAX];
                 let count = poll_fn(|cx| port.poll_recv(cx, &mut bufs, &mut meta))
                     .await
                     .expect("datagrams");

@@ -1,11 +1,11 @@
 //! Manual start of a daemon (`so=ms`), as in PVM: the master prints the command to type on the
 //! other host and reads the new daemon's reply from its standard input.
 //!
-//! The certificate is delivered as with a hoster ([`super::join`]): the person enters a one-time
-//! secret on the other host and types the daemon's line here. [`read_secret`] is the new daemon's
-//! part.
+//! The certificate is delivered as with a hoster ([`super::sealed_bootstrap`]): the person enters a
+//! one-time secret on the other host and types the daemon's line here. [`read_secret`] is the new
+//! daemon's part.
 
-use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Ready, Refusal, parse_reply};
+use super::bootstrap::{BOOTSTRAP_BYTES_MAX, ReadyReply, Refusal, parse_reply};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::{SFlag, fstat};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
@@ -19,15 +19,15 @@ use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
 /// Time for a person to log in on the other host, start the daemon and type its reply.
-const ANSWER_WITHIN: Duration = Duration::from_secs(600);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
 /// Interval at which standard input is polled for a reply. Blocking is not possible: the master
 /// must not read while it is in the background of its terminal, which is not signaled, and a
 /// blocked read would delay the daemon's end.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Most bytes of a typed reply.
-const ANSWER_BYTES_MAX: usize = 4096;
+const REPLY_BYTES_MAX: usize = 4096;
 
-fn cant(text: String) -> Refusal {
+fn cannot_start(text: String) -> Refusal {
     Refusal {
         error: PvmError::CantStart,
         text,
@@ -38,7 +38,7 @@ fn cant(text: String) -> Refusal {
 ///
 /// # Errors
 /// Why not, and what to do.
-pub(crate) fn can_ask() -> Result<(), Refusal> {
+pub(crate) fn check_can_ask() -> Result<(), Refusal> {
     let why = if stdin().is_terminal() {
         if in_foreground() {
             return Ok(());
@@ -53,7 +53,7 @@ pub(crate) fn can_ask() -> Result<(), Refusal> {
         }
         "its standard input is no terminal"
     };
-    Err(cant(format!(
+    Err(cannot_start(format!(
         "so=ms starts it by hand, and the master can ask nobody for that: {why}; start the master with \
          \"pvmd hostfile\" in a terminal and leave it in front, or leave so=ms out to use ssh"
     )))
@@ -69,9 +69,9 @@ fn in_foreground() -> bool {
 ///
 /// # Errors
 /// The daemon's refusal, or that no reply was typed.
-pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
+pub(crate) async fn ask(order: &StartOrder) -> Result<ReadyReply, Refusal> {
     // Input typed before the question is not a reply to it.
-    while let Some(bytes) = typed()? {
+    while let Some(bytes) = read_available()? {
         drop(bytes);
     }
     let StartOrder {
@@ -79,27 +79,30 @@ pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
         command,
         secret,
     } = order;
-    say(format!(
+    print(format!(
         "*** Manual startup ***\nLogin to \"{login}\" and type:\n{command}\n\
          It asks for a secret, which is good for this once:\n{secret}\nType response: "
     ))
     .await;
-    let mut given_up = GivenUp { login, open: true };
-    let answer = timeout(ANSWER_WITHIN, answer_line()).await;
-    given_up.open = false;
+    let mut notice = WithdrawalNotice {
+        login,
+        pending: true,
+    };
+    let answer = timeout(REPLY_TIMEOUT, read_reply_line()).await;
+    notice.pending = false;
     let result = match answer {
         Ok(Ok(line)) => parse_reply(&line).unwrap_or_else(|| {
-            Err(cant(format!(
+            Err(cannot_start(format!(
                 "{line:?} is not the line that a daemon answers with, which begins with ddpro<"
             )))
         }),
         Ok(Err(refusal)) => Err(refusal),
-        Err(_) => Err(cant(format!(
+        Err(_) => Err(cannot_start(format!(
             "nobody typed an answer within {} s",
-            ANSWER_WITHIN.as_secs()
+            REPLY_TIMEOUT.as_secs()
         ))),
     };
-    say(match &result {
+    print(match &result {
         Ok(_) => "Thanks\n".to_string(),
         Err(refusal) => format!("{login} is not added: {}\n", refusal.text),
     })
@@ -108,28 +111,28 @@ pub(crate) async fn ask(order: &StartOrder) -> Result<Ready, Refusal> {
 }
 
 /// Tells the person if the question is withdrawn, for example by a halt.
-struct GivenUp<'a> {
+struct WithdrawalNotice<'a> {
     login: &'a str,
-    open: bool,
+    pending: bool,
 }
 
-impl Drop for GivenUp<'_> {
+impl Drop for WithdrawalNotice<'_> {
     fn drop(&mut self) {
-        if self.open {
-            write_aside(format!("\n{} is not wanted any more\n", self.login), None);
+        if self.pending {
+            print_in_thread(format!("\n{} is not wanted any more\n", self.login), None);
         }
     }
 }
 
 /// Prints to standard error and waits until that is done.
-async fn say(text: String) {
+async fn print(text: String) {
     let (done, printed) = oneshot::channel();
-    write_aside(text, Some(done));
+    print_in_thread(text, Some(done));
     let _ = printed.await;
 }
 
 /// Prints from a separate thread: a stopped terminal must not stop the daemon.
-fn write_aside(text: String, done: Option<oneshot::Sender<()>>) {
+fn print_in_thread(text: String, done: Option<oneshot::Sender<()>>) {
     std::thread::spawn(move || {
         // If the terminal is gone, the reply will time out.
         let _ = stderr().write_all(text.as_bytes());
@@ -138,10 +141,10 @@ fn write_aside(text: String, done: Option<oneshot::Sender<()>>) {
 }
 
 /// Returns the next line that is not blank.
-async fn answer_line() -> Result<String, Refusal> {
+async fn read_reply_line() -> Result<String, Refusal> {
     let mut bytes = Vec::new();
     loop {
-        while let Some(more) = typed()? {
+        while let Some(more) = read_available()? {
             bytes.extend(more);
             while let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = bytes.drain(..=end).collect();
@@ -150,21 +153,21 @@ async fn answer_line() -> Result<String, Refusal> {
                     return Ok(line);
                 }
             }
-            if bytes.len() > ANSWER_BYTES_MAX {
-                return Err(cant(format!(
-                    "the answer is longer than {ANSWER_BYTES_MAX} bytes"
+            if bytes.len() > REPLY_BYTES_MAX {
+                return Err(cannot_start(format!(
+                    "the answer is longer than {REPLY_BYTES_MAX} bytes"
                 )));
             }
         }
-        sleep(LOOK_EVERY).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 
 /// Returns the bytes that can be read without waiting; `None` if there are none.
-fn typed() -> Result<Option<Vec<u8>>, Refusal> {
+fn read_available() -> Result<Option<Vec<u8>>, Refusal> {
     let stdin = stdin();
     let ended = |why: &str| {
-        cant(format!(
+        cannot_start(format!(
             "the master's standard input has ended ({why}), so that nobody can answer"
         ))
     };
@@ -173,7 +176,7 @@ fn typed() -> Result<Option<Vec<u8>>, Refusal> {
     if !waits || stdin.is_terminal() && !in_foreground() {
         return Ok(None);
     }
-    let mut bytes = vec![0; ANSWER_BYTES_MAX];
+    let mut bytes = vec![0; REPLY_BYTES_MAX];
     match read(&stdin, &mut bytes) {
         Ok(0) => Err(ended("end of file")),
         Ok(count) => {
@@ -191,7 +194,7 @@ fn typed() -> Result<Option<Vec<u8>>, Refusal> {
 /// # Errors
 /// The system's error.
 pub(crate) fn read_secret() -> std::io::Result<String> {
-    let _hidden = stdin().is_terminal().then(Hidden::begin);
+    let _hidden = stdin().is_terminal().then(EchoOff::begin);
     let mut line = String::new();
     BufReader::new(stdin())
         .take(BOOTSTRAP_BYTES_MAX as u64)
@@ -201,10 +204,10 @@ pub(crate) fn read_secret() -> std::io::Result<String> {
 }
 
 /// Disables the terminal's echo until dropped.
-struct Hidden(Option<Termios>);
+struct EchoOff(Option<Termios>);
 
-impl Hidden {
-    fn begin() -> Hidden {
+impl EchoOff {
+    fn begin() -> EchoOff {
         let before = tcgetattr(stdin()).ok();
         if let Some(mut quiet) = before.clone() {
             // An interrupt would leave the echo disabled.
@@ -217,11 +220,11 @@ impl Hidden {
             stderr(),
             "Secret that the master shows (hidden; an empty one ends this): "
         );
-        Hidden(before)
+        EchoOff(before)
     }
 }
 
-impl Drop for Hidden {
+impl Drop for EchoOff {
     fn drop(&mut self) {
         if let Some(before) = &self.0 {
             let _ = tcsetattr(stdin(), SetArg::TCSANOW, before);

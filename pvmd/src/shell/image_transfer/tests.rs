@@ -1,9 +1,9 @@
 //! Tests of sender and receiver over one buffer.
 
-use super::super::bulk::{Incoming, Keys, Outgoing};
-use super::super::rate::Rate;
-use super::receive::ANEW_MAX;
-use super::send::LOOK_EVERY;
+use super::super::bulk_tcp::{ConnectionKeys, RecordReader, RecordWriter};
+use super::super::rate_limit::RateLimit;
+use super::receive::RESTARTS_MAX;
+use super::send::POLL_INTERVAL;
 use super::*;
 use std::fs::{File, OpenOptions};
 use std::io::{Cursor, Read, Write};
@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 /// Bytes that head and tag add to a record.
-const AROUND: usize = 20;
+const RECORD_OVERHEAD_BYTES: usize = 20;
 
 /// Returns a root and two directories in it for one test; the second one does not exist yet.
 fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
@@ -25,24 +25,32 @@ fn scratch(name: &str) -> (PathBuf, PathBuf, PathBuf) {
 
 /// Returns what is sent for a directory, and the number of file bytes reported.
 fn sent(from: &Path) -> (Vec<u8>, u64) {
-    let progress = Progress::default();
-    progress.turn(State::Complete);
-    let (mut wire, rate) = (Vec::new(), Rate::default());
-    let bytes = Sender::new(from, Outgoing::new(&mut wire, Keys::for_test(1).out), &rate)
-        .send(&progress)
-        .expect("sent");
+    let progress = SharedDirState::default();
+    progress.set(DirState::Complete);
+    let (mut wire, rate) = (Vec::new(), RateLimit::default());
+    let bytes = Sender::new(
+        from,
+        RecordWriter::new(&mut wire, ConnectionKeys::for_test(1).listener_key),
+        &rate,
+    )
+    .send(&progress)
+    .expect("sent");
     (wire, bytes.bytes)
 }
 
 fn received(to: &Path, wire: impl Read) -> Result<u64, Failure> {
-    receive(to, &mut Incoming::new(wire, Keys::for_test(1).out))
+    receive(
+        to,
+        &mut RecordReader::new(wire, ConnectionKeys::for_test(1).listener_key),
+    )
 }
 
 /// Splits what was sent into its records.
 fn records(mut wire: &[u8]) -> Vec<&[u8]> {
     let mut all = Vec::new();
     while let Some(head) = wire.first_chunk::<4>() {
-        let (record, rest) = wire.split_at(u32::from_le_bytes(*head) as usize + AROUND);
+        let (record, rest) =
+            wire.split_at(u32::from_le_bytes(*head) as usize + RECORD_OVERHEAD_BYTES);
         all.push(record);
         wire = rest;
     }
@@ -50,22 +58,22 @@ fn records(mut wire: &[u8]) -> Vec<&[u8]> {
 }
 
 /// Sends these marks and pieces in correctly encrypted records.
-fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
-    let (mut wire, rate) = (Vec::new(), Rate::default());
+fn encode_records(what: &[Result<TransferMark, (u32, usize)>]) -> Vec<u8> {
+    let (mut wire, rate) = (Vec::new(), RateLimit::default());
     let mut sender = Sender::new(
         Path::new("/"),
-        Outgoing::new(&mut wire, Keys::for_test(1).out),
+        RecordWriter::new(&mut wire, ConnectionKeys::for_test(1).listener_key),
         &rate,
     );
     for one in what {
         match one {
-            Ok(mark) => sender.mark(mark).expect("sent"),
+            Ok(mark) => sender.send_mark(mark).expect("sent"),
             Err((number, bytes)) => {
                 let fill = |room: &mut [u8]| {
                     room.fill(7);
                     Ok::<(), Failure>(())
                 };
-                let front = [&[PIECE][..], &number.to_le_bytes()].concat();
+                let front = [&[RECORD_PIECE][..], &number.to_le_bytes()].concat();
                 sender
                     .out
                     .send_packed(&front, *bytes, fill, |_| ())
@@ -78,8 +86,8 @@ fn said(what: &[Result<Mark, (u32, usize)>]) -> Vec<u8> {
     wire
 }
 
-fn file(number: u32, name: &str) -> Result<Mark, (u32, usize)> {
-    Ok(Mark::File {
+fn file(number: u32, name: &str) -> Result<TransferMark, (u32, usize)> {
+    Ok(TransferMark::File {
         number,
         name: name.to_string(),
     })
@@ -132,12 +140,12 @@ fn only_sent_bytes_count_for_the_rate_limit() {
     let (root, from, _) = scratch("charged");
     std::fs::write(from.join("pages-1.img"), vec![0; 64 * PIECE_BYTES]).expect("writable");
     std::fs::write(from.join("pages-2.img"), vec![7; PIECE_BYTES]).expect("writable");
-    let progress = Progress::default();
-    progress.turn(State::Complete);
-    let rate = Rate::of(Some("1000000")).expect("a rate");
+    let progress = SharedDirState::default();
+    progress.set(DirState::Complete);
+    let rate = RateLimit::parse(Some("1000000")).expect("a rate");
     let sender = Sender::new(
         &from,
-        Outgoing::new(io::sink(), Keys::for_test(1).out),
+        RecordWriter::new(io::sink(), ConnectionKeys::for_test(1).listener_key),
         &rate,
     );
     let begin = std::time::Instant::now();
@@ -149,7 +157,7 @@ fn only_sent_bytes_count_for_the_rate_limit() {
     );
     let around = 64 * 64;
     assert!(
-        (PIECE_BYTES..PIECE_BYTES + around).contains(&(sent.left as usize)),
+        (PIECE_BYTES..PIECE_BYTES + around).contains(&(sent.wire_bytes as usize)),
         "{sent:?}"
     );
     std::fs::remove_dir_all(root).expect("ours");
@@ -208,9 +216,9 @@ fn tampered_or_truncated_records_are_refused() {
 #[test]
 fn malformed_sequences_from_source_are_refused() {
     let (root, _, to) = scratch("rules");
-    let end = |files, bytes| Ok(Mark::End { files, bytes });
-    let ends = |number, bytes| Ok(Mark::FileEnd { number, bytes });
-    let mut rules: Vec<Vec<Result<Mark, (u32, usize)>>> = vec![
+    let end = |files, bytes| Ok(TransferMark::End { files, bytes });
+    let ends = |number, bytes| Ok(TransferMark::FileEnd { number, bytes });
+    let mut rules: Vec<Vec<Result<TransferMark, (u32, usize)>>> = vec![
         vec![Err((0, 5))],
         vec![file(1, "a.img")],
         vec![file(0, "a.img"), file(0, "b.img")],
@@ -223,8 +231,10 @@ fn malformed_sequences_from_source_are_refused() {
         vec![end(1, 0)],
         vec![file(0, "a.img"), end(1, 0)],
         vec![file(0, "a.img"), Err((0, 5)), ends(0, 5), end(1, 4)],
-        vec![file(0, "a.img"), Ok(Mark::Anew), Err((0, 5))],
-        (0..=ANEW_MAX).map(|_| Ok(Mark::Anew)).collect(),
+        vec![file(0, "a.img"), Ok(TransferMark::Restart), Err((0, 5))],
+        (0..=RESTARTS_MAX)
+            .map(|_| Ok(TransferMark::Restart))
+            .collect(),
         (0..=OPEN_FILES_MAX as u32)
             .map(|number| file(number, &format!("{number}.img")))
             .collect(),
@@ -232,11 +242,11 @@ fn malformed_sequences_from_source_are_refused() {
     let names = ["", ".", "..", "../x", "a/b", "/etc/x", &"n".repeat(256)];
     rules.extend(names.map(|name| vec![file(0, name)]));
     for what in rules {
-        let mut wire = said(&what);
+        let mut wire = encode_records(&what);
         // The rest is cut off: the error must be reported without waiting for it.
         wire.push(0);
         let result = received(&to, &wire[..]);
-        let middle = result == Err(wrong("the transfer ended in the middle"));
+        let middle = result == Err(format_failure("the transfer ended in the middle"));
         assert!(
             matches!(result, Err(Failure::Images(_) | Failure::Io(_))) && !middle,
             "{what:?}: {result:?}"
@@ -259,9 +269,9 @@ fn oversized_record_is_refused_by_its_head() {
 
 /// A shared buffer of what was sent.
 #[derive(Clone, Default)]
-struct Wire(std::sync::Arc<Mutex<Vec<u8>>>);
+struct SharedWire(std::sync::Arc<Mutex<Vec<u8>>>);
 
-impl Write for Wire {
+impl Write for SharedWire {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.lock().expect("no panic").extend_from_slice(bytes);
         Ok(bytes.len())
@@ -273,59 +283,67 @@ impl Write for Wire {
 }
 
 /// Waits until at least `bytes` bytes were sent.
-fn until(wire: &Wire, bytes: usize) {
+fn wait_until_sent(wire: &SharedWire, bytes: usize) {
     let begin = std::time::Instant::now();
     while wire.0.lock().expect("no panic").len() < bytes {
         assert!(
             begin.elapsed() < Duration::from_secs(30),
             "what grows is not sent"
         );
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
 /// Growing files are sent before they are complete, and a restarted directory arrives in its final
 /// state.
 #[test]
-fn growing_files_stream_and_restarts_are_followed()
-{
+fn growing_files_stream_and_restarts_are_followed() {
     let content: Vec<u8> = (0..2 * PIECE_BYTES + 100)
         .map(|i| (i % 241) as u8)
         .collect();
     // The new directory may have more files, some of them completely sent while they are written.
     for (anew, more) in [(false, 0), (true, 5), (true, content.len())] {
         let (root, from, to) = scratch(&format!("grows-{anew}-{more}"));
-        let (progress, wire, rate) = (Progress::default(), Wire::default(), Rate::default());
+        let (progress, wire, rate) = (
+            SharedDirState::default(),
+            SharedWire::default(),
+            RateLimit::default(),
+        );
         let result = std::thread::scope(|scope| {
             let (out, from, of_thread, rate) = (wire.clone(), &from, &progress, &rate);
             let sending = scope.spawn(move || {
-                Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), rate).send(of_thread)
+                Sender::new(
+                    from,
+                    RecordWriter::new(out, ConnectionKeys::for_test(1).listener_key),
+                    rate,
+                )
+                .send(of_thread)
             });
             let path = from.join("pages-1.img");
             let mut growing = File::create(&path).expect("writable");
             growing
                 .write_all(&content[..PIECE_BYTES + 5])
                 .expect("writable");
-            until(&wire, PIECE_BYTES);
+            wait_until_sent(&wire, PIECE_BYTES);
             if anew {
                 std::fs::remove_dir_all(from).expect("ours");
                 std::fs::create_dir(from).expect("a scratch directory");
                 std::fs::write(&path, b"other").expect("writable");
                 std::fs::write(from.join("pages-2.img"), &content[..more]).expect("writable");
-                until(&wire, PIECE_BYTES + more);
+                wait_until_sent(&wire, PIECE_BYTES + more);
             } else {
                 growing
                     .write_all(&content[PIECE_BYTES + 5..])
                     .expect("writable");
             }
             std::fs::write(from.join("core-1.img"), b"core").expect("writable");
-            progress.turn(State::Complete);
+            progress.set(DirState::Complete);
             sending.join().expect("no panic")
         });
         let expected = if anew { b"other" } else { &content[..] };
         let bytes = (expected.len() + more + 4) as u64;
         let wire = wire.0.lock().expect("no panic").clone();
-        let ahead = if anew {
+        let early_bytes = if anew {
             more - more % PIECE_BYTES
         } else {
             PIECE_BYTES
@@ -335,8 +353,11 @@ fn growing_files_stream_and_restarts_are_followed()
             (sent.bytes, received(&to, Cursor::new(wire))),
             (bytes, Ok(bytes))
         );
-        let in_vain = if anew { PIECE_BYTES as u64 } else { 0 };
-        assert!(sent.ahead >= ahead && sent.in_vain == in_vain, "{sent:?}");
+        let void_bytes = if anew { PIECE_BYTES as u64 } else { 0 };
+        assert!(
+            sent.early_bytes >= early_bytes && sent.void_bytes == void_bytes,
+            "{sent:?}"
+        );
         assert_eq!(
             std::fs::read(to.join("pages-1.img")).expect("there"),
             expected
@@ -362,19 +383,24 @@ fn growing_files_stream_and_restarts_are_followed()
 #[test]
 fn replaced_partly_sent_file_is_an_error() {
     let (root, from, _) = scratch("replaced");
-    let (progress, wire) = (Progress::default(), Wire::default());
+    let (progress, wire) = (SharedDirState::default(), SharedWire::default());
     let result = std::thread::scope(|scope| {
         let (out, from, of_thread) = (wire.clone(), &from, &progress);
         let sending = scope.spawn(move || {
-            let rate = Rate::default();
-            Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), &rate).send(of_thread)
+            let rate = RateLimit::default();
+            Sender::new(
+                from,
+                RecordWriter::new(out, ConnectionKeys::for_test(1).listener_key),
+                &rate,
+            )
+            .send(of_thread)
         });
         let path = from.join("pages-1.img");
         std::fs::write(&path, vec![7; PIECE_BYTES]).expect("writable");
-        until(&wire, PIECE_BYTES);
+        wait_until_sent(&wire, PIECE_BYTES);
         std::fs::remove_file(&path).expect("ours");
         std::fs::write(&path, vec![7; PIECE_BYTES]).expect("writable");
-        progress.turn(State::Complete);
+        progress.set(DirState::Complete);
         sending.join().expect("no panic")
     });
     assert!(
@@ -385,12 +411,12 @@ fn replaced_partly_sent_file_is_an_error() {
 }
 
 /// Truncates a file once some of it was sent.
-struct Cuts<'a> {
-    wire: Wire,
+struct TruncatingWriter<'a> {
+    wire: SharedWire,
     path: &'a Path,
 }
 
-impl Write for Cuts<'_> {
+impl Write for TruncatingWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if bytes.len() > PIECE_BYTES {
             OpenOptions::new().write(true).open(self.path)?.set_len(7)?;
@@ -407,19 +433,19 @@ impl Write for Cuts<'_> {
 #[test]
 fn unreadable_growing_file_fails_at_completion() {
     for (state, told) in [
-        (State::Complete, "pages-1.img"),
-        (State::Void, "broken off"),
+        (DirState::Complete, "pages-1.img"),
+        (DirState::Dropped, "broken off"),
     ] {
         let (root, from, _) = scratch(&format!("unread-{state:?}"));
         let (progress, wire, path) = (
-            Progress::default(),
-            Wire::default(),
+            SharedDirState::default(),
+            SharedWire::default(),
             from.join("pages-1.img"),
         );
         std::fs::write(&path, vec![7; 2 * PIECE_BYTES]).expect("writable");
         let result = std::thread::scope(|scope| {
             let (out, from, of_thread) = (
-                Cuts {
+                TruncatingWriter {
                     wire: wire.clone(),
                     path: &path,
                 },
@@ -427,11 +453,16 @@ fn unreadable_growing_file_fails_at_completion() {
                 &progress,
             );
             let sending = scope.spawn(move || {
-                let rate = Rate::default();
-                Sender::new(from, Outgoing::new(out, Keys::for_test(1).out), &rate).send(of_thread)
+                let rate = RateLimit::default();
+                Sender::new(
+                    from,
+                    RecordWriter::new(out, ConnectionKeys::for_test(1).listener_key),
+                    &rate,
+                )
+                .send(of_thread)
             });
-            until(&wire, PIECE_BYTES);
-            progress.turn(state);
+            wait_until_sent(&wire, PIECE_BYTES);
+            progress.set(state);
             sending.join().expect("no panic")
         });
         let why = result.expect_err("it is not whole").to_string();
@@ -443,13 +474,13 @@ fn unreadable_growing_file_fails_at_completion() {
 #[test]
 fn dropped_directory_is_not_sent() {
     let (root, from, _) = scratch("void");
-    let progress = Progress::default();
-    progress.turn(State::Void);
-    progress.turn(State::Complete);
+    let progress = SharedDirState::default();
+    progress.set(DirState::Dropped);
+    progress.set(DirState::Complete);
     let result = Sender::new(
         &from,
-        Outgoing::new(io::sink(), Keys::for_test(1).out),
-        &Rate::default(),
+        RecordWriter::new(io::sink(), ConnectionKeys::for_test(1).listener_key),
+        &RateLimit::default(),
     )
     .send(&progress);
     assert!(matches!(result, Err(Failure::CalledOff(_))), "{result:?}");

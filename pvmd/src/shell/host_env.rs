@@ -60,7 +60,7 @@ pub(crate) fn unix_time() -> Micros {
 
 /// Settings of one daemon's world that may differ between daemons on the same host.
 #[derive(Debug, Default)]
-pub(crate) struct WorldSettings {
+pub(crate) struct HostEnvironmentSettings {
     /// Search path, not expanded. Default: `PVM_PATH`, then [`SEARCH_PATH`].
     pub(crate) search_path: Option<String>,
     /// Working directory, not expanded. Default: `PVM_WD`, then the home directory.
@@ -72,16 +72,20 @@ pub(crate) struct WorldSettings {
 }
 
 /// The [`World`] of a running daemon.
-pub(crate) struct DaemonWorld {
+pub(crate) struct HostEnvironment {
     search: Vec<PathBuf>,
     work_dir: PathBuf,
     env: BTreeMap<OsString, OsString>,
     random: &'static dyn SecureRandom,
 }
 
-impl DaemonWorld {
+impl HostEnvironment {
     /// Builds the world from the environment of this process and the settings.
-    pub(crate) fn new(settings: WorldSettings, place: &Place, uid: u32) -> DaemonWorld {
+    pub(crate) fn new(
+        settings: HostEnvironmentSettings,
+        place: &Place,
+        uid: u32,
+    ) -> HostEnvironment {
         let own: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
         let programs = programs_folder();
         let library = library_folder(
@@ -91,7 +95,7 @@ impl DaemonWorld {
         );
         let mut env = task_environment(own, library.as_deref(), place, uid);
         if let Some(debugger) = &settings.debugger {
-            let expanded = expand(debugger, |name| {
+            let expanded = expand_variables(debugger, |name| {
                 env.get(OsStr::new(name))
                     .map(|v| v.to_string_lossy().into_owned())
             });
@@ -106,7 +110,7 @@ impl DaemonWorld {
             .search_path
             .or_else(|| var("PVM_PATH"))
             .unwrap_or_else(|| SEARCH_PATH.into());
-        let mut search: Vec<PathBuf> = expand(&search, var)
+        let mut search: Vec<PathBuf> = expand_variables(&search, var)
             .split(':')
             .filter(|dir| !dir.is_empty())
             .map(PathBuf::from)
@@ -120,9 +124,9 @@ impl DaemonWorld {
         let work_dir = settings
             .work_dir
             .or_else(|| var("PVM_WD"))
-            .map_or_else(home, |dir| expand(&dir, var));
+            .map_or_else(home, |dir| expand_variables(&dir, var));
         let random = rustls::crypto::ring::default_provider().secure_random;
-        DaemonWorld {
+        HostEnvironment {
             search,
             work_dir: PathBuf::from(work_dir),
             env,
@@ -146,11 +150,11 @@ pub(crate) fn library_folder(
     if let Some(set) = set.filter(|s| !s.is_empty()) {
         return Some(PathBuf::from(set));
     }
-    let beside = programs
+    let sibling_lib = programs
         .and_then(Path::parent)
         .map(|prefix| prefix.join("lib"));
     let candidates = [
-        beside,
+        sibling_lib,
         programs.map(Path::to_path_buf),
         master.map(PathBuf::from),
     ];
@@ -172,7 +176,7 @@ fn task_environment(
     let mut set = |name: &str, value: OsString| env.insert(name.into(), value);
     set("PVM_ARCH", ARCH.into());
     set("PVMSOCK", place.socket().into());
-    if Place::of(uid, |_| None).is_ok_and(|usual| usual.vm() != place.vm()) {
+    if Place::of(uid, |_| None).is_ok_and(|default_place| default_place.vm() != place.vm()) {
         set("PVM_VMID", place.vm().into());
     }
     if uid == 0 {
@@ -195,7 +199,7 @@ fn task_environment(
 }
 
 /// Replaces `$NAME` and `${NAME}`; unset variables expand to nothing.
-fn expand(text: &str, var: impl Fn(&str) -> Option<String>) -> String {
+fn expand_variables(text: &str, var: impl Fn(&str) -> Option<String>) -> String {
     let mut out = String::new();
     let mut rest = text;
     while let Some(at) = rest.find('$') {
@@ -223,11 +227,11 @@ fn is_program(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o100 != 0)
 }
 
-fn can_enter(dir: &Path) -> bool {
+fn is_accessible_dir(dir: &Path) -> bool {
     dir.is_dir() && access(dir, AccessFlags::X_OK).is_ok()
 }
 
-impl World for DaemonWorld {
+impl World for HostEnvironment {
     fn find_program(&self, name: &str, dir: Option<&str>) -> Result<PathBuf, PvmError> {
         if name.is_empty() || name.contains('\0') {
             return Err(PvmError::NoFile);
@@ -244,13 +248,13 @@ impl World for DaemonWorld {
     }
 
     fn work_dir(&self, dir: Option<&str>) -> PathBuf {
-        let own = if can_enter(&self.work_dir) {
+        let own = if is_accessible_dir(&self.work_dir) {
             &self.work_dir
         } else {
             Path::new("/")
         };
         match dir.filter(|d| !d.is_empty()).map(|d| own.join(d)) {
-            Some(dir) if can_enter(&dir) => dir,
+            Some(dir) if is_accessible_dir(&dir) => dir,
             _ => own.to_path_buf(),
         }
     }
@@ -283,19 +287,22 @@ impl World for DaemonWorld {
 mod tests {
     use super::*;
 
-    fn world() -> DaemonWorld {
+    fn world() -> HostEnvironment {
         let place = Place::of(7, |_| None).expect("a good name");
-        let settings = WorldSettings {
+        let settings = HostEnvironmentSettings {
             search_path: Some("/nowhere:/bin".into()),
-            ..WorldSettings::default()
+            ..HostEnvironmentSettings::default()
         };
-        DaemonWorld::new(settings, &place, 7)
+        HostEnvironment::new(settings, &place, 7)
     }
 
     #[test]
     fn variables_in_paths_are_expanded() {
         let var = |name: &str| (name == "HOME").then(|| "/h".to_string());
-        assert_eq!(expand("$HOME/a:${HOME}b:$NONE/c:5$", var), "/h/a:/hb:/c:5$");
+        assert_eq!(
+            expand_variables("$HOME/a:${HOME}b:$NONE/c:5$", var),
+            "/h/a:/hb:/c:5$"
+        );
     }
 
     #[test]

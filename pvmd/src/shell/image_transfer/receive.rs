@@ -1,8 +1,11 @@
 //! The receiver: writes the files of a transfer.
 
-use super::super::bulk::Incoming;
+use super::super::bulk_tcp::RecordReader;
 use super::super::zeros::{self, Part};
-use super::{MARK, Mark, OPEN_FILES_MAX, PIECE, broken_off, io_failure, wrong};
+use super::{
+    OPEN_FILES_MAX, RECORD_MARK, RECORD_PIECE, TransferMark, format_failure, io_failure,
+    receive_failure,
+};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
@@ -18,17 +21,17 @@ const IMAGE_BYTES_MAX: u64 = 1 << 42;
 /// Longest file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
 /// Most restarts of a directory: more than a dump is retried when several dumps conflict.
-pub(super) const ANEW_MAX: u32 = 256;
+pub(super) const RESTARTS_MAX: u32 = 256;
 
-struct Open {
+struct OpenFile {
     file: File,
     path: PathBuf,
     bytes: u64,
 }
 
-impl Open {
-    fn take(&mut self, part: Part<'_>) -> io::Result<()> {
-        self.bytes += part.length() as u64;
+impl OpenFile {
+    fn write_part(&mut self, part: Part<'_>) -> io::Result<()> {
+        self.bytes += part.unpacked_len() as u64;
         match part {
             Part::Bytes(bytes) => self.file.write_all(bytes),
             Part::Zeros(_) => self.file.seek(SeekFrom::Start(self.bytes)).map(|_| ()),
@@ -39,18 +42,18 @@ impl Open {
 /// Writes received files into a new directory.
 struct Receiver<'a> {
     dir: &'a Path,
-    open: BTreeMap<u32, Open>,
+    open: BTreeMap<u32, OpenFile>,
     written: Vec<PathBuf>,
     files: u32,
     bytes: u64,
-    anew: u32,
+    restarts: u32,
 }
 
 /// Writes the files of a transfer into the new directory `dir` and checks their counts. Returns the
 /// number of bytes.
 pub(in crate::shell) fn receive<R: Read>(
     dir: &Path,
-    incoming: &mut Incoming<R>,
+    incoming: &mut RecordReader<R>,
 ) -> Result<u64, Failure> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(e) if e.kind() == ErrorKind::AlreadyExists && is_empty_dir(dir) => {}
@@ -62,50 +65,52 @@ pub(in crate::shell) fn receive<R: Read>(
         written: Vec::new(),
         files: 0,
         bytes: 0,
-        anew: 0,
+        restarts: 0,
     };
     loop {
-        let record = incoming.next().map_err(broken_off)?;
+        let record = incoming.next().map_err(receive_failure)?;
         match record.split_first() {
-            Some((&PIECE, rest)) => receiver.piece(rest)?,
-            Some((&MARK, rest)) => {
+            Some((&RECORD_PIECE, rest)) => receiver.on_piece(rest)?,
+            Some((&RECORD_MARK, rest)) => {
                 let mark = from_bytes(rest).map_err(|e| Failure::Images(e.to_string()))?;
-                if let Some(bytes) = receiver.mark(mark)? {
+                if let Some(bytes) = receiver.on_mark(mark)? {
                     return Ok(bytes);
                 }
             }
-            _ => return Err(wrong("something came that is no piece of a file")),
+            _ => return Err(format_failure("something came that is no piece of a file")),
         }
     }
 }
 
 impl Receiver<'_> {
-    fn piece(&mut self, piece: &[u8]) -> Result<(), Failure> {
+    fn on_piece(&mut self, piece: &[u8]) -> Result<(), Failure> {
         let (number, content) = piece
             .split_first_chunk()
-            .ok_or_else(|| wrong("a piece without a file"))?;
+            .ok_or_else(|| format_failure("a piece without a file"))?;
         let number = u32::from_le_bytes(*number);
-        let to = self
+        let target_file = self
             .open
             .get_mut(&number)
-            .ok_or_else(|| wrong("bytes came outside of a file"))?;
+            .ok_or_else(|| format_failure("bytes came outside of a file"))?;
         for part in zeros::parts(content) {
-            let part = part.map_err(|_| wrong("a piece came that is not whole"))?;
-            self.bytes += part.length() as u64;
+            let part = part.map_err(|_| format_failure("a piece came that is not whole"))?;
+            self.bytes += part.unpacked_len() as u64;
             if self.bytes > IMAGE_BYTES_MAX {
                 return Err(Failure::Images(format!(
                     "more than {IMAGE_BYTES_MAX} bytes came, the limit"
                 )));
             }
-            to.take(part).map_err(io_failure("write", &to.path))?;
+            target_file
+                .write_part(part)
+                .map_err(io_failure("write", &target_file.path))?;
         }
         Ok(())
     }
 
     /// Handles a mark. Returns the number of bytes if it was the end mark.
-    fn mark(&mut self, mark: Mark) -> Result<Option<u64>, Failure> {
+    fn on_mark(&mut self, mark: TransferMark) -> Result<Option<u64>, Failure> {
         match mark {
-            Mark::File { number, name } => {
+            TransferMark::File { number, name } => {
                 if number != self.files
                     || number >= IMAGE_FILES_MAX
                     || self.open.len() >= OPEN_FILES_MAX
@@ -120,11 +125,11 @@ impl Receiver<'_> {
                 self.written.push(open.path.clone());
                 self.open.insert(number, open);
             }
-            Mark::FileEnd { number, bytes } => {
+            TransferMark::FileEnd { number, bytes } => {
                 let done = self
                     .open
                     .remove(&number)
-                    .ok_or_else(|| wrong("a file ended that did not begin"))?;
+                    .ok_or_else(|| format_failure("a file ended that did not begin"))?;
                 if done.bytes != bytes {
                     let (path, came) = (done.path.display(), done.bytes);
                     return Err(Failure::Images(format!(
@@ -136,11 +141,11 @@ impl Receiver<'_> {
                     .set_len(bytes)
                     .map_err(io_failure("write", &done.path))?;
             }
-            Mark::Anew => {
-                self.anew += 1;
-                if self.anew > ANEW_MAX {
+            TransferMark::Restart => {
+                self.restarts += 1;
+                if self.restarts > RESTARTS_MAX {
                     return Err(Failure::Images(format!(
-                        "begun anew more than {ANEW_MAX} times, the limit"
+                        "begun anew more than {RESTARTS_MAX} times, the limit"
                     )));
                 }
                 self.open.clear();
@@ -149,7 +154,7 @@ impl Receiver<'_> {
                 }
                 (self.files, self.bytes) = (0, 0);
             }
-            Mark::End { files, bytes } => {
+            TransferMark::End { files, bytes } => {
                 let (own_files, own_bytes) = (self.files, self.bytes);
                 if !self.open.is_empty() || (own_files, own_bytes) != (files, bytes) {
                     let text = format!(
@@ -170,13 +175,13 @@ fn is_empty_dir(dir: &Path) -> bool {
 }
 
 /// Creates a new file; the name must not contain a path.
-fn create(dir: &Path, name: &str) -> Result<Open, Failure> {
-    let plain = !name.is_empty()
+fn create(dir: &Path, name: &str) -> Result<OpenFile, Failure> {
+    let is_plain = !name.is_empty()
         && name.len() <= NAME_BYTES_MAX
         && !name.contains(['/', '\0'])
         && name != "."
         && name != "..";
-    if !plain {
+    if !is_plain {
         return Err(Failure::Images(format!(
             "{name:?} is not a plain file name"
         )));
@@ -188,7 +193,7 @@ fn create(dir: &Path, name: &str) -> Result<Open, Failure> {
         .mode(0o600)
         .open(&path)
         .map_err(io_failure("make", &path))?;
-    Ok(Open {
+    Ok(OpenFile {
         file,
         path,
         bytes: 0,

@@ -21,26 +21,26 @@ use std::time::{Duration, Instant};
 use thiserror::Error;
 
 /// Time another daemon may hold the lock without being reachable at its socket.
-const UNHEARD_MAX: Duration = Duration::from_secs(5);
+const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which the lock and the socket are checked.
-const LOOK_PAUSE: Duration = Duration::from_millis(5);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// Attempts to take the lock while another daemon removes the same directory.
 const LOCK_ATTEMPTS_MAX: usize = 20;
 /// Attempts to remove images while a process that is being killed may still create files among
 /// them.
-const REMOVALS_MAX: usize = 50;
-const REMOVAL_PAUSE: Duration = Duration::from_millis(20);
+const REMOVAL_ATTEMPTS_MAX: usize = 50;
+const REMOVAL_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A file system in memory on every Linux.
-const IN_MEMORY: &str = "/dev/shm";
+const MEMORY_FILE_SYSTEM: &str = "/dev/shm";
 /// Another file system in memory; nix has no constant for it.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 /// Bytes of the path's hash in the name of the second directory.
-const MARK_BYTES: usize = 8;
+const PATH_HASH_BYTES: usize = 8;
 
 /// Why the runtime directory cannot be used. Nothing was changed in it.
 #[derive(Debug, Error)]
-pub(crate) enum PlaceError {
+pub(crate) enum RuntimeDirError {
     /// Another user could read or replace our files.
     #[error(
         "{path}: {what}; the daemon's files are only safe in a directory of mode 0700 that is yours: remove it or set PVM_TMP"
@@ -68,94 +68,101 @@ pub(crate) enum PlaceError {
     },
 }
 
-fn failed(act: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> PlaceError {
+fn failed(act: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> RuntimeDirError {
     let path = path.to_path_buf();
-    move |source| PlaceError::Io { act, path, source }
+    move |source| RuntimeDirError::Io { act, path, source }
 }
 
 /// A runtime directory held by this process. Dropping it removes the directory and all files in it.
 #[derive(Debug)]
-pub(crate) struct HeldPlace {
-    place: Place,
+pub(crate) struct RuntimeDir {
+    paths: Place,
     /// Held for its lock.
     _lock: Flock<File>,
     /// Keeps systemd-tmpfiles from removing old files: it skips a locked directory.
-    _keep: Option<Flock<File>>,
+    _tmpfiles_lock: Option<Flock<File>>,
     /// Process id of a daemon that died here without cleaning up.
     predecessor: Option<String>,
     keep_log: bool,
     /// Lock of the second directory, if there is one.
-    images: Option<Flock<File>>,
+    image_dir_lock: Option<Flock<File>>,
     /// Why images are stored on a disk, if they are.
-    on_disk: Option<String>,
+    on_disk_reason: Option<String>,
 }
 
-impl HeldPlace {
+impl RuntimeDir {
     /// Creates the directory, takes its lock and removes what a dead daemon left. With `keep_log`
     /// the user chose a log in this directory, and it is kept.
     ///
     /// # Errors
     /// The directory is not private, another daemon runs there, or a file operation fails.
-    pub(crate) fn take(place: Place, uid: u32, keep_log: bool) -> Result<HeldPlace, PlaceError> {
-        HeldPlace::take_with(place, uid, keep_log, Path::new(IN_MEMORY))
-    }
-
-    fn take_with(
+    pub(crate) fn acquire(
         place: Place,
         uid: u32,
         keep_log: bool,
+    ) -> Result<RuntimeDir, RuntimeDirError> {
+        RuntimeDir::acquire_with_memory_dir(place, uid, keep_log, Path::new(MEMORY_FILE_SYSTEM))
+    }
+
+    fn acquire_with_memory_dir(
+        paths: Place,
+        uid: u32,
+        keep_log: bool,
         memory: &Path,
-    ) -> Result<HeldPlace, PlaceError> {
+    ) -> Result<RuntimeDir, RuntimeDirError> {
         let (mut last, mut attempts) = (None, 0);
-        let until = Instant::now() + UNHEARD_MAX;
+        let until = Instant::now() + UNREACHABLE_TIMEOUT;
         while attempts < LOCK_ATTEMPTS_MAX {
-            make_private(&place, uid)?;
+            create_runtime_dir(&paths, uid)?;
             attempts += 1;
-            match lock_file(&place) {
+            match lock_file(&paths) {
                 // The other daemon is starting or ending: soon it is reachable or gone.
-                Err(PlaceError::Running { .. }) if !listens(&place) && Instant::now() < until => {
-                    std::thread::sleep(LOOK_PAUSE);
+                Err(RuntimeDirError::Running { .. })
+                    if !is_reachable(&paths) && Instant::now() < until =>
+                {
+                    std::thread::sleep(LOCK_RETRY_INTERVAL);
                     attempts = 0;
                 }
                 Ok(Some((lock, predecessor))) => {
-                    let keep = File::open(place.dir())
+                    let keep = File::open(paths.dir())
                         .ok()
                         .and_then(|d| Flock::lock(d, FlockArg::LockSharedNonblock).ok());
-                    let (place, images, on_disk) = match images_in_memory(&place, uid, memory) {
-                        Ok(None) => (place, None, None),
-                        Ok(Some((dir, lock))) => (place.with_images_in(dir), Some(lock), None),
-                        Err(why) => (place, None, Some(why)),
-                    };
-                    let held = HeldPlace {
-                        place,
+                    let (paths, image_dir_lock, on_disk_reason) =
+                        match create_image_dir_in_memory(&paths, uid, memory) {
+                            Ok(None) => (paths, None, None),
+                            Ok(Some((dir, lock))) => (paths.with_images_in(dir), Some(lock), None),
+                            Err(why) => (paths, None, Some(why)),
+                        };
+                    let runtime_dir = RuntimeDir {
+                        paths,
                         _lock: lock,
-                        _keep: keep,
+                        _tmpfiles_lock: keep,
                         predecessor,
                         keep_log,
-                        images,
-                        on_disk,
+                        image_dir_lock,
+                        on_disk_reason,
                     };
-                    held.remove_stale();
-                    return Ok(held);
+                    runtime_dir.remove_stale();
+                    return Ok(runtime_dir);
                 }
                 Ok(None) => {}
-                Err(PlaceError::Io { source, act, path })
+                Err(RuntimeDirError::Io { source, act, path })
                     if source.kind() == ErrorKind::NotFound =>
                 {
-                    last = Some(PlaceError::Io { source, act, path });
+                    last = Some(RuntimeDirError::Io { source, act, path });
                 }
                 Err(e) => return Err(e),
             }
         }
-        Err(last.unwrap_or_else(|| PlaceError::Running {
-            vm: place.vm().to_string(),
+        Err(last.unwrap_or_else(|| RuntimeDirError::Running {
+            vm: paths.vm().to_string(),
             pid: "?".into(),
         }))
     }
 
     /// Returns the paths of the directory.
-    pub(crate) fn place(&self) -> &Place {
-        &self.place
+    pub(crate) fn paths(&self) -> &Place {
+        &self.paths
     }
 
     /// Returns the process id of a daemon that died here.
@@ -164,31 +171,31 @@ impl HeldPlace {
     }
 
     /// Returns why images are stored on a disk, if they are.
-    pub(crate) fn on_disk(&self) -> Option<&str> {
-        self.on_disk.as_deref()
+    pub(crate) fn on_disk_reason(&self) -> Option<&str> {
+        self.on_disk_reason.as_deref()
     }
 
     /// Undoes file transfers of tasks that never ran on this host. No task of this directory may be
     /// running.
-    pub(crate) fn undo_carried(&self) {
-        carried::undo_all(self.place.all_images());
+    pub(crate) fn undo_file_transfers(&self) {
+        carried::undo_all(self.paths.all_images());
     }
 
     /// Recreates the second directory if it is missing; called before images are written. When the
     /// last login of an ordinary user ends, logind removes the user's files in shared memory.
-    pub(crate) fn see_to_images(&self) {
-        let dir = self.place.all_images();
-        if self.images.is_some() && !dir.exists() {
+    pub(crate) fn ensure_image_dir(&self) {
+        let dir = self.paths.all_images();
+        if self.image_dir_lock.is_some() && !dir.exists() {
             // A failure shows when the directory is used.
-            let _ = private(dir, nix::unistd::getuid().as_raw());
+            let _ = ensure_private_dir(dir, nix::unistd::getuid().as_raw());
         }
     }
 
     /// Returns all entries of both directories.
     fn entries(&self) -> Vec<PathBuf> {
-        let mut all = entries(self.place.dir());
-        if self.images.is_some() {
-            all.extend(entries(self.place.all_images()));
+        let mut all = entries(self.paths.dir());
+        if self.image_dir_lock.is_some() {
+            all.extend(entries(self.paths.all_images()));
         }
         all
     }
@@ -196,16 +203,16 @@ impl HeldPlace {
     /// Removes what a dead daemon left. Its log stays until the next orderly halt, because it may
     /// show why the daemon died.
     fn remove_stale(&self) {
-        self.undo_carried();
+        self.undo_file_transfers();
         for entry in self.entries() {
             let name = entry
                 .file_name()
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned();
-            if entry != self.place.lock()
-                && entry != self.place.log()
-                && is_ours(&self.place, &entry, &name)
+            if entry != self.paths.lock()
+                && entry != self.paths.log()
+                && is_daemon_file(&self.paths, &entry, &name)
             {
                 remove_any(&entry);
             }
@@ -213,27 +220,27 @@ impl HeldPlace {
     }
 }
 
-impl Drop for HeldPlace {
+impl Drop for RuntimeDir {
     fn drop(&mut self) {
-        self.undo_carried();
+        self.undo_file_transfers();
         for entry in self.entries() {
             let name = entry
                 .file_name()
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned();
-            let wanted = self.keep_log && entry == self.place.log();
-            let ours = is_ours(&self.place, &entry, &name) || name.starts_with(STATE_FILE);
-            if !wanted && entry != self.place.lock() && ours {
+            let wanted = self.keep_log && entry == self.paths.log();
+            let ours = is_daemon_file(&self.paths, &entry, &name) || name.starts_with(STATE_FILE);
+            if !wanted && entry != self.paths.lock() && ours {
                 remove_any(&entry);
             }
         }
-        if self.images.is_some() {
-            remove_with_root(self.place.all_images());
+        if self.image_dir_lock.is_some() {
+            remove_with_root(self.paths.all_images());
         }
         // The lock file is removed last: a daemon that finds no lock file may take the directory.
-        let _ = fs::remove_file(self.place.lock());
-        remove_with_root(self.place.dir());
+        let _ = fs::remove_file(self.paths.lock());
+        remove_with_root(self.paths.dir());
     }
 }
 
@@ -251,7 +258,7 @@ fn remove_with_root(dir: &Path) {
 ///
 /// # Errors
 /// Why it cannot be created.
-fn images_in_memory(
+fn create_image_dir_in_memory(
     place: &Place,
     uid: u32,
     memory: &Path,
@@ -267,15 +274,15 @@ fn images_in_memory(
     }
     // The hash separates virtual machines of the same name with different `PVM_TMP`.
     let hash = digest(&SHA256, place.dir().as_os_str().as_bytes());
-    let mark: String = hash.as_ref()[..MARK_BYTES]
+    let path_hash: String = hash.as_ref()[..PATH_HASH_BYTES]
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();
     let dir = memory
         .join(format!("sempa-{uid}"))
-        .join(format!("{}-{mark}", place.vm()));
+        .join(format!("{}-{path_hash}", place.vm()));
     for _ in 0..LOCK_ATTEMPTS_MAX {
-        let lock = private(&dir, uid)
+        let lock = ensure_private_dir(&dir, uid)
             .map_err(|e| e.to_string())
             .and_then(|()| lock_dir(&dir));
         match lock {
@@ -294,7 +301,7 @@ fn is_in_memory(dir: &Path) -> bool {
 }
 
 /// True if a daemon accepts connections there.
-fn listens(place: &Place) -> bool {
+fn is_reachable(place: &Place) -> bool {
     std::os::unix::net::UnixStream::connect(place.socket()).is_ok()
 }
 
@@ -309,7 +316,7 @@ fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
 }
 
 /// True for files that daemons and libraries create here; all other files must not be removed.
-fn is_ours(place: &Place, path: &Path, name: &str) -> bool {
+fn is_daemon_file(place: &Place, path: &Path, name: &str) -> bool {
     let moves = place.moves();
     [
         place.socket(),
@@ -348,20 +355,22 @@ pub(crate) fn remove_any(path: &Path) {
 /// Removes the images of a migration. Retries while an engine that is being killed still creates
 /// files there.
 pub(crate) fn remove_images(dir: &Path) {
-    for _ in 0..REMOVALS_MAX {
+    for _ in 0..REMOVAL_ATTEMPTS_MAX {
         match fs::remove_dir_all(dir) {
-            Err(e) if e.kind() == ErrorKind::DirectoryNotEmpty => std::thread::sleep(REMOVAL_PAUSE),
+            Err(e) if e.kind() == ErrorKind::DirectoryNotEmpty => {
+                std::thread::sleep(REMOVAL_RETRY_INTERVAL)
+            }
             _ => return,
         }
     }
 }
 
 /// Creates the directory and its parent with mode 0700, or checks that existing ones are private.
-fn make_private(place: &Place, uid: u32) -> Result<(), PlaceError> {
-    private(place.dir(), uid)
+fn create_runtime_dir(place: &Place, uid: u32) -> Result<(), RuntimeDirError> {
+    ensure_private_dir(place.dir(), uid)
 }
 
-fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
+fn ensure_private_dir(dir: &Path, uid: u32) -> Result<(), RuntimeDirError> {
     let root = dir
         .parent()
         .expect("a place is always a directory in a root");
@@ -377,7 +386,7 @@ fn private(dir: &Path, uid: u32) -> Result<(), PlaceError> {
             Err(e) => return Err(failed("look at", path)(e)),
         };
         let bad = |what: String| {
-            Err(PlaceError::Unsafe {
+            Err(RuntimeDirError::Unsafe {
                 path: path.to_path_buf(),
                 what,
             })
@@ -406,7 +415,7 @@ type Locked = (Flock<File>, Option<String>);
 
 /// Locks the lock file and writes this process id into it. Returns `None` if the file was replaced
 /// before it was locked.
-fn lock_file(place: &Place) -> Result<Option<Locked>, PlaceError> {
+fn lock_file(place: &Place) -> Result<Option<Locked>, RuntimeDirError> {
     let path = place.lock();
     let mut file = OpenOptions::new()
         .read(true)
@@ -425,7 +434,7 @@ fn lock_file(place: &Place) -> Result<Option<Locked>, PlaceError> {
         Ok(lock) => lock,
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => {
             let pid = before.unwrap_or_else(|| "?".into());
-            return Err(PlaceError::Running {
+            return Err(RuntimeDirError::Running {
                 vm: place.vm().to_string(),
                 pid,
             });
@@ -487,21 +496,23 @@ mod tests {
     #[test]
     fn runtime_dir_is_private_and_removed_on_drop() {
         let scratch = Scratch::new();
-        let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
-        let mode = fs::metadata(held.place().dir()).expect("there").mode();
+        let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
+        let mode = fs::metadata(runtime_dir.paths().dir())
+            .expect("there")
+            .mode();
         assert_eq!(mode & 0o777, 0o700);
-        fs::write(held.place().socket(), "").expect("writable");
-        fs::create_dir(held.place().images(sempa_proto::MigrationId(3))).expect("writable");
-        drop(held);
+        fs::write(runtime_dir.paths().socket(), "").expect("writable");
+        fs::create_dir(runtime_dir.paths().images(sempa_proto::MigrationId(3))).expect("writable");
+        drop(runtime_dir);
         assert_eq!(entries(&scratch.0), Vec::<PathBuf>::new());
     }
 
     #[test]
     fn second_daemon_is_refused_with_pid_of_first() {
         let scratch = Scratch::new();
-        let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
+        let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
         let _ear = std::os::unix::net::UnixListener::bind(scratch.place().socket()).expect("bound");
-        let text = HeldPlace::take(scratch.place(), uid(), false)
+        let text = RuntimeDir::acquire(scratch.place(), uid(), false)
             .expect_err("held")
             .to_string();
         assert!(
@@ -512,18 +523,18 @@ mod tests {
             text.contains(&format!("process {}", std::process::id())) && text.contains("PVM_VMID"),
             "{text}"
         );
-        drop(held);
+        drop(runtime_dir);
     }
 
     /// A directory whose daemon is ending is taken as soon as that daemon is gone.
     #[test]
     fn dir_of_ending_daemon_is_taken_afterwards() {
         let scratch = Scratch::new();
-        let held = HeldPlace::take(scratch.place(), uid(), false).expect("free");
+        let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
         std::thread::scope(|scope| {
-            let next = scope.spawn(|| HeldPlace::take(scratch.place(), uid(), false).map(drop));
-            std::thread::sleep(LOOK_PAUSE * 3);
-            drop(held);
+            let next = scope.spawn(|| RuntimeDir::acquire(scratch.place(), uid(), false).map(drop));
+            std::thread::sleep(LOCK_RETRY_INTERVAL * 3);
+            drop(runtime_dir);
             next.join().expect("it ends").expect("it is free then");
         });
     }
@@ -533,17 +544,17 @@ mod tests {
     fn stale_files_are_removed_and_foreign_files_kept() {
         let scratch = Scratch::new();
         let place = scratch.place();
-        make_private(&place, uid()).expect("fresh");
+        create_runtime_dir(&place, uid()).expect("fresh");
         fs::write(place.lock(), "4711\n").expect("writable");
         fs::write(place.socket(), "").expect("writable");
         fs::write(place.token(sempa_proto::MigrationId(1)), "").expect("writable");
         fs::write(place.log(), "why it died\n").expect("writable");
         fs::write(place.dir().join("mine"), "").expect("writable");
-        let held = HeldPlace::take(place.clone(), uid(), false).expect("stale");
-        assert_eq!(held.predecessor(), Some("4711"));
+        let runtime_dir = RuntimeDir::acquire(place.clone(), uid(), false).expect("stale");
+        assert_eq!(runtime_dir.predecessor(), Some("4711"));
         assert!(!place.socket().exists() && !place.token(sempa_proto::MigrationId(1)).exists());
         assert!(place.log().exists() && place.dir().join("mine").exists());
-        drop(held);
+        drop(runtime_dir);
         assert!(!place.log().exists() && place.dir().join("mine").exists());
     }
 
@@ -551,7 +562,7 @@ mod tests {
     fn disk_and_memory() -> Option<(Scratch, Scratch)> {
         let (disk, memory) = (
             Scratch::under(&std::env::current_dir().ok()?),
-            Scratch::under(Path::new(IN_MEMORY)),
+            Scratch::under(Path::new(MEMORY_FILE_SYSTEM)),
         );
         if is_in_memory(&disk.0) || !is_in_memory(&memory.0) {
             eprintln!("skipped: no disk, or no memory");
@@ -560,7 +571,7 @@ mod tests {
         Some((disk, memory))
     }
 
-    const MOVE: sempa_proto::MigrationId = sempa_proto::MigrationId(7);
+    const MIGRATION: sempa_proto::MigrationId = sempa_proto::MigrationId(7);
 
     /// If the runtime directory is on a disk, images are in memory; they are removed with the
     /// directory, or by the next daemon.
@@ -569,14 +580,16 @@ mod tests {
         let Some((disk, memory)) = disk_and_memory() else {
             return;
         };
-        let take = |place| HeldPlace::take_with(place, uid(), false, &memory.0).expect("free");
-        let held = take(disk.place());
+        let take = |place| {
+            RuntimeDir::acquire_with_memory_dir(place, uid(), false, &memory.0).expect("free")
+        };
+        let runtime_dir = take(disk.place());
         let (own, images) = (
-            held.place().all_images().to_path_buf(),
-            held.place().images(MOVE),
+            runtime_dir.paths().all_images().to_path_buf(),
+            runtime_dir.paths().images(MIGRATION),
         );
         assert!(
-            images.starts_with(&memory.0) && held.on_disk().is_none(),
+            images.starts_with(&memory.0) && runtime_dir.on_disk_reason().is_none(),
             "{images:?}"
         );
         assert_eq!(fs::metadata(&own).expect("there").mode() & 0o777, 0o700);
@@ -588,18 +601,18 @@ mod tests {
             Place::of(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name"),
         );
         assert_ne!(
-            other.place().all_images(),
+            other.paths().all_images(),
             own,
             "a place of the same name elsewhere has another one"
         );
-        drop((held, other));
+        drop((runtime_dir, other));
         assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
         // State that a killed daemon leaves.
-        private(&own, uid()).expect("fresh");
+        ensure_private_dir(&own, uid()).expect("fresh");
         fs::create_dir(&images).expect("writable");
-        let held = take(disk.place());
+        let runtime_dir = take(disk.place());
         assert!(own.exists() && !images.exists());
-        drop(held);
+        drop(runtime_dir);
         assert_eq!(entries(&memory.0), Vec::<PathBuf>::new());
     }
 
@@ -609,10 +622,12 @@ mod tests {
         let Some((disk, _)) = disk_and_memory() else {
             return;
         };
-        let held = HeldPlace::take_with(disk.place(), uid(), false, &disk.0).expect("free");
-        assert!(held.place().images(MOVE).starts_with(&disk.0));
+        let runtime_dir =
+            RuntimeDir::acquire_with_memory_dir(disk.place(), uid(), false, &disk.0).expect("free");
+        assert!(runtime_dir.paths().images(MIGRATION).starts_with(&disk.0));
         assert!(
-            held.on_disk()
+            runtime_dir
+                .on_disk_reason()
                 .is_some_and(|why| why.contains("no file system in memory"))
         );
     }
@@ -621,15 +636,15 @@ mod tests {
     fn non_private_directory_is_refused() {
         let scratch = Scratch::new();
         let place = scratch.place();
-        make_private(&place, uid()).expect("fresh");
+        create_runtime_dir(&place, uid()).expect("fresh");
         fs::set_permissions(place.dir(), fs::Permissions::from_mode(0o755)).expect("ours");
-        let text = HeldPlace::take(place.clone(), uid(), false)
+        let text = RuntimeDir::acquire(place.clone(), uid(), false)
             .expect_err("open to others")
             .to_string();
         assert!(text.contains("others can enter it (mode 0755)"), "{text}");
         fs::remove_dir(place.dir()).expect("empty");
         std::os::unix::fs::symlink("/", place.dir()).expect("writable");
-        let text = HeldPlace::take(place, uid(), false)
+        let text = RuntimeDir::acquire(place, uid(), false)
             .expect_err("a link")
             .to_string();
         assert!(text.contains("symbolic link"), "{text}");

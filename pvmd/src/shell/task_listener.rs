@@ -1,11 +1,11 @@
 //! The Unix socket for the tasks of this host: checks the user of each peer, transfers frames in
 //! both directions, and disconnects tasks that violate the protocol or do not read.
 
-use super::descriptors::{Incoming, send_with};
-use super::input::{Input, Inputs, LineLimit};
+use super::descriptors::{TaskFrameReader, send_with_descriptors};
+use super::input::{Input, InputSender, LogRateLimit};
 use super::local_socket::LocalSocket;
 use super::log::Log;
-use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
+use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Outgoing, outbox};
 use super::sys::peer_process;
 use pvmd_machine::io::{ConnId, Event};
 use sempa_proto::WIRE_VERSION;
@@ -24,21 +24,21 @@ use tokio::sync::{Semaphore, watch};
 use tokio::time::timeout;
 
 /// Time limit for the hello of a new connection.
-pub(crate) const HELLO_WITHIN: Duration = Duration::from_secs(10);
+pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most connections without a hello; further ones wait in the kernel's queue.
-const HELLOS_WAITING_MAX: usize = 128;
+const PENDING_HELLOS_MAX: usize = 128;
 /// Most bytes of control messages that may wait for a task that does not read.
 pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
 /// Time without reading after which a task over that limit is disconnected.
-pub(crate) const TASK_SILENCE_MAX: Duration = Duration::from_secs(60);
+pub(crate) const TASK_READ_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for a disconnected task to read what was sent before.
-pub(crate) const DISMISS_WITHIN: Duration = Duration::from_secs(10);
+pub(crate) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most frames passed to the kernel in one call.
 const WRITE_FRAMES_MAX: usize = 64;
 
 /// A connected task, as the loop sees it.
 #[derive(Debug)]
-pub(crate) struct TaskLine {
+pub(crate) struct TaskConnection {
     pub(crate) conn: ConnId,
     /// Process id from the peer credentials.
     pub(crate) pid: i32,
@@ -48,7 +48,7 @@ pub(crate) struct TaskLine {
     /// Queue of frames to send.
     pub(crate) outbox: Outbox,
     /// Set to a reason to close the connection immediately.
-    pub(crate) cut: watch::Sender<Option<String>>,
+    pub(crate) close_reason: watch::Sender<Option<String>>,
 }
 
 /// Listens at `path`, which must be in a private directory.
@@ -63,24 +63,24 @@ pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
 
 /// State shared by all connections.
 #[derive(Debug)]
-struct Door {
+struct TaskListener {
     uid: u32,
-    inputs: Inputs,
+    inputs: InputSender,
     log: Log,
-    strangers: LineLimit,
-    next: AtomicU64,
+    refusal_log_limit: LogRateLimit,
+    next_conn: AtomicU64,
 }
 
 /// Accepts connections of tasks, forever.
-pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log: Log) {
-    let door = Arc::new(Door {
+pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender, log: Log) {
+    let task_listener = Arc::new(TaskListener {
         uid,
         inputs,
         log,
-        strangers: LineLimit::new(),
-        next: AtomicU64::new(1),
+        refusal_log_limit: LogRateLimit::new(),
+        next_conn: AtomicU64::new(1),
     });
-    let waiting = Arc::new(Semaphore::new(HELLOS_WAITING_MAX));
+    let waiting = Arc::new(Semaphore::new(PENDING_HELLOS_MAX));
     loop {
         let permit = waiting
             .clone()
@@ -89,19 +89,19 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
             .expect("the semaphore is never closed");
         match listener.accept().await {
             Ok((stream, _)) => {
-                let door = door.clone();
+                let task_listener = task_listener.clone();
                 tokio::spawn(async move {
-                    let known = door.greet(stream).await;
+                    let accepted = task_listener.handshake(stream).await;
                     drop(permit);
-                    if let Some((hello, line)) = known {
-                        door.attend(hello, line).await;
+                    if let Some((hello, line)) = accepted {
+                        task_listener.serve_connection(hello, line).await;
                     }
                 });
             }
             Err(e) => {
                 // Most likely the descriptors are used up; other connections will free some.
-                if door.strangers.allows() {
-                    door.log.line(format!(
+                if task_listener.refusal_log_limit.try_acquire() {
+                    task_listener.log.write_line(format!(
                         "cannot accept a task's connection: {e}; trying again"
                     ));
                 }
@@ -112,27 +112,27 @@ pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: Inputs, log:
 }
 
 /// A connection with the data read from it but not handled yet, and the process at its other end.
-struct Line {
+struct PendingConnection {
     pid: i32,
     process: std::io::Result<OwnedFd>,
     socket: Arc<LocalSocket>,
-    incoming: Incoming,
+    incoming: TaskFrameReader,
 }
 
-impl Door {
+impl TaskListener {
     /// Checks the peer's user and waits for a valid hello. Other peers get a reason and are
     /// disconnected.
-    async fn greet(&self, stream: UnixStream) -> Option<(ToDaemon, Line)> {
+    async fn handshake(&self, stream: UnixStream) -> Option<(ToDaemon, PendingConnection)> {
         let peer = stream.peer_cred().ok()?;
         let pid = peer.pid().unwrap_or(0);
         // Opened first: the process may exit at any time, and its id be reused.
         let process = peer_process(stream.as_fd(), pid);
         let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
-        let mut line = Line {
+        let mut line = PendingConnection {
             pid,
             process,
             socket,
-            incoming: Incoming::default(),
+            incoming: TaskFrameReader::default(),
         };
         let refusal = if peer.uid() != self.uid {
             format!(
@@ -141,18 +141,18 @@ impl Door {
                 peer.uid()
             )
         } else {
-            match timeout(HELLO_WITHIN, line.incoming.next_frame(&line.socket)).await {
+            match timeout(HELLO_TIMEOUT, line.incoming.next_frame(&line.socket)).await {
                 Ok(Ok(Some(frame))) => match check_hello(&frame) {
                     Ok(hello) => return Some((hello, line)),
                     Err(reason) => reason,
                 },
                 Ok(Ok(None)) => return None,
                 Ok(Err(reason)) => reason,
-                Err(_) => format!("no hello came within {} s", HELLO_WITHIN.as_secs()),
+                Err(_) => format!("no hello came within {} s", HELLO_TIMEOUT.as_secs()),
             }
         };
-        if self.strangers.allows() {
-            self.log.line(format!(
+        if self.refusal_log_limit.try_acquire() {
+            self.log.write_line(format!(
                 "refused process {pid} of user {} on the tasks' socket: {refusal}",
                 peer.uid()
             ));
@@ -169,68 +169,71 @@ impl Door {
     }
 
     /// Serves a connection from its hello to its end.
-    async fn attend(&self, hello: ToDaemon, line: Line) {
-        let conn = ConnId(self.next.fetch_add(1, Ordering::Relaxed));
+    async fn serve_connection(&self, hello: ToDaemon, line: PendingConnection) {
+        let conn = ConnId(self.next_conn.fetch_add(1, Ordering::Relaxed));
         let (outbox, queue) = outbox(LINK_BYTES_MAX);
-        let (cut, mut is_cut) = watch::channel(None);
-        let Line {
+        let (close_reason, mut close_requests) = watch::channel(None);
+        let PendingConnection {
             pid,
             process,
             socket,
             mut incoming,
         } = line;
-        let up = Input::TaskUp(TaskLine {
+        let connected = Input::TaskConnected(TaskConnection {
             conn,
             pid,
             process,
             socket: socket.clone(),
             outbox,
-            cut,
+            close_reason,
         });
         let first = Input::Event(Event::TaskControl {
             conn,
             message: hello,
         });
-        if self.inputs.send(up).await.is_err() || self.inputs.send(first).await.is_err() {
+        if self.inputs.send(connected).await.is_err() || self.inputs.send(first).await.is_err() {
             return;
         }
         let mut writer = tokio::spawn(write_frames(socket.clone(), queue));
-        let mut reading = std::pin::pin!(self.forward(conn, &socket, &mut incoming));
-        let garbage = tokio::select! {
-            garbage = &mut reading => garbage,
-            why = cut_reason(&mut is_cut) => Some(why),
+        let mut reading = std::pin::pin!(self.forward_frames(conn, &socket, &mut incoming));
+        let protocol_error = tokio::select! {
+            protocol_error = &mut reading => protocol_error,
+            why = await_close_reason(&mut close_requests) => Some(why),
             dismissed = &mut writer => {
                 if dismissed.unwrap_or(false) {
                     None
                 } else {
                     // The task reads nothing more, but what it sent before is still valid.
                     tokio::select! {
-                        garbage = reading => garbage,
-                        why = cut_reason(&mut is_cut) => Some(why),
+                        protocol_error = reading => protocol_error,
+                        why = await_close_reason(&mut close_requests) => Some(why),
                     }
                 }
             }
         };
         writer.abort();
-        if let Some(why) = &garbage
-            && self.strangers.allows()
+        if let Some(why) = &protocol_error
+            && self.refusal_log_limit.try_acquire()
         {
             self.log
-                .line(format!("closed the connection of process {pid}: {why}"));
+                .write_line(format!("closed the connection of process {pid}: {why}"));
         }
         let _ = self
             .inputs
-            .send(Input::Event(Event::TaskClosed { conn, garbage }))
+            .send(Input::Event(Event::TaskClosed {
+                conn,
+                garbage: protocol_error,
+            }))
             .await;
     }
 
     /// Forwards a task's frames as events until its stream ends (returns `None`) or violates the
     /// protocol (returns the reason).
-    async fn forward(
+    async fn forward_frames(
         &self,
         conn: ConnId,
         socket: &LocalSocket,
-        incoming: &mut Incoming,
+        incoming: &mut TaskFrameReader,
     ) -> Option<String> {
         loop {
             let frame = match incoming.next_frame(socket).await {
@@ -241,7 +244,7 @@ impl Door {
             let event = match frame.kind {
                 FrameKind::Control => match frame.control::<ToDaemon>() {
                     Ok(ToDaemon::Route { to, word }) => {
-                        match incoming.descriptors(word.descriptors()) {
+                        match incoming.take_descriptors(word.descriptors()) {
                             Ok(descriptors) => Event::TaskRoute {
                                 conn,
                                 to,
@@ -277,7 +280,7 @@ impl Door {
 }
 
 /// Waits until the loop orders the connection closed, and returns the reason.
-async fn cut_reason(cut: &mut watch::Receiver<Option<String>>) -> String {
+async fn await_close_reason(cut: &mut watch::Receiver<Option<String>>) -> String {
     loop {
         if let Some(why) = cut.borrow_and_update().clone() {
             return why;
@@ -309,46 +312,46 @@ pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxRead
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     loop {
         batch.clear();
-        if queue.take(&mut batch, WRITE_FRAMES_MAX).await == 0 {
+        if queue.receive_batch(&mut batch, WRITE_FRAMES_MAX).await == 0 {
             return true;
         }
         let end = batch
             .iter()
-            .position(|parcel| matches!(parcel, Parcel::End));
+            .position(|item| matches!(item, Outgoing::Close));
         let written = write_batch(&socket, &batch[..end.unwrap_or(batch.len())]).await;
-        batch.iter().for_each(|parcel| queue.done(parcel));
+        batch.iter().for_each(|item| queue.record_done(item));
         if written.is_err() {
             return false;
         }
         if end.is_some() {
-            socket.end();
+            socket.shut_down_writes();
             return true;
         }
     }
 }
 
-async fn write_batch(socket: &LocalSocket, batch: &[Parcel]) -> std::io::Result<()> {
+async fn write_batch(socket: &LocalSocket, batch: &[Outgoing]) -> std::io::Result<()> {
     let mut rest = batch;
     while let Some(at) = rest
         .iter()
-        .position(|parcel| matches!(parcel, Parcel::With(..)))
+        .position(|item| matches!(item, Outgoing::WithFds(..)))
     {
-        write_plain(socket, &rest[..at]).await?;
-        if let Parcel::With(frame, descriptors) = &rest[at] {
-            let begun = send_with(socket, frame, descriptors).await?;
+        write_without_fds(socket, &rest[..at]).await?;
+        if let Outgoing::WithFds(frame, descriptors) = &rest[at] {
+            let written = send_with_descriptors(socket, frame, descriptors).await?;
             socket
-                .write_all(&mut [IoSlice::new(&frame[begun..])])
+                .write_all(&mut [IoSlice::new(&frame[written..])])
                 .await?;
         }
         rest = &rest[at + 1..];
     }
-    write_plain(socket, rest).await
+    write_without_fds(socket, rest).await
 }
 
-async fn write_plain(socket: &LocalSocket, batch: &[Parcel]) -> std::io::Result<()> {
+async fn write_without_fds(socket: &LocalSocket, batch: &[Outgoing]) -> std::io::Result<()> {
     let mut heads = [[0; FRAME_HEAD_BYTES]; WRITE_FRAMES_MAX];
-    for (head, parcel) in heads.iter_mut().zip(batch) {
-        if let Parcel::Link(body) = parcel {
+    for (head, item) in heads.iter_mut().zip(batch) {
+        if let Outgoing::Link(body) = item {
             *head = frame_head(FrameKind::Link, body.len());
         }
     }
@@ -358,11 +361,11 @@ async fn write_plain(socket: &LocalSocket, batch: &[Parcel]) -> std::io::Result<
         slices[used] = IoSlice::new(slice);
         used += 1;
     };
-    for (parcel, head) in batch.iter().zip(&heads) {
-        match parcel {
-            Parcel::Sure(frame) => add(frame),
-            Parcel::Link(body) => [head, &body[..]].into_iter().for_each(&mut add),
-            Parcel::With(..) | Parcel::End => {}
+    for (item, head) in batch.iter().zip(&heads) {
+        match item {
+            Outgoing::Reliable(frame) => add(frame),
+            Outgoing::Link(body) => [head, &body[..]].into_iter().for_each(&mut add),
+            Outgoing::WithFds(..) | Outgoing::Close => {}
         }
     }
     socket.write_all(&mut slices[..used]).await

@@ -3,16 +3,16 @@
 //!
 //! The bootstrap line goes to the new daemon's standard input; its reply comes back as one line.
 //! Hosts can also be started by a hoster or by a person at the master's terminal; the new daemon
-//! then fetches its line from here (see `join`).
+//! then fetches its line from here (see `sealed_bootstrap`).
 
-use super::bootstrap::{Bootstrap, Ready, Refusal, parse_reply, to_hex};
-use super::input::{Input, Inputs};
-use super::join::{self, Secret};
+use super::bootstrap::{Bootstrap, ReadyReply, Refusal, parse_reply, to_hex};
+use super::input::{Input, InputSender};
 use super::log::Log;
-use super::manual;
+use super::manual_start;
 use super::pki::Authority;
-use super::ssh::Ssh;
-use super::sys::FilesLimit;
+use super::sealed_bootstrap::{self, BootstrapSecret};
+use super::ssh::SshCommand;
+use super::sys::OpenFilesLimit;
 use pvmd_machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
 use sempa_proto::PvmError;
 use std::collections::{HashMap, VecDeque};
@@ -29,22 +29,22 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 /// Most hosts started concurrently; further starts wait.
-const STARTS_AT_ONCE_MAX: usize = 32;
+const CONCURRENT_STARTS_MAX: usize = 32;
 /// Time limit for the start of one host, as in PVM.
-const START_WITHIN: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time the bootstrap line is offered to a daemon that a hoster starts.
-const OFFER_WITHIN: Duration = Duration::from_secs(180);
+const OFFER_TIMEOUT: Duration = Duration::from_secs(180);
 /// The same if a person starts the daemon.
-const OFFER_BY_HAND_WITHIN: Duration = Duration::from_secs(900);
+const MANUAL_OFFER_TIMEOUT: Duration = Duration::from_secs(900);
 /// Time limit for the end of the remote shell after the daemon's reply.
-const SHELL_END_WITHIN: Duration = Duration::from_secs(20);
+const SHELL_EXIT_TIMEOUT: Duration = Duration::from_secs(20);
 /// Most bytes read from the output of a remote shell.
 const OUTPUT_BYTES_MAX: u64 = 64 << 10;
 /// Most lines of standard error kept for the error message.
 const STDERR_LINES_MAX: usize = 20;
 
 /// Settings that are equal for all hosts started by this master.
-pub(crate) struct StarterSettings {
+pub(crate) struct HostStarterSettings {
     /// Issues the new hosts' certificates.
     pub(crate) authority: Arc<Authority>,
     pub(crate) vm: String,
@@ -55,36 +55,40 @@ pub(crate) struct StarterSettings {
     /// Silence after which a host is considered lost.
     pub(crate) lease: Duration,
     /// The limit on open files for the remote shell.
-    pub(crate) files_limit: FilesLimit,
+    pub(crate) files_limit: OpenFilesLimit,
     /// Remote shell command from `PVM_RSH`, if set.
     pub(crate) remote_shell: Option<String>,
     /// The remote shell if `PVM_RSH` is not set.
-    pub(crate) ssh: Ssh,
+    pub(crate) ssh: SshCommand,
     /// Daemon command from `PVM_DPATH`, if set.
-    pub(crate) command: Option<String>,
+    pub(crate) daemon_command: Option<String>,
     /// Path of this program; other hosts try the same path first.
     pub(crate) program: PathBuf,
 }
 
 /// All host starts in progress. Owned by the daemon's loop.
-pub(crate) struct Starter {
-    settings: Option<Arc<StarterSettings>>,
-    turns: Arc<Semaphore>,
+pub(crate) struct HostStarter {
+    settings: Option<Arc<HostStarterSettings>>,
+    start_permits: Arc<Semaphore>,
     /// Held by the start that asks a person at the terminal.
     terminal: Arc<Mutex<()>>,
-    inputs: Inputs,
+    inputs: InputSender,
     log: Log,
     running: HashMap<StartId, AbortHandle>,
 }
 
-impl Starter {
+impl HostStarter {
     /// Without settings (on a slave) every start fails.
-    pub(crate) fn new(settings: Option<StarterSettings>, inputs: Inputs, log: Log) -> Starter {
-        let turns = Arc::new(Semaphore::new(STARTS_AT_ONCE_MAX));
+    pub(crate) fn new(
+        settings: Option<HostStarterSettings>,
+        inputs: InputSender,
+        log: Log,
+    ) -> HostStarter {
+        let start_permits = Arc::new(Semaphore::new(CONCURRENT_STARTS_MAX));
         let terminal = Arc::new(Mutex::new(()));
-        Starter {
+        HostStarter {
             settings: settings.map(Arc::new),
-            turns,
+            start_permits,
             terminal,
             inputs,
             log,
@@ -97,7 +101,7 @@ impl Starter {
         self.running.retain(|_, task| !task.is_finished());
         let (settings, turns, terminal) = (
             self.settings.clone(),
-            self.turns.clone(),
+            self.start_permits.clone(),
             self.terminal.clone(),
         );
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
@@ -108,13 +112,13 @@ impl Starter {
                     "only the master starts daemons".to_string(),
                 )),
                 Some(settings) => {
-                    let attempt = Attempt {
+                    let attempt = HostStart {
                         settings: &settings,
                         plan: &plan,
                         log: &log,
                     };
                     let ready = if plan.by_hand() {
-                        attempt.by_hand(&terminal).await
+                        attempt.run_manually(&terminal).await
                     } else {
                         let _turn = turns.acquire().await;
                         attempt.run().await
@@ -136,46 +140,48 @@ impl Starter {
 
     /// Prepares starts for a hoster; [`Event::HostsPrepared`] delivers the orders. The bootstrap
     /// lines are offered here until the attempts end.
-    pub(crate) fn prepare(&mut self, plans: Vec<(StartId, HostPlan)>) {
+    pub(crate) fn prepare_for_hoster(&mut self, plans: Vec<(StartId, HostPlan)>) {
         let (settings, inputs, log) =
             (self.settings.clone(), self.inputs.clone(), self.log.clone());
-        let (tell, ready) = tokio::sync::mpsc::unbounded_channel();
+        let (order_sender, ready) = tokio::sync::mpsc::unbounded_channel();
         let count = plans.len();
         for (start, plan) in plans {
-            let (settings, tell, log) = (settings.clone(), tell.clone(), log.clone());
+            let (settings, order_sender, log) =
+                (settings.clone(), order_sender.clone(), log.clone());
             let task = tokio::spawn(async move {
                 let refuse = |text: String| (PvmError::CantStart, text);
                 let Some(settings) = settings else {
-                    let _ =
-                        tell.send((start, Err(refuse("only the master starts daemons".into()))));
+                    let _ = order_sender
+                        .send((start, Err(refuse("only the master starts daemons".into()))));
                     return;
                 };
-                let attempt = Attempt {
+                let attempt = HostStart {
                     settings: &settings,
                     plan: &plan,
                     log: &log,
                 };
-                let offered = attempt.offer().await;
+                let offered = attempt.create_offer().await;
                 let sealed = offered.map_err(|text| {
                     refuse(format!("cannot start a daemon on {}: {text}", plan.name))
                 });
                 match sealed {
                     Ok((order, listener, sealed)) => {
-                        let _ = tell.send((start, Ok(order)));
+                        let _ = order_sender.send((start, Ok(order)));
                         // An upper bound: the state machine usually ends the attempt earlier.
                         let within = if plan.by_hand() {
-                            OFFER_BY_HAND_WITHIN
+                            MANUAL_OFFER_TIMEOUT
                         } else {
-                            OFFER_WITHIN
+                            OFFER_TIMEOUT
                         };
-                        let _ = timeout(within, join::give(listener, sealed)).await;
+                        let _ =
+                            timeout(within, sealed_bootstrap::serve_sealed(listener, sealed)).await;
                     }
-                    Err(refused) => drop(tell.send((start, Err(refused)))),
+                    Err(refused) => drop(order_sender.send((start, Err(refused)))),
                 }
             });
             self.running.insert(start, task.abort_handle());
         }
-        drop(tell);
+        drop(order_sender);
         tokio::spawn(async move {
             let (mut ready, mut orders) = (ready, Vec::with_capacity(count));
             while orders.len() < count
@@ -190,7 +196,7 @@ impl Starter {
     }
 
     /// Ends an attempt with the reply that a hoster received from the daemon it started.
-    pub(crate) fn heard(&mut self, start: StartId, line: &str) -> Event {
+    pub(crate) fn on_hoster_reply(&mut self, start: StartId, line: &str) -> Event {
         self.abandon(start);
         let line = line.trim_end();
         let result = parse_reply(line).unwrap_or_else(|| {
@@ -219,13 +225,13 @@ impl Starter {
 }
 
 /// The start of one host.
-struct Attempt<'a> {
-    settings: &'a StarterSettings,
+struct HostStart<'a> {
+    settings: &'a HostStarterSettings,
     plan: &'a HostPlan,
     log: &'a Log,
 }
 
-impl Attempt<'_> {
+impl HostStart<'_> {
     fn explain(&self, refusal: &Refusal) -> String {
         format!(
             "cannot start a daemon on {}: {}",
@@ -233,15 +239,15 @@ impl Attempt<'_> {
         )
     }
 
-    async fn run(&self) -> Result<Ready, Refusal> {
+    async fn run(&self) -> Result<ReadyReply, Refusal> {
         let cant = |text: String| Refusal {
             error: PvmError::CantStart,
             text,
         };
-        let words = self.words().await.map_err(cant)?;
-        let line = self.bootstrap().map_err(cant)?.line();
+        let words = self.command_line().await.map_err(cant)?;
+        let line = self.bootstrap().map_err(cant)?.to_line();
         let mut command = Command::new(&words[0]);
-        self.settings.files_limit.give(command.as_std_mut());
+        self.settings.files_limit.apply_to(command.as_std_mut());
         let mut child = command
             .args(&words[1..])
             .stdin(Stdio::piped())
@@ -255,41 +261,43 @@ impl Attempt<'_> {
                     words[0]
                 ))
             })?;
-        match timeout(START_WITHIN, self.talk(&mut child, &line)).await {
+        match timeout(START_TIMEOUT, self.exchange(&mut child, &line)).await {
             Ok(Ok(ready)) => {
                 // The daemon has left the shell's session, so the remote shell ends soon.
-                tokio::spawn(async move { timeout(SHELL_END_WITHIN, child.wait()).await.is_ok() });
+                tokio::spawn(
+                    async move { timeout(SHELL_EXIT_TIMEOUT, child.wait()).await.is_ok() },
+                );
                 Ok(ready)
             }
             Ok(Err(refusal)) => Err(refusal),
             Err(_) => Err(cant(format!(
                 "giving up after {} s without an answer",
-                START_WITHIN.as_secs()
+                START_TIMEOUT.as_secs()
             ))),
         }
     }
 
     /// Asks a person at the master's terminal to start the daemon.
-    async fn by_hand(&self, terminal: &Mutex<()>) -> Result<Ready, Refusal> {
+    async fn run_manually(&self, terminal: &Mutex<()>) -> Result<ReadyReply, Refusal> {
         let cant = |text: String| Refusal {
             error: PvmError::CantStart,
             text,
         };
-        manual::can_ask()?;
+        manual_start::check_can_ask()?;
         let _turn = terminal.lock().await;
-        let (order, listener, sealed) = self.offer().await.map_err(cant)?;
+        let (order, listener, sealed) = self.create_offer().await.map_err(cant)?;
         tokio::select! {
-            answer = manual::ask(&order) => answer,
-            () = join::give(listener, sealed) => Err(cant("the TCP port for it has failed".into())),
+            answer = manual_start::ask(&order) => answer,
+            () = sealed_bootstrap::serve_sealed(listener, sealed) => Err(cant("the TCP port for it has failed".into())),
         }
     }
 
     /// Creates the order for a hoster or a person, and the listener and encrypted line for the new
     /// daemon.
-    async fn offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
-        let secret = Secret::new();
-        let sealed = secret.seal(&self.bootstrap()?.line());
-        let listener = join::listen()
+    async fn create_offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
+        let secret = BootstrapSecret::new();
+        let sealed = secret.seal(&self.bootstrap()?.to_line());
+        let listener = sealed_bootstrap::listen_any()
             .await
             .map_err(|e| format!("cannot open a TCP port for it: {e}"))?;
         let port = listener
@@ -298,7 +306,7 @@ impl Attempt<'_> {
             .port();
         let option = format!(
             " --join {}",
-            join::addresses(&self.settings.addresses, port)
+            sealed_bootstrap::address_list(&self.settings.addresses, port)
         );
         let contact = &self.plan.contact;
         let login = self
@@ -309,8 +317,8 @@ impl Attempt<'_> {
         Ok((
             StartOrder {
                 login,
-                command: self.command(&option),
-                secret: secret.text(),
+                command: self.remote_command(&option),
+                secret: secret.to_hex_text(),
             },
             listener,
             sealed,
@@ -318,7 +326,7 @@ impl Attempt<'_> {
     }
 
     /// Returns the command line of the remote shell.
-    async fn words(&self) -> Result<Vec<String>, String> {
+    async fn command_line(&self) -> Result<Vec<String>, String> {
         if self.plan.contact.starts_with('-') || self.plan.contact.is_empty() {
             return Err(format!(
                 "{:?} cannot be the name of a host",
@@ -331,7 +339,7 @@ impl Attempt<'_> {
             None => {
                 self.settings
                     .ssh
-                    .words(&self.plan.contact, self.plan.login.as_deref(), self.log)
+                    .command_words(&self.plan.contact, self.plan.login.as_deref(), self.log)
                     .await
             }
         };
@@ -342,31 +350,31 @@ impl Attempt<'_> {
         if let Some(login) = &self.plan.login {
             words.extend(["-l".to_string(), login.clone()]);
         }
-        words.push(self.command(""));
+        words.push(self.remote_command(""));
         Ok(words)
     }
 
     /// Returns the command for the remote host: the user's command; else this program's path if it
     /// exists there; else `pvmd` from the search path. A person gets only the path, because the
     /// script would be long to type.
-    fn command(&self, more: &str) -> String {
+    fn remote_command(&self, extra_options: &str) -> String {
         let by_hand = self.plan.by_hand();
         let slave = if by_hand { "-S" } else { "-s" };
         if let Some(command) = self
             .plan
             .command
             .as_ref()
-            .or(self.settings.command.as_ref())
+            .or(self.settings.daemon_command.as_ref())
         {
-            return format!("{command} {slave}{more}");
+            return format!("{command} {slave}{extra_options}");
         }
         let program = self.settings.program.to_string_lossy();
         let program = shell_words::quote(&program);
         if by_hand {
-            return format!("{program} {slave}{more}");
+            return format!("{program} {slave}{extra_options}");
         }
         let script = format!(
-            "if [ -x {program} ]; then exec {program} -s{more}; else exec pvmd -s{more}; fi"
+            "if [ -x {program} ]; then exec {program} -s{extra_options}; else exec pvmd -s{extra_options}; fi"
         );
         format!("sh -c {}", shell_words::quote(&script))
     }
@@ -375,7 +383,7 @@ impl Attempt<'_> {
         let identity = self
             .settings
             .authority
-            .admit(self.plan.id)
+            .issue(self.plan.id)
             .map_err(|e| e.to_string())?;
         Ok(Bootstrap {
             ddpro: Bootstrap::VERSION,
@@ -402,11 +410,11 @@ impl Attempt<'_> {
 
     /// Writes the bootstrap line and waits for the reply. Without a reply, reads to the end of the
     /// output for the reason.
-    async fn talk(&self, child: &mut Child, line: &str) -> Result<Ready, Refusal> {
+    async fn exchange(&self, child: &mut Child, line: &str) -> Result<ReadyReply, Refusal> {
         let mut stdin = child.stdin.take().expect("it is a pipe");
         let stdout = child.stdout.take().expect("it is a pipe");
         let stderr = child.stderr.take().expect("it is a pipe");
-        let give = async {
+        let write_line = async {
             // A remote shell that ends without reading reports the reason on its standard error.
             let _ = stdin.write_all(line.as_bytes()).await;
             drop(stdin);
@@ -419,11 +427,11 @@ impl Attempt<'_> {
                     return Some(reply);
                 }
                 self.log
-                    .line(format!("stdout@{}: {}", self.plan.name, line.trim_end()));
+                    .write_line(format!("stdout@{}: {}", self.plan.name, line.trim_end()));
             }
             None
         };
-        let complaints = async {
+        let stderr_reader = async {
             let mut last = VecDeque::new();
             let mut lines = BufReader::new(stderr.take(OUTPUT_BYTES_MAX)).split(b'\n');
             while let Ok(Some(line)) = lines.next_segment().await {
@@ -431,7 +439,8 @@ impl Attempt<'_> {
                 if line.is_empty() {
                     continue;
                 }
-                self.log.line(format!("stderr@{}: {line}", self.plan.name));
+                self.log
+                    .write_line(format!("stderr@{}: {line}", self.plan.name));
                 last.push_back(line);
                 if last.len() > STDERR_LINES_MAX {
                     last.pop_front();
@@ -439,29 +448,31 @@ impl Attempt<'_> {
             }
             last
         };
-        let mut complaints = std::pin::pin!(complaints);
-        let mut said = None;
-        let mut asked = std::pin::pin!(async { tokio::join!(give, answer).1 });
+        let mut stderr_reader = std::pin::pin!(stderr_reader);
+        let mut stderr_lines = None;
+        let mut exchange = std::pin::pin!(async { tokio::join!(write_line, answer).1 });
         let reply = loop {
             tokio::select! {
-                reply = &mut asked => break reply,
-                lines = &mut complaints, if said.is_none() => said = Some(lines),
+                reply = &mut exchange => break reply,
+                lines = &mut stderr_reader, if stderr_lines.is_none() => stderr_lines = Some(lines),
             }
         };
         if let Some(reply) = reply {
             return reply;
         }
-        let said = match said {
-            Some(said) => said,
-            None => complaints.await,
+        let stderr_lines = match stderr_lines {
+            Some(stderr_lines) => stderr_lines,
+            None => stderr_reader.await,
         };
         let status = child.wait().await.ok().and_then(|s| s.code());
-        Err(self.reason(&said, status))
+        Err(self.diagnose(&stderr_lines, status))
     }
 
     /// Derives the reason of a failure from the remote shell's standard error and exit status.
-    fn reason(&self, said: &VecDeque<String>, status: Option<i32>) -> Refusal {
-        let last = said.back().map_or("it said nothing", String::as_str);
+    fn diagnose(&self, stderr_lines: &VecDeque<String>, status: Option<i32>) -> Refusal {
+        let last = stderr_lines
+            .back()
+            .map_or("it said nothing", String::as_str);
         let unknown = [
             "could not resolve hostname",
             "name or service not known",
@@ -469,7 +480,8 @@ impl Attempt<'_> {
             "no address associated",
         ];
         let any = |words: &[&str]| {
-            said.iter()
+            stderr_lines
+                .iter()
                 .any(|l| words.iter().any(|w| l.to_ascii_lowercase().contains(w)))
         };
         let (error, meaning) = if any(&unknown) {

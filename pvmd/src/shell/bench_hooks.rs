@@ -3,8 +3,8 @@
 //!
 //! Benchmarks use them to measure the layers that the daemon's loop runs through.
 
-use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
-use super::session::lane_parcel;
+use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, Outbox, OutboxReader, Outgoing, outbox};
+use super::session::pair_stream_item;
 use bytes::Bytes;
 use pvmd_machine::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
 use sempa_proto::frame::FrameDecoder;
@@ -15,38 +15,38 @@ use std::task::{Context, Waker};
 use std::time::Instant;
 
 /// The id of the only pair stream in the benchmark.
-const LANE: LaneId = LaneId(1);
+const BENCH_STREAM: LaneId = LaneId(1);
 /// Most frames taken from the queue at once.
-const TAKEN_MAX: usize = 64;
+const BATCH_FRAMES_MAX: usize = 64;
 
 /// The sender's side: a pair of tasks with a stream of its own, the send queue, and the chunks
 /// written to the stream.
 #[derive(Debug)]
-pub struct Sending {
+pub struct BenchSender {
     fork: Fork,
     fill: Outbox,
     queue: OutboxReader,
-    batch: Vec<Parcel>,
-    heads: Heads,
+    batch: Vec<Outgoing>,
+    heads: ChunkEncoder,
     chunks: Vec<Bytes>,
 }
 
-impl Default for Sending {
-    fn default() -> Sending {
+impl Default for BenchSender {
+    fn default() -> BenchSender {
         let (fill, queue) = outbox(LINK_BYTES_MAX);
-        let (fork, heads, batch, chunks) = Default::default();
-        Sending {
+        let (fork, encoder, batch, chunks) = Default::default();
+        BenchSender {
             fork,
             fill,
             queue,
             batch,
-            heads,
+            heads: encoder,
             chunks,
         }
     }
 }
 
-impl Sending {
+impl BenchSender {
     /// Sends a link frame and returns the chunks that the stream gets for it.
     ///
     /// Returns nothing while its pair has no stream, or if the frame cannot be decoded.
@@ -55,38 +55,40 @@ impl Sending {
         self.chunks.clear();
         if let Some(ends) = ends_of(&body)
             && let Way::Lane { .. } = self.fork.way(ends, Instant::now())
-            && self.fill.put(Parcel::Link(body))
+            && self.fill.enqueue(Outgoing::Link(body))
         {
             self.fork.sent(ends);
-            self.take();
-            self.heads.cut(&self.batch, &mut self.chunks);
-            self.batch.iter().for_each(|parcel| self.queue.done(parcel));
+            self.take_queued();
+            self.heads.encode(&self.batch, &mut self.chunks);
+            self.batch
+                .iter()
+                .for_each(|item| self.queue.record_done(item));
         }
         &self.chunks
     }
 
     /// Takes the queued frames as the stream's writer does, but does not wait for more.
-    fn take(&mut self) {
-        let taken = pin!(self.queue.take(&mut self.batch, TAKEN_MAX));
-        let _nothing_else_to_wait_for = taken.poll(&mut Context::from_waker(Waker::noop()));
+    fn take_queued(&mut self) {
+        let taken = pin!(self.queue.receive_batch(&mut self.batch, BATCH_FRAMES_MAX));
+        let _ready = taken.poll(&mut Context::from_waker(Waker::noop()));
     }
 }
 
 /// The receiver's side of the benchmark.
 #[derive(Debug, Default)]
-pub struct Receiving {
+pub struct BenchReceiver {
     decoder: FrameDecoder,
     join: Join<Carried>,
 }
 
-impl Receiving {
+impl BenchReceiver {
     /// Takes chunks from the pair stream. Returns the next item for the state machine if it is
     /// complete.
     pub fn receive(&mut self, chunks: &[Bytes]) -> Option<Carried> {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;
-        match lane_parcel(frame) {
-            Ok(parcel @ Lane::Item(_)) => self.join.take_lane(LANE, parcel),
+        match pair_stream_item(frame) {
+            Ok(item @ Lane::Item(_)) => self.join.take_lane(BENCH_STREAM, item),
             Ok(Lane::Behind(_)) | Err(_) => return None,
         }
         self.join.pop()

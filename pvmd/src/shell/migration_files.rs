@@ -1,7 +1,7 @@
 //! Small files of migrations: the resume tokens that wake quiesced libraries, and the durable
 //! record of committed migrations.
 
-use super::input::{Input, Inputs};
+use super::input::{Input, InputSender};
 use super::log::Log;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::to_bytes;
@@ -18,13 +18,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 /// Writes the migration files of one runtime directory.
-pub(crate) struct Moves {
+pub(crate) struct MigrationFiles {
     record: PathBuf,
-    inputs: Inputs,
+    inputs: InputSender,
     /// Serializes writers of the record.
-    turn: Arc<Mutex<()>>,
+    record_lock: Arc<Mutex<()>>,
     /// Tokens that could not be written yet.
-    late: Late,
+    pending_tokens: PendingTokens,
 }
 
 /// Size limit of the record. When a file is full, one older file of this size is kept.
@@ -34,29 +34,33 @@ pub(crate) struct Moves {
 const RECORD_BYTES_MAX: u64 = 1 << 20;
 
 /// Interval between attempts to write a token: its task is waiting for it.
-const TOKEN_RETRY: Duration = Duration::from_millis(100);
+const TOKEN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Tokens to be written, by path.
-type Late = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
+type PendingTokens = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 
-impl Moves {
-    pub(crate) fn new(place: &Place, inputs: Inputs) -> Moves {
-        Moves {
+impl MigrationFiles {
+    pub(crate) fn new(place: &Place, inputs: InputSender) -> MigrationFiles {
+        MigrationFiles {
             record: place.moves(),
             inputs,
-            turn: Arc::default(),
-            late: Late::default(),
+            record_lock: Arc::default(),
+            pending_tokens: PendingTokens::default(),
         }
     }
 
     /// Appends one committed migration to the record and syncs it. Reports [`Event::MoveRecorded`].
     pub(crate) fn record(&self, migration: MigrationId, tid: Tid, to: HostId) {
-        let (path, inputs, turn) = (self.record.clone(), self.inputs.clone(), self.turn.clone());
+        let (path, inputs, turn) = (
+            self.record.clone(),
+            self.inputs.clone(),
+            self.record_lock.clone(),
+        );
         let line = format!("{migration} {tid} {}\n", to.index());
         tokio::task::spawn_blocking(move || {
             let result = {
                 let _turn = turn.lock().unwrap_or_else(|e| e.into_inner());
-                append(&path, &line, RECORD_BYTES_MAX).map_err(|e| {
+                append_rotating(&path, &line, RECORD_BYTES_MAX).map_err(|e| {
                     Failure::Io(format!("cannot record the move in {}: {e}", path.display()))
                 })
             };
@@ -72,22 +76,24 @@ impl Moves {
     pub(crate) fn write_token(&self, path: &Path, token: &ResumeToken, log: &Log) {
         let bytes = match to_bytes(token) {
             Ok(bytes) => bytes,
-            Err(e) => return log.line(format!("cannot wake the task of {}: {e}", token.migration)),
+            Err(e) => {
+                return log.write_line(format!("cannot wake the task of {}: {e}", token.migration));
+            }
         };
-        if let Err(e) = replace(path, &bytes) {
-            log.line(format!(
+        if let Err(e) = write_atomically(path, &bytes) {
+            log.write_line(format!(
                 "cannot wake the task of {} yet: {}: {e}",
                 token.migration,
                 path.display()
             ));
-            lock(&self.late).insert(path.to_path_buf(), bytes);
-            tokio::spawn(write_late(self.late.clone(), path.to_path_buf()));
+            lock(&self.pending_tokens).insert(path.to_path_buf(), bytes);
+            tokio::spawn(retry_token(self.pending_tokens.clone(), path.to_path_buf()));
         }
     }
 
     /// Removes a token if it exists.
     pub(crate) fn remove_token(&self, path: &Path) {
-        let mut late = lock(&self.late);
+        let mut late = lock(&self.pending_tokens);
         late.remove(path);
         // The token may never have been written.
         let _ = std::fs::remove_file(path);
@@ -95,23 +101,23 @@ impl Moves {
 }
 
 /// Retries until the token is written or removed.
-async fn write_late(late: Late, path: PathBuf) {
+async fn retry_token(late: PendingTokens, path: PathBuf) {
     loop {
-        tokio::time::sleep(TOKEN_RETRY).await;
+        tokio::time::sleep(TOKEN_RETRY_INTERVAL).await;
         let mut late = lock(&late);
         let Some(bytes) = late.get(&path) else { return };
-        if replace(&path, bytes).is_ok() {
+        if write_atomically(&path, bytes).is_ok() {
             late.remove(&path);
             return;
         }
     }
 }
 
-fn lock(late: &Late) -> MutexGuard<'_, BTreeMap<PathBuf, Vec<u8>>> {
+fn lock(late: &PendingTokens) -> MutexGuard<'_, BTreeMap<PathBuf, Vec<u8>>> {
     late.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-fn append(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<()> {
+fn append_rotating(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<()> {
     if std::fs::metadata(path).is_ok_and(|meta| meta.len() + line.len() as u64 > bytes_max) {
         std::fs::rename(path, path.with_extension("before"))?;
     }
@@ -124,7 +130,7 @@ fn append(path: &Path, line: &str, bytes_max: u64) -> std::io::Result<()> {
     file.sync_data()
 }
 
-fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+fn write_atomically(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let temporary = path.with_file_name(format!(".tmp-{name}"));
     // A file left by a failed attempt would make O_EXCL fail.
@@ -149,7 +155,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("moves");
         for number in 0..1000 {
-            append(&path, &format!("m{number} t40001 3\n"), 400).expect("written");
+            append_rotating(&path, &format!("m{number} t40001 3\n"), 400).expect("written");
         }
         let read = |path: &Path| std::fs::read_to_string(path).expect("it is there");
         let (before, now) = (read(&path.with_extension("before")), read(&path));

@@ -1,7 +1,7 @@
 //! Removal of checkpoints: those that a user names, and those that the store does not keep.
 
-use super::{Sets, lock};
-use crate::shell::input::{Input, Inputs};
+use super::{CheckpointStore, lock};
+use crate::shell::input::{Input, InputSender};
 use crate::shell::log::Log;
 use checkpoint::store::{SetId, SetInfo, Store, StoreError, Unreadable};
 use pvmd_machine::io::Event;
@@ -12,21 +12,21 @@ use std::sync::{Arc, Mutex};
 use tokio::task::JoinHandle;
 
 /// Names of checkpoints, and when their jobs ended for good; `None` if the jobs run again.
-type Mark = (Vec<String>, Option<Micros>);
+type JobEndMark = (Vec<String>, Option<Micros>);
 
 /// Marks that must still be written, and the lock of the writer.
 #[derive(Clone, Default)]
-pub(super) struct Marks {
-    queue: Arc<Mutex<VecDeque<Mark>>>,
-    turn: Arc<Mutex<()>>,
+pub(super) struct PendingMarks {
+    queue: Arc<Mutex<VecDeque<JobEndMark>>>,
+    writer_lock: Arc<Mutex<()>>,
 }
 
 /// Removes what the store does not keep; reports it in the log and as [`Event::SetsSwept`].
-pub(super) fn tidy(
+pub(super) fn remove_superfluous(
     store: Result<Store, String>,
     now: Micros,
     keep: &[String],
-    inputs: &Inputs,
+    inputs: &InputSender,
     log: &Log,
 ) {
     let keep = |set: &SetInfo| keep.contains(&set.id.to_string());
@@ -34,24 +34,24 @@ pub(super) fn tidy(
         Ok(swept) if swept.removed.is_empty() => {}
         Ok(swept) => {
             let sets: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
-            log.line(format!(
+            log.write_line(format!(
                 "checkpoints removed that the store does not keep: {}",
                 sets.join(" ")
             ));
             let _ = inputs.blocking_send(Input::Event(Event::SetsSwept { sets }));
         }
-        Err(why) => log.line(why),
+        Err(why) => log.write_line(why),
     }
 }
 
-impl Sets {
+impl CheckpointStore {
     /// Removes checkpoints that must not be used, after another task has ended.
     pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
         let log = self.log.clone();
-        if !self.is_there() {
+        if !self.store_exists() {
             return;
         }
-        self.aside_after(after, move |store| {
+        self.spawn_after(after, move |store| {
             // Only checkpoints of this virtual machine, even if others have the same name.
             let remove = |store: Store| -> Result<(), StoreError> {
                 let (there, _) = store.list()?;
@@ -64,17 +64,17 @@ impl Sets {
             };
             let removed: Result<(), String> =
                 store.and_then(|store| remove(store).map_err(|e| e.to_string()));
-            removed.unwrap_or_else(|why| log.line(why));
+            removed.unwrap_or_else(|why| log.write_line(why));
         });
     }
 
     /// Marks that the jobs of these checkpoints ended for good at this time, or run again. Calls
     /// take effect in order.
-    pub(crate) fn mark(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
+    pub(crate) fn mark_job_end(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
         let (marks, inputs, log) = (self.marks.clone(), self.inputs.clone(), self.log.clone());
         lock(&marks.queue).push_back((sets, ended));
-        self.aside(move |store| {
-            let _turn = lock(&marks.turn);
+        self.spawn(move |store| {
+            let _turn = lock(&marks.writer_lock);
             let Some((sets, ended)) = lock(&marks.queue).pop_front() else {
                 return;
             };
@@ -82,9 +82,9 @@ impl Sets {
             let marked = store
                 .clone()
                 .and_then(|store| store.mark(&ids, ended).map_err(|e| e.to_string()));
-            marked.unwrap_or_else(|why| log.line(why));
+            marked.unwrap_or_else(|why| log.write_line(why));
             if let Some(now) = ended {
-                tidy(store, now, &keep, &inputs, &log);
+                remove_superfluous(store, now, &keep, &inputs, &log);
             }
         });
     }
@@ -97,8 +97,8 @@ impl Sets {
         any: bool,
         stay: BTreeMap<String, Stays>,
     ) {
-        let is_there = self.is_there();
-        self.work(move |store| {
+        let is_there = self.store_exists();
+        self.spawn_reporting(move |store| {
             let result = match (is_there, which) {
                 (true, which) => store.and_then(|store| remove(&store, which, any, stay)),
                 (false, Unwanted::Job(_)) => Ok(Vec::new()),
@@ -128,18 +128,18 @@ fn remove(
                 .collect()
         }
         Unwanted::Job(job) => {
-            let its = sets
+            let of_job = sets
                 .iter()
                 .filter(|set| set.job == job && (any || store.is_own(set)));
-            its.map(|set| set.id.to_string()).collect()
+            of_job.map(|set| set.id.to_string()).collect()
         }
     };
     let one = |name: String| {
-        let became = match stay.remove(&name) {
+        let outcome = match stay.remove(&name) {
             Some(why) => Err(why),
             None => remove_one(store, &name, any, &sets, &broken),
         };
-        (name, became)
+        (name, outcome)
     };
     Ok(names.into_iter().map(one).collect())
 }
@@ -153,8 +153,8 @@ fn remove_one(
 ) -> Result<u64, Stays> {
     let Ok(id) = name.parse::<SetId>() else {
         // Not one of our names: another program may have created the entry.
-        let stranger = broken.iter().find(|(stranger, _)| stranger == name);
-        return Err(stranger.map_or(Stays::Unknown, |(_, why)| Stays::Store(why.to_string())));
+        let unreadable = broken.iter().find(|(unreadable, _)| unreadable == name);
+        return Err(unreadable.map_or(Stays::Unknown, |(_, why)| Stays::Store(why.to_string())));
     };
     let known = sets.iter().find(|set| set.id == id);
     if let Some(set) = known.filter(|set| !any && !store.is_own(set)) {

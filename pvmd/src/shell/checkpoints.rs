@@ -3,14 +3,14 @@
 //!
 //! Everything that may wait for a disk runs on blocking threads and reports its end as an event.
 
-mod unwanted;
+mod removal;
 
-use super::bulk::{Incoming, Line, Outgoing};
-use super::copies::{receive_set, send_set};
-use super::input::{Input, Inputs};
+use super::bulk_tcp::{BulkConnection, RecordReader, RecordWriter};
+use super::checkpoint_copies::{receive_checkpoint, send_checkpoint};
+use super::image_transfer::SentAmounts;
+use super::input::{Input, InputSender};
 use super::log::Log;
-use super::rate::Rate;
-use super::travel::Sent;
+use super::rate_limit::RateLimit;
 use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError};
 use checkpoint_protocol::CutId;
 use pvmd_machine::io::Event;
@@ -28,34 +28,34 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::task::JoinHandle;
 
 /// Name of the file next to the images with the daemon's state of the task.
-const PART_FILE: &str = "sempa-part";
+const PART_RECORD_FILE: &str = "sempa-part";
 /// Size limit of that file. For a program that writes its own checkpoints it may include messages
 /// that the program had sent.
-const PART_BYTES_MAX: u64 = 1 << 30;
+const PART_RECORD_BYTES_MAX: u64 = 1 << 30;
 
 /// Highest limit of complete checkpoints that a store may have: all are listed when one is added.
-const SETS_MAX: usize = 4096;
+const CHECKPOINT_LIMIT_MAX: usize = 4096;
 /// Lowest limit of bytes that a store may have.
-const STORE_BYTES_MIN: u64 = 1_000_000;
+const STORE_LIMIT_BYTES_MIN: u64 = 1_000_000;
 
 /// Settings of a store: its directory, the file of its key, its limits, and the hosts to which
 /// checkpoints are copied.
 #[derive(Clone, Debug)]
-pub(crate) struct Whereabouts {
+pub(crate) struct StoreSettings {
     dir: PathBuf,
     key: PathBuf,
     limits: Limits,
     copies: Copies,
 }
 
-impl Whereabouts {
+impl StoreSettings {
     /// Reads the settings from the environment: `SEMPA_STORE` and `SEMPA_STORE_KEY` (default: in
     /// the user's XDG directories); `SEMPA_STORE_SETS` and `SEMPA_STORE_BYTES`;
     /// `SEMPA_STORE_COPIES`.
     ///
     /// # Errors
     /// One sentence if there is no location, or a value is invalid.
-    pub(crate) fn of(env: impl Fn(&str) -> Option<String>) -> Result<Whereabouts, String> {
+    pub(crate) fn from_env(env: impl Fn(&str) -> Option<String>) -> Result<StoreSettings, String> {
         let under = |name: &str, below: &str| {
             let set = env(name)
                 .filter(|dir| dir.starts_with('/'))
@@ -75,7 +75,7 @@ impl Whereabouts {
             })
         };
         let (limits, copies) = (limits(&env)?, copies(&env)?);
-        Ok(Whereabouts {
+        Ok(StoreSettings {
             limits,
             copies,
             dir: own(
@@ -104,7 +104,7 @@ impl Whereabouts {
     ///
     /// # Errors
     /// The store cannot be read.
-    pub(crate) fn spared(
+    pub(crate) fn highest_task_ids(
         &self,
         vm: &str,
         now: Micros,
@@ -134,15 +134,18 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
         let sets = text
             .parse()
             .ok()
-            .filter(|sets| (1..=SETS_MAX).contains(sets));
+            .filter(|sets| (1..=CHECKPOINT_LIMIT_MAX).contains(sets));
         limits.sets_max = sets.ok_or_else(|| {
-            format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {SETS_MAX}: no checkpoint is written before it is")
+            format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {CHECKPOINT_LIMIT_MAX}: no checkpoint is written before it is")
         })?;
     }
     if let Some(text) = env("SEMPA_STORE_BYTES") {
-        let bytes = text.parse().ok().filter(|bytes| *bytes >= STORE_BYTES_MIN);
+        let bytes = text
+            .parse()
+            .ok()
+            .filter(|bytes| *bytes >= STORE_LIMIT_BYTES_MIN);
         limits.bytes_max = bytes.ok_or_else(|| {
-            format!("SEMPA_STORE_BYTES={text:?} is no number of bytes from {STORE_BYTES_MIN} on: no checkpoint is written before it is")
+            format!("SEMPA_STORE_BYTES={text:?} is no number of bytes from {STORE_LIMIT_BYTES_MIN} on: no checkpoint is written before it is")
         })?;
     }
     Ok(limits)
@@ -183,68 +186,68 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
 }
 
 /// The store and the operations in progress on it.
-pub(crate) struct Sets {
-    place: Place,
-    whereabouts: Result<Whereabouts, String>,
-    inputs: Inputs,
+pub(crate) struct CheckpointStore {
+    paths: Place,
+    settings: Result<StoreSettings, String>,
+    inputs: InputSender,
     log: Log,
     store: Arc<Mutex<Option<Store>>>,
     drafts: Arc<Mutex<HashMap<CutId, Arc<Draft>>>>,
-    open: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
+    opened: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
     /// Checkpoints whose jobs ended or run again, in the order in which that must be written.
-    marks: unwanted::Marks,
+    marks: removal::PendingMarks,
 }
 
 fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     shared.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-impl Sets {
+impl CheckpointStore {
     /// Opens nothing until the first operation.
     pub(crate) fn new(
-        place: Place,
-        whereabouts: Result<Whereabouts, String>,
-        inputs: Inputs,
+        paths: Place,
+        settings: Result<StoreSettings, String>,
+        inputs: InputSender,
         log: Log,
-    ) -> Sets {
-        let (store, drafts, open, marks) = Default::default();
-        Sets {
-            place,
-            whereabouts,
+    ) -> CheckpointStore {
+        let (store, drafts, opened, marks) = Default::default();
+        CheckpointStore {
+            paths,
+            settings,
             inputs,
             log,
             store,
             drafts,
-            open,
+            opened,
             marks,
         }
     }
 
     /// False if no store exists yet. Check first: opening would create it.
-    fn is_there(&self) -> bool {
-        self.whereabouts.as_ref().map_or(true, |at| at.dir.exists())
+    fn store_exists(&self) -> bool {
+        self.settings.as_ref().map_or(true, |at| at.dir.exists())
     }
 
     /// Runs work with the store on a blocking thread and sends the event that it returns.
-    fn work(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
+    fn spawn_reporting(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
         let inputs = self.inputs.clone();
-        self.aside(move |store| {
+        self.spawn(move |store| {
             let _ = inputs.blocking_send(Input::Event(work(store)));
         });
     }
 
     /// Runs work with the store on a blocking thread.
-    fn aside(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
-        self.aside_after(None, work);
+    fn spawn(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+        self.spawn_after(None, work);
     }
 
-    /// As [`Sets::aside`], but starts when another task has ended.
-    fn aside_after(
+    /// As [`CheckpointStore::spawn`], but starts when another task has ended.
+    fn spawn_after(
         &self,
         after: Option<JoinHandle<()>>,
         work: impl FnOnce(Result<Store, String>) + Send + 'static,
     ) {
-        let open = self.opening();
+        let open = self.store_opener();
         let work = move || work(open());
         match after {
             None => drop(tokio::task::spawn_blocking(work)),
@@ -256,9 +259,9 @@ impl Sets {
     }
 
     /// Returns a function that opens the store unless it is open. It may wait for the disk.
-    fn opening(&self) -> impl FnOnce() -> Result<Store, String> + Send + 'static {
-        let (store, whereabouts) = (self.store.clone(), self.whereabouts.clone());
-        let vm = self.place.vm().to_string();
+    fn store_opener(&self) -> impl FnOnce() -> Result<Store, String> + Send + 'static {
+        let (store, whereabouts) = (self.store.clone(), self.settings.clone());
+        let vm = self.paths.vm().to_string();
         move || {
             let at = whereabouts?;
             let mut store = lock(&store);
@@ -275,8 +278,10 @@ impl Sets {
     pub(crate) fn send_copy(
         &self,
         name: String,
-    ) -> impl FnOnce(Outgoing<Line>, &Rate) -> Result<Sent, Failure> + Send + 'static {
-        let open = self.opening();
+    ) -> impl FnOnce(RecordWriter<BulkConnection>, &RateLimit) -> Result<SentAmounts, Failure>
+    + Send
+    + 'static {
+        let open = self.store_opener();
         move |out, rate| {
             let id: SetId = name
                 .parse()
@@ -285,7 +290,7 @@ impl Sets {
             let set = store
                 .open_set(&id)
                 .map_err(|e| Failure::Io(e.to_string()))?;
-            send_set(&set, out, rate)
+            send_checkpoint(&set, out, rate)
         }
     }
 
@@ -295,37 +300,42 @@ impl Sets {
         &self,
         name: String,
         now: Micros,
-    ) -> impl FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send + 'static {
-        let (open, inputs, log) = (self.opening(), self.inputs.clone(), self.log.clone());
+    ) -> impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static
+    {
+        let (open, inputs, log) = (self.store_opener(), self.inputs.clone(), self.log.clone());
         move |incoming| {
             let id: SetId = name
                 .parse()
                 .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
-            let bytes = receive_set(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
-            unwanted::tidy(Ok(store), now, &[], &inputs, &log);
+            let bytes =
+                receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
+            removal::remove_superfluous(Ok(store), now, &[], &inputs, &log);
             Ok(bytes)
         }
     }
 
     /// Starts a checkpoint in the store. Reports [`Event::SetBegun`].
-    pub(crate) fn begin(&self, cut: CutId, job: Tid, now: Micros) {
+    pub(crate) fn begin(&self, snapshot: CutId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
-        self.work(move |store| {
+        self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let draft = store.begin(job, now).map_err(|e| e.to_string())?;
-                lock(&drafts).insert(cut, Arc::new(draft));
+                lock(&drafts).insert(snapshot, Arc::new(draft));
                 Ok(())
             });
-            Event::SetBegun { cut, result }
+            Event::SetBegun {
+                cut: snapshot,
+                result,
+            }
         });
     }
 
     /// Adds the images of a task to a checkpoint. Reports [`Event::PartKept`].
-    pub(crate) fn keep(&self, cut: CutId, migration: MigrationId, tid: Tid) {
-        let (drafts, dir) = (self.drafts.clone(), self.place.images(migration));
-        self.work(move |_| {
-            let draft = lock(&drafts).get(&cut).cloned();
+    pub(crate) fn add_part(&self, snapshot: CutId, migration: MigrationId, tid: Tid) {
+        let (drafts, dir) = (self.drafts.clone(), self.paths.images(migration));
+        self.spawn_reporting(move |_| {
+            let draft = lock(&drafts).get(&snapshot).cloned();
             let added = draft.ok_or("the set was given up".to_string());
             let result =
                 added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
@@ -334,38 +344,41 @@ impl Sets {
     }
 
     /// Completes a checkpoint. Reports [`Event::SetSealed`].
-    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
+    pub(crate) fn seal(&self, snapshot: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
         let (drafts, log, meta) = (
             self.drafts.clone(),
             self.log.clone(),
             to_bytes(meta).map_err(|e| e.to_string()),
         );
         let inputs = self.inputs.clone();
-        self.work(move |store| {
-            let draft = lock(&drafts).remove(&cut).and_then(Arc::into_inner);
+        self.spawn_reporting(move |store| {
+            let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
             let result = draft
                 .ok_or("the set was given up".to_string())
                 .and_then(|draft| {
                     let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
                     // The checkpoint is complete even if this fails; the limits are enforced again
                     // at the next one.
-                    unwanted::tidy(store, now, &keep, &inputs, &log);
+                    removal::remove_superfluous(store, now, &keep, &inputs, &log);
                     Ok((info.id.to_string(), info.bytes))
                 });
-            Event::SetSealed { cut, result }
+            Event::SetSealed {
+                cut: snapshot,
+                result,
+            }
         });
     }
 
     /// Removes an incomplete checkpoint.
-    pub(crate) fn abandon(&self, cut: CutId) {
-        let draft = lock(&self.drafts).remove(&cut);
+    pub(crate) fn abandon(&self, snapshot: CutId) {
+        let draft = lock(&self.drafts).remove(&snapshot);
         tokio::task::spawn_blocking(move || drop(draft));
     }
 
     /// Opens a checkpoint for reading. Reports [`Event::SetOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
-        let open = self.open.clone();
-        self.work(move |store| {
+        let open = self.opened.clone();
+        self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
                 let id: SetId = name.parse().map_err(|e: NotASetId| e.to_string())?;
                 let set = store.open_set(&id).map_err(|e| e.to_string())?;
@@ -384,7 +397,7 @@ impl Sets {
         restart: u64,
         tid: Tid,
     ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
-        let set = lock(&self.open).get(&restart).cloned();
+        let set = lock(&self.opened).get(&restart).cloned();
         move |dir| {
             let set = set.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
             set.unpack(tid, dir)
@@ -393,14 +406,14 @@ impl Sets {
         }
     }
 
-    /// Closes a checkpoint opened by [`Sets::open`].
+    /// Closes a checkpoint opened by [`CheckpointStore::open`].
     pub(crate) fn close(&self, restart: u64) {
-        lock(&self.open).remove(&restart);
+        lock(&self.opened).remove(&restart);
     }
 
     /// Lists all checkpoints. Reports [`Event::SetsListed`].
     pub(crate) fn list(&self, tid: Tid, id: RequestId) {
-        if !self.is_there() {
+        if !self.store_exists() {
             let event = Event::SetsListed {
                 tid,
                 id,
@@ -410,7 +423,7 @@ impl Sets {
             tokio::spawn(async move { inputs.send(Input::Event(event)).await });
             return;
         }
-        self.work(move |store| {
+        self.spawn_reporting(move |store| {
             let listed = store.and_then(|store| store.list().map_err(|e| e.to_string()));
             let result = listed.map(|(sets, broken)| {
                 let whole = sets.into_iter().map(|set| SetEntry {
@@ -442,7 +455,7 @@ impl Sets {
     /// Reads the record file next to the images of a task. Reports [`Event::PartRead`].
     pub(crate) fn read_part(&self, migration: MigrationId) {
         let (path, inputs) = (
-            self.place.images(migration).join(PART_FILE),
+            self.paths.images(migration).join(PART_RECORD_FILE),
             self.inputs.clone(),
         );
         tokio::task::spawn_blocking(move || {
@@ -455,9 +468,9 @@ impl Sets {
 fn read_part(path: &Path) -> Result<PartRecord, Failure> {
     let bad = |why: String| Failure::Images(format!("{}: {why}", path.display()));
     let meta = std::fs::symlink_metadata(path).map_err(|e| bad(e.to_string()))?;
-    if !meta.is_file() || meta.len() > PART_BYTES_MAX {
+    if !meta.is_file() || meta.len() > PART_RECORD_BYTES_MAX {
         return Err(bad(format!(
-            "a file of at most {PART_BYTES_MAX} bytes was expected"
+            "a file of at most {PART_RECORD_BYTES_MAX} bytes was expected"
         )));
     }
     from_bytes(&std::fs::read(path).map_err(|e| bad(e.to_string()))?)
@@ -469,13 +482,13 @@ pub(crate) fn write_part(
     record: Box<PartRecord>,
 ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
     move |dir| {
-        let path = dir.join(PART_FILE);
+        let path = dir.join(PART_RECORD_FILE);
         let failed =
             |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
         let bytes = postcard::to_stdvec(&*record).map_err(|e| failed(std::io::Error::other(e)))?;
-        if bytes.len() as u64 > PART_BYTES_MAX {
+        if bytes.len() as u64 > PART_RECORD_BYTES_MAX {
             let why = format!(
-                "what waits for the task, and what it had said, are {} bytes, and a checkpoint takes {PART_BYTES_MAX}",
+                "what waits for the task, and what it had said, are {} bytes, and a checkpoint takes {PART_RECORD_BYTES_MAX}",
                 bytes.len()
             );
             return Err(Failure::Images(why));
@@ -500,7 +513,7 @@ mod tests {
                 .find(|(key, _)| *key == name)
                 .map(|(_, value)| value.to_string())
         };
-        let at = Whereabouts::of(env)?;
+        let at = StoreSettings::from_env(env)?;
         Ok((at.dir.display().to_string(), at.key.display().to_string()))
     }
 
@@ -524,9 +537,9 @@ mod tests {
     }
 
     /// Returns settings of a store in this directory, with further environment variables.
-    fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<Whereabouts, String> {
+    fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<StoreSettings, String> {
         let (store, key) = (dir.join("store"), dir.join("key"));
-        Whereabouts::of(|name| match name {
+        StoreSettings::from_env(|name| match name {
             "SEMPA_STORE" => Some(store.display().to_string()),
             "SEMPA_STORE_KEY" => Some(key.display().to_string()),
             other => more

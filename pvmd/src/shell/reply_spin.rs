@@ -11,35 +11,35 @@ use sempa_socket::{Reach, Spin};
 use std::time::{Duration, Instant};
 
 /// Larger frames belong to bulk transfers, which keep both hosts awake without spinning.
-const QUESTION_BYTES_MAX: usize = 4 << 10;
+const REQUEST_BYTES_MAX: usize = 4 << 10;
 
 /// The daemon's spin state. All other hosts share it.
 #[derive(Debug)]
-pub(crate) struct Vigil {
+pub(crate) struct ReplySpinner {
     spin: Spin,
     /// When the pending request was sent and the time to spin for its reply; the inner `None` means
     /// sleep.
-    open: Option<(Instant, Option<Duration>)>,
+    waiting: Option<(Instant, Option<Duration>)>,
 }
 
-impl Vigil {
-    pub(crate) fn new() -> Vigil {
-        Vigil {
+impl ReplySpinner {
+    pub(crate) fn new() -> ReplySpinner {
+        ReplySpinner {
             spin: Spin::new(Reach::Daemons),
-            open: None,
+            waiting: None,
         }
     }
 
     /// Starts to wait for a reply if a small data frame was sent to another host.
-    pub(crate) fn sent(&mut self, carried: &Carried, now: Instant) {
-        if is_small_data(carried) && self.open.is_none_or(|(_, awake)| awake.is_none()) {
-            self.open = Some((now, self.spin.budget(None, Reach::Daemons)));
+    pub(crate) fn on_request(&mut self, carried: &Carried, now: Instant) {
+        if is_small_data(carried) && self.waiting.is_none_or(|(_, awake)| awake.is_none()) {
+            self.waiting = Some((now, self.spin.budget(None, Reach::Daemons)));
         }
     }
 
     /// Ends the wait if a small data frame came from another host, and learns from its duration.
-    pub(crate) fn heard(&mut self, carried: &Carried, now: Instant) {
-        match self.open.take_if(|_| is_small_data(carried)) {
+    pub(crate) fn on_reply(&mut self, carried: &Carried, now: Instant) {
+        match self.waiting.take_if(|_| is_small_data(carried)) {
             Some((since, Some(budget))) => self.spin.ended(now.duration_since(since), budget),
             Some((since, None)) => self.spin.slept(now.duration_since(since)),
             None => {}
@@ -47,20 +47,20 @@ impl Vigil {
     }
 
     /// Yields the processor to other runnable threads: one of them may produce the reply.
-    pub(crate) fn give_way(&mut self) {
+    pub(crate) fn yield_cpu(&mut self) {
         self.spin.give_way();
     }
 
     /// Returns true while the daemon should spin for a reply.
-    pub(crate) fn lasts(&mut self, now: Instant) -> bool {
-        let Some((since, Some(budget))) = self.open else {
+    pub(crate) fn should_spin(&mut self, now: Instant) -> bool {
+        let Some((since, Some(spin_budget))) = self.waiting else {
             return false;
         };
-        if now.duration_since(since) <= budget {
+        if now.duration_since(since) <= spin_budget {
             return true;
         }
         self.spin.was_in_vain();
-        self.open = None;
+        self.waiting = None;
         false
     }
 }
@@ -70,7 +70,7 @@ fn is_small_data(carried: &Carried) -> bool {
     let Carried::Link(body) = carried else {
         return false;
     };
-    body.len() <= QUESTION_BYTES_MAX
+    body.len() <= REQUEST_BYTES_MAX
         && matches!(LinkFrame::kind_of(body), Some(LinkKind::Data { .. }))
 }
 
@@ -81,7 +81,7 @@ mod tests {
     use sempa_proto::Tid;
 
     /// Simulated time between two clock reads.
-    const LOOK: Duration = Duration::from_micros(10);
+    const POLL_INTERVAL: Duration = Duration::from_micros(10);
 
     fn frame(kind: LinkKind, bytes: usize) -> Carried {
         let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x80001));
@@ -98,16 +98,16 @@ mod tests {
         Carried::Link([&head[..], &vec![0; bytes]].concat().into())
     }
 
-    fn question() -> Carried {
+    fn request() -> Carried {
         frame(LinkKind::Data { last: true }, 8)
     }
 
     /// Returns a spinner that assumes more than one processor, and a start time.
-    fn vigil() -> (Vigil, Instant) {
+    fn new_spinner() -> (ReplySpinner, Instant) {
         (
-            Vigil {
+            ReplySpinner {
                 spin: Spin::with_company(Reach::Daemons),
-                open: None,
+                waiting: None,
             },
             Instant::now(),
         )
@@ -116,46 +116,46 @@ mod tests {
     /// The daemon spins from a small request until its reply arrives.
     #[test]
     fn spins_from_request_to_reply() {
-        let (mut vigil, begin) = vigil();
+        let (mut vigil, begin) = new_spinner();
         for round in 0..1000 {
             let now = begin + Duration::from_millis(round);
-            assert!(!vigil.lasts(now), "nobody has asked");
-            vigil.sent(&question(), now);
-            assert!(vigil.lasts(now + Duration::from_micros(40)));
-            vigil.heard(&question(), now + Duration::from_micros(50));
+            assert!(!vigil.should_spin(now), "nobody has asked");
+            vigil.on_request(&request(), now);
+            assert!(vigil.should_spin(now + Duration::from_micros(40)));
+            vigil.on_reply(&request(), now + Duration::from_micros(50));
         }
     }
 
     /// Acknowledgements and fragments of large messages neither start a wait nor end one.
     #[test]
     fn acks_and_bulk_fragments_do_not_count() {
-        let (mut vigil, now) = vigil();
+        let (mut vigil, now) = new_spinner();
         for other in [
             frame(LinkKind::Ack { resync: false }, 0),
             frame(LinkKind::Data { last: false }, 64 << 10),
         ] {
-            vigil.sent(&other, now);
-            assert!(!vigil.lasts(now));
-            vigil.sent(&question(), now);
-            vigil.heard(&other, now);
-            assert!(vigil.lasts(now), "that was no answer");
-            vigil.heard(&question(), now);
+            vigil.on_request(&other, now);
+            assert!(!vigil.should_spin(now));
+            vigil.on_request(&request(), now);
+            vigil.on_reply(&other, now);
+            assert!(vigil.should_spin(now), "that was no answer");
+            vigil.on_reply(&request(), now);
         }
     }
 
     /// Requests without replies cost less than 300 ms of spinning in 100 s.
     #[test]
     fn unanswered_requests_cost_little_spinning() {
-        let (mut vigil, begin) = vigil();
+        let (mut vigil, begin) = new_spinner();
         let mut awake = Duration::ZERO;
         for round in 0..100_000 {
             let now = begin + Duration::from_millis(round);
-            vigil.sent(&question(), now);
+            vigil.on_request(&request(), now);
             awake += (0..50)
-                .map(|look| now + look * LOOK)
-                .take_while(|now| vigil.lasts(*now))
+                .map(|look| now + look * POLL_INTERVAL)
+                .take_while(|now| vigil.should_spin(*now))
                 .count() as u32
-                * LOOK;
+                * POLL_INTERVAL;
         }
         assert!(awake < Duration::from_millis(300), "{awake:?} of 100 s");
     }
@@ -163,16 +163,16 @@ mod tests {
     /// A quick reply during sleep makes the daemon spin for the next request.
     #[test]
     fn quick_replies_restart_spinning() {
-        let (mut vigil, begin) = vigil();
+        let (mut vigil, begin) = new_spinner();
         let later = |ms| begin + Duration::from_millis(ms);
         for ms in 0..100 {
-            vigil.sent(&question(), later(ms));
-            vigil.lasts(later(ms) + Duration::from_micros(900));
+            vigil.on_request(&request(), later(ms));
+            vigil.should_spin(later(ms) + Duration::from_micros(900));
         }
-        vigil.sent(&question(), later(200));
-        assert!(!vigil.lasts(later(200)));
-        vigil.heard(&question(), later(200) + Duration::from_micros(120));
-        vigil.sent(&question(), later(201));
-        assert!(vigil.lasts(later(201)));
+        vigil.on_request(&request(), later(200));
+        assert!(!vigil.should_spin(later(200)));
+        vigil.on_reply(&request(), later(200) + Duration::from_micros(120));
+        vigil.on_request(&request(), later(201));
+        assert!(vigil.should_spin(later(201)));
     }
 }

@@ -1,12 +1,15 @@
 //! Copies a checkpoint from the master's store to the store of another host.
 //!
-//! The data travels decrypted inside a connection with keys of its own ([`super::bulk`]), and is
-//! encrypted there with the key of that host's store; no store needs another one's key. The copy
+//! The data travels decrypted inside a connection with keys of its own ([`super::bulk_tcp`]), and
+//! is encrypted there with the key of that host's store; no store needs another one's key. The copy
 //! becomes visible only when all of it is on the disk.
 
-use super::bulk::{Incoming, Outgoing};
-use super::rate::Rate;
-use super::travel::{MARK, PIECE, Sent, broken_off, not_taken, send_mark, wrong};
+use super::bulk_tcp::{RecordReader, RecordWriter};
+use super::image_transfer::{
+    RECORD_MARK, RECORD_PIECE, SentAmounts, format_failure, receive_failure, send_failure,
+    send_mark,
+};
+use super::rate_limit::RateLimit;
 use checkpoint::store::{Draft, Set, StoreError};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::Failure;
@@ -16,13 +19,13 @@ use std::convert::Infallible;
 use std::io::{self, ErrorKind, Read, Write};
 
 /// Most bytes of a checkpoint in one record.
-const PIECE_BYTES: usize = 256 << 10;
+const PIECE_BYTES_MAX: usize = 256 << 10;
 
 /// Structure records between the pieces.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Mark {
+enum CopyMark {
     /// Sent first: when the checkpoint was begun (since 1970), and its size in the master's store.
-    Set { made: Micros, bytes: u64 },
+    Checkpoint { made: Micros, bytes: u64 },
     /// The part of a task begins; its images have `images_bytes` bytes when unpacked.
     Part { tid: Tid, images_bytes: u64 },
     /// The checkpoint's metadata begins; it is the last part.
@@ -32,16 +35,16 @@ enum Mark {
 }
 
 /// Sends a checkpoint, at most at this rate.
-pub(super) fn send_set<W: Write>(
+pub(super) fn send_checkpoint<W: Write>(
     set: &Set,
-    mut out: Outgoing<W>,
-    rate: &Rate,
-) -> Result<Sent, Failure> {
+    mut out: RecordWriter<W>,
+    rate: &RateLimit,
+) -> Result<SentAmounts, Failure> {
     let info = set.info();
-    let mut sent = Sent::default();
+    let mut sent = SentAmounts::default();
     send_mark(
         &mut out,
-        &Mark::Set {
+        &CopyMark::Checkpoint {
             made: info.made,
             bytes: info.bytes,
         },
@@ -49,7 +52,7 @@ pub(super) fn send_set<W: Write>(
     for part in &info.parts {
         send_mark(
             &mut out,
-            &Mark::Part {
+            &CopyMark::Part {
                 tid: part.tid,
                 images_bytes: part.images_bytes,
             },
@@ -60,28 +63,32 @@ pub(super) fn send_set<W: Write>(
             send_pieces(&mut out, rate, content)
         });
         poured.map_err(|why| Failure::Images(why.to_string()))?;
-        send_mark(&mut out, &Mark::End { bytes })?;
+        send_mark(&mut out, &CopyMark::End { bytes })?;
         sent.bytes += bytes;
     }
     let meta = set.meta();
-    send_mark(&mut out, &Mark::Meta)?;
-    send_pieces(&mut out, rate, meta).map_err(not_taken)?;
+    send_mark(&mut out, &CopyMark::Meta)?;
+    send_pieces(&mut out, rate, meta).map_err(send_failure)?;
     send_mark(
         &mut out,
-        &Mark::End {
+        &CopyMark::End {
             bytes: meta.len() as u64,
         },
     )?;
     sent.bytes += meta.len() as u64;
-    sent.left = sent.bytes;
+    sent.wire_bytes = sent.bytes;
     Ok(sent)
 }
 
-fn send_pieces<W: Write>(out: &mut Outgoing<W>, rate: &Rate, content: &[u8]) -> io::Result<()> {
-    content.chunks(PIECE_BYTES).try_for_each(|piece| {
+fn send_pieces<W: Write>(
+    out: &mut RecordWriter<W>,
+    rate: &RateLimit,
+    content: &[u8],
+) -> io::Result<()> {
+    content.chunks(PIECE_BYTES_MAX).try_for_each(|piece| {
         rate.wait(piece.len());
         let Ok(sent) = out.send(1 + piece.len(), |room| {
-            room[0] = PIECE;
+            room[0] = RECORD_PIECE;
             room[1..].copy_from_slice(piece);
             Ok::<(), Infallible>(())
         });
@@ -91,26 +98,28 @@ fn send_pieces<W: Write>(out: &mut Outgoing<W>, rate: &Rate, content: &[u8]) -> 
 
 /// Receives a checkpoint into the draft that `begin` creates from its time and size. Returns the
 /// number of bytes received.
-pub(super) fn receive_set<R: Read>(
-    incoming: &mut Incoming<R>,
+pub(super) fn receive_checkpoint<R: Read>(
+    incoming: &mut RecordReader<R>,
     begin: impl FnOnce(Micros, u64) -> Result<Draft, StoreError>,
 ) -> Result<u64, Failure> {
     let store = |why: StoreError| Failure::Io(why.to_string());
-    let Said::Mark(Mark::Set { made, bytes }) = next(incoming).map_err(broken_off)? else {
-        return Err(wrong("the set was not announced"));
+    let ReceivedRecord::Mark(CopyMark::Checkpoint { made, bytes }) =
+        next_record(incoming).map_err(receive_failure)?
+    else {
+        return Err(format_failure("the set was not announced"));
     };
     let draft = begin(made, bytes).map_err(store)?;
     let mut all = 0;
     loop {
-        match next(incoming).map_err(broken_off)? {
-            Said::Mark(Mark::Part { tid, images_bytes }) => {
+        match next_record(incoming).map_err(receive_failure)? {
+            ReceivedRecord::Mark(CopyMark::Part { tid, images_bytes }) => {
                 let added = draft.add_copy(tid, images_bytes, |put| {
                     all += take_pieces(incoming, put)?;
                     Ok(())
                 });
                 added.map_err(store)?;
             }
-            Said::Mark(Mark::Meta) => {
+            ReceivedRecord::Mark(CopyMark::Meta) => {
                 let mut meta = Vec::new();
                 all += take_pieces(incoming, &mut |piece| {
                     if meta.len() + piece.len() > checkpoint::store::META_BYTES_MAX {
@@ -119,47 +128,53 @@ pub(super) fn receive_set<R: Read>(
                     meta.extend_from_slice(piece);
                     Ok(())
                 })
-                .map_err(broken_off)?;
+                .map_err(receive_failure)?;
                 draft.finish(&meta).map_err(store)?;
                 return Ok(all);
             }
-            _ => return Err(wrong("neither a task nor the end was announced")),
+            _ => return Err(format_failure("neither a task nor the end was announced")),
         }
     }
 }
 
 /// A record of either kind, as received.
-enum Said<'a> {
-    Mark(Mark),
+enum ReceivedRecord<'a> {
+    Mark(CopyMark),
     Piece(&'a [u8]),
 }
 
-fn next<R: Read>(incoming: &mut Incoming<R>) -> io::Result<Said<'_>> {
+fn next_record<R: Read>(incoming: &mut RecordReader<R>) -> io::Result<ReceivedRecord<'_>> {
     let ended = |e: io::Error| match e.kind() {
         ErrorKind::UnexpectedEof => io::Error::new(e.kind(), "the transfer ended in the middle"),
         _ => e,
     };
     match incoming.next().map_err(ended)?.split_first() {
-        Some((&PIECE, piece)) => Ok(Said::Piece(piece)),
-        Some((&MARK, mark)) => from_bytes(mark).map(Said::Mark).map_err(io::Error::other),
+        Some((&RECORD_PIECE, piece)) => Ok(ReceivedRecord::Piece(piece)),
+        Some((&RECORD_MARK, mark)) => from_bytes(mark)
+            .map(ReceivedRecord::Mark)
+            .map_err(io::Error::other),
         _ => Err(invalid("something came that belongs to no set")),
     }
 }
 
 /// Passes the pieces up to the end mark to `put` and returns their total length.
 fn take_pieces<R: Read>(
-    incoming: &mut Incoming<R>,
+    incoming: &mut RecordReader<R>,
     put: &mut dyn FnMut(&[u8]) -> io::Result<()>,
 ) -> io::Result<u64> {
-    let mut came = 0;
+    let mut received = 0;
     loop {
-        match next(incoming)? {
-            Said::Piece(piece) => {
+        match next_record(incoming)? {
+            ReceivedRecord::Piece(piece) => {
                 put(piece)?;
-                came += piece.len() as u64;
+                received += piece.len() as u64;
             }
-            Said::Mark(Mark::End { bytes }) if bytes == came => return Ok(came),
-            Said::Mark(_) => return Err(invalid("what came is not as long as what was sent")),
+            ReceivedRecord::Mark(CopyMark::End { bytes }) if bytes == received => {
+                return Ok(received);
+            }
+            ReceivedRecord::Mark(_) => {
+                return Err(invalid("what came is not as long as what was sent"));
+            }
         }
     }
 }
@@ -170,7 +185,7 @@ fn invalid(what: &str) -> io::Error {
 
 #[cfg(test)]
 mod tests {
-    use super::super::bulk::Keys;
+    use super::super::bulk_tcp::ConnectionKeys;
     use super::*;
     use checkpoint::store::{Limits, SetId, Store};
     use std::path::Path;
@@ -203,9 +218,13 @@ mod tests {
 
     fn sent(store: &Store, id: SetId) -> Vec<u8> {
         let mut bytes = Vec::new();
-        let out = Outgoing::new(&mut bytes, Keys::for_test(1).of_who_listens().0);
-        let sent =
-            send_set(&store.open_set(&id).expect("there"), out, &Rate::default()).expect("sent");
+        let out = RecordWriter::new(&mut bytes, ConnectionKeys::for_test(1).for_listener().0);
+        let sent = send_checkpoint(
+            &store.open_set(&id).expect("there"),
+            out,
+            &RateLimit::default(),
+        )
+        .expect("sent");
         assert!(
             sent.bytes > 2 * 900_000 + 600_000 && sent.bytes < 2_450_000,
             "zeros are not sent: {sent:?}"
@@ -214,8 +233,8 @@ mod tests {
     }
 
     fn received(bytes: &[u8], into: &Store, id: SetId) -> Result<u64, Failure> {
-        let mut incoming = Incoming::new(bytes, Keys::for_test(1).of_who_connects().1);
-        receive_set(&mut incoming, |made, bytes| {
+        let mut incoming = RecordReader::new(bytes, ConnectionKeys::for_test(1).for_connector().1);
+        receive_checkpoint(&mut incoming, |made, bytes| {
             into.begin_copy(id, made, bytes)
         })
     }

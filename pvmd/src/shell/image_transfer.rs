@@ -17,9 +17,9 @@ mod send;
 mod tests;
 
 pub(super) use receive::receive;
-pub(super) use send::{Progress, Sender, Sent, State};
+pub(super) use send::{DirState, Sender, SentAmounts, SharedDirState};
 
-use super::bulk::{CONTENT_BYTES_MAX, Outgoing};
+use super::bulk_tcp::{CONTENT_BYTES_MAX, RecordWriter};
 use super::zeros;
 use sempa_proto::frame::to_bytes;
 use sempa_proto::migration::Failure;
@@ -31,8 +31,8 @@ use std::path::Path;
 const PIECE_BYTES: usize = zeros::PLAIN_BYTES_MAX;
 /// Kind of the record, and the number of the file that a piece belongs to.
 const PIECE_HEAD_BYTES: usize = 5;
-pub(super) const MARK: u8 = 0;
-pub(super) const PIECE: u8 = 1;
+pub(super) const RECORD_MARK: u8 = 0;
+pub(super) const RECORD_PIECE: u8 = 1;
 /// Most files open at the same time.
 const OPEN_FILES_MAX: usize = 64;
 
@@ -40,46 +40,46 @@ const _: () = assert!(PIECE_HEAD_BYTES + zeros::HEAD_BYTES + PIECE_BYTES <= CONT
 
 /// Structure records between the pieces of files.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Mark {
+enum TransferMark {
     /// A file begins; files are numbered from 0.
     File { number: u32, name: String },
     /// A file is complete and has `bytes` bytes.
     FileEnd { number: u32, bytes: u64 },
     /// Everything received so far is void.
-    Anew,
+    Restart,
     /// All files have been sent.
     End { files: u32, bytes: u64 },
 }
 
 /// Sends a structure record.
 pub(super) fn send_mark<W: Write>(
-    out: &mut Outgoing<W>,
+    out: &mut RecordWriter<W>,
     mark: &impl Serialize,
 ) -> Result<(), Failure> {
     let bytes = to_bytes(mark).map_err(|e| Failure::Images(e.to_string()))?;
     let sent = out.send(1 + bytes.len(), |room| {
-        room[0] = MARK;
+        room[0] = RECORD_MARK;
         room[1..].copy_from_slice(&bytes);
         Ok::<(), Failure>(())
     })?;
-    sent.map_err(not_taken)
+    sent.map_err(send_failure)
 }
 
 /// Describes why no more data arrives.
-pub(super) fn broken_off(e: io::Error) -> Failure {
+pub(super) fn receive_failure(e: io::Error) -> Failure {
     match e.kind() {
-        io::ErrorKind::UnexpectedEof => wrong("the transfer ended in the middle"),
+        io::ErrorKind::UnexpectedEof => format_failure("the transfer ended in the middle"),
         _ => Failure::Images(format!("the transfer broke off: {e}")),
     }
 }
 
 /// Describes received data that violates the format.
-pub(super) fn wrong(what: &str) -> Failure {
+pub(super) fn format_failure(what: &str) -> Failure {
     Failure::Images(what.to_string())
 }
 
 /// Describes why no more data could be sent.
-pub(super) fn not_taken(e: io::Error) -> Failure {
+pub(super) fn send_failure(e: io::Error) -> Failure {
     Failure::Images(format!("the target took no more: {e}"))
 }
 
