@@ -8,7 +8,7 @@ use bytes::{Bytes, BytesMut};
 use divan::counter::ItemsCount;
 use divan::{AllocProfiler, Bencher};
 use one_of_two::{Daemon, elsewhere, frame};
-use pvmd::shell::passage::{Receiving, Sending};
+use pvmd::shell::bench_hooks::{BenchReceiver, BenchSender};
 use pvmd_machine::{Event, Output};
 use sempa_proto::host::Carried;
 use sempa_proto::link::LinkKind;
@@ -107,7 +107,7 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
 /// From the task's socket to the stream of its pair.
 #[divan::bench(args = PAYLOADS)]
 fn queued_to_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending) = (Daemon::new(1), Sending::default());
+    let (mut daemon, mut sending) = (Daemon::new(1), BenchSender::default());
     let frame = data((daemon.tids[0], elsewhere()), bytes);
     measure(bencher, || {
         daemon.handle(Event::TaskLink {
@@ -132,8 +132,11 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
 /// From the stream of a pair to the task's socket.
 #[divan::bench(args = PAYLOADS)]
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending, mut receiving) =
-        (Daemon::new(1), Sending::default(), Receiving::default());
+    let (mut daemon, mut sending, mut receiving) = (
+        Daemon::new(1),
+        BenchSender::default(),
+        BenchReceiver::default(),
+    );
     let frame = data((elsewhere(), daemon.tids[0]), bytes);
     for _ in 0..WARM {
         sending.send(frame.clone());

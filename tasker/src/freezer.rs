@@ -9,8 +9,8 @@
 //! cannot be killed, so a tasker that dies would leave them behind forever. In version 2 they die
 //! like others.
 
-use crate::birth;
-use crate::init;
+use crate::clone_into_cgroup;
+use crate::namespace_init;
 use crate::sys::{self, Child};
 use nix::fcntl::{Flock, FlockArg};
 use nix::sched::{CloneFlags, unshare};
@@ -25,16 +25,16 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// Prefix of the name of a tasker's folder of groups, within its own group.
-const FOLDER_NAME: &str = "sempa-";
+const FOLDER_PREFIX: &str = "sempa-";
 /// Variable that disables control groups if it is `off`.
-const SWITCH: &str = "SEMPA_FREEZER";
+const SWITCH_VARIABLE: &str = "SEMPA_FREEZER";
 /// Time limit of the probe.
-const TRIAL_ALLOWED: Duration = Duration::from_secs(2);
+const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Poll interval of the probe.
-const TRIAL_LOOK: Duration = Duration::from_micros(100);
+const PROBE_INTERVAL: Duration = Duration::from_micros(100);
 /// Attempts to create the folder: another tasker that cleans up may take a new folder for a stale
 /// one.
-const FOLDER_TRIES: usize = 3;
+const FOLDER_ATTEMPTS_MAX: usize = 3;
 
 /// The folder of this tasker's groups. Dropping it removes them.
 #[derive(Debug)]
@@ -44,9 +44,9 @@ pub(crate) struct Freezer {
     path: PathBuf,
     /// A private mount of version 2, if there is one; `path` leads through it.
     _mount: Option<OwnedFd>,
-    made: u64,
+    created_groups: u64,
     /// Dropped groups that could not be removed yet because processes were inside.
-    given_up: Rc<RefCell<Vec<PathBuf>>>,
+    unremoved: Rc<RefCell<Vec<PathBuf>>>,
 }
 
 /// A control group for the processes of a task. It is removed when dropped, or later if processes
@@ -55,7 +55,7 @@ pub(crate) struct Freezer {
 pub(crate) struct ControlGroup {
     path: PathBuf,
     frozen: Cell<bool>,
-    given_up: Rc<RefCell<Vec<PathBuf>>>,
+    unremoved: Rc<RefCell<Vec<PathBuf>>>,
 }
 
 impl Freezer {
@@ -64,10 +64,10 @@ impl Freezer {
     /// # Errors
     /// One sentence why freezing is not possible here.
     pub(crate) fn new() -> Result<Freezer, String> {
-        if std::env::var_os(SWITCH).is_some_and(|value| value == "off") {
-            return Err(format!("{SWITCH}=off"));
+        if std::env::var_os(SWITCH_VARIABLE).is_some_and(|value| value == "off") {
+            return Err(format!("{SWITCH_VARIABLE}=off"));
         }
-        if !birth::KNOWN {
+        if !clone_into_cgroup::SUPPORTED {
             return Err("not done on this processor".into());
         }
         let of_self = |name: &str| fs::read(Path::new("/proc/self").join(name)).unwrap_or_default();
@@ -76,19 +76,19 @@ impl Freezer {
             // An existing mount is used as the administrator has configured it.
             let own = cgroup::folder(&mounts, &of_self("cgroup"), None)
                 .ok_or("the tasker's own control group of version 2 is not to be seen here")?;
-            return Freezer::within(&own, None);
+            return Freezer::create_in(&own, None);
         }
         let mount = mount_own_group().map_err(|e| {
             format!("control groups of version 2 are not mounted here, and the tasker cannot do it for itself: {e}")
         })?;
         let own = Path::new("/proc/self/fd").join(mount.as_raw_fd().to_string());
-        Freezer::within(&own, Some(mount))
+        Freezer::create_in(&own, Some(mount))
     }
 
     /// Creates the folder within this group and probes it.
-    fn within(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, String> {
-        remove_left_behind(own);
-        let (path, folder) = (0..FOLDER_TRIES)
+    fn create_in(own: &Path, mount: Option<OwnedFd>) -> Result<Freezer, String> {
+        remove_stale_folders(own);
+        let (path, folder) = (0..FOLDER_ATTEMPTS_MAX)
             .find_map(|_| make_folder(own).transpose())
             .unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
             .map_err(|e| format!("no control group can be made in {}: {e}", own.display()))?;
@@ -96,10 +96,10 @@ impl Freezer {
             _folder: folder,
             path,
             _mount: mount,
-            made: 0,
-            given_up: Rc::default(),
+            created_groups: 0,
+            unremoved: Rc::default(),
         };
-        freezer.trial().map_err(|e| {
+        freezer.probe().map_err(|e| {
             format!(
                 "the freezer of control groups does not work in {}: {e}",
                 own.display()
@@ -112,34 +112,35 @@ impl Freezer {
     ///
     /// # Errors
     /// The system's error; there may be a limit on groups.
-    pub(crate) fn group(&mut self) -> io::Result<ControlGroup> {
+    pub(crate) fn create_group(&mut self) -> io::Result<ControlGroup> {
         // Groups that still have processes stay in the list.
-        self.given_up
+        self.unremoved
             .borrow_mut()
             .retain(|path| fs::remove_dir(path).is_err());
-        self.made += 1;
-        let path = self.path.join(self.made.to_string());
+        self.created_groups += 1;
+        let path = self.path.join(self.created_groups.to_string());
         fs::create_dir(&path)?;
         Ok(ControlGroup {
             path,
             frozen: Cell::new(false),
-            given_up: Rc::clone(&self.given_up),
+            unremoved: Rc::clone(&self.unremoved),
         })
     }
 
-    fn trial(&mut self) -> io::Result<()> {
-        let group = self.group()?;
+    fn probe(&mut self) -> io::Result<()> {
+        let group = self.create_group()?;
         let (theirs, _ours) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
-        let guinea_pig = init::start(theirs.as_fd(), Some(group.open()?.as_fd()))?;
-        let frozen = group.freeze().and_then(|()| group.wait_still());
-        end(&guinea_pig);
+        let probe_process =
+            namespace_init::start_init(theirs.as_fd(), Some(group.open()?.as_fd()))?;
+        let frozen = group.freeze().and_then(|()| group.wait_until_frozen());
+        kill_and_reap(&probe_process);
         frozen
     }
 }
 
 /// Kills a process, which may be frozen, and waits until it has ended.
-fn end(process: &Child) {
-    sys::kill_by(process.pidfd.as_fd());
+fn kill_and_reap(process: &Child) {
+    sys::kill_pidfd(process.pidfd.as_fd());
     // A child of ours, reaped only here.
     let _ = sys::reap_wait(process.pid);
 }
@@ -165,7 +166,7 @@ impl ControlGroup {
     /// # Errors
     /// The group was removed by another process.
     pub(crate) fn members(&self) -> io::Result<Vec<i32>> {
-        let text = fs::read_to_string(self.entrance())?;
+        let text = fs::read_to_string(self.procs_file())?;
         // The kernel lists processes outside this PID namespace as 0.
         Ok(text
             .lines()
@@ -175,7 +176,7 @@ impl ControlGroup {
     }
 
     /// Returns the file to which the ids of joining processes are written.
-    pub(crate) fn entrance(&self) -> PathBuf {
+    pub(crate) fn procs_file(&self) -> PathBuf {
         self.path.join("cgroup.procs")
     }
 
@@ -184,7 +185,7 @@ impl ControlGroup {
     /// # Errors
     /// The group was removed by another process.
     pub(crate) fn freeze(&self) -> io::Result<()> {
-        self.order("1")?;
+        self.write_freeze("1")?;
         self.frozen.set(true);
         Ok(())
     }
@@ -193,7 +194,7 @@ impl ControlGroup {
     pub(crate) fn thaw(&self) {
         if self.frozen.replace(false) {
             // Cannot fail: a group that contains frozen processes exists.
-            let _ = self.order("0");
+            let _ = self.write_freeze("0");
         }
     }
 
@@ -203,22 +204,22 @@ impl ControlGroup {
     }
 
     /// True if all processes of the group are frozen.
-    pub(crate) fn is_still(&self) -> bool {
+    pub(crate) fn is_fully_frozen(&self) -> bool {
         fs::read_to_string(self.path.join("cgroup.events"))
             .is_ok_and(|text| text.lines().any(|line| line == "frozen 1"))
     }
 
-    fn order(&self, word: &str) -> io::Result<()> {
-        fs::write(self.path.join("cgroup.freeze"), word)
+    fn write_freeze(&self, value: &str) -> io::Result<()> {
+        fs::write(self.path.join("cgroup.freeze"), value)
     }
 
-    fn wait_still(&self) -> io::Result<()> {
-        let until = Instant::now() + TRIAL_ALLOWED;
-        while !self.is_still() {
+    fn wait_until_frozen(&self) -> io::Result<()> {
+        let until = Instant::now() + PROBE_TIMEOUT;
+        while !self.is_fully_frozen() {
             if Instant::now() >= until {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            std::thread::sleep(TRIAL_LOOK);
+            std::thread::sleep(PROBE_INTERVAL);
         }
         Ok(())
     }
@@ -228,7 +229,7 @@ impl Drop for ControlGroup {
     fn drop(&mut self) {
         self.thaw();
         if fs::remove_dir(&self.path).is_err() {
-            self.given_up
+            self.unremoved
                 .borrow_mut()
                 .push(std::mem::take(&mut self.path));
         }
@@ -240,9 +241,9 @@ impl Drop for ControlGroup {
 ///
 /// # Errors
 /// An existing process could not be added.
-pub(crate) fn bring_in(entrance: &Path, pids: &[i32]) -> io::Result<()> {
+pub(crate) fn move_into_group(procs_file: &Path, pids: &[i32]) -> io::Result<()> {
     for pid in pids {
-        match fs::write(entrance, pid.to_string()) {
+        match fs::write(procs_file, pid.to_string()) {
             Err(error) if error.raw_os_error() != Some(libc::ESRCH) => return Err(error),
             _ => {}
         }
@@ -277,7 +278,7 @@ fn mount_own_group() -> io::Result<OwnedFd> {
 /// Creates a new folder within `own` and locks it. Returns `None` if another tasker has removed it
 /// as stale.
 fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
-    let path = nix::unistd::mkdtemp(&own.join(format!("{FOLDER_NAME}XXXXXX")))?;
+    let path = nix::unistd::mkdtemp(&own.join(format!("{FOLDER_PREFIX}XXXXXX")))?;
     let Ok(file) = File::open(&path) else {
         return Ok(None);
     };
@@ -289,10 +290,14 @@ fn make_folder(own: &Path) -> io::Result<Option<(PathBuf, Flock<File>)>> {
 
 /// Removes the folders of taskers that were killed. Their tasks died with them; groups that still
 /// have processes, which are about to end, are left to the next tasker.
-fn remove_left_behind(own: &Path) {
+fn remove_stale_folders(own: &Path) {
     for entry in fs::read_dir(own).into_iter().flatten().flatten() {
         let path = entry.path();
-        if !entry.file_name().to_string_lossy().starts_with(FOLDER_NAME) {
+        if !entry
+            .file_name()
+            .to_string_lossy()
+            .starts_with(FOLDER_PREFIX)
+        {
             continue;
         }
         let locked =

@@ -5,31 +5,31 @@
 //! number. On the daemon's orders it starts, signals, stops, dumps, restores and reaps task
 //! processes, and it reports the results. When the socket closes, it kills all tasks and exits.
 
-mod asking;
-mod attempt;
-mod birth;
-mod carry;
-mod control;
-mod ease;
-mod files;
+mod binary_hashing;
+mod clone_into_cgroup;
+mod daemon_socket;
+mod dump_attempt;
+mod engine_probe;
+mod feasibility;
+mod file_transfer;
 mod freezer;
-mod hold;
-mod init;
-mod learning;
-mod memory;
-mod moves;
+mod image_manifest;
+mod memory_reservations;
+mod migrations;
 mod namespace;
-mod precopy;
-mod promised;
+mod namespace_init;
+mod nice;
+mod pause;
+mod post_copy;
+mod pre_copy;
+mod signal_disposition;
 mod stop;
 mod supervisor;
 mod sys;
 mod target;
 mod task;
-mod trial;
-mod verdict;
 mod workers;
-mod written;
+mod written_files;
 
 use anyhow::{Context, bail};
 use checkpoint::heap;
@@ -40,7 +40,7 @@ use std::process::ExitCode;
 
 /// Capabilities that the tasker keeps if it runs as root. Tasks and the engine, which must be able
 /// to build any task, regain root's capabilities by their exec.
-const NEEDED: [Capability; 11] = [
+const NEEDED_CAPABILITIES: [Capability; 11] = [
     // For files transferred with a task, and for images.
     Capability::CHOWN,
     Capability::DAC_OVERRIDE,
@@ -96,10 +96,10 @@ fn run() -> anyhow::Result<()> {
     // A second arena would keep up to two mebibytes after worker threads have read images and
     // files.
     heap::keep_in_places(1);
-    let socket = sys::inherited(fd)
+    let socket = sys::take_inherited_fd(fd)
         .with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
-    quiet_signals()?;
-    rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
+    ignore_terminal_signals()?;
+    rights::keep_only(rights::set(&NEEDED_CAPABILITIES)).context("cannot give up rights")?;
     let _notes = checkpoint::criu::KernelNotes::look();
     // The owner waits for this thread to stop the guests. It never computes for long, and its
     // children start with normal priority.
@@ -126,7 +126,7 @@ fn open_standard_descriptors() -> anyhow::Result<()> {
 }
 
 /// Ignores signals of the terminal: the daemon decides when the tasker ends.
-fn quiet_signals() -> anyhow::Result<()> {
+fn ignore_terminal_signals() -> anyhow::Result<()> {
     for name in [
         Signal::SIGHUP,
         Signal::SIGINT,

@@ -7,8 +7,8 @@
 //! except the init.
 
 use crate::freezer::{ControlGroup, Freezer};
-use crate::init;
-use crate::sys::{self, Child, ExecPlan, NotStarted, StartGuard};
+use crate::namespace_init;
+use crate::sys::{self, Child, ExecPlan, StartError, StartGuard};
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sched::{CloneFlags, setns};
@@ -26,9 +26,9 @@ const SPARE_MIN: usize = 4;
 /// Most namespaces kept while tasks come and go.
 const SPARE_MAX: usize = 64;
 /// Time without a new task after which only [`SPARE_MIN`] namespaces are kept.
-const SPARE_TIME: Duration = Duration::from_secs(60);
+const SPARE_IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Idle time after which spare namespaces are created.
-const QUIET: Duration = Duration::from_millis(1);
+const IDLE_DELAY: Duration = Duration::from_millis(1);
 
 /// A namespace and its init. Dropping it ends all processes inside; the init must still be reaped.
 #[derive(Debug)]
@@ -37,11 +37,11 @@ pub(crate) struct Namespace {
     control: OwnedFd,
     inode: u64,
     /// The init was ordered to end.
-    doomed: Cell<bool>,
+    ending: Cell<bool>,
     /// The control group for the processes inside.
     group: Option<ControlGroup>,
     /// The processes inside are in the control group.
-    joined: Cell<bool>,
+    in_group: Cell<bool>,
 }
 
 impl Namespace {
@@ -53,18 +53,18 @@ impl Namespace {
     /// `EPERM` if the tasker may not create namespaces.
     pub(crate) fn new(freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
         let (theirs, ours) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
-        let init = init::start(theirs.as_fd(), None)?;
-        match std::fs::metadata(path_of(&init)) {
+        let init = namespace_init::start_init(theirs.as_fd(), None)?;
+        match std::fs::metadata(namespace_path(&init)) {
             Ok(about) => Ok(Namespace {
                 inode: about.st_ino(),
                 init,
                 control: ours,
-                doomed: Cell::new(false),
-                group: freezer.and_then(|freezer| freezer.group().ok()),
-                joined: Cell::new(false),
+                ending: Cell::new(false),
+                group: freezer.and_then(|freezer| freezer.create_group().ok()),
+                in_group: Cell::new(false),
             }),
             Err(error) => {
-                sys::kill_by(init.pidfd.as_fd());
+                sys::kill_pidfd(init.pidfd.as_fd());
                 let _ = sys::reap_wait(init.pid);
                 Err(error)
             }
@@ -72,7 +72,7 @@ impl Namespace {
     }
 
     /// True if the tasker may create namespaces: it creates one and ends it.
-    pub(crate) fn possible() -> bool {
+    pub(crate) fn is_possible() -> bool {
         let Ok(namespace) = Namespace::new(None) else {
             return false;
         };
@@ -81,13 +81,13 @@ impl Namespace {
     }
 
     /// True once the init has ended, and with it all processes inside.
-    pub(crate) fn is_over(&self) -> bool {
-        let mut fds = [PollFd::new(self.ended(), PollFlags::POLLIN)];
+    pub(crate) fn has_ended(&self) -> bool {
+        let mut fds = [PollFd::new(self.end_fd(), PollFlags::POLLIN)];
         matches!(poll(&mut fds, PollTimeout::ZERO), Ok(1..))
     }
 
     /// Becomes readable when the init has ended, and with it all processes inside.
-    pub(crate) fn ended(&self) -> BorrowedFd<'_> {
+    pub(crate) fn end_fd(&self) -> BorrowedFd<'_> {
         self.init.pidfd.as_fd()
     }
 
@@ -102,11 +102,11 @@ impl Namespace {
     /// # Errors
     /// The init has ended.
     pub(crate) fn open(&self) -> io::Result<OwnedFd> {
-        Ok(File::open(path_of(&self.init))?.into())
+        Ok(File::open(namespace_path(&self.init))?.into())
     }
 
     /// Runs `make`; processes that it creates belong to this namespace.
-    fn inside<T>(&self, make: impl FnOnce() -> T) -> io::Result<T> {
+    fn with_children_inside<T>(&self, make: impl FnOnce() -> T) -> io::Result<T> {
         let own = File::open("/proc/self/ns/pid")?;
         setns(self.open()?, CloneFlags::CLONE_NEWPID)?;
         let made = make();
@@ -124,8 +124,8 @@ impl Namespace {
         &self,
         plan: &ExecPlan<'_>,
         guard: &StartGuard,
-    ) -> Result<Child, NotStarted> {
-        self.start_by(|group| sys::start_program(plan, guard, group))
+    ) -> Result<Child, StartError> {
+        self.start_in_group(|group| sys::start_program(plan, guard, group))
     }
 
     /// Starts a process inside that stops before its exec, as a direct child of the tasker.
@@ -136,25 +136,26 @@ impl Namespace {
         &self,
         plan: &ExecPlan<'_>,
         allowed: Duration,
-    ) -> Result<Child, NotStarted> {
-        self.start_by(|group| sys::start_waiting(plan, allowed, group))
+    ) -> Result<Child, StartError> {
+        self.start_in_group(|group| sys::start_waiting(plan, allowed, group))
     }
 
     /// Creates a process inside, in the control group if possible.
-    fn start_by(
+    fn start_in_group(
         &self,
-        make: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, NotStarted>,
-    ) -> Result<Child, NotStarted> {
+        make: impl Fn(Option<BorrowedFd<'_>>) -> Result<Child, StartError>,
+    ) -> Result<Child, StartError> {
         let start = |group: Option<BorrowedFd<'_>>| {
-            self.inside(|| make(group)).map_err(NotStarted::NoProcess)?
+            self.with_children_inside(|| make(group))
+                .map_err(StartError::NoProcess)?
         };
-        self.joined.set(false);
+        self.in_group.set(false);
         if let Some(folder) = self.group.as_ref().and_then(|group| group.open().ok()) {
             match start(Some(folder.as_fd())) {
                 // The kernel refused this group; try without it.
-                Err(NotStarted::NoProcess(_)) => {}
+                Err(StartError::NoProcess(_)) => {}
                 other => {
-                    self.joined.set(true);
+                    self.in_group.set(true);
                     return other;
                 }
             }
@@ -164,7 +165,7 @@ impl Namespace {
 
     /// Returns the control group if all processes inside are in it.
     pub(crate) fn group(&self) -> Option<&ControlGroup> {
-        self.group.as_ref().filter(|_| self.joined.get())
+        self.group.as_ref().filter(|_| self.in_group.get())
     }
 
     /// Returns the ids of all processes inside except the init.
@@ -180,50 +181,50 @@ impl Namespace {
 
     /// Returns the file through which the processes inside can join the control group, if they were
     /// not created in it.
-    pub(crate) fn entrance(&self) -> Option<PathBuf> {
+    pub(crate) fn group_to_join(&self) -> Option<PathBuf> {
         self.group
             .as_ref()
-            .filter(|_| !self.joined.get())
-            .map(ControlGroup::entrance)
+            .filter(|_| !self.in_group.get())
+            .map(ControlGroup::procs_file)
     }
 
     /// Records that the processes inside have joined the control group.
-    pub(crate) fn joined(&self) {
-        self.joined.set(true);
+    pub(crate) fn set_in_group(&self) {
+        self.in_group.set(true);
     }
 
     /// Starts a process inside that only waits, in this directory.
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn start_sleeper(
+    pub(crate) fn start_idle_process(
         &self,
         dir: &CStr,
         stdin: &impl AsFd,
         output: &impl AsFd,
     ) -> io::Result<Child> {
-        self.inside(|| sys::start_sleeper(dir, stdin.as_fd(), output.as_fd()))?
+        self.with_children_inside(|| sys::start_idle_process(dir, stdin.as_fd(), output.as_fd()))?
     }
 
     /// Kills all processes inside. First the children of the tasker among them, then the init must
     /// be reaped.
     pub(crate) fn kill(&self) {
-        self.doomed.set(true);
-        sys::kill_by(self.init.pidfd.as_fd());
+        self.ending.set(true);
+        sys::kill_pidfd(self.init.pidfd.as_fd());
     }
 
     /// True if the ended task left no process inside: the init adopts orphans, so it would have
     /// children.
-    fn is_deserted(&self) -> bool {
+    fn is_reusable(&self) -> bool {
         let children = format!("/proc/{0}/task/{0}/children", self.init.pid);
-        !self.doomed.get()
-            && !self.is_over()
+        !self.ending.get()
+            && !self.has_ended()
             && std::fs::read(children).is_ok_and(|list| list.is_empty())
     }
 
     /// Orders the init to end as soon as the namespace is empty.
     pub(crate) fn end_when_empty(&self) {
-        self.doomed.set(true);
+        self.ending.set(true);
         // The pipe has space for the only byte it ever gets. A failure means that the init is gone.
         let _ = nix::unistd::write(&self.control, b"e");
     }
@@ -231,7 +232,9 @@ impl Namespace {
     /// Returns the ids of all processes inside except the init, as the tasker sees them.
     pub(crate) fn pids(&self) -> Vec<i32> {
         // After the init's end its pid may belong to another process.
-        if !std::fs::metadata(path_of(&self.init)).is_ok_and(|about| about.st_ino() == self.inode) {
+        if !std::fs::metadata(namespace_path(&self.init))
+            .is_ok_and(|about| about.st_ino() == self.inode)
+        {
             return Vec::new();
         }
         let Ok(proc) = std::fs::read_dir("/proc") else {
@@ -250,26 +253,26 @@ impl Namespace {
 
 /// Returns the path of an init's namespace in /proc. The pid is not reused before the init is
 /// reaped.
-fn path_of(init: &Child) -> String {
+fn namespace_path(init: &Child) -> String {
     format!("/proc/{}/ns/pid", init.pid)
 }
 
 /// Namespaces prepared for future tasks, so that starting a task does not wait for one. Namespaces
 /// of tasks that left no process are reused, and a few are created in idle moments.
 #[derive(Debug)]
-pub(crate) struct Spare {
+pub(crate) struct SpareNamespaces {
     ready: Vec<Namespace>,
     /// When one was last taken.
-    used: Instant,
+    last_taken: Instant,
     /// The last attempt to create one failed; the start of the next task reports why.
     failed: bool,
 }
 
-impl Spare {
-    pub(crate) fn new() -> Spare {
-        Spare {
+impl SpareNamespaces {
+    pub(crate) fn new() -> SpareNamespaces {
+        SpareNamespaces {
             ready: Vec::new(),
-            used: Instant::now(),
+            last_taken: Instant::now(),
             failed: false,
         }
     }
@@ -279,10 +282,10 @@ impl Spare {
     /// # Errors
     /// `EPERM` if the tasker may not create namespaces.
     pub(crate) fn take(&mut self, freezer: Option<&mut Freezer>) -> io::Result<Namespace> {
-        (self.used, self.failed) = (Instant::now(), false);
+        (self.last_taken, self.failed) = (Instant::now(), false);
         while let Some(namespace) = self.ready.pop() {
             // Any privileged process may have killed the init.
-            if !namespace.is_over() {
+            if !namespace.has_ended() {
                 return Ok(namespace);
             }
         }
@@ -290,33 +293,33 @@ impl Spare {
     }
 
     /// Keeps the namespace of an ended task for reuse, or returns it if it cannot be reused.
-    pub(crate) fn keep(&mut self, namespace: Namespace) -> Option<Namespace> {
-        if self.ready.len() >= SPARE_MAX || !namespace.is_deserted() {
+    pub(crate) fn recycle(&mut self, namespace: Namespace) -> Option<Namespace> {
+        if self.ready.len() >= SPARE_MAX || !namespace.is_reusable() {
             return Some(namespace);
         }
-        namespace.joined.set(false);
+        namespace.in_group.set(false);
         self.ready.push(namespace);
         None
     }
 
-    /// Returns the idle time after which [`Spare::tend`] must be called, if at all.
-    pub(crate) fn pause(&self) -> Option<Duration> {
+    /// Returns the idle time after which [`SpareNamespaces::maintain`] must be called, if at all.
+    pub(crate) fn check_delay(&self) -> Option<Duration> {
         match self.ready.len() {
-            ready if ready < SPARE_MIN && !self.failed => Some(QUIET),
-            ready if ready > SPARE_MIN => Some(SPARE_TIME),
+            ready if ready < SPARE_MIN && !self.failed => Some(IDLE_DELAY),
+            ready if ready > SPARE_MIN => Some(SPARE_IDLE_TIMEOUT),
             _ => None,
         }
     }
 
     /// Called when idle: creates a missing namespace, or ends those that were not needed for long.
-    pub(crate) fn tend(&mut self, freezer: Option<&mut Freezer>) {
+    pub(crate) fn maintain(&mut self, freezer: Option<&mut Freezer>) {
         if self.ready.len() < SPARE_MIN {
             match Namespace::new(freezer) {
                 // Inserted below namespaces that were used recently, which are taken first.
                 Ok(namespace) => self.ready.insert(0, namespace),
                 Err(_) => self.failed = true,
             }
-        } else if self.used.elapsed() >= SPARE_TIME {
+        } else if self.last_taken.elapsed() >= SPARE_IDLE_TIMEOUT {
             self.ready.truncate(SPARE_MIN);
         }
     }

@@ -13,24 +13,24 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 /// Time limit for processes to stop after an engine has failed.
-const SETTLE_ALLOWED: Duration = Duration::from_millis(200);
+const SETTLE_TIMEOUT: Duration = Duration::from_millis(200);
 /// Poll interval during that time.
-const SETTLE_LOOK: Duration = Duration::from_millis(1);
+const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The processes of a task.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Crowd<'a> {
+pub(crate) enum TaskProcesses<'a> {
     /// All processes of its namespace.
     Namespace(&'a Namespace),
     /// The processes of its process group, if the tasker may not create namespaces.
     Group(i32),
 }
 
-impl Crowd<'_> {
+impl TaskProcesses<'_> {
     pub(crate) fn pids(&self) -> Vec<i32> {
         match self {
-            Crowd::Namespace(namespace) => namespace.pids(),
-            Crowd::Group(group) => group_pids(*group),
+            TaskProcesses::Namespace(namespace) => namespace.pids(),
+            TaskProcesses::Group(group) => group_pids(*group),
         }
     }
 }
@@ -49,16 +49,16 @@ fn group_pids(group: i32) -> Vec<i32> {
 
 /// State of all threads of a process together, from /proc.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum RunState {
     /// All threads are stopped or have ended.
-    Still,
+    Stopped,
     /// At least one thread may run.
-    Moving,
+    Running,
 }
 
 /// Returns which of these processes are stopped by signal, as process ids inside the task's
 /// namespace.
-pub(crate) fn stopped_now(pids: &[i32]) -> Vec<i32> {
+pub(crate) fn stopped_by_signal(pids: &[i32]) -> Vec<i32> {
     let stopped = pids
         .iter()
         .copied()
@@ -67,60 +67,65 @@ pub(crate) fn stopped_now(pids: &[i32]) -> Vec<i32> {
 }
 
 /// Returns these processes without those that had been stopped before the others were.
-pub(crate) fn that_ran(mut pids: Vec<i32>, stopped_before: &[i32]) -> Vec<i32> {
-    let stood = |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
-    pids.retain(|pid| stopped_before.is_empty() || !stood(*pid));
+pub(crate) fn without_stopped_before(mut pids: Vec<i32>, stopped_before: &[i32]) -> Vec<i32> {
+    let was_stopped =
+        |pid: i32| inner_pid(pid).is_some_and(|inner| stopped_before.contains(&inner));
+    pids.retain(|pid| stopped_before.is_empty() || !was_stopped(*pid));
     pids
 }
 
 /// Sends SIGCONT to all processes except those that had been stopped before.
-pub(crate) fn continue_all(crowd: &Crowd<'_>, stopped_before: &[i32]) {
-    for pid in that_ran(crowd.pids(), stopped_before) {
+pub(crate) fn continue_all(processes: &TaskProcesses<'_>, stopped_before: &[i32]) {
+    for pid in without_stopped_before(processes.pids(), stopped_before) {
         let _ = sys::kill_raw(pid, libc::SIGCONT);
     }
 }
 
 /// Returns true if no process of the task runs. Must be called again until it does.
 ///
-/// Each call sends SIGSTOP to the running processes that are not in `told`, parents before their
-/// children. If a child between vfork and exec were stopped, its parent, which waits for it in the
-/// kernel, could never stop. A second SIGSTOP would stay pending and disturb a dump.
-pub(crate) fn all_still(crowd: &Crowd<'_>, told: &mut BTreeSet<i32>) -> bool {
-    let seen: BTreeMap<i32, (State, Option<i32>)> = crowd
+/// Each call sends SIGSTOP to the running processes that are not in `signalled`, parents before
+/// their children. If a child between vfork and exec were stopped, its parent, which waits for it
+/// in the kernel, could never stop. A second SIGSTOP would stay pending and disturb a dump.
+pub(crate) fn stop_all(processes: &TaskProcesses<'_>, signalled: &mut BTreeSet<i32>) -> bool {
+    let seen: BTreeMap<i32, (RunState, Option<i32>)> = processes
         .pids()
         .into_iter()
         .map(|pid| (pid, (state(pid), parent(pid))))
         .collect();
-    let is_moving = |pid: &i32| {
+    let is_running = |pid: &i32| {
         seen.get(pid)
-            .is_some_and(|(state, _)| *state == State::Moving)
+            .is_some_and(|(state, _)| *state == RunState::Running)
     };
-    let mut quiet = true;
-    for (pid, (_, parent)) in seen.iter().filter(|(pid, _)| is_moving(pid)) {
-        quiet = false;
-        if !parent.is_some_and(|parent| is_moving(&parent)) && told.insert(*pid) {
+    let mut all_stopped = true;
+    for (pid, (_, parent)) in seen.iter().filter(|(pid, _)| is_running(pid)) {
+        all_stopped = false;
+        if !parent.is_some_and(|parent| is_running(&parent)) && signalled.insert(*pid) {
             // A process that has ended needs no signal.
             let _ = sys::kill_raw(*pid, libc::SIGSTOP);
         }
     }
     // A process may have forked after the list was read and before it stopped; a second list shows
     // the child.
-    quiet && crowd.pids().iter().all(|pid| seen.contains_key(pid))
+    all_stopped && processes.pids().iter().all(|pid| seen.contains_key(pid))
 }
 
 /// Continues those of these stopped processes that were stopped on their way out of fork(2): they
 /// still hold copies of the library's connections, which cannot be dumped. Returns true if there
 /// are any; they must be stopped again.
-pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTreeSet<i32>) -> bool {
+pub(crate) fn continue_unfinished_forks(
+    pids: &[i32],
+    stopped_before: &[i32],
+    signalled: &mut BTreeSet<i32>,
+) -> bool {
     if pids.len() < 2 {
         return false;
     }
-    let on_the_way = that_ran(pids.to_vec(), stopped_before)
+    let in_fork = without_stopped_before(pids.to_vec(), stopped_before)
         .into_iter()
         .filter(|pid| facts::has_library_sockets(*pid));
-    on_the_way
+    in_fork
         .map(|pid| {
-            told.remove(&pid);
+            signalled.remove(&pid);
             // A process that has ended has no open connections.
             let _ = sys::kill_raw(pid, libc::SIGCONT);
         })
@@ -130,57 +135,58 @@ pub(crate) fn finish_forks(pids: &[i32], stopped_before: &[i32], told: &mut BTre
 
 /// Sends SIGSTOP to all processes of a frozen task that are not stopped already, so that none of
 /// them runs when it is thawed. Returns the processes signaled. A child between vfork and exec is
-/// left out, as in [`all_still`]: it runs on until its parent can stop.
-pub(crate) fn stop_frozen(crowd: &Crowd<'_>) -> BTreeSet<i32> {
-    let borrows = |pid: i32| parent(pid).is_some_and(|parent| sys::share_memory(pid, parent));
-    let told = crowd
+/// left out, as in [`stop_all`]: it runs on until its parent can stop.
+pub(crate) fn signal_frozen(processes: &TaskProcesses<'_>) -> BTreeSet<i32> {
+    let shares_memory = |pid: i32| parent(pid).is_some_and(|parent| sys::share_memory(pid, parent));
+    let to_signal = processes
         .pids()
         .into_iter()
-        .filter(|pid| !is_stopped_by_signal(*pid) && !borrows(*pid));
+        .filter(|pid| !is_stopped_by_signal(*pid) && !shares_memory(*pid));
     // A process that has ended needs no signal.
-    told.inspect(|pid| drop(sys::kill_raw(*pid, libc::SIGSTOP)))
+    to_signal
+        .inspect(|pid| drop(sys::kill_raw(*pid, libc::SIGSTOP)))
         .collect()
 }
 
 /// Waits until these processes have stopped again, which happens soon after an engine has released
 /// them.
-pub(crate) fn settle(pids: &[i32]) {
-    let until = Instant::now() + SETTLE_ALLOWED;
-    while pids.iter().any(|pid| state(*pid) == State::Moving) && Instant::now() < until {
-        std::thread::sleep(SETTLE_LOOK);
+pub(crate) fn wait_until_stopped(pids: &[i32]) {
+    let until = Instant::now() + SETTLE_TIMEOUT;
+    while pids.iter().any(|pid| state(*pid) == RunState::Running) && Instant::now() < until {
+        std::thread::sleep(SETTLE_POLL_INTERVAL);
     }
 }
 
-fn state(pid: i32) -> State {
-    let is_moving = |letter| !matches!(letter, 'T' | 'Z' | 'X');
-    if letters(pid).into_iter().any(is_moving) {
-        State::Moving
+fn state(pid: i32) -> RunState {
+    let can_run = |letter| !matches!(letter, 'T' | 'Z' | 'X');
+    if thread_states(pid).into_iter().any(can_run) {
+        RunState::Running
     } else {
-        State::Still
+        RunState::Stopped
     }
 }
 
 /// True if no thread of a process will execute anything any more, whether it was reaped or not.
 pub(crate) fn has_ended(pid: i32) -> bool {
-    letters(pid)
+    thread_states(pid)
         .iter()
         .all(|letter| matches!(letter, 'Z' | 'X'))
 }
 
 /// Returns the state letters of the threads of a process.
-fn letters(pid: i32) -> Vec<char> {
+fn thread_states(pid: i32) -> Vec<char> {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
         return Vec::new();
     };
     let stats = threads
         .flatten()
         .filter_map(|thread| std::fs::read_to_string(thread.path().join("stat")).ok());
-    stats.filter_map(|stat| letter(&stat)).collect()
+    stats.filter_map(|stat| state_letter(&stat)).collect()
 }
 
 fn is_stopped_by_signal(pid: i32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
-        .is_ok_and(|stat| letter(&stat) == Some('T'))
+        .is_ok_and(|stat| state_letter(&stat) == Some('T'))
 }
 
 fn parent(pid: i32) -> Option<i32> {
@@ -199,7 +205,7 @@ fn stat_number<T: FromStr>(pid: i32, position: usize) -> Option<T> {
 
 /// Returns the state letter of a line of /proc/PID/stat. The name before it may contain any
 /// characters, even parentheses.
-fn letter(stat: &str) -> Option<char> {
+fn state_letter(stat: &str) -> Option<char> {
     stat[stat.rfind(')')? + 1..].trim_start().chars().next()
 }
 
@@ -208,7 +214,7 @@ fn letter(stat: &str) -> Option<char> {
 ///
 /// The sum of its own times is exact. Its split into user and system time, and the children's
 /// times, have the resolution of the kernel's ticks.
-pub(crate) fn used(pid: i32) -> Usage {
+pub(crate) fn resource_usage(pid: i32) -> Usage {
     let Some(user) = stat_number::<u64>(pid, 11) else {
         return Usage::default();
     };
@@ -220,7 +226,7 @@ pub(crate) fn used(pid: i32) -> Usage {
         .and_then(|rate| u64::try_from(rate).ok())
         .unwrap_or(100);
     let micros = |ticks: u64| ticks * 1_000_000 / rate;
-    let exact = exact_time(pid).unwrap_or(micros(user + system));
+    let exact = cpu_time_micros(pid).unwrap_or(micros(user + system));
     let own = (u128::from(exact) * u128::from(user)).checked_div(u128::from(user + system));
     let own = own.map_or(exact, |own| own as u64);
     let resident_max = Status::of(pid).and_then(|status| status.number::<u64>("VmHWM"));
@@ -232,7 +238,7 @@ pub(crate) fn used(pid: i32) -> Usage {
 }
 
 /// Returns the processor time of all threads of a process in microseconds, from its CPU clock.
-fn exact_time(pid: i32) -> Option<u64> {
+fn cpu_time_micros(pid: i32) -> Option<u64> {
     let time = ClockId::pid_cpu_clock_id(Pid::from_raw(pid))
         .and_then(ClockId::now)
         .ok()?;
@@ -266,7 +272,7 @@ mod tests {
         let mut line = [0];
         std::io::Read::read_exact(&mut child.stdout.take().expect("a pipe"), &mut line)
             .expect("it says when");
-        let used = used(child.id() as i32);
+        let used = resource_usage(child.id() as i32);
         child.kill().expect("it is there");
         child.wait().expect("it ends");
         assert!(used.user.0 + used.system.0 >= 190_000, "{used:?}");
@@ -276,14 +282,14 @@ mod tests {
             !used.user.0.is_multiple_of(ticks) || !used.system.0.is_multiple_of(ticks),
             "its own part is exact: {used:?}"
         );
-        assert_eq!(super::used(-1), Usage::default());
+        assert_eq!(super::resource_usage(-1), Usage::default());
     }
 
     #[test]
     fn state_letter_is_found_after_any_name() {
-        assert_eq!(letter("12 (a) T (x)) R 1 2"), Some('R'));
-        assert_eq!(letter("12 (sh) T 1 2"), Some('T'));
-        assert_eq!(letter(""), None);
+        assert_eq!(state_letter("12 (a) T (x)) R 1 2"), Some('R'));
+        assert_eq!(state_letter("12 (sh) T 1 2"), Some('T'));
+        assert_eq!(state_letter(""), None);
         assert_eq!(
             parent(std::process::id() as i32),
             Some(std::os::unix::process::parent_id() as i32)

@@ -1,16 +1,16 @@
 //! The tasker's loop: handles the daemon's orders, exits and output of tasks, and results of
 //! workers.
 //!
-//! One thread makes, kills and reaps all processes. Workers (see [`crate::moves`]) only drive an
-//! engine or read files, and report through a channel.
+//! One thread makes, kills and reaps all processes. Workers (see [`crate::migrations`]) only drive
+//! an engine or read files, and report through a channel.
 
-use crate::asking;
-use crate::control::Control;
+use crate::daemon_socket::DaemonSocket;
 use crate::freezer::{ControlGroup, Freezer};
-use crate::moves::{EngineState, Moves};
-use crate::namespace::{Namespace, Spare};
-use crate::sys::{self, Inherited, StartGuard};
-use crate::task::{self, EXEC_ALLOWED, HELD_SIGNALS_MAX, Output, Phase, Task};
+use crate::migrations::{EngineStatus, Migrations};
+use crate::namespace::{Namespace, SpareNamespaces};
+use crate::signal_disposition;
+use crate::sys::{self, InheritedState, StartGuard};
+use crate::task::{self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, Task, TaskPhase};
 use checkpoint::heap;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -29,46 +29,46 @@ use std::time::{Duration, Instant};
 /// Most tasks alive on one host. A tid has room for more, but usually the process table does not.
 pub(crate) const TASKS_MAX: usize = 16_384;
 /// Time limit for ending all processes after the daemon is gone.
-const SHUTDOWN_ALLOWED: Duration = Duration::from_secs(5);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Interval at which conditions are polled that have no descriptor, such as a process reaching the
 /// stopped state.
-const LOOK_AGAIN_MS: u16 = 1;
+const POLL_INTERVAL_MS: u16 = 1;
 /// Delay from the start to the probe of the engine, unless a migration needs it earlier: all hosts
 /// are busy when a virtual machine starts.
-const TRIAL_PAUSE: Duration = Duration::from_secs(1);
+const PROBE_DELAY: Duration = Duration::from_secs(1);
 /// Delay from the end of a worker to the release of freed memory: the next step of the migration
 /// may follow.
-const GIVE_BACK_PAUSE: Duration = Duration::from_secs(1);
+const HEAP_TRIM_DELAY: Duration = Duration::from_secs(1);
 /// Smallest timeout of poll(2).
-const TIMEOUT_UNIT: Duration = Duration::from_millis(1);
+const POLL_GRANULARITY: Duration = Duration::from_millis(1);
 
 /// A namespace without a task. Processes that the task left there still run, or all of them have
 /// been killed.
 #[derive(Debug)]
-struct Leftover {
+struct OrphanedNamespace {
     namespace: Namespace,
     /// Output is read and dropped, so that writers neither block nor die.
     output: Option<Output>,
     /// Messages to send when the namespace is empty.
-    then: Vec<FromTasker>,
+    final_messages: Vec<FromTasker>,
 }
 
 /// The complete state of the tasker.
 pub(crate) struct Supervisor {
-    pub(crate) control: Control,
+    pub(crate) daemon_socket: DaemonSocket,
     pub(crate) tasks: BTreeMap<Tid, Task>,
-    pub(crate) moves: Moves,
+    pub(crate) migrations: Migrations,
     /// True if each task gets a namespace of its own.
-    pub(crate) namespaces: bool,
+    pub(crate) uses_namespaces: bool,
     /// Namespaces prepared for future tasks.
-    pub(crate) spare: Spare,
-    pub(crate) inherited: Inherited,
-    guard: StartGuard,
-    leftovers: Vec<Leftover>,
+    pub(crate) spare_namespaces: SpareNamespaces,
+    pub(crate) inherited: InheritedState,
+    start_guard: StartGuard,
+    orphaned_namespaces: Vec<OrphanedNamespace>,
     /// When to probe the engine, for the first time or again.
-    pub(crate) trial_at: Option<Instant>,
+    pub(crate) probe_at: Option<Instant>,
     /// When to return freed memory to the kernel.
-    give_back_at: Option<Instant>,
+    heap_trim_at: Option<Instant>,
     signals: SignalFd,
     ending: bool,
     /// Freezes paused tasks, or the reason why signals stop them. Declared last: it must be dropped
@@ -78,15 +78,15 @@ pub(crate) struct Supervisor {
 
 /// The owner of a ready descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Source {
+enum EventSource {
     Control,
     Signals,
     Workers,
-    End(Tid),
+    TaskExit(Tid),
     Output(Tid),
-    LeftoverEnd,
-    LeftoverOutput(usize),
-    Held(MigrationId),
+    OrphansGone,
+    OrphansOutput(usize),
+    HeldCopy(MigrationId),
 }
 
 impl Supervisor {
@@ -105,21 +105,21 @@ impl Supervisor {
         watched.thread_block()?;
         let signals =
             SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
-        let namespaces = Namespace::possible();
+        let uses_namespaces = Namespace::is_possible();
         Ok(Supervisor {
-            control: Control::new(socket)?,
+            daemon_socket: DaemonSocket::new(socket)?,
             tasks: BTreeMap::new(),
-            moves: Moves::new(namespaces)?,
-            namespaces,
-            spare: Spare::new(),
-            inherited: Inherited::prepare()?,
-            guard: StartGuard::new(EXEC_ALLOWED)?,
-            leftovers: Vec::new(),
-            trial_at: Some(Instant::now() + TRIAL_PAUSE),
-            give_back_at: None,
+            migrations: Migrations::new(uses_namespaces)?,
+            uses_namespaces,
+            spare_namespaces: SpareNamespaces::new(),
+            inherited: InheritedState::prepare()?,
+            start_guard: StartGuard::new(EXEC_TIMEOUT)?,
+            orphaned_namespaces: Vec::new(),
+            probe_at: Some(Instant::now() + PROBE_DELAY),
+            heap_trim_at: None,
             signals,
             ending: false,
-            freezer: match namespaces {
+            freezer: match uses_namespaces {
                 true => Freezer::new(),
                 false => Err("the tasker has no privileges".into()),
             },
@@ -131,7 +131,7 @@ impl Supervisor {
     /// # Errors
     /// A system call failed, or the daemon sent something that is not an order.
     pub(crate) fn run(&mut self) -> anyhow::Result<()> {
-        self.say(&FromTasker::Ready(self.capabilities()));
+        self.send(&FromTasker::Ready(self.capabilities()));
         let served = self.serve();
         self.shut_down();
         served
@@ -140,83 +140,86 @@ impl Supervisor {
     /// Returns what is possible on this host, as far as that is known yet.
     pub(crate) fn capabilities(&self) -> Capabilities {
         Capabilities {
-            pid_namespaces: self.namespaces,
-            engine: self.moves.engine_state(),
+            pid_namespaces: self.uses_namespaces,
+            engine: self.migrations.engine_state(),
             freezer: self.freezer.as_ref().map(drop).map_err(String::clone),
         }
     }
 
     /// Sends a message to the daemon.
-    pub(crate) fn say(&mut self, message: &FromTasker) {
-        self.control.send(message);
+    pub(crate) fn send(&mut self, message: &FromTasker) {
+        self.daemon_socket.send(message);
     }
 
     fn serve(&mut self) -> anyhow::Result<()> {
-        while !self.ending && !self.control.is_closed() {
-            let ready = self.wait()?;
+        while !self.ending && !self.daemon_socket.is_closed() {
+            let ready = self.poll_events()?;
             for (source, events) in &ready {
                 match *source {
-                    Source::Control => self.converse(*events)?,
-                    Source::Signals => {}
-                    Source::Workers => {
-                        self.hear_workers();
-                        self.give_back_at
-                            .get_or_insert_with(|| Instant::now() + GIVE_BACK_PAUSE);
+                    EventSource::Control => self.handle_socket(*events)?,
+                    EventSource::Signals => {}
+                    EventSource::Workers => {
+                        self.drain_workers();
+                        self.heap_trim_at
+                            .get_or_insert_with(|| Instant::now() + HEAP_TRIM_DELAY);
                     }
-                    Source::End(tid) => self.ended(tid),
-                    Source::Output(tid) => self.pass_output(tid),
-                    Source::LeftoverEnd => {}
-                    Source::LeftoverOutput(index) => {
-                        if let Some(output) = &mut self.leftovers[index].output {
+                    EventSource::TaskExit(tid) => self.on_task_exit(tid),
+                    EventSource::Output(tid) => self.forward_output(tid),
+                    EventSource::OrphansGone => {}
+                    EventSource::OrphansOutput(index) => {
+                        if let Some(output) = &mut self.orphaned_namespaces[index].output {
                             output.read(drop);
                         }
                     }
-                    Source::Held(migration) => self.held_lost(migration),
+                    EventSource::HeldCopy(migration) => self.on_copy_killed(migration),
                 }
             }
-            if ready.iter().any(|(source, _)| *source == Source::Signals) {
+            if ready
+                .iter()
+                .any(|(source, _)| *source == EventSource::Signals)
+            {
                 // After the exits of tasks: ended children that remain now are waited for by no
                 // other part of the tasker.
-                self.signalled();
+                self.on_signal();
             }
-            if ready.is_empty() && self.spare_pause().is_some() {
-                self.spare.tend(self.freezer.as_mut().ok());
+            if ready.is_empty() && self.spare_check_delay().is_some() {
+                self.spare_namespaces.maintain(self.freezer.as_mut().ok());
             }
-            if self.trial_at.is_some_and(|at| at <= Instant::now()) {
-                self.begin_trial_once();
+            if self.probe_at.is_some_and(|at| at <= Instant::now()) {
+                self.start_due_probe();
             }
             if self
-                .give_back_at
+                .heap_trim_at
                 .take_if(|at| *at <= Instant::now())
                 .is_some()
             {
                 heap::give_back_freed();
             }
-            self.look_at_leftovers();
-            self.look_at_stopping();
-            self.look_at_holds();
+            self.check_orphaned_namespaces();
+            self.check_stopping();
+            self.check_pauses();
         }
         Ok(())
     }
 
-    fn converse(&mut self, events: PollFlags) -> anyhow::Result<()> {
-        self.control.flush();
+    fn handle_socket(&mut self, events: PollFlags) -> anyhow::Result<()> {
+        self.daemon_socket.flush();
         if events.intersects(PollFlags::POLLIN | PollFlags::POLLHUP | PollFlags::POLLERR) {
-            for order in self.control.receive()? {
-                self.obey(order);
+            for order in self.daemon_socket.receive()? {
+                self.handle_order(order);
             }
         }
         Ok(())
     }
 
     /// Waits for events and returns the ready sources.
-    fn wait(&self) -> io::Result<Vec<(Source, PollFlags)>> {
-        let mut watched: Vec<(Source, BorrowedFd<'_>)> = vec![
-            (Source::Control, self.control.fd()),
-            (Source::Signals, self.signals.as_fd()),
-            (Source::Workers, self.moves.wake()),
+    fn poll_events(&self) -> io::Result<Vec<(EventSource, PollFlags)>> {
+        let mut watched: Vec<(EventSource, BorrowedFd<'_>)> = vec![
+            (EventSource::Control, self.daemon_socket.fd()),
+            (EventSource::Signals, self.signals.as_fd()),
+            (EventSource::Workers, self.migrations.wake_fd()),
         ];
-        let room = !self.control.is_full();
+        let room = !self.daemon_socket.is_congested();
         for task in self.tasks.values() {
             // Output comes before the exit, so that what a task wrote before its exit is mostly
             // forwarded first.
@@ -224,33 +227,36 @@ impl Supervisor {
                 task.output
                     .fd()
                     .filter(|_| room)
-                    .map(|fd| (Source::Output(task.tid), fd)),
+                    .map(|fd| (EventSource::Output(task.tid), fd)),
             );
-            watched.push((Source::End(task.tid), task.process.pidfd.as_fd()));
+            watched.push((EventSource::TaskExit(task.tid), task.process.pidfd.as_fd()));
         }
-        for (index, left) in self.leftovers.iter().enumerate() {
-            watched.push((Source::LeftoverEnd, left.namespace.ended()));
+        for (index, left) in self.orphaned_namespaces.iter().enumerate() {
+            watched.push((EventSource::OrphansGone, left.namespace.end_fd()));
             watched.extend(
                 left.output
                     .iter()
                     .filter_map(Output::fd)
-                    .map(|fd| (Source::LeftoverOutput(index), fd)),
+                    .map(|fd| (EventSource::OrphansOutput(index), fd)),
             );
         }
         watched.extend(
-            self.moves
-                .held()
-                .map(|(migration, fd)| (Source::Held(migration), fd)),
+            self.migrations
+                .held_copies()
+                .map(|(migration, fd)| (EventSource::HeldCopy(migration), fd)),
         );
 
         let mut fds: Vec<PollFd<'_>> = watched
             .iter()
             .map(|(_, fd)| PollFd::new(*fd, PollFlags::POLLIN))
             .collect();
-        if self.control.wants_write() {
-            fds[0] = PollFd::new(self.control.fd(), PollFlags::POLLIN | PollFlags::POLLOUT);
+        if self.daemon_socket.wants_write() {
+            fds[0] = PollFd::new(
+                self.daemon_socket.fd(),
+                PollFlags::POLLIN | PollFlags::POLLOUT,
+            );
         }
-        match poll(&mut fds, self.patience()) {
+        match poll(&mut fds, self.poll_timeout()) {
             Err(Errno::EINTR) => return Ok(Vec::new()),
             Err(error) => return Err(error.into()),
             Ok(_) => {}
@@ -263,20 +269,20 @@ impl Supervisor {
     }
 
     /// Returns how long to wait for events.
-    fn patience(&self) -> PollTimeout {
+    fn poll_timeout(&self) -> PollTimeout {
         if self.is_stopping() {
-            return PollTimeout::from(LOOK_AGAIN_MS);
+            return PollTimeout::from(POLL_INTERVAL_MS);
         }
-        let soon = Duration::from_millis(LOOK_AGAIN_MS.into());
-        let held = self
+        let poll_interval = Duration::from_millis(POLL_INTERVAL_MS.into());
+        let pause_check = self
             .tasks
             .values()
-            .filter_map(|task| task.hold.pause(soon))
+            .filter_map(|task| task.pause.next_check_delay(poll_interval))
             .min()
-            .map(|pause| pause + TIMEOUT_UNIT);
-        let until = |at: Instant| at.saturating_duration_since(Instant::now()) + TIMEOUT_UNIT;
-        let (trial, give_back) = (self.trial_at.map(until), self.give_back_at.map(until));
-        let pause = [self.spare_pause(), trial, give_back, held]
+            .map(|pause| pause + POLL_GRANULARITY);
+        let until = |at: Instant| at.saturating_duration_since(Instant::now()) + POLL_GRANULARITY;
+        let (probe, heap_trim) = (self.probe_at.map(until), self.heap_trim_at.map(until));
+        let pause = [self.spare_check_delay(), probe, heap_trim, pause_check]
             .into_iter()
             .flatten()
             .min();
@@ -285,38 +291,40 @@ impl Supervisor {
         })
     }
 
-    fn obey(&mut self, order: ToTasker) {
+    fn handle_order(&mut self, order: ToTasker) {
         match order {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
-            ToTasker::End { tid, engine } => self.end(tid, engine),
+            ToTasker::End { tid, engine } => self.request_exit(tid, engine),
             ToTasker::Minds {
                 migration,
                 tid,
                 signal,
             } => {
                 // A task that is gone cannot be harmed by the signal.
-                let minds = self
-                    .tasks
-                    .get(&tid)
-                    .is_none_or(|task| asking::minds(task.process.pid, signal));
-                self.say(&FromTasker::Minds { migration, minds });
+                let handles_signal = self.tasks.get(&tid).is_none_or(|task| {
+                    signal_disposition::handles_signal(task.process.pid, signal)
+                });
+                self.send(&FromTasker::Minds {
+                    migration,
+                    minds: handles_signal,
+                });
             }
             ToTasker::EndsForGood { tid } => {
                 if let Some(task) = self.tasks.get_mut(&tid) {
-                    task.ending = None;
+                    task.exit_requested_for = None;
                 }
             }
             ToTasker::Kill { tid } => self.kill(tid),
-            ToTasker::Hold { tid, after } => self.hold(tid, after),
-            ToTasker::Ease { tid, alone, after } => self.ease(tid, alone, after),
-            ToTasker::GoOn { tid } => self.free(tid),
-            about_a_move => {
+            ToTasker::Hold { tid, after } => self.pause_task(tid, after),
+            ToTasker::Ease { tid, alone, after } => self.resume_task_to_quiesce(tid, alone, after),
+            ToTasker::GoOn { tid } => self.end_pause(tid),
+            migration_order => {
                 // The order waits for the first probe, so the probe starts without its delay.
-                if matches!(self.moves.state, EngineState::Trying(_)) {
-                    self.begin_trial_once();
+                if matches!(self.migrations.engine_status, EngineStatus::Probing(_)) {
+                    self.start_due_probe();
                 }
-                self.obey_move(about_a_move);
+                self.handle_migration_order(migration_order);
             }
         }
     }
@@ -338,89 +346,95 @@ impl Supervisor {
         };
         match started {
             Ok(task) => {
-                self.say(&FromTasker::Started {
+                self.send(&FromTasker::Started {
                     tid,
                     pid: task.process.pid,
                 });
-                self.moves.learning.begun(task.process.pid);
+                self.migrations
+                    .binary_hasher
+                    .on_process_start(task.process.pid);
                 self.tasks.insert(tid, task);
             }
-            Err(why) => self.say(&FromTasker::StartFailed { tid, why }),
+            Err(why) => self.send(&FromTasker::StartFailed { tid, why }),
         }
     }
 
     fn start_task(&mut self, order: &StartTask) -> Result<Task, String> {
-        let namespace = match self.namespaces && !order.pinned {
-            true => Some(self.spare.take(self.freezer.as_mut().ok()).map_err(|e| {
-                let path = order.path.display();
-                format!("cannot start {path}: no process-id namespace: {e}")
-            })?),
+        let namespace = match self.uses_namespaces && !order.pinned {
+            true => Some(
+                self.spare_namespaces
+                    .take(self.freezer.as_mut().ok())
+                    .map_err(|e| {
+                        let path = order.path.display();
+                        format!("cannot start {path}: no process-id namespace: {e}")
+                    })?,
+            ),
             false => None,
         };
-        task::start(order, namespace, &self.inherited, &self.guard)
+        task::start(order, namespace, &self.inherited, &self.start_guard)
     }
 
     /// Returns the time until the spare namespaces must be checked; `None` while a task is being
     /// stopped.
-    fn spare_pause(&self) -> Option<Duration> {
-        self.spare
-            .pause()
-            .filter(|_| self.namespaces && !self.is_stopping())
+    fn spare_check_delay(&self) -> Option<Duration> {
+        self.spare_namespaces
+            .check_delay()
+            .filter(|_| self.uses_namespaces && !self.is_stopping())
     }
 
-    fn begin_trial_once(&mut self) {
-        if self.trial_at.take().is_some() {
-            self.begin_trial();
+    fn start_due_probe(&mut self) {
+        if self.probe_at.take().is_some() {
+            self.start_probe();
         }
     }
 
     fn is_stopping(&self) -> bool {
         self.tasks
             .values()
-            .any(|task| matches!(task.phase, Phase::Stopping { .. }))
+            .any(|task| matches!(task.phase, TaskPhase::Stopping { .. }))
     }
 
     fn signal(&mut self, tid: Tid, signal: i32) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let running = matches!(task.phase, Phase::Running);
-        if running && task.hold.is_free() {
+        let running = matches!(task.phase, TaskPhase::Running);
+        if running && task.pause.is_not_paused() {
             task.send(signal);
         } else if running && matches!(signal, libc::SIGKILL | libc::SIGTERM) {
             task.send(signal);
             if signal == libc::SIGTERM {
-                task.let_end();
+                task.allow_exit();
             }
-        } else if task.held_signals.len() < HELD_SIGNALS_MAX {
+        } else if task.kept_signals.len() < KEPT_SIGNALS_MAX {
             // A stopped task must stay stopped: a SIGCONT could let it run at the same time as its
             // copy.
-            task.held_signals.push(signal);
+            task.kept_signals.push(signal);
         }
     }
 
     /// Asks a task to exit, so that its program can be restarted.
-    fn end(&mut self, tid: Tid, engine: Engine) {
+    fn request_exit(&mut self, tid: Tid, engine: Engine) {
         let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else {
             return;
         };
         match asked {
             Asked::Signal(signal)
                 if matches!(engine, Engine::Own { .. })
-                    && !asking::minds(task.process.pid, signal) =>
+                    && !signal_disposition::handles_signal(task.process.pid, signal) =>
             {
                 let why = Refusal::NotMinded { signal }.to_string();
-                return self.say(&FromTasker::NotAsked { tid, why });
+                return self.send(&FromTasker::NotAsked { tid, why });
             }
             Asked::Signal(signal) => task.send(signal),
             Asked::Message(_) => {}
         }
-        task.ending = Some(engine);
-        if !task.hold.is_free() {
-            task.let_run_for(Duration::from_secs(wait.into()));
+        task.exit_requested_for = Some(engine);
+        if !task.pause.is_not_paused() {
+            task.allow_exit_within(Duration::from_secs(wait.into()));
         }
         if matches!(asked, Asked::Message(_)) {
-            self.say(&FromTasker::ExpectsEnd { tid });
+            self.send(&FromTasker::ExpectsEnd { tid });
         }
     }
 
@@ -430,11 +444,11 @@ impl Supervisor {
         }
     }
 
-    fn pass_output(&mut self, tid: Tid) {
+    fn forward_output(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let control = &mut self.control;
+        let control = &mut self.daemon_socket;
         task.output
             .read(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
@@ -444,22 +458,22 @@ impl Supervisor {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return;
         };
-        let control = &mut self.control;
+        let control = &mut self.daemon_socket;
         task.output
             .drain(|bytes| control.send(&FromTasker::Output { tid, bytes }));
     }
 
     /// Handles the exit of a task's process. Processes that it left in its namespace continue until
     /// they end or the daemon does.
-    fn ended(&mut self, tid: Tid) {
+    fn on_task_exit(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get(&tid) else {
             return;
         };
         let pid = task.process.pid;
         if task.namespace.is_none()
-            && task
-                .ending
-                .is_some_and(|engine| sys::ended_as(pid).is_some_and(|s| engine.goes_on_after(s)))
+            && task.exit_requested_for.is_some_and(|engine| {
+                sys::peek_exit_status(pid).is_some_and(|s| engine.goes_on_after(s))
+            })
         {
             // Without a namespace only the process group can be killed, which may miss processes.
             // The pid is not reused before it is reaped.
@@ -477,77 +491,78 @@ impl Supervisor {
             return;
         };
         let used = task.used_before.plus(used);
-        self.abandon_move_of(&task);
-        self.memory_unneeded(&task);
+        self.abandon_migration_of(&task);
+        self.cancel_fetch_of_exited(&task);
         if task
-            .ending
+            .exit_requested_for
             .is_some_and(|engine| engine.goes_on_after(status))
         {
             let exited = FromTasker::Exited { tid, status, used };
-            return self.end_all_of(task, exited);
+            return self.kill_remaining(task, exited);
         }
         // Otherwise the task's remaining processes would stay frozen forever.
-        task.frozen().into_iter().for_each(ControlGroup::thaw);
-        self.say(&FromTasker::Exited { tid, status, used });
+        task.frozen_group().into_iter().for_each(ControlGroup::thaw);
+        self.send(&FromTasker::Exited { tid, status, used });
         if let Some(namespace) = task
             .namespace
             .take()
-            .and_then(|namespace| self.spare.keep(namespace))
+            .and_then(|namespace| self.spare_namespaces.recycle(namespace))
         {
             namespace.end_when_empty();
-            self.leftovers.push(Leftover {
+            self.orphaned_namespaces.push(OrphanedNamespace {
                 namespace,
                 output: Some(task.output),
-                then: Vec::new(),
+                final_messages: Vec::new(),
             });
         }
     }
 
-    /// Kills the remaining processes of a task; sends `then` when they are gone.
-    fn end_all_of(&mut self, mut task: Task, then: FromTasker) {
+    /// Kills the remaining processes of a task; sends `final_messages` when they are gone.
+    fn kill_remaining(&mut self, mut task: Task, then: FromTasker) {
         match task.namespace.take() {
-            Some(namespace) => self.when_ended(namespace, vec![then]),
-            None => self.say(&then),
+            Some(namespace) => self.kill_namespace(namespace, vec![then]),
+            None => self.send(&then),
         }
     }
 
     /// Kills a namespace; sends the messages when it is empty.
-    pub(crate) fn when_ended(&mut self, namespace: Namespace, then: Vec<FromTasker>) {
+    pub(crate) fn kill_namespace(&mut self, namespace: Namespace, final_messages: Vec<FromTasker>) {
         namespace.kill();
-        self.leftovers.push(Leftover {
+        self.orphaned_namespaces.push(OrphanedNamespace {
             namespace,
             output: None,
-            then,
+            final_messages,
         });
     }
 
-    fn look_at_leftovers(&mut self) {
-        let (ended, left) = std::mem::take(&mut self.leftovers)
+    fn check_orphaned_namespaces(&mut self) {
+        let (ended, left) = std::mem::take(&mut self.orphaned_namespaces)
             .into_iter()
-            .partition(|left: &Leftover| left.namespace.is_over());
-        self.leftovers = left;
-        let ended: Vec<Leftover> = ended;
-        for message in ended.into_iter().flat_map(|left| left.then) {
-            self.say(&message);
+            .partition(|left: &OrphanedNamespace| left.namespace.has_ended());
+        self.orphaned_namespaces = left;
+        let ended: Vec<OrphanedNamespace> = ended;
+        for message in ended.into_iter().flat_map(|left| left.final_messages) {
+            self.send(&message);
         }
     }
 
-    fn signalled(&mut self) {
+    fn on_signal(&mut self) {
         while let Ok(Some(signal)) = self.signals.read_signal() {
             if signal.ssi_signo == Signal::SIGTERM as u32 {
                 self.ending = true;
             }
         }
-        self.reap_strangers();
+        self.reap_unowned();
     }
 
     /// Reaps children that no other part waits for: orphans of tasks, ended inits, remains of a
     /// failed restore.
-    pub(crate) fn reap_strangers(&self) {
+    pub(crate) fn reap_unowned(&self) {
         let known = |pid: &i32| {
-            self.tasks.values().any(|task| task.process.pid == *pid) || self.moves.waits_for(*pid)
+            self.tasks.values().any(|task| task.process.pid == *pid)
+                || self.migrations.is_waited_for(*pid)
         };
-        while let Some((pid, ended)) = sys::child_with_news() {
+        while let Some((pid, ended)) = sys::pending_child_event() {
             if !ended || known(&pid) {
                 // waitid reports this child until its waiter has reaped it, so the others must be
                 // checked one by one.
@@ -569,26 +584,29 @@ impl Supervisor {
         for task in self.tasks.values() {
             task.kill_all();
         }
-        self.moves.cancel_all();
-        for left in &self.leftovers {
+        self.migrations.cancel_all();
+        for left in &self.orphaned_namespaces {
             left.namespace.kill();
         }
-        let until = Instant::now() + SHUTDOWN_ALLOWED;
+        let until = Instant::now() + SHUTDOWN_TIMEOUT;
         while Instant::now() < until {
             // Workers end their engines and also wait for them.
-            self.hear_workers();
+            self.drain_workers();
             let left = children();
-            if left.is_empty() && self.moves.is_idle() {
+            if left.is_empty() && self.migrations.is_idle() {
                 return;
             }
-            for pid in left.into_iter().filter(|pid| !self.moves.waits_for(*pid)) {
+            for pid in left
+                .into_iter()
+                .filter(|pid| !self.migrations.is_waited_for(*pid))
+            {
                 // Fails only if the process has ended.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
                 let _ = sys::reap(pid);
             }
             let mut fds = [PollFd::new(self.signals.as_fd(), PollFlags::POLLIN)];
             // Used only as a pause; everything is checked again afterwards.
-            let _ = poll(&mut fds, PollTimeout::from(LOOK_AGAIN_MS));
+            let _ = poll(&mut fds, PollTimeout::from(POLL_INTERVAL_MS));
         }
     }
 }

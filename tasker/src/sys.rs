@@ -9,7 +9,7 @@
 //! [`StartGuard`] limits that time.
 #![allow(unsafe_code)] // Raw process creation has no safe interface.
 
-use crate::birth;
+use crate::clone_into_cgroup;
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::sys::resource::{Resource, getrlimit};
@@ -37,7 +37,7 @@ const SIGNAL_MAX: i32 = 64;
 /// Words of the kernel's `struct sigaction`.
 const SIGACTION_WORDS: usize = 4;
 /// Poll interval for a process that is about to stop.
-const WAITING_LOOK: Duration = Duration::from_micros(100);
+const STOP_POLL_INTERVAL: Duration = Duration::from_micros(100);
 const NO_FD: RawFd = -1;
 
 /// A process that was just created.
@@ -51,7 +51,7 @@ pub(crate) struct Child {
 
 /// The step at which a new process failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
+pub(crate) enum ExecStage {
     /// Setting up the standard descriptors.
     Stdio,
     /// Entering the working directory.
@@ -63,38 +63,41 @@ pub(crate) enum Stage {
 }
 
 /// Exit status of a process that failed before its program started.
-const NOT_BEGUN: i32 = 1;
+const STATUS_NOT_STARTED: i32 = 1;
 /// Exit statuses from here on encode an errno of checking the program.
-const NO_PROGRAM: i32 = 0x80;
+const STATUS_PROGRAM_ERROR: i32 = 0x80;
 /// Exit status for a failure with the standard descriptors.
-const NO_STDIO: i32 = 0x7f;
+const STATUS_STDIO_ERROR: i32 = 0x7f;
 
-impl StageError {
+impl ExecError {
     /// Encodes the error as an exit status. Errors of files and directories are small numbers.
-    fn status(self) -> i32 {
+    fn exit_status(self) -> i32 {
         match self.stage {
-            Stage::Stdio => NO_STDIO,
-            Stage::Dir => (self.errno as i32).min(NO_STDIO - 1),
-            Stage::Access => NO_PROGRAM | (self.errno as i32).min(NO_STDIO),
-            Stage::Exec => NOT_BEGUN,
+            ExecStage::Stdio => STATUS_STDIO_ERROR,
+            ExecStage::Dir => (self.errno as i32).min(STATUS_STDIO_ERROR - 1),
+            ExecStage::Access => STATUS_PROGRAM_ERROR | (self.errno as i32).min(STATUS_STDIO_ERROR),
+            ExecStage::Exec => STATUS_NOT_STARTED,
         }
     }
 
-    /// Decodes an exit status made by [`StageError::status`].
-    fn of_status(status: i32) -> StageError {
+    /// Decodes an exit status made by [`ExecError::exit_status`].
+    fn from_exit_status(status: i32) -> ExecError {
         let (stage, errno) = match status {
-            NO_STDIO => (Stage::Stdio, Errno::UnknownErrno),
-            NO_PROGRAM.. => (Stage::Access, Errno::from_raw(status & !NO_PROGRAM)),
-            _ => (Stage::Dir, Errno::from_raw(status)),
+            STATUS_STDIO_ERROR => (ExecStage::Stdio, Errno::UnknownErrno),
+            STATUS_PROGRAM_ERROR.. => (
+                ExecStage::Access,
+                Errno::from_raw(status & !STATUS_PROGRAM_ERROR),
+            ),
+            _ => (ExecStage::Dir, Errno::from_raw(status)),
         };
-        StageError { stage, errno }
+        ExecError { stage, errno }
     }
 }
 
 /// Why a new process could not become its program.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct StageError {
-    pub(crate) stage: Stage,
+pub(crate) struct ExecError {
+    pub(crate) stage: ExecStage,
     pub(crate) errno: nix::errno::Errno,
 }
 
@@ -142,14 +145,14 @@ pub(crate) struct ExecPlan<'a> {
     env: Vec<*const c_char>,
     stdin: RawFd,
     output: RawFd,
-    inherited: &'a Inherited,
+    inherited: &'a InheritedState,
     /// Kill the process when the tasker dies; for processes without a namespace that would be
     /// killed.
     die_with_parent: bool,
     /// The process stops before its exec, with only the program's descriptors open.
-    waits: bool,
+    wait_before_exec: bool,
     /// Step and errno of a failure, written by the new process.
-    failed: Cell<Option<StageError>>,
+    error: Cell<Option<ExecError>>,
 }
 
 impl<'a> ExecPlan<'a> {
@@ -158,7 +161,7 @@ impl<'a> ExecPlan<'a> {
         program: &'a Program,
         stdin: BorrowedFd<'_>,
         output: BorrowedFd<'_>,
-        inherited: &'a Inherited,
+        inherited: &'a InheritedState,
         die_with_parent: bool,
     ) -> ExecPlan<'a> {
         let pointers = |list: &[CString]| {
@@ -175,42 +178,42 @@ impl<'a> ExecPlan<'a> {
             output: output.as_raw_fd(),
             inherited,
             die_with_parent,
-            waits: false,
-            failed: Cell::new(None),
+            wait_before_exec: false,
+            error: Cell::new(None),
         }
     }
 
     /// Makes the process wait before its exec; see [`start_waiting`].
     pub(crate) fn waiting(mut self) -> ExecPlan<'a> {
-        self.waits = true;
+        self.wait_before_exec = true;
         self
     }
 }
 
 /// State of the tasker that a program must not inherit.
 #[derive(Debug)]
-pub(crate) struct Inherited {
+pub(crate) struct InheritedState {
     /// The limit on open descriptors that the tasker started with; tasks get the same.
     files_limit: libc::rlimit,
     /// Signals that the tasker ignores. `execve` resets all others to their defaults.
     ignored: Vec<i32>,
 }
 
-impl Inherited {
+impl InheritedState {
     /// Raises the tasker's limit on open descriptors to the hard limit (each task takes a few), and
     /// records what a task gets instead. Must be called after the tasker has set its signals to be
     /// ignored.
     ///
     /// # Errors
     /// A system call failed.
-    pub(crate) fn prepare() -> io::Result<Inherited> {
+    pub(crate) fn prepare() -> io::Result<InheritedState> {
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
         nix::sys::resource::setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
         let files_limit = libc::rlimit {
             rlim_cur: soft,
             rlim_max: hard,
         };
-        Ok(Inherited {
+        Ok(InheritedState {
             files_limit,
             ignored: (1..=SIGNAL_MAX)
                 .filter(|signal| is_ignored(*signal))
@@ -247,7 +250,7 @@ pub(crate) unsafe fn clone3(
     group: Option<BorrowedFd<'_>>,
 ) -> io::Result<Option<Child>> {
     let mut pidfd: RawFd = -1;
-    let into = group.map_or(0, |_| birth::INTO_CGROUP);
+    let into = group.map_or(0, |_| clone_into_cgroup::INTO_CGROUP);
     let args = libc::clone_args {
         flags: (flags | libc::CLONE_PIDFD) as u64 | into,
         pidfd: &raw mut pidfd as u64,
@@ -283,13 +286,13 @@ pub(crate) unsafe fn clone3(
 
 /// Why no process has become a program.
 #[derive(Debug)]
-pub(crate) enum NotStarted {
+pub(crate) enum StartError {
     /// No process was created.
     NoProcess(io::Error),
     /// The process could not become the program and has ended.
-    Failed(StageError),
+    Failed(ExecError),
     /// The process was killed because its exec took too long.
-    TooLate,
+    TimedOut,
 }
 
 /// Creates a process that becomes the program of `plan`, in the namespace set for the calling
@@ -301,9 +304,9 @@ pub(crate) fn start_program(
     plan: &ExecPlan<'_>,
     guard: &StartGuard,
     group: Option<BorrowedFd<'_>>,
-) -> Result<Child, NotStarted> {
+) -> Result<Child, StartError> {
     let mut stack = vec![0u128; CHILD_STACK_BYTES / size_of::<u128>()];
-    let watch = guard.watch().map_err(NotStarted::NoProcess)?;
+    let guarded = guard.guard().map_err(StartError::NoProcess)?;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     // SAFETY: the new process runs `exec_child` on a stack of its own. The stack and the plan
     // outlive its use of them: this thread continues only after the exec or the end of the process.
@@ -311,7 +314,9 @@ pub(crate) fn start_program(
     let made = unsafe {
         let plan = std::ptr::from_ref(plan).cast_mut().cast();
         match group {
-            Some(group) => birth::into_group(exec_child, plan, &mut stack, guard.pidfd(), group),
+            Some(group) => {
+                clone_into_cgroup::into_group(exec_child, plan, &mut stack, guard.pidfd(), group)
+            }
             None => {
                 let top = stack.as_mut_ptr_range().end;
                 match libc::clone(exec_child, top.cast(), flags, plan, guard.pidfd()) {
@@ -321,18 +326,18 @@ pub(crate) fn start_program(
             }
         }
     };
-    let pidfd = watch.end();
+    let pidfd = guarded.finish();
     let pid = match made {
         Ok(pid) => pid,
         Err(failure) => {
             // The kernel has closed this descriptor already: forget its number.
             let _ = pidfd.map(OwnedFd::into_raw_fd);
-            return Err(NotStarted::NoProcess(failure));
+            return Err(StartError::NoProcess(failure));
         }
     };
-    match (pidfd, plan.failed.get()) {
-        (None, _) => Err(NotStarted::TooLate),
-        (Some(_), Some(error)) => Err(NotStarted::Failed(error)),
+    match (pidfd, plan.error.get()) {
+        (None, _) => Err(StartError::TimedOut),
+        (Some(_), Some(error)) => Err(StartError::Failed(error)),
         (Some(pidfd), None) => Ok(Child { pid, pidfd }),
     }
 }
@@ -345,33 +350,33 @@ pub(crate) fn start_program(
 /// Why it failed. A process that was created has ended or was killed, but was not reaped.
 pub(crate) fn start_waiting(
     plan: &ExecPlan<'_>,
-    allowed: Duration,
+    timeout: Duration,
     group: Option<BorrowedFd<'_>>,
-) -> Result<Child, NotStarted> {
+) -> Result<Child, StartError> {
     // SAFETY: the new process goes straight into `exec_child`, which makes only async-signal-safe
     // calls and never returns; the copy of the plan lives as long as the process does.
-    let child = match unsafe { clone3(0, group) }.map_err(NotStarted::NoProcess)? {
+    let child = match unsafe { clone3(0, group) }.map_err(StartError::NoProcess)? {
         Some(child) => child,
         // SAFETY: this is the new process.
         None => unsafe { libc::_exit(exec_child(std::ptr::from_ref(plan).cast_mut().cast())) },
     };
-    let until = Instant::now() + allowed;
+    let until = Instant::now() + timeout;
     loop {
-        let news = WaitPidFlag::WEXITED
+        let events = WaitPidFlag::WEXITED
             | WaitPidFlag::WSTOPPED
             | WaitPidFlag::WNOHANG
             | WaitPidFlag::WNOWAIT;
-        match waitid(Id::Pid(Pid::from_raw(child.pid)), news) {
+        match waitid(Id::Pid(Pid::from_raw(child.pid)), events) {
             Ok(WaitStatus::Stopped(..)) => return Ok(child),
             Ok(WaitStatus::Exited(_, status)) => {
-                return Err(NotStarted::Failed(StageError::of_status(status)));
+                return Err(StartError::Failed(ExecError::from_exit_status(status)));
             }
-            Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(NotStarted::TooLate),
+            Ok(WaitStatus::Signaled(..)) | Err(_) => return Err(StartError::TimedOut),
             Ok(_) if Instant::now() >= until => {
-                kill_by(child.pidfd.as_fd());
-                return Err(NotStarted::TooLate);
+                kill_pidfd(child.pidfd.as_fd());
+                return Err(StartError::TimedOut);
             }
-            Ok(_) => std::thread::sleep(WAITING_LOOK),
+            Ok(_) => std::thread::sleep(STOP_POLL_INTERVAL),
         }
     }
 }
@@ -381,18 +386,18 @@ pub(crate) fn start_waiting(
 ///
 /// # Errors
 /// Those of `clone3`.
-pub(crate) fn start_sleeper(
+pub(crate) fn start_idle_process(
     dir: &CStr,
     stdin: BorrowedFd<'_>,
     output: BorrowedFd<'_>,
 ) -> io::Result<Child> {
     let (stdin, output) = (stdin.as_raw_fd(), output.as_raw_fd());
     // The child's end of this pipe closes when it has only its own descriptors left.
-    let (ready, held) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    let (ready, child_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: the new process only makes async-signal-safe calls and never leaves this block.
     match unsafe { clone3(0, None) }? {
         Some(child) => {
-            drop(held);
+            drop(child_end);
             while nix::unistd::read(&ready, &mut [0u8]) == Err(Errno::EINTR) {}
             Ok(child)
         }
@@ -427,14 +432,14 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
             || libc::dup2(plan.output, 1) < 0
             || libc::dup2(plan.output, 2) < 0
         {
-            give_up(plan, Stage::Stdio);
+            fail_child(plan, ExecStage::Stdio);
         }
         if libc::chdir(plan.program.dir.as_ptr()) != 0 {
-            give_up(plan, Stage::Dir);
+            fail_child(plan, ExecStage::Dir);
         }
         // A process that waits must not keep descriptors open: others may wait for them to be
         // closed.
-        let close = if plan.waits {
+        let close = if plan.wait_before_exec {
             0
         } else {
             libc::CLOSE_RANGE_CLOEXEC
@@ -460,10 +465,10 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
         libc::sigemptyset(&raw mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
         // Whether the program can be executed must be known before the process is relied on.
-        if plan.waits && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
-            give_up(plan, Stage::Access);
+        if plan.wait_before_exec && libc::access(plan.program.path.as_ptr(), libc::X_OK) != 0 {
+            fail_child(plan, ExecStage::Access);
         }
-        if plan.waits {
+        if plan.wait_before_exec {
             // Raw system calls: the C library caches the ids of the process that this one is a copy
             // of.
             libc::syscall(
@@ -477,20 +482,20 @@ extern "C" fn exec_child(plan: *mut libc::c_void) -> i32 {
             plan.argv.as_ptr(),
             plan.env.as_ptr(),
         );
-        give_up(plan, Stage::Exec)
+        fail_child(plan, ExecStage::Exec)
     }
 }
 
 /// Records the current errno and ends. Only for a process made by [`start_program`], or by
 /// [`start_waiting`], which reports by its exit status.
-fn give_up(plan: &ExecPlan<'_>, stage: Stage) -> ! {
+fn fail_child(plan: &ExecPlan<'_>, stage: ExecStage) -> ! {
     let errno = Errno::last();
-    let error = StageError { stage, errno };
-    plan.failed.set(Some(error));
-    let status = if plan.waits {
-        error.status()
+    let error = ExecError { stage, errno };
+    plan.error.set(Some(error));
+    let status = if plan.wait_before_exec {
+        error.exit_status()
     } else {
-        NOT_BEGUN
+        STATUS_NOT_STARTED
     };
     // SAFETY: ends this process and does nothing else.
     unsafe { libc::_exit(status) }
@@ -503,15 +508,15 @@ pub(crate) struct StartGuard {
     timer: Arc<TimerFd>,
     /// Pidfd of the process being started. The thread that takes it out closes it.
     pidfd: Arc<AtomicI32>,
-    allowed: Duration,
+    timeout: Duration,
 }
 
 impl StartGuard {
-    /// Starts the thread; `allowed` is the time limit of each start.
+    /// Starts the thread; `timeout` is the time limit of each start.
     ///
     /// # Errors
     /// The system has no thread or descriptor left.
-    pub(crate) fn new(allowed: Duration) -> io::Result<StartGuard> {
+    pub(crate) fn new(timeout: Duration) -> io::Result<StartGuard> {
         let timer = Arc::new(TimerFd::new(
             ClockId::CLOCK_MONOTONIC,
             TimerFlags::TFD_CLOEXEC,
@@ -526,23 +531,23 @@ impl StartGuard {
                     if its_timer.wait().is_ok()
                         && let Some(pidfd) = take_fd(&its_pidfd)
                     {
-                        kill_by(pidfd.as_fd());
+                        kill_pidfd(pidfd.as_fd());
                     }
                 }
             })?;
         Ok(StartGuard {
             timer,
             pidfd,
-            allowed,
+            timeout,
         })
     }
 
-    fn watch(&self) -> io::Result<Watch<'_>> {
+    fn guard(&self) -> io::Result<GuardedStart<'_>> {
         self.timer.set(
-            Expiration::OneShot(TimeSpec::from_duration(self.allowed)),
+            Expiration::OneShot(TimeSpec::from_duration(self.timeout)),
             TimerSetTimeFlags::empty(),
         )?;
-        Ok(Watch(self))
+        Ok(GuardedStart(self))
     }
 
     fn pidfd(&self) -> *mut i32 {
@@ -551,12 +556,12 @@ impl StartGuard {
 }
 
 /// A start that is being guarded.
-struct Watch<'a>(&'a StartGuard);
+struct GuardedStart<'a>(&'a StartGuard);
 
-impl Watch<'_> {
+impl GuardedStart<'_> {
     /// Ends the guard. Returns the process's pidfd; `None` if the process was killed or never
     /// existed.
-    fn end(self) -> Option<OwnedFd> {
+    fn finish(self) -> Option<OwnedFd> {
         // If this fails, the timer expires without effect: the pidfd is gone.
         let _ = self.0.timer.unset();
         take_fd(&self.0.pidfd)
@@ -572,7 +577,7 @@ fn take_fd(place: &AtomicI32) -> Option<OwnedFd> {
 
 /// Returns a child with a pending wait event, and whether it has ended. The event is not consumed:
 /// an engine may be waiting for the child.
-pub(crate) fn child_with_news() -> Option<(i32, bool)> {
+pub(crate) fn pending_child_event() -> Option<(i32, bool)> {
     let look =
         WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT | WaitPidFlag::__WALL;
     let status = waitid(Id::All, look).ok()?;
@@ -592,7 +597,7 @@ pub(crate) fn reap(pid: i32) -> io::Result<Option<(i32, Usage)>> {
 
 /// Returns the wait status of a child that has ended, without reaping it; `None` if it runs or is
 /// not a child.
-pub(crate) fn ended_as(pid: i32) -> Option<i32> {
+pub(crate) fn peek_exit_status(pid: i32) -> Option<i32> {
     let look = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
     match waitid(Id::Pid(Pid::from_raw(pid)), look) {
         Ok(WaitStatus::Exited(_, code)) => Some(code << 8),
@@ -657,7 +662,7 @@ pub(crate) fn pidfd_of(pid: i32) -> io::Result<OwnedFd> {
 }
 
 /// Kills the process of a pidfd. A process that has already ended is not an error.
-pub(crate) fn kill_by(pidfd: BorrowedFd<'_>) {
+pub(crate) fn kill_pidfd(pidfd: BorrowedFd<'_>) {
     // SAFETY: no siginfo is passed; the kernel checks the descriptor.
     unsafe {
         libc::syscall(
@@ -697,7 +702,7 @@ pub(crate) fn set_nice(thread: i32, nice: i32) {
 }
 
 /// True if this process may raise priorities.
-pub(crate) fn may_raise() -> bool {
+pub(crate) fn can_raise_priority() -> bool {
     /// Bit of `CAP_SYS_NICE` in a capability mask.
     const SYS_NICE: u64 = 1 << 23;
     static MAY: OnceLock<bool> = OnceLock::new();
@@ -734,7 +739,7 @@ pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
 ///
 /// # Errors
 /// The kernel refused.
-pub(crate) fn give_up_rights() -> io::Result<()> {
+pub(crate) fn drop_capabilities() -> io::Result<()> {
     checkpoint::rights::keep_only(0)
 }
 
@@ -750,7 +755,7 @@ pub(crate) fn bytes_in_pipe(pipe: BorrowedFd<'_>) -> usize {
 ///
 /// # Errors
 /// `EBADF` if it is not open.
-pub(crate) fn inherited(fd: RawFd) -> io::Result<OwnedFd> {
+pub(crate) fn take_inherited_fd(fd: RawFd) -> io::Result<OwnedFd> {
     // SAFETY: F_GETFD takes no pointer and fails cleanly on a number that is not open.
     if fd < 3 || unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
         return Err(io::Error::from_raw_os_error(libc::EBADF));
@@ -783,12 +788,12 @@ mod tests {
             .arg("60")
             .spawn()
             .expect("sleep");
-        let watch = guard.watch().expect("a timer");
+        let guarded = guard.guard().expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
         let status = child.wait().expect("a child");
         assert!(!status.success(), "{status}");
-        assert!(watch.end().is_none(), "the guard has taken it");
+        assert!(guarded.finish().is_none(), "the guard has taken it");
     }
 
     #[test]
@@ -798,10 +803,10 @@ mod tests {
             .arg("0.2")
             .spawn()
             .expect("sleep");
-        let watch = guard.watch().expect("a timer");
+        let guarded = guard.guard().expect("a timer");
         let pidfd = pidfd_of(child.id() as i32).expect("it exists");
         guard.pidfd.store(pidfd.into_raw_fd(), Ordering::Release);
-        assert!(watch.end().is_some(), "it is still there");
+        assert!(guarded.finish().is_some(), "it is still there");
         assert!(child.wait().expect("a child").success());
     }
 }

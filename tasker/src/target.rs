@@ -1,16 +1,16 @@
 //! The target's part of a migration: prepare, restore or restart, run or discard.
 
-use crate::carry::Carry;
-use crate::files::Made;
+use crate::file_transfer::PlacedFiles;
 use crate::freezer;
-use crate::hold::Hold;
-use crate::moves::{NO_NAMESPACES, limits_for, redirect};
+use crate::image_manifest::ImageManifest;
+use crate::migrations::{NO_NAMESPACES, engine_limits, write_redirection};
 use crate::namespace::Namespace;
+use crate::pause::Pause;
 use crate::supervisor::Supervisor;
 use crate::sys::{self, Child};
-use crate::task::{self, Output, Phase, Task};
-use crate::workers::{Outcome, Workers};
-use crate::written;
+use crate::task::{self, Output, Task, TaskPhase};
+use crate::workers::{WorkerResult, Workers};
+use crate::written_files;
 use checkpoint::engine::{Cancel, Outside, RestoreJob};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, Redirection, StartTask};
@@ -23,58 +23,61 @@ use std::path::{Path, PathBuf};
 const TARGETS_MAX: usize = 64;
 
 /// A migration to this host.
-pub(crate) struct Target {
+pub(crate) struct IncomingTask {
     pub(crate) tid: Tid,
     /// `None` if the tasker may not create namespaces: then only a program that is restarted can be
     /// hosted.
     namespace: Option<Namespace>,
-    pub(crate) stage: Stage,
+    pub(crate) stage: TargetStage,
     /// Files that were transferred with the task.
-    pub(crate) made: Made,
+    pub(crate) placed_files: PlacedFiles,
     /// Most of the task's memory is post-copied.
-    memory_follows: bool,
+    post_copy: bool,
 }
 
-pub(crate) enum Stage {
+pub(crate) enum TargetStage {
     /// A place is reserved for the task.
     Prepared,
     /// Files transferred with the task are being placed.
-    Placing {
+    PlacingFiles {
         dir: PathBuf,
-        again: Option<Redirection>,
+        redirection: Option<Redirection>,
         discard: bool,
     },
     /// The engine builds the task.
     Restoring {
         worker: u64,
-        carry: Carry,
+        manifest: ImageManifest,
         output: Output,
-        again: Option<Redirection>,
+        redirection: Option<Redirection>,
         discard: bool,
         /// Why the post-copied memory will not arrive.
-        lost: Option<Failure>,
+        lost_reason: Option<Failure>,
     },
     /// The task is built and stopped. The engine has ended, so its death cannot kill the task once
     /// this copy is the only one.
-    Held {
+    Restored {
         process: Child,
         /// Processes that were stopped before the migration stopped the others.
         stopped_before: Vec<i32>,
         output: Output,
         /// The processes are joining the control group.
-        enters: bool,
+        joining_group: bool,
         /// Set if the task must run once that is done: its usage on other hosts, and whether it
         /// stays paused.
-        run: Option<(Usage, bool)>,
+        pending_run: Option<(Usage, bool)>,
     },
 }
 
-impl Stage {
+impl TargetStage {
     /// Returns the reply for a lost copy: if it was ordered to run, that it does not run;
     /// otherwise, that it was not restored.
-    pub(crate) fn lost_word(&self, migration: MigrationId, why: Failure) -> FromTasker {
+    pub(crate) fn lost_reply(&self, migration: MigrationId, why: Failure) -> FromTasker {
         match self {
-            Stage::Held { run: Some(_), .. } => FromTasker::Ran {
+            TargetStage::Restored {
+                pending_run: Some(_),
+                ..
+            } => FromTasker::Ran {
                 migration,
                 result: Err(why),
             },
@@ -87,13 +90,17 @@ impl Stage {
 }
 
 impl Supervisor {
-    pub(crate) fn make_room(&mut self, migration: MigrationId, tid: Tid) -> Result<(), Failure> {
-        if self.moves.targets.contains_key(&migration) {
+    pub(crate) fn reserve_target(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+    ) -> Result<(), Failure> {
+        if self.migrations.targets.contains_key(&migration) {
             return Err(Failure::Engine(format!(
                 "{migration} is prepared here already"
             )));
         }
-        if self.moves.targets.len() >= TARGETS_MAX {
+        if self.migrations.targets.len() >= TARGETS_MAX {
             return Err(Failure::Engine(format!(
                 "{TARGETS_MAX} moves to this host are under way, the limit"
             )));
@@ -101,21 +108,21 @@ impl Supervisor {
         if self.tasks.contains_key(&tid) {
             return Err(Failure::Engine(format!("{tid} runs here already")));
         }
-        let namespace = match self.namespaces {
+        let namespace = match self.uses_namespaces {
             true => {
-                let taken = self.spare.take(self.freezer.as_mut().ok());
+                let taken = self.spare_namespaces.take(self.freezer.as_mut().ok());
                 Some(taken.map_err(|e| Failure::Io(format!("no process-id namespace: {e}")))?)
             }
             false => None,
         };
-        let target = Target {
+        let target = IncomingTask {
             tid,
             namespace,
-            stage: Stage::Prepared,
-            made: Made::default(),
-            memory_follows: false,
+            stage: TargetStage::Prepared,
+            placed_files: PlacedFiles::default(),
+            post_copy: false,
         };
-        self.moves.targets.insert(migration, target);
+        self.migrations.targets.insert(migration, target);
         Ok(())
     }
 
@@ -124,40 +131,41 @@ impl Supervisor {
         migration: MigrationId,
         tid: Tid,
         dir: &Path,
-        again: Option<Redirection>,
-        memory_way: Option<&Path>,
+        redirection: Option<Redirection>,
+        memory_socket: Option<&Path>,
     ) {
-        let room = match self.moves.targets.get(&migration) {
-            Some(Target {
-                stage: Stage::Prepared,
+        let reserved = match self.migrations.targets.get(&migration) {
+            Some(IncomingTask {
+                stage: TargetStage::Prepared,
                 tid: of,
                 ..
             }) if *of == tid => Ok(()),
             Some(_) => Err(Failure::Engine(format!(
                 "{migration} is not waiting for the images of {tid}"
             ))),
-            None => self.make_room(migration, tid),
+            None => self.reserve_target(migration, tid),
         };
-        if let Err(why) = room {
-            return self.say(&FromTasker::Restored {
+        if let Err(why) = reserved {
+            return self.send(&FromTasker::Restored {
                 migration,
                 result: Err(why),
             });
         }
-        let carry = Carry::read(dir);
-        self.moves.promised.images_are_here(migration, dir);
-        let room = carry
-            .as_ref()
-            .map_or(Ok(()), |carry| self.has_room_yet(migration, carry.memory));
-        let fetches =
-            room.and_then(|()| memory_way.map_or(Ok(()), |way| self.fetch(migration, dir, way)));
-        if let Some(target) = self.moves.targets.get_mut(&migration) {
-            target.memory_follows = memory_way.is_some();
+        let image_manifest = ImageManifest::read(dir);
+        self.migrations.reservations.record_images(migration, dir);
+        let reserved = image_manifest.as_ref().map_or(Ok(()), |image_manifest| {
+            self.check_room(migration, image_manifest.memory_bytes)
+        });
+        let fetches = reserved.and_then(|()| {
+            memory_socket.map_or(Ok(()), |path| self.start_fetch(migration, dir, path))
+        });
+        if let Some(target) = self.migrations.targets.get_mut(&migration) {
+            target.post_copy = memory_socket.is_some();
         }
-        match (fetches, carry) {
+        match (fetches, image_manifest) {
             (Err(why), _) => {
-                self.moves.following.has_failed(Some(&why));
-                self.clear_target(
+                self.migrations.post_copies.on_failure(Some(&why));
+                self.remove_target(
                     migration,
                     vec![FromTasker::Restored {
                         migration,
@@ -165,21 +173,26 @@ impl Supervisor {
                     }],
                 );
             }
-            (Ok(()), Ok(carry)) if !carry.files.is_empty() => {
-                self.place_files(migration, dir, carry, again)
+            (Ok(()), Ok(image_manifest)) if !image_manifest.transferred_files.is_empty() => {
+                self.place_files(migration, dir, image_manifest, redirection)
             }
             // A defect of the manifest is reported when the build reads it.
-            _ => self.build(migration, dir, again),
+            _ => self.build(migration, dir, redirection),
         }
     }
 
     /// Makes the engine build a task for which everything else is in place.
-    pub(crate) fn build(&mut self, migration: MigrationId, dir: &Path, again: Option<Redirection>) {
-        let started = self.start_restore(migration, dir, again);
-        match (started, self.moves.targets.get_mut(&migration)) {
+    pub(crate) fn build(
+        &mut self,
+        migration: MigrationId,
+        dir: &Path,
+        redirection: Option<Redirection>,
+    ) {
+        let started = self.start_restore(migration, dir, redirection);
+        match (started, self.migrations.targets.get_mut(&migration)) {
             (Ok(stage), Some(target)) => target.stage = stage,
             (Ok(_), None) => {}
-            (Err(why), _) => self.clear_target(
+            (Err(why), _) => self.remove_target(
                 migration,
                 vec![FromTasker::Restored {
                     migration,
@@ -190,45 +203,45 @@ impl Supervisor {
     }
 
     /// Starts a program from its beginning, up to the point before its exec.
-    pub(crate) fn build_anew(&mut self, migration: MigrationId, start: &StartTask) {
-        let room = match self.moves.targets.get(&migration) {
-            Some(Target {
-                stage: Stage::Prepared,
+    pub(crate) fn build_by_restart(&mut self, migration: MigrationId, start: &StartTask) {
+        let room = match self.migrations.targets.get(&migration) {
+            Some(IncomingTask {
+                stage: TargetStage::Prepared,
                 ..
             }) => Ok(()),
             Some(_) => Err(Failure::Engine(format!("{migration} is held here already"))),
-            None => self.make_room(migration, start.tid),
+            None => self.reserve_target(migration, start.tid),
         };
         let built = room.and_then(|()| {
             let namespace = self
-                .moves
+                .migrations
                 .targets
                 .get(&migration)
                 .and_then(|target| target.namespace.as_ref());
-            task::build(start, namespace, &self.inherited).map_err(Failure::Io)
+            task::build_stopped(start, namespace, &self.inherited).map_err(Failure::Io)
         });
-        match (built, self.moves.targets.get_mut(&migration)) {
+        match (built, self.migrations.targets.get_mut(&migration)) {
             (Ok((process, output)), Some(target)) => {
                 let pid = process.pid;
-                target.stage = Stage::Held {
+                target.stage = TargetStage::Restored {
                     process,
                     stopped_before: Vec::new(),
                     output,
-                    enters: false,
-                    run: None,
+                    joining_group: false,
+                    pending_run: None,
                 };
-                self.say(&FromTasker::Restored {
+                self.send(&FromTasker::Restored {
                     migration,
                     result: Ok(pid),
                 });
             }
             (Ok(_), None) => {}
-            (Err(why), None) => self.say(&FromTasker::Restored {
+            (Err(why), None) => self.send(&FromTasker::Restored {
                 migration,
                 result: Err(why),
             }),
             (Err(why), Some(_)) => {
-                self.clear_target(
+                self.remove_target(
                     migration,
                     vec![FromTasker::Restored {
                         migration,
@@ -243,10 +256,10 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         dir: &Path,
-        again: Option<Redirection>,
-    ) -> Result<Stage, Failure> {
+        redirection: Option<Redirection>,
+    ) -> Result<TargetStage, Failure> {
         let target = self
-            .moves
+            .migrations
             .targets
             .get(&migration)
             .ok_or(Failure::TaskEnded)?;
@@ -254,25 +267,29 @@ impl Supervisor {
             .namespace
             .as_ref()
             .ok_or_else(|| Failure::Engine(NO_NAMESPACES.into()))?;
-        let memory_follows = target.memory_follows;
-        if memory_follows && !self.moves.following.comes(migration) {
+        let memory_follows = target.post_copy;
+        if memory_follows && !self.migrations.post_copies.is_arriving(migration) {
             return Err(Failure::Images("its memory does not come any more".into()));
         }
-        let engine = self.moves.engine.as_ref().ok_or_else(|| self.broken())?;
-        let carry = Carry::read(dir)?;
+        let engine = self
+            .migrations
+            .engine
+            .as_ref()
+            .ok_or_else(|| self.engine_failure())?;
+        let manifest = ImageManifest::read(dir)?;
         // The images determine the rights of the restored processes, so they must belong to this
         // user.
         checkpoint::criu::belong_to(dir, nix::unistd::geteuid().as_raw())?;
-        if again.is_some() {
-            written::cut_back(&carry.written)?;
+        if redirection.is_some() {
+            written_files::truncate_grown(&manifest.written_files)?;
         }
         let io = |e: io::Error| Failure::Io(format!("cannot restore: {e}"));
         let (output, theirs) = Output::new().map_err(io)?;
-        let limits = limits_for(carry.image_bytes())?;
+        let limits = engine_limits(manifest.image_bytes())?;
         let job = RestoreJob {
             dir: dir.into(),
             outside: Outside {
-                output_pipe: carry.output_pipe,
+                output_pipe: manifest.output_pipe,
             },
             pid_namespace: namespace.open().map_err(io)?,
             output: theirs,
@@ -286,65 +303,67 @@ impl Supervisor {
                 let process = held.pid();
                 held.release(&limits).map(|()| process)
             });
-            Outcome::Restored {
+            WorkerResult::Restored {
                 migration,
                 result: built,
             }
         };
-        let worker = self.moves.workers.start(&cancel, Some(pid), build)?;
-        Ok(Stage::Restoring {
+        let worker = self.migrations.workers.start(&cancel, Some(pid), build)?;
+        Ok(TargetStage::Restoring {
             worker,
-            carry,
+            manifest,
             output,
-            again,
+            redirection,
             discard: false,
-            lost: None,
+            lost_reason: None,
         })
     }
 
-    pub(crate) fn restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
-        let Some(target) = self.moves.targets.get_mut(&migration) else {
+    pub(crate) fn on_restored(&mut self, migration: MigrationId, result: Result<i32, Failure>) {
+        let Some(target) = self.migrations.targets.get_mut(&migration) else {
             return;
         };
-        let stage = std::mem::replace(&mut target.stage, Stage::Prepared);
-        let Stage::Restoring {
-            carry,
+        let stage = std::mem::replace(&mut target.stage, TargetStage::Prepared);
+        let TargetStage::Restoring {
+            manifest,
             output,
-            again,
+            redirection,
             discard,
-            lost,
+            lost_reason,
             ..
         } = stage
         else {
             return;
         };
-        if target.memory_follows && !discard && lost.is_none() {
-            self.moves.following.has_failed(result.as_ref().err());
+        if target.post_copy && !discard && lost_reason.is_none() {
+            self.migrations
+                .post_copies
+                .on_failure(result.as_ref().err());
         }
-        let adopted = lost.map_or(result, Err).and_then(|pid| {
+        let adopted = lost_reason.map_or(result, Err).and_then(|pid| {
             let pidfd = sys::pidfd_of(pid)
                 .map_err(|e| Failure::Io(format!("no descriptor for process {pid}: {e}")))?;
-            target
-                .namespace
-                .as_ref()
-                .map_or(Ok(()), |namespace| redirect(namespace, again))?;
+            target.namespace.as_ref().map_or(Ok(()), |namespace| {
+                write_redirection(namespace, redirection)
+            })?;
             Ok(Child { pid, pidfd })
         });
         match adopted {
             Ok(process) if !discard => {
                 let pid = process.pid;
                 let namespace = target.namespace.as_ref();
-                let enters = namespace
-                    .is_some_and(|n| begin_to_bring_in(migration, n, &mut self.moves.workers));
-                let stopped_before = carry.stopped_before;
-                target.stage = Stage::Held {
+                let joining_group = namespace.is_some_and(|n| {
+                    start_joining_group(migration, n, &mut self.migrations.workers)
+                });
+                let stopped_before = manifest.stopped_before;
+                target.stage = TargetStage::Restored {
                     process,
                     stopped_before,
                     output,
-                    enters,
-                    run: None,
+                    joining_group,
+                    pending_run: None,
                 };
-                self.say(&FromTasker::Restored {
+                self.send(&FromTasker::Restored {
                     migration,
                     result: Ok(pid),
                 });
@@ -355,7 +374,7 @@ impl Supervisor {
                     migration,
                     result: off,
                 };
-                self.clear_target(migration, vec![last, FromTasker::Discarded { migration }]);
+                self.remove_target(migration, vec![last, FromTasker::Discarded { migration }]);
             }
             Err(why) => {
                 let mut last = vec![FromTasker::Restored {
@@ -363,76 +382,84 @@ impl Supervisor {
                     result: Err(why),
                 }];
                 last.extend(discard.then_some(FromTasker::Discarded { migration }));
-                self.clear_target(migration, last);
+                self.remove_target(migration, last);
             }
         }
     }
 
     /// Handles the death of a held copy, which another process has killed.
-    pub(crate) fn held_lost(&mut self, migration: MigrationId) {
-        let is_held = |target: &Target| matches!(target.stage, Stage::Held { .. });
-        if self.moves.targets.get(&migration).is_some_and(is_held) {
+    pub(crate) fn on_copy_killed(&mut self, migration: MigrationId) {
+        let is_held = |target: &IncomingTask| matches!(target.stage, TargetStage::Restored { .. });
+        if self.migrations.targets.get(&migration).is_some_and(is_held) {
             let why = Failure::Engine("the restored task was killed before it could go on".into());
-            let word = self.moves.targets[&migration]
+            let reply = self.migrations.targets[&migration]
                 .stage
-                .lost_word(migration, why);
-            self.clear_target(migration, vec![word]);
+                .lost_reply(migration, why);
+            self.remove_target(migration, vec![reply]);
         }
     }
 
-    pub(crate) fn brought_in(&mut self, migration: MigrationId, done: bool) {
-        let Some(target) = self.moves.targets.get_mut(&migration) else {
+    pub(crate) fn on_joined_group(&mut self, migration: MigrationId, done: bool) {
+        let Some(target) = self.migrations.targets.get_mut(&migration) else {
             return;
         };
-        let Stage::Held { enters, run, .. } = &mut target.stage else {
-            return;
-        };
-        *enters = false;
-        if let Some(namespace) = target.namespace.as_ref().filter(|_| done) {
-            namespace.joined();
-        }
-        if let Some((used, held)) = run.take() {
-            self.run_held(migration, used, held);
-        }
-    }
-
-    pub(crate) fn run_held(&mut self, migration: MigrationId, used: Usage, held: bool) {
-        if let Some(Target {
-            stage: Stage::Held {
-                enters: true, run, ..
-            },
+        let TargetStage::Restored {
+            joining_group,
+            pending_run,
             ..
-        }) = self.moves.targets.get_mut(&migration)
+        } = &mut target.stage
+        else {
+            return;
+        };
+        *joining_group = false;
+        if let Some(namespace) = target.namespace.as_ref().filter(|_| done) {
+            namespace.set_in_group();
+        }
+        if let Some((used, held)) = pending_run.take() {
+            self.run_copy(migration, used, held);
+        }
+    }
+
+    pub(crate) fn run_copy(&mut self, migration: MigrationId, used: Usage, held: bool) {
+        if let Some(IncomingTask {
+            stage:
+                TargetStage::Restored {
+                    joining_group: true,
+                    pending_run,
+                    ..
+                },
+            ..
+        }) = self.migrations.targets.get_mut(&migration)
         {
             // A stopped copy cannot fork, so no process is missed; it runs after all have joined
             // the group.
-            *run = Some((used, held));
+            *pending_run = Some((used, held));
             return;
         }
         let (tid, namespace, process, stopped_before, output) =
-            match self.moves.targets.remove(&migration) {
-                Some(Target {
+            match self.migrations.targets.remove(&migration) {
+                Some(IncomingTask {
                     tid,
                     namespace,
                     stage:
-                        Stage::Held {
+                        TargetStage::Restored {
                             process,
                             stopped_before,
                             output,
                             ..
                         },
-                    made,
+                    placed_files,
                     ..
                 }) => {
-                    made.keep();
+                    placed_files.keep();
                     (tid, namespace, process, stopped_before, output)
                 }
                 other => {
-                    self.moves
+                    self.migrations
                         .targets
                         .extend(other.map(|target| (migration, target)));
                     let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
-                    return self.say(&FromTasker::Ran {
+                    return self.send(&FromTasker::Ran {
                         migration,
                         result: Err(not_held),
                     });
@@ -444,61 +471,69 @@ impl Supervisor {
             namespace,
             output,
             used_before: used,
-            phase: Phase::Running,
-            hold: if held { Hold::Still } else { Hold::Free },
+            phase: TaskPhase::Running,
+            pause: if held {
+                Pause::Paused
+            } else {
+                Pause::NotPaused
+            },
             stopped_before,
-            ending: None,
+            exit_requested_for: None,
             redirection: None,
-            held_signals: Vec::new(),
+            kept_signals: Vec::new(),
         };
         if !held {
-            task.go_on();
+            task.continue_running();
         }
         self.tasks.insert(tid, task);
-        self.say(&FromTasker::Ran {
+        self.send(&FromTasker::Ran {
             migration,
             result: Ok(()),
         });
-        self.memory_follows_to(migration, tid);
+        self.on_restored_task_runs(migration, tid);
     }
 
     pub(crate) fn discard(&mut self, migration: MigrationId) {
-        let Some(target) = self.moves.targets.get_mut(&migration) else {
-            return self.say(&FromTasker::Discarded { migration });
+        let Some(target) = self.migrations.targets.get_mut(&migration) else {
+            return self.send(&FromTasker::Discarded { migration });
         };
         match &mut target.stage {
-            Stage::Restoring {
+            TargetStage::Restoring {
                 worker, discard, ..
             } => {
                 *discard = true;
                 let worker = *worker;
-                self.moves.workers.cancel(worker);
+                self.migrations.workers.cancel(worker);
             }
             // The reply is sent when the files have been placed and removed again.
-            Stage::Placing { discard, .. } => *discard = true,
-            Stage::Prepared | Stage::Held { .. } => {
-                self.clear_target(migration, vec![FromTasker::Discarded { migration }]);
+            TargetStage::PlacingFiles { discard, .. } => *discard = true,
+            TargetStage::Prepared | TargetStage::Restored { .. } => {
+                self.remove_target(migration, vec![FromTasker::Discarded { migration }]);
             }
         }
     }
 
     /// Kills what exists of a copy; sends the messages when it is gone.
-    pub(crate) fn clear_target(&mut self, migration: MigrationId, then: Vec<FromTasker>) {
-        self.fetch_no_more(migration);
-        if let Some(target) = self.moves.targets.remove(&migration) {
+    pub(crate) fn remove_target(
+        &mut self,
+        migration: MigrationId,
+        final_messages: Vec<FromTasker>,
+    ) {
+        self.cancel_fetch(migration);
+        if let Some(target) = self.migrations.targets.remove(&migration) {
             match (target.namespace, target.stage) {
-                (Some(namespace), _) => self.when_ended(namespace, then),
+                (Some(namespace), _) => self.kill_namespace(namespace, final_messages),
                 (None, stage) => {
-                    if let Stage::Held { process, .. } = stage {
+                    if let TargetStage::Restored { process, .. } = stage {
                         // The copy has never run, so it is a single process.
-                        sys::kill_by(process.pidfd.as_fd());
+                        sys::kill_pidfd(process.pidfd.as_fd());
                     }
-                    then.iter().for_each(|word| self.say(word));
+                    final_messages.iter().for_each(|reply| self.send(reply));
                 }
             }
             // A held copy that died is still unreaped, and its namespace cannot end before it is
             // reaped.
-            self.reap_strangers();
+            self.reap_unowned();
         }
     }
 }
@@ -507,17 +542,21 @@ impl Supervisor {
 /// if that has begun.
 ///
 /// A worker does that, because it takes longer than everything else before the task runs.
-fn begin_to_bring_in(migration: MigrationId, namespace: &Namespace, workers: &mut Workers) -> bool {
-    let Some(entrance) = namespace.entrance() else {
+fn start_joining_group(
+    migration: MigrationId,
+    namespace: &Namespace,
+    workers: &mut Workers,
+) -> bool {
+    let Some(entrance) = namespace.group_to_join() else {
         return false;
     };
     let Ok(cancel) = Cancel::new() else {
         return false;
     };
     let pids = namespace.pids();
-    let work = move || Outcome::BroughtIn {
+    let work = move || WorkerResult::JoinedCgroup {
         migration,
-        done: freezer::bring_in(&entrance, &pids).is_ok(),
+        done: freezer::move_into_group(&entrance, &pids).is_ok(),
     };
     // Without a worker, the task is paused by signals, as without a freezer.
     workers.start(&cancel, None, work).is_ok()

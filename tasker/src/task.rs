@@ -1,12 +1,12 @@
 //! One task: how it is started, its state, and how its output is read.
 
-use crate::attempt::Attempt;
+use crate::dump_attempt::DumpAttempt;
 use crate::freezer::ControlGroup;
-use crate::hold::Hold;
 use crate::namespace::Namespace;
-use crate::stop::{self, Crowd};
+use crate::pause::Pause;
+use crate::stop::{self, TaskProcesses};
 use crate::sys::{
-    self, Child, ExecPlan, Inherited, NotStarted, Program, Stage, StageError, StartGuard,
+    self, Child, ExecError, ExecPlan, ExecStage, InheritedState, Program, StartError, StartGuard,
 };
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
@@ -22,38 +22,36 @@ use std::os::linux::fs::MetadataExt;
 use std::time::{Duration, Instant};
 
 /// Most chunks read from one task before other tasks are served.
-const CHUNKS_AT_ONCE_MAX: usize = 16;
+const CHUNKS_PER_READ_MAX: usize = 16;
 /// Most signals kept for a task that is stopped for a migration; more are dropped. The kernel, too,
 /// merges equal pending signals.
-pub(crate) const HELD_SIGNALS_MAX: usize = 64;
+pub(crate) const KEPT_SIGNALS_MAX: usize = 64;
 /// Time limit for the exec of a program, whose file may be on a slow file system.
-pub(crate) const EXEC_ALLOWED: Duration = Duration::from_secs(10);
+pub(crate) const EXEC_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The migration step that a task is in.
 #[derive(Debug)]
-pub(crate) enum Phase {
+pub(crate) enum TaskPhase {
     /// No migration step is in progress.
     Running,
     /// The task was ordered to stop.
     Stopping {
         migration: MigrationId,
-        until: Instant,
+        deadline: Instant,
         /// Processes that got SIGSTOP.
-        told: BTreeSet<i32>,
+        signalled: BTreeSet<i32>,
     },
     /// All its processes are stopped.
-    Stopped {
-        migration: MigrationId,
-    },
+    Stopped { migration: MigrationId },
     /// The engine writes its images.
     Dumping {
         migration: MigrationId,
         /// Number of the worker that drives the engine, or waits before a retry.
         worker: u64,
         /// The current attempt, with its retry state.
-        attempt: Attempt,
+        attempt: DumpAttempt,
         /// The migration was aborted; continue the task when the worker has finished.
-        called_off: bool,
+        aborted: bool,
     },
     /// Its images are written, and its memory is being served.
     Serving {
@@ -61,7 +59,7 @@ pub(crate) enum Phase {
         /// Number of the worker that waits for the engine.
         worker: u64,
         /// The migration was aborted; continue the task when the worker has finished.
-        called_off: bool,
+        aborted: bool,
     },
 }
 
@@ -76,17 +74,17 @@ pub(crate) struct Task {
     pub(crate) output: Output,
     /// Resources that it used on other hosts.
     pub(crate) used_before: Usage,
-    pub(crate) phase: Phase,
+    pub(crate) phase: TaskPhase,
     /// Whether it is paused, apart from migrations.
-    pub(crate) hold: Hold,
+    pub(crate) pause: Pause,
     /// Processes that had been stopped before the others were; they are not continued.
     pub(crate) stopped_before: Vec<i32>,
     /// Set if the task was asked to exit so that its program can be restarted.
-    pub(crate) ending: Option<Engine>,
+    pub(crate) exit_requested_for: Option<Engine>,
     /// Data that the next stop writes into the task.
     pub(crate) redirection: Option<Redirection>,
     /// Signals that arrived while it was stopped.
-    pub(crate) held_signals: Vec<i32>,
+    pub(crate) kept_signals: Vec<i32>,
 }
 
 impl Task {
@@ -97,28 +95,29 @@ impl Task {
         let _ = sys::kill_raw(self.process.pid, signal);
     }
 
-    pub(crate) fn crowd(&self) -> Crowd<'_> {
-        self.namespace
-            .as_ref()
-            .map_or(Crowd::Group(self.process.pid), Crowd::Namespace)
+    pub(crate) fn processes(&self) -> TaskProcesses<'_> {
+        self.namespace.as_ref().map_or(
+            TaskProcesses::Group(self.process.pid),
+            TaskProcesses::Namespace,
+        )
     }
 
     /// Returns the ids of its processes, by the fastest means.
     pub(crate) fn members(&self) -> Vec<i32> {
         self.namespace
             .as_ref()
-            .map_or_else(|| self.crowd().pids(), Namespace::members)
+            .map_or_else(|| self.processes().pids(), Namespace::members)
     }
 
     /// Continues a stopped task and delivers the kept signals, unless it is paused.
-    pub(crate) fn go_on(&mut self) {
-        self.phase = Phase::Running;
-        if !self.hold.is_free() {
+    pub(crate) fn continue_running(&mut self) {
+        self.phase = TaskPhase::Running;
+        if !self.pause.is_not_paused() {
             return;
         }
-        self.let_run();
+        self.continue_processes();
         self.stopped_before.clear();
-        for signal in std::mem::take(&mut self.held_signals) {
+        for signal in std::mem::take(&mut self.kept_signals) {
             self.send(signal);
         }
     }
@@ -129,15 +128,15 @@ impl Task {
     }
 
     /// Returns the control group if it is frozen.
-    pub(crate) fn frozen(&self) -> Option<&ControlGroup> {
+    pub(crate) fn frozen_group(&self) -> Option<&ControlGroup> {
         self.group().filter(|group| group.is_frozen())
     }
 
     /// Continues its processes, except those that had been stopped before.
-    pub(crate) fn let_run(&self) {
-        match self.frozen() {
+    pub(crate) fn continue_processes(&self) {
+        match self.frozen_group() {
             Some(group) => group.thaw(),
-            None => stop::continue_all(&self.crowd(), &self.stopped_before),
+            None => stop::continue_all(&self.processes(), &self.stopped_before),
         }
     }
 
@@ -150,13 +149,13 @@ impl Task {
                 let _ = sys::kill_raw(-self.process.pid, libc::SIGKILL);
             }
         }
-        sys::kill_by(self.process.pidfd.as_fd());
+        sys::kill_pidfd(self.process.pidfd.as_fd());
     }
 
     /// As [`Task::kill`], but no process of the task executes another instruction after this
     /// returns, however long its end takes.
     pub(crate) fn kill_all(&self) {
-        for pid in self.crowd().pids() {
+        for pid in self.processes().pids() {
             // Fails if the process has ended.
             let _ = sys::kill_raw(pid, libc::SIGKILL);
         }
@@ -169,8 +168,8 @@ impl Task {
     }
 
     /// Stops processes that a dead engine has left running.
-    pub(crate) fn be_still(&self) {
-        stop::all_still(&self.crowd(), &mut BTreeSet::new());
+    pub(crate) fn stop_stragglers(&self) {
+        stop::stop_all(&self.processes(), &mut BTreeSet::new());
     }
 }
 
@@ -212,7 +211,7 @@ impl Output {
 
     /// Reads some of the available output.
     pub(crate) fn read(&mut self, mut take: impl FnMut(Vec<u8>)) {
-        for _ in 0..CHUNKS_AT_ONCE_MAX {
+        for _ in 0..CHUNKS_PER_READ_MAX {
             match self.chunk(OUTPUT_CHUNK_BYTES_MAX) {
                 Some(bytes) => take(bytes),
                 None => return,
@@ -259,30 +258,31 @@ impl Output {
 pub(crate) fn start(
     order: &StartTask,
     namespace: Option<Namespace>,
-    inherited: &Inherited,
+    inherited: &InheritedState,
     guard: &StartGuard,
 ) -> Result<Task, String> {
-    let (process, output) = make(
-        order,
-        inherited,
-        namespace.is_none(),
-        |plan| match &namespace {
-            Some(namespace) => namespace.start(&plan, guard),
-            None => sys::start_program(&plan, guard, None),
-        },
-    )?;
+    let (process, output) =
+        create_process(
+            order,
+            inherited,
+            namespace.is_none(),
+            |plan| match &namespace {
+                Some(namespace) => namespace.start(&plan, guard),
+                None => sys::start_program(&plan, guard, None),
+            },
+        )?;
     Ok(Task {
         tid: order.tid,
         process,
         namespace,
         output,
         used_before: Usage::default(),
-        phase: Phase::Running,
-        hold: Hold::Free,
+        phase: TaskPhase::Running,
+        pause: Pause::NotPaused,
         stopped_before: Vec::new(),
-        ending: None,
+        exit_requested_for: None,
         redirection: None,
-        held_signals: Vec::new(),
+        kept_signals: Vec::new(),
     })
 }
 
@@ -291,27 +291,27 @@ pub(crate) fn start(
 ///
 /// # Errors
 /// As [`start`].
-pub(crate) fn build(
+pub(crate) fn build_stopped(
     order: &StartTask,
     namespace: Option<&Namespace>,
-    inherited: &Inherited,
+    inherited: &InheritedState,
 ) -> Result<(Child, Output), String> {
-    make(order, inherited, namespace.is_none(), |plan| {
+    create_process(order, inherited, namespace.is_none(), |plan| {
         let plan = plan.waiting();
         match namespace {
-            Some(namespace) => namespace.start_waiting(&plan, EXEC_ALLOWED),
-            None => sys::start_waiting(&plan, EXEC_ALLOWED, None),
+            Some(namespace) => namespace.start_waiting(&plan, EXEC_TIMEOUT),
+            None => sys::start_waiting(&plan, EXEC_TIMEOUT, None),
         }
     })
 }
 
 /// Creates the process of a program and its output pipe. `own_group`: it gets a process group of
 /// its own.
-fn make(
+fn create_process(
     order: &StartTask,
-    inherited: &Inherited,
+    inherited: &InheritedState,
     own_group: bool,
-    start: impl FnOnce(ExecPlan<'_>) -> Result<Child, NotStarted>,
+    start: impl FnOnce(ExecPlan<'_>) -> Result<Child, StartError>,
 ) -> Result<(Child, Output), String> {
     let path = order.path.display();
     let failed =
@@ -329,34 +329,34 @@ fn make(
     ));
     // A failed process is reaped with the unowned children; waiting here could block on a file
     // system that hangs.
-    Ok((made.map_err(|why| explain(order, why))?, output))
+    Ok((made.map_err(|why| start_failure(order, why))?, output))
 }
 
-fn explain(order: &StartTask, why: NotStarted) -> String {
+fn start_failure(order: &StartTask, why: StartError) -> String {
     let path = order.path.display();
     let (stage, errno) = match why {
-        NotStarted::NoProcess(error) => {
+        StartError::NoProcess(error) => {
             return format!("cannot start {path}: no new process: {error}");
         }
-        NotStarted::TooLate => {
+        StartError::TimedOut => {
             return format!(
                 "cannot start {path}: the system did not begin it within {} s",
-                EXEC_ALLOWED.as_secs()
+                EXEC_TIMEOUT.as_secs()
             );
         }
-        NotStarted::Failed(StageError { stage, errno }) => (stage, errno.desc()),
+        StartError::Failed(ExecError { stage, errno }) => (stage, errno.desc()),
     };
     match stage {
-        Stage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
-        Stage::Dir => format!(
+        ExecStage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
+        ExecStage::Dir => format!(
             "cannot start {path}: working directory {}: {errno}",
             order.dir.display()
         ),
-        Stage::Exec | Stage::Access => format!("cannot start {path}: {errno}"),
+        ExecStage::Exec | ExecStage::Access => format!("cannot start {path}: {errno}"),
     }
 }
 
 /// Converts a duration, saturating.
-pub(crate) fn micros(span: std::time::Duration) -> Micros {
-    Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
+pub(crate) fn micros(duration: std::time::Duration) -> Micros {
+    Micros(u64::try_from(duration.as_micros()).unwrap_or(u64::MAX))
 }

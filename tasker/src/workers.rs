@@ -4,8 +4,8 @@
 //! Workers create no processes except the engine and reap only the engine, so the loop remains the
 //! parent of all other processes.
 
-use crate::files::Made;
-use crate::verdict::For;
+use crate::feasibility::Requester;
+use crate::file_transfer::PlacedFiles;
 use checkpoint::engine::{Cancel, Held, Missing, ReceivedPages, SentPages, Serving};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
@@ -21,7 +21,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 pub(crate) const WORKERS_MAX: usize = 64;
 
 /// The result of a worker's work.
-pub(crate) enum Outcome {
+pub(crate) enum WorkerResult {
     /// A dump has ended.
     Dumped {
         migration: MigrationId,
@@ -36,7 +36,7 @@ pub(crate) enum Outcome {
         result: Result<SentPages, Failure>,
     },
     /// Receiving pre-copied memory has ended, at the target.
-    PreCopyCame {
+    PreCopyReceived {
         migration: MigrationId,
         /// All memory that was received.
         result: Result<ReceivedPages, Failure>,
@@ -48,24 +48,24 @@ pub(crate) enum Outcome {
         result: Result<(), Failure>,
     },
     /// The post-copied memory of a restored task is complete, or the rest will not arrive.
-    Arrived {
+    MemoryArrived {
         migration: MigrationId,
         result: Result<(), (Failure, Missing)>,
     },
     /// Processes that were killed because their memory is lost are dead.
-    Outlived,
+    KilledProcessesGone,
     /// The delay before another dump attempt is over.
-    Rested {
+    RetryDelayOver {
         migration: MigrationId,
         tid: Tid,
         /// Why the previous attempt failed.
         failure: Failure,
     },
     /// Files transferred with a task have been placed.
-    Placed {
+    FilesPlaced {
         migration: MigrationId,
         /// The placed files; on an error none of them exists.
-        result: Result<Made, Failure>,
+        result: Result<PlacedFiles, Failure>,
     },
     /// A restore has ended. The task is stopped.
     Restored {
@@ -74,26 +74,23 @@ pub(crate) enum Outcome {
         result: Result<i32, Failure>,
     },
     /// The processes of a restored task have joined their control group, or failed to.
-    BroughtIn {
-        migration: MigrationId,
-        done: bool,
-    },
+    JoinedCgroup { migration: MigrationId, done: bool },
     /// A task was inspected.
-    Seen {
-        by: For,
+    Inspected {
+        requester: Requester,
         result: Result<TaskFacts, Refusal>,
     },
     /// A task's facts were compared with this host.
     Judged {
-        by: For,
+        requester: Requester,
         verdict: Verdict,
     },
     /// The check for post-copy support, the first part of the probe.
-    TrialChecked(Result<(), Failure>),
+    ProbeChecked(Result<(), Failure>),
     /// The dump of the probe.
-    TrialDumped(Result<DumpReport, Failure>),
+    ProbeDumped(Result<DumpReport, Failure>),
     /// The restore of the probe.
-    TrialHeld(Result<Box<dyn Held>, Failure>),
+    ProbeRestored(Result<Box<dyn Held>, Failure>),
 }
 
 /// A running worker as the loop knows it.
@@ -108,8 +105,8 @@ struct Worker {
 pub(crate) struct Workers {
     running: BTreeMap<u64, Worker>,
     next: u64,
-    sender: Sender<(u64, Outcome)>,
-    receiver: Receiver<(u64, Outcome)>,
+    sender: Sender<(u64, WorkerResult)>,
+    receiver: Receiver<(u64, WorkerResult)>,
     wake: Arc<EventFd>,
 }
 
@@ -133,7 +130,7 @@ impl Workers {
     }
 
     /// Becomes readable when results are available.
-    pub(crate) fn wake(&self) -> BorrowedFd<'_> {
+    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
@@ -143,7 +140,7 @@ impl Workers {
     }
 
     /// True if a thread waits for this engine process.
-    pub(crate) fn waits_for(&self, pid: i32) -> bool {
+    pub(crate) fn has_engine(&self, pid: i32) -> bool {
         self.running
             .values()
             .any(|worker| worker.engine == Some(pid))
@@ -162,7 +159,7 @@ impl Workers {
         &mut self,
         cancel: &Cancel,
         engine: Option<i32>,
-        work: impl FnOnce() -> Outcome + Send + 'static,
+        work: impl FnOnce() -> WorkerResult + Send + 'static,
     ) -> Result<u64, Failure> {
         if !self.has_room() {
             return Err(Failure::Engine(format!(
@@ -175,9 +172,9 @@ impl Workers {
         std::thread::Builder::new()
             .name(format!("worker-{number}"))
             .spawn(move || {
-                let outcome = work();
+                let result = work();
                 // Fails only at the end of the tasker, when the result is not needed.
-                let _ = sender.send((number, outcome));
+                let _ = sender.send((number, result));
                 let _ = wake.write(1);
             })
             .map_err(|e| Failure::Io(format!("no thread for a step of a move: {e}")))?;
@@ -192,15 +189,15 @@ impl Workers {
     }
 
     /// Returns the results since the last call.
-    pub(crate) fn finished(&mut self) -> Vec<Outcome> {
+    pub(crate) fn take_results(&mut self) -> Vec<WorkerResult> {
         // The eventfd is not readable if no worker has finished.
         let _ = self.wake.read();
-        let mut outcomes = Vec::new();
-        while let Ok((number, outcome)) = self.receiver.try_recv() {
+        let mut results = Vec::new();
+        while let Ok((number, result)) = self.receiver.try_recv() {
             self.running.remove(&number);
-            outcomes.push(outcome);
+            results.push(result);
         }
-        outcomes
+        results
     }
 
     /// Cancels the work of a thread.

@@ -13,7 +13,7 @@ pub(crate) const ADDRESSES_MAX: usize = 5;
 ///
 /// # Errors
 /// One sentence if `announced` contains a word that is not an address.
-pub(crate) fn listening(
+pub(crate) fn addresses_to_announce(
     announced: Option<&str>,
     preferred: &[IpAddr],
     port: u16,
@@ -104,14 +104,15 @@ mod tests {
 
     #[test]
     fn announced_addresses_replace_all_others() {
-        let got = listening(Some("127.0.0.1, ::1"), &[IpAddr::from([10, 0, 0, 9])], 7)
+        let got = addresses_to_announce(Some("127.0.0.1, ::1"), &[IpAddr::from([10, 0, 0, 9])], 7)
             .expect("addresses");
         assert_eq!(
             got,
             ["127.0.0.1:7", "[::1]:7"].map(|a| a.parse().expect("an address"))
         );
-        assert!(listening(Some("nowhere"), &[], 7).is_err());
-        let own = listening(None, &[IpAddr::from([10, 0, 0, 9])], 7).expect("addresses");
+        assert!(addresses_to_announce(Some("nowhere"), &[], 7).is_err());
+        let own =
+            addresses_to_announce(None, &[IpAddr::from([10, 0, 0, 9])], 7).expect("addresses");
         assert_eq!(own[0], "10.0.0.9:7".parse().expect("an address"));
     }
 

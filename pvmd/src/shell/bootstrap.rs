@@ -4,16 +4,16 @@
 //! They travel over the standard input and output of the remote shell. The master's line contains a
 //! private key, so it must never appear in arguments or in the environment.
 
-use super::pki::Identity;
+use super::pki::HostCredentials;
 use sempa_proto::{HostId, PvmError};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
 pub(crate) const BOOTSTRAP_BYTES_MAX: usize = 64 << 10;
 /// Version of both lines. PVM 3.4.6 daemons have 2316 in the same field.
-const DDPRO: u32 = 3000 + sempa_proto::WIRE_VERSION as u32;
+const DAEMON_PROTOCOL: u32 = 3000 + sempa_proto::WIRE_VERSION as u32;
 /// First word of an error reply.
-const ERROR_MARK: &str = "sempa-error:";
+const ERROR_PREFIX: &str = "sempa-error:";
 /// Longest reply line of a slave (example hosters keep 255 characters of it).
 pub(crate) const REPLY_BYTES_MAX: usize = 255;
 
@@ -49,17 +49,17 @@ pub(crate) struct Bootstrap {
 }
 
 impl Bootstrap {
-    pub(crate) const VERSION: u32 = DDPRO;
+    pub(crate) const VERSION: u32 = DAEMON_PROTOCOL;
 
     /// Returns the credentials in the line.
     ///
     /// # Errors
     /// One sentence if they are not hexadecimal.
-    pub(crate) fn identity(&self) -> Result<Identity, String> {
+    pub(crate) fn identity(&self) -> Result<HostCredentials, String> {
         let part = |text: &str| {
             from_hex(text).ok_or("the master's line holds a broken certificate".to_string())
         };
-        Ok(Identity {
+        Ok(HostCredentials {
             authority: part(&self.authority)?,
             certificate: part(&self.certificate)?,
             key: part(&self.key)?,
@@ -67,7 +67,7 @@ impl Bootstrap {
     }
 
     /// Returns the line, newline included.
-    pub(crate) fn line(&self) -> String {
+    pub(crate) fn to_line(&self) -> String {
         let mut line = serde_json::to_string(self).expect("strings and numbers are JSON");
         line.push('\n');
         line
@@ -88,9 +88,9 @@ impl Bootstrap {
             text: format!("standard input did not bring the line that a master sends: {e}"),
         };
         let version: Version = serde_json::from_str(line).map_err(bad)?;
-        if version.ddpro != DDPRO {
+        if version.ddpro != DAEMON_PROTOCOL {
             let text = format!(
-                "the master speaks version {}, this daemon {DDPRO}: install one version",
+                "the master speaks version {}, this daemon {DAEMON_PROTOCOL}: install one version",
                 version.ddpro
             );
             return Err(Refusal {
@@ -104,7 +104,7 @@ impl Bootstrap {
 
 /// A slave's reply when it is ready.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Ready {
+pub(crate) struct ReadyReply {
     pub(crate) arch: String,
     /// PVM data signature of the host.
     pub(crate) dsig: i32,
@@ -121,7 +121,7 @@ pub(crate) struct Refusal {
 
 /// Formats a reply as a line without newline. The line begins as PVM's does, because hosters
 /// written for PVM look for that.
-pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
+pub(crate) fn reply_line(reply: &Result<ReadyReply, Refusal>) -> String {
     match reply {
         Ok(ready) => {
             let ip = match ready.addresses.first() {
@@ -132,7 +132,7 @@ pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
                 None => "00000000:0000".into(),
             };
             let mut line = format!(
-                "ddpro<{DDPRO}> arch<{}> ip<{ip}> mtu<4080> dsig<{}>",
+                "ddpro<{DAEMON_PROTOCOL}> arch<{}> ip<{ip}> mtu<4080> dsig<{}>",
                 ready.arch, ready.dsig
             );
             let mut list = String::new();
@@ -148,7 +148,7 @@ pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
             line
         }
         Err(refusal) => format!(
-            "{ERROR_MARK} {} {}",
+            "{ERROR_PREFIX} {} {}",
             refusal.error.code(),
             refusal.text.replace('\n', " / ")
         ),
@@ -156,8 +156,8 @@ pub(crate) fn reply_line(reply: &Result<Ready, Refusal>) -> String {
 }
 
 /// Parses a slave's reply. Returns `None` for other lines, such as a greeting of the login shell.
-pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
-    if let Some(rest) = line.strip_prefix(ERROR_MARK) {
+pub(crate) fn parse_reply(line: &str) -> Option<Result<ReadyReply, Refusal>> {
+    if let Some(rest) = line.strip_prefix(ERROR_PREFIX) {
         let (code, text) = rest.trim().split_once(' ')?;
         let error = code
             .parse()
@@ -181,16 +181,16 @@ pub(crate) fn parse_reply(line: &str) -> Option<Result<Ready, Refusal>> {
             .split(',')
             .filter_map(|a| a.parse().ok())
             .collect();
-        Some(Ready {
+        Some(ReadyReply {
             arch: field("arch")?.to_string(),
             dsig: field("dsig")?.parse().ok()?,
             addresses,
         })
     };
     let version = field("ddpro").unwrap_or_default();
-    if version != DDPRO.to_string() {
+    if version != DAEMON_PROTOCOL.to_string() {
         let text = format!(
-            "the daemon there is of version {version}, this one of version {DDPRO}: install one version"
+            "the daemon there is of version {version}, this one of version {DAEMON_PROTOCOL}: install one version"
         );
         return Some(Err(Refusal {
             error: PvmError::BadVersion,
@@ -252,24 +252,25 @@ mod tests {
             allow_root: true,
             lease_ms: 10_000,
         };
-        let line = bootstrap.line();
+        let line = bootstrap.to_line();
         assert_eq!(line.matches('\n').count(), 1);
         let again = Bootstrap::parse(line.trim_end()).unwrap_or_else(|r| panic!("{}", r.text));
         assert!(again == bootstrap && again.identity().expect("hexadecimal").authority == [1, 255]);
-        let other = line.replacen(&DDPRO.to_string(), "9999", 1);
+        let other = line.replacen(&DAEMON_PROTOCOL.to_string(), "9999", 1);
         assert_eq!(
             Bootstrap::parse(&other).err().map(|r| r.error),
             Some(PvmError::BadVersion)
         );
 
-        let ready = Ready {
+        let ready = ReadyReply {
             arch: "LINUX64".into(),
             dsig: 4230209,
             addresses: vec!["10.0.0.2:77".parse().expect("an address")],
         };
         let line = reply_line(&Ok(ready.clone()));
-        let begin =
-            format!("ddpro<{DDPRO}> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>");
+        let begin = format!(
+            "ddpro<{DAEMON_PROTOCOL}> arch<LINUX64> ip<0a000002:004d> mtu<4080> dsig<4230209>"
+        );
         assert!(line.starts_with(&begin), "{line}");
         assert_eq!(parse_reply(&line), Some(Ok(ready)));
         let refusal = Refusal {
@@ -299,7 +300,7 @@ mod tests {
                 .expect("an address");
             9
         ];
-        let line = reply_line(&Ok(Ready {
+        let line = reply_line(&Ok(ReadyReply {
             arch: "LINUX64".into(),
             dsig: 4230209,
             addresses: many,

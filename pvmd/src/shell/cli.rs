@@ -1,9 +1,9 @@
 //! The command line of `pvmd`. As in PVM, option values may follow the option without a space.
 
-use super::daemon::{self, Role, Setup, variable};
-use super::net::LEASE;
-use super::place::HeldPlace;
-use super::world::WorldSettings;
+use super::daemon::{self, DaemonSetup, Role, env_var};
+use super::host_env::HostEnvironmentSettings;
+use super::net::DEFAULT_LEASE;
+use super::runtime_dir::RuntimeDir;
 use super::{address, slave, sys};
 use anyhow::{Context, bail};
 use clap::Parser;
@@ -18,7 +18,7 @@ use std::time::Duration;
 /// Size limit of a host file.
 const HOSTFILE_BYTES_MAX: u64 = 4 << 20;
 /// Shortest and longest lease that can be set, in milliseconds.
-const LEASE_MS: std::ops::RangeInclusive<u64> = 200..=3_600_000;
+const LEASE_MS_RANGE: std::ops::RangeInclusive<u64> = 200..=3_600_000;
 
 /// The daemon of one host of a parallel virtual machine.
 ///
@@ -69,7 +69,7 @@ fn parse_mask(text: &str) -> Result<u32, String> {
 
 /// Runs the program and returns its exit status. Must be called before anything is opened.
 pub fn main() -> i32 {
-    sys::close_inherited();
+    sys::close_inherited_fds();
     let arguments = Arguments::parse();
     if arguments.slave {
         return slave::run(arguments.foreground, arguments.join.as_deref());
@@ -84,23 +84,23 @@ pub fn main() -> i32 {
 }
 
 /// Returns why root may not run a daemon here, or `None` if this is allowed.
-pub(crate) fn allows_root(allowed_by_master: bool) -> Option<String> {
+pub(crate) fn root_refusal(allowed_by_master: bool) -> Option<String> {
     let allowed = allowed_by_master || std::env::var_os("PVM_ALLOW_ROOT").is_some();
     (getuid().is_root() && !allowed)
         .then(|| "root does not run a virtual machine unless PVM_ALLOW_ROOT is set: be another user, or set it".into())
 }
 
 fn run_master(arguments: Arguments) -> anyhow::Result<()> {
-    if let Some(text) = allows_root(false) {
+    if let Some(text) = root_refusal(false) {
         bail!(text);
     }
     let uid = getuid().as_raw();
-    let place = Place::of(uid, place_variable).map_err(anyhow::Error::msg)?;
+    let runtime_dir = Place::of(uid, runtime_paths_variable).map_err(anyhow::Error::msg)?;
     let hostfile = arguments
         .hostfile
-        .or_else(|| variable("PVMHOSTFILE").map(PathBuf::from));
+        .or_else(|| env_var("PVMHOSTFILE").map(PathBuf::from));
     let hostfile = hostfile.map_or(Ok(Vec::new()), |path| read_hostfile(&path))?;
-    let own = gethostname()
+    let own_name = gethostname()
         .context("cannot find this host's name")?
         .to_string_lossy()
         .into_owned();
@@ -113,7 +113,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
             );
         }
     }
-    let name = arguments.name.unwrap_or(own);
+    let name = arguments.name.unwrap_or(own_name);
     let plan = own_plan(&hostfile, &name);
     if preferred.is_empty() && plan.contact != name {
         preferred = address::resolve(&plan.contact);
@@ -124,15 +124,15 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
             );
         }
     }
-    let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
-    let lease = lease()?;
-    let place = HeldPlace::take(place, uid, keep_log)?;
-    let setup = Setup {
-        place,
+    let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log() == *log);
+    let lease = configured_lease()?;
+    let runtime_dir = RuntimeDir::acquire(runtime_dir, uid, keep_log)?;
+    let setup = DaemonSetup {
+        runtime_dir,
         host: HostId::MASTER,
         name,
         speed: plan.speed,
-        world: WorldSettings {
+        world: HostEnvironmentSettings {
             search_path: plan.search_path,
             work_dir: plan.work_dir,
             library: None,
@@ -142,19 +142,19 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         preferred,
         role: Role::Master { hostfile },
     };
-    daemon::run(setup, |standing| {
+    daemon::run(setup, |ready_daemon| {
         // Programs that start the daemon wait for this line; a closed pipe means that the line is
         // not wanted.
         let mut out = std::io::stdout();
-        let _ = writeln!(out, "{}", standing.socket.display()).and_then(|()| out.flush());
+        let _ = writeln!(out, "{}", ready_daemon.socket.display()).and_then(|()| out.flush());
         Ok(())
     })
 }
 
 /// Looks up a variable for [`Place::of`]. The directory is made absolute, because tasks and
 /// migrations use it from other directories.
-pub(crate) fn place_variable(name: &str) -> Option<String> {
-    let value = variable(name)?;
+pub(crate) fn runtime_paths_variable(name: &str) -> Option<String> {
+    let value = env_var(name)?;
     if name != "PVM_TMP" {
         return Some(value);
     }
@@ -162,16 +162,16 @@ pub(crate) fn place_variable(name: &str) -> Option<String> {
     Some(absolute.unwrap_or(value))
 }
 
-fn lease() -> anyhow::Result<Duration> {
-    let Some(text) = variable("SEMPA_LEASE_MS") else {
-        return Ok(LEASE);
+fn configured_lease() -> anyhow::Result<Duration> {
+    let Some(text) = env_var("SEMPA_LEASE_MS") else {
+        return Ok(DEFAULT_LEASE);
     };
     match text.parse() {
-        Ok(ms) if LEASE_MS.contains(&ms) => Ok(Duration::from_millis(ms)),
+        Ok(ms) if LEASE_MS_RANGE.contains(&ms) => Ok(Duration::from_millis(ms)),
         _ => bail!(
             "SEMPA_LEASE_MS={text:?} is not a number of milliseconds from {} to {}",
-            LEASE_MS.start(),
-            LEASE_MS.end()
+            LEASE_MS_RANGE.start(),
+            LEASE_MS_RANGE.end()
         ),
     }
 }

@@ -3,28 +3,29 @@
 //! Master and slave differ in the source of their settings ([`super::cli`], [`super::slave`]) and
 //! in how they report that they are ready.
 
-use super::detour::Detours;
-use super::driver::{Driver, Parts};
-use super::halts::Halts;
-use super::images::Images;
-use super::input::INPUTS_WAITING_MAX;
-use super::log::{self, Log};
-use super::memory::Memory;
-use super::moves::Moves;
-use super::net::{Net, bind_udp};
-use super::pki::{Authority, Identity};
-use super::place::HeldPlace;
-use super::rate::Rate;
-use super::sets::{Sets, Whereabouts};
-use super::ssh::Ssh;
-use super::start::{Starter, StarterSettings};
-use super::states::States;
-use super::sys::{FilesLimit, raise_files_limit};
-use super::tasker::Tasker;
-use super::world::{
-    ARCH, DSIG, DaemonWorld, WorldSettings, library_folder, programs_folder, unix_time,
+use super::bulk_fallback::BulkFallbacks;
+use super::checkpoints::{CheckpointStore, StoreSettings};
+use super::driver::{DaemonParts, Driver};
+use super::failpoints::Failpoints;
+use super::host_env::{
+    ARCH, DSIG, HostEnvironment, HostEnvironmentSettings, library_folder, programs_folder,
+    unix_time,
 };
-use super::{address, local};
+use super::host_start::{HostStarter, HostStarterSettings};
+use super::images::ImageTransfers;
+use super::input::INPUT_QUEUE_MAX;
+use super::log::{self, Log};
+use super::memory_transfer::MemoryTransfers;
+use super::migration_files::MigrationFiles;
+use super::net::{Net, bind_udp};
+use super::pki::{Authority, HostCredentials};
+use super::program_state::ProgramStateFiles;
+use super::rate_limit::RateLimit;
+use super::runtime_dir::RuntimeDir;
+use super::ssh::SshCommand;
+use super::sys::{OpenFilesLimit, raise_files_limit};
+use super::tasker::TaskerProcess;
+use super::{address, task_listener};
 use anyhow::Context;
 use checkpoint::heap;
 use checkpoint::rights::{self, Capability};
@@ -43,13 +44,13 @@ use tokio::sync::mpsc;
 /// Idle time after which a blocking (disk) thread ends. Work rotates among the idle threads: with
 /// tokio's default of ten seconds, one checkpoint per second would keep every thread alive that was
 /// ever needed.
-const DISK_THREADS_KEPT_FOR: Duration = Duration::from_secs(2);
+const DISK_THREAD_KEEP_ALIVE: Duration = Duration::from_secs(2);
 /// Arenas of the memory allocator: one for the daemon's main thread, one for all threads that read
 /// and write files.
-const HEAP_PLACES: i32 = 2;
+const HEAP_ARENAS: i32 = 2;
 /// Freed memory that the allocator keeps for reuse; also the size from which it maps an allocation
 /// separately.
-const KEPT_BYTES: i32 = 32 << 20;
+const HEAP_RETAINED_BYTES: i32 = 32 << 20;
 
 /// The role of a daemon in the virtual machine.
 pub(crate) enum Role {
@@ -60,19 +61,19 @@ pub(crate) enum Role {
     },
     /// Was started by a master.
     Slave {
-        identity: Identity,
+        identity: HostCredentials,
         /// Addresses at which the master may be reached.
         masters: Vec<SocketAddr>,
     },
 }
 
 /// Settings that differ between daemons.
-pub(crate) struct Setup {
-    pub(crate) place: HeldPlace,
+pub(crate) struct DaemonSetup {
+    pub(crate) runtime_dir: RuntimeDir,
     pub(crate) host: HostId,
     pub(crate) name: String,
     pub(crate) speed: i32,
-    pub(crate) world: WorldSettings,
+    pub(crate) world: HostEnvironmentSettings,
     pub(crate) lease: Duration,
     /// Addresses to announce first.
     pub(crate) preferred: Vec<IpAddr>,
@@ -80,14 +81,14 @@ pub(crate) struct Setup {
 }
 
 /// Contact data of a daemon that is ready.
-pub(crate) struct Standing {
+pub(crate) struct ReadyDaemon {
     pub(crate) socket: PathBuf,
     pub(crate) addresses: Vec<SocketAddr>,
 }
 
 /// Capabilities that a daemon keeps if it runs as root. The tasker is the privileged process, not
 /// the daemon.
-const NEEDED: [Capability; 3] = [
+const NEEDED_CAPABILITIES: [Capability; 3] = [
     // The checkpoint store, the logs and the tasks' programs may be in folders of another user.
     Capability::DAC_OVERRIDE,
     // For tasks that have changed their user.
@@ -97,7 +98,7 @@ const NEEDED: [Capability; 3] = [
 ];
 
 /// Returns an environment variable if it is set and not empty.
-pub(crate) fn variable(name: &str) -> Option<String> {
+pub(crate) fn env_var(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
@@ -106,32 +107,33 @@ pub(crate) fn variable(name: &str) -> Option<String> {
 /// # Errors
 /// The daemon cannot be set up; nothing is left on the host then.
 pub(crate) fn run(
-    setup: Setup,
-    announce: impl FnOnce(Standing) -> anyhow::Result<()>,
+    setup: DaemonSetup,
+    announce: impl FnOnce(ReadyDaemon) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     // Before capabilities are dropped: root may bind any port and set larger socket buffers than
     // other users.
-    let port = variable("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
+    let port = env_var("PVMNETSOCKPORT").and_then(|v| v.parse().ok());
     let socket =
         bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
     // Must happen before other threads start: capabilities belong to a thread. Programs that the
     // daemon starts as root get root's capabilities again by their exec.
-    rights::keep_only(rights::set(&NEEDED)).context("cannot give up rights")?;
-    let log_path = variable("SEMPA_LOG").map_or_else(|| setup.place.place().log(), PathBuf::from);
-    let bytes_max = variable("PVMDLOGMAX")
+    rights::keep_only(rights::set(&NEEDED_CAPABILITIES)).context("cannot give up rights")?;
+    let log_path =
+        env_var("SEMPA_LOG").map_or_else(|| setup.runtime_dir.paths().log(), PathBuf::from);
+    let bytes_max = env_var("PVMDLOGMAX")
         .and_then(|v| v.parse().ok())
         .unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
-    heap::keep_in_places(HEAP_PLACES);
-    heap::keep_freed(KEPT_BYTES);
+    heap::keep_in_places(HEAP_ARENAS);
+    heap::keep_freed(HEAP_RETAINED_BYTES);
     sempa_socket::take_short_turns();
     // A single thread runs the loop and all streams: a message that comes in leaves again without
     // waking another thread, which would cost more than everything else. Disk access uses blocking
     // threads.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
-        .thread_keep_alive(DISK_THREADS_KEPT_FOR)
+        .thread_keep_alive(DISK_THREAD_KEEP_ALIVE)
         .build()
         .context("cannot start the daemon's thread")?;
     let ended = runtime.block_on(assemble_and_run(setup, socket, log, announce));
@@ -141,14 +143,14 @@ pub(crate) fn run(
 }
 
 async fn assemble_and_run(
-    setup: Setup,
+    setup: DaemonSetup,
     socket: UdpSocket,
     log: Log,
-    announce: impl FnOnce(Standing) -> anyhow::Result<()>,
+    announce: impl FnOnce(ReadyDaemon) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let start = Instant::now();
-    let Setup {
-        place: held,
+    let started_at = Instant::now();
+    let DaemonSetup {
+        runtime_dir,
         host,
         name,
         speed,
@@ -157,49 +159,50 @@ async fn assemble_and_run(
         preferred,
         role,
     } = setup;
-    let (place, uid) = (held.place().clone(), nix::unistd::getuid().as_raw());
-    let (inputs, queue) = mpsc::channel(INPUTS_WAITING_MAX);
+    let (paths, uid) = (runtime_dir.paths().clone(), nix::unistd::getuid().as_raw());
+    let (inputs, queue) = mpsc::channel(INPUT_QUEUE_MAX);
     let files_limit = raise_files_limit().context("cannot ask for more open files")?;
     let signals = catch_signals()?;
-    let Begin {
+    let RoleParts {
         hostfile,
         masters,
         identity,
         authority,
-    } = Begin::of(role, &place, host)?;
+    } = RoleParts::of(role, &paths, host)?;
     let is_master = authority.is_some();
     let mut net = Net::start(
         socket,
         &identity,
-        (place.vm(), host),
+        (paths.vm(), host),
         lease,
         inputs.clone(),
         log.clone(),
     )?;
-    let rate =
-        Arc::new(Rate::of(variable("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?);
-    let addresses = address::listening(
-        variable("SEMPA_ADDRESS").as_deref(),
+    let rate = Arc::new(
+        RateLimit::parse(env_var("SEMPA_MOVE_RATE").as_deref()).map_err(anyhow::Error::msg)?,
+    );
+    let addresses = address::addresses_to_announce(
+        env_var("SEMPA_ADDRESS").as_deref(),
         &preferred,
         net.port()?,
     );
     let addresses = addresses.map_err(anyhow::Error::msg)?;
-    let listener = local::bind(&place.socket())
-        .with_context(|| format!("cannot listen for tasks at {}", place.socket().display()))?;
+    let listener = task_listener::bind(&paths.socket())
+        .with_context(|| format!("cannot listen for tasks at {}", paths.socket().display()))?;
     let programs = programs_folder().context("cannot find the folder of this program")?;
     let starter = authority.map(|authority| {
-        starter_settings(authority, &place, &addresses, lease, &programs, files_limit)
+        starter_settings(authority, &paths, &addresses, lease, &programs, files_limit)
     });
-    let whereabouts = Whereabouts::of(variable);
-    let spared = if is_master {
-        spared(&whereabouts, place.vm(), &log)
+    let store_location = StoreSettings::from_env(env_var);
+    let reserved_ids = if is_master {
+        reserved_task_ids(&store_location, paths.vm(), &log)
     } else {
         BTreeMap::new()
     };
     let config = MachineConfig {
         host,
         name: name.clone(),
-        vm: place.vm().to_string(),
+        vm: paths.vm().to_string(),
         arch: ARCH.into(),
         dsig: DSIG,
         addresses: addresses.clone(),
@@ -212,63 +215,73 @@ async fn assemble_and_run(
             None
         },
         server_commands: server_commands(is_master)?,
-        place: place.clone(),
+        place: paths.clone(),
         hostfile,
-        spared,
-        copies: whereabouts
+        spared: reserved_ids,
+        copies: store_location
             .as_ref()
             .map(|at| at.copies().clone())
             .unwrap_or_default(),
     };
-    introduce(&name, &addresses, &held, &log);
-    tokio::spawn(local::serve(listener, uid, inputs.clone(), log.clone()));
+    log_startup(&name, &addresses, &runtime_dir, &log);
+    tokio::spawn(task_listener::serve(
+        listener,
+        uid,
+        inputs.clone(),
+        log.clone(),
+    ));
     if !masters.is_empty() {
         net.connect(HostId::MASTER, masters);
     }
-    let detours = Detours::new(log.clone());
-    let parts = Parts {
+    let bulk_fallbacks = BulkFallbacks::new(log.clone());
+    let parts = DaemonParts {
         machine: Machine::new(config, Micros(0)),
-        world: DaemonWorld::new(world, &place, uid),
+        world: HostEnvironment::new(world, &paths, uid),
         inputs: queue,
         net,
-        tasker: Tasker::new(
+        tasker: TaskerProcess::new(
             programs.join("pvm-tasker"),
             files_limit,
             inputs.clone(),
             log.clone(),
         ),
-        images: Images::new(
-            place.clone(),
+        images: ImageTransfers::new(
+            paths.clone(),
             inputs.clone(),
             log.clone(),
             rate.clone(),
-            detours.clone(),
+            bulk_fallbacks.clone(),
         ),
-        memory: Memory::new(
-            place.clone(),
+        memory: MemoryTransfers::new(
+            paths.clone(),
             inputs.clone(),
             log.clone(),
             rate,
-            detours.clone(),
+            bulk_fallbacks.clone(),
         ),
-        detours,
-        starter: Starter::new(starter, inputs.clone(), log.clone()),
-        states: States::new(place.clone(), inputs.clone()),
-        sets: Sets::new(place.clone(), whereabouts, inputs.clone(), log.clone()),
-        moves: Moves::new(&place, inputs),
-        halts: Halts::from_environment(),
+        bulk_fallbacks,
+        starter: HostStarter::new(starter, inputs.clone(), log.clone()),
+        program_state: ProgramStateFiles::new(paths.clone(), inputs.clone()),
+        checkpoints: CheckpointStore::new(
+            paths.clone(),
+            store_location,
+            inputs.clone(),
+            log.clone(),
+        ),
+        migration_files: MigrationFiles::new(&paths, inputs),
+        failpoints: Failpoints::from_environment(),
         log: log.clone(),
-        place: held,
+        runtime_dir,
     };
-    announce(Standing {
-        socket: place.socket(),
+    announce(ReadyDaemon {
+        socket: paths.socket(),
         addresses,
     })?;
-    log.line("ready");
+    log.write_line("ready");
     drop(log);
     // Spawned like the tasks that serve the streams: waking a future in `block_on` would go through
     // the kernel.
-    tokio::spawn(Driver::new(parts, start, is_master).run(signals))
+    tokio::spawn(Driver::new(parts, started_at, is_master).run(signals))
         .await
         .context("the daemon's loop has failed")?;
     Ok(())
@@ -279,11 +292,18 @@ async fn assemble_and_run(
 ///
 /// An unreadable store yields no reservations: starting tasks is more important than checkpoints
 /// that cannot be read.
-fn spared(whereabouts: &Result<Whereabouts, String>, vm: &str, log: &Log) -> BTreeMap<HostId, u32> {
-    let read = whereabouts.as_ref().map_err(String::clone);
-    let spared = read.and_then(|at| at.spared(vm, unix_time()).map_err(|why| why.to_string()));
+fn reserved_task_ids(
+    settings: &Result<StoreSettings, String>,
+    vm: &str,
+    log: &Log,
+) -> BTreeMap<HostId, u32> {
+    let read = settings.as_ref().map_err(String::clone);
+    let spared = read.and_then(|at| {
+        at.highest_task_ids(vm, unix_time())
+            .map_err(|why| why.to_string())
+    });
     spared.unwrap_or_else(|why| {
-        log.line(format!(
+        log.write_line(format!(
             "the store of checkpoints cannot be read, so tasks may get tids that are in it; a job that has one of them can be restarted \
              when that task has ended: {why}"
         ));
@@ -292,28 +312,28 @@ fn spared(whereabouts: &Result<Whereabouts, String>, vm: &str, log: &Log) -> BTr
 }
 
 /// The parts of a daemon that depend on its role.
-struct Begin {
+struct RoleParts {
     hostfile: Vec<String>,
     masters: Vec<SocketAddr>,
-    identity: Identity,
+    identity: HostCredentials,
     /// Only on the master: issues certificates to new hosts.
     authority: Option<Arc<Authority>>,
 }
 
-impl Begin {
-    fn of(role: Role, place: &Place, host: HostId) -> anyhow::Result<Begin> {
+impl RoleParts {
+    fn of(role: Role, place: &Place, host: HostId) -> anyhow::Result<RoleParts> {
         Ok(match role {
             Role::Master { hostfile } => {
                 let authority = Authority::new(place.vm())?;
-                let identity = authority.admit(host)?;
-                Begin {
+                let identity = authority.issue(host)?;
+                RoleParts {
                     hostfile,
                     masters: Vec::new(),
                     identity,
                     authority: Some(Arc::new(authority)),
                 }
             }
-            Role::Slave { identity, masters } => Begin {
+            Role::Slave { identity, masters } => RoleParts {
                 hostfile: Vec::new(),
                 masters,
                 identity,
@@ -324,22 +344,22 @@ impl Begin {
 }
 
 /// Writes the first lines of the log.
-fn introduce(name: &str, addresses: &[SocketAddr], held: &HeldPlace, log: &Log) {
+fn log_startup(name: &str, addresses: &[SocketAddr], runtime_dir: &RuntimeDir, log: &Log) {
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     let (version, pid) = (env!("CARGO_PKG_VERSION"), std::process::id());
-    log.line(format!(
+    log.write_line(format!(
         "{name} ({}) {ARCH} sempa {version}, process {pid}",
         listed.join(" ")
     ));
-    if let Some(pid) = held.predecessor() {
-        log.line(format!(
+    if let Some(pid) = runtime_dir.predecessor() {
+        log.write_line(format!(
             "an earlier daemon (process {pid}) ended without cleaning up; its files were removed"
         ));
     }
-    if let Some(why) = held.on_disk() {
-        log.line(format!(
+    if let Some(why) = runtime_dir.on_disk_reason() {
+        log.write_line(format!(
             "images of tasks, with all that is in their memory, get onto a disk: {} is on one, and {why}; set PVM_TMP to a directory in memory",
-            held.place().dir().display()
+            runtime_dir.paths().dir().display()
         ));
     }
 }
@@ -350,18 +370,18 @@ fn starter_settings(
     addresses: &[SocketAddr],
     lease: Duration,
     programs: &Path,
-    files_limit: FilesLimit,
-) -> StarterSettings {
-    StarterSettings {
+    files_limit: OpenFilesLimit,
+) -> HostStarterSettings {
+    HostStarterSettings {
         authority,
         vm: place.vm().to_string(),
         addresses: addresses.to_vec(),
         library: library_folder(Some(programs), std::env::var_os("SEMPA_LIB").as_ref(), None),
         allow_root: nix::unistd::getuid().is_root(),
         lease,
-        remote_shell: variable("PVM_RSH"),
-        ssh: Ssh::new(place.ssh_settings()),
-        command: variable("PVM_DPATH"),
+        remote_shell: env_var("PVM_RSH"),
+        ssh: SshCommand::new(place.ssh_settings()),
+        daemon_command: env_var("PVM_DPATH"),
         program: programs.join("pvmd"),
         files_limit,
     }
@@ -384,7 +404,7 @@ fn server_commands(is_master: bool) -> anyhow::Result<Vec<Vec<String>>> {
 
 /// Splits the command in an environment variable into words.
 fn command_of(name: &str) -> anyhow::Result<Option<Vec<String>>> {
-    let Some(command) = variable(name) else {
+    let Some(command) = env_var(name) else {
         return Ok(None);
     };
     let words = shell_words::split(&command)

@@ -17,20 +17,20 @@ use std::os::unix::net::UnixStream;
 
 /// Most descriptors of one connection that may wait for the rest of their frame: those of a partly
 /// received frame and of the frame after it.
-const DESCRIPTORS_WAITING_MAX: usize = 2 * WORD_DESCRIPTORS_MAX;
+const DESCRIPTORS_PENDING_MAX: usize = 2 * WORD_DESCRIPTORS_MAX;
 /// Buffer space reserved for a read.
 const READ_BYTES: usize = 256 << 10;
 /// The buffer is enlarged when less space than this is left.
-const READ_BYTES_MIN: usize = 16 << 10;
+const READ_SPACE_MIN: usize = 16 << 10;
 
 /// Data and descriptors that were read from a task's socket and not taken yet.
 #[derive(Debug, Default)]
-pub(crate) struct Incoming {
+pub(crate) struct TaskFrameReader {
     decoder: FrameDecoder,
-    passed: Passed,
+    received_fds: Passed,
 }
 
-impl Incoming {
+impl TaskFrameReader {
     /// Returns the next frame, `None` at the end of the stream, or the reason why the bytes are not
     /// a frame.
     pub(crate) async fn next_frame(
@@ -41,15 +41,15 @@ impl Incoming {
             if let Some(frame) = self.decoder.next_frame().map_err(|e| e.to_string())? {
                 return Ok(Some(frame));
             }
-            let left = self.passed.len();
-            if left > DESCRIPTORS_WAITING_MAX || (left > 0 && self.decoder.is_empty()) {
+            let pending = self.received_fds.len();
+            if pending > DESCRIPTORS_PENDING_MAX || (pending > 0 && self.decoder.is_empty()) {
                 return Err("descriptors came that no word had announced".into());
             }
             let buffer = self.decoder.buffer_mut();
-            if buffer.capacity() - buffer.len() < READ_BYTES_MIN {
+            if buffer.capacity() - buffer.len() < READ_SPACE_MIN {
                 buffer.reserve(READ_BYTES);
             }
-            match socket.read(buffer, &mut self.passed).await {
+            match socket.read(buffer, &mut self.received_fds).await {
                 Ok(0) if self.decoder.is_empty() => return Ok(None),
                 Ok(0) => return Err("the stream ended in the middle of a frame".into()),
                 Ok(_) => {}
@@ -63,13 +63,13 @@ impl Incoming {
     /// Returns the descriptors of the frame taken last, which announces `announced` of them.
     ///
     /// Returns none if the kernel dropped them because this daemon may have no more open files.
-    pub(crate) fn descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {
-        match self.passed.take(announced) {
+    pub(crate) fn take_descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {
+        match self.received_fds.take(announced) {
             Taken::All(all) => Ok(Descriptors::new(all)),
             Taken::Lost => Ok(Descriptors::default()),
             Taken::Missing => Err(format!(
                 "a word announced {announced} descriptors and {} came",
-                self.passed.len()
+                self.received_fds.len()
             )),
         }
     }
@@ -81,7 +81,7 @@ impl Incoming {
 /// If too many descriptors of this user are in flight (ETOOMANYREFS), the frame is dropped and
 /// reported as written. Such frames offer or accept a route; both sides forget the route when no
 /// reply comes, and the daemons continue to carry the messages.
-pub(crate) async fn send_with(
+pub(crate) async fn send_with_descriptors(
     socket: &LocalSocket,
     frame: &[u8],
     descriptors: &Descriptors,

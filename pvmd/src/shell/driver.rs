@@ -3,24 +3,26 @@
 //! Inputs come from one queue. The state machine's outputs are carried out in their order. The loop
 //! never waits for a peer or a disk.
 
-use super::detour::Detours;
-use super::halts::{Edge, Halts};
-use super::images::Images;
+use super::bulk_fallback::BulkFallbacks;
+use super::checkpoints::{CheckpointStore, write_part};
+use super::failpoints::{Failpoints, StepEdge};
+use super::host_env::HostEnvironment;
+use super::host_start::HostStarter;
+use super::images::ImageTransfers;
 use super::input::Input;
-use super::local::{DISMISS_WITHIN, TASK_CONTROL_BYTES_MAX, TASK_SILENCE_MAX, TaskLine};
 use super::log::Log;
-use super::memory::Memory;
-use super::moves::Moves;
-use super::net::{Net, NetInput, NetNews};
-use super::outbox::Parcel;
-use super::place::HeldPlace;
-use super::sets::{Sets, write_part};
-use super::start::Starter;
-use super::states::States;
+use super::memory_transfer::MemoryTransfers;
+use super::migration_files::MigrationFiles;
+use super::net::{Net, NetInput, SessionChange};
+use super::outbox::Outgoing;
+use super::program_state::ProgramStateFiles;
+use super::reply_spin::ReplySpinner;
+use super::runtime_dir::RuntimeDir;
 use super::sys::signal_process;
-use super::tasker::Tasker;
-use super::vigil::Vigil;
-use super::world::DaemonWorld;
+use super::task_listener::{
+    DISCONNECT_TIMEOUT, TASK_CONTROL_BYTES_MAX, TASK_READ_TIMEOUT, TaskConnection,
+};
+use super::tasker::TaskerProcess;
 use bytes::Bytes;
 use checkpoint::heap;
 use pvmd_machine::{ConnId, Event, Machine, Output, World};
@@ -37,83 +39,83 @@ use tokio::time::{MissedTickBehavior, interval, sleep_until};
 
 /// Time limit for an orderly stop of the state machine; after it the daemon ends immediately, and
 /// its tasks with it.
-const STOP_WITHIN: Duration = Duration::from_secs(30);
+const STOP_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for a slave's first session with its master.
-const MASTER_WITHIN: Duration = Duration::from_secs(30);
+const MASTER_SESSION_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time limit for tasks and hosts to receive the last data sent to them.
-const FAREWELL_WITHIN: Duration = Duration::from_secs(3);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time limit for the exit of a slave's process after its last message; the master waits twice this
 /// time.
-const LAST_STEPS: Duration = Duration::from_millis(60);
+const SLAVE_EXIT_TIMEOUT: Duration = Duration::from_millis(60);
 /// Most inputs handled before the loop reads its clock and the streams are served.
-const INPUTS_AT_ONCE: usize = 64;
+const INPUT_BATCH_MAX: usize = 64;
 /// Minimum interval between two releases of freed memory to the kernel.
-const GIVE_BACK_EVERY: Duration = Duration::from_secs(5);
+const HEAP_TRIM_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval at which queues and sessions are checked.
-const TICK: Duration = Duration::from_secs(1);
+const TICK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A connected task, with the data to detect that it does not read.
-struct Connected {
-    line: TaskLine,
-    progress: usize,
-    since: Instant,
-    dismissed: bool,
+struct ConnectedTask {
+    connection: TaskConnection,
+    sent_count: usize,
+    last_progress_at: Instant,
+    disconnected: bool,
 }
 
 /// The components of a daemon.
-pub(crate) struct Parts {
+pub(crate) struct DaemonParts {
     pub(crate) machine: Machine,
-    pub(crate) world: DaemonWorld,
+    pub(crate) world: HostEnvironment,
     pub(crate) inputs: mpsc::Receiver<Input>,
     pub(crate) net: Net,
-    pub(crate) tasker: Tasker,
-    pub(crate) images: Images,
-    pub(crate) memory: Memory,
-    pub(crate) detours: Detours,
-    pub(crate) starter: Starter,
-    pub(crate) moves: Moves,
-    pub(crate) sets: Sets,
-    pub(crate) states: States,
-    pub(crate) halts: Halts,
+    pub(crate) tasker: TaskerProcess,
+    pub(crate) images: ImageTransfers,
+    pub(crate) memory: MemoryTransfers,
+    pub(crate) bulk_fallbacks: BulkFallbacks,
+    pub(crate) starter: HostStarter,
+    pub(crate) migration_files: MigrationFiles,
+    pub(crate) checkpoints: CheckpointStore,
+    pub(crate) program_state: ProgramStateFiles,
+    pub(crate) failpoints: Failpoints,
     pub(crate) log: Log,
-    pub(crate) place: HeldPlace,
+    pub(crate) runtime_dir: RuntimeDir,
 }
 
 pub(crate) struct Driver {
-    parts: Parts,
+    parts: DaemonParts,
     is_master: bool,
-    tasks: HashMap<ConnId, Connected>,
-    start: Instant,
-    vigil: Vigil,
+    tasks: HashMap<ConnId, ConnectedTask>,
+    started_at: Instant,
+    reply_spinner: ReplySpinner,
     /// When freed memory was last returned to the kernel.
-    gave_back: Instant,
+    last_heap_trim: Instant,
     /// Deadline for the first session with the master. Only on a slave, until the session is
     /// established.
-    master_until: Option<Instant>,
-    stop_at: Option<Instant>,
+    master_deadline: Option<Instant>,
+    stop_deadline: Option<Instant>,
     done: bool,
 }
 
 impl Driver {
-    /// Creates a daemon whose clock begins at `start`.
-    pub(crate) fn new(parts: Parts, start: Instant, is_master: bool) -> Driver {
-        let master_until = (!is_master).then(|| Instant::now() + MASTER_WITHIN);
-        let (tasks, vigil) = (HashMap::new(), Vigil::new());
+    /// Creates a daemon whose clock begins at `started_at`.
+    pub(crate) fn new(parts: DaemonParts, started_at: Instant, is_master: bool) -> Driver {
+        let master_deadline = (!is_master).then(|| Instant::now() + MASTER_SESSION_TIMEOUT);
+        let (tasks, reply_spinner) = (HashMap::new(), ReplySpinner::new());
         Driver {
             parts,
             is_master,
             tasks,
-            start,
-            vigil,
-            gave_back: start,
-            master_until,
-            stop_at: None,
+            started_at,
+            reply_spinner,
+            last_heap_trim: started_at,
+            master_deadline,
+            stop_deadline: None,
             done: false,
         }
     }
 
     fn now(&self) -> Micros {
-        Micros(u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX))
+        Micros(u64::try_from(self.started_at.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
     /// Runs until the state machine emits [`Output::Shutdown`], then shuts down everything in
@@ -125,9 +127,10 @@ impl Driver {
             self.start_tasker();
         }
         self.carry_out_all();
-        let mut tick = interval(TICK);
+        let mut tick = interval(TICK_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut alarm, mut alarm_at) = (Box::pin(sleep_until(far_away().into())), None);
+        let (mut wake_timer, mut wake_timer_at) =
+            (Box::pin(sleep_until(far_future().into())), None);
         while !self.done {
             let wake = self.parts.machine.next_wakeup();
             if wake.is_some_and(|at| at <= self.now()) {
@@ -138,78 +141,82 @@ impl Driver {
             }
             // The timer is reset only when the time has changed, which is rare while messages pass.
             let wake = self.parts.machine.next_wakeup();
-            if wake != alarm_at {
-                let at = wake.map(|at| self.start + Duration::from_micros(at.0));
-                alarm.as_mut().reset(at.unwrap_or_else(far_away).into());
-                alarm_at = wake;
+            if wake != wake_timer_at {
+                let at = wake.map(|at| self.started_at + Duration::from_micros(at.0));
+                wake_timer
+                    .as_mut()
+                    .reset(at.unwrap_or_else(far_future).into());
+                wake_timer_at = wake;
             }
-            while self.vigil.lasts(Instant::now()) && self.parts.inputs.is_empty() {
-                self.vigil.give_way();
+            while self.reply_spinner.should_spin(Instant::now()) && self.parts.inputs.is_empty() {
+                self.reply_spinner.yield_cpu();
                 tokio::task::yield_now().await;
             }
             tokio::select! {
                 input = self.parts.inputs.recv() => match input {
-                    Some(input) => self.take_some(input),
+                    Some(input) => self.handle_inputs(input),
                     None => break,
                 },
                 Some(why) = signals.recv() => self.stop(why),
-                () = &mut alarm, if alarm_at.is_some() => alarm_at = None,
-                _ = tick.tick() => self.look_after(),
+                () = &mut wake_timer, if wake_timer_at.is_some() => wake_timer_at = None,
+                _ = tick.tick() => self.on_tick(),
             }
         }
-        self.leave().await;
+        self.shut_down().await;
     }
 
     fn start_tasker(&mut self) {
         if let Err(why) = self.parts.tasker.start() {
-            self.parts.log.line(&why);
-            self.handle(Event::TaskerGone { why });
+            self.parts.log.write_line(&why);
+            self.pass_to_machine(Event::TaskerGone { why });
         }
     }
 
     fn stop(&mut self, why: String) {
-        self.parts.log.line(&why);
-        if self.stop_at.is_some() {
-            self.parts.log.line("told again to end: ending at once");
+        self.parts.log.write_line(&why);
+        if self.stop_deadline.is_some() {
+            self.parts
+                .log
+                .write_line("told again to end: ending at once");
             self.done = true;
             return;
         }
-        self.stop_at = Some(Instant::now() + STOP_WITHIN);
+        self.stop_deadline = Some(Instant::now() + STOP_TIMEOUT);
         self.feed(Event::Stop { why });
     }
 
     /// Handles an input and those queued after it.
-    fn take_some(&mut self, first: Input) {
-        self.take(first);
-        for _ in 1..INPUTS_AT_ONCE {
+    fn handle_inputs(&mut self, first: Input) {
+        self.handle_input(first);
+        for _ in 1..INPUT_BATCH_MAX {
             let Ok(input) = self.parts.inputs.try_recv() else {
                 return;
             };
-            self.take(input);
+            self.handle_input(input);
             if self.done {
                 return;
             }
         }
     }
 
-    fn take(&mut self, input: Input) {
+    fn handle_input(&mut self, input: Input) {
         match input {
-            Input::TaskUp(line) => {
-                let (conn, pid) = (line.conn, line.pid);
-                let progress = line.outbox.progress();
-                let since = Instant::now();
+            Input::TaskConnected(connection) => {
+                let (conn, pid) = (connection.conn, connection.pid);
+                let sent_count = connection.outbox.sent_count();
+                let last_progress_at = Instant::now();
                 self.tasks.insert(
                     conn,
-                    Connected {
-                        line,
-                        progress,
-                        since,
-                        dismissed: false,
+                    ConnectedTask {
+                        connection,
+                        sent_count,
+                        last_progress_at,
+                        disconnected: false,
                     },
                 );
                 self.feed(Event::TaskConnected { conn, pid });
             }
-            Input::Event(event) => self.take_event(event),
+            Input::Event(event) => self.handle_event_input(event),
             Input::Net(NetInput::Control {
                 host,
                 number,
@@ -222,70 +229,72 @@ impl Driver {
             Input::Net(NetInput::Data {
                 host,
                 number,
-                parcel,
+                parcel: item,
             }) => {
-                self.parts.net.take_data(host, number, parcel);
-                while let Some(carried) = self.parts.net.carried(host, number) {
-                    self.vigil.heard(&carried, Instant::now());
+                self.parts.net.take_data(host, number, item);
+                while let Some(carried) = self.parts.net.next_data(host, number) {
+                    self.reply_spinner.on_reply(&carried, Instant::now());
                     self.feed(Event::HostCarried { host, carried });
                 }
             }
-            Input::Net(NetInput::Images(announced)) => self.parts.images.arrived(announced),
-            Input::Net(NetInput::Memory(announced)) => self.parts.memory.arrived(announced),
-            Input::Net(NetInput::Detour {
+            Input::Net(NetInput::Images(announced)) => self.parts.images.on_announcement(announced),
+            Input::Net(NetInput::Memory(announced)) => self.parts.memory.on_announcement(announced),
+            Input::Net(NetInput::FallbackStream {
                 host,
                 migration,
                 what,
                 streams,
             }) => {
-                self.parts.detours.arrived(host, migration, what, streams);
+                self.parts
+                    .bulk_fallbacks
+                    .on_stream(host, migration, what, streams);
             }
             Input::Net(input) => {
-                for news in self.parts.net.take(input) {
+                for news in self.parts.net.handle_input(input) {
                     match news {
-                        NetNews::Connected(host) => {
+                        SessionChange::Connected(host) => {
                             if host == HostId::MASTER {
-                                self.master_until = None;
+                                self.master_deadline = None;
                             }
                             self.feed(Event::HostConnected { host });
                         }
-                        NetNews::Lost(host, why) => self.feed(Event::HostLost { host, why }),
+                        SessionChange::Lost(host, why) => self.feed(Event::HostLost { host, why }),
                     }
                 }
             }
         }
     }
 
-    fn take_event(&mut self, event: Event) {
-        let unheard = match &event {
+    fn handle_event_input(&mut self, event: Event) {
+        let ignored = match &event {
             // After a task is disconnected, only the end of its connection is handled.
             Event::TaskControl { conn, .. }
             | Event::TaskRoute { conn, .. }
-            | Event::TaskLink { conn, .. } => self.tasks.get(conn).is_none_or(|t| t.dismissed),
+            | Event::TaskLink { conn, .. } => self.tasks.get(conn).is_none_or(|t| t.disconnected),
             Event::TaskClosed { conn, .. } => self.tasks.remove(conn).is_none(),
             Event::TaskerGone { why } => {
-                self.parts.log.line(why);
-                self.parts.place.undo_carried();
+                self.parts.log.write_line(why);
+                self.parts.runtime_dir.undo_file_transfers();
                 // Must come first: requests that the state machine makes next are for the new
                 // tasker.
-                self.parts.tasker.gone();
+                self.parts.tasker.on_exit();
                 false
             }
             _ => false,
         };
-        if !unheard {
+        if !ignored {
             self.feed(event);
         }
     }
 
     /// Passes an event to the state machine and carries out its outputs.
     fn feed(&mut self, event: Event) {
-        self.handle(event);
+        self.pass_to_machine(event);
         self.carry_out_all();
     }
 
     /// Passes an event to the state machine. The caller carries out the outputs.
-    fn handle(&mut self, event: Event) {
+    fn pass_to_machine(&mut self, event: Event) {
         let now = self.now();
         self.parts.machine.handle(now, &mut self.parts.world, event);
     }
@@ -298,74 +307,81 @@ impl Driver {
 
     fn carry_out(&mut self, output: Output) {
         match output {
-            Output::ToTask { conn, message } => self.tell(conn, &message, Parcel::Sure),
+            Output::ToTask { conn, message } => {
+                self.send_to_task(conn, &message, Outgoing::Reliable)
+            }
             Output::RouteToTask {
                 conn,
                 message,
                 descriptors,
             } => {
-                self.tell(conn, &message, |frame| Parcel::With(frame, descriptors));
+                self.send_to_task(conn, &message, |frame| {
+                    Outgoing::WithFds(frame, descriptors)
+                });
             }
-            Output::LinkToTask { conn, frame } => self.hand_over(conn, frame),
+            Output::LinkToTask { conn, frame } => self.send_link_frame(conn, frame),
             Output::HearOut { conn } => {
                 if let Some(task) = self.tasks.get(&conn) {
-                    task.line.socket.hear_out();
+                    task.connection.socket.shut_down_reads();
                 }
             }
-            Output::CloseTask { conn } => self.dismiss(conn),
-            Output::ToHost { host, message } => self.parts.net.send(host, &message),
-            Output::Carry { host, carried } => self.carry(host, carried),
+            Output::CloseTask { conn } => self.disconnect(conn),
+            Output::ToHost { host, message } => self.parts.net.send_control(host, &message),
+            Output::Carry { host, carried } => self.send_to_host(host, carried),
             Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
             Output::Forget { host } => {
-                self.parts.net.forget(host);
-                self.parts.memory.host_lost(host);
+                self.parts.net.expel(host);
+                self.parts.memory.on_host_lost(host);
             }
             Output::StartHost { start, plan } => self.parts.starter.start(start, plan),
-            Output::PrepareHosts { plans } => self.parts.starter.prepare(plans),
+            Output::PrepareHosts { plans } => self.parts.starter.prepare_for_hoster(plans),
             Output::HosterHeard { start, line } => {
-                let event = self.parts.starter.heard(start, &line);
-                self.handle(event);
+                let event = self.parts.starter.on_hoster_reply(start, &line);
+                self.pass_to_machine(event);
             }
             Output::Signal { conn, signal } => self.signal(conn, signal),
             Output::AbandonStart { start } => self.parts.starter.abandon(start),
             Output::StartTasker => self.start_tasker(),
             Output::ToTasker(message) => {
                 if matches!(message, ToTasker::Dump { .. }) {
-                    self.parts.place.see_to_images();
+                    self.parts.runtime_dir.ensure_image_dir();
                 }
                 if let Some(answer) = self.parts.tasker.send(&message) {
-                    self.handle(Event::Tasker(answer));
+                    self.pass_to_machine(Event::Tasker(answer));
                 }
             }
             Output::SendAhead { migration, to } => {
                 self.parts
                     .images
-                    .send_ahead(migration, to, &mut self.parts.net)
+                    .start_streaming(migration, to, &mut self.parts.net)
             }
             Output::SendImages { migration, to } => {
                 self.parts.images.send(migration, to, &mut self.parts.net)
             }
             Output::ExpectImages { migration, from } => {
-                self.parts.place.see_to_images();
+                self.parts.runtime_dir.ensure_image_dir();
                 self.parts.images.expect(migration, from);
             }
             Output::LendMemory { migration, to } => {
-                self.parts.memory.lend(migration, to, &mut self.parts.net)
+                self.parts.memory.serve(migration, to, &mut self.parts.net)
             }
             Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
             Output::DropImages { migration } => {
                 drop(self.parts.images.drop_images(migration));
-                self.parts.memory.give_up_unused(migration);
-                self.parts.states.drop_staged(migration);
+                self.parts.memory.abort_unused(migration);
+                self.parts.program_state.drop_staged(migration);
             }
             Output::Deposit {
                 migration,
                 record,
                 to,
             } => {
-                self.parts
-                    .images
-                    .complete(migration, to, &mut self.parts.net, write_part(record));
+                self.parts.images.complete_and_send(
+                    migration,
+                    to,
+                    &mut self.parts.net,
+                    write_part(record),
+                );
             }
             Output::SendPart {
                 restart,
@@ -373,49 +389,51 @@ impl Driver {
                 tid,
                 to,
             } => {
-                self.parts.place.see_to_images();
-                let complete = self.parts.sets.unpack(restart, tid);
+                self.parts.runtime_dir.ensure_image_dir();
+                let complete = self.parts.checkpoints.unpack(restart, tid);
                 self.parts
                     .images
-                    .complete(migration, to, &mut self.parts.net, complete);
+                    .complete_and_send(migration, to, &mut self.parts.net, complete);
             }
             Output::CollectState {
                 migration,
                 files,
                 dir,
             } => {
-                self.parts.place.see_to_images();
-                self.parts.states.collect(migration, files, dir);
+                self.parts.runtime_dir.ensure_image_dir();
+                self.parts.program_state.collect(migration, files, dir);
             }
             Output::StageState {
                 migration,
                 files,
                 dir,
-            } => self.parts.states.stage(migration, files, dir),
-            Output::NameState { migration } => self.parts.states.name(migration),
-            Output::ReadPart { migration } => self.parts.sets.read_part(migration),
+            } => self.parts.program_state.stage(migration, files, dir),
+            Output::NameState { migration } => self.parts.program_state.rename_staged(migration),
+            Output::ReadPart { migration } => self.parts.checkpoints.read_part(migration),
             Output::BeginSet { cut, job } => {
                 self.parts
-                    .sets
+                    .checkpoints
                     .begin(cut, job, self.parts.world.unix_time())
             }
             Output::KeepPart {
                 cut,
                 migration,
                 tid,
-            } => self.parts.sets.keep(cut, migration, tid),
+            } => self.parts.checkpoints.add_part(cut, migration, tid),
             Output::SealSet { cut, meta, keep } => {
                 self.parts
-                    .sets
+                    .checkpoints
                     .seal(cut, &meta, keep, self.parts.world.unix_time())
             }
-            Output::AbandonSet { cut } => self.parts.sets.abandon(cut),
-            Output::OpenSet { restart, set } => self.parts.sets.open(restart, set),
-            Output::CloseSet { restart } => self.parts.sets.close(restart),
+            Output::AbandonSet { cut } => self.parts.checkpoints.abandon(cut),
+            Output::OpenSet { restart, set } => self.parts.checkpoints.open(restart, set),
+            Output::CloseSet { restart } => self.parts.checkpoints.close(restart),
             Output::MarkSets { sets, ended, keep } => {
-                self.parts
-                    .sets
-                    .mark(sets, ended.then(|| self.parts.world.unix_time()), keep);
+                self.parts.checkpoints.mark_job_end(
+                    sets,
+                    ended.then(|| self.parts.world.unix_time()),
+                    keep,
+                );
             }
             Output::RemoveSets {
                 tid,
@@ -424,10 +442,10 @@ impl Driver {
                 any,
                 stay,
             } => {
-                self.parts.sets.remove((tid, id), which, any, stay);
+                self.parts.checkpoints.remove((tid, id), which, any, stay);
             }
             Output::SendCopy { migration, set, to } => {
-                let copy = self.parts.sets.send_copy(set);
+                let copy = self.parts.checkpoints.send_copy(set);
                 self.parts
                     .images
                     .send_copy(migration, to, &mut self.parts.net, copy);
@@ -437,59 +455,78 @@ impl Driver {
                 from,
                 set,
             } => {
-                let take = self.parts.sets.take_copy(set, self.parts.world.unix_time());
-                self.parts.images.expect_with(migration, from, take);
+                let take = self
+                    .parts
+                    .checkpoints
+                    .take_copy(set, self.parts.world.unix_time());
+                self.parts.images.expect_into(migration, from, take);
             }
             Output::GiveUpCopy { migration, set } => {
                 let over = self.parts.images.drop_images(migration);
-                self.parts.sets.discard(vec![set], Some(over));
+                self.parts.checkpoints.discard(vec![set], Some(over));
             }
-            Output::DropSets { sets } => self.parts.sets.discard(sets, None),
-            Output::ListSets { tid, id } => self.parts.sets.list(tid, id),
+            Output::DropSets { sets } => self.parts.checkpoints.discard(sets, None),
+            Output::ListSets { tid, id } => self.parts.checkpoints.list(tid, id),
             Output::WriteToken { path, token } => {
-                self.parts.moves.write_token(&path, &token, &self.parts.log)
+                self.parts
+                    .migration_files
+                    .write_token(&path, &token, &self.parts.log)
             }
-            Output::RemoveToken { path } => self.parts.moves.remove_token(&path),
+            Output::RemoveToken { path } => self.parts.migration_files.remove_token(&path),
             Output::RecordMove { migration, tid, to } => {
-                self.parts.moves.record(migration, tid, to)
+                self.parts.migration_files.record(migration, tid, to)
             }
-            Output::StepBegins { tid, step } => self.parts.halts.at(tid, Edge::Before, step),
-            Output::StepEnded { tid, step } => self.parts.halts.at(tid, Edge::After, step),
-            Output::Log { text } => self.parts.log.line(text),
+            Output::StepBegins { tid, step } => {
+                self.parts
+                    .failpoints
+                    .stop_if_requested(tid, StepEdge::Before, step)
+            }
+            Output::StepEnded { tid, step } => {
+                self.parts
+                    .failpoints
+                    .stop_if_requested(tid, StepEdge::After, step)
+            }
+            Output::Log { text } => self.parts.log.write_line(text),
             Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),
             Output::Shutdown => self.done = true,
         }
     }
 
     /// Queues a link frame for a task.
-    fn hand_over(&mut self, conn: ConnId, frame: Bytes) {
+    fn send_link_frame(&mut self, conn: ConnId, frame: Bytes) {
         if let Some(task) = self.tasks.get_mut(&conn) {
-            task.line.outbox.put(Parcel::Link(frame));
+            task.connection.outbox.enqueue(Outgoing::Link(frame));
         }
     }
 
     /// Sends an item over the data channel of another host.
-    fn carry(&mut self, host: HostId, carried: Carried) {
-        self.vigil.sent(&carried, Instant::now());
-        self.parts.net.carry(host, carried);
+    fn send_to_host(&mut self, host: HostId, carried: Carried) {
+        self.reply_spinner.on_request(&carried, Instant::now());
+        self.parts.net.send_data(host, carried);
     }
 
-    fn tell(&mut self, conn: ConnId, message: &ToTask, parcel: impl FnOnce(Bytes) -> Parcel) {
+    fn send_to_task(
+        &mut self,
+        conn: ConnId,
+        message: &ToTask,
+        into_item: impl FnOnce(Bytes) -> Outgoing,
+    ) {
         let Some(task) = self.tasks.get_mut(&conn) else {
             return;
         };
         match encode_control(message) {
-            Ok(frame) => drop(task.line.outbox.put(parcel(frame))),
-            Err(e) => self.parts.log.line(format!(
+            Ok(frame) => drop(task.connection.outbox.enqueue(into_item(frame))),
+            Err(e) => self.parts.log.write_line(format!(
                 "a message to process {} could not be sent: {e}",
-                task.line.pid
+                task.connection.pid
             )),
         }
     }
 
     /// Sends a signal to the process at the other end of a task's connection.
     fn signal(&mut self, conn: ConnId, signal: i32) {
-        let Some(TaskLine { pid, process, .. }) = self.tasks.get(&conn).map(|task| &task.line)
+        let Some(TaskConnection { pid, process, .. }) =
+            self.tasks.get(&conn).map(|task| &task.connection)
         else {
             return;
         };
@@ -501,25 +538,25 @@ impl Driver {
             )),
         };
         if let Err(e) = sent {
-            self.parts.log.line(format!(
+            self.parts.log.write_line(format!(
                 "signal {signal} could not be sent to process {pid}: {e}"
             ));
         }
     }
 
-    fn dismiss(&mut self, conn: ConnId) {
+    fn disconnect(&mut self, conn: ConnId) {
         let Some(task) = self.tasks.get_mut(&conn) else {
             return;
         };
-        if std::mem::replace(&mut task.dismissed, true) {
+        if std::mem::replace(&mut task.disconnected, true) {
             return;
         }
-        task.line.outbox.put(Parcel::End);
-        let cut = task.line.cut.clone();
+        task.connection.outbox.enqueue(Outgoing::Close);
+        let cut = task.connection.close_reason.clone();
         tokio::spawn(async move {
             tokio::select! {
                 () = cut.closed() => {}
-                () = tokio::time::sleep(DISMISS_WITHIN) => {
+                () = tokio::time::sleep(DISCONNECT_TIMEOUT) => {
                     cut.send_replace(Some("it did not take its last messages".into()));
                 }
             }
@@ -528,40 +565,43 @@ impl Driver {
 
     /// Runs once a second. Checks for tasks that do not read, hosts to connect to, unused memory,
     /// and this daemon's deadlines.
-    fn look_after(&mut self) {
+    fn on_tick(&mut self) {
         for task in self.tasks.values_mut() {
-            let progress = task.line.outbox.progress();
-            if progress != task.progress || task.line.outbox.sure_bytes() <= TASK_CONTROL_BYTES_MAX
+            let progress = task.connection.outbox.sent_count();
+            if progress != task.sent_count
+                || task.connection.outbox.reliable_bytes() <= TASK_CONTROL_BYTES_MAX
             {
-                (task.progress, task.since) = (progress, Instant::now());
-            } else if task.since.elapsed() > TASK_SILENCE_MAX {
+                (task.sent_count, task.last_progress_at) = (progress, Instant::now());
+            } else if task.last_progress_at.elapsed() > TASK_READ_TIMEOUT {
                 let why = format!(
                     "{} bytes wait for it and it has read nothing for {} s",
-                    task.line.outbox.sure_bytes(),
-                    TASK_SILENCE_MAX.as_secs()
+                    task.connection.outbox.reliable_bytes(),
+                    TASK_READ_TIMEOUT.as_secs()
                 );
-                task.line.cut.send_replace(Some(why));
+                task.connection.close_reason.send_replace(Some(why));
             }
         }
         self.parts.net.tick();
-        if self.gave_back.elapsed() >= GIVE_BACK_EVERY && self.parts.images.gives_back() {
+        if self.last_heap_trim.elapsed() >= HEAP_TRIM_INTERVAL
+            && self.parts.images.should_trim_heap()
+        {
             heap::give_back_freed();
-            self.gave_back = Instant::now();
+            self.last_heap_trim = Instant::now();
         }
         if self
-            .master_until
+            .master_deadline
             .take_if(|until| *until < Instant::now())
             .is_some()
         {
             self.stop(format!(
                 "no session with the master within {} s",
-                MASTER_WITHIN.as_secs()
+                MASTER_SESSION_TIMEOUT.as_secs()
             ));
         }
-        if self.stop_at.is_some_and(|at| at < Instant::now()) {
-            self.parts.log.line(format!(
+        if self.stop_deadline.is_some_and(|at| at < Instant::now()) {
+            self.parts.log.write_line(format!(
                 "could not end in order within {} s: ending as it is",
-                STOP_WITHIN.as_secs()
+                STOP_TIMEOUT.as_secs()
             ));
             self.done = true;
         }
@@ -572,58 +612,58 @@ impl Driver {
     /// A slave has finished all that before it sends its last message, and the master listens until
     /// then: when the master's directory is free, nothing of the virtual machine is left on any
     /// host.
-    async fn leave(mut self) {
+    async fn shut_down(mut self) {
         let conns: Vec<ConnId> = self.tasks.keys().copied().collect();
-        conns.into_iter().for_each(|conn| self.dismiss(conn));
+        conns.into_iter().for_each(|conn| self.disconnect(conn));
         let had_slaves = self.is_master && self.parts.net.has_sessions();
-        self.farewell(|driver| {
+        self.drain_inputs(|driver| {
             driver.tasks.is_empty() && !(driver.is_master && driver.parts.net.has_sessions())
         })
         .await;
         let Driver {
             parts, is_master, ..
         } = self;
-        let Parts {
+        let DaemonParts {
             mut net,
             mut tasker,
             mut inputs,
             log,
-            place,
+            runtime_dir,
             images,
             starter,
-            moves,
+            migration_files,
             ..
         } = parts;
         if had_slaves {
-            tokio::time::sleep(2 * LAST_STEPS).await;
+            tokio::time::sleep(2 * SLAVE_EXIT_TIMEOUT).await;
         }
         // The tasker sends messages until it ends, so its queue must be drained; the messages have
         // no effect.
         let drain = tokio::spawn(async move { while inputs.recv().await.is_some() {} });
-        tasker.end().await;
-        drop((images, starter, moves));
-        log.line("ended");
-        drop(place);
-        net.begin_leaving();
+        tasker.shut_down().await;
+        drop((images, starter, migration_files));
+        log.write_line("ended");
+        drop(runtime_dir);
+        net.begin_shutdown();
         net.close(if is_master {
-            FAREWELL_WITHIN
+            DRAIN_TIMEOUT
         } else {
-            LAST_STEPS
+            SLAVE_EXIT_TIMEOUT
         })
         .await;
         drain.abort();
     }
 
-    /// Handles the ends of connections until `is_over` holds or [`FAREWELL_WITHIN`] has passed.
-    async fn farewell(&mut self, is_over: impl Fn(&Driver) -> bool) {
-        let until = Instant::now() + FAREWELL_WITHIN;
+    /// Handles the ends of connections until `is_over` holds or [`DRAIN_TIMEOUT`] has passed.
+    async fn drain_inputs(&mut self, is_over: impl Fn(&Driver) -> bool) {
+        let until = Instant::now() + DRAIN_TIMEOUT;
         while !is_over(self) {
             let input = tokio::select! {
                 input = self.parts.inputs.recv() => input,
                 () = sleep_until(until.into()) => None,
             };
             match input {
-                Some(Input::Net(input)) => drop(self.parts.net.take(input)),
+                Some(Input::Net(input)) => drop(self.parts.net.handle_input(input)),
                 Some(Input::Event(Event::TaskClosed { conn, .. })) => {
                     drop(self.tasks.remove(&conn))
                 }
@@ -634,6 +674,6 @@ impl Driver {
     }
 }
 
-fn far_away() -> Instant {
+fn far_future() -> Instant {
     Instant::now() + Duration::from_secs(3600)
 }

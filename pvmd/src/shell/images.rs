@@ -1,20 +1,20 @@
 //! Transfers of checkpoint images between daemons.
 //!
 //! A stream of the session announces each transfer and stays open as long as it lasts. The images
-//! travel as pieces of files ([`super::travel`]) over a connection of their own ([`super::bulk`],
-//! [`super::detour`]). Reading, encryption and writing run on blocking threads, so the daemon's
-//! loop never waits for a disk.
+//! travel as pieces of files ([`super::image_transfer`]) over a connection of their own
+//! ([`super::bulk_tcp`], [`super::bulk_fallback`]). Reading, encryption and writing run on blocking
+//! threads, so the daemon's loop never waits for a disk.
 
-use super::bulk::{Incoming, Line, Listener, Offer, Outgoing};
-use super::detour::{Detours, What};
-use super::input::{Input, Inputs};
+use super::bulk_fallback::{BulkContent, BulkFallbacks};
+use super::bulk_tcp::{BulkConnection, BulkListener, ConnectionOffer, RecordReader, RecordWriter};
+use super::image_transfer::{DirState, Sender, SentAmounts, SharedDirState, receive};
+use super::input::{Input, InputSender};
 use super::log::Log;
-use super::net::{Announced, Net};
-use super::place::remove_images;
-use super::rate::Rate;
-use super::session::{Pair, Purpose, announcing_stream, read_frame};
-use super::sys::Hurry;
-use super::travel::{Progress, Sender, Sent, State, receive};
+use super::net::{Net, TransferAnnouncement};
+use super::rate_limit::RateLimit;
+use super::runtime_dir::remove_images;
+use super::session::{SessionContext, StreamPurpose, open_announcement, read_frame};
+use super::sys::PriorityBoost;
 use pvmd_machine::io::Event;
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{FrameDecoder, encode_control};
@@ -35,11 +35,11 @@ use tokio::time::sleep;
 const STREAM_REFUSED: VarInt = VarInt::from_u32(1);
 /// Delay before a target tells the source to stop: its own reason for the failure must be handled
 /// first.
-const REFUSE_AFTER: Duration = Duration::from_secs(2);
+const REFUSE_DELAY: Duration = Duration::from_secs(2);
 
 /// Number of times freed memory is returned to the kernel after a transfer: its threads may end a
 /// little later than the transfer.
-const GIVE_BACKS: u8 = 2;
+const HEAP_TRIMS: u8 = 2;
 
 /// A transfer in progress.
 #[derive(Debug)]
@@ -47,93 +47,93 @@ struct Transfer {
     /// The task that serves the stream; `None` for work on this host only.
     stream: Option<AbortHandle>,
     /// Thread that reads or writes the files; ends soon after the stream.
-    disk: JoinHandle<()>,
+    worker_thread: JoinHandle<()>,
     /// State of the directory if it is sent while it is being written; taken when it is complete.
-    ahead: Option<Arc<Progress>>,
+    growing_dir: Option<Arc<SharedDirState>>,
     /// All data has arrived. The stream ends when the source has received the confirmation.
-    here: Arc<AtomicBool>,
+    all_received: Arc<AtomicBool>,
 }
 
 /// The two directions of a transfer's connection, passed to its thread.
-type Way = (Outgoing<Line>, Incoming<Line>);
+type TransferConnection = (RecordWriter<BulkConnection>, RecordReader<BulkConnection>);
 /// Waits until the connection is established.
-type Came = Box<dyn FnOnce() -> Result<Way, Failure>>;
+type AwaitConnection = Box<dyn FnOnce() -> Result<TransferConnection, Failure>>;
 /// Receives the data of a transfer and returns its size in bytes.
-type Take = Box<dyn FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send>;
+type ReceiveFn = Box<dyn FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send>;
 /// Delivers the result of a transfer from its thread.
-type Told<T> = oneshot::Receiver<Result<T, Failure>>;
+type ResultReceiver<T> = oneshot::Receiver<Result<T, Failure>>;
 
 /// Aborts the work of a transfer when dropped.
 #[derive(Default)]
-struct Hold {
-    progress: Option<Arc<Progress>>,
-    line: Option<Line>,
+struct AbortGuard {
+    progress: Option<Arc<SharedDirState>>,
+    line: Option<BulkConnection>,
 }
 
-impl Drop for Hold {
+impl Drop for AbortGuard {
     fn drop(&mut self) {
         if let Some(progress) = &self.progress {
-            progress.turn(State::Void);
+            progress.set(DirState::Dropped);
         }
         if let Some(line) = &self.line {
-            line.cut();
+            line.abort();
         }
     }
 }
 
 /// All transfers of this host. Owned by the daemon's loop.
-pub(crate) struct Images {
+pub(crate) struct ImageTransfers {
     place: Place,
-    inputs: Inputs,
+    inputs: InputSender,
     log: Log,
-    rate: Arc<Rate>,
-    detours: Detours,
+    rate: Arc<RateLimit>,
+    bulk_fallbacks: BulkFallbacks,
     /// By migration: the host that sends the images, and how they are received.
-    expected: HashMap<MigrationId, (HostId, Take)>,
+    expected: HashMap<MigrationId, (HostId, ReceiveFn)>,
     transfers: HashMap<MigrationId, Transfer>,
     /// Number of times freed memory must still be returned to the kernel.
-    give_back: u8,
+    pending_heap_trims: u8,
 }
 
-impl Images {
-    /// Creates a state without transfers. `rate` limits what leaves this host.
+impl ImageTransfers {
+    /// Creates a state without transfers. `rate_limit` limits what leaves this host.
     pub(crate) fn new(
         place: Place,
-        inputs: Inputs,
+        inputs: InputSender,
         log: Log,
-        rate: Arc<Rate>,
-        detours: Detours,
-    ) -> Images {
+        rate: Arc<RateLimit>,
+        bulk_fallbacks: BulkFallbacks,
+    ) -> ImageTransfers {
         let (expected, transfers) = (HashMap::new(), HashMap::new());
-        Images {
+        ImageTransfers {
             place,
             inputs,
             log,
             rate,
-            detours,
+            bulk_fallbacks,
             expected,
             transfers,
-            give_back: 0,
+            pending_heap_trims: 0,
         }
     }
 
-    /// Returns true if freed memory must be returned to the kernel: [`GIVE_BACKS`] times after the
+    /// Returns true if freed memory must be returned to the kernel: [`HEAP_TRIMS`] times after the
     /// last transfer. Polled by the loop.
-    pub(crate) fn gives_back(&mut self) -> bool {
-        let gives = self.transfers.is_empty() && self.give_back > 0;
-        self.give_back -= u8::from(gives);
+    pub(crate) fn should_trim_heap(&mut self) -> bool {
+        let gives = self.transfers.is_empty() && self.pending_heap_trims > 0;
+        self.pending_heap_trims -= u8::from(gives);
         gives
     }
 
-    fn begin(&mut self, migration: MigrationId, transfer: Transfer) {
-        self.give_back = GIVE_BACKS;
+    fn register(&mut self, migration: MigrationId, transfer: Transfer) {
+        self.pending_heap_trims = HEAP_TRIMS;
         self.transfers.insert(migration, transfer);
     }
 
     /// Starts to send the images of a migration while they are being written; a later
-    /// [`Images::send`] marks them as complete.
-    pub(crate) fn send_ahead(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
-        self.start(migration, to, net, State::Growing, |_| Ok(()));
+    /// [`ImageTransfers::send`] marks them as complete.
+    pub(crate) fn start_streaming(&mut self, migration: MigrationId, to: HostId, net: &mut Net) {
+        self.start_sending_dir(migration, to, net, DirState::Growing, |_| Ok(()));
     }
 
     /// Sends the images of a migration, or the part of them not sent yet. Reports
@@ -142,17 +142,17 @@ impl Images {
         match self
             .transfers
             .get_mut(&migration)
-            .and_then(|transfer| transfer.ahead.take())
+            .and_then(|transfer| transfer.growing_dir.take())
         {
-            Some(progress) => progress.turn(State::Complete),
-            None => self.start(migration, to, net, State::Complete, |_| Ok(())),
+            Some(progress) => progress.set(DirState::Complete),
+            None => self.start_sending_dir(migration, to, net, DirState::Complete, |_| Ok(())),
         }
     }
 
     /// Runs `complete`, which adds the last files to the directory, then sends the images as
-    /// [`Images::send`] does. Without a destination host, reports [`Event::ImagesReceived`] on this
-    /// host instead.
-    pub(crate) fn complete(
+    /// [`ImageTransfers::send`] does. Without a destination host, reports [`Event::ImagesReceived`]
+    /// on this host instead.
+    pub(crate) fn complete_and_send(
         &mut self,
         migration: MigrationId,
         to: Option<HostId>,
@@ -160,21 +160,21 @@ impl Images {
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
         match to {
-            Some(to) => self.start(migration, to, net, State::Complete, complete),
-            None => self.complete_here(migration, complete),
+            Some(to) => self.start_sending_dir(migration, to, net, DirState::Complete, complete),
+            None => self.complete_locally(migration, complete),
         }
     }
 
-    fn start(
+    fn start_sending_dir(
         &mut self,
         migration: MigrationId,
         to: HostId,
         net: &mut Net,
-        state: State,
+        state: DirState,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
         let dir = self.place.images(migration);
-        self.start_work(migration, to, net, state, move |came, progress, rate| {
+        self.start_sending(migration, to, net, state, move |came, progress, rate| {
             complete(&dir)?;
             let (out, back) = came()?;
             Sender::new(&dir, out, rate)
@@ -189,67 +189,96 @@ impl Images {
         migration: MigrationId,
         to: HostId,
         net: &mut Net,
-        send: impl FnOnce(Outgoing<Line>, &Rate) -> Result<Sent, Failure> + Send + 'static,
+        send: impl FnOnce(RecordWriter<BulkConnection>, &RateLimit) -> Result<SentAmounts, Failure>
+        + Send
+        + 'static,
     ) {
-        self.start_work(migration, to, net, State::Complete, move |came, _, rate| {
-            let (out, back) = came()?;
-            send(out, rate).map(|sent| (sent, back))
-        });
+        self.start_sending(
+            migration,
+            to,
+            net,
+            DirState::Complete,
+            move |came, _, rate| {
+                let (out, back) = came()?;
+                send(out, rate).map(|sent| (sent, back))
+            },
+        );
     }
 
     /// Starts a transfer. `work` runs on a thread: it sends everything over the connection, once
     /// that is established, and returns the receiving direction.
-    fn start_work(
+    fn start_sending(
         &mut self,
         migration: MigrationId,
         to: HostId,
         net: &mut Net,
-        state: State,
-        work: impl FnOnce(Came, &Progress, &Rate) -> Result<(Sent, Incoming<Line>), Failure>
+        state: DirState,
+        work: impl FnOnce(
+            AwaitConnection,
+            &SharedDirState,
+            &RateLimit,
+        ) -> Result<(SentAmounts, RecordReader<BulkConnection>), Failure>
         + Send
         + 'static,
     ) {
-        let progress = Arc::new(Progress::default());
-        progress.turn(state);
-        let (way, came) = oneshot::channel::<Way>();
-        let (tell, told) = oneshot::channel();
-        let (of_thread, rate) = (progress.clone(), self.rate.clone());
-        let disk = tokio::task::spawn_blocking(move || {
-            let _hurry = Hurry::begin();
-            let came: Came = Box::new(move || {
-                came.blocking_recv()
+        let progress = Arc::new(SharedDirState::default());
+        progress.set(state);
+        let (connection_sender, connection_receiver) = oneshot::channel::<TransferConnection>();
+        let (result_sender, result_receiver) = oneshot::channel();
+        let (thread_progress, rate) = (progress.clone(), self.rate.clone());
+        let worker_thread = tokio::task::spawn_blocking(move || {
+            let _hurry = PriorityBoost::start();
+            let connection_receiver: AwaitConnection = Box::new(move || {
+                connection_receiver
+                    .blocking_recv()
                     .map_err(|_| Failure::CalledOff("the transfer was broken off".into()))
             });
-            let _ = tell.send(work(came, &of_thread, &rate).and_then(|(sent, mut back)| {
-                let taken = back
-                    .next()
-                    .map_err(|e| Failure::Images(format!("the target did not take them: {e}")));
-                taken.map(|_| sent)
-            }));
+            let _ = result_sender.send(
+                work(connection_receiver, &thread_progress, &rate).and_then(|(sent, mut back)| {
+                    let taken = back
+                        .next()
+                        .map_err(|e| Failure::Images(format!("the target did not take them: {e}")));
+                    taken.map(|_| sent)
+                }),
+            );
         });
-        let bulk = net.bulk_soon(to);
-        let (inputs, log, detours) = (self.inputs.clone(), self.log.clone(), self.detours.clone());
-        let ahead = (state == State::Growing).then(|| progress.clone());
-        let hold = Hold {
+        let pending_session = net.await_session(to);
+        let (inputs, log, fallbacks) = (
+            self.inputs.clone(),
+            self.log.clone(),
+            self.bulk_fallbacks.clone(),
+        );
+        let early_bytes = (state == DirState::Growing).then(|| progress.clone());
+        let abort_guard = AbortGuard {
             progress: Some(progress),
             line: None,
         };
         let stream = tokio::spawn(async move {
             let begin = Instant::now();
-            let result = match bulk.session().await {
+            let result = match pending_session.session().await {
                 Err(why) => Err(why),
-                Ok(session) => send_over(session, &detours, migration, way, told, hold).await,
+                Ok(session) => {
+                    serve_sending(
+                        session,
+                        &fallbacks,
+                        migration,
+                        connection_sender,
+                        result_receiver,
+                        abort_guard,
+                    )
+                    .await
+                }
             };
-            if let Ok(Sent {
+            if let Ok(SentAmounts {
                 bytes,
-                ahead,
-                left,
-                in_vain,
+                early_bytes,
+                wire_bytes,
+                void_bytes,
             }) = &result
             {
                 let took = begin.elapsed().as_millis();
-                log.line(format!(
-                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {ahead} of them while they were written; {left} bytes left without the zeros; in vain before that: {in_vain}"
+                log.write_line(format!(
+                    "{migration}: {bytes} bytes of images sent to {to} in {took} ms, {early_bytes} of them while they were written; {wire_bytes} bytes left without the zeros; in vain before that: {void_bytes}"
                 ));
             }
             let result = result.map(|sent| sent.bytes);
@@ -257,35 +286,35 @@ impl Images {
                 .send(Input::Event(Event::ImagesSent { migration, result }))
                 .await;
         });
-        let here = Arc::default();
-        self.begin(
+        let all_received = Arc::default();
+        self.register(
             migration,
             Transfer {
                 stream: Some(stream.abort_handle()),
-                disk,
-                ahead,
-                here,
+                worker_thread,
+                growing_dir: early_bytes,
+                all_received,
             },
         );
     }
 
-    fn complete_here(
+    fn complete_locally(
         &mut self,
         migration: MigrationId,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
         let (dir, inputs) = (self.place.images(migration), self.inputs.clone());
-        let disk = tokio::task::spawn_blocking(move || {
+        let worker_thread = tokio::task::spawn_blocking(move || {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
         });
-        self.begin(
+        self.register(
             migration,
             Transfer {
                 stream: None,
-                disk,
-                ahead: None,
-                here: Arc::default(),
+                worker_thread,
+                growing_dir: None,
+                all_received: Arc::default(),
             },
         );
     }
@@ -293,15 +322,15 @@ impl Images {
     /// Accepts the images of this migration from this host.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
         let dir = self.place.images(migration);
-        self.expect_with(migration, from, move |incoming| receive(&dir, incoming));
+        self.expect_into(migration, from, move |incoming| receive(&dir, incoming));
     }
 
     /// Accepts what this host sends under this migration's id, and receives it with `take`.
-    pub(crate) fn expect_with(
+    pub(crate) fn expect_into(
         &mut self,
         migration: MigrationId,
         from: HostId,
-        take: impl FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send + 'static,
+        take: impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static,
     ) {
         self.expected.insert(migration, (from, Box::new(take)));
     }
@@ -315,32 +344,32 @@ impl Images {
     }
 
     /// Starts to receive announced images if they are expected. Reports [`Event::ImagesReceived`].
-    pub(crate) fn arrived(
+    pub(crate) fn on_announcement(
         &mut self,
-        Announced {
+        TransferAnnouncement {
             pair,
             migration,
             session,
             mut stream,
             decoder,
-        }: Announced,
+        }: TransferAnnouncement,
     ) {
         let from = pair.host;
         let take = match self.expected.entry(migration) {
             Entry::Occupied(expected) if expected.get().0 == from => expected.remove().1,
             // An announcement by another host must not displace the expected one.
             _ => {
-                self.log.line(format!(
+                self.log.write_line(format!(
                     "refused images of {migration} from {from}: nobody expects them"
                 ));
                 let _ = stream.stop(STREAM_REFUSED);
                 return;
             }
         };
-        let (way, came) = oneshot::channel::<Way>();
+        let (way, came) = oneshot::channel::<TransferConnection>();
         let (tell, told) = oneshot::channel();
-        let disk = tokio::task::spawn_blocking(move || {
-            let _hurry = Hurry::begin();
+        let worker_thread = tokio::task::spawn_blocking(move || {
+            let _hurry = PriorityBoost::start();
             let Ok((mut out, mut incoming)) = came.blocking_recv() else {
                 return;
             };
@@ -348,17 +377,17 @@ impl Images {
                 let unsaid = |e| {
                     Failure::Images(format!("the source does not hear that they are here: {e}"))
                 };
-                out.prove().map(|()| bytes).map_err(unsaid)
+                out.send_proof().map(|()| bytes).map_err(unsaid)
             });
             let _ = tell.send(received);
         });
-        let (inputs, detours) = (self.inputs.clone(), self.detours.clone());
-        let here = Arc::new(AtomicBool::new(false));
-        let is_here = here.clone();
+        let (inputs, detours) = (self.inputs.clone(), self.bulk_fallbacks.clone());
+        let all_received = Arc::new(AtomicBool::new(false));
+        let is_received = all_received.clone();
         let task = tokio::spawn(async move {
-            let mut hold = Hold::default();
+            let mut hold = AbortGuard::default();
             let session = (&pair, &session);
-            let result = receive_over(
+            let result = serve_receiving(
                 session,
                 &detours,
                 migration,
@@ -373,7 +402,7 @@ impl Images {
                 other => other,
             });
             let failed = result.is_err();
-            is_here.store(!failed, Ordering::Release);
+            is_received.store(!failed, Ordering::Release);
             let _ = inputs
                 .send(Input::Event(Event::ImagesReceived { migration, result }))
                 .await;
@@ -385,17 +414,17 @@ impl Images {
                 // The source would only report that it cannot continue. The reason is known here
                 // and must be handled first. Its handler drops this transfer, and the stream and
                 // connection with it.
-                sleep(REFUSE_AFTER).await;
+                sleep(REFUSE_DELAY).await;
                 let _ = stream.stop(STREAM_REFUSED);
             }
         });
-        self.begin(
+        self.register(
             migration,
             Transfer {
                 stream: Some(task.abort_handle()),
-                disk,
-                ahead: None,
-                here,
+                worker_thread,
+                growing_dir: None,
+                all_received,
             },
         );
     }
@@ -408,16 +437,19 @@ impl Images {
         let dir = self.place.images(migration);
         tokio::spawn(async move {
             if let Some(Transfer {
-                stream, disk, here, ..
+                stream,
+                worker_thread,
+                all_received,
+                ..
             }) = transfer
             {
                 // A complete transfer is not aborted: the images may become unneeded here before
                 // the source has the confirmation.
-                if let Some(stream) = stream.filter(|_| !here.load(Ordering::Acquire)) {
+                if let Some(stream) = stream.filter(|_| !all_received.load(Ordering::Acquire)) {
                     stream.abort();
                 }
                 // The thread notices that its connection is closed.
-                let _ = disk.await;
+                let _ = worker_thread.await;
             }
             let _ = tokio::task::spawn_blocking(move || remove_images(&dir)).await;
         })
@@ -425,38 +457,38 @@ impl Images {
 }
 
 /// Announces images, lets the other host connect and waits until the thread has sent everything.
-async fn send_over(
-    (pair, session): (Pair, Connection),
-    detours: &Detours,
+async fn serve_sending(
+    (pair, session): (SessionContext, Connection),
+    fallbacks: &BulkFallbacks,
     migration: MigrationId,
-    way: oneshot::Sender<Way>,
-    mut told: Told<Sent>,
-    mut hold: Hold,
-) -> Result<Sent, Failure> {
+    way: oneshot::Sender<TransferConnection>,
+    mut result_receiver: ResultReceiver<SentAmounts>,
+    mut abort_guard: AbortGuard,
+) -> Result<SentAmounts, Failure> {
     let to = pair.host;
     let failed = |why: &dyn std::fmt::Display| Failure::Images(format!("{to}: {why}"));
-    let listener = Listener::open().await.map_err(|e| failed(&e))?;
+    let listener = BulkListener::open().await.map_err(|e| failed(&e))?;
     let offer = encode_control(listener.offer()).map_err(|e| failed(&e))?;
-    let turn = detours.expect(to, migration, What::Images);
-    let opened = announcing_stream(&pair, &session, Purpose::Images(migration)).await;
+    let expected = fallbacks.expect(to, migration, BulkContent::Images);
+    let opened = open_announcement(&pair, &session, StreamPurpose::Images(migration)).await;
     let mut stream = opened.map_err(|why| failed(&why))?;
     stream.write_chunk(offer).await.map_err(|e| failed(&e))?;
     let result = async {
         let (out, back) = tokio::select! {
-            accepted = turn.accept(&session, migration, listener) => {
+            accepted = expected.accept(&session, migration, listener) => {
                 let (out, back, line) = accepted.map_err(|e| failed(&e))?;
-                hold.line = Some(line);
+                abort_guard.line = Some(line);
                 (out, back)
             }
-            result = &mut told => return outcome(result),
-            why = refused(&stream) => return Err(why),
+            result = &mut result_receiver => return thread_result(result),
+            why = await_refusal(&stream) => return Err(why),
         };
         // A thread that has ended reports the reason as its result.
         let _ = way.send((out, back));
         tokio::select! {
             biased;
-            result = &mut told => outcome(result),
-            why = refused(&stream) => Err(why),
+            result = &mut result_receiver => thread_result(result),
+            why = await_refusal(&stream) => Err(why),
         }
     }
     .await;
@@ -468,8 +500,10 @@ async fn send_over(
     result
 }
 
-fn outcome<T>(told: Result<Result<T, Failure>, oneshot::error::RecvError>) -> Result<T, Failure> {
-    told.unwrap_or_else(|_| {
+fn thread_result<T>(
+    received: Result<Result<T, Failure>, oneshot::error::RecvError>,
+) -> Result<T, Failure> {
+    received.unwrap_or_else(|_| {
         Err(Failure::Images(
             "the thread that works on them ended".into(),
         ))
@@ -477,7 +511,7 @@ fn outcome<T>(told: Result<Result<T, Failure>, oneshot::error::RecvError>) -> Re
 }
 
 /// Waits until the target refuses the images or the session is lost.
-async fn refused(stream: &SendStream) -> Failure {
+async fn await_refusal(stream: &SendStream) -> Failure {
     match stream.stopped().await {
         Ok(_) => Failure::Images("the target refused them".into()),
         Err(e) => Failure::Images(format!("the session broke: {e}")),
@@ -485,35 +519,35 @@ async fn refused(stream: &SendStream) -> Failure {
 }
 
 /// Connects to the source and waits until the thread has written everything that arrives.
-async fn receive_over(
-    session: (&Pair, &Connection),
-    detours: &Detours,
+async fn serve_receiving(
+    session: (&SessionContext, &Connection),
+    fallbacks: &BulkFallbacks,
     migration: MigrationId,
     (stream, mut decoder): (&mut RecvStream, FrameDecoder),
-    way: oneshot::Sender<Way>,
-    mut told: Told<u64>,
-    hold: &mut Hold,
+    way: oneshot::Sender<TransferConnection>,
+    mut result_receiver: ResultReceiver<u64>,
+    abort_guard: &mut AbortGuard,
 ) -> Result<u64, Failure> {
     let failed = |why: &dyn std::fmt::Display| Failure::Images(why.to_string());
     let frame = read_frame(stream, &mut decoder)
         .await
         .map_err(|why| failed(&why))?;
-    let offer: Offer = frame
+    let offer: ConnectionOffer = frame
         .ok_or_else(|| failed(&"nothing was announced"))?
         .control()
         .map_err(|e| failed(&e))?;
-    let connected = detours
-        .reach(session, (migration, What::Images), &offer)
+    let connected = fallbacks
+        .connect(session, (migration, BulkContent::Images), &offer)
         .await;
     let (out, incoming, line) =
         connected.map_err(|e| failed(&format!("no connection to it: {e}")))?;
-    hold.line = Some(line);
+    abort_guard.line = Some(line);
     let _ = way.send((out, incoming));
     tokio::select! {
-        result = &mut told => outcome(result),
+        result = &mut result_receiver => thread_result(result),
         ended = read_frame(stream, &mut decoder) => match ended {
             // The source has the confirmation, or has given up; the thread's result shows which.
-            Ok(None) => outcome(told.await),
+            Ok(None) => thread_result(result_receiver.await),
             Ok(Some(_)) => Err(failed(&"it said more than was to be said")),
             Err(why) => Err(failed(&why)),
         },

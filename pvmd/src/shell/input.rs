@@ -1,8 +1,8 @@
 //! Inputs of the daemon's loop, sent by the tokio tasks that serve its streams, and a rate limit
 //! for log lines about unauthenticated peers.
 
-use super::local::TaskLine;
 use super::net::NetInput;
+use super::task_listener::TaskConnection;
 use pvmd_machine::io::Event;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -10,43 +10,43 @@ use tokio::sync::mpsc;
 
 /// Capacity of the input queue. Readers wait when it is full, so a flood is held back at the
 /// sockets.
-pub(crate) const INPUTS_WAITING_MAX: usize = 1024;
+pub(crate) const INPUT_QUEUE_MAX: usize = 1024;
 
 #[derive(Debug)]
 pub(crate) enum Input {
     /// An event that is passed to the state machine unchanged.
     Event(Event),
     /// A task has completed its handshake; events of its connection follow.
-    TaskUp(TaskLine),
+    TaskConnected(TaskConnection),
     /// Comes from the sessions with other daemons.
     Net(NetInput),
 }
 
 /// Sends inputs to the loop.
-pub(crate) type Inputs = mpsc::Sender<Input>;
+pub(crate) type InputSender = mpsc::Sender<Input>;
 
 /// Allows a few lines per minute, so that unauthenticated peers cannot fill the log.
 #[derive(Debug)]
-pub(crate) struct LineLimit {
+pub(crate) struct LogRateLimit {
     start: Instant,
     /// Minute of the last line in the upper 48 bits, number of lines in that minute in the lower
     /// 16.
-    state: AtomicU64,
+    minute_and_lines: AtomicU64,
 }
 
 /// Lines per minute and kind of line.
 const LINES_PER_MINUTE_MAX: u64 = 20;
 
-impl LineLimit {
-    pub(crate) fn new() -> LineLimit {
-        LineLimit {
+impl LogRateLimit {
+    pub(crate) fn new() -> LogRateLimit {
+        LogRateLimit {
             start: Instant::now(),
-            state: AtomicU64::new(0),
+            minute_and_lines: AtomicU64::new(0),
         }
     }
 
     /// Returns true if a line may be written, and counts it.
-    pub(crate) fn allows(&self) -> bool {
+    pub(crate) fn try_acquire(&self) -> bool {
         let minute = self.start.elapsed().as_secs() / 60;
         let pack = |minute: u64, lines: u64| minute << 16 | lines;
         let update = |state: u64| {
@@ -57,7 +57,7 @@ impl LineLimit {
             };
             (lines < LINES_PER_MINUTE_MAX).then(|| pack(minute, lines + 1))
         };
-        self.state
+        self.minute_and_lines
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, update)
             .is_ok()
     }

@@ -4,7 +4,7 @@
 //! wakeup per message, at the moment when the peer needs the processor. The socket is watched for
 //! buffer space only while the kernel accepts no more data.
 
-use super::sys::{Socket, watch};
+use super::sys::{OwnedSocket, register};
 use bytes::BytesMut;
 use nix::sys::socket::MsgFlags;
 use sempa_socket::{Passed, Received, receive};
@@ -26,7 +26,7 @@ impl LocalSocket {
     pub(crate) fn new(socket: UnixStream) -> io::Result<LocalSocket> {
         socket.set_nonblocking(true)?;
         sempa_socket::make_room(&socket);
-        Ok(LocalSocket(watch(socket, Interest::READABLE)?))
+        Ok(LocalSocket(register(socket, Interest::READABLE)?))
     }
 
     /// Returns the socket, which is non-blocking.
@@ -69,16 +69,18 @@ impl LocalSocket {
         &self,
         mut write: impl FnMut(&UnixStream) -> io::Result<T>,
     ) -> io::Result<T> {
-        let mut room = None;
+        let mut writable_watch = None;
         loop {
             match write(self.socket()) {
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {}
                 Err(e) if e.kind() == ErrorKind::Interrupted => continue,
                 done => return done,
             }
-            let watched = match &room {
+            let watched = match &writable_watch {
                 Some(watched) => watched,
-                None => room.insert(watch(self.socket().again()?, Interest::WRITABLE)?),
+                None => {
+                    writable_watch.insert(register(self.socket().duplicate()?, Interest::WRITABLE)?)
+                }
             };
             watched.writable().await?.clear_ready();
         }
@@ -104,13 +106,13 @@ impl LocalSocket {
 
     /// Accepts no further data from the peer. Data sent before is still read, then the end of the
     /// stream.
-    pub(crate) fn hear_out(&self) {
+    pub(crate) fn shut_down_reads(&self) {
         // A failure means that the peer is already gone.
         let _ = self.socket().shutdown(Shutdown::Read);
     }
 
     /// Signals the end of the stream to the peer.
-    pub(crate) fn end(&self) {
+    pub(crate) fn shut_down_writes(&self) {
         // A failure means that the peer is already gone.
         let _ = self.socket().shutdown(Shutdown::Write);
     }
@@ -125,7 +127,7 @@ mod tests {
     use std::time::Duration;
 
     /// Buffer size in these tests.
-    const ROOM: usize = 1000;
+    const BUFFER_BYTES: usize = 1000;
 
     fn pair() -> (LocalSocket, UnixStream) {
         let (ours, theirs) = UnixStream::pair().expect("a pair");
@@ -139,7 +141,7 @@ mod tests {
     async fn read(socket: &LocalSocket, bytes: usize) -> (BytesMut, usize) {
         let (mut all, mut descriptors) = (BytesMut::new(), Passed::default());
         while all.len() < bytes {
-            all.reserve(ROOM);
+            all.reserve(BUFFER_BYTES);
             assert!(socket.read(&mut all, &mut descriptors).await.expect("open") > 0);
         }
         (all, descriptors.len())
@@ -149,14 +151,24 @@ mod tests {
     #[tokio::test]
     async fn read_sees_data_after_emptying_the_buffer() {
         let (socket, mut theirs) = pair();
-        for round in [1, ROOM - 1, ROOM, ROOM + 1, 5 * ROOM, 7] {
+        for round in [
+            1,
+            BUFFER_BYTES - 1,
+            BUFFER_BYTES,
+            BUFFER_BYTES + 1,
+            5 * BUFFER_BYTES,
+            7,
+        ] {
             theirs.write_all(&vec![round as u8; round]).expect("room");
             assert_eq!(read(&socket, round).await.0, vec![round as u8; round]);
         }
         drop(theirs);
         assert_eq!(
             socket
-                .read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default())
+                .read(
+                    &mut BytesMut::with_capacity(BUFFER_BYTES),
+                    &mut Passed::default()
+                )
                 .await
                 .expect("an end"),
             0
@@ -200,22 +212,22 @@ mod tests {
         );
     }
 
-    /// After `hear_out` the stream ends after the data sent before, even if another process holds
-    /// the peer's end open.
+    /// After `shut_down_reads` the stream ends after the data sent before, even if another process
+    /// holds the peer's end open.
     #[tokio::test]
     async fn hear_out_ends_after_earlier_data() {
         let (socket, mut theirs) = pair();
         let held = theirs.try_clone().expect("a second one");
-        theirs.write_all(&[7; 5 * ROOM]).expect("room");
+        theirs.write_all(&[7; 5 * BUFFER_BYTES]).expect("room");
         drop(theirs);
-        let mut all = read(&socket, ROOM).await.0;
-        socket.hear_out();
+        let mut all = read(&socket, BUFFER_BYTES).await.0;
+        socket.shut_down_reads();
         assert!(
             (&held).write(b"more").is_err(),
             "what others write is not for us"
         );
-        all.unsplit(read(&socket, 5 * ROOM - all.len()).await.0);
-        assert_eq!(all, vec![7; 5 * ROOM]);
+        all.unsplit(read(&socket, 5 * BUFFER_BYTES - all.len()).await.0);
+        assert_eq!(all, vec![7; 5 * BUFFER_BYTES]);
         assert_eq!(
             socket
                 .read(&mut all, &mut Passed::default())
@@ -225,7 +237,7 @@ mod tests {
         );
     }
 
-    /// A reader that waits for data sees the end of the stream after `hear_out`.
+    /// A reader that waits for data sees the end of the stream after `shut_down_reads`.
     #[tokio::test]
     async fn hear_out_wakes_waiting_reader() {
         let (socket, _held) = pair();
@@ -233,13 +245,16 @@ mod tests {
         let reader = socket.clone();
         let end = tokio::spawn(async move {
             reader
-                .read(&mut BytesMut::with_capacity(ROOM), &mut Passed::default())
+                .read(
+                    &mut BytesMut::with_capacity(BUFFER_BYTES),
+                    &mut Passed::default(),
+                )
                 .await
                 .map_err(|e| e.kind())
         });
         // The reader is waiting from here on.
         tokio::task::yield_now().await;
-        socket.hear_out();
+        socket.shut_down_reads();
         assert_eq!(end.await.expect("no panic"), Ok(0));
     }
 

@@ -17,9 +17,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// Default size limit of the log (PVM's own); `PVMDLOGMAX` overrides it.
 pub(crate) const LOG_BYTES_MAX: u64 = 1_000_000;
 /// Time limit for writing the last lines when the daemon ends.
-const WRITTEN_WITHIN: Duration = Duration::from_secs(2);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most lines in the queue for the disk; further lines are counted and dropped.
-const LINES_WAITING_MAX: usize = 4096;
+const QUEUED_LINES_MAX: usize = 4096;
 
 /// Sends lines to the log thread; cheap to clone.
 #[derive(Clone, Debug)]
@@ -34,10 +34,10 @@ pub(crate) struct Log {
 pub(crate) struct LogThread(JoinHandle<()>);
 
 impl LogThread {
-    /// Waits until everything is written, at most [`WRITTEN_WITHIN`]: a disk that hangs must not
+    /// Waits until everything is written, at most [`FLUSH_TIMEOUT`]: a disk that hangs must not
     /// delay the daemon's end.
     pub(crate) fn join(self) {
-        let until = Instant::now() + WRITTEN_WITHIN;
+        let until = Instant::now() + FLUSH_TIMEOUT;
         while !self.0.is_finished() && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -54,7 +54,7 @@ pub(crate) fn open(path: &Path, host: HostId, bytes_max: u64) -> std::io::Result
         .create(true)
         .mode(0o600)
         .open(path)?;
-    let (lines, receiver) = sync_channel(LINES_WAITING_MAX);
+    let (lines, receiver) = sync_channel(QUEUED_LINES_MAX);
     let dropped = Arc::new(AtomicU64::new(0));
     let log = Log {
         lines,
@@ -93,11 +93,11 @@ fn write_lines(mut file: File, lines: &Receiver<Vec<u8>>, dropped: &AtomicU64, b
 
 impl Log {
     /// Writes one line of the daemon itself.
-    pub(crate) fn line(&self, text: impl AsRef<str>) {
-        self.put(
+    pub(crate) fn write_line(&self, text: impl AsRef<str>) {
+        self.enqueue(
             format!(
                 "{} {}\n",
-                self.head(),
+                self.line_prefix(),
                 text.as_ref().trim_end().replace('\n', " / ")
             )
             .into_bytes(),
@@ -109,14 +109,14 @@ impl Log {
     pub(crate) fn task_output(&self, tid: Tid, bytes: &[u8]) {
         let bytes = bytes.strip_suffix(b"\n").unwrap_or(bytes);
         for line in bytes.split(|b| *b == b'\n') {
-            let mut out = format!("{} [{tid}] ", self.head()).into_bytes();
+            let mut out = format!("{} [{tid}] ", self.line_prefix()).into_bytes();
             out.extend_from_slice(line);
             out.push(b'\n');
-            self.put(out);
+            self.enqueue(out);
         }
     }
 
-    fn head(&self) -> String {
+    fn line_prefix(&self) -> String {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default()
@@ -128,7 +128,7 @@ impl Log {
         )
     }
 
-    fn put(&self, line: Vec<u8>) {
+    fn enqueue(&self, line: Vec<u8>) {
         if self.lines.try_send(line).is_err() {
             self.dropped.fetch_add(1, Ordering::Relaxed);
         }
@@ -144,10 +144,10 @@ mod tests {
     fn log_has_pvm_format_and_bounded_size() {
         let path = std::env::temp_dir().join(format!("pvmd-log-{}", std::process::id()));
         let (log, thread) = open(&path, HostId::MASTER, 200).expect("a log");
-        log.line("ready");
+        log.write_line("ready");
         log.task_output(Tid::from_raw(0x40002), b"one\ntwo");
         for _ in 0..50 {
-            log.line("more");
+            log.write_line("more");
         }
         drop(log);
         thread.join();

@@ -5,58 +5,62 @@
 //!
 //! - [`cli`], `slave`, `daemon`: how a daemon starts and ends.
 //! - `driver`, `input`: its loop and the inputs of the loop.
-//! - `place`, `log`, `moves`: runtime directory and lock, log, small files of migrations.
-//! - `local`, `local_socket`, `descriptors`, `outbox`: connections of tasks, their sockets, passed
-//!   descriptors, send queues.
+//! - `runtime_dir`, `log`, `migration_files`: runtime directory and lock, log, small files of
+//!   migrations.
+//! - `task_listener`, `local_socket`, `descriptors`, `outbox`: connections of tasks, their sockets,
+//!   passed descriptors, send queues.
 //! - `tasker`: the tasker process.
-//! - `world`: programs and environment of this host.
-//! - `pki`, `net`, `session`, `lanes`, `address`, `port`: connections with other daemons.
-//! - `bootstrap`, `start`, `join`, `manual`, `ssh`: starting daemons on other hosts.
-//! - `images`, `memory`: images and memory of migrating tasks.
-//! - `bulk`, `detour`, `stream`, `travel`, `zeros`, `rate`: how images and memory are transferred.
-//! - `sets`, `copies`, `states`: stored checkpoints, their copies on other hosts, files of programs
-//!   that write their own checkpoints.
-//! - `vigil`: spinning for replies of other hosts.
-//! - `halts`: failpoints for tests. [`passage`]: what benchmarks measure of `outbox` and `lanes`.
+//! - `host_env`: programs and environment of this host.
+//! - `pki`, `net`, `session`, `address`, `udp_port`: connections with other daemons.
+//! - `bootstrap`, `host_start`, `sealed_bootstrap`, `manual_start`, `ssh`: starting daemons on other
+//!   hosts.
+//! - `images`, `memory_transfer`: images and memory of migrating tasks.
+//! - `bulk_tcp`, `bulk_fallback`, `blocking_stream`, `image_transfer`, `zeros`, `rate_limit`: how
+//!   images and memory are transferred.
+//! - `checkpoints`, `checkpoint_copies`, `program_state`: stored checkpoints, their copies on other
+//!   hosts, files of programs that write their own checkpoints.
+//! - `reply_spin`: spinning for replies of other hosts.
+//! - `failpoints`: failpoints for tests.
+//! - [`bench_hooks`]: what benchmarks measure of `outbox` and of pair streams.
 
 mod address;
+pub mod bench_hooks;
+mod blocking_stream;
 mod bootstrap;
-mod bulk;
+mod bulk_fallback;
+mod bulk_tcp;
+mod checkpoint_copies;
+mod checkpoints;
 pub mod cli;
-mod copies;
 mod daemon;
 mod descriptors;
-mod detour;
 mod driver;
-mod halts;
+mod failpoints;
+mod host_env;
+mod host_start;
+mod image_transfer;
 mod images;
 mod input;
-mod join;
-mod local;
 mod local_socket;
 mod log;
-mod manual;
-mod memory;
-mod moves;
+mod manual_start;
+mod memory_transfer;
+mod migration_files;
 mod net;
 #[cfg(test)]
 mod net_tests;
 mod outbox;
-pub mod passage;
 mod pki;
-mod place;
-mod port;
-mod rate;
+mod program_state;
+mod rate_limit;
+mod reply_spin;
+mod runtime_dir;
+mod sealed_bootstrap;
 mod session;
-mod sets;
 mod slave;
 mod ssh;
-mod start;
-mod states;
-mod stream;
 mod sys;
+mod task_listener;
 mod tasker;
-mod travel;
-mod vigil;
-mod world;
+mod udp_port;
 mod zeros;

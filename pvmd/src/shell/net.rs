@@ -4,16 +4,16 @@
 //!
 //! Owned by the daemon's loop. [`super::session`] serves the streams of a session.
 
-use super::detour::What;
-use super::input::{Input, Inputs, LineLimit};
+use super::bulk_fallback::BulkContent;
+use super::input::{Input, InputSender, LogRateLimit};
 use super::log::Log;
-use super::outbox::{LINK_BYTES_MAX, Outbox, Parcel, outbox};
-use super::pki::{Identity, host_name, host_named};
-use super::port::PortRuntime;
+use super::outbox::{LINK_BYTES_MAX, Outbox, Outgoing, outbox};
+use super::pki::{HostCredentials, host_name, host_of_certificate};
 use super::session::{
-    self, CLOSE_DUPLICATE, CLOSE_FORGOTTEN, CLOSE_LEAVING, CLOSE_SILENT, Channels, DataParcel,
-    Pair, describe,
+    self, CLOSE_DUPLICATE, CLOSE_EXPELLED, CLOSE_LEAVING, CLOSE_SILENT, DataItem, SessionContext,
+    SessionQueues, describe,
 };
+use super::udp_port::PortRuntime;
 use bytes::Bytes;
 use pvmd_machine::Event;
 use pvmd_machine::lanes::{Fork, Join, LANES_MAX, Lane, LaneId, Main, Way, ends_of};
@@ -38,31 +38,31 @@ use tokio::time::{sleep, timeout};
 
 /// Default silence after which a host is considered lost; `SEMPA_LEASE_MS` sets it for the whole
 /// virtual machine.
-pub(crate) const LEASE: Duration = Duration::from_secs(10);
+pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(10);
 /// Keep-alives sent within a lease (one every 2 s by default).
 const KEEP_ALIVES_PER_LEASE: u32 = 5;
 /// Most bytes, without link frames, queued for a host without a session; further ones are dropped
 /// with a log line.
-const WAITING_BYTES_MAX: usize = 64 << 20;
+const QUEUED_BYTES_MAX: usize = 64 << 20;
 /// Most bytes queued for a host that does not read; above it the session is closed.
 const UNSENT_BYTES_MAX: usize = 512 << 20;
 /// Time for which the host with the lower index of two leaves connecting to the other.
-const DIAL_GRACE: Duration = Duration::from_secs(1);
+const CONNECT_GRACE_PERIOD: Duration = Duration::from_secs(1);
 /// Time limit for an answer from one address.
-const DIAL_WITHIN: Duration = Duration::from_secs(4);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 /// Interval between attempts at the addresses of one host.
-const DIAL_STAGGER: Duration = Duration::from_millis(200);
-/// Pause after the first round of attempts; it doubles up to [`DIAL_PAUSE_MAX`].
-const DIAL_PAUSE: Duration = Duration::from_millis(100);
-const DIAL_PAUSE_MAX: Duration = Duration::from_secs(5);
+const CONNECT_STAGGER_INTERVAL: Duration = Duration::from_millis(200);
+/// Pause after the first round of attempts; it doubles up to [`RECONNECT_INTERVAL_MAX`].
+const RECONNECT_INTERVAL_MIN: Duration = Duration::from_millis(100);
+const RECONNECT_INTERVAL_MAX: Duration = Duration::from_secs(5);
 /// Time a transfer waits for a session with a host that is currently unreachable.
-const SESSION_WAIT: Duration = Duration::from_secs(3);
+const SESSION_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time limit of an incoming handshake.
-const HANDSHAKE_WITHIN: Duration = Duration::from_secs(10);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most concurrent incoming handshakes; more are refused.
 const HANDSHAKES_MAX: usize = 256;
 /// Time limit for an expelled host to receive what was sent before.
-const FORGET_WITHIN: Duration = Duration::from_secs(2);
+const EXPEL_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most addresses kept per host.
 const ADDRESSES_MAX: usize = 16;
 /// Received but unread bytes, per stream and per session: enough for 500 MB/s over 30 ms.
@@ -72,7 +72,7 @@ const SESSION_WINDOW_BYTES: u32 = 256 << 20;
 /// ending), and announcements of transfers.
 const STREAMS_MAX: u32 = 2 + 2 * LANES_MAX as u32 + 64;
 /// Concurrent transfers of a peer over the session because TCP is blocked; more wait.
-const DETOURS_MAX: u32 = 64;
+const FALLBACK_STREAMS_MAX: u32 = 64;
 /// Sent but unacknowledged bytes per session.
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
 /// Initial congestion window of a path.
@@ -87,15 +87,15 @@ const SOCKET_BUFFER_BYTES: usize = 8 << 20;
 #[derive(Debug)]
 pub(crate) enum NetInput {
     /// A connection has completed its handshake.
-    Arrived {
+    HandshakeDone {
         host: HostId,
         connection: Connection,
     },
     /// A session is up.
-    Up {
+    SessionUp {
         host: HostId,
         number: u64,
-        channels: Channels,
+        channels: SessionQueues,
     },
     Control {
         host: HostId,
@@ -106,43 +106,43 @@ pub(crate) enum NetInput {
     Data {
         host: HostId,
         number: u64,
-        parcel: DataParcel,
+        parcel: DataItem,
     },
     /// Announces an image transfer.
-    Images(Announced),
+    Images(TransferAnnouncement),
     /// Announces a post-copy memory transfer.
-    Memory(Announced),
+    Memory(TransferAnnouncement),
     /// A session stream for a bulk transfer, because TCP is blocked.
-    Detour {
+    FallbackStream {
         host: HostId,
         migration: MigrationId,
-        what: What,
+        what: BulkContent,
         streams: (quinn::SendStream, quinn::RecvStream),
     },
     /// A session has ended, or failed to come up.
-    Down {
+    SessionDown {
         host: HostId,
         number: u64,
         why: String,
     },
     /// A connection attempt has ended. A successful one was reported before as
-    /// [`NetInput::Arrived`].
+    /// [`NetInput::HandshakeDone`].
     DialEnded { host: HostId },
 }
 
 /// A transfer that another host announces on a stream of its own; the stream carries further data.
 #[derive(Debug)]
-pub(crate) struct Announced {
-    pub(crate) pair: Pair,
+pub(crate) struct TransferAnnouncement {
+    pub(crate) pair: SessionContext,
     pub(crate) migration: MigrationId,
     pub(crate) session: Connection,
     pub(crate) stream: quinn::RecvStream,
     pub(crate) decoder: FrameDecoder,
 }
 
-/// Changes of sessions reported by [`Net::take`].
+/// Changes of sessions reported by [`Net::handle_input`].
 #[derive(Debug)]
-pub(crate) enum NetNews {
+pub(crate) enum SessionChange {
     Connected(HostId),
     Lost(HostId, String),
 }
@@ -152,116 +152,116 @@ pub(crate) enum NetNews {
 struct Peer {
     addresses: Vec<SocketAddr>,
     wanted: bool,
-    forgotten: bool,
+    expelled: bool,
     session: Option<Session>,
-    dialler: Option<AbortHandle>,
+    connector: Option<AbortHandle>,
     /// Frames that wait for a session; true for the control stream.
-    waiting: VecDeque<(bool, Parcel)>,
-    waiting_bytes: usize,
-    waiting_link_bytes: usize,
+    queued: VecDeque<(bool, Outgoing)>,
+    queued_bytes: usize,
+    queued_link_bytes: usize,
     /// Transfers that wait for a session, at most one per migration.
-    transfers: Vec<oneshot::Sender<(Pair, Connection)>>,
+    waiting_transfers: Vec<oneshot::Sender<(SessionContext, Connection)>>,
 }
 
 #[derive(Debug)]
 struct Session {
     number: u64,
     connection: Connection,
-    channels: Option<Channels>,
-    fork: Fork,
-    lanes: FxHashMap<LaneId, Outbox>,
-    join: Join<Carried>,
+    channels: Option<SessionQueues>,
+    fence_sender: Fork,
+    pair_streams: FxHashMap<LaneId, Outbox>,
+    fence_receiver: Join<Carried>,
 }
 
 impl Session {
-    fn new(number: u64, connection: Connection, channels: Option<Channels>) -> Session {
-        let (fork, join) = (Fork::default(), Join::default());
+    fn new(number: u64, connection: Connection, queues: Option<SessionQueues>) -> Session {
+        let (fence_sender, fence_receiver) = (Fork::default(), Join::default());
         Session {
             number,
             connection,
-            channels,
-            fork,
-            lanes: FxHashMap::default(),
-            join,
+            channels: queues,
+            fence_sender,
+            pair_streams: FxHashMap::default(),
+            fence_receiver,
         }
     }
 
     /// Queues an item on the main stream of the data channel.
-    fn put_data(&mut self, parcel: Parcel) {
+    fn send_main(&mut self, item: Outgoing) {
         if self
             .channels
             .as_ref()
-            .is_some_and(|channels| channels.data.put(parcel))
+            .is_some_and(|queues| queues.data.enqueue(item))
         {
-            self.fork.sent_main();
+            self.fence_sender.sent_main();
         }
     }
 
-    /// Queues a link frame on its pair's stream or on the main stream. `pair` is called if a stream
-    /// must be opened.
-    fn put_link(&mut self, pair: impl FnOnce(u64) -> Pair, body: Bytes) {
-        let way = ends_of(&body).map(|ends| (ends, self.fork.way(ends, Instant::now())));
+    /// Queues a link frame on its pair's stream or on the main stream. `context` is called if a
+    /// stream must be opened.
+    fn send_link(&mut self, context: impl FnOnce(u64) -> SessionContext, body: Bytes) {
+        let way = ends_of(&body).map(|ends| (ends, self.fence_sender.way(ends, Instant::now())));
         let Some((ends, Way::Lane { lane, new, behind })) = way else {
-            return self.put_data(Parcel::Link(body));
+            return self.send_main(Outgoing::Link(body));
         };
         if new {
             let (fill, queue) = outbox(LINK_BYTES_MAX);
-            tokio::spawn(session::run_lane(
-                pair(self.number),
+            tokio::spawn(session::run_pair_stream(
+                context(self.number),
                 self.connection.clone(),
                 lane,
                 queue,
             ));
-            self.lanes.insert(lane, fill);
+            self.pair_streams.insert(lane, fill);
         }
-        let Some(queue) = self.lanes.get(&lane) else {
+        let Some(queue) = self.pair_streams.get(&lane) else {
             return;
         };
         if let Some(words) = behind {
-            queue.put(Parcel::Sure(
+            queue.enqueue(Outgoing::Reliable(
                 encode_control(&Lane::<()>::Behind(words)).expect("one number"),
             ));
         }
-        if queue.put(Parcel::Link(body)) {
-            self.fork.sent(ends);
+        if queue.enqueue(Outgoing::Link(body)) {
+            self.fence_sender.sent(ends);
         }
     }
 
     /// Sends a control item, preceded by the barrier it needs.
-    fn put_word(&mut self, word: &Carried, frame: Bytes) {
-        if let Some(marks) = self.fork.fence(word) {
-            self.put_data(Parcel::Sure(
+    fn send_control_item(&mut self, word: &Carried, frame: Bytes) {
+        if let Some(marks) = self.fence_sender.fence(word) {
+            self.send_main(Outgoing::Reliable(
                 encode_control(&Main::<()>::After(marks)).expect("a fence is short"),
             ));
         }
-        self.put_data(Parcel::Sure(frame));
+        self.send_main(Outgoing::Reliable(frame));
         if let Carried::Ended { dst, .. } = word {
-            self.close_lanes(Some(*dst));
+            self.close_pair_streams(Some(*dst));
         }
     }
 
     /// Closes pair streams that are idle, or those of `task` if it is given.
-    fn close_lanes(&mut self, task: Option<Tid>) {
-        for mark in self.fork.close(Instant::now(), task) {
-            if let Some(lane) = self.lanes.remove(&mark.lane) {
-                lane.put(Parcel::End);
+    fn close_pair_streams(&mut self, task: Option<Tid>) {
+        for mark in self.fence_sender.close(Instant::now(), task) {
+            if let Some(lane) = self.pair_streams.remove(&mark.lane) {
+                lane.enqueue(Outgoing::Close);
             }
-            self.put_data(Parcel::Sure(
+            self.send_main(Outgoing::Reliable(
                 encode_control(&Main::<()>::End(mark)).expect("two numbers"),
             ));
         }
     }
 
     /// Closes all streams after what was queued before.
-    fn end(&self) {
-        let Some(channels) = &self.channels else {
+    fn finish_streams(&self) {
+        let Some(queues) = &self.channels else {
             return;
         };
-        self.lanes
+        self.pair_streams
             .values()
-            .chain([&channels.data, &channels.control])
+            .chain([&queues.data, &queues.control])
             .for_each(|queue| {
-                queue.put(Parcel::End);
+                queue.enqueue(Outgoing::Close);
             });
     }
 }
@@ -271,9 +271,9 @@ pub(crate) struct Net {
     endpoint: Endpoint,
     client: ClientConfig,
     vm: String,
-    me: HostId,
+    own_host: HostId,
     lease: Duration,
-    inputs: Inputs,
+    inputs: InputSender,
     log: Log,
     peers: HashMap<HostId, Peer>,
     next_session: u64,
@@ -281,24 +281,24 @@ pub(crate) struct Net {
 
 /// A session that exists or is being established.
 #[derive(Debug)]
-pub(crate) struct Soon {
+pub(crate) struct PendingSession {
     host: HostId,
-    told: oneshot::Receiver<(Pair, Connection)>,
+    receiver: oneshot::Receiver<(SessionContext, Connection)>,
 }
 
-impl Soon {
+impl PendingSession {
     /// Waits for the session. A task is paused meanwhile.
     ///
     /// # Errors
-    /// No session was established within [`SESSION_WAIT`].
-    pub(crate) async fn session(self) -> Result<(Pair, Connection), Failure> {
+    /// No session was established within [`SESSION_TIMEOUT`].
+    pub(crate) async fn session(self) -> Result<(SessionContext, Connection), Failure> {
         let silent = || {
             Failure::Images(format!(
                 "this host and {} do not hear each other",
                 self.host
             ))
         };
-        let told = tokio::time::timeout(SESSION_WAIT, self.told).await;
+        let told = tokio::time::timeout(SESSION_TIMEOUT, self.receiver).await;
         told.ok().and_then(Result::ok).ok_or_else(silent)
     }
 }
@@ -337,7 +337,7 @@ fn transport(lease: Duration) -> anyhow::Result<Arc<TransportConfig>> {
         .receive_window(VarInt::from_u32(SESSION_WINDOW_BYTES))
         .send_window(SEND_WINDOW_BYTES)
         .max_concurrent_uni_streams(VarInt::from_u32(STREAMS_MAX))
-        .max_concurrent_bidi_streams(VarInt::from_u32(DETOURS_MAX))
+        .max_concurrent_bidi_streams(VarInt::from_u32(FALLBACK_STREAMS_MAX))
         .datagram_receive_buffer_size(None)
         .mtu_discovery_config(Some(mtu))
         .congestion_controller_factory(Arc::new(congestion));
@@ -351,18 +351,18 @@ impl Net {
     /// The certificates or the socket cannot be used.
     pub(crate) fn start(
         socket: UdpSocket,
-        identity: &Identity,
-        (vm, me): (&str, HostId),
+        identity: &HostCredentials,
+        (vm, own_host): (&str, HostId),
         lease: Duration,
-        inputs: Inputs,
+        inputs: InputSender,
         log: Log,
     ) -> anyhow::Result<Net> {
         let transport = transport(lease)?;
-        let mut server = ServerConfig::with_crypto(Arc::new(identity.server()?));
+        let mut server = ServerConfig::with_crypto(Arc::new(identity.server_config()?));
         server
             .transport_config(transport.clone())
             .max_incoming(HANDSHAKES_MAX);
-        let mut client = ClientConfig::new(Arc::new(identity.client()?));
+        let mut client = ClientConfig::new(Arc::new(identity.client_config()?));
         client.transport_config(transport);
         let mut config = EndpointConfig::default();
         config.max_udp_payload_size(DATAGRAM_BYTES_MAX)?;
@@ -374,7 +374,7 @@ impl Net {
             endpoint,
             client,
             vm,
-            me,
+            own_host,
             lease,
             inputs,
             log,
@@ -395,149 +395,157 @@ impl Net {
     pub(crate) fn connect(&mut self, host: HostId, addresses: Vec<SocketAddr>) {
         let peer = self.peers.entry(host).or_default();
         peer.wanted = true;
-        peer.forgotten = false;
+        peer.expelled = false;
         for address in addresses {
             if !peer.addresses.contains(&address) && peer.addresses.len() < ADDRESSES_MAX {
                 peer.addresses.push(address);
             }
         }
-        self.dial(host);
+        self.connect_if_needed(host);
     }
 
     /// Ends the session with a host and refuses new ones.
-    pub(crate) fn forget(&mut self, host: HostId) {
+    pub(crate) fn expel(&mut self, host: HostId) {
         let peer = self.peers.entry(host).or_default();
-        if let Some(dialler) = peer.dialler.take() {
-            dialler.abort();
+        if let Some(connector) = peer.connector.take() {
+            connector.abort();
         }
         if let Some(session) = peer.session.take() {
             end_session(session);
         }
         *peer = Peer {
-            forgotten: true,
+            expelled: true,
             ..Peer::default()
         };
     }
 
     /// Sends a control message, or queues it until a session is up.
-    pub(crate) fn send(&mut self, host: HostId, message: &HostMsg) {
+    pub(crate) fn send_control(&mut self, host: HostId, message: &HostMsg) {
         let frame = match encode_control(message) {
             Ok(frame) => frame,
             Err(e) => {
                 return self
                     .log
-                    .line(format!("a message to {host} could not be sent: {e}"));
+                    .write_line(format!("a message to {host} could not be sent: {e}"));
             }
         };
-        let Some(peer) = self.known(host) else { return };
-        let Some(channels) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) else {
-            return self.keep(host, true, Parcel::Sure(frame));
+        let Some(peer) = self.peer_unless_expelled(host) else {
+            return;
         };
-        channels.control.put(Parcel::Sure(frame));
-        self.give_up_if_stuck(host);
+        let Some(queues) = peer.session.as_ref().and_then(|s| s.channels.as_ref()) else {
+            return self.queue_until_up(host, true, Outgoing::Reliable(frame));
+        };
+        queues.control.enqueue(Outgoing::Reliable(frame));
+        self.close_if_stalled(host);
     }
 
     /// Sends an item or frame for a task on this host, or queues it until a session is up.
-    pub(crate) fn carry(&mut self, host: HostId, carried: Carried) {
+    pub(crate) fn send_data(&mut self, host: HostId, carried: Carried) {
         if let Carried::Link(body) = carried {
-            let (vm, me, lease) = (&self.vm, self.me, self.lease);
+            let (vm, me, lease) = (&self.vm, self.own_host, self.lease);
             let peer = self.peers.entry(host).or_default();
             match peer.session.as_mut().filter(|s| s.channels.is_some()) {
                 Some(session) => {
-                    session.put_link(|number| pair_of(vm, me, lease, host, number), body)
+                    session.send_link(|number| session_context(vm, me, lease, host, number), body)
                 }
-                None if peer.forgotten => {}
-                None => self.keep(host, false, Parcel::Link(body)),
+                None if peer.expelled => {}
+                None => self.queue_until_up(host, false, Outgoing::Link(body)),
             }
             return;
         }
         let frame = match encode_control(&Main::Item(&carried)) {
             Ok(frame) => frame,
             Err(e) => {
-                return self.log.line(format!(
+                return self.log.write_line(format!(
                     "an item for a task on {host} could not be sent: {e}"
                 ));
             }
         };
-        let Some(peer) = self.known(host) else { return };
+        let Some(peer) = self.peer_unless_expelled(host) else {
+            return;
+        };
         match peer.session.as_mut().filter(|s| s.channels.is_some()) {
-            Some(session) => session.put_word(&carried, frame),
-            None => return self.keep(host, false, Parcel::Sure(frame)),
+            Some(session) => session.send_control_item(&carried, frame),
+            None => return self.queue_until_up(host, false, Outgoing::Reliable(frame)),
         }
-        self.give_up_if_stuck(host);
+        self.close_if_stalled(host);
     }
 
     /// Returns the state of a host unless it is expelled.
-    fn known(&mut self, host: HostId) -> Option<&mut Peer> {
-        Some(self.peers.entry(host).or_default()).filter(|peer| !peer.forgotten)
+    fn peer_unless_expelled(&mut self, host: HostId) -> Option<&mut Peer> {
+        Some(self.peers.entry(host).or_default()).filter(|peer| !peer.expelled)
     }
 
     /// Closes the session with a host that does not read.
-    fn give_up_if_stuck(&mut self, host: HostId) {
+    fn close_if_stalled(&mut self, host: HostId) {
         let session = self.peers.get(&host).and_then(|peer| peer.session.as_ref());
-        let Some(channels) = session.and_then(|s| s.channels.as_ref()) else {
+        let Some(queues) = session.and_then(|s| s.channels.as_ref()) else {
             return;
         };
-        let most = channels
+        let most = queues
             .control
-            .sure_bytes()
-            .max(channels.data.sure_bytes());
-        if most > UNSENT_BYTES_MAX && channels.connection.close_reason().is_none() {
+            .reliable_bytes()
+            .max(queues.data.reliable_bytes());
+        if most > UNSENT_BYTES_MAX && queues.connection.close_reason().is_none() {
             self.log
-                .line(format!("{host} takes nothing and {UNSENT_BYTES_MAX} bytes wait for it: giving its session up"));
-            channels.connection.close(CLOSE_SILENT, b"takes nothing");
+                .write_line(format!("{host} takes nothing and {UNSENT_BYTES_MAX} bytes wait for it: giving its session up"));
+            queues.connection.close(CLOSE_SILENT, b"takes nothing");
         }
     }
 
     /// Queues an item until there is a session.
-    fn keep(&mut self, host: HostId, control: bool, parcel: Parcel) {
+    fn queue_until_up(&mut self, host: HostId, control: bool, item: Outgoing) {
         let peer = self.peers.entry(host).or_default();
-        let (len, sure) = match &parcel {
-            Parcel::Sure(bytes) | Parcel::With(bytes, _) => (bytes.len(), true),
-            Parcel::Link(bytes) => (bytes.len(), false),
-            Parcel::End => return,
+        let (len, reliable) = match &item {
+            Outgoing::Reliable(bytes) | Outgoing::WithFds(bytes, _) => (bytes.len(), true),
+            Outgoing::Link(bytes) => (bytes.len(), false),
+            Outgoing::Close => return,
         };
-        let (waiting, most) = if sure {
-            (&mut peer.waiting_bytes, WAITING_BYTES_MAX)
+        let (waiting, bytes_max) = if reliable {
+            (&mut peer.queued_bytes, QUEUED_BYTES_MAX)
         } else {
-            (&mut peer.waiting_link_bytes, LINK_BYTES_MAX)
+            (&mut peer.queued_link_bytes, LINK_BYTES_MAX)
         };
-        if *waiting + len > most {
-            self.log.line(format!(
-                "{host} has no session and {most} bytes wait for it: one more is dropped"
+        if *waiting + len > bytes_max {
+            self.log.write_line(format!(
+                "{host} has no session and {bytes_max} bytes wait for it: one more is dropped"
             ));
             return;
         }
         *waiting += len;
-        peer.waiting.push_back((control, parcel));
+        peer.queued.push_back((control, item));
     }
 
     /// Returns the connection of a session that is up, for bulk transfers.
-    fn bulk(&self, host: HostId) -> Option<(Pair, Connection)> {
+    fn session_for_transfer(&self, host: HostId) -> Option<(SessionContext, Connection)> {
         let session = self.peers.get(&host)?.session.as_ref()?;
-        let channels = session.channels.as_ref()?;
-        Some((self.pair(host, session.number), channels.connection.clone()))
+        let queues = session.channels.as_ref()?;
+        Some((
+            self.session_context(host, session.number),
+            queues.connection.clone(),
+        ))
     }
 
-    /// As [`Net::bulk`], but also waits for a new session if the hosts currently have none.
-    pub(crate) fn bulk_soon(&mut self, host: HostId) -> Soon {
-        let (tell, told) = oneshot::channel();
-        match self.bulk(host) {
+    /// As [`Net::session_for_transfer`], but also waits for a new session if the hosts currently
+    /// have none.
+    pub(crate) fn await_session(&mut self, host: HostId) -> PendingSession {
+        let (tell, receiver) = oneshot::channel();
+        match self.session_for_transfer(host) {
             Some(bulk) => {
                 let _ = tell.send(bulk);
             }
             None => {
                 if let Some(peer) = self.peers.get_mut(&host) {
-                    peer.transfers.retain(|other| !other.is_closed());
-                    peer.transfers.push(tell);
+                    peer.waiting_transfers.retain(|other| !other.is_closed());
+                    peer.waiting_transfers.push(tell);
                 }
             }
         }
-        Soon { host, told }
+        PendingSession { host, receiver }
     }
 
-    fn pair(&self, host: HostId, number: u64) -> Pair {
-        pair_of(&self.vm, self.me, self.lease, host, number)
+    fn session_context(&self, host: HostId, number: u64) -> SessionContext {
+        session_context(&self.vm, self.own_host, self.lease, host, number)
     }
 
     /// True if this is the current session with the host.
@@ -550,38 +558,42 @@ impl Net {
 
     /// Handles the inputs about sessions and connection attempts. The other inputs belong to the
     /// loop.
-    pub(crate) fn take(&mut self, input: NetInput) -> Vec<NetNews> {
+    pub(crate) fn handle_input(&mut self, input: NetInput) -> Vec<SessionChange> {
         match input {
-            NetInput::Arrived { host, connection } => self.arrived(host, connection),
-            NetInput::Up {
+            NetInput::HandshakeDone { host, connection } => {
+                self.on_handshake_done(host, connection)
+            }
+            NetInput::SessionUp {
                 host,
                 number,
-                channels,
-            } => return self.up(host, number, channels),
-            NetInput::Down { host, number, why } => return self.down(host, number, why),
+                channels: queues,
+            } => return self.on_session_up(host, number, queues),
+            NetInput::SessionDown { host, number, why } => {
+                return self.on_session_down(host, number, why);
+            }
             NetInput::DialEnded { host } => {
                 if let Some(peer) = self.peers.get_mut(&host) {
-                    peer.dialler = None;
+                    peer.connector = None;
                 }
             }
             NetInput::Control { .. }
             | NetInput::Data { .. }
             | NetInput::Images(_)
             | NetInput::Memory(_)
-            | NetInput::Detour { .. } => {}
+            | NetInput::FallbackStream { .. } => {}
         }
         Vec::new()
     }
 
-    fn arrived(&mut self, host: HostId, connection: Connection) {
-        if self.peers.get(&host).is_some_and(|p| p.forgotten) || host == self.me {
-            connection.close(CLOSE_FORGOTTEN, b"");
+    fn on_handshake_done(&mut self, host: HostId, connection: Connection) {
+        if self.peers.get(&host).is_some_and(|p| p.expelled) || host == self.own_host {
+            connection.close(CLOSE_EXPELLED, b"");
             return;
         }
         let number = self.next_session;
-        let pair = self.pair(host, number);
+        let pair = self.session_context(host, number);
         let peer = self.peers.entry(host).or_default();
-        if self.me > host {
+        if self.own_host > host {
             // This host has the higher index, so it decides, and there is one session at a time.
             if peer.session.is_some() {
                 connection.close(CLOSE_DUPLICATE, b"");
@@ -593,12 +605,17 @@ impl Net {
         tokio::spawn(session::run(pair, connection, self.inputs.clone()));
     }
 
-    fn up(&mut self, host: HostId, number: u64, channels: Channels) -> Vec<NetNews> {
+    fn on_session_up(
+        &mut self,
+        host: HostId,
+        number: u64,
+        queues: SessionQueues,
+    ) -> Vec<SessionChange> {
         let mut news = Vec::new();
-        let decides = self.me > host;
+        let decides = self.own_host > host;
         let peer = self.peers.entry(host).or_default();
-        if peer.forgotten || (decides && peer.session.as_ref().is_none_or(|s| s.number != number)) {
-            channels.connection.close(CLOSE_FORGOTTEN, b"");
+        if peer.expelled || (decides && peer.session.as_ref().is_none_or(|s| s.number != number)) {
+            queues.connection.close(CLOSE_EXPELLED, b"");
             return news;
         }
         if let Some(old) = peer.session.take()
@@ -606,76 +623,80 @@ impl Net {
         {
             // The other host decides, and has given up the old session.
             old.connection.close(CLOSE_DUPLICATE, b"");
-            news.push(NetNews::Lost(host, "it has begun a new session".into()));
+            news.push(SessionChange::Lost(
+                host,
+                "it has begun a new session".into(),
+            ));
         }
-        if let Some(dialler) = peer.dialler.take() {
-            dialler.abort();
+        if let Some(connector) = peer.connector.take() {
+            connector.abort();
         }
-        let control = channels.control.clone();
-        let mut session = Session::new(number, channels.connection.clone(), Some(channels));
-        for (to_control, parcel) in peer.waiting.drain(..) {
+        let control = queues.control.clone();
+        let mut session = Session::new(number, queues.connection.clone(), Some(queues));
+        for (to_control, item) in peer.queued.drain(..) {
             if to_control {
-                control.put(parcel);
+                control.enqueue(item);
             } else {
-                session.put_data(parcel);
+                session.send_main(item);
             }
         }
-        (peer.waiting_bytes, peer.waiting_link_bytes) = (0, 0);
+        (peer.queued_bytes, peer.queued_link_bytes) = (0, 0);
         peer.session = Some(session);
-        let transfers = std::mem::take(&mut peer.transfers);
+        let transfers = std::mem::take(&mut peer.waiting_transfers);
         for (transfer, bulk) in transfers
             .into_iter()
-            .zip(std::iter::from_fn(|| self.bulk(host)))
+            .zip(std::iter::from_fn(|| self.session_for_transfer(host)))
         {
             // The waiting transfer may have ended.
             let _ = transfer.send(bulk);
         }
-        self.log.line(format!("session with {host} stands"));
-        news.push(NetNews::Connected(host));
+        self.log.write_line(format!("session with {host} stands"));
+        news.push(SessionChange::Connected(host));
         news
     }
 
-    fn down(&mut self, host: HostId, number: u64, why: String) -> Vec<NetNews> {
+    fn on_session_down(&mut self, host: HostId, number: u64, why: String) -> Vec<SessionChange> {
         let Some(peer) = self.peers.get_mut(&host) else {
             return Vec::new();
         };
         let Some(session) = peer.session.take_if(|s| s.number == number) else {
             return Vec::new();
         };
-        let stood = session.channels.is_some();
-        let verb = if stood {
+        let was_up = session.channels.is_some();
+        let verb = if was_up {
             "ended"
         } else {
             "did not come to stand"
         };
-        self.log.line(format!("session with {host} {verb}: {why}"));
+        self.log
+            .write_line(format!("session with {host} {verb}: {why}"));
         // A slave that its master has expelled must not connect again.
-        let expelled = host == HostId::MASTER && is_forgotten(&session.connection);
-        if stood || expelled {
-            vec![NetNews::Lost(host, why)]
+        let expelled = host == HostId::MASTER && is_expelled(&session.connection);
+        if was_up || expelled {
+            vec![SessionChange::Lost(host, why)]
         } else {
             Vec::new()
         }
     }
 
-    /// Takes an item of the current session's data channel; [`Net::carried`] returns the items that
-    /// are due.
-    pub(crate) fn take_data(&mut self, host: HostId, number: u64, parcel: DataParcel) {
-        let Some(session) = self.current(host, number) else {
+    /// Takes an item of the current session's data channel; [`Net::next_data`] returns the items
+    /// that are due.
+    pub(crate) fn take_data(&mut self, host: HostId, number: u64, item: DataItem) {
+        let Some(session) = self.current_session(host, number) else {
             return;
         };
-        match parcel {
-            DataParcel::Main(parcel) => session.join.take_main(parcel),
-            DataParcel::Lane(lane, parcel) => session.join.take_lane(lane, parcel),
+        match item {
+            DataItem::Main(item) => session.fence_receiver.take_main(item),
+            DataItem::Lane(lane, item) => session.fence_receiver.take_lane(lane, item),
         }
     }
 
     /// Returns the next item of the data channel for the state machine.
-    pub(crate) fn carried(&mut self, host: HostId, number: u64) -> Option<Carried> {
-        self.current(host, number)?.join.pop()
+    pub(crate) fn next_data(&mut self, host: HostId, number: u64) -> Option<Carried> {
+        self.current_session(host, number)?.fence_receiver.pop()
     }
 
-    fn current(&mut self, host: HostId, number: u64) -> Option<&mut Session> {
+    fn current_session(&mut self, host: HostId, number: u64) -> Option<&mut Session> {
         self.peers
             .get_mut(&host)?
             .session
@@ -688,29 +709,31 @@ impl Net {
         self.peers
             .values_mut()
             .filter_map(|peer| peer.session.as_mut())
-            .for_each(|session| session.close_lanes(None));
+            .for_each(|session| session.close_pair_streams(None));
         let wanted: Vec<HostId> = self
             .peers
             .iter()
             .filter(|(_, p)| p.wanted)
             .map(|(host, _)| *host)
             .collect();
-        wanted.into_iter().for_each(|host| self.dial(host));
+        wanted
+            .into_iter()
+            .for_each(|host| self.connect_if_needed(host));
     }
 
-    fn dial(&mut self, host: HostId) {
-        let grace = if self.me > host {
+    fn connect_if_needed(&mut self, host: HostId) {
+        let grace = if self.own_host > host {
             Duration::ZERO
         } else {
-            DIAL_GRACE
+            CONNECT_GRACE_PERIOD
         };
         let Some(peer) = self.peers.get_mut(&host) else {
             return;
         };
-        if peer.session.is_some() || peer.dialler.is_some() || peer.addresses.is_empty() {
+        if peer.session.is_some() || peer.connector.is_some() || peer.addresses.is_empty() {
             return;
         }
-        let dialler = Dialler {
+        let connector = Connector {
             endpoint: self.endpoint.clone(),
             client: self.client.clone(),
             name: host_name(host, &self.vm),
@@ -721,27 +744,27 @@ impl Net {
         let inputs = self.inputs.clone();
         let task = tokio::spawn(async move {
             sleep(grace).await;
-            let connection = dialler.until_connected().await;
+            let connection = connector.connect_with_retry().await;
             let _ = inputs
-                .send(Input::Net(NetInput::Arrived { host, connection }))
+                .send(Input::Net(NetInput::HandshakeDone { host, connection }))
                 .await;
             // The session needs time to come up before another attempt makes sense.
-            sleep(DIAL_GRACE).await;
+            sleep(CONNECT_GRACE_PERIOD).await;
             let _ = inputs.send(Input::Net(NetInput::DialEnded { host })).await;
         });
-        peer.dialler = Some(task.abort_handle());
+        peer.connector = Some(task.abort_handle());
     }
 
-    /// Ends all sessions after what was sent before. The loop must keep calling [`Net::take`] until
-    /// [`Net::has_sessions`] is false.
-    pub(crate) fn begin_leaving(&mut self) {
+    /// Ends all sessions after what was sent before. The loop must keep calling
+    /// [`Net::handle_input`] until [`Net::has_sessions`] is false.
+    pub(crate) fn begin_shutdown(&mut self) {
         for peer in self.peers.values_mut() {
             peer.wanted = false;
-            if let Some(dialler) = peer.dialler.take() {
-                dialler.abort();
+            if let Some(connector) = peer.connector.take() {
+                connector.abort();
             }
             match &peer.session {
-                Some(session) if session.channels.is_some() => session.end(),
+                Some(session) if session.channels.is_some() => session.finish_streams(),
                 Some(session) => session.connection.close(CLOSE_LEAVING, b""),
                 None => {}
             }
@@ -756,7 +779,7 @@ impl Net {
     /// Simulates the loss of this host's network: the port sends and receives nothing any more, and
     /// no peer is notified.
     #[cfg(test)]
-    pub(crate) fn silence(&mut self) {
+    pub(crate) fn cut_network(&mut self) {
         let nowhere = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         self.endpoint.rebind(nowhere).expect("a socket");
     }
@@ -768,7 +791,13 @@ impl Net {
     }
 }
 
-fn pair_of(vm: &str, me: HostId, lease: Duration, host: HostId, number: u64) -> Pair {
+fn session_context(
+    vm: &str,
+    own_host: HostId,
+    lease: Duration,
+    host: HostId,
+    number: u64,
+) -> SessionContext {
     // A slave gives up its master before the master gives up the slave: when the master considers a
     // host's tasks dead, they are.
     let lease = if host == HostId::MASTER {
@@ -776,9 +805,9 @@ fn pair_of(vm: &str, me: HostId, lease: Duration, host: HostId, number: u64) -> 
     } else {
         lease
     };
-    Pair {
+    SessionContext {
         vm: vm.to_string(),
-        me,
+        own_host,
         host,
         number,
         lease,
@@ -786,38 +815,38 @@ fn pair_of(vm: &str, me: HostId, lease: Duration, host: HostId, number: u64) -> 
 }
 
 /// True if the peer closed the connection because this host is not in its virtual machine.
-fn is_forgotten(connection: &Connection) -> bool {
-    matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_FORGOTTEN)
+fn is_expelled(connection: &Connection) -> bool {
+    matches!(connection.close_reason(), Some(quinn::ConnectionError::ApplicationClosed(c)) if c.error_code == CLOSE_EXPELLED)
 }
 
 /// Ends a session after what was sent on it before.
 fn end_session(session: Session) {
     if session.channels.is_none() {
-        return session.connection.close(CLOSE_FORGOTTEN, b"");
+        return session.connection.close(CLOSE_EXPELLED, b"");
     }
-    session.end();
+    session.finish_streams();
     let connection = session.connection;
     tokio::spawn(async move {
-        let _ = timeout(FORGET_WITHIN, connection.closed()).await;
-        connection.close(CLOSE_FORGOTTEN, b"");
+        let _ = timeout(EXPEL_TIMEOUT, connection.closed()).await;
+        connection.close(CLOSE_EXPELLED, b"");
     });
 }
 
 /// Accepts connections forever. A peer without a certificate of this virtual machine fails the
 /// handshake; the endpoint ignores everything that is not QUIC.
-async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs) {
-    let limit = Arc::new(LineLimit::new());
+async fn accept(endpoint: Endpoint, vm: String, inputs: InputSender) {
+    let limit = Arc::new(LogRateLimit::new());
     while let Some(incoming) = endpoint.accept().await {
         let (vm, inputs, limit) = (vm.clone(), inputs.clone(), limit.clone());
         tokio::spawn(async move {
             let from = incoming.remote_address();
-            match shake_hands(incoming, &vm).await {
+            match complete_handshake(incoming, &vm).await {
                 Ok((host, connection)) => {
                     let _ = inputs
-                        .send(Input::Net(NetInput::Arrived { host, connection }))
+                        .send(Input::Net(NetInput::HandshakeDone { host, connection }))
                         .await;
                 }
-                Err(why) if limit.allows() => {
+                Err(why) if limit.try_acquire() => {
                     let text = format!("refused a connection from {from}: {why}");
                     let _ = inputs.send(Input::Event(Event::Stranger { text })).await;
                 }
@@ -827,32 +856,32 @@ async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs) {
     }
 }
 
-async fn shake_hands(incoming: Incoming, vm: &str) -> Result<(HostId, Connection), String> {
+async fn complete_handshake(incoming: Incoming, vm: &str) -> Result<(HostId, Connection), String> {
     let connecting = incoming.accept().map_err(|e| e.to_string())?;
-    let connection = timeout(HANDSHAKE_WITHIN, connecting)
+    let connection = timeout(HANDSHAKE_TIMEOUT, connecting)
         .await
         .map_err(|_| "the handshake did not end".to_string())?
         .map_err(|e| describe(&e))?;
-    match identity(&connection, vm) {
+    match peer_host(&connection, vm) {
         Some(host) => Ok((host, connection)),
         None => {
-            connection.close(CLOSE_FORGOTTEN, b"");
+            connection.close(CLOSE_EXPELLED, b"");
             Err("its certificate names no host of this virtual machine".into())
         }
     }
 }
 
 /// Returns the host that the peer's verified certificate names.
-fn identity(connection: &Connection, vm: &str) -> Option<HostId> {
+fn peer_host(connection: &Connection, vm: &str) -> Option<HostId> {
     let chain = connection
         .peer_identity()?
         .downcast::<Vec<CertificateDer<'static>>>()
         .ok()?;
-    host_named(chain.first()?, vm)
+    host_of_certificate(chain.first()?, vm)
 }
 
 /// Connection attempts to one host.
-struct Dialler {
+struct Connector {
     endpoint: Endpoint,
     client: ClientConfig,
     name: String,
@@ -861,28 +890,28 @@ struct Dialler {
     log: Log,
 }
 
-impl Dialler {
+impl Connector {
     /// Tries all addresses repeatedly until one answers with the right certificate.
-    async fn until_connected(&self) -> Connection {
-        let mut pause = DIAL_PAUSE;
-        let mut told = false;
+    async fn connect_with_retry(&self) -> Connection {
+        let mut pause = RECONNECT_INTERVAL_MIN;
+        let mut logged = false;
         loop {
-            match self.round().await {
+            match self.try_addresses().await {
                 Ok(connection) => return connection,
-                Err(why) if !told => {
+                Err(why) if !logged => {
                     self.log
-                        .line(format!("cannot reach {} yet: {why}", self.host));
-                    told = true;
+                        .write_line(format!("cannot reach {} yet: {why}", self.host));
+                    logged = true;
                 }
                 Err(_) => {}
             }
             sleep(pause).await;
-            pause = (pause * 2).min(DIAL_PAUSE_MAX);
+            pause = (pause * 2).min(RECONNECT_INTERVAL_MAX);
         }
     }
 
-    /// Tries each address once, [`DIAL_STAGGER`] apart; returns the first connection.
-    async fn round(&self) -> Result<Connection, String> {
+    /// Tries each address once, [`CONNECT_STAGGER_INTERVAL`] apart; returns the first connection.
+    async fn try_addresses(&self) -> Result<Connection, String> {
         let mut tries = JoinSet::new();
         for (n, address) in self.addresses.iter().copied().enumerate() {
             let (endpoint, client, name) = (
@@ -891,16 +920,16 @@ impl Dialler {
                 self.name.clone(),
             );
             tries.spawn(async move {
-                sleep(DIAL_STAGGER * u32::try_from(n).unwrap_or(0)).await;
+                sleep(CONNECT_STAGGER_INTERVAL * u32::try_from(n).unwrap_or(0)).await;
                 let connecting = endpoint
                     .connect_with(client, address, &name)
                     .map_err(|e| format!("{address}: {e}"))?;
-                match timeout(DIAL_WITHIN, connecting).await {
+                match timeout(CONNECT_TIMEOUT, connecting).await {
                     Ok(Ok(connection)) => Ok(connection),
                     Ok(Err(e)) => Err(format!("{address}: {}", describe(&e))),
                     Err(_) => Err(format!(
                         "{address}: no answer within {} s",
-                        DIAL_WITHIN.as_secs()
+                        CONNECT_TIMEOUT.as_secs()
                     )),
                 }
             });

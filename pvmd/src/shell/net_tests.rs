@@ -1,13 +1,13 @@
 //! Tests with the networks of two or three daemons on loopback: how sessions are established, and
 //! what they carry.
 
-use super::detour::{Detours, What};
-use super::images::Images;
-use super::input::{INPUTS_WAITING_MAX, Input};
+use super::bulk_fallback::{BulkContent, BulkFallbacks};
+use super::images::ImageTransfers;
+use super::input::{INPUT_QUEUE_MAX, Input};
 use super::log::{self, Log};
-use super::net::{Net, NetInput, NetNews, bind_udp};
-use super::pki::{Authority, Identity};
-use super::session::{Purpose, both_ways};
+use super::net::{Net, NetInput, SessionChange, bind_udp};
+use super::pki::{Authority, HostCredentials};
+use super::session::{StreamPurpose, open_bidirectional};
 use bytes::Bytes;
 use pvmd_machine::Event;
 use pvmd_machine::lanes::LANES_MAX;
@@ -33,13 +33,13 @@ const DEADLINE: Duration = Duration::from_secs(30);
 
 struct Daemon {
     net: Net,
-    images: Images,
-    detours: Detours,
+    images: ImageTransfers,
+    detours: BulkFallbacks,
     inputs: mpsc::Receiver<Input>,
-    me: HostId,
+    own_host: HostId,
     dir: PathBuf,
     /// The session that delivered data last.
-    carried: (HostId, u64),
+    last_session: (HostId, u64),
 }
 
 fn host(index: u16) -> HostId {
@@ -54,33 +54,34 @@ fn scratch(name: &str) -> PathBuf {
 }
 
 impl Daemon {
-    fn start(test: &str, me: u16, identity: &Identity, lease: Duration) -> Daemon {
-        let dir = scratch(&format!("{test}-{me}"));
+    fn start(test: &str, own_host: u16, identity: &HostCredentials, lease: Duration) -> Daemon {
+        let dir = scratch(&format!("{test}-{own_host}"));
         let tmp = dir.to_string_lossy().into_owned();
         let place =
             Place::of(0, |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name");
         std::fs::create_dir_all(place.dir()).expect("writable");
-        let (log, _) = log::open(&dir.join("log"), host(me), log::LOG_BYTES_MAX).expect("writable");
-        let (sender, inputs) = mpsc::channel(INPUTS_WAITING_MAX);
+        let (log, _) =
+            log::open(&dir.join("log"), host(own_host), log::LOG_BYTES_MAX).expect("writable");
+        let (sender, inputs) = mpsc::channel(INPUT_QUEUE_MAX);
         let socket = bind_udp(0).expect("a port");
         let net = Net::start(
             socket,
             identity,
-            ("pvm", host(me)),
+            ("pvm", host(own_host)),
             lease,
             sender.clone(),
             Log::clone(&log),
         )
         .expect("TLS");
-        let detours = Detours::new(log.clone());
+        let fallbacks = BulkFallbacks::new(log.clone());
         Daemon {
             net,
-            images: Images::new(place, sender, log, Arc::default(), detours.clone()),
-            detours,
+            images: ImageTransfers::new(place, sender, log, Arc::default(), fallbacks.clone()),
+            detours: fallbacks,
             inputs,
-            me: host(me),
+            own_host: host(own_host),
             dir,
-            carried: (host(me), 0),
+            last_session: (host(own_host), 0),
         }
     }
 
@@ -89,11 +90,11 @@ impl Daemon {
     }
 
     /// Returns the next thing that a daemon's loop would act on.
-    async fn next(&mut self) -> Seen {
+    async fn next(&mut self) -> DaemonInput {
         loop {
-            let (host, number) = self.carried;
-            if let Some(carried) = self.net.carried(host, number) {
-                return Seen::Carried(carried);
+            let (host, number) = self.last_session;
+            if let Some(carried) = self.net.next_data(host, number) {
+                return DaemonInput::Carried(carried);
             }
             let input = self
                 .inputs
@@ -101,46 +102,48 @@ impl Daemon {
                 .await
                 .expect("the net holds the other end");
             match input {
-                Input::Event(event) => return Seen::Event(event),
-                Input::Net(NetInput::Control { message, .. }) => return Seen::Control(message),
+                Input::Event(event) => return DaemonInput::Event(event),
+                Input::Net(NetInput::Control { message, .. }) => {
+                    return DaemonInput::Control(message);
+                }
                 Input::Net(NetInput::Data {
                     host,
                     number,
                     parcel,
                 }) => {
                     self.net.take_data(host, number, parcel);
-                    self.carried = (host, number);
+                    self.last_session = (host, number);
                 }
                 Input::Net(NetInput::Images(announced)) => {
-                    self.images.arrived(announced);
+                    self.images.on_announcement(announced);
                 }
-                Input::Net(NetInput::Detour {
+                Input::Net(NetInput::FallbackStream {
                     host,
                     migration,
                     what,
                     streams,
                 }) => {
-                    self.detours.arrived(host, migration, what, streams);
+                    self.detours.on_stream(host, migration, what, streams);
                 }
                 Input::Net(input) => {
-                    if let Some(news) = self.net.take(input).pop() {
-                        return Seen::News(news);
+                    if let Some(news) = self.net.handle_input(input).pop() {
+                        return DaemonInput::News(news);
                     }
                 }
-                Input::TaskUp(_) => unreachable!("nobody listens for tasks here"),
+                Input::TaskConnected(_) => unreachable!("nobody listens for tasks here"),
             }
         }
     }
 
     /// Waits for a session; refused connections are ignored.
-    async fn connected(&mut self, other: HostId) {
+    async fn await_session(&mut self, other: HostId) {
         loop {
             match timeout(DEADLINE, self.next()).await {
-                Ok(Seen::News(NetNews::Connected(host))) if host == other => return,
-                Ok(Seen::Event(Event::Stranger { .. })) => {}
+                Ok(DaemonInput::News(SessionChange::Connected(host))) if host == other => return,
+                Ok(DaemonInput::Event(Event::Stranger { .. })) => {}
                 seen => panic!(
                     "{} waited for a session with {other}, saw {seen:?}",
-                    self.me
+                    self.own_host
                 ),
             }
         }
@@ -154,25 +157,25 @@ impl Drop for Daemon {
 }
 
 #[derive(Debug)]
-enum Seen {
-    News(NetNews),
+enum DaemonInput {
+    News(SessionChange),
     Control(HostMsg),
     Carried(Carried),
     Event(Event),
 }
 
 /// Starts the master and host 2 of one virtual machine and waits for their session.
-async fn two(test: &str, lease: Duration) -> (Daemon, Daemon) {
+async fn connected_pair(test: &str, lease: Duration) -> (Daemon, Daemon) {
     let authority = Authority::new("pvm").expect("a key");
-    let mut one = Daemon::start(test, 1, &authority.admit(host(1)).expect("a key"), lease);
-    let mut two = Daemon::start(test, 2, &authority.admit(host(2)).expect("a key"), lease);
-    one.net.connect(two.me, vec![two.address()]);
-    two.net.connect(one.me, vec![one.address()]);
-    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    let mut one = Daemon::start(test, 1, &authority.issue(host(1)).expect("a key"), lease);
+    let mut two = Daemon::start(test, 2, &authority.issue(host(2)).expect("a key"), lease);
+    one.net.connect(two.own_host, vec![two.address()]);
+    two.net.connect(one.own_host, vec![one.address()]);
+    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
     (one, two)
 }
 
-fn committed(epoch: u64) -> HostMsg {
+fn commit_message(epoch: u64) -> HostMsg {
     HostMsg::Committed {
         epoch: Epoch(epoch),
     }
@@ -184,26 +187,26 @@ async fn frames_queued_before_session_all_arrive() {
     let mut one = Daemon::start(
         "early",
         1,
-        &authority.admit(host(1)).expect("a key"),
+        &authority.issue(host(1)).expect("a key"),
         Duration::from_secs(10),
     );
     let mut two = Daemon::start(
         "early",
         2,
-        &authority.admit(host(2)).expect("a key"),
+        &authority.issue(host(2)).expect("a key"),
         Duration::from_secs(10),
     );
     // More than the windows of many links.
     let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 1600);
     for _ in 0..count {
-        one.net.carry(host(2), Carried::Link(frame.clone()));
+        one.net.send_data(host(2), Carried::Link(frame.clone()));
     }
-    one.net.connect(two.me, vec![two.address()]);
-    two.net.connect(one.me, vec![one.address()]);
-    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    one.net.connect(two.own_host, vec![two.address()]);
+    two.net.connect(one.own_host, vec![one.address()]);
+    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
     for n in 0..count {
         match timeout(DEADLINE, two.next()).await {
-            Ok(Seen::Carried(Carried::Link(came))) if came == frame => {}
+            Ok(DaemonInput::Carried(Carried::Link(came))) if came == frame => {}
             seen => panic!("after {n} of {count} frames came {seen:?}"),
         }
     }
@@ -211,19 +214,21 @@ async fn frames_queued_before_session_all_arrive() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn mutual_connect_yields_one_ordered_session() {
-    let (mut one, mut two) = two("talk", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("talk", Duration::from_secs(10)).await;
     for n in 0..2000 {
-        one.net.send(two.me, &committed(n));
-        two.net
-            .carry(one.me, Carried::Link(Bytes::from(vec![n as u8; 5000])));
+        one.net.send_control(two.own_host, &commit_message(n));
+        two.net.send_data(
+            one.own_host,
+            Carried::Link(Bytes::from(vec![n as u8; 5000])),
+        );
     }
     for n in 0..2000 {
         match timeout(DEADLINE, two.next()).await.expect("in time") {
-            Seen::Control(message) => assert_eq!(message, committed(n)),
+            DaemonInput::Control(message) => assert_eq!(message, commit_message(n)),
             seen => panic!("{seen:?}"),
         }
         match timeout(DEADLINE, one.next()).await.expect("in time") {
-            Seen::Carried(Carried::Link(body)) => assert_eq!(body, vec![n as u8; 5000]),
+            DaemonInput::Carried(Carried::Link(body)) => assert_eq!(body, vec![n as u8; 5000]),
             seen => panic!("{seen:?}"),
         }
     }
@@ -251,7 +256,7 @@ fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
 /// Returns the ends and the sequence number of the next link frame.
 async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
     match timeout(DEADLINE, daemon.next()).await {
-        Ok(Seen::Carried(Carried::Link(body))) => {
+        Ok(DaemonInput::Carried(Carried::Link(body))) => {
             let frame = LinkFrame::decode(body).expect("a link frame");
             ((frame.src, frame.dst), frame.seq)
         }
@@ -265,19 +270,22 @@ async fn busy_pair_does_not_delay_another_pair() {
     const BEFORE: u64 = 20;
     // Far more than can be in flight.
     const MUCH: u64 = 2000;
-    let (mut one, mut two) = two("lanes", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("lanes", Duration::from_secs(10)).await;
     for seq in 0..BEFORE {
-        one.net.carry(two.me, Carried::Link(frame(1, 1, seq, 100)));
-        one.net.carry(two.me, Carried::Link(frame(2, 2, seq, 100)));
+        one.net
+            .send_data(two.own_host, Carried::Link(frame(1, 1, seq, 100)));
+        one.net
+            .send_data(two.own_host, Carried::Link(frame(2, 2, seq, 100)));
     }
     for _ in 0..2 * BEFORE {
         next_frame(&mut two).await;
     }
     for seq in 0..MUCH {
         one.net
-            .carry(two.me, Carried::Link(frame(1, 1, seq, 60 << 10)));
+            .send_data(two.own_host, Carried::Link(frame(1, 1, seq, 60 << 10)));
     }
-    one.net.carry(two.me, Carried::Link(frame(2, 2, BEFORE, 8)));
+    one.net
+        .send_data(two.own_host, Carried::Link(frame(2, 2, BEFORE, 8)));
     let (mut behind, mut much) = (0, 0);
     while much < MUCH {
         let (ends, seq) = next_frame(&mut two).await;
@@ -302,12 +310,12 @@ async fn frame_overtakes_backlog_of_hundred_pairs() {
     const STREAMING: u32 = 100;
     // In total far more than can be in flight.
     const MUCH: u64 = 16;
-    let (mut one, mut two) = two("hundred", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("hundred", Duration::from_secs(10)).await;
     let last = STREAMING + 1;
     for seq in 0..BEFORE {
         (1..=last).for_each(|pair| {
             one.net
-                .carry(two.me, Carried::Link(frame(pair, pair, seq, 8)))
+                .send_data(two.own_host, Carried::Link(frame(pair, pair, seq, 8)))
         });
     }
     for _ in 0..BEFORE * u64::from(last) {
@@ -315,13 +323,15 @@ async fn frame_overtakes_backlog_of_hundred_pairs() {
     }
     for seq in BEFORE..BEFORE + MUCH {
         (1..last).for_each(|pair| {
-            one.net
-                .carry(two.me, Carried::Link(frame(pair, pair, seq, 60 << 10)))
+            one.net.send_data(
+                two.own_host,
+                Carried::Link(frame(pair, pair, seq, 60 << 10)),
+            )
         });
     }
     let begun = Instant::now();
     one.net
-        .carry(two.me, Carried::Link(frame(last, last, BEFORE, 8)));
+        .send_data(two.own_host, Carried::Link(frame(last, last, BEFORE, 8)));
     let (src, all) = (
         Tid::task(host(1), last).expect("a task"),
         MUCH * u64::from(STREAMING),
@@ -344,26 +354,28 @@ async fn frame_overtakes_backlog_of_hundred_pairs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn control_items_and_frames_keep_their_order() {
     const ROUNDS: u64 = 300;
-    let (mut one, mut two) = two("fences", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("fences", Duration::from_secs(10)).await;
     let dst = Tid::task(host(2), 1).expect("a task");
     for seq in 0..ROUNDS {
         // Large frames take long in transit; control items are small.
         one.net
-            .carry(two.me, Carried::Link(frame(1, 1, 2 * seq, 50_000)));
-        one.net.carry(
-            two.me,
+            .send_data(two.own_host, Carried::Link(frame(1, 1, 2 * seq, 50_000)));
+        one.net.send_data(
+            two.own_host,
             Carried::Passed {
                 dst,
                 epoch: Epoch(seq),
             },
         );
         one.net
-            .carry(two.me, Carried::Link(frame(1, 1, 2 * seq + 1, 8)));
+            .send_data(two.own_host, Carried::Link(frame(1, 1, 2 * seq + 1, 8)));
     }
     for seq in 0..ROUNDS {
         assert_eq!(next_frame(&mut two).await.1, 2 * seq);
         match timeout(DEADLINE, two.next()).await {
-            Ok(Seen::Carried(Carried::Passed { epoch, .. })) => assert_eq!(epoch, Epoch(seq)),
+            Ok(DaemonInput::Carried(Carried::Passed { epoch, .. })) => {
+                assert_eq!(epoch, Epoch(seq))
+            }
             seen => panic!("instead of the word {seq}: {seen:?}"),
         }
         assert_eq!(next_frame(&mut two).await.1, 2 * seq + 1);
@@ -375,20 +387,20 @@ async fn control_items_and_frames_keep_their_order() {
 async fn more_pairs_than_streams_lose_nothing() {
     const PAIRS: u32 = LANES_MAX as u32 + 90;
     const EACH: u64 = 6;
-    let (mut one, mut two) = two("many", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("many", Duration::from_secs(10)).await;
     // Two generations of tasks, both of which exit.
     for generation in 0..2 {
         let first = generation * PAIRS + 1;
         for seq in 0..EACH {
             for pair in first..first + PAIRS {
                 one.net
-                    .carry(two.me, Carried::Link(frame(pair, pair, seq, 500)));
+                    .send_data(two.own_host, Carried::Link(frame(pair, pair, seq, 500)));
             }
         }
         for pair in first..first + PAIRS {
             let dst = Tid::task(host(1), pair).expect("a task");
-            one.net.carry(
-                two.me,
+            one.net.send_data(
+                two.own_host,
                 Carried::Ended {
                     dst,
                     marks: Vec::new(),
@@ -399,13 +411,13 @@ async fn more_pairs_than_streams_lose_nothing() {
     let mut seen = HashMap::new();
     for _ in 0..2 * PAIRS as u64 * (EACH + 1) {
         match timeout(DEADLINE, two.next()).await {
-            Ok(Seen::Carried(Carried::Link(body))) => {
+            Ok(DaemonInput::Carried(Carried::Link(body))) => {
                 let frame = LinkFrame::decode(body).expect("a link frame");
                 let count: &mut u64 = seen.entry(frame.src).or_default();
                 assert_eq!(frame.seq, *count, "{}", frame.src);
                 *count += 1;
             }
-            Ok(Seen::Carried(Carried::Ended { dst, .. })) => {
+            Ok(DaemonInput::Carried(Carried::Ended { dst, .. })) => {
                 assert_eq!(seen.get(&dst), Some(&EACH), "{dst} ended")
             }
             other => panic!("after {} tasks: {other:?}", seen.len()),
@@ -417,14 +429,14 @@ async fn more_pairs_than_streams_lose_nothing() {
 async fn control_message_waits_for_session() {
     let authority = Authority::new("pvm").expect("a key");
     let lease = Duration::from_secs(10);
-    let mut one = Daemon::start("wait", 1, &authority.admit(host(1)).expect("a key"), lease);
-    let mut two = Daemon::start("wait", 2, &authority.admit(host(2)).expect("a key"), lease);
-    one.net.send(two.me, &committed(7));
+    let mut one = Daemon::start("wait", 1, &authority.issue(host(1)).expect("a key"), lease);
+    let mut two = Daemon::start("wait", 2, &authority.issue(host(2)).expect("a key"), lease);
+    one.net.send_control(two.own_host, &commit_message(7));
     // Only the host with the lower index has an address of the other.
-    one.net.connect(two.me, vec![two.address()]);
-    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    one.net.connect(two.own_host, vec![two.address()]);
+    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
     assert!(
-        matches!(timeout(DEADLINE, two.next()).await, Ok(Seen::Control(m)) if m == committed(7))
+        matches!(timeout(DEADLINE, two.next()).await, Ok(DaemonInput::Control(m)) if m == commit_message(7))
     );
 }
 
@@ -435,10 +447,10 @@ async fn foreign_certificate_fails_handshake() {
         Authority::new("pvm").expect("a key"),
     );
     let lease = Duration::from_secs(10);
-    let mut one = Daemon::start("foreign", 1, &ours.admit(host(1)).expect("a key"), lease);
-    let mut stranger = Daemon::start("foreign", 2, &theirs.admit(host(2)).expect("a key"), lease);
-    stranger.net.connect(one.me, vec![one.address()]);
-    let is_refusal = |seen: &Seen| matches!(seen, Seen::Event(Event::Stranger { text }) if text.starts_with("refused a connection from"));
+    let mut one = Daemon::start("foreign", 1, &ours.issue(host(1)).expect("a key"), lease);
+    let mut stranger = Daemon::start("foreign", 2, &theirs.issue(host(2)).expect("a key"), lease);
+    stranger.net.connect(one.own_host, vec![one.address()]);
+    let is_refusal = |seen: &DaemonInput| matches!(seen, DaemonInput::Event(Event::Stranger { text }) if text.starts_with("refused a connection from"));
     let seen = timeout(DEADLINE, one.next()).await.expect("in time");
     assert!(is_refusal(&seen), "{seen:?}");
     let quiet = Duration::from_millis(200);
@@ -446,18 +458,18 @@ async fn foreign_certificate_fails_handshake() {
         assert!(is_refusal(&seen), "{seen:?}");
     }
     assert!(timeout(quiet, stranger.next()).await.is_err());
-    stranger.net.forget(one.me);
+    stranger.net.expel(one.own_host);
     // The refused connection does not affect others.
-    let mut three = Daemon::start("foreign", 3, &ours.admit(host(3)).expect("a key"), lease);
-    three.net.connect(one.me, vec![one.address()]);
-    tokio::join!(one.connected(host(3)), three.connected(host(1)));
+    let mut three = Daemon::start("foreign", 3, &ours.issue(host(3)).expect("a key"), lease);
+    three.net.connect(one.own_host, vec![one.address()]);
+    tokio::join!(one.await_session(host(3)), three.await_session(host(1)));
 }
 
 /// A client that accepts every server certificate.
 #[derive(Debug)]
-struct Careless(Arc<CryptoProvider>);
+struct AcceptAnyServer(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Careless {
+impl ServerCertVerifier for AcceptAnyServer {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,
@@ -502,16 +514,16 @@ async fn client_without_valid_certificate_is_refused() {
     let mut one = Daemon::start(
         "careless",
         1,
-        &ours.admit(host(1)).expect("a key"),
+        &ours.issue(host(1)).expect("a key"),
         Duration::from_secs(10),
     );
-    for identity in [Some(theirs.admit(host(2)).expect("a key")), None] {
+    for identity in [Some(theirs.issue(host(2)).expect("a key")), None] {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let tls = rustls::ClientConfig::builder_with_provider(provider.clone())
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("TLS 1.3")
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(Careless(provider)));
+            .with_custom_certificate_verifier(Arc::new(AcceptAnyServer(provider)));
         let mut tls = match &identity {
             Some(own) => tls
                 .with_client_auth_cert(
@@ -541,7 +553,7 @@ async fn client_without_valid_certificate_is_refused() {
             "{ended:?}"
         );
         match timeout(DEADLINE, one.next()).await.expect("in time") {
-            Seen::Event(Event::Stranger { text }) => {
+            DaemonInput::Event(Event::Stranger { text }) => {
                 assert!(
                     text.contains("no certificate of this virtual machine"),
                     "{text}"
@@ -555,27 +567,27 @@ async fn client_without_valid_certificate_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn silent_host_is_lost_after_lease() {
     let lease = Duration::from_millis(1000);
-    let (mut one, mut two) = two("lease", lease).await;
+    let (mut one, mut two) = connected_pair("lease", lease).await;
     let quiet = timeout(lease * 2, one.next()).await;
     assert!(
         quiet.is_err(),
         "keep-alives hold an idle session: {quiet:?}"
     );
     let Daemon { net, .. } = &mut two;
-    net.silence();
+    net.cut_network();
     match timeout(DEADLINE, one.next()).await.expect("in time") {
-        Seen::News(NetNews::Lost(lost, why)) => assert!(
+        DaemonInput::News(SessionChange::Lost(lost, why)) => assert!(
             lost == host(2) && why.contains("nothing was heard"),
             "{why}"
         ),
         seen => panic!("{seen:?}"),
     }
-    one.net.forget(host(2));
+    one.net.expel(host(2));
 }
 
 /// Sends images and checks that the second daemon refuses them, and that only the first one reports
 /// that.
-async fn are_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId) {
+async fn assert_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId) {
     one.images.send(migration, host(2), &mut one.net);
     let refused = tokio::select! {
         seen = one.next() => seen,
@@ -584,7 +596,7 @@ async fn are_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId)
     assert!(
         matches!(
             &refused,
-            Seen::Event(Event::ImagesSent { result: Err(_), .. })
+            DaemonInput::Event(Event::ImagesSent { result: Err(_), .. })
         ),
         "{refused:?}"
     );
@@ -592,7 +604,7 @@ async fn are_refused(one: &mut Daemon, two: &mut Daemon, migration: MigrationId)
 
 #[tokio::test(flavor = "multi_thread")]
 async fn images_arrive_only_where_expected() {
-    let (mut one, mut two) = two("images", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("images", Duration::from_secs(10)).await;
     let migration = MigrationId(5);
     let from = one.images_dir(migration);
     std::fs::create_dir(&from).expect("writable");
@@ -601,11 +613,11 @@ async fn images_arrive_only_where_expected() {
     std::fs::write(from.join("core-1.img"), b"core").expect("writable");
 
     // No images are expected yet.
-    are_refused(&mut one, &mut two, migration).await;
+    assert_refused(&mut one, &mut two, migration).await;
 
     // Images are expected from another host, and stay expected.
     two.images.expect(migration, host(3));
-    are_refused(&mut one, &mut two, migration).await;
+    assert_refused(&mut one, &mut two, migration).await;
     assert!(two.images.expects(migration, host(3)));
 
     two.images.expect(migration, host(1));
@@ -618,11 +630,11 @@ async fn images_arrive_only_where_expected() {
     println!("{rate:.0} MB/s");
     let bytes = content.len() as u64 + 4;
     assert!(
-        matches!(&sent, Ok(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
+        matches!(&sent, Ok(DaemonInput::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
         "{sent:?}"
     );
     assert!(
-        matches!(&received, Ok(Seen::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
+        matches!(&received, Ok(DaemonInput::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
         "{received:?}"
     );
     assert_eq!(
@@ -631,13 +643,13 @@ async fn images_arrive_only_where_expected() {
     );
 
     two.images.drop_images(migration);
-    two.gone(migration).await;
+    two.await_images_removed(migration).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn images_use_session_stream_if_tcp_is_blocked() {
-    let (mut one, mut two) = two("detour", Duration::from_secs(10)).await;
-    two.detours.block(host(1));
+    let (mut one, mut two) = connected_pair("detour", Duration::from_secs(10)).await;
+    two.detours.mark_tcp_blocked(host(1));
     let content: Vec<u8> = (0..20_000_000u32).map(|i| (i >> 7) as u8).collect();
     for number in 0..3 {
         let migration = MigrationId(50 + number);
@@ -657,11 +669,11 @@ async fn images_use_session_stream_if_tcp_is_blocked() {
         }
         let bytes = content.len() as u64;
         assert!(
-            matches!(&sent, Some(Seen::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
+            matches!(&sent, Some(DaemonInput::Event(Event::ImagesSent { result: Ok(n), .. })) if *n == bytes),
             "{sent:?}"
         );
         assert!(
-            matches!(&received, Some(Seen::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
+            matches!(&received, Some(DaemonInput::Event(Event::ImagesReceived { result: Ok(n), .. })) if *n == bytes),
             "{received:?}"
         );
         assert_eq!(
@@ -670,50 +682,51 @@ async fn images_use_session_stream_if_tcp_is_blocked() {
         );
         two.images.drop_images(migration);
         one.images.drop_images(migration);
-        two.gone(migration).await;
+        two.await_images_removed(migration).await;
     }
 }
 
 /// A session stream for an unexpected transfer is refused, and the session continues.
 #[tokio::test(flavor = "multi_thread")]
 async fn unexpected_bulk_stream_is_refused() {
-    let (mut one, mut two) = two("uninvited", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("uninvited", Duration::from_secs(10)).await;
     let (pair, session) = two
         .net
-        .bulk_soon(host(1))
+        .await_session(host(1))
         .session()
         .await
         .expect("it stands");
-    for what in [What::Images, What::Memory] {
-        let purpose = Purpose::Detour(MigrationId(70), what);
-        let (_out, mut back) = both_ways(&pair, &session, purpose).await.expect("a stream");
+    for what in [BulkContent::Images, BulkContent::Memory] {
+        let purpose = StreamPurpose::BulkFallback(MigrationId(70), what);
+        let (_out, mut back) = open_bidirectional(&pair, &session, purpose)
+            .await
+            .expect("a stream");
         let mut said = [0; 1];
         tokio::select! {
             read = timeout(DEADLINE, back.read_exact(&mut said)) => assert!(matches!(read, Ok(Err(_))), "{read:?}"),
             seen = one.next() => panic!("nobody has to know: {seen:?}"),
         }
     }
-    two.net.send(one.me, &committed(3));
+    two.net.send_control(one.own_host, &commit_message(3));
     assert!(
-        matches!(timeout(DEADLINE, one.next()).await, Ok(Seen::Control(m)) if m == committed(3))
+        matches!(timeout(DEADLINE, one.next()).await, Ok(DaemonInput::Control(m)) if m == commit_message(3))
     );
 }
 
 /// Images wait for a session that is being established; for an unknown host they fail at once.
 #[tokio::test(flavor = "multi_thread")]
-async fn images_wait_for_pending_session()
- {
+async fn images_wait_for_pending_session() {
     let authority = Authority::new("pvm").expect("a key");
     let mut one = Daemon::start(
         "soon",
         1,
-        &authority.admit(host(1)).expect("a key"),
+        &authority.issue(host(1)).expect("a key"),
         Duration::from_secs(10),
     );
     let mut two = Daemon::start(
         "soon",
         2,
-        &authority.admit(host(2)).expect("a key"),
+        &authority.issue(host(2)).expect("a key"),
         Duration::from_secs(10),
     );
     let migration = MigrationId(6);
@@ -726,7 +739,7 @@ async fn images_wait_for_pending_session()
     assert!(
         matches!(
             &refused,
-            Seen::Event(Event::ImagesSent { result: Err(_), .. })
+            DaemonInput::Event(Event::ImagesSent { result: Err(_), .. })
         ),
         "{refused:?}"
     );
@@ -736,21 +749,24 @@ async fn images_wait_for_pending_session()
     let Daemon { images, net, .. } = &mut one;
     net.connect(host(2), vec![address]);
     images.send(migration, host(2), net);
-    two.net.connect(one.me, vec![one.address()]);
-    tokio::join!(one.connected(host(2)), two.connected(host(1)));
+    two.net.connect(one.own_host, vec![one.address()]);
+    tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
     let (sent, received) =
         tokio::join!(timeout(DEADLINE, one.next()), timeout(DEADLINE, two.next()));
     assert!(
         matches!(
             &sent,
-            Ok(Seen::Event(Event::ImagesSent { result: Ok(4), .. }))
+            Ok(DaemonInput::Event(Event::ImagesSent { result: Ok(4), .. }))
         ),
         "{sent:?}"
     );
     assert!(
         matches!(
             &received,
-            Ok(Seen::Event(Event::ImagesReceived { result: Ok(4), .. }))
+            Ok(DaemonInput::Event(Event::ImagesReceived {
+                result: Ok(4),
+                ..
+            }))
         ),
         "{received:?}"
     );
@@ -759,7 +775,7 @@ async fn images_wait_for_pending_session()
 /// Images that the target drops on arrival are reported as sent at the source.
 #[tokio::test(flavor = "multi_thread")]
 async fn images_dropped_on_arrival_count_as_sent() {
-    let (mut one, mut two) = two("at-once", Duration::from_secs(10)).await;
+    let (mut one, mut two) = connected_pair("at-once", Duration::from_secs(10)).await;
     for number in 0..100 {
         let migration = MigrationId(100 + number);
         let from = one.images_dir(migration);
@@ -772,14 +788,17 @@ async fn images_dropped_on_arrival_count_as_sent() {
         assert!(
             matches!(
                 &received,
-                Seen::Event(Event::ImagesReceived { result: Ok(4), .. })
+                DaemonInput::Event(Event::ImagesReceived { result: Ok(4), .. })
             ),
             "{received:?}"
         );
         two.images.drop_images(migration);
         let sent = timeout(DEADLINE, one.next()).await.expect("in time");
         assert!(
-            matches!(&sent, Seen::Event(Event::ImagesSent { result: Ok(4), .. })),
+            matches!(
+                &sent,
+                DaemonInput::Event(Event::ImagesSent { result: Ok(4), .. })
+            ),
             "{number}: {sent:?}"
         );
         one.images.drop_images(migration);
@@ -790,14 +809,14 @@ async fn images_dropped_on_arrival_count_as_sent() {
 #[tokio::test(flavor = "multi_thread")]
 async fn growing_images_are_sent_and_either_end_may_abort() {
     for target_gives_up in [true, false] {
-        let (mut one, mut two) = two("ahead", Duration::from_secs(10)).await;
+        let (mut one, mut two) = connected_pair("ahead", Duration::from_secs(10)).await;
         let migration = MigrationId(5);
         let from = one.images_dir(migration);
         std::fs::create_dir(&from).expect("writable");
         std::fs::write(from.join("pages-1.img"), vec![9; 1 << 20]).expect("writable");
         two.images.expect(migration, host(1));
         let Daemon { images, net, .. } = &mut one;
-        images.send_ahead(migration, host(2), net);
+        images.start_streaming(migration, host(2), net);
         let there = two.images_dir(migration).join("pages-1.img");
         let arrives = async {
             while std::fs::metadata(&there).map_or(0, |meta| meta.len()) < 1 << 20 {
@@ -814,24 +833,24 @@ async fn growing_images_are_sent_and_either_end_may_abort() {
             (&mut one, &mut two)
         };
         gives_up.images.drop_images(migration);
-        gives_up.gone(migration).await;
+        gives_up.await_images_removed(migration).await;
         let told = timeout(DEADLINE, other.next()).await;
         let failed = matches!(
             &told,
-            Ok(Seen::Event(
+            Ok(DaemonInput::Event(
                 Event::ImagesSent { result: Err(_), .. }
                     | Event::ImagesReceived { result: Err(_), .. }
             ))
         );
         assert!(failed, "{told:?}");
         other.images.drop_images(migration);
-        other.gone(migration).await;
+        other.await_images_removed(migration).await;
     }
 }
 
 impl Daemon {
     /// Waits until the images are removed, which happens when no work on them is left.
-    async fn gone(&self, migration: MigrationId) {
+    async fn await_images_removed(&self, migration: MigrationId) {
         let gone = async {
             while self.images_dir(migration).exists() {
                 tokio::time::sleep(Duration::from_millis(10)).await;

@@ -20,33 +20,35 @@ use tokio::sync::mpsc;
 pub(crate) const LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 
 /// Heads of link frames that share one allocation.
-const HEADS: usize = 512;
+const HEADS_PER_ALLOCATION: usize = 512;
 
 /// One item of the queue.
 #[derive(Debug)]
-pub(crate) enum Parcel {
+pub(crate) enum Outgoing {
     /// A complete frame that must not be lost while the stream is open.
-    Sure(Bytes),
+    Reliable(Bytes),
     /// The same, with file descriptors.
-    With(Bytes, Descriptors),
+    WithFds(Bytes, Descriptors),
     /// The body of a link frame; the ends of the link detect a loss and retransmit.
     Link(Bytes),
     /// Close the stream after all earlier items.
-    End,
+    Close,
 }
 
-impl Parcel {
+impl Outgoing {
     fn len(&self) -> usize {
         match self {
-            Parcel::Sure(bytes) | Parcel::With(bytes, _) | Parcel::Link(bytes) => bytes.len(),
-            Parcel::End => 0,
+            Outgoing::Reliable(bytes) | Outgoing::WithFds(bytes, _) | Outgoing::Link(bytes) => {
+                bytes.len()
+            }
+            Outgoing::Close => 0,
         }
     }
 }
 
 #[derive(Debug, Default)]
 struct Counters {
-    sure_bytes: AtomicUsize,
+    reliable_bytes: AtomicUsize,
     link_bytes: AtomicUsize,
     sent: AtomicUsize,
 }
@@ -54,7 +56,7 @@ struct Counters {
 /// The sending end of the queue; clones share it.
 #[derive(Clone, Debug)]
 pub(crate) struct Outbox {
-    queue: mpsc::UnboundedSender<Parcel>,
+    queue: mpsc::UnboundedSender<Outgoing>,
     counters: Arc<Counters>,
     link_bytes_max: usize,
 }
@@ -62,7 +64,7 @@ pub(crate) struct Outbox {
 /// The receiving end of the queue, owned by the writer.
 #[derive(Debug)]
 pub(crate) struct OutboxReader {
-    queue: mpsc::UnboundedReceiver<Parcel>,
+    queue: mpsc::UnboundedReceiver<Outgoing>,
     counters: Arc<Counters>,
 }
 
@@ -87,32 +89,33 @@ impl Outbox {
     /// Queues an item. Returns false if it was a link frame over the limit, which is dropped.
     ///
     /// Items queued after the writer has ended are dropped, too.
-    pub(crate) fn put(&self, parcel: Parcel) -> bool {
-        let len = parcel.len();
-        match &parcel {
-            Parcel::Link(_)
+    pub(crate) fn enqueue(&self, item: Outgoing) -> bool {
+        let len = item.len();
+        match &item {
+            Outgoing::Link(_)
                 if self.counters.link_bytes.load(Ordering::Relaxed) + len > self.link_bytes_max =>
             {
                 return false;
             }
-            Parcel::Link(_) => self.counters.link_bytes.fetch_add(len, Ordering::Relaxed),
-            Parcel::Sure(_) | Parcel::With(..) => {
-                self.counters.sure_bytes.fetch_add(len, Ordering::Relaxed)
-            }
-            Parcel::End => 0,
+            Outgoing::Link(_) => self.counters.link_bytes.fetch_add(len, Ordering::Relaxed),
+            Outgoing::Reliable(_) | Outgoing::WithFds(..) => self
+                .counters
+                .reliable_bytes
+                .fetch_add(len, Ordering::Relaxed),
+            Outgoing::Close => 0,
         };
         // A failed send means that the stream has ended; its reader reports that.
-        let _ = self.queue.send(parcel);
+        let _ = self.queue.send(item);
         true
     }
 
     /// Returns the queued bytes that must not be dropped.
-    pub(crate) fn sure_bytes(&self) -> usize {
-        self.counters.sure_bytes.load(Ordering::Relaxed)
+    pub(crate) fn reliable_bytes(&self) -> usize {
+        self.counters.reliable_bytes.load(Ordering::Relaxed)
     }
 
     /// Counts the items that have left the queue; two equal values mean no progress in between.
-    pub(crate) fn progress(&self) -> usize {
+    pub(crate) fn sent_count(&self) -> usize {
         self.counters.sent.load(Ordering::Relaxed)
     }
 }
@@ -120,22 +123,22 @@ impl Outbox {
 impl OutboxReader {
     /// Waits for items and appends up to `max` of them to `batch`. Returns their number; 0 when the
     /// sending end is dropped.
-    pub(crate) async fn take(&mut self, batch: &mut Vec<Parcel>, max: usize) -> usize {
+    pub(crate) async fn receive_batch(&mut self, batch: &mut Vec<Outgoing>, max: usize) -> usize {
         self.queue.recv_many(batch, max).await
     }
 
     /// Records that an item has been written, or will never be.
-    pub(crate) fn done(&self, parcel: &Parcel) {
-        match parcel {
-            Parcel::Link(bytes) => self
+    pub(crate) fn record_done(&self, item: &Outgoing) {
+        match item {
+            Outgoing::Link(bytes) => self
                 .counters
                 .link_bytes
                 .fetch_sub(bytes.len(), Ordering::Relaxed),
-            Parcel::Sure(bytes) | Parcel::With(bytes, _) => self
+            Outgoing::Reliable(bytes) | Outgoing::WithFds(bytes, _) => self
                 .counters
-                .sure_bytes
+                .reliable_bytes
                 .fetch_sub(bytes.len(), Ordering::Relaxed),
-            Parcel::End => 0,
+            Outgoing::Close => 0,
         };
         self.counters.sent.fetch_add(1, Ordering::Relaxed);
     }
@@ -143,29 +146,32 @@ impl OutboxReader {
 
 /// Encodes items for a stream that takes chunks without copying; link frames get their heads here.
 #[derive(Debug, Default)]
-pub(crate) struct Heads {
-    room: BytesMut,
+pub(crate) struct ChunkEncoder {
+    head_buffer: BytesMut,
 }
 
-impl Heads {
+impl ChunkEncoder {
     /// Appends the chunks of a batch to `chunks`. Returns true if the stream must be closed after
     /// them.
-    pub(crate) fn cut(&mut self, batch: &[Parcel], chunks: &mut Vec<Bytes>) -> bool {
-        for parcel in batch {
-            match parcel {
-                Parcel::Sure(frame) | Parcel::With(frame, _) => chunks.push(frame.clone()),
-                Parcel::Link(body) => {
-                    if self.room.capacity() < FRAME_HEAD_BYTES {
-                        self.room.reserve(HEADS * FRAME_HEAD_BYTES);
-                    }
-                    self.room
-                        .put_slice(&frame_head(FrameKind::Link, body.len()));
-                    chunks.extend([self.room.split().freeze(), body.clone()]);
+    pub(crate) fn encode(&mut self, batch: &[Outgoing], chunks: &mut Vec<Bytes>) -> bool {
+        for item in batch {
+            match item {
+                Outgoing::Reliable(frame) | Outgoing::WithFds(frame, _) => {
+                    chunks.push(frame.clone())
                 }
-                Parcel::End => {}
+                Outgoing::Link(body) => {
+                    if self.head_buffer.capacity() < FRAME_HEAD_BYTES {
+                        self.head_buffer
+                            .reserve(HEADS_PER_ALLOCATION * FRAME_HEAD_BYTES);
+                    }
+                    self.head_buffer
+                        .put_slice(&frame_head(FrameKind::Link, body.len()));
+                    chunks.extend([self.head_buffer.split().freeze(), body.clone()]);
+                }
+                Outgoing::Close => {}
             }
         }
-        batch.iter().any(|parcel| matches!(parcel, Parcel::End))
+        batch.iter().any(|item| matches!(item, Outgoing::Close))
     }
 }
 
@@ -178,16 +184,16 @@ mod tests {
     async fn only_link_frames_over_the_limit_are_dropped() {
         let (fill, mut read) = outbox(100);
         for _ in 0..3 {
-            fill.put(Parcel::Link(Bytes::from_static(&[0; 60])));
-            fill.put(Parcel::Sure(Bytes::from_static(&[0; 600])));
+            fill.enqueue(Outgoing::Link(Bytes::from_static(&[0; 60])));
+            fill.enqueue(Outgoing::Reliable(Bytes::from_static(&[0; 600])));
         }
-        assert_eq!(fill.sure_bytes(), 1800);
+        assert_eq!(fill.reliable_bytes(), 1800);
         let mut batch = Vec::new();
-        assert_eq!(read.take(&mut batch, 10).await, 4);
-        batch.iter().for_each(|parcel| read.done(parcel));
-        assert_eq!((fill.sure_bytes(), fill.progress()), (0, 4));
-        fill.put(Parcel::Link(Bytes::from_static(&[0; 60])));
+        assert_eq!(read.receive_batch(&mut batch, 10).await, 4);
+        batch.iter().for_each(|item| read.record_done(item));
+        assert_eq!((fill.reliable_bytes(), fill.sent_count()), (0, 4));
+        fill.enqueue(Outgoing::Link(Bytes::from_static(&[0; 60])));
         batch.clear();
-        assert_eq!(read.take(&mut batch, 10).await, 1);
+        assert_eq!(read.receive_batch(&mut batch, 10).await, 1);
     }
 }

@@ -40,7 +40,7 @@ pub(crate) struct Authority {
 
 /// Credentials of one host and the authority's certificate to check those of others. All in DER.
 #[derive(Clone, PartialEq, Eq)]
-pub(crate) struct Identity {
+pub(crate) struct HostCredentials {
     pub(crate) authority: Vec<u8>,
     pub(crate) certificate: Vec<u8>,
     /// The host's private key (PKCS #8).
@@ -88,7 +88,7 @@ impl Authority {
     ///
     /// # Errors
     /// The key cannot be generated.
-    pub(crate) fn admit(&self, host: HostId) -> Result<Identity, PkiError> {
+    pub(crate) fn issue(&self, host: HostId) -> Result<HostCredentials, PkiError> {
         let mut params = CertificateParams::new(vec![host_name(host, &self.vm)]).map_err(failed)?;
         params.distinguished_name = name_of(&host_name(host, &self.vm));
         params.use_authority_key_identifier_extension = true;
@@ -99,7 +99,7 @@ impl Authority {
         ];
         let key = KeyPair::generate().map_err(failed)?;
         let certificate = params.signed_by(&key, &self.issuer).map_err(failed)?;
-        Ok(Identity {
+        Ok(HostCredentials {
             authority: self.certificate.clone(),
             certificate: certificate.der().to_vec(),
             key: key.serialize_der(),
@@ -113,7 +113,7 @@ fn name_of(common: &str) -> DistinguishedName {
     name
 }
 
-impl Identity {
+impl HostCredentials {
     fn parts(
         &self,
     ) -> Result<
@@ -141,7 +141,7 @@ impl Identity {
     ///
     /// # Errors
     /// The certificates are inconsistent.
-    pub(crate) fn server(&self) -> Result<QuicServerConfig, PkiError> {
+    pub(crate) fn server_config(&self) -> Result<QuicServerConfig, PkiError> {
         let (roots, chain, key) = self.parts()?;
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, provider.clone())
@@ -164,7 +164,7 @@ impl Identity {
     ///
     /// # Errors
     /// The certificates are inconsistent.
-    pub(crate) fn client(&self) -> Result<QuicClientConfig, PkiError> {
+    pub(crate) fn client_config(&self) -> Result<QuicClientConfig, PkiError> {
         let (roots, chain, key) = self.parts()?;
         let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(
             rustls::crypto::ring::default_provider(),
@@ -181,7 +181,7 @@ impl Identity {
 
 /// Returns the host of this virtual machine that a certificate names. The certificate must have
 /// passed the handshake: its signature is not checked here.
-pub(crate) fn host_named(certificate: &[u8], vm: &str) -> Option<HostId> {
+pub(crate) fn host_of_certificate(certificate: &[u8], vm: &str) -> Option<HostId> {
     let (_, parsed) = X509Certificate::from_der(certificate).ok()?;
     let names = parsed.subject_alternative_name().ok()??;
     names.value.general_names.iter().find_map(|name| {
@@ -203,10 +203,14 @@ mod tests {
         let host = HostId::new(17).expect("an index");
         for vm in ["pvm", "My_Own.vm", "-", "a..b"] {
             let authority = Authority::new(vm).expect("a key");
-            let identity = authority.admit(host).expect("a key");
-            assert_eq!(host_named(&identity.certificate, vm), Some(host), "{vm}");
-            assert_eq!(host_named(&identity.certificate, "another"), None);
-            assert!(identity.server().is_ok() && identity.client().is_ok());
+            let identity = authority.issue(host).expect("a key");
+            assert_eq!(
+                host_of_certificate(&identity.certificate, vm),
+                Some(host),
+                "{vm}"
+            );
+            assert_eq!(host_of_certificate(&identity.certificate, "another"), None);
+            assert!(identity.server_config().is_ok() && identity.client_config().is_ok());
         }
     }
 }

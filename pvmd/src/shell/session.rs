@@ -5,10 +5,10 @@
 //! its hello first. The other daemon sends nothing on a connection before that, so both always mean
 //! the same connection.
 
-use super::detour::What;
-use super::input::{Input, Inputs};
-use super::net::{Announced, NetInput};
-use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, outbox};
+use super::bulk_fallback::BulkContent;
+use super::input::{Input, InputSender};
+use super::net::{NetInput, TransferAnnouncement};
+use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, Outbox, OutboxReader, outbox};
 use bytes::Bytes;
 use pvmd_machine::lanes::{Lane, LaneId, Main};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
@@ -22,25 +22,25 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 
 /// Time from the handshake to the peer's hello.
-const HELLO_WITHIN: Duration = Duration::from_secs(10);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most chunks read from a stream at once; each is the content of one datagram.
-const READ_PIECES: usize = 32;
+const READ_CHUNKS_MAX: usize = 32;
 /// Most frames passed to a stream at once.
 const WRITE_FRAMES_MAX: usize = 64;
 /// Time limit for the peer to receive our last data.
-const FAREWELL_WITHIN: Duration = Duration::from_secs(2);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Number of checks per lease.
-const LEASE_STEPS: u32 = 20;
+const LEASE_CHECKS: u32 = 20;
 
 /// First bytes of every stream.
-const MAGIC: [u8; 4] = *b"SMPH";
+const STREAM_MAGIC: [u8; 4] = *b"SMPH";
 
 /// Close code of a redundant connection.
 pub(crate) const CLOSE_DUPLICATE: VarInt = VarInt::from_u32(1);
 /// Close code for a host that is not, or no longer, in this virtual machine.
-pub(crate) const CLOSE_FORGOTTEN: VarInt = VarInt::from_u32(2);
+pub(crate) const CLOSE_EXPELLED: VarInt = VarInt::from_u32(2);
 /// Close code after a protocol error.
-const CLOSE_GARBAGE: VarInt = VarInt::from_u32(3);
+const CLOSE_PROTOCOL_ERROR: VarInt = VarInt::from_u32(3);
 /// Close code of an orderly end.
 pub(crate) const CLOSE_LEAVING: VarInt = VarInt::from_u32(4);
 /// Close code if the peer was silent for too long.
@@ -48,19 +48,19 @@ pub(crate) const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
 
 /// The purpose of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Purpose {
+pub(crate) enum StreamPurpose {
     /// Control messages between daemons ([`HostMsg`]).
     Control,
     /// The main stream of the data channel: control items and link frames, as [`Main`].
     Data,
     /// Link frames of one pair of tasks, as [`Lane`].
-    Lane(LaneId),
+    PairStream(LaneId),
     /// Announces an image transfer; open as long as the transfer lasts.
     Images(MigrationId),
     /// Announces a post-copy memory transfer.
     Memory(MigrationId),
     /// Bidirectional: carries an announced transfer because TCP is blocked.
-    Detour(MigrationId, What),
+    BulkFallback(MigrationId, BulkContent),
 }
 
 /// The first frame of every stream.
@@ -71,14 +71,14 @@ struct StreamHello {
     vm: String,
     from: HostId,
     to: HostId,
-    purpose: Purpose,
+    purpose: StreamPurpose,
 }
 
 /// The two ends of a session, and its lease.
 #[derive(Clone, Debug)]
-pub(crate) struct Pair {
+pub(crate) struct SessionContext {
     pub(crate) vm: String,
-    pub(crate) me: HostId,
+    pub(crate) own_host: HostId,
     /// The peer, as named by its certificate.
     pub(crate) host: HostId,
     /// Number of the session, unique in this daemon.
@@ -89,7 +89,7 @@ pub(crate) struct Pair {
 
 /// An item of one of the streams that make up the data channel.
 #[derive(Debug)]
-pub(crate) enum DataParcel {
+pub(crate) enum DataItem {
     /// From the main stream.
     Main(Main<Carried>),
     /// From a pair stream.
@@ -98,7 +98,7 @@ pub(crate) enum DataParcel {
 
 /// The queues of a session that is up.
 #[derive(Clone, Debug)]
-pub(crate) struct Channels {
+pub(crate) struct SessionQueues {
     /// The control stream; takes complete frames.
     pub(crate) control: Outbox,
     /// The main stream of the data channel.
@@ -108,14 +108,14 @@ pub(crate) struct Channels {
 }
 
 /// Serves a connection as a session, from the hellos to its end, and reports the end.
-pub(crate) async fn run(pair: Pair, connection: Connection, inputs: Inputs) {
-    let why = match timeout(HELLO_WITHIN, pair.open(&connection)).await {
+pub(crate) async fn run(pair: SessionContext, connection: Connection, inputs: InputSender) {
+    let why = match timeout(HELLO_TIMEOUT, pair.open(&connection)).await {
         Ok(Ok(streams)) => pair.serve(&connection, streams, &inputs).await,
         Ok(Err(why)) => why,
         Err(_) => "no hello came in time".to_string(),
     };
-    connection.close(CLOSE_GARBAGE, b"");
-    let down = NetInput::Down {
+    connection.close(CLOSE_PROTOCOL_ERROR, b"");
+    let down = NetInput::SessionDown {
         host: pair.host,
         number: pair.number,
         why,
@@ -124,27 +124,27 @@ pub(crate) async fn run(pair: Pair, connection: Connection, inputs: Inputs) {
 }
 
 /// The streams of a session that exist after the hellos.
-struct Streams {
+struct SessionStreams {
     control_out: SendStream,
     data_out: SendStream,
     control_in: (RecvStream, FrameDecoder),
 }
 
-impl Pair {
+impl SessionContext {
     /// Exchanges hellos: the host with the higher index sends first.
-    async fn open(&self, connection: &Connection) -> Result<Streams, String> {
-        if self.me > self.host {
-            let (control_out, data_out) = self.say_hello(connection).await?;
-            let control_in = self.hear_hello(connection).await?;
-            Ok(Streams {
+    async fn open(&self, connection: &Connection) -> Result<SessionStreams, String> {
+        if self.own_host > self.host {
+            let (control_out, data_out) = self.send_hello(connection).await?;
+            let control_in = self.receive_hello(connection).await?;
+            Ok(SessionStreams {
                 control_out,
                 data_out,
                 control_in,
             })
         } else {
-            let control_in = self.hear_hello(connection).await?;
-            let (control_out, data_out) = self.say_hello(connection).await?;
-            Ok(Streams {
+            let control_in = self.receive_hello(connection).await?;
+            let (control_out, data_out) = self.send_hello(connection).await?;
+            Ok(SessionStreams {
                 control_out,
                 data_out,
                 control_in,
@@ -152,31 +152,40 @@ impl Pair {
         }
     }
 
-    async fn say_hello(&self, connection: &Connection) -> Result<(SendStream, SendStream), String> {
-        let control = self.stream(connection, Purpose::Control, 2).await?;
-        let data = self.stream(connection, Purpose::Data, 1).await?;
+    async fn send_hello(
+        &self,
+        connection: &Connection,
+    ) -> Result<(SendStream, SendStream), String> {
+        let control = self
+            .open_stream(connection, StreamPurpose::Control, 2)
+            .await?;
+        let data = self.open_stream(connection, StreamPurpose::Data, 1).await?;
         Ok((control, data))
     }
 
     /// Opens a stream and sends its purpose. Streams of higher priority are sent first.
-    async fn stream(
+    async fn open_stream(
         &self,
         connection: &Connection,
-        purpose: Purpose,
+        purpose: StreamPurpose,
         priority: i32,
     ) -> Result<SendStream, String> {
         let mut stream = connection.open_uni().await.map_err(|e| e.to_string())?;
         let _ = stream.set_priority(priority);
-        self.say_purpose(&mut stream, purpose).await?;
+        self.send_purpose(&mut stream, purpose).await?;
         Ok(stream)
     }
 
-    async fn say_purpose(&self, stream: &mut SendStream, purpose: Purpose) -> Result<(), String> {
+    async fn send_purpose(
+        &self,
+        stream: &mut SendStream,
+        purpose: StreamPurpose,
+    ) -> Result<(), String> {
         let hello = StreamHello {
-            magic: MAGIC,
+            magic: STREAM_MAGIC,
             version: WIRE_VERSION,
             vm: self.vm.clone(),
-            from: self.me,
+            from: self.own_host,
             to: self.host,
             purpose,
         };
@@ -184,56 +193,61 @@ impl Pair {
         stream.write_chunk(frame).await.map_err(|e| e.to_string())
     }
 
-    async fn hear_hello(
+    async fn receive_hello(
         &self,
         connection: &Connection,
     ) -> Result<(RecvStream, FrameDecoder), String> {
         let mut stream = connection.accept_uni().await.map_err(|e| describe(&e))?;
         let mut decoder = FrameDecoder::new();
-        match self.purpose(&mut stream, &mut decoder).await? {
-            Purpose::Control => Ok((stream, decoder)),
+        match self.read_purpose(&mut stream, &mut decoder).await? {
+            StreamPurpose::Control => Ok((stream, decoder)),
             other => Err(format!("it began with a stream for {other:?}")),
         }
     }
 
     /// Reads the first frame of a stream and checks that it is meant for this session.
-    async fn purpose(
+    async fn read_purpose(
         &self,
         stream: &mut RecvStream,
         decoder: &mut FrameDecoder,
-    ) -> Result<Purpose, String> {
+    ) -> Result<StreamPurpose, String> {
         let frame = read_frame(stream, decoder)
             .await?
             .ok_or("a stream ended before its hello")?;
         let hello: StreamHello = frame.control().map_err(|e| e.to_string())?;
-        if hello.magic != MAGIC || hello.version != WIRE_VERSION {
+        if hello.magic != STREAM_MAGIC || hello.version != WIRE_VERSION {
             return Err(format!(
                 "it speaks version {}, this daemon {WIRE_VERSION}",
                 hello.version
             ));
         }
-        if (hello.from, hello.to, &hello.vm) != (self.host, self.me, &self.vm) {
+        if (hello.from, hello.to, &hello.vm) != (self.host, self.own_host, &self.vm) {
             return Err(format!(
                 "it took {} of {} for {} of {}",
-                self.me, self.vm, hello.to, hello.vm
+                self.own_host, self.vm, hello.to, hello.vm
             ));
         }
         Ok(hello.purpose)
     }
 
     /// Serves a session until it ends, and returns the reason.
-    async fn serve(&self, connection: &Connection, streams: Streams, inputs: &Inputs) -> String {
+    async fn serve(
+        &self,
+        connection: &Connection,
+        streams: SessionStreams,
+        inputs: &InputSender,
+    ) -> String {
         let (control, control_queue) = outbox(0);
         let (data, data_queue) = outbox(LINK_BYTES_MAX);
-        let channels = Channels {
+        let queues = SessionQueues {
             control,
             data,
             connection: connection.clone(),
         };
-        let up = NetInput::Up {
+        let up = NetInput::SessionUp {
             host: self.host,
             number: self.number,
-            channels,
+            channels: queues,
         };
         if inputs.send(Input::Net(up)).await.is_err() {
             return "this daemon ends".into();
@@ -246,7 +260,7 @@ impl Pair {
         let why = tokio::select! {
             why = self.read_control(connection, stream, decoder, inputs) => why,
             why = self.accept_streams(connection, inputs) => why,
-            why = self.accept_detours(connection, inputs) => why,
+            why = self.accept_fallback_streams(connection, inputs) => why,
             why = self.watch_lease(connection) => why,
         };
         writers.iter().for_each(|w| w.abort());
@@ -259,7 +273,7 @@ impl Pair {
         connection: &Connection,
         mut stream: RecvStream,
         mut decoder: FrameDecoder,
-        inputs: &Inputs,
+        inputs: &InputSender,
     ) -> String {
         loop {
             let message = match read_frame(&mut stream, &mut decoder).await {
@@ -285,7 +299,7 @@ impl Pair {
     }
 
     /// Serves the other unidirectional streams of the peer. Returns only at a protocol error.
-    async fn accept_streams(&self, connection: &Connection, inputs: &Inputs) -> String {
+    async fn accept_streams(&self, connection: &Connection, inputs: &InputSender) -> String {
         let (mut has_data, mut readers) = (false, JoinSet::new());
         loop {
             let mut stream = tokio::select! {
@@ -301,9 +315,10 @@ impl Pair {
                 },
             };
             let mut decoder = FrameDecoder::new();
-            let purpose = timeout(HELLO_WITHIN, self.purpose(&mut stream, &mut decoder)).await;
+            let purpose =
+                timeout(HELLO_TIMEOUT, self.read_purpose(&mut stream, &mut decoder)).await;
             match purpose {
-                Ok(Ok(Purpose::Data)) if !has_data => {
+                Ok(Ok(StreamPurpose::Data)) if !has_data => {
                     has_data = true;
                     readers.spawn(read_data(
                         self.clone(),
@@ -313,7 +328,7 @@ impl Pair {
                         inputs.clone(),
                     ));
                 }
-                Ok(Ok(Purpose::Lane(lane))) => {
+                Ok(Ok(StreamPurpose::PairStream(lane))) => {
                     readers.spawn(read_data(
                         self.clone(),
                         Some(lane),
@@ -322,9 +337,11 @@ impl Pair {
                         inputs.clone(),
                     ));
                 }
-                Ok(Ok(purpose @ (Purpose::Images(migration) | Purpose::Memory(migration)))) => {
+                Ok(Ok(
+                    purpose @ (StreamPurpose::Images(migration) | StreamPurpose::Memory(migration)),
+                )) => {
                     let (pair, session) = (self.clone(), connection.clone());
-                    let announced = Announced {
+                    let announced = TransferAnnouncement {
                         pair,
                         migration,
                         session,
@@ -332,7 +349,7 @@ impl Pair {
                         decoder,
                     };
                     let input = match purpose {
-                        Purpose::Memory(_) => NetInput::Memory(announced),
+                        StreamPurpose::Memory(_) => NetInput::Memory(announced),
                         _ => NetInput::Images(announced),
                     };
                     if inputs.send(Input::Net(input)).await.is_err() {
@@ -347,26 +364,31 @@ impl Pair {
     }
 
     /// Accepts the bidirectional streams of the peer. Returns only at a protocol error.
-    async fn accept_detours(&self, connection: &Connection, inputs: &Inputs) -> String {
+    async fn accept_fallback_streams(
+        &self,
+        connection: &Connection,
+        inputs: &InputSender,
+    ) -> String {
         loop {
             // The reader of the control stream reports the end.
             let Ok((out, mut back)) = connection.accept_bi().await else {
                 std::future::pending().await
             };
             let mut decoder = FrameDecoder::new();
-            let purpose = match timeout(HELLO_WITHIN, self.purpose(&mut back, &mut decoder)).await {
-                Ok(Ok(purpose)) => purpose,
-                Ok(Err(why)) => return why,
-                Err(_) => return "it opened a stream and said nothing".into(),
-            };
-            let Purpose::Detour(migration, what) = purpose else {
+            let purpose =
+                match timeout(HELLO_TIMEOUT, self.read_purpose(&mut back, &mut decoder)).await {
+                    Ok(Ok(purpose)) => purpose,
+                    Ok(Err(why)) => return why,
+                    Err(_) => return "it opened a stream and said nothing".into(),
+                };
+            let StreamPurpose::BulkFallback(migration, what) = purpose else {
                 return format!("it opened a stream both ways for {purpose:?}");
             };
             // The peer must send nothing more until the stream is accepted.
             if !decoder.is_empty() {
                 return "it said more on a stream than was to be said".into();
             }
-            let detour = NetInput::Detour {
+            let detour = NetInput::FallbackStream {
                 host: self.host,
                 migration,
                 what,
@@ -384,11 +406,11 @@ impl Pair {
     /// peer.
     async fn watch_lease(&self, connection: &Connection) -> String {
         let mut steps = interval_at(
-            next_step(self.lease / LEASE_STEPS),
-            self.lease / LEASE_STEPS,
+            next_lease_check(self.lease / LEASE_CHECKS),
+            self.lease / LEASE_CHECKS,
         );
         steps.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let (mut heard, mut silent) = (0, 0);
+        let (mut frames_seen, mut silent_checks) = (0, 0);
         loop {
             steps.tick().await;
             let frames = connection.stats().frame_rx;
@@ -397,9 +419,13 @@ impl Pair {
                 + frames.stream
                 + frames.max_data
                 + frames.max_stream_data;
-            silent = if now == heard { silent + 1 } else { 0 };
-            heard = now;
-            if silent >= LEASE_STEPS {
+            silent_checks = if now == frames_seen {
+                silent_checks + 1
+            } else {
+                0
+            };
+            frames_seen = now;
+            if silent_checks >= LEASE_CHECKS {
                 connection.close(CLOSE_SILENT, b"nothing was heard");
                 return format!("nothing was heard of it for {} ms", self.lease.as_millis());
             }
@@ -409,7 +435,7 @@ impl Pair {
 
 /// Returns the next common time at which all sessions of this daemon check their leases: separate
 /// times would wake the daemon once per host.
-fn next_step(step: Duration) -> Instant {
+fn next_lease_check(step: Duration) -> Instant {
     static FIRST: OnceLock<Instant> = OnceLock::new();
     let first = *FIRST.get_or_init(Instant::now);
     let steps = first.elapsed().as_nanos() / step.as_nanos().max(1) + 1;
@@ -422,25 +448,25 @@ fn next_step(step: Duration) -> Instant {
 /// # Errors
 /// A protocol error of the peer, or the end of this daemon.
 async fn read_data(
-    pair: Pair,
+    pair: SessionContext,
     lane: Option<LaneId>,
     mut stream: RecvStream,
     mut decoder: FrameDecoder,
-    inputs: Inputs,
+    inputs: InputSender,
 ) -> Result<(), String> {
     loop {
         // The control stream reports the reason of an end.
         let Ok(Some(frame)) = read_frame(&mut stream, &mut decoder).await else {
             return Ok(());
         };
-        let parcel = match lane {
-            None => DataParcel::Main(main_parcel(frame)?),
-            Some(lane) => DataParcel::Lane(lane, lane_parcel(frame)?),
+        let item = match lane {
+            None => DataItem::Main(main_item(frame)?),
+            Some(lane) => DataItem::Lane(lane, pair_stream_item(frame)?),
         };
         let input = NetInput::Data {
             host: pair.host,
             number: pair.number,
-            parcel,
+            parcel: item,
         };
         inputs
             .send(Input::Net(input))
@@ -449,7 +475,7 @@ async fn read_data(
     }
 }
 
-fn main_parcel(frame: Frame) -> Result<Main<Carried>, String> {
+fn main_item(frame: Frame) -> Result<Main<Carried>, String> {
     match frame {
         Frame {
             kind: FrameKind::Link,
@@ -459,7 +485,7 @@ fn main_parcel(frame: Frame) -> Result<Main<Carried>, String> {
     }
 }
 
-pub(super) fn lane_parcel(frame: Frame) -> Result<Lane<Carried>, String> {
+pub(super) fn pair_stream_item(frame: Frame) -> Result<Lane<Carried>, String> {
     match frame {
         Frame {
             kind: FrameKind::Link,
@@ -476,39 +502,42 @@ pub(super) fn lane_parcel(frame: Frame) -> Result<Lane<Carried>, String> {
 }
 
 /// Serves a pair stream from its opening to its end.
-pub(crate) async fn run_lane(
-    pair: Pair,
+pub(crate) async fn run_pair_stream(
+    pair: SessionContext,
     connection: Connection,
     lane: LaneId,
     queue: OutboxReader,
 ) {
     // Without a stream the session is ending; the control stream reports that.
-    if let Ok(stream) = pair.stream(&connection, Purpose::Lane(lane), 1).await {
+    if let Ok(stream) = pair
+        .open_stream(&connection, StreamPurpose::PairStream(lane), 1)
+        .await
+    {
         write_stream(stream, queue).await;
     }
 }
 
-/// Writes queued frames. After [`Parcel::End`] it finishes the stream and waits until the peer has
-/// received everything.
+/// Writes queued frames. After [`super::outbox::Outgoing::Close`] it finishes the stream and waits
+/// until the peer has received everything.
 async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
     let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
     let mut chunks: Vec<Bytes> = Vec::with_capacity(2 * WRITE_FRAMES_MAX);
-    let mut heads = Heads::default();
+    let mut encoder = ChunkEncoder::default();
     loop {
         batch.clear();
         chunks.clear();
-        if queue.take(&mut batch, WRITE_FRAMES_MAX).await == 0 {
+        if queue.receive_batch(&mut batch, WRITE_FRAMES_MAX).await == 0 {
             return;
         }
-        let end = heads.cut(&batch, &mut chunks);
+        let end = encoder.encode(&batch, &mut chunks);
         let written = stream.write_all_chunks(&mut chunks).await;
-        batch.iter().for_each(|parcel| queue.done(parcel));
+        batch.iter().for_each(|item| queue.record_done(item));
         if written.is_err() {
             return;
         }
         if end {
             let _ = stream.finish();
-            let _ = timeout(FAREWELL_WITHIN, stream.stopped()).await;
+            let _ = timeout(FINISH_TIMEOUT, stream.stopped()).await;
             return;
         }
     }
@@ -518,26 +547,26 @@ async fn write_stream(mut stream: SendStream, mut queue: OutboxReader) {
 ///
 /// # Errors
 /// What happened to the session.
-pub(crate) async fn announcing_stream(
-    pair: &Pair,
+pub(crate) async fn open_announcement(
+    pair: &SessionContext,
     connection: &Connection,
-    what: Purpose,
+    what: StreamPurpose,
 ) -> Result<SendStream, String> {
-    pair.stream(connection, what, 0).await
+    pair.open_stream(connection, what, 0).await
 }
 
 /// Opens a bidirectional stream. The peer sends first.
 ///
 /// # Errors
 /// What happened to the session.
-pub(crate) async fn both_ways(
-    pair: &Pair,
+pub(crate) async fn open_bidirectional(
+    pair: &SessionContext,
     connection: &Connection,
-    what: Purpose,
+    what: StreamPurpose,
 ) -> Result<(SendStream, RecvStream), String> {
     let (mut out, back) = connection.open_bi().await.map_err(|e| e.to_string())?;
     let _ = out.set_priority(0);
-    pair.say_purpose(&mut out, what).await?;
+    pair.send_purpose(&mut out, what).await?;
     Ok((out, back))
 }
 
@@ -550,7 +579,7 @@ pub(crate) async fn read_frame(
         if let Some(frame) = decoder.next_frame().map_err(|e| e.to_string())? {
             return Ok(Some(frame));
         }
-        let mut pieces = [const { Bytes::new() }; READ_PIECES];
+        let mut pieces = [const { Bytes::new() }; READ_CHUNKS_MAX];
         match stream.read_chunks(&mut pieces).await {
             Ok(Some(count)) => pieces[..count].iter().for_each(|piece| decoder.push(piece)),
             Ok(None) if decoder.is_empty() => return Ok(None),
@@ -567,18 +596,18 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
         quinn::ConnectionError::ApplicationClosed(close) => match close.error_code {
             CLOSE_LEAVING => "the session was closed in good order".into(),
             CLOSE_DUPLICATE => "it has another session with this host".into(),
-            CLOSE_FORGOTTEN => "it does not count this host to its virtual machine any more".into(),
+            CLOSE_EXPELLED => "it does not count this host to its virtual machine any more".into(),
             CLOSE_SILENT => "this host had not answered it for too long".into(),
-            CLOSE_GARBAGE => "it did not understand this host".into(),
+            CLOSE_PROTOCOL_ERROR => "it did not understand this host".into(),
             code => format!("it closed the session with code {code}"),
         },
-        quinn::ConnectionError::TransportError(e) if is_tls(e.code) => {
+        quinn::ConnectionError::TransportError(e) if is_tls_alert(e.code) => {
             format!(
                 "it has no certificate of this virtual machine ({})",
                 e.reason
             )
         }
-        quinn::ConnectionError::ConnectionClosed(close) if is_tls(close.error_code) => {
+        quinn::ConnectionError::ConnectionClosed(close) if is_tls_alert(close.error_code) => {
             let reason = String::from_utf8_lossy(&close.reason);
             format!(
                 "it belongs to another virtual machine: it does not take the certificate of this host ({reason})"
@@ -594,6 +623,6 @@ pub(crate) fn describe(e: &quinn::ConnectionError) -> String {
 }
 
 /// True for QUIC error codes that stand for a TLS alert.
-fn is_tls(code: quinn::TransportErrorCode) -> bool {
+fn is_tls_alert(code: quinn::TransportErrorCode) -> bool {
     (0x100..0x200).contains(&u64::from(code))
 }

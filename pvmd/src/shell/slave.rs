@@ -1,20 +1,20 @@
 //! `pvmd -s`: a daemon that a master starts through a remote shell.
 //!
 //! 1. It reads the master's bootstrap line from standard input, or fetches it from the master
-//!    (`join`).
+//!    (`sealed_bootstrap`).
 //! 2. It forks; the child leaves the shell's session and sets up the daemon.
 //! 3. The child answers with one line. The parent, for which the shell waits, prints this line and
 //!    exits.
 
 use super::address::ssh_session;
-use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, Ready, Refusal, host_of, reply_line};
-use super::cli::{allows_root, place_variable};
-use super::daemon::{self, Role, Setup, variable};
-use super::join::{self, Secret};
-use super::manual;
-use super::place::{HeldPlace, PlaceError};
+use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, ReadyReply, Refusal, host_of, reply_line};
+use super::cli::{root_refusal, runtime_paths_variable};
+use super::daemon::{self, DaemonSetup, Role, env_var};
+use super::host_env::{ARCH, DSIG, HostEnvironmentSettings};
+use super::manual_start;
+use super::runtime_dir::{RuntimeDir, RuntimeDirError};
+use super::sealed_bootstrap::{self, BootstrapSecret};
 use super::sys::fork_before_threads;
-use super::world::{ARCH, DSIG, WorldSettings};
 use nix::unistd::{ForkResult, dup2_stderr, dup2_stdin, dup2_stdout, getuid, setsid};
 use sempa_proto::PvmError;
 use sempa_proto::place::Place;
@@ -24,33 +24,33 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 /// Runs a slave and returns the exit status of this process.
-pub(crate) fn run(foreground: bool, join: Option<&str>) -> i32 {
-    let bootstrap = match join.map_or_else(read_bootstrap, fetch_bootstrap) {
+pub(crate) fn run(foreground: bool, masters: Option<&str>) -> i32 {
+    let bootstrap = match masters.map_or_else(read_bootstrap, fetch_bootstrap) {
         Ok(bootstrap) => bootstrap,
-        Err(refusal) => return pass_on(&reply_line(&Err(refusal))),
+        Err(refusal) => return print_reply(&reply_line(&Err(refusal))),
     };
     if foreground {
-        return serve(&bootstrap, &mut |line| pass_on(line));
+        return serve(&bootstrap, &mut |line| print_reply(line));
     }
     let forked = std::io::pipe().map(|pipe| (fork_before_threads(), pipe));
     let (fork, (reader, writer)) = match forked {
         Ok((Ok(fork), pipe)) => (fork, pipe),
-        Ok((Err(errno), _)) => return pass_on(&reply_line(&Err(cannot("fork", errno)))),
-        Err(e) => return pass_on(&reply_line(&Err(cannot("make a pipe", e)))),
+        Ok((Err(errno), _)) => return print_reply(&reply_line(&Err(cannot_start("fork", errno)))),
+        Err(e) => return print_reply(&reply_line(&Err(cannot_start("make a pipe", e)))),
     };
     match fork {
         ForkResult::Parent { .. } => {
             drop(writer);
-            wait_for_line(reader)
+            relay_child_reply(reader)
         }
         ForkResult::Child => {
             drop(reader);
-            in_background(&bootstrap, writer)
+            serve_detached(&bootstrap, writer)
         }
     }
 }
 
-fn cannot(act: &str, e: impl std::fmt::Display) -> Refusal {
+fn cannot_start(act: &str, e: impl std::fmt::Display) -> Refusal {
     Refusal {
         error: PvmError::CantStart,
         text: format!("cannot {act}: {e}"),
@@ -58,23 +58,26 @@ fn cannot(act: &str, e: impl std::fmt::Display) -> Refusal {
 }
 
 /// Prints a reply and returns the matching exit status.
-fn pass_on(line: &str) -> i32 {
+fn print_reply(line: &str) -> i32 {
     let printed = writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush());
     i32::from(printed.is_err() || !line.starts_with("ddpro<"))
 }
 
 /// In the parent: prints the child's line, so that the remote shell ends when the daemon is ready.
-fn wait_for_line(reader: PipeReader) -> i32 {
+fn relay_child_reply(reader: PipeReader) -> i32 {
     let mut line = String::new();
     let _ = BufReader::new(reader).read_line(&mut line);
     if line.is_empty() {
-        line = reply_line(&Err(cannot("start", "the daemon ended before it stood")));
+        line = reply_line(&Err(cannot_start(
+            "start",
+            "the daemon ended before it stood",
+        )));
     }
-    pass_on(line.trim_end())
+    print_reply(line.trim_end())
 }
 
 /// In the child: leaves the session, replaces the standard descriptors by /dev/null, and serves.
-fn in_background(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
+fn serve_detached(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
     let mut answer = |line: &str| {
         // If the parent was killed, the line is lost; the master then gives up, and this daemon
         // ends.
@@ -92,7 +95,7 @@ fn in_background(bootstrap: &Bootstrap, mut writer: PipeWriter) -> i32 {
         Ok(())
     });
     if let Err(e) = detached {
-        return answer(&reply_line(&Err(cannot("leave the session", e))));
+        return answer(&reply_line(&Err(cannot_start("leave the session", e))));
     }
     serve(bootstrap, &mut answer)
 }
@@ -105,9 +108,9 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
         let mut line = String::new();
         let read = input
             .read_line(&mut line)
-            .map_err(|e| cannot("read standard input", e))?;
+            .map_err(|e| cannot_start("read standard input", e))?;
         if read == 0 {
-            return Err(cannot(
+            return Err(cannot_start(
                 "start",
                 "pvmd -s is for masters: standard input brought no line of one",
             ));
@@ -121,15 +124,15 @@ fn read_bootstrap() -> Result<Bootstrap, Refusal> {
 /// Fetches the master's line from the master and decrypts it with the secret that a hoster or a
 /// person has entered on standard input.
 fn fetch_bootstrap(masters: &str) -> Result<Bootstrap, Refusal> {
-    let text = manual::read_secret().map_err(|e| cannot("read standard input", e))?;
-    let secret = Secret::parse(&text)
-        .ok_or_else(|| cannot("start", "standard input brought no secret of a master"))?;
-    Bootstrap::parse(join::fetch(masters, &secret)?.trim_end())
+    let text = manual_start::read_secret().map_err(|e| cannot_start("read standard input", e))?;
+    let secret = BootstrapSecret::parse(&text)
+        .ok_or_else(|| cannot_start("start", "standard input brought no secret of a master"))?;
+    Bootstrap::parse(sealed_bootstrap::fetch_line(masters, &secret)?.trim_end())
 }
 
 /// Sets the daemon up, replies to the master, and runs it to its end.
 fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
-    let setup = match set_up(bootstrap) {
+    let setup = match build_setup(bootstrap) {
         Ok(setup) => setup,
         Err(refusal) => {
             answer(&reply_line(&Err(refusal)));
@@ -137,11 +140,11 @@ fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
         }
     };
     let mut answered = false;
-    let ended = daemon::run(setup, |standing| {
-        let ready = Ready {
+    let ended = daemon::run(setup, |ready_daemon| {
+        let ready = ReadyReply {
             arch: ARCH.into(),
             dsig: DSIG,
-            addresses: standing.addresses,
+            addresses: ready_daemon.addresses,
         };
         answer(&reply_line(&Ok(ready)));
         answered = true;
@@ -161,9 +164,9 @@ fn serve(bootstrap: &Bootstrap, answer: &mut dyn FnMut(&str) -> i32) -> i32 {
     }
 }
 
-fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
+fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
     let uid = getuid().as_raw();
-    if let Some(text) = allows_root(bootstrap.allow_root) {
+    if let Some(text) = root_refusal(bootstrap.allow_root) {
         return Err(Refusal {
             error: PvmError::Denied,
             text,
@@ -175,20 +178,20 @@ fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
         text,
     })?;
     let vm = bootstrap.vm.clone();
-    let place = Place::of(uid, |name| {
+    let runtime_dir = Place::of(uid, |name| {
         if name == "PVM_VMID" {
             Some(vm.clone())
         } else {
-            place_variable(name)
+            runtime_paths_variable(name)
         }
     })
     .map_err(|text| Refusal {
         error: PvmError::CantStart,
         text,
     })?;
-    let keep_log = variable("SEMPA_LOG").is_some_and(|log| place.log() == *log);
-    let place = HeldPlace::take(place, uid, keep_log).map_err(|e| {
-        let error = if matches!(e, PlaceError::Running { .. }) {
+    let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log() == *log);
+    let runtime_dir = RuntimeDir::acquire(runtime_dir, uid, keep_log).map_err(|e| {
+        let error = if matches!(e, RuntimeDirError::Running { .. }) {
             PvmError::DupHost
         } else {
             PvmError::CantStart
@@ -198,7 +201,7 @@ fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
             text: e.to_string(),
         }
     })?;
-    let ssh = ssh_session(variable("SSH_CONNECTION").as_deref());
+    let ssh = ssh_session(env_var("SSH_CONNECTION").as_deref());
     let mut masters = bootstrap.masters.clone();
     if let (Some((client, _)), Some(port)) = (ssh, masters.first().map(SocketAddr::port)) {
         // The master is most likely on the host that the remote shell came from, so that address is
@@ -206,12 +209,12 @@ fn set_up(bootstrap: &Bootstrap) -> Result<Setup, Refusal> {
         masters.retain(|m| m.ip() != client);
         masters.insert(0, SocketAddr::new(client, port));
     }
-    Ok(Setup {
-        place,
+    Ok(DaemonSetup {
+        runtime_dir,
         host,
         name: bootstrap.name.clone(),
         speed: bootstrap.speed,
-        world: WorldSettings {
+        world: HostEnvironmentSettings {
             search_path: bootstrap.search_path.clone(),
             work_dir: bootstrap.work_dir.clone(),
             library: bootstrap.library.clone(),

@@ -17,7 +17,7 @@ use tokio::io::unix::AsyncFd;
 
 /// Nice value of threads that a stopped task waits for: above all ordinary processes, below the
 /// engine (-20).
-const HURRY_NICE: libc::c_int = -10;
+const BOOST_NICE: libc::c_int = -10;
 
 /// Forks. Must be called while the process has only one thread.
 pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
@@ -29,23 +29,23 @@ pub(crate) fn fork_before_threads() -> nix::Result<ForkResult> {
 /// Closes all inherited descriptors except the standard streams. The daemon outlives the program
 /// that starts it and must not keep its pipes and locks open. Must be called before anything else
 /// is opened.
-pub(crate) fn close_inherited() {
+pub(crate) fn close_inherited_fds() {
     // SAFETY: the call takes numbers only, and nothing in this process owns a descriptor yet.
     unsafe { libc::syscall(libc::SYS_close_range, 3, u32::MAX, 0) };
 }
 
 /// Raises the priority of the calling thread until dropped. Without the capability the priority
 /// stays unchanged.
-pub(crate) struct Hurry(());
+pub(crate) struct PriorityBoost(());
 
-impl Hurry {
-    pub(crate) fn begin() -> Hurry {
-        set_nice(HURRY_NICE);
-        Hurry(())
+impl PriorityBoost {
+    pub(crate) fn start() -> PriorityBoost {
+        set_nice(BOOST_NICE);
+        PriorityBoost(())
     }
 }
 
-impl Drop for Hurry {
+impl Drop for PriorityBoost {
     fn drop(&mut self) {
         set_nice(0);
     }
@@ -59,7 +59,7 @@ fn set_nice(nice: libc::c_int) {
 /// Makes the command's child inherit `fd` under the same number. The descriptor must stay open
 /// until the spawn.
 pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
-    let hand_over = move || {
+    let clear_cloexec = move || {
         // SAFETY: fcntl is async-signal-safe and changes only a flag in the child's own descriptor
         // table.
         let done = unsafe { libc::fcntl(fd, libc::F_SETFD, 0) };
@@ -70,27 +70,27 @@ pub(crate) fn pass_descriptor(command: &mut Command, fd: RawFd) {
         }
     };
     // SAFETY: the closure allocates nothing and calls async-signal-safe functions only.
-    unsafe { command.pre_exec(hand_over) };
+    unsafe { command.pre_exec(clear_cloexec) };
 }
 
 /// The limit on open descriptors that this process started with.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct FilesLimit(libc::rlimit);
+pub(crate) struct OpenFilesLimit(libc::rlimit);
 
 /// Raises this process's limit on open descriptors to the hard limit: each connected task takes
 /// two. Returns the previous limit, for child processes.
-pub(crate) fn raise_files_limit() -> nix::Result<FilesLimit> {
+pub(crate) fn raise_files_limit() -> nix::Result<OpenFilesLimit> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
-    Ok(FilesLimit(libc::rlimit {
+    Ok(OpenFilesLimit(libc::rlimit {
         rlim_cur: soft,
         rlim_max: hard,
     }))
 }
 
-impl FilesLimit {
+impl OpenFilesLimit {
     /// Makes the command's child start with this limit.
-    pub(crate) fn give(self, command: &mut Command) {
+    pub(crate) fn apply_to(self, command: &mut Command) {
         let limit = self.0;
         let give = move || {
             // SAFETY: setrlimit is async-signal-safe and reads from a value that the closure owns.
@@ -116,14 +116,14 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
     let mut fd: RawFd = -1;
     let mut size = size_of::<RawFd>() as libc::socklen_t;
     let socket = connection.as_raw_fd();
-    let place = (&raw mut fd).cast();
+    let fd_pointer = (&raw mut fd).cast();
     // SAFETY: the kernel writes at most `size` bytes to `fd`, which lives through the call.
     if unsafe {
         libc::getsockopt(
             socket,
             libc::SOL_SOCKET,
             libc::SO_PEERPIDFD,
-            place,
+            fd_pointer,
             &raw mut size,
         )
     } == 0
@@ -134,7 +134,7 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
     let error = io::Error::last_os_error();
     // Kernels before 6.5 lack SO_PEERPIDFD.
     if error.raw_os_error() == Some(libc::ENOPROTOOPT) {
-        process_behind(connection, pid)
+        peer_process_by_pid(connection, pid)
     } else {
         Err(error)
     }
@@ -142,7 +142,7 @@ pub(crate) fn peer_process(connection: BorrowedFd<'_>, pid: i32) -> io::Result<O
 
 /// As [`peer_process`], but by process id: the id belongs to that process while the connection is
 /// open.
-fn process_behind(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
+fn peer_process_by_pid(connection: BorrowedFd<'_>, pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: the call takes two numbers and makes a descriptor, or fails.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     if fd < 0 {
@@ -185,7 +185,7 @@ pub(crate) fn signal_process(process: BorrowedFd<'_>, signal: i32) -> io::Result
 
 /// Returns the bytes written to a local socket and not read by the peer, counted with the kernel's
 /// overhead. 0 if that is unknown.
-pub(crate) fn unread(socket: &UnixStream) -> usize {
+pub(crate) fn unread_by_peer(socket: &UnixStream) -> usize {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the kernel writes one int to `bytes`, which lives through the call.
     let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
@@ -200,28 +200,28 @@ pub(crate) fn unread(socket: &UnixStream) -> usize {
 ///
 /// # Errors
 /// The socket cannot be registered.
-pub(crate) fn watch<S: Socket>(socket: S, interest: Interest) -> io::Result<AsyncFd<S>> {
+pub(crate) fn register<S: OwnedSocket>(socket: S, interest: Interest) -> io::Result<AsyncFd<S>> {
     // SAFETY: the socket owns its descriptor, which stays open and the same as long as it lives.
     Ok(unsafe { AsyncFd::register_with_interest(socket, interest) }?)
 }
 
-/// Sockets that [`watch`] accepts: a type that owns its descriptor and never replaces it.
-pub(crate) trait Socket: AsRawFd + Sized {
+/// Sockets that [`register`] accepts: a type that owns its descriptor and never replaces it.
+pub(crate) trait OwnedSocket: AsRawFd + Sized {
     /// Duplicates the socket's descriptor.
     ///
     /// # Errors
     /// No descriptors are left.
-    fn again(&self) -> io::Result<Self>;
+    fn duplicate(&self) -> io::Result<Self>;
 }
 
-impl Socket for UdpSocket {
-    fn again(&self) -> io::Result<UdpSocket> {
+impl OwnedSocket for UdpSocket {
+    fn duplicate(&self) -> io::Result<UdpSocket> {
         self.try_clone()
     }
 }
 
-impl Socket for UnixStream {
-    fn again(&self) -> io::Result<UnixStream> {
+impl OwnedSocket for UnixStream {
+    fn duplicate(&self) -> io::Result<UnixStream> {
         self.try_clone()
     }
 }
@@ -246,13 +246,13 @@ mod tests {
     use std::process::{Child, Stdio};
 
     /// Passes the socket's path to the process that the tests start.
-    const CALL: &str = "SEMPA_TEST_CALLS";
+    const SOCKET_VARIABLE: &str = "SEMPA_TEST_CALLS";
 
     /// Not a test: the code of the process that the tests start.
     #[test]
     #[ignore = "child process of another test"]
     fn child_calls_and_waits() {
-        if let Some(path) = std::env::var_os(CALL) {
+        if let Some(path) = std::env::var_os(SOCKET_VARIABLE) {
             let _held = UnixStream::connect(path).expect("a listener");
             std::io::stdin().lines().for_each(drop);
         }
@@ -260,7 +260,7 @@ mod tests {
 
     /// Starts a process that connects and waits. Returns it, the connection, and the process id
     /// from the peer credentials.
-    fn caller() -> (Child, UnixStream, i32) {
+    fn connected_child() -> (Child, UnixStream, i32) {
         let dir = tempfile::TempDir::new().expect("a directory");
         let path = dir.path().join("s");
         let listener = UnixListener::bind(&path).expect("a socket");
@@ -271,7 +271,7 @@ mod tests {
                 "--ignored",
                 "--nocapture",
             ])
-            .env(CALL, &path)
+            .env(SOCKET_VARIABLE, &path)
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
             .spawn()
@@ -286,25 +286,25 @@ mod tests {
     #[test]
     fn unread_counts_bytes_the_peer_has_not_read() {
         let (mut ours, mut theirs) = UnixStream::pair().expect("a pair");
-        assert_eq!(unread(&ours), 0);
+        assert_eq!(unread_by_peer(&ours), 0);
         ours.write_all(&[7; 3000]).expect("room");
-        assert!(unread(&ours) >= 3000);
+        assert!(unread_by_peer(&ours) >= 3000);
         let mut bytes = [0; 3000];
         theirs.read_exact(&mut bytes[..2999]).expect("it is there");
-        assert!(unread(&ours) > 0, "one byte is left");
+        assert!(unread_by_peer(&ours) > 0, "one byte is left");
         theirs.read_exact(&mut bytes[2999..]).expect("it is there");
-        assert_eq!((unread(&ours), bytes), (0, [7; 3000]));
+        assert_eq!((unread_by_peer(&ours), bytes), (0, [7; 3000]));
     }
 
     type Find = fn(BorrowedFd<'_>, i32) -> io::Result<OwnedFd>;
 
     /// Both ways to get a pidfd; the second one is for older kernels.
-    const WAYS: [Find; 2] = [peer_process, process_behind];
+    const METHODS: [Find; 2] = [peer_process, peer_process_by_pid];
 
     #[test]
     fn signal_reaches_connecting_process() {
-        for way in WAYS {
-            let (mut child, connection, pid) = caller();
+        for way in METHODS {
+            let (mut child, connection, pid) = connected_child();
             let process = way(connection.as_fd(), pid).expect("it lives");
             signal_process(process.as_fd(), libc::SIGTERM).expect("it lives");
             assert_eq!(
@@ -317,8 +317,8 @@ mod tests {
     /// Neither a dead peer nor a process with its reused id gets a signal.
     #[test]
     fn dead_peer_and_reused_pid_get_no_signal() {
-        for way in WAYS {
-            let (mut child, connection, pid) = caller();
+        for way in METHODS {
+            let (mut child, connection, pid) = connected_child();
             let process = way(connection.as_fd(), pid).expect("it lives");
             child.kill().expect("our child");
             child.wait().expect("our child");

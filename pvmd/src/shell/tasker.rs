@@ -3,13 +3,13 @@
 //!
 //! The tasker kills all its tasks when the socket closes, so no task outlives this daemon.
 
-use super::descriptors::Incoming;
-use super::input::{Input, Inputs};
-use super::local::write_frames;
+use super::descriptors::TaskFrameReader;
+use super::input::{Input, InputSender};
 use super::local_socket::LocalSocket;
 use super::log::Log;
-use super::outbox::{Outbox, Parcel, outbox};
-use super::sys::{FilesLimit, pass_descriptor};
+use super::outbox::{Outbox, Outgoing, outbox};
+use super::sys::{OpenFilesLimit, pass_descriptor};
+use super::task_listener::write_frames;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
 use sempa_proto::tasker::{FromTasker, ToTasker};
@@ -25,38 +25,38 @@ use tokio::process::Child;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-/// Most starts within [`STARTS_PERIOD`]. A tasker that dies more often is started again only by a
+/// Most starts within [`STARTS_WINDOW`]. A tasker that dies more often is started again only by a
 /// later request.
 const STARTS_MAX: usize = 5;
-const STARTS_PERIOD: Duration = Duration::from_secs(60);
+const STARTS_WINDOW: Duration = Duration::from_secs(60);
 /// Time limit for the tasker to kill and reap all its processes after the socket is closed.
-const END_WITHIN: Duration = Duration::from_secs(10);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The tasker of this daemon. Owned by the daemon's loop.
-pub(crate) struct Tasker {
+pub(crate) struct TaskerProcess {
     program: PathBuf,
-    files_limit: FilesLimit,
-    inputs: Inputs,
+    files_limit: OpenFilesLimit,
+    inputs: InputSender,
     log: Log,
-    running: Option<Running>,
+    running: Option<TaskerConnection>,
     starts: Vec<Instant>,
 }
 
-struct Running {
+struct TaskerConnection {
     outbox: Outbox,
     serving: JoinHandle<()>,
 }
 
-impl Tasker {
+impl TaskerProcess {
     /// Starts no process yet. `program` is the tasker's path; `files_limit` is the initial limit of
     /// the tasker and its tasks.
     pub(crate) fn new(
         program: PathBuf,
-        files_limit: FilesLimit,
-        inputs: Inputs,
+        files_limit: OpenFilesLimit,
+        inputs: InputSender,
         log: Log,
-    ) -> Tasker {
-        Tasker {
+    ) -> TaskerProcess {
+        TaskerProcess {
             program,
             files_limit,
             inputs,
@@ -74,7 +74,7 @@ impl Tasker {
         if self.running.is_some() {
             return Ok(());
         }
-        self.starts.retain(|at| at.elapsed() < STARTS_PERIOD);
+        self.starts.retain(|at| at.elapsed() < STARTS_WINDOW);
         if self.starts.len() >= STARTS_MAX {
             return Err(format!(
                 "{} ended {STARTS_MAX} times within a minute",
@@ -89,10 +89,10 @@ impl Tasker {
         tokio::spawn(write_frames(socket.clone(), queue));
         let (inputs, log) = (self.inputs.clone(), self.log.clone());
         let serving = tokio::spawn(async move {
-            let why = serve(socket, child, &inputs, log).await;
+            let why = forward_messages(socket, child, &inputs, log).await;
             let _ = inputs.send(Input::Event(Event::TaskerGone { why })).await;
         });
-        self.running = Some(Running { outbox, serving });
+        self.running = Some(TaskerConnection { outbox, serving });
         Ok(())
     }
 
@@ -108,17 +108,17 @@ impl Tasker {
         // order.
         command.process_group(0);
         pass_descriptor(&mut command, theirs.as_raw_fd());
-        self.files_limit.give(&mut command);
+        self.files_limit.apply_to(&mut command);
         let child = tokio::process::Command::from(command).spawn()?;
         drop(theirs);
         Ok((Arc::new(LocalSocket::new(ours)?), child))
     }
 
     /// Records that the process has ended, and starts another one for new tasks.
-    pub(crate) fn gone(&mut self) {
+    pub(crate) fn on_exit(&mut self) {
         self.running = None;
         if let Err(why) = self.start() {
-            self.log.line(why);
+            self.log.write_line(why);
         }
     }
 
@@ -143,7 +143,7 @@ impl Tasker {
         let running = self.running.as_ref().expect("it has just been started");
         match encode_control(message) {
             Ok(frame) => {
-                running.outbox.put(Parcel::Sure(frame));
+                running.outbox.enqueue(Outgoing::Reliable(frame));
                 None
             }
             Err(e) => failed(format!("arguments and environment are too long: {e}")),
@@ -151,28 +151,33 @@ impl Tasker {
     }
 
     /// Makes the tasker end with all its tasks, and waits for its end.
-    pub(crate) async fn end(&mut self) {
-        let Some(Running { outbox, serving }) = self.running.take() else {
+    pub(crate) async fn shut_down(&mut self) {
+        let Some(TaskerConnection { outbox, serving }) = self.running.take() else {
             return;
         };
-        outbox.put(Parcel::End);
+        outbox.enqueue(Outgoing::Close);
         drop(outbox);
-        let _ = timeout(END_WITHIN + Duration::from_secs(2), serving).await;
+        let _ = timeout(EXIT_TIMEOUT + Duration::from_secs(2), serving).await;
     }
 }
 
 /// Forwards the tasker's messages until it ends, and returns the reason of its end.
-async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log: Log) -> String {
+async fn forward_messages(
+    socket: Arc<LocalSocket>,
+    mut child: Child,
+    inputs: &InputSender,
+    log: Log,
+) -> String {
     if let Some(stderr) = child.stderr.take() {
         tokio::spawn(async move {
             let mut lines = BufReader::new(stderr).lines();
             while let Ok(Some(line)) = lines.next_line().await {
-                log.line(format!("tasker: {line}"));
+                log.write_line(format!("tasker: {line}"));
             }
         });
     }
-    let mut incoming = Incoming::default();
-    let said = loop {
+    let mut incoming = TaskFrameReader::default();
+    let protocol_error = loop {
         let message = match incoming.next_frame(&socket).await {
             Ok(Some(frame)) => frame.control::<FromTasker>().map_err(|e| e.to_string()),
             Ok(None) => break None,
@@ -192,9 +197,9 @@ async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log:
         }
     };
     // Either side has closed the socket: the tasker kills its tasks and exits.
-    socket.end();
+    socket.shut_down_writes();
     drop(socket);
-    let ended = match timeout(END_WITHIN, child.wait()).await {
+    let ended = match timeout(EXIT_TIMEOUT, child.wait()).await {
         Ok(Ok(status)) => format!("it ended with {status}"),
         Ok(Err(e)) => format!("it cannot be waited for: {e}"),
         Err(_) => {
@@ -202,7 +207,7 @@ async fn serve(socket: Arc<LocalSocket>, mut child: Child, inputs: &Inputs, log:
             "it did not end by itself and was killed".to_string()
         }
     };
-    match said {
+    match protocol_error {
         Some(why) => {
             format!("the tasker said something that cannot be understood ({why}); {ended}")
         }

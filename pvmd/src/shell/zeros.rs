@@ -13,7 +13,7 @@ pub(super) const RUN_BYTES_MIN: usize = 256;
 /// wherever the run begins.
 const BLOCK_BYTES: usize = RUN_BYTES_MIN / 2;
 /// Bytes of a block that are checked first: they differ from zero in most blocks.
-const GLANCE_BYTES: usize = 8;
+const FIRST_CHECK_BYTES: usize = 8;
 /// Length of a part's head. A record is at most this much longer than its data.
 pub(super) const HEAD_BYTES: usize = 4;
 /// Flag in the head: the part is all zeros, and no data follows.
@@ -30,7 +30,7 @@ pub(super) enum Part<'a> {
 
 impl Part<'_> {
     /// Returns the length of the unpacked part.
-    pub(super) fn length(&self) -> usize {
+    pub(super) fn unpacked_len(&self) -> usize {
         match self {
             Part::Bytes(bytes) => bytes.len(),
             Part::Zeros(count) => *count,
@@ -40,45 +40,47 @@ impl Part<'_> {
 
 /// Packs the data in `room` after the first [`HEAD_BYTES`] in place. Returns the length of the
 /// record, heads included.
-pub(super) fn pack(room: &mut [u8]) -> usize {
-    let end = room.len();
+pub(super) fn pack(buffer: &mut [u8]) -> usize {
+    let end = buffer.len();
     assert!(
         end <= HEAD_BYTES + PLAIN_BYTES_MAX,
         "whoever packs cuts what is packed"
     );
     let (mut from, mut packed) = (HEAD_BYTES, 0);
     while from < end {
-        let (zeros, after) = next_run(&room[from..])
-            .map_or((end, end), |(begin, after)| (from + begin, from + after));
-        if zeros > from {
+        let (run_start, run_end) = next_run(&buffer[from..])
+            .map_or((end, end), |(begin, run_end)| {
+                (from + begin, from + run_end)
+            });
+        if run_start > from {
             // Packed output never outgrows the input consumed, so the head fits before the data.
-            put_head(room, packed, zeros - from, 0);
-            room.copy_within(from..zeros, packed + HEAD_BYTES);
-            packed += HEAD_BYTES + zeros - from;
+            put_head(buffer, packed, run_start - from, 0);
+            buffer.copy_within(from..run_start, packed + HEAD_BYTES);
+            packed += HEAD_BYTES + run_start - from;
         }
-        if after > zeros {
-            put_head(room, packed, after - zeros, ZEROS);
+        if run_end > run_start {
+            put_head(buffer, packed, run_end - run_start, ZEROS);
             packed += HEAD_BYTES;
         }
-        from = after;
+        from = run_end;
     }
     packed
 }
 
-fn put_head(room: &mut [u8], at: usize, length: usize, kind: u32) {
+fn put_head(buffer: &mut [u8], at: usize, length: usize, kind: u32) {
     // The length is far below the flag bit.
-    room[at..at + HEAD_BYTES].copy_from_slice(&(length as u32 | kind).to_le_bytes());
+    buffer[at..at + HEAD_BYTES].copy_from_slice(&(length as u32 | kind).to_le_bytes());
 }
 
 /// Returns the start and end of the first run of at least [`RUN_BYTES_MIN`] zeros.
 fn next_run(bytes: &[u8]) -> Option<(usize, usize)> {
-    let mut looked_at = 0;
+    let mut searched_to = 0;
     for (number, block) in bytes.chunks_exact(BLOCK_BYTES).enumerate() {
         let at = number * BLOCK_BYTES;
-        if at < looked_at || !is_zero(&block[..GLANCE_BYTES]) || !is_zero(block) {
+        if at < searched_to || !is_zero(&block[..FIRST_CHECK_BYTES]) || !is_zero(block) {
             continue;
         }
-        let before = bytes[looked_at..at]
+        let before = bytes[searched_to..at]
             .iter()
             .rev()
             .take_while(|byte| **byte == 0)
@@ -87,7 +89,7 @@ fn next_run(bytes: &[u8]) -> Option<(usize, usize)> {
         if after - (at - before) >= RUN_BYTES_MIN {
             return Some((at - before, after));
         }
-        looked_at = after;
+        searched_to = after;
     }
     None
 }
@@ -111,14 +113,14 @@ fn leading_zeros(bytes: &[u8]) -> usize {
 
 /// Iterates over the parts of a record. A malformed record ends with an error.
 pub(super) fn parts(mut packed: &[u8]) -> impl Iterator<Item = Result<Part<'_>, Malformed>> {
-    let mut room = PLAIN_BYTES_MAX;
+    let mut remaining = PLAIN_BYTES_MAX;
     std::iter::from_fn(move || {
         if packed.is_empty() {
             return None;
         }
-        let part = first_part(packed).filter(|(part, _)| part.length() <= room);
+        let part = first_part(packed).filter(|(part, _)| part.unpacked_len() <= remaining);
         packed = part.map_or(&[], |(_, rest)| rest);
-        room -= part.map_or(0, |(part, _)| part.length());
+        remaining -= part.map_or(0, |(part, _)| part.unpacked_len());
         Some(part.map(|(part, _)| part).ok_or(Malformed))
     })
 }

@@ -1,0 +1,96 @@
+//! Benchmark hooks: the path of a link frame between the state machines of two daemons, without
+//! sockets and network.
+//!
+//! Benchmarks use them to measure the layers that the daemon's loop runs through.
+
+use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, Outbox, OutboxReader, Outgoing, outbox};
+use super::session::pair_stream_item;
+use bytes::Bytes;
+use pvmd_machine::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
+use sempa_proto::frame::FrameDecoder;
+use sempa_proto::host::Carried;
+use std::future::Future;
+use std::pin::pin;
+use std::task::{Context, Waker};
+use std::time::Instant;
+
+/// The id of the only pair stream in the benchmark.
+const BENCH_STREAM: LaneId = LaneId(1);
+/// Most frames taken from the queue at once.
+const BATCH_FRAMES_MAX: usize = 64;
+
+/// The sender's side: a pair of tasks with a stream of its own, the send queue, and the chunks
+/// written to the stream.
+#[derive(Debug)]
+pub struct BenchSender {
+    fork: Fork,
+    fill: Outbox,
+    queue: OutboxReader,
+    batch: Vec<Outgoing>,
+    heads: ChunkEncoder,
+    chunks: Vec<Bytes>,
+}
+
+impl Default for BenchSender {
+    fn default() -> BenchSender {
+        let (fill, queue) = outbox(LINK_BYTES_MAX);
+        let (fork, encoder, batch, chunks) = Default::default();
+        BenchSender {
+            fork,
+            fill,
+            queue,
+            batch,
+            heads: encoder,
+            chunks,
+        }
+    }
+}
+
+impl BenchSender {
+    /// Sends a link frame and returns the chunks that the stream gets for it.
+    ///
+    /// Returns nothing while its pair has no stream, or if the frame cannot be decoded.
+    pub fn send(&mut self, body: Bytes) -> &[Bytes] {
+        self.batch.clear();
+        self.chunks.clear();
+        if let Some(ends) = ends_of(&body)
+            && let Way::Lane { .. } = self.fork.way(ends, Instant::now())
+            && self.fill.enqueue(Outgoing::Link(body))
+        {
+            self.fork.sent(ends);
+            self.take_queued();
+            self.heads.encode(&self.batch, &mut self.chunks);
+            self.batch
+                .iter()
+                .for_each(|item| self.queue.record_done(item));
+        }
+        &self.chunks
+    }
+
+    /// Takes the queued frames as the stream's writer does, but does not wait for more.
+    fn take_queued(&mut self) {
+        let taken = pin!(self.queue.receive_batch(&mut self.batch, BATCH_FRAMES_MAX));
+        let _ready = taken.poll(&mut Context::from_waker(Waker::noop()));
+    }
+}
+
+/// The receiver's side of the benchmark.
+#[derive(Debug, Default)]
+pub struct BenchReceiver {
+    decoder: FrameDecoder,
+    join: Join<Carried>,
+}
+
+impl BenchReceiver {
+    /// Takes chunks from the pair stream. Returns the next item for the state machine if it is
+    /// complete.
+    pub fn receive(&mut self, chunks: &[Bytes]) -> Option<Carried> {
+        chunks.iter().for_each(|chunk| self.decoder.push(chunk));
+        let frame = self.decoder.next_frame().ok()??;
+        match pair_stream_item(frame) {
+            Ok(item @ Lane::Item(_)) => self.join.take_lane(BENCH_STREAM, item),
+            Ok(Lane::Behind(_)) | Err(_) => return None,
+        }
+        self.join.pop()
+    }
+}

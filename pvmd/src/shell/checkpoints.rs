@@ -1,0 +1,630 @@
+//! The master's checkpoint store, and the record file next to the images of each task in a
+//! checkpoint.
+//!
+//! Everything that may wait for a disk runs on blocking threads and reports its end as an event.
+
+mod removal;
+
+use super::bulk_tcp::{BulkConnection, RecordReader, RecordWriter};
+use super::checkpoint_copies::{receive_checkpoint, send_checkpoint};
+use super::image_transfer::SentAmounts;
+use super::input::{Input, InputSender};
+use super::log::Log;
+use super::rate_limit::RateLimit;
+use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError};
+use checkpoint_protocol::CutId;
+use pvmd_machine::io::Event;
+use pvmd_machine::{COPIES_MAX, Copies};
+use sempa_proto::host::PartRecord;
+use sempa_proto::checkpoint::{SetEntry, SetMeta};
+use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::migration::Failure;
+use sempa_proto::place::Place;
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use tokio::task::JoinHandle;
+
+/// Name of the file next to the images with the daemon's state of the task.
+const PART_RECORD_FILE: &str = "sempa-part";
+/// Size limit of that file. For a program that writes its own checkpoints it may include messages
+/// that the program had sent.
+const PART_RECORD_BYTES_MAX: u64 = 1 << 30;
+
+/// Highest limit of complete checkpoints that a store may have: all are listed when one is added.
+const CHECKPOINT_LIMIT_MAX: usize = 4096;
+/// Lowest limit of bytes that a store may have.
+const STORE_LIMIT_BYTES_MIN: u64 = 1_000_000;
+
+/// Settings of a store: its directory, the file of its key, its limits, and the hosts to which
+/// checkpoints are copied.
+#[derive(Clone, Debug)]
+pub(crate) struct StoreSettings {
+    dir: PathBuf,
+    key: PathBuf,
+    limits: Limits,
+    copies: Copies,
+}
+
+impl StoreSettings {
+    /// Reads the settings from the environment: `SEMPA_STORE` and `SEMPA_STORE_KEY` (default: in
+    /// the user's XDG directories); `SEMPA_STORE_SETS` and `SEMPA_STORE_BYTES`;
+    /// `SEMPA_STORE_COPIES`.
+    ///
+    /// # Errors
+    /// One sentence if there is no location, or a value is invalid.
+    pub(crate) fn from_env(env: impl Fn(&str) -> Option<String>) -> Result<StoreSettings, String> {
+        let under = |name: &str, below: &str| {
+            let set = env(name)
+                .filter(|dir| dir.starts_with('/'))
+                .map(PathBuf::from);
+            set.or_else(|| {
+                Some(PathBuf::from(env("HOME").filter(|home| home.starts_with('/'))?).join(below))
+            })
+        };
+        let own = |variable: &str, dir: Option<PathBuf>, name: &str| {
+            let path = env(variable)
+                .map(PathBuf::from)
+                .or_else(|| Some(dir?.join("sempa").join(name)));
+            path.filter(|path| path.is_absolute()).ok_or_else(|| {
+                format!(
+                    "there is no place for checkpoints: set {variable} to an absolute path, or HOME"
+                )
+            })
+        };
+        let (limits, copies) = (limits(&env)?, copies(&env)?);
+        Ok(StoreSettings {
+            limits,
+            copies,
+            dir: own(
+                "SEMPA_STORE",
+                under("XDG_STATE_HOME", ".local/state"),
+                "checkpoints",
+            )?,
+            key: own(
+                "SEMPA_STORE_KEY",
+                under("XDG_CONFIG_HOME", ".config"),
+                "store.key",
+            )?,
+        })
+    }
+
+    pub(crate) fn copies(&self) -> &Copies {
+        &self.copies
+    }
+
+    fn open(&self, vm: &str) -> Result<Store, StoreError> {
+        Ok(Store::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
+    }
+
+    /// Returns the highest task number in stored checkpoints for each host; these tids must not be
+    /// assigned again. Empty if the store does not exist. Removes superfluous checkpoints first.
+    ///
+    /// # Errors
+    /// The store cannot be read.
+    pub(crate) fn highest_task_ids(
+        &self,
+        vm: &str,
+        now: Micros,
+    ) -> Result<BTreeMap<HostId, u32>, StoreError> {
+        let mut spared = BTreeMap::new();
+        // Opening would create the store.
+        if !self.dir.is_dir() {
+            return Ok(spared);
+        }
+        let store = self.open(vm)?;
+        // On failure the superfluous checkpoints stay listed.
+        let _ = store.tidy(now, |_| false);
+        let (sets, _) = store.list()?;
+        for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
+            if let Some(home) = tid.home() {
+                let highest = spared.entry(home).or_insert(0);
+                *highest = tid.local().max(*highest);
+            }
+        }
+        Ok(spared)
+    }
+}
+
+fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
+    let mut limits = Limits::default();
+    if let Some(text) = env("SEMPA_STORE_SETS") {
+        let sets = text
+            .parse()
+            .ok()
+            .filter(|sets| (1..=CHECKPOINT_LIMIT_MAX).contains(sets));
+        limits.sets_max = sets.ok_or_else(|| {
+            format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {CHECKPOINT_LIMIT_MAX}: no checkpoint is written before it is")
+        })?;
+    }
+    if let Some(text) = env("SEMPA_STORE_BYTES") {
+        let bytes = text
+            .parse()
+            .ok()
+            .filter(|bytes| *bytes >= STORE_LIMIT_BYTES_MIN);
+        limits.bytes_max = bytes.ok_or_else(|| {
+            format!("SEMPA_STORE_BYTES={text:?} is no number of bytes from {STORE_LIMIT_BYTES_MIN} on: no checkpoint is written before it is")
+        })?;
+    }
+    Ok(limits)
+}
+
+/// Longest host name (HOST_NAME_MAX).
+const HOST_NAME_MAX: usize = 64;
+
+fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
+    let Some(text) = env("SEMPA_STORE_COPIES") else {
+        return Ok(Copies::default());
+    };
+    let names: Vec<String> = text
+        .split(',')
+        .map(|name| name.trim().to_string())
+        .collect();
+    let plain = |name: &String| {
+        (1..=HOST_NAME_MAX).contains(&name.len())
+            && name
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || "-._".contains(c))
+    };
+    let different: BTreeSet<&String> = names.iter().collect();
+    match text.trim().parse() {
+        Ok(number) if number <= COPIES_MAX => Ok(Copies::Number(number)),
+        Err(_)
+            if names.iter().all(plain)
+                && different.len() == names.len()
+                && names.len() <= COPIES_MAX =>
+        {
+            Ok(Copies::Hosts(names))
+        }
+        _ => Err(format!(
+            "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {COPIES_MAX} nor at most so many names of hosts with commas \
+             between them: no checkpoint is written before it is"
+        )),
+    }
+}
+
+/// The store and the operations in progress on it.
+pub(crate) struct CheckpointStore {
+    paths: Place,
+    settings: Result<StoreSettings, String>,
+    inputs: InputSender,
+    log: Log,
+    store: Arc<Mutex<Option<Store>>>,
+    drafts: Arc<Mutex<HashMap<CutId, Arc<Draft>>>>,
+    opened: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
+    /// Checkpoints whose jobs ended or run again, in the order in which that must be written.
+    marks: removal::PendingMarks,
+}
+
+fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl CheckpointStore {
+    /// Opens nothing until the first operation.
+    pub(crate) fn new(
+        paths: Place,
+        settings: Result<StoreSettings, String>,
+        inputs: InputSender,
+        log: Log,
+    ) -> CheckpointStore {
+        let (store, drafts, opened, marks) = Default::default();
+        CheckpointStore {
+            paths,
+            settings,
+            inputs,
+            log,
+            store,
+            drafts,
+            opened,
+            marks,
+        }
+    }
+
+    /// False if no store exists yet. Check first: opening would create it.
+    fn store_exists(&self) -> bool {
+        self.settings.as_ref().map_or(true, |at| at.dir.exists())
+    }
+
+    /// Runs work with the store on a blocking thread and sends the event that it returns.
+    fn spawn_reporting(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
+        let inputs = self.inputs.clone();
+        self.spawn(move |store| {
+            let _ = inputs.blocking_send(Input::Event(work(store)));
+        });
+    }
+
+    /// Runs work with the store on a blocking thread.
+    fn spawn(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+        self.spawn_after(None, work);
+    }
+
+    /// As [`CheckpointStore::spawn`], but starts when another task has ended.
+    fn spawn_after(
+        &self,
+        after: Option<JoinHandle<()>>,
+        work: impl FnOnce(Result<Store, String>) + Send + 'static,
+    ) {
+        let open = self.store_opener();
+        let work = move || work(open());
+        match after {
+            None => drop(tokio::task::spawn_blocking(work)),
+            Some(after) => drop(tokio::spawn(async move {
+                let _ = after.await;
+                let _ = tokio::task::spawn_blocking(work).await;
+            })),
+        }
+    }
+
+    /// Returns a function that opens the store unless it is open. It may wait for the disk.
+    fn store_opener(&self) -> impl FnOnce() -> Result<Store, String> + Send + 'static {
+        let (store, whereabouts) = (self.store.clone(), self.settings.clone());
+        let vm = self.paths.vm().to_string();
+        move || {
+            let at = whereabouts?;
+            let mut store = lock(&store);
+            match &*store {
+                Some(store) => Ok(store.clone()),
+                None => Ok(store
+                    .insert(at.open(&vm).map_err(|e| e.to_string())?)
+                    .clone()),
+            }
+        }
+    }
+
+    /// Returns a function that sends a checkpoint to the store of another host.
+    pub(crate) fn send_copy(
+        &self,
+        name: String,
+    ) -> impl FnOnce(RecordWriter<BulkConnection>, &RateLimit) -> Result<SentAmounts, Failure>
+    + Send
+    + 'static {
+        let open = self.store_opener();
+        move |out, rate| {
+            let id: SetId = name
+                .parse()
+                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+            let store = open().map_err(Failure::Io)?;
+            let set = store
+                .open_set(&id)
+                .map_err(|e| Failure::Io(e.to_string()))?;
+            send_checkpoint(&set, out, rate)
+        }
+    }
+
+    /// Returns a function that receives another host's checkpoint into the store and then removes
+    /// what the store does not keep.
+    pub(crate) fn take_copy(
+        &self,
+        name: String,
+        now: Micros,
+    ) -> impl FnOnce(&mut RecordReader<BulkConnection>) -> Result<u64, Failure> + Send + 'static
+    {
+        let (open, inputs, log) = (self.store_opener(), self.inputs.clone(), self.log.clone());
+        move |incoming| {
+            let id: SetId = name
+                .parse()
+                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+            let store = open().map_err(Failure::Io)?;
+            let bytes =
+                receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
+            removal::remove_superfluous(Ok(store), now, &[], &inputs, &log);
+            Ok(bytes)
+        }
+    }
+
+    /// Starts a checkpoint in the store. Reports [`Event::SetBegun`].
+    pub(crate) fn begin(&self, snapshot: CutId, job: Tid, now: Micros) {
+        let drafts = self.drafts.clone();
+        self.spawn_reporting(move |store| {
+            let result = store.and_then(|store| {
+                let draft = store.begin(job, now).map_err(|e| e.to_string())?;
+                lock(&drafts).insert(snapshot, Arc::new(draft));
+                Ok(())
+            });
+            Event::SetBegun {
+                cut: snapshot,
+                result,
+            }
+        });
+    }
+
+    /// Adds the images of a task to a checkpoint. Reports [`Event::PartKept`].
+    pub(crate) fn add_part(&self, snapshot: CutId, migration: MigrationId, tid: Tid) {
+        let (drafts, dir) = (self.drafts.clone(), self.paths.images(migration));
+        self.spawn_reporting(move |_| {
+            let draft = lock(&drafts).get(&snapshot).cloned();
+            let added = draft.ok_or("the set was given up".to_string());
+            let result =
+                added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
+            Event::PartKept { migration, result }
+        });
+    }
+
+    /// Completes a checkpoint. Reports [`Event::SetSealed`].
+    pub(crate) fn seal(&self, snapshot: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
+        let (drafts, log, meta) = (
+            self.drafts.clone(),
+            self.log.clone(),
+            to_bytes(meta).map_err(|e| e.to_string()),
+        );
+        let inputs = self.inputs.clone();
+        self.spawn_reporting(move |store| {
+            let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
+            let result = draft
+                .ok_or("the set was given up".to_string())
+                .and_then(|draft| {
+                    let info = draft.finish(&meta?).map_err(|e| e.to_string())?;
+                    // The checkpoint is complete even if this fails; the limits are enforced again
+                    // at the next one.
+                    removal::remove_superfluous(store, now, &keep, &inputs, &log);
+                    Ok((info.id.to_string(), info.bytes))
+                });
+            Event::SetSealed {
+                cut: snapshot,
+                result,
+            }
+        });
+    }
+
+    /// Removes an incomplete checkpoint.
+    pub(crate) fn abandon(&self, snapshot: CutId) {
+        let draft = lock(&self.drafts).remove(&snapshot);
+        tokio::task::spawn_blocking(move || drop(draft));
+    }
+
+    /// Opens a checkpoint for reading. Reports [`Event::SetOpened`].
+    pub(crate) fn open(&self, restart: u64, name: String) {
+        let open = self.opened.clone();
+        self.spawn_reporting(move |store| {
+            let result = store.and_then(|store| {
+                let id: SetId = name.parse().map_err(|e: NotASetId| e.to_string())?;
+                let set = store.open_set(&id).map_err(|e| e.to_string())?;
+                let meta: SetMeta =
+                    from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
+                lock(&open).insert(restart, Arc::new(set));
+                Ok(meta)
+            });
+            Event::SetOpened { restart, result }
+        });
+    }
+
+    /// Returns a function that unpacks a task's part of an open checkpoint into a directory.
+    pub(crate) fn unpack(
+        &self,
+        restart: u64,
+        tid: Tid,
+    ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
+        let set = lock(&self.opened).get(&restart).cloned();
+        move |dir| {
+            let set = set.ok_or_else(|| Failure::Images("the set is not open any more".into()))?;
+            set.unpack(tid, dir)
+                .map(drop)
+                .map_err(|e| Failure::Images(e.to_string()))
+        }
+    }
+
+    /// Closes a checkpoint opened by [`CheckpointStore::open`].
+    pub(crate) fn close(&self, restart: u64) {
+        lock(&self.opened).remove(&restart);
+    }
+
+    /// Lists all checkpoints. Reports [`Event::SetsListed`].
+    pub(crate) fn list(&self, tid: Tid, id: RequestId) {
+        if !self.store_exists() {
+            let event = Event::SetsListed {
+                tid,
+                id,
+                result: Ok(Vec::new()),
+            };
+            let inputs = self.inputs.clone();
+            tokio::spawn(async move { inputs.send(Input::Event(event)).await });
+            return;
+        }
+        self.spawn_reporting(move |store| {
+            let listed = store.and_then(|store| store.list().map_err(|e| e.to_string()));
+            let result = listed.map(|(sets, broken)| {
+                let whole = sets.into_iter().map(|set| SetEntry {
+                    set: set.id.to_string(),
+                    job: set.job,
+                    made: set.made,
+                    tasks: u32::try_from(set.parts.len()).unwrap_or(u32::MAX),
+                    bytes: set.bytes,
+                    broken: None,
+                    ended: set.ended,
+                    copies: Vec::new(),
+                });
+                let broken = broken.into_iter().map(|(set, why)| SetEntry {
+                    set,
+                    job: Tid::NONE,
+                    made: Micros(0),
+                    tasks: 0,
+                    bytes: 0,
+                    broken: Some(why.to_string()),
+                    ended: None,
+                    copies: Vec::new(),
+                });
+                whole.chain(broken).collect()
+            });
+            Event::SetsListed { tid, id, result }
+        });
+    }
+
+    /// Reads the record file next to the images of a task. Reports [`Event::PartRead`].
+    pub(crate) fn read_part(&self, migration: MigrationId) {
+        let (path, inputs) = (
+            self.paths.images(migration).join(PART_RECORD_FILE),
+            self.inputs.clone(),
+        );
+        tokio::task::spawn_blocking(move || {
+            let result = read_part(&path);
+            let _ = inputs.blocking_send(Input::Event(Event::PartRead { migration, result }));
+        });
+    }
+}
+
+fn read_part(path: &Path) -> Result<PartRecord, Failure> {
+    let bad = |why: String| Failure::Images(format!("{}: {why}", path.display()));
+    let meta = std::fs::symlink_metadata(path).map_err(|e| bad(e.to_string()))?;
+    if !meta.is_file() || meta.len() > PART_RECORD_BYTES_MAX {
+        return Err(bad(format!(
+            "a file of at most {PART_RECORD_BYTES_MAX} bytes was expected"
+        )));
+    }
+    from_bytes(&std::fs::read(path).map_err(|e| bad(e.to_string()))?)
+        .map_err(|e| bad(e.to_string()))
+}
+
+/// Returns a function that writes the record file next to the images.
+pub(crate) fn write_part(
+    record: Box<PartRecord>,
+) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
+    move |dir| {
+        let path = dir.join(PART_RECORD_FILE);
+        let failed =
+            |e: std::io::Error| Failure::Io(format!("cannot write {}: {e}", path.display()));
+        let bytes = postcard::to_stdvec(&*record).map_err(|e| failed(std::io::Error::other(e)))?;
+        if bytes.len() as u64 > PART_RECORD_BYTES_MAX {
+            let why = format!(
+                "what waits for the task, and what it had said, are {} bytes, and a checkpoint takes {PART_RECORD_BYTES_MAX}",
+                bytes.len()
+            );
+            return Err(Failure::Images(why));
+        }
+        let mut file = std::fs::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(failed)?;
+        file.write_all(&bytes).map_err(failed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(vars: &[(&str, &str)]) -> Result<(String, String), String> {
+        let env = |name: &str| {
+            vars.iter()
+                .find(|(key, _)| *key == name)
+                .map(|(_, value)| value.to_string())
+        };
+        let at = StoreSettings::from_env(env)?;
+        Ok((at.dir.display().to_string(), at.key.display().to_string()))
+    }
+
+    #[test]
+    fn store_location_follows_environment_or_xdg() {
+        let home = ("HOME", "/home/x");
+        let own = (
+            "/home/x/.local/state/sempa/checkpoints".into(),
+            "/home/x/.config/sempa/store.key".into(),
+        );
+        assert_eq!(of(&[home]), Ok(own));
+        let xdg = of(&[home, ("XDG_STATE_HOME", "/s"), ("XDG_CONFIG_HOME", "/c")]);
+        assert_eq!(
+            xdg,
+            Ok(("/s/sempa/checkpoints".into(), "/c/sempa/store.key".into()))
+        );
+        let said = of(&[("SEMPA_STORE", "/shared/sets"), ("SEMPA_STORE_KEY", "/k")]);
+        assert_eq!(said, Ok(("/shared/sets".into(), "/k".into())));
+        assert!(of(&[]).is_err_and(|why| why.contains("SEMPA_STORE")));
+        assert!(of(&[home, ("SEMPA_STORE", "relative")]).is_err());
+    }
+
+    /// Returns settings of a store in this directory, with further environment variables.
+    fn whereabouts(dir: &Path, more: &[(&str, &str)]) -> Result<StoreSettings, String> {
+        let (store, key) = (dir.join("store"), dir.join("key"));
+        StoreSettings::from_env(|name| match name {
+            "SEMPA_STORE" => Some(store.display().to_string()),
+            "SEMPA_STORE_KEY" => Some(key.display().to_string()),
+            other => more
+                .iter()
+                .find(|(key, _)| *key == other)
+                .map(|(_, value)| value.to_string()),
+        })
+    }
+
+    #[test]
+    fn store_keeps_the_newest_within_its_limit() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let images = dir.path().join("images");
+        std::fs::create_dir(&images).expect("made");
+        std::fs::write(images.join("core-1.img"), [7; 1000]).expect("written");
+        let at = whereabouts(
+            dir.path(),
+            &[("SEMPA_STORE_SETS", "2"), ("SEMPA_STORE_BYTES", "1000000")],
+        )
+        .expect("good");
+        assert_eq!(
+            at.limits,
+            Limits {
+                sets_max: 2,
+                bytes_max: 1_000_000
+            }
+        );
+        let store = at.open("pvm").expect("a store");
+        let tid = Tid::task(HostId::MASTER, 1).expect("in range");
+        for second in 1..=4 {
+            let draft = store.begin(tid, Micros(second * 1_000_000)).expect("room");
+            draft.add(tid, &images).expect("added");
+            draft.finish(b"").expect("complete");
+            store
+                .tidy(Micros(second * 1_000_000), |_| false)
+                .expect("tidied");
+        }
+        let made: Vec<Micros> = store
+            .list()
+            .expect("listed")
+            .0
+            .iter()
+            .map(|set| set.made)
+            .collect();
+        assert_eq!(
+            (made.len(), made.iter().min()),
+            (2, Some(&Micros(3_000_000)))
+        );
+    }
+
+    /// Without settings the defaults apply; an invalid value yields an error that names it.
+    #[test]
+    fn invalid_limits_are_refused_by_name() {
+        let dir = Path::new("/nowhere");
+        let usual = whereabouts(dir, &[]).expect("good");
+        assert_eq!(
+            (usual.limits, usual.copies),
+            (Limits::default(), Copies::Number(0))
+        );
+        let wrong = [
+            ("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]),
+            ("SEMPA_STORE_BYTES", ["0", "999999", "-1", "1G"]),
+        ];
+        let long = "h,".repeat(17);
+        let copies = [("SEMPA_STORE_COPIES", ["17", "-1,", "h2,,h3", &*long])];
+        for (name, values) in wrong.into_iter().chain(copies) {
+            for value in values {
+                let why = whereabouts(dir, &[(name, value)]).expect_err("no limit");
+                assert!(why.contains(name) && why.contains(value), "{why}");
+            }
+        }
+    }
+
+    #[test]
+    fn copies_are_a_number_or_a_list_of_hosts() {
+        let dir = Path::new("/nowhere");
+        let copies =
+            |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);
+        assert_eq!(copies("2"), Ok(Copies::Number(2)));
+        assert_eq!(copies("0"), Ok(Copies::Number(0)));
+        assert_eq!(
+            copies("h2, h3.lab"),
+            Ok(Copies::Hosts(vec!["h2".into(), "h3.lab".into()]))
+        );
+        assert!(copies("h2,h2").is_err() && copies("").is_err() && copies("h 2").is_err());
+    }
+}

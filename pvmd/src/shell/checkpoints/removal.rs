@@ -1,0 +1,246 @@
+//! Removal of checkpoints: those that a user names, and those that the store does not keep.
+
+use super::{CheckpointStore, lock};
+use crate::shell::input::{Input, InputSender};
+use crate::shell::log::Log;
+use checkpoint::store::{SetId, SetInfo, Store, StoreError, Unreadable};
+use pvmd_machine::io::Event;
+use sempa_proto::checkpoint::{Removed, Stays, Unwanted};
+use sempa_proto::{Micros, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex};
+use tokio::task::JoinHandle;
+
+/// Names of checkpoints, and when their jobs ended for good; `None` if the jobs run again.
+type JobEndMark = (Vec<String>, Option<Micros>);
+
+/// Marks that must still be written, and the lock of the writer.
+#[derive(Clone, Default)]
+pub(super) struct PendingMarks {
+    queue: Arc<Mutex<VecDeque<JobEndMark>>>,
+    writer_lock: Arc<Mutex<()>>,
+}
+
+/// Removes what the store does not keep; reports it in the log and as [`Event::SetsSwept`].
+pub(super) fn remove_superfluous(
+    store: Result<Store, String>,
+    now: Micros,
+    keep: &[String],
+    inputs: &InputSender,
+    log: &Log,
+) {
+    let keep = |set: &SetInfo| keep.contains(&set.id.to_string());
+    match store.and_then(|store| store.tidy(now, keep).map_err(|e| e.to_string())) {
+        Ok(swept) if swept.removed.is_empty() => {}
+        Ok(swept) => {
+            let sets: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
+            log.write_line(format!(
+                "checkpoints removed that the store does not keep: {}",
+                sets.join(" ")
+            ));
+            let _ = inputs.blocking_send(Input::Event(Event::SetsSwept { sets }));
+        }
+        Err(why) => log.write_line(why),
+    }
+}
+
+impl CheckpointStore {
+    /// Removes checkpoints that must not be used, after another task has ended.
+    pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
+        let log = self.log.clone();
+        if !self.store_exists() {
+            return;
+        }
+        self.spawn_after(after, move |store| {
+            // Only checkpoints of this virtual machine, even if others have the same name.
+            let remove = |store: Store| -> Result<(), StoreError> {
+                let (there, _) = store.list()?;
+                let gone = there
+                    .iter()
+                    .filter(|set| store.is_own(set) && sets.contains(&set.id.to_string()));
+                gone.map(|set| store.remove(&set.id))
+                    .filter(|gone| !matches!(gone, Err(StoreError::NoSet(_))))
+                    .collect()
+            };
+            let removed: Result<(), String> =
+                store.and_then(|store| remove(store).map_err(|e| e.to_string()));
+            removed.unwrap_or_else(|why| log.write_line(why));
+        });
+    }
+
+    /// Marks that the jobs of these checkpoints ended for good at this time, or run again. Calls
+    /// take effect in order.
+    pub(crate) fn mark_job_end(&self, sets: Vec<String>, ended: Option<Micros>, keep: Vec<String>) {
+        let (marks, inputs, log) = (self.marks.clone(), self.inputs.clone(), self.log.clone());
+        lock(&marks.queue).push_back((sets, ended));
+        self.spawn(move |store| {
+            let _turn = lock(&marks.writer_lock);
+            let Some((sets, ended)) = lock(&marks.queue).pop_front() else {
+                return;
+            };
+            let ids: Vec<SetId> = sets.iter().filter_map(|set| set.parse().ok()).collect();
+            let marked = store
+                .clone()
+                .and_then(|store| store.mark(&ids, ended).map_err(|e| e.to_string()));
+            marked.unwrap_or_else(|why| log.write_line(why));
+            if let Some(now) = ended {
+                remove_superfluous(store, now, &keep, &inputs, &log);
+            }
+        });
+    }
+
+    /// Removes checkpoints. Reports [`Event::SetsRemoved`].
+    pub(crate) fn remove(
+        &self,
+        (tid, id): (Tid, RequestId),
+        which: Unwanted,
+        any: bool,
+        stay: BTreeMap<String, Stays>,
+    ) {
+        let is_there = self.store_exists();
+        self.spawn_reporting(move |store| {
+            let result = match (is_there, which) {
+                (true, which) => store.and_then(|store| remove(&store, which, any, stay)),
+                (false, Unwanted::Job(_)) => Ok(Vec::new()),
+                (false, Unwanted::Sets(sets)) => Ok(sets
+                    .into_iter()
+                    .map(|set| (set, Err(Stays::Unknown)))
+                    .collect()),
+            };
+            Event::SetsRemoved { tid, id, result }
+        });
+    }
+}
+
+fn remove(
+    store: &Store,
+    which: Unwanted,
+    any: bool,
+    mut stay: BTreeMap<String, Stays>,
+) -> Result<Removed, String> {
+    let (sets, broken) = store.list().map_err(|e| e.to_string())?;
+    let names: Vec<String> = match which {
+        Unwanted::Sets(names) => {
+            let mut known = BTreeSet::new();
+            names
+                .into_iter()
+                .filter(|name| known.insert(name.clone()))
+                .collect()
+        }
+        Unwanted::Job(job) => {
+            let of_job = sets
+                .iter()
+                .filter(|set| set.job == job && (any || store.is_own(set)));
+            of_job.map(|set| set.id.to_string()).collect()
+        }
+    };
+    let one = |name: String| {
+        let outcome = match stay.remove(&name) {
+            Some(why) => Err(why),
+            None => remove_one(store, &name, any, &sets, &broken),
+        };
+        (name, outcome)
+    };
+    Ok(names.into_iter().map(one).collect())
+}
+
+fn remove_one(
+    store: &Store,
+    name: &str,
+    any: bool,
+    sets: &[SetInfo],
+    broken: &Unreadable,
+) -> Result<u64, Stays> {
+    let Ok(id) = name.parse::<SetId>() else {
+        // Not one of our names: another program may have created the entry.
+        let unreadable = broken.iter().find(|(unreadable, _)| unreadable == name);
+        return Err(unreadable.map_or(Stays::Unknown, |(_, why)| Stays::Store(why.to_string())));
+    };
+    let known = sets.iter().find(|set| set.id == id);
+    if let Some(set) = known.filter(|set| !any && !store.is_own(set)) {
+        return Err(Stays::Foreign(set.vm.clone()));
+    }
+    match store.remove(&id) {
+        Ok(()) => Ok(known.map_or(0, |set| set.bytes)),
+        Err(StoreError::InUse(_)) => Err(Stays::InUse),
+        Err(StoreError::NoSet(_)) => Err(Stays::Unknown),
+        Err(why) => Err(Stays::Store(why.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use checkpoint::store::Limits;
+
+    /// Checkpoints are removed by name or job; each one that stays has a reason.
+    #[test]
+    fn removal_by_name_or_job_reports_each_reason() {
+        let scratch = tempfile::tempdir().expect("a directory");
+        let (dir, key) = (scratch.path().join("store"), scratch.path().join("key"));
+        let store = Store::open(&dir, &key, Limits::default())
+            .expect("opened")
+            .of_vm("mine");
+        let make = |store: &Store, job: i32, second: u64| {
+            let draft = store
+                .begin(Tid::from_raw(job), Micros::from_secs(second))
+                .expect("begun");
+            draft.finish(b"").expect("finished").id.to_string()
+        };
+        let [a, b, c] = [1, 2, 3].map(|second| make(&store, 0x40001, second));
+        let (d, other) = (
+            make(&store, 0x40002, 4),
+            make(&store.of_vm("other"), 0x40001, 5),
+        );
+        std::fs::create_dir(dir.join("mess")).expect("made");
+        let sets =
+            |names: &[&String]| Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
+        let go = |which: Unwanted, any: bool, stay: &[(&String, Stays)]| {
+            let stay = stay
+                .iter()
+                .map(|(set, why)| (set.to_string(), why.clone()))
+                .collect();
+            remove(&store, which, any, stay).expect("listed")
+        };
+        let unknown = "t40001-20000101T000000-1".to_string();
+        let bytes = store.list().expect("listed").0[0].bytes;
+        let gone = go(
+            sets(&[&a, &a, &unknown, &"nonsense".into(), &other]),
+            false,
+            &[],
+        );
+        let wanted = [
+            (a.clone(), Ok(bytes)),
+            (unknown, Err(Stays::Unknown)),
+            ("nonsense".into(), Err(Stays::Unknown)),
+            (other.clone(), Err(Stays::Foreign("other".into()))),
+        ];
+        assert_eq!(gone, wanted);
+        assert!(
+            matches!(&go(sets(&[&"mess".into()]), true, &[])[0].1, Err(Stays::Store(why)) if why.contains("mess"))
+        );
+        let job = Tid::from_raw(0x40001);
+        let open = store.open_set(&b.parse().expect("a name")).expect("opened");
+        let gone = go(Unwanted::Job(job), false, &[(&c, Stays::Wanted(job))]);
+        assert_eq!(
+            gone,
+            [
+                (b.clone(), Err(Stays::InUse)),
+                (c.clone(), Err(Stays::Wanted(job)))
+            ]
+        );
+        drop(open);
+        std::fs::write(dir.join(&d).join("manifest"), "changed").expect("written");
+        assert_eq!(
+            go(sets(&[&d]), false, &[]),
+            [(d, Ok(0))],
+            "what cannot be read goes by its name"
+        );
+        let gone = go(Unwanted::Job(job), true, &[]);
+        assert!(
+            gone.iter().map(|(set, _)| set).eq([&b, &c, &other])
+                && gone.iter().all(|(_, became)| became.is_ok())
+        );
+        assert_eq!(go(Unwanted::Job(job), true, &[]), []);
+    }
+}

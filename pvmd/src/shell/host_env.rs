@@ -1,0 +1,364 @@
+//! Facts about this host that the state machine asks for: programs, directories, the environment of
+//! tasks, the time, and random numbers.
+
+use nix::unistd::{AccessFlags, access};
+use pvmd_machine::World;
+use rustls::crypto::SecureRandom;
+use sempa_proto::place::Place;
+use sempa_proto::{Micros, PvmError};
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// PVM's architecture name for this machine.
+pub(crate) const ARCH: &str = "LINUX64";
+/// PVM data signature of x86-64: layout of short, int, long, float, double (all little-endian).
+pub(crate) const DSIG: i32 = 0x0040_8c41;
+/// Default of `PVM_ROOT`, as in Debian's PVM.
+const PVM_ROOT: &str = "/usr/lib/pvm3";
+/// Default search path for programs.
+const SEARCH_PATH: &str = "$HOME/pvm3/bin/$PVM_ARCH:$PVM_ROOT/bin/$PVM_ARCH";
+/// The library that tasks load.
+const LIBRARY: &str = "libpvm3.so.3";
+
+/// Variables that belong to the login session or to a single task; tasks of this host do not
+/// inherit them.
+const SESSION_VARIABLES: [&str; 21] = [
+    "SSH_CONNECTION",
+    "SSH_CLIENT",
+    "SSH_TTY",
+    "SSH_AUTH_SOCK",
+    "SSH_ORIGINAL_COMMAND",
+    "XDG_SESSION_ID",
+    "XDG_SESSION_TYPE",
+    "XDG_SESSION_CLASS",
+    "DBUS_SESSION_BUS_ADDRESS",
+    "OLDPWD",
+    "PWD",
+    "SHLVL",
+    "_",
+    "PVMSOCK",
+    "PVMEPID",
+    "PVMCTX",
+    "PVMTMASK",
+    "PVMTRCBUF",
+    "PVMTRCOPT",
+    "PVMSPAWNWD",
+    // Set again below if the virtual machine's name is not the default.
+    "PVM_VMID",
+];
+
+pub(crate) fn unix_time() -> Micros {
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    Micros(u64::try_from(now.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// Settings of one daemon's world that may differ between daemons on the same host.
+#[derive(Debug, Default)]
+pub(crate) struct HostEnvironmentSettings {
+    /// Search path, not expanded. Default: `PVM_PATH`, then [`SEARCH_PATH`].
+    pub(crate) search_path: Option<String>,
+    /// Working directory, not expanded. Default: `PVM_WD`, then the home directory.
+    pub(crate) work_dir: Option<String>,
+    /// Library folder to use if this host has none.
+    pub(crate) library: Option<String>,
+    /// Debugger command for tasks, unless `PVM_DEBUGGER` is set.
+    pub(crate) debugger: Option<String>,
+}
+
+/// The [`World`] of a running daemon.
+pub(crate) struct HostEnvironment {
+    search: Vec<PathBuf>,
+    work_dir: PathBuf,
+    env: BTreeMap<OsString, OsString>,
+    random: &'static dyn SecureRandom,
+}
+
+impl HostEnvironment {
+    /// Builds the world from the environment of this process and the settings.
+    pub(crate) fn new(
+        settings: HostEnvironmentSettings,
+        place: &Place,
+        uid: u32,
+    ) -> HostEnvironment {
+        let own: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
+        let programs = programs_folder();
+        let library = library_folder(
+            programs.as_deref(),
+            own.get(OsStr::new("SEMPA_LIB")),
+            settings.library.as_deref(),
+        );
+        let mut env = task_environment(own, library.as_deref(), place, uid);
+        if let Some(debugger) = &settings.debugger {
+            let expanded = expand_variables(debugger, |name| {
+                env.get(OsStr::new(name))
+                    .map(|v| v.to_string_lossy().into_owned())
+            });
+            env.entry("PVM_DEBUGGER".into())
+                .or_insert_with(|| expanded.into());
+        }
+        let var = |name: &str| {
+            env.get(OsStr::new(name))
+                .map(|v| v.to_string_lossy().into_owned())
+        };
+        let search = settings
+            .search_path
+            .or_else(|| var("PVM_PATH"))
+            .unwrap_or_else(|| SEARCH_PATH.into());
+        let mut search: Vec<PathBuf> = expand_variables(&search, var)
+            .split(':')
+            .filter(|dir| !dir.is_empty())
+            .map(PathBuf::from)
+            .collect();
+        search.extend(programs);
+        let home = || {
+            var("HOME")
+                .filter(|h| !h.is_empty())
+                .unwrap_or_else(|| "/".into())
+        };
+        let work_dir = settings
+            .work_dir
+            .or_else(|| var("PVM_WD"))
+            .map_or_else(home, |dir| expand_variables(&dir, var));
+        let random = rustls::crypto::ring::default_provider().secure_random;
+        HostEnvironment {
+            search,
+            work_dir: PathBuf::from(work_dir),
+            env,
+            random,
+        }
+    }
+}
+
+/// Returns the folder of this program and its siblings.
+pub(crate) fn programs_folder() -> Option<PathBuf> {
+    Some(std::env::current_exe().ok()?.parent()?.to_path_buf())
+}
+
+/// Returns the folder of our library: `SEMPA_LIB`, else the first that contains it of: `lib` next
+/// to the programs' folder, the programs' folder, the master's library folder.
+pub(crate) fn library_folder(
+    programs: Option<&Path>,
+    set: Option<&OsString>,
+    master: Option<&str>,
+) -> Option<PathBuf> {
+    if let Some(set) = set.filter(|s| !s.is_empty()) {
+        return Some(PathBuf::from(set));
+    }
+    let sibling_lib = programs
+        .and_then(Path::parent)
+        .map(|prefix| prefix.join("lib"));
+    let candidates = [
+        sibling_lib,
+        programs.map(Path::to_path_buf),
+        master.map(PathBuf::from),
+    ];
+    candidates
+        .into_iter()
+        .flatten()
+        .find(|dir| dir.join(LIBRARY).exists())
+}
+
+fn task_environment(
+    mut env: BTreeMap<OsString, OsString>,
+    library: Option<&Path>,
+    place: &Place,
+    uid: u32,
+) -> BTreeMap<OsString, OsString> {
+    for name in SESSION_VARIABLES {
+        env.remove(OsStr::new(name));
+    }
+    let mut set = |name: &str, value: OsString| env.insert(name.into(), value);
+    set("PVM_ARCH", ARCH.into());
+    set("PVMSOCK", place.socket().into());
+    if Place::of(uid, |_| None).is_ok_and(|default_place| default_place.vm() != place.vm()) {
+        set("PVM_VMID", place.vm().into());
+    }
+    if uid == 0 {
+        set("PVM_ALLOW_ROOT", "1".into());
+    }
+    env.entry("PVM_ROOT".into())
+        .or_insert_with(|| PVM_ROOT.into());
+    if let Some(library) = library {
+        let before = env
+            .get(OsStr::new("LD_LIBRARY_PATH"))
+            .filter(|v| !v.is_empty());
+        let mut path = library.as_os_str().to_os_string();
+        if let Some(before) = before {
+            path.push(":");
+            path.push(before);
+        }
+        env.insert("LD_LIBRARY_PATH".into(), path);
+    }
+    env
+}
+
+/// Replaces `$NAME` and `${NAME}`; unset variables expand to nothing.
+fn expand_variables(text: &str, var: impl Fn(&str) -> Option<String>) -> String {
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(at) = rest.find('$') {
+        out.push_str(&rest[..at]);
+        rest = &rest[at + 1..];
+        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        if let Some((name, after)) = rest.strip_prefix('{').and_then(|r| r.split_once('}')) {
+            out.push_str(&var(name).unwrap_or_default());
+            rest = after;
+        } else {
+            let end = rest.find(|c| !is_name(c)).unwrap_or(rest.len());
+            if end == 0 {
+                out.push('$');
+            }
+            out.push_str(&var(&rest[..end]).unwrap_or_default());
+            rest = &rest[end..];
+        }
+    }
+    out.push_str(rest);
+    out
+}
+
+/// True for a regular file that its owner may execute, which is PVM's rule.
+fn is_program(path: &Path) -> bool {
+    std::fs::metadata(path).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o100 != 0)
+}
+
+fn is_accessible_dir(dir: &Path) -> bool {
+    dir.is_dir() && access(dir, AccessFlags::X_OK).is_ok()
+}
+
+impl World for HostEnvironment {
+    fn find_program(&self, name: &str, dir: Option<&str>) -> Result<PathBuf, PvmError> {
+        if name.is_empty() || name.contains('\0') {
+            return Err(PvmError::NoFile);
+        }
+        let found = if name.contains('/') {
+            Some(self.work_dir(dir).join(name)).filter(|path| is_program(path))
+        } else {
+            self.search
+                .iter()
+                .map(|folder| self.work_dir.join(folder).join(name))
+                .find(|path| is_program(path))
+        };
+        found.ok_or(PvmError::NoFile)
+    }
+
+    fn work_dir(&self, dir: Option<&str>) -> PathBuf {
+        let own = if is_accessible_dir(&self.work_dir) {
+            &self.work_dir
+        } else {
+            Path::new("/")
+        };
+        match dir.filter(|d| !d.is_empty()).map(|d| own.join(d)) {
+            Some(dir) if is_accessible_dir(&dir) => dir,
+            _ => own.to_path_buf(),
+        }
+    }
+
+    fn base_env(&self) -> Vec<Vec<u8>> {
+        let pair = |(name, value): (&OsString, &OsString)| {
+            let mut line = name.clone().into_vec();
+            line.push(b'=');
+            line.extend_from_slice(value.as_bytes());
+            line
+        };
+        self.env.iter().map(pair).collect()
+    }
+
+    fn unix_time(&self) -> Micros {
+        unix_time()
+    }
+
+    fn secret(&mut self) -> i32 {
+        let mut bytes = [0; 4];
+        // TLS would have failed earlier if the kernel gave no random numbers.
+        self.random
+            .fill(&mut bytes)
+            .expect("the kernel gives random numbers");
+        (i32::from_le_bytes(bytes) & i32::MAX).max(1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn world() -> HostEnvironment {
+        let place = Place::of(7, |_| None).expect("a good name");
+        let settings = HostEnvironmentSettings {
+            search_path: Some("/nowhere:/bin".into()),
+            ..HostEnvironmentSettings::default()
+        };
+        HostEnvironment::new(settings, &place, 7)
+    }
+
+    #[test]
+    fn variables_in_paths_are_expanded() {
+        let var = |name: &str| (name == "HOME").then(|| "/h".to_string());
+        assert_eq!(
+            expand_variables("$HOME/a:${HOME}b:$NONE/c:5$", var),
+            "/h/a:/hb:/c:5$"
+        );
+    }
+
+    #[test]
+    fn programs_are_found_in_path_or_by_name() {
+        let world = world();
+        assert_eq!(world.find_program("sh", None), Ok(PathBuf::from("/bin/sh")));
+        assert_eq!(
+            world.find_program("./sh", Some("/bin")),
+            Ok(PathBuf::from("/bin/./sh"))
+        );
+        assert_eq!(
+            world.find_program("/bin/sh", None),
+            Ok(PathBuf::from("/bin/sh"))
+        );
+        for bad in ["no-such-program", "/etc/passwd", "/bin", "", "sh\0"] {
+            assert_eq!(
+                world.find_program(bad, None),
+                Err(PvmError::NoFile),
+                "{bad}"
+            );
+        }
+    }
+
+    #[test]
+    fn task_environment_omits_session_variables() {
+        let own = [
+            ("SSH_TTY", "x"),
+            ("EDITOR", "vi"),
+            ("LD_LIBRARY_PATH", "/b"),
+            ("PVMEPID", "3"),
+        ];
+        let own = own
+            .map(|(n, v)| (OsString::from(n), OsString::from(v)))
+            .into_iter()
+            .collect();
+        let place = Place::of(7, |_| None).expect("a good name");
+        let env = task_environment(own, Some(Path::new("/a")), &place, 7);
+        let get = |name: &str| {
+            env.get(OsStr::new(name))
+                .map(|v| v.to_string_lossy().into_owned())
+        };
+        assert_eq!(
+            (get("SSH_TTY"), get("PVMEPID"), get("EDITOR")),
+            (None, None, Some("vi".into()))
+        );
+        assert_eq!(get("LD_LIBRARY_PATH"), Some("/a:/b".into()));
+        assert_eq!(get("PVMSOCK"), Some("/tmp/sempa-7/pvm/pvmd.sock".into()));
+        assert_eq!(
+            (get("PVM_ARCH"), get("PVM_ALLOW_ROOT")),
+            (Some("LINUX64".into()), None)
+        );
+        let named = |vm: &str| {
+            let place = Place::of(7, |name| (name == "PVM_VMID").then(|| vm.to_string()))
+                .expect("a good name");
+            task_environment(BTreeMap::new(), None, &place, 7).remove(OsStr::new("PVM_VMID"))
+        };
+        assert_eq!((named("pvm"), named("b")), (None, Some("b".into())));
+    }
+}

@@ -1,0 +1,107 @@
+//! Files of programs that write their own checkpoints: copies them into a checkpoint and back.
+//!
+//! All disk access runs on blocking threads; each operation reports its end as an event.
+
+use super::input::{Input, InputSender};
+use checkpoint::state::{self, Room, Staged, StateError};
+use pvmd_machine::io::Event;
+use sempa_proto::MigrationId;
+use sempa_proto::migration::Failure;
+use sempa_proto::place::Place;
+use sempa_proto::tasker::DumpReport;
+use std::collections::HashMap;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Staged files by migration; `None` while they are being staged.
+type StagedFiles = Arc<Mutex<HashMap<MigrationId, Option<Staged>>>>;
+
+/// The operations in progress on such files.
+pub(crate) struct ProgramStateFiles {
+    place: Place,
+    inputs: InputSender,
+    staged: StagedFiles,
+    collect_room: Arc<Room>,
+}
+
+fn lock(staged: &StagedFiles) -> MutexGuard<'_, HashMap<MigrationId, Option<Staged>>> {
+    staged.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+fn io_failure(error: &StateError) -> Failure {
+    Failure::Io(error.to_string())
+}
+
+impl ProgramStateFiles {
+    pub(crate) fn new(place: Place, inputs: InputSender) -> ProgramStateFiles {
+        ProgramStateFiles {
+            place,
+            inputs,
+            staged: StagedFiles::default(),
+            collect_room: Arc::default(),
+        }
+    }
+
+    fn spawn_work(&self, work: impl FnOnce() -> Event + Send + 'static) {
+        let inputs = self.inputs.clone();
+        tokio::task::spawn_blocking(move || {
+            let _ = inputs.blocking_send(Input::Event(work()));
+        });
+    }
+
+    /// Copies files into the image directory of this migration. Reports [`Event::StateCollected`].
+    pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
+        let (images, room) = (self.place.images(migration), Arc::clone(&self.collect_room));
+        // Created before the thread starts: the thread must not create the directory again after a
+        // drop. A failure shows when the directory is used.
+        let _ = DirBuilder::new().mode(0o700).create(&images);
+        self.spawn_work(move || {
+            let collected = state::collect(&files, &dir, &images, &room);
+            let result = collected
+                .map(|(files, bytes)| DumpReport { bytes, files })
+                .map_err(|e| io_failure(&e));
+            Event::StateCollected { migration, result }
+        });
+    }
+
+    /// Copies the files next to their destinations under temporary names. Reports
+    /// [`Event::StateStaged`].
+    pub(crate) fn stage(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
+        let (images, staged) = (self.place.images(migration), self.staged.clone());
+        lock(&staged).insert(migration, None);
+        self.spawn_work(move || {
+            let result = state::stage(&files, &dir, &images)
+                .map_err(|e| io_failure(&e))
+                .map(|files_staged| {
+                    // If the migration was dropped meanwhile, the staged files are dropped with
+                    // `files_staged`.
+                    let mut staged = lock(&staged);
+                    staged
+                        .entry(migration)
+                        .and_modify(|place| *place = Some(files_staged));
+                });
+            Event::StateStaged { migration, result }
+        });
+    }
+
+    /// Renames the staged files to their final names. Reports [`Event::StateNamed`].
+    pub(crate) fn rename_staged(&self, migration: MigrationId) {
+        let all = lock(&self.staged).remove(&migration).flatten();
+        self.spawn_work(move || {
+            let dropped = || Failure::CalledOff("it was given up".into());
+            let result = all
+                .ok_or_else(dropped)
+                .and_then(|all| all.name().map_err(|e| io_failure(&e)));
+            Event::StateNamed { migration, result }
+        });
+    }
+
+    /// Removes files that are staged but not renamed yet.
+    pub(crate) fn drop_staged(&self, migration: MigrationId) {
+        if let Some(all) = lock(&self.staged).remove(&migration) {
+            tokio::task::spawn_blocking(move || drop(all));
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! Spins while a reply from another host is awaited.
+//!
+//! A small request to another host and its reply wake four processes, and waking a sleeping
+//! processor takes longer than all the daemons' work. A daemon that has forwarded a request
+//! therefore stays awake for a short time if spinning paid off recently. A daemon that has
+//! forwarded a reply to its task sleeps immediately, because the task needs the processor.
+
+use sempa_proto::host::Carried;
+use sempa_proto::link::{LinkFrame, LinkKind};
+use sempa_socket::{Reach, Spin};
+use std::time::{Duration, Instant};
+
+/// Larger frames belong to bulk transfers, which keep both hosts awake without spinning.
+const REQUEST_BYTES_MAX: usize = 4 << 10;
+
+/// The daemon's spin state. All other hosts share it.
+#[derive(Debug)]
+pub(crate) struct ReplySpinner {
+    spin: Spin,
+    /// When the pending request was sent and the time to spin for its reply; the inner `None` means
+    /// sleep.
+    waiting: Option<(Instant, Option<Duration>)>,
+}
+
+impl ReplySpinner {
+    pub(crate) fn new() -> ReplySpinner {
+        ReplySpinner {
+            spin: Spin::new(Reach::Daemons),
+            waiting: None,
+        }
+    }
+
+    /// Starts to wait for a reply if a small data frame was sent to another host.
+    pub(crate) fn on_request(&mut self, carried: &Carried, now: Instant) {
+        if is_small_data(carried) && self.waiting.is_none_or(|(_, awake)| awake.is_none()) {
+            self.waiting = Some((now, self.spin.budget(None, Reach::Daemons)));
+        }
+    }
+
+    /// Ends the wait if a small data frame came from another host, and learns from its duration.
+    pub(crate) fn on_reply(&mut self, carried: &Carried, now: Instant) {
+        match self.waiting.take_if(|_| is_small_data(carried)) {
+            Some((since, Some(budget))) => self.spin.ended(now.duration_since(since), budget),
+            Some((since, None)) => self.spin.slept(now.duration_since(since)),
+            None => {}
+        }
+    }
+
+    /// Yields the processor to other runnable threads: one of them may produce the reply.
+    pub(crate) fn yield_cpu(&mut self) {
+        self.spin.give_way();
+    }
+
+    /// Returns true while the daemon should spin for a reply.
+    pub(crate) fn should_spin(&mut self, now: Instant) -> bool {
+        let Some((since, Some(spin_budget))) = self.waiting else {
+            return false;
+        };
+        if now.duration_since(since) <= spin_budget {
+            return true;
+        }
+        self.spin.was_in_vain();
+        self.waiting = None;
+        false
+    }
+}
+
+/// True for small data frames of tasks. False for the links' own control frames.
+fn is_small_data(carried: &Carried) -> bool {
+    let Carried::Link(body) = carried else {
+        return false;
+    };
+    body.len() <= REQUEST_BYTES_MAX
+        && matches!(LinkFrame::kind_of(body), Some(LinkKind::Data { .. }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use bytes::Bytes;
+    use sempa_proto::Tid;
+
+    /// Simulated time between two clock reads.
+    const POLL_INTERVAL: Duration = Duration::from_micros(10);
+
+    fn frame(kind: LinkKind, bytes: usize) -> Carried {
+        let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x80001));
+        let head = LinkFrame {
+            src,
+            dst,
+            kind,
+            seq: 1,
+            ack: 1,
+            line: 0,
+            payload: Bytes::new(),
+        }
+        .encode_head();
+        Carried::Link([&head[..], &vec![0; bytes]].concat().into())
+    }
+
+    fn request() -> Carried {
+        frame(LinkKind::Data { last: true }, 8)
+    }
+
+    /// Returns a spinner that assumes more than one processor, and a start time.
+    fn new_spinner() -> (ReplySpinner, Instant) {
+        (
+            ReplySpinner {
+                spin: Spin::with_company(Reach::Daemons),
+                waiting: None,
+            },
+            Instant::now(),
+        )
+    }
+
+    /// The daemon spins from a small request until its reply arrives.
+    #[test]
+    fn spins_from_request_to_reply() {
+        let (mut vigil, begin) = new_spinner();
+        for round in 0..1000 {
+            let now = begin + Duration::from_millis(round);
+            assert!(!vigil.should_spin(now), "nobody has asked");
+            vigil.on_request(&request(), now);
+            assert!(vigil.should_spin(now + Duration::from_micros(40)));
+            vigil.on_reply(&request(), now + Duration::from_micros(50));
+        }
+    }
+
+    /// Acknowledgements and fragments of large messages neither start a wait nor end one.
+    #[test]
+    fn acks_and_bulk_fragments_do_not_count() {
+        let (mut vigil, now) = new_spinner();
+        for other in [
+            frame(LinkKind::Ack { resync: false }, 0),
+            frame(LinkKind::Data { last: false }, 64 << 10),
+        ] {
+            vigil.on_request(&other, now);
+            assert!(!vigil.should_spin(now));
+            vigil.on_request(&request(), now);
+            vigil.on_reply(&other, now);
+            assert!(vigil.should_spin(now), "that was no answer");
+            vigil.on_reply(&request(), now);
+        }
+    }
+
+    /// Requests without replies cost less than 300 ms of spinning in 100 s.
+    #[test]
+    fn unanswered_requests_cost_little_spinning() {
+        let (mut vigil, begin) = new_spinner();
+        let mut awake = Duration::ZERO;
+        for round in 0..100_000 {
+            let now = begin + Duration::from_millis(round);
+            vigil.on_request(&request(), now);
+            awake += (0..50)
+                .map(|look| now + look * POLL_INTERVAL)
+                .take_while(|now| vigil.should_spin(*now))
+                .count() as u32
+                * POLL_INTERVAL;
+        }
+        assert!(awake < Duration::from_millis(300), "{awake:?} of 100 s");
+    }
+
+    /// A quick reply during sleep makes the daemon spin for the next request.
+    #[test]
+    fn quick_replies_restart_spinning() {
+        let (mut vigil, begin) = new_spinner();
+        let later = |ms| begin + Duration::from_millis(ms);
+        for ms in 0..100 {
+            vigil.on_request(&request(), later(ms));
+            vigil.should_spin(later(ms) + Duration::from_micros(900));
+        }
+        vigil.on_request(&request(), later(200));
+        assert!(!vigil.should_spin(later(200)));
+        vigil.on_reply(&request(), later(200) + Duration::from_micros(120));
+        vigil.on_request(&request(), later(201));
+        assert!(vigil.should_spin(later(201)));
+    }
+}

@@ -1,0 +1,372 @@
+//! The Unix socket for the tasks of this host: checks the user of each peer, transfers frames in
+//! both directions, and disconnects tasks that violate the protocol or do not read.
+
+use super::descriptors::{TaskFrameReader, send_with_descriptors};
+use super::input::{Input, InputSender, LogRateLimit};
+use super::local_socket::LocalSocket;
+use super::log::Log;
+use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Outgoing, outbox};
+use super::sys::peer_process;
+use pvmd_machine::io::{ConnId, Event};
+use sempa_proto::WIRE_VERSION;
+use sempa_proto::frame::{FRAME_HEAD_BYTES, Frame, FrameKind, encode_control, frame_head};
+use sempa_proto::link::FRAGMENT_BYTES_MAX;
+use sempa_proto::task::{TASK_MAGIC, ToDaemon, ToTask};
+use std::io::IoSlice;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
+
+/// Time limit for the hello of a new connection.
+pub(crate) const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// Most connections without a hello; further ones wait in the kernel's queue.
+const PENDING_HELLOS_MAX: usize = 128;
+/// Most bytes of control messages that may wait for a task that does not read.
+pub(crate) const TASK_CONTROL_BYTES_MAX: usize = 64 << 20;
+/// Time without reading after which a task over that limit is disconnected.
+pub(crate) const TASK_READ_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit for a disconnected task to read what was sent before.
+pub(crate) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Most frames passed to the kernel in one call.
+const WRITE_FRAMES_MAX: usize = 64;
+
+/// A connected task, as the loop sees it.
+#[derive(Debug)]
+pub(crate) struct TaskConnection {
+    pub(crate) conn: ConnId,
+    /// Process id from the peer credentials.
+    pub(crate) pid: i32,
+    /// Pidfd of that process, or the reason why it could not be opened.
+    pub(crate) process: std::io::Result<OwnedFd>,
+    pub(crate) socket: Arc<LocalSocket>,
+    /// Queue of frames to send.
+    pub(crate) outbox: Outbox,
+    /// Set to a reason to close the connection immediately.
+    pub(crate) close_reason: watch::Sender<Option<String>>,
+}
+
+/// Listens at `path`, which must be in a private directory.
+///
+/// # Errors
+/// The socket cannot be created.
+pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
+    let listener = UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// State shared by all connections.
+#[derive(Debug)]
+struct TaskListener {
+    uid: u32,
+    inputs: InputSender,
+    log: Log,
+    refusal_log_limit: LogRateLimit,
+    next_conn: AtomicU64,
+}
+
+/// Accepts connections of tasks, forever.
+pub(crate) async fn serve(listener: UnixListener, uid: u32, inputs: InputSender, log: Log) {
+    let task_listener = Arc::new(TaskListener {
+        uid,
+        inputs,
+        log,
+        refusal_log_limit: LogRateLimit::new(),
+        next_conn: AtomicU64::new(1),
+    });
+    let waiting = Arc::new(Semaphore::new(PENDING_HELLOS_MAX));
+    loop {
+        let permit = waiting
+            .clone()
+            .acquire_owned()
+            .await
+            .expect("the semaphore is never closed");
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let task_listener = task_listener.clone();
+                tokio::spawn(async move {
+                    let accepted = task_listener.handshake(stream).await;
+                    drop(permit);
+                    if let Some((hello, line)) = accepted {
+                        task_listener.serve_connection(hello, line).await;
+                    }
+                });
+            }
+            Err(e) => {
+                // Most likely the descriptors are used up; other connections will free some.
+                if task_listener.refusal_log_limit.try_acquire() {
+                    task_listener.log.write_line(format!(
+                        "cannot accept a task's connection: {e}; trying again"
+                    ));
+                }
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// A connection with the data read from it but not handled yet, and the process at its other end.
+struct PendingConnection {
+    pid: i32,
+    process: std::io::Result<OwnedFd>,
+    socket: Arc<LocalSocket>,
+    incoming: TaskFrameReader,
+}
+
+impl TaskListener {
+    /// Checks the peer's user and waits for a valid hello. Other peers get a reason and are
+    /// disconnected.
+    async fn handshake(&self, stream: UnixStream) -> Option<(ToDaemon, PendingConnection)> {
+        let peer = stream.peer_cred().ok()?;
+        let pid = peer.pid().unwrap_or(0);
+        // Opened first: the process may exit at any time, and its id be reused.
+        let process = peer_process(stream.as_fd(), pid);
+        let socket = Arc::new(LocalSocket::new(stream.into_std().ok()?).ok()?);
+        let mut line = PendingConnection {
+            pid,
+            process,
+            socket,
+            incoming: TaskFrameReader::default(),
+        };
+        let refusal = if peer.uid() != self.uid {
+            format!(
+                "this daemon serves user {} only, and you are user {}",
+                self.uid,
+                peer.uid()
+            )
+        } else {
+            match timeout(HELLO_TIMEOUT, line.incoming.next_frame(&line.socket)).await {
+                Ok(Ok(Some(frame))) => match check_hello(&frame) {
+                    Ok(hello) => return Some((hello, line)),
+                    Err(reason) => reason,
+                },
+                Ok(Ok(None)) => return None,
+                Ok(Err(reason)) => reason,
+                Err(_) => format!("no hello came within {} s", HELLO_TIMEOUT.as_secs()),
+            }
+        };
+        if self.refusal_log_limit.try_acquire() {
+            self.log.write_line(format!(
+                "refused process {pid} of user {} on the tasks' socket: {refusal}",
+                peer.uid()
+            ));
+        }
+        if let Ok(frame) = encode_control(&ToTask::Refused { reason: refusal }) {
+            // The peer may be gone or not read; a failure does not matter.
+            let _ = timeout(
+                Duration::from_secs(1),
+                line.socket.write_all(&mut [IoSlice::new(&frame)]),
+            )
+            .await;
+        }
+        None
+    }
+
+    /// Serves a connection from its hello to its end.
+    async fn serve_connection(&self, hello: ToDaemon, line: PendingConnection) {
+        let conn = ConnId(self.next_conn.fetch_add(1, Ordering::Relaxed));
+        let (outbox, queue) = outbox(LINK_BYTES_MAX);
+        let (close_reason, mut close_requests) = watch::channel(None);
+        let PendingConnection {
+            pid,
+            process,
+            socket,
+            mut incoming,
+        } = line;
+        let connected = Input::TaskConnected(TaskConnection {
+            conn,
+            pid,
+            process,
+            socket: socket.clone(),
+            outbox,
+            close_reason,
+        });
+        let first = Input::Event(Event::TaskControl {
+            conn,
+            message: hello,
+        });
+        if self.inputs.send(connected).await.is_err() || self.inputs.send(first).await.is_err() {
+            return;
+        }
+        let mut writer = tokio::spawn(write_frames(socket.clone(), queue));
+        let mut reading = std::pin::pin!(self.forward_frames(conn, &socket, &mut incoming));
+        let protocol_error = tokio::select! {
+            protocol_error = &mut reading => protocol_error,
+            why = await_close_reason(&mut close_requests) => Some(why),
+            dismissed = &mut writer => {
+                if dismissed.unwrap_or(false) {
+                    None
+                } else {
+                    // The task reads nothing more, but what it sent before is still valid.
+                    tokio::select! {
+                        protocol_error = reading => protocol_error,
+                        why = await_close_reason(&mut close_requests) => Some(why),
+                    }
+                }
+            }
+        };
+        writer.abort();
+        if let Some(why) = &protocol_error
+            && self.refusal_log_limit.try_acquire()
+        {
+            self.log
+                .write_line(format!("closed the connection of process {pid}: {why}"));
+        }
+        let _ = self
+            .inputs
+            .send(Input::Event(Event::TaskClosed {
+                conn,
+                garbage: protocol_error,
+            }))
+            .await;
+    }
+
+    /// Forwards a task's frames as events until its stream ends (returns `None`) or violates the
+    /// protocol (returns the reason).
+    async fn forward_frames(
+        &self,
+        conn: ConnId,
+        socket: &LocalSocket,
+        incoming: &mut TaskFrameReader,
+    ) -> Option<String> {
+        loop {
+            let frame = match incoming.next_frame(socket).await {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return None,
+                Err(reason) => return Some(reason),
+            };
+            let event = match frame.kind {
+                FrameKind::Control => match frame.control::<ToDaemon>() {
+                    Ok(ToDaemon::Route { to, word }) => {
+                        match incoming.take_descriptors(word.descriptors()) {
+                            Ok(descriptors) => Event::TaskRoute {
+                                conn,
+                                to,
+                                word,
+                                descriptors,
+                            },
+                            Err(e) => return Some(e),
+                        }
+                    }
+                    Ok(message) => Event::TaskControl { conn, message },
+                    Err(e) => return Some(e.to_string()),
+                },
+                FrameKind::Link => match frame.link() {
+                    Ok(link) if link.payload.len() > FRAGMENT_BYTES_MAX => {
+                        return Some(format!(
+                            "a fragment of {} bytes is over the limit",
+                            link.payload.len()
+                        ));
+                    }
+                    Ok(_) => Event::TaskLink {
+                        conn,
+                        frame: frame.body,
+                    },
+                    Err(e) => return Some(e.to_string()),
+                },
+                FrameKind::Image => return Some("a task does not send images".into()),
+            };
+            if self.inputs.send(Input::Event(event)).await.is_err() {
+                return None;
+            }
+        }
+    }
+}
+
+/// Waits until the loop orders the connection closed, and returns the reason.
+async fn await_close_reason(cut: &mut watch::Receiver<Option<String>>) -> String {
+    loop {
+        if let Some(why) = cut.borrow_and_update().clone() {
+            return why;
+        }
+        if cut.changed().await.is_err() {
+            // The loop has dropped the connection without a reason; the writer ends it.
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
+    match frame.control::<ToDaemon>() {
+        Ok(ToDaemon::Hello(hello)) if hello.magic != TASK_MAGIC => {
+            Err("the first frame is not a task's hello".into())
+        }
+        Ok(ToDaemon::Hello(hello)) if hello.version != WIRE_VERSION => Err(format!(
+            "the task's library speaks version {}, this daemon {WIRE_VERSION}: use the library installed with it",
+            hello.version
+        )),
+        Ok(hello @ ToDaemon::Hello(_)) => Ok(hello),
+        Ok(_) => Err("the first frame is not a hello".into()),
+        Err(e) => Err(format!("the first frame is not a hello: {e}")),
+    }
+}
+
+/// Writes queued frames. Returns true after a close order, false if the peer accepts no more data.
+pub(crate) async fn write_frames(socket: Arc<LocalSocket>, mut queue: OutboxReader) -> bool {
+    let mut batch = Vec::with_capacity(WRITE_FRAMES_MAX);
+    loop {
+        batch.clear();
+        if queue.receive_batch(&mut batch, WRITE_FRAMES_MAX).await == 0 {
+            return true;
+        }
+        let end = batch
+            .iter()
+            .position(|item| matches!(item, Outgoing::Close));
+        let written = write_batch(&socket, &batch[..end.unwrap_or(batch.len())]).await;
+        batch.iter().for_each(|item| queue.record_done(item));
+        if written.is_err() {
+            return false;
+        }
+        if end.is_some() {
+            socket.shut_down_writes();
+            return true;
+        }
+    }
+}
+
+async fn write_batch(socket: &LocalSocket, batch: &[Outgoing]) -> std::io::Result<()> {
+    let mut rest = batch;
+    while let Some(at) = rest
+        .iter()
+        .position(|item| matches!(item, Outgoing::WithFds(..)))
+    {
+        write_without_fds(socket, &rest[..at]).await?;
+        if let Outgoing::WithFds(frame, descriptors) = &rest[at] {
+            let written = send_with_descriptors(socket, frame, descriptors).await?;
+            socket
+                .write_all(&mut [IoSlice::new(&frame[written..])])
+                .await?;
+        }
+        rest = &rest[at + 1..];
+    }
+    write_without_fds(socket, rest).await
+}
+
+async fn write_without_fds(socket: &LocalSocket, batch: &[Outgoing]) -> std::io::Result<()> {
+    let mut heads = [[0; FRAME_HEAD_BYTES]; WRITE_FRAMES_MAX];
+    for (head, item) in heads.iter_mut().zip(batch) {
+        if let Outgoing::Link(body) = item {
+            *head = frame_head(FrameKind::Link, body.len());
+        }
+    }
+    let mut slices = [IoSlice::new(&[]); 2 * WRITE_FRAMES_MAX];
+    let mut used = 0;
+    let mut add = |slice| {
+        slices[used] = IoSlice::new(slice);
+        used += 1;
+    };
+    for (item, head) in batch.iter().zip(&heads) {
+        match item {
+            Outgoing::Reliable(frame) => add(frame),
+            Outgoing::Link(body) => [head, &body[..]].into_iter().for_each(&mut add),
+            Outgoing::WithFds(..) | Outgoing::Close => {}
+        }
+    }
+    socket.write_all(&mut slices[..used]).await
+}

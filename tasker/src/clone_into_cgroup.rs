@@ -1,0 +1,102 @@
+//! Creates a process inside a control group. Until its exec the process shares this process's
+//! memory, as after `vfork`.
+//!
+//! The C library's `clone` does not support control groups, and the kernel's `clone3` returns twice
+//! on the same stack if it is called like a function. Creating the process outside the group and
+//! adding it later costs many milliseconds, because the kernel then waits for all processors.
+#![allow(unsafe_code)] // A call that comes back twice, on two stacks, is beyond the language.
+
+use std::ffi::c_void;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+
+/// The flag of `clone3` for a control group; too large for the C library's type.
+pub(crate) const INTO_CGROUP: u64 = 0x2_0000_0000;
+/// True if this processor is supported.
+pub(crate) const SUPPORTED: bool = cfg!(target_arch = "x86_64");
+
+/// Creates a process in the control group (version 2) of this folder and returns its id.
+///
+/// The process runs `start` with `plan` on `stack` and ends with the value that it returns. The
+/// calling thread continues after the exec or the end of the process. The kernel writes the pidfd
+/// to `pidfd`.
+///
+/// # Errors
+/// Those of `clone3`.
+///
+/// # Safety
+/// `start` and `plan` may only do what is allowed between `vfork` and `execve`, `pidfd` must be
+/// writable, and no other code may use `stack`.
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn into_group(
+    start: extern "C" fn(*mut c_void) -> i32,
+    plan: *mut c_void,
+    stack: &mut [u128],
+    pidfd: *mut RawFd,
+    group: BorrowedFd<'_>,
+) -> io::Result<i32> {
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD;
+    let args = libc::clone_args {
+        flags: flags as u64 | INTO_CGROUP,
+        pidfd: pidfd as u64,
+        child_tid: 0,
+        parent_tid: 0,
+        exit_signal: libc::SIGCHLD as u64,
+        stack: stack.as_mut_ptr() as u64,
+        stack_size: size_of_val(stack) as u64,
+        tls: 0,
+        set_tid: 0,
+        set_tid_size: 0,
+        cgroup: group.as_raw_fd() as u64,
+    };
+    let answer: i64;
+    // SAFETY: the new process begins after the first `syscall` with rax 0, all other registers
+    // unchanged, and the stack pointer at the end of `stack`, which is aligned for a call. It
+    // leaves these lines only through `start`, and ends with the last `syscall`. The calling thread
+    // skips that part. The kernel changes only rax, rcx and r11.
+    unsafe {
+        std::arch::asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "mov rdi, r12",
+            "call r13",
+            "mov edi, eax",
+            "mov eax, {exit}",
+            "syscall",
+            "ud2",
+            "2:",
+            exit = const libc::SYS_exit,
+            inlateout("rax") libc::SYS_clone3 => answer,
+            in("rdi") &raw const args,
+            in("rsi") size_of::<libc::clone_args>(),
+            in("r12") plan,
+            in("r13") start,
+            lateout("rcx") _,
+            lateout("r11") _,
+        );
+    }
+    match i32::try_from(answer) {
+        Ok(pid) if pid > 0 => Ok(pid),
+        _ => Err(io::Error::from_raw_os_error(-answer as i32)),
+    }
+}
+
+/// Not supported on this processor.
+///
+/// # Errors
+/// Always.
+///
+/// # Safety
+/// Has no effect.
+#[cfg(not(target_arch = "x86_64"))]
+pub(crate) unsafe fn into_group(
+    _start: extern "C" fn(*mut c_void) -> i32,
+    _plan: *mut c_void,
+    _stack: &mut [u128],
+    _pidfd: *mut RawFd,
+    _group: BorrowedFd<'_>,
+) -> io::Result<i32> {
+    Err(io::Error::from_raw_os_error(libc::ENOSYS))
+}

@@ -1,0 +1,218 @@
+//! The tasker's end of the socket to the daemon: reads and writes frames without blocking.
+
+use nix::errno::Errno;
+use sempa_proto::frame::{FrameDecoder, FrameError, encode_control};
+use sempa_proto::migration::Refusal;
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Queued bytes above which the tasker stops reading its tasks' output; the pipes fill and the
+/// tasks wait.
+pub(crate) const OUTBOUND_BYTES_HIGH_WATER: usize = 4 << 20;
+/// Most bytes read from the socket at once.
+const READ_BYTES: usize = 64 << 10;
+
+/// The socket with its buffers.
+#[derive(Debug)]
+pub(crate) struct DaemonSocket {
+    socket: OwnedFd,
+    decoder: FrameDecoder,
+    outbound: VecDeque<u8>,
+    closed: bool,
+}
+
+impl DaemonSocket {
+    /// Takes over the socket and makes it non-blocking.
+    ///
+    /// # Errors
+    /// The descriptor cannot be made non-blocking.
+    pub(crate) fn new(socket: OwnedFd) -> io::Result<DaemonSocket> {
+        nix::fcntl::fcntl(
+            &socket,
+            nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK),
+        )?;
+        Ok(DaemonSocket {
+            socket,
+            decoder: FrameDecoder::new(),
+            outbound: VecDeque::new(),
+            closed: false,
+        })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    /// True if bytes are queued for writing.
+    pub(crate) fn wants_write(&self) -> bool {
+        !self.outbound.is_empty() && !self.closed
+    }
+
+    /// True if the queue is above [`OUTBOUND_BYTES_HIGH_WATER`], so that the tasks' output must not
+    /// be read.
+    pub(crate) fn is_congested(&self) -> bool {
+        self.outbound.len() >= OUTBOUND_BYTES_HIGH_WATER
+    }
+
+    /// True if the daemon is gone.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    /// Sends a message as far as possible and queues the rest. A message that does not fit into a
+    /// frame is replaced by a refusal.
+    pub(crate) fn send(&mut self, message: &FromTasker) {
+        let frame = encode_control(message)
+            .or_else(|error| encode_control(&substitute_for(message, &error)));
+        match frame {
+            Ok(frame) => self.outbound.extend(frame.iter()),
+            // The daemon would wait forever for this message. Closing makes it consider the tasker
+            // dead and start another one.
+            Err(error) => {
+                eprintln!("pvm-tasker: what the daemon was to be told cannot be said: {error}");
+                self.closed = true;
+            }
+        }
+        self.flush();
+    }
+
+    /// Writes as much as the socket accepts.
+    pub(crate) fn flush(&mut self) {
+        while self.wants_write() {
+            let (front, _) = self.outbound.as_slices();
+            match nix::unistd::write(&self.socket, front) {
+                Ok(written) => drop(self.outbound.drain(..written)),
+                Err(Errno::EINTR) => {}
+                Err(Errno::EAGAIN) => return,
+                Err(_) => self.closed = true,
+            }
+        }
+    }
+
+    /// Reads available data and returns the complete messages.
+    ///
+    /// # Errors
+    /// The bytes are not frames; the socket cannot be used any more.
+    pub(crate) fn receive(&mut self) -> Result<Vec<ToTasker>, FrameError> {
+        let mut bytes = vec![0u8; READ_BYTES];
+        match nix::unistd::read(&self.socket, &mut bytes) {
+            Ok(0) => self.closed = true,
+            Ok(read) => self.decoder.push(&bytes[..read]),
+            Err(Errno::EINTR | Errno::EAGAIN) => {}
+            Err(_) => self.closed = true,
+        }
+        let mut messages = Vec::new();
+        while let Some(frame) = self.decoder.next_frame()? {
+            messages.push(frame.control()?);
+        }
+        Ok(messages)
+    }
+}
+
+/// Returns the substitute for a message that is too long. Only the messages listed here can be too
+/// long.
+fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
+    let refusal = || Refusal::Holds {
+        what: format!("more than can be told of a task: {error}"),
+    };
+    match message {
+        FromTasker::Inspected { migration, .. } => {
+            let (migration, memory_can_follow, can_pre_copy) = (*migration, false, false);
+            FromTasker::Inspected {
+                migration,
+                result: Err(refusal()),
+                memory_can_follow,
+                can_pre_copy,
+            }
+        }
+        FromTasker::Seen { question, .. } => FromTasker::Seen {
+            question: *question,
+            result: Err(refusal()),
+        },
+        FromTasker::Prepared { migration, .. } => FromTasker::Prepared {
+            migration: *migration,
+            verdict: vec![refusal()],
+            memory_can_follow: false,
+        },
+        FromTasker::Judged { question, .. } => FromTasker::Judged {
+            question: *question,
+            verdict: vec![refusal()],
+        },
+        other => other.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use sempa_proto::frame::FRAME_BYTES_MAX;
+    use sempa_proto::migration::{FileFact, FileMatch, TaskFacts};
+    use sempa_proto::{MigrationId, RequestId};
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    /// Returns facts that do not fit into a frame.
+    fn oversized_facts() -> TaskFacts {
+        let path = "x".repeat(4096);
+        let file = |n: usize| FileFact {
+            path: format!("/{n}/{path}").into(),
+            bytes: 1,
+            must: FileMatch::Exists,
+        };
+        TaskFacts {
+            files: (0..=FRAME_BYTES_MAX / 4096).map(file).collect(),
+            ..TaskFacts::default()
+        }
+    }
+
+    /// A message that does not fit into a frame is replaced by a refusal, and the socket stays
+    /// usable.
+    #[test]
+    fn oversized_message_is_replaced_by_a_refusal() {
+        let (here, mut there) = UnixStream::pair().expect("a pair");
+        let mut control = DaemonSocket::new(here.into()).expect("it can be made so");
+        let (migration, question) = (MigrationId(7), RequestId(8));
+        let (memory_can_follow, can_pre_copy) = (true, true);
+        control.send(&FromTasker::Inspected {
+            migration,
+            result: Ok(oversized_facts()),
+            memory_can_follow,
+            can_pre_copy,
+        });
+        control.send(&FromTasker::Seen {
+            question,
+            result: Ok(oversized_facts()),
+        });
+        assert!(!control.is_closed() && !control.wants_write(), "it goes on");
+        drop(control);
+        let (mut bytes, mut decoder) = (Vec::new(), FrameDecoder::new());
+        there.read_to_end(&mut bytes).expect("it was sent");
+        decoder.push(&bytes);
+        let mut next = || {
+            decoder
+                .next_frame()
+                .expect("a frame")
+                .expect("a whole one")
+                .control()
+                .expect("a word")
+        };
+        let refused = |why: &Refusal| matches!(why, Refusal::Holds { what } if what.contains("more than can be told of a task"));
+        match (next(), next()) {
+            (
+                FromTasker::Inspected {
+                    migration: of,
+                    result: Err(first),
+                    memory_can_follow: false,
+                    can_pre_copy: false,
+                },
+                FromTasker::Seen {
+                    question: to,
+                    result: Err(second),
+                },
+            ) => assert!(of == migration && to == question && refused(&first) && refused(&second)),
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Inspects a task and checks whether this host could run it, for a migration or a query. Nothing
+//! is frozen or changed.
+
+use crate::migrations::NO_NAMESPACES;
+use crate::supervisor::Supervisor;
+use crate::workers::WorkerResult;
+use checkpoint::engine::Cancel;
+use checkpoint::facts::{self, Subject, ThisHost};
+use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::{HostId, MigrationId, RequestId, Tid};
+
+/// The reason of a check, which determines where its result goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Requester {
+    /// A migration of this task.
+    Migration { migration: MigrationId, tid: Tid },
+    /// A query without a migration.
+    Query(RequestId),
+}
+
+/// True for orders that are answered only after the engine has been probed.
+pub(crate) fn needs_engine(order: &ToTasker) -> bool {
+    use ToTasker as T;
+    matches!(
+        order,
+        T::Inspect { .. } | T::Look { .. } | T::Prepare { .. } | T::Judge { .. }
+    )
+}
+
+impl Supervisor {
+    fn engine_refusal(&self) -> Option<Refusal> {
+        // The daemon replaces the host: the tasker does not know its own.
+        self.migrations
+            .engine_state()
+            .err()
+            .map(|why| Refusal::NoEngine {
+                host: HostId::MASTER,
+                why,
+            })
+    }
+
+    /// Inspects a task on a worker; [`Supervisor::on_inspected`] gets the result.
+    pub(crate) fn inspect(&mut self, requester: Requester, tid: Tid) {
+        let refused = match (self.tasks.get(&tid), self.engine_refusal()) {
+            (None, _) => Some(Refusal::NoSuchTask),
+            (Some(_), no_engine) => no_engine,
+        };
+        let namespace = self
+            .tasks
+            .get(&tid)
+            .and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
+        let (None, Some((namespace, pid))) = (&refused, namespace) else {
+            let refused = refused.unwrap_or(Refusal::Holds {
+                what: NO_NAMESPACES.into(),
+            });
+            return self.on_inspected(requester, Err(refused));
+        };
+        let subject = Subject {
+            root: pid,
+            processes: namespace.pids(),
+        };
+        let engine = self.migrations.engine_state().unwrap_or_default();
+        let hashes = self.migrations.hashes.clone();
+        let work = move || WorkerResult::Inspected {
+            requester,
+            result: facts::inspect(&subject, engine, &hashes),
+        };
+        if let Err(why) = self.start_uncancelled(work) {
+            self.on_inspected(
+                requester,
+                Err(Refusal::Holds {
+                    what: format!("something that could not be looked at: {why}"),
+                }),
+            );
+        }
+    }
+
+    /// Reports the result of an inspection.
+    pub(crate) fn on_inspected(
+        &mut self,
+        requester: Requester,
+        result: Result<TaskFacts, Refusal>,
+    ) {
+        self.send(&match requester {
+            Requester::Migration { migration, tid } => {
+                let facts = result.as_ref().ok();
+                let memory_can_follow =
+                    facts.is_some_and(|facts| self.migrations.post_copies.applies_to(facts));
+                let can_pre_copy =
+                    facts.is_some_and(|facts| self.migrations.pre_copies.applies_to(tid, facts));
+                FromTasker::Inspected {
+                    migration,
+                    result,
+                    memory_can_follow,
+                    can_pre_copy,
+                }
+            }
+            Requester::Query(question) => FromTasker::Seen { question, result },
+        });
+    }
+
+    /// Checks on a worker whether this host could run a task; [`Supervisor::on_verdict`] gets the
+    /// result.
+    pub(crate) fn check_feasibility(&mut self, requester: Requester, facts: TaskFacts) {
+        if let Some(refusal) = self.engine_refusal() {
+            return self.on_verdict(requester, vec![refusal]);
+        }
+        // Tasks that are being checked count as reserved: of two tasks that do not fit together
+        // only one may be accepted.
+        let reserved_bytes = self.reserved_bytes();
+        if let Requester::Migration { migration, .. } = requester {
+            self.migrations
+                .reservations
+                .reserve(migration, facts.resident_bytes);
+        }
+        let host = ThisHost::new(self.migrations.hashes.clone(), reserved_bytes);
+        let work = move || WorkerResult::Judged {
+            requester,
+            verdict: facts::compare(&facts, &host),
+        };
+        if let Err(why) = self.start_uncancelled(work) {
+            self.on_verdict(requester, vec![cannot_check(&why)]);
+        }
+    }
+
+    /// Reports the verdict. A migration with a good verdict gets its place on this host.
+    pub(crate) fn on_verdict(&mut self, requester: Requester, mut verdict: Verdict) {
+        let reply = match requester {
+            Requester::Query(question) => FromTasker::Judged { question, verdict },
+            Requester::Migration { migration, tid } => {
+                if verdict.is_empty()
+                    && let Err(why) = self.reserve_target(migration, tid)
+                {
+                    verdict.push(cannot_check(&why));
+                }
+                self.migrations
+                    .reservations
+                    .record_verdict(migration, verdict.is_empty());
+                FromTasker::Prepared {
+                    migration,
+                    verdict,
+                    memory_can_follow: self.migrations.post_copies.is_available(),
+                }
+            }
+        };
+        self.send(&reply);
+    }
+
+    /// Starts a thread that is never cancelled.
+    pub(crate) fn start_uncancelled(
+        &mut self,
+        work: impl FnOnce() -> WorkerResult + Send + 'static,
+    ) -> Result<u64, Failure> {
+        let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+        self.migrations.workers.start(&cancel, None, work)
+    }
+}
+
+fn cannot_check(why: &Failure) -> Refusal {
+    Refusal::NoEngine {
+        host: HostId::MASTER,
+        why: why.to_string(),
+    }
+}

@@ -1,0 +1,173 @@
+//! The manifest of an image directory: facts about the source that the target's tasker needs in
+//! addition to the engine's images.
+
+use crate::file_transfer::TransferredFile;
+use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::migration::Failure;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+
+/// Name of the manifest file.
+const MANIFEST_FILE: &str = "sempa-carry";
+/// Version of the manifest's format.
+const MANIFEST_VERSION: u16 = 4;
+/// Longest manifest that is read.
+const MANIFEST_BYTES_MAX: u64 = 1 << 20;
+/// Most image files of one task.
+const IMAGE_FILES_MAX: usize = 65_536;
+
+/// The content of a manifest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct ImageManifest {
+    version: u16,
+    /// Inode number of the pipe for the task's output at the source; images refer to the pipe by
+    /// it.
+    pub(crate) output_pipe: u64,
+    /// Process ids, inside the task's namespace, of processes that were stopped before the
+    /// migration stopped the others.
+    pub(crate) stopped_before: Vec<i32>,
+    /// Memory of the task in bytes, post-copied memory included.
+    pub(crate) memory_bytes: u64,
+    /// Files that the task has open for writing, with their lengths at the time of the dump.
+    pub(crate) written_files: Vec<(PathBuf, u64)>,
+    /// Files that are transferred along with the task.
+    pub(crate) transferred_files: Vec<TransferredFile>,
+    /// Name and length of each image file.
+    images: Vec<(String, u64)>,
+}
+
+impl ImageManifest {
+    /// Describes the images in this directory.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub(crate) fn describe(
+        dir: &Path,
+        output_pipe: u64,
+        stopped_before: Vec<i32>,
+        memory_bytes: u64,
+        written_files: Vec<(PathBuf, u64)>,
+        transferred_files: Vec<TransferredFile>,
+    ) -> Result<ImageManifest, Failure> {
+        Ok(ImageManifest {
+            version: MANIFEST_VERSION,
+            output_pipe,
+            stopped_before,
+            memory_bytes,
+            written_files,
+            transferred_files,
+            images: list_images(dir)?,
+        })
+    }
+
+    /// Writes the manifest next to the images and returns its length.
+    ///
+    /// # Errors
+    /// The manifest cannot be written.
+    pub(crate) fn write(&self, dir: &Path) -> Result<u64, Failure> {
+        let path = dir.join(MANIFEST_FILE);
+        let bytes =
+            to_bytes(self).map_err(|e| Failure::Io(format!("cannot describe the images: {e}")))?;
+        std::fs::write(&path, &bytes)
+            .map_err(|e| Failure::Io(format!("cannot write {}: {e}", path.display())))?;
+        Ok(bytes.len() as u64)
+    }
+
+    /// Reads a manifest and checks that all images exist with their full lengths. A truncated image
+    /// can make an engine loop forever.
+    ///
+    /// # Errors
+    /// [`Failure::Images`] with what is missing.
+    pub(crate) fn read(dir: &Path) -> Result<ImageManifest, Failure> {
+        let path = dir.join(MANIFEST_FILE);
+        let bad =
+            |why: &dyn std::fmt::Display| Failure::Images(format!("{}: {why}", path.display()));
+        let length = std::fs::metadata(&path).map_err(|e| bad(&e))?.len();
+        if length > MANIFEST_BYTES_MAX {
+            return Err(bad(&format!(
+                "it has {length} bytes, more than any real one"
+            )));
+        }
+        let manifest: ImageManifest =
+            from_bytes(&std::fs::read(&path).map_err(|e| bad(&e))?).map_err(|e| bad(&e))?;
+        if manifest.version != MANIFEST_VERSION {
+            return Err(bad(&format!(
+                "version {} was written, {MANIFEST_VERSION} is understood",
+                manifest.version
+            )));
+        }
+        for (name, length) in &manifest.images {
+            let found = std::fs::metadata(dir.join(name)).map(|meta| meta.len());
+            match found {
+                Ok(found) if found == *length => {}
+                Ok(found) => {
+                    return Err(Failure::Images(format!(
+                        "{name} has {found} bytes, {length} were written"
+                    )));
+                }
+                Err(e) => return Err(Failure::Images(format!("{name}: {e}"))),
+            }
+        }
+        Ok(manifest)
+    }
+
+    /// Returns the total length of all images.
+    pub(crate) fn image_bytes(&self) -> u64 {
+        self.images.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+fn list_images(dir: &Path) -> Result<Vec<(String, u64)>, Failure> {
+    let bad = |e: std::io::Error| Failure::Io(format!("cannot read {}: {e}", dir.display()));
+    let mut images = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(bad)? {
+        let entry = entry.map_err(bad)?;
+        let meta = entry.metadata().map_err(bad)?;
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if meta.is_file() && name != MANIFEST_FILE {
+            images.push((name, meta.len()));
+        }
+        if images.len() > IMAGE_FILES_MAX {
+            return Err(Failure::Io(format!(
+                "{} has more than {IMAGE_FILES_MAX} files, the limit",
+                dir.display()
+            )));
+        }
+    }
+    images.sort();
+    Ok(images)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn truncated_or_missing_image_is_detected() {
+        let dir = tempfile::tempdir().expect("dir");
+        std::fs::write(dir.path().join("pages-1.img"), [7u8; 8192]).expect("write");
+        let manifest =
+            ImageManifest::describe(dir.path(), 5, vec![3], 9000, Vec::new(), Vec::new())
+                .expect("carry");
+        manifest.write(dir.path()).expect("write");
+        assert_eq!(
+            ImageManifest::read(dir.path()),
+            Ok(manifest.clone()),
+            "whole"
+        );
+        assert_eq!(manifest.image_bytes(), 8192);
+        std::fs::write(dir.path().join("pages-1.img"), [7u8; 4096]).expect("write");
+        let cut = Failure::Images("pages-1.img has 4096 bytes, 8192 were written".into());
+        assert_eq!(ImageManifest::read(dir.path()), Err(cut));
+        std::fs::remove_file(dir.path().join("pages-1.img")).expect("remove");
+        assert!(matches!(
+            ImageManifest::read(dir.path()),
+            Err(Failure::Images(_))
+        ));
+        std::fs::write(dir.path().join(MANIFEST_FILE), b"\xff\xff").expect("write");
+        assert!(matches!(
+            ImageManifest::read(dir.path()),
+            Err(Failure::Images(_))
+        ));
+    }
+}

@@ -1,0 +1,794 @@
+//! Migration orders, and the source's part of a migration: stop, dump, continue or kill.
+//! [`crate::target`] is the other part.
+//!
+//! The tasker makes no decisions. It guarantees that after any failure the source's task can
+//! continue and nothing is left at the target.
+
+use crate::binary_hashing::BinaryHasher;
+use crate::dump_attempt::{DumpAttempt, random_number, sleep_unless_cancelled};
+use crate::engine_probe::EngineProbe;
+use crate::feasibility::{self, Requester};
+use crate::file_transfer;
+use crate::image_manifest::ImageManifest;
+use crate::memory_reservations::MemoryReservations;
+use crate::namespace::Namespace;
+use crate::nice;
+use crate::post_copy::{self, PostCopies};
+use crate::pre_copy::PreCopies;
+use crate::stop::{self, TaskProcesses};
+use crate::supervisor::Supervisor;
+use crate::sys;
+use crate::target::{IncomingTask, TargetStage};
+use crate::task::{Task, TaskPhase, micros};
+use crate::workers::{WorkerResult, Workers};
+use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Serving};
+use checkpoint::facts::{self, HashCache};
+use sempa_proto::migration::{Failure, Usage};
+use sempa_proto::task::RedirectAt;
+use sempa_proto::tasker::{DumpReport, FromTasker, Redirection, ToTasker};
+use sempa_proto::{MigrationId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Time limit for the processes of a task to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time limit of a dump or restore without the part that depends on the size.
+const ENGINE_TIMEOUT_BASE: Duration = Duration::from_secs(10);
+/// Image bytes for which a dump or restore gets one more second; memory that was never touched is
+/// slow on virtual machines.
+const ENGINE_BYTES_PER_SECOND: u64 = 100 << 20;
+/// Time limit of the first attempt to dump a task, without the part for its memory.
+///
+/// CRIU waits forever for a thread that does not halt on request. The one known cause is handled by
+/// its tracer (`checkpoint/src/criu/relay.rs`). A working dump ends long before this limit; the
+/// second attempt gets the full time.
+const FIRST_DUMP_TIMEOUT_BASE: Duration = Duration::from_secs(5);
+/// Most orders deferred until the engine has been probed.
+const DEFERRED_ORDERS_MAX: usize = 256;
+
+/// Reason given when the tasker may not create namespaces.
+pub(crate) const NO_NAMESPACES: &str = "the tasker may not make process-id namespaces here, which takes root; run the daemon as \
+     root, or have the task write its own checkpoint (SEMPA_ENGINE), which takes no rights";
+
+/// What is known about the engine.
+#[derive(Clone, Debug)]
+pub(crate) enum EngineStatus {
+    /// The engine starts and has this version; a probe is running.
+    Probing(String),
+    /// A probe (dump and restore) was successful; the version.
+    Usable(String),
+    /// The engine cannot be used: the reason, and how to get a working one.
+    Unusable(String),
+    /// As `Unusable`, but another probe is running.
+    Reprobing(String),
+}
+
+/// The migrations in progress on this host, and the engine.
+pub(crate) struct Migrations {
+    pub(crate) engine: Option<Arc<dyn Engine>>,
+    pub(crate) engine_status: EngineStatus,
+    pub(crate) workers: Workers,
+    pub(crate) probe: Option<EngineProbe>,
+    /// Number of consecutive failed probes.
+    pub(crate) failed_probes: u32,
+    pub(crate) targets: BTreeMap<MigrationId, IncomingTask>,
+    deferred: Vec<ToTasker>,
+    pub(crate) post_copies: PostCopies,
+    pub(crate) pre_copies: PreCopies,
+    pub(crate) hashes: Arc<HashCache>,
+    pub(crate) binary_hasher: BinaryHasher,
+    pub(crate) reservations: MemoryReservations,
+}
+
+impl Migrations {
+    /// Locates the engine and asks for its version if it could be used.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub(crate) fn new(namespaces: bool) -> io::Result<Migrations> {
+        let locate = || checkpoint::criu::Criu::locate(|name| std::env::var_os(name));
+        let located = if namespaces {
+            locate()
+        } else {
+            Err(NO_NAMESPACES.into())
+        };
+        let (engine, engine_status) = match located.and_then(|criu| Ok((criu.probe()?, criu))) {
+            Ok((version, criu)) => (
+                Some(Arc::new(criu) as Arc<dyn Engine>),
+                EngineStatus::Probing(version),
+            ),
+            Err(why) => (None, EngineStatus::Unusable(why)),
+        };
+        let hashes = Arc::new(HashCache::default());
+        Ok(Migrations {
+            engine,
+            engine_status,
+            workers: Workers::new()?,
+            probe: None,
+            failed_probes: 0,
+            targets: BTreeMap::new(),
+            deferred: Vec::new(),
+            post_copies: PostCopies::new(),
+            pre_copies: PreCopies::new(),
+            binary_hasher: BinaryHasher::new(hashes.clone()),
+            hashes,
+            reservations: MemoryReservations::default(),
+        })
+    }
+
+    /// Returns the engine's version, or why it cannot be used.
+    pub(crate) fn engine_state(&self) -> Result<String, String> {
+        match &self.engine_status {
+            EngineStatus::Probing(version) | EngineStatus::Usable(version) => Ok(version.clone()),
+            EngineStatus::Unusable(why) | EngineStatus::Reprobing(why) => Err(why.clone()),
+        }
+    }
+
+    /// Becomes readable when workers have results.
+    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
+        self.workers.wake_fd()
+    }
+
+    /// Returns the copies held at this target, each with a descriptor that becomes readable when
+    /// the copy dies.
+    pub(crate) fn held_copies(&self) -> impl Iterator<Item = (MigrationId, BorrowedFd<'_>)> {
+        self.targets
+            .iter()
+            .filter_map(|(migration, target)| match &target.stage {
+                TargetStage::Restored { process, .. } => Some((*migration, process.pidfd.as_fd())),
+                _ => None,
+            })
+    }
+
+    /// True for processes that only their own waiter may reap.
+    pub(crate) fn is_waited_for(&self, pid: i32) -> bool {
+        let held = |target: &IncomingTask| match &target.stage {
+            TargetStage::Restored { process, .. } => process.pid == pid,
+            _ => false,
+        };
+        self.workers.has_engine(pid) || self.targets.values().any(held)
+    }
+
+    /// Returns the stage of a migration to this host, until its task runs.
+    pub(crate) fn stage_of(&mut self, migration: MigrationId) -> Option<&mut TargetStage> {
+        self.targets
+            .get_mut(&migration)
+            .map(|target| &mut target.stage)
+    }
+
+    /// True if no worker is running.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.workers.is_idle()
+    }
+
+    /// Cancels everything and drops all copies; called when the tasker ends.
+    pub(crate) fn cancel_all(&mut self) {
+        self.post_copies.stop_serving_all();
+        self.pre_copies.abort_all();
+        self.workers.cancel_all();
+        self.targets.clear();
+        self.probe = None;
+    }
+}
+
+impl Supervisor {
+    /// Handles an order that concerns a migration.
+    pub(crate) fn handle_migration_order(&mut self, order: ToTasker) {
+        if matches!(self.migrations.engine_status, EngineStatus::Probing(_))
+            && feasibility::needs_engine(&order)
+            && self.migrations.deferred.len() < DEFERRED_ORDERS_MAX
+        {
+            self.migrations.deferred.push(order);
+            return;
+        }
+        match order {
+            ToTasker::Inspect { migration, tid } => {
+                self.inspect(Requester::Migration { migration, tid }, tid)
+            }
+            ToTasker::Look { question, tid } => self.inspect(Requester::Query(question), tid),
+            ToTasker::Prepare {
+                migration,
+                tid,
+                facts,
+            } => self.check_feasibility(Requester::Migration { migration, tid }, facts),
+            ToTasker::Judge { question, facts } => {
+                self.check_feasibility(Requester::Query(question), facts)
+            }
+            ToTasker::PreCopy {
+                migration,
+                tid,
+                memory_way,
+            } => self.start_pre_copy_or_report(migration, tid, &memory_way),
+            ToTasker::EndPreCopy { migration } => {
+                self.migrations.pre_copies.abort_outgoing(migration)
+            }
+            ToTasker::TakePreCopy {
+                migration,
+                memory_way,
+            } => self.receive_pre_copy(migration, &memory_way),
+            ToTasker::Stop {
+                migration,
+                tid,
+                redirection,
+            } => self.stop(migration, tid, redirection),
+            ToTasker::Dump {
+                migration,
+                tid,
+                dir,
+                memory_way,
+            } => self.dump(migration, tid, dir, memory_way.as_deref()),
+            ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
+            ToTasker::KillMoved { migration, tid } => self.kill_migrated(migration, tid),
+            ToTasker::Restore {
+                migration,
+                tid,
+                dir,
+                again,
+                memory_way,
+            } => {
+                self.restore(migration, tid, &dir, again, memory_way.as_deref());
+            }
+            ToTasker::MemoryLost { migration, why } => self.on_memory_lost(migration, why),
+            ToTasker::Build { migration, start } => self.build_by_restart(migration, &start),
+            ToTasker::Run {
+                migration,
+                used,
+                held,
+            } => self.run_copy(migration, used, held),
+            ToTasker::Discard { migration } => self.discard(migration),
+            ToTasker::Start(_)
+            | ToTasker::Signal { .. }
+            | ToTasker::End { .. }
+            | ToTasker::Minds { .. }
+            | ToTasker::EndsForGood { .. }
+            | ToTasker::Kill { .. }
+            | ToTasker::Hold { .. }
+            | ToTasker::Ease { .. }
+            | ToTasker::GoOn { .. } => {}
+        }
+    }
+
+    /// Handles the orders that waited for the engine's probe.
+    pub(crate) fn handle_deferred_orders(&mut self) {
+        for order in std::mem::take(&mut self.migrations.deferred) {
+            self.handle_migration_order(order);
+        }
+    }
+
+    /// Handles the results of finished workers.
+    pub(crate) fn drain_workers(&mut self) {
+        for outcome in self.migrations.workers.take_results() {
+            match outcome {
+                WorkerResult::Dumped {
+                    migration,
+                    tid,
+                    result,
+                } => self.on_dumped(migration, tid, result),
+                WorkerResult::RetryDelayOver {
+                    migration,
+                    tid,
+                    failure,
+                } => self.on_retry_delay_over(migration, tid, failure),
+                WorkerResult::FilesPlaced { migration, result } => {
+                    self.on_files_placed(migration, result)
+                }
+                WorkerResult::Restored { migration, result } => self.on_restored(migration, result),
+                WorkerResult::JoinedCgroup { migration, done } => {
+                    self.on_joined_group(migration, done)
+                }
+                WorkerResult::Inspected { requester, result } => {
+                    self.on_inspected(requester, result)
+                }
+                WorkerResult::Judged { requester, verdict } => self.on_verdict(requester, verdict),
+                WorkerResult::PreCopied { migration, result } => {
+                    self.on_pre_copied(migration, result)
+                }
+                WorkerResult::PreCopyReceived { migration, result } => {
+                    self.on_pre_copy_received(migration, result)
+                }
+                WorkerResult::Served {
+                    migration,
+                    tid,
+                    result,
+                } => self.on_served(migration, tid, &result),
+                WorkerResult::MemoryArrived { migration, result } => {
+                    self.on_fetch_ended(migration, result)
+                }
+                WorkerResult::KilledProcessesGone => {}
+                WorkerResult::ProbeChecked(result) => self.on_probe_checked(result),
+                WorkerResult::ProbeDumped(result) => self.on_probe_dumped(result),
+                WorkerResult::ProbeRestored(result) => self.on_probe_restored(result),
+            }
+        }
+    }
+
+    fn stop(&mut self, migration: MigrationId, tid: Tid, redirection: Option<Redirection>) {
+        let result = match self.tasks.get_mut(&tid) {
+            None => Err(Failure::TaskEnded),
+            Some(Task {
+                namespace: None, ..
+            }) => Err(Failure::Engine(NO_NAMESPACES.into())),
+            Some(task) if !matches!(task.phase, TaskPhase::Running) => Err(Failure::CalledOff(
+                "another move of the task is under way on this host".into(),
+            )),
+            Some(task) => {
+                let signalled = task.hand_over_to_migration();
+                task.redirection = redirection;
+                task.phase = TaskPhase::Stopping {
+                    migration,
+                    deadline: Instant::now() + STOP_TIMEOUT,
+                    signalled,
+                };
+                Ok(())
+            }
+        };
+        match result {
+            Ok(()) => self.check_stopping(),
+            Err(why) => self.send(&FromTasker::Stopped {
+                migration,
+                result: Err(why),
+            }),
+        }
+    }
+
+    /// Checks whether the tasks with a stop order have stopped.
+    pub(crate) fn check_stopping(&mut self) {
+        let now = Instant::now();
+        let mut stopped = Vec::new();
+        for (tid, task) in &mut self.tasks {
+            let (
+                TaskPhase::Stopping {
+                    migration,
+                    deadline,
+                    signalled,
+                },
+                Some(namespace),
+            ) = (&mut task.phase, &task.namespace)
+            else {
+                continue;
+            };
+            let migration = *migration;
+            if stop::stop_all(&TaskProcesses::Namespace(namespace), signalled)
+                && !stop::continue_unfinished_forks(
+                    &namespace.members(),
+                    &task.stopped_before,
+                    signalled,
+                )
+            {
+                let redirected = write_redirection(namespace, task.redirection.take());
+                task.phase = TaskPhase::Stopped { migration };
+                stopped.push((*tid, migration, redirected));
+            } else if now >= *deadline {
+                // The task stays in this phase until the daemon continues it, as after any failed
+                // migration.
+                task.phase = TaskPhase::Stopped { migration };
+                stopped.push((
+                    *tid,
+                    migration,
+                    Err(Failure::Deadline {
+                        allowed: micros(STOP_TIMEOUT),
+                    }),
+                ));
+            }
+        }
+        for (tid, migration, result) in stopped {
+            // No process of the task writes any more. Data left in the pipe would be in the images,
+            // too, and arrive twice.
+            self.drain_output(tid);
+            self.send(&FromTasker::Stopped { migration, result });
+        }
+    }
+
+    fn dump(&mut self, migration: MigrationId, tid: Tid, dir: PathBuf, memory_way: Option<&Path>) {
+        let pre_copied = self.migrations.pre_copies.take_sent(migration);
+        let started = private_directory(&dir).and_then(|()| {
+            let (page_socket, sent) = match (memory_way, pre_copied) {
+                (Some(_), Some((stream, sent))) => (Some(stream), Some(sent)),
+                (way, _) => (way.map(post_copy::connect).transpose()?.map(Arc::new), None),
+            };
+            let attempt = DumpAttempt::first(dir, page_socket, sent);
+            Ok((self.start_dump(migration, tid, &attempt)?, attempt))
+        });
+        match started {
+            Ok((worker, attempt)) => self.set_dumping(migration, tid, worker, attempt),
+            Err(why) => {
+                self.migrations
+                    .post_copies
+                    .on_failure(Some(&why).filter(|_| memory_way.is_some()));
+                self.send(&FromTasker::Dumped {
+                    migration,
+                    result: Err(why),
+                });
+            }
+        }
+    }
+
+    fn set_dumping(&mut self, migration: MigrationId, tid: Tid, worker: u64, attempt: DumpAttempt) {
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            task.phase = TaskPhase::Dumping {
+                migration,
+                worker,
+                attempt,
+                aborted: false,
+            };
+        }
+    }
+
+    fn start_dump(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        attempt: &DumpAttempt,
+    ) -> Result<u64, Failure> {
+        let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
+        let (
+            TaskPhase::Stopped {
+                migration: stopped_for,
+            },
+            Some(namespace),
+        ) = (&task.phase, &task.namespace)
+        else {
+            return Err(Failure::Engine(format!("{tid} is not stopped for a move")));
+        };
+        if *stopped_for != migration {
+            return Err(Failure::Engine(format!(
+                "{tid} is stopped for another move, {stopped_for}"
+            )));
+        }
+        let engine = self
+            .migrations
+            .engine
+            .as_ref()
+            .ok_or_else(|| self.engine_failure())?;
+        let processes = namespace.pids();
+        let memory = resident_bytes(&processes);
+        let (output_and_stopped, root) = (
+            (task.output.inode(), task.stopped_before.clone()),
+            task.process.pid,
+        );
+        let mut limits = engine_limits(memory)?;
+        if attempt.is_first {
+            limits.allowed -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
+        }
+        let dir = attempt.dir.clone();
+        let page_socket = attempt
+            .page_socket
+            .as_ref()
+            .map(|stream| stream.try_clone())
+            .transpose();
+        let job = DumpJob {
+            pid: task.process.pid,
+            processes: processes.clone(),
+            dir: dir.clone(),
+            pid_namespace: namespace.inode(),
+            asked_on: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
+            sent: attempt.pre_copied.clone(),
+        };
+        let dumping = engine.start_dump(job)?;
+        let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
+        self.migrations.workers.start(&cancel, Some(pid), move || {
+            let result = dumping.finish(&limits).and_then(|(report, serving)| {
+                let files = file_transfer::copy_files_to_images(&dir, root, &processes)?;
+                let (file_count, written) = (files.len() as u32, facts::written_files(&processes));
+                let manifest = ImageManifest::describe(
+                    &dir,
+                    output_and_stopped.0,
+                    output_and_stopped.1,
+                    memory,
+                    written,
+                    files,
+                )?;
+                let described = manifest.write(&dir)?;
+                let report = DumpReport {
+                    bytes: manifest.image_bytes().max(report.bytes) + described,
+                    files: report.files + 1 + file_count,
+                };
+                Ok((report, serving))
+            });
+            if result.is_err() {
+                stop::wait_until_stopped(&processes);
+            }
+            WorkerResult::Dumped {
+                migration,
+                tid,
+                result,
+            }
+        })
+    }
+
+    pub(crate) fn engine_failure(&self) -> Failure {
+        Failure::Engine(
+            self.migrations
+                .engine_state()
+                .err()
+                .unwrap_or_else(|| "there is no dump engine".into()),
+        )
+    }
+
+    fn on_dumped(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+    ) {
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return self.send(&FromTasker::Dumped {
+                migration,
+                result: Err(Failure::TaskEnded),
+            });
+        };
+        let mut resume_task = false;
+        if matches!(task.phase, TaskPhase::Dumping { migration: of, .. } if of == migration) {
+            let phase = std::mem::replace(&mut task.phase, TaskPhase::Stopped { migration });
+            if let (Err(_), Some(namespace)) = (&result, &task.namespace) {
+                // An engine that died may have left the task in any state; it must be stopped
+                // again.
+                stop::stop_all(&TaskProcesses::Namespace(namespace), &mut BTreeSet::new());
+            }
+            if let TaskPhase::Dumping {
+                attempt, aborted, ..
+            } = phase
+            {
+                resume_task = aborted;
+                let memory_follows = attempt.page_socket.is_some() && !aborted;
+                let root = task.process.pid;
+                let failure = result.as_ref().err().filter(|_| !aborted);
+                if failure.is_some_and(|why| self.retry_dump(migration, tid, root, why, attempt)) {
+                    return;
+                }
+                if memory_follows {
+                    self.migrations
+                        .post_copies
+                        .on_failure(result.as_ref().err());
+                }
+            }
+        }
+        let result = result.and_then(|(report, serving)| {
+            serving
+                .map_or(Ok(()), |serving| self.serve_memory(migration, tid, serving))
+                .map(|()| report)
+        });
+        self.send(&FromTasker::Dumped { migration, result });
+        if resume_task {
+            self.continue_task(migration, tid);
+        }
+    }
+
+    /// Restarts a dump that failed only because it met another dump or hung. Returns false if it is
+    /// not restarted.
+    fn retry_dump(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        root: i32,
+        failure: &Failure,
+        mut attempt: DumpAttempt,
+    ) -> bool {
+        let Some(engine) = &self.migrations.engine else {
+            return false;
+        };
+        if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
+            return self.restart_dump(migration, tid, attempt);
+        }
+        if !engine.may_try_again(root, failure) {
+            return false;
+        }
+        let Some(pause) = attempt
+            .retry_backoff
+            .pause(micros(attempt.first_started_at.elapsed()), random_number())
+        else {
+            return false;
+        };
+        let (failure, cancel) = (failure.clone(), Cancel::new());
+        let resting = cancel
+            .map_err(|e| Failure::Io(e.to_string()))
+            .and_then(|cancel| {
+                let cancelled = cancel.clone();
+                self.migrations.workers.start(&cancel, None, move || {
+                    sleep_unless_cancelled(&cancelled, Duration::from_micros(pause.0));
+                    WorkerResult::RetryDelayOver {
+                        migration,
+                        tid,
+                        failure,
+                    }
+                })
+            });
+        let Ok(worker) = resting else { return false };
+        self.set_dumping(migration, tid, worker, attempt);
+        true
+    }
+
+    /// Handles the end of the delay before another attempt, or its cancellation.
+    fn on_retry_delay_over(&mut self, migration: MigrationId, tid: Tid, failure: Failure) {
+        if let Some(task) = self.tasks.get_mut(&tid)
+            && let TaskPhase::Dumping {
+                migration: of,
+                attempt,
+                aborted: false,
+                ..
+            } = &task.phase
+            && *of == migration
+        {
+            let attempt = attempt.clone();
+            task.phase = TaskPhase::Stopped { migration };
+            if self.restart_dump(migration, tid, attempt) {
+                return;
+            }
+        }
+        self.on_dumped(migration, tid, Err(failure));
+    }
+
+    /// Starts a dump again, in an empty directory.
+    fn restart_dump(&mut self, migration: MigrationId, tid: Tid, attempt: DumpAttempt) -> bool {
+        let emptied = std::fs::remove_dir_all(&attempt.dir).map_err(|e| Failure::Io(e.to_string()));
+        let attempt = DumpAttempt {
+            is_first: false,
+            ..attempt
+        };
+        let begun = emptied
+            .and_then(|()| private_directory(&attempt.dir))
+            .and_then(|()| self.start_dump(migration, tid, &attempt));
+        let Ok(worker) = begun else { return false };
+        self.set_dumping(migration, tid, worker, attempt);
+        true
+    }
+
+    pub(crate) fn continue_task(&mut self, migration: MigrationId, tid: Tid) {
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            match &mut task.phase {
+                TaskPhase::Dumping {
+                    worker, aborted, ..
+                } => {
+                    // The reply is sent when the engine is dead.
+                    *aborted = true;
+                    let worker = *worker;
+                    return self.migrations.workers.cancel(worker);
+                }
+                TaskPhase::Serving {
+                    worker, aborted, ..
+                } => {
+                    *aborted = true;
+                    let worker = *worker;
+                    return self.stop_serving(migration, worker);
+                }
+                TaskPhase::Stopping { migration: of, .. }
+                | TaskPhase::Stopped { migration: of }
+                    if *of == migration =>
+                {
+                    task.continue_running();
+                }
+                _ => {}
+            }
+        }
+        self.send(&FromTasker::Continued { migration });
+    }
+
+    fn kill_migrated(&mut self, migration: MigrationId, tid: Tid) {
+        match self.tasks.get_mut(&tid) {
+            Some(task) => {
+                if let TaskPhase::Dumping { worker, .. } = task.phase {
+                    self.migrations.workers.cancel(worker);
+                }
+                let used = task
+                    .used_before
+                    .plus(stop::resource_usage(task.process.pid));
+                nice::deprioritize(&task.processes().pids());
+                self.migrations.post_copies.keep_after_kill(migration);
+                task.kill_all();
+                self.forget_killed(migration, tid, used);
+            }
+            // The task has exited, and that was reported.
+            None => self.send(&FromTasker::SourceGone {
+                migration,
+                used: Usage::default(),
+            }),
+        }
+    }
+
+    /// Forgets a task that was killed while it was stopped, and reports it as gone.
+    ///
+    /// The task executes no further instruction. Waiting until the kernel has freed its memory is
+    /// not necessary, and takes longer the more memory there is.
+    fn forget_killed(&mut self, migration: MigrationId, tid: Tid, used: Usage) {
+        self.drain_output(tid);
+        let Some(task) = self.tasks.remove(&tid) else {
+            return;
+        };
+        self.send(&FromTasker::SourceGone { migration, used });
+        if let Some(namespace) = task.namespace {
+            self.kill_namespace(namespace, Vec::new());
+        }
+    }
+
+    /// Ends the current migration step of a task that has exited while it was stopped: the daemon
+    /// gets a reply to the step.
+    pub(crate) fn abandon_migration_of(&mut self, task: &Task) {
+        self.migrations.pre_copies.on_task_exit(task.tid);
+        match task.phase {
+            TaskPhase::Stopping { migration, .. } => {
+                self.send(&FromTasker::Stopped {
+                    migration,
+                    result: Err(Failure::TaskEnded),
+                });
+            }
+            TaskPhase::Dumping { worker, .. } => self.migrations.workers.cancel(worker),
+            TaskPhase::Serving {
+                migration, worker, ..
+            } => self.stop_serving(migration, worker),
+            TaskPhase::Running | TaskPhase::Stopped { .. } => {}
+        }
+    }
+}
+
+/// Writes a redirection into a stopped task, which the task reads when it continues on another
+/// host.
+pub(crate) fn write_redirection(
+    namespace: &Namespace,
+    redirection: Option<Redirection>,
+) -> Result<(), Failure> {
+    let Some(Redirection {
+        place: RedirectAt { pid: inner, at },
+        bytes,
+    }) = redirection
+    else {
+        return Ok(());
+    };
+    let Some(pid) = namespace
+        .pids()
+        .into_iter()
+        .find(|pid| stop::inner_pid(*pid) == Some(inner))
+    else {
+        return Err(Failure::Engine(format!(
+            "its process {inner}, whose library has let go, is not there"
+        )));
+    };
+    let failed = |e| {
+        Failure::Engine(format!(
+            "its library cannot be told where it goes on: process {pid}: {e}"
+        ))
+    };
+    sys::write_memory(pid, at, &bytes).map_err(failed)
+}
+
+/// Returns the time limit of a dump or restore of this size, with a new cancellation handle.
+pub(crate) fn engine_limits(bytes: u64) -> Result<Limits, Failure> {
+    let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+    Ok(Limits {
+        allowed: ENGINE_TIMEOUT_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
+        cancel,
+    })
+}
+
+/// Creates the image directory with mode 0700, or accepts an empty one.
+pub(crate) fn private_directory(dir: &Path) -> Result<(), Failure> {
+    let bad = |e: &dyn std::fmt::Display| {
+        Failure::Io(format!(
+            "cannot make the image directory {}: {e}",
+            dir.display()
+        ))
+    };
+    match std::fs::DirBuilder::new().mode(0o700).create(dir) {
+        Ok(()) => Ok(()),
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
+            let mut entries = std::fs::read_dir(dir).map_err(|e| bad(&e))?;
+            if entries.next().is_some() {
+                return Err(bad(&"it exists and is not empty"));
+            }
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+            std::fs::set_permissions(dir, mode).map_err(|e| bad(&e))
+        }
+        Err(e) => Err(bad(&e)),
+    }
+}
+
+/// Returns the memory of these processes, resident or swapped out.
+pub(crate) fn resident_bytes(pids: &[i32]) -> u64 {
+    pids.iter()
+        .filter_map(|pid| checkpoint::facts::resident_bytes(*pid))
+        .sum()
+}

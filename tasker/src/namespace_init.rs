@@ -1,0 +1,202 @@
+//! The idle init of a PID namespace.
+//!
+//! The init is a copy of the tasker that unmaps the tasker's heap. Otherwise it would keep a
+//! snapshot of all that memory as long as its task lives, and a host has thousands of tasks.
+#![allow(unsafe_code)] // What a new process does between system calls has no safe interface.
+
+use crate::sys::{self, Child};
+use std::ffi::CStr;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+
+/// Most memory ranges that an init unmaps; it keeps any further ones.
+const RANGES_MAX: usize = 256;
+
+/// Creates the idle init of a new PID namespace.
+///
+/// The init holds only `control`. A byte on it means "end when the namespace is empty"; its end of
+/// file means "end now", which kills all processes in the namespace. The init is in the tasker's
+/// own control group, or in `group`.
+///
+/// # Errors
+/// Those of `clone3`; `EPERM` if the tasker may not create namespaces.
+pub(crate) fn start_init(
+    control: BorrowedFd<'_>,
+    group: Option<BorrowedFd<'_>>,
+) -> io::Result<Child> {
+    let (control, heap_ranges) = (control.as_raw_fd(), HeapRanges::of_this_process());
+    // SAFETY: the new process goes straight into `run_init`, which never returns.
+    match unsafe { sys::clone3(libc::CLONE_NEWPID, group) }? {
+        Some(child) => Ok(child),
+        // SAFETY: this is the new process.
+        None => unsafe { run_init(control, &heap_ranges) },
+    }
+}
+
+/// Memory ranges that a copy of this process does not need if it makes only system calls. The list
+/// itself is not on the heap.
+struct HeapRanges {
+    ranges: [(usize, usize); RANGES_MAX],
+    count: usize,
+}
+
+impl HeapRanges {
+    /// Lists the ranges; empty if /proc/self/maps cannot be read.
+    fn of_this_process() -> HeapRanges {
+        let mut heap = HeapRanges {
+            ranges: [(0, 0); RANGES_MAX],
+            count: 0,
+        };
+        let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else {
+            return heap;
+        };
+        // Keep the stack and the C library's thread-local storage.
+        //
+        // SAFETY: the call takes no arguments and returns an address.
+        let needed = [
+            (&raw const heap).addr(),
+            unsafe { libc::__errno_location() }.addr(),
+        ];
+        for range in heap_in(&maps)
+            .filter(|range| !needed.iter().any(|place| range.contains(place)))
+            .take(RANGES_MAX)
+        {
+            heap.ranges[heap.count] = (range.start, range.len());
+            heap.count += 1;
+        }
+        heap
+    }
+}
+
+/// Returns the ranges of private memory without a file: the heap, and stacks of threads. A range
+/// that adjoins a mapped file holds variables of the program or a library (proc_pid_maps(5)).
+fn heap_in(maps: &str) -> impl Iterator<Item = Range<usize>> {
+    let mut end_of_file = None;
+    maps.lines().filter_map(move |line| {
+        let mut fields = line.split_ascii_whitespace();
+        let (start, end) = fields.next()?.split_once('-')?;
+        let range = usize::from_str_radix(start, 16).ok()?..usize::from_str_radix(end, 16).ok()?;
+        let (rights, inode, name) = (fields.next()?, fields.nth(2)?, fields.next());
+        if inode != "0" {
+            end_of_file = Some(range.end);
+        }
+        let nameless =
+            name.is_none_or(|name| name.starts_with("[anon:")) && end_of_file != Some(range.start);
+        (rights == "rw-p" && inode == "0" && (nameless || name == Some("[heap]"))).then_some(range)
+    })
+}
+
+/// Runs the idle init.
+///
+/// # Safety
+/// Only in a process made by [`sys::clone3`]. Only async-signal-safe calls are made, and after the
+/// heap is unmapped only those whose code is already in use.
+unsafe fn run_init(control: RawFd, heap: &HeapRanges) -> ! {
+    const NAME: &CStr = c"pvm-init";
+    // SAFETY: plain system calls on values of this process; the buffer is a local byte. The
+    // unmapped memory is unused: no other thread was copied, and no allocation is accessed
+    // afterwards.
+    unsafe {
+        libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+        libc::setsid();
+        libc::chdir(c"/".as_ptr());
+        // Orphans of the task become children of this process; ignoring SIGCHLD makes the kernel
+        // reap them.
+        libc::signal(libc::SIGCHLD, libc::SIG_IGN);
+        libc::dup2(control, 0);
+        libc::syscall(libc::SYS_close_range, 1, u32::MAX, 0);
+        for (start, bytes) in &heap.ranges[..heap.count] {
+            libc::munmap(std::ptr::with_exposed_provenance_mut(*start), *bytes);
+        }
+        libc::prctl(libc::PR_SET_NAME, NAME.as_ptr());
+        let mut byte = 0u8;
+        loop {
+            match libc::read(0, (&raw mut byte).cast(), 1) {
+                0 => libc::_exit(0),
+                1 => break,
+                _ if *libc::__errno_location() == libc::EINTR => {}
+                _ => libc::_exit(1),
+            }
+        }
+        // With SIGCHLD ignored, waitpid returns only when no child is left.
+        while libc::waitpid(-1, std::ptr::null_mut(), libc::__WALL) != -1
+            || *libc::__errno_location() == libc::EINTR
+        {}
+        libc::_exit(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+    use std::os::fd::AsFd;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn heap_is_private_memory_not_adjoining_a_file() {
+        let maps = "\
+            1000-2000 r--p 00000000 fe:01 77  /bin/a program\n\
+            2000-3000 rw-p 00001000 fe:01 77  /bin/a program\n\
+            3000-4000 rw-p 00000000 00:00 0 \n\
+            5000-7000 rw-p 00000000 00:00 0   [heap]\n\
+            8000-9000 rw-p 00000000 00:00 0 \n\
+            9000-a000 ---p 00000000 00:00 0 \n\
+            b000-c000 rw-s 00000000 00:01 12  /dev/zero (deleted)\n\
+            d000-e000 rw-p 00000000 00:00 0   [anon: glibc: malloc arena]\n\
+            e000-f000 rw-p 00000000 00:00 0   [stack]\n\
+            nonsense\n";
+        assert_eq!(
+            heap_in(maps).collect::<Vec<_>>(),
+            [0x5000..0x7000, 0x8000..0x9000, 0xd000..0xe000]
+        );
+    }
+
+    /// Returns the anonymous memory of a process in KiB, once it has become an init.
+    fn anonymous_kib(pid: i32) -> u64 {
+        let begin = Instant::now();
+        while std::fs::read_to_string(format!("/proc/{pid}/comm")).expect("it lives")
+            != "pvm-init\n"
+        {
+            assert!(
+                begin.elapsed() < Duration::from_secs(30),
+                "it does not become an init"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let text = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it lives");
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix("Anonymous:"))
+            .expect("the kernel tells it");
+        line.trim()
+            .trim_end_matches(" kB")
+            .parse()
+            .expect("a number")
+    }
+
+    /// An init keeps none of the tasker's allocations, and ends on the byte or the end of its pipe.
+    #[test]
+    #[ignore = "system tier: needs root"]
+    fn init_frees_tasker_memory_and_ends_on_order() {
+        let large = vec![7u8; 64 << 20];
+        let small: Vec<Vec<u8>> = (0..100_000).map(|_| vec![7; 100]).collect();
+        for last in [None, Some(b'x')] {
+            let (theirs, mut ours) = std::io::pipe().expect("a pipe");
+            let init = match start_init(theirs.as_fd(), None) {
+                Ok(init) => init,
+                Err(error) => panic!("cannot run here: {error}"),
+            };
+            let kib = anonymous_kib(init.pid);
+            assert!(kib < 2048, "{kib} KiB");
+            if let Some(byte) = last {
+                ours.write_all(&[byte]).expect("it reads");
+            }
+            drop((ours, theirs));
+            let ended = sys::reap_wait(init.pid).expect("a child");
+            assert_eq!(ended.0, 0, "it ends by itself");
+        }
+        assert_eq!((large[1 << 20], small[99_999][99]), (7, 7));
+    }
+}

@@ -1,0 +1,135 @@
+//! Priorities of a task's threads while the task quiesces: its program's threads get the lowest
+//! priority, its library's threads a high one.
+
+use crate::sys;
+use std::collections::BTreeMap;
+
+/// Names of the library's threads that quiesce a task.
+const LIBRARY_THREADS: [&str; 2] = ["pvm-helper", "pvm-ear"];
+/// Nice value of all other threads of the task meanwhile.
+const LOWEST_NICE: i32 = 19;
+/// Nice value of the library's threads meanwhile.
+const LIBRARY_NICE: i32 = -10;
+
+/// Threads with their previous nice values.
+#[derive(Debug, Default)]
+pub(crate) struct DeprioritizedThreads {
+    previous_nice: BTreeMap<i32, i32>,
+    /// Nice value of the first process's first thread, given to threads that were created
+    /// meanwhile.
+    default_nice: i32,
+}
+
+impl DeprioritizedThreads {
+    /// Changes the priorities of all threads of these processes. Without the capability to raise
+    /// them again nothing is changed.
+    pub(crate) fn lower(pids: &[i32]) -> DeprioritizedThreads {
+        let default_nice = pids
+            .iter()
+            .min()
+            .and_then(|pid| sys::nice_of(*pid))
+            .unwrap_or_default();
+        let mut deprioritized = DeprioritizedThreads {
+            previous_nice: BTreeMap::new(),
+            default_nice,
+        };
+        if !sys::can_raise_priority() {
+            return deprioritized;
+        }
+        for (thread, name) in pids.iter().flat_map(|pid| threads(*pid)) {
+            let Some(nice) = sys::nice_of(thread) else {
+                continue;
+            };
+            deprioritized.previous_nice.insert(thread, nice);
+            sys::set_nice(
+                thread,
+                if LIBRARY_THREADS.contains(&name.trim_end()) {
+                    LIBRARY_NICE
+                } else {
+                    LOWEST_NICE
+                },
+            );
+        }
+        deprioritized
+    }
+
+    /// Restores the priorities of all threads of these processes.
+    pub(crate) fn restore(&self, pids: &[i32]) {
+        if self.previous_nice.is_empty() {
+            return;
+        }
+        for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
+            let nice = self
+                .previous_nice
+                .get(&thread)
+                .copied()
+                .unwrap_or(self.default_nice);
+            sys::set_nice(thread, nice);
+        }
+    }
+}
+
+/// Gives these processes the lowest priority: they are about to be killed, and the kernel's work
+/// for their end is not urgent.
+pub(crate) fn deprioritize(pids: &[i32]) {
+    for (thread, _) in pids.iter().flat_map(|pid| threads(*pid)) {
+        sys::set_nice(thread, LOWEST_NICE);
+    }
+}
+
+/// Returns the threads of these processes that are not their library's; empty if no library thread
+/// exists.
+pub(crate) fn program_threads(pids: &[i32]) -> Vec<i32> {
+    let is_library = |(_, name): &(i32, String)| LIBRARY_THREADS.contains(&name.trim_end());
+    let all = pids.iter().flat_map(|pid| threads(*pid));
+    let (libraries, programs): (Vec<_>, Vec<_>) = all.partition(is_library);
+    if libraries.is_empty() {
+        Vec::new()
+    } else {
+        programs.into_iter().map(|(thread, _)| thread).collect()
+    }
+}
+
+/// Returns the threads of a process with their names.
+fn threads(pid: i32) -> Vec<(i32, String)> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else {
+        return Vec::new();
+    };
+    let named = |thread: std::fs::DirEntry| {
+        let name = std::fs::read_to_string(thread.path().join("comm")).unwrap_or_default();
+        Some((thread.file_name().to_str()?.parse().ok()?, name))
+    };
+    threads.flatten().filter_map(named).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn nice_value_is_restored_after_lowering() {
+        let mut child = Command::new("nice")
+            .args(["-n", "3", "sleep", "60"])
+            .spawn()
+            .expect("nice");
+        let pid = child.id() as i32;
+        while sys::nice_of(pid) != Some(3) {
+            std::thread::yield_now();
+        }
+        let deprioritized = DeprioritizedThreads::lower(&[pid]);
+        let meanwhile = sys::nice_of(pid);
+        deprioritized.restore(&[pid]);
+        assert_eq!(
+            meanwhile,
+            Some(if sys::can_raise_priority() {
+                LOWEST_NICE
+            } else {
+                3
+            })
+        );
+        assert_eq!(sys::nice_of(pid), Some(3));
+        child.kill().expect("it is there");
+        child.wait().expect("a child");
+    }
+}

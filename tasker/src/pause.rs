@@ -1,0 +1,399 @@
+//! Pauses tasks while the owner of the host needs it.
+//!
+//! 1. The task runs for a short time so that its library can quiesce. Its threads have the lowest
+//!    priority meanwhile, those of the library a high one.
+//! 2. Its control group is frozen; without one, all its processes are stopped by signal.
+//! 3. The pause outlives migrations: after a failed migration the task stays stopped.
+//!
+//! A task that had not quiesced when it was stopped runs once more before it migrates. The
+//! program's threads are frozen at first: the library gets its time, and the program does not run
+//! while the owner is present.
+//!
+//! The engine cannot dump a frozen control group. For a migration all processes get SIGSTOP while
+//! they are frozen, and are then thawed; none of them runs in between.
+
+use crate::nice::{self, DeprioritizedThreads};
+use crate::stop;
+use crate::supervisor::Supervisor;
+use crate::task::{Task, TaskPhase};
+use checkpoint::criu::Pinned;
+use sempa_proto::tasker::FromTasker;
+use sempa_proto::{Micros, Tid};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+/// Time limit for the exit of a paused task after SIGTERM.
+const EXIT_TIMEOUT: Duration = Duration::from_millis(200);
+/// Time after which processes that have not stopped are polled less often: one that waits in the
+/// kernel for a disk or a network file system executes nothing of the program.
+const FAST_POLL_WINDOW: Duration = Duration::from_secs(2);
+/// Poll interval after [`FAST_POLL_WINDOW`].
+const SLOW_POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Progress of pausing a task.
+#[derive(Debug, Default)]
+pub(crate) enum Pause {
+    #[default]
+    NotPaused,
+    /// The task still runs so that its library can quiesce.
+    Quiescing {
+        /// When the task is stopped.
+        until: Instant,
+        /// The threads' previous priorities.
+        deprioritized: DeprioritizedThreads,
+        /// Whether only the library's threads run.
+        library_only: LibraryOnly,
+    },
+    /// The task was ordered to stop.
+    Stopping {
+        /// Processes that got SIGSTOP, if no control group freezes them.
+        signalled: BTreeSet<i32>,
+        since: Instant,
+        /// The threads' previous priorities.
+        deprioritized: DeprioritizedThreads,
+    },
+    /// The task is stopped, or will stay stopped when its current migration ends.
+    Paused,
+}
+
+/// Whether only the library's threads of a quiescing task run.
+#[derive(Debug, Default)]
+pub(crate) enum LibraryOnly {
+    /// Not requested, or not possible.
+    #[default]
+    Inactive,
+    /// The program's threads are frozen.
+    Active {
+        /// When the program may run.
+        until: Instant,
+        /// Dropping it lets the program's threads run.
+        _frozen_threads: Pinned,
+    },
+    /// The time of the library alone is over: it needs something that the program's threads hold.
+    Expired,
+}
+
+impl LibraryOnly {
+    fn has_expired(&self, now: Instant) -> bool {
+        matches!(self, LibraryOnly::Active { until, .. } if *until <= now)
+    }
+}
+
+impl Pause {
+    /// Returns the time until the next check, if one is needed.
+    pub(crate) fn next_check_delay(&self, soon: Duration) -> Option<Duration> {
+        match self {
+            Pause::NotPaused | Pause::Paused => None,
+            Pause::Quiescing {
+                until,
+                library_only,
+                ..
+            } => {
+                let first = if let LibraryOnly::Active {
+                    until: alone_until, ..
+                } = library_only
+                {
+                    until.min(alone_until)
+                } else {
+                    until
+                };
+                Some(first.saturating_duration_since(Instant::now()))
+            }
+            Pause::Stopping { since, .. } if since.elapsed() < FAST_POLL_WINDOW => Some(soon),
+            Pause::Stopping { .. } => Some(SLOW_POLL_INTERVAL),
+        }
+    }
+
+    /// Restores the threads' priorities. Returns the processes that got SIGSTOP.
+    fn restore_priorities(self, task: &Task) -> BTreeSet<i32> {
+        let (deprioritized, signalled) = match self {
+            Pause::NotPaused | Pause::Paused => return BTreeSet::new(),
+            Pause::Quiescing { deprioritized, .. } => (deprioritized, BTreeSet::new()),
+            Pause::Stopping {
+                deprioritized,
+                signalled,
+                ..
+            } => (deprioritized, signalled),
+        };
+        deprioritized.restore(&task.members());
+        signalled
+    }
+
+    /// True if the task is not paused.
+    pub(crate) fn is_not_paused(&self) -> bool {
+        matches!(self, Pause::NotPaused)
+    }
+}
+
+impl Task {
+    /// Pauses the task; it may still run for `after`.
+    fn pause(&mut self, after: Duration) {
+        match (&self.phase, std::mem::take(&mut self.pause)) {
+            (TaskPhase::Running, pause) if after.is_zero() => self.stop_paused(pause),
+            (TaskPhase::Running, pause) => {
+                let until = Instant::now() + after;
+                let (deprioritized, was_stopped) = match pause {
+                    Pause::NotPaused => (DeprioritizedThreads::lower(&self.members()), false),
+                    Pause::Quiescing { deprioritized, .. } => (deprioritized, false),
+                    Pause::Stopping { deprioritized, .. } => (deprioritized, true),
+                    Pause::Paused => (DeprioritizedThreads::lower(&self.members()), true),
+                };
+                if was_stopped {
+                    self.continue_processes();
+                }
+                self.pause = Pause::Quiescing {
+                    until,
+                    deprioritized,
+                    library_only: LibraryOnly::Inactive,
+                };
+            }
+            // The task is stopped for a migration, or soon will be; it stays stopped when the
+            // migration ends.
+            (_, pause) => {
+                pause.restore_priorities(self);
+                self.pause = Pause::Paused;
+            }
+        }
+    }
+
+    /// Lets a paused task run for `after`, at first (`library_only`) only its library. A repeated
+    /// call while it runs changes nothing.
+    fn resume_to_quiesce(&mut self, library_only: Duration, after: Duration) {
+        if !matches!(self.phase, TaskPhase::Running) || matches!(&self.pause, Pause::NotPaused) {
+            return self.pause(after);
+        }
+        let was_stopped = match std::mem::take(&mut self.pause) {
+            pause @ Pause::Quiescing {
+                library_only: LibraryOnly::Active { .. } | LibraryOnly::Expired,
+                ..
+            } => return self.pause = pause,
+            // Freezing a thread wakes it first, so the threads must not have the lowest priority.
+            pause => {
+                let was_stopped = !matches!(pause, Pause::Quiescing { .. });
+                pause.restore_priorities(self);
+                was_stopped
+            }
+        };
+        if !was_stopped {
+            self.record_stopped();
+        }
+        let (now, pinned) = (Instant::now(), self.freeze_program_threads());
+        let library_only = pinned.map_or(LibraryOnly::Inactive, |pinned| LibraryOnly::Active {
+            until: now + library_only,
+            _frozen_threads: pinned,
+        });
+        let deprioritized = DeprioritizedThreads::lower(&self.members());
+        if was_stopped {
+            self.continue_processes();
+        }
+        self.pause = Pause::Quiescing {
+            until: now + after,
+            deprioritized,
+            library_only,
+        };
+    }
+
+    /// Gives a paused task a short time in which it can exit.
+    pub(crate) fn allow_exit(&mut self) {
+        self.pause(EXIT_TIMEOUT);
+    }
+
+    /// Gives a paused task time to exit on request.
+    pub(crate) fn allow_exit_within(&mut self, time: Duration) {
+        self.pause(time);
+    }
+
+    /// Stops the task from any state of its pause.
+    fn stop_paused(&mut self, pause: Pause) {
+        let (deprioritized, library_only) = match pause {
+            Pause::Paused | Pause::Stopping { .. } => return self.pause = pause,
+            Pause::NotPaused => (DeprioritizedThreads::default(), LibraryOnly::Inactive),
+            Pause::Quiescing {
+                deprioritized,
+                library_only,
+                ..
+            } => (deprioritized, library_only),
+        };
+        if let Some(group) = self.group() {
+            // Fails if the group was removed; then it has no members, and signals stop them.
+            let _ = group.freeze();
+        }
+        // Processes stopped by signal before show as stopped in a frozen group, too.
+        self.record_stopped();
+        let signalled = match library_only {
+            LibraryOnly::Active { .. } if self.frozen_group().is_none() => {
+                stop::signal_frozen(&self.processes())
+            }
+            _ => BTreeSet::new(),
+        };
+        drop(library_only);
+        self.pause = Pause::Stopping {
+            signalled,
+            since: Instant::now(),
+            deprioritized,
+        };
+    }
+
+    /// Freezes the program's threads; `None` if that is impossible. Processes that had been stopped
+    /// before are left out: they do not run, and must be found in that state.
+    fn freeze_program_threads(&self) -> Option<Pinned> {
+        let threads = nice::program_threads(&stop::without_stopped_before(
+            self.members(),
+            &self.stopped_before,
+        ));
+        if threads.is_empty() {
+            None
+        } else {
+            Pinned::threads(threads).ok()
+        }
+    }
+
+    /// Records which processes are already stopped for other reasons.
+    fn record_stopped(&mut self) {
+        self.stopped_before = stop::stopped_by_signal(&self.members());
+    }
+
+    /// Hands the stopping of the task over to a migration. Returns the processes that got SIGSTOP.
+    pub(crate) fn hand_over_to_migration(&mut self) -> BTreeSet<i32> {
+        let pause = std::mem::take(&mut self.pause);
+        if matches!(pause, Pause::NotPaused | Pause::Quiescing { .. }) {
+            self.record_stopped();
+        }
+        if !pause.is_not_paused() {
+            self.pause = Pause::Paused;
+        }
+        let mut signalled = match pause {
+            Pause::Quiescing {
+                library_only: LibraryOnly::Active { .. },
+                ..
+            } => stop::signal_frozen(&self.processes()),
+            _ => BTreeSet::new(),
+        };
+        signalled.extend(pause.restore_priorities(self));
+        if let Some(group) = self.frozen_group() {
+            signalled.extend(stop::signal_frozen(&self.processes()));
+            group.thaw();
+        }
+        signalled
+    }
+
+    /// Ends the pause of the task.
+    fn end_pause(&mut self) {
+        let pause = std::mem::take(&mut self.pause);
+        let is_stopped = match &pause {
+            Pause::NotPaused | Pause::Quiescing { .. } => false,
+            Pause::Stopping { .. } => true,
+            Pause::Paused => matches!(self.phase, TaskPhase::Running),
+        };
+        pause.restore_priorities(self);
+        if is_stopped {
+            self.continue_running();
+        }
+    }
+
+    /// Checks a task that is paused but not stopped yet. Returns true if it has stopped.
+    fn check_pause(&mut self) -> bool {
+        let now = Instant::now();
+        if let Pause::Quiescing {
+            until,
+            library_only,
+            ..
+        } = &mut self.pause
+        {
+            if *until > now {
+                if library_only.has_expired(now) {
+                    *library_only = LibraryOnly::Expired;
+                }
+                return false;
+            }
+            let pause = std::mem::take(&mut self.pause);
+            self.stop_paused(pause);
+        }
+        let Pause::Stopping {
+            mut signalled,
+            since,
+            deprioritized,
+        } = std::mem::take(&mut self.pause)
+        else {
+            unreachable!()
+        };
+        let has_stopped = match self.frozen_group() {
+            Some(group) => group.is_fully_frozen(),
+            None => stop::stop_all(&self.processes(), &mut signalled),
+        };
+        if has_stopped {
+            // Images include the threads' priorities, so they must be restored before a dump.
+            deprioritized.restore(&self.members());
+            self.pause = Pause::Paused;
+        } else {
+            self.pause = Pause::Stopping {
+                signalled,
+                since,
+                deprioritized,
+            };
+        }
+        has_stopped
+    }
+}
+
+impl Supervisor {
+    /// Pauses a task on the daemon's order.
+    pub(crate) fn pause_task(&mut self, tid: Tid, after: Micros) {
+        self.change_pause(tid, |task| task.pause(Duration::from_micros(after.0)));
+    }
+
+    /// Lets a paused task run so that it can quiesce.
+    pub(crate) fn resume_task_to_quiesce(&mut self, tid: Tid, library_only: Micros, after: Micros) {
+        self.change_pause(tid, |task| {
+            task.resume_to_quiesce(
+                Duration::from_micros(library_only.0),
+                Duration::from_micros(after.0),
+            )
+        });
+    }
+
+    fn change_pause(&mut self, tid: Tid, change: impl FnOnce(&mut Task)) {
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
+        change(task);
+        let is_still = matches!(task.pause, Pause::Paused);
+        // A paused task does not change its memory, so sending it before the dump gains nothing.
+        self.migrations.pre_copies.stop_soon(tid);
+        if is_still {
+            self.send(&FromTasker::Held { tid });
+        }
+        self.check_pauses();
+    }
+
+    /// Ends the pause of a task on the daemon's order.
+    pub(crate) fn end_pause(&mut self, tid: Tid) {
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            task.end_pause();
+        }
+    }
+
+    /// Checks the tasks that are paused but not stopped yet.
+    pub(crate) fn check_pauses(&mut self) {
+        let due = |task: &Task| match &task.pause {
+            Pause::Quiescing { .. } => task
+                .pause
+                .next_check_delay(Duration::ZERO)
+                .is_some_and(|pause| pause.is_zero()),
+            Pause::Stopping { .. } => true,
+            Pause::NotPaused | Pause::Paused => false,
+        };
+        let due: Vec<Tid> = self
+            .tasks
+            .values()
+            .filter(|task| due(task))
+            .map(|task| task.tid)
+            .collect();
+        for tid in due {
+            if self.tasks.get_mut(&tid).is_some_and(Task::check_pause) {
+                self.drain_output(tid);
+                self.send(&FromTasker::Held { tid });
+            }
+        }
+    }
+}

@@ -1,0 +1,463 @@
+//! Post-copy: memory that is transferred after its task has migrated.
+//!
+//! - At the source the memory is served after the images are written, even after the task was
+//!   killed.
+//! - At the target the memory arrives while the task already runs.
+//! - It passes through the two daemons, each of which has a socket for it.
+
+use crate::stop;
+use crate::supervisor::Supervisor;
+use crate::target::TargetStage;
+use crate::task::{Task, TaskPhase};
+use crate::workers::WorkerResult;
+use checkpoint::engine::{Cancel, Limits, Missing, ReceivedPages, ServedMemory, Serving, Whole};
+use nix::sys::socket::{Shutdown, shutdown};
+use sempa_proto::migration::{Failure, TaskFacts};
+use sempa_proto::tasker::FromTasker;
+use sempa_proto::{MigrationId, Tid};
+use std::collections::BTreeMap;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Resident memory from which post-copy is used: below it, a task is stopped hardly longer without
+/// post-copy.
+const POST_COPY_BYTES_MIN: u64 = 16 << 20;
+/// Variable that selects when post-copy is used: `never`, `always`; if not set, from
+/// [`POST_COPY_BYTES_MIN`] on.
+const POST_COPY_VARIABLE: &str = "SEMPA_POST_COPY";
+/// Time without post-copy after a failure.
+const FAILURE_BACKOFF: Duration = Duration::from_secs(600);
+/// Time limit for killed processes to end; they need much less.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+/// Longer than any transfer. The daemons notice a transfer that has stalled.
+const TRANSFER_TIMEOUT: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// When post-copy is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PostCopyMode {
+    Never,
+    Large,
+    Always,
+}
+
+/// A value of a setting for post-copy or pre-copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ModeOverride {
+    Never,
+    Always,
+}
+
+/// Reads a setting from the environment; `None` if it is not set. An invalid value counts as
+/// `never`, the mode that cannot lose anything, and `consequence` is printed as the consequence.
+pub(crate) fn mode_override(variable: &str, consequence: &str) -> Option<ModeOverride> {
+    parse_mode(&std::env::var_os(variable)?.to_string_lossy()).unwrap_or_else(|value| {
+        eprintln!("{variable}={value:?} is neither never nor always: {consequence}");
+        Some(ModeOverride::Never)
+    })
+}
+
+fn parse_mode(value: &str) -> Result<Option<ModeOverride>, &str> {
+    match value {
+        "" => Ok(None),
+        "never" => Ok(Some(ModeOverride::Never)),
+        "always" => Ok(Some(ModeOverride::Always)),
+        other => Err(other),
+    }
+}
+
+/// Post-copied memory that is arriving at this host.
+#[derive(Debug)]
+struct ArrivingMemory {
+    worker: u64,
+    /// Whether any of it is missing.
+    completeness: Whole,
+    /// The task, once it runs.
+    running_tid: Option<Tid>,
+    complete: bool,
+    /// Why the rest of it will not arrive.
+    lost_reason: Option<Failure>,
+    /// The task has exited and needs no more memory.
+    task_exited: bool,
+    /// Processes that were killed because their memory is missing.
+    killed_pids: Vec<i32>,
+}
+
+/// The post-copies from this host and to it.
+#[derive(Debug)]
+pub(crate) struct PostCopies {
+    mode: PostCopyMode,
+    /// Whether post-copy is possible here; known after the probe of the engine.
+    pub(crate) possible: Result<(), String>,
+    /// When post-copy last failed.
+    failed_at: Option<Instant>,
+    outgoing: BTreeMap<MigrationId, ServedMemory>,
+    arriving: BTreeMap<MigrationId, ArrivingMemory>,
+}
+
+impl PostCopies {
+    /// Reads the setting from the environment.
+    pub(crate) fn new() -> PostCopies {
+        let mode = match mode_override(POST_COPY_VARIABLE, "tasks take their memory along") {
+            Some(ModeOverride::Never) => PostCopyMode::Never,
+            Some(ModeOverride::Always) => PostCopyMode::Always,
+            None => PostCopyMode::Large,
+        };
+        let (outgoing, arriving) = (BTreeMap::new(), BTreeMap::new());
+        PostCopies {
+            mode,
+            possible: Err("the engine has not been tried".into()),
+            failed_at: None,
+            outgoing,
+            arriving,
+        }
+    }
+
+    /// True if post-copy is possible from this host and to it.
+    pub(crate) fn is_available(&self) -> bool {
+        let is_out = self
+            .failed_at
+            .is_some_and(|at| at.elapsed() < FAILURE_BACKOFF);
+        self.mode != PostCopyMode::Never && self.possible.is_ok() && !is_out
+    }
+
+    /// True if post-copy should be used for this task.
+    pub(crate) fn applies_to(&self, facts: &TaskFacts) -> bool {
+        self.is_available()
+            && (self.mode == PostCopyMode::Always || facts.resident_bytes >= POST_COPY_BYTES_MIN)
+    }
+
+    /// True while memory for this migration is arriving, or is complete and the task does not run
+    /// yet.
+    pub(crate) fn is_arriving(&self, migration: MigrationId) -> bool {
+        self.arriving.contains_key(&migration)
+    }
+
+    /// Disables post-copy for a while if the failure may be due to this host or engine.
+    pub(crate) fn on_failure(&mut self, why: Option<&Failure>) {
+        if let Some(why @ (Failure::Engine(_) | Failure::Io(_) | Failure::Deadline { .. })) = why {
+            eprintln!(
+                "tasks take their memory along for {} minutes: {why}",
+                FAILURE_BACKOFF.as_secs() / 60
+            );
+            self.failed_at = Some(Instant::now());
+        }
+    }
+
+    /// Keeps the memory of a task that is about to be killed because it runs on another host.
+    pub(crate) fn keep_after_kill(&self, migration: MigrationId) {
+        if let Some(memory) = self.outgoing.get(&migration) {
+            memory.outlive();
+        }
+    }
+
+    /// Stops serving all memory; called when the tasker ends.
+    pub(crate) fn stop_serving_all(&self) {
+        self.outgoing.values().for_each(ServedMemory::withhold);
+    }
+}
+
+/// Connects to the socket through which the daemon forwards memory.
+pub(crate) fn connect(path: &Path) -> Result<OwnedFd, Failure> {
+    let failed = |e| Failure::Io(format!("no way for its memory: {}: {e}", path.display()));
+    UnixStream::connect(path).map(OwnedFd::from).map_err(failed)
+}
+
+/// Ends all traffic on this socket.
+pub(crate) fn shut_down_socket(socket: &OwnedFd) {
+    // Fails if the other end has closed it.
+    let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
+}
+
+fn limits() -> Result<Limits, Failure> {
+    let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+    Ok(Limits {
+        allowed: TRANSFER_TIMEOUT,
+        cancel,
+    })
+}
+
+impl Supervisor {
+    // ---- source
+
+    /// Starts to serve the memory that is not in the written images.
+    pub(crate) fn serve_memory(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        serving: Box<dyn Serving>,
+    ) -> Result<(), Failure> {
+        let (limits, memory) = (limits()?, serving.memory());
+        let cancel = limits.cancel.clone();
+        let work = move || WorkerResult::Served {
+            migration,
+            tid,
+            result: serving.finish(&limits),
+        };
+        let worker = self.migrations.workers.start(&cancel, None, work)?;
+        self.migrations
+            .post_copies
+            .outgoing
+            .insert(migration, memory);
+        if let Some(task) = self.tasks.get_mut(&tid) {
+            task.phase = TaskPhase::Serving {
+                migration,
+                worker,
+                aborted: false,
+            };
+        }
+        Ok(())
+    }
+
+    /// Stops serving memory, because the migration was aborted or its task has exited.
+    pub(crate) fn stop_serving(&self, migration: MigrationId, worker: u64) {
+        if let Some(memory) = self.migrations.post_copies.outgoing.get(&migration) {
+            memory.withhold();
+        }
+        self.migrations.workers.cancel(worker);
+    }
+
+    /// Handles the end of serving memory.
+    pub(crate) fn on_served(
+        &mut self,
+        migration: MigrationId,
+        tid: Tid,
+        result: &Result<(), Failure>,
+    ) {
+        self.migrations.post_copies.outgoing.remove(&migration);
+        let Some(task) = self.tasks.get_mut(&tid) else {
+            return;
+        };
+        let TaskPhase::Serving {
+            migration: of,
+            aborted,
+            ..
+        } = task.phase
+        else {
+            return;
+        };
+        if of != migration {
+            return;
+        }
+        task.phase = TaskPhase::Stopped { migration };
+        if result.is_err() {
+            task.stop_stragglers();
+        }
+        if aborted {
+            self.continue_task(migration, tid);
+        }
+    }
+
+    // ---- target
+
+    /// Starts to fetch the memory of a task that is about to be restored.
+    pub(crate) fn start_fetch(
+        &mut self,
+        migration: MigrationId,
+        dir: &Path,
+        path: &Path,
+    ) -> Result<(), Failure> {
+        let pre_copied = self.migrations.pre_copies.take_store(migration)?;
+        let engine = self
+            .migrations
+            .engine
+            .as_ref()
+            .ok_or_else(|| self.engine_failure())?;
+        let (stream, store) = match pre_copied {
+            Some((stream, store)) => {
+                let stream = stream
+                    .try_clone()
+                    .map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
+                (stream, store)
+            }
+            None => (connect(path)?, ReceivedPages::empty()),
+        };
+        let arriving = engine.start_arrival(dir, stream, store)?;
+        let (limits, pid, completeness) = (limits()?, arriving.engine_pid(), arriving.whole());
+        let cancel = limits.cancel.clone();
+        let work = move || WorkerResult::MemoryArrived {
+            migration,
+            result: arriving.finish(&limits),
+        };
+        let worker = self.migrations.workers.start(&cancel, Some(pid), work)?;
+        let coming = ArrivingMemory {
+            worker,
+            completeness,
+            running_tid: None,
+            complete: false,
+            lost_reason: None,
+            task_exited: false,
+            killed_pids: Vec::new(),
+        };
+        self.migrations
+            .post_copies
+            .arriving
+            .insert(migration, coming);
+        Ok(())
+    }
+
+    /// Records that the task of this migration runs.
+    pub(crate) fn on_restored_task_runs(&mut self, migration: MigrationId, tid: Tid) {
+        let Some(arriving) = self.migrations.post_copies.arriving.get_mut(&migration) else {
+            return;
+        };
+        arriving.running_tid = Some(tid);
+        if arriving.complete {
+            self.migrations.post_copies.arriving.remove(&migration);
+            self.send(&FromTasker::Arrived {
+                migration,
+                result: Ok(()),
+            });
+        }
+    }
+
+    /// Cancels the fetch for a copy that is discarded.
+    pub(crate) fn cancel_fetch(&mut self, migration: MigrationId) {
+        self.migrations.pre_copies.remove_incoming(migration);
+        if let Some(arriving) = self.migrations.post_copies.arriving.remove(&migration) {
+            self.migrations.workers.cancel(arriving.worker);
+        }
+    }
+
+    /// Cancels the fetch for a task that has exited. Its remaining processes would need the memory,
+    /// so they are killed.
+    pub(crate) fn cancel_fetch_of_exited(&mut self, task: &Task) {
+        let tid = task.tid;
+        for arriving in self
+            .migrations
+            .post_copies
+            .arriving
+            .values_mut()
+            .filter(|arriving| arriving.running_tid == Some(tid))
+        {
+            // A task that was killed because its memory is lost has not exited on its own.
+            arriving.task_exited = arriving.lost_reason.is_none();
+            task.kill_all();
+            arriving.killed_pids = task.processes().pids();
+            self.migrations.workers.cancel(arriving.worker);
+        }
+    }
+
+    /// Handles the daemon's report that no more memory will arrive. If any is missing, first kills
+    /// all processes that need it.
+    pub(crate) fn on_memory_lost(&mut self, migration: MigrationId, why: String) {
+        if self.migrations.pre_copies.abort_incoming(migration) {
+            self.send(&FromTasker::PreCopyLost {
+                migration,
+                why: Failure::Images(why.clone()),
+            });
+        }
+        let arriving = self.migrations.post_copies.arriving.get_mut(&migration);
+        let Some(arriving) = arriving.filter(|arriving| !arriving.completeness.without_more())
+        else {
+            return;
+        };
+        arriving.lost_reason = Some(Failure::Images(why));
+        let (runs, worker) = (arriving.running_tid, arriving.worker);
+        if let Some(task) = runs.and_then(|tid| self.tasks.get(&tid)) {
+            arriving.killed_pids = task.processes().pids();
+            task.kill_all();
+        }
+        self.migrations.workers.cancel(worker);
+    }
+
+    /// Handles the completion or failure of a fetch.
+    pub(crate) fn on_fetch_ended(
+        &mut self,
+        migration: MigrationId,
+        result: Result<(), (Failure, Missing)>,
+    ) {
+        let Some(mut arriving) = self.migrations.post_copies.arriving.remove(&migration) else {
+            return;
+        };
+        let (result, missing) = match result {
+            Ok(()) => (Ok(()), None),
+            Err((why, missing)) => (Err(why), Some(missing)),
+        };
+        let task = arriving.running_tid.and_then(|tid| self.tasks.get(&tid));
+        // The engine may notice the task's exit before this thread does.
+        arriving.task_exited |= arriving.lost_reason.is_none() && task.is_some_and(Task::has_ended);
+        let result = match (arriving.lost_reason.take(), result) {
+            (None, _) if arriving.task_exited => Ok(()),
+            (None, result) => {
+                self.migrations
+                    .post_copies
+                    .on_failure(result.as_ref().err());
+                result
+            }
+            // Its processes are already killed.
+            (Some(lost), _) => Err(lost),
+        };
+        if let (Some(task), true) = (task, missing.is_some()) {
+            arriving.killed_pids.extend(task.processes().pids());
+            task.kill_all();
+        }
+        match (result, arriving.running_tid) {
+            (Ok(()), None) => {
+                arriving.complete = true;
+                self.migrations
+                    .post_copies
+                    .arriving
+                    .insert(migration, arriving);
+                return;
+            }
+            (result, Some(_)) => self.send(&FromTasker::Arrived { migration, result }),
+            (Err(why), None) => self.on_copy_lost(migration, why),
+        }
+        if let Some(missing) = missing {
+            self.keep_until_dead(missing, arriving.killed_pids);
+        }
+    }
+
+    /// Keeps `missing` until these killed processes are dead. One of them may be in a long system
+    /// call, and must not read zeros in place of the missing memory.
+    fn keep_until_dead(&mut self, missing: Missing, pids: Vec<i32>) {
+        let Ok(cancel) = Cancel::new() else { return };
+        let work = move || {
+            let deadline = Instant::now() + EXIT_TIMEOUT;
+            while !pids.iter().all(|pid| stop::has_ended(*pid)) && Instant::now() < deadline {
+                std::thread::sleep(POLL_INTERVAL);
+            }
+            drop(missing);
+            WorkerResult::KilledProcessesGone
+        };
+        // Without a thread it is dropped now, after the kill.
+        let _ = self.migrations.workers.start(&cancel, None, work);
+    }
+
+    /// Clears a copy that does not run yet and will never be complete.
+    fn on_copy_lost(&mut self, migration: MigrationId, why: Failure) {
+        match self.migrations.stage_of(migration) {
+            Some(TargetStage::Restoring {
+                worker,
+                lost_reason,
+                ..
+            }) => {
+                *lost_reason = Some(why);
+                let worker = *worker;
+                self.migrations.workers.cancel(worker);
+            }
+            Some(stage @ (TargetStage::Prepared | TargetStage::Restored { .. })) => {
+                let reply = stage.lost_reply(migration, why);
+                self.remove_target(migration, vec![reply]);
+            }
+            // The build that follows the placing of files will notice it.
+            Some(TargetStage::PlacingFiles { .. }) | None => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unset_and_invalid_settings_are_distinguished() {
+        assert_eq!(parse_mode(""), Ok(None));
+        assert_eq!(parse_mode("never"), Ok(Some(ModeOverride::Never)));
+        assert_eq!(parse_mode("always"), Ok(Some(ModeOverride::Always)));
+        assert_eq!(parse_mode("no"), Err("no"));
+    }
+}

@@ -1,0 +1,155 @@
+//! Checks whether a program handles the signal that asks it to checkpoint itself.
+
+use checkpoint::status::Status;
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+/// True unless this signal would end the process by its default action, as far as /proc shows.
+pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
+    let bit = 1u64 << (signal - 1);
+    // A process that has ended cannot be harmed.
+    let Some(status) = Status::of(pid) else {
+        return true;
+    };
+    let has = |set| status.signals(set) & bit != 0;
+    // A blocked signal alone is no evidence: a new process has all signals blocked for a moment.
+    has("SigCgt")
+        || has("SigIgn")
+        || waits_in_sigwait(pid, bit)
+        || has("SigBlk") && reads_by_signalfd(pid, bit)
+}
+
+fn entries(pid: i32, folder: &str) -> impl Iterator<Item = PathBuf> {
+    let folder = fs::read_dir(format!("/proc/{pid}/{folder}"));
+    folder
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path())
+}
+
+/// True if the process reads this signal from a signalfd.
+fn reads_by_signalfd(pid: i32, bit: u64) -> bool {
+    entries(pid, "fdinfo").any(|path| {
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let mask = text.lines().find_map(|line| line.strip_prefix("sigmask:"));
+        mask.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok())
+            .is_some_and(|mask| mask & bit != 0)
+    })
+}
+
+/// True if a thread waits for this signal in `sigwait`: the signal set is read from the memory of
+/// the call. While it waits, the signal does not count as blocked.
+fn waits_in_sigwait(pid: i32, bit: u64) -> bool {
+    let call = libc::SYS_rt_sigtimedwait.to_string();
+    let waited_for = |thread: PathBuf| {
+        let text = fs::read_to_string(thread.join("syscall")).ok()?;
+        let mut words = text.split_whitespace();
+        let at = words
+            .next()
+            .filter(|word| *word == call)
+            .and(words.next())?;
+        let at = u64::from_str_radix(at.strip_prefix("0x")?, 16).ok()?;
+        let mut set = [0; size_of::<u64>()];
+        File::open(thread.join("mem"))
+            .ok()?
+            .read_exact_at(&mut set, at)
+            .ok()?;
+        Some(u64::from_ne_bytes(set))
+    };
+    entries(pid, "task")
+        .filter_map(waited_for)
+        .any(|set| set & bit != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::sys::signal::{SigSet, Signal};
+    use nix::sys::signalfd::SignalFd;
+    use std::process::{Child, Command, Stdio};
+    use std::thread::sleep;
+    use std::time::{Duration, Instant};
+
+    struct Program(Child);
+
+    impl Drop for Program {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn start_python(code: &str) -> Program {
+        Program(
+            Command::new("python3")
+                .args(["-c", code])
+                .stdin(Stdio::null())
+                .spawn()
+                .expect("python3"),
+        )
+    }
+
+    fn wait_until_handled(program: &Program, signal: Signal) {
+        let until = Instant::now() + Duration::from_secs(60);
+        while !handles_signal(program.0.id() as i32, signal as i32) {
+            assert!(Instant::now() < until, "{signal}");
+            sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// A signal that a program catches, ignores or waits for counts as handled; other signals do
+    /// not.
+    #[test]
+    #[ignore = "system tier: needs python3"]
+    fn caught_ignored_and_awaited_signals_are_handled() {
+        let catches = start_python(
+            "import signal; signal.signal(signal.SIGUSR1, print)\nwhile 1: signal.pause()",
+        );
+        wait_until_handled(&catches, Signal::SIGUSR1);
+        assert!(!handles_signal(
+            catches.0.id() as i32,
+            Signal::SIGUSR2 as i32
+        ));
+        let ignores = start_python(
+            "import signal; signal.signal(signal.SIGUSR1, signal.SIG_IGN)\nwhile 1: signal.pause()",
+        );
+        wait_until_handled(&ignores, Signal::SIGUSR1);
+        let waits = start_python(
+            "import signal; s = {signal.SIGUSR1}; signal.pthread_sigmask(signal.SIG_BLOCK, s); signal.sigwait(s)",
+        );
+        wait_until_handled(&waits, Signal::SIGUSR1);
+        assert!(!handles_signal(waits.0.id() as i32, Signal::SIGUSR2 as i32));
+    }
+
+    #[test]
+    #[ignore = "system tier: needs python3"]
+    fn signal_that_is_only_blocked_is_not_handled() {
+        // /proc shows the signal mask of a process's first thread, and the test runs in another
+        // thread; so a separate process is used.
+        let blocks = start_python(
+            "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nwhile 1: signal.pause()",
+        );
+        let (pid, bit) = (blocks.0.id() as i32, 1u64 << (Signal::SIGUSR1 as i32 - 1));
+        let until = Instant::now() + Duration::from_secs(60);
+        while Status::of(pid).is_none_or(|status| status.signals("SigBlk") & bit == 0) {
+            assert!(Instant::now() < until, "it never blocks it");
+            sleep(Duration::from_millis(5));
+        }
+        assert!(!handles_signal(pid, Signal::SIGUSR1 as i32));
+    }
+
+    #[test]
+    fn signalfd_counts_only_for_its_own_signals() {
+        let mut set = SigSet::empty();
+        set.add(Signal::SIGUSR1);
+        let bit = 1u64 << (Signal::SIGUSR1 as i32 - 1);
+        let own = std::process::id() as i32;
+        assert!(!reads_by_signalfd(own, bit));
+        let held = SignalFd::new(&set).expect("a descriptor");
+        assert!(reads_by_signalfd(own, bit) && !reads_by_signalfd(own, bit << 1));
+        drop(held);
+        assert!(!reads_by_signalfd(own, bit));
+    }
+}
