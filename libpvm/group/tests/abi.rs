@@ -1,15 +1,15 @@
-//! The group library as the linker sees it.
+//! Symbols and dependencies of the group library.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names that programs know.
+/// Symbols that programs use.
 const NAMES: &str = "
     pvm_barrier pvm_bcast pvm_freezegroup pvm_gather pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup
     pvm_reduce pvm_scatter PvmMax PvmMin PvmSum PvmProduct gs_getgstid gstid pvmgs_tmout";
 
-/// A library that the test run has built.
+/// Returns the path of a library that the test run has built.
 fn built(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let folders = test.ancestors().skip(1).take(2);
@@ -33,7 +33,7 @@ fn output(program: &str, args: &[&str], path: &Path) -> String {
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
-/// Last words of the lines of `nm`, without versions.
+/// Returns the symbols that `nm` prints, without versions.
 fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
     let text = output("nm", args, path);
     let words = text
@@ -45,7 +45,7 @@ fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_library_exports_pvms_names_and_no_others() {
+fn library_exports_exactly_pvms_symbols() {
     let exported = names(&["-D", "--defined-only"], &built("libgpvm3.so"));
     assert_eq!(
         exported,
@@ -54,7 +54,7 @@ fn the_library_exports_pvms_names_and_no_others() {
 }
 
 #[test]
-fn whatever_it_takes_from_the_other_library_is_there() {
+fn imported_symbols_exist_in_libpvm3() {
     let have = names(&["-D", "--defined-only"], &built("libpvm3.so"));
     let wanted = names(&["-D", "--undefined-only"], &built("libgpvm3.so"));
     let pvms: Vec<&String> = wanted
@@ -67,7 +67,7 @@ fn whatever_it_takes_from_the_other_library_is_there() {
         .collect();
     assert!(pvms.len() > 20, "{pvms:?}");
     assert!(pvms.iter().all(|name| have.contains(*name)), "{pvms:?}");
-    // Its own state would be a second connection.
+    // A runtime in this library would open a second connection.
     assert!(
         !names(&["--defined-only"], &built("libgpvm3.so"))
             .iter()
@@ -76,7 +76,7 @@ fn whatever_it_takes_from_the_other_library_is_there() {
 }
 
 #[test]
-fn the_library_has_pvms_name_and_leaves_the_other_library_to_the_program() {
+fn soname_is_pvms_and_libpvm3_is_not_linked() {
     let dynamic = output("readelf", &["-d", "-W"], &built("libgpvm3.so"));
     assert!(
         dynamic.contains("Library soname: [libgpvm3.so.3]"),
