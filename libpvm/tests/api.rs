@@ -22,7 +22,7 @@ fn task(lab: &Lab) -> Vm {
         program: "api".into(),
         at_end: AtEnd::Told,
     };
-    Vm::over(Runtime::connect(options).expect("a daemon"))
+    Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }
 
 #[test]
@@ -167,7 +167,7 @@ fn ends_of_tasks_come_one_after_the_other_and_then_no_more() {
     let tids: Vec<Tid> = sleepers.iter().map(|task| task.tid()).collect();
     let mut notices = vm.watch_tasks(&tids).expect("watched");
     assert_eq!(notices.try_next(), Ok(None));
-    assert_eq!(notices.next_within(Duration::from_millis(1)), Ok(None));
+    assert_eq!(notices.next_timeout(Duration::from_millis(1)), Ok(None));
     assert!(sleepers[0].is_running().expect("asked") && !notices.is_done());
     // The process may not exist yet, so that the signal finds nobody; it is sent until it does.
     let mut ended = BTreeSet::new();
@@ -175,7 +175,7 @@ fn ends_of_tasks_come_one_after_the_other_and_then_no_more() {
         let notice = eventually(PATIENCE, || {
             sleeper.kill().map_err(|error| error.to_string())?;
             notices
-                .next_within(Duration::from_millis(50))
+                .next_timeout(Duration::from_millis(50))
                 .expect("connected")
                 .ok_or_else(|| "it runs".to_string())
         });
