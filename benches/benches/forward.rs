@@ -19,9 +19,9 @@ const TASKS: [usize; 3] = [2, 32, 512];
 /// Bytes of a frame's payload.
 const PAYLOADS: [usize; 2] = [64, 60 << 10];
 /// Payload bytes where the size does not matter, because the payload is not read.
-const PAYLOAD: usize = 64;
+const SMALL_PAYLOAD: usize = 64;
 /// Unmeasured frames at the start, during which the pair gets its table entries and its stream.
-const WARM: usize = 100;
+const WARM_UP_FRAMES: usize = 100;
 
 /// Counts allocations. `bench micro` fails if the forwarding path allocates.
 #[global_allocator]
@@ -31,7 +31,7 @@ fn main() {
     divan::main();
 }
 
-fn data(ends: (Tid, Tid), bytes: usize) -> Bytes {
+fn data_frame(ends: (Tid, Tid), bytes: usize) -> Bytes {
     frame(
         &mut BytesMut::new(),
         ends,
@@ -43,22 +43,22 @@ fn data(ends: (Tid, Tid), bytes: usize) -> Bytes {
 
 /// Measures `once` after unmeasured warm-up rounds.
 fn measure<T>(bencher: Bencher, mut once: impl FnMut() -> T) {
-    (0..WARM).for_each(|_| drop(once()));
+    (0..WARM_UP_FRAMES).for_each(|_| drop(once()));
     bencher.counter(ItemsCount::new(1usize)).bench_local(once);
 }
 
 /// Measures a daemon that handles the event and must produce the expected output.
-fn forward(
+fn measure_forwarding(
     bencher: Bencher,
     mut daemon: Daemon,
     event: impl Fn() -> Event,
-    comes_out: impl Fn(&Output) -> bool,
+    expects_message: impl Fn(&Output) -> bool,
 ) {
     measure(bencher, || {
         daemon.handle(event());
         let output = daemon.poll();
         assert!(
-            output.as_ref().is_some_and(&comes_out),
+            output.as_ref().is_some_and(&expects_message),
             "it is forwarded: {output:?}"
         );
         output
@@ -68,12 +68,12 @@ fn forward(
 #[divan::bench(args = TASKS)]
 fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
-    let frame = data((daemon.tids[0], daemon.tids[tasks - 1]), PAYLOAD);
+    let frame = data_frame((daemon.tids[0], daemon.tids[tasks - 1]), SMALL_PAYLOAD);
     let event = || Event::TaskLink {
         conn: Daemon::conn(0),
         frame: frame.clone(),
     };
-    forward(bencher, daemon, event, |output| {
+    measure_forwarding(bencher, daemon, event, |output| {
         matches!(output, Output::LinkToTask { .. })
     });
 }
@@ -81,12 +81,12 @@ fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = TASKS)]
 fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
-    let frame = data((daemon.tids[0], elsewhere()), PAYLOAD);
+    let frame = data_frame((daemon.tids[0], elsewhere()), SMALL_PAYLOAD);
     let event = || Event::TaskLink {
         conn: Daemon::conn(0),
         frame: frame.clone(),
     };
-    forward(bencher, daemon, event, |output| {
+    measure_forwarding(bencher, daemon, event, |output| {
         matches!(output, Output::Carry { .. })
     });
 }
@@ -94,12 +94,12 @@ fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = TASKS)]
 fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
-    let frame = data((elsewhere(), daemon.tids[tasks - 1]), PAYLOAD);
+    let frame = data_frame((elsewhere(), daemon.tids[tasks - 1]), SMALL_PAYLOAD);
     let event = || Event::HostCarried {
         host: HostId::MASTER,
         carried: Carried::Link(frame.clone()),
     };
-    forward(bencher, daemon, event, |output| {
+    measure_forwarding(bencher, daemon, event, |output| {
         matches!(output, Output::LinkToTask { .. })
     });
 }
@@ -108,7 +108,7 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = PAYLOADS)]
 fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending) = (Daemon::new(1), BenchSender::default());
-    let frame = data((daemon.tids[0], elsewhere()), bytes);
+    let frame = data_frame((daemon.tids[0], elsewhere()), bytes);
     measure(bencher, || {
         daemon.handle(Event::TaskLink {
             conn: Daemon::conn(0),
@@ -132,13 +132,10 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
 /// From the stream of a pair to the task's socket.
 #[divan::bench(args = PAYLOADS)]
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending, mut receiving) = (
-        Daemon::new(1),
-        BenchSender::default(),
-        BenchReceiver::default(),
-    );
-    let frame = data((elsewhere(), daemon.tids[0]), bytes);
-    for _ in 0..WARM {
+    let (mut daemon, mut sending, mut receiving) =
+        (Daemon::new(1), BenchSender::default(), BenchReceiver::default());
+    let frame = data_frame((elsewhere(), daemon.tids[0]), bytes);
+    for _ in 0..WARM_UP_FRAMES {
         sending.send(frame.clone());
     }
     let chunks = sending.send(frame).to_vec();

@@ -27,7 +27,7 @@ fn main() {
 }
 
 /// Clears the active send buffer.
-fn begin(encoding: c_int) {
+fn clear_send_buffer(encoding: c_int) {
     // SAFETY: `pvm_initsend` accepts any number.
     let buffer = unsafe { pvm_initsend(encoding) };
     assert!(buffer > 0, "a send buffer: {buffer}");
@@ -39,14 +39,14 @@ struct Packed(c_int);
 impl Packed {
     /// Creates a buffer with what `pack` packs.
     fn new(encoding: c_int, pack: impl FnOnce()) -> Packed {
-        begin(encoding);
+        clear_send_buffer(encoding);
         pack();
         // SAFETY: `pvm_setsbuf` accepts any number. With no active send buffer, `pvm_initsend` does
         // not free this one.
         Packed(unsafe { pvm_setsbuf(0) })
     }
 
-    fn choose(&self) {
+    fn select(&self) {
         // SAFETY: `pvm_setrbuf` accepts any number.
         assert!(unsafe { pvm_setrbuf(black_box(self.0)) } >= 0);
     }
@@ -77,7 +77,7 @@ macro_rules! types {
             };
             let mut place = items.clone();
             bencher.counter(ItemsCount::new(ITEMS)).with_inputs(packed).bench_local_refs(|packed| {
-                packed.choose();
+                packed.select();
                 // SAFETY: `place` has room for `ITEMS` items.
                 assert_eq!(unsafe { $upk(black_box(&mut place).as_mut_ptr(), ITEMS as c_int, 1) }, 0);
             });
@@ -87,7 +87,7 @@ macro_rules! types {
         fn $pack(bencher: Bencher, encoding: c_int) {
             let items: Vec<$t> = vec![$value; ITEMS];
             bencher.counter(ItemsCount::new(ITEMS)).bench_local(|| {
-                begin(encoding);
+                clear_send_buffer(encoding);
                 // SAFETY: `items` contains `ITEMS` items.
                 assert_eq!(unsafe { $pk(black_box(&items).as_ptr(), ITEMS as c_int, 1) }, 0);
             });
@@ -115,7 +115,7 @@ fn pack_string(bencher: Bencher, encoding: c_int) {
     let mut text = vec![b'a' as c_char; ITEMS];
     text[ITEMS - 1] = 0;
     bencher.bench_local(|| {
-        begin(encoding);
+        clear_send_buffer(encoding);
         // SAFETY: the text ends with a zero.
         assert_eq!(unsafe { pvm_pkstr(black_box(&text).as_ptr()) }, 0);
     });
@@ -134,7 +134,7 @@ fn unpack_string(bencher: Bencher, encoding: c_int) {
     };
     let mut place = text.clone();
     bencher.with_inputs(packed).bench_local_refs(|packed| {
-        packed.choose();
+        packed.select();
         // SAFETY: `place` has room for the text and its zero.
         assert_eq!(unsafe { pvm_upkstr(black_box(&mut place).as_mut_ptr()) }, 0);
     });

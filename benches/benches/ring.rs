@@ -13,11 +13,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Bytes of a record after its header.
 const SIZES: [usize; 3] = [16, 1 << 10, 64 << 10];
 /// Numbers of peers that have notified a task when it reads its doorbell.
-const RINGERS: [usize; 3] = [1, 64, 1000];
+const NOTIFIERS: [usize; 3] = [1, 64, 1000];
 /// Bytes of the link header before a fragment.
 const HEAD_BYTES: usize = 16;
 /// Polls of an empty ring before the thread yields its core.
-const LOOKS: u32 = 2000;
+const POLLS_BEFORE_YIELD: u32 = 2000;
 
 fn main() {
     divan::main();
@@ -31,7 +31,7 @@ fn pair() -> (Ends, Ends) {
 }
 
 /// Copies the next record to `out`. Returns false if there is none.
-fn take<A: sempa_ring::ring::Area>(
+fn read_record<A: sempa_ring::ring::Area>(
     reader: &mut Reader<A>,
     out: &mut Vec<u8>,
 ) -> Result<bool, Broken> {
@@ -45,18 +45,18 @@ fn take<A: sempa_ring::ring::Area>(
     Ok(true)
 }
 
-fn wait_and_take<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Vec<u8>) {
+fn await_record<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Vec<u8>) {
     let mut looks = 0;
-    while !take(reader, out).expect("a good ring") {
+    while !read_record(reader, out).expect("a good ring") {
         looks += 1;
-        if looks % LOOKS == 0 {
+        if looks % POLLS_BEFORE_YIELD == 0 {
             std::thread::yield_now();
         }
         std::hint::spin_loop();
     }
 }
 
-fn put<A: sempa_ring::ring::Area>(writer: &mut Writer<A>, body: &[u8]) {
+fn write_record<A: sempa_ring::ring::Area>(writer: &mut Writer<A>, body: &[u8]) {
     assert!(
         writer.write([&[0; HEAD_BYTES], body]).expect("a good ring"),
         "the other end has taken all"
@@ -68,8 +68,8 @@ fn push_and_pop(bencher: Bencher, bytes: usize) {
     let (mut one, mut other) = pair();
     let (body, mut out) = (vec![7; bytes], Vec::new());
     bencher.counter(BytesCount::new(bytes)).bench_local(|| {
-        put(&mut one.writer, black_box(&body));
-        assert!(take(&mut other.reader, &mut out).expect("a good ring"));
+        write_record(&mut one.writer, black_box(&body));
+        assert!(read_record(&mut other.reader, &mut out).expect("a good ring"));
         out.len()
     });
 }
@@ -77,7 +77,7 @@ fn push_and_pop(bencher: Bencher, bytes: usize) {
 /// Pins the calling thread to one of the processors that the process may use: the first, or the
 /// second if there is one. Without pinning, two busy-waiting threads may share one processor for a
 /// whole benchmark.
-fn keep_to(number: usize) {
+fn pin_to_processor(number: usize) {
     let all = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
     let mut usable = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu).is_ok_and(|is| is));
     let mut one = CpuSet::new();
@@ -95,26 +95,26 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
     std::thread::scope(|scope| {
         let ended = &ended;
         scope.spawn(move || {
-            keep_to(1);
+            pin_to_processor(1);
             let mut out = Vec::new();
             let mut looks = 0;
             while !ended.load(Ordering::Relaxed) {
-                if take(&mut other.reader, &mut out).expect("a good ring") {
-                    put(&mut other.writer, &out);
+                if read_record(&mut other.reader, &mut out).expect("a good ring") {
+                    write_record(&mut other.writer, &out);
                 }
                 looks += 1;
-                if looks % LOOKS == 0 {
+                if looks % POLLS_BEFORE_YIELD == 0 {
                     std::thread::yield_now();
                 }
                 std::hint::spin_loop();
             }
         });
         let before = sched_getaffinity(Pid::from_raw(0)).expect("the kernel says it");
-        keep_to(0);
+        pin_to_processor(0);
         let (body, mut out) = (vec![7; bytes], Vec::new());
         bencher.counter(BytesCount::new(2 * bytes)).bench_local(|| {
-            put(&mut one.writer, black_box(&body));
-            wait_and_take(&mut one.reader, &mut out);
+            write_record(&mut one.writer, black_box(&body));
+            await_record(&mut one.reader, &mut out);
             out.len()
         });
         ended.store(true, Ordering::Relaxed);
@@ -123,7 +123,7 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
 }
 
 /// `ringers` peers notify; the task finds all of them and clears their bits. No thread sleeps.
-#[divan::bench(args = RINGERS)]
+#[divan::bench(args = NOTIFIERS)]
 fn a_bell_is_rung_and_answered(bencher: Bencher, ringers: usize) {
     let own = OwnBell::new().expect("the system has memory");
     let peer =

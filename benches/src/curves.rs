@@ -1,10 +1,10 @@
 //! Measures costs as functions of message size, tasks on a host, peers of one task, and hosts.
 
-use crate::figures::{Samples, System, Trouble, median, of_repetitions};
+use crate::figures::{MeasurementFailure, Samples, System, combine_repetitions, median};
 use crate::netpipe;
 use crate::plot::{Chart, Series};
-use crate::rows::Stage;
-use crate::systems::{Call, Given, Peers, new_beds};
+use crate::rows::VmSetup;
+use crate::systems::{ProgramRun, RunningSystems, SystemResult, new_beds};
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -13,11 +13,11 @@ use std::path::Path;
 pub(crate) const NAMES: [&str; 5] = ["sizes", "netpipe", "tasks", "peers", "hosts"];
 
 /// Repetitions of each point, in a full run and in a quick one.
-const REPETITIONS: usize = 5;
+const REPETITIONS_FULL: usize = 5;
 const REPETITIONS_QUICK: usize = 1;
 /// Maximum bytes that one point of the size curve sends, which limits the rounds with large
 /// messages.
-const BYTES_MAX: usize = 64 << 20;
+const POINT_BYTES_MAX: usize = 64 << 20;
 const SIZES: [usize; 10] = [
     8,
     64,
@@ -38,13 +38,13 @@ const HOSTS: [usize; 5] = [2, 4, 8, 16, 32];
 #[derive(Debug, Default)]
 pub(crate) struct Curves {
     pub(crate) charts: Vec<Chart>,
-    pub(crate) troubles: Vec<Trouble>,
+    pub(crate) troubles: Vec<MeasurementFailure>,
 }
 
 /// A line of a curve: the system, and whether PVM's direct route is requested.
-type Line = (System, bool);
+type LineKey = (System, bool);
 
-const ALL_LINES: [Line; 6] = [
+const ALL_LINES: [LineKey; 6] = [
     (System::Pvm, false),
     (System::Pvm, true),
     (System::Sempa, false),
@@ -52,7 +52,7 @@ const ALL_LINES: [Line; 6] = [
     (System::OpenMpi, false),
     (System::Mpich, false),
 ];
-const PVM_LINES: [Line; 4] = [
+const PVM_LINES: [LineKey; 4] = [
     (System::Pvm, false),
     (System::Pvm, true),
     (System::Sempa, false),
@@ -70,14 +70,21 @@ pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> 
         return Ok(curves);
     }
     let (theirs, ours) = new_beds(prefix, 1)?;
-    let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
+    let peers = RunningSystems::start(&theirs, &ours, VmSetup::OneHost)?;
     match name {
         "sizes" => curves.sizes(&peers, quick),
         "tasks" => {
-            let count = rounds(if quick { 200 } else { 1000 });
+            let count = rounds_option(if quick { 200 } else { 1000 });
             let words =
                 |n: usize| vec!["rtt".to_string(), format!("idle={}", n - 2), count.clone()];
-            let lines = curves.sweep(&peers, name, &PVM_LINES, few(&TASKS, quick), quick, words);
+            let lines = curves.sweep(
+                &peers,
+                name,
+                &PVM_LINES,
+                selected_points(&TASKS, quick),
+                quick,
+                words,
+            );
             curves.latency(
                 name,
                 "round trip of 8 B beside tasks that wait",
@@ -90,11 +97,18 @@ pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> 
                 vec![
                     "fan".to_string(),
                     format!("tasks={n}"),
-                    rounds((2000 / n).clamp(3, 200)),
-                    warm(1),
+                    rounds_option((2000 / n).clamp(3, 200)),
+                    warm_option(1),
                 ]
             };
-            let lines = curves.sweep(&peers, name, &PVM_LINES, few(&PEERS, quick), quick, words);
+            let lines = curves.sweep(
+                &peers,
+                name,
+                &PVM_LINES,
+                selected_points(&PEERS, quick),
+                quick,
+                words,
+            );
             curves.latency(
                 name,
                 "round trip of 8 B with many peers in turn",
@@ -108,11 +122,11 @@ pub(crate) fn measure(prefix: &Path, name: &str, quick: bool) -> Result<Curves> 
     Ok(curves)
 }
 
-fn warm(count: usize) -> String {
+fn warm_option(count: usize) -> String {
     format!("warm={count}")
 }
 
-fn rounds(count: usize) -> String {
+fn rounds_option(count: usize) -> String {
     format!("rounds={count}")
 }
 
@@ -121,15 +135,15 @@ fn repetitions(quick: bool) -> usize {
     if quick {
         REPETITIONS_QUICK
     } else {
-        REPETITIONS
+        REPETITIONS_FULL
     }
 }
 
 /// Returns the indexes of `count` systems without those that have failed, in the order of this
 /// repetition. Every second repetition reverses the order, because the first system may find cold
 /// caches.
-fn turns(count: usize, repetition: usize, ended: &BTreeSet<usize>) -> Vec<usize> {
-    let mut all: Vec<usize> = (0..count).filter(|place| !ended.contains(place)).collect();
+fn run_order(count: usize, repetition: usize, failed: &BTreeSet<usize>) -> Vec<usize> {
+    let mut all: Vec<usize> = (0..count).filter(|place| !failed.contains(place)).collect();
     if repetition % 2 == 1 {
         all.reverse();
     }
@@ -137,28 +151,28 @@ fn turns(count: usize, repetition: usize, ended: &BTreeSet<usize>) -> Vec<usize>
 }
 
 /// Adds a point with median and p99 to a line.
-fn add_point(series: &mut Series, x: f64, all: &[Samples]) {
-    if let Some(trip) = of_repetitions(all, "rtt") {
+fn add_point(series: &mut Series, x: f64, repetitions: &[Samples]) {
+    if let Some(trip) = combine_repetitions(repetitions, "rtt") {
         series.points.push((x, trip.median_us));
         series.p99.push((x, trip.p99_us));
     }
 }
 
-fn few(points: &[usize], quick: bool) -> &[usize] {
+fn selected_points(points: &[usize], quick: bool) -> &[usize] {
     if quick { &points[..3] } else { points }
 }
 
 impl Curves {
-    fn sizes(&mut self, peers: &Peers, quick: bool) {
+    fn sizes(&mut self, peers: &RunningSystems, quick: bool) {
         let words = |size: usize| {
-            let count = (BYTES_MAX / size).clamp(5, if quick { 200 } else { 2000 });
+            let count = (POINT_BYTES_MAX / size).clamp(5, if quick { 200 } else { 2000 });
             let pinned = "cores=0,1".to_string();
             vec![
                 "rtt".to_string(),
                 format!("size={size}"),
                 pinned,
-                rounds(count),
-                warm((count / 10).max(1)),
+                rounds_option(count),
+                warm_option((count / 10).max(1)),
             ]
         };
         let lines = self.sweep(peers, "sizes", &ALL_LINES, &SIZES, quick, words);
@@ -203,14 +217,14 @@ impl Curves {
     /// program fails.
     fn sweep(
         &mut self,
-        peers: &Peers,
+        peers: &RunningSystems,
         name: &str,
-        lines: &[Line],
+        lines: &[LineKey],
         points: &[usize],
         quick: bool,
         words: impl Fn(usize) -> Vec<String>,
     ) -> Vec<Series> {
-        let named = |(system, direct): &Line| match (system.is_pvm(), direct) {
+        let named = |(system, direct): &LineKey| match (system.is_pvm(), direct) {
             (true, true) => format!("{}, direct", system.name()),
             _ => system.name().to_string(),
         };
@@ -224,17 +238,17 @@ impl Curves {
         let mut ended = BTreeSet::new();
         for point in points {
             eprintln!("bench peers: {name} {point}");
-            let mut given = vec![Given::default(); lines.len()];
+            let mut given = vec![SystemResult::default(); lines.len()];
             for repetition in 0..repetitions(quick) {
-                for place in turns(lines.len(), repetition, &ended) {
+                for place in run_order(lines.len(), repetition, &ended) {
                     let (system, direct) = &lines[place];
                     let mut all = words(*point);
                     all.push(format!("direct={}", u8::from(*direct)));
-                    let call = Call {
-                        words: &all,
+                    let call = ProgramRun {
+                        args: &all,
                         ranks: 2,
-                        crowded: false,
-                        apart: false,
+                        oversubscribed: false,
+                        on_two_hosts: false,
                     };
                     match peers.run(*system, &call) {
                         Ok(samples) => given[place].repetitions.push(samples),
@@ -242,7 +256,7 @@ impl Curves {
                             ended.insert(place);
                             let text =
                                 format!("{name} {point}, {}: {error:#}", named(&lines[place]));
-                            self.troubles.push(Trouble {
+                            self.troubles.push(MeasurementFailure {
                                 system: *system,
                                 text,
                             });
@@ -258,12 +272,12 @@ impl Curves {
     }
 
     /// Runs NPpvm on both systems in turn. Each run gives one time for each size that it chose.
-    fn netpipe(&mut self, peers: &Peers, quick: bool) {
+    fn netpipe(&mut self, peers: &RunningSystems, quick: bool) {
         let systems = [System::Pvm, System::Sempa];
         let mut times: [BTreeMap<u64, Vec<f64>>; 2] = Default::default();
         let mut ended = BTreeSet::new();
         for repetition in 0..repetitions(quick) {
-            for place in turns(systems.len(), repetition, &ended) {
+            for place in run_order(systems.len(), repetition, &ended) {
                 let system = systems[place];
                 eprintln!(
                     "bench peers: NPpvm on {} ({} of {})",
@@ -271,7 +285,7 @@ impl Curves {
                     repetition + 1,
                     repetitions(quick)
                 );
-                match netpipe::course(peers, system, quick) {
+                match netpipe::run_netpipe(peers, system, quick) {
                     Ok(points) => {
                         points.into_iter().for_each(|(size, us)| {
                             times[place].entry(size as u64).or_default().push(us)
@@ -279,7 +293,7 @@ impl Curves {
                     }
                     Err(error) => {
                         ended.insert(place);
-                        self.troubles.push(Trouble {
+                        self.troubles.push(MeasurementFailure {
                             system,
                             text: format!("NPpvm on {}: {error:#}", system.name()),
                         });
@@ -314,10 +328,10 @@ impl Curves {
     /// Measures round trips with one task on each other host, for increasing numbers of hosts. All
     /// daemons run on this machine.
     fn hosts(&mut self, prefix: &Path, quick: bool) -> Result<()> {
-        let points = few(&HOSTS, quick);
+        let points = selected_points(&HOSTS, quick);
         let most = points.last().copied().unwrap_or(2);
         let (theirs, ours) = new_beds(prefix, most)?;
-        let peers = Peers::start(&theirs, &ours, Stage::OneHost)?;
+        let peers = RunningSystems::start(&theirs, &ours, VmSetup::OneHost)?;
         let systems = [System::Pvm, System::Sempa];
         let mut series = systems.map(|system| Series {
             name: system.name().to_string(),
@@ -341,21 +355,21 @@ impl Curves {
                 "fan".to_string(),
                 format!("tasks={}", point - 1),
                 format!("host={}", names(2)),
-                rounds(100),
-                warm(5),
+                rounds_option(100),
+                warm_option(5),
             ];
             let mut given = [const { Vec::new() }; 2];
             // The hosts are added first; then the repetitions alternate between the systems.
             for turn in 0..=repetitions(quick) {
-                for place in turns(systems.len(), turn, &ended) {
+                for place in run_order(systems.len(), turn, &ended) {
                     let words: &[String] = if turn == 0 { &add } else { &all };
                     match peers.run(
                         systems[place],
-                        &Call {
-                            words,
+                        &ProgramRun {
+                            args: words,
                             ranks: 2,
-                            crowded: false,
-                            apart: false,
+                            oversubscribed: false,
+                            on_two_hosts: false,
                         },
                     ) {
                         Ok(samples) => given[place].push(samples),
@@ -363,7 +377,7 @@ impl Curves {
                             ended.insert(place);
                             let text =
                                 format!("hosts {point}, {}: {error:#}", systems[place].name());
-                            self.troubles.push(Trouble {
+                            self.troubles.push(MeasurementFailure {
                                 system: systems[place],
                                 text,
                             });
@@ -394,8 +408,8 @@ mod tests {
     #[test]
     fn every_second_repetition_reverses_order() {
         let ended = BTreeSet::from([1]);
-        assert_eq!(turns(3, 0, &ended), [0, 2]);
-        assert_eq!(turns(3, 1, &ended), [2, 0]);
-        assert_eq!(turns(3, 2, &BTreeSet::new()), [0, 1, 2]);
+        assert_eq!(run_order(3, 0, &ended), [0, 2]);
+        assert_eq!(run_order(3, 1, &ended), [2, 0]);
+        assert_eq!(run_order(3, 2, &BTreeSet::new()), [0, 1, 2]);
     }
 }

@@ -37,13 +37,13 @@ impl System {
 
 /// A measurement that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Trouble {
+pub(crate) struct MeasurementFailure {
     pub(crate) system: System,
     /// The measurement and the reason of the failure.
     pub(crate) text: String,
 }
 
-impl Serialize for Trouble {
+impl Serialize for MeasurementFailure {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_str(&self.text)
     }
@@ -79,7 +79,7 @@ pub(crate) type Samples = BTreeMap<String, Sample>;
 ///
 /// # Errors
 /// Fails if there is no such line or one is malformed.
-pub(crate) fn read(output: &str) -> Result<Samples> {
+pub(crate) fn parse_samples(output: &str) -> Result<Samples> {
     let mut all = Samples::new();
     for line in output.lines() {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -109,7 +109,7 @@ pub(crate) fn read(output: &str) -> Result<Samples> {
 
 /// Combines repetitions of a time: takes the median of the medians, of the p99 values and of the
 /// shortest times.
-pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
+pub(crate) fn combine_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
     let own: Vec<Sample> = all
         .iter()
         .filter_map(|samples| samples.get(name))
@@ -125,7 +125,7 @@ pub(crate) fn of_repetitions(all: &[Samples], name: &str) -> Option<Sample> {
 }
 
 /// Returns the smallest and the largest median of a time if they differ by more than `factor`.
-pub(crate) fn apart(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f64)> {
+pub(crate) fn spread_above(all: &[Samples], name: &str, factor: f64) -> Option<(f64, f64)> {
     let medians = || {
         all.iter()
             .filter_map(|samples| samples.get(name))
@@ -157,7 +157,8 @@ mod tests {
     /// Sample lines are parsed, others are not.
     #[test]
     fn only_sample_lines_are_parsed() {
-        let all = read("libpvm: hello\nsample rtt 3 1.5 2.5 1.0\nend\n").expect("one sample");
+        let all =
+            parse_samples("libpvm: hello\nsample rtt 3 1.5 2.5 1.0\nend\n").expect("one sample");
         assert_eq!(
             all["rtt"],
             Sample {
@@ -167,17 +168,17 @@ mod tests {
                 least_us: 1.0
             }
         );
-        assert!(read("nothing\n").is_err());
-        assert!(read("sample rtt 3 x 2.5 1.0\n").is_err());
+        assert!(parse_samples("nothing\n").is_err());
+        assert!(parse_samples("sample rtt 3 x 2.5 1.0\n").is_err());
     }
 
     /// Repetitions are combined to their median.
     #[test]
     fn repetitions_combine_to_median() {
         let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
-        let all = of_repetitions(&[one(1.0), one(100.0), one(2.0)], "rtt").expect("three");
+        let all = combine_repetitions(&[one(1.0), one(100.0), one(2.0)], "rtt").expect("three");
         assert_eq!((all.median_us, all.count), (2.0, 3));
-        assert_eq!(of_repetitions(&[one(1.0)], "other"), None);
+        assert_eq!(combine_repetitions(&[one(1.0)], "other"), None);
         assert_eq!(median(vec![1.0, 3.0]), Some(2.0));
     }
 
@@ -186,8 +187,8 @@ mod tests {
     fn large_spread_is_reported() {
         let one = |us| Samples::from([("rtt".to_string(), Sample::one(us))]);
         let all = [one(169.0), one(400.0), one(170.0)];
-        assert_eq!(apart(&all, "rtt", 1.5), Some((169.0, 400.0)));
-        assert_eq!(apart(&all, "rtt", 3.0), None);
-        assert_eq!(apart(&all, "other", 1.5), None);
+        assert_eq!(spread_above(&all, "rtt", 1.5), Some((169.0, 400.0)));
+        assert_eq!(spread_above(&all, "rtt", 3.0), None);
+        assert_eq!(spread_above(&all, "other", 1.5), None);
     }
 }

@@ -1,7 +1,7 @@
 //! Measures what the machine and its kernel achieve without a message-passing library: the lower
 //! bound for the times in the table.
 
-use crate::figures::{Sample, of_repetitions, read};
+use crate::figures::{Sample, combine_repetitions, parse_samples};
 use crate::rows::Unit;
 use crate::systems::compile_one;
 use anyhow::{Context, Result, bail};
@@ -12,18 +12,18 @@ use std::process::Stdio;
 use std::time::Duration;
 
 /// Name that selects this part with `--only`.
-pub(crate) const NAME: &str = "floor";
+pub(crate) const SELECTOR_NAME: &str = "floor";
 /// Repetitions of each figure.
 const REPETITIONS: usize = 3;
 /// Time limit for one run.
-const RUN_TIME: Duration = Duration::from_secs(60);
+const RUN_TIMEOUT: Duration = Duration::from_secs(60);
 
 const MIB: f64 = 1_048_576.0;
 
 /// Title, unit, arguments of the program, and rounds of a figure.
-type Figure = (&'static str, Unit, &'static [&'static str], usize);
+type FloorBenchmark = (&'static str, Unit, &'static [&'static str], usize);
 
-const FIGURES: [Figure; 11] = [
+const FIGURES: [FloorBenchmark; 11] = [
     (
         "round trip, two cores spinning on words in shared memory",
         Unit::Micros,
@@ -62,25 +62,25 @@ const FIGURES: [Figure; 11] = [
     ),
     (
         "one copy of 1 MiB in memory",
-        Unit::Megabytes(MIB),
+        Unit::MegabytesPerSecond(MIB),
         &["copy", "size=1048576"],
         200,
     ),
     (
         "one copy of 16 MiB in memory",
-        Unit::Megabytes(16.0 * MIB),
+        Unit::MegabytesPerSecond(16.0 * MIB),
         &["copy", "size=16777216"],
         30,
     ),
     (
         "1 MiB there and back, Unix socket",
-        Unit::GigabytesThereAndBack(MIB),
+        Unit::RoundTripGigabytesPerSecond(MIB),
         &["socket", "size=1048576", "cores=0,1"],
         100,
     ),
     (
         "stream of 1 MiB, plain TCP to the other host",
-        Unit::Megabytes(MIB),
+        Unit::MegabytesPerSecond(MIB),
         &["tcp", "size=1048576", "batch=50", "host=h2"],
         5,
     ),
@@ -94,7 +94,7 @@ const FIGURES: [Figure; 11] = [
 
 /// Result of one figure of the floor.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Line {
+pub(crate) struct FloorResult {
     pub(crate) title: &'static str,
     pub(crate) unit: &'static str,
     /// The result, in `unit`.
@@ -107,7 +107,7 @@ pub(crate) struct Line {
 ///
 /// # Errors
 /// Fails if no testbed can be created or the program fails.
-pub(crate) fn measure(quick: bool) -> Result<Vec<Line>> {
+pub(crate) fn measure_floor(quick: bool) -> Result<Vec<FloorResult>> {
     if let Some(lack) = needs::lacks() {
         bail!("bench peers: {lack}");
     }
@@ -116,11 +116,15 @@ pub(crate) fn measure(quick: bool) -> Result<Vec<Line>> {
     eprintln!("bench peers: floor");
     FIGURES
         .iter()
-        .map(|figure| one(&bed, figure, quick).with_context(|| figure.0))
+        .map(|figure| measure_one(&bed, figure, quick).with_context(|| figure.0))
         .collect()
 }
 
-fn one(bed: &Testbed, (title, unit, words, rounds): &Figure, quick: bool) -> Result<Line> {
+fn measure_one(
+    bed: &Testbed,
+    (title, unit, args, rounds): &FloorBenchmark,
+    quick: bool,
+) -> Result<FloorResult> {
     let program = bed.home().join("pvm3/bin/LINUX64/floor");
     let rounds = if quick { (rounds / 5).max(2) } else { *rounds };
     let mut all = Vec::new();
@@ -128,22 +132,26 @@ fn one(bed: &Testbed, (title, unit, words, rounds): &Figure, quick: bool) -> Res
         let mut serve = bed.host(2).command(&program);
         serve.arg("serve");
         // The server exits when its only client disconnects.
-        let server = (words[0] == "tcp")
+        let server = (args[0] == "tcp")
             .then(|| Running::start(serve, Stdio::null()))
             .transpose()?;
         let mut command = bed.host(1).command(&program);
-        command.args(*words).args([
+        command.args(*args).args([
             format!("rounds={rounds}"),
             format!("warm={}", (rounds / 10).max(1)),
         ]);
-        all.push(read(&run(command, RUN_TIME)?.expect_good("floor")?.out)?);
-        server.map(|server| server.finish(RUN_TIME)).transpose()?;
+        all.push(parse_samples(
+            &run(command, RUN_TIMEOUT)?.expect_good("floor")?.out,
+        )?);
+        server
+            .map(|server| server.finish(RUN_TIMEOUT))
+            .transpose()?;
     }
-    let time = of_repetitions(&all, "time").context("no times")?;
-    Ok(Line {
+    let time = combine_repetitions(&all, "time").context("no times")?;
+    Ok(FloorResult {
         title,
         unit: unit.name(),
-        value: unit.of(time.median_us),
+        value: unit.convert(time.median_us),
         time,
     })
 }

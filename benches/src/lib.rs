@@ -13,35 +13,35 @@
 //!
 //! The library also stores the results of `bench decide` and `bench sim`.
 
-mod balanced;
+mod balancing;
 mod curves;
-mod evicted;
+mod eviction;
 mod figures;
 mod floor;
-mod machine;
-mod managed;
+mod machine_info;
 mod micro;
-mod moved;
+mod migration;
 mod netpipe;
 mod plot;
 mod report;
+mod rm_overhead;
 mod rows;
+mod simulation;
 mod soak;
 mod systems;
-mod virtual_time;
 
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::PathBuf;
 
-pub use balanced::{Balance, balanced};
-pub use evicted::{Evict, evicted};
+pub use balancing::{BalanceSettings, bench_balance};
+pub use eviction::{EvictionSettings, bench_evictions};
 pub use figures::System;
-pub use managed::managed;
-pub use micro::Micro;
-pub use moved::{Migrate, migrated};
-pub use soak::{Soak, soaked};
-pub use virtual_time::{decided, simulated};
+pub use micro::MicroSettings;
+pub use migration::{MigrationSettings, bench_migrations};
+pub use rm_overhead::bench_rm;
+pub use simulation::{store_decide, store_sim};
+pub use soak::{SoakSettings, bench_soak};
 
 /// Debian packages of the measured systems.
 pub const PACKAGES: [&str; 7] = [
@@ -55,12 +55,12 @@ pub const PACKAGES: [&str; 7] = [
 ];
 
 /// Repetitions in a full run and in a quick one.
-const REPETITIONS: usize = 5;
+const REPETITIONS_FULL: usize = 5;
 const REPETITIONS_QUICK: usize = 2;
 
 /// Settings of `bench peers`.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct PeersSettings {
     /// Folder in which our programs are installed.
     pub prefix: PathBuf,
     /// True if the programs were built from these sources for this run.
@@ -76,9 +76,9 @@ pub struct Settings {
     pub results: PathBuf,
 }
 
-impl Settings {
+impl PeersSettings {
     /// Returns the command that repeats this measurement.
-    fn words(&self) -> String {
+    fn command_line(&self) -> String {
         let mut words = "cargo xtask bench peers".to_string();
         if self.quick {
             words.push_str(" --quick");
@@ -98,16 +98,21 @@ impl Settings {
 ///
 /// # Errors
 /// Fails if a system cannot be started or the results cannot be written.
-pub fn peers(settings: &Settings) -> Result<bool> {
+pub fn bench_peers(settings: &PeersSettings) -> Result<bool> {
     let only = &settings.only;
-    let chosen = rows::chosen(only);
+    let chosen = rows::select_measurements(only);
     let curves: Vec<&str> = curves::NAMES
         .into_iter()
-        .filter(|name| only.is_empty() || rows::is_meant(name, only))
+        .filter(|name| only.is_empty() || rows::matches_any(name, only))
         .collect();
-    let with_floor = only.is_empty() || rows::is_meant(floor::NAME, only);
+    let with_floor = only.is_empty() || rows::matches_any(floor::SELECTOR_NAME, only);
     if chosen.is_empty() && curves.is_empty() && !with_floor {
-        let names = [rows::names(), curves::NAMES.to_vec(), vec![floor::NAME]].concat();
+        let names = [
+            rows::names(),
+            curves::NAMES.to_vec(),
+            vec![floor::SELECTOR_NAME],
+        ]
+        .concat();
         bail!(
             "bench peers: no row is called {}; there are: {}",
             only.join(", "),
@@ -117,12 +122,13 @@ pub fn peers(settings: &Settings) -> Result<bool> {
     let repetitions = settings.repetitions.unwrap_or(if settings.quick {
         REPETITIONS_QUICK
     } else {
-        REPETITIONS
+        REPETITIONS_FULL
     });
     fs::create_dir_all(&settings.results)
         .with_context(|| settings.results.display().to_string())?;
-    let machine = machine::Machine::describe(settings.own_build, repetitions, settings.quick);
-    let mut report = report::Report::new(machine, settings.words());
+    let machine =
+        machine_info::MachineInfo::describe(settings.own_build, repetitions, settings.quick);
+    let mut report = report::Report::new(machine, settings.command_line());
     // Results are written after each part, so that an interrupted run keeps them.
     report.add_rows(
         &chosen,
@@ -130,7 +136,7 @@ pub fn peers(settings: &Settings) -> Result<bool> {
     );
     report.write(&settings.results)?;
     if with_floor {
-        report.add_floor(floor::measure(settings.quick)?);
+        report.add_floor(floor::measure_floor(settings.quick)?);
         report.write(&settings.results)?;
     }
     for name in curves {
@@ -138,5 +144,5 @@ pub fn peers(settings: &Settings) -> Result<bool> {
         report.write(&settings.results)?;
     }
     println!("{}written: {}", report.text(), settings.results.display());
-    Ok(!report.is_ours_in_trouble())
+    Ok(!report.has_own_failure())
 }

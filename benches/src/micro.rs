@@ -3,7 +3,7 @@
 //! Speed differs between machines and over time, so every time is expressed in units of a fixed
 //! amount of work measured in the same run.
 
-use crate::machine::Machine;
+use crate::machine_info::MachineInfo;
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -13,19 +13,19 @@ use std::path::Path;
 /// The benchmark of the fixed amount of work.
 const CALIBRATION: &str = "calibrate/a_fixed_amount_of_work";
 /// Prefix of the benchmarks of the daemon's forwarding path.
-const FORWARDING: &str = "forward/";
+const FORWARDING_PREFIX: &str = "forward/";
 /// Part of the names of benchmarks whose frames share pieces of memory, and the number of frames
 /// per allocation that is allowed for them.
-const QUEUED: &str = "queued";
+const QUEUED_PART: &str = "queued";
 const FRAMES_PER_ALLOCATION: f64 = 8.0;
 /// Benchmark of a large frame from the network, which has an allocation of its own.
-const LARGE: &str = "unqueued_from_another_host/61440";
+const LARGE_FRAME: &str = "unqueued_from_another_host/61440";
 /// File with the saved figures.
-const FILE: &str = "micro.json";
+const SAVED_FILE: &str = "micro.json";
 
 /// How the figures of a run are evaluated.
 #[derive(Clone, Debug)]
-pub struct Micro<'a> {
+pub struct MicroSettings<'a> {
     /// Folder with the saved figures.
     pub results: &'a Path,
     /// Saves these figures as the new baseline.
@@ -33,12 +33,12 @@ pub struct Micro<'a> {
     /// Treats a slowdown as an error.
     pub strict: bool,
     /// Relative change below which a figure counts as unchanged.
-    pub share: f64,
+    pub tolerance: f64,
 }
 
 /// The figures of one run.
 #[derive(Debug, Default, PartialEq)]
-struct Told {
+struct ParsedFigures {
     /// Median of each benchmark in nanoseconds.
     medians: BTreeMap<String, f64>,
     /// Mean allocations per round, for benchmarks that allocate.
@@ -47,7 +47,7 @@ struct Told {
 
 /// Saved figures of a run.
 #[derive(Debug, Serialize, Deserialize)]
-struct Saved {
+struct SavedFigures {
     /// Description of the machine, for readers only.
     machine: serde_json::Value,
     /// Nanoseconds of the fixed amount of work.
@@ -66,22 +66,22 @@ struct Change {
     now_ns: f64,
 }
 
-impl Micro<'_> {
+impl MicroSettings<'_> {
     /// Compares the printed figures with the saved ones, and saves them if requested. Returns false
     /// if the forwarding path allocates, or if a benchmark is slower and `strict` is set.
     ///
     /// # Errors
     /// Fails if the output cannot be parsed or a file cannot be read or written.
-    pub fn judge(&self, printed: &str) -> Result<bool> {
-        let told = read(printed)?;
-        let file = self.results.join(FILE);
+    pub fn evaluate(&self, printed: &str) -> Result<bool> {
+        let told = parse_output(printed)?;
+        let file = self.results.join(SAVED_FILE);
         let mut good = true;
-        for complaint in allocating(&told) {
+        for complaint in allocation_errors(&told) {
             println!("bench micro: {complaint}");
             good = false;
         }
-        let now = Saved {
-            machine: serde_json::to_value(Machine::describe(true, 1, false))?,
+        let now = SavedFigures {
+            machine: serde_json::to_value(MachineInfo::describe(true, 1, false))?,
             calibration_ns: told
                 .medians
                 .get(CALIBRATION)
@@ -91,11 +91,11 @@ impl Micro<'_> {
         };
         match fs::read(&file) {
             Ok(bytes) => {
-                let before: Saved = serde_json::from_slice(&bytes)
+                let before: SavedFigures = serde_json::from_slice(&bytes)
                     .with_context(|| format!("reading {}", file.display()))?;
-                print!("{}", comparison(&before, &now, self.share));
+                print!("{}", comparison(&before, &now, self.tolerance));
                 good &= !(self.strict
-                    && changes(&before, &now, self.share)
+                    && changes(&before, &now, self.tolerance)
                         .iter()
                         .any(|change| change.factor > 1.0));
             }
@@ -118,15 +118,15 @@ impl Micro<'_> {
 }
 
 /// Returns errors about allocations in the forwarding path.
-fn allocating(told: &Told) -> Vec<String> {
+fn allocation_errors(figures: &ParsedFigures) -> Vec<String> {
     let mut complaints = Vec::new();
-    for (name, count) in &told.allocations {
-        let Some(what) = name.strip_prefix(FORWARDING) else {
+    for (name, count) in &figures.allocations {
+        let Some(what) = name.strip_prefix(FORWARDING_PREFIX) else {
             continue;
         };
         let allowed = match what {
-            LARGE => 1.0,
-            _ if what.contains(QUEUED) => 1.0 / FRAMES_PER_ALLOCATION,
+            LARGE_FRAME => 1.0,
+            _ if what.contains(QUEUED_PART) => 1.0 / FRAMES_PER_ALLOCATION,
             _ => 0.0,
         };
         if *count > allowed {
@@ -135,7 +135,11 @@ fn allocating(told: &Told) -> Vec<String> {
             ));
         }
     }
-    if !told.medians.keys().any(|name| name.starts_with(FORWARDING)) {
+    if !figures
+        .medians
+        .keys()
+        .any(|name| name.starts_with(FORWARDING_PREFIX))
+    {
         complaints.push(
             "the forwarding path was not measured, so nobody knows whether it allocates"
                 .to_string(),
@@ -145,7 +149,7 @@ fn allocating(told: &Told) -> Vec<String> {
 }
 
 /// Returns the benchmarks that changed by more than the tolerance, the largest change first.
-fn changes(before: &Saved, now: &Saved, share: f64) -> Vec<Change> {
+fn changes(before: &SavedFigures, now: &SavedFigures, tolerance: f64) -> Vec<Change> {
     let mut all: Vec<Change> = now
         .medians_ns
         .iter()
@@ -153,7 +157,7 @@ fn changes(before: &Saved, now: &Saved, share: f64) -> Vec<Change> {
         .filter_map(|(name, now_ns)| {
             let before_ns = *before.medians_ns.get(name)?;
             let factor = (now_ns / now.calibration_ns) / (before_ns / before.calibration_ns);
-            let changed = factor > 1.0 + share || factor < 1.0 / (1.0 + share);
+            let changed = factor > 1.0 + tolerance || factor < 1.0 / (1.0 + tolerance);
             changed.then(|| Change {
                 name: name.clone(),
                 factor,
@@ -167,7 +171,7 @@ fn changes(before: &Saved, now: &Saved, share: f64) -> Vec<Change> {
 }
 
 /// Formats the comparison as text.
-fn comparison(before: &Saved, now: &Saved, share: f64) -> String {
+fn comparison(before: &SavedFigures, now: &SavedFigures, share: f64) -> String {
     let changes = changes(before, now, share);
     let slower = changes.iter().filter(|change| change.factor > 1.0).count();
     let mut text = format!(
@@ -205,8 +209,8 @@ fn comparison(before: &Saved, now: &Saved, share: f64) -> String {
 ///
 /// # Errors
 /// Fails if there is no benchmark in the output.
-fn read(printed: &str) -> Result<Told> {
-    let mut told = Told::default();
+fn parse_output(printed: &str) -> Result<ParsedFigures> {
+    let mut told = ParsedFigures::default();
     let mut path: Vec<String> = Vec::new();
     let mut counted = false;
     for line in printed.lines().filter(|line| line.contains('│')) {
@@ -284,12 +288,12 @@ forward                       fastest       │ slowest       │ median        
                                 32 B        │ 32 B          │ 32 B          │ 32 B          │         │
 ";
 
-    fn saved(calibration_ns: f64, figures: &[(&str, f64)]) -> Saved {
+    fn saved(calibration_ns: f64, figures: &[(&str, f64)]) -> SavedFigures {
         let medians_ns = figures
             .iter()
             .map(|(name, ns)| ((*name).to_string(), *ns))
             .collect();
-        Saved {
+        SavedFigures {
             machine: serde_json::Value::Null,
             calibration_ns,
             medians_ns,
@@ -299,7 +303,7 @@ forward                       fastest       │ slowest       │ median        
     /// Medians and allocations are parsed with the full names of their benchmarks.
     #[test]
     fn tables_parse_with_full_names() {
-        let told = read(PRINTED).expect("a table");
+        let told = parse_output(PRINTED).expect("a table");
         let medians: Vec<(&str, f64)> = told
             .medians
             .iter()
@@ -317,26 +321,26 @@ forward                       fastest       │ slowest       │ median        
             1.02
         );
         assert_eq!(told.allocations.len(), 2);
-        assert!(read("nothing\n").is_err());
+        assert!(parse_output("nothing\n").is_err());
     }
 
     /// An allocation per frame in the state machine is an error; one for many queued frames is not.
     #[test]
     fn forwarding_must_not_allocate_per_frame() {
-        let told = read(PRINTED).expect("a table");
-        let complaints = allocating(&told);
+        let told = parse_output(PRINTED).expect("a table");
+        let complaints = allocation_errors(&told);
         assert_eq!(complaints.len(), 1, "{complaints:?}");
         assert!(
             complaints[0].starts_with("a_frame_between_two_tasks/2 allocates 1.02"),
             "{complaints:?}"
         );
-        let silent = Told {
+        let silent = ParsedFigures {
             allocations: BTreeMap::new(),
             ..told
         };
-        assert_eq!(allocating(&silent), Vec::<String>::new());
+        assert_eq!(allocation_errors(&silent), Vec::<String>::new());
         assert_eq!(
-            allocating(&Told::default()).len(),
+            allocation_errors(&ParsedFigures::default()).len(),
             1,
             "what was not measured is no proof"
         );

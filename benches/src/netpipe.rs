@@ -1,16 +1,16 @@
 //! Runs Debian's unmodified NPpvm: a receiver and a sender on one host.
 
 use crate::figures::System;
-use crate::systems::Peers;
+use crate::systems::RunningSystems;
 use anyhow::{Context, Result, bail};
 use sempa_tests::run::{Running, must, run};
 use std::process::Stdio;
 use std::time::Duration;
 
 /// Time limit for a whole run.
-const COURSE_TIME: Duration = Duration::from_secs(240);
+const RUN_TIMEOUT: Duration = Duration::from_secs(240);
 /// Time limit for the receiver to enroll.
-const ENROL_TIME: Duration = Duration::from_secs(60);
+const ENROLL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Largest message in bytes. NPpvm chooses the sizes up to it.
 const SIZE_MAX: &str = "16777216";
 const SIZE_MAX_QUICK: &str = "65536";
@@ -19,25 +19,29 @@ const SIZE_MAX_QUICK: &str = "65536";
 ///
 /// # Errors
 /// Fails if a program fails or prints no times.
-pub(crate) fn course(peers: &Peers, system: System, quick: bool) -> Result<Vec<(f64, f64)>> {
-    let words = [
+pub(crate) fn run_netpipe(
+    peers: &RunningSystems,
+    system: System,
+    quick: bool,
+) -> Result<Vec<(f64, f64)>> {
+    let args = [
         "-u",
         if quick { SIZE_MAX_QUICK } else { SIZE_MAX },
         "-p",
         "0",
     ];
     let mut receiver = peers.command(system, "/usr/bin/NPpvm");
-    receiver.args(words);
+    receiver.args(args);
     let receiver = Running::start(receiver, Stdio::null())?;
     // The sender searches the task list for the receiver only once.
-    let mut enrolled = peers.program(system);
+    let mut enrolled = peers.measuring_program(system);
     enrolled.args(["await", "tasks=1"]);
-    must(enrolled, ENROL_TIME).context("waiting for the receiver")?;
+    must(enrolled, ENROLL_TIMEOUT).context("waiting for the receiver")?;
     let mut sender = peers.command(system, "/usr/bin/NPpvm");
-    sender.args(["-h", "h1"]).args(words);
-    let done = run(sender, COURSE_TIME)?.expect_good("NPpvm")?;
-    receiver.finish(ENROL_TIME)?;
-    let points = read(&(done.out.clone() + &done.err));
+    sender.args(["-h", "h1"]).args(args);
+    let done = run(sender, RUN_TIMEOUT)?.expect_good("NPpvm")?;
+    receiver.finish(ENROLL_TIMEOUT)?;
+    let points = parse_output(&(done.out.clone() + &done.err));
     if points.is_empty() {
         bail!("it tells no times: {}", done.out.trim());
     }
@@ -45,7 +49,7 @@ pub(crate) fn course(peers: &Peers, system: System, quick: bool) -> Result<Vec<(
 }
 
 /// Parses lines such as `  3:       4 bytes   2000 times -->      0.62 Mbps in      49.10 usec`.
-fn read(output: &str) -> Vec<(f64, f64)> {
+fn parse_output(output: &str) -> Vec<(f64, f64)> {
     let point = |line: &str| {
         let (_, rest) = line.split_once(':')?;
         let mut words = rest.split_whitespace();
@@ -70,6 +74,6 @@ mod tests {
     #[test]
     fn only_lines_with_times_are_parsed() {
         let out = "Send and receive buffers\nNow starting the main loop\n  0:       1 bytes  13 times -->      0.20 Mbps in      38.00 usec\n";
-        assert_eq!(read(out), [(1.0, 38.0)]);
+        assert_eq!(parse_output(out), [(1.0, 38.0)]);
     }
 }

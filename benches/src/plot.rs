@@ -46,9 +46,9 @@ const COLOURS: [&str; 8] = [
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Scale {
     /// Logarithmic: equal factors have equal distances.
-    Factors,
+    Logarithmic,
     /// Linear: equal differences have equal distances.
-    Even,
+    Linear,
 }
 
 /// An axis from `low` to `high`: between the powers of ten that enclose all values, or from zero to
@@ -65,13 +65,18 @@ struct Axis {
 }
 
 /// Maximum number of grid lines on a linear scale.
-const LINES_MAX: f64 = 8.0;
+const GRID_LINES_MAX: f64 = 8.0;
 
 impl Axis {
-    fn over(scale: Scale, values: impl Iterator<Item = f64> + Clone, from: f64, to: f64) -> Axis {
+    fn enclosing(
+        scale: Scale,
+        values: impl Iterator<Item = f64> + Clone,
+        from: f64,
+        to: f64,
+    ) -> Axis {
         let least = values.clone().fold(f64::INFINITY, f64::min);
         let most = values.fold(0.0, f64::max);
-        if scale == Scale::Factors {
+        if scale == Scale::Logarithmic {
             let low = least.log10().floor();
             return Axis {
                 scale,
@@ -83,11 +88,11 @@ impl Axis {
             };
         }
         let most = if most > 0.0 { most } else { 1.0 };
-        let tenth = 10f64.powf((most / LINES_MAX).log10().floor());
+        let tenth = 10f64.powf((most / GRID_LINES_MAX).log10().floor());
         let step = [1.0, 2.0, 5.0, 10.0]
             .map(|part| part * tenth)
             .into_iter()
-            .find(|step| most / step <= LINES_MAX);
+            .find(|step| most / step <= GRID_LINES_MAX);
         let step = step.unwrap_or(10.0 * tenth);
         Axis {
             scale,
@@ -99,8 +104,8 @@ impl Axis {
         }
     }
 
-    fn place(&self, value: f64) -> f64 {
-        let value = if self.scale == Scale::Factors {
+    fn position(&self, value: f64) -> f64 {
+        let value = if self.scale == Scale::Logarithmic {
             value.log10()
         } else {
             value
@@ -113,7 +118,7 @@ impl Axis {
         let lines = ((self.high - self.low) / self.step).round() as u32;
         let at = move |line: u32| self.low + self.step * f64::from(line);
         (0..=lines).map(move |line| {
-            if self.scale == Scale::Factors {
+            if self.scale == Scale::Logarithmic {
                 10f64.powf(at(line))
             } else {
                 at(line)
@@ -124,21 +129,21 @@ impl Axis {
 
 impl Chart {
     /// Draws the chart with logarithmic axes. Returns `None` if no line has a point.
-    pub(crate) fn svg(&self) -> Option<String> {
-        self.picture(Scale::Factors, true)
+    pub(crate) fn logarithmic_svg(&self) -> Option<String> {
+        self.draw(Scale::Logarithmic, true)
     }
 
     /// Draws the chart with linear axes and without point markers, because its lines have many
     /// points.
-    pub(crate) fn even_svg(&self) -> Option<String> {
-        self.picture(Scale::Even, false)
+    pub(crate) fn linear_svg(&self) -> Option<String> {
+        self.draw(Scale::Linear, false)
     }
 
-    fn picture(&self, scale: Scale, marked: bool) -> Option<String> {
+    fn draw(&self, scale: Scale, marked: bool) -> Option<String> {
         let points = || self.series.iter().flat_map(|series| series.points.iter());
         points().next()?;
-        let x = Axis::over(scale, points().map(|point| point.0), LEFT, WIDTH - RIGHT);
-        let y = Axis::over(scale, points().map(|point| point.1), HEIGHT - BOTTOM, TOP);
+        let x = Axis::enclosing(scale, points().map(|point| point.0), LEFT, WIDTH - RIGHT);
+        let y = Axis::enclosing(scale, points().map(|point| point.1), HEIGHT - BOTTOM, TOP);
         let mut svg = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
              font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
@@ -155,33 +160,41 @@ impl Chart {
             (LEFT + WIDTH - RIGHT) / 2.0,
             HEIGHT - 14.0,
             "middle",
-            &safe(&self.x),
+            &escape_xml(&self.x),
         );
         let turned = format!("transform=\"rotate(-90 16 {0})\"", HEIGHT / 2.0);
         let _ = writeln!(
             svg,
             "<text x=\"16\" y=\"{}\" text-anchor=\"middle\" {turned}>{}</text>",
             HEIGHT / 2.0,
-            safe(&self.y)
+            escape_xml(&self.y)
         );
         for tick in x.ticks() {
-            stroke(&mut svg, (x.place(tick), y.from), (x.place(tick), y.to));
+            grid_line(
+                &mut svg,
+                (x.position(tick), y.from),
+                (x.position(tick), y.to),
+            );
             text(
                 &mut svg,
-                x.place(tick),
+                x.position(tick),
                 y.from + 18.0,
                 "middle",
-                &amount(tick),
+                &tick_label(tick),
             );
         }
         for tick in y.ticks() {
-            stroke(&mut svg, (x.from, y.place(tick)), (x.to, y.place(tick)));
+            grid_line(
+                &mut svg,
+                (x.from, y.position(tick)),
+                (x.to, y.position(tick)),
+            );
             text(
                 &mut svg,
                 x.from - 6.0,
-                y.place(tick) + 4.0,
+                y.position(tick) + 4.0,
                 "end",
-                &amount(tick),
+                &tick_label(tick),
             );
         }
         for (number, (series, colour)) in self.series.iter().zip(COLOURS.iter().cycle()).enumerate()
@@ -189,7 +202,7 @@ impl Chart {
             let line: Vec<String> = series
                 .points
                 .iter()
-                .map(|(a, b)| format!("{:.1},{:.1}", x.place(*a), y.place(*b)))
+                .map(|(a, b)| format!("{:.1},{:.1}", x.position(*a), y.position(*b)))
                 .collect();
             let _ = writeln!(
                 svg,
@@ -200,9 +213,9 @@ impl Chart {
                 let _ = writeln!(
                     svg,
                     "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3\" fill=\"{colour}\"><title>{}: {a} {b:.3}</title></circle>",
-                    x.place(*a),
-                    y.place(*b),
-                    safe(&series.name)
+                    x.position(*a),
+                    y.position(*b),
+                    escape_xml(&series.name)
                 );
             }
             let (left, line) = (WIDTH - RIGHT + 16.0, TOP + 10.0 + 20.0 * number as f64);
@@ -211,7 +224,13 @@ impl Chart {
                 "<rect x=\"{left}\" y=\"{}\" width=\"14\" height=\"4\" fill=\"{colour}\"/>",
                 line - 6.0
             );
-            text(&mut svg, left + 20.0, line, "start", &safe(&series.name));
+            text(
+                &mut svg,
+                left + 20.0,
+                line,
+                "start",
+                &escape_xml(&series.name),
+            );
         }
         svg.push_str("</svg>\n");
         Some(svg)
@@ -222,12 +241,16 @@ struct Bold<'a>(&'a str);
 
 impl std::fmt::Display for Bold<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "<tspan font-weight=\"bold\">{}</tspan>", safe(self.0))
+        write!(
+            f,
+            "<tspan font-weight=\"bold\">{}</tspan>",
+            escape_xml(self.0)
+        )
     }
 }
 
 /// Escapes text for XML.
-fn safe(words: &str) -> String {
+fn escape_xml(words: &str) -> String {
     words
         .replace('&', "&amp;")
         .replace('<', "&lt;")
@@ -241,7 +264,7 @@ fn text(svg: &mut String, x: f64, y: f64, anchor: &str, inside: &str) {
     );
 }
 
-fn stroke(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
+fn grid_line(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
     let _ = writeln!(
         svg,
         "<line x1=\"{:.1}\" y1=\"{:.1}\" x2=\"{:.1}\" y2=\"{:.1}\" stroke=\"#dddddd\"/>",
@@ -250,7 +273,7 @@ fn stroke(svg: &mut String, from: (f64, f64), to: (f64, f64)) {
 }
 
 /// Formats a tick value with a unit prefix.
-fn amount(value: f64) -> String {
+fn tick_label(value: f64) -> String {
     for (unit, name) in [(1e9, "G"), (1e6, "M"), (1e3, "k")] {
         if value >= unit {
             return format!("{}{name}", value / unit);
@@ -283,7 +306,7 @@ mod tests {
     #[test]
     fn points_lie_inside_axes() {
         let svg = chart(vec![(8.0, 0.3), (1e6, 200.0)])
-            .svg()
+            .logarithmic_svg()
             .expect("two points");
         let line = svg
             .lines()
@@ -309,17 +332,18 @@ mod tests {
     fn empty_chart_is_not_drawn() {
         assert!(
             chart(vec![(10.0, 10.0)])
-                .svg()
+                .logarithmic_svg()
                 .expect("one point")
                 .contains("<circle")
         );
-        assert!(chart(Vec::new()).svg().is_none());
+        assert!(chart(Vec::new()).logarithmic_svg().is_none());
     }
 
     /// Linear axes begin at zero and end at a round number.
     #[test]
     fn linear_axes_span_zero_to_round_number() {
-        let axis = |most: f64| Axis::over(Scale::Even, [most / 3.0, most].into_iter(), 0.0, 100.0);
+        let axis =
+            |most: f64| Axis::enclosing(Scale::Linear, [most / 3.0, most].into_iter(), 0.0, 100.0);
         for (most, high, lines) in [
             (814.0, 1000.0, 6),
             (0.3, 0.3, 7),
@@ -332,11 +356,11 @@ mod tests {
                 "{most}: {}",
                 axis.high
             );
-            assert_eq!((axis.place(0.0), axis.place(axis.high)), (0.0, 100.0));
+            assert_eq!((axis.position(0.0), axis.position(axis.high)), (0.0, 100.0));
         }
         assert!(
             chart(vec![(0.0, 0.0), (168.0, 400.0)])
-                .even_svg()
+                .linear_svg()
                 .expect("two points")
                 .contains("<polyline")
         );
@@ -346,7 +370,7 @@ mod tests {
     #[test]
     fn tick_labels_use_prefixes() {
         assert_eq!(
-            [0.1, 1.0, 100.0, 1e3, 1e7].map(amount),
+            [0.1, 1.0, 100.0, 1e3, 1e7].map(tick_label),
             ["0.1", "1", "100", "1k", "10M"]
         );
     }

@@ -1,12 +1,14 @@
 //! Writes the results of `bench peers` as a table and as JSON.
 
 use crate::curves::Curves;
-use crate::figures::{Sample, Samples, System, Trouble, apart, of_repetitions};
+use crate::figures::{
+    MeasurementFailure, Sample, Samples, System, combine_repetitions, spread_above,
+};
 use crate::floor;
-use crate::machine::Machine;
+use crate::machine_info::MachineInfo;
 use crate::plot::Chart;
 use crate::rows::{Goal, Measurement, Row};
-use crate::systems::{Given, Measured};
+use crate::systems::{MeasuredRows, SystemResult};
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -14,15 +16,15 @@ use std::fs;
 use std::path::Path;
 
 /// Characters of a failure that the table shows.
-const TROUBLE_SHOWN: usize = 240;
+const FAILURE_CHARS_MAX: usize = 240;
 
 /// A row whose repetitions have medians that differ by more than this factor is listed with both
 /// extremes.
-const FAR_APART: f64 = 1.5;
+const SPREAD_FACTOR: f64 = 1.5;
 
 /// Result of one row of the table.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Line {
+pub(crate) struct RowResult {
     name: &'static str,
     title: &'static str,
     unit: &'static str,
@@ -46,19 +48,19 @@ pub(crate) struct Line {
 /// All results of a run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Report {
-    machine: Machine,
+    machine: MachineInfo,
     repeat_with: String,
-    rows: Vec<Line>,
+    rows: Vec<RowResult>,
     /// Every repetition, by the arguments of the measurement and the system.
     repetitions: BTreeMap<String, BTreeMap<&'static str, Vec<Samples>>>,
     curves: Vec<Chart>,
-    floor: Vec<floor::Line>,
-    troubles: Vec<Trouble>,
+    floor: Vec<floor::FloorResult>,
+    troubles: Vec<MeasurementFailure>,
 }
 
 impl Report {
     /// Creates an empty report. `repeat_with` is the command that repeats the measurement.
-    pub(crate) fn new(machine: Machine, repeat_with: String) -> Report {
+    pub(crate) fn new(machine: MachineInfo, repeat_with: String) -> Report {
         Report {
             machine,
             repeat_with,
@@ -71,39 +73,39 @@ impl Report {
     }
 
     /// Adds the rows of these measurements.
-    pub(crate) fn add_rows(&mut self, chosen: &[Measurement], measured: Measured) {
+    pub(crate) fn add_rows(&mut self, chosen: &[Measurement], measured: MeasuredRows) {
         for (one, given) in chosen.iter().zip(&measured) {
-            let what = one.words.join(" ");
+            let what = one.args.join(" ");
             self.rows
-                .extend(one.rows.iter().map(|row| line(row, given)));
+                .extend(one.rows.iter().map(|row| row_result(row, given)));
             for (system, given) in given {
-                let trouble = |why| Trouble {
+                let trouble = |why| MeasurementFailure {
                     system: *system,
                     text: format!("{what} on {}: {why}", system.name()),
                 };
-                self.troubles.extend(given.trouble.iter().map(trouble));
+                self.troubles.extend(given.failure.iter().map(trouble));
             }
             let all = given
                 .iter()
                 .map(|(system, given)| (system.name(), given.repetitions.clone()));
             self.repetitions.insert(what, all.collect());
         }
-        self.machine.look_again();
+        self.machine.update_load();
     }
 
     pub(crate) fn add_curves(&mut self, curves: Curves) {
         self.curves.extend(curves.charts);
         self.troubles.extend(curves.troubles);
-        self.machine.look_again();
+        self.machine.update_load();
     }
 
-    pub(crate) fn add_floor(&mut self, floor: Vec<floor::Line>) {
+    pub(crate) fn add_floor(&mut self, floor: Vec<floor::FloorResult>) {
         self.floor = floor;
     }
 
     /// True if a measurement of our system failed. Failures of other systems do not count, because
     /// we cannot fix them.
-    pub(crate) fn is_ours_in_trouble(&self) -> bool {
+    pub(crate) fn has_own_failure(&self) -> bool {
         self.troubles
             .iter()
             .any(|trouble| trouble.system == System::Sempa)
@@ -164,7 +166,7 @@ impl Report {
             text.push_str(&format!(
                 "{head}  {:<60} {:>8} {}\n",
                 line.title,
-                digits(line.value),
+                three_digits(line.value),
                 line.unit
             ));
         }
@@ -184,7 +186,7 @@ impl Report {
                 .map(str::trim)
                 .filter(|line| !line.is_empty())
                 .collect();
-            let shown: String = words.join(" / ").chars().take(TROUBLE_SHOWN).collect();
+            let shown: String = words.join(" / ").chars().take(FAILURE_CHARS_MAX).collect();
             text.push_str(&format!("NOT MEASURED: {shown}\n"));
         }
         text
@@ -197,8 +199,8 @@ impl Report {
             let ends = |(system, (least, most)): (&&str, &(f64, f64))| {
                 format!(
                     "{system} {} to {} {}",
-                    digits(*least),
-                    digits(*most),
+                    three_digits(*least),
+                    three_digits(*most),
                     line.unit
                 )
             };
@@ -207,8 +209,9 @@ impl Report {
                 text.push_str(&format!("  {:<46} {}\n", line.name, all.join("; ")));
             }
         }
-        let head =
-            format!("\nmedians of the repetitions that differ by more than {FAR_APART} times\n");
+        let head = format!(
+            "\nmedians of the repetitions that differ by more than {SPREAD_FACTOR} times\n"
+        );
         if text.is_empty() { text } else { head + &text }
     }
 
@@ -223,9 +226,9 @@ impl Report {
             (name("peers.txt"), self.text()),
         ];
         files.extend(
-            self.curves
-                .iter()
-                .filter_map(|chart| Some((format!("{}.svg", chart.name), chart.svg()?))),
+            self.curves.iter().filter_map(|chart| {
+                Some((format!("{}.svg", chart.name), chart.logarithmic_svg()?))
+            }),
         );
         for (name, text) in files {
             let file = folder.join(name);
@@ -244,10 +247,11 @@ fn curve_text(chart: &Chart) -> String {
                 .p99
                 .iter()
                 .find(|point| point.0 == x)
-                .map(|point| format!(" ({})", digits(point.1)))
+                .map(|point| format!(" ({})", three_digits(point.1)))
         };
-        let point =
-            |(x, y): &(f64, f64)| format!("{x}: {}{}", digits(*y), p99(*x).unwrap_or_default());
+        let point = |(x, y): &(f64, f64)| {
+            format!("{x}: {}{}", three_digits(*y), p99(*x).unwrap_or_default())
+        };
         let points: Vec<String> = series.points.iter().map(point).collect();
         text.push_str(&format!("  {:<24} {}\n", series.name, points.join("  ")));
     }
@@ -266,7 +270,7 @@ fn curve_text(chart: &Chart) -> String {
             } else {
                 beside / y
             };
-            Some(format!("{x}: {}x", digits(speed)))
+            Some(format!("{x}: {}x", three_digits(speed)))
         };
         let points: Vec<String> = own.points.iter().filter_map(speed).collect();
         text.push_str(&format!(
@@ -278,12 +282,12 @@ fn curve_text(chart: &Chart) -> String {
     text
 }
 
-fn line(row: &Row, given: &[(System, Given)]) -> Line {
+fn row_result(row: &Row, given: &[(System, SystemResult)]) -> RowResult {
     let time = |system: System, name: &str| {
         let own = given.iter().find(|(of, _)| *of == system)?;
-        of_repetitions(&own.1.repetitions, name)
+        combine_repetitions(&own.1.repetitions, name)
     };
-    let mut line = Line {
+    let mut line = RowResult {
         name: row.name,
         title: row.title,
         unit: row.unit.name(),
@@ -299,15 +303,15 @@ fn line(row: &Row, given: &[(System, Given)]) -> Line {
     for system in System::ALL {
         let cell = time(system, row.sample).map(|time| {
             line.values
-                .insert(system.name(), row.unit.of(time.median_us));
+                .insert(system.name(), row.unit.convert(time.median_us));
             line.times.insert(system.name(), time);
-            cell(row, &time)
+            value_cell(row, &time)
         });
         line.cells.push(cell.unwrap_or_else(|| "-".to_string()));
     }
     for (system, given) in given {
-        if let Some((one, other)) = apart(&given.repetitions, row.sample, FAR_APART) {
-            let (one, other) = (row.unit.of(one), row.unit.of(other));
+        if let Some((one, other)) = spread_above(&given.repetitions, row.sample, SPREAD_FACTOR) {
+            let (one, other) = (row.unit.convert(one), row.unit.convert(other));
             line.spread
                 .insert(system.name(), (one.min(other), one.max(other)));
         }
@@ -323,23 +327,24 @@ fn line(row: &Row, given: &[(System, Given)]) -> Line {
     };
     (line.speed_to_pvm, line.speed_to_mpi) =
         (speed_to(pvm), speed_to(time(System::OpenMpi, row.sample)));
-    let beside = row
+    let reference = row
         .goal
-        .of_own
+        .own_ratio_max
         .and_then(|(_, name)| time(System::Sempa, name));
     line.met = own.and_then(|own| {
-        met(
+        is_goal_met(
             row,
             own.median_us,
             pvm.map(|pvm| pvm.median_us),
-            beside.map(|one| one.median_us),
+            reference.map(|one| one.median_us),
         )
     });
-    let told =
-        |speed: Option<f64>| speed.map_or("-".to_string(), |speed| format!("{}x", digits(speed)));
+    let ratio_text = |speed: Option<f64>| {
+        speed.map_or("-".to_string(), |speed| format!("{}x", three_digits(speed)))
+    };
     line.cells.extend([
-        told(line.speed_to_pvm),
-        told(line.speed_to_mpi),
+        ratio_text(line.speed_to_pvm),
+        ratio_text(line.speed_to_mpi),
         line.goal.clone(),
     ]);
     line.cells.push(
@@ -350,20 +355,20 @@ fn line(row: &Row, given: &[(System, Given)]) -> Line {
     line
 }
 
-fn cell(row: &Row, time: &Sample) -> String {
+fn value_cell(row: &Row, time: &Sample) -> String {
     let value = format!(
         "{} {}",
-        digits(row.unit.of(time.median_us)),
+        three_digits(row.unit.convert(time.median_us)),
         row.unit.name()
     );
     if row.unit.is_time() && time.count >= 100 {
-        return format!("{value} ({})", digits(row.unit.of(time.p99_us)));
+        return format!("{value} ({})", three_digits(row.unit.convert(time.p99_us)));
     }
     value
 }
 
 /// Formats a number with about three significant digits.
-fn digits(value: f64) -> String {
+fn three_digits(value: f64) -> String {
     match value {
         v if v >= 100.0 => format!("{v:.0}"),
         v if v >= 10.0 => format!("{v:.1}"),
@@ -375,8 +380,8 @@ fn digits(value: f64) -> String {
 fn goal_text(row: &Row) -> String {
     let Goal {
         bound,
-        of_pvm,
-        of_own,
+        pvm_ratio_max: of_pvm,
+        own_ratio_max: of_own,
     } = row.goal;
     let sign = if row.unit.is_time() { "<=" } else { ">=" };
     let mut parts: Vec<String> = bound
@@ -390,13 +395,13 @@ fn goal_text(row: &Row) -> String {
 
 /// Returns whether our time meets the goal; all times are in microseconds. `None` if there is no
 /// goal or a time to compare with is missing.
-fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<bool> {
+fn is_goal_met(row: &Row, own: f64, pvm: Option<f64>, reference: Option<f64>) -> Option<bool> {
     let Goal {
         bound,
-        of_pvm,
-        of_own,
+        pvm_ratio_max: of_pvm,
+        own_ratio_max: of_own,
     } = row.goal;
-    let value = row.unit.of(own);
+    let value = row.unit.convert(own);
     let mut verdicts = Vec::new();
     verdicts.extend(bound.map(|bound| {
         if row.unit.is_time() {
@@ -409,7 +414,7 @@ fn met(row: &Row, own: f64, pvm: Option<f64>, beside: Option<f64>) -> Option<boo
         verdicts.push(own <= factor * pvm?);
     }
     if let Some((factor, _)) = of_own {
-        verdicts.push(own <= factor * beside?);
+        verdicts.push(own <= factor * reference?);
     }
     (!verdicts.is_empty()).then(|| verdicts.iter().all(|good| *good))
 }
@@ -430,19 +435,19 @@ mod tests {
         }
     }
 
-    fn given(us: f64) -> Given {
-        Given {
+    fn given(us: f64) -> SystemResult {
+        SystemResult {
             repetitions: vec![Samples::from([("rtt".to_string(), Sample::one(us))])],
-            trouble: None,
+            failure: None,
         }
     }
 
-    fn line_of(given: &[(System, Given)]) -> Line {
-        line(&row(Unit::Micros, Goal::default()), given)
+    fn line_of(given: &[(System, SystemResult)]) -> RowResult {
+        row_result(&row(Unit::Micros, Goal::default()), given)
     }
 
     fn report() -> Report {
-        Report::new(Machine::describe(false, 1, false), String::new())
+        Report::new(MachineInfo::describe(false, 1, false), String::new())
     }
 
     /// A time must not exceed its goal, and a rate must not fall below it.
@@ -452,11 +457,20 @@ mod tests {
             bound: Some(2.0),
             ..Goal::default()
         };
-        assert_eq!(met(&row(Unit::Micros, goal), 1.5, None, None), Some(true));
-        assert_eq!(met(&row(Unit::Micros, goal), 2.5, None, None), Some(false));
-        assert_eq!(met(&row(Unit::Millions, goal), 0.4, None, None), Some(true));
         assert_eq!(
-            met(&row(Unit::Millions, goal), 0.6, None, None),
+            is_goal_met(&row(Unit::Micros, goal), 1.5, None, None),
+            Some(true)
+        );
+        assert_eq!(
+            is_goal_met(&row(Unit::Micros, goal), 2.5, None, None),
+            Some(false)
+        );
+        assert_eq!(
+            is_goal_met(&row(Unit::MillionsPerSecond, goal), 0.4, None, None),
+            Some(true)
+        );
+        assert_eq!(
+            is_goal_met(&row(Unit::MillionsPerSecond, goal), 0.6, None, None),
             Some(false)
         );
     }
@@ -465,16 +479,16 @@ mod tests {
     #[test]
     fn missing_comparison_gives_no_verdict() {
         let goal = Goal {
-            of_pvm: Some(1.0),
+            pvm_ratio_max: Some(1.0),
             ..Goal::default()
         };
-        assert_eq!(met(&row(Unit::Micros, goal), 1.0, None, None), None);
+        assert_eq!(is_goal_met(&row(Unit::Micros, goal), 1.0, None, None), None);
         assert_eq!(
-            met(&row(Unit::Micros, goal), 1.0, Some(2.0), None),
+            is_goal_met(&row(Unit::Micros, goal), 1.0, Some(2.0), None),
             Some(true)
         );
         assert_eq!(
-            met(&row(Unit::Micros, Goal::default()), 1.0, Some(2.0), None),
+            is_goal_met(&row(Unit::Micros, Goal::default()), 1.0, Some(2.0), None),
             None
         );
     }
@@ -558,16 +572,16 @@ mod tests {
             let mut report = report();
             let given = vec![(
                 system,
-                Given {
+                SystemResult {
                     repetitions: Vec::new(),
-                    trouble: Some("it ended".to_string()),
+                    failure: Some("it ended".to_string()),
                 },
             )];
-            report.add_rows(&[rows::ALL[0]], vec![given]);
+            report.add_rows(&[rows::MEASUREMENTS[0]], vec![given]);
             report
         };
-        assert!(!with(System::Pvm).is_ours_in_trouble());
+        assert!(!with(System::Pvm).has_own_failure());
         assert!(with(System::Pvm).text().contains("NOT MEASURED"));
-        assert!(with(System::Sempa).is_ours_in_trouble());
+        assert!(with(System::Sempa).has_own_failure());
     }
 }

@@ -2,7 +2,7 @@
 
 /// The virtual machine on which a measurement runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Stage {
+pub(crate) enum VmSetup {
     OneHost,
     TwoHosts,
     /// One host; ours with its resource manager.
@@ -15,22 +15,22 @@ pub(crate) enum Unit {
     Micros,
     Millis,
     /// Millions of messages per second, from the time per message.
-    Millions,
+    MillionsPerSecond,
     /// Gigabytes per second, from the time of a round trip with this many bytes in each direction.
-    GigabytesThereAndBack(f64),
+    RoundTripGigabytesPerSecond(f64),
     /// Megabytes per second, from the time of one message with this many bytes.
-    Megabytes(f64),
+    MegabytesPerSecond(f64),
 }
 
 impl Unit {
     /// Converts microseconds to this unit.
-    pub(crate) fn of(self, us: f64) -> f64 {
+    pub(crate) fn convert(self, us: f64) -> f64 {
         match self {
             Unit::Micros => us,
             Unit::Millis => us / 1e3,
-            Unit::Millions => 1.0 / us,
-            Unit::GigabytesThereAndBack(bytes) => 2.0 * bytes / us / 1e3,
-            Unit::Megabytes(bytes) => bytes / us,
+            Unit::MillionsPerSecond => 1.0 / us,
+            Unit::RoundTripGigabytesPerSecond(bytes) => 2.0 * bytes / us / 1e3,
+            Unit::MegabytesPerSecond(bytes) => bytes / us,
         }
     }
 
@@ -39,9 +39,9 @@ impl Unit {
         match self {
             Unit::Micros => "us",
             Unit::Millis => "ms",
-            Unit::Millions => "M/s",
-            Unit::GigabytesThereAndBack(_) => "GB/s",
-            Unit::Megabytes(_) => "MB/s",
+            Unit::MillionsPerSecond => "M/s",
+            Unit::RoundTripGigabytesPerSecond(_) => "GB/s",
+            Unit::MegabytesPerSecond(_) => "MB/s",
         }
     }
 
@@ -57,16 +57,16 @@ pub(crate) struct Goal {
     /// In the row's unit: upper bound of a time, lower bound of a rate.
     pub(crate) bound: Option<f64>,
     /// Upper bound of the ratio of our time to PVM's.
-    pub(crate) of_pvm: Option<f64>,
+    pub(crate) pvm_ratio_max: Option<f64>,
     /// Upper bound of the ratio of our time to another of our times in the same run, and that one's
     /// name.
-    pub(crate) of_own: Option<(f64, &'static str)>,
+    pub(crate) own_ratio_max: Option<(f64, &'static str)>,
 }
 
 const NO_GOAL: Goal = Goal {
     bound: None,
-    of_pvm: None,
-    of_own: None,
+    pvm_ratio_max: None,
+    own_ratio_max: None,
 };
 
 const fn bound(value: f64) -> Goal {
@@ -76,8 +76,8 @@ const fn bound(value: f64) -> Goal {
     }
 }
 
-const AS_PVM: Goal = Goal {
-    of_pvm: Some(1.0),
+const NOT_SLOWER_THAN_PVM: Goal = Goal {
+    pvm_ratio_max: Some(1.0),
     ..NO_GOAL
 };
 
@@ -95,7 +95,7 @@ pub(crate) struct Row {
 
 /// How a measurement is run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum MeasurementKind {
     /// Runs the program once.
     Program,
     /// The program adds hosts. Bare ssh logins are measured as well, and the added hosts must be
@@ -106,16 +106,16 @@ pub(crate) enum Kind {
 /// One run of the measuring program per system and repetition. It may produce several rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Measurement {
-    pub(crate) stage: Stage,
-    pub(crate) kind: Kind,
+    pub(crate) setup: VmSetup,
+    pub(crate) kind: MeasurementKind,
     /// Arguments of the program.
-    pub(crate) words: &'static [&'static str],
+    pub(crate) args: &'static [&'static str],
     /// Number of samples per run.
     pub(crate) rounds: usize,
     /// Number of processes of the MPI program. 0 if MPI has no such operation.
     pub(crate) mpi_ranks: usize,
     /// True if there are more processes than cores: MPI must be configured to yield.
-    pub(crate) crowded: bool,
+    pub(crate) oversubscribed: bool,
     pub(crate) rows: &'static [Row],
 }
 
@@ -137,52 +137,52 @@ const fn row(
     }
 }
 
-const fn here(
+const fn on_one_host(
     words: &'static [&'static str],
     rounds: usize,
     mpi_ranks: usize,
     rows: &'static [Row],
 ) -> Measurement {
     Measurement {
-        stage: Stage::OneHost,
-        kind: Kind::Program,
-        words,
+        setup: VmSetup::OneHost,
+        kind: MeasurementKind::Program,
+        args: words,
         rounds,
         mpi_ranks,
-        crowded: false,
+        oversubscribed: false,
         rows,
     }
 }
 
-const fn there(
+const fn on_two_hosts(
     words: &'static [&'static str],
     rounds: usize,
     mpi_ranks: usize,
     rows: &'static [Row],
 ) -> Measurement {
     Measurement {
-        stage: Stage::TwoHosts,
-        ..here(words, rounds, mpi_ranks, rows)
+        setup: VmSetup::TwoHosts,
+        ..on_one_host(words, rounds, mpi_ranks, rows)
     }
 }
 
-const SHARED: Goal = Goal {
+const SHARED_CORE_GOAL: Goal = Goal {
     bound: Some(12.0),
-    of_pvm: Some(1.0),
-    of_own: None,
+    pvm_ratio_max: Some(1.0),
+    own_ratio_max: None,
 };
-const LOGIN: Goal = Goal {
-    of_own: Some((1.15, "ssh")),
+const LOGIN_GOAL: Goal = Goal {
+    own_ratio_max: Some((1.15, "ssh")),
     ..NO_GOAL
 };
-const MCAST: Goal = Goal {
-    of_own: Some((2.0, "send_call")),
+const MCAST_GOAL: Goal = Goal {
+    own_ratio_max: Some((2.0, "send_call")),
     ..NO_GOAL
 };
 
 /// All measurements, in the order of the table.
-pub(crate) const ALL: &[Measurement] = &[
-    here(
+pub(crate) const MEASUREMENTS: &[Measurement] = &[
+    on_one_host(
         &["rtt", "size=8", "cores=0,1"],
         5000,
         2,
@@ -194,7 +194,7 @@ pub(crate) const ALL: &[Measurement] = &[
             bound(1.0),
         )],
     ),
-    here(
+    on_one_host(
         &["rtt", "size=8", "cores=0,1", "direct=1"],
         5000,
         0,
@@ -207,8 +207,8 @@ pub(crate) const ALL: &[Measurement] = &[
         )],
     ),
     Measurement {
-        crowded: true,
-        ..here(
+        oversubscribed: true,
+        ..on_one_host(
             &["rtt", "size=8", "cores=0,0"],
             3000,
             2,
@@ -217,13 +217,13 @@ pub(crate) const ALL: &[Measurement] = &[
                 "round trip 8 B, same host, one core for both",
                 "rtt",
                 Unit::Micros,
-                SHARED,
+                SHARED_CORE_GOAL,
             )],
         )
     },
     Measurement {
-        crowded: true,
-        ..here(
+        oversubscribed: true,
+        ..on_one_host(
             &["rtt", "size=8", "cores=0,0", "direct=1"],
             3000,
             0,
@@ -232,13 +232,13 @@ pub(crate) const ALL: &[Measurement] = &[
                 "  the same, PvmRouteDirect",
                 "rtt",
                 Unit::Micros,
-                SHARED,
+                SHARED_CORE_GOAL,
             )],
         )
     },
     Measurement {
-        crowded: true,
-        ..here(
+        oversubscribed: true,
+        ..on_one_host(
             &["ring", "size=8", "tasks=32"],
             200,
             32,
@@ -247,13 +247,13 @@ pub(crate) const ALL: &[Measurement] = &[
                 "hop in a ring of 32 tasks, 8 B",
                 "hop",
                 Unit::Micros,
-                AS_PVM,
+                NOT_SLOWER_THAN_PVM,
             )],
         )
     },
     Measurement {
-        crowded: true,
-        ..here(
+        oversubscribed: true,
+        ..on_one_host(
             &["ring", "size=8", "tasks=32", "direct=1"],
             200,
             0,
@@ -262,11 +262,11 @@ pub(crate) const ALL: &[Measurement] = &[
                 "  the same, PvmRouteDirect",
                 "hop",
                 Unit::Micros,
-                AS_PVM,
+                NOT_SLOWER_THAN_PVM,
             )],
         )
     },
-    here(
+    on_one_host(
         &["one_way", "size=64", "batch=10000", "cores=0,1"],
         10,
         2,
@@ -274,11 +274,11 @@ pub(crate) const ALL: &[Measurement] = &[
             "rate64",
             "64 B one way, same host",
             "message",
-            Unit::Millions,
+            Unit::MillionsPerSecond,
             bound(2.0),
         )],
     ),
-    here(
+    on_one_host(
         &["one_way", "size=64", "batch=10000", "cores=0,1", "direct=1"],
         10,
         0,
@@ -286,11 +286,11 @@ pub(crate) const ALL: &[Measurement] = &[
             "rate64-direct",
             "  the same, PvmRouteDirect",
             "message",
-            Unit::Millions,
+            Unit::MillionsPerSecond,
             bound(2.0),
         )],
     ),
-    here(
+    on_one_host(
         &["rtt", "size=1048576", "cores=0,1"],
         200,
         2,
@@ -299,7 +299,7 @@ pub(crate) const ALL: &[Measurement] = &[
                 "rtt1m",
                 "round trip 1 MiB, same host",
                 "rtt",
-                Unit::GigabytesThereAndBack(MIB),
+                Unit::RoundTripGigabytesPerSecond(MIB),
                 bound(5.0),
             ),
             row(
@@ -311,7 +311,7 @@ pub(crate) const ALL: &[Measurement] = &[
             ),
         ],
     ),
-    here(
+    on_one_host(
         &["rtt", "size=1048576", "cores=0,1", "direct=1"],
         200,
         0,
@@ -320,7 +320,7 @@ pub(crate) const ALL: &[Measurement] = &[
                 "rtt1m-direct",
                 "  the same, PvmRouteDirect",
                 "rtt",
-                Unit::GigabytesThereAndBack(MIB),
+                Unit::RoundTripGigabytesPerSecond(MIB),
                 bound(5.0),
             ),
             row(
@@ -332,7 +332,7 @@ pub(crate) const ALL: &[Measurement] = &[
             ),
         ],
     ),
-    here(
+    on_one_host(
         &["rtt", "size=16777216", "cores=0,1"],
         20,
         2,
@@ -340,11 +340,11 @@ pub(crate) const ALL: &[Measurement] = &[
             "rtt16m",
             "round trip 16 MiB, same host",
             "rtt",
-            Unit::GigabytesThereAndBack(16.0 * MIB),
+            Unit::RoundTripGigabytesPerSecond(16.0 * MIB),
             bound(3.0),
         )],
     ),
-    here(
+    on_one_host(
         &["rtt", "size=16777216", "cores=0,1", "direct=1"],
         20,
         0,
@@ -352,11 +352,11 @@ pub(crate) const ALL: &[Measurement] = &[
             "rtt16m-direct",
             "  the same, PvmRouteDirect",
             "rtt",
-            Unit::GigabytesThereAndBack(16.0 * MIB),
+            Unit::RoundTripGigabytesPerSecond(16.0 * MIB),
             bound(3.0),
         )],
     ),
-    here(
+    on_one_host(
         &["mcast", "size=1048576", "tasks=8"],
         40,
         9,
@@ -366,7 +366,7 @@ pub(crate) const ALL: &[Measurement] = &[
                 "mcast of 1 MiB to 8 tasks, the call",
                 "mcast_call",
                 Unit::Millis,
-                MCAST,
+                MCAST_GOAL,
             ),
             row(
                 "send-call",
@@ -391,7 +391,7 @@ pub(crate) const ALL: &[Measurement] = &[
             ),
         ],
     ),
-    there(
+    on_two_hosts(
         &["rtt", "size=8", "host=h2"],
         2000,
         2,
@@ -400,10 +400,10 @@ pub(crate) const ALL: &[Measurement] = &[
             "round trip 8 B, other host",
             "rtt",
             Unit::Micros,
-            AS_PVM,
+            NOT_SLOWER_THAN_PVM,
         )],
     ),
-    there(
+    on_two_hosts(
         &["rtt", "size=8", "host=h2", "direct=1"],
         2000,
         0,
@@ -412,10 +412,10 @@ pub(crate) const ALL: &[Measurement] = &[
             "  the same, PvmRouteDirect",
             "rtt",
             Unit::Micros,
-            AS_PVM,
+            NOT_SLOWER_THAN_PVM,
         )],
     ),
-    there(
+    on_two_hosts(
         &["one_way", "size=1048576", "batch=50", "host=h2"],
         5,
         2,
@@ -423,11 +423,11 @@ pub(crate) const ALL: &[Measurement] = &[
             "stream",
             "stream of 1 MiB messages, other host",
             "message",
-            Unit::Megabytes(MIB),
+            Unit::MegabytesPerSecond(MIB),
             bound(600.0),
         )],
     ),
-    there(
+    on_two_hosts(
         &["one_way", "size=1048576", "batch=50", "host=h2", "direct=1"],
         5,
         0,
@@ -435,13 +435,13 @@ pub(crate) const ALL: &[Measurement] = &[
             "stream-direct",
             "  the same, PvmRouteDirect",
             "message",
-            Unit::Megabytes(MIB),
+            Unit::MegabytesPerSecond(MIB),
             bound(800.0),
         )],
     ),
     Measurement {
-        stage: Stage::Managed,
-        ..here(
+        setup: VmSetup::Managed,
+        ..on_one_host(
             &["spawn", "tasks=1", "host=h1"],
             40,
             0,
@@ -464,8 +464,8 @@ pub(crate) const ALL: &[Measurement] = &[
         )
     },
     Measurement {
-        stage: Stage::Managed,
-        ..here(
+        setup: VmSetup::Managed,
+        ..on_one_host(
             &["spawn", "tasks=32", "host=h1"],
             6,
             0,
@@ -479,8 +479,8 @@ pub(crate) const ALL: &[Measurement] = &[
         )
     },
     Measurement {
-        kind: Kind::Login,
-        ..here(
+        kind: MeasurementKind::Login,
+        ..on_one_host(
             &["add_hosts", "host=h2"],
             1,
             0,
@@ -490,7 +490,7 @@ pub(crate) const ALL: &[Measurement] = &[
                     "pvm_addhosts of 1 host over ssh",
                     "call",
                     Unit::Millis,
-                    LOGIN,
+                    LOGIN_GOAL,
                 ),
                 row(
                     "ssh1",
@@ -510,8 +510,8 @@ pub(crate) const ALL: &[Measurement] = &[
         )
     },
     Measurement {
-        kind: Kind::Login,
-        ..here(
+        kind: MeasurementKind::Login,
+        ..on_one_host(
             &["add_hosts", "host=h2,h3,h4"],
             1,
             0,
@@ -521,7 +521,7 @@ pub(crate) const ALL: &[Measurement] = &[
                     "pvm_addhosts of 3 hosts over ssh",
                     "call",
                     Unit::Millis,
-                    LOGIN,
+                    LOGIN_GOAL,
                 ),
                 row(
                     "ssh3",
@@ -547,7 +547,7 @@ pub(crate) const ALL: &[Measurement] = &[
             ],
         )
     },
-    here(&["packing", "batch=1000"], 300, 0, PACKING),
+    on_one_host(&["packing", "batch=1000"], 300, 0, PACKING),
 ];
 
 /// Packing and unpacking with PVM's calls, which involves only the libraries.
@@ -640,14 +640,15 @@ const PACKING: &[Row] = &[
 
 /// Returns the names of all rows.
 pub(crate) fn names() -> Vec<&'static str> {
-    ALL.iter()
+    MEASUREMENTS
+        .iter()
         .flat_map(|one| one.rows)
         .map(|row| row.name)
         .collect()
 }
 
 /// True if one of the patterns matches the name. A pattern may end in `*`.
-pub(crate) fn is_meant(name: &str, words: &[String]) -> bool {
+pub(crate) fn matches_any(name: &str, words: &[String]) -> bool {
     words.iter().any(|word| match word.strip_suffix('*') {
         Some(start) => name.starts_with(start),
         None => name == word,
@@ -655,10 +656,11 @@ pub(crate) fn is_meant(name: &str, words: &[String]) -> bool {
 }
 
 /// Returns the measurements that produce one of the named rows. No names select all.
-pub(crate) fn chosen(only: &[String]) -> Vec<Measurement> {
-    let is_chosen =
-        |one: &&Measurement| only.is_empty() || one.rows.iter().any(|row| is_meant(row.name, only));
-    ALL.iter().filter(is_chosen).copied().collect()
+pub(crate) fn select_measurements(only: &[String]) -> Vec<Measurement> {
+    let is_chosen = |one: &&Measurement| {
+        only.is_empty() || one.rows.iter().any(|row| matches_any(row.name, only))
+    };
+    MEASUREMENTS.iter().filter(is_chosen).copied().collect()
 }
 
 #[cfg(test)]
@@ -675,20 +677,20 @@ mod tests {
                 1,
                 "{name} is there twice"
             );
-            let found = chosen(&[(*name).to_string()]);
+            let found = select_measurements(&[(*name).to_string()]);
             assert_eq!(found.len(), 1);
             assert!(found[0].rows.iter().any(|row| row.name == *name));
         }
-        assert_eq!(chosen(&["rtt8*".to_string()]).len(), 2);
-        assert!(chosen(&["nothing".to_string()]).is_empty());
+        assert_eq!(select_measurements(&["rtt8*".to_string()]).len(), 2);
+        assert!(select_measurements(&["nothing".to_string()]).is_empty());
     }
 
     /// Shorter times give larger rates.
     #[test]
     fn rates_are_inverse_to_times() {
-        assert_eq!(Unit::Millions.of(0.5), 2.0);
-        assert_eq!(Unit::Megabytes(1e6).of(1e4), 100.0);
-        assert_eq!(Unit::GigabytesThereAndBack(1e6).of(1e3), 2.0);
-        assert_eq!(Unit::Millis.of(1500.0), 1.5);
+        assert_eq!(Unit::MillionsPerSecond.convert(0.5), 2.0);
+        assert_eq!(Unit::MegabytesPerSecond(1e6).convert(1e4), 100.0);
+        assert_eq!(Unit::RoundTripGigabytesPerSecond(1e6).convert(1e3), 2.0);
+        assert_eq!(Unit::Millis.convert(1500.0), 1.5);
     }
 }

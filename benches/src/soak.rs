@@ -3,7 +3,7 @@
 //! Every message is checked. The resources of the virtual machine are sampled regularly; a
 //! regression line through the samples shows which resources migrations leak.
 
-use crate::machine::Machine;
+use crate::machine_info::MachineInfo;
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::event::{EVENTS_MAX, EventKind};
 use sempa_tests::crowd::{Account, Crowd};
@@ -20,82 +20,82 @@ use std::time::{Duration, Instant};
 
 /// One part of a run.
 #[derive(Clone, Copy, Debug)]
-struct Plan {
+struct PartPlan {
     name: &'static str,
     tasks: usize,
     /// Number of neighbors on each side that a task communicates with; 0 means all tasks.
-    reach: usize,
+    neighbors: usize,
     hosts: usize,
     /// Migrations of each task before the measurement. They bring one-time costs forward:
     /// structures created by a first migration, and memory that a task shared with others of its
     /// program.
-    run_in: usize,
+    initial_migrations: usize,
     /// Tasks return the memory of large messages at once. Otherwise the C library's caches of many
     /// tasks would need hours to fill.
-    gives_back: bool,
+    returns_memory: bool,
     /// (concurrent migrations, repetitions), executed in this order. The next field says how often
     /// the whole list is executed.
     rounds: &'static [(usize, usize)],
-    times: usize,
+    round_repetitions: usize,
     /// Migrations between two samples of the resources.
-    look_every: usize,
+    sample_interval: usize,
     /// Checkpoint interval of a job that runs at the same time.
-    checkpoints: Option<&'static str>,
+    checkpoint_interval: Option<&'static str>,
 }
 
-const CROWD: Plan = Plan {
+const CROWD_PLAN: PartPlan = PartPlan {
     name: "tasks",
     tasks: 61,
-    reach: 2,
+    neighbors: 2,
     hosts: 8,
-    run_in: 2,
-    gives_back: true,
+    initial_migrations: 2,
+    returns_memory: true,
     rounds: &[(1, 25), (6, 6)],
-    times: 2,
-    look_every: 8,
-    checkpoints: None,
+    round_repetitions: 2,
+    sample_interval: 8,
+    checkpoint_interval: None,
 };
 
-const LONG: Plan = Plan {
+const LONG_PLAN: PartPlan = PartPlan {
     name: "moves",
     tasks: 6,
-    reach: 0,
+    neighbors: 0,
     hosts: 4,
-    run_in: 0,
-    gives_back: false,
+    initial_migrations: 0,
+    returns_memory: false,
     rounds: &[(1, 10), (3, 5)],
-    times: 40,
-    look_every: 50,
-    checkpoints: Some("1s"),
+    round_repetitions: 40,
+    sample_interval: 50,
+    checkpoint_interval: Some("1s"),
 };
 
 /// Short tasks that run first, and how many of them at a time. They fill the event log and the
 /// resource manager's decisions, as on a virtual machine with long use, so that migrations replace
 /// entries instead of adding some.
 const SHORT_TASKS: usize = 22_000;
-const SHORT_TASKS_AT_ONCE: usize = 40;
+const SHORT_TASKS_CONCURRENT: usize = 40;
 /// Time limit for all of them.
-const SHORT_TASKS_TIME: Duration = Duration::from_secs(600);
+const SHORT_TASKS_TIMEOUT: Duration = Duration::from_secs(600);
 /// Pause without migrations before each sample, because daemons return memory every five seconds.
-const SETTLE: Duration = Duration::from_secs(6);
+const SETTLE_DELAY: Duration = Duration::from_secs(6);
 /// Readings per sample, and their interval. A sample takes the minimum of its readings, so that
 /// temporary needs of messages and checkpoints do not count.
-const GLANCES: u32 = 13;
-const BETWEEN_GLANCES: Duration = Duration::from_millis(500);
+const READINGS_PER_SAMPLE: u32 = 13;
+const READING_INTERVAL: Duration = Duration::from_millis(500);
 /// Part of the migrations before which samples are not counted, because structures that are created
 /// once and kept may still grow.
-const WARM_UP: f64 = 0.3;
+const WARM_UP_PART: f64 = 0.3;
 /// A figure is flat if its line rises, over all counted migrations, by at most `FLAT_PART` of its
 /// mean or by at most `DEVIATIONS` standard deviations from the line.
 const FLAT_PART: f64 = 0.02;
 const DEVIATIONS: f64 = 3.0;
 
 /// Figures that grow on purpose up to a limit, with the limit.
-const KEPT: [(&str, u64); 1] = [(RECORDS, RECORDS_KIB_MAX)];
+const BOUNDED_FIGURES: [(&str, u64); 1] = [(RECORDS, RECORDS_KIB_MAX)];
 
 /// Settings of `bench soak`.
 #[derive(Clone, Debug)]
-pub struct Soak {
+pub struct SoakSettings {
     /// Folder in which our programs are installed.
     pub prefix: PathBuf,
     /// True if the programs were built from these sources for this run.
@@ -110,7 +110,7 @@ pub struct Soak {
 
 /// A sample of the resources after this many migrations.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Look {
+struct ResourceSample {
     moves: usize,
     seconds: f64,
     figures: Vec<(String, u64)>,
@@ -128,7 +128,7 @@ struct Trend {
     per_100_moves: f64,
     /// Standard deviation from the line.
     deviation: f64,
-    /// True if the figure is flat or, if listed in [`KEPT`], below its limit.
+    /// True if the figure is flat or, if listed in [`BOUNDED_FIGURES`], below its limit.
     flat: bool,
 }
 
@@ -149,12 +149,12 @@ struct Part {
     events_per_100_moves: f64,
     checkpoints: usize,
     trends: Vec<Trend>,
-    looks: Vec<Look>,
+    looks: Vec<ResourceSample>,
 }
 
 #[derive(Debug, Serialize)]
 struct Results {
-    machine: Machine,
+    machine: MachineInfo,
     parts: Vec<Part>,
 }
 
@@ -164,53 +164,61 @@ struct Results {
 /// # Errors
 /// Fails if hosts cannot be created, the tasks do not communicate, or the results cannot be
 /// written.
-pub fn soaked(how: &Soak) -> Result<bool> {
+pub fn bench_soak(settings: &SoakSettings) -> Result<bool> {
     if let Some(lack) = needs::lacks() {
         bail!("bench soak: {lack}");
     }
     needs::engine().context("bench soak: no CRIU; cargo xtask criu gets one")?;
-    fs::create_dir_all(&how.results).with_context(|| how.results.display().to_string())?;
-    let plans: Vec<Plan> = [CROWD, LONG]
+    fs::create_dir_all(&settings.results)
+        .with_context(|| settings.results.display().to_string())?;
+    let plans: Vec<PartPlan> = [CROWD_PLAN, LONG_PLAN]
         .into_iter()
-        .filter(|plan| is_meant(plan, &how.only))
+        .filter(|plan| is_selected(plan, &settings.only))
         .collect();
     ensure!(
         !plans.is_empty(),
         "bench soak: there are the parts {} and {}",
-        CROWD.name,
-        LONG.name
+        CROWD_PLAN.name,
+        LONG_PLAN.name
     );
-    let file = how.results.join("soak.json");
+    let file = settings.results.join("soak.json");
     let mut results = Results {
-        machine: Machine::describe(how.own_build, 1, how.quick),
-        parts: parts_of(&file, how)?,
+        machine: MachineInfo::describe(settings.own_build, 1, settings.quick),
+        parts: stored_parts(&file, settings)?,
     };
     let mut good = true;
     for plan in plans {
-        let part = one_part(how, &if how.quick { quick(plan) } else { plan })?;
+        let part = run_part(
+            settings,
+            &if settings.quick {
+                quick_plan(plan)
+            } else {
+                plan
+            },
+        )?;
         results.parts.retain(|other| other.name != part.name);
         results.parts.push(part);
         results.parts.sort_by_key(|part| part.moves);
-        results.machine.look_again();
+        results.machine.update_load();
         let (text, met) = table(&results.parts);
         fs::write(
-            how.results.join("soak.txt"),
+            settings.results.join("soak.txt"),
             format!("{}{text}", results.machine.text()),
         )?;
         fs::write(&file, serde_json::to_string_pretty(&results)? + "\n")?;
         println!("{text}");
         good = met;
     }
-    println!("written: {}", how.results.display());
+    println!("written: {}", settings.results.display());
     Ok(good)
 }
 
-fn is_meant(plan: &Plan, only: &[String]) -> bool {
+fn is_selected(plan: &PartPlan, only: &[String]) -> bool {
     only.is_empty() || only.iter().any(|name| name == plan.name)
 }
 
 /// Reads the stored parts, if only some parts are measured.
-fn parts_of(file: &Path, how: &Soak) -> Result<Vec<Part>> {
+fn stored_parts(file: &Path, how: &SoakSettings) -> Result<Vec<Part>> {
     #[derive(Deserialize)]
     struct Before {
         parts: Vec<Part>,
@@ -223,18 +231,22 @@ fn parts_of(file: &Path, how: &Soak) -> Result<Vec<Part>> {
     Ok(before.parts)
 }
 
-fn quick(plan: Plan) -> Plan {
+fn quick_plan(plan: PartPlan) -> PartPlan {
     const FEW: [(usize, usize); 2] = [(1, 6), (3, 2)];
-    Plan {
+    PartPlan {
         rounds: &FEW,
-        times: if plan.checkpoints.is_some() { 8 } else { 1 },
-        look_every: 6,
-        run_in: 0,
+        round_repetitions: if plan.checkpoint_interval.is_some() {
+            8
+        } else {
+            1
+        },
+        sample_interval: 6,
+        initial_migrations: 0,
         ..plan
     }
 }
 
-fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
+fn run_part(how: &SoakSettings, plan: &PartPlan) -> Result<Part> {
     // With the default size the logs would grow for longer than the run.
     let short_logs = ("PVMDLOGMAX", "3500");
     let bed = Testbed::with_env(plan.hosts, Some(&how.prefix), &[short_logs])?;
@@ -253,13 +265,13 @@ fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
         fill_records(&vm)?;
     }
     let job = plan
-        .checkpoints
+        .checkpoint_interval
         .map(|every| checkpointed_job(&vm, every))
         .transpose()?;
     let measured = measure(&vm, plan, &names).inspect_err(|_| eprintln!("{}", vm.logs()))?;
-    if let Some(job) = job {
+    if let Some(job_file) = job {
         ensure!(
-            vm.host_of(&job).is_ok(),
+            vm.host_of(&job_file).is_ok(),
             "the job with checkpoints has ended"
         );
     }
@@ -271,9 +283,9 @@ fn one_part(how: &Soak, plan: &Plan) -> Result<Part> {
 /// first entries.
 fn fill_records(vm: &Vm<'_>) -> Result<()> {
     let mut command = vm.command(vm.bed().host(1), vm.program("brief")?);
-    command.args([SHORT_TASKS, SHORT_TASKS_AT_ONCE].map(|number| number.to_string()));
+    command.args([SHORT_TASKS, SHORT_TASKS_CONCURRENT].map(|number| number.to_string()));
     let begin = Instant::now();
-    must(command, SHORT_TASKS_TIME)?;
+    must(command, SHORT_TASKS_TIMEOUT)?;
     let oldest = vm.events()?.first().map_or(0, |entry| entry.number);
     ensure!(
         oldest > 1,
@@ -305,32 +317,33 @@ fn checkpointed_job(vm: &Vm<'_>, every: &str) -> Result<String> {
     Ok(tid)
 }
 
-fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
-    let options: &[&str] = if plan.gives_back { &["-g"] } else { &[] };
-    let mut crowd = Crowd::start(vm, plan.tasks, plan.reach, options, hosts)?;
+fn measure(vm: &Vm<'_>, plan: &PartPlan, hosts: &[&str]) -> Result<Part> {
+    let options: &[&str] = if plan.returns_memory { &["-g"] } else { &[] };
+    let mut crowd = Crowd::start(vm, plan.tasks, plan.neighbors, options, hosts)?;
     let mut rng = Rng::new(61);
-    (0..plan.run_in * plan.tasks)
+    (0..plan.initial_migrations * plan.tasks)
         .try_for_each(|nth| crowd.move_to_another(vm, &mut rng, nth % plan.tasks))?;
     let (begin, before) = (Instant::now(), last_event(vm, 0)?);
-    let (mut moves, mut looked, mut looks, mut looking) = (0, 0, Vec::new(), Duration::ZERO);
+    let (mut moves, mut looked, mut samples, mut sampling_time) =
+        (0, 0, Vec::new(), Duration::ZERO);
     let mut last = before;
-    for (at_once, often) in std::iter::repeat_n(plan.rounds, plan.times).flatten() {
+    for (at_once, often) in std::iter::repeat_n(plan.rounds, plan.round_repetitions).flatten() {
         for _ in 0..*often {
             crowd.move_some(vm, &mut rng, *at_once)?;
             moves += at_once;
-            if moves >= looked + plan.look_every {
+            if moves >= looked + plan.sample_interval {
                 looked = moves;
                 let since = Instant::now();
-                looks.push(look(vm, moves, begin));
-                looking += since.elapsed();
-                tell(plan, looks.last());
+                samples.push(take_sample(vm, moves, begin));
+                sampling_time += since.elapsed();
+                print_progress(plan, samples.last());
                 ensure!(crowd.goes_on()?, "the director has ended");
                 last = last_event(vm, last)?;
             }
         }
     }
     crowd.all_in_place(vm)?;
-    let seconds = (begin.elapsed() - looking).as_secs_f64();
+    let seconds = (begin.elapsed() - sampling_time).as_secs_f64();
     ensure!(
         last - before < EVENTS_MAX as u64,
         "the event log has thrown entries away: they cannot be counted any more"
@@ -358,12 +371,12 @@ fn measure(vm: &Vm<'_>, plan: &Plan, hosts: &[&str]) -> Result<Part> {
         damaged,
         events_per_100_moves: 100.0 * (last - before) as f64 / moves as f64,
         checkpoints: of(|kind| matches!(kind, EventKind::Checkpointed { .. })),
-        trends: trends(&looks, moves),
-        looks,
+        trends: trends(&samples, moves),
+        looks: samples,
     })
 }
 
-fn tell(plan: &Plan, look: Option<&Look>) {
+fn print_progress(plan: &PartPlan, look: Option<&ResourceSample>) {
     let Some(look) = look else { return };
     let memory = look
         .figures
@@ -387,18 +400,18 @@ fn last_event(vm: &Vm<'_>, known: u64) -> Result<u64> {
         .map_or(known, |entry| entry.number))
 }
 
-fn look(vm: &Vm<'_>, moves: usize, begin: Instant) -> Look {
-    sleep(SETTLE);
+fn take_sample(vm: &Vm<'_>, moves: usize, begin: Instant) -> ResourceSample {
+    sleep(SETTLE_DELAY);
     let mut figures = Footprint::of(vm).figures();
-    for _ in 1..GLANCES {
-        sleep(BETWEEN_GLANCES);
+    for _ in 1..READINGS_PER_SAMPLE {
+        sleep(READING_INTERVAL);
         let now = Footprint::of(vm).figures();
         figures
             .iter_mut()
             .zip(now)
             .for_each(|((_, least), (_, value))| *least = value.min(*least));
     }
-    Look {
+    ResourceSample {
         moves,
         seconds: begin.elapsed().as_secs_f64(),
         figures,
@@ -406,9 +419,9 @@ fn look(vm: &Vm<'_>, moves: usize, begin: Instant) -> Look {
 }
 
 /// Computes the regression line of each figure after the warm-up.
-fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
-    let warm = moves as f64 * WARM_UP;
-    let counted: Vec<&Look> = looks
+fn trends(samples: &[ResourceSample], moves: usize) -> Vec<Trend> {
+    let warm = moves as f64 * WARM_UP_PART;
+    let counted: Vec<&ResourceSample> = samples
         .iter()
         .filter(|look| look.moves as f64 >= warm)
         .collect();
@@ -421,11 +434,11 @@ fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
             .iter()
             .map(|l| (l.moves as f64, l.figures[i].1 as f64))
             .collect();
-        let Line {
+        let RegressionLine {
             mean,
             slope,
             deviation,
-        } = Line::through(&points);
+        } = RegressionLine::fit(&points);
         let span = points.last().map_or(0.0, |last| last.0) - points[0].0;
         let rise = slope * span;
         let last = counted.last().map_or(0, |l| l.figures[i].1);
@@ -447,20 +460,21 @@ fn trends(looks: &[Look], moves: usize) -> Vec<Trend> {
 }
 
 fn limit_of(figure: &str) -> Option<u64> {
-    KEPT.iter()
+    BOUNDED_FIGURES
+        .iter()
         .find(|(name, _)| *name == figure)
         .map(|(_, limit)| *limit)
 }
 
 /// A least-squares regression line.
-struct Line {
+struct RegressionLine {
     mean: f64,
     slope: f64,
     deviation: f64,
 }
 
-impl Line {
-    fn through(points: &[(f64, f64)]) -> Line {
+impl RegressionLine {
+    fn fit(points: &[(f64, f64)]) -> RegressionLine {
         let count = points.len() as f64;
         // Divides at the end, so that the mean of equal numbers is exactly that number.
         let (x, y) = points
@@ -480,7 +494,7 @@ impl Line {
             .iter()
             .map(|point| (point.1 - y - slope * (point.0 - x)).powi(2))
             .sum();
-        Line {
+        RegressionLine {
             mean: y,
             slope,
             deviation: (square / count).sqrt(),
@@ -544,8 +558,8 @@ fn table(parts: &[Part]) -> (String, bool) {
 mod tests {
     use super::*;
 
-    fn looks(value: impl Fn(usize) -> u64) -> Vec<Look> {
-        let look = |i: usize| Look {
+    fn looks(value: impl Fn(usize) -> u64) -> Vec<ResourceSample> {
+        let look = |i: usize| ResourceSample {
             moves: i * 10,
             seconds: 0.0,
             figures: vec![("x".to_string(), value(i))],

@@ -2,8 +2,8 @@
 //! PVM. All of them are up at the same time and their runs alternate, so that other load on the
 //! machine affects all alike.
 
-use crate::figures::{Sample, Samples, System, read};
-use crate::rows::{Kind, Measurement, Stage};
+use crate::figures::{Sample, Samples, System, parse_samples};
+use crate::rows::{Measurement, MeasurementKind, VmSetup};
 use anyhow::{Context, Result, bail};
 use sempa_tests::real::RealVm;
 use sempa_tests::run::{must, run};
@@ -15,35 +15,35 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time limit for one run of one program.
-const RUN_TIME: Duration = Duration::from_secs(120);
+const RUN_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for a compilation on a loaded machine.
-const COMPILE_TIME: Duration = Duration::from_secs(120);
+const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time limit for the daemons of deleted hosts to exit.
-const GONE_TIME: Duration = Duration::from_secs(30);
+const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Number of hosts in each testbed.
 const HOSTS: usize = 4;
 /// Divisor of the rounds in a quick run.
-const QUICK: usize = 5;
+const QUICK_DIVISOR: usize = 5;
 /// Options that make ssh use the key exchange that our daemon requests from it.
-const BY_X25519: [&str; 2] = ["-o", "KexAlgorithms=^curve25519-sha256"];
+const X25519_OPTIONS: [&str; 2] = ["-o", "KexAlgorithms=^curve25519-sha256"];
 /// Divisor of MPICH's rounds if it has more processes than cores. MPICH polls without yielding, so
 /// each round takes a time slice of the kernel.
-const MPICH_CROWDED: usize = 100;
+const MPICH_OVERSUBSCRIBED_DIVISOR: usize = 100;
 
 /// Result of one system for one measurement.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Given {
+pub(crate) struct SystemResult {
     /// Samples of each successful repetition.
     pub(crate) repetitions: Vec<Samples>,
     /// Reason of the first failed repetition.
-    pub(crate) trouble: Option<String>,
+    pub(crate) failure: Option<String>,
 }
 
 /// Results of each measurement by system, in the requested order.
-pub(crate) type Measured = Vec<Vec<(System, Given)>>;
+pub(crate) type MeasuredRows = Vec<Vec<(System, SystemResult)>>;
 
 /// Returns the folder of the C programs.
-fn sources() -> PathBuf {
+fn source_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("peers")
 }
 
@@ -54,26 +54,26 @@ fn sources() -> PathBuf {
 /// start.
 pub(crate) fn measure(
     prefix: &Path,
-    chosen: &[Measurement],
+    measurements: &[Measurement],
     repetitions: usize,
     quick: bool,
-) -> Result<Measured> {
-    let mut measured: Measured = vec![Vec::new(); chosen.len()];
-    if chosen.is_empty() {
+) -> Result<MeasuredRows> {
+    let mut measured: MeasuredRows = vec![Vec::new(); measurements.len()];
+    if measurements.is_empty() {
         return Ok(measured);
     }
     let (theirs, ours) = new_beds(prefix, HOSTS)?;
-    for stage in [Stage::OneHost, Stage::TwoHosts, Stage::Managed] {
-        if chosen.iter().all(|one| one.stage != stage) {
+    for stage in [VmSetup::OneHost, VmSetup::TwoHosts, VmSetup::Managed] {
+        if measurements.iter().all(|one| one.setup != stage) {
             continue;
         }
-        let peers = Peers::start(&theirs, &ours, stage)?;
-        for (one, place) in chosen
+        let peers = RunningSystems::start(&theirs, &ours, stage)?;
+        for (one, place) in measurements
             .iter()
             .zip(&mut measured)
-            .filter(|(one, _)| one.stage == stage)
+            .filter(|(one, _)| one.setup == stage)
         {
-            *place = peers.take_turns(one, repetitions, quick);
+            *place = peers.measure_in_turns(one, repetitions, quick);
         }
         peers.halt()?;
     }
@@ -85,8 +85,8 @@ pub(crate) fn measure(
 /// # Errors
 /// Fails if none can be created here or a program does not compile.
 pub(crate) fn new_beds(prefix: &Path, hosts: usize) -> Result<(Testbed, Testbed)> {
-    if let Some(lack) = needs::lacks() {
-        bail!("bench peers: {lack}");
+    if let Some(missing) = needs::lacks() {
+        bail!("bench peers: {missing}");
     }
     let beds = (
         Testbed::new(hosts, None, &[])?,
@@ -119,16 +119,17 @@ pub(crate) fn compile_one(
     command.arg(
         bed.home()
             .join("pvm3/bin/LINUX64")
-            .join(program_of(compiler, source)),
+            .join(program_name(compiler, source)),
     );
     command
-        .arg(sources().join(source).with_extension("c"))
+        .arg(source_folder().join(source).with_extension("c"))
         .args(library);
-    must(command, COMPILE_TIME).with_context(|| format!("compiling {source}.c with {compiler}"))?;
+    must(command, COMPILE_TIMEOUT)
+        .with_context(|| format!("compiling {source}.c with {compiler}"))?;
     Ok(())
 }
 
-fn program_of(compiler: &str, source: &str) -> String {
+fn program_name(compiler: &str, source: &str) -> String {
     match compiler.split_once('.') {
         Some((_, kind)) => format!("{source}-{kind}"),
         None => source.to_string(),
@@ -137,48 +138,52 @@ fn program_of(compiler: &str, source: &str) -> String {
 
 /// One run of the measuring program.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Call<'a> {
-    pub(crate) words: &'a [String],
+pub(crate) struct ProgramRun<'a> {
+    pub(crate) args: &'a [String],
     /// Number of processes of the corresponding MPI program.
     pub(crate) ranks: usize,
     /// True if there are more processes than cores.
-    pub(crate) crowded: bool,
+    pub(crate) oversubscribed: bool,
     /// True to use two hosts.
-    pub(crate) apart: bool,
+    pub(crate) on_two_hosts: bool,
 }
 
 /// Both running virtual machines.
-pub(crate) struct Peers<'a> {
-    theirs: &'a Testbed,
-    ours: &'a Testbed,
+pub(crate) struct RunningSystems<'a> {
+    pvm_bed: &'a Testbed,
+    sempa_bed: &'a Testbed,
     pvm: RealVm<'a>,
     sempa: Vm<'a>,
 }
 
-impl<'a> Peers<'a> {
+impl<'a> RunningSystems<'a> {
     /// Starts both virtual machines.
     ///
     /// # Errors
     /// Fails if one does not start.
-    pub(crate) fn start(theirs: &'a Testbed, ours: &'a Testbed, stage: Stage) -> Result<Peers<'a>> {
-        let rm = (stage == Stage::Managed).then(|| "pvm-rm".to_string());
+    pub(crate) fn start(
+        theirs: &'a Testbed,
+        ours: &'a Testbed,
+        stage: VmSetup,
+    ) -> Result<RunningSystems<'a>> {
+        let rm = (stage == VmSetup::Managed).then(|| "pvm-rm".to_string());
         let settings = Settings {
             rm,
             ..Settings::default()
         };
         let pvm = RealVm::start(theirs)?;
         let sempa = Vm::start(ours, settings)?;
-        let peers = Peers {
-            theirs,
-            ours,
+        let peers = RunningSystems {
+            pvm_bed: theirs,
+            sempa_bed: ours,
             pvm,
             sempa,
         };
-        if stage == Stage::TwoHosts {
+        if stage == VmSetup::TwoHosts {
             for system in [System::Pvm, System::Sempa] {
-                let mut command = peers.program(system);
+                let mut command = peers.measuring_program(system);
                 command.args(["add_hosts", "host=h2", "keep=1"]);
-                must(command, RUN_TIME)
+                must(command, RUN_TIMEOUT)
                     .with_context(|| format!("a second host for {}", system.name()))?;
             }
         }
@@ -195,32 +200,32 @@ impl<'a> Peers<'a> {
     }
 
     /// Runs a measurement on all systems in turn, as often as `repetitions` says.
-    fn take_turns(
+    fn measure_in_turns(
         &self,
-        one: &Measurement,
+        measurement: &Measurement,
         repetitions: usize,
         quick: bool,
-    ) -> Vec<(System, Given)> {
-        let takes_part = |system: &System| system.is_pvm() || one.mpi_ranks > 0;
-        let mut all: Vec<(System, Given)> = System::ALL
+    ) -> Vec<(System, SystemResult)> {
+        let takes_part = |system: &System| system.is_pvm() || measurement.mpi_ranks > 0;
+        let mut all: Vec<(System, SystemResult)> = System::ALL
             .into_iter()
             .filter(takes_part)
-            .map(|system| (system, Given::default()))
+            .map(|system| (system, SystemResult::default()))
             .collect();
         for repetition in 1..=repetitions {
             eprintln!(
                 "bench peers: {} ({repetition} of {repetitions})",
-                one.words.join(" ")
+                measurement.args.join(" ")
             );
             // Every second repetition reverses the order, because the first system may find cold
             // caches.
             if repetition % 2 == 0 {
                 all.reverse();
             }
-            for (system, given) in all.iter_mut().filter(|(_, given)| given.trouble.is_none()) {
-                match self.once(*system, one, quick) {
+            for (system, given) in all.iter_mut().filter(|(_, given)| given.failure.is_none()) {
+                match self.run_once(*system, measurement, quick) {
                     Ok(samples) => given.repetitions.push(samples),
-                    Err(error) => given.trouble = Some(format!("{error:#}")),
+                    Err(error) => given.failure = Some(format!("{error:#}")),
                 }
             }
         }
@@ -228,31 +233,35 @@ impl<'a> Peers<'a> {
         all
     }
 
-    fn once(&self, system: System, one: &Measurement, quick: bool) -> Result<Samples> {
-        if one.kind == Kind::Login {
-            return self.login(system, one);
+    fn run_once(&self, system: System, measurement: &Measurement, quick: bool) -> Result<Samples> {
+        if measurement.kind == MeasurementKind::Login {
+            return self.measure_login(system, measurement);
         }
         let mut rounds = if quick {
-            (one.rounds / QUICK).max(2)
+            (measurement.rounds / QUICK_DIVISOR).max(2)
         } else {
-            one.rounds
+            measurement.rounds
         };
-        if system == System::Mpich && one.crowded {
-            rounds = (rounds / MPICH_CROWDED).max(2);
+        if system == System::Mpich && measurement.oversubscribed {
+            rounds = (rounds / MPICH_OVERSUBSCRIBED_DIVISOR).max(2);
         }
-        let mut words: Vec<String> = one.words.iter().map(|word| (*word).to_string()).collect();
+        let mut words: Vec<String> = measurement
+            .args
+            .iter()
+            .map(|word| (*word).to_string())
+            .collect();
         words.extend([
             format!("rounds={rounds}"),
             format!("warm={}", (rounds / 10).max(1)),
         ]);
-        let apart = one.stage == Stage::TwoHosts;
+        let apart = measurement.setup == VmSetup::TwoHosts;
         self.run(
             system,
-            &Call {
-                words: &words,
-                ranks: one.mpi_ranks,
-                crowded: one.crowded,
-                apart,
+            &ProgramRun {
+                args: &words,
+                ranks: measurement.mpi_ranks,
+                oversubscribed: measurement.oversubscribed,
+                on_two_hosts: apart,
             },
         )
     }
@@ -261,24 +270,24 @@ impl<'a> Peers<'a> {
     ///
     /// # Errors
     /// Fails if the program fails, does not end, or prints no samples.
-    pub(crate) fn run(&self, system: System, call: &Call) -> Result<Samples> {
+    pub(crate) fn run(&self, system: System, call: &ProgramRun) -> Result<Samples> {
         let mut command = if system.is_pvm() {
-            self.program(system)
+            self.measuring_program(system)
         } else {
-            self.mpi(system, call)?
+            self.mpi_launcher(system, call)?
         };
         // The MPI launcher has already placed its processes, so `host=` does not apply.
         command.args(
-            call.words
+            call.args
                 .iter()
                 .filter(|word| system.is_pvm() || !word.starts_with("host=")),
         );
-        let done = run(command, RUN_TIME)?.expect_good(system.name())?;
-        read(&done.out)
+        let done = run(command, RUN_TIMEOUT)?.expect_good(system.name())?;
+        parse_samples(&done.out)
     }
 
     /// Returns the command for the measuring program as a task on h1.
-    pub(crate) fn program(&self, system: System) -> Command {
+    pub(crate) fn measuring_program(&self, system: System) -> Command {
         self.command(
             system,
             self.bed(system).home().join("pvm3/bin/LINUX64/peers"),
@@ -297,16 +306,16 @@ impl<'a> Peers<'a> {
 
     fn bed(&self, system: System) -> &'a Testbed {
         if system == System::Sempa {
-            self.ours
+            self.sempa_bed
         } else {
-            self.theirs
+            self.pvm_bed
         }
     }
 
     /// Returns the command for an MPI launcher on h1 of PVM's testbed, where none of our libraries
     /// is installed.
-    fn mpi(&self, system: System, call: &Call) -> Result<Command> {
-        let bed = self.theirs;
+    fn mpi_launcher(&self, system: System, call: &ProgramRun) -> Result<Command> {
+        let bed = self.pvm_bed;
         let shell = self.pvm.remote_shell();
         let ranks = call.ranks.to_string();
         let mut command = match system {
@@ -323,9 +332,9 @@ impl<'a> Peers<'a> {
                 command.args([
                     "--mca",
                     "mpi_yield_when_idle",
-                    if call.crowded { "1" } else { "0" },
+                    if call.oversubscribed { "1" } else { "0" },
                 ]);
-                if call.apart {
+                if call.on_two_hosts {
                     command.args(["--host", "h1:1,h2:1", "--mca", "btl_tcp_if_include", "eth0"]);
                     command
                         .args([
@@ -342,7 +351,7 @@ impl<'a> Peers<'a> {
             System::Mpich => {
                 let mut command = bed.host(1).command("mpirun.mpich");
                 command.args(["-bind-to", "none", "-n", &ranks]);
-                if call.apart {
+                if call.on_two_hosts {
                     command.args([
                         "-hosts",
                         "h1,h2",
@@ -377,16 +386,16 @@ impl<'a> Peers<'a> {
         command.arg(
             bed.home()
                 .join("pvm3/bin/LINUX64")
-                .join(program_of(kind, "twin")),
+                .join(program_name(kind, "twin")),
         );
         Ok(command)
     }
 
     /// Adds hosts and deletes them again, and also measures bare ssh logins to them.
-    fn login(&self, system: System, one: &Measurement) -> Result<Samples> {
+    fn measure_login(&self, system: System, measurement: &Measurement) -> Result<Samples> {
         let bed = self.bed(system);
-        let all: Vec<&str> = one
-            .words
+        let all: Vec<&str> = measurement
+            .args
             .iter()
             .filter_map(|word| word.strip_prefix("host="))
             .flat_map(|l| l.split(','))
@@ -397,18 +406,18 @@ impl<'a> Peers<'a> {
             bare.insert(name.to_string(), Sample::one(bare_logins(bed, hosts, &[])?));
             bare.insert(
                 format!("{name}_x25519"),
-                Sample::one(bare_logins(bed, hosts, &BY_X25519)?),
+                Sample::one(bare_logins(bed, hosts, &X25519_OPTIONS)?),
             );
         }
-        let mut command = self.program(system);
-        command.args(one.words);
-        let done = run(command, RUN_TIME)?.expect_good(system.name())?;
-        let mut samples = read(&done.out)?;
+        let mut command = self.measuring_program(system);
+        command.args(measurement.args);
+        let done = run(command, RUN_TIMEOUT)?.expect_good(system.name())?;
+        let mut samples = parse_samples(&done.out)?;
         samples.extend(bare);
         bed.hosts()
             .iter()
             .skip(1)
-            .try_for_each(|host: &Host| gone(host, "pvmd", GONE_TIME))?;
+            .try_for_each(|host: &Host| gone(host, "pvmd", DAEMON_EXIT_TIMEOUT))?;
         Ok(samples)
     }
 }

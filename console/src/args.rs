@@ -46,13 +46,13 @@ pub(crate) enum Mode {
     /// Only starts a daemon, with these arguments, if none is running.
     Start(Vec<OsString>),
     /// Executes one command and exits.
-    Once {
+    OneShot {
         /// The words of the command, at least one.
         words: Vec<String>,
         json: bool,
         /// Set in a detached drain process: the console that requested the drain, or [`Tid::NONE`]
         /// for a shell.
-        apart: Option<Tid>,
+        requester: Option<Tid>,
     },
 }
 
@@ -67,7 +67,7 @@ pub(crate) enum ArgsError {
     NotFound(String),
     #[error("{0}: one host file is enough")]
     /// Words follow the host file.
-    TooMany(String),
+    ExtraWords(String),
     /// The command has no JSON output.
     #[error("--json belongs to a command that prints something; {0}")]
     NoJson(String),
@@ -97,20 +97,24 @@ pub(crate) fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Mode, Ar
     if json && command && !parse::has_json(&first) {
         return Err(no_json(Some(&first)));
     }
-    let files = if first == "start" {
+    let host_files = if first == "start" {
         &words[1..]
     } else {
         &words[..]
     };
     if command && first != "start" {
-        return Ok(Mode::Once { words, json, apart });
+        return Ok(Mode::OneShot {
+            words,
+            json,
+            requester: apart,
+        });
     }
-    match files {
+    match host_files {
         [] => {}
         [file] if PathBuf::from(file).is_file() => daemon.push(file.into()),
         [file] => return Err(ArgsError::NotFound(file.clone())),
         [first, ..] if PathBuf::from(first).is_file() => {
-            return Err(ArgsError::TooMany(first.clone()));
+            return Err(ArgsError::ExtraWords(first.clone()));
         }
         [first, ..] => return Err(ArgsError::NotFound(first.clone())),
     }
@@ -145,10 +149,10 @@ mod tests {
     #[test]
     fn command_name_selects_oneshot_mode() {
         let by = |words: &[&str], json, apart| {
-            Ok(Mode::Once {
+            Ok(Mode::OneShot {
                 words: words.iter().map(|word| word.to_string()).collect(),
                 json,
-                apart,
+                requester: apart,
             })
         };
         let once = |words: &[&str], json| by(words, json, None);

@@ -2,10 +2,10 @@
 //! and removes checkpoints, and restarts jobs from them.
 
 use crate::format::time;
-use crate::machine::{Machine, misfit};
 use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
-use crate::words::{option, span};
+use crate::virtual_machine::{VirtualMachine, unexpected_reply};
+use crate::words::{option_value, parse_duration};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CutFailure, Pace, Removed, SetEntry, Unwanted};
 use sempa_proto::task::{Reply, Request};
@@ -14,59 +14,59 @@ use serde_json::{Value, json};
 use std::time::Duration;
 
 /// Longest accepted checkpoint interval; a longer one is a typing error.
-const EVERY_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
+const INTERVAL_MAX: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// A parsed `checkpoint` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Checkpoint {
+pub(crate) struct CheckpointCommand {
     /// The first task of the job.
     pub(crate) job: Tid,
     /// Changes the periodic checkpoints of the job, if given.
     pub(crate) pace: Option<Pace>,
     /// Ends the job when its checkpoint is complete.
-    pub(crate) end: bool,
+    pub(crate) ends_job: bool,
 }
 
 /// A parsed `restart` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Restart {
+pub(crate) struct RestartCommand {
     /// Name of the checkpoint in the store.
-    pub(crate) set: String,
+    pub(crate) checkpoint: String,
     /// Names of the hosts to use. If empty, any host is used.
-    pub(crate) on: Vec<String>,
+    pub(crate) hosts: Vec<String>,
 }
 
 /// A parsed `checkpoints` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Checkpoints {
+pub(crate) enum CheckpointsCommand {
     /// Lists the checkpoints in the store.
     List,
     /// Removes checkpoints from the store.
     Remove {
         which: Unwanted,
         /// Also removes checkpoints of other virtual machines.
-        any: bool,
+        include_foreign: bool,
     },
 }
 
 /// Parses the words after `checkpoints`.
-pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
+pub(crate) fn parse_list(args: &[String]) -> Result<CheckpointsCommand, ParseError> {
     const COMMAND: &str = "checkpoints";
     let wrong = || ParseError::WrongArgs(COMMAND);
     let (mut names, mut job, mut any) = (None::<Vec<String>>, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        if let Some(word) = option(COMMAND, "--remove-job", arg, &mut rest)? {
-            let not = || ParseError::NotA {
+        if let Some(word) = option_value(COMMAND, "--remove-job", arg, &mut rest)? {
+            let not = || ParseError::WrongType {
                 command: COMMAND,
                 word: word.into(),
-                wanted: "a task's tid",
+                expected: "a task's tid",
             };
             let tid = parse_tid(word)
                 .filter(|tid| tid.is_task())
                 .ok_or_else(not)?;
             job.replace(tid).map_or(Ok(()), |_| Err(wrong()))?;
-        } else if let Some(name) = option(COMMAND, "--remove", arg, &mut rest)? {
+        } else if let Some(name) = option_value(COMMAND, "--remove", arg, &mut rest)? {
             names.get_or_insert_default().push(name.to_string());
         } else if arg == "--any" {
             any = true;
@@ -80,21 +80,21 @@ pub(crate) fn parse_list(args: &[String]) -> Result<Checkpoints, ParseError> {
         }
     }
     match (names, job) {
-        (None, None) if !any => Ok(Checkpoints::List),
-        (Some(names), None) => Ok(Checkpoints::Remove {
+        (None, None) if !any => Ok(CheckpointsCommand::List),
+        (Some(names), None) => Ok(CheckpointsCommand::Remove {
             which: Unwanted::Sets(names),
-            any,
+            include_foreign: any,
         }),
-        (None, Some(job)) => Ok(Checkpoints::Remove {
+        (None, Some(job)) => Ok(CheckpointsCommand::Remove {
             which: Unwanted::Job(job),
-            any,
+            include_foreign: any,
         }),
         _ => Err(wrong()),
     }
 }
 
 /// Parses the words after `checkpoint`.
-pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
+pub(crate) fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
     const COMMAND: &str = "checkpoint";
     let wrong = || ParseError::WrongArgs(COMMAND);
     let (mut job, mut pace, mut end) = (None, None, false);
@@ -105,18 +105,19 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
             ("--every", Pace::Every as fn(Micros) -> Pace),
             ("--loss", Pace::Loss),
         ] {
-            timed = timed.or(option(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
+            timed =
+                timed.or(option_value(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
         }
         match timed {
             Some((kind, value)) => {
                 let wanted = "a time such as 30s, 5m or 2h";
-                let not = || ParseError::NotA {
+                let not = || ParseError::WrongType {
                     command: COMMAND,
                     word: value.into(),
-                    wanted,
+                    expected: wanted,
                 };
-                let span = span(value)
-                    .filter(|span| *span <= EVERY_MAX)
+                let span = parse_duration(value)
+                    .filter(|span| *span <= INTERVAL_MAX)
                     .ok_or_else(not)?;
                 pace = Some(kind(Micros(span.as_micros() as u64)));
             }
@@ -128,10 +129,10 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
                 ));
             }
             None if job.is_none() => {
-                let not = || ParseError::NotA {
+                let not = || ParseError::WrongType {
                     command: COMMAND,
                     word: arg.clone(),
-                    wanted: "a task's tid",
+                    expected: "a task's tid",
                 };
                 job = Some(parse_tid(arg).filter(|tid| tid.is_task()).ok_or_else(not)?);
             }
@@ -141,20 +142,20 @@ pub(crate) fn parse(args: &[String]) -> Result<Checkpoint, ParseError> {
     if end && pace.is_some() {
         return Err(wrong());
     }
-    Ok(Checkpoint {
+    Ok(CheckpointCommand {
         job: job.ok_or_else(wrong)?,
         pace,
-        end,
+        ends_job: end,
     })
 }
 
 /// Parses the words after `restart`.
-pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
+pub(crate) fn parse_restart(args: &[String]) -> Result<RestartCommand, ParseError> {
     let wrong = || ParseError::WrongArgs("restart");
     let (mut set, mut on) = (None, Vec::new());
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        match option("restart", "--on", arg, &mut rest)? {
+        match option_value("restart", "--on", arg, &mut rest)? {
             Some(hosts) => on.extend(
                 hosts
                     .split(',')
@@ -170,15 +171,22 @@ pub(crate) fn parse_restart(args: &[String]) -> Result<Restart, ParseError> {
             None => return Err(wrong()),
         }
     }
-    Ok(Restart {
-        set: set.ok_or_else(wrong)?,
-        on,
+    Ok(RestartCommand {
+        checkpoint: set.ok_or_else(wrong)?,
+        hosts: on,
     })
 }
 
 /// Writes a checkpoint of a job, or stops its periodic checkpoints.
-pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Outcome, Error> {
-    let Checkpoint { job, pace, end } = what;
+pub(crate) fn checkpoint(
+    machine: &impl VirtualMachine,
+    command: &CheckpointCommand,
+) -> Result<Outcome, Error> {
+    let CheckpointCommand {
+        job,
+        pace,
+        ends_job,
+    } = command;
     let (every, loss) = match pace {
         Some(Pace::Every(every)) => (Some(every.0 / 1_000_000), None),
         Some(Pace::Loss(bound)) => (None, Some(bound.0 / 1_000_000)),
@@ -187,13 +195,13 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
     match machine.ask(Request::Checkpoint {
         job: *job,
         pace: *pace,
-        end: *end,
+        end: *ends_job,
         wait: true,
     })? {
         Reply::Done => {
             let text =
                 format!("no more checkpoints of {job} by themselves; those that were made stay\n");
-            Ok(Outcome::done(
+            Ok(Outcome::with_values(
                 text,
                 json!({ "job": job.to_string(), "every_s": null, "loss_s": null }),
                 false,
@@ -201,7 +209,7 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
         }
         Reply::Checkpointed(Ok(report)) => {
             let tasks: Vec<String> = report.tasks.iter().map(Tid::to_string).collect();
-            let many = if tasks.len() == 1 {
+            let task_count = if tasks.len() == 1 {
                 "1 task".into()
             } else {
                 format!("{} tasks", tasks.len())
@@ -215,7 +223,7 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
             };
             let (set, bytes) = (&report.set, report.bytes);
             let mut text = format!(
-                "{set}: {many} of job {job}{by_own}, {bytes} bytes, frozen {frozen:.1} ms\n"
+                "{set}: {task_count} of job {job}{by_own}, {bytes} bytes, frozen {frozen:.1} ms\n"
             );
             if let Some(every) = every {
                 text.push_str(&format!(
@@ -227,75 +235,82 @@ pub(crate) fn checkpoint(machine: &impl Machine, what: &Checkpoint) -> Result<Ou
                     "and again so often that {bound} s of work are lost at most, until 'checkpoint --stop {job}'\n"
                 ));
             }
-            if *end {
+            if *ends_job {
                 text.push_str(&format!(
                     "and ended; 'restart {}' starts it again\n",
                     report.set
                 ));
             }
             let value = json!({
-                "set": report.set, "ended": end, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
+                "set": report.set, "ended": ends_job, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
                 "own": own, "frozen_us": report.frozen.0, "every_s": every, "loss_s": loss,
             });
-            Ok(Outcome::done(text, value, false))
+            Ok(Outcome::with_values(text, value, false))
         }
         Reply::Checkpointed(Err(why)) => {
             let job = job.to_string();
             let value = json!({ "job": job, "failed": why.to_string() });
             Ok(Outcome {
                 json: vec![value],
-                ..Outcome::complaint(format!(
+                ..Outcome::error(format!(
                     "no checkpoint of {job}: {why}{}",
-                    of_its_job(&why, "the job")
+                    job_after_failure(&why, "the job")
                 ))
             })
         }
-        _ => Err(misfit()),
+        _ => Err(unexpected_reply()),
     }
 }
 
 /// Returns what happens to a job whose checkpoint failed, as a clause. The last argument is the
 /// word for the job in that clause.
-pub(crate) fn of_its_job(why: &CutFailure, it: &str) -> String {
+pub(crate) fn job_after_failure(why: &CutFailure, job_word: &str) -> String {
     match why {
         CutFailure::NoSuchJob(_) => String::new(),
         CutFailure::HostLost(_) => format!(
-            "; with its tasks there; {it} goes back to its newest checkpoint by itself, if it has one and is checkpointed again and again"
+            "; with its tasks there; {job_word} goes back to its newest checkpoint by itself, if it has one and is checkpointed again and again"
         ),
-        _ => format!("; {it} goes on"),
+        _ => format!("; {job_word} goes on"),
     }
 }
 
 /// Lists the checkpoints in the store, or removes some.
-pub(crate) fn checkpoints(machine: &impl Machine, what: &Checkpoints) -> Result<Outcome, Error> {
-    let Checkpoints::Remove { which, any } = what else {
-        return list(machine);
+pub(crate) fn checkpoints(
+    machine: &impl VirtualMachine,
+    command: &CheckpointsCommand,
+) -> Result<Outcome, Error> {
+    let CheckpointsCommand::Remove {
+        which,
+        include_foreign,
+    } = command
+    else {
+        return list_checkpoints(machine);
     };
     match machine.ask(Request::RemoveSets {
         which: which.clone(),
-        any: *any,
+        any: *include_foreign,
     })? {
-        Reply::SetsRemoved(Ok(all)) => Ok(removed(which, &all)),
-        Reply::SetsRemoved(Err(why)) => Ok(Outcome::complaint(format!("checkpoints: {why}"))),
-        _ => Err(misfit()),
+        Reply::SetsRemoved(Ok(all)) => Ok(removal_outcome(which, &all)),
+        Reply::SetsRemoved(Err(why)) => Ok(Outcome::error(format!("checkpoints: {why}"))),
+        _ => Err(unexpected_reply()),
     }
 }
 
-fn removed(which: &Unwanted, all: &Removed) -> Outcome {
+fn removal_outcome(which: &Unwanted, all: &Removed) -> Outcome {
     if let (Unwanted::Job(job), []) = (which, &all[..]) {
         return Outcome {
             json: vec![json!({ "removed": [], "kept": [] })],
-            ..Outcome::complaint(format!(
+            ..Outcome::error(format!(
                 "there is no checkpoint of job {job} that this virtual machine has made"
             ))
         };
     }
-    let (mut text, mut gone, mut kept) = (String::new(), Vec::new(), Vec::new());
-    for (set, became) in all {
-        match became {
+    let (mut text, mut removed, mut kept) = (String::new(), Vec::new(), Vec::new());
+    for (set, result) in all {
+        match result {
             Ok(bytes) => {
                 text.push_str(&format!("{set} removed, {bytes} bytes\n"));
-                gone.push(json!({ "set": set, "bytes": bytes }));
+                removed.push(json!({ "set": set, "bytes": bytes }));
             }
             Err(why) => {
                 text.push_str(&format!("{set} stays: {why}\n"));
@@ -304,36 +319,40 @@ fn removed(which: &Unwanted, all: &Removed) -> Outcome {
         }
     }
     let failed = !kept.is_empty();
-    Outcome::done(text, json!({ "removed": gone, "kept": kept }), failed)
+    Outcome::with_values(text, json!({ "removed": removed, "kept": kept }), failed)
 }
 
 /// Lists the checkpoints in the store.
-fn list(machine: &impl Machine) -> Result<Outcome, Error> {
+fn list_checkpoints(machine: &impl VirtualMachine) -> Result<Outcome, Error> {
     match machine.ask(Request::Sets)? {
         Reply::Sets(Ok(sets)) => {
-            let value: Vec<Value> = sets.iter().map(entry).collect();
-            Ok(Outcome::done(table(&sets), json!({ "sets": value }), false))
+            let value: Vec<Value> = sets.iter().map(entry_value).collect();
+            Ok(Outcome::with_values(
+                list_text(&sets),
+                json!({ "sets": value }),
+                false,
+            ))
         }
-        Reply::Sets(Err(why)) => Ok(Outcome::complaint(format!("checkpoints: {why}"))),
-        _ => Err(misfit()),
+        Reply::Sets(Err(why)) => Ok(Outcome::error(format!("checkpoints: {why}"))),
+        _ => Err(unexpected_reply()),
     }
 }
 
-fn entry(set: &SetEntry) -> Value {
-    match &set.broken {
-        Some(why) => json!({ "set": set.set, "broken": why }),
+fn entry_value(checkpoint: &SetEntry) -> Value {
+    match &checkpoint.broken {
+        Some(why) => json!({ "set": checkpoint.set, "broken": why }),
         None => json!({
-            "set": set.set, "job": set.job.to_string(), "made_us": set.made.0, "tasks": set.tasks, "bytes": set.bytes,
-            "ended_us": set.ended.map(|ended| ended.0), "copies": set.copies,
+            "set": checkpoint.set, "job": checkpoint.job.to_string(), "made_us": checkpoint.made.0, "tasks": checkpoint.tasks, "bytes": checkpoint.bytes,
+            "ended_us": checkpoint.ended.map(|ended| ended.0), "copies": checkpoint.copies,
         }),
     }
 }
 
-fn table(sets: &[SetEntry]) -> String {
-    if sets.is_empty() {
+fn list_text(checkpoints: &[SetEntry]) -> String {
+    if checkpoints.is_empty() {
         return "no checkpoints\n".into();
     }
-    let width = sets
+    let width = checkpoints
         .iter()
         .map(|set| set.set.len())
         .max()
@@ -351,7 +370,7 @@ fn table(sets: &[SetEntry]) -> String {
         broken,
         ended,
         copies,
-    } in sets
+    } in checkpoints
     {
         text.push_str(&match broken {
             Some(why) => format!("{set:width$}  cannot be used: {why}\n"),
@@ -376,11 +395,17 @@ fn table(sets: &[SetEntry]) -> String {
 }
 
 /// Restarts the tasks of a checkpoint.
-pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome, Error> {
-    let Restart { set, on } = what;
+pub(crate) fn restart(
+    machine: &impl VirtualMachine,
+    command: &RestartCommand,
+) -> Result<Outcome, Error> {
+    let RestartCommand {
+        checkpoint: set,
+        hosts,
+    } = command;
     match machine.ask(Request::Restart {
         set: set.clone(),
-        on: on.clone(),
+        on: hosts.clone(),
         wait: true,
     })? {
         Reply::Restarted(Ok(report)) => {
@@ -400,7 +425,7 @@ pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome,
                 .iter()
                 .map(|(tid, host)| json!({ "tid": tid.to_string(), "host": name(*host) }))
                 .collect();
-            Ok(Outcome::done(
+            Ok(Outcome::with_values(
                 lines.concat(),
                 json!({ "set": set, "tasks": tasks }),
                 false,
@@ -410,10 +435,10 @@ pub(crate) fn restart(machine: &impl Machine, what: &Restart) -> Result<Outcome,
             let value = json!({ "set": set, "failed": why.to_string() });
             Ok(Outcome {
                 json: vec![value],
-                ..Outcome::complaint(format!("{set} was not started: {why}; nothing of it runs"))
+                ..Outcome::error(format!("{set} was not started: {why}; nothing of it runs"))
             })
         }
-        _ => Err(misfit()),
+        _ => Err(unexpected_reply()),
     }
 }
 
@@ -437,51 +462,51 @@ mod tests {
         let every = |seconds| Some(Pace::Every(Micros::from_secs(seconds)));
         assert_eq!(
             read("t40002"),
-            Ok(Checkpoint {
+            Ok(CheckpointCommand {
                 job,
                 pace: None,
-                end: false
+                ends_job: false
             })
         );
         assert_eq!(
             read("--every 5m t40002"),
-            Ok(Checkpoint {
+            Ok(CheckpointCommand {
                 job,
                 pace: every(300),
-                end: false
+                ends_job: false
             })
         );
         assert_eq!(
             read("t40002 --every=2h"),
-            Ok(Checkpoint {
+            Ok(CheckpointCommand {
                 job,
                 pace: every(7200),
-                end: false
+                ends_job: false
             })
         );
         assert_eq!(
             read("t40002 --stop"),
-            Ok(Checkpoint {
+            Ok(CheckpointCommand {
                 job,
                 pace: Some(Pace::Never),
-                end: false
+                ends_job: false
             })
         );
         let loss = Some(Pace::Loss(Micros::from_secs(60)));
         assert_eq!(
             read("t40002 --loss 1m"),
-            Ok(Checkpoint {
+            Ok(CheckpointCommand {
                 job,
                 pace: loss,
-                end: false
+                ends_job: false
             })
         );
         assert_eq!(
             read("--end t40002"),
-            Ok(Checkpoint {
+            Ok(CheckpointCommand {
                 job,
                 pace: None,
-                end: true
+                ends_job: true
             })
         );
         for line in [
@@ -503,7 +528,7 @@ mod tests {
             assert!(
                 matches!(
                     read(line),
-                    Err(ParseError::NotA {
+                    Err(ParseError::WrongType {
                         command: "checkpoint",
                         ..
                     })
@@ -518,12 +543,12 @@ mod tests {
     #[test]
     fn failure_text_depends_on_cause() {
         let job = Tid::from_raw(0x40002);
-        assert_eq!(of_its_job(&CutFailure::NoSuchJob(job), "it"), "");
+        assert_eq!(job_after_failure(&CutFailure::NoSuchJob(job), "it"), "");
         assert_eq!(
-            of_its_job(&CutFailure::UnderWay, "the job"),
+            job_after_failure(&CutFailure::UnderWay, "the job"),
             "; the job goes on"
         );
-        let lost = of_its_job(&CutFailure::HostLost(HostId::MASTER), "it");
+        let lost = job_after_failure(&CutFailure::HostLost(HostId::MASTER), "it");
         assert!(
             lost.contains("it goes back to its newest checkpoint") && !lost.contains("goes on"),
             "{lost}"
@@ -535,9 +560,9 @@ mod tests {
     fn restart_arguments_parse() {
         let read = |line: &str| parse_restart(&words(line));
         let restart = |on: &[&str]| {
-            Ok(Restart {
-                set: "s".into(),
-                on: on.iter().map(|h| h.to_string()).collect(),
+            Ok(RestartCommand {
+                checkpoint: "s".into(),
+                hosts: on.iter().map(|h| h.to_string()).collect(),
             })
         };
         assert_eq!(read("s"), restart(&[]));
@@ -576,8 +601,8 @@ mod tests {
             ended: Some(Micros(0)),
             ..whole.clone()
         };
-        assert_eq!(entry(&copied)["copies"], json!(["h2", "h3"]));
-        let text = table(&[whole, broken, over, copied]);
+        assert_eq!(entry_value(&copied)["copies"], json!(["h2", "h3"]));
+        let text = list_text(&[whole, broken, over, copied]);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 5);
         assert!(lines[4].ends_with("4096  copies: h2 h3"), "{text}");
@@ -599,18 +624,21 @@ mod tests {
         let read = |line: &str| parse_list(&words(line));
         let sets = |names: &[&str], any| {
             let which = Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
-            Ok(Checkpoints::Remove { which, any })
+            Ok(CheckpointsCommand::Remove {
+                which,
+                include_foreign: any,
+            })
         };
-        assert_eq!(read(""), Ok(Checkpoints::List));
+        assert_eq!(read(""), Ok(CheckpointsCommand::List));
         assert_eq!(read("--remove a"), sets(&["a"], false));
         assert_eq!(read("--remove a b --any c"), sets(&["a", "b", "c"], true));
         assert_eq!(read("--remove=a --remove b"), sets(&["a", "b"], false));
         let job = Unwanted::Job(Tid::from_raw(0x40002));
         assert_eq!(
             read("--remove-job t40002"),
-            Ok(Checkpoints::Remove {
+            Ok(CheckpointsCommand::Remove {
                 which: job,
-                any: false
+                include_foreign: false
             })
         );
         for line in [
@@ -630,7 +658,7 @@ mod tests {
         }
         assert!(matches!(
             read("--remove-job x"),
-            Err(ParseError::NotA {
+            Err(ParseError::WrongType {
                 command: "checkpoints",
                 ..
             })
@@ -643,7 +671,7 @@ mod tests {
     fn removal_reports_each_checkpoint() {
         let job = Tid::from_raw(0x40002);
         let all: Removed = vec![("a".into(), Ok(7)), ("b".into(), Err(Stays::Wanted(job)))];
-        let outcome = removed(&Unwanted::Job(job), &all);
+        let outcome = removal_outcome(&Unwanted::Job(job), &all);
         assert!(
             outcome.failed
                 && outcome
@@ -655,9 +683,9 @@ mod tests {
             json!([{ "set": "a", "bytes": 7 }])
         );
         assert_eq!(outcome.json[0]["kept"][0]["set"], "b");
-        assert!(!removed(&Unwanted::Job(job), &all[..1].to_vec()).failed);
+        assert!(!removal_outcome(&Unwanted::Job(job), &all[..1].to_vec()).failed);
         assert!(
-            removed(&Unwanted::Job(job), &Vec::new()).failed,
+            removal_outcome(&Unwanted::Job(job), &Vec::new()).failed,
             "none of it"
         );
     }

@@ -4,7 +4,7 @@ use sempa_proto::Micros;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Returns the microseconds since the Unix epoch.
-pub(crate) fn micros_now() -> Micros {
+pub(crate) fn unix_micros() -> Micros {
     let since = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();

@@ -1,16 +1,16 @@
 //! Jobs of a session: starts tasks, and shows or files their output and trace records.
 
-use crate::clock::micros_now;
+use crate::clock::unix_micros;
 use crate::format;
-use crate::jobs::{Happened, read_output};
+use crate::jobs::{TaskEvent, read_output};
 use crate::json;
-use crate::machine::Machine;
-use crate::options::{TRACE_BUFFER, TRACE_KIND};
-use crate::records::{HostFacts, Records, Time, preamble};
+use crate::options::{TRACE_BUFFER, TRACE_DETAIL};
+use crate::records::{HostProperties, RecordPrinter, Timestamp, preamble};
 use crate::session::{Outcome, Session};
-use crate::spawn::{Output, Spawn, TraceOutput};
+use crate::spawn::{Output, SpawnCommand, TraceOutput};
 use crate::trace;
-use libpvm::spawn::{TC_SIBLINGS, siblings};
+use crate::virtual_machine::VirtualMachine;
+use libpvm::spawn::{TC_SIBLINGS, siblings_body};
 use libpvm::{Body, Error, Vm};
 use nix::errno::Errno;
 use sempa_proto::message::{CTX_BASE, CTX_TASK_CONTROL};
@@ -28,70 +28,70 @@ pub(crate) const TAG_JOBS: i32 = 16;
 /// Trace records of tasks of job n arrive with this tag plus n.
 pub(crate) const TAG_TRACES: i32 = 1 << 24;
 /// The console sends itself this tag plus n to close the traced job n after its last records.
-pub(crate) const TAG_CLOSING: i32 = 1 << 25;
+pub(crate) const TAG_CLOSE_JOB: i32 = 1 << 25;
 /// Output files are readable only by their owner, because tasks may write confidential data.
 const FILE_MODE: u32 = 0o600;
 
 /// Where output and records of a job go.
 #[derive(Debug, Default)]
-pub(crate) struct Collected {
+pub(crate) struct JobOutput {
     /// True if output is shown on the console.
-    shown: bool,
+    to_console: bool,
     /// Receives the output in place of the console.
     file: Option<File>,
     /// Converts trace records, if the job is traced.
-    traced: Option<Traced>,
+    trace: Option<JobTrace>,
 }
 
 /// Destination of a job's trace records.
 #[derive(Debug, Default)]
-struct Traced {
-    records: Records,
+struct JobTrace {
+    records: RecordPrinter,
     /// Receives the records in place of the console.
     file: Option<File>,
 }
 
-impl<M: Machine> Session<M> {
+impl<M: VirtualMachine> Session<M> {
     /// Executes a `spawn` command.
-    pub(crate) fn spawn(&mut self, spawn: &Spawn) -> Result<Outcome, Error> {
-        let (spawn, file) = &spawn.with_job()?;
+    pub(crate) fn spawn(&mut self, spawn: &SpawnCommand) -> Result<Outcome, Error> {
+        let (spawn, file) = &spawn.with_job_file()?;
         let (collected, job) = match self.open_job(spawn) {
             Ok(opened) => opened,
             Err(line) => return Ok(Outcome::refused(line)),
         };
-        let me = self.machine.tid();
+        let me = self.vm.tid();
         let sink =
-            |base: i32| job.map_or_else(Sink::default, |job| to(me, base + job.cast_signed()));
-        let traced = collected.traced.is_some();
+            |base: i32| job.map_or_else(Sink::default, |job| sink(me, base + job.cast_signed()));
+        let traced = collected.trace.is_some();
         let trace = if traced {
             sink(TAG_TRACES)
         } else {
             Sink::default()
         };
-        let mut env = self.exports();
+        let mut env = self.exported_environment();
         if traced {
             env.splice(..0, self.trace_variables());
         }
         let results = self
-            .machine
+            .vm
             .spawn(spawn.request(file, sink(TAG_JOBS), trace, env));
         let mut text = String::new();
         if let Some(job) = job {
-            self.collected.insert(job, collected);
+            self.job_outputs.insert(job, collected);
             text.push_str(&format!("[{job}]\n"));
-            text.push_str(&self.begin_records(job));
+            text.push_str(&self.start_trace(job));
             let tids = results.iter().flatten().flatten().copied();
             // Messages are handled between commands, so no output has been seen yet and no task can
             // have finished.
-            self.jobs.started(job, tids);
+            self.jobs.record_spawn(job, tids);
             if !self.jobs.contains(job) {
-                self.collected.remove(&job);
+                self.job_outputs.remove(&job);
             }
         }
         let results = results?;
-        self.tell_siblings(&results);
+        self.send_siblings(&results);
         text.push_str(&format::spawned(&results));
-        let mut outcome = Outcome::done(
+        let mut outcome = Outcome::with_values(
             text,
             json::spawned(job, &results),
             results.iter().any(Result::is_err),
@@ -102,34 +102,40 @@ impl<M: Machine> Session<M> {
             .collect();
         let errors = errors.into_iter().filter_map(PvmError::from_code);
         outcome
-            .complaints
-            .extend(errors.map(|error| not_spawned(spawn, error)));
+            .errors
+            .extend(errors.map(|error| spawn_error_text(spawn, error)));
         Ok(outcome)
     }
 
     /// Opens the files, and assigns a job number if output or records are collected.
-    fn open_job(&mut self, spawn: &Spawn) -> Result<(Collected, Option<u32>), String> {
+    fn open_job(&mut self, spawn: &SpawnCommand) -> Result<(JobOutput, Option<u32>), String> {
         let file = match &spawn.output {
             Output::Log | Output::Console => None,
-            Output::New(path) => Some(open(path, OpenOptions::new().write(true).create_new(true))?),
-            Output::Append(path) => Some(open(path, OpenOptions::new().append(true).create(true))?),
+            Output::NewFile(path) => Some(open_file(
+                path,
+                OpenOptions::new().write(true).create_new(true),
+            )?),
+            Output::AppendedFile(path) => Some(open_file(
+                path,
+                OpenOptions::new().append(true).create(true),
+            )?),
         };
         let traced = match &spawn.trace {
             None => None,
-            Some(TraceOutput::Console) => Some(Traced::default()),
-            Some(TraceOutput::New(path)) => {
-                let file = open(path, OpenOptions::new().write(true).create_new(true))?;
-                Some(Traced {
+            Some(TraceOutput::Console) => Some(JobTrace::default()),
+            Some(TraceOutput::NewFile(path)) => {
+                let file = open_file(path, OpenOptions::new().write(true).create_new(true))?;
+                Some(JobTrace {
                     file: Some(file),
-                    ..Traced::default()
+                    ..JobTrace::default()
                 })
             }
         };
         let is_job = spawn.output != Output::Log || traced.is_some();
-        let collected = Collected {
-            shown: spawn.output == Output::Console,
+        let collected = JobOutput {
+            to_console: spawn.output == Output::Console,
             file,
-            traced,
+            trace: traced,
         };
         Ok((collected, is_job.then(|| self.jobs.open())))
     }
@@ -137,53 +143,52 @@ impl<M: Machine> Session<M> {
     /// Returns the environment variables of a traced task.
     fn trace_variables(&self) -> [Vec<u8>; 3] {
         [
-            [b"PVMTMASK=", trace::told(&self.mask).as_bytes()].concat(),
+            [
+                b"PVMTMASK=",
+                trace::with_always_recorded(&self.event_mask).as_bytes(),
+            ]
+            .concat(),
             format!("PVMTRCBUF={}", self.options.value(TRACE_BUFFER)).into_bytes(),
-            format!("PVMTRCOPT={}", self.options.value(TRACE_KIND)).into_bytes(),
+            format!("PVMTRCOPT={}", self.options.value(TRACE_DETAIL)).into_bytes(),
         ]
     }
 
     /// Starts a job's trace with the header and the hosts of the virtual machine.
-    fn begin_records(&mut self, job: u32) -> String {
-        let me = self.machine.tid();
-        let Some(Traced { records, file }) = self
-            .collected
+    fn start_trace(&mut self, job: u32) -> String {
+        let me = self.vm.tid();
+        let Some(JobTrace { records, file }) = self
+            .job_outputs
             .get_mut(&job)
-            .and_then(|job| job.traced.as_mut())
+            .and_then(|job| job.trace.as_mut())
         else {
             return String::new();
         };
-        let mut out = place(file, job, me, &preamble(&format::clock(micros_now())));
-        for host in self
-            .machine
-            .hosts()
-            .map(|table| table.hosts)
-            .unwrap_or_default()
-        {
-            let facts = HostFacts {
+        let mut out = write_records(file, job, me, &preamble(&format::ctime(unix_micros())));
+        for host in self.vm.hosts().map(|table| table.hosts).unwrap_or_default() {
+            let facts = HostProperties {
                 tid: host.id.tid(),
                 name: &host.name,
                 arch: &host.arch,
                 speed: host.speed,
             };
-            out.push_str(&place(
+            out.push_str(&write_records(
                 file,
                 job,
                 host.id.tid(),
-                &records.host(time_now(), &facts),
+                &records.host_record(time_now(), &facts),
             ));
         }
         out
     }
 
     /// Sends each task of a spawn the tids of all of them, as a parent's library does.
-    fn tell_siblings(&self, results: &[Result<Tid, PvmError>]) {
+    fn send_siblings(&self, results: &[Result<Tid, PvmError>]) {
         let tids: Vec<Tid> = results.iter().flatten().copied().collect();
-        let (src, Body { enc, bytes }) = (self.machine.tid(), siblings(&tids));
+        let (src, Body { enc, bytes }) = (self.vm.tid(), siblings_body(&tids));
         for dst in tids {
             let (ctx, tag, body) = (CTX_TASK_CONTROL, TC_SIBLINGS, bytes.clone());
             // A task that has already ended needs no siblings.
-            let _ = self.machine.send(Message {
+            let _ = self.vm.send(Message {
                 src,
                 dst,
                 ctx,
@@ -198,40 +203,40 @@ impl<M: Machine> Session<M> {
     /// Executes a `jobs` command; `long` adds a line per task.
     pub(crate) fn list_jobs(&self, long: bool) -> Result<Outcome, Error> {
         let mut text = if long {
-            format::ps_head(false)
+            format::ps_header(false)
         } else {
             String::new()
         };
         let (table, tasks) = if long {
-            (self.machine.hosts()?, self.machine.tasks(Tid::NONE)?)
+            (self.vm.hosts()?, self.vm.tasks(Tid::NONE)?)
         } else {
             Default::default()
         };
         let mut values = Vec::new();
         for (number, tids) in self.jobs.running() {
             let traced = self
-                .collected
+                .job_outputs
                 .get(&number)
-                .is_some_and(|job| job.traced.is_some());
+                .is_some_and(|job| job.trace.is_some());
             let list: String = tids.iter().map(|tid| format!(" {tid}")).collect();
             let mark = if traced { 'T' } else { ' ' };
             if long {
                 text.push_str(&format!("{mark}{number}:\n"));
                 let rows = tasks.iter().filter(|task| tids.contains(&task.tid));
                 rows.for_each(|task| {
-                    text.push_str(&format::ps_row(&table, task, self.machine.tid(), false))
+                    text.push_str(&format::ps_row(&table, task, self.vm.tid(), false))
                 });
             } else {
                 text.push_str(&format!("{mark}{number}:{list}\n"));
             }
             values.push(json::job(number, traced, &tids));
         }
-        Ok(Outcome::done(text, json::jobs(values), false))
+        Ok(Outcome::with_values(text, json::jobs(values), false))
     }
 
     /// Handles a message that no command waits for: output or records of a job, or new hosts.
     /// Returns what must be shown.
-    pub(crate) fn message(&mut self, message: &Message) -> Vec<u8> {
+    pub(crate) fn handle_message(&mut self, message: &Message) -> Vec<u8> {
         if message.ctx != CTX_BASE {
             return Vec::new();
         }
@@ -241,51 +246,51 @@ impl<M: Machine> Session<M> {
                 .checked_sub(base)
                 .and_then(|number| u32::try_from(number).ok())
         };
-        if let Some(job) = number(TAG_CLOSING) {
-            return if message.src == self.machine.tid() {
-                self.close(job)
+        if let Some(job) = number(TAG_CLOSE_JOB) {
+            return if message.src == self.vm.tid() {
+                self.close_job(job)
             } else {
                 Vec::new()
             };
         }
         if let Some(job) = number(TAG_TRACES) {
-            return self.records(job, message);
+            return self.handle_records(job, message);
         }
         if !message.src.is_daemon() {
             return Vec::new();
         }
         if message.tag == TAG_HOSTS {
-            return self.announce(message).into_bytes();
+            return self.announce_hosts(message).into_bytes();
         }
         number(TAG_JOBS)
-            .map(|job| self.output(job, message))
+            .map(|job| self.handle_output(job, message))
             .unwrap_or_default()
     }
 
-    fn output(&mut self, job: u32, message: &Message) -> Vec<u8> {
+    fn handle_output(&mut self, job: u32, message: &Message) -> Vec<u8> {
         let Ok(body) = Vm::unpack(message) else {
             return Vec::new();
         };
         let Some((tid, what)) = read_output(body) else {
             return Vec::new();
         };
-        let news = self.jobs.take(job, tid, what);
+        let update = self.jobs.handle(job, tid, what);
         let mut shown = Vec::new();
-        if let Some(collected) = self.collected.get_mut(&job) {
-            for happened in &news.happened {
-                shown.extend(collected.take(job, tid, happened));
+        if let Some(collected) = self.job_outputs.get_mut(&job) {
+            for event in &update.events {
+                shown.extend(collected.handle_event(job, tid, event));
             }
-            if news.finished && collected.traced.is_some() {
+            if update.finished && collected.trace.is_some() {
                 shown.extend_from_slice(
                     format!("[{job}] libpvmtrc: Trace File Complete\n").as_bytes(),
                 );
-                if self.remind(job).is_ok() {
+                if self.schedule_close(job).is_ok() {
                     return shown;
                 }
             }
         }
-        if news.finished {
-            shown.extend(self.close(job));
+        if update.finished {
+            shown.extend(self.close_job(job));
         }
         shown
     }
@@ -293,11 +298,11 @@ impl<M: Machine> Session<M> {
     /// Schedules the end of a traced job. The last records of its tasks arrive directly after the
     /// ends of their outputs: once every daemon has replied, they are here, and a message that the
     /// console sends itself arrives after them.
-    fn remind(&self, job: u32) -> Result<(), Error> {
-        self.machine.tasks(Tid::NONE)?;
-        let (me, Body { enc, bytes }) = (self.machine.tid(), Body::empty());
-        let tag = TAG_CLOSING + job.cast_signed();
-        self.machine.send(Message {
+    fn schedule_close(&self, job: u32) -> Result<(), Error> {
+        self.vm.tasks(Tid::NONE)?;
+        let (me, Body { enc, bytes }) = (self.vm.tid(), Body::empty());
+        let tag = TAG_CLOSE_JOB + job.cast_signed();
+        self.vm.send(Message {
             src: me,
             dst: me,
             ctx: CTX_BASE,
@@ -308,16 +313,16 @@ impl<M: Machine> Session<M> {
         })
     }
 
-    fn close(&mut self, job: u32) -> Vec<u8> {
-        self.collected.remove(&job);
+    fn close_job(&mut self, job: u32) -> Vec<u8> {
+        self.job_outputs.remove(&job);
         format!("[{job}] finished\n").into_bytes()
     }
 
-    fn records(&mut self, job: u32, message: &Message) -> Vec<u8> {
-        let Some(Traced { records, file }) = self
-            .collected
+    fn handle_records(&mut self, job: u32, message: &Message) -> Vec<u8> {
+        let Some(JobTrace { records, file }) = self
+            .job_outputs
             .get_mut(&job)
-            .and_then(|job| job.traced.as_mut())
+            .and_then(|job| job.trace.as_mut())
         else {
             return Vec::new();
         };
@@ -325,7 +330,7 @@ impl<M: Machine> Session<M> {
         let read = Vm::unpack(message)
             .map_err(|error| error.code)
             .and_then(|mut body| records.read(&mut body, &mut text));
-        let mut shown = place(file, job, message.src, &text);
+        let mut shown = write_records(file, job, message.src, &text);
         if let Err(error) = read {
             shown.push_str(&format!(
                 "[{job}] trace records of {} cannot be read: {error}\n",
@@ -335,7 +340,7 @@ impl<M: Machine> Session<M> {
         shown.into_bytes()
     }
 
-    fn announce(&mut self, message: &Message) -> String {
+    fn announce_hosts(&mut self, message: &Message) -> String {
         let Ok(mut body) = Vm::unpack(message) else {
             return String::new();
         };
@@ -343,44 +348,52 @@ impl<M: Machine> Session<M> {
             return String::new();
         };
         let hosts = tids.into_iter().filter_map(|tid| Tid::from_raw(tid).home());
-        let new: Vec<HostId> = hosts.filter(|host| self.known.insert(*host)).collect();
+        let new: Vec<HostId> = hosts
+            .filter(|host| self.announced_hosts.insert(*host))
+            .collect();
         if new.is_empty() {
             return String::new();
         }
-        self.machine
+        self.vm
             .hosts()
-            .map(|table| format::announce(&table, &new))
+            .map(|table| format::new_hosts(&table, &new))
             .unwrap_or_default()
     }
 }
 
-impl Collected {
+impl JobOutput {
     /// Handles an event of a task of this job. Returns what must be shown.
-    fn take(&mut self, job: u32, tid: Tid, happened: &Happened) -> Vec<u8> {
+    fn handle_event(&mut self, job: u32, tid: Tid, event: &TaskEvent) -> Vec<u8> {
         let mut out = Vec::new();
-        if let Some(Traced { records, file }) = &mut self.traced {
-            if *happened == Happened::Met {
+        if let Some(JobTrace { records, file }) = &mut self.trace {
+            if *event == TaskEvent::FirstSeen {
                 out.extend_from_slice(
                     format!("[{job}] libpvmtrc: Task TID=0x{tid:x} Connected to Console\n")
                         .as_bytes(),
                 );
             } else {
-                let said = match happened {
-                    Happened::Created => "CREATION".into(),
-                    Happened::Spawned => "GOTSPAWN".into(),
-                    Happened::Ended => "GOTEOF".into(),
-                    Happened::Line(line) => String::from_utf8_lossy(line),
-                    Happened::Met => unreachable!("it was looked at above"),
+                let text = match event {
+                    TaskEvent::Created => "CREATION".into(),
+                    TaskEvent::Spawned => "GOTSPAWN".into(),
+                    TaskEvent::Ended => "GOTEOF".into(),
+                    TaskEvent::Line(line) => String::from_utf8_lossy(line),
+                    TaskEvent::FirstSeen => unreachable!("it was looked at above"),
                 };
                 out.extend(
-                    place(file, job, tid, &records.output(time_now(), tid, &said)).into_bytes(),
+                    write_records(
+                        file,
+                        job,
+                        tid,
+                        &records.output_record(time_now(), tid, &text),
+                    )
+                    .into_bytes(),
                 );
             }
         }
-        let line: &[u8] = match happened {
-            Happened::Line(line) => line,
-            Happened::Ended => b"EOF",
-            Happened::Met | Happened::Created | Happened::Spawned => return out,
+        let line: &[u8] = match event {
+            TaskEvent::Line(line) => line,
+            TaskEvent::Ended => b"EOF",
+            TaskEvent::FirstSeen | TaskEvent::Created | TaskEvent::Spawned => return out,
         };
         let prefix = format!("[{job}:{tid}] ").into_bytes();
         let line = [prefix.as_slice(), line, b"\n"].concat();
@@ -388,13 +401,13 @@ impl Collected {
             out.extend(
                 file.write_all(&line)
                     .err()
-                    .map(|error| lost(job, "output", &error))
+                    .map(|error| write_error_line(job, "output", &error))
                     .unwrap_or_default(),
             );
             if !out.is_empty() {
                 self.file = None;
             }
-        } else if self.shown {
+        } else if self.to_console {
             out.extend(line);
         }
         out
@@ -402,7 +415,7 @@ impl Collected {
 }
 
 /// Writes records to the file if there is one. Returns what must be shown.
-fn place(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> String {
+fn write_records(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> String {
     match file {
         None => text
             .lines()
@@ -412,17 +425,17 @@ fn place(file: &mut Option<File>, job: u32, from: Tid, text: &str) -> String {
             Ok(()) => String::new(),
             Err(error) => {
                 *file = None;
-                String::from_utf8(lost(job, "trace", &error)).expect("a line of ours")
+                String::from_utf8(write_error_line(job, "trace", &error)).expect("a line of ours")
             }
         },
     }
 }
 
-fn lost(job: u32, what: &str, error: &std::io::Error) -> Vec<u8> {
-    format!("[{job}] its {what} cannot be written into the file any more: {error}\n").into_bytes()
+fn write_error_line(job: u32, stream: &str, error: &std::io::Error) -> Vec<u8> {
+    format!("[{job}] its {stream} cannot be written into the file any more: {error}\n").into_bytes()
 }
 
-fn to(tid: Tid, tag: i32) -> Sink {
+fn sink(tid: Tid, tag: i32) -> Sink {
     Sink {
         tid,
         ctx: CTX_BASE,
@@ -430,16 +443,16 @@ fn to(tid: Tid, tag: i32) -> Sink {
     }
 }
 
-fn time_now() -> Time {
-    let now = micros_now().0;
-    Time {
+fn time_now() -> Timestamp {
+    let now = unix_micros().0;
+    Timestamp {
         seconds: now / 1_000_000,
         micros: (now % 1_000_000) as u32,
     }
 }
 
-fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
-    how.mode(FILE_MODE).open(path).map_err(|error| {
+fn open_file(path: &str, options: &mut OpenOptions) -> Result<File, String> {
+    options.mode(FILE_MODE).open(path).map_err(|error| {
         let why = match error.kind() {
             std::io::ErrorKind::AlreadyExists => "File exists".to_string(),
             // Omits the error number that the standard library adds.
@@ -453,8 +466,8 @@ fn open(path: &str, how: &mut OpenOptions) -> Result<File, String> {
 }
 
 /// Explains why a spawn failed and what the user can do.
-fn not_spawned(spawn: &Spawn, error: PvmError) -> String {
-    let file = &spawn.file;
+fn spawn_error_text(spawn: &SpawnCommand, error: PvmError) -> String {
+    let file = &spawn.program;
     let why = match error {
         PvmError::NoFile if spawn.flags & SPAWN_DEBUG != 0 => {
             "the program, or the debugger that was to run it, is not on that host: PVM_DEBUGGER, or bx= when adding the \

@@ -1,4 +1,4 @@
-//! Completes words of a command line. Pure except for the queries of [`World`].
+//! Completes words of a command line. Pure except for the queries of [`NameSource`].
 
 use crate::help;
 use crate::options;
@@ -7,25 +7,25 @@ use std::path::Path;
 
 /// Names from the session that the editor offers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Known {
+pub(crate) struct CompletionNames {
     pub(crate) aliases: Vec<String>,
     pub(crate) variables: Vec<String>,
 }
 
 /// Source of names for completion.
-pub(crate) trait World {
+pub(crate) trait NameSource {
     /// Returns the session's names as of the last prompt.
-    fn known(&self) -> &Known;
+    fn session_names(&self) -> &CompletionNames;
     fn hosts(&self) -> Vec<String>;
     /// Returns the tids of all tasks except the console.
     fn tids(&self) -> Vec<String>;
     /// Returns the names in a folder, each with true if it is a folder.
-    fn entries(&self, dir: &Path) -> Vec<(String, bool)>;
+    fn folder_entries(&self, dir: &Path) -> Vec<(String, bool)>;
 }
 
 /// Returns where the last word of `line` begins, and its completions, sorted. A single complete
 /// word is followed by a space.
-pub(crate) fn complete(line: &str, world: &impl World) -> (usize, Vec<String>) {
+pub(crate) fn complete(line: &str, world: &impl NameSource) -> (usize, Vec<String>) {
     let begin = line.rfind(char::is_whitespace).map_or(0, |at| at + 1);
     let word = &line[begin..];
     let before: Vec<&str> = line[..begin].split_whitespace().collect();
@@ -33,30 +33,32 @@ pub(crate) fn complete(line: &str, world: &impl World) -> (usize, Vec<String>) {
     if word.contains(['\'', '"', '\\']) || before.iter().any(|word| word.starts_with('#')) {
         return (begin, Vec::new());
     }
-    let (prefix, kind) = wanted(&before, word);
+    let (prefix, kind) = word_kind(&before, word);
     let stem = &word[prefix.len()..];
-    let mut found: Vec<String> = match kind {
-        Kind::Nothing => Vec::new(),
-        Kind::Command => {
+    let mut candidates: Vec<String> = match kind {
+        WordKind::Nothing => Vec::new(),
+        WordKind::Command => {
             let names = help::COMMANDS.iter().map(|entry| entry.name.to_string());
-            names.chain(world.known().aliases.iter().cloned()).collect()
+            names
+                .chain(world.session_names().aliases.iter().cloned())
+                .collect()
         }
-        Kind::Alias => world.known().aliases.clone(),
-        Kind::Variable => world.known().variables.clone(),
-        Kind::Host => world.hosts(),
-        Kind::Tid => world.tids(),
-        Kind::Option => options::names().map(String::from).collect(),
-        Kind::Event => trace::words().map(String::from).collect(),
-        Kind::Signal => nix::sys::signal::Signal::iterator()
+        WordKind::Alias => world.session_names().aliases.clone(),
+        WordKind::Variable => world.session_names().variables.clone(),
+        WordKind::Host => world.hosts(),
+        WordKind::Tid => world.tids(),
+        WordKind::Option => options::names().map(String::from).collect(),
+        WordKind::Event => trace::argument_words().map(String::from).collect(),
+        WordKind::Signal => nix::sys::signal::Signal::iterator()
             .map(|signal| signal.as_str()[3..].to_string())
             .collect(),
-        Kind::File => return (begin, files(prefix, stem, world)),
+        WordKind::File => return (begin, complete_files(prefix, stem, world)),
     };
-    found.retain(|name| name.starts_with(stem));
-    (begin, finish(found, prefix, " "))
+    candidates.retain(|name| name.starts_with(stem));
+    (begin, finish_candidates(candidates, prefix, " "))
 }
 
-fn finish(mut found: Vec<String>, prefix: &str, end: &str) -> Vec<String> {
+fn finish_candidates(mut found: Vec<String>, prefix: &str, end: &str) -> Vec<String> {
     found.sort_unstable();
     found.dedup();
     found.iter_mut().for_each(|name| name.insert_str(0, prefix));
@@ -68,7 +70,7 @@ fn finish(mut found: Vec<String>, prefix: &str, end: &str) -> Vec<String> {
     found
 }
 
-fn files(prefix: &str, stem: &str, world: &impl World) -> Vec<String> {
+fn complete_files(prefix: &str, stem: &str, world: &impl NameSource) -> Vec<String> {
     let (dir, name) = stem
         .rsplit_once('/')
         .map_or(("", stem), |(dir, name)| (dir, name));
@@ -79,18 +81,18 @@ fn files(prefix: &str, stem: &str, world: &impl World) -> Vec<String> {
     };
     let path = &stem[..stem.len() - name.len()];
     let names = world
-        .entries(Path::new(folder))
+        .folder_entries(Path::new(folder))
         .into_iter()
         .filter(|(entry, _)| entry.starts_with(name));
     // Hidden files are offered only after a dot.
     let names = names.filter(|(entry, _)| name.starts_with('.') || !entry.starts_with('.'));
     let found = names.map(|(entry, dir)| format!("{path}{entry}{}", if dir { "/" } else { "" }));
-    finish(found.collect(), prefix, " ")
+    finish_candidates(found.collect(), prefix, " ")
 }
 
 /// What kind of name a word is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum WordKind {
     Nothing,
     Command,
     Alias,
@@ -104,48 +106,48 @@ enum Kind {
 }
 
 /// Returns what kind of name the word after `before` is, and the prefix in front of the name.
-fn wanted<'a>(before: &[&str], word: &'a str) -> (&'a str, Kind) {
+fn word_kind<'a>(before: &[&str], word: &'a str) -> (&'a str, WordKind) {
     let [command, args @ ..] = before else {
-        return ("", Kind::Command);
+        return ("", WordKind::Command);
     };
     let first = args.is_empty();
     let kind = match *command {
-        "help" if first => Kind::Command,
-        "alias" if args.len() == 1 => Kind::Command,
-        "unalias" => Kind::Alias,
-        "delete" | "mstat" => Kind::Host,
-        "kill" | "pstat" => Kind::Tid,
-        "why" if word.starts_with('t') => Kind::Tid,
-        "why" => Kind::Host,
-        "job" if args.len() == 1 || args.last() == Some(&"--task") => Kind::Tid,
-        "sig" if first => Kind::Signal,
-        "sig" => Kind::Tid,
-        "checkpoint" => Kind::Tid,
-        "restart" if args.last() == Some(&"--on") => Kind::Host,
-        "drain" | "undrain" if first => Kind::Host,
-        "can-migrate" | "migrate" if first => Kind::Tid,
-        "can-migrate" | "migrate" if args.len() == 1 => Kind::Host,
-        "getopt" | "setopt" if first => Kind::Option,
-        "export" | "unexport" => Kind::Variable,
-        "setenv" if first => Kind::Variable,
-        "trace" => Kind::Event,
-        "ps" if word.starts_with("-n") => return (&word[..2], Kind::Host),
-        "ps" if word.starts_with("-h") => return (&word[..2], Kind::Tid),
-        "spawn" if args.iter().all(|arg| arg.starts_with('-')) => return spawn_word(word),
-        "spawn" => Kind::File,
-        _ => Kind::Nothing,
+        "help" if first => WordKind::Command,
+        "alias" if args.len() == 1 => WordKind::Command,
+        "unalias" => WordKind::Alias,
+        "delete" | "mstat" => WordKind::Host,
+        "kill" | "pstat" => WordKind::Tid,
+        "why" if word.starts_with('t') => WordKind::Tid,
+        "why" => WordKind::Host,
+        "job" if args.len() == 1 || args.last() == Some(&"--task") => WordKind::Tid,
+        "sig" if first => WordKind::Signal,
+        "sig" => WordKind::Tid,
+        "checkpoint" => WordKind::Tid,
+        "restart" if args.last() == Some(&"--on") => WordKind::Host,
+        "drain" | "undrain" if first => WordKind::Host,
+        "can-migrate" | "migrate" if first => WordKind::Tid,
+        "can-migrate" | "migrate" if args.len() == 1 => WordKind::Host,
+        "getopt" | "setopt" if first => WordKind::Option,
+        "export" | "unexport" => WordKind::Variable,
+        "setenv" if first => WordKind::Variable,
+        "trace" => WordKind::Event,
+        "ps" if word.starts_with("-n") => return (&word[..2], WordKind::Host),
+        "ps" if word.starts_with("-h") => return (&word[..2], WordKind::Tid),
+        "spawn" if args.iter().all(|arg| arg.starts_with('-')) => return spawn_word_kind(word),
+        "spawn" => WordKind::File,
+        _ => WordKind::Nothing,
     };
     ("", kind)
 }
 
 /// Returns the same for a word after `spawn`: an option or the program.
-fn spawn_word(word: &str) -> (&str, Kind) {
+fn spawn_word_kind(word: &str) -> (&str, WordKind) {
     let prefixes = [
-        ("->>", Kind::File),
-        ("->", Kind::File),
-        ("-@", Kind::File),
-        ("--host=", Kind::Host),
-        ("--job=", Kind::File),
+        ("->>", WordKind::File),
+        ("->", WordKind::File),
+        ("-@", WordKind::File),
+        ("--host=", WordKind::Host),
+        ("--job=", WordKind::File),
     ];
     for (prefix, kind) in prefixes {
         if word.starts_with(prefix) {
@@ -153,9 +155,9 @@ fn spawn_word(word: &str) -> (&str, Kind) {
         }
     }
     if word.starts_with('-') {
-        (&word[..1], Kind::Host)
+        (&word[..1], WordKind::Host)
     } else {
-        ("", Kind::File)
+        ("", WordKind::File)
     }
 }
 
@@ -163,10 +165,10 @@ fn spawn_word(word: &str) -> (&str, Kind) {
 mod tests {
     use super::*;
 
-    struct Fake(Known);
+    struct Fake(CompletionNames);
 
-    impl World for Fake {
-        fn known(&self) -> &Known {
+    impl NameSource for Fake {
+        fn session_names(&self) -> &CompletionNames {
             &self.0
         }
 
@@ -178,7 +180,7 @@ mod tests {
             vec!["t40002".into(), "t80001".into()]
         }
 
-        fn entries(&self, dir: &Path) -> Vec<(String, bool)> {
+        fn folder_entries(&self, dir: &Path) -> Vec<(String, bool)> {
             match dir.to_str() {
                 Some("/") => vec![("etc".into(), true), ("bin".into(), true)],
                 Some(".") => vec![("work".into(), false), (".hidden".into(), false)],
@@ -189,7 +191,7 @@ mod tests {
     }
 
     fn words(line: &str) -> Vec<String> {
-        let known = Known {
+        let known = CompletionNames {
             aliases: vec!["conflict".into()],
             variables: vec!["HOME".into(), "HOST".into()],
         };
@@ -245,9 +247,12 @@ mod tests {
     /// A completion replaces the unfinished word from its beginning.
     #[test]
     fn completion_replaces_whole_word() {
-        assert_eq!(complete("delete ha1 hb", &Fake(Known::default())).0, 11);
         assert_eq!(
-            complete("conf", &Fake(Known::default())),
+            complete("delete ha1 hb", &Fake(CompletionNames::default())).0,
+            11
+        );
+        assert_eq!(
+            complete("conf", &Fake(CompletionNames::default())),
             (0, vec!["conf ".into()])
         );
     }

@@ -1,6 +1,6 @@
 //! Starts the daemon of this host and detects when it has exited.
 
-use crate::detach::detached;
+use crate::detach::detach;
 use libpvm::EnrollError;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use std::ffi::OsString;
@@ -13,14 +13,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Time limit for the daemon to print its socket address.
-const START_MAX: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time limit for the daemon to exit after a halt. It waits for the other hosts, which have their
 /// own limits.
-const GONE_MAX: Duration = Duration::from_secs(60);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval for polling the process table.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(5);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Bytes of the daemon's error output that are read.
-const COMPLAINT_BYTES_MAX: u64 = 64 << 10;
+const STDERR_BYTES_MAX: u64 = 64 << 10;
 
 /// Why no daemon was started.
 #[derive(Debug, thiserror::Error)]
@@ -33,23 +33,23 @@ pub(crate) enum StartError {
     },
     /// The daemon exited without printing an address; its own error line.
     #[error("{0}")]
-    Said(String),
+    Reported(String),
     /// The daemon exited without printing an address or an error.
     #[error("the daemon ended at once ({0}) and did not say why: see its log with SEMPA_LOG=FILE")]
     Silent(std::process::ExitStatus),
     /// The daemon printed nothing in time and was killed.
-    #[error("the daemon did not begin to listen within {} s and was ended", START_MAX.as_secs())]
-    Slow,
+    #[error("the daemon did not begin to listen within {} s and was ended", START_TIMEOUT.as_secs())]
+    TimedOut,
     #[error("the daemon cannot be started: {0}")]
     Io(#[from] std::io::Error),
 }
 
 /// Returns the daemon's program: in the folder of this one, or from `PATH`.
 fn program() -> PathBuf {
-    let beside = std::env::current_exe()
+    let sibling = std::env::current_exe()
         .ok()
         .and_then(|exe| exe.parent().map(|dir| dir.join("pvmd")));
-    beside
+    sibling
         .filter(|path| path.is_file())
         .unwrap_or_else(|| PathBuf::from("pvmd"))
 }
@@ -66,7 +66,7 @@ pub(crate) fn start(args: &[OsString]) -> Result<Child, StartError> {
 fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     // The daemon's stderr is a memory file. A pipe would raise SIGPIPE in any process that still
     // writes to it after this console has ended.
-    let mut complaints = File::from(
+    let mut stderr_file = File::from(
         memfd_create("pvmd-stderr", MFdFlags::MFD_CLOEXEC).map_err(std::io::Error::from)?,
     );
     let mut command = Command::new(program);
@@ -74,8 +74,8 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
         .args(args)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
-        .stderr(complaints.try_clone()?);
-    let mut child = detached(&mut command)
+        .stderr(stderr_file.try_clone()?);
+    let mut child = detach(&mut command)
         .spawn()
         .map_err(|source| StartError::NoProgram {
             program: program.to_path_buf(),
@@ -85,39 +85,44 @@ fn run(program: &Path, args: &[OsString]) -> Result<Child, StartError> {
     let (sender, line) = mpsc::channel();
     thread::spawn(move || {
         let mut line = String::new();
-        let read = BufReader::new(stdout.take(COMPLAINT_BYTES_MAX)).read_line(&mut line);
+        let read = BufReader::new(stdout.take(STDERR_BYTES_MAX)).read_line(&mut line);
         // The receiver is gone if the timeout has expired.
         let _ = sender.send(read.is_ok_and(|_| line.ends_with('\n')));
     });
-    match line.recv_timeout(START_MAX) {
+    match line.recv_timeout(START_TIMEOUT) {
         Ok(true) => Ok(child),
         Ok(false) => {
             // A daemon that has closed its output is exiting. It is killed if it does not exit in
             // time.
-            let _ = wait_until(START_MAX, || !matches!(child.try_wait(), Ok(None)));
+            let _ = wait_until(START_TIMEOUT, || !matches!(child.try_wait(), Ok(None)));
             let _ = child.kill();
             let status = child.wait()?;
-            let mut said = String::new();
-            complaints.rewind()?;
-            let _ = complaints
-                .take(COMPLAINT_BYTES_MAX)
-                .read_to_string(&mut said);
-            Err(reason(&said).map_or(StartError::Silent(status), |line| {
-                StartError::Said(line.to_string())
-            }))
+            let mut stderr_text = String::new();
+            stderr_file.rewind()?;
+            let _ = stderr_file
+                .take(STDERR_BYTES_MAX)
+                .read_to_string(&mut stderr_text);
+            Err(
+                error_line(&stderr_text).map_or(StartError::Silent(status), |line| {
+                    StartError::Reported(line.to_string())
+                }),
+            )
         }
         Err(_) => {
             let _ = child.kill();
             let _ = child.wait();
-            Err(StartError::Slow)
+            Err(StartError::TimedOut)
         }
     }
 }
 
 /// Returns the line with the reason. For a wrong command line it precedes the advice; otherwise it
 /// is the last line.
-fn reason(said: &str) -> Option<&str> {
-    let mut lines = said.lines().map(str::trim).filter(|line| !line.is_empty());
+fn error_line(stderr_text: &str) -> Option<&str> {
+    let mut lines = stderr_text
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty());
     lines
         .clone()
         .find(|line| line.starts_with("error: "))
@@ -126,51 +131,51 @@ fn reason(said: &str) -> Option<&str> {
 
 /// A running daemon whose exit can be awaited.
 #[derive(Debug)]
-pub(crate) struct Watched {
+pub(crate) struct DaemonProcess {
     lock: PathBuf,
     /// Process id and start time. The start time distinguishes it from a later process with the
     /// same id.
     process: Option<(i32, String)>,
 }
 
-impl Watched {
+impl DaemonProcess {
     /// Returns the running daemon that holds this lock file.
-    pub(crate) fn holding(lock: PathBuf) -> Watched {
+    pub(crate) fn from_lock_file(lock: PathBuf) -> DaemonProcess {
         let pid = fs::read_to_string(&lock)
             .ok()
             .and_then(|text| text.trim().parse().ok());
         // A zombie does not count as running.
-        let running = |pid| stat(pid).filter(|(state, _)| *state != 'Z');
-        Watched {
+        let running = |pid| process_stat(pid).filter(|(state, _)| *state != 'Z');
+        DaemonProcess {
             process: pid.and_then(|pid| Some((pid, running(pid)?.1))),
             lock,
         }
     }
 
-    fn is_gone(&self) -> bool {
+    fn has_exited(&self) -> bool {
         match &self.process {
             Some((pid, started)) => {
-                stat(*pid).is_none_or(|(state, since)| state == 'Z' || since != *started)
+                process_stat(*pid).is_none_or(|(state, since)| state == 'Z' || since != *started)
             }
             None => !self.lock.exists(),
         }
     }
 
     /// True if the daemon was running, broke off the enrollment and then exits: it was shutting
-    /// down. Waits up to [`GONE_MAX`].
-    pub(crate) fn is_ending(&self, error: &EnrollError) -> bool {
+    /// down. Waits up to [`EXIT_TIMEOUT`].
+    pub(crate) fn is_shutting_down(&self, error: &EnrollError) -> bool {
         let broken_off = matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. });
-        self.process.is_some() && broken_off && self.wait(None)
+        self.process.is_some() && broken_off && self.wait_for_exit(None)
     }
 
-    /// Waits until the daemon has exited. Returns false if it has not after [`GONE_MAX`]. If
+    /// Waits until the daemon has exited. Returns false if it has not after [`EXIT_TIMEOUT`]. If
     /// `child` is the daemon, it is reaped.
-    pub(crate) fn wait(&self, mut child: Option<&mut Child>) -> bool {
-        wait_until(GONE_MAX, || {
+    pub(crate) fn wait_for_exit(&self, mut child: Option<&mut Child>) -> bool {
+        wait_until(EXIT_TIMEOUT, || {
             if let Some(child) = child.as_deref_mut() {
                 let _ = child.try_wait();
             }
-            self.is_gone()
+            self.has_exited()
         })
     }
 }
@@ -184,12 +189,12 @@ fn wait_until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
         if Instant::now() >= deadline {
             return false;
         }
-        thread::sleep(LOOK_EVERY);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
 /// Returns state letter and start time of a process from `/proc/PID/stat`.
-fn stat(pid: i32) -> Option<(char, String)> {
+fn process_stat(pid: i32) -> Option<(char, String)> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may contain any character, so fields are counted from its closing
     // parenthesis.
@@ -213,13 +218,13 @@ mod tests {
         let pid = i32::try_from(child.id()).expect("a pid");
         let session = nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid))).expect("it runs");
         assert_eq!(session.as_raw(), pid);
-        let watched = Watched {
+        let watched = DaemonProcess {
             lock: PathBuf::new(),
-            process: Some((pid, stat(pid).expect("it runs").1)),
+            process: Some((pid, process_stat(pid).expect("it runs").1)),
         };
-        assert!(!watched.is_gone());
+        assert!(!watched.has_exited());
         child.kill().expect("ours");
-        assert!(watched.wait(Some(&mut child)));
+        assert!(watched.wait_for_exit(Some(&mut child)));
         child.wait().expect("ours");
     }
 
@@ -247,17 +252,17 @@ mod tests {
     #[test]
     fn start_time_identifies_process() {
         let me = i32::try_from(std::process::id()).expect("a pid");
-        let (state, started) = stat(me).expect("this process runs");
+        let (state, started) = process_stat(me).expect("this process runs");
         assert_ne!(state, 'Z');
-        let same = Watched {
+        let same = DaemonProcess {
             lock: PathBuf::new(),
             process: Some((me, started)),
         };
-        let other = Watched {
+        let other = DaemonProcess {
             lock: PathBuf::new(),
             process: Some((me, "1".into())),
         };
-        assert!(!same.is_gone());
-        assert!(other.is_gone());
+        assert!(!same.has_exited());
+        assert!(other.has_exited());
     }
 }

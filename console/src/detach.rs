@@ -9,7 +9,7 @@ use std::process::Command;
 /// Configures the program to run in a new session with no blocked signals and no inherited
 /// descriptors except the standard streams. Pipes and locks of this process must not live as long
 /// as the program.
-pub(crate) fn detached(command: &mut Command) -> &mut Command {
+pub(crate) fn detach(command: &mut Command) -> &mut Command {
     // SAFETY: all calls are async-signal-safe, allocate nothing and affect only the new process;
     // descriptors are only marked here, and exec closes them.
     unsafe {

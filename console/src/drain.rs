@@ -7,20 +7,20 @@
 //!
 //! 1. It estimates from the jobs' memory how long checkpoints of all remaining jobs would take.
 //! 2. When only that time is left before the deadline, it checkpoints jobs, one at a time, in the
-//!    order of [`next_of`].
+//!    order of [`select_job`].
 //! 3. With `--checkpoint`, a checkpointed job ends, and at the end every remaining job is
 //!    checkpointed and ended. Without it, checkpointed jobs continue.
 //! 4. At the end it prints what each remaining job would lose if the host left at that moment.
 
-mod heard;
+mod progress;
 
-use self::heard::{Heard, Moved, Over, megabytes};
-use crate::checkpoint::of_its_job;
-use crate::clock::micros_now;
-use crate::machine::{Machine, misfit};
+use self::progress::{DrainEnd, Progress, TransferTotals, megabytes};
+use crate::checkpoint::job_after_failure;
+use crate::clock::unix_micros;
 use crate::parse::ParseError;
 use crate::session::Outcome;
-use crate::words::{option, span};
+use crate::virtual_machine::{VirtualMachine, unexpected_reply};
+use crate::words::{option_value, parse_duration};
 use libpvm::Error;
 use sempa_proto::checkpoint::{CutFailure, SetEntry, SetReport};
 use sempa_proto::rm::{Answer, Question};
@@ -33,47 +33,47 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// Interval for polling the resource manager.
-const PAUSE: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Without a deadline, time to wait for the first task to leave, and for each further one.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PROGRESS_TIMEOUT: Duration = Duration::from_secs(10);
 /// Seconds a checkpoint of a job takes in addition to the time for its bytes.
-const JOB_SECONDS: f64 = 2.0;
+const JOB_OVERHEAD_SECONDS: f64 = 2.0;
 /// Largest rate at which memory is written to the store: to disk, encrypted and flushed. Slower if
 /// migrations are slower.
-const WRITE_RATE: f64 = 50e6;
+const WRITE_BYTES_PER_SECOND_MAX: f64 = 50e6;
 /// Factor on the estimated write time, because disks are shared, and lower limit of the result.
-const WRITE_MARGIN: f64 = 1.5;
-const WRITE_MIN: Duration = Duration::from_secs(5);
+const WRITE_TIME_FACTOR: f64 = 1.5;
+const WRITE_TIME_MIN: Duration = Duration::from_secs(5);
 /// Age at which the estimate is computed again. It queries all hosts.
-const RECKONED_FOR: Duration = Duration::from_secs(1);
+const ESTIMATE_MAX_AGE: Duration = Duration::from_secs(1);
 /// Number of tasks whose memory is queried, and time limit for the queries of one estimate.
-const ASKED_MAX: usize = 256;
-const ASKING_MAX: Duration = Duration::from_millis(500);
+const MEMORY_QUERIES_MAX: usize = 256;
+const MEMORY_QUERIES_TIMEOUT: Duration = Duration::from_millis(500);
 /// Longest accepted deadline; a longer one is a typing error.
-const WITHIN_MAX: Duration = Duration::from_secs(24 * 3600);
+const DEADLINE_MAX: Duration = Duration::from_secs(24 * 3600);
 
 /// A parsed `drain` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Drain {
+pub(crate) struct DrainCommand {
     pub(crate) host: String,
     /// Time within which the host must be empty.
-    pub(crate) within: Option<Duration>,
+    pub(crate) deadline: Option<Duration>,
     /// True if checkpointed jobs end, and all jobs that remain at the end are checkpointed and
     /// ended. False if checkpointed jobs continue.
     pub(crate) checkpoint: bool,
 }
 
-impl Drain {
+impl DrainCommand {
     /// True if the drain may checkpoint jobs. Only the process that runs the drain does so.
-    pub(crate) fn writes(&self) -> bool {
-        self.within.is_some() || self.checkpoint
+    pub(crate) fn may_checkpoint(&self) -> bool {
+        self.deadline.is_some() || self.checkpoint
     }
 
     /// Returns the words of the command.
-    pub(crate) fn words(&self) -> Vec<String> {
+    pub(crate) fn to_words(&self) -> Vec<String> {
         let mut words = vec!["drain".to_string(), self.host.clone()];
         words.extend(
-            self.within
+            self.deadline
                 .iter()
                 .flat_map(|within| ["--deadline".to_string(), format!("{}s", within.as_secs())]),
         );
@@ -83,21 +83,21 @@ impl Drain {
 }
 
 /// Parses the words after the command.
-pub(crate) fn parse(args: &[String]) -> Result<Drain, ParseError> {
-    let (mut host, mut within, mut checkpoint) = (None, None, false);
+pub(crate) fn parse(args: &[String]) -> Result<DrainCommand, ParseError> {
+    let (mut host, mut deadline, mut checkpoint) = (None, None, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        match option("drain", "--deadline", arg, &mut rest)? {
+        match option_value("drain", "--deadline", arg, &mut rest)? {
             Some(value) => {
                 let wanted = "a time such as 30s or 5m";
-                let not = || ParseError::NotA {
+                let not = || ParseError::WrongType {
                     command: "drain",
                     word: value.into(),
-                    wanted,
+                    expected: wanted,
                 };
-                within = Some(
-                    span(value)
-                        .filter(|span| *span <= WITHIN_MAX)
+                deadline = Some(
+                    parse_duration(value)
+                        .filter(|span| *span <= DEADLINE_MAX)
                         .ok_or_else(not)?,
                 );
             }
@@ -111,25 +111,25 @@ pub(crate) fn parse(args: &[String]) -> Result<Drain, ParseError> {
             None => return Err(ParseError::WrongArgs("drain")),
         }
     }
-    Ok(Drain {
+    Ok(DrainCommand {
         host: host.ok_or(ParseError::WrongArgs("drain"))?,
-        within,
+        deadline,
         checkpoint,
     })
 }
 
-fn not_known(command: &str, host: &str) -> Outcome {
-    Outcome::complaint(format!(
+fn unknown_host(command: &str, host: &str) -> Outcome {
+    Outcome::error(format!(
         "{command}: the resource manager knows no host {host}; 'conf' lists them"
     ))
 }
 
 /// Tasks that remain on a host, each with the reason why it cannot leave, if there is one.
-type Left = BTreeMap<Tid, Option<String>>;
+type RemainingTasks = BTreeMap<Tid, Option<String>>;
 
 /// Unpacks an answer about a drain: whether the host is drained, the remaining tasks, and the
 /// number of tasks that cannot leave. `None` means that the host is unknown.
-fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
+fn unpack_answer(answer: Answer) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
     match answer {
         Answer::Drain {
             drained,
@@ -137,93 +137,93 @@ fn left(answer: Answer) -> Result<Option<(bool, Left, u32)>, Error> {
             stay,
         } => Ok(Some((drained, tasks.into_iter().collect(), stay))),
         Answer::Unknown => Ok(None),
-        _ => Err(misfit()),
+        _ => Err(unexpected_reply()),
     }
 }
 
 /// State of a task that is still on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Standing {
+enum DepartureState {
     /// No other host accepts it.
     Stuck,
     /// It is queued for migration.
-    Waits,
+    Queued,
     /// It is migrating. Its job cannot be checkpointed meanwhile.
-    Goes,
+    Migrating,
 }
 
 /// A job that has tasks on the host and can be checkpointed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Rest {
+struct RemainingJob {
     job: Tid,
     /// Number of its tasks on the host.
-    tasks: usize,
+    task_count: usize,
     /// Work that would be lost with the job: the time that its tasks, on all hosts, have run since
     /// its newest checkpoint, summed.
-    at_stake: Micros,
+    unsaved_work: Micros,
     /// Bytes of memory of all its tasks, on all hosts.
     bytes: u64,
-    standing: Standing,
+    state: DepartureState,
 }
 
-impl Rest {
+impl RemainingJob {
     /// Returns the microseconds of work saved per second of checkpointing.
-    fn saved_per_second(&self, moved: Moved) -> u64 {
-        (self.at_stake.0 as f64 / seconds_to_write(1, self.bytes, moved)) as u64
+    fn saved_per_second(&self, moved: TransferTotals) -> u64 {
+        (self.unsaved_work.0 as f64 / write_seconds(1, self.bytes, moved)) as u64
     }
 }
 
 /// Attempts to checkpoint a job.
 #[derive(Debug)]
-struct Tried {
-    times: u32,
-    at: Instant,
+struct Attempts {
+    count: u32,
+    last: Instant,
     /// Another attempt would fail, too.
-    for_good: bool,
+    is_hopeless: bool,
     /// The error line that was printed last.
-    said: String,
+    last_error: String,
 }
 
 /// State of a running drain.
-struct Emptying<'a, M> {
+struct DrainRun<'a, M> {
     machine: &'a M,
-    what: &'a Drain,
+    command: &'a DrainCommand,
     /// The console that requested the drain. Its children are checkpointed although it is alive.
     console: Tid,
     show: &'a mut dyn FnMut(&str),
-    begun: Instant,
+    started: Instant,
     /// Number of tasks at the start.
-    all: usize,
-    tasks: Left,
-    gone: Vec<Tid>,
+    initial_count: usize,
+    remaining: RemainingTasks,
+    departed: Vec<Tid>,
     /// Checkpoints of jobs that were ended.
-    sets: Vec<String>,
+    ended_checkpoints: Vec<String>,
     /// Checkpoints of jobs that continue.
-    kept: BTreeMap<Tid, String>,
-    tried: BTreeMap<Tid, Tried>,
-    heard: Heard,
-    writing: Writing,
+    continued_checkpoints: BTreeMap<Tid, String>,
+    attempts: BTreeMap<Tid, Attempts>,
+    progress: Progress,
+    estimate: WriteEstimate,
 }
 
-impl<M: Machine> Emptying<'_, M> {
+impl<M: VirtualMachine> DrainRun<'_, M> {
     /// Waits until the host is empty or the time is over. Returns false if the drain was cancelled
     /// or superseded.
-    fn wait(&mut self) -> Result<bool, Error> {
-        let within = self.what.within;
-        let mut until = self.begun + within.unwrap_or(PATIENCE);
-        while !self.tasks.is_empty() && Instant::now() < until {
-            std::thread::sleep(PAUSE);
-            let before = self.gone.len();
-            if !self.look()? {
+    fn wait_until_empty(&mut self) -> Result<bool, Error> {
+        let deadline = self.command.deadline;
+        let mut until = self.started + deadline.unwrap_or(PROGRESS_TIMEOUT);
+        while !self.remaining.is_empty() && Instant::now() < until {
+            std::thread::sleep(POLL_INTERVAL);
+            let before = self.departed.len();
+            if !self.poll()? {
                 return Ok(false);
             }
-            if within.is_none() && self.gone.len() > before {
-                until = Instant::now() + PATIENCE;
+            if deadline.is_none() && self.departed.len() > before {
+                until = Instant::now() + PROGRESS_TIMEOUT;
             }
-            if within.is_some()
-                && let Some(rest) = self.due(until.saturating_duration_since(Instant::now()))?
+            if deadline.is_some()
+                && let Some(rest) = self.due_job(until.saturating_duration_since(Instant::now()))?
             {
-                self.write(&rest, true)?;
+                self.checkpoint_job(&rest, true)?;
             }
         }
         Ok(true)
@@ -231,42 +231,44 @@ impl<M: Machine> Emptying<'_, M> {
 
     /// Polls the resource manager and prints progress. Returns false if the drain was cancelled or
     /// superseded.
-    fn look(&mut self) -> Result<bool, Error> {
-        let host = &self.what.host;
+    fn poll(&mut self) -> Result<bool, Error> {
+        let host = &self.command.host;
         let question = Question::Draining { host: host.clone() };
         let (drained, mut now) = match self.machine.ask_rm(&question) {
             // The drain continues without a resource manager: its successor knows the order, and
             // checkpoints cannot wait for it.
-            Err(error) if self.what.writes() && is_silent(&error) => (true, self.still_there()?),
-            answer => match left(answer?)? {
+            Err(error) if self.command.may_checkpoint() && is_rm_unavailable(&error) => {
+                (true, self.remaining_without_rm()?)
+            }
+            answer => match unpack_answer(answer?)? {
                 Some((drained, now, _)) => (drained, now),
                 None => return Ok(false),
             },
         };
         // The resource manager may not know yet that a job has ended after its checkpoint.
-        now.retain(|tid, _| !self.gone.contains(tid));
-        self.heard.listen(self.machine)?;
-        for tid in self.tasks.keys().filter(|tid| !now.contains_key(tid)) {
-            self.gone.push(*tid);
-            let (gone, all) = (self.gone.len(), self.all);
+        now.retain(|tid, _| !self.departed.contains(tid));
+        self.progress.read_events(self.machine)?;
+        for tid in self.remaining.keys().filter(|tid| !now.contains_key(tid)) {
+            self.departed.push(*tid);
+            let (gone, all) = (self.departed.len(), self.initial_count);
             (self.show)(&format!(
                 "{tid} has left ({gone} of {all}{})\n",
-                self.heard.cost(*tid)
+                self.progress.size_text(*tid)
             ));
         }
-        self.tasks = now;
-        let over = match self.heard.over {
-            _ if !drained => Some(Over::Ended),
+        self.remaining = now;
+        let over = match self.progress.end {
+            _ if !drained => Some(DrainEnd::Cancelled),
             // A drain that does not checkpoint only prints progress, so a later order does not end
             // it.
-            Some(Over::Later(_)) if !self.what.writes() => None,
+            Some(DrainEnd::Superseded(_)) if !self.command.may_checkpoint() => None,
             over => over,
         };
         match over {
-            Some(Over::Ended) => (self.show)(&format!(
+            Some(DrainEnd::Cancelled) => (self.show)(&format!(
                 "{host} takes tasks again: somebody has called it off\n"
             )),
-            Some(Over::Later(by)) => (self.show)(&format!(
+            Some(DrainEnd::Superseded(by)) => (self.show)(&format!(
                 "a later order to empty {host} counts, that of {by}\n"
             )),
             None => {}
@@ -275,16 +277,16 @@ impl<M: Machine> Emptying<'_, M> {
     }
 
     /// Returns the last known tasks that are still on the host, while no resource manager answers.
-    fn still_there(&self) -> Result<Left, Error> {
+    fn remaining_without_rm(&self) -> Result<RemainingTasks, Error> {
         let all = self.machine.tasks(Tid::NONE)?;
         let is_there = |tid: &Tid| {
             let here = |task: &&TaskInfo| {
-                task.tid == *tid && self.heard.host.is_none_or(|host| task.host == host)
+                task.tid == *tid && self.progress.host.is_none_or(|host| task.host == host)
             };
             all.iter().any(|task| here(&task))
         };
         Ok(self
-            .tasks
+            .remaining
             .iter()
             .filter(|(tid, _)| is_there(tid))
             .map(|(tid, why)| (*tid, why.clone()))
@@ -293,152 +295,165 @@ impl<M: Machine> Emptying<'_, M> {
 
     /// Returns the jobs that have tasks on the host and can be checkpointed, the job with most
     /// tasks first.
-    fn rests(&mut self) -> Result<Vec<Rest>, Error> {
+    fn remaining_jobs(&mut self) -> Result<Vec<RemainingJob>, Error> {
         let (machine, all) = (self.machine, parents(self.machine)?);
         let mut members = BTreeMap::<Tid, Vec<Tid>>::new();
         for tid in all
             .keys()
-            .chain(self.tasks.keys().filter(|tid| !all.contains_key(tid)))
+            .chain(self.remaining.keys().filter(|tid| !all.contains_key(tid)))
         {
             members
-                .entry(job_of(*tid, &all, &self.tasks))
+                .entry(job_of(*tid, &all, &self.remaining))
                 .or_default()
                 .push(*tid);
         }
         // A job that continues is checkpointed once. A checkpoint made by the daemons counts.
         let is_over = |job: &Tid| {
-            !self.what.checkpoint
-                && (self.kept.contains_key(job) || self.heard.sets.contains_key(job))
-                || self.tried.get(job).is_some_and(|tried| tried.for_good)
+            !self.command.checkpoint
+                && (self.continued_checkpoints.contains_key(job)
+                    || self.progress.checkpoints.contains_key(job))
+                || self
+                    .attempts
+                    .get(job)
+                    .is_some_and(|tried| tried.is_hopeless)
         };
-        let jobs: Vec<Tid> = jobs(self.console, &all, &self.tasks)
+        let jobs: Vec<Tid> = jobs_of(self.console, &all, &self.remaining)
             .into_iter()
             .filter(|job| !is_over(job))
             .collect();
-        let (mut rests, begun) = (Vec::new(), Instant::now());
-        let ask = |tid: Tid| match begun.elapsed() < ASKING_MAX {
+        let (mut remaining, begun) = (Vec::new(), Instant::now());
+        let ask = |tid: Tid| match begun.elapsed() < MEMORY_QUERIES_TIMEOUT {
             // After the time limit, further tasks are not queried.
             true => Some(
                 machine
-                    .can_migrate(tid, Some(&self.what.host))
+                    .can_migrate(tid, Some(&self.command.host))
                     .ok()?
                     .resident_bytes,
             ),
             false => None,
         };
         for job in jobs {
-            let its = members.remove(&job).unwrap_or_default();
-            let there = its
+            let job_tasks = members.remove(&job).unwrap_or_default();
+            let states = job_tasks
                 .iter()
-                .filter_map(|tid| Some((*tid, self.tasks.get(tid)?)));
-            let there: Vec<Standing> = there
-                .map(|(tid, why)| self.heard.standing(tid, why.as_ref()))
+                .filter_map(|tid| Some((*tid, self.remaining.get(tid)?)));
+            let states: Vec<DepartureState> = states
+                .map(|(tid, why)| self.progress.departure_state(tid, why.as_ref()))
                 .collect();
             let (bytes, at_stake) = (
-                self.writing.bytes(&its, ask),
-                self.heard.at_stake(micros_now(), job, &its),
+                self.estimate.bytes(&job_tasks, ask),
+                self.progress.unsaved_work(unix_micros(), job, &job_tasks),
             );
-            rests.push(Rest {
+            remaining.push(RemainingJob {
                 job,
-                tasks: there.len(),
-                at_stake,
+                task_count: states.len(),
+                unsaved_work: at_stake,
                 bytes,
-                standing: together(&there),
+                state: job_state(&states),
             });
         }
-        Ok(rests)
+        Ok(remaining)
     }
 
     /// Returns the job to checkpoint next, if no more than the time for checkpoints is left.
-    fn due(&mut self, left: Duration) -> Result<Option<Rest>, Error> {
+    fn due_job(&mut self, left: Duration) -> Result<Option<RemainingJob>, Error> {
         if self
-            .writing
-            .reckoned
-            .is_some_and(|(at, time)| at.elapsed() < RECKONED_FOR && left > time)
+            .estimate
+            .computed
+            .is_some_and(|(at, time)| at.elapsed() < ESTIMATE_MAX_AGE && left > time)
         {
             return Ok(None);
         }
-        let rests = self.rests()?;
-        let bytes = rests
+        let jobs = self.remaining_jobs()?;
+        let bytes = jobs
             .iter()
             .fold(0, |sum: u64, rest| sum.saturating_add(rest.bytes));
-        let time = time_to_write(rests.len(), bytes, self.heard.moved);
+        let time = write_time_with_margin(jobs.len(), bytes, self.progress.transferred);
         let mut next = None;
         if left <= time {
-            let go: Vec<Tid> = self
-                .tasks
+            let movable: Vec<Tid> = self
+                .remaining
                 .iter()
                 .filter(|(_, why)| why.is_none())
                 .map(|(tid, _)| *tid)
                 .collect();
-            let bytes = self.writing.bytes(&go, |_| None);
-            let leave = leave_in_time(self.begun.elapsed(), self.heard.left, bytes, left);
-            next = next_of(rests, leave, self.heard.moved, &self.tried);
+            let bytes = self.estimate.bytes(&movable, |_| None);
+            let leave = can_leave_in_time(
+                self.started.elapsed(),
+                self.progress.departed_bytes,
+                bytes,
+                left,
+            );
+            next = select_job(jobs, leave, self.progress.transferred, &self.attempts);
         }
-        // If no job is ready, the result is kept for [`RECKONED_FOR`]: jobs whose checkpoint failed
+        // If no job is ready, the result is kept for [`ESTIMATE_MAX_AGE`]: jobs whose checkpoint failed
         // and tasks that may still leave are examined again after that.
         let time = if left <= time { Duration::ZERO } else { time };
-        self.writing.reckoned = next.is_none().then(|| (Instant::now(), time));
+        self.estimate.computed = next.is_none().then(|| (Instant::now(), time));
         Ok(next)
     }
 
     /// Checkpoints a job and, with `--checkpoint`, ends it. `again` is true if a temporary failure
     /// is tried again later.
-    fn write(&mut self, rest: &Rest, again: bool) -> Result<(), Error> {
-        let (job, host, ends) = (rest.job, &self.what.host, self.what.checkpoint);
+    fn checkpoint_job(&mut self, remaining_job: &RemainingJob, again: bool) -> Result<(), Error> {
+        let (job, host, ends) = (
+            remaining_job.job,
+            &self.command.host,
+            self.command.checkpoint,
+        );
         // The daemons may have checkpointed the job during the estimate.
-        self.heard.listen(self.machine)?;
-        if !ends && self.heard.sets.contains_key(&job) {
+        self.progress.read_events(self.machine)?;
+        if !ends && self.progress.checkpoints.contains_key(&job) {
             return Ok(());
         }
-        if !self.tried.contains_key(&job) {
+        if !self.attempts.contains_key(&job) {
             (self.show)(&format!(
                 "job {job} is being written, {}\n",
-                megabytes(rest.bytes)
+                megabytes(remaining_job.bytes)
             ));
         }
-        let result = write_down(self.machine, job, ends)?;
-        let tried = Tried {
-            times: 0,
-            at: self.begun,
-            for_good: false,
-            said: String::new(),
+        let result = request_checkpoint(self.machine, job, ends)?;
+        let attempts = Attempts {
+            count: 0,
+            last: self.started,
+            is_hopeless: false,
+            last_error: String::new(),
         };
-        let tried = self.tried.entry(job).or_insert(tried);
-        (tried.times, tried.at) = (tried.times + 1, Instant::now());
+        let attempts = self.attempts.entry(job).or_insert(attempts);
+        (attempts.count, attempts.last) = (attempts.count + 1, Instant::now());
         match result {
             Ok(report) if ends => {
                 (self.show)(&format!(
                     "job {job} has ended; 'restart {}' starts it again\n",
                     report.set
                 ));
-                self.tasks.retain(|tid, _| !report.tasks.contains(tid));
-                self.gone.extend(report.tasks);
-                self.sets.push(report.set);
+                self.remaining.retain(|tid, _| !report.tasks.contains(tid));
+                self.departed.extend(report.tasks);
+                self.ended_checkpoints.push(report.set);
             }
             Ok(SetReport { set, .. }) => {
                 let text = format!("job {job} is in the store as {set} and goes on; ");
                 (self.show)(&format!(
                     "{text}'restart {set}' starts it again if {host} leaves\n"
                 ));
-                self.kept.insert(job, set);
+                self.continued_checkpoints.insert(job, set);
             }
             Err(why) => {
                 // Another checkpoint or restart of the job that is in progress will end; that
                 // failure is not permanent.
-                tried.for_good = !why.may_try_again() && why != CutFailure::UnderWay;
-                let again = if again && !tried.for_good {
+                attempts.is_hopeless = !why.may_try_again() && why != CutFailure::UnderWay;
+                let again = if again && !attempts.is_hopeless {
                     ", and is tried again while there is time"
                 } else {
                     ""
                 };
-                let said = format!(
+                let error_text = format!(
                     "no checkpoint of job {job}: {why}{}{again}\n",
-                    of_its_job(&why, "it")
+                    job_after_failure(&why, "it")
                 );
-                if tried.said != said {
-                    (self.show)(&said);
-                    tried.said = said;
+                if attempts.last_error != error_text {
+                    (self.show)(&error_text);
+                    attempts.last_error = error_text;
                 }
             }
         }
@@ -447,55 +462,59 @@ impl<M: Machine> Emptying<'_, M> {
 
     /// Checkpoints and ends all remaining jobs. Each gets one more attempt, because earlier
     /// obstacles may be gone.
-    fn write_all(&mut self) -> Result<(), Error> {
-        self.tried.clear();
+    fn checkpoint_all(&mut self) -> Result<(), Error> {
+        self.attempts.clear();
         // Continues even if progress cannot be read.
-        while self.look().unwrap_or(true) {
-            let rests = self.rests()?;
+        while self.poll().unwrap_or(true) {
+            let rests = self.remaining_jobs()?;
             let Some(rest) = rests
                 .iter()
-                .find(|rest| !self.tried.contains_key(&rest.job))
+                .find(|rest| !self.attempts.contains_key(&rest.job))
             else {
                 break;
             };
-            self.write(rest, false)?;
+            self.checkpoint_job(rest, false)?;
         }
         Ok(())
     }
 
     /// Prints what each remaining job would lose if the host left at this moment.
-    fn warn(&mut self) -> Result<(), Error> {
-        if self.tasks.is_empty() || self.what.checkpoint {
+    fn warn_of_losses(&mut self) -> Result<(), Error> {
+        if self.remaining.is_empty() || self.command.checkpoint {
             return Ok(());
         }
         // A store that cannot be read counts as empty.
-        let sets = match self.machine.ask(Request::Sets)? {
-            Reply::Sets(sets) => sets.unwrap_or_default(),
-            _ => return Err(misfit()),
+        let checkpoints = match self.machine.ask(Request::Sets)? {
+            Reply::Sets(checkpoints) => checkpoints.unwrap_or_default(),
+            _ => return Err(unexpected_reply()),
         };
-        for job in jobs(self.console, &parents(self.machine)?, &self.tasks) {
-            (self.show)(&at_risk(
-                &self.what.host,
+        for job in jobs_of(self.console, &parents(self.machine)?, &self.remaining) {
+            (self.show)(&loss_line(
+                &self.command.host,
                 job,
-                &sets,
-                self.kept.get(&job).or(self.heard.sets.get(&job)),
+                &checkpoints,
+                self.continued_checkpoints
+                    .get(&job)
+                    .or(self.progress.checkpoints.get(&job)),
             ));
         }
         Ok(())
     }
 
     /// Prints what remains and returns the outcome.
-    fn told(self, stay: u32) -> Outcome {
-        let (host, tasks) = (&self.what.host, &self.tasks);
+    fn into_outcome(self, stay: u32) -> Outcome {
+        let (host, tasks) = (&self.command.host, &self.remaining);
         let mut text = String::new();
         for (tid, why) in tasks {
-            let why = why.clone().unwrap_or_else(|| self.heard.way(*tid));
+            let why = why
+                .clone()
+                .unwrap_or_else(|| self.progress.migration_text(*tid));
             text.push_str(&format!("{tid} is still there: {why}\n"));
         }
         if tasks.is_empty() {
             text.push_str(&format!(
                 "{host} is empty after {:.1} s\n",
-                self.begun.elapsed().as_secs_f64()
+                self.started.elapsed().as_secs_f64()
             ));
         }
         if stay > 0 {
@@ -509,73 +528,77 @@ impl<M: Machine> Emptying<'_, M> {
             .iter()
             .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
             .collect();
-        let gone = names(&mut self.gone.iter());
-        let (sets, kept): (_, Vec<&String>) = (&self.sets, self.kept.values().collect());
+        let gone = names(&mut self.departed.iter());
+        let (sets, kept): (_, Vec<&String>) = (
+            &self.ended_checkpoints,
+            self.continued_checkpoints.values().collect(),
+        );
         let value = json!({ "host": host, "left": gone, "still": still, "stay": stay, "sets": sets, "kept": kept });
         (self.show)(&text);
-        Outcome::done(String::new(), value, !tasks.is_empty())
+        Outcome::with_values(String::new(), value, !tasks.is_empty())
     }
 }
 
 /// Drains a host and waits until it is empty or the time is over. Calls `show` with each line of
 /// progress.
-pub(crate) fn drain<M: Machine>(
+pub(crate) fn drain<M: VirtualMachine>(
     machine: &M,
-    what: &Drain,
+    command: &DrainCommand,
     console: Tid,
     show: &mut dyn FnMut(&str),
 ) -> Result<Outcome, Error> {
-    let Drain {
+    let DrainCommand {
         host,
-        within,
+        deadline,
         checkpoint,
-    } = what;
-    let micros = within.map(|within| Micros(within.as_micros() as u64));
-    let Some((_, tasks, stay)) = left(machine.ask_rm(&Question::Drain {
+    } = command;
+    let micros = deadline.map(|deadline| Micros(deadline.as_micros() as u64));
+    let Some((_, tasks, stay)) = unpack_answer(machine.ask_rm(&Question::Drain {
         host: host.clone(),
         within: micros,
     })?)?
     else {
-        return Ok(not_known("drain", host));
+        return Ok(unknown_host("drain", host));
     };
     let all = tasks.len();
     show(&format!(
         "{host} takes no tasks; {all} {} to leave\n",
         if all == 1 { "is" } else { "are" }
     ));
-    let (gone, sets, kept, tried, writing) = Default::default();
-    let (begun, heard) = (Instant::now(), Heard::of(machine.tid()));
-    let mut emptying = Emptying {
+    let (departed, ended_checkpoints, continued_checkpoints, attempts, writing) =
+        Default::default();
+    let (started, progress) = (Instant::now(), Progress::new(machine.tid()));
+    let mut run = DrainRun {
         machine,
-        what,
+        command,
         console,
         show,
-        begun,
-        all,
-        tasks,
-        gone,
-        sets,
-        kept,
-        tried,
-        heard,
-        writing,
+        started,
+        initial_count: all,
+        remaining: tasks,
+        departed,
+        ended_checkpoints,
+        continued_checkpoints,
+        attempts,
+        progress,
+        estimate: writing,
     };
-    if emptying.wait()? && *checkpoint {
-        emptying.write_all()?;
+    if run.wait_until_empty()? && *checkpoint {
+        run.checkpoint_all()?;
     }
-    emptying.warn()?;
-    Ok(emptying.told(stay))
+    run.warn_of_losses()?;
+    Ok(run.into_outcome(stay))
 }
 
 /// True if no resource manager is running, or it does not answer.
-fn is_silent(error: &Error) -> bool {
+fn is_rm_unavailable(error: &Error) -> bool {
     matches!(error.code, PvmError::NoTask | PvmError::NotImpl)
 }
 
 /// Returns the line about what a job loses if the host leaves. The last argument is the checkpoint
 /// that this drain caused, if there is one.
-fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> String {
-    let newest = sets
+fn loss_line(host: &str, job: Tid, checkpoints: &[SetEntry], kept: Option<&String>) -> String {
+    let newest = checkpoints
         .iter()
         .filter(|set| set.job == job && set.broken.is_none())
         .max_by_key(|set| set.made);
@@ -590,12 +613,14 @@ fn at_risk(host: &str, job: Tid, sets: &[SetEntry], kept: Option<&String>) -> St
 }
 
 /// Returns the state of a job with these tasks on the host.
-fn together(tasks: &[Standing]) -> Standing {
-    let stuck = tasks.iter().find(|standing| **standing == Standing::Stuck);
+fn job_state(states: &[DepartureState]) -> DepartureState {
+    let stuck = states
+        .iter()
+        .find(|standing| **standing == DepartureState::Stuck);
     stuck
-        .or(tasks.iter().max())
+        .or(states.iter().max())
         .copied()
-        .unwrap_or(Standing::Goes)
+        .unwrap_or(DepartureState::Migrating)
 }
 
 /// Selects the job to checkpoint next.
@@ -603,32 +628,32 @@ fn together(tasks: &[Standing]) -> Standing {
 /// Jobs that no host accepts come first, the one that saves most work per second of writing before
 /// the others. Queued jobs follow, the largest first, because it would leave last; they are left
 /// out if `leave` says that they leave in time. Jobs with failed attempts come after those without.
-fn next_of(
-    mut rests: Vec<Rest>,
+fn select_job(
+    mut jobs: Vec<RemainingJob>,
     leave: bool,
-    moved: Moved,
-    tried: &BTreeMap<Tid, Tried>,
-) -> Option<Rest> {
-    rests.retain(|rest| match rest.standing {
-        Standing::Stuck => true,
-        Standing::Waits => !leave,
-        Standing::Goes => false,
+    rate: TransferTotals,
+    attempts: &BTreeMap<Tid, Attempts>,
+) -> Option<RemainingJob> {
+    jobs.retain(|rest| match rest.state {
+        DepartureState::Stuck => true,
+        DepartureState::Queued => !leave,
+        DepartureState::Migrating => false,
     });
-    rests.retain(|rest| {
-        tried
+    jobs.retain(|rest| {
+        attempts
             .get(&rest.job)
-            .is_none_or(|tried| tried.at.elapsed() >= RECKONED_FOR)
+            .is_none_or(|attempts| attempts.last.elapsed() >= ESTIMATE_MAX_AGE)
     });
-    rests.into_iter().min_by_key(|rest| {
-        let worth = if rest.standing == Standing::Stuck {
-            rest.saved_per_second(moved)
+    jobs.into_iter().min_by_key(|rest| {
+        let worth = if rest.state == DepartureState::Stuck {
+            rest.saved_per_second(rate)
         } else {
             rest.bytes
         };
         (
-            tried.get(&rest.job).map_or(0, |tried| tried.times),
-            rest.standing,
-            Reverse((worth, rest.tasks)),
+            attempts.get(&rest.job).map_or(0, |attempts| attempts.count),
+            rest.state,
+            Reverse((worth, rest.task_count)),
             rest.job,
         )
     })
@@ -636,28 +661,30 @@ fn next_of(
 
 /// True if `bytes` can leave in the time `left` at the rate of those that have left so far. If none
 /// has left yet, true during the first quarter of the whole time.
-fn leave_in_time(over: Duration, gone: u64, bytes: u64, left: Duration) -> bool {
-    match gone {
-        0 => over < left / 3,
-        gone => over.as_secs_f64() * bytes as f64 <= left.as_secs_f64() * gone as f64,
+fn can_leave_in_time(elapsed: Duration, departed_bytes: u64, bytes: u64, left: Duration) -> bool {
+    match departed_bytes {
+        0 => elapsed < left / 3,
+        departed_bytes => {
+            elapsed.as_secs_f64() * bytes as f64 <= left.as_secs_f64() * departed_bytes as f64
+        }
     }
 }
 
 /// Estimate of the time for checkpoints.
 #[derive(Debug, Default)]
-struct Writing {
+struct WriteEstimate {
     /// Memory of tasks that answered a query, in bytes.
     memory: BTreeMap<Tid, u64>,
     /// When the estimate was computed, and its result.
-    reckoned: Option<(Instant, Duration)>,
+    computed: Option<(Instant, Duration)>,
 }
 
-impl Writing {
-    /// Returns the bytes of these tasks. Calls `ask` for unknown ones, up to [`ASKED_MAX`] tasks in
+impl WriteEstimate {
+    /// Returns the bytes of these tasks. Calls `ask` for unknown ones, up to [`MEMORY_QUERIES_MAX`] tasks in
     /// total; those that stay unknown count with the mean of the others.
     fn bytes(&mut self, tasks: &[Tid], ask: impl Fn(Tid) -> Option<u64>) -> u64 {
         for tid in tasks {
-            if self.memory.len() < ASKED_MAX && !self.memory.contains_key(tid) {
+            if self.memory.len() < MEMORY_QUERIES_MAX && !self.memory.contains_key(tid) {
                 self.memory.extend(ask(*tid).map(|bytes| (*tid, bytes)));
             }
         }
@@ -675,26 +702,26 @@ impl Writing {
 
 /// Returns the seconds that checkpoints of this number of jobs take, given their total bytes and the
 /// measured migrations.
-fn seconds_to_write(jobs: usize, bytes: u64, moved: Moved) -> f64 {
-    let measured = moved.0 as f64 / (moved.1.0 as f64 / 1e6);
-    let rate = if moved.1.0 > 0 {
-        measured.clamp(1.0, WRITE_RATE)
+fn write_seconds(jobs: usize, bytes: u64, transferred: TransferTotals) -> f64 {
+    let measured = transferred.0 as f64 / (transferred.1.0 as f64 / 1e6);
+    let rate = if transferred.1.0 > 0 {
+        measured.clamp(1.0, WRITE_BYTES_PER_SECOND_MAX)
     } else {
-        WRITE_RATE
+        WRITE_BYTES_PER_SECOND_MAX
     };
-    JOB_SECONDS * jobs as f64 + bytes as f64 / rate
+    JOB_OVERHEAD_SECONDS * jobs as f64 + bytes as f64 / rate
 }
 
 /// Returns the same time with the margin for shared disks.
-fn time_to_write(jobs: usize, bytes: u64, moved: Moved) -> Duration {
+fn write_time_with_margin(jobs: usize, bytes: u64, rate: TransferTotals) -> Duration {
     // Limits the result to a year, which exceeds any deadline.
     let time =
-        Duration::from_secs_f64((seconds_to_write(jobs, bytes, moved) * WRITE_MARGIN).min(3e7));
-    time.max(WRITE_MIN)
+        Duration::from_secs_f64((write_seconds(jobs, bytes, rate) * WRITE_TIME_FACTOR).min(3e7));
+    time.max(WRITE_TIME_MIN)
 }
 
 /// Returns the parent of each task.
-fn parents(machine: &impl Machine) -> Result<BTreeMap<Tid, Tid>, Error> {
+fn parents(machine: &impl VirtualMachine) -> Result<BTreeMap<Tid, Tid>, Error> {
     Ok(machine
         .tasks(Tid::NONE)?
         .into_iter()
@@ -703,16 +730,16 @@ fn parents(machine: &impl Machine) -> Result<BTreeMap<Tid, Tid>, Error> {
 }
 
 /// Returns the job of a task. Tasks on the host count as spawned even if their parent is gone.
-fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Tid {
+fn job_of(tid: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &RemainingTasks) -> Tid {
     let spawned = |tid: &Tid| {
         tasks.contains_key(tid) || parents.get(tid).is_some_and(|parent| parent.is_task())
     };
-    top(tid, parents, spawned)
+    topmost_spawned(tid, parents, spawned)
 }
 
 /// Returns the jobs of these tasks, the one with most tasks first, because one checkpoint covers
 /// all of them. The first argument is the console.
-fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
+fn jobs_of(console: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &RemainingTasks) -> Vec<Tid> {
     let mut jobs = BTreeMap::<Tid, usize>::new();
     for tid in tasks.keys() {
         *jobs.entry(job_of(*tid, parents, tasks)).or_default() += 1;
@@ -722,7 +749,7 @@ fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
     jobs.retain(|job, _| {
         parents
             .get(job)
-            .is_none_or(|by| *by == me || !parents.contains_key(by))
+            .is_none_or(|by| *by == console || !parents.contains_key(by))
     });
     let mut jobs: Vec<(Tid, usize)> = jobs.into_iter().collect();
     jobs.sort_by_key(|(job, many)| (Reverse(*many), *job));
@@ -730,8 +757,8 @@ fn jobs(me: Tid, parents: &BTreeMap<Tid, Tid>, tasks: &Left) -> Vec<Tid> {
 }
 
 /// Checkpoints a job; with `ends`, the job ends after it.
-fn write_down(
-    machine: &impl Machine,
+fn request_checkpoint(
+    machine: &impl VirtualMachine,
     job: Tid,
     ends: bool,
 ) -> Result<Result<SetReport, CutFailure>, Error> {
@@ -743,12 +770,12 @@ fn write_down(
         wait: true,
     })? {
         Reply::Checkpointed(result) => Ok(result),
-        _ => Err(misfit()),
+        _ => Err(unexpected_reply()),
     }
 }
 
 /// Returns the first task of the job of `tid`: the topmost ancestor that was spawned.
-fn top(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -> Tid {
+fn topmost_spawned(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -> Tid {
     let mut top = tid;
     // Bounded by the number of tasks, in case a daemon reports a cycle.
     for _ in 0..parents.len() {
@@ -764,14 +791,14 @@ fn top(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid) -> bool) -
 }
 
 /// Lets a host accept tasks again.
-pub(crate) fn undrain(machine: &impl Machine, host: &str) -> Result<Outcome, Error> {
-    let Some((drained, ..)) = left(machine.ask_rm(&Question::Undrain {
+pub(crate) fn undrain(machine: &impl VirtualMachine, host: &str) -> Result<Outcome, Error> {
+    let Some((drained, ..)) = unpack_answer(machine.ask_rm(&Question::Undrain {
         host: host.to_string(),
     })?)?
     else {
-        return Ok(not_known("undrain", host));
+        return Ok(unknown_host("undrain", host));
     };
-    Ok(Outcome::done(
+    Ok(Outcome::with_values(
         format!("{host} takes tasks\n"),
         json!({ "host": host, "drained": drained }),
         false,
@@ -782,7 +809,7 @@ pub(crate) fn undrain(machine: &impl Machine, host: &str) -> Result<Outcome, Err
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Result<Drain, ParseError> {
+    fn words(line: &str) -> Result<DrainCommand, ParseError> {
         parse(
             &line
                 .split(' ')
@@ -798,40 +825,40 @@ mod tests {
         let seconds = |n| Some(Duration::from_secs(n));
         assert_eq!(
             words("h2"),
-            Ok(Drain {
+            Ok(DrainCommand {
                 host: "h2".into(),
-                within: None,
+                deadline: None,
                 checkpoint: false
             })
         );
         assert_eq!(
             words("h2 --deadline 30s"),
-            Ok(Drain {
+            Ok(DrainCommand {
                 host: "h2".into(),
-                within: seconds(30),
+                deadline: seconds(30),
                 checkpoint: false
             })
         );
         assert_eq!(
-            Drain {
+            DrainCommand {
                 host: "h2".into(),
-                within: None,
+                deadline: None,
                 checkpoint: false
             }
-            .words(),
+            .to_words(),
             ["drain", "h2"]
         );
         let both = words("h2 --deadline 5m --checkpoint").expect("a drain");
         assert_eq!(
-            (parse(&both.words()[1..]), both.writes()),
+            (parse(&both.to_words()[1..]), both.may_checkpoint()),
             (Ok(both.clone()), true),
             "so it is said once more"
         );
         assert_eq!(
             words("--deadline=5m h2"),
-            Ok(Drain {
+            Ok(DrainCommand {
                 host: "h2".into(),
-                within: seconds(300),
+                deadline: seconds(300),
                 checkpoint: false
             })
         );
@@ -853,9 +880,8 @@ mod tests {
 
     /// The estimated time for checkpoints follows from the jobs' memory and the rate of migrations.
     #[test]
-    fn write_time_depends_on_memory_and_rate()
-     {
-        let seconds = |jobs, bytes, moved| time_to_write(jobs, bytes, moved).as_secs();
+    fn write_time_depends_on_memory_and_rate() {
+        let seconds = |jobs, bytes, moved| write_time_with_margin(jobs, bytes, moved).as_secs();
         assert_eq!(
             seconds(1, 1 << 20, (0, Micros(0))),
             5,
@@ -872,9 +898,9 @@ mod tests {
             156,
             "tasks leave slowly"
         );
-        assert!(seconds(1, u64::MAX, (1, Micros::from_secs(9))) > WITHIN_MAX.as_secs());
+        assert!(seconds(1, u64::MAX, (1, Micros::from_secs(9))) > DEADLINE_MAX.as_secs());
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        let (mut writing, asked) = (Writing::default(), std::cell::Cell::new(0));
+        let (mut writing, asked) = (WriteEstimate::default(), std::cell::Cell::new(0));
         let ask = |_| {
             asked.set(asked.get() + 1);
             Some(10)
@@ -891,10 +917,10 @@ mod tests {
             60,
             "who says nothing is taken for one of them"
         );
-        let many = 2 * ASKED_MAX as i32;
+        let many = 2 * MEMORY_QUERIES_MAX as i32;
         assert_eq!(writing.bytes(&tids(many), ask), 10 * many as u64);
-        assert!(asked.get() <= ASKED_MAX);
-        assert_eq!(Writing::default().bytes(&[], ask), 0);
+        assert!(asked.get() <= MEMORY_QUERIES_MAX);
+        assert_eq!(WriteEstimate::default().bytes(&[], ask), 0);
     }
 
     /// Jobs that no host accepts are checkpointed before queued ones; migrating ones are not
@@ -902,28 +928,28 @@ mod tests {
     #[test]
     fn stuck_jobs_are_checkpointed_before_queued_ones() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
-        let rest = |n, tasks, bytes, standing| Rest {
+        let rest = |n, tasks, bytes, standing| RemainingJob {
             job: tid(n),
-            tasks,
-            at_stake: Micros(9),
+            task_count: tasks,
+            unsaved_work: Micros(9),
             bytes,
-            standing,
+            state: standing,
         };
-        use Standing::{Goes, Stuck, Waits};
+        use DepartureState::{Migrating, Queued, Stuck};
         let rests = || {
             vec![
-                rest(1, 9, 90, Goes),
-                rest(2, 1, 50, Waits),
-                rest(3, 2, 60, Waits),
+                rest(1, 9, 90, Migrating),
+                rest(2, 1, 50, Queued),
+                rest(3, 2, 60, Queued),
                 rest(4, 1, 99, Stuck),
                 rest(5, 2, 1, Stuck),
             ]
         };
         let mut tried = BTreeMap::new();
-        let order = |leave, tried: &mut BTreeMap<Tid, Tried>| -> Vec<i32> {
+        let order = |leave, tried: &mut BTreeMap<Tid, Attempts>| -> Vec<i32> {
             let mut rests = rests();
             let next = std::iter::from_fn(|| {
-                let next = next_of(rests.clone(), leave, Moved::default(), tried)?;
+                let next = select_job(rests.clone(), leave, TransferTotals::default(), tried)?;
                 rests.retain(|rest| rest.job != next.job);
                 (1..=5).find(|n| tid(*n) == next.job)
             });
@@ -938,17 +964,17 @@ mod tests {
         let mut failed = |n, at| {
             tried.insert(
                 tid(n),
-                Tried {
-                    times: 1,
-                    at,
-                    for_good: false,
-                    said: String::new(),
+                Attempts {
+                    count: 1,
+                    last: at,
+                    is_hopeless: false,
+                    last_error: String::new(),
                 },
             );
             order(false, &mut tried)
         };
         let before = Instant::now()
-            .checked_sub(RECKONED_FOR)
+            .checked_sub(ESTIMATE_MAX_AGE)
             .expect("the machine runs for longer");
         assert_eq!(
             failed(5, before),
@@ -962,32 +988,31 @@ mod tests {
         );
         assert_eq!(
             [
-                together(&[Waits, Goes]),
-                together(&[Goes, Stuck]),
-                together(&[Waits])
+                job_state(&[Queued, Migrating]),
+                job_state(&[Migrating, Stuck]),
+                job_state(&[Queued])
             ],
-            [Goes, Stuck, Waits]
+            [Migrating, Stuck, Queued]
         );
     }
 
     /// Of the jobs that no host accepts, the one that saves most work per second of writing comes
     /// first.
     #[test]
-    fn job_saving_most_work_per_second_is_first()
-     {
+    fn job_saving_most_work_per_second_is_first() {
         let tid = |n: i32| Tid::from_raw(0x40000 + n);
         let rest = |n, tasks, hours: u64, bytes| {
             let at_stake = Micros::from_secs(3600 * hours);
-            Rest {
+            RemainingJob {
                 job: tid(n),
-                tasks,
-                at_stake,
+                task_count: tasks,
+                unsaved_work: at_stake,
                 bytes,
-                standing: Standing::Stuck,
+                state: DepartureState::Stuck,
             }
         };
-        let first = |rests: &[Rest]| {
-            let next = next_of(rests.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
+        let first = |rests: &[RemainingJob]| {
+            let next = select_job(rests.to_vec(), false, (0, Micros(0)), &BTreeMap::new());
             next.expect("there is one").job
         };
         // Many tasks with a recent checkpoint, and one task that has run for a month.
@@ -1010,7 +1035,7 @@ mod tests {
     #[test]
     fn leave_in_time_extrapolates_rate() {
         let leave = |over, gone, bytes, left| {
-            leave_in_time(
+            can_leave_in_time(
                 Duration::from_secs(over),
                 gone,
                 bytes,
@@ -1045,20 +1070,20 @@ mod tests {
             entry("c", job, 3, Some("cut short")),
         ];
         assert_eq!(
-            at_risk("h2", job, &sets, None),
+            loss_line("h2", job, &sets, None),
             "job t40001 loses what it has done since b if h2 leaves now; 'drain h2 --checkpoint' writes it\n"
         );
-        let kept = |set: &str| at_risk("h2", job, &sets, Some(&set.into()));
+        let kept = |set: &str| loss_line("h2", job, &sets, Some(&set.into()));
         assert_eq!(
             kept("b"),
             "job t40001 loses what it has done since b if h2 leaves now\n"
         );
         assert_eq!(
             kept("c"),
-            at_risk("h2", job, &sets, None),
+            loss_line("h2", job, &sets, None),
             "it is not whole"
         );
-        let all = at_risk("h2", other, &sets, None);
+        let all = loss_line("h2", other, &sets, None);
         assert!(all.starts_with("job t40002 loses all that it has done if h2 leaves now;"));
     }
 
@@ -1077,7 +1102,7 @@ mod tests {
             (tid(6), tid(5)),
         ]);
         let job = |of: i32| {
-            top(tid(of), &parents, |tid| {
+            topmost_spawned(tid(of), &parents, |tid| {
                 parents.get(tid).is_some_and(|parent| parent.is_task())
             })
         };

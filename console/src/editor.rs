@@ -3,10 +3,10 @@
 //! The editor runs in its own thread and is at the prompt only between two commands. Output of
 //! tasks that arrives during that time is shown [above] the prompt.
 //!
-//! [above]: crate::above
+//! [above]: crate::async_output
 
-use crate::above::{Above, Turn};
-use crate::complete::{self, Known};
+use crate::async_output::{AsyncOutput, RedrawHint};
+use crate::complete::{self, CompletionNames};
 use libpvm::Vm;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::termios::{
@@ -31,60 +31,69 @@ const HISTORY_LINES_MAX: usize = 1000;
 /// Number of candidates listed without a confirmation.
 const CANDIDATES_LISTED_MAX: usize = 100;
 /// Exit status of a program killed by a signal is this plus the signal's number.
-const ENDED_BY_SIGNAL: i32 = 128;
+const SIGNAL_EXIT_BASE: i32 = 128;
 
 /// Input from the terminal.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Typed {
+pub(crate) enum EditorInput {
     Line(String),
     /// The end of the input.
     End,
 }
 
 /// A terminal with a line editor.
-pub(crate) struct Terminal {
-    above: Arc<Above>,
-    go: Sender<Known>,
-    before: Termios,
+pub(crate) struct LineEditor {
+    async_output: Arc<AsyncOutput>,
+    prompt_requests: Sender<CompletionNames>,
+    original_modes: Termios,
 }
 
-impl Terminal {
+impl LineEditor {
     /// Starts the editor, which passes input to `typed`. Returns `None` if standard input is not a
     /// terminal that supports editing.
     pub(crate) fn open(
         vm: &Vm,
         history: Option<PathBuf>,
         prompt: &'static str,
-        typed: impl FnMut(Typed) -> bool + Send + 'static,
-    ) -> Option<Terminal> {
+        typed: impl FnMut(EditorInput) -> bool + Send + 'static,
+    ) -> Option<LineEditor> {
         let before = tcgetattr(io::stdin()).ok()?;
-        let above = Arc::new(Above::default());
-        let mut editor = editor(vm, above.clone()).ok()?;
+        let above = Arc::new(AsyncOutput::default());
+        let mut editor = new_editor(vm, above.clone()).ok()?;
         let printer = editor.create_external_printer().ok()?;
         if let Some(path) = &history {
             // A missing history file is created later.
             let _ = editor.load_history(path);
         }
-        restore_at_signals(before.clone());
-        tcsetattr(io::stdin(), SetArg::TCSANOW, &quiet(before.clone())).ok()?;
+        restore_on_signal(before.clone());
+        tcsetattr(
+            io::stdin(),
+            SetArg::TCSANOW,
+            &modes_between_prompts(before.clone()),
+        )
+        .ok()?;
         let (go, known) = channel();
         let reader = Reader {
             editor,
             history,
             prompt,
-            above: above.clone(),
+            async_output: above.clone(),
         };
         thread::spawn(move || reader.run(&known, typed));
         let rung = above.clone();
-        thread::spawn(move || rung.ring(printer));
-        Some(Terminal { above, go, before })
+        thread::spawn(move || rung.run_waker(printer));
+        Some(LineEditor {
+            async_output: above,
+            prompt_requests: go,
+            original_modes: before,
+        })
     }
 
     /// Lets the editor read the next line.
-    pub(crate) fn prompt(&self, known: Known) {
-        self.above.enter();
+    pub(crate) fn prompt(&self, known: CompletionNames) {
+        self.async_output.begin_prompt();
         // The reader thread ends only with the process.
-        let _ = self.go.send(known);
+        let _ = self.prompt_requests.send(known);
     }
 
     /// Shows whole lines of output, above the prompt if there is one.
@@ -92,33 +101,33 @@ impl Terminal {
     /// # Errors
     /// Fails if the terminal cannot be written.
     pub(crate) fn show(&self, bytes: &[u8]) -> io::Result<()> {
-        self.above.show(bytes)
+        self.async_output.show(bytes)
     }
 
     /// Shows output that arrived before the line that was read.
     ///
     /// # Errors
-    /// Fails as [`Terminal::show`] does.
-    pub(crate) fn catch_up(&self) -> io::Result<()> {
-        self.above.catch_up()
+    /// Fails as [`LineEditor::show`] does.
+    pub(crate) fn flush_pending(&self) -> io::Result<()> {
+        self.async_output.flush_pending()
     }
 
     /// Ends the reading of lines and restores the terminal.
     ///
     /// # Errors
-    /// Fails as [`Terminal::show`] does.
+    /// Fails as [`LineEditor::show`] does.
     pub(crate) fn close(&self) -> io::Result<()> {
         self.restore();
-        self.above.catch_up()
+        self.async_output.flush_pending()
     }
 
     /// Restores the terminal modes, even while the editor is at its prompt: no more lines are read.
     fn restore(&self) {
-        let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.before);
+        let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.original_modes);
     }
 }
 
-impl Drop for Terminal {
+impl Drop for LineEditor {
     fn drop(&mut self) {
         self.restore();
     }
@@ -126,7 +135,7 @@ impl Drop for Terminal {
 
 /// Returns the terminal modes between two prompts. Echo and line mode are off: keys typed ahead
 /// wait for the editor, which shows them when it reads them instead of in the middle of output.
-fn quiet(mut modes: Termios) -> Termios {
+fn modes_between_prompts(mut modes: Termios) -> Termios {
     modes
         .local_flags
         .remove(LocalFlags::ECHO | LocalFlags::ICANON);
@@ -137,21 +146,24 @@ fn quiet(mut modes: Termios) -> Termios {
 
 /// Restores the terminal modes when a signal ends the console. Later threads inherit the mask, so
 /// only the thread started here receives these signals.
-fn restore_at_signals(before: Termios) {
-    let mut ending = SigSet::empty();
+fn restore_on_signal(before: Termios) {
+    let mut signals = SigSet::empty();
     for signal in [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT] {
-        ending.add(signal);
+        signals.add(signal);
     }
-    if ending.thread_block().is_ok() {
+    if signals.thread_block().is_ok() {
         thread::spawn(move || {
-            let signal = ending.wait();
+            let signal = signals.wait();
             let _ = tcsetattr(io::stdin(), SetArg::TCSANOW, &before);
-            std::process::exit(signal.map_or(1, |signal| ENDED_BY_SIGNAL + signal as i32));
+            std::process::exit(signal.map_or(1, |signal| SIGNAL_EXIT_BASE + signal as i32));
         });
     }
 }
 
-fn editor(vm: &Vm, above: Arc<Above>) -> rustyline::Result<Editor<Candidates, FileHistory>> {
+fn new_editor(
+    vm: &Vm,
+    above: Arc<AsyncOutput>,
+) -> rustyline::Result<Editor<EditorHelper, FileHistory>> {
     let config = Config::builder()
         .max_history_size(HISTORY_LINES_MAX)?
         .history_ignore_dups(true)?
@@ -162,51 +174,55 @@ fn editor(vm: &Vm, above: Arc<Above>) -> rustyline::Result<Editor<Candidates, Fi
         .bracketed_paste(false)
         .build();
     let mut editor = Editor::with_config(config)?;
-    editor.set_helper(Some(Candidates {
+    editor.set_helper(Some(EditorHelper {
         vm: vm.clone(),
-        known: Known::default(),
-        above,
+        known: CompletionNames::default(),
+        async_output: above,
     }));
     Ok(editor)
 }
 
 struct Reader {
-    editor: Editor<Candidates, FileHistory>,
+    editor: Editor<EditorHelper, FileHistory>,
     history: Option<PathBuf>,
     prompt: &'static str,
-    above: Arc<Above>,
+    async_output: Arc<AsyncOutput>,
 }
 
 impl Reader {
-    fn run(mut self, known: &Receiver<Known>, mut typed: impl FnMut(Typed) -> bool) {
+    fn run(
+        mut self,
+        known: &Receiver<CompletionNames>,
+        mut typed: impl FnMut(EditorInput) -> bool,
+    ) {
         while let Ok(known) = known.recv() {
             if let Some(helper) = self.editor.helper_mut() {
                 helper.known = known;
             }
             let read = self.read();
-            self.above.leave();
-            let end = read == Typed::End;
+            self.async_output.end_prompt();
+            let end = read == EditorInput::End;
             if !typed(read) || end {
                 return;
             }
         }
     }
 
-    fn read(&mut self) -> Typed {
+    fn read(&mut self) -> EditorInput {
         loop {
             match self.editor.readline(self.prompt) {
                 Ok(line) => {
-                    self.remember(&line);
-                    return Typed::Line(line);
+                    self.add_to_history(&line);
+                    return EditorInput::Line(line);
                 }
                 // Ctrl-C discards the line; a resized window is redrawn.
                 Err(ReadlineError::Interrupted | ReadlineError::Signal(_)) => {}
-                Err(_) => return Typed::End,
+                Err(_) => return EditorInput::End,
             }
         }
     }
 
-    fn remember(&mut self, line: &str) {
+    fn add_to_history(&mut self, line: &str) {
         let new = self.editor.add_history_entry(line).unwrap_or(false);
         if let (true, Some(path)) = (new, &self.history) {
             // If the file cannot be written, the history lasts as long as the console.
@@ -216,14 +232,14 @@ impl Reader {
 }
 
 /// The editor's helper: supplies completion candidates and hints.
-struct Candidates {
+struct EditorHelper {
     vm: Vm,
-    known: Known,
-    above: Arc<Above>,
+    known: CompletionNames,
+    async_output: Arc<AsyncOutput>,
 }
 
-impl complete::World for Candidates {
-    fn known(&self) -> &Known {
+impl complete::NameSource for EditorHelper {
+    fn session_names(&self) -> &CompletionNames {
         &self.known
     }
 
@@ -243,7 +259,7 @@ impl complete::World for Candidates {
             .collect()
     }
 
-    fn entries(&self, dir: &Path) -> Vec<(String, bool)> {
+    fn folder_entries(&self, dir: &Path) -> Vec<(String, bool)> {
         let Ok(entries) = std::fs::read_dir(dir) else {
             return Vec::new();
         };
@@ -259,7 +275,7 @@ impl complete::World for Candidates {
     }
 }
 
-impl Completer for Candidates {
+impl Completer for EditorHelper {
     type Candidate = String;
 
     fn complete(
@@ -268,19 +284,19 @@ impl Completer for Candidates {
         pos: usize,
         _: &Context<'_>,
     ) -> rustyline::Result<(usize, Vec<String>)> {
-        self.above.lists();
+        self.async_output.on_list_candidates();
         Ok(complete::complete(&line[..pos], self))
     }
 }
 
-impl Hinter for Candidates {
-    type Hint = Turn;
+impl Hinter for EditorHelper {
+    type Hint = RedrawHint;
 
-    fn hint(&self, _: &str, _: usize, _: &Context<'_>) -> Option<Turn> {
-        Some(self.above.hint())
+    fn hint(&self, _: &str, _: usize, _: &Context<'_>) -> Option<RedrawHint> {
+        Some(self.async_output.new_hint())
     }
 }
 
-impl Highlighter for Candidates {}
-impl Validator for Candidates {}
-impl Helper for Candidates {}
+impl Highlighter for EditorHelper {}
+impl Validator for EditorHelper {}
+impl Helper for EditorHelper {}

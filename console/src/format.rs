@@ -65,7 +65,7 @@ pub(crate) fn conf(table: &HostTable) -> String {
 }
 
 /// Formats the announcement of hosts that others have added.
-pub(crate) fn announce(table: &HostTable, added: &[HostId]) -> String {
+pub(crate) fn new_hosts(table: &HostTable, added: &[HostId]) -> String {
     let mut out = format!(
         "\nConsole: {} new host{} added\n",
         added.len(),
@@ -93,7 +93,7 @@ pub(crate) fn announce(table: &HostTable, added: &[HostId]) -> String {
 }
 
 /// Returns the name of the host in a host-file line.
-pub(crate) fn line_name(line: &str) -> &str {
+pub(crate) fn host_of_line(line: &str) -> &str {
     line.split_whitespace().next().unwrap_or(line)
 }
 
@@ -162,7 +162,7 @@ pub(crate) fn pstat(tid: Tid, status: Result<(), PvmError>) -> String {
 }
 
 /// Returns the header of task tables.
-pub(crate) fn ps_head(long: bool) -> String {
+pub(crate) fn ps_header(long: bool) -> String {
     let ids = if long {
         format!(" {:>8} {:>6}", "PTID", "PID")
     } else {
@@ -210,7 +210,7 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
 
 /// Formats the output of `ps` for tasks sorted by host and tid.
 pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo], console: Tid, long: bool) -> String {
-    let mut out = ps_head(long);
+    let mut out = ps_header(long);
     tasks
         .iter()
         .for_each(|task| out.push_str(&ps_row(table, task, console, long)));
@@ -294,7 +294,7 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
 }
 
 /// Formats the output of a successful `migrate`.
-pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
+pub(crate) fn migrated(tid: Tid, to: &str, report: &MoveReport) -> String {
     let ms = (report.frozen.0 + 500) / 1000;
     match report.engine {
         Engine::Criu => format!(
@@ -307,9 +307,9 @@ pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> String {
 
 /// Names of hosts, including those that have left.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Names(BTreeMap<HostId, String>);
+pub(crate) struct HostNames(BTreeMap<HostId, String>);
 
-impl Names {
+impl HostNames {
     /// Adds the names of a host table.
     pub(crate) fn learn_table(&mut self, table: &HostTable) {
         self.0
@@ -317,7 +317,7 @@ impl Names {
     }
 
     /// Adds the name that an event contains, if any.
-    pub(crate) fn learn(&mut self, event: &Event) {
+    pub(crate) fn learn_event(&mut self, event: &Event) {
         if let EventKind::HostAdded { host, name } | EventKind::HostGone { host, name, .. } =
             &event.kind
         {
@@ -332,7 +332,7 @@ impl Names {
 }
 
 /// Formats one event: time, host, text.
-pub(crate) fn event(names: &Names, event: &Event) -> String {
+pub(crate) fn event(names: &HostNames, event: &Event) -> String {
     let host = names
         .get(event.host)
         .map_or_else(|| event.host.to_string(), str::to_string);
@@ -344,7 +344,7 @@ pub(crate) fn event(names: &Names, event: &Event) -> String {
 }
 
 /// A date and a time of day in UTC.
-struct Civil {
+struct CivilTime {
     year: u64,
     /// Counts from 1 to 12.
     month: u64,
@@ -355,8 +355,8 @@ struct Civil {
     weekday: usize,
 }
 
-impl Civil {
-    fn new(at: Micros) -> Civil {
+impl CivilTime {
+    fn new(at: Micros) -> CivilTime {
         let seconds = at.0 / 1_000_000;
         let (days, second) = (seconds / 86_400, seconds % 86_400);
         // Converts days since 1970 to a civil date, in 400-year eras that begin on 1 March.
@@ -374,7 +374,7 @@ impl Civil {
         };
         let year = era * 400 + year_of_era + u64::from(month <= 2);
         // 1 January 1970 was a Thursday.
-        Civil {
+        CivilTime {
             year,
             month,
             day,
@@ -395,8 +395,8 @@ impl Civil {
 
 /// Formats a time in UTC with milliseconds, such as `2026-11-21T09:34:01.123Z`.
 pub(crate) fn time(at: Micros) -> String {
-    let civil = Civil::new(at);
-    let Civil {
+    let civil = CivilTime::new(at);
+    let CivilTime {
         year, month, day, ..
     } = civil;
     format!(
@@ -407,12 +407,12 @@ pub(crate) fn time(at: Micros) -> String {
 }
 
 /// Formats a time in UTC as C's `ctime` does, such as `Sat Nov 21 09:34:01 2026`.
-pub(crate) fn clock(at: Micros) -> String {
+pub(crate) fn ctime(at: Micros) -> String {
     const DAYS: [&str; 7] = ["Sun", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat"];
     const MONTHS: [&str; 12] = [
         "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
     ];
-    let civil = Civil::new(at);
+    let civil = CivilTime::new(at);
     let (weekday, month) = (DAYS[civil.weekday], MONTHS[civil.month as usize - 1]);
     format!(
         "{weekday} {month} {:2} {} {}",
@@ -447,8 +447,8 @@ pub(crate) mod tests {
         }
     }
 
-    pub(crate) fn host_names() -> Names {
-        let mut names = Names::default();
+    pub(crate) fn host_names() -> HostNames {
+        let mut names = HostNames::default();
         names.learn_table(&table());
         names
     }
@@ -575,7 +575,7 @@ Console: 2 new hosts added
                      ha2    80000  LINUX64    1000
                      ha3    c0000  LINUX64    1000
 ";
-        assert_eq!(announce(&table(), &two), expected);
+        assert_eq!(new_hosts(&table(), &two), expected);
     }
 
     /// A migration and an event take one line each.
@@ -589,7 +589,7 @@ Console: 2 new hosts added
             engine: Engine::Criu,
         };
         assert_eq!(
-            moved(Tid::from_raw(0x40002), "h3", &report),
+            migrated(Tid::from_raw(0x40002), "h3", &report),
             "t40002 moved to h3: 1234 bytes, frozen 98 ms\n"
         );
         let report = MoveReport {
@@ -598,7 +598,7 @@ Console: 2 new hosts added
             ..report
         };
         assert_eq!(
-            moved(Tid::from_raw(0x40002), "h3", &report),
+            migrated(Tid::from_raw(0x40002), "h3", &report),
             "t40002 moved to h3 by restart: away 98 ms\n"
         );
         let (from, to) = (HostId::MASTER, HostId::new(3).expect("3"));
@@ -643,7 +643,7 @@ Console: 2 new hosts added
         };
         let mut names = host_names();
         assert!(event(&names, &before).starts_with("1970-01-01T00:00:00.000Z host 7 "));
-        names.learn(&Event {
+        names.learn_event(&Event {
             number: 2,
             at: Micros(0),
             host: HostId::MASTER,
@@ -664,13 +664,13 @@ Console: 2 new hosts added
             time(Micros(1_735_689_599_999_999)),
             "2024-12-31T23:59:59.999Z"
         );
-        assert_eq!(clock(Micros(0)), "Thu Jan  1 00:00:00 1970");
+        assert_eq!(ctime(Micros(0)), "Thu Jan  1 00:00:00 1970");
         assert_eq!(
-            clock(Micros(1_735_689_599_999_999)),
+            ctime(Micros(1_735_689_599_999_999)),
             "Tue Dec 31 23:59:59 2024"
         );
         assert_eq!(
-            clock(Micros(1_795_275_167_412_550)),
+            ctime(Micros(1_795_275_167_412_550)),
             "Sat Nov 21 15:32:47 2026"
         );
     }

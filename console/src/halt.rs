@@ -1,14 +1,14 @@
 //! Ends the virtual machine and waits until the local daemon has exited.
 
-use crate::daemon::Watched;
-use crate::screen::Screen;
+use crate::daemon::DaemonProcess;
+use crate::terminal::Terminal;
 use libpvm::Vm;
 use std::path::PathBuf;
 use std::process::{Child, ExitCode};
 
 /// What this process knows about the daemon of this host.
 #[derive(Debug)]
-pub(crate) struct Home {
+pub(crate) struct LocalDaemon {
     /// Path of the daemon's lock file.
     pub(crate) lock: PathBuf,
     /// The daemon's process, if this process started it.
@@ -16,18 +16,18 @@ pub(crate) struct Home {
 }
 
 /// Halts the virtual machine and waits for the local daemon to exit.
-pub(crate) fn halt(vm: &Vm, home: &mut Home) -> ExitCode {
-    let watched = Watched::holding(home.lock.clone());
+pub(crate) fn halt(vm: &Vm, daemon: &mut LocalDaemon) -> ExitCode {
+    let watched = DaemonProcess::from_lock_file(daemon.lock.clone());
     if let Err(error) = vm.halt() {
-        Screen.complain(&format!("halt: {error}"));
+        Terminal.print_error(&format!("halt: {error}"));
         return ExitCode::FAILURE;
     }
-    if watched.wait(home.child.as_mut()) {
+    if watched.wait_for_exit(daemon.child.as_mut()) {
         return ExitCode::SUCCESS;
     }
-    Screen.complain(&format!(
+    Terminal.print_error(&format!(
         "halt: the daemon was asked to end and is still there; its process number is in {}",
-        home.lock.display()
+        daemon.lock.display()
     ));
     ExitCode::FAILURE
 }

@@ -1,7 +1,7 @@
 //! The help texts of all commands.
 
 /// Help for one command.
-pub(crate) struct Entry {
+pub(crate) struct CommandHelp {
     /// The name as typed.
     pub(crate) name: &'static str,
     /// One line for the list of commands.
@@ -11,29 +11,29 @@ pub(crate) struct Entry {
 }
 
 /// Commands that the list omits, because they only inspect the daemon or the console.
-const NOT_LISTED: [&str; 2] = ["idump", "tickle"];
+const UNLISTED_COMMANDS: [&str; 2] = ["idump", "tickle"];
 
 /// All commands, sorted by name.
-pub(crate) const COMMANDS: &[Entry] = &[
-    Entry {
+pub(crate) const COMMANDS: &[CommandHelp] = &[
+    CommandHelp {
         name: "add",
         summary: "Add hosts to the virtual machine",
         detail: "Syntax:  add host ...\n  or     add 'host option=value ...' ...\n\
                  Options: lo=user dx=daemon ep=path wd=dir sp=speed ip=address bx=debugger\n",
     },
-    Entry {
+    CommandHelp {
         name: "alias",
         summary: "Define a short name for a command, or list them",
         detail: "Syntax:  alias [ name command [ arg ... ] ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "can-migrate",
         summary: "Tell which hosts would take a running task, and what the others have against it",
         detail: "Syntax:  can-migrate tid [ host ]\nAsks all hosts, or only this one; nothing is moved and nothing stands still.\n\
                  The hosts come in the order of their distance. The answer holds for now: a move asks again.\n\
                  Where it would not go by CRIU, the way is said: its own checkpoint, or restart (SEMPA_ENGINE).\n",
     },
-    Entry {
+    CommandHelp {
         name: "checkpoint",
         summary: "Write all tasks of a job to the store, as they are at one moment",
         detail: "Syntax:  checkpoint [ --every time | --loss time | --stop | --end ] tid\nThe job is this task and everything that it and its \
@@ -41,7 +41,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  30s, 5m) it is done again and again, and the\njob goes back to its newest checkpoint when a host is lost that \
                  had tasks of it. With --loss it is done so often that no more work than\nthat is lost then.\nWith --end the job ends when its checkpoint is complete; 'restart' starts it again.\nTasks that CRIU cannot write may write themselves (SEMPA_ENGINE=own, SEMPA_STATE).\nThe store is on the master's host: $SEMPA_STORE, or ~/.local/state/sempa/checkpoints.\n",
     },
-    Entry {
+    CommandHelp {
         name: "checkpoints",
         summary: "List the checkpoints in the store, or remove some",
         detail: "Syntax:  checkpoints [ --remove set ... | --remove-job tid ] [ --any ]\nOldest first. When the store is full those of \
@@ -49,18 +49,18 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  a job that may still be wanted.\n--remove removes these, and --remove-job all of a job, but for one that is being started, and \
                  one that a job\nwould go back to. With --any also those that other virtual machines of yours have made.\n",
     },
-    Entry {
+    CommandHelp {
         name: "conf",
         summary: "List the hosts of the virtual machine",
         detail: "Syntax:  conf\nOutput fields:\n  HOST    name of the host\n  DTID    its tid\n  ARCH    its architecture\n  \
                  SPEED   its relative speed, as given when it was added\n  DSIG    how its machine lays out numbers\n",
     },
-    Entry {
+    CommandHelp {
         name: "delete",
         summary: "Take hosts out of the virtual machine",
         detail: "Syntax:  delete host ...\nTasks that run there are ended.\n",
     },
-    Entry {
+    CommandHelp {
         name: "drain",
         summary: "Have all tasks leave a host, and keep others away",
         detail: "Syntax:  drain host [ --deadline time ] [ --checkpoint ]\nReturns when the host is empty, or at the deadline (as 30s, 5m), or when \
@@ -71,48 +71,48 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  Of tasks that leave together the smallest go first.\n\
                  Tasks that were started by hand, and what belongs to the host, stay.\nThe resource manager moves the tasks.\n",
     },
-    Entry {
+    CommandHelp {
         name: "echo",
         summary: "Print the arguments",
         detail: "Syntax:  echo [ word ... ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "events",
         summary: "Show what happened in the virtual machine, and why",
         detail: "Syntax:  events [ --from number ] [ --follow ]\nOne line for each event: time (UTC), host, what happened.\n\
                  --follow goes on until it is interrupted (only as `pvm events --follow`).\n",
     },
-    Entry {
+    CommandHelp {
         name: "export",
         summary: "Add variables to the environment of tasks spawned from here",
         detail: "Syntax:  export [ variable ... ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "getopt",
         summary: "Show options of the console's own task",
         detail: "Syntax:  getopt [ option ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "halt",
         summary: "End the virtual machine: all tasks, all daemons",
         detail: "Syntax:  halt\nReturns when the daemon of this host is gone.\n",
     },
-    Entry {
+    CommandHelp {
         name: "help",
         summary: "Explain a command",
         detail: "Syntax:  help [ command ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "id",
         summary: "Print the console's own tid",
         detail: "Syntax:  id\n",
     },
-    Entry {
+    CommandHelp {
         name: "idump",
         summary: "Show how much memory the console uses",
         detail: "Syntax:  idump [ how ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "job",
         summary: "Show, end, suspend or resume whole jobs: a task from a command line and all that it spawned",
         detail: "Syntax:  job list [ --user user ]\n         job status tid\n         job kill tid\n         \
@@ -124,33 +124,33 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  Tasks from a command line go on. With '--task' the one task alone is suspended or resumed.\n\
                  The resource manager knows the jobs.\n",
     },
-    Entry {
+    CommandHelp {
         name: "jobs",
         summary: "List jobs whose output is collected here",
         detail: "Syntax:  jobs [ -l ]\nOptions:  -l   with a line for each task\n",
     },
-    Entry {
+    CommandHelp {
         name: "kill",
         summary: "End tasks (SIGTERM)",
         detail: "Syntax:  kill [ -c ] tid ...\nOptions:  -c   the children of tid instead\n",
     },
-    Entry {
+    CommandHelp {
         name: "migrate",
         summary: "Move a running task to another host",
         detail: "Syntax:  migrate tid host\nReturns when the task runs there and all of its memory is there, or says which step\n\
                  failed and why; the task then goes on where it was.\n",
     },
-    Entry {
+    CommandHelp {
         name: "mstat",
         summary: "Tell whether hosts are up",
         detail: "Syntax:  mstat host ...\n",
     },
-    Entry {
+    CommandHelp {
         name: "names",
         summary: "List the mailbox of the virtual machine",
         detail: "Syntax:  names [ pattern ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "owner",
         summary: "Say what guests may do on your machine, and see who uses it",
         detail: "Syntax:  owner [ status ]\n         owner away | here [ --for time ]\n         owner auto\n         \
@@ -167,7 +167,7 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  policy  all that a file says, as docs/owner.toml does, counts as your rules; alone it shows them\n\
                  A virtual machine of your own reads ~/.config/sempa/owner.toml besides.\n",
     },
-    Entry {
+    CommandHelp {
         name: "ps",
         summary: "List tasks",
         detail: "Syntax:  ps [ -a ] [ -l ] [ -x ] [ -htid ] [ -nhost ]\n\
@@ -182,54 +182,54 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  a   waiting for authorization\n  o   connection is being closed\n  s   deadlocked\n  \
                  H   hoster\n  R   resource manager\n  T   tasker\n",
     },
-    Entry {
+    CommandHelp {
         name: "pstat",
         summary: "Tell whether tasks run",
         detail: "Syntax:  pstat tid ...\n",
     },
-    Entry {
+    CommandHelp {
         name: "put",
         summary: "Put an empty entry into the mailbox",
         detail: "Syntax:  put name flags\n",
     },
-    Entry {
+    CommandHelp {
         name: "quit",
         summary: "Leave the console; the virtual machine goes on",
         detail: "Syntax:  quit\n",
     },
-    Entry {
+    CommandHelp {
         name: "replay",
         summary: "Run what a resource manager has recorded under another policy, and compare",
         detail: "Syntax:  replay log --policy file\nThe log is one that 'pvm-rm --record log' has written.\n",
     },
-    Entry {
+    CommandHelp {
         name: "reset",
         summary: "End all tasks and clean the mailbox",
         detail: "Syntax:  reset\n\nreset info    only remove mailbox entries that nobody owns\n\
                  Syntax:  reset info [ class [ index ] ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "restart",
         summary: "Start the tasks of a checkpoint again",
         detail: "Syntax:  restart set [ --on host[,host ...] ]\nThey keep their tids and go on where they were when the checkpoint \
                  was made, also in a new virtual machine.\nAll of them are started, or none.\n",
     },
-    Entry {
+    CommandHelp {
         name: "setenv",
         summary: "Show or set the console's environment variables",
         detail: "Syntax:  setenv [ name [ value ... ] ]\nA variable reaches spawned tasks when it is exported.\n",
     },
-    Entry {
+    CommandHelp {
         name: "setopt",
         summary: "Set options of the console's own task",
         detail: "Syntax:  setopt option value\n",
     },
-    Entry {
+    CommandHelp {
         name: "sig",
         summary: "Send a signal to tasks",
         detail: "Syntax:  sig signal tid ...\nThe signal is a number or a name such as TERM.\n",
     },
-    Entry {
+    CommandHelp {
         name: "spawn",
         summary: "Start tasks",
         detail: "Syntax:  spawn [ options ] file [ arg ... ]\n\
@@ -248,12 +248,12 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  -@(file)       trace the job, write the records to a new file\n          \
                  --job (file)   a job file says what is not said here: program, arguments, count, wants ...\n",
     },
-    Entry {
+    CommandHelp {
         name: "start",
         summary: "Start the virtual machine in the background",
         detail: "Syntax:  pvm [ -dMASK ] [ -nNAME ] start [ hostfile ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "tickle",
         summary: "Ask the daemon about itself",
         detail: "Syntax:  tickle how [ arg ... ]\nHow:\n  0        memory, into the log\n  1        host table, into the log\n  \
@@ -262,29 +262,29 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  7 num    accepted, without effect\n  8 dtid   give up the host with this tid\n  \
                  9        statistics, into the log\n",
     },
-    Entry {
+    CommandHelp {
         name: "trace",
         summary: "Choose the events that tasks spawned with -@ record",
         detail: "Syntax:  trace\n         trace [+] name ...\n         trace - name ...\n         trace [+] *\n         \
                  trace - *\n         trace xpvm (what XPVM displays, the default)\n         trace buf [ bytes ]\n         \
                  trace opt [ full | time | count ]\n",
     },
-    Entry {
+    CommandHelp {
         name: "unalias",
         summary: "Forget aliases",
         detail: "Syntax:  unalias name ...\n",
     },
-    Entry {
+    CommandHelp {
         name: "undrain",
         summary: "Let a host take tasks again",
         detail: "Syntax:  undrain host\n",
     },
-    Entry {
+    CommandHelp {
         name: "unexport",
         summary: "Take variables out of the environment of tasks spawned from here",
         detail: "Syntax:  unexport variable ...\n",
     },
-    Entry {
+    CommandHelp {
         name: "usage",
         summary: "Show what users or jobs have used",
         detail: "Syntax:  usage [ --user user ] [ --job tid ]\nOutput fields:\n  CPU S    processor time of tasks that have ended\n  \
@@ -292,12 +292,12 @@ pub(crate) const COMMANDS: &[Entry] = &[
                  EVICTED  how often one had to go because of an owner: by a move, by its end, or with its checkpointed job\n  \
                  INDEX    who has taken less has a lower one, and is served first\n",
     },
-    Entry {
+    CommandHelp {
         name: "version",
         summary: "Show the version of the interface",
         detail: "Syntax:  version\n",
     },
-    Entry {
+    CommandHelp {
         name: "why",
         summary: "Tell why a task is where it is, or why a host is not used",
         detail: "Syntax:  why [ -a ] tid | host\nThe newest decisions of the resource manager about it, with their reasons; of the task \
@@ -306,26 +306,26 @@ pub(crate) const COMMANDS: &[Entry] = &[
 ];
 
 /// Returns the command with this name.
-pub(crate) fn find(name: &str) -> Option<&'static Entry> {
+pub(crate) fn find(name: &str) -> Option<&'static CommandHelp> {
     COMMANDS.iter().find(|entry| entry.name == name)
 }
 
 /// Returns the text of `help NAME`, or `None` if there is no such command.
-pub(crate) fn about(name: &str) -> Option<String> {
+pub(crate) fn help_text(name: &str) -> Option<String> {
     let entry = find(name)?;
     let mut text = format!("{:<12}{}\n{}", entry.name, entry.summary, entry.detail);
     if name == "help" {
-        text.push_str(&list());
+        text.push_str(&command_list());
     }
     Some(text)
 }
 
 /// Returns the list of all commands.
-fn list() -> String {
+fn command_list() -> String {
     let mut text = String::from("Commands are:\n");
     for entry in COMMANDS
         .iter()
-        .filter(|entry| !NOT_LISTED.contains(&entry.name))
+        .filter(|entry| !UNLISTED_COMMANDS.contains(&entry.name))
     {
         text.push_str(&format!("  {:<12}{}\n", entry.name, entry.summary));
     }
@@ -349,15 +349,15 @@ mod tests {
     /// The help texts have the layout of PVM's.
     #[test]
     fn help_layout_matches_pvm() {
-        let text = about("help").expect("a command");
+        let text = help_text("help").expect("a command");
         assert!(
             text.starts_with("help        Explain a command\nSyntax:  help [ command ]\nCommands are:\n  add         ")
         );
         assert!(
-            about("id")
+            help_text("id")
                 .expect("a command")
                 .starts_with("id          Print")
         );
-        assert_eq!(about("foo"), None);
+        assert_eq!(help_text("foo"), None);
     }
 }

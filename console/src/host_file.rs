@@ -1,7 +1,7 @@
 //! Waits for the hosts of the host file with which the virtual machine was started, and reports
 //! those that did not join.
 
-use crate::screen::Screen;
+use crate::terminal::Terminal;
 use libpvm::Vm;
 use sempa_proto::event::EventKind;
 use std::ffi::OsString;
@@ -10,11 +10,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Time limit for all hosts of a host file to join. Each host has its own, shorter limits.
-const JOIN_MAX: Duration = Duration::from_secs(300);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(300);
 /// Interval for polling the event log.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// Events fetched by one request.
-const EVENTS_AT_ONCE_MAX: u32 = 1000;
+const EVENTS_BATCH_MAX: u32 = 1000;
 
 /// True if a daemon started with these arguments reads a host file.
 pub(crate) fn is_given(args: &[OsString]) -> bool {
@@ -24,13 +24,13 @@ pub(crate) fn is_given(args: &[OsString]) -> bool {
 
 /// Waits until every host of the file has joined or failed, as `pvm_start_pvmd` does, and reports
 /// failures. Returns true if all have joined.
-pub(crate) fn settle(vm: &Vm) -> bool {
-    let (deadline, mut next, mut good) = (Instant::now() + JOIN_MAX, 0, true);
+pub(crate) fn await_hosts(vm: &Vm) -> bool {
+    let (deadline, mut next, mut all_joined) = (Instant::now() + JOIN_TIMEOUT, 0, true);
     while Instant::now() < deadline {
-        let events = match vm.events(next, EVENTS_AT_ONCE_MAX) {
+        let events = match vm.events(next, EVENTS_BATCH_MAX) {
             Ok(events) => events,
             Err(error) => {
-                Screen.complain(&format!(
+                Terminal.print_error(&format!(
                     "pvm: what became of the host file is not known: {error}"
                 ));
                 return false;
@@ -40,19 +40,19 @@ pub(crate) fn settle(vm: &Vm) -> bool {
             next = event.number + 1;
             match &event.kind {
                 EventKind::HostRefused { .. } => {
-                    Screen.complain(&format!("pvm: {}", event.kind));
-                    good = false;
+                    Terminal.print_error(&format!("pvm: {}", event.kind));
+                    all_joined = false;
                 }
-                EventKind::HostFileDone { .. } => return good,
+                EventKind::HostFileDone { .. } => return all_joined,
                 _ => {}
             }
         }
         if events.is_empty() {
-            thread::sleep(LOOK_EVERY);
+            thread::sleep(POLL_INTERVAL);
         }
     }
-    let seconds = JOIN_MAX.as_secs();
-    Screen.complain(&format!(
+    let seconds = JOIN_TIMEOUT.as_secs();
+    Terminal.print_error(&format!(
         "pvm: hosts of the host file have not joined within {seconds} s; 'pvm conf' lists those that have"
     ));
     false

@@ -3,10 +3,10 @@
 //! A job is a top-level task and all its descendants, as recorded by the resource manager.
 
 use crate::format;
-use crate::machine::Machine;
-use crate::parse::{ParseError, task_tid};
+use crate::parse::{ParseError, parse_task_tid};
 use crate::session::Outcome;
-use crate::usage::{self, HEAD, option, sums, sums_value};
+use crate::usage::{self, SUMS_HEADER, option_value, sums_columns, sums_value};
+use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use sempa_proto::Tid;
 use sempa_proto::rm::{Answer, JobUse, Question, Suspended, TaskUse, Waits};
@@ -15,13 +15,13 @@ use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
 /// Time to wait for the end of a job. Its tasks have ten seconds to exit before they are killed.
-const KILL_TIME_MAX: Duration = Duration::from_secs(40);
+const KILL_TIMEOUT: Duration = Duration::from_secs(40);
 /// Interval for polling the resource manager during a kill.
-const KILL_PAUSE: Duration = Duration::from_millis(100);
+const KILL_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A parsed `job` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Job {
+pub(crate) enum JobCommand {
     /// Lists jobs and waiting spawns.
     List {
         /// Only this user's jobs.
@@ -46,36 +46,36 @@ pub(crate) enum Job {
 }
 
 /// Parses the words after the command.
-pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
+pub(crate) fn parse(args: &[String]) -> Result<JobCommand, ParseError> {
     let wrong = Err(ParseError::WrongArgs("job"));
     let Some((what, args)) = args.split_first() else {
         return wrong;
     };
     let one = || match args {
-        [job] => task_tid("job", job),
+        [job] => parse_task_tid("job", job),
         _ => Err(ParseError::WrongArgs("job")),
     };
     match what.as_str() {
         "list" => {
             let (mut user, mut rest) = (None, args.iter());
             while let Some(arg) = rest.next() {
-                match option("job", "--user", arg, &mut rest)? {
-                    Some(word) => user = Some(usage::user("job", word)?),
+                match option_value("job", "--user", arg, &mut rest)? {
+                    Some(word) => user = Some(usage::parse_user("job", word)?),
                     None => return wrong,
                 }
             }
-            Ok(Job::List { user })
+            Ok(JobCommand::List { user })
         }
-        "status" => one().map(Job::Status),
-        "kill" => one().map(Job::Kill),
+        "status" => one().map(JobCommand::Status),
+        "kill" => one().map(JobCommand::Kill),
         word @ ("suspend" | "resume") => {
             let suspend = word == "suspend";
             match args {
-                [alone, tid] if alone == "--task" => Ok(Job::SuspendTask {
-                    tid: task_tid("job", tid)?,
+                [alone, tid] if alone == "--task" => Ok(JobCommand::SuspendTask {
+                    tid: parse_task_tid("job", tid)?,
                     suspend,
                 }),
-                _ => Ok(Job::Suspend {
+                _ => Ok(JobCommand::Suspend {
                     job: one()?,
                     suspend,
                 }),
@@ -86,37 +86,37 @@ pub(crate) fn parse(args: &[String]) -> Result<Job, ParseError> {
 }
 
 /// Executes a parsed `job` command.
-pub(crate) fn run(machine: &impl Machine, job: &Job) -> Result<Outcome, Error> {
+pub(crate) fn run(machine: &impl VirtualMachine, job: &JobCommand) -> Result<Outcome, Error> {
     match job {
-        Job::List { user } => list(machine, *user),
-        Job::Status(tid) => status(machine, "job status", *tid),
-        Job::Kill(tid) => kill(machine, *tid),
-        Job::Suspend { job, suspend } => self::suspend(machine, *job, *suspend),
-        Job::SuspendTask { tid, suspend } => suspend_task(machine, *tid, *suspend),
+        JobCommand::List { user } => list_jobs(machine, *user),
+        JobCommand::Status(tid) => job_status(machine, "job status", *tid),
+        JobCommand::Kill(tid) => kill_job(machine, *tid),
+        JobCommand::Suspend { job, suspend } => self::suspend_job(machine, *job, *suspend),
+        JobCommand::SuspendTask { tid, suspend } => suspend_task(machine, *tid, *suspend),
     }
 }
 
-fn list(machine: &impl Machine, user: Option<u32>) -> Result<Outcome, Error> {
+fn list_jobs(machine: &impl VirtualMachine, user: Option<u32>) -> Result<Outcome, Error> {
     let Answer::Jobs(jobs) = machine.ask_rm(&Question::Jobs { user })? else {
-        return Ok(Outcome::complaint(
+        return Ok(Outcome::error(
             "job list: the resource manager knows no jobs",
         ));
     };
     let Answer::Waiting(waiting) = machine.ask_rm(&Question::Waiting { user })? else {
-        return Ok(Outcome::complaint(
+        return Ok(Outcome::error(
             "job list: the resource manager does not tell which spawns wait",
         ));
     };
     let lines = jobs
         .iter()
-        .map(line)
+        .map(job_line)
         .chain(waiting.iter().map(waiting_line));
     let value = json!({
-        "jobs": jobs.iter().map(value).collect::<Vec<_>>(),
+        "jobs": jobs.iter().map(job_value).collect::<Vec<_>>(),
         "waiting": waiting.iter().map(waiting_value).collect::<Vec<_>>(),
     });
-    Ok(Outcome::done(
-        head() + &lines.collect::<String>(),
+    Ok(Outcome::with_values(
+        jobs_header() + &lines.collect::<String>(),
         value,
         false,
     ))
@@ -153,14 +153,14 @@ fn waiting_value(waits: &Waits) -> Value {
     })
 }
 
-fn head() -> String {
+fn jobs_header() -> String {
     format!(
-        "{:>9} {:>8} {HEAD} {:24} {:9} PROGRAM\n",
+        "{:>9} {:>8} {SUMS_HEADER} {:24} {:9} PROGRAM\n",
         "JOB", "USER", "BEGAN", "STATE"
     )
 }
 
-fn line(job: &JobUse) -> String {
+fn job_line(job: &JobUse) -> String {
     let program = if job.program.is_empty() {
         "-"
     } else {
@@ -175,7 +175,7 @@ fn line(job: &JobUse) -> String {
     format!(
         "{tid:>9} {:>8} {} {began:24} {state:9} {program}\n",
         job.user,
-        sums(&job.sums)
+        sums_columns(&job.sums)
     )
 }
 
@@ -187,14 +187,14 @@ fn suspended_value(suspended: Option<&Suspended>) -> Value {
 }
 
 /// Returns a line such as "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
-fn since(what: impl std::fmt::Display, suspended: &Suspended) -> String {
+fn suspended_since(what: impl std::fmt::Display, suspended: &Suspended) -> String {
     format!(
         "{what}: {suspended} since {}\n",
         format::time(suspended.since)
     )
 }
 
-fn value(job: &JobUse) -> Value {
+fn job_value(job: &JobUse) -> Value {
     json!({
         "job": job.job.to_string(),
         "user": job.user,
@@ -228,33 +228,38 @@ pub(crate) fn task_value(task: &TaskUse) -> Value {
     })
 }
 
-fn not_known(command: &str, tid: Tid) -> Outcome {
-    Outcome::complaint(format!(
+fn unknown_job(command: &str, tid: Tid) -> Outcome {
+    Outcome::error(format!(
         "{command}: the resource manager knows no job of {tid}; 'job list' shows those that it has seen"
     ))
 }
 
 /// Shows a job and its tasks, with their exit statuses and resource usage.
-pub(crate) fn status(machine: &impl Machine, command: &str, tid: Tid) -> Result<Outcome, Error> {
+pub(crate) fn job_status(
+    machine: &impl VirtualMachine,
+    command: &str,
+    tid: Tid,
+) -> Result<Outcome, Error> {
     let Answer::Job { job, tasks } = machine.ask_rm(&Question::Job(tid))? else {
-        return Ok(not_known(command, tid));
+        return Ok(unknown_job(command, tid));
     };
-    let mut text = head() + &line(&job);
+    let mut text = jobs_header() + &job_line(&job);
     text += &format!(
         "\n{:>9} {:>12} {:>10} {:>9} {:>5}  {:24} PROGRAM\n",
         "TID", "HOST", "CPU S", "RSS MIB", "MOVED", "END"
     );
     text.extend(tasks.iter().map(task_line));
     let running = job.suspended.iter().filter(|_| job.ended.is_none());
-    text.extend(running.map(|suspended| since(format_args!("job {}", job.job), suspended)));
+    text.extend(
+        running.map(|suspended| suspended_since(format_args!("job {}", job.job), suspended)),
+    );
     text.extend(
         tasks
             .iter()
-            .filter_map(|task| Some(since(task.tid, task.suspended.as_ref()?))),
+            .filter_map(|task| Some(suspended_since(task.tid, task.suspended.as_ref()?))),
     );
-    let value =
-        json!({ "job": value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
-    Ok(Outcome::done(text, value, false))
+    let value = json!({ "job": job_value(&job), "tasks": tasks.iter().map(task_value).collect::<Vec<_>>() });
+    Ok(Outcome::with_values(text, value, false))
 }
 
 fn task_line(task: &TaskUse) -> String {
@@ -292,17 +297,17 @@ fn task_line(task: &TaskUse) -> String {
 }
 
 /// Suspends or resumes a job through the resource manager.
-fn suspend(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
+fn suspend_job(machine: &impl VirtualMachine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
     let word = if suspend { "suspend" } else { "resume" };
     let Answer::Suspended { job, tasks, others } =
         machine.ask_rm(&Question::Suspend { job: tid, suspend })?
     else {
-        return Ok(not_known(&format!("job {word}"), tid));
+        return Ok(unknown_job(&format!("job {word}"), tid));
     };
     let list: Vec<String> = tasks.iter().map(Tid::to_string).collect();
-    let what = if suspend { "are suspended" } else { "go on" };
+    let verb = if suspend { "are suspended" } else { "go on" };
     let mut text = format!(
-        "{} tasks of job {job} {what}: {}\n",
+        "{} tasks of job {job} {verb}: {}\n",
         list.len(),
         list.join(" ")
     );
@@ -323,11 +328,11 @@ fn suspend(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, E
         .collect();
     let value =
         json!({ "job": job.to_string(), "suspend": suspend, "tasks": list, "others": others });
-    Ok(Outcome::done(text, value, false))
+    Ok(Outcome::with_values(text, value, false))
 }
 
 /// Suspends or resumes one task. The daemon does it; no resource manager is needed.
-fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
+fn suspend_task(machine: &impl VirtualMachine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
     machine.ask(Request::Suspend {
         tid,
         suspend,
@@ -337,7 +342,7 @@ fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outco
         "{tid} {}\n",
         if suspend { "is suspended" } else { "goes on" }
     );
-    Ok(Outcome::done(
+    Ok(Outcome::with_values(
         text,
         json!({ "tid": tid.to_string(), "suspend": suspend }),
         false,
@@ -345,13 +350,13 @@ fn suspend_task(machine: &impl Machine, tid: Tid, suspend: bool) -> Result<Outco
 }
 
 /// Kills all tasks of a job, including those it spawns meanwhile, and waits until none is left.
-fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
-    let (mut answer, begun) = (machine.ask_rm(&Question::Kill(tid))?, Instant::now());
+fn kill_job(machine: &impl VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
+    let (mut answer, started) = (machine.ask_rm(&Question::Kill(tid))?, Instant::now());
     // Also covers a job that is being vacated at this moment.
-    let waits = unpark(machine, tid)?;
+    let vacated = cancel_vacated(machine, tid)?;
     loop {
         match answer {
-            Answer::Killed { left, .. } if left > 0 && begun.elapsed() < KILL_TIME_MAX => {}
+            Answer::Killed { left, .. } if left > 0 && started.elapsed() < KILL_TIMEOUT => {}
             Answer::Killed {
                 job,
                 asked,
@@ -360,14 +365,14 @@ fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
                 failed,
             } => {
                 let nothing = asked == 0 && left == 0;
-                if let Some(outcome) = waits.filter(|_| nothing) {
+                if let Some(outcome) = vacated.filter(|_| nothing) {
                     return Ok(outcome);
                 }
-                return Ok(killed(job, (asked, forced, left), &failed));
+                return Ok(kill_outcome(job, (asked, forced, left), &failed));
             }
-            _ => return Ok(waits.unwrap_or_else(|| not_known("job kill", tid))),
+            _ => return Ok(vacated.unwrap_or_else(|| unknown_job("job kill", tid))),
         }
-        std::thread::sleep(KILL_PAUSE);
+        std::thread::sleep(KILL_POLL_INTERVAL);
         answer = machine.ask_rm(&Question::Killed(tid))?;
         if answer == Answer::Unknown {
             // Another resource manager has taken over and must be asked to continue.
@@ -378,17 +383,21 @@ fn kill(machine: &impl Machine, tid: Tid) -> Result<Outcome, Error> {
 
 /// Returns the outcome of a kill from the numbers of tasks that were asked to exit, killed by
 /// SIGKILL, and left.
-fn killed(job: Tid, (asked, forced, left): (u32, u32, u32), failed: &[(Tid, String)]) -> Outcome {
-    let mut text = match asked {
+fn kill_outcome(
+    job: Tid,
+    (asked_to_exit, killed_by_signal, remaining): (u32, u32, u32),
+    failed: &[(Tid, String)],
+) -> Outcome {
+    let mut text = match asked_to_exit {
         0 => format!("job {job} has no tasks\n"),
-        _ => format!("{asked} tasks of job {job} were told to end"),
+        _ => format!("{asked_to_exit} tasks of job {job} were told to end"),
     };
-    if asked > 0 {
-        text += &match (left, forced) {
+    if asked_to_exit > 0 {
+        text += &match (remaining, killed_by_signal) {
             (0, 0) => ", and have ended\n".to_string(),
-            (0, _) => format!(", and have ended, {forced} of them by SIGKILL\n"),
+            (0, _) => format!(", and have ended, {killed_by_signal} of them by SIGKILL\n"),
             _ => format!(
-                "; {left} are left, although {forced} were sent SIGKILL: 'job status {job}' shows them\n"
+                "; {remaining} are left, although {killed_by_signal} were sent SIGKILL: 'job status {job}' shows them\n"
             ),
         };
     }
@@ -400,16 +409,16 @@ fn killed(job: Tid, (asked, forced, left): (u32, u32, u32), failed: &[(Tid, Stri
         .iter()
         .map(|(tid, why)| json!({ "tid": tid.to_string(), "why": why }))
         .collect();
-    let value = json!({ "job": job.to_string(), "asked": asked, "forced": forced, "left": left, "failed": failed });
+    let value = json!({ "job": job.to_string(), "asked": asked_to_exit, "forced": killed_by_signal, "left": remaining, "failed": failed });
     Outcome {
-        complaints,
-        ..Outcome::done(text, value, left > 0)
+        errors: complaints,
+        ..Outcome::with_values(text, value, remaining > 0)
     }
 }
 
 /// Cancels the restart of a vacated job, which waits in the store for free hosts. Returns `None` if
 /// the job does not wait.
-fn unpark(machine: &impl Machine, tid: Tid) -> Result<Option<Outcome>, Error> {
+fn cancel_vacated(machine: &impl VirtualMachine, tid: Tid) -> Result<Option<Outcome>, Error> {
     let Answer::Unparked { job, set, starting } = machine.ask_rm(&Question::Unpark(tid))? else {
         return Ok(None);
     };
@@ -425,14 +434,14 @@ fn unpark(machine: &impl Machine, tid: Tid) -> Result<Option<Outcome>, Error> {
              pvm restart {set} starts it all the same; pvm checkpoints --remove {set} removes it\n"
         )
     };
-    Ok(Some(Outcome::done(text, value, starting)))
+    Ok(Some(Outcome::with_values(text, value, starting)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Result<Job, ParseError> {
+    fn words(line: &str) -> Result<JobCommand, ParseError> {
         parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
     }
 
@@ -440,27 +449,30 @@ mod tests {
     #[test]
     fn job_arguments_parse() {
         let tid = Tid::from_raw(0x40001);
-        assert_eq!(words("list"), Ok(Job::List { user: None }));
-        assert_eq!(words("list --user 7"), Ok(Job::List { user: Some(7) }));
-        assert_eq!(words("status t40001"), Ok(Job::Status(tid)));
-        assert_eq!(words("kill 40001"), Ok(Job::Kill(tid)));
+        assert_eq!(words("list"), Ok(JobCommand::List { user: None }));
+        assert_eq!(
+            words("list --user 7"),
+            Ok(JobCommand::List { user: Some(7) })
+        );
+        assert_eq!(words("status t40001"), Ok(JobCommand::Status(tid)));
+        assert_eq!(words("kill 40001"), Ok(JobCommand::Kill(tid)));
         assert_eq!(
             words("suspend t40001"),
-            Ok(Job::Suspend {
+            Ok(JobCommand::Suspend {
                 job: tid,
                 suspend: true
             })
         );
         assert_eq!(
             words("resume t40001"),
-            Ok(Job::Suspend {
+            Ok(JobCommand::Suspend {
                 job: tid,
                 suspend: false
             })
         );
         assert_eq!(
             words("resume --task t40001"),
-            Ok(Job::SuspendTask {
+            Ok(JobCommand::SuspendTask {
                 tid,
                 suspend: false
             })

@@ -37,16 +37,16 @@ pub(crate) fn read_output(mut body: Unpacker) -> Option<(Tid, TaskOutput)> {
 }
 
 #[derive(Debug, Default)]
-struct Member {
-    met: bool,
+struct JobTask {
+    seen: bool,
     ended: bool,
     partial: Vec<u8>,
 }
 
-impl Member {
+impl JobTask {
     /// Adds a piece of output. Lines that are complete or have reached the limit are appended to
     /// `out`.
-    fn lines(&mut self, bytes: &[u8], out: &mut Vec<Happened>) {
+    fn add_output(&mut self, bytes: &[u8], out: &mut Vec<TaskEvent>) {
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
             self.partial.extend_from_slice(piece);
             if piece.ends_with(b"\n") || self.partial.len() >= OUTPUT_LINE_BYTES_MAX {
@@ -54,7 +54,7 @@ impl Member {
                 if line.ends_with(b"\n") {
                     line.pop();
                 }
-                out.push(Happened::Line(line));
+                out.push(TaskEvent::Line(line));
             }
         }
     }
@@ -63,8 +63,8 @@ impl Member {
 #[derive(Debug, Default)]
 struct Job {
     /// True once the reply to the spawn is known and the job contains all tasks of the spawn.
-    started: bool,
-    members: BTreeMap<Tid, Member>,
+    spawn_replied: bool,
+    tasks: BTreeMap<Tid, JobTask>,
 }
 
 #[derive(Debug, Default)]
@@ -75,9 +75,9 @@ pub(crate) struct Jobs {
 
 /// An event of a task of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Happened {
+pub(crate) enum TaskEvent {
     /// The first message about the task arrived.
-    Met,
+    FirstSeen,
     /// Its spawn was requested ([`TaskOutput::Spawned`]).
     Spawned,
     /// The task was created ([`TaskOutput::Created`]).
@@ -90,9 +90,9 @@ pub(crate) enum Happened {
 
 /// Result of a message for its job.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct News {
+pub(crate) struct JobUpdate {
     /// Events in order of occurrence.
-    pub(crate) happened: Vec<Happened>,
+    pub(crate) events: Vec<TaskEvent>,
     /// True if the job is finished. It is removed then.
     pub(crate) finished: bool,
 }
@@ -107,15 +107,15 @@ impl Jobs {
 
     /// Records the tasks of a job's spawn. A job without any is removed. Returns true if the job is
     /// finished already.
-    pub(crate) fn started(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> bool {
+    pub(crate) fn record_spawn(&mut self, number: u32, tids: impl Iterator<Item = Tid>) -> bool {
         let Some(job) = self.jobs.get_mut(&number) else {
             return false;
         };
-        job.started = true;
+        job.spawn_replied = true;
         for tid in tids {
-            job.members.entry(tid).or_default();
+            job.tasks.entry(tid).or_default();
         }
-        if job.members.is_empty() {
+        if job.tasks.is_empty() {
             self.jobs.remove(&number);
             return false;
         }
@@ -123,47 +123,47 @@ impl Jobs {
     }
 
     /// Handles a message about a task of a job.
-    pub(crate) fn take(&mut self, number: u32, tid: Tid, what: TaskOutput) -> News {
+    pub(crate) fn handle(&mut self, number: u32, tid: Tid, output: TaskOutput) -> JobUpdate {
         if number == 0 || number > self.newest {
-            return News::default();
+            return JobUpdate::default();
         }
         let job = match self.jobs.entry(number) {
             Entry::Occupied(known) => known.into_mut(),
             // A grandchild may appear after all other tasks have ended.
-            Entry::Vacant(_) if what == TaskOutput::End => return News::default(),
+            Entry::Vacant(_) if output == TaskOutput::End => return JobUpdate::default(),
             Entry::Vacant(new) => new.insert(Job {
-                started: true,
-                members: BTreeMap::new(),
+                spawn_replied: true,
+                tasks: BTreeMap::new(),
             }),
         };
-        let member = job.members.entry(tid).or_default();
-        let mut happened = Vec::new();
-        if !member.met {
-            member.met = true;
-            happened.push(Happened::Met);
+        let member = job.tasks.entry(tid).or_default();
+        let mut events = Vec::new();
+        if !member.seen {
+            member.seen = true;
+            events.push(TaskEvent::FirstSeen);
         }
-        match what {
-            TaskOutput::Spawned => happened.push(Happened::Spawned),
-            TaskOutput::Created => happened.push(Happened::Created),
-            TaskOutput::Data(bytes) => member.lines(&bytes, &mut happened),
+        match output {
+            TaskOutput::Spawned => events.push(TaskEvent::Spawned),
+            TaskOutput::Created => events.push(TaskEvent::Created),
+            TaskOutput::Data(bytes) => member.add_output(&bytes, &mut events),
             TaskOutput::End if !member.ended => {
                 if !member.partial.is_empty() {
-                    happened.push(Happened::Line(std::mem::take(&mut member.partial)));
+                    events.push(TaskEvent::Line(std::mem::take(&mut member.partial)));
                 }
                 member.ended = true;
-                happened.push(Happened::Ended);
+                events.push(TaskEvent::Ended);
             }
             TaskOutput::End => {}
         }
-        News {
-            happened,
+        JobUpdate {
+            events,
             finished: self.close_if_done(number),
         }
     }
 
     /// Removes the job if all its tasks have ended, and returns true then.
     fn close_if_done(&mut self, number: u32) -> bool {
-        let done = |job: &Job| job.started && job.members.values().all(|member| member.ended);
+        let done = |job: &Job| job.spawn_replied && job.tasks.values().all(|member| member.ended);
         let finished = self.jobs.get(&number).is_some_and(done);
         if finished {
             self.jobs.remove(&number);
@@ -185,7 +185,7 @@ impl Jobs {
         self.jobs.iter().map(|(number, job)| {
             (
                 *number,
-                job.members
+                job.tasks
                     .iter()
                     .filter(|(_, member)| !member.ended)
                     .map(|(tid, _)| *tid)
@@ -203,8 +203,8 @@ mod tests {
     const A: Tid = Tid::from_raw(0x40002);
     const B: Tid = Tid::from_raw(0x80001);
 
-    fn line(text: &str) -> Happened {
-        Happened::Line(text.into())
+    fn line(text: &str) -> TaskEvent {
+        TaskEvent::Line(text.into())
     }
 
     fn data(text: &str) -> TaskOutput {
@@ -216,15 +216,18 @@ mod tests {
     fn lines_are_reassembled() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        jobs.started(job, [A].into_iter());
-        assert_eq!(jobs.take(job, A, data("i'm t")).happened, [Happened::Met]);
+        jobs.record_spawn(job, [A].into_iter());
+        assert_eq!(
+            jobs.handle(job, A, data("i'm t")).events,
+            [TaskEvent::FirstSeen]
+        );
         let lines = [line("i'm t40002"), line(""), line("second")];
         assert_eq!(
-            jobs.take(job, A, data("40002\n\nsecond\nthi")).happened,
+            jobs.handle(job, A, data("40002\n\nsecond\nthi")).events,
             lines
         );
-        let end = jobs.take(job, A, TaskOutput::End);
-        assert_eq!(end.happened, [line("thi"), Happened::Ended]);
+        let end = jobs.handle(job, A, TaskOutput::End);
+        assert_eq!(end.events, [line("thi"), TaskEvent::Ended]);
         assert!(end.finished && jobs.is_empty());
     }
 
@@ -234,27 +237,27 @@ mod tests {
         let mut jobs = Jobs::default();
         let job = jobs.open();
         assert_eq!(
-            jobs.take(job, A, TaskOutput::Spawned).happened,
-            [Happened::Met, Happened::Spawned]
+            jobs.handle(job, A, TaskOutput::Spawned).events,
+            [TaskEvent::FirstSeen, TaskEvent::Spawned]
         );
         assert!(
-            !jobs.take(job, A, TaskOutput::End).finished,
+            !jobs.handle(job, A, TaskOutput::End).finished,
             "the answer to the spawn may name more tasks"
         );
-        let child = jobs.take(job, B, TaskOutput::Created);
+        let child = jobs.handle(job, B, TaskOutput::Created);
         assert_eq!(
             child,
-            News {
-                happened: vec![Happened::Met, Happened::Created],
+            JobUpdate {
+                events: vec![TaskEvent::FirstSeen, TaskEvent::Created],
                 finished: false
             }
         );
-        assert!(!jobs.started(job, [A].into_iter()));
+        assert!(!jobs.record_spawn(job, [A].into_iter()));
         assert_eq!(jobs.running().collect::<Vec<_>>(), [(1, vec![B])]);
-        assert!(jobs.take(job, B, TaskOutput::End).finished);
+        assert!(jobs.handle(job, B, TaskOutput::End).finished);
         assert_eq!(
-            jobs.take(job, B, data("late\n")).happened,
-            [Happened::Met, line("late")]
+            jobs.handle(job, B, data("late\n")).events,
+            [TaskEvent::FirstSeen, line("late")]
         );
     }
 
@@ -263,8 +266,8 @@ mod tests {
     fn job_may_end_with_spawn_reply() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        jobs.take(job, A, TaskOutput::End);
-        assert!(jobs.started(job, [A].into_iter()));
+        jobs.handle(job, A, TaskOutput::End);
+        assert!(jobs.record_spawn(job, [A].into_iter()));
     }
 
     /// A job without tasks is removed, and unknown numbers are ignored.
@@ -272,9 +275,9 @@ mod tests {
     fn empty_job_is_removed() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        assert!(!jobs.started(job, [].into_iter()));
+        assert!(!jobs.record_spawn(job, [].into_iter()));
         assert!(jobs.is_empty());
-        assert_eq!(jobs.take(7, A, TaskOutput::Spawned), News::default());
+        assert_eq!(jobs.handle(7, A, TaskOutput::Spawned), JobUpdate::default());
         assert!(jobs.is_empty());
     }
 
@@ -283,10 +286,10 @@ mod tests {
     fn overlong_lines_are_broken() {
         let mut jobs = Jobs::default();
         let job = jobs.open();
-        let news = jobs.take(job, A, TaskOutput::Data(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
+        let news = jobs.handle(job, A, TaskOutput::Data(vec![b'x'; OUTPUT_LINE_BYTES_MAX]));
         assert_eq!(
-            news.happened[1],
-            Happened::Line(vec![b'x'; OUTPUT_LINE_BYTES_MAX])
+            news.events[1],
+            TaskEvent::Line(vec![b'x'; OUTPUT_LINE_BYTES_MAX])
         );
     }
 

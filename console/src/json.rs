@@ -2,7 +2,7 @@
 //!
 //! Tids are written as `t40001`, times in microseconds since the Unix epoch.
 
-use crate::format::Names;
+use crate::format::HostNames;
 use sempa_proto::event::Event;
 use sempa_proto::migration::{Survey, Verdict};
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
@@ -42,15 +42,15 @@ pub(crate) fn results(values: Vec<Value>) -> Value {
 }
 
 /// Returns one item of `mstat` or `pstat`, with its name under the given key.
-pub(crate) fn status(what: &str, name: &str, status: Result<(), PvmError>) -> Value {
+pub(crate) fn status(key: &str, name: &str, status: Result<(), PvmError>) -> Value {
     match status {
-        Ok(()) => json!({ what: name, "up": true }),
-        Err(code) => json!({ what: name, "up": false, "error": error(code) }),
+        Ok(()) => json!({ key: name, "up": true }),
+        Err(code) => json!({ key: name, "up": false, "error": error(code) }),
     }
 }
 
 /// Returns one task of `kill` or `sig`.
-pub(crate) fn signalled(tid: Tid, why_not: Option<&str>) -> Value {
+pub(crate) fn signal_result(tid: Tid, why_not: Option<&str>) -> Value {
     match why_not {
         None => json!({ "tid": tid.to_string(), "sent": true }),
         Some(reason) => json!({ "tid": tid.to_string(), "sent": false, "reason": reason }),
@@ -195,7 +195,7 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> Value {
 }
 
 /// Returns the value of a successful `migrate`.
-pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> Value {
+pub(crate) fn migrated(tid: Tid, to: &str, report: &MoveReport) -> Value {
     json!({
         "tid": tid.to_string(),
         "to": to,
@@ -209,12 +209,12 @@ pub(crate) fn moved(tid: Tid, to: &str, report: &MoveReport) -> Value {
 
 /// Returns the value of a failed `migrate`. `step` is the step that failed, if the migration had
 /// begun.
-pub(crate) fn not_moved(tid: Tid, to: &str, step: Option<String>, reason: &str) -> Value {
+pub(crate) fn not_migrated(tid: Tid, to: &str, step: Option<String>, reason: &str) -> Value {
     json!({ "tid": tid.to_string(), "to": to, "moved": false, "step": step, "reason": reason })
 }
 
 /// Returns the value of an event. `kind` is the event record in the virtual machine's own form.
-pub(crate) fn event(names: &Names, event: &Event) -> Value {
+pub(crate) fn event(names: &HostNames, event: &Event) -> Value {
     json!({
         "number": event.number,
         "at_us": event.at.0,

@@ -6,19 +6,19 @@
 //! | modules | purpose |
 //! | --- | --- |
 //! | [`words`], [`parse`], [`spawn`] | turn a line into a command (pure) |
-//! | [`format`], [`json`], [`jobs`], [`trace`], [`records`] | turn results into output (pure) |
+//! | [`mod@format`], [`json`], [`jobs`], [`trace`], [`records`] | turn results into output (pure) |
 //! | [`help`], [`options`] | help texts, and the PVM options (pure) |
-//! | [`session`], [`collect`] | execute commands on a [`machine`] |
+//! | [`session`], [`collect`] | execute commands on a [`virtual_machine`] |
 //! | [`why`], [`usage`], [`job`], [`replay`] | show what the resource manager reports |
 //! | [`owner`] | directives of this machine's owner, and who uses the machine |
-//! | [`shell`], [`once`] | the two modes: interactive, and one command; [`args`] selects one |
-//! | [`apart`] | the drain process that outlives both modes |
-//! | [`editor`], [`complete`], [`above`] | line editing, and output that arrives during it |
+//! | [`shell`], [`oneshot`] | the two modes: interactive, and one command; [`args`] selects one |
+//! | [`background_drain`] | the drain process that outlives both modes |
+//! | [`editor`], [`complete`], [`async_output`] | line editing, and output that arrives during it |
 //! | [`daemon`], [`detach`], [`host_file`], [`halt`] | start and end of the local daemon |
 
-mod above;
-mod apart;
 mod args;
+mod async_output;
+mod background_drain;
 mod checkpoint;
 mod clock;
 mod collect;
@@ -34,30 +34,29 @@ mod host_file;
 mod job;
 mod jobs;
 mod json;
-mod machine;
-mod once;
+mod oneshot;
 mod options;
 mod owner;
 mod parse;
 mod records;
 mod replay;
-mod screen;
 mod session;
 mod shell;
 mod spawn;
+mod terminal;
 mod trace;
 mod usage;
+mod virtual_machine;
 mod why;
 mod words;
 
 use args::{ArgsError, Mode};
-use daemon::{LOOK_EVERY, StartError, Watched};
-use halt::Home;
+use daemon::{DaemonProcess, POLL_INTERVAL, StartError};
+use halt::LocalDaemon;
 use libpvm::{EnrollError, Vm};
 use nix::sys::signal::{SigSet, Signal};
-use once::Plan;
+use oneshot::Plan;
 use parse::Command;
-use screen::Screen;
 use sempa_proto::place::Place;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -65,15 +64,16 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant};
+use terminal::Terminal;
 
 /// Time to wait for a killed daemon to disappear.
 ///
 /// Until the kernel has torn it down, its socket still accepts connections, which are never
 /// answered.
-const GOING_MAX: Duration = Duration::from_secs(5);
+const DEAD_DAEMON_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Error text for a command that needs a virtual machine when none is running.
-const NONE_RUNS: &str = "no virtual machine is running here: start one with `pvm`";
+const NOT_RUNNING: &str = "no virtual machine is running here: start one with `pvm`";
 
 fn main() -> ExitCode {
     let mode = match args::parse(std::env::args_os()) {
@@ -88,36 +88,40 @@ fn main() -> ExitCode {
     run(mode).unwrap_or_else(|error| {
         // A closed pipe ends the program silently, as it does any other command.
         if error.kind() != io::ErrorKind::BrokenPipe {
-            Screen.complain(&format!("pvm: standard output cannot be written: {error}"));
+            Terminal.print_error(&format!("pvm: standard output cannot be written: {error}"));
         }
         ExitCode::FAILURE
     })
 }
 
 fn fail(line: &str) -> ExitCode {
-    Screen.complain(line);
+    Terminal.print_error(line);
     ExitCode::FAILURE
 }
 
 fn run(mode: Mode) -> io::Result<ExitCode> {
     match mode {
-        Mode::Once { words, json, apart } => match once::plan(&words, json)? {
+        Mode::OneShot {
+            words,
+            json,
+            requester: apart,
+        } => match oneshot::run_without_vm(&words, json)? {
             Plan::Done(code) => Ok(code),
-            Plan::Needs(Command::Drain(what)) if apart.is_none() && what.writes() => {
-                apart::follow(&what, json)
+            Plan::NeedsVm(Command::Drain(what)) if apart.is_none() && what.may_checkpoint() => {
+                background_drain::run_from_shell(&what, json)
             }
-            Plan::Needs(command) => {
-                let lock = match allowed().and_then(|()| lock()) {
+            Plan::NeedsVm(command) => {
+                let lock = match refuse_root().and_then(|()| lock_path()) {
                     Ok(lock) => lock,
                     Err(line) => return Ok(fail(&line)),
                 };
-                let daemon = Watched::holding(lock.clone());
+                let daemon = DaemonProcess::from_lock_file(lock.clone());
                 match Vm::enroll() {
                     Ok(vm) => match command {
-                        Command::Drain(what) => once::drain(&vm, &what, apart, json),
-                        _ => once::run(
+                        Command::Drain(what) => oneshot::drain(&vm, &what, apart, json),
+                        _ => oneshot::run(
                             &vm,
-                            Home { lock, child: None },
+                            LocalDaemon { lock, child: None },
                             environment(),
                             &words,
                             &command,
@@ -125,44 +129,46 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
                         ),
                     },
                     // Another process is halting the virtual machine at the same time.
-                    Err(error) if command == Command::Halt && daemon.is_ending(&error) => {
+                    Err(error) if command == Command::Halt && daemon.is_shutting_down(&error) => {
                         Ok(ExitCode::SUCCESS)
                     }
-                    Err(error) => Ok(fail(&none_or(&error))),
+                    Err(error) => Ok(fail(&enroll_error_line(&error))),
                 }
             }
         },
-        Mode::Start(daemon) => Ok(match allowed().and_then(|()| start_only(&daemon)) {
-            Ok(true) => ExitCode::SUCCESS,
-            Ok(false) => ExitCode::FAILURE,
-            Err(line) => fail(&line),
-        }),
+        Mode::Start(daemon) => Ok(
+            match refuse_root().and_then(|()| start_daemon_only(&daemon)) {
+                Ok(true) => ExitCode::SUCCESS,
+                Ok(false) => ExitCode::FAILURE,
+                Err(line) => fail(&line),
+            },
+        ),
         Mode::Console(daemon) => {
             // As in PVM, an interrupt does not end the console. Later threads inherit the signal
             // mask.
             let mut interrupt = SigSet::empty();
             interrupt.add(Signal::SIGINT);
             interrupt.thread_block().map_err(io::Error::from)?;
-            let begun = allowed().and_then(|()| {
-                let (vm, child) = match start(&daemon)? {
-                    Begun::Before(vm) => (vm, None),
-                    Begun::Now(child) => (
+            let started = refuse_root().and_then(|()| {
+                let (vm, child) = match ensure_daemon(&daemon)? {
+                    RunningDaemon::AlreadyRunning(vm) => (vm, None),
+                    RunningDaemon::Started(child) => (
                         Vm::enroll().map_err(|error| format!("pvm: {error}"))?,
                         Some(child),
                     ),
                 };
                 if child.is_some() && host_file::is_given(&daemon) {
-                    host_file::settle(&vm);
+                    host_file::await_hosts(&vm);
                 }
                 Ok((
                     vm,
-                    Home {
-                        lock: lock()?,
+                    LocalDaemon {
+                        lock: lock_path()?,
                         child,
                     },
                 ))
             });
-            match begun {
+            match started {
                 Ok((vm, home)) => shell::run(&vm, home, environment()),
                 Err(line) => Ok(fail(&line)),
             }
@@ -171,7 +177,7 @@ fn run(mode: Mode) -> io::Result<ExitCode> {
 }
 
 /// Refuses to run as root unless `PVM_ALLOW_ROOT` is set.
-fn allowed() -> Result<(), String> {
+fn refuse_root() -> Result<(), String> {
     if nix::unistd::geteuid().is_root() && std::env::var_os("PVM_ALLOW_ROOT").is_none() {
         return Err(
             "pvm: running as root is refused: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it".into()
@@ -180,15 +186,15 @@ fn allowed() -> Result<(), String> {
     Ok(())
 }
 
-fn none_or(error: &EnrollError) -> String {
+fn enroll_error_line(error: &EnrollError) -> String {
     match error {
-        EnrollError::NoDaemon { .. } => format!("pvm: {NONE_RUNS}"),
+        EnrollError::NoDaemon { .. } => format!("pvm: {NOT_RUNNING}"),
         other => format!("pvm: {other}"),
     }
 }
 
 /// Returns the path of the daemon's socket, by the same rules as the library.
-fn socket() -> Result<PathBuf, String> {
+fn socket_path() -> Result<PathBuf, String> {
     if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
         return Ok(socket.into());
     }
@@ -201,61 +207,61 @@ fn socket() -> Result<PathBuf, String> {
 }
 
 /// Returns the path of the daemon's lock file, which is in the folder of its socket.
-fn lock() -> Result<PathBuf, String> {
-    let socket = socket()?;
+fn lock_path() -> Result<PathBuf, String> {
+    let socket = socket_path()?;
     let dir = socket.parent().unwrap_or(Path::new("/"));
     Ok(dir.join("pvmd.lock"))
 }
 
 /// A daemon that accepts tasks.
-enum Begun {
+enum RunningDaemon {
     /// It was running already; this task is enrolled in it.
-    Before(Vm),
+    AlreadyRunning(Vm),
     /// This process started it.
-    Now(Child),
+    Started(Child),
 }
 
 /// Starts a daemon if none is running.
-fn start(args: &[OsString]) -> Result<Begun, String> {
-    let socket = socket()?;
+fn ensure_daemon(args: &[OsString]) -> Result<RunningDaemon, String> {
+    let socket = socket_path()?;
     let listens = || std::os::unix::net::UnixStream::connect(&socket).is_ok();
-    let deadline = Instant::now() + GOING_MAX;
+    let deadline = Instant::now() + DEAD_DAEMON_TIMEOUT;
     loop {
         if listens() {
             match Vm::enroll() {
                 Ok(vm) => {
                     // If standard output is closed, the console ends at its next line.
-                    let _ = Screen.print(b"pvmd already running.\n");
-                    return Ok(Begun::Before(vm));
+                    let _ = Terminal.print(b"pvmd already running.\n");
+                    return Ok(RunningDaemon::AlreadyRunning(vm));
                 }
                 Err(EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
                     if Instant::now() < deadline =>
                 {
-                    std::thread::sleep(LOOK_EVERY);
+                    std::thread::sleep(POLL_INTERVAL);
                 }
                 Err(error) => return Err(format!("pvm: {error}")),
             }
             continue;
         }
         match daemon::start(args) {
-            Ok(child) => return Ok(Begun::Now(child)),
+            Ok(child) => return Ok(RunningDaemon::Started(child)),
             // Another process started a daemon first.
             Err(_) if listens() => {}
             // The daemon's line already starts with its program name.
-            Err(StartError::Said(line)) => return Err(line),
+            Err(StartError::Reported(line)) => return Err(line),
             Err(error) => return Err(format!("pvm: {error}")),
         }
     }
 }
 
 /// Starts a daemon if none is running. Returns false if a host of the host file did not join.
-fn start_only(args: &[OsString]) -> Result<bool, String> {
-    let (vm, is_new) = match start(args)? {
-        Begun::Before(vm) => (vm, false),
-        Begun::Now(_) if !host_file::is_given(args) => return Ok(true),
-        Begun::Now(_) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, true),
+fn start_daemon_only(args: &[OsString]) -> Result<bool, String> {
+    let (vm, is_new) = match ensure_daemon(args)? {
+        RunningDaemon::AlreadyRunning(vm) => (vm, false),
+        RunningDaemon::Started(_) if !host_file::is_given(args) => return Ok(true),
+        RunningDaemon::Started(_) => (Vm::enroll().map_err(|error| format!("pvm: {error}"))?, true),
     };
-    let good = !is_new || host_file::settle(&vm);
+    let good = !is_new || host_file::await_hosts(&vm);
     // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
     Ok(good)

@@ -30,7 +30,7 @@ const OPTIONS: [(&str, i32, i32, i32); 23] = [
 /// Option that `trace buf` sets.
 pub(crate) const TRACE_BUFFER: &str = "PvmTraceBuffer";
 /// Option that `trace opt` sets.
-pub(crate) const TRACE_KIND: &str = "PvmTraceOptions";
+pub(crate) const TRACE_DETAIL: &str = "PvmTraceOptions";
 
 /// Returns the names of all options.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
@@ -66,7 +66,7 @@ impl Default for Options {
 }
 
 impl Options {
-    fn find(name: &str) -> Result<usize, OptionError> {
+    fn index_of(name: &str) -> Result<usize, OptionError> {
         OPTIONS
             .iter()
             .position(|option| option.0 == name)
@@ -77,7 +77,7 @@ impl Options {
     pub(crate) fn get(&self, name: Option<&str>) -> Result<Vec<(&'static str, i32)>, OptionError> {
         let pair = |at: usize| (OPTIONS[at].0, self.values[at]);
         match name {
-            Some(name) => Self::find(name).map(|at| vec![pair(at)]),
+            Some(name) => Self::index_of(name).map(|at| vec![pair(at)]),
             None => Ok((0..OPTIONS.len()).map(pair).collect()),
         }
     }
@@ -87,14 +87,14 @@ impl Options {
     /// # Panics
     /// Panics if no option has this name.
     pub(crate) fn value(&self, name: &str) -> i32 {
-        Self::find(name)
+        Self::index_of(name)
             .map(|at| self.values[at])
             .expect("the caller names an option")
     }
 
     /// Sets an option and returns its previous value.
     pub(crate) fn set(&mut self, name: &str, value: i32) -> Result<i32, OptionError> {
-        let at = Self::find(name)?;
+        let at = Self::index_of(name)?;
         let (name, _, min, max) = OPTIONS[at];
         if !(min..=max).contains(&value) {
             return Err(OptionError::Range { name, min, max });

@@ -4,18 +4,19 @@
 //! Needs neither a virtual machine nor rights in one. Directives are files that only this user can
 //! write, so load watchers trust them; load watchers answer status queries of any user.
 
-use crate::clock::micros_now;
+use crate::clock::unix_micros;
 use crate::parse::ParseError;
 use crate::session::Outcome;
-use crate::words::span;
+use crate::words::parse_duration;
 use pvm_load_watcher::hours::Hours;
-use pvm_load_watcher::owner::clock;
-use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy};
-use pvm_load_watcher::published::{self, Wrong};
-use pvm_load_watcher::status::{Guest, Status, ask_all};
-use pvm_load_watcher::word::{
-    self, Said, State, WORD_TIME, WORD_TIME_MAX, WORDS_ENV, Word, words_dir,
+use pvm_load_watcher::owner::format_utc_time;
+use pvm_load_watcher::owner_override::{
+    self, DEFAULT_DURATION, DURATION_MAX, DeclaredPresence, OVERRIDES_DIR_VAR, OwnerOverride,
+    Presence, overrides_dir,
 };
+use pvm_load_watcher::policy::{POLICY_BYTES_MAX, Policy};
+use pvm_load_watcher::published_policy::{self, PolicyRejection};
+use pvm_load_watcher::status::{GuestStatus, Status, query_all};
 use sempa_proto::Micros;
 use serde_json::json;
 use std::fs::File;
@@ -25,27 +26,27 @@ use std::time::Duration;
 
 /// A parsed `owner` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Owner {
+pub(crate) enum OwnerCommand {
     /// Declares the owner present or absent, for a given time, or until the next login or logout.
-    Say {
-        state: State,
-        span: Option<Duration>,
+    DeclarePresence {
+        state: Presence,
+        duration: Option<Duration>,
     },
     /// Removes that declaration: load watchers detect the owner's presence again.
-    Auto,
+    DetectPresence,
     /// Admits no guests at these times. An empty list removes the rule.
-    Never(Vec<Hours>),
+    ClosedHours(Vec<Hours>),
     /// Limits the number of guest tasks; `None` removes the limit.
-    Limit(Option<u32>),
+    TaskLimit(Option<u32>),
     /// Shows, publishes or withdraws a policy file.
-    Policy(Paper),
+    Policy(PolicyAction),
     /// Shows who uses this machine, since when, and why.
     Status,
 }
 
 /// Action on the owner's policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Paper {
+pub(crate) enum PolicyAction {
     Show,
     /// Copies this file as the policy in force.
     Publish(PathBuf),
@@ -53,45 +54,47 @@ pub(crate) enum Paper {
 }
 
 fn not_a(word: &str, wanted: &'static str) -> ParseError {
-    ParseError::NotA {
+    ParseError::WrongType {
         command: "owner",
         word: word.to_string(),
-        wanted,
+        expected: wanted,
     }
 }
 
 /// Parses the words after the command.
-pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
+pub(crate) fn parse(args: &[String]) -> Result<OwnerCommand, ParseError> {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let state = |word: &str| {
         if word == "here" {
-            State::Here
+            Presence::Here
         } else {
-            State::Away
+            Presence::Away
         }
     };
-    let long = |text: &str| {
-        span(text)
-            .filter(|span| *span <= WORD_TIME_MAX)
+    let bounded_duration = |text: &str| {
+        parse_duration(text)
+            .filter(|span| *span <= DURATION_MAX)
             .map(Some)
             .ok_or_else(|| not_a(text, "a time such as 2h or 30m, up to 7d"))
     };
     match words[..] {
-        [] | ["status"] => Ok(Owner::Status),
-        ["auto"] => Ok(Owner::Auto),
-        [word @ ("here" | "away")] => Ok(Owner::Say {
+        [] | ["status"] => Ok(OwnerCommand::Status),
+        ["auto"] => Ok(OwnerCommand::DetectPresence),
+        [word @ ("here" | "away")] => Ok(OwnerCommand::DeclarePresence {
             state: state(word),
-            span: None,
+            duration: None,
         }),
-        [word @ ("here" | "away"), "--for", text] => Ok(Owner::Say {
+        [word @ ("here" | "away"), "--for", text] => Ok(OwnerCommand::DeclarePresence {
             state: state(word),
-            span: long(text)?,
+            duration: bounded_duration(text)?,
         }),
-        [word @ ("here" | "away"), option] if option.starts_with("--for=") => Ok(Owner::Say {
-            state: state(word),
-            span: long(option.trim_start_matches("--for="))?,
-        }),
-        ["never", "none"] => Ok(Owner::Never(Vec::new())),
+        [word @ ("here" | "away"), option] if option.starts_with("--for=") => {
+            Ok(OwnerCommand::DeclarePresence {
+                state: state(word),
+                duration: bounded_duration(option.trim_start_matches("--for="))?,
+            })
+        }
+        ["never", "none"] => Ok(OwnerCommand::ClosedHours(Vec::new())),
         ["never", _, ..] => {
             let parts = words[1..]
                 .split(|word| *word == "and")
@@ -104,68 +107,81 @@ pub(crate) fn parse(args: &[String]) -> Result<Owner, ParseError> {
                     )
                 })
             };
-            parts.map(hours).collect::<Result<_, _>>().map(Owner::Never)
+            parts
+                .map(hours)
+                .collect::<Result<_, _>>()
+                .map(OwnerCommand::ClosedHours)
         }
-        ["limit", "none"] => Ok(Owner::Limit(None)),
+        ["limit", "none"] => Ok(OwnerCommand::TaskLimit(None)),
         ["limit", number] | ["limit", number, "core" | "cores"] => number
             .parse()
-            .map(|number| Owner::Limit(Some(number)))
+            .map(|number| OwnerCommand::TaskLimit(Some(number)))
             .map_err(|_| not_a(number, "a number of cores")),
-        ["policy"] => Ok(Owner::Policy(Paper::Show)),
-        ["policy", "none"] => Ok(Owner::Policy(Paper::Withdraw)),
-        ["policy", file] => Ok(Owner::Policy(Paper::Publish(file.into()))),
+        ["policy"] => Ok(OwnerCommand::Policy(PolicyAction::Show)),
+        ["policy", "none"] => Ok(OwnerCommand::Policy(PolicyAction::Withdraw)),
+        ["policy", file] => Ok(OwnerCommand::Policy(PolicyAction::Publish(file.into()))),
         _ => Err(ParseError::WrongArgs("owner")),
     }
 }
 
 /// Returns the owner's directives as changed by the command at time `now`.
-fn after(word: Word, what: &Owner, now: Micros) -> Word {
-    let Word {
-        mut said,
+fn apply_command(current: OwnerOverride, command: &OwnerCommand, now: Micros) -> OwnerOverride {
+    let OwnerOverride {
+        presence: mut said,
         mut policy,
-    } = word;
-    match what {
-        Owner::Say { state, span } => {
-            let until = now + Micros::from_secs(span.unwrap_or(WORD_TIME).as_secs());
-            said = Some(Said {
+    } = current;
+    match command {
+        OwnerCommand::DeclarePresence { state, duration } => {
+            let until = now + Micros::from_secs(duration.unwrap_or(DEFAULT_DURATION).as_secs());
+            said = Some(DeclaredPresence {
                 state: *state,
                 at: now,
                 until,
-                visit: span.is_none(),
+                ends_with_visit: duration.is_none(),
             });
         }
-        Owner::Auto => said = None,
-        Owner::Never(hours) => policy.never = (!hours.is_empty()).then(|| hours.clone()),
-        Owner::Limit(cores) => policy.cores = *cores,
-        Owner::Policy(_) | Owner::Status => {}
+        OwnerCommand::DetectPresence => said = None,
+        OwnerCommand::ClosedHours(hours) => {
+            policy.never = (!hours.is_empty()).then(|| hours.clone())
+        }
+        OwnerCommand::TaskLimit(cores) => policy.cores = *cores,
+        OwnerCommand::Policy(_) | OwnerCommand::Status => {}
     }
-    Word { said, policy }
+    OwnerOverride {
+        presence: said,
+        policy,
+    }
 }
 
 /// Describes the owner's directives in one line.
-fn sentence(word: &Word) -> String {
+fn describe_override(directives: &OwnerOverride) -> String {
     let mut parts = Vec::new();
-    if let Some(Said {
+    if let Some(DeclaredPresence {
         state,
         until,
-        visit,
+        ends_with_visit: visit,
         ..
-    }) = word.said
+    }) = directives.presence
     {
-        let state = if state == State::Here { "here" } else { "away" };
+        let state = if state == Presence::Here {
+            "here"
+        } else {
+            "away"
+        };
         let visit = if visit {
             ", or until the next login or logout"
         } else {
             ""
         };
-        parts.push(format!("{state} until {}{visit}", clock(until)));
+        parts.push(format!("{state} until {}{visit}", format_utc_time(until)));
     }
-    if let Some(hours) = &word.policy.never {
+    if let Some(hours) = &directives.policy.never {
         let all: Vec<String> = hours.iter().map(|hours| hours.to_string()).collect();
         parts.push(format!("no guests {}", all.join(" and ")));
     }
     parts.extend(
-        word.policy
+        directives
+            .policy
             .cores
             .map(|cores| format!("at most {cores} of their tasks")),
     );
@@ -176,34 +192,34 @@ fn sentence(word: &Word) -> String {
     }
 }
 
-fn word_json(word: &Word) -> serde_json::Value {
-    let state = word.said.map(|said| {
-        if said.state == State::Here {
+fn override_json(directives: &OwnerOverride) -> serde_json::Value {
+    let state = directives.presence.map(|said| {
+        if said.state == Presence::Here {
             "here"
         } else {
             "away"
         }
     });
-    let never: Vec<String> = word
+    let never: Vec<String> = directives
         .policy
         .never
         .iter()
         .flatten()
         .map(|hours| hours.to_string())
         .collect();
-    let until = word.said.map(|said| said.until.0);
-    let visit = word.said.is_some_and(|said| said.visit);
-    json!({ "said": state, "until_us": until, "until_visit": visit, "never": never, "cores": word.policy.cores })
+    let until = directives.presence.map(|said| said.until.0);
+    let visit = directives.presence.is_some_and(|said| said.ends_with_visit);
+    json!({ "said": state, "until_us": until, "until_visit": visit, "never": never, "cores": directives.policy.cores })
 }
 
 /// Executes the command as the user who runs the console.
-pub(crate) fn run(what: &Owner) -> Outcome {
-    let dir = words_dir(std::env::var_os(WORDS_ENV).map(Into::into));
+pub(crate) fn run(command: &OwnerCommand) -> Outcome {
+    let dir = overrides_dir(std::env::var_os(OVERRIDES_DIR_VAR).map(Into::into));
     let uid = nix::unistd::geteuid().as_raw();
-    match what {
-        Owner::Status => status(&dir, uid),
-        Owner::Policy(paper) => policy(&dir, uid, paper),
-        _ => say(&dir, uid, what),
+    match command {
+        OwnerCommand::Status => status(&dir, uid),
+        OwnerCommand::Policy(action) => run_policy(&dir, uid, action),
+        _ => write_override(&dir, uid, command),
     }
 }
 
@@ -222,55 +238,62 @@ fn read_policy(file: &Path) -> Result<String, String> {
     }
 }
 
-fn policy(dir: &Path, uid: u32, paper: &Paper) -> Outcome {
-    let path = published::policy_file(dir, uid);
+fn run_policy(dir: &Path, uid: u32, action: &PolicyAction) -> Outcome {
+    let path = published_policy::policy_file(dir, uid);
     let place = path.display();
-    let text = match paper {
-        Paper::Show => match published::read(dir, uid) {
+    let text = match action {
+        PolicyAction::Show => match published_policy::read(dir, uid) {
             Ok(read) => read.map(|(text, _)| text),
-            Err(Wrong::Doubted(sentence)) => return Outcome::refused(format!("owner: {sentence}")),
-            Err(Wrong::Refused(error)) => {
+            Err(PolicyRejection::Untrusted(sentence)) => {
+                return Outcome::refused(format!("owner: {sentence}"));
+            }
+            Err(PolicyRejection::Malformed(error)) => {
                 return Outcome::refused(format!(
                     "owner: {error}; load watchers keep to what it said before, and let no guest in if that was nothing"
                 ));
             }
         },
-        Paper::Publish(file) => match read_policy(file) {
+        PolicyAction::Publish(file) => match read_policy(file) {
             Ok(text) => Some(text),
             Err(sentence) => return Outcome::refused(sentence),
         },
-        Paper::Withdraw => None,
+        PolicyAction::Withdraw => None,
     };
-    let changes = *paper != Paper::Show;
-    if changes && let Err(error) = published::write(dir, uid, text.as_deref()) {
-        let advice =
-            format!("nothing has changed; look at the file, or have another folder by {WORDS_ENV}");
+    let changes = *action != PolicyAction::Show;
+    if changes && let Err(error) = published_policy::write(dir, uid, text.as_deref()) {
+        let advice = format!(
+            "nothing has changed; look at the file, or have another folder by {OVERRIDES_DIR_VAR}"
+        );
         return Outcome::refused(format!(
             "owner: {place} cannot be written: {error}; {advice}"
         ));
     }
     let json = json!({ "policy": text, "file": path });
-    let told = match text {
+    let text_out = match text {
         Some(text) if changes => format!("your policy counts ({place}):\n{text}"),
         Some(text) => text,
         None => "you have no policy here; 'owner policy FILE' has one count\n".into(),
     };
-    Outcome::done(told, json, false)
+    Outcome::with_values(text_out, json, false)
 }
 
-fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
+fn write_override(dir: &Path, uid: u32, command: &OwnerCommand) -> Outcome {
     // Directives that cannot be trusted are replaced.
-    let word = after(word::read(dir, uid).unwrap_or_default(), what, micros_now());
-    match word::write(dir, uid, &word) {
-        Ok(()) => Outcome::done(
-            format!("you said: {}\n", sentence(&word)),
-            word_json(&word),
+    let updated = apply_command(
+        owner_override::read(dir, uid).unwrap_or_default(),
+        command,
+        unix_micros(),
+    );
+    match owner_override::write(dir, uid, &updated) {
+        Ok(()) => Outcome::with_values(
+            format!("you said: {}\n", describe_override(&updated)),
+            override_json(&updated),
             false,
         ),
         Err(error) => {
-            let path = word::word_file(dir, uid);
+            let path = owner_override::override_file(dir, uid);
             let advice = format!(
-                "nothing has changed; look at the file, or set {WORDS_ENV} for you and the load watchers"
+                "nothing has changed; look at the file, or set {OVERRIDES_DIR_VAR} for you and the load watchers"
             );
             Outcome::refused(format!(
                 "owner: {} cannot be written: {error}; {advice}",
@@ -281,21 +304,22 @@ fn say(dir: &Path, uid: u32, what: &Owner) -> Outcome {
 }
 
 fn status(dir: &Path, uid: u32) -> Outcome {
-    let (all, silent) = match ask_all() {
+    let (all, silent) = match query_all() {
         Ok(answers) => answers,
         Err(error) => {
             return Outcome::refused(format!("owner: load watchers cannot be found: {error}"));
         }
     };
-    let (said, wrong) = match word::read(dir, uid) {
+    let (said, wrong) = match owner_override::read(dir, uid) {
         Ok(word) => (word, None),
-        Err(sentence) => (Word::default(), Some(sentence)),
+        Err(sentence) => (OwnerOverride::default(), Some(sentence)),
     };
     let mut text = String::new();
     if !said.is_empty() {
-        text.push_str(&format!("you said: {}\n", sentence(&said)));
+        text.push_str(&format!("you said: {}\n", describe_override(&said)));
     }
-    all.iter().for_each(|status| text.push_str(&told(status)));
+    all.iter()
+        .for_each(|status| text.push_str(&status_text(status)));
     if all.is_empty() && silent.is_empty() {
         text.push_str("no virtual machine with a load watcher uses this machine\n");
     }
@@ -305,15 +329,15 @@ fn status(dir: &Path, uid: u32) -> Outcome {
         .chain(wrong)
         .map(|line| format!("owner: {line}"))
         .collect();
-    let json = json!({ "you": word_json(&said), "virtual_machines": all });
+    let json = json!({ "you": override_json(&said), "virtual_machines": all });
     Outcome {
-        complaints,
-        ..Outcome::done(text, json, failed)
+        errors: complaints,
+        ..Outcome::with_values(text, json, failed)
     }
 }
 
 /// Formats the report of one load watcher.
-fn told(status: &Status) -> String {
+fn status_text(status: &Status) -> String {
     let Status {
         vm,
         user,
@@ -328,8 +352,8 @@ fn told(status: &Status) -> String {
         "  owner     {owner}, {confidence} % sure: {why}\n"
     ));
     let leave = match (status.leave_at_us, status.then.as_deref()) {
-        (Some(at), Some("kill")) => format!("; they are ended at {}", clock(Micros(at))),
-        (Some(at), _) => format!("; they leave at {}", clock(Micros(at))),
+        (Some(at), Some("kill")) => format!("; they are ended at {}", format_utc_time(Micros(at))),
+        (Some(at), _) => format!("; they leave at {}", format_utc_time(Micros(at))),
         (None, Some(_)) => "; they wait until they are wanted again".into(),
         (None, None) => String::new(),
     };
@@ -347,18 +371,18 @@ fn told(status: &Status) -> String {
         };
         out.push_str(&format!("  stopped   by {}{why}\n", status.stopped_by));
     }
-    let line = |Guest {
+    let line = |GuestStatus {
                     tid,
                     program,
                     pid,
                     user,
                     since_us,
                     cpu_s,
-                }: &Guest| {
+                }: &GuestStatus| {
         let since = if *since_us == 0 {
             "?".into()
         } else {
-            clock(Micros(*since_us))
+            format_utc_time(Micros(*since_us))
         };
         format!(
             "  task      {tid} {program} of {user}, process {pid}, since {since}, {cpu_s:.1} s of processor\n"
@@ -396,7 +420,7 @@ fn told(status: &Status) -> String {
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Result<Owner, ParseError> {
+    fn words(line: &str) -> Result<OwnerCommand, ParseError> {
         parse(
             &line
                 .split_whitespace()
@@ -409,32 +433,49 @@ mod tests {
     #[test]
     fn owner_arguments_parse() {
         let say = |state, seconds: Option<u64>| {
-            Ok(Owner::Say {
+            Ok(OwnerCommand::DeclarePresence {
                 state,
-                span: seconds.map(Duration::from_secs),
+                duration: seconds.map(Duration::from_secs),
             })
         };
-        assert_eq!(words(""), Ok(Owner::Status));
-        assert_eq!(words("status"), Ok(Owner::Status));
-        assert_eq!(words("away"), say(State::Away, None));
-        assert_eq!(words("here --for 2h"), say(State::Here, Some(7200)));
-        assert_eq!(words("away --for=30m"), say(State::Away, Some(1800)));
-        assert_eq!(words("auto"), Ok(Owner::Auto));
+        assert_eq!(words(""), Ok(OwnerCommand::Status));
+        assert_eq!(words("status"), Ok(OwnerCommand::Status));
+        assert_eq!(words("away"), say(Presence::Away, None));
+        assert_eq!(words("here --for 2h"), say(Presence::Here, Some(7200)));
+        assert_eq!(words("away --for=30m"), say(Presence::Away, Some(1800)));
+        assert_eq!(words("auto"), Ok(OwnerCommand::DetectPresence));
         let hours = |text: &str| text.parse::<Hours>().expect("good");
-        assert_eq!(words("never 9-17"), Ok(Owner::Never(vec![hours("9-17")])));
+        assert_eq!(
+            words("never 9-17"),
+            Ok(OwnerCommand::ClosedHours(vec![hours("9-17")]))
+        );
         assert_eq!(
             words("never mon-fri 9-17 and sat"),
-            Ok(Owner::Never(vec![hours("mon-fri 9-17"), hours("sat")]))
+            Ok(OwnerCommand::ClosedHours(vec![
+                hours("mon-fri 9-17"),
+                hours("sat")
+            ]))
         );
-        assert_eq!(words("never none"), Ok(Owner::Never(Vec::new())));
-        assert_eq!(words("limit 2 cores"), Ok(Owner::Limit(Some(2))));
-        assert_eq!(words("limit 1"), Ok(Owner::Limit(Some(1))));
-        assert_eq!(words("limit none"), Ok(Owner::Limit(None)));
-        assert_eq!(words("policy"), Ok(Owner::Policy(Paper::Show)));
-        assert_eq!(words("policy none"), Ok(Owner::Policy(Paper::Withdraw)));
+        assert_eq!(
+            words("never none"),
+            Ok(OwnerCommand::ClosedHours(Vec::new()))
+        );
+        assert_eq!(words("limit 2 cores"), Ok(OwnerCommand::TaskLimit(Some(2))));
+        assert_eq!(words("limit 1"), Ok(OwnerCommand::TaskLimit(Some(1))));
+        assert_eq!(words("limit none"), Ok(OwnerCommand::TaskLimit(None)));
+        assert_eq!(
+            words("policy"),
+            Ok(OwnerCommand::Policy(PolicyAction::Show))
+        );
+        assert_eq!(
+            words("policy none"),
+            Ok(OwnerCommand::Policy(PolicyAction::Withdraw))
+        );
         assert_eq!(
             words("policy ./mine.toml"),
-            Ok(Owner::Policy(Paper::Publish("./mine.toml".into())))
+            Ok(OwnerCommand::Policy(PolicyAction::Publish(
+                "./mine.toml".into()
+            )))
         );
     }
 
@@ -462,7 +503,7 @@ mod tests {
     fn directives_accumulate_and_can_be_removed() {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
-        let say = |line: &str| say(dir.path(), uid, &words(line).expect(line)).text;
+        let say = |line: &str| write_override(dir.path(), uid, &words(line).expect(line)).text;
         assert!(say("never mon-fri 9-17").starts_with("you said: no guests mon-fri 9:00-17:00"));
         assert!(
             say("limit 2 cores").contains("no guests mon-fri 9:00-17:00; at most 2 of their tasks")
@@ -488,11 +529,11 @@ mod tests {
         let dir = tempfile::tempdir().expect("a folder");
         let uid = nix::unistd::geteuid().as_raw();
         let (file, shown) = (dir.path().join("mine.toml"), || {
-            policy(dir.path(), uid, &Paper::Show).text
+            run_policy(dir.path(), uid, &PolicyAction::Show).text
         });
         let publish = |text: &str| {
             std::fs::write(&file, text).expect("the test's own file");
-            policy(dir.path(), uid, &Paper::Publish(file.clone()))
+            run_policy(dir.path(), uid, &PolicyAction::Publish(file.clone()))
         };
         assert!(shown().starts_with("you have no policy here"));
         let done = publish("leave_after = 30\n");
@@ -513,18 +554,18 @@ mod tests {
         assert!(long.contains("longer than"), "{long}");
         assert_eq!(shown(), "leave_after = 30\n");
         assert!(
-            policy(dir.path(), uid, &Paper::Publish("/nowhere/x".into()))
+            run_policy(dir.path(), uid, &PolicyAction::Publish("/nowhere/x".into()))
                 .refusal
                 .is_some()
         );
-        policy(dir.path(), uid, &Paper::Withdraw);
+        run_policy(dir.path(), uid, &PolicyAction::Withdraw);
         assert!(shown().starts_with("you have no policy here"));
     }
 
     /// If directives cannot be written, the refusal is one line.
     #[test]
     fn write_error_is_one_line() {
-        let outcome = say(Path::new("/nowhere"), 7, &Owner::Limit(Some(1)));
+        let outcome = write_override(Path::new("/nowhere"), 7, &OwnerCommand::TaskLimit(Some(1)));
         let line = outcome.refusal.expect("refused");
         assert!(
             outcome.failed
@@ -552,7 +593,7 @@ mod tests {
             stopped_by_why: "SEMPA_FREEZER=off".into(),
             ..Status::default()
         };
-        let text = told(&status);
+        let text = status_text(&status);
         for part in [
             "virtual machine pvm of alice (h2)",
             "present, 99 % sure: olga is logged in on tty2",

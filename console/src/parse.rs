@@ -3,16 +3,16 @@
 //! The parser never contacts the virtual machine: every error in a line is reported before anything
 //! is done.
 
-use crate::checkpoint::{self, Checkpoint, Checkpoints, Restart};
-use crate::drain::{self, Drain};
+use crate::checkpoint::{self, CheckpointCommand, CheckpointsCommand, RestartCommand};
+use crate::drain::{self, DrainCommand};
 use crate::help;
-use crate::job::{self, Job};
-use crate::owner::{self, Owner};
-use crate::spawn::{self, Spawn};
-use crate::trace::{self, Trace};
-use crate::usage::{self, Usage};
-use crate::why::{self, Why};
-use crate::words::option;
+use crate::job::{self, JobCommand};
+use crate::owner::{self, OwnerCommand};
+use crate::spawn::{self, SpawnCommand};
+use crate::trace::{self, TraceCommand};
+use crate::usage::{self, UsageCommand};
+use crate::why::{self, WhyCommand};
+use crate::words::option_value;
 use nix::sys::signal::Signal;
 use sempa_proto::Tid;
 use sempa_proto::task::TICKLE_WORDS_MAX;
@@ -42,7 +42,7 @@ pub(crate) enum PsScope {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Sig {
+pub(crate) struct SignalCommand {
     pub(crate) signal: i32,
     pub(crate) tids: Vec<Tid>,
 }
@@ -52,27 +52,38 @@ pub(crate) struct Sig {
 pub(crate) enum Command {
     /// Adds hosts. Each string is a line in host-file format.
     Add(Vec<String>),
-    Alias { name: String, words: Vec<String> },
+    Alias {
+        name: String,
+        words: Vec<String>,
+    },
     Aliases,
     /// Shows the host table.
     Conf,
     /// Shows which hosts would accept the task, or whether `to` would.
-    CanMigrate { tid: Tid, to: Option<String> },
+    CanMigrate {
+        tid: Tid,
+        to: Option<String>,
+    },
     /// Writes a checkpoint of a job to the store.
-    Checkpoint(Checkpoint),
+    Checkpoint(CheckpointCommand),
     /// Lists or removes checkpoints in the store.
-    Checkpoints(Checkpoints),
+    Checkpoints(CheckpointsCommand),
     /// Restarts a job from a checkpoint.
-    Restart(Restart),
+    Restart(RestartCommand),
     /// Migrates all tasks away from a host.
-    Drain(Drain),
+    Drain(DrainCommand),
     /// Lets a drained host accept tasks again.
-    Undrain { host: String },
+    Undrain {
+        host: String,
+    },
     /// Removes the named hosts.
     Delete(Vec<String>),
     Echo(Vec<String>),
     /// Shows the event log from number `from` on; with `follow`, waits for further events.
-    Events { from: u64, follow: bool },
+    Events {
+        from: u64,
+        follow: bool,
+    },
     /// Exports variables, or shows the exported ones if the list is empty.
     Export(Vec<String>),
     /// Shows one option, or all.
@@ -86,24 +97,35 @@ pub(crate) enum Command {
     /// Shows the console's memory usage.
     Idump,
     /// Lists, shows, kills, suspends or resumes whole jobs.
-    Job(Job),
+    Job(JobCommand),
     /// Lists jobs; with `long`, also their tasks.
-    Jobs { long: bool },
+    Jobs {
+        long: bool,
+    },
     /// Sends SIGTERM to the tasks, or to their children.
-    Kill { children: bool, tids: Vec<Tid> },
+    Kill {
+        children: bool,
+        tids: Vec<Tid>,
+    },
     /// Migrates a task to a host.
-    Migrate { tid: Tid, to: String },
+    Migrate {
+        tid: Tid,
+        to: String,
+    },
     /// Shows the state of the named hosts.
     Mstat(Vec<String>),
     /// Lists mailbox classes that match the pattern; an empty one matches all.
     Names(String),
     /// Directives of this machine's owner.
-    Owner(Owner),
+    Owner(OwnerCommand),
     Ps(PsOptions),
     /// Shows the state of tasks. A word that is no tid becomes [`Tid::NONE`].
     Pstat(Vec<Tid>),
     /// Inserts an entry into a mailbox class.
-    Put { name: String, flags: i32 },
+    Put {
+        name: String,
+        flags: i32,
+    },
     /// Leaves the console; the virtual machine keeps running.
     Quit,
     /// Simulates a recorded log under another policy. The words are the arguments.
@@ -121,25 +143,28 @@ pub(crate) enum Command {
         value: Option<String>,
     },
     /// Sets a PVM option of the console.
-    Setopt { name: String, value: i32 },
+    Setopt {
+        name: String,
+        value: i32,
+    },
     /// Sends a signal to tasks.
-    Sig(Sig),
-    Spawn(Spawn),
+    Sig(SignalCommand),
+    Spawn(SpawnCommand),
     /// Starts the virtual machine. Valid only on the program's command line.
     Start,
     /// Sends a debug query to the daemon.
     Tickle(Vec<i32>),
     /// Selects the events that traced tasks record.
-    Trace(Vec<Trace>),
+    Trace(Vec<TraceCommand>),
     /// Names of aliases to remove.
     Unalias(Vec<String>),
     /// Removes variables from the exported ones.
     Unexport(Vec<String>),
     /// Shows resource usage of users and jobs.
-    Usage(Usage),
+    Usage(UsageCommand),
     Version,
     /// Explains decisions of the resource manager.
-    Why(Why),
+    Why(WhyCommand),
 }
 
 /// Why words are not a valid command. The text is printed as it is.
@@ -161,17 +186,14 @@ pub(crate) enum ParseError {
     UnknownFlag(String),
     /// The word is neither `t40001` nor `40001`.
     #[error("{command}: {word} is not a task id: write it as t40001")]
-    NotATid {
-        command: &'static str,
-        word: String,
-    },
+    NotATid { command: &'static str, word: String },
     /// The word is not of the kind that is required.
-    #[error("{command}: {word} is not {wanted}")]
-    NotA {
+    #[error("{command}: {word} is not {expected}")]
+    WrongType {
         command: &'static str,
         word: String,
         /// What is required, with an article, such as "a number".
-        wanted: &'static str,
+        expected: &'static str,
     },
     /// The argument of `reset` is unknown.
     #[error("\"{0}\" arg to reset not valid")]
@@ -179,13 +201,13 @@ pub(crate) enum ParseError {
 }
 
 /// Commands without output that a program could read.
-const WITHOUT_JSON: [&str; 10] = [
+const COMMANDS_WITHOUT_JSON: [&str; 10] = [
     "echo", "halt", "help", "idump", "put", "quit", "reset", "start", "unalias", "unexport",
 ];
 
 /// True if the command supports JSON output.
 pub(crate) fn has_json(command: &str) -> bool {
-    !WITHOUT_JSON.contains(&command)
+    !COMMANDS_WITHOUT_JSON.contains(&command)
 }
 
 /// Removes `--json` from a command's own words; true if it was there.
@@ -196,12 +218,12 @@ pub(crate) fn take_json(words: &mut Vec<String>) -> bool {
     let Some(command) = words.first().filter(|name| has_json(name)) else {
         return false;
     };
-    let own = match command.as_str() {
-        "spawn" => 1 + spawn::options(&words[1..]),
+    let own_words = match command.as_str() {
+        "spawn" => 1 + spawn::option_count(&words[1..]),
         "alias" | "setenv" => words.len().min(2),
         _ => words.len(),
     };
-    let found = words[..own].iter().position(|word| word == "--json");
+    let found = words[..own_words].iter().position(|word| word == "--json");
     found.map(|at| words.remove(at)).is_some()
 }
 
@@ -218,14 +240,14 @@ pub(crate) fn parse(words: &[String]) -> Result<Option<Command>, ParseError> {
 
 fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
     let wrong = || Err(ParseError::WrongArgs(name));
-    let some = |make: fn(Vec<String>) -> Command| {
+    let one_or_more = |make: fn(Vec<String>) -> Command| {
         if args.is_empty() {
             wrong()
         } else {
             Ok(make(args.to_vec()))
         }
     };
-    let none = |command: Command| {
+    let no_args = |command: Command| {
         if args.is_empty() {
             Ok(command)
         } else {
@@ -233,7 +255,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         }
     };
     match (name, args) {
-        ("add", _) => some(Command::Add),
+        ("add", _) => one_or_more(Command::Add),
         ("alias", [name, words @ ..]) if !words.is_empty() => Ok(Command::Alias {
             name: name.clone(),
             words: words.to_vec(),
@@ -242,8 +264,8 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("checkpoint", _) => checkpoint::parse(args).map(Command::Checkpoint),
         ("checkpoints", _) => checkpoint::parse_list(args).map(Command::Checkpoints),
         ("restart", _) => checkpoint::parse_restart(args).map(Command::Restart),
-        ("conf", _) => none(Command::Conf),
-        ("delete", _) => some(Command::Delete),
+        ("conf", _) => no_args(Command::Conf),
+        ("delete", _) => one_or_more(Command::Delete),
         ("drain", _) => drain::parse(args).map(Command::Drain),
         ("undrain", [host]) => Ok(Command::Undrain { host: host.clone() }),
         ("echo", _) => Ok(Command::Echo(args.to_vec())),
@@ -251,27 +273,27 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("export", _) => Ok(Command::Export(args.to_vec())),
         ("getopt", []) => Ok(Command::Getopt(None)),
         ("getopt", [option]) => Ok(Command::Getopt(Some(option.clone()))),
-        ("halt", _) => none(Command::Halt),
+        ("halt", _) => no_args(Command::Halt),
         ("help", []) => Ok(Command::Help(None)),
         ("help", [name]) => Ok(Command::Help(Some(name.clone()))),
-        ("id", _) => none(Command::Id),
+        ("id", _) => no_args(Command::Id),
         ("idump", [] | [_]) => Ok(Command::Idump),
         ("job", _) => job::parse(args).map(Command::Job),
         ("jobs", _) => jobs(args),
         ("kill", _) => kill(args),
         ("can-migrate", [tid]) => Ok(Command::CanMigrate {
-            tid: task_tid(name, tid)?,
+            tid: parse_task_tid(name, tid)?,
             to: None,
         }),
         ("can-migrate", [tid, host]) => Ok(Command::CanMigrate {
-            tid: task_tid(name, tid)?,
+            tid: parse_task_tid(name, tid)?,
             to: Some(host.clone()),
         }),
         ("migrate", [tid, host]) => Ok(Command::Migrate {
-            tid: task_tid(name, tid)?,
+            tid: parse_task_tid(name, tid)?,
             to: host.clone(),
         }),
-        ("mstat", _) => some(Command::Mstat),
+        ("mstat", _) => one_or_more(Command::Mstat),
         ("names", []) => Ok(Command::Names(String::new())),
         ("names", [pattern]) => Ok(Command::Names(pattern.clone())),
         ("owner", _) => owner::parse(args).map(Command::Owner),
@@ -284,9 +306,9 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         // PVM's console requires a third word and ignores it.
         ("put", [class, flags] | [class, flags, _]) => Ok(Command::Put {
             name: class.clone(),
-            flags: number(name, flags)?,
+            flags: parse_number(name, flags)?,
         }),
-        ("quit", _) => none(Command::Quit),
+        ("quit", _) => no_args(Command::Quit),
         ("replay", [_, ..]) => Ok(Command::Replay(args.to_vec())),
         ("reset", _) => reset(args),
         ("setenv", []) => Ok(Command::Setenv {
@@ -300,22 +322,22 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("setenv", [name, words @ ..]) => Ok(setenv(name, words.join(" "))),
         ("setopt", [option, value]) => Ok(Command::Setopt {
             name: option.clone(),
-            value: number(name, value)?,
+            value: parse_number(name, value)?,
         }),
         ("sig", [signal, tids @ ..]) if !tids.is_empty() => sig(signal, tids),
         ("spawn", []) => wrong(),
         ("spawn", _) => spawn::parse(args).map(Command::Spawn),
-        ("start", _) => none(Command::Start),
+        ("start", _) => no_args(Command::Start),
         ("tickle", [_, ..]) if args.len() <= TICKLE_WORDS_MAX => args
             .iter()
-            .map(|word| number(name, word))
+            .map(|word| parse_number(name, word))
             .collect::<Result<_, _>>()
             .map(Command::Tickle),
         ("trace", _) => trace::parse(args).map(Command::Trace),
-        ("unalias", _) => some(Command::Unalias),
+        ("unalias", _) => one_or_more(Command::Unalias),
         ("unexport", _) => Ok(Command::Unexport(args.to_vec())),
         ("usage", _) => usage::parse(args).map(Command::Usage),
-        ("version", _) => none(Command::Version),
+        ("version", _) => no_args(Command::Version),
         ("why", _) => why::parse(args).map(Command::Why),
         _ => wrong(),
     }
@@ -334,15 +356,15 @@ pub(crate) fn parse_tid(word: &str) -> Option<Tid> {
         .then(|| Tid::from_raw(raw.cast_signed()))
 }
 
-fn any_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
+fn parse_any_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
     parse_tid(word).ok_or_else(|| ParseError::NotATid {
         command,
         word: word.to_string(),
     })
 }
 
-pub(crate) fn task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
-    any_tid(command, word).and_then(|tid| {
+pub(crate) fn parse_task_tid(command: &'static str, word: &str) -> Result<Tid, ParseError> {
+    parse_any_tid(command, word).and_then(|tid| {
         if tid.is_task() {
             Ok(tid)
         } else {
@@ -354,11 +376,11 @@ pub(crate) fn task_tid(command: &'static str, word: &str) -> Result<Tid, ParseEr
     })
 }
 
-fn number<T: FromStr>(command: &'static str, word: &str) -> Result<T, ParseError> {
-    word.parse().map_err(|_| ParseError::NotA {
+fn parse_number<T: FromStr>(command: &'static str, word: &str) -> Result<T, ParseError> {
+    word.parse().map_err(|_| ParseError::WrongType {
         command,
         word: word.to_string(),
-        wanted: "a number",
+        expected: "a number",
     })
 }
 
@@ -366,8 +388,8 @@ fn events(args: &[String]) -> Result<Command, ParseError> {
     let (mut from, mut follow) = (0, false);
     let mut rest = args.iter();
     while let Some(arg) = rest.next() {
-        match option("events", "--from", arg, &mut rest)? {
-            Some(value) => from = number("events", value)?,
+        match option_value("events", "--from", arg, &mut rest)? {
+            Some(value) => from = parse_number("events", value)?,
             None if arg == "--follow" || arg == "-f" => follow = true,
             None if arg.starts_with('-') => {
                 return Err(ParseError::UnknownFlag(
@@ -424,7 +446,7 @@ fn kill(args: &[String]) -> Result<Command, ParseError> {
     }
     let tids = tids
         .iter()
-        .map(|word| task_tid("kill", word))
+        .map(|word| parse_task_tid("kill", word))
         .collect::<Result<_, _>>()?;
     Ok(Command::Kill { children, tids })
 }
@@ -443,7 +465,7 @@ fn ps(args: &[String]) -> Result<Command, ParseError> {
                 'x' => options.all_tasks = true,
                 'h' if rest.is_empty() => return Err(ParseError::WrongArgs("ps")),
                 'h' => {
-                    options.scope = PsScope::Tid(any_tid("ps", rest)?);
+                    options.scope = PsScope::Tid(parse_any_tid("ps", rest)?);
                     break;
                 }
                 'n' => {
@@ -470,7 +492,7 @@ fn reset(args: &[String]) -> Result<Command, ParseError> {
         }),
         [info, class, index] if info == "info" => Ok(Command::ResetInfo {
             class: Some(class.clone()),
-            index: Some(number("reset", index)?),
+            index: Some(parse_number("reset", index)?),
         }),
         [what, ..] if what != "info" => Err(ParseError::Reset(what.clone())),
         _ => Err(ParseError::WrongArgs("reset")),
@@ -492,30 +514,32 @@ fn sig(signal: &str, tids: &[String]) -> Result<Command, ParseError> {
         .ok()
         .filter(|number| (0..=64).contains(number))
         .or_else(named);
-    let wanted = "a signal";
-    let signal = known.ok_or_else(|| ParseError::NotA {
+    let expected = "a signal";
+    let signal = known.ok_or_else(|| ParseError::WrongType {
         command: "sig",
         word: signal.to_string(),
-        wanted,
+        expected,
     })?;
     let tids = tids
         .iter()
-        .map(|word| task_tid("sig", word))
+        .map(|word| parse_task_tid("sig", word))
         .collect::<Result<_, _>>()?;
-    Ok(Command::Sig(Sig { signal, tids }))
+    Ok(Command::Sig(SignalCommand { signal, tids }))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::words::split;
+    use crate::words::split_words;
 
     fn command(line: &str) -> Command {
-        parse(&split(line).expect(line)).expect(line).expect(line)
+        parse(&split_words(line).expect(line))
+            .expect(line)
+            .expect(line)
     }
 
     fn error(line: &str) -> String {
-        parse(&split(line).expect(line))
+        parse(&split_words(line).expect(line))
             .expect_err(line)
             .to_string()
     }
@@ -656,7 +680,7 @@ mod tests {
         for word in ["9", "KILL", "sigkill", "SIGKILL"] {
             assert_eq!(
                 command(&format!("sig {word} t40001")),
-                Command::Sig(Sig {
+                Command::Sig(SignalCommand {
                     signal: 9,
                     tids: vec![tid(0x40001)]
                 })

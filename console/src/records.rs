@@ -16,15 +16,15 @@ use std::fmt::Write;
 /// Marks the start of a program's own event; [`USER_EVENT_END`] marks its end.
 const USER_EVENT_BEGIN: i32 = -9;
 /// Bit set in the type of an array.
-const ARRAY: i32 = 0x80;
+const ARRAY_BIT: i32 = 0x80;
 /// Limit for both event descriptions and item names per job.
 const DESCRIPTIONS_MAX: usize = 4096;
 /// Event numbers of the records that the console itself makes.
-const HOST_ADD: i32 = 401;
-const OUTPUT: i32 = 404;
+const HOST_ADD_EVENT: i32 = 401;
+const OUTPUT_EVENT: i32 = 404;
 /// Items at the beginning of every record: seconds, microseconds, task. Each with short and long
 /// name.
-const HEAD: [(&str, &str); 3] = [
+const COMMON_ITEMS: [(&str, &str); 3] = [
     ("TS", "Time Seconds"),
     ("TU", "Time Microseconds"),
     ("TID", "Task ID"),
@@ -32,29 +32,29 @@ const HEAD: [(&str, &str); 3] = [
 
 /// Description of one item of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Item {
+struct ItemDescription {
     short: String,
     long: String,
-    kind: i32,
+    type_code: i32,
 }
 
 /// Description of an event.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Kind {
+struct EventDescription {
     name: String,
-    items: Vec<Item>,
+    items: Vec<ItemDescription>,
 }
 
 /// Converts the records of one job.
 #[derive(Debug, Default)]
-pub(crate) struct Records {
-    names: BTreeMap<i32, (String, String)>,
-    kinds: BTreeMap<i32, Kind>,
+pub(crate) struct RecordPrinter {
+    item_names: BTreeMap<i32, (String, String)>,
+    descriptions: BTreeMap<i32, EventDescription>,
     /// Numbers of the events whose description was printed.
-    described: BTreeMap<i32, ()>,
+    printed: BTreeMap<i32, ()>,
 }
 
-impl Records {
+impl RecordPrinter {
     /// Appends the text of a message to `out`, as lines with newlines.
     ///
     /// # Errors
@@ -64,32 +64,32 @@ impl Records {
         while body.remaining() > 0 {
             match body.int()? {
                 marker if GROUP.contains(&marker) => {}
-                marker if marker == ITEM_TABLE[0] => self.names(body)?,
-                marker if marker == DESCRIBED[0] => self.first(body, out)?,
-                marker if marker == VALUES[0] => self.record(body, out)?,
-                USER_EVENT_BEGIN => self.user(body, out)?,
+                marker if marker == ITEM_TABLE[0] => self.read_item_names(body)?,
+                marker if marker == DESCRIBED[0] => self.read_described_record(body, out)?,
+                marker if marker == VALUES[0] => self.read_record(body, out)?,
+                USER_EVENT_BEGIN => self.read_user_event(body, out)?,
                 _ => return Err(PvmError::BadMsg),
             }
         }
         Ok(())
     }
 
-    fn names(&mut self, body: &mut Unpacker) -> PvmResult<()> {
+    fn read_item_names(&mut self, body: &mut Unpacker) -> PvmResult<()> {
         loop {
             let id = body.int()?;
             if id == ITEM_TABLE[1] {
                 return Ok(());
             }
             let names = (body.string()?, body.string()?);
-            if self.names.len() < DESCRIPTIONS_MAX {
-                self.names.insert(id, names);
+            if self.item_names.len() < DESCRIPTIONS_MAX {
+                self.item_names.insert(id, names);
             }
         }
     }
 
-    fn first(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+    fn read_described_record(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         let id = body.int()?;
-        let mut kind = Kind {
+        let mut kind = EventDescription {
             name: body.string()?,
             items: Vec::new(),
         };
@@ -100,44 +100,56 @@ impl Records {
                 break;
             }
             let number = body.int()?;
-            values.push(value(body, number)?);
-            kind.items.push(self.item(item, number));
+            values.push(read_value(body, number)?);
+            kind.items.push(self.describe_item(item, number));
         }
-        if self.kinds.len() < DESCRIPTIONS_MAX {
-            self.kinds.insert(id, kind.clone());
+        if self.descriptions.len() < DESCRIPTIONS_MAX {
+            self.descriptions.insert(id, kind.clone());
         }
-        self.print(&titled(&kind, id), number_of(id), &values, out);
+        self.print(&with_suffix(&kind, id), record_number(id), &values, out);
         Ok(())
     }
 
-    fn item(&self, id: i32, kind: i32) -> Item {
-        let (short, long) = self.names.get(&id).cloned().unwrap_or_else(|| known(id));
-        Item { short, long, kind }
+    fn describe_item(&self, id: i32, kind: i32) -> ItemDescription {
+        let (short, long) = self
+            .item_names
+            .get(&id)
+            .cloned()
+            .unwrap_or_else(|| default_names(id));
+        ItemDescription {
+            short,
+            long,
+            type_code: kind,
+        }
     }
 
-    fn record(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+    fn read_record(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         let id = body.int()?;
-        let kind = self.kinds.get(&id).cloned().ok_or(PvmError::BadMsg)?;
+        let kind = self
+            .descriptions
+            .get(&id)
+            .cloned()
+            .ok_or(PvmError::BadMsg)?;
         let values = kind
             .items
             .iter()
-            .map(|item| value(body, item.kind))
+            .map(|item| read_value(body, item.type_code))
             .collect::<PvmResult<Vec<_>>>()?;
         if body.int()? != VALUES[1] {
             return Err(PvmError::BadMsg);
         }
-        self.print(&titled(&kind, id), number_of(id), &values, out);
+        self.print(&with_suffix(&kind, id), record_number(id), &values, out);
         Ok(())
     }
 
-    fn user(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
+    fn read_user_event(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         let id = body.int()?;
         let name = body.string()?;
-        let mut kind = Kind {
+        let mut kind = EventDescription {
             name,
-            items: HEAD[..2]
+            items: COMMON_ITEMS[..2]
                 .iter()
-                .map(|(short, long)| plain(short, long))
+                .map(|(short, long)| int_item(short, long))
                 .collect(),
         };
         let mut values = vec![body.int()?.to_string(), body.int()?.to_string()];
@@ -146,35 +158,40 @@ impl Records {
             if number == USER_EVENT_END {
                 break;
             }
-            values.push(value(body, number)?);
-            kind.items.push(Item {
+            values.push(read_value(body, number)?);
+            kind.items.push(ItemDescription {
                 short: format!("D{}", values.len() - 2),
                 long: String::new(),
-                kind: number,
+                type_code: number,
             });
         }
         // Every such event may have other items, so each prints its description.
-        self.described.remove(&number_of(id));
-        self.print(&titled(&kind, id), number_of(id), &values, out);
+        self.printed.remove(&record_number(id));
+        self.print(&with_suffix(&kind, id), record_number(id), &values, out);
         Ok(())
     }
 
-    fn print(&mut self, kind: &Kind, number: i32, values: &[String], out: &mut String) {
-        if self.described.insert(number, ()).is_none() {
-            put(out, format_args!("\n#{number}: \"{}\"\n{{\n", kind.name));
-            for Item { short, long, kind } in &kind.items {
-                put(
+    fn print(&mut self, kind: &EventDescription, number: i32, values: &[String], out: &mut String) {
+        if self.printed.insert(number, ()).is_none() {
+            append(out, format_args!("\n#{number}: \"{}\"\n{{\n", kind.name));
+            for ItemDescription {
+                short,
+                long,
+                type_code,
+            } in &kind.items
+            {
+                append(
                     out,
                     format_args!(
                         "\t// \"{short}\" \"{long}\"\n\t{} \"{short}\"{};\n",
-                        word(*kind),
-                        brackets(*kind)
+                        type_name(*type_code),
+                        type_brackets(*type_code)
                     ),
                 );
             }
             out.push_str("};;\n\n");
         }
-        put(
+        append(
             out,
             format_args!("\"{}\" {{ {} }};;\n", kind.name, values.join(", ")),
         );
@@ -182,31 +199,31 @@ impl Records {
 
     /// Returns a record that the console makes for a line of output, or for an event of a task's
     /// output.
-    pub(crate) fn output(&mut self, at: Time, tid: Tid, text: &str) -> String {
-        let mut kind = Kind {
+    pub(crate) fn output_record(&mut self, at: Timestamp, tid: Tid, text: &str) -> String {
+        let mut kind = EventDescription {
             name: "output(0)".into(),
-            items: head(),
+            items: common_items(),
         };
-        kind.items.push(Item {
+        kind.items.push(ItemDescription {
             short: "OS".into(),
             long: "Output String".into(),
-            kind: STRING,
+            type_code: STRING,
         });
         let mut out = String::new();
         self.print(
             &kind,
-            1000 + 2 * OUTPUT,
-            &[at.values(tid), string(text.as_bytes())],
+            1000 + 2 * OUTPUT_EVENT,
+            &[at.values(tid), sized_string(text.as_bytes())],
             &mut out,
         );
         out
     }
 
     /// Returns a record that the console makes for a host of the virtual machine.
-    pub(crate) fn host(&mut self, at: Time, host: &HostFacts<'_>) -> String {
-        let mut kind = Kind {
+    pub(crate) fn host_record(&mut self, at: Timestamp, host: &HostProperties<'_>) -> String {
+        let mut kind = EventDescription {
             name: "host_add(0)".into(),
-            items: head(),
+            items: common_items(),
         };
         for (short, long, number) in [
             ("HN", "Host Name", STRING),
@@ -214,26 +231,26 @@ impl Records {
             ("HA", "Host Architecture", STRING),
             ("HSP", "Host Speed", INT),
         ] {
-            kind.items.push(Item {
+            kind.items.push(ItemDescription {
                 short: short.into(),
                 long: long.into(),
-                kind: number,
+                type_code: number,
             });
         }
         let alias = host.name.split('.').next().unwrap_or(host.name);
-        let names = [host.name, alias, host.arch].map(|name| string(name.as_bytes()));
+        let names = [host.name, alias, host.arch].map(|name| sized_string(name.as_bytes()));
         let mut values = vec![at.values(host.tid)];
         values.extend(names);
         values.push(host.speed.to_string());
         let mut out = String::new();
-        self.print(&kind, 1000 + 2 * HOST_ADD, &values, &mut out);
+        self.print(&kind, 1000 + 2 * HOST_ADD_EVENT, &values, &mut out);
         out
     }
 }
 
 /// Returns names for an item whose names were not sent. A task sends them once, possibly with an
 /// earlier job.
-fn known(id: i32) -> (String, String) {
+fn default_names(id: i32) -> (String, String) {
     let short = usize::try_from(id)
         .ok()
         .and_then(|at| DATA_IDS.get(at))
@@ -246,20 +263,20 @@ fn known(id: i32) -> (String, String) {
 
 /// Time since the Unix epoch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Time {
+pub(crate) struct Timestamp {
     pub(crate) seconds: u64,
     /// Microseconds of the current second.
     pub(crate) micros: u32,
 }
 
-impl Time {
+impl Timestamp {
     fn values(self, tid: Tid) -> String {
         format!("{}, {}, {}", self.seconds, self.micros, tid.raw())
     }
 }
 
 /// Properties of a host for its record.
-pub(crate) struct HostFacts<'a> {
+pub(crate) struct HostProperties<'a> {
     pub(crate) tid: Tid,
     pub(crate) name: &'a str,
     pub(crate) arch: &'a str,
@@ -273,40 +290,41 @@ pub(crate) fn preamble(date: &str) -> String {
     )
 }
 
-fn put(out: &mut String, text: std::fmt::Arguments<'_>) {
+fn append(out: &mut String, text: std::fmt::Arguments<'_>) {
     out.write_fmt(text).expect("a string takes everything");
 }
 
-fn plain(short: &str, long: &str) -> Item {
-    Item {
+fn int_item(short: &str, long: &str) -> ItemDescription {
+    ItemDescription {
         short: short.into(),
         long: long.into(),
-        kind: INT,
+        type_code: INT,
     }
 }
 
-fn head() -> Vec<Item> {
-    HEAD.iter()
-        .map(|(short, long)| plain(short, long))
+fn common_items() -> Vec<ItemDescription> {
+    COMMON_ITEMS
+        .iter()
+        .map(|(short, long)| int_item(short, long))
         .collect()
 }
 
 /// Returns the description with the name used in its records, which has a suffix for entry and
 /// exit.
-fn titled(kind: &Kind, id: i32) -> Kind {
+fn with_suffix(kind: &EventDescription, id: i32) -> EventDescription {
     let suffix = match id & (EVENT_ENTRY | EVENT_EXIT) {
         EVENT_ENTRY => "(0.0)",
         EVENT_EXIT => "(1.1)",
         _ => "(0)",
     };
-    Kind {
+    EventDescription {
         name: format!("{}{suffix}", kind.name),
         items: kind.items.clone(),
     }
 }
 
 /// Returns the number of an event's records in the text.
-fn number_of(id: i32) -> i32 {
+fn record_number(id: i32) -> i32 {
     let event = (id & !(EVENT_ENTRY | EVENT_EXIT)).rem_euclid(EVENT_ENTRY);
     if id & EVENT_EXIT != 0 {
         2001 + 2 * event
@@ -324,8 +342,8 @@ const INT: i32 = 6;
 const STRING: i32 = 12;
 
 /// Returns the name of a type in the text.
-fn word(kind: i32) -> &'static str {
-    match kind & !ARRAY {
+fn type_name(kind: i32) -> &'static str {
+    match kind & !ARRAY_BIT {
         BYTE | STRING => "char",
         CPLX | FLOAT => "float",
         DCPLX | DOUBLE => "double",
@@ -333,15 +351,15 @@ fn word(kind: i32) -> &'static str {
     }
 }
 
-fn brackets(kind: i32) -> &'static str {
-    match (kind & !ARRAY == STRING, kind & ARRAY != 0) {
+fn type_brackets(kind: i32) -> &'static str {
+    match (kind & !ARRAY_BIT == STRING, kind & ARRAY_BIT != 0) {
         (true, true) => "[][]",
         (true, false) | (false, true) => "[]",
         (false, false) => "",
     }
 }
 
-fn string(text: &[u8]) -> String {
+fn sized_string(text: &[u8]) -> String {
     format!("[{}] {{ {} }}", text.len() + 1, quoted(text))
 }
 
@@ -351,12 +369,12 @@ fn quoted(text: &[u8]) -> String {
 }
 
 /// Reads one value of a type and returns it as text.
-fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
-    if kind & ARRAY == 0 {
+fn read_value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
+    if kind & ARRAY_BIT == 0 {
         return if kind == STRING {
-            Ok(string(&body.str()?))
+            Ok(sized_string(&body.str()?))
         } else {
-            one(body, kind)
+            read_scalar(body, kind)
         };
     }
     let count = usize::try_from(body.int()?).map_err(|_| PvmError::BadMsg)?;
@@ -364,9 +382,9 @@ fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
     if count > body.remaining() {
         return Err(PvmError::NoData);
     }
-    let kind = kind & !ARRAY;
+    let kind = kind & !ARRAY_BIT;
     if kind == BYTE {
-        return Ok(string(&body.bytes(count)?));
+        return Ok(sized_string(&body.bytes(count)?));
     }
     if kind == STRING {
         let texts = (0..count)
@@ -377,12 +395,12 @@ fn value(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
         return Ok(format!("[{count}] [{longest}] {{ {} }}", list.join(", ")));
     }
     let list = (0..count)
-        .map(|_| one(body, kind))
+        .map(|_| read_scalar(body, kind))
         .collect::<PvmResult<Vec<_>>>()?;
     Ok(format!("[{count}] {{ {} }}", list.join(", ")))
 }
 
-fn one(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
+fn read_scalar(body: &mut Unpacker, kind: i32) -> PvmResult<String> {
     Ok(match kind {
         BYTE => body.bytes(1)?[0].to_string(),
         CPLX => format!("{}, {}", body.item::<f32>()?, body.item::<f32>()?),
@@ -404,7 +422,7 @@ mod tests {
     use super::*;
     use sempa_proto::body::{Encoding, Packer};
 
-    const AT: Time = Time {
+    const AT: Timestamp = Timestamp {
         seconds: 1_795_262_880,
         micros: 720_903,
     };
@@ -428,14 +446,14 @@ mod tests {
             INT,
             1,
             12,
-            INT | ARRAY,
+            INT | ARRAY_BIT,
             1,
             262_147,
             -6,
         ]);
     }
 
-    fn read(records: &mut Records, packer: Packer) -> (String, PvmResult<()>) {
+    fn read(records: &mut RecordPrinter, packer: Packer) -> (String, PvmResult<()>) {
         let mut out = String::new();
         let result = records.read(&mut Unpacker::xdr(packer.finish()), &mut out);
         (out, result)
@@ -444,7 +462,7 @@ mod tests {
     /// An event is described before its first record and not again.
     #[test]
     fn event_is_described_once() {
-        let mut records = Records::default();
+        let mut records = RecordPrinter::default();
         let mut body = Packer::new(Encoding::Xdr);
         spawn_exit(&mut body);
         let (text, result) = read(&mut records, body);
@@ -471,11 +489,11 @@ mod tests {
     /// Strings and lists of strings are printed with their lengths.
     #[test]
     fn strings_are_printed_with_lengths() {
-        let mut records = Records::default();
+        let mut records = RecordPrinter::default();
         let mut body = Packer::new(Encoding::Xdr);
         body.items([-5, 106])
             .str(b"timing")
-            .items([999, STRING | ARRAY, 2])
+            .items([999, STRING | ARRAY_BIT, 2])
             .str(b"exit")
             .str(b"mhf_invoke");
         body.items([2, STRING]).str(b"a\"b").int(-6);
@@ -493,25 +511,25 @@ mod tests {
     /// The console makes records for hosts and output.
     #[test]
     fn console_makes_host_and_output_records() {
-        let mut records = Records::default();
+        let mut records = RecordPrinter::default();
         let tid = Tid::from_raw(262_146);
         assert!(
             records
-                .output(AT, tid, "CREATION")
+                .output_record(AT, tid, "CREATION")
                 .starts_with("\n#1808: \"output(0)\"\n{\n\t// \"TS\" \"Time Seconds\"")
         );
-        let second = records.output(AT, tid, "i'm t40002");
+        let second = records.output_record(AT, tid, "i'm t40002");
         assert_eq!(
             second,
             "\"output(0)\" { 1795262880, 720903, 262146, [11] { \"i'm t40002\" } };;\n"
         );
-        let host = HostFacts {
+        let host = HostProperties {
             tid: Tid::from_raw(262_144),
             name: "vm.lab",
             arch: "LINUX64",
             speed: 1000,
         };
-        let text = records.host(AT, &host);
+        let text = records.host_record(AT, &host);
         assert!(text.starts_with("\n#1802: \"host_add(0)\"\n"));
         assert!(text.ends_with(
             "\"host_add(0)\" { 1795262880, 720903, 262144, [7] { \"vm.lab\" }, [3] { \"vm\" }, [8] { \"LINUX64\" }, 1000 };;\n"
@@ -521,12 +539,12 @@ mod tests {
     /// Events of programs describe their items.
     #[test]
     fn user_events_describe_their_items() {
-        let mut records = Records::default();
+        let mut records = RecordPrinter::default();
         let mut body = Packer::new(Encoding::Xdr);
         body.items([-9, 108])
             .str(b"step")
             .items([7, 8])
-            .items([INT | ARRAY, 2, 1, 2, DOUBLE])
+            .items([INT | ARRAY_BIT, 2, 1, 2, DOUBLE])
             .items([0.5f64])
             .int(-10);
         let (text, result) = read(&mut records, body);
@@ -555,12 +573,18 @@ mod tests {
         ] {
             let mut body = Packer::new(Encoding::Xdr);
             body.items(words.clone());
-            assert!(read(&mut Records::default(), body).1.is_err(), "{words:?}");
+            assert!(
+                read(&mut RecordPrinter::default(), body).1.is_err(),
+                "{words:?}"
+            );
         }
         let mut body = Packer::new(Encoding::Xdr);
         body.items([-5, 1])
             .str(b"x")
-            .items([1, INT | ARRAY, i32::MAX]);
-        assert_eq!(read(&mut Records::default(), body).1, Err(PvmError::NoData));
+            .items([1, INT | ARRAY_BIT, i32::MAX]);
+        assert_eq!(
+            read(&mut RecordPrinter::default(), body).1,
+            Err(PvmError::NoData)
+        );
     }
 }

@@ -10,10 +10,10 @@ const PROGRAM: &str = "pvm-rm";
 
 /// Returns the resource manager's program: in the folder of this one, or from `PATH`.
 fn program() -> PathBuf {
-    let beside = std::env::current_exe()
+    let sibling = std::env::current_exe()
         .ok()
         .map(|own| own.with_file_name(PROGRAM));
-    beside
+    sibling
         .filter(|path| path.is_file())
         .unwrap_or_else(|| PROGRAM.into())
 }
@@ -26,7 +26,7 @@ pub(crate) fn run(words: &[String], json: bool) -> Outcome {
         command.arg("--json");
     }
     match command.output() {
-        Err(error) => Outcome::complaint(format!(
+        Err(error) => Outcome::error(format!(
             "replay: {PROGRAM} cannot be run: {error}; is it installed beside pvm?"
         )),
         Ok(output) => {
@@ -43,7 +43,7 @@ pub(crate) fn run(words: &[String], json: bool) -> Outcome {
             Outcome {
                 text,
                 json,
-                complaints,
+                errors: complaints,
                 failed: !output.status.success(),
                 ..Outcome::default()
             }

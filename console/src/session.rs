@@ -3,23 +3,23 @@
 //! A [`Session`] keeps the state that lasts between commands: aliases, options, the environment for
 //! tasks, and jobs.
 
-use crate::apart;
+use crate::background_drain;
 use crate::checkpoint;
-use crate::collect::{Collected, TAG_HOSTS};
-use crate::complete::Known;
+use crate::collect::{JobOutput, TAG_HOSTS};
+use crate::complete::CompletionNames;
 use crate::drain;
-use crate::format::{self, Names};
+use crate::format::{self, HostNames};
 use crate::help;
 use crate::job;
 use crate::jobs::Jobs;
 use crate::json;
-use crate::machine::{self, Machine, misfit};
-use crate::options::{Options, TRACE_BUFFER, TRACE_KIND};
+use crate::options::{Options, TRACE_BUFFER, TRACE_DETAIL};
 use crate::owner;
 use crate::parse::{Command, ParseError, PsOptions, PsScope, parse, take_json};
 use crate::replay;
-use crate::trace::{self, Trace};
+use crate::trace::{self, TraceCommand};
 use crate::usage;
+use crate::virtual_machine::{self, VirtualMachine, unexpected_reply};
 use crate::why;
 use crate::words;
 use libpvm::trace_events::EventMask;
@@ -35,18 +35,18 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Tag of messages that carry events.
 pub(crate) const TAG_EVENTS: i32 = 2;
 /// Alias replacements per line; more of them mean a loop.
-const ALIAS_STEPS_MAX: usize = 100;
+const ALIAS_DEPTH_MAX: usize = 100;
 /// Mailbox flag that allows several entries in one class.
 const MBOX_MULTI_INSTANCE: i32 = 2;
 /// Events fetched by one request.
-pub(crate) const EVENTS_AT_ONCE_MAX: u32 = 1000;
+pub(crate) const EVENTS_BATCH_MAX: u32 = 1000;
 
 /// What the shell does after a command.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Next {
+pub(crate) enum AfterCommand {
     /// Reads the next line.
     #[default]
-    Line,
+    ReadLine,
     /// Ends the console; the virtual machine keeps running.
     Quit,
     /// Halts the virtual machine.
@@ -66,14 +66,14 @@ pub(crate) struct Outcome {
     /// as PVM does; a command from a shell prints it on standard error.
     pub(crate) refusal: Option<String>,
     /// Lines for standard error, without newlines.
-    pub(crate) complaints: Vec<String>,
+    pub(crate) errors: Vec<String>,
     /// True if any part of the request failed.
     pub(crate) failed: bool,
-    pub(crate) next: Next,
+    pub(crate) next: AfterCommand,
 }
 
 impl Outcome {
-    pub(crate) fn text(text: String) -> Outcome {
+    pub(crate) fn from_text(text: String) -> Outcome {
         Outcome {
             text,
             ..Outcome::default()
@@ -81,7 +81,7 @@ impl Outcome {
     }
 
     /// Creates a result with output; `failed` is true if part of the request failed.
-    pub(crate) fn done(text: String, json: Value, failed: bool) -> Outcome {
+    pub(crate) fn with_values(text: String, json: Value, failed: bool) -> Outcome {
         Outcome {
             text,
             json: vec![json],
@@ -98,9 +98,9 @@ impl Outcome {
         }
     }
 
-    pub(crate) fn complaint(line: impl std::fmt::Display) -> Outcome {
+    pub(crate) fn error(line: impl std::fmt::Display) -> Outcome {
         Outcome {
-            complaints: vec![line.to_string()],
+            errors: vec![line.to_string()],
             failed: true,
             ..Outcome::default()
         }
@@ -109,47 +109,47 @@ impl Outcome {
 
 /// State that lasts between commands.
 pub(crate) struct Session<M> {
-    pub(crate) machine: M,
+    pub(crate) vm: M,
     aliases: BTreeMap<String, Vec<String>>,
     pub(crate) options: Options,
     /// Event kinds that traced tasks record.
-    pub(crate) mask: EventMask,
+    pub(crate) event_mask: EventMask,
     env: BTreeMap<String, String>,
     pub(crate) jobs: Jobs,
-    pub(crate) collected: BTreeMap<u32, Collected>,
+    pub(crate) job_outputs: BTreeMap<u32, JobOutput>,
     /// Hosts that were announced already.
-    pub(crate) known: BTreeSet<HostId>,
+    pub(crate) announced_hosts: BTreeSet<HostId>,
     /// True for an interactive console: work that must outlive it runs in another process.
-    lasts: bool,
+    is_interactive: bool,
     /// True if the current line requested JSON.
     as_json: bool,
 }
 
-impl<M: Machine> Session<M> {
+impl<M: VirtualMachine> Session<M> {
     /// Creates a session with a copy of the environment.
     pub(crate) fn new(machine: M, env: BTreeMap<String, String>) -> Session<M> {
         Session {
-            machine,
+            vm: machine,
             aliases: BTreeMap::new(),
             options: Options::default(),
-            mask: trace::xpvm(),
+            event_mask: trace::xpvm_mask(),
             env,
             jobs: Jobs::default(),
-            collected: BTreeMap::new(),
-            known: BTreeSet::new(),
-            lasts: false,
+            job_outputs: BTreeMap::new(),
+            announced_hosts: BTreeSet::new(),
+            is_interactive: false,
             as_json: false,
         }
     }
 
     /// True while output of a job may still arrive.
     pub(crate) fn has_jobs(&self) -> bool {
-        !self.jobs.is_empty() || !self.collected.is_empty()
+        !self.jobs.is_empty() || !self.job_outputs.is_empty()
     }
 
     /// Returns the names that the editor can complete.
-    pub(crate) fn known(&self) -> Known {
-        Known {
+    pub(crate) fn completion_names(&self) -> CompletionNames {
+        CompletionNames {
             aliases: self.aliases.keys().cloned().collect(),
             variables: self.env.keys().cloned().collect(),
         }
@@ -160,20 +160,14 @@ impl<M: Machine> Session<M> {
     ///
     /// # Errors
     /// Fails if the host table cannot be read. Errors of the two registrations are ignored.
-    pub(crate) fn settle(&mut self) -> Result<(), Error> {
-        self.lasts = true;
-        self.known = self
-            .machine
-            .hosts()?
-            .hosts
-            .iter()
-            .map(|host| host.id)
-            .collect();
+    pub(crate) fn register_interactive(&mut self) -> Result<(), Error> {
+        self.is_interactive = true;
+        self.announced_hosts = self.vm.hosts()?.hosts.iter().map(|host| host.id).collect();
         let mut body = Packer::new(Encoding::Xdr);
-        body.int(self.machine.tid().raw());
+        body.int(self.vm.tid().raw());
         // Both requests are optional. Without the first, `reset` also ends this console; without
         // the second, hosts that other consoles add are not announced.
-        let _ = self.put(NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
+        let _ = self.put_mailbox_entry(NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
         let what = NotifyWhat::HostAdd { count: -1 };
         let notify = NotifyRequest {
             what,
@@ -181,13 +175,13 @@ impl<M: Machine> Session<M> {
             tag: TAG_HOSTS,
             cancel: false,
         };
-        let _ = self.machine.ask(Request::Notify(notify));
+        let _ = self.vm.ask(Request::Notify(notify));
         Ok(())
     }
 
     /// Executes one line of input.
-    pub(crate) fn line(&mut self, line: &str) -> Outcome {
-        match words::split(line) {
+    pub(crate) fn run_line(&mut self, line: &str) -> Outcome {
+        match words::split_words(line) {
             Err(error) => Outcome::refused(error),
             Ok(words) => match self.unalias(words) {
                 None => Outcome::refused("alias loop"),
@@ -196,7 +190,7 @@ impl<M: Machine> Session<M> {
                     self.as_json = as_json;
                     Outcome {
                         as_json,
-                        ..self.words(&words)
+                        ..self.run_words(&words)
                     }
                 }
             },
@@ -204,13 +198,13 @@ impl<M: Machine> Session<M> {
     }
 
     /// Executes the words of a command without replacing aliases.
-    pub(crate) fn words(&mut self, words: &[String]) -> Outcome {
+    pub(crate) fn run_words(&mut self, words: &[String]) -> Outcome {
         match parse(words) {
             Ok(None) => Outcome::default(),
             Ok(Some(command)) => {
                 let name = words.first().expect("a command has words");
-                self.command(command)
-                    .unwrap_or_else(|error| Outcome::complaint(format!("{name}: {error}")))
+                self.run_command(command)
+                    .unwrap_or_else(|error| Outcome::error(format!("{name}: {error}")))
             }
             Err(error) => Outcome::refused(error),
         }
@@ -218,21 +212,21 @@ impl<M: Machine> Session<M> {
 
     /// Replaces an alias at the beginning. Returns `None` if aliases form a loop.
     fn unalias(&self, mut words: Vec<String>) -> Option<Vec<String>> {
-        for _ in 0..ALIAS_STEPS_MAX {
+        for _ in 0..ALIAS_DEPTH_MAX {
             let Some(meaning) = words.first().and_then(|first| self.aliases.get(first)) else {
                 return Some(words);
             };
             // An alias that begins with its own name only adds words.
-            let own = meaning.first() == words.first();
+            let is_recursive = meaning.first() == words.first();
             words.splice(..1, meaning.iter().cloned());
-            if own {
+            if is_recursive {
                 return Some(words);
             }
         }
         None
     }
 
-    fn command(&mut self, command: Command) -> Result<Outcome, Error> {
+    fn run_command(&mut self, command: Command) -> Result<Outcome, Error> {
         match command {
             Command::Alias { .. } | Command::Aliases | Command::Unalias(_) => {
                 Ok(self.alias(command))
@@ -246,19 +240,19 @@ impl<M: Machine> Session<M> {
             Command::Jobs { long } => self.list_jobs(long),
             Command::Add(lines) => self.add(&lines),
             Command::Delete(names) => self.delete(&names),
-            Command::Echo(words) => Ok(Outcome::text(words.join(" ") + "\n")),
-            Command::Help(name) => Ok(about(name.as_deref())),
+            Command::Echo(words) => Ok(Outcome::from_text(words.join(" ") + "\n")),
+            Command::Help(name) => Ok(help_outcome(name.as_deref())),
             Command::Idump => Ok(Outcome {
-                complaints: vec![self.memory()],
+                errors: vec![self.memory_line()],
                 ..Outcome::default()
             }),
-            Command::Version => Ok(version()),
+            Command::Version => Ok(version_outcome()),
             Command::Halt => Ok(Outcome {
-                next: Next::Halt,
+                next: AfterCommand::Halt,
                 ..Outcome::default()
             }),
             Command::Quit => Ok(Outcome {
-                next: Next::Quit,
+                next: AfterCommand::Quit,
                 ..Outcome::default()
             }),
             Command::Start => Ok(Outcome::refused(
@@ -266,9 +260,9 @@ impl<M: Machine> Session<M> {
             )),
             Command::Owner(what) => Ok(owner::run(&what)),
             Command::Replay(words) => Ok(replay::run(&words, false)),
-            other => match self.managed(other)? {
+            other => match self.run_rm_command(other)? {
                 Ok(outcome) => Ok(outcome),
-                Err(other) => self.asked(other),
+                Err(other) => self.run_daemon_command(other),
             },
         }
     }
@@ -284,7 +278,7 @@ impl<M: Machine> Session<M> {
                     .iter()
                     .map(|(name, words)| format!("{name}\t{}\n", words.join(" ")))
                     .collect();
-                return Outcome::done(text, json::aliases(&self.aliases), false);
+                return Outcome::with_values(text, json::aliases(&self.aliases), false);
             }
         }
         Outcome::default()
@@ -298,7 +292,7 @@ impl<M: Machine> Session<M> {
                     .set(&name, value)
                     .map_or_else(Outcome::refused, |old| {
                         let text = format!("{name} Changed from {old} to {value}\n");
-                        Outcome::done(text, json::option_set(&name, old, value), false)
+                        Outcome::with_values(text, json::option_set(&name, old, value), false)
                     })
             }
             Command::Getopt(name) => {
@@ -307,7 +301,7 @@ impl<M: Machine> Session<M> {
                     .map_or_else(Outcome::refused, |options| {
                         let line = |(name, value)| format!("{name} Currently Set to {value}\n");
                         let text = options.iter().copied().map(line).collect();
-                        Outcome::done(text, json::options(&options), false)
+                        Outcome::with_values(text, json::options(&options), false)
                     })
             }
             _ => Outcome::default(),
@@ -316,31 +310,30 @@ impl<M: Machine> Session<M> {
 
     /// Executes commands for the resource manager and commands on whole jobs, hosts and
     /// checkpoints. Returns any other command unchanged.
-    fn managed(&mut self, command: Command) -> Result<Result<Outcome, Command>, Error> {
+    fn run_rm_command(&mut self, command: Command) -> Result<Result<Outcome, Command>, Error> {
         Ok(Ok(match command {
-            Command::Checkpoint(what) => checkpoint::checkpoint(&self.machine, &what)?,
-            Command::Checkpoints(what) => checkpoint::checkpoints(&self.machine, &what)?,
-            Command::Restart(what) => checkpoint::restart(&self.machine, &what)?,
-            Command::Drain(what) if self.lasts && what.writes() => {
-                apart::carry_out(self.machine.tid(), &what, self.as_json)
+            Command::Checkpoint(what) => checkpoint::checkpoint(&self.vm, &what)?,
+            Command::Checkpoints(what) => checkpoint::checkpoints(&self.vm, &what)?,
+            Command::Restart(what) => checkpoint::restart(&self.vm, &what)?,
+            Command::Drain(what) if self.is_interactive && what.may_checkpoint() => {
+                background_drain::run_from_console(self.vm.tid(), &what, self.as_json)
             }
             Command::Drain(what) => {
-                let (mut text, me) = (String::new(), self.machine.tid());
-                let outcome =
-                    drain::drain(&self.machine, &what, me, &mut |line| text.push_str(line))?;
+                let (mut text, me) = (String::new(), self.vm.tid());
+                let outcome = drain::drain(&self.vm, &what, me, &mut |line| text.push_str(line))?;
                 Outcome { text, ..outcome }
             }
-            Command::Undrain { host } => drain::undrain(&self.machine, &host)?,
+            Command::Undrain { host } => drain::undrain(&self.vm, &host)?,
             Command::Events {
                 from,
                 follow: false,
             } => self.events(from)?,
-            Command::Events { follow: true, .. } => Outcome::complaint(
+            Command::Events { follow: true, .. } => Outcome::error(
                 "events: --follow does not end by itself: use it from a shell, as 'pvm events --follow'",
             ),
-            Command::Job(what) => job::run(&self.machine, &what)?,
-            Command::Usage(what) => usage::run(&self.machine, &what)?,
-            Command::Why(what) => why::run(&self.machine, &what)?,
+            Command::Job(what) => job::run(&self.vm, &what)?,
+            Command::Usage(what) => usage::run(&self.vm, &what)?,
+            Command::Why(what) => why::run(&self.vm, &what)?,
             Command::Migrate { tid, to } => self.migrate(tid, &to),
             Command::CanMigrate { tid, to } => self.can_migrate(tid, to.as_deref())?,
             other => return Ok(Err(other)),
@@ -348,15 +341,15 @@ impl<M: Machine> Session<M> {
     }
 
     /// Executes commands that the daemon answers.
-    fn asked(&mut self, command: Command) -> Result<Outcome, Error> {
+    fn run_daemon_command(&mut self, command: Command) -> Result<Outcome, Error> {
         Ok(match command {
             Command::Conf => {
-                let table = self.machine.hosts()?;
-                Outcome::done(format::conf(&table), json::conf(&table), false)
+                let table = self.vm.hosts()?;
+                Outcome::with_values(format::conf(&table), json::conf(&table), false)
             }
             Command::Id => {
-                let tid = self.machine.tid();
-                Outcome::done(format!("{tid}\n"), json::id(tid), false)
+                let tid = self.vm.tid();
+                Outcome::with_values(format!("{tid}\n"), json::id(tid), false)
             }
             Command::Kill { children, tids } => self.kill(children, &tids)?,
             Command::Mstat(names) => self.status(
@@ -375,30 +368,30 @@ impl<M: Machine> Session<M> {
                 },
             ),
             Command::Names(pattern) => {
-                let classes = machine::names(&self.machine, &pattern)?;
-                Outcome::done(format::names(&classes), json::names(&classes), false)
+                let classes = virtual_machine::mailbox_classes(&self.vm, &pattern)?;
+                Outcome::with_values(format::names(&classes), json::names(&classes), false)
             }
             Command::Ps(options) => self.ps(&options)?,
             Command::Put { name, flags } => {
-                self.put(&name, flags, Packer::new(Encoding::Xdr))?;
+                self.put_mailbox_entry(&name, flags, Packer::new(Encoding::Xdr))?;
                 Outcome::default()
             }
             Command::Reset => {
-                self.machine.ask(Request::Reset { kill: true })?;
+                self.vm.ask(Request::Reset { kill: true })?;
                 Outcome::default()
             }
             Command::ResetInfo { class, index } => {
                 let name = class.unwrap_or_default();
-                self.machine
+                self.vm
                     .ask(Request::Mailbox(MailboxRequest::Clean { name, index }))?;
                 Outcome::default()
             }
             Command::Sig(sig) => self.signal(&sig.tids, sig.signal, true),
-            Command::Tickle(words) => match self.machine.ask(Request::Tickle(words))? {
+            Command::Tickle(words) => match self.vm.ask(Request::Tickle(words))? {
                 Reply::Numbers(numbers) => {
-                    Outcome::done(format::tickle(&numbers), json::tickle(&numbers), false)
+                    Outcome::with_values(format::tickle(&numbers), json::tickle(&numbers), false)
                 }
-                _ => return Err(misfit()),
+                _ => return Err(unexpected_reply()),
             },
             // The callers have handled these.
             _ => Outcome::default(),
@@ -406,8 +399,8 @@ impl<M: Machine> Session<M> {
     }
 
     fn add(&mut self, lines: &[String]) -> Result<Outcome, Error> {
-        let results = self.machine.add(lines)?;
-        let mut outcome = Outcome::done(
+        let results = self.vm.add(lines)?;
+        let mut outcome = Outcome::with_values(
             format::added(lines, &results),
             json::added(lines, &results),
             false,
@@ -415,7 +408,7 @@ impl<M: Machine> Session<M> {
         for (line, added) in lines.iter().zip(&results) {
             match &added.result {
                 Ok(host) => {
-                    self.known.insert(host.id);
+                    self.announced_hosts.insert(host.id);
                 }
                 Err(error) => {
                     outcome.failed = true;
@@ -425,8 +418,8 @@ impl<M: Machine> Session<M> {
                         &added.reason
                     };
                     outcome
-                        .complaints
-                        .push(format!("add {}: {reason}", format::line_name(line)));
+                        .errors
+                        .push(format!("add {}: {reason}", format::host_of_line(line)));
                 }
             }
         }
@@ -434,8 +427,8 @@ impl<M: Machine> Session<M> {
     }
 
     fn delete(&self, names: &[String]) -> Result<Outcome, Error> {
-        let hosts = self.machine.hosts()?;
-        let here = hosts.get(self.machine.here());
+        let hosts = self.vm.hosts()?;
+        let here = hosts.get(self.vm.local_host());
         // Only the console's own commands accept `.` for the local host.
         let named = |name: &String| {
             here.filter(|_| name == ".")
@@ -443,9 +436,9 @@ impl<M: Machine> Session<M> {
                 .clone()
         };
         let results = self
-            .machine
+            .vm
             .delete(&names.iter().map(named).collect::<Vec<_>>())?;
-        let mut outcome = Outcome::done(
+        let mut outcome = Outcome::with_values(
             format::deleted(names, &results),
             json::deleted(names, &results),
             false,
@@ -457,21 +450,21 @@ impl<M: Machine> Session<M> {
         {
             outcome.failed = true;
             outcome
-                .complaints
-                .push(format!("delete {name}: {}", not_deleted(error)));
+                .errors
+                .push(format!("delete {name}: {}", delete_error_text(error)));
         }
         Ok(outcome)
     }
 
     fn events(&self, mut from: u64) -> Result<Outcome, Error> {
-        let mut names = Names::default();
-        names.learn_table(&self.machine.hosts()?);
+        let mut names = HostNames::default();
+        names.learn_table(&self.vm.hosts()?);
         let mut all = Vec::new();
         loop {
-            let events = self.machine.events(from, EVENTS_AT_ONCE_MAX)?;
+            let events = self.vm.events(from, EVENTS_BATCH_MAX)?;
             let Some(last) = events.last() else { break };
             from = last.number + 1;
-            events.iter().for_each(|event| names.learn(event));
+            events.iter().for_each(|event| names.learn_event(event));
             all.extend(events);
         }
         let text = all
@@ -495,7 +488,7 @@ impl<M: Machine> Session<M> {
             .collect();
         match command {
             Command::Export(names) if names.is_empty() => {
-                return Outcome::done(
+                return Outcome::with_values(
                     format!("PVM_EXPORT={exported}\n"),
                     json::exported(&list),
                     false,
@@ -524,7 +517,7 @@ impl<M: Machine> Session<M> {
                     .get(&name)
                     .map_or_else(String::new, |value| format!("{value}\n"));
                 let one = self.env.get_key_value(&name);
-                return Outcome::done(text, json::variables(one), false);
+                return Outcome::with_values(text, json::variables(one), false);
             }
             _ => {
                 let text = self
@@ -532,7 +525,7 @@ impl<M: Machine> Session<M> {
                     .iter()
                     .map(|(name, value)| format!("{name}={value}\n"))
                     .collect();
-                return Outcome::done(text, json::variables(&self.env), false);
+                return Outcome::with_values(text, json::variables(&self.env), false);
             }
         }
         self.env.insert("PVM_EXPORT".to_string(), list.join(":"));
@@ -540,9 +533,9 @@ impl<M: Machine> Session<M> {
     }
 
     /// Executes every part of one `trace` line.
-    fn trace(&mut self, asked: Vec<Trace>) -> Outcome {
+    fn trace(&mut self, requests: Vec<TraceCommand>) -> Outcome {
         let (mut outcome, mut refusals) = (Outcome::default(), Vec::new());
-        for what in asked {
+        for what in requests {
             match self.trace_one(what) {
                 Ok(text) => outcome.text.push_str(&text),
                 Err(line) => refusals.push(line),
@@ -551,9 +544,9 @@ impl<M: Machine> Session<M> {
         if !outcome.text.is_empty() {
             let (buffer, kind) = (
                 self.options.value(TRACE_BUFFER),
-                self.options.value(TRACE_KIND),
+                self.options.value(TRACE_DETAIL),
             );
-            outcome.json = vec![trace::value(&self.mask, buffer, kind)];
+            outcome.json = vec![trace::value(&self.event_mask, buffer, kind)];
         }
         outcome.failed = !refusals.is_empty();
         outcome.refusal = outcome.failed.then(|| refusals.join("\n"));
@@ -561,33 +554,35 @@ impl<M: Machine> Session<M> {
     }
 
     /// Executes one part of a `trace` line. Returns the text to show, or the reason for a refusal.
-    fn trace_one(&mut self, what: Trace) -> Result<String, String> {
+    fn trace_one(&mut self, what: TraceCommand) -> Result<String, String> {
         let (buffer, kind) = (
             self.options.value(TRACE_BUFFER),
-            self.options.value(TRACE_KIND),
+            self.options.value(TRACE_DETAIL),
         );
         let mut set = |name, value| match self.options.set(name, value) {
             Ok(_) => Ok(String::new()),
             Err(error) => Err(error.to_string()),
         };
         match what {
-            Trace::Show => Ok(trace::list(&self.mask)),
-            Trace::Xpvm => {
-                self.mask = trace::xpvm();
+            TraceCommand::Show => Ok(trace::event_list(&self.event_mask)),
+            TraceCommand::Xpvm => {
+                self.event_mask = trace::xpvm_mask();
                 Ok(String::new())
             }
-            Trace::Choose { on, name } if trace::choose(&mut self.mask, on, &name) => {
+            TraceCommand::Select { on, name } if trace::select(&mut self.event_mask, on, &name) => {
                 Ok(String::new())
             }
-            Trace::Choose { name, .. } => Err(format!("no such event \"{name}\"")),
-            Trace::Buffer(None) => Ok(format!("\nTrace Buffering set to {buffer} bytes\n\n")),
-            Trace::Kind(None) => Ok(format!(
+            TraceCommand::Select { name, .. } => Err(format!("no such event \"{name}\"")),
+            TraceCommand::Buffer(None) => {
+                Ok(format!("\nTrace Buffering set to {buffer} bytes\n\n"))
+            }
+            TraceCommand::Detail(None) => Ok(format!(
                 "\nTrace Options set to \"{}\"\n\n",
-                trace::kind_name(kind)
+                trace::detail_name(kind)
             )),
-            Trace::Buffer(Some(bytes)) => set(TRACE_BUFFER, bytes),
-            Trace::Kind(Some(name)) => match trace::kind_number(&name) {
-                Some(kind) => set(TRACE_KIND, kind),
+            TraceCommand::Buffer(Some(bytes)) => set(TRACE_BUFFER, bytes),
+            TraceCommand::Detail(Some(name)) => match trace::detail_number(&name) {
+                Some(kind) => set(TRACE_DETAIL, kind),
                 None => Err(format!("\nError:  Unknown Trace Option \"{name}\"\n")),
             },
         }
@@ -595,7 +590,7 @@ impl<M: Machine> Session<M> {
 
     /// Returns the line for `idump`: the resident memory of the console. There is no separate PVM
     /// heap to report.
-    fn memory(&self) -> String {
+    fn memory_line(&self) -> String {
         const PAGE_BYTES: u64 = 4096;
         let pages = std::fs::read_to_string("/proc/self/statm").ok();
         let pages = pages
@@ -603,13 +598,13 @@ impl<M: Machine> Session<M> {
             .unwrap_or(0);
         format!(
             "libpvm [{}]: i_dump() {} bytes total",
-            self.machine.tid(),
+            self.vm.tid(),
             pages * PAGE_BYTES
         )
     }
 
     /// Returns the environment entries for spawned tasks: `PVM_EXPORT` and the variables it lists.
-    pub(crate) fn exports(&self) -> Vec<Vec<u8>> {
+    pub(crate) fn exported_environment(&self) -> Vec<Vec<u8>> {
         let Some(list) = self.env.get("PVM_EXPORT").filter(|list| !list.is_empty()) else {
             return Vec::new();
         };
@@ -629,7 +624,7 @@ impl<M: Machine> Session<M> {
         if !children {
             return Ok(self.signal(tids, SIGTERM, false));
         }
-        let tasks = self.machine.tasks(Tid::NONE)?;
+        let tasks = self.vm.tasks(Tid::NONE)?;
         let children: Vec<Tid> = tasks
             .iter()
             .filter(|task| tids.contains(&task.parent))
@@ -639,18 +634,18 @@ impl<M: Machine> Session<M> {
     }
 
     /// Sends a signal to tasks. The console skips itself and prints a note, unless it is included.
-    fn signal(&self, tids: &[Tid], signal: i32, me_too: bool) -> Outcome {
+    fn signal(&self, tids: &[Tid], signal: i32, include_self: bool) -> Outcome {
         let (mut outcome, mut values) = (Outcome::default(), Vec::new());
         for tid in tids {
-            if *tid == self.machine.tid() && !me_too {
+            if *tid == self.vm.tid() && !include_self {
                 outcome.text.push_str(&format!("{tid}: that's me.\n"));
-                values.push(json::signalled(*tid, Some("that's me")));
-            } else if let Err(error) = self.machine.ask(Request::Signal { tid: *tid, signal }) {
+                values.push(json::signal_result(*tid, Some("that's me")));
+            } else if let Err(error) = self.vm.ask(Request::Signal { tid: *tid, signal }) {
                 outcome.failed = true;
-                outcome.complaints.push(format!("{tid}: {error}"));
-                values.push(json::signalled(*tid, Some(&error.reason)));
+                outcome.errors.push(format!("{tid}: {error}"));
+                values.push(json::signal_result(*tid, Some(&error.reason)));
             } else {
-                values.push(json::signalled(*tid, None));
+                values.push(json::signal_result(*tid, None));
             }
         }
         outcome.json = vec![json::results(values)];
@@ -658,10 +653,10 @@ impl<M: Machine> Session<M> {
     }
 
     fn migrate(&self, tid: Tid, to: &str) -> Outcome {
-        match self.machine.migrate(tid, to) {
-            Ok(report) => Outcome::done(
-                format::moved(tid, to, &report),
-                json::moved(tid, to, &report),
+        match self.vm.migrate(tid, to) {
+            Ok(report) => Outcome::with_values(
+                format::migrated(tid, to, &report),
+                json::migrated(tid, to, &report),
                 false,
             ),
             Err(error) => {
@@ -669,7 +664,7 @@ impl<M: Machine> Session<M> {
                     MigrateError::Failed(error) => Some(error.step.to_string()),
                     MigrateError::Refused(_) => None,
                 };
-                let json = vec![json::not_moved(tid, to, step, &error.to_string())];
+                let json = vec![json::not_migrated(tid, to, step, &error.to_string())];
                 let line = match &error {
                     // The virtual machine ended, and the task with it; on which host is unknown.
                     MigrateError::Refused(Error {
@@ -682,17 +677,17 @@ impl<M: Machine> Session<M> {
                 };
                 Outcome {
                     json,
-                    ..Outcome::complaint(line)
+                    ..Outcome::error(line)
                 }
             }
         }
     }
 
     fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Outcome, Error> {
-        let table = self.machine.hosts()?;
-        let survey = self.machine.can_migrate(tid, to)?;
+        let table = self.vm.hosts()?;
+        let survey = self.vm.can_migrate(tid, to)?;
         let failed = survey.nearest().is_none();
-        Ok(Outcome::done(
+        Ok(Outcome::with_values(
             format::survey(&table, &survey),
             json::survey(&table, &survey),
             failed,
@@ -709,7 +704,7 @@ impl<M: Machine> Session<M> {
         let (mut text, mut values, mut failed) = (String::new(), Vec::new(), false);
         for item in items {
             let status = self
-                .machine
+                .vm
                 .ask(ask(item))
                 .map(|_| ())
                 .map_err(|error| error.code);
@@ -718,23 +713,23 @@ impl<M: Machine> Session<M> {
             text.push_str(&line);
             values.push(value);
         }
-        Outcome::done(text, json::results(values), failed)
+        Outcome::with_values(text, json::results(values), failed)
     }
 
     fn ps(&self, options: &PsOptions) -> Result<Outcome, Error> {
-        let table = self.machine.hosts()?;
+        let table = self.vm.hosts()?;
         let selector = match &options.scope {
-            PsScope::Here => self.machine.here().tid(),
+            PsScope::Here => self.vm.local_host().tid(),
             PsScope::Everywhere => Tid::NONE,
             PsScope::Tid(tid) => *tid,
-            PsScope::Host(name) if name == "." => self.machine.here().tid(),
+            PsScope::Host(name) if name == "." => self.vm.local_host().tid(),
             PsScope::Host(name) => match table.by_name(name) {
                 Some(host) => host.id.tid(),
                 None => return Ok(Outcome::refused(format!("unknown host {name}"))),
             },
         };
-        let console = self.machine.tid();
-        let mut tasks = self.machine.tasks(selector)?;
+        let console = self.vm.tid();
+        let mut tasks = self.vm.tasks(selector)?;
         // A task may run on another host than its home, and its home may have left the virtual
         // machine.
         if tasks.is_empty()
@@ -742,21 +737,21 @@ impl<M: Machine> Session<M> {
                 .home()
                 .is_some_and(|home| table.get(home).is_none())
         {
-            return Ok(Outcome::complaint(format!(
+            return Ok(Outcome::error(format!(
                 "ps: {selector} is on no host of the virtual machine; 'conf' lists them"
             )));
         }
         tasks.retain(|task| options.all_tasks || (task.tid != console && task.flags != 0));
         tasks.sort_by_key(|task| (task.host, task.tid));
-        Ok(Outcome::done(
+        Ok(Outcome::with_values(
             format::ps(&table, &tasks, console, options.long),
             json::ps(&table, &tasks),
             false,
         ))
     }
 
-    fn put(&self, name: &str, flags: i32, body: Packer) -> Result<(), Error> {
-        let me = self.machine.tid();
+    fn put_mailbox_entry(&self, name: &str, flags: i32, body: Packer) -> Result<(), Error> {
+        let me = self.vm.tid();
         let message = Message {
             src: me,
             dst: me,
@@ -767,7 +762,7 @@ impl<M: Machine> Session<M> {
             body: body.finish(),
         };
         let name = name.to_string();
-        self.machine
+        self.vm
             .ask(Request::Mailbox(MailboxRequest::Put {
                 name,
                 flags,
@@ -778,20 +773,20 @@ impl<M: Machine> Session<M> {
 }
 
 /// Returns the output of `help`.
-pub(crate) fn about(name: Option<&str>) -> Outcome {
-    match help::about(name.unwrap_or("help")) {
-        Some(text) => Outcome::text(text),
+pub(crate) fn help_outcome(name: Option<&str>) -> Outcome {
+    match help::help_text(name.unwrap_or("help")) {
+        Some(text) => Outcome::from_text(text),
         None => Outcome::refused(ParseError::NotFound(name.unwrap_or_default().to_string())),
     }
 }
 
 /// Returns the output of `version`: the version of the PVM interface.
-pub(crate) fn version() -> Outcome {
-    Outcome::done("3.4.6\n".to_string(), json::version("3.4.6"), false)
+pub(crate) fn version_outcome() -> Outcome {
+    Outcome::with_values("3.4.6\n".to_string(), json::version("3.4.6"), false)
 }
 
 /// Explains why a host was not deleted and what the user can do.
-fn not_deleted(error: PvmError) -> &'static str {
+fn delete_error_text(error: PvmError) -> &'static str {
     match error {
         PvmError::NoHost => "there is no such host in the virtual machine; 'conf' lists them",
         PvmError::BadParam => "the master cannot leave its virtual machine; 'halt' ends it",

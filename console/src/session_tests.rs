@@ -1,7 +1,7 @@
 //! Tests of commands against a virtual machine that answers from tables.
 
 use super::*;
-use crate::collect::{TAG_CLOSING, TAG_TRACES};
+use crate::collect::{TAG_CLOSE_JOB, TAG_TRACES};
 use crate::format::tests::{host, table, task};
 use bytes::Bytes;
 use libpvm::Vm;
@@ -21,8 +21,8 @@ const CONSOLE: Tid = Tid::from_raw(0x40001);
 
 /// Answers from tables and records the requests.
 #[derive(Default)]
-struct Fake {
-    asked: RefCell<Vec<Request>>,
+struct FakeVm {
+    requests: RefCell<Vec<Request>>,
     spawned: RefCell<Vec<SpawnRequest>>,
     sent: RefCell<Vec<Message>>,
 }
@@ -36,7 +36,7 @@ fn suspended() -> Suspended {
     }
 }
 
-fn waits() -> Waits {
+fn waiting_spawn() -> Waits {
     let (program, why) = (
         "worker".into(),
         "no host is free: h1: owner present (olga on pts/1)".into(),
@@ -54,12 +54,12 @@ fn waits() -> Waits {
     }
 }
 
-impl Machine for Fake {
+impl VirtualMachine for FakeVm {
     fn tid(&self) -> Tid {
         CONSOLE
     }
 
-    fn here(&self) -> HostId {
+    fn local_host(&self) -> HostId {
         HostId::MASTER
     }
 
@@ -175,8 +175,8 @@ impl Machine for Fake {
         Ok(())
     }
 
-    fn ask_rm(&self, what: &Question) -> Result<Answer, Error> {
-        Ok(match what {
+    fn ask_rm(&self, question: &Question) -> Result<Answer, Error> {
+        Ok(match question {
             Question::Job(tid) if tid.raw() == 0x40002 => {
                 let used = |n: i32| TaskUse {
                     tid: Tid::from_raw(0x40002 + n),
@@ -223,7 +223,7 @@ impl Machine for Fake {
                 }
             }
             Question::Kill(job) | Question::Killed(job) if job.raw() == 0x40002 => {
-                let left = if matches!(what, Question::Kill(_)) {
+                let left = if matches!(question, Question::Kill(_)) {
                     2
                 } else {
                     0
@@ -262,14 +262,14 @@ impl Machine for Fake {
             Question::Jobs { .. } => Answer::Jobs(Vec::new()),
             Question::Waiting { user } => Answer::Waiting(match user {
                 Some(9) => Vec::new(),
-                _ => vec![waits()],
+                _ => vec![waiting_spawn()],
             }),
             _ => Answer::Unknown,
         })
     }
 
-    fn ask(&self, what: Request) -> Result<Reply, Error> {
-        let reply = match &what {
+    fn ask(&self, request: Request) -> Result<Reply, Error> {
+        let reply = match &request {
             Request::HostStatus { name } if name == "nohost" => Err(PvmError::NoHost.into()),
             Request::TaskStatus { tid } if !tid.is_task() => Err(PvmError::BadParam.into()),
             Request::Mailbox(MailboxRequest::List { .. }) => {
@@ -282,24 +282,24 @@ impl Machine for Fake {
             Request::Tickle(_) => Ok(Reply::Numbers(vec![3])),
             _ => Ok(Reply::Done),
         };
-        self.asked.borrow_mut().push(what);
+        self.requests.borrow_mut().push(request);
         reply
     }
 }
 
-fn session() -> Session<Fake> {
+fn session() -> Session<FakeVm> {
     let env = [("HOME", "/h"), ("COLOUR", "red")]
         .map(|(name, value)| (name.to_string(), value.to_string()));
-    Session::new(Fake::default(), env.into_iter().collect())
+    Session::new(FakeVm::default(), env.into_iter().collect())
 }
 
-fn text(session: &mut Session<Fake>, line: &str) -> String {
-    let outcome = session.line(line);
+fn run_ok(session: &mut Session<FakeVm>, line: &str) -> String {
+    let outcome = session.run_line(line);
     assert!(!outcome.failed, "{line}: {outcome:?}");
     outcome.text
 }
 
-fn output(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
+fn output_message(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(tid).items(words.iter().copied()).bytes(bytes);
     let src = HostId::MASTER.daemon();
@@ -318,8 +318,8 @@ fn output(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
 #[test]
 fn empty_lines_and_errors_do_nothing() {
     let mut session = session();
-    assert_eq!(session.line(""), Outcome::default());
-    assert_eq!(session.line("  # all of it"), Outcome::default());
+    assert_eq!(session.run_line(""), Outcome::default());
+    assert_eq!(session.run_line("  # all of it"), Outcome::default());
     for (line, refusal) in [
         ("foo", "foo: not found"),
         ("kill", "kill: wrong #args"),
@@ -328,7 +328,7 @@ fn empty_lines_and_errors_do_nothing() {
         ("ps -nnohost", "unknown host nohost"),
         ("setopt foo 1", "PVM Option \"foo\" Unknown."),
     ] {
-        let outcome = session.line(line);
+        let outcome = session.run_line(line);
         assert_eq!(outcome.refusal.as_deref(), Some(refusal), "{line}");
         assert!(outcome.failed && outcome.text.is_empty(), "{line}");
     }
@@ -338,20 +338,20 @@ fn empty_lines_and_errors_do_nothing() {
 #[test]
 fn alias_loop_is_refused() {
     let mut session = session();
-    text(&mut session, "alias x echo 1 2");
-    assert_eq!(text(&mut session, "x 3"), "1 2 3\n");
-    assert_eq!(text(&mut session, "alias"), "x\techo 1 2\n");
-    text(&mut session, "alias a b");
-    text(&mut session, "alias b a");
-    assert_eq!(session.line("a").refusal.as_deref(), Some("alias loop"));
-    text(&mut session, "alias ps ps -a");
+    run_ok(&mut session, "alias x echo 1 2");
+    assert_eq!(run_ok(&mut session, "x 3"), "1 2 3\n");
+    assert_eq!(run_ok(&mut session, "alias"), "x\techo 1 2\n");
+    run_ok(&mut session, "alias a b");
+    run_ok(&mut session, "alias b a");
+    assert_eq!(session.run_line("a").refusal.as_deref(), Some("alias loop"));
+    run_ok(&mut session, "alias ps ps -a");
     assert_eq!(
-        text(&mut session, "ps").lines().count(),
+        run_ok(&mut session, "ps").lines().count(),
         3,
         "an alias may widen the command whose name it has"
     );
-    text(&mut session, "unalias x a b ps unknown");
-    assert_eq!(text(&mut session, "alias"), "");
+    run_ok(&mut session, "unalias x a b ps unknown");
+    assert_eq!(run_ok(&mut session, "alias"), "");
 }
 
 /// `ps` shows only this host, and the console only on request.
@@ -370,23 +370,23 @@ fn ps_omits_other_hosts_and_console() {
             })
             .collect()
     };
-    assert_eq!(commands(text(&mut session, "ps")), ["parent"]);
+    assert_eq!(commands(run_ok(&mut session, "ps")), ["parent"]);
     assert_eq!(
-        commands(text(&mut session, "ps -a")),
+        commands(run_ok(&mut session, "ps -a")),
         ["parent", "child"],
         "sorted by host and tid"
     );
     assert_eq!(
-        commands(text(&mut session, "ps -ax")),
+        commands(run_ok(&mut session, "ps -ax")),
         ["-", "parent", "child"]
     );
-    assert_eq!(commands(text(&mut session, "ps -nha3")), ["child"]);
-    assert_eq!(commands(text(&mut session, "ps -htc0001")), ["child"]);
-    assert_eq!(commands(text(&mut session, "ps -n.")), ["parent"]);
-    assert_eq!(commands(text(&mut session, "ps -h40009")), [""; 0]);
-    let nowhere = session.line("ps -h1400001");
+    assert_eq!(commands(run_ok(&mut session, "ps -nha3")), ["child"]);
+    assert_eq!(commands(run_ok(&mut session, "ps -htc0001")), ["child"]);
+    assert_eq!(commands(run_ok(&mut session, "ps -n.")), ["parent"]);
+    assert_eq!(commands(run_ok(&mut session, "ps -h40009")), [""; 0]);
+    let nowhere = session.run_line("ps -h1400001");
     assert_eq!(
-        nowhere.complaints,
+        nowhere.errors,
         ["ps: t1400001 is on no host of the virtual machine; 'conf' lists them"]
     );
     assert!(
@@ -398,9 +398,9 @@ fn ps_omits_other_hosts_and_console() {
 /// A host that could not be added is shown with the reason.
 #[test]
 fn failed_add_shows_reason() {
-    let outcome = session().line("add ha9 'ha8 lo=x'");
+    let outcome = session().run_line("add ha9 'ha8 lo=x'");
     assert!(outcome.failed);
-    assert_eq!(outcome.complaints, ["add ha8: ssh: no route to it"]);
+    assert_eq!(outcome.errors, ["add ha8: ssh: no route to it"]);
     assert!(outcome.text.ends_with(
         "                     ha9   240000\n                ha8 lo=x Can't start pvmd\n"
     ));
@@ -410,11 +410,11 @@ fn failed_add_shows_reason() {
 #[test]
 fn only_sig_signals_the_console() {
     let mut session = session();
-    assert_eq!(text(&mut session, "kill t40001"), "t40001: that's me.\n");
-    assert_eq!(text(&mut session, "kill t40002"), "");
-    assert_eq!(text(&mut session, "kill -c t40002"), "");
-    assert_eq!(text(&mut session, "sig USR1 t40002 t40001"), "");
-    let sent: Vec<_> = session.machine.asked.borrow().iter().cloned().collect();
+    assert_eq!(run_ok(&mut session, "kill t40001"), "t40001: that's me.\n");
+    assert_eq!(run_ok(&mut session, "kill t40002"), "");
+    assert_eq!(run_ok(&mut session, "kill -c t40002"), "");
+    assert_eq!(run_ok(&mut session, "sig USR1 t40002 t40001"), "");
+    let sent: Vec<_> = session.vm.requests.borrow().iter().cloned().collect();
     let signal = |tid, signal| Request::Signal {
         tid: Tid::from_raw(tid),
         signal,
@@ -434,29 +434,35 @@ fn only_sig_signals_the_console() {
 #[test]
 fn status_tables_show_errors() {
     let mut session = session();
-    let outcome = session.line("mstat ha2 nohost");
+    let outcome = session.run_line("mstat ha2 nohost");
     assert!(outcome.failed);
     assert_eq!(
         outcome.text,
         "                     ha2  ok\n                  nohost  No such host\n"
     );
-    assert_eq!(session.line("pstat zz").text, "t       0  Bad parameter\n");
-    assert_eq!(text(&mut session, "pstat t40002"), "t   40002  run\n");
+    assert_eq!(
+        session.run_line("pstat zz").text,
+        "t       0  Bad parameter\n"
+    );
+    assert_eq!(run_ok(&mut session, "pstat t40002"), "t   40002  run\n");
 }
 
 /// Exported variables are in the environment of spawned tasks.
 #[test]
 fn exported_variables_reach_spawned_tasks() {
     let mut session = session();
-    assert_eq!(text(&mut session, "export"), "PVM_EXPORT=\n");
-    text(&mut session, "export COLOUR MISSING COLOUR");
-    assert_eq!(text(&mut session, "export"), "PVM_EXPORT=COLOUR:MISSING\n");
-    text(&mut session, "setenv COLOUR blue");
-    assert_eq!(text(&mut session, "setenv COLOUR"), "blue\n");
-    text(&mut session, "spawn hello -v");
-    text(&mut session, "unexport COLOUR");
-    assert_eq!(text(&mut session, "export"), "PVM_EXPORT=MISSING\n");
-    let spawned = session.machine.spawned.borrow();
+    assert_eq!(run_ok(&mut session, "export"), "PVM_EXPORT=\n");
+    run_ok(&mut session, "export COLOUR MISSING COLOUR");
+    assert_eq!(
+        run_ok(&mut session, "export"),
+        "PVM_EXPORT=COLOUR:MISSING\n"
+    );
+    run_ok(&mut session, "setenv COLOUR blue");
+    assert_eq!(run_ok(&mut session, "setenv COLOUR"), "blue\n");
+    run_ok(&mut session, "spawn hello -v");
+    run_ok(&mut session, "unexport COLOUR");
+    assert_eq!(run_ok(&mut session, "export"), "PVM_EXPORT=MISSING\n");
+    let spawned = session.vm.spawned.borrow();
     let env: Vec<&[u8]> = spawned[0].env.iter().map(Vec::as_slice).collect();
     assert_eq!(env, [&b"PVM_EXPORT=COLOUR:MISSING"[..], b"COLOUR=blue"]);
     assert_eq!(spawned[0].args, [b"-v"]);
@@ -468,14 +474,14 @@ fn exported_variables_reach_spawned_tasks() {
 fn job_output_is_shown_until_end() {
     let mut session = session();
     assert_eq!(
-        text(&mut session, "spawn -> hello"),
+        run_ok(&mut session, "spawn -> hello"),
         "[1]\n1 successful\nt80001\n"
     );
-    let sink = session.machine.spawned.borrow()[0].output;
+    let sink = session.vm.spawned.borrow()[0].output;
     assert_eq!(sink.tid, CONSOLE);
-    assert_eq!(text(&mut session, "jobs"), " 1: t80001\n");
-    let shown = |session: &mut Session<Fake>, words: &[i32], bytes: &[u8]| {
-        let shown = session.message(&output(sink.tag, 0x80001, words, bytes));
+    assert_eq!(run_ok(&mut session, "jobs"), " 1: t80001\n");
+    let shown = |session: &mut Session<FakeVm>, words: &[i32], bytes: &[u8]| {
+        let shown = session.handle_message(&output_message(sink.tag, 0x80001, words, bytes));
         String::from_utf8(shown).expect("text")
     };
     assert_eq!(shown(&mut session, &[-1, 0], b""), "");
@@ -485,7 +491,7 @@ fn job_output_is_shown_until_end() {
         "[1:t80001] EOF\n[1] finished\n"
     );
     assert!(!session.has_jobs());
-    assert_eq!(text(&mut session, "jobs"), "");
+    assert_eq!(run_ok(&mut session, "jobs"), "");
 }
 
 /// Output can go to a file, and an existing file is not overwritten.
@@ -496,22 +502,25 @@ fn output_file_is_never_overwritten() {
     let path_text = path.display().to_string();
     let mut session = session();
     assert_eq!(
-        text(&mut session, &format!("spawn ->{path_text} hello")),
+        run_ok(&mut session, &format!("spawn ->{path_text} hello")),
         "[1]\n1 successful\nt80001\n"
     );
-    let tag = session.machine.spawned.borrow()[0].output.tag;
-    assert_eq!(session.message(&output(tag, 0x80001, &[3], b"abc")), b"");
+    let tag = session.vm.spawned.borrow()[0].output.tag;
     assert_eq!(
-        session.message(&output(tag, 0x80001, &[0], b"")),
+        session.handle_message(&output_message(tag, 0x80001, &[3], b"abc")),
+        b""
+    );
+    assert_eq!(
+        session.handle_message(&output_message(tag, 0x80001, &[0], b"")),
         b"[1] finished\n"
     );
     assert_eq!(
         std::fs::read_to_string(&path).expect("written"),
         "[1:t80001] abc\n[1:t80001] EOF\n"
     );
-    let again = session.line(&format!("spawn ->{path_text} hello"));
+    let again = session.run_line(&format!("spawn ->{path_text} hello"));
     assert_eq!(again.refusal, Some(format!("{path_text}: File exists")));
-    text(&mut session, &format!("spawn ->>{path_text} hello"));
+    run_ok(&mut session, &format!("spawn ->>{path_text} hello"));
     std::fs::remove_file(&path).expect("ours");
 }
 
@@ -519,14 +528,14 @@ fn output_file_is_never_overwritten() {
 #[test]
 fn missing_program_error_gives_advice() {
     let mut session = session();
-    let outcome = session.line("spawn -> nofile");
+    let outcome = session.run_line("spawn -> nofile");
     assert_eq!(outcome.text, "[1]\n0 successful\nNo such file\n");
     assert!(outcome.failed && !session.has_jobs());
-    assert_eq!(outcome.complaints.len(), 1);
-    assert!(outcome.complaints[0].starts_with("spawn nofile: it is not in the search path"));
-    let debugged = session.line("spawn -? nofile");
-    assert!(debugged.complaints[0].starts_with("spawn nofile: the program, or the debugger"));
-    let unwritable = session.line("spawn ->/nonexistent/file hello").refusal;
+    assert_eq!(outcome.errors.len(), 1);
+    assert!(outcome.errors[0].starts_with("spawn nofile: it is not in the search path"));
+    let debugged = session.run_line("spawn -? nofile");
+    assert!(debugged.errors[0].starts_with("spawn nofile: the program, or the debugger"));
+    let unwritable = session.run_line("spawn ->/nonexistent/file hello").refusal;
     assert_eq!(
         unwritable.as_deref(),
         Some("/nonexistent/file: No such file or directory")
@@ -537,8 +546,8 @@ fn missing_program_error_gives_advice() {
 #[test]
 fn spawned_tasks_receive_siblings() {
     let mut session = session();
-    text(&mut session, "spawn hello");
-    let sent = session.machine.sent.borrow();
+    run_ok(&mut session, "spawn hello");
+    let sent = session.vm.sent.borrow();
     assert_eq!(sent.len(), 1);
     assert_eq!(
         (sent[0].dst, sent[0].ctx, sent[0].tag),
@@ -551,13 +560,13 @@ fn spawned_tasks_receive_siblings() {
 /// A host that could not be deleted is shown with the reason.
 #[test]
 fn failed_delete_shows_reason() {
-    let outcome = session().line("delete ha2 nohost");
+    let outcome = session().run_line("delete ha2 nohost");
     assert!(outcome.failed && outcome.text.starts_with("1 successful\n"));
     assert_eq!(
-        outcome.complaints,
+        outcome.errors,
         ["delete nohost: there is no such host in the virtual machine; 'conf' lists them"]
     );
-    let here = session().line("delete .");
+    let here = session().run_line("delete .");
     assert!(
         here.text
             .ends_with("                       .  Bad parameter\n"),
@@ -570,36 +579,36 @@ fn failed_delete_shows_reason() {
 #[test]
 fn forged_output_is_ignored() {
     let mut session = session();
-    text(&mut session, "spawn -> hello");
-    let tag = session.machine.spawned.borrow()[0].output.tag;
+    run_ok(&mut session, "spawn -> hello");
+    let tag = session.vm.spawned.borrow()[0].output.tag;
     let forged = Message {
         src: Tid::from_raw(0x40002),
-        ..output(tag, 0x80001, &[6], b"forged")
+        ..output_message(tag, 0x80001, &[6], b"forged")
     };
-    assert_eq!(session.message(&forged), b"");
+    assert_eq!(session.handle_message(&forged), b"");
 }
 
 /// Hosts that others add are announced once.
 #[test]
 fn foreign_hosts_are_announced_once() {
     let mut session = session();
-    text(&mut session, "add ha9");
-    let added = |tid: i32| output(TAG_HOSTS, 1, &[tid], b"");
+    run_ok(&mut session, "add ha9");
+    let added = |tid: i32| output_message(TAG_HOSTS, 1, &[tid], b"");
     assert_eq!(
-        session.message(&added(9 << 18)),
+        session.handle_message(&added(9 << 18)),
         b"",
         "this console added it itself"
     );
-    let announced = String::from_utf8(session.message(&added(2 << 18))).expect("text");
+    let announced = String::from_utf8(session.handle_message(&added(2 << 18))).expect("text");
     assert!(
         announced.starts_with("\nConsole: 1 new host added\n"),
         "{announced}"
     );
     assert!(announced.contains("ha2    80000"));
-    assert_eq!(session.message(&added(2 << 18)), b"");
-    assert!(session.settle().is_ok());
+    assert_eq!(session.handle_message(&added(2 << 18)), b"");
+    assert!(session.register_interactive().is_ok());
     assert_eq!(
-        session.message(&added(3 << 18)),
+        session.handle_message(&added(3 << 18)),
         b"",
         "it was there when the console came"
     );
@@ -609,7 +618,7 @@ fn foreign_hosts_are_announced_once() {
 #[test]
 fn can_migrate_lists_hosts_and_refusals() {
     let mut session = session();
-    let all = session.line("can-migrate t40002");
+    let all = session.run_line("can-migrate t40002");
     let expected = "t40002 is on ha1, 4097 KiB\n\
                     ha2  no: /data: it does not exist on the target\n         \
                     it needs 9 bytes of memory, the target has 8\n\
@@ -624,15 +633,15 @@ fn can_migrate_lists_hosts_and_refusals() {
         all.json[0]["hosts"][0]["reasons"][1],
         "it needs 9 bytes of memory, the target has 8"
     );
-    let one = session.line("can-migrate t40002 ha2");
+    let one = session.run_line("can-migrate t40002 ha2");
     assert!(
         one.failed
             && String::from_utf8(one.text.into())
                 .is_ok_and(|text| text.ends_with("no host would take it\n"))
     );
-    let none = session.line("can-migrate tc0001");
+    let none = session.run_line("can-migrate tc0001");
     assert_eq!(
-        none.complaints,
+        none.errors,
         ["can-migrate: tc0001 cannot move: it holds an io_uring ring"]
     );
 }
@@ -642,18 +651,18 @@ fn can_migrate_lists_hosts_and_refusals() {
 fn migrate_reports_cost_or_failed_step() {
     let mut session = session();
     assert_eq!(
-        text(&mut session, "migrate t40002 ha2"),
+        run_ok(&mut session, "migrate t40002 ha2"),
         "t40002 moved to ha2: 4096 bytes, frozen 98 ms\n"
     );
-    let failed = session.line("migrate t40002 ha3");
+    let failed = session.run_line("migrate t40002 ha3");
     assert_eq!(
-        failed.complaints,
+        failed.errors,
         ["t40002 was not moved to ha3: dump failed: the engine was killed by signal 9"]
     );
     assert_eq!(failed.json[0]["step"], "dump");
-    let refused = session.line("migrate t40002 hx");
+    let refused = session.run_line("migrate t40002 hx");
     assert_eq!(
-        refused.complaints,
+        refused.errors,
         ["t40002 was not moved to hx: moving t40002: no host hx"]
     );
     assert!(refused.failed && refused.json[0]["step"].is_null());
@@ -663,13 +672,13 @@ fn migrate_reports_cost_or_failed_step() {
 #[test]
 fn log_is_fetched_in_batches() {
     let mut session = session();
-    let shown = text(&mut session, "events --from 1");
+    let shown = run_ok(&mut session, "events --from 1");
     assert_eq!(shown.lines().count(), 4);
     assert!(
         shown.starts_with("1970-01-01T00:00:00.000Z ha1 number 1\n"),
         "{shown}"
     );
-    assert!(session.line("events --follow").failed);
+    assert!(session.run_line("events --follow").failed);
 }
 
 /// The simple commands answer as in PVM.
@@ -677,34 +686,34 @@ fn log_is_fetched_in_batches() {
 fn simple_commands_answer_as_in_pvm() {
     let mut session = session();
     assert_eq!(
-        text(&mut session, "names"),
+        run_ok(&mut session, "names"),
         "<svc>:\n\tindex=0 owner=0x40001/262145 flags=0x0\n\n"
     );
     assert_eq!(
-        text(&mut session, "getopt PvmRoute"),
+        run_ok(&mut session, "getopt PvmRoute"),
         "PvmRoute Currently Set to 1\n"
     );
-    assert_eq!(text(&mut session, "id"), "t40001\n");
-    assert_eq!(text(&mut session, "version"), "3.4.6\n");
-    assert_eq!(text(&mut session, "reset"), "");
-    assert_eq!(text(&mut session, "put svc 1"), "");
+    assert_eq!(run_ok(&mut session, "id"), "t40001\n");
+    assert_eq!(run_ok(&mut session, "version"), "3.4.6\n");
+    assert_eq!(run_ok(&mut session, "reset"), "");
+    assert_eq!(run_ok(&mut session, "put svc 1"), "");
     assert_eq!(
-        text(&mut session, "jobs -l"),
+        run_ok(&mut session, "jobs -l"),
         "                    HOST      TID   FLAG 0x COMMAND\n"
     );
-    assert_eq!(session.line("quit").next, Next::Quit);
-    assert_eq!(session.line("halt").next, Next::Halt);
+    assert_eq!(session.run_line("quit").next, AfterCommand::Quit);
+    assert_eq!(session.run_line("halt").next, AfterCommand::Halt);
 }
 
 /// A traced job shows the records of its tasks and those that the console adds.
 #[test]
 fn traced_job_shows_records() {
     let mut session = session();
-    text(&mut session, "trace buf 100");
-    text(&mut session, "trace opt count");
-    text(&mut session, "trace - *");
-    text(&mut session, "trace + addhosts");
-    let shown = text(&mut session, "spawn -@ hello");
+    run_ok(&mut session, "trace buf 100");
+    run_ok(&mut session, "trace opt count");
+    run_ok(&mut session, "trace - *");
+    run_ok(&mut session, "trace + addhosts");
+    let shown = run_ok(&mut session, "spawn -@ hello");
     assert!(
         shown.starts_with("[1]\n[T1:t40001] /*\n[T1:t40001]  * \"Creation Date\" \""),
         "{shown}"
@@ -717,9 +726,9 @@ fn traced_job_shows_records() {
         shown.ends_with(", 1000 };;\n1 successful\nt80001\n"),
         "{shown}"
     );
-    assert_eq!(text(&mut session, "jobs"), "T1: t80001\n");
+    assert_eq!(run_ok(&mut session, "jobs"), "T1: t80001\n");
     let (output_tag, trace) = {
-        let spawned = session.machine.spawned.borrow();
+        let spawned = session.vm.spawned.borrow();
         assert!(spawned[0].env[0].starts_with(b"PVMTMASK=A@@@"), "addhosts");
         assert_eq!(
             spawned[0].env[0]["PVMTMASK=".len() + 75 / 4],
@@ -737,8 +746,9 @@ fn traced_job_shows_records() {
         (spawned[0].output.tag, spawned[0].trace)
     };
     assert_eq!(trace.tag, TAG_TRACES + 1);
-    let mut shown = |message: &Message| String::from_utf8(session.message(message)).expect("text");
-    let met = shown(&output(output_tag, 0x80001, &[-2, 0], b""));
+    let mut shown =
+        |message: &Message| String::from_utf8(session.handle_message(message)).expect("text");
+    let met = shown(&output_message(output_tag, 0x80001, &[-2, 0], b""));
     assert!(
         met.starts_with("[1] libpvmtrc: Task TID=0x80001 Connected to Console\n[T1:t80001] \n"),
         "{met}"
@@ -752,7 +762,7 @@ fn traced_job_shows_records() {
     let record = Message {
         src: Tid::from_raw(0x80001),
         body: body.finish(),
-        ..output(trace.tag, 0, &[], b"")
+        ..output_message(trace.tag, 0, &[], b"")
     };
     assert_eq!(
         shown(&record),
@@ -764,24 +774,24 @@ fn traced_job_shows_records() {
         ..record
     };
     assert!(shown(&rubbish).starts_with("[1] trace records of t80001 cannot be read: "));
-    let line = shown(&output(output_tag, 0x80001, &[6], b"hello\n"));
+    let line = shown(&output_message(output_tag, 0x80001, &[6], b"hello\n"));
     assert!(
         line.ends_with(", [6] { \"hello\" } };;\n"),
         "the output is in the trace and not shown: {line}"
     );
-    let end = shown(&output(output_tag, 0x80001, &[0], b""));
+    let end = shown(&output_message(output_tag, 0x80001, &[0], b""));
     assert!(
         end.ends_with("{ \"GOTEOF\" } };;\n[1] libpvmtrc: Trace File Complete\n"),
         "{end}"
     );
     let reminder = session
-        .machine
+        .vm
         .sent
         .borrow()
         .last()
         .cloned()
         .expect("sent to itself");
-    assert_eq!((reminder.dst, reminder.tag), (CONSOLE, TAG_CLOSING + 1));
+    assert_eq!((reminder.dst, reminder.tag), (CONSOLE, TAG_CLOSE_JOB + 1));
     assert!(
         session.has_jobs(),
         "the last records come behind the end of the output"
@@ -790,8 +800,8 @@ fn traced_job_shows_records() {
         src: Tid::from_raw(0x40009),
         ..reminder.clone()
     };
-    assert_eq!(session.message(&forged), b"");
-    assert_eq!(session.message(&reminder), b"[1] finished\n");
+    assert_eq!(session.handle_message(&forged), b"");
+    assert_eq!(session.handle_message(&reminder), b"[1] finished\n");
     assert!(!session.has_jobs());
 }
 
@@ -803,19 +813,19 @@ fn trace_file_is_private() {
     let _ = std::fs::remove_file(&path);
     let mut session = session();
     assert_eq!(
-        text(
+        run_ok(
             &mut session,
             &format!("spawn -> -@{} hello", path.display())
         ),
         "[1]\n1 successful\nt80001\n"
     );
-    let tag = session.machine.spawned.borrow()[0].output.tag;
-    let shown = session.message(&output(tag, 0x80001, &[3], b"abc"));
+    let tag = session.vm.spawned.borrow()[0].output.tag;
+    let shown = session.handle_message(&output_message(tag, 0x80001, &[3], b"abc"));
     assert_eq!(
         String::from_utf8_lossy(&shown),
         "[1] libpvmtrc: Task TID=0x80001 Connected to Console\n"
     );
-    let shown = session.message(&output(tag, 0x80001, &[0], b""));
+    let shown = session.handle_message(&output_message(tag, 0x80001, &[0], b""));
     assert!(
         shown.starts_with(b"[1:t80001] abc\n[1:t80001] EOF\n"),
         "{}",
@@ -842,35 +852,35 @@ fn trace_file_is_private() {
 fn trace_settings_match_pvm() {
     let mut session = session();
     assert_eq!(
-        text(&mut session, "trace buf"),
+        run_ok(&mut session, "trace buf"),
         "\nTrace Buffering set to 0 bytes\n\n"
     );
     assert_eq!(
-        text(&mut session, "trace opt"),
+        run_ok(&mut session, "trace opt"),
         "\nTrace Options set to \"full\"\n\n"
     );
-    assert_eq!(text(&mut session, "trace opt time"), "");
+    assert_eq!(run_ok(&mut session, "trace opt time"), "");
     assert_eq!(
-        text(&mut session, "getopt PvmTraceOptions"),
+        run_ok(&mut session, "getopt PvmTraceOptions"),
         "PvmTraceOptions Currently Set to 2\n"
     );
-    let unknown = session.line("trace opt foo").refusal;
+    let unknown = session.run_line("trace opt foo").refusal;
     assert_eq!(
         unknown.as_deref(),
         Some("\nError:  Unknown Trace Option \"foo\"\n")
     );
     assert_eq!(
-        session.line("trace nosuch").refusal.as_deref(),
+        session.run_line("trace nosuch").refusal.as_deref(),
         Some("no such event \"nosuch\"")
     );
-    assert_eq!(text(&mut session, "trace").lines().count(), 26);
-    let both = session.line("trace - * nosuch + send opt");
+    assert_eq!(run_ok(&mut session, "trace").lines().count(), 26);
+    let both = session.run_line("trace - * nosuch + send opt");
     assert_eq!(
         both.text, "\nTrace Options set to \"time\"\n\n",
         "what is known is done"
     );
     assert_eq!(both.refusal.as_deref(), Some("no such event \"nosuch\""));
-    assert_eq!(text(&mut session, "trace").matches('*').count(), 1);
+    assert_eq!(run_ok(&mut session, "trace").matches('*').count(), 1);
 }
 
 /// A mailbox reset selects the entries to remove.
@@ -878,7 +888,7 @@ fn trace_settings_match_pvm() {
 fn mailbox_reset_selects_entries() {
     let mut session = session();
     for line in ["reset", "reset info", "reset info svc", "reset info svc 3"] {
-        assert_eq!(text(&mut session, line), "");
+        assert_eq!(run_ok(&mut session, line), "");
     }
     let clean = |name: &str, index| {
         Request::Mailbox(MailboxRequest::Clean {
@@ -886,7 +896,7 @@ fn mailbox_reset_selects_entries() {
             index,
         })
     };
-    let asked = session.machine.asked.borrow();
+    let asked = session.vm.requests.borrow();
     let wanted = [
         Request::Reset { kill: true },
         clean("", None),
@@ -900,7 +910,7 @@ fn mailbox_reset_selects_entries() {
 #[test]
 fn printing_commands_have_json() {
     let mut session = session();
-    text(&mut session, "alias x echo 1");
+    run_ok(&mut session, "alias x echo 1");
     for line in [
         "add ha9",
         "alias",
@@ -925,10 +935,10 @@ fn printing_commands_have_json() {
         "trace",
         "version",
     ] {
-        let outcome = session.line(line);
+        let outcome = session.run_line(line);
         assert!(!outcome.json.is_empty() && !outcome.as_json, "{line}");
         let name = line.split(' ').next().expect("a word");
-        let asked = session.line(&line.replacen(name, &format!("{name} --json"), 1));
+        let asked = session.run_line(&line.replacen(name, &format!("{name} --json"), 1));
         assert!(
             asked.as_json && asked.json.len() == outcome.json.len(),
             "{line}"
@@ -944,9 +954,9 @@ fn printing_commands_have_json() {
 /// A migration that the end of the virtual machine interrupts is not reported as failed.
 #[test]
 fn migration_cut_off_by_halt_is_not_failed() {
-    let outcome = session().line("migrate t40002 gone");
+    let outcome = session().run_line("migrate t40002 gone");
     assert_eq!(
-        outcome.complaints,
+        outcome.errors,
         ["the virtual machine ended before t40002 was on gone: the daemon is gone"]
     );
 }
@@ -955,16 +965,16 @@ fn migration_cut_off_by_halt_is_not_failed() {
 #[test]
 fn job_kill_waits_for_end() {
     let mut session = session();
-    let outcome = session.line("job kill t40002");
+    let outcome = session.run_line("job kill t40002");
     assert_eq!(
         outcome.text,
         "1500 tasks of job t40002 were told to end, and have ended, 3 of them by SIGKILL\n"
     );
-    assert_eq!((outcome.failed, outcome.complaints.len()), (false, 0));
+    assert_eq!((outcome.failed, outcome.errors.len()), (false, 0));
     assert_eq!(outcome.json[0]["forced"], 3);
-    let some = session.line("job kill t40003");
+    let some = session.run_line("job kill t40003");
     assert_eq!(
-        some.complaints,
+        some.errors,
         ["job kill: t40005: its daemon does not answer"]
     );
     assert!(
@@ -979,7 +989,7 @@ fn job_kill_waits_for_end() {
 /// `job kill` cancels the restart of a vacated job.
 #[test]
 fn job_kill_cancels_vacated_job() {
-    let outcome = session().line("job kill t40009");
+    let outcome = session().run_line("job kill t40009");
     assert!(
         !outcome.failed
             && outcome
@@ -987,7 +997,7 @@ fn job_kill_cancels_vacated_job() {
                 .contains("waited in checkpoint c7 for room: it is not started again"),
         "{outcome:?}"
     );
-    let nobody = session().line("job kill t4000a");
+    let nobody = session().run_line("job kill t4000a");
     assert!(nobody.failed, "{nobody:?}");
 }
 
@@ -1012,9 +1022,9 @@ fn unknown_to_rm_is_failure() {
             "job resume: the resource manager knows no job of t40009",
         ),
     ] {
-        let outcome = session().line(line);
+        let outcome = session().run_line(line);
         assert!(
-            outcome.failed && outcome.complaints[0].starts_with(said),
+            outcome.failed && outcome.errors[0].starts_with(said),
             "{outcome:?}"
         );
     }
@@ -1024,19 +1034,19 @@ fn unknown_to_rm_is_failure() {
 #[test]
 fn suspend_uses_rm_for_jobs_and_daemon_for_tasks() {
     let mut session = session();
-    let outcome = session.line("job suspend t40003");
+    let outcome = session.run_line("job suspend t40003");
     let text = "2 tasks of job t40002 are suspended: t40003 t40004\nt40002 is as it was: no daemon has started it\n";
     assert_eq!((outcome.text.as_str(), outcome.failed), (text, false));
     assert_eq!(outcome.json[0]["others"][0]["tid"], "t40002");
-    let outcome = session.line("job resume t40003");
+    let outcome = session.run_line("job resume t40003");
     assert_eq!(outcome.text, "2 tasks of job t40002 go on: t40003 t40004\n");
-    let outcome = session.line("job suspend --task t40003");
+    let outcome = session.run_line("job suspend --task t40003");
     assert_eq!(
         (outcome.text.as_str(), outcome.failed),
         ("t40003 is suspended\n", false)
     );
     let tid = Tid::from_raw(0x40003);
-    let asked = session.machine.asked.borrow();
+    let asked = session.vm.requests.borrow();
     assert!(
         asked.contains(&Request::Suspend {
             tid,
@@ -1050,7 +1060,7 @@ fn suspend_uses_rm_for_jobs_and_daemon_for_tasks() {
 /// Waiting spawns are listed after the jobs, with their position and reason.
 #[test]
 fn waiting_spawns_follow_jobs() {
-    let outcome = session().line("job list");
+    let outcome = session().run_line("job list");
     let line = "waiting: 3 of worker for job t40002, user 7, since 1970-01-01T00:00:00.000Z, number 1 in turn: \
                 no host is free: h1: owner present (olga on pts/1)";
     assert_eq!(outcome.text.lines().last(), Some(line));
@@ -1060,7 +1070,7 @@ fn waiting_spawns_follow_jobs() {
         (&3.into(), &"t40002".into(), &"t40003".into())
     );
     assert_eq!((&value["since_us"], &value["turn"]), (&5.into(), &1.into()));
-    let outcome = session().line("job list --user 9");
+    let outcome = session().run_line("job list --user 9");
     assert!(!outcome.text.contains("waiting"), "{}", outcome.text);
     assert_eq!(outcome.json[0]["waiting"].as_array().map(Vec::len), Some(0));
 }
@@ -1068,7 +1078,7 @@ fn waiting_spawns_follow_jobs() {
 /// `usage` and `job status` have text and JSON output.
 #[test]
 fn usage_and_jobs_have_text_and_json() {
-    let outcome = session().line("usage");
+    let outcome = session().run_line("usage");
     assert!(
         outcome
             .text
@@ -1079,7 +1089,7 @@ fn usage_and_jobs_have_text_and_json() {
         outcome.text
     );
     assert_eq!(outcome.json[0]["users"][0]["index"], 1.5);
-    let outcome = session().line("job status t40002");
+    let outcome = session().run_line("job status t40002");
     assert_eq!(outcome.json[0]["tasks"][1]["tid"], "t40003");
     assert!(outcome.text.contains("runs"), "{}", outcome.text);
     assert!(

@@ -1,11 +1,11 @@
 //! The interactive console. It reads commands from `$HOME/.pvmrc`, then from its input, until
 //! `quit`, `halt` or the end of the input.
 
-use crate::editor::{Terminal, Typed};
-use crate::halt::{Home, halt};
-use crate::machine;
-use crate::screen::Screen;
-use crate::session::{Next, Session};
+use crate::editor::{EditorInput, LineEditor};
+use crate::halt::{LocalDaemon, halt};
+use crate::session::{AfterCommand, Session};
+use crate::terminal::Terminal;
+use crate::virtual_machine;
 use crate::words::LINE_BYTES_MAX;
 use libpvm::Vm;
 use sempa_proto::Message;
@@ -18,7 +18,7 @@ use std::thread;
 
 const PROMPT: &str = "pvm> ";
 /// Lines and messages that are queued for the console.
-const INPUT_AHEAD_MAX: usize = 256;
+const INPUT_QUEUE_MAX: usize = 256;
 
 /// An event that the console handles.
 enum Input {
@@ -32,50 +32,50 @@ enum Input {
 }
 
 /// How the console reads commands and shows output.
-enum Face {
+enum Frontend {
     /// A terminal with line editing.
-    Terminal(Terminal),
+    LineEditor(LineEditor),
     /// A file, a pipe, or a terminal without line editing. If `echo` is true, lines are repeated in
     /// the output.
     Plain { echo: bool },
 }
 
-impl Face {
+impl Frontend {
     fn prompt(&self, session: &Session<Vm>) -> io::Result<()> {
         match self {
-            Face::Terminal(terminal) => {
-                terminal.prompt(session.known());
+            Frontend::LineEditor(terminal) => {
+                terminal.prompt(session.completion_names());
                 Ok(())
             }
-            Face::Plain { .. } => Screen.print(PROMPT.as_bytes()),
+            Frontend::Plain { .. } => Terminal.print(PROMPT.as_bytes()),
         }
     }
 
     /// Shows output that no command caused.
     fn show(&self, bytes: &[u8]) -> io::Result<()> {
         match self {
-            Face::Terminal(terminal) => terminal.show(bytes),
-            Face::Plain { .. } => Screen.print(bytes),
+            Frontend::LineEditor(terminal) => terminal.show(bytes),
+            Frontend::Plain { .. } => Terminal.print(bytes),
         }
     }
 
     /// Shows output that arrived before a line was read, before the line is executed.
-    fn catch_up(&self) -> io::Result<()> {
+    fn flush_pending(&self) -> io::Result<()> {
         match self {
-            Face::Terminal(terminal) => terminal.catch_up(),
-            Face::Plain { .. } => Ok(()),
+            Frontend::LineEditor(terminal) => terminal.flush_pending(),
+            Frontend::Plain { .. } => Ok(()),
         }
     }
 
     fn echo(&self) -> bool {
-        matches!(self, Face::Plain { echo: true })
+        matches!(self, Frontend::Plain { echo: true })
     }
 
     /// Ends the reading of commands.
     fn close(&self) -> io::Result<()> {
         match self {
-            Face::Terminal(terminal) => terminal.close(),
-            Face::Plain { .. } => Ok(()),
+            Frontend::LineEditor(terminal) => terminal.close(),
+            Frontend::Plain { .. } => Ok(()),
         }
     }
 }
@@ -84,49 +84,57 @@ impl Face {
 ///
 /// # Errors
 /// Fails if standard output cannot be written.
-pub(crate) fn run(vm: &Vm, mut home: Home, env: BTreeMap<String, String>) -> io::Result<ExitCode> {
+pub(crate) fn run(
+    vm: &Vm,
+    mut daemon: LocalDaemon,
+    env: BTreeMap<String, String>,
+) -> io::Result<ExitCode> {
     let home_dir = env.get("HOME").map(PathBuf::from);
     let rc = home_dir.as_deref().map(|dir| dir.join(".pvmrc"));
     let mut session = Session::new(vm.clone(), env);
-    if let Err(error) = session.settle() {
-        Screen.complain(&format!("pvm: {error}"));
+    if let Err(error) = session.register_interactive() {
+        Terminal.print_error(&format!("pvm: {error}"));
         return Ok(ExitCode::FAILURE);
     }
-    let mut next = Next::Line;
+    let mut next = AfterCommand::ReadLine;
     let lines = rc
         .and_then(|path| std::fs::read(path).ok())
         .unwrap_or_default();
     for line in String::from_utf8_lossy(&lines).split_inclusive('\n') {
-        if next == Next::Line {
-            next = command(&mut session, line, true)?;
+        if next == AfterCommand::ReadLine {
+            next = run_line(&mut session, line, true)?;
         }
     }
-    if next == Next::Line {
-        match converse(vm, &mut session, home_dir.as_deref())? {
+    if next == AfterCommand::ReadLine {
+        match run_commands(vm, &mut session, home_dir.as_deref())? {
             Some(end) => next = end,
             None => return Ok(ExitCode::FAILURE),
         }
     }
-    if next == Next::Halt {
-        return Ok(halt(vm, &mut home));
+    if next == AfterCommand::Halt {
+        return Ok(halt(vm, &mut daemon));
     }
-    Screen.print(b"\nConsole: exit handler called\npvmd still running.\n")?;
+    Terminal.print(b"\nConsole: exit handler called\npvmd still running.\n")?;
     // The virtual machine removes this task when its connection closes, even if `exit` fails.
     let _ = vm.exit();
     Ok(ExitCode::SUCCESS)
 }
 
 /// Reads commands until one ends the console. Returns `None` if the daemon is lost.
-fn converse(vm: &Vm, session: &mut Session<Vm>, home: Option<&Path>) -> io::Result<Option<Next>> {
-    let (face, inputs) = inputs(vm, home);
+fn run_commands(
+    vm: &Vm,
+    session: &mut Session<Vm>,
+    home: Option<&Path>,
+) -> io::Result<Option<AfterCommand>> {
+    let (face, inputs) = start_inputs(vm, home);
     face.prompt(session)?;
     // Both senders live as long as their threads, and each sends the reason before it ends.
     while let Ok(input) = inputs.recv() {
         match input {
             Input::Line(line) => {
-                face.catch_up()?;
-                match command(session, &line, face.echo())? {
-                    Next::Line => face.prompt(session)?,
+                face.flush_pending()?;
+                match run_line(session, &line, face.echo())? {
+                    AfterCommand::ReadLine => face.prompt(session)?,
                     end => {
                         face.close()?;
                         return Ok(Some(end));
@@ -135,40 +143,40 @@ fn converse(vm: &Vm, session: &mut Session<Vm>, home: Option<&Path>) -> io::Resu
             }
             Input::End => {
                 face.close()?;
-                Screen.print(b"quit\n")?;
-                return Ok(Some(Next::Quit));
+                Terminal.print(b"quit\n")?;
+                return Ok(Some(AfterCommand::Quit));
             }
-            Input::Message(message) => face.show(&session.message(&message))?,
+            Input::Message(message) => face.show(&session.handle_message(&message))?,
             Input::Lost(why) => {
                 face.close()?;
-                Screen.complain(&format!("\npvm: the virtual machine has ended: {why}"));
+                Terminal.print_error(&format!("\npvm: the virtual machine has ended: {why}"));
                 return Ok(None);
             }
         }
     }
-    Ok(Some(Next::Quit))
+    Ok(Some(AfterCommand::Quit))
 }
 
 /// Executes a line. With `echo`, prints it first, as PVM's console does, provided it ended with a
 /// newline.
-fn command(session: &mut Session<Vm>, line: &str, echo: bool) -> io::Result<Next> {
+fn run_line(session: &mut Session<Vm>, line: &str, echo: bool) -> io::Result<AfterCommand> {
     if echo && line.ends_with('\n') {
-        Screen.print(line.as_bytes())?;
+        Terminal.print(line.as_bytes())?;
     }
-    let outcome = session.line(line.strip_suffix('\n').unwrap_or(line));
-    Screen.show(&outcome)?;
+    let outcome = session.run_line(line.strip_suffix('\n').unwrap_or(line));
+    Terminal.print_interactive(&outcome)?;
     Ok(outcome.next)
 }
 
 /// Starts the threads that read lines from standard input and messages from the virtual machine.
 /// The receiver yields both in order of arrival.
-fn inputs(vm: &Vm, home: Option<&Path>) -> (Face, Receiver<Input>) {
-    let (sender, receiver) = sync_channel(INPUT_AHEAD_MAX);
-    let face = face(vm, home, &sender);
+fn start_inputs(vm: &Vm, home: Option<&Path>) -> (Frontend, Receiver<Input>) {
+    let (sender, receiver) = sync_channel(INPUT_QUEUE_MAX);
+    let face = open_frontend(vm, home, &sender);
     let (vm, messages) = (vm.clone(), sender);
     thread::spawn(move || {
         loop {
-            let (input, last) = match machine::receive(&vm) {
+            let (input, last) = match virtual_machine::receive(&vm) {
                 Ok(message) => (Input::Message(message), false),
                 Err(error) => (Input::Lost(error.to_string()), true),
             };
@@ -181,27 +189,29 @@ fn inputs(vm: &Vm, home: Option<&Path>) -> (Face, Receiver<Input>) {
 }
 
 /// Selects the frontend for standard input and output. Typed lines go to `sender`.
-fn face(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Face {
-    let typing = io::stdin().is_terminal();
-    if typing && io::stdout().is_terminal() {
+fn open_frontend(vm: &Vm, home: Option<&Path>, sender: &SyncSender<Input>) -> Frontend {
+    let stdin_is_terminal = io::stdin().is_terminal();
+    if stdin_is_terminal && io::stdout().is_terminal() {
         let lines = sender.clone();
         let typed = move |typed| {
             let input = match typed {
-                Typed::Line(line) => Input::Line(line),
-                Typed::End => Input::End,
+                EditorInput::Line(line) => Input::Line(line),
+                EditorInput::End => Input::End,
             };
             lines.send(input).is_ok()
         };
         if let Some(terminal) =
-            Terminal::open(vm, home.map(|dir| dir.join(".pvm_history")), PROMPT, typed)
+            LineEditor::open(vm, home.map(|dir| dir.join(".pvm_history")), PROMPT, typed)
         {
-            return Face::Terminal(terminal);
+            return Frontend::LineEditor(terminal);
         }
     }
     let lines = sender.clone();
     thread::spawn(move || read_lines(&mut io::stdin().lock(), &lines));
     // A terminal has already shown the line.
-    Face::Plain { echo: !typing }
+    Frontend::Plain {
+        echo: !stdin_is_terminal,
+    }
 }
 
 /// Sends the lines of `from`, then [`Input::End`]. A line over the limit is cut slightly after it,
@@ -234,7 +244,7 @@ mod tests {
     use super::*;
 
     fn lines(text: &[u8]) -> Vec<String> {
-        let (sender, receiver) = sync_channel(INPUT_AHEAD_MAX);
+        let (sender, receiver) = sync_channel(INPUT_QUEUE_MAX);
         read_lines(&mut io::BufReader::new(text), &sender);
         drop(sender);
         let line = |input| match input {

@@ -10,22 +10,22 @@ use sempa_proto::task::{
 
 /// A parsed `spawn` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Spawn {
+pub(crate) struct SpawnCommand {
     /// Job file with defaults for everything that the command does not set.
-    pub(crate) job: Option<String>,
+    pub(crate) job_file: Option<String>,
     /// Number of tasks. Defaults to the job file's number, or 1.
     pub(crate) count: Option<u32>,
     /// `PvmTask*` bits. [`SPAWN_NO_PARENT`] is always set: the tasks do not see a parent.
     pub(crate) flags: i32,
     /// Host or architecture. Empty for any.
-    pub(crate) place: String,
+    pub(crate) location: String,
     /// Working directory. Empty for the host's default.
     pub(crate) directory: String,
     pub(crate) output: Output,
     /// Destination of trace records. `None` if the tasks are not traced.
     pub(crate) trace: Option<TraceOutput>,
     /// The program. May be empty if a job file names it.
-    pub(crate) file: String,
+    pub(crate) program: String,
     pub(crate) args: Vec<String>,
 }
 
@@ -37,9 +37,9 @@ pub(crate) enum Output {
     /// The console, which numbers the spawn as a job.
     Console,
     /// A file that must not exist yet.
-    New(String),
+    NewFile(String),
     /// A file that output is appended to.
-    Append(String),
+    AppendedFile(String),
 }
 
 /// Destination of the trace records of spawned tasks.
@@ -47,29 +47,29 @@ pub(crate) enum Output {
 pub(crate) enum TraceOutput {
     Console,
     /// A file that must not exist yet.
-    New(String),
+    NewFile(String),
 }
 
-impl Spawn {
+impl SpawnCommand {
     /// Reads the job file and returns the command with its defaults applied.
     ///
     /// # Errors
     /// Fails if the job file cannot be read or is invalid, or if no program is named.
-    pub(crate) fn with_job(&self) -> Result<(Spawn, JobFile), Error> {
-        let Some(name) = &self.job else {
+    pub(crate) fn with_job_file(&self) -> Result<(SpawnCommand, JobFile), Error> {
+        let Some(name) = &self.job_file else {
             return Ok((self.clone(), JobFile::default()));
         };
         let job = libpvm::job::read(name.as_ref())?;
         let mut spawn = self.clone();
         spawn.count = spawn.count.or(job.count);
-        if spawn.file.is_empty() {
-            let nobody = || {
+        if spawn.program.is_empty() {
+            let no_program = || {
                 Error::new(
                     PvmError::BadParam,
                     format!("{name} names no program, and none was given"),
                 )
             };
-            spawn.file = job.program.clone().ok_or_else(nobody)?;
+            spawn.program = job.program.clone().ok_or_else(no_program)?;
         }
         Ok((spawn, job))
     }
@@ -83,12 +83,12 @@ impl Spawn {
         env: Vec<Vec<u8>>,
     ) -> SpawnRequest {
         let place = if self.directory.is_empty() {
-            self.place.clone()
+            self.location.clone()
         } else {
-            format!("{}:{}", self.place, self.directory)
+            format!("{}:{}", self.location, self.directory)
         };
         let mut request = SpawnRequest {
-            file: self.file.clone(),
+            file: self.program.clone(),
             args: self
                 .args
                 .iter()
@@ -107,7 +107,7 @@ impl Spawn {
 }
 
 /// Returns how many words after `spawn` are options. The program and its arguments follow them.
-pub(crate) fn options(args: &[String]) -> usize {
+pub(crate) fn option_count(args: &[String]) -> usize {
     let mut at = 0;
     while args.get(at).is_some_and(|word| word.starts_with('-')) {
         at += if args[at] == "--job" { 2 } else { 1 };
@@ -116,16 +116,16 @@ pub(crate) fn options(args: &[String]) -> usize {
 }
 
 /// Parses the words after `spawn`.
-pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
-    let mut spawn = Spawn {
-        job: None,
+pub(crate) fn parse(args: &[String]) -> Result<SpawnCommand, ParseError> {
+    let mut spawn = SpawnCommand {
+        job_file: None,
         count: None,
         flags: SPAWN_NO_PARENT,
-        place: String::new(),
+        location: String::new(),
         directory: String::new(),
         output: Output::Log,
         trace: None,
-        file: String::new(),
+        program: String::new(),
         args: Vec::new(),
     };
     let mut rest = args;
@@ -138,56 +138,56 @@ pub(crate) fn parse(args: &[String]) -> Result<Spawn, ParseError> {
             let [file, more @ ..] = rest else {
                 return Err(ParseError::OnlyOptions);
             };
-            (spawn.job, rest) = (Some(file.clone()), more);
+            (spawn.job_file, rest) = (Some(file.clone()), more);
         } else {
-            spawn.option(option)?;
+            spawn.apply_option(option)?;
         }
     }
     match rest {
-        [file, words @ ..] => (spawn.file, spawn.args) = (file.clone(), words.to_vec()),
-        [] if spawn.job.is_some() => {}
+        [file, words @ ..] => (spawn.program, spawn.args) = (file.clone(), words.to_vec()),
+        [] if spawn.job_file.is_some() => {}
         [] => return Err(ParseError::OnlyOptions),
     }
     Ok(spawn)
 }
 
-impl Spawn {
+impl SpawnCommand {
     /// Applies one option, given without its leading `-`.
-    fn option(&mut self, option: &str) -> Result<(), ParseError> {
+    fn apply_option(&mut self, option: &str) -> Result<(), ParseError> {
         let unknown = || ParseError::UnknownFlag(option.to_string());
         if option.is_empty() {
             return Err(ParseError::LoneDash);
         }
         if let Some(file) = option.strip_prefix(">>") {
-            self.output = nonempty(file).map_or(Output::Console, Output::Append);
+            self.output = nonempty(file).map_or(Output::Console, Output::AppendedFile);
         } else if let Some(file) = option.strip_prefix('>') {
-            self.output = nonempty(file).map_or(Output::Console, Output::New);
+            self.output = nonempty(file).map_or(Output::Console, Output::NewFile);
         } else if let Some(file) = option.strip_prefix('@') {
-            self.trace = Some(nonempty(file).map_or(TraceOutput::Console, TraceOutput::New));
+            self.trace = Some(nonempty(file).map_or(TraceOutput::Console, TraceOutput::NewFile));
         } else if option == "?" {
             self.flags |= SPAWN_DEBUG;
         } else if option == "~" {
             self.flags |= SPAWN_COMPLEMENT;
         } else if let Some(file) = option.strip_prefix("-job=") {
-            self.job = Some(nonempty(file).ok_or_else(unknown)?);
+            self.job_file = Some(nonempty(file).ok_or_else(unknown)?);
         } else if let Some(host) = option.strip_prefix("-host=") {
-            self.put(SPAWN_HOST, host).ok_or_else(unknown)?;
+            self.set_location(SPAWN_HOST, host).ok_or_else(unknown)?;
         } else if option.starts_with(|c: char| c.is_ascii_digit()) {
             let wanted =
                 "a number of tasks: for a host whose name starts with a digit write --host=NAME";
             let word = option.to_string();
             let count = option.parse().ok().filter(|count| *count > 0);
-            self.count = Some(count.ok_or(ParseError::NotA {
+            self.count = Some(count.ok_or(ParseError::WrongType {
                 command: "spawn",
                 word,
-                wanted,
+                expected: wanted,
             })?);
         } else if let Some(directory) = option.strip_prefix(':') {
             self.directory = nonempty(directory).ok_or_else(unknown)?;
         } else if option.starts_with(|c: char| c.is_uppercase()) {
-            self.put(SPAWN_ARCH, option).ok_or_else(unknown)?;
+            self.set_location(SPAWN_ARCH, option).ok_or_else(unknown)?;
         } else if option.starts_with(|c: char| c == '.' || c.is_lowercase()) {
-            self.put(SPAWN_HOST, option).ok_or_else(unknown)?;
+            self.set_location(SPAWN_HOST, option).ok_or_else(unknown)?;
         } else {
             return Err(unknown());
         }
@@ -195,9 +195,9 @@ impl Spawn {
     }
 
     /// Sets the location from `place` or `place:directory`. Returns `None` if the place is empty.
-    fn put(&mut self, flag: i32, place: &str) -> Option<()> {
+    fn set_location(&mut self, flag: i32, place: &str) -> Option<()> {
         let (place, directory) = place.split_once(':').unwrap_or((place, ""));
-        self.place = nonempty(place)?;
+        self.location = nonempty(place)?;
         self.flags = self.flags & !(SPAWN_HOST | SPAWN_ARCH) | flag;
         if !directory.is_empty() {
             self.directory = directory.to_string();
@@ -213,14 +213,14 @@ fn nonempty(text: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::words::split;
+    use crate::words::split_words;
 
-    fn spawn(line: &str) -> Spawn {
-        parse(&split(line).expect(line)).expect(line)
+    fn spawn(line: &str) -> SpawnCommand {
+        parse(&split_words(line).expect(line)).expect(line)
     }
 
     fn error(line: &str) -> String {
-        parse(&split(line).expect(line))
+        parse(&split_words(line).expect(line))
             .expect_err(line)
             .to_string()
     }
@@ -229,7 +229,7 @@ mod tests {
     #[test]
     fn spawn_options_and_arguments_parse() {
         let three = spawn("-3 hello -v --x");
-        assert_eq!((three.count, three.file.as_str()), (Some(3), "hello"));
+        assert_eq!((three.count, three.program.as_str()), (Some(3), "hello"));
         assert_eq!(
             three.args,
             ["-v", "--x"],
@@ -275,8 +275,11 @@ mod tests {
     fn output_options_parse() {
         assert_eq!(spawn("hello").output, Output::Log);
         assert_eq!(spawn("-> hello").output, Output::Console);
-        assert_eq!(spawn("->out hello").output, Output::New("out".into()));
-        assert_eq!(spawn("->>out hello").output, Output::Append("out".into()));
+        assert_eq!(spawn("->out hello").output, Output::NewFile("out".into()));
+        assert_eq!(
+            spawn("->>out hello").output,
+            Output::AppendedFile("out".into())
+        );
         assert_eq!(
             spawn("->> hello").output,
             Output::Console,
@@ -286,7 +289,7 @@ mod tests {
         assert_eq!(spawn("-@ -> hello").trace, Some(TraceOutput::Console));
         assert_eq!(
             spawn("-@out hello").trace,
-            Some(TraceOutput::New("out".into()))
+            Some(TraceOutput::NewFile("out".into()))
         );
     }
 
@@ -301,7 +304,7 @@ mod tests {
             "program = \"worker\"\narguments = [\"-v\"]\ncount = 3\nhost = \"h2\"\nwants = \"cores >= 2\"\n",
         );
         let request = |line: &str| {
-            let (spawn, job) = spawn(line).with_job().expect(line);
+            let (spawn, job) = spawn(line).with_job_file().expect(line);
             let exports = vec![b"SEMPA_WANTS=cores >= 9".to_vec()];
             let all = spawn.request(&job, Sink::default(), Sink::default(), Vec::new());
             let exported = spawn.request(&job, Sink::default(), Sink::default(), exports.clone());
@@ -333,7 +336,7 @@ mod tests {
             request(&format!("--job {path} other -q")),
             wanted("other", "-q", 3, "h2")
         );
-        let options = |line: &str| options(&split(line).expect(line));
+        let options = |line: &str| option_count(&split_words(line).expect(line));
         assert_eq!(
             (
                 options("--job f --json"),
@@ -342,7 +345,7 @@ mod tests {
             ),
             (3, 3, 1)
         );
-        let error = |line: &str| spawn(line).with_job().expect_err(line).to_string();
+        let error = |line: &str| spawn(line).with_job_file().expect_err(line).to_string();
         write("count = 3\n");
         assert!(error(&format!("--job {path}")).ends_with("names no program, and none was given"));
         write("\ncuont = 3\n");

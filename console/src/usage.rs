@@ -1,9 +1,9 @@
 //! `usage`: shows the resource usage of users and jobs as recorded by the resource manager.
 
 use crate::job;
-use crate::machine::Machine;
-use crate::parse::{ParseError, task_tid};
+use crate::parse::{ParseError, parse_task_tid};
 use crate::session::Outcome;
+use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use sempa_proto::Tid;
 use sempa_proto::rm::{Answer, Question, Sums, UserUse};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 /// A parsed `usage` command.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
+pub(crate) struct UsageCommand {
     /// Only this user's usage.
     user: Option<u32>,
     /// Shows this job and its tasks.
@@ -19,7 +19,7 @@ pub(crate) struct Usage {
 }
 
 /// Parses a user id or user name.
-pub(crate) fn user(command: &'static str, word: &str) -> Result<u32, ParseError> {
+pub(crate) fn parse_user(command: &'static str, word: &str) -> Result<u32, ParseError> {
     let named = || {
         nix::unistd::User::from_name(word)
             .ok()
@@ -30,16 +30,16 @@ pub(crate) fn user(command: &'static str, word: &str) -> Result<u32, ParseError>
     word.parse()
         .ok()
         .or_else(named)
-        .ok_or_else(|| ParseError::NotA {
+        .ok_or_else(|| ParseError::WrongType {
             command,
             word: word.to_string(),
-            wanted,
+            expected: wanted,
         })
 }
 
 /// Returns the value of an option written as `--name value` or `--name=value`. Returns `None` if
 /// `word` is not that option.
-pub(crate) fn option<'a>(
+pub(crate) fn option_value<'a>(
     command: &'static str,
     name: &str,
     word: &'a str,
@@ -56,13 +56,13 @@ pub(crate) fn option<'a>(
 }
 
 /// Parses the words after the command.
-pub(crate) fn parse(args: &[String]) -> Result<Usage, ParseError> {
-    let (mut usage, mut rest) = (Usage::default(), args.iter());
+pub(crate) fn parse(args: &[String]) -> Result<UsageCommand, ParseError> {
+    let (mut usage, mut rest) = (UsageCommand::default(), args.iter());
     while let Some(arg) = rest.next() {
-        if let Some(word) = option("usage", "--user", arg, &mut rest)? {
-            usage.user = Some(user("usage", word)?);
-        } else if let Some(word) = option("usage", "--job", arg, &mut rest)? {
-            usage.job = Some(task_tid("usage", word)?);
+        if let Some(word) = option_value("usage", "--user", arg, &mut rest)? {
+            usage.user = Some(parse_user("usage", word)?);
+        } else if let Some(word) = option_value("usage", "--job", arg, &mut rest)? {
+            usage.job = Some(parse_task_tid("usage", word)?);
         } else if arg.starts_with('-') {
             return Err(ParseError::UnknownFlag(
                 arg.trim_start_matches('-').to_string(),
@@ -75,27 +75,27 @@ pub(crate) fn parse(args: &[String]) -> Result<Usage, ParseError> {
 }
 
 /// Asks the resource manager and formats its answer.
-pub(crate) fn run(machine: &impl Machine, usage: &Usage) -> Result<Outcome, Error> {
+pub(crate) fn run(machine: &impl VirtualMachine, usage: &UsageCommand) -> Result<Outcome, Error> {
     if let Some(tid) = usage.job {
-        return job::status(machine, "usage", tid);
+        return job::job_status(machine, "usage", tid);
     }
     let Answer::Users(users) = machine.ask_rm(&Question::Users { user: usage.user })? else {
-        return Ok(Outcome::complaint(
+        return Ok(Outcome::error(
             "usage: the resource manager has counted nothing",
         ));
     };
-    let text = users.iter().map(line).collect::<String>();
-    let head = format!("{:>8} {HEAD} {:>8}\n", "USER", "INDEX");
-    let value = json!({ "users": users.iter().map(value).collect::<Vec<_>>() });
-    Ok(Outcome::done(head + &text, value, false))
+    let text = users.iter().map(user_line).collect::<String>();
+    let head = format!("{:>8} {SUMS_HEADER} {:>8}\n", "USER", "INDEX");
+    let value = json!({ "users": users.iter().map(user_value).collect::<Vec<_>>() });
+    Ok(Outcome::with_values(head + &text, value, false))
 }
 
-/// Headings of the columns that [`sums`] writes.
-pub(crate) const HEAD: &str =
+/// Headings of the columns that [`sums_columns`] writes.
+pub(crate) const SUMS_HEADER: &str =
     " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
 
 /// Returns usage sums as columns.
-pub(crate) fn sums(sums: &Sums) -> String {
+pub(crate) fn sums_columns(sums: &Sums) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
     let Sums {
         tasks,
@@ -129,16 +129,16 @@ pub(crate) fn sums_value(sums: &Sums) -> Value {
     })
 }
 
-fn line(user: &UserUse) -> String {
+fn user_line(user: &UserUse) -> String {
     format!(
         "{:>8} {} {:>8.2}\n",
         user.user,
-        sums(&user.sums),
+        sums_columns(&user.sums),
         user.index
     )
 }
 
-fn value(user: &UserUse) -> Value {
+fn user_value(user: &UserUse) -> Value {
     json!({ "user": user.user, "index": user.index, "sums": sums_value(&user.sums) })
 }
 
@@ -146,7 +146,7 @@ fn value(user: &UserUse) -> Value {
 mod tests {
     use super::*;
 
-    fn words(line: &str) -> Result<Usage, ParseError> {
+    fn words(line: &str) -> Result<UsageCommand, ParseError> {
         parse(
             &line
                 .split(' ')
@@ -159,24 +159,24 @@ mod tests {
     /// Options of `usage` select a user or a job.
     #[test]
     fn usage_arguments_parse() {
-        assert_eq!(words(""), Ok(Usage::default()));
+        assert_eq!(words(""), Ok(UsageCommand::default()));
         assert_eq!(
             words("--user 7"),
-            Ok(Usage {
+            Ok(UsageCommand {
                 user: Some(7),
                 job: None
             })
         );
         assert_eq!(
             words("--user=root"),
-            Ok(Usage {
+            Ok(UsageCommand {
                 user: Some(0),
                 job: None
             })
         );
         assert_eq!(
             words("--job=t40001"),
-            Ok(Usage {
+            Ok(UsageCommand {
                 user: None,
                 job: Some(Tid::from_raw(0x40001))
             })

@@ -1,27 +1,27 @@
 //! `why`: shows the decisions of the resource manager about a task, a job or a host.
 
 use crate::format;
-use crate::machine::Machine;
 use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
+use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use sempa_proto::rm::{Answer, Decided, Decision, HostNow, Question, TaskUse};
 use serde_json::{Value, json};
 
 /// Number of newest decisions that are shown without `-a`.
-const SHOWN: usize = 20;
+const DECISIONS_SHOWN_MAX: usize = 20;
 
 /// A parsed `why` command.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Why {
+pub(crate) struct WhyCommand {
     /// The task or host as it was typed.
     subject: String,
     question: Question,
-    all: bool,
+    show_all: bool,
 }
 
 /// Parses the words: a task or job such as `t40001`, or a host.
-pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
+pub(crate) fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
     let (all, rest): (Vec<&String>, Vec<&String>) = args.iter().partition(|arg| *arg == "-a");
     let [subject] = rest[..] else {
         return Err(ParseError::WrongArgs("why"));
@@ -36,32 +36,32 @@ pub(crate) fn parse(args: &[String]) -> Result<Why, ParseError> {
     let is_tid = subject.starts_with('t') || subject.starts_with(|c: char| c.is_ascii_digit());
     let tid = parse_tid(subject).filter(|tid| is_tid && tid.is_task());
     let question = tid.map_or_else(|| Question::WhyHost(subject.clone()), Question::WhyTask);
-    Ok(Why {
+    Ok(WhyCommand {
         subject: subject.clone(),
         question,
-        all: !all.is_empty(),
+        show_all: !all.is_empty(),
     })
 }
 
 /// Asks the resource manager and formats its answer.
-pub(crate) fn run(machine: &impl Machine, why: &Why) -> Result<Outcome, Error> {
+pub(crate) fn run(machine: &impl VirtualMachine, why: &WhyCommand) -> Result<Outcome, Error> {
     let Answer::Why {
         task,
         decisions,
         now,
     } = machine.ask_rm(&why.question)?
     else {
-        return Ok(Outcome::complaint(format!(
+        return Ok(Outcome::error(format!(
             "why: the resource manager knows nothing of {}: it is neither a host nor a task or job that it has seen",
             why.subject
         )));
     };
-    let hidden = if why.all {
+    let hidden = if why.show_all {
         0
     } else {
-        decisions.len().saturating_sub(SHOWN)
+        decisions.len().saturating_sub(DECISIONS_SHOWN_MAX)
     };
-    let now = now.map(|now| holds(&why.subject, &now));
+    let now = now.map(|now| host_state(&why.subject, &now));
     let text = text(
         &why.subject,
         task.as_ref(),
@@ -69,7 +69,7 @@ pub(crate) fn run(machine: &impl Machine, why: &Why) -> Result<Outcome, Error> {
         hidden,
         now.as_deref(),
     );
-    Ok(Outcome::done(
+    Ok(Outcome::with_values(
         text,
         value(&why.subject, task.as_ref(), &decisions, now.as_deref()),
         false,
@@ -83,19 +83,21 @@ fn text(
     hidden: usize,
     now: Option<&str>,
 ) -> String {
-    let mut lines: Vec<String> = task.map(describe).into_iter().collect();
+    let mut lines: Vec<String> = task.map(task_line).into_iter().collect();
     if hidden > 0 {
         lines.push(format!("({hidden} earlier ones: 'why -a {subject}')"));
     }
-    let told = decisions.iter().skip(hidden);
-    lines.extend(told.map(|decision| format!("{} {}", format::time(decision.at), decision.what)));
-    let end = task.and_then(|task| not_placed(task, decisions)).or(now);
+    let shown = decisions.iter().skip(hidden);
+    lines.extend(shown.map(|decision| format!("{} {}", format::time(decision.at), decision.what)));
+    let end = task
+        .and_then(|task| placement_note(task, decisions))
+        .or(now);
     lines.extend(end.map(String::from));
     lines.join("\n") + "\n"
 }
 
 /// Returns a line such as "t80003: worker, job t40002, user 1000, on h3, began …".
-fn describe(task: &TaskUse) -> String {
+fn task_line(task: &TaskUse) -> String {
     let program = if task.program.is_empty() {
         "from a command line"
     } else {
@@ -113,7 +115,7 @@ fn describe(task: &TaskUse) -> String {
 }
 
 /// Returns a note if the decisions do not include the placement of the task.
-fn not_placed(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
+fn placement_note(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
     let has = |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
     let placed = |d: &Decision| match &d.what {
         Decided::Spawn { started: tasks, .. } | Decided::Restarted { tasks, .. } => has(tasks),
@@ -124,7 +126,7 @@ fn not_placed(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
 }
 
 /// Describes whether tasks are placed on a host at present, and why not.
-fn holds(subject: &str, now: &HostNow) -> String {
+fn host_state(subject: &str, now: &HostNow) -> String {
     match now {
         HostNow::Gone => {
             format!("now: nothing is placed on {subject}: it is not part of the virtual machine")
@@ -136,10 +138,10 @@ fn holds(subject: &str, now: &HostNow) -> String {
             let why: Vec<String> = why.iter().map(ToString::to_string).chain(drained).collect();
             format!("now: nothing is placed on {subject}: {}", why.join("; "))
         }
-        HostNow::Used(but) if but.is_empty() => {
+        HostNow::Used(caveats) if caveats.is_empty() => {
             format!("now: {subject} is used like any other host")
         }
-        HostNow::Used(but) => format!("now: {subject} is used, but {}", but.join("; ")),
+        HostNow::Used(caveats) => format!("now: {subject} is used, but {}", caveats.join("; ")),
     }
 }
 
@@ -172,7 +174,7 @@ mod tests {
     use sempa_proto::rm::Excluded;
     use sempa_proto::{Micros, Tid};
 
-    fn words(line: &str) -> Result<Why, ParseError> {
+    fn words(line: &str) -> Result<WhyCommand, ParseError> {
         parse(&line.split(' ').map(String::from).collect::<Vec<_>>())
     }
 
@@ -188,7 +190,7 @@ mod tests {
         for host in ["beef", "h2", "t40000", "tea"] {
             assert_eq!(question(host), Question::WhyHost(host.into()));
         }
-        assert!(words("-a h2").expect("good").all);
+        assert!(words("-a h2").expect("good").show_all);
         assert_eq!(words("a b"), Err(ParseError::WrongArgs("why")));
         assert_eq!(words("-x"), Err(ParseError::UnknownFlag("x".into())));
     }
@@ -211,7 +213,7 @@ mod tests {
                 None,
                 std::slice::from_ref(&came),
                 0,
-                Some(&holds("h2", now)),
+                Some(&host_state("h2", now)),
             );
             text.lines().last().map(String::from).expect("a line")
         };

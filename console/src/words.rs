@@ -21,7 +21,7 @@ pub(crate) enum LineError {
 }
 
 /// Returns the words of a line; none for an empty line or a comment.
-pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
+pub(crate) fn split_words(line: &str) -> Result<Vec<String>, LineError> {
     if line.len() > LINE_BYTES_MAX {
         return Err(LineError::TooLong);
     }
@@ -57,7 +57,7 @@ pub(crate) fn split(line: &str) -> Result<Vec<String>, LineError> {
 ///
 /// # Errors
 /// Fails if the value is missing; `command` is named in the error.
-pub(crate) fn option<'a>(
+pub(crate) fn option_value<'a>(
     command: &'static str,
     name: &str,
     arg: &'a str,
@@ -74,7 +74,7 @@ pub(crate) fn option<'a>(
 }
 
 /// Parses a duration such as `2h`, `90m`, `30s` or `1d`. Zero is invalid.
-pub(crate) fn span(text: &str) -> Option<Duration> {
+pub(crate) fn parse_duration(text: &str) -> Option<Duration> {
     let unit = match text.chars().last()? {
         's' => 1,
         'm' => 60,
@@ -96,7 +96,7 @@ mod tests {
     /// Quotes, backslashes and comments work as in PVM.
     #[test]
     fn quoting_matches_pvm() {
-        let ok = |line: &str| split(line).expect(line);
+        let ok = |line: &str| split_words(line).expect(line);
         assert_eq!(
             ok(r#"echo "a   b" c\ d 'x"y'"#),
             ["echo", "a   b", "c d", "x\"y"]
@@ -119,7 +119,7 @@ mod tests {
     #[test]
     fn comments_have_no_words() {
         for line in ["", "   \t", "# nothing", "  # 'unclosed"] {
-            assert_eq!(split(line), Ok(Vec::new()), "{line:?}");
+            assert_eq!(split_words(line), Ok(Vec::new()), "{line:?}");
         }
     }
 
@@ -127,19 +127,19 @@ mod tests {
     #[test]
     fn unclosed_quotes_are_errors() {
         assert_eq!(
-            split("echo \"abc").expect_err("open").to_string(),
+            split_words("echo \"abc").expect_err("open").to_string(),
             "unmatched \""
         );
         assert_eq!(
-            split("echo 'it").expect_err("open").to_string(),
+            split_words("echo 'it").expect_err("open").to_string(),
             "unmatched '"
         );
         assert_eq!(
-            split("echo a\\").expect_err("open").to_string(),
+            split_words("echo a\\").expect_err("open").to_string(),
             "unmatched \\"
         );
         assert_eq!(
-            split(&"x".repeat(LINE_BYTES_MAX + 1)),
+            split_words(&"x".repeat(LINE_BYTES_MAX + 1)),
             Err(LineError::TooLong)
         );
     }

@@ -84,14 +84,15 @@ fn lead(vm: &Vm, workers: u32, numbers: u64) -> Result<u128> {
         if busy.is_empty() {
             break;
         }
-        let message = vm.recv_where(|message| message.tag == TAG_RESULT || ends.are_in(message))?;
-        if !ends.are_in(&message) {
+        let message =
+            vm.recv_where(|message| message.tag == TAG_RESULT || ends.is_notice_message(message))?;
+        if !ends.is_notice_message(&message) {
             sum += message.value::<Sum>()?.value;
             busy.remove(&message.src);
             idle.push(vm.task(message.src));
             continue;
         }
-        for notice in ends.notices_in(&message)? {
+        for notice in ends.decode(&message)? {
             if let Notice::TaskEnded(tid) = notice {
                 // Somebody else does what it has not done.
                 pieces.extend(busy.remove(&tid));

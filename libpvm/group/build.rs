@@ -1,6 +1,7 @@
-//! Gives the shared library the name that PVM programs ask for.
+//! Sets the soname of the shared library that PVM programs expect.
 //!
-//! It is linked without libpvm3, as PVM's own is: programs name both, and take both from one installation.
+//! The library is linked without `libpvm3`, as PVM's own is: programs name both libraries and load
+//! both from one installation.
 
 #[path = "../unwinder.rs"]
 mod unwinder;

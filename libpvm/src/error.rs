@@ -12,10 +12,7 @@ use thiserror::Error;
 pub enum EnrollError {
     /// No process listens on the daemon's socket.
     #[error("no daemon answers at {}: {source}; start a virtual machine with 'pvm' or 'pvmd', or set PVM_TMP and PVM_VMID as it was started", path.display())]
-    NoDaemon {
-        path: PathBuf,
-        source: io::Error,
-    },
+    NoDaemon { path: PathBuf, source: io::Error },
     /// The process runs as root without `PVM_ALLOW_ROOT`.
     #[error(
         "a task may not run as root: use an ordinary user, or set PVM_ALLOW_ROOT=1 if you mean it"
@@ -25,28 +22,25 @@ pub enum EnrollError {
     #[error("the daemon refused this task: {0}")]
     Refused(String),
     /// The daemon's answer does not follow this version of the protocol.
-    #[error("the daemon at {} speaks another version ({why}); use library and daemon of one installation", path.display())]
-    Version {
+    #[error("the daemon at {} speaks another version ({reason}); use library and daemon of one installation", path.display())]
+    VersionMismatch {
         path: PathBuf,
         /// Description of the part that could not be decoded.
-        why: String,
+        reason: String,
     },
     /// The listener on the daemon's socket belongs to another user.
     #[error("{} belongs to user {owner}, not to you; it was not used", path.display())]
-    Foreign {
+    ForeignOwner {
         path: PathBuf,
         /// User id of the listening process.
         owner: u32,
     },
     /// The environment variables do not give a usable socket path.
     #[error("{0}")]
-    Place(String),
+    BadEnvironment(String),
     /// The connection broke, or the process cannot open another descriptor or thread.
     #[error("connecting to the daemon at {}: {source}", path.display())]
-    Io {
-        path: PathBuf,
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 /// Failed request: PVM's error code and a sentence for the user.
@@ -68,16 +62,16 @@ impl Error {
 
     /// Converts a reply that does not fit the request: into the failure that the reply reports, or
     /// into a protocol error.
-    pub(crate) fn from_reply(asked: &str, reply: Reply) -> Error {
+    pub(crate) fn from_reply(operation: &str, reply: Reply) -> Error {
         match reply {
             Reply::Failed { error, reason } if reason.is_empty() => {
-                Error::new(error, format!("{asked}: {error}"))
+                Error::new(error, format!("{operation}: {error}"))
             }
             Reply::Failed { error, reason } => Error::new(error, reason),
             _ => Error::new(
                 PvmError::BadMsg,
                 format!(
-                    "{asked}: the daemon gave an answer to another question; use one version everywhere"
+                    "{operation}: the daemon gave an answer to another question; use one version everywhere"
                 ),
             ),
         }

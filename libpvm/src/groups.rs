@@ -24,7 +24,7 @@ impl Vm {
     /// # }
     /// ```
     pub fn join_group(&self, group: &str) -> Result<i32, Error> {
-        self.group_number(
+        self.numeric_group_request(
             "joining a group",
             GroupRequest::Join {
                 group: group.into(),
@@ -37,7 +37,7 @@ impl Vm {
     /// # Errors
     /// `NoGroup`, `NotInGroup`.
     pub fn leave_group(&self, group: &str) -> Result<(), Error> {
-        self.group_number(
+        self.numeric_group_request(
             "leaving a group",
             GroupRequest::Leave {
                 group: group.into(),
@@ -55,7 +55,7 @@ impl Vm {
         let count = count.map_or(ALL_MEMBERS, |count| {
             i32::try_from(count).unwrap_or(i32::MAX)
         });
-        self.group_number(
+        self.numeric_group_request(
             "waiting at a barrier",
             GroupRequest::Barrier {
                 group: group.into(),
@@ -96,7 +96,7 @@ impl Vm {
         }
     }
 
-    fn group_number(&self, what: &str, request: GroupRequest) -> Result<i32, Error> {
+    fn numeric_group_request(&self, what: &str, request: GroupRequest) -> Result<i32, Error> {
         match self.runtime().group_request(request, None) {
             Reply::Group(GroupReply::Number(number)) => Ok(number),
             other => Err(Error::from_reply(what, other)),

@@ -14,7 +14,7 @@ impl Inbox {
     /// Bytes charged for each message in addition to its body, so that empty messages count, too.
     const OVERHEAD_BYTES: usize = 128;
     /// Capacity, in messages, that an empty list keeps allocated.
-    const KEPT_MESSAGES: usize = 1024;
+    const RETAINED_MESSAGES_MAX: usize = 1024;
 
     /// Iterates over the messages, oldest first.
     pub fn iter(&self) -> impl Iterator<Item = &Message> {
@@ -63,12 +63,12 @@ impl Inbox {
     }
 
     /// Moves all messages to the end of `to`.
-    pub fn take_all_into(&mut self, to: &mut VecDeque<Message>) {
+    pub fn drain_into(&mut self, to: &mut VecDeque<Message>) {
         self.bytes = 0;
         if to.is_empty() {
             // Both lists keep a bounded capacity, so that a burst of messages does not pin its
             // memory.
-            to.shrink_to(Self::KEPT_MESSAGES);
+            to.shrink_to(Self::RETAINED_MESSAGES_MAX);
             std::mem::swap(&mut self.messages, to);
         } else {
             to.append(&mut self.messages);

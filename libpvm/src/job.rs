@@ -36,15 +36,15 @@ pub fn read(path: &Path) -> Result<JobFile, Error> {
 ///
 /// # Errors
 /// Those of [`read`].
-pub fn of_process() -> Result<Option<&'static JobFile>, &'static Error> {
+pub fn from_process_env() -> Result<Option<&'static JobFile>, &'static Error> {
     static JOB: OnceLock<Option<Result<JobFile, Error>>> = OnceLock::new();
-    JOB.get_or_init(|| of_environment(std::env::var_os(JOB_ENV)))
+    JOB.get_or_init(|| from_env_value(std::env::var_os(JOB_ENV)))
         .as_ref()
         .map(Result::as_ref)
         .transpose()
 }
 
-fn of_environment(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
+fn from_env_value(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
     name.filter(|name| !name.is_empty())
         .map(|name| read(Path::new(&name)))
 }
@@ -53,7 +53,7 @@ fn of_environment(name: Option<OsString>) -> Option<Result<JobFile, Error>> {
 ///
 /// # Errors
 /// Those of [`read`].
-pub(crate) fn fill(
+pub(crate) fn apply_to_request(
     job: Result<Option<&JobFile>, &Error>,
     request: &mut SpawnRequest,
 ) -> Result<(), Error> {
@@ -78,14 +78,14 @@ mod tests {
         let path = dir.path().join("job.toml");
         std::fs::write(&path, "program = \"worker\"\nwants = \"cores >= 4\"\n")
             .expect("it can be written");
-        let job = of_environment(Some(path.clone().into()));
+        let job = from_env_value(Some(path.clone().into()));
         let of = |job: &Option<Result<JobFile, Error>>, file: &str| {
             let mut request = SpawnRequest {
                 file: file.into(),
                 ..SpawnRequest::default()
             };
             let job = job.as_ref().map(Result::as_ref).transpose();
-            fill(job, &mut request).map(|()| request.env)
+            apply_to_request(job, &mut request).map(|()| request.env)
         };
         assert_eq!(
             of(&job, "worker"),
@@ -93,12 +93,12 @@ mod tests {
         );
         assert_eq!(of(&job, "other"), Ok(Vec::new()));
         for nothing in [None, Some(OsString::new())] {
-            assert_eq!(of(&of_environment(nothing), "worker"), Ok(Vec::new()));
+            assert_eq!(of(&from_env_value(nothing), "worker"), Ok(Vec::new()));
         }
         std::fs::write(&path, "program = \"worker\"\nwant = \"cores >= 4\"\n")
             .expect("it can be written");
         let error =
-            of(&of_environment(Some(path.clone().into())), "other").expect_err("no such word");
+            of(&from_env_value(Some(path.clone().into())), "other").expect_err("no such word");
         assert_eq!(error.code, PvmError::BadParam);
         assert!(
             error
@@ -107,7 +107,7 @@ mod tests {
             "{error}"
         );
         std::fs::remove_file(&path).expect("it is there");
-        let error = of(&of_environment(Some(path.into())), "worker").expect_err("no such file");
+        let error = of(&from_env_value(Some(path.into())), "worker").expect_err("no such file");
         assert!(
             error.reason.contains("job.toml cannot be read: "),
             "{error}"

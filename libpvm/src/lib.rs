@@ -51,6 +51,6 @@ pub use notices::{Notice, Notices};
 pub use runtime::{Runtime, enroll};
 pub use spawn::{Spawn, Spawned};
 pub use task::Task;
-pub use vm::{Body, Match, MoveAnswer, Vm};
+pub use vm::{Body, Match, MigrateReply, Vm};
 
 pub use sempa_proto as proto;

@@ -47,10 +47,10 @@ pub struct Notices {
     ctx: i32,
     what: NotifyWhat,
     /// Number of messages still to come; `None` if unlimited.
-    open: Option<usize>,
+    remaining: Option<usize>,
     /// Notices that were read from a message and not returned yet.
     ready: VecDeque<Notice>,
-    broken: bool,
+    failed: bool,
 }
 
 impl Vm {
@@ -83,7 +83,7 @@ impl Vm {
         self.watch(NotifyWhat::HostAdd { count: -1 }, None)
     }
 
-    fn watch(&self, what: NotifyWhat, open: Option<usize>) -> Result<Notices, Error> {
+    fn watch(&self, what: NotifyWhat, remaining: Option<usize>) -> Result<Notices, Error> {
         let ctx = match self.runtime().request(Request::NewContext) {
             Reply::Context(ctx) => ctx,
             other => return Err(Error::from_reply("making a context", other)),
@@ -92,11 +92,11 @@ impl Vm {
             vm: self.clone(),
             ctx,
             what,
-            open,
+            remaining,
             ready: VecDeque::new(),
-            broken: false,
+            failed: false,
         };
-        if open != Some(0) {
+        if remaining != Some(0) {
             // If the request fails, dropping `notices` frees the context.
             self.notify(notices.request(false))?;
         }
@@ -117,28 +117,28 @@ impl Notices {
     ///
     /// # Errors
     /// As [`Vm::recv_timeout`].
-    pub fn next_within(&mut self, span: Duration) -> Result<Option<Notice>, Error> {
-        self.advance(|vm, wanted| vm.recv_timeout(wanted, span))
+    pub fn next_timeout(&mut self, timeout: Duration) -> Result<Option<Notice>, Error> {
+        self.advance(|vm, wanted| vm.recv_timeout(wanted, timeout))
     }
 
     /// True if the message carries notices of this iterator. Programs that wait for other messages,
-    /// too, use it with [`Vm::recv_where`] and read the message with [`Notices::notices_in`].
-    pub fn are_in(&self, message: &Message) -> bool {
+    /// too, use it with [`Vm::recv_where`] and read the message with [`Notices::decode`].
+    pub fn is_notice_message(&self, message: &Message) -> bool {
         message.ctx == self.ctx && message.tag == TAG
     }
 
-    /// Returns the notices in a message for which [`Notices::are_in`] is true.
+    /// Returns the notices in a message for which [`Notices::is_notice_message`] is true.
     ///
     /// # Errors
     /// [`PvmError::BadMsg`] if the message contains something else.
-    pub fn notices_in(&mut self, message: &Message) -> Result<Vec<Notice>, Error> {
-        self.open = self.open.map(|open| open.saturating_sub(1));
-        read(&self.what, message).map(Vec::from)
+    pub fn decode(&mut self, message: &Message) -> Result<Vec<Notice>, Error> {
+        self.remaining = self.remaining.map(|open| open.saturating_sub(1));
+        decode_notices(&self.what, message).map(Vec::from)
     }
 
     /// True if no further notice can come.
     pub fn is_done(&self) -> bool {
-        self.ready.is_empty() && (self.broken || self.open == Some(0))
+        self.ready.is_empty() && (self.failed || self.remaining == Some(0))
     }
 
     fn advance(
@@ -146,10 +146,10 @@ impl Notices {
         recv: impl FnOnce(&Vm, Match) -> Result<Option<Message>, Error>,
     ) -> Result<Option<Notice>, Error> {
         if self.ready.is_empty() && !self.is_done() {
-            let found = recv(&self.vm, Match::any().ctx(self.ctx).tag(TAG));
-            self.broken = found.is_err();
-            if let Some(message) = found? {
-                self.ready = self.notices_in(&message)?.into();
+            let received = recv(&self.vm, Match::any().ctx(self.ctx).tag(TAG));
+            self.failed = received.is_err();
+            if let Some(message) = received? {
+                self.ready = self.decode(&message)?.into();
             }
         }
         Ok(self.ready.pop_front())
@@ -166,7 +166,7 @@ impl Notices {
 }
 
 /// Decodes the notices in a message that answers the request `what`.
-fn read(what: &NotifyWhat, message: &Message) -> Result<VecDeque<Notice>, Error> {
+fn decode_notices(what: &NotifyWhat, message: &Message) -> Result<VecDeque<Notice>, Error> {
     let mut body = Vm::unpack(message)?;
     let host = |tid: i32| Tid::from_raw(tid).home().ok_or(PvmError::BadMsg);
     let read = match what {
@@ -209,7 +209,7 @@ impl Drop for Notices {
         // Errors do not matter here: without the daemon there is nothing to cancel. After the
         // cancellation the daemon immediately sends the notices that are still outstanding; they
         // are dropped together with those that were never read.
-        if self.open != Some(0) {
+        if self.remaining != Some(0) {
             let _ = self.vm.notify(self.request(true));
         }
         let ctx = self.ctx;
@@ -224,7 +224,7 @@ mod tests {
     use super::*;
     use sempa_proto::body::{Encoding, Packer};
 
-    fn of(what: NotifyWhat, words: &[i32]) -> Result<Vec<Notice>, Error> {
+    fn decode_words(what: NotifyWhat, words: &[i32]) -> Result<Vec<Notice>, Error> {
         let mut body = Packer::new(Encoding::Xdr);
         body.items(words.iter().copied());
         let (src, dst) = (HostId::MASTER.daemon(), Tid::from_raw(0x40001));
@@ -238,7 +238,7 @@ mod tests {
             enc,
             body: body.finish(),
         };
-        read(&what, &message).map(Vec::from)
+        decode_notices(&what, &message).map(Vec::from)
     }
 
     /// Messages about tasks and hosts are decoded into notices; malformed ones are errors.
@@ -247,20 +247,20 @@ mod tests {
         let task = Tid::from_raw(0x80001);
         let (h2, h3) = (HostId::new(2).expect("2"), HostId::new(3).expect("3"));
         assert_eq!(
-            of(NotifyWhat::TaskExit(vec![task]), &[0x80001]),
+            decode_words(NotifyWhat::TaskExit(vec![task]), &[0x80001]),
             Ok(vec![Notice::TaskEnded(task)])
         );
         assert_eq!(
-            of(NotifyWhat::HostDelete(vec![h2.tid()]), &[0x80000]),
+            decode_words(NotifyWhat::HostDelete(vec![h2.tid()]), &[0x80000]),
             Ok(vec![Notice::HostGone(h2)])
         );
         let joined = vec![Notice::HostJoined(h2), Notice::HostJoined(h3)];
         assert_eq!(
-            of(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000, 0xc0000]),
+            decode_words(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000, 0xc0000]),
             Ok(joined)
         );
-        assert!(of(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000]).is_err());
-        assert!(of(NotifyWhat::HostDelete(vec![h2.tid()]), &[0]).is_err());
+        assert!(decode_words(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000]).is_err());
+        assert!(decode_words(NotifyWhat::HostDelete(vec![h2.tid()]), &[0]).is_err());
     }
 
     /// The handles of the Rust API can be sent to other threads, and most of them can be shared.

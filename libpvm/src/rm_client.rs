@@ -28,27 +28,30 @@ pub const NOTIFY_HOST_ADD: i32 = 3;
 pub const NOTIFY_CANCEL: i32 = 256;
 
 /// Outcome of a request to the resource manager.
-enum Asked {
+enum RmOutcome {
     Answer(Bytes),
     /// No resource manager serves the request, or it died before it answered: use the daemon.
-    AskDaemon,
+    UseDaemon,
     /// The resource manager died while the request had been waiting since this time. Nothing of it
     /// was begun: ask the next resource manager.
-    AskNext { dead: Tid, since: Micros },
+    RetryNext {
+        dead: Tid,
+        since: Micros,
+    },
 }
 
 /// Request to a resource manager, before it is sent.
-struct Whom {
+struct RmCallTarget {
     rm: Tid,
     /// Wait id of the request.
     wid: i32,
     /// Number of resource manager deaths before the request; `None` in a forked child.
-    deaths: Option<u64>,
+    deaths_before: Option<u64>,
 }
 
 /// Time that a waiting spawn request waits for a new resource manager after the death of the old
 /// one. The master starts one immediately, so none will come after this time.
-const NEXT_RM_TIME: Duration = Duration::from_secs(10);
+const NEXT_RM_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Runtime {
     /// Starts tasks. The resource manager places them if there is one, otherwise the daemon. If the
@@ -64,14 +67,14 @@ impl Runtime {
     /// # Errors
     /// No task could be tried. Errors of single tasks are in their results.
     pub fn spawn(&self, mut request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
-        crate::job::fill(crate::job::of_process(), &mut request)?;
-        let Some(mut results) = self.spawn_granted(&request) else {
-            return self.spawn_asked(request);
+        crate::job::apply_to_request(crate::job::from_process_env(), &mut request)?;
+        let Some(mut results) = self.spawn_leased(&request) else {
+            return self.spawn_unleased(request);
         };
         // The second attempt goes to the resource manager or the daemon, whose errors are returned.
         request.count = results.iter().filter(|result| result.is_err()).count() as u32;
         if request.count > 0
-            && let Ok(rest) = self.spawn_asked(request)
+            && let Ok(rest) = self.spawn_unleased(request)
         {
             results
                 .iter_mut()
@@ -83,24 +86,27 @@ impl Runtime {
     }
 
     /// Starts tasks without a placement lease.
-    fn spawn_asked(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
+    fn spawn_unleased(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
         let what = "spawning tasks";
-        let mut waits = None;
-        while let Some(whom) = self.whom_to_ask(|serves| serves.spawn) {
-            self.timed(|core, now| core.grants.asks(now, whom.rm, whom.wid, &request));
-            match self.ask_whom(&whom, SM_SPAWN, pack_spawn(&request, waits))? {
-                Asked::Answer(body) => {
+        let mut waiting_since = None;
+        while let Some(target) = self.rm_call_target(|serves| serves.spawn) {
+            self.with_core_mut(|core, now| {
+                core.placement_leases
+                    .record_request(now, target.rm, target.wid, &request)
+            });
+            match self.call_rm_target(&target, SM_SPAWN, pack_spawn(&request, waiting_since))? {
+                RmOutcome::Answer(body) => {
                     let results = unpack_tids(body).map_err(|e| rm_error(what, e))?;
                     if results.len() != request.count as usize {
                         return Err(rm_error(what, PvmError::Mismatch));
                     }
                     return Ok(results);
                 }
-                Asked::AskNext { dead, since } => {
-                    waits = Some(since);
+                RmOutcome::RetryNext { dead, since } => {
+                    waiting_since = Some(since);
                     self.wait_for_next_rm(dead);
                 }
-                Asked::AskDaemon => break,
+                RmOutcome::UseDaemon => break,
             }
         }
         match self.request(Request::Spawn(request)) {
@@ -115,7 +121,9 @@ impl Runtime {
     /// Returns the error of the daemon or the resource manager.
     pub fn config(&self) -> Result<HostTable, Error> {
         let what = "reading the host table";
-        if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_CONFIG, Bytes::new)? {
+        if let RmOutcome::Answer(body) =
+            self.call_rm(|serves| serves.others, SM_CONFIG, Bytes::new)?
+        {
             return unpack_config(body).map_err(|e| rm_error(what, e));
         }
         match self.request(Request::Config) {
@@ -136,7 +144,7 @@ impl Runtime {
             out.int(selector.raw());
             out.finish()
         };
-        if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_TASK, pack)? {
+        if let RmOutcome::Answer(body) = self.call_rm(|serves| serves.others, SM_TASK, pack)? {
             return unpack_tasks(body).map_err(|e| rm_error(what, e));
         }
         match self.request(Request::Tasks { selector }) {
@@ -151,8 +159,8 @@ impl Runtime {
     /// No host could be tried.
     pub fn add_hosts(&self, lines: Vec<String>) -> Result<Vec<AddedHost>, Error> {
         let what = "adding hosts";
-        if let Asked::Answer(body) =
-            self.ask_rm(|serves| serves.others, SM_ADDHOST, || pack_names(&lines))?
+        if let RmOutcome::Answer(body) =
+            self.call_rm(|serves| serves.others, SM_ADDHOST, || pack_names(&lines))?
         {
             let added = unpack_added(body).map_err(|e| rm_error(what, e))?;
             if added.len() != lines.len() {
@@ -172,8 +180,8 @@ impl Runtime {
     /// No host could be tried.
     pub fn delete_hosts(&self, names: Vec<String>) -> Result<Vec<Result<(), PvmError>>, Error> {
         let what = "deleting hosts";
-        if let Asked::Answer(body) =
-            self.ask_rm(|serves| serves.others, SM_DELHOST, || pack_names(&names))?
+        if let RmOutcome::Answer(body) =
+            self.call_rm(|serves| serves.others, SM_DELHOST, || pack_names(&names))?
         {
             return unpack_deleted(body).map_err(|e| rm_error(what, e));
         }
@@ -189,7 +197,7 @@ impl Runtime {
     /// # Errors
     /// Returns the daemon's error.
     pub fn notify(&self, request: NotifyRequest) -> Result<(), Error> {
-        if let Some(rm) = self.rm_for(|serves| serves.others) {
+        if let Some(rm) = self.rm_serving(|serves| serves.others) {
             let body = pack_notify(&request);
             let dst = rm.tid;
             let message = Message {
@@ -218,7 +226,9 @@ impl Runtime {
     /// Returns the error of the daemon or the resource manager.
     pub fn register_rm(&self, serves: RmServes) -> Result<(Tid, Option<HostEntry>), Error> {
         let what = "registering a resource manager";
-        if let Asked::Answer(body) = self.ask_rm(|serves| serves.others, SM_SCHED, Bytes::new)? {
+        if let RmOutcome::Answer(body) =
+            self.call_rm(|serves| serves.others, SM_SCHED, Bytes::new)?
+        {
             let (previous, master) = unpack_sched(body).map_err(|e| rm_error(what, e))?;
             return Ok((previous, Some(master)));
         }
@@ -233,14 +243,14 @@ impl Runtime {
     }
 
     /// Returns the resource manager if it serves this kind of request and is another task.
-    fn rm_for(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmInfo> {
+    fn rm_serving(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmInfo> {
         self.rm()
             .filter(|rm| serves(rm.serves) && rm.tid != self.tid())
     }
 
     /// Starts tasks with a placement lease, if there is one and the daemons still accept it.
-    fn spawn_granted(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
-        let grant = self.timed(|core, now| core.grants.take(now, request))??;
+    fn spawn_leased(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
+        let grant = self.with_core_mut(|core, now| core.placement_leases.take(now, request))??;
         match self.request(Request::SpawnGranted {
             request: request.clone(),
             grant,
@@ -251,32 +261,41 @@ impl Runtime {
     }
 
     /// Prepares a request to the resource manager, if there is one for it.
-    fn whom_to_ask(&self, serves: impl Fn(RmServes) -> bool) -> Option<Whom> {
+    fn rm_call_target(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmCallTarget> {
         // Read first, so that a death between the two reads is detected.
-        let deaths = self.look(|core| core.rm_deaths());
-        let rm = self.rm_for(serves)?.tid;
-        Some(Whom {
+        let deaths = self.with_core(|core| core.rm_deaths());
+        let rm = self.rm_serving(serves)?.tid;
+        Some(RmCallTarget {
             rm,
             wid: self.next_wid(),
-            deaths,
+            deaths_before: deaths,
         })
     }
 
-    fn ask_rm(
+    fn call_rm(
         &self,
         serves: impl Fn(RmServes) -> bool,
         tag: i32,
         pack: impl FnOnce() -> Bytes,
-    ) -> Result<Asked, Error> {
-        self.whom_to_ask(serves)
-            .map_or(Ok(Asked::AskDaemon), |whom| {
-                self.ask_whom(&whom, tag, pack())
+    ) -> Result<RmOutcome, Error> {
+        self.rm_call_target(serves)
+            .map_or(Ok(RmOutcome::UseDaemon), |whom| {
+                self.call_rm_target(&whom, tag, pack())
             })
     }
 
     /// Sends one request to the resource manager and waits for the answer with the same tag.
-    fn ask_whom(&self, whom: &Whom, tag: i32, body: Bytes) -> Result<Asked, Error> {
-        let Whom { rm, wid, deaths } = *whom;
+    fn call_rm_target(
+        &self,
+        target: &RmCallTarget,
+        tag: i32,
+        body: Bytes,
+    ) -> Result<RmOutcome, Error> {
+        let RmCallTarget {
+            rm,
+            wid,
+            deaths_before,
+        } = *target;
         let message = Message {
             src: self.tid(),
             dst: rm,
@@ -286,33 +305,36 @@ impl Runtime {
             enc: ENC_XDR,
             body,
         };
-        let _open = self.open_question(rm, tag, wid);
+        let _open = self.begin_rm_call(rm, tag, wid);
         self.send(message)?;
-        let mut look = |core: &mut Core| {
-            if let Some(body) = core.questions.take_answer(wid) {
-                return Some(Asked::Answer(body));
+        let mut check = |core: &mut Core| {
+            if let Some(body) = core.rm_calls.take_answer(wid) {
+                return Some(RmOutcome::Answer(body));
             }
-            if Some(core.rm_deaths()) == deaths && !core.is_gone(rm) {
+            if Some(core.rm_deaths()) == deaths_before && !core.is_gone(rm) {
                 return None;
             }
             Some(
-                core.questions
-                    .waits_since(wid)
-                    .map_or(Asked::AskDaemon, |since| Asked::AskNext { dead: rm, since }),
+                core.rm_calls
+                    .waiting_since(wid)
+                    .map_or(RmOutcome::UseDaemon, |since| RmOutcome::RetryNext {
+                        dead: rm,
+                        since,
+                    }),
             )
         };
-        match self.core_wait(None, &mut look) {
+        match self.core_wait(None, &mut check) {
             Ok(Some(asked)) => Ok(asked),
-            Ok(None) => Ok(Asked::AskDaemon),
-            Err(e) => Err(Error::new(e, self.why_lost())),
+            Ok(None) => Ok(RmOutcome::UseDaemon),
+            Err(e) => Err(Error::new(e, self.lost_reason())),
         }
     }
 
-    /// Waits for a new resource manager, at most [`NEXT_RM_TIME`].
+    /// Waits for a new resource manager, at most [`NEXT_RM_TIMEOUT`].
     fn wait_for_next_rm(&self, dead: Tid) {
-        let mut look = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead).map(drop);
+        let mut check = |core: &mut Core| core.rm().filter(|rm| rm.tid != dead).map(drop);
         // Without a resource manager or a daemon the next request fails with the reason.
-        let _ = self.core_wait(Some(Instant::now() + NEXT_RM_TIME), &mut look);
+        let _ = self.core_wait(Some(Instant::now() + NEXT_RM_TIMEOUT), &mut check);
     }
 }
 

@@ -110,15 +110,15 @@ impl Spawn {
     /// Places the tasks on this host, named as in the host table; `.` is the host of the calling
     /// task.
     pub fn on_host(self, host: &str) -> Spawn {
-        self.at(SPAWN_HOST, host)
+        self.place_on(SPAWN_HOST, host)
     }
 
     /// Places the tasks on hosts of this architecture, such as `LINUX64`.
     pub fn on_arch(self, arch: &str) -> Spawn {
-        self.at(SPAWN_ARCH, arch)
+        self.place_on(SPAWN_ARCH, arch)
     }
 
-    fn at(mut self, flag: i32, place: &str) -> Spawn {
+    fn place_on(mut self, flag: i32, place: &str) -> Spawn {
         self.request.flags = self.request.flags & !(SPAWN_HOST | SPAWN_ARCH) | flag;
         self.request.place = place.to_string();
         self
@@ -171,7 +171,7 @@ impl Spawn {
     /// # Errors
     /// No task could be tried. Errors of single tasks are in [`Spawned::failed`].
     pub fn start(self) -> Result<Spawned, Error> {
-        let results = self.vm.spawn(self.request(exports()))?;
+        let results = self.vm.spawn(self.request(exported_variables()))?;
         let mut spawned = Spawned {
             tasks: Vec::new(),
             failed: Vec::new(),
@@ -183,7 +183,7 @@ impl Spawn {
             }
         }
         let tids: Vec<Tid> = spawned.tasks.iter().map(Task::tid).collect();
-        let body = siblings(&tids);
+        let body = siblings_body(&tids);
         for tid in tids {
             // Ignored: a task that has ended needs no siblings.
             let _ = self
@@ -195,13 +195,13 @@ impl Spawn {
 }
 
 /// Returns the body of the control message that lists the tasks of one spawn.
-pub fn siblings(tids: &[Tid]) -> Body {
+pub fn siblings_body(tids: &[Tid]) -> Body {
     let count = i32::try_from(tids.len()).unwrap_or(i32::MAX);
     Body::items(|out| out.int(count).items(tids.iter().map(|tid| tid.raw())))
 }
 
 /// Returns `PVM_EXPORT` and the variables that it names, as `NAME=value`.
-fn exports() -> Vec<Vec<u8>> {
+fn exported_variables() -> Vec<Vec<u8>> {
     let Some(list) = std::env::var_os("PVM_EXPORT").filter(|list| !list.is_empty()) else {
         return Vec::new();
     };

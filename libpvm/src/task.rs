@@ -1,7 +1,7 @@
 //! Handle of another task in the virtual machine.
 
 use crate::error::{Error, MigrateError};
-use crate::vm::{Body, Match, MoveAnswer, Vm};
+use crate::vm::{Body, Match, MigrateReply, Vm};
 use sempa_proto::task::{MoveReport, Reply, Request};
 use sempa_proto::{Message, PvmError, Tid};
 use serde::Serialize;
@@ -136,8 +136,8 @@ impl Task {
     /// As [`Vm::migrate`]; the task then continues on its host.
     pub fn migrate(&self, to: &str) -> Result<MoveReport, MigrateError> {
         match self.vm.migrate(self.tid, to, None, true)? {
-            MoveAnswer::Done(report) => Ok(report),
-            MoveAnswer::Started(id) => {
+            MigrateReply::Done(report) => Ok(report),
+            MigrateReply::Started(id) => {
                 let reason =
                     format!("the move {id} has begun, but the daemon did not wait for its end");
                 Err(Error::new(PvmError::BadMsg, reason).into())

@@ -126,7 +126,7 @@ pub struct EventMask([u8; MASK_LEN]);
 /// Character without events. Its four low bits stand for the four events.
 const NO_EVENTS: u8 = b'@';
 /// Events in one character.
-const EVENTS_IN_CHAR: usize = 4;
+const EVENTS_PER_CHAR: usize = 4;
 
 impl EventMask {
     /// Returns the empty set.
@@ -160,7 +160,7 @@ impl EventMask {
     }
 
     /// Returns the number of the event with this name.
-    pub fn event(name: &str) -> Option<usize> {
+    pub fn event_number(name: &str) -> Option<usize> {
         EVENTS
             .iter()
             .position(|event| event.to_bytes() == name.as_bytes())
@@ -168,16 +168,16 @@ impl EventMask {
 
     /// Selects or deselects the event with this number.
     pub fn set(&mut self, event: usize, on: bool) {
-        let bit = 1 << (event % EVENTS_IN_CHAR);
-        let char = &mut self.0[event / EVENTS_IN_CHAR];
+        let bit = 1 << (event % EVENTS_PER_CHAR);
+        let char = &mut self.0[event / EVENTS_PER_CHAR];
         *char = if on { *char | bit } else { *char & !bit };
     }
 
     /// True if the event with this number is selected.
-    pub fn has(&self, event: usize) -> bool {
+    pub fn contains(&self, event: usize) -> bool {
         self.0
-            .get(event / EVENTS_IN_CHAR)
-            .is_some_and(|char| char & 1 << (event % EVENTS_IN_CHAR) != 0)
+            .get(event / EVENTS_PER_CHAR)
+            .is_some_and(|char| char & 1 << (event % EVENTS_PER_CHAR) != 0)
     }
 }
 
@@ -193,21 +193,21 @@ mod tests {
         mask.set(0, true);
         mask.set(5, true);
         assert!(mask.as_bytes().starts_with(b"AB@@"));
-        assert!(mask.has(0) && mask.has(5) && !mask.has(4));
+        assert!(mask.contains(0) && mask.contains(5) && !mask.contains(4));
         mask.set(0, false);
         assert!(mask.as_bytes().starts_with(b"@B@@"));
         assert_eq!(EventMask::from_bytes(mask.as_bytes()), mask);
         assert_eq!(EventMask::from_bytes(b""), EventMask::none());
-        assert!((0..EVENTS.len()).all(|event| EventMask::all().has(event)));
-        assert!(!EventMask::all().has(EVENTS.len()) && !mask.has(usize::MAX));
+        assert!((0..EVENTS.len()).all(|event| EventMask::all().contains(event)));
+        assert!(!EventMask::all().contains(EVENTS.len()) && !mask.contains(usize::MAX));
     }
 
     /// The events have the numbers that PVM gives to them.
     #[test]
     fn event_numbers_match_pvm() {
-        assert_eq!(EventMask::event("addhosts"), Some(0));
-        assert_eq!(EventMask::event("newtask"), Some(75));
-        assert_eq!(EventMask::event("user_defined"), Some(108));
-        assert_eq!(EventMask::event("x"), None);
+        assert_eq!(EventMask::event_number("addhosts"), Some(0));
+        assert_eq!(EventMask::event_number("newtask"), Some(75));
+        assert_eq!(EventMask::event_number("user_defined"), Some(108));
+        assert_eq!(EventMask::event_number("x"), None);
     }
 }

@@ -99,7 +99,7 @@ impl Match {
     }
 
     /// True if the message is selected.
-    pub fn wants(&self, m: &Message) -> bool {
+    pub fn matches(&self, m: &Message) -> bool {
         self.src.is_none_or(|src| src == m.src)
             && self.tag.is_none_or(|tag| tag == m.tag)
             && self.ctx.is_none_or(|ctx| ctx == m.ctx)
@@ -108,7 +108,7 @@ impl Match {
 
 /// Result of a migration request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum MoveAnswer {
+pub enum MigrateReply {
     /// The migration has begun.
     Started(MigrationId),
     /// The migration is complete.
@@ -170,7 +170,7 @@ impl Vm {
     }
 
     /// Wraps a connected runtime.
-    pub fn over(runtime: Runtime) -> Vm {
+    pub fn from_runtime(runtime: Runtime) -> Vm {
         Vm { runtime }
     }
 
@@ -325,11 +325,11 @@ impl Vm {
     /// # }
     /// ```
     pub fn recv_where(&self, mut wanted: impl FnMut(&Message) -> bool) -> Result<Message, Error> {
-        let mut look = |inbox: &mut Inbox| inbox.take_first(&mut wanted);
+        let mut take = |inbox: &mut Inbox| inbox.take_first(&mut wanted);
         let found = self
             .runtime
-            .inbox_wait(None, &mut look)
-            .map_err(|e| Error::new(e, self.runtime.why_lost()))?;
+            .inbox_wait(None, &mut take)
+            .map_err(|e| Error::new(e, self.runtime.lost_reason()))?;
         found.ok_or_else(|| PvmError::SysErr.into())
     }
 
@@ -349,7 +349,7 @@ impl Vm {
     pub fn try_recv(&self, wanted: Match) -> Result<Option<Message>, Error> {
         let found = self
             .runtime
-            .inbox_try(&mut |inbox: &mut Inbox| inbox.take_first(|m| wanted.wants(m)));
+            .inbox_try(&mut |inbox: &mut Inbox| inbox.take_first(|m| wanted.matches(m)));
         if found.is_none() && !self.runtime.is_connected() {
             return Err(PvmError::SysErr.into());
         }
@@ -359,16 +359,16 @@ impl Vm {
     /// Makes this task sleep immediately whenever it waits, instead of spinning first. A message is
     /// then noticed some microseconds later, but waiting takes no CPU time from other processes.
     /// Meant for services on hosts where programs compute.
-    pub fn sleep_at_once(&self) {
-        self.runtime.sleep_at_once();
+    pub fn disable_spinning(&self) {
+        self.runtime.disable_spinning();
     }
 
     /// Waits for a selected message, but not longer than the given time.
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost and no such message has arrived.
-    pub fn recv_timeout(&self, wanted: Match, span: Duration) -> Result<Option<Message>, Error> {
-        self.recv_until(wanted, Instant::now().checked_add(span))
+    pub fn recv_timeout(&self, wanted: Match, timeout: Duration) -> Result<Option<Message>, Error> {
+        self.recv_until(wanted, Instant::now().checked_add(timeout))
     }
 
     fn recv_until(
@@ -376,10 +376,10 @@ impl Vm {
         wanted: Match,
         deadline: Option<Instant>,
     ) -> Result<Option<Message>, Error> {
-        let mut look = |inbox: &mut Inbox| inbox.take_first(|m| wanted.wants(m));
+        let mut take = |inbox: &mut Inbox| inbox.take_first(|m| wanted.matches(m));
         self.runtime
-            .inbox_wait(deadline, &mut look)
-            .map_err(|e| Error::new(e, self.runtime.why_lost()))
+            .inbox_wait(deadline, &mut take)
+            .map_err(|e| Error::new(e, self.runtime.lost_reason()))
     }
 
     /// Requests messages about tasks that end, or hosts that join or leave.
@@ -432,9 +432,9 @@ impl Vm {
     ///
     /// # Errors
     /// Returns the daemon's error.
-    pub fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
+    pub fn restart_checkpoint(&self, checkpoint: &str, on: &[String]) -> Result<(), Error> {
         let request = Request::Restart {
-            set: set.into(),
+            set: checkpoint.into(),
             on: on.to_vec(),
             wait: false,
         };
@@ -537,15 +537,15 @@ impl Vm {
         to: &str,
         cause: Option<Cause>,
         wait: bool,
-    ) -> Result<MoveAnswer, MigrateError> {
+    ) -> Result<MigrateReply, MigrateError> {
         match self.runtime.request(Request::Migrate {
             tid,
             to: to.into(),
             cause,
             wait,
         }) {
-            Reply::MoveStarted(id) => Ok(MoveAnswer::Started(id)),
-            Reply::Moved(Ok(report)) => Ok(MoveAnswer::Done(report)),
+            Reply::MoveStarted(id) => Ok(MigrateReply::Started(id)),
+            Reply::Moved(Ok(report)) => Ok(MigrateReply::Done(report)),
             Reply::Moved(Err(error)) => Err(error.into()),
             other => Err(Error::from_reply("moving a task", other).into()),
         }
@@ -582,8 +582,8 @@ impl Vm {
     /// # Errors
     /// `Denied` if this task was spawned and is not a load watcher that the resource manager
     /// started.
-    pub fn guests(&self, word: GuestsWord) -> Result<(), Error> {
-        ask!(self, "telling what foreign tasks may do here", Request::Guests(word), Reply::Done => ())
+    pub fn set_guest_directive(&self, directive: GuestsWord) -> Result<(), Error> {
+        ask!(self, "telling what foreign tasks may do here", Request::Guests(directive), Reply::Done => ())
     }
 
     /// Returns at most `limit` entries of the event log, beginning with number `from`.
@@ -595,17 +595,17 @@ impl Vm {
     }
 
     /// Subscribes to new events: each comes as a message with this context and tag, to be read with
-    /// [`Vm::event_of`].
+    /// [`Vm::decode_event`].
     ///
     /// # Errors
     /// Returns the daemon's error.
-    pub fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
+    pub fn subscribe_events(&self, ctx: i32, tag: i32) -> Result<(), Error> {
         ask!(self, "subscribing to events", Request::Subscribe { ctx, tag }, Reply::Done => ())
     }
 
-    /// Decodes the event in a message that [`Vm::subscribe`] requested; `None` if the message
+    /// Decodes the event in a message that [`Vm::subscribe_events`] requested; `None` if the message
     /// contains something else.
-    pub fn event_of(message: &Message) -> Option<Event> {
+    pub fn decode_event(message: &Message) -> Option<Event> {
         from_bytes(&message.body).ok()
     }
 
@@ -613,7 +613,7 @@ impl Vm {
     ///
     /// # Errors
     /// Returns the daemon's error.
-    pub fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
+    pub fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
         ask!(self, "recording an event", Request::Record { at, kind }, Reply::Done => ())
     }
 
@@ -622,7 +622,12 @@ impl Vm {
     ///
     /// # Errors
     /// `SysErr` if the connection to the daemon is lost.
-    pub fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
+    pub fn request_exec(
+        &self,
+        host: HostId,
+        parent: Tid,
+        request: &SpawnRequest,
+    ) -> Result<i32, Error> {
         let wid = self.runtime.next_wid();
         let total = i32::try_from(request.count).unwrap_or(i32::MAX);
         let body = pack_exec(parent, request, 0, total);
@@ -646,7 +651,7 @@ impl Vm {
     pub fn exit(&self) -> Result<(), Error> {
         self.runtime
             .exit()
-            .map_err(|e| Error::new(e, self.runtime.why_lost()))
+            .map_err(|e| Error::new(e, self.runtime.lost_reason()))
     }
 
     /// Returns a reader for the body of a received message.

@@ -23,7 +23,7 @@ fn task(lab: &Lab) -> Vm {
         program: "api".into(),
         at_end: AtEnd::Told,
     };
-    Vm::over(Runtime::connect(options).expect("a daemon"))
+    Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }
 
 #[test]
@@ -165,7 +165,7 @@ fn exit_notices_come_once_each() {
     let tids: Vec<Tid> = sleepers.iter().map(|task| task.tid()).collect();
     let mut notices = vm.watch_tasks(&tids).expect("watched");
     assert_eq!(notices.try_next(), Ok(None));
-    assert_eq!(notices.next_within(Duration::from_millis(1)), Ok(None));
+    assert_eq!(notices.next_timeout(Duration::from_millis(1)), Ok(None));
     assert!(sleepers[0].is_running().expect("asked") && !notices.is_done());
     // The process may not exist yet, so the signal is repeated.
     let mut ended = BTreeSet::new();
@@ -173,7 +173,7 @@ fn exit_notices_come_once_each() {
         let notice = eventually(PATIENCE, || {
             sleeper.kill().map_err(|error| error.to_string())?;
             notices
-                .next_within(Duration::from_millis(50))
+                .next_timeout(Duration::from_millis(50))
                 .expect("connected")
                 .ok_or_else(|| "it runs".to_string())
         });

@@ -40,7 +40,7 @@ fn task(lab: &Lab) -> Vm {
         program: "halt".into(),
         at_end: AtEnd::Told,
     };
-    Vm::over(Runtime::connect(options).expect("a daemon"))
+    Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }
 
 /// Waits until a program has written this text.

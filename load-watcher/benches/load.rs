@@ -1,12 +1,13 @@
-//! What a load watcher costs its host: a sample of the real /proc, the judgement whether it is news, and the bytes of a report;
-//! and how soon it knows of a login.
-//! Prints one line of JSON; `cargo xtask bench load` shows it beside SEMPA's figures.
+//! Measures the cost of a load watcher: a sample of the real /proc, the decision whether to report
+//! it, and the encoding of a report; and the delay until it notices a login.
+//!
+//! Prints one line of JSON; `cargo xtask bench load` shows it next to SEMPA's figures.
 
-use pvm_load_watcher::owner::Records;
-use pvm_load_watcher::report::{PAUSE_BUSY, PAUSE_QUIET, Reporter};
+use pvm_load_watcher::owner::LoginRecords;
+use pvm_load_watcher::report::{Reporter, SAMPLE_INTERVAL_BUSY, SAMPLE_INTERVAL_QUIET};
 use pvm_load_watcher::sampler::Sampler;
-use pvm_load_watcher::utmp::{DEAD_PROCESS, USER_PROCESS, record};
-use pvm_load_watcher::watch::{Spot, Watch, records};
+use pvm_load_watcher::utmp::{DEAD_PROCESS, USER_PROCESS, encode_record};
+use pvm_load_watcher::watch::{FileWatcher, WatchedPath, read_login_records};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, Login, OwnerVerdict};
 use sempa_proto::owner::Guests;
 use sempa_proto::{HostId, Micros, frame};
@@ -15,16 +16,16 @@ use std::hint::black_box;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Logins.
+/// Number of measured logins.
 const LOGINS: usize = 51;
-/// Long enough for a machine that does something else meanwhile.
+/// Timeout for a login to be noticed, long enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// Samples before those that are measured, and how long they take.
+/// Samples before the measured ones, and their duration in milliseconds.
 const SETTLES: u64 = 12;
 const SETTLES_MS: u64 = 1200;
-/// Samples of each kind.
+/// Number of samples of each kind.
 const SAMPLES: usize = 4000;
-/// Judgements and reports in one measurement: one alone is too short for the clock.
+/// Decisions and reports per measurement: one alone is too short for the clock.
 const BATCH: usize = 1000;
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -32,7 +33,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Microseconds of each call.
+/// Returns the microseconds of each call.
 fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
     let time = |n| {
         let begin = Instant::now();
@@ -42,11 +43,12 @@ fn each(times: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
     (0..times).map(time).collect()
 }
 
-/// Means over windows of thirty samples, because not every sample reads every file: the median of the windows, and the best.
+/// Means over windows of thirty samples, because not every sample reads every file. Returns the
+/// median and the minimum of the windows.
 fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
-    sampler.memory_matters(memory_matters);
-    // Until two looks into /proc/stat have told whether anything of the processors is stolen.
+    sampler.set_memory_matters(memory_matters);
+    // After two reads of /proc/stat the sampler knows whether processor time is stolen.
     for n in 0..SETTLES {
         sampler.sample(Micros(n)).expect("this is Linux");
         std::thread::sleep(Duration::from_millis(SETTLES_MS / SETTLES));
@@ -66,7 +68,7 @@ fn sampling(pause: Micros, memory_matters: bool) -> (f64, f64) {
     (median(windows), best)
 }
 
-/// From the login record of somebody, in a file like the system's, until it is read.
+/// Measures the time from writing a login record, in a file like the system's, until it is read.
 fn logging_in() -> Vec<f64> {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
@@ -76,23 +78,26 @@ fn logging_in() -> Vec<f64> {
         from: "h9".into(),
         at: Micros::from_secs(1000),
     };
-    let write = |kind| fs::write(&path, record(kind, &alice)).expect("the bench's own file");
-    let mut watch = Watch::new(vec![Spot::file(path.clone())]);
-    let mut until = |wanted: Records| {
+    let write = |kind| fs::write(&path, encode_record(kind, &alice)).expect("the bench's own file");
+    let mut watch = FileWatcher::new(vec![WatchedPath::file(path.clone())]);
+    let mut until = |wanted: LoginRecords| {
         loop {
             watch.arm(0);
-            if records(&path) == wanted {
+            if read_login_records(&path) == wanted {
                 break;
             }
-            assert!(watch.wait(PATIENCE, None).has(0), "it is not noticed");
+            assert!(
+                watch.wait(PATIENCE, None).path_changed(0),
+                "it is not noticed"
+            );
         }
     };
     let mut time = |_| {
         write(DEAD_PROCESS);
-        until(Records::Logins(Vec::new()));
+        until(LoginRecords::Logins(Vec::new()));
         let begin = Instant::now();
         write(USER_PROCESS);
-        until(Records::Logins(vec![alice.clone()]));
+        until(LoginRecords::Logins(vec![alice.clone()]));
         begin.elapsed().as_secs_f64() * 1e6
     };
     (0..LOGINS).map(&mut time).collect()
@@ -111,13 +116,13 @@ fn sample(n: usize) -> LoadSample {
 
 fn main() {
     let (busy, quiet, kept) = (
-        sampling(PAUSE_BUSY, false),
-        sampling(PAUSE_QUIET, false),
-        sampling(PAUSE_BUSY, true),
+        sampling(SAMPLE_INTERVAL_BUSY, false),
+        sampling(SAMPLE_INTERVAL_QUIET, false),
+        sampling(SAMPLE_INTERVAL_BUSY, true),
     );
     let absent = OwnerVerdict::Absent { since: None };
     let mut reporter = Reporter::default();
-    reporter.sent(
+    reporter.record_sent(
         Micros(0),
         sample(3),
         absent.clone(),
@@ -126,8 +131,8 @@ fn main() {
     let judge = |n: usize| {
         for i in 0..BATCH {
             let sample = black_box(sample(n + i));
-            black_box(reporter.load_is_news(Micros(i as u64), &sample));
-            black_box(reporter.pause_after(&sample));
+            black_box(reporter.must_report_load(Micros(i as u64), &sample));
+            black_box(reporter.interval_after(&sample));
         }
     };
     let judging = median(each(200, judge)) / BATCH as f64;

@@ -4,7 +4,7 @@
 //! In a container or a virtual host, /proc describes the whole machine; this module describes the
 //! part that belongs to the host.
 
-use crate::proc::{CpuTimes, field, group_used, numbers, quota_v2, read};
+use crate::proc::{CpuTimes, group_cpu_time, leading_numbers, named_number, quota_v2, read};
 use sempa_proto::Micros;
 use sempa_proto::cgroup::folder;
 use std::fs::{self, File};
@@ -13,36 +13,36 @@ use std::path::Path;
 /// Maximum number of bytes that are read of a file.
 const TEXT_BYTES_MAX: usize = 1024;
 /// Minimum period over which use is measured.
-const SPAN_MIN: Micros = Micros::from_millis(10);
+const MEASURE_INTERVAL_MIN: Micros = Micros::from_millis(10);
 
 /// The limit and its use.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Limited {
+pub struct LimitUsage {
     /// Processors that the group may use.
     pub share: f32,
     /// Processors used since the previous measurement.
     pub used: f32,
     /// Mean number of threads that the limit throttled in the same period.
-    pub held: f32,
+    pub throttled: f32,
     /// CPU time used since the group was created, in nanoseconds.
-    pub total: u64,
+    pub total_ns: u64,
 }
 
-impl Limited {
+impl LimitUsage {
     /// Returns the group's use in the form of /proc/stat, for a machine with `cores` processors at
     /// this time of day.
-    pub fn times(&self, at: Micros, cores: u32) -> CpuTimes {
+    pub fn cpu_times(&self, at: Micros, cores: u32) -> CpuTimes {
         let total = at.0.saturating_mul(u64::from(cores));
         CpuTimes {
             total,
-            idle: total.saturating_sub(self.total / 1000),
+            idle: total.saturating_sub(self.total_ns / 1000),
         }
     }
 }
 
 /// The open files of one version of control groups.
 #[derive(Debug)]
-enum Files {
+enum GroupFiles {
     V1 {
         quota: File,
         period: File,
@@ -60,31 +60,31 @@ enum Files {
 struct Reading {
     at: Micros,
     used: u64,
-    held: u64,
+    throttled: u64,
 }
 
 /// The control group that limits this process.
 #[derive(Debug)]
-pub struct Group {
-    files: Files,
+pub struct LimitingGroup {
+    files: GroupFiles,
     text: Box<[u8; TEXT_BYTES_MAX]>,
     before: Option<Reading>,
 }
 
-impl Files {
-    fn v1(cpu: &Path, accounts: &Path) -> Option<Files> {
+impl GroupFiles {
+    fn v1(cpu: &Path, cpuacct: &Path) -> Option<GroupFiles> {
         let open = |folder: &Path, name: &str| File::open(folder.join(name)).ok();
-        Some(Files::V1 {
+        Some(GroupFiles::V1 {
             quota: open(cpu, "cpu.cfs_quota_us")?,
             period: open(cpu, "cpu.cfs_period_us")?,
-            usage: open(accounts, "cpuacct.usage")?,
+            usage: open(cpuacct, "cpuacct.usage")?,
             stat: open(cpu, "cpu.stat")?,
         })
     }
 
-    fn v2(folder: &Path) -> Option<Files> {
+    fn v2(folder: &Path) -> Option<GroupFiles> {
         let open = |name: &str| File::open(folder.join(name)).ok();
-        Some(Files::V2 {
+        Some(GroupFiles::V2 {
             quota: open("cpu.max")?,
             stat: open("cpu.stat")?,
         })
@@ -93,30 +93,33 @@ impl Files {
     /// Returns the processors that the group may use; `None` if there is no limit.
     fn share(&self, text: &mut [u8]) -> Option<f32> {
         match self {
-            Files::V1 { quota, period, .. } => {
+            GroupFiles::V1 { quota, period, .. } => {
                 // The value −1, which is not parsed as a number, means no limit.
-                let quota = numbers(read(quota, text).ok()?).next()?;
-                let period = numbers(read(period, text).ok()?)
+                let quota = leading_numbers(read(quota, text).ok()?).next()?;
+                let period = leading_numbers(read(period, text).ok()?)
                     .next()
                     .filter(|period| *period > 0)?;
                 Some(quota as f32 / period as f32)
             }
-            Files::V2 { quota, .. } => quota_v2(read(quota, text).ok()?),
+            GroupFiles::V2 { quota, .. } => quota_v2(read(quota, text).ok()?),
         }
     }
 
     /// Returns the CPU time used and the throttled time, in nanoseconds.
     fn times(&self, text: &mut [u8]) -> Option<(u64, u64)> {
         match self {
-            Files::V1 { usage, stat, .. } => {
-                let used = numbers(read(usage, text).ok()?).next()?;
-                Some((used, field(read(stat, text).ok()?, b"throttled_time")?))
-            }
-            Files::V2 { stat, .. } => {
-                let text = read(stat, text).ok()?;
-                let held = field(text, b"throttled_usec").unwrap_or(0);
+            GroupFiles::V1 { usage, stat, .. } => {
+                let used = leading_numbers(read(usage, text).ok()?).next()?;
                 Some((
-                    group_used(text)?.saturating_mul(1000),
+                    used,
+                    named_number(read(stat, text).ok()?, b"throttled_time")?,
+                ))
+            }
+            GroupFiles::V2 { stat, .. } => {
+                let text = read(stat, text).ok()?;
+                let held = named_number(text, b"throttled_usec").unwrap_or(0);
+                Some((
+                    group_cpu_time(text)?.saturating_mul(1000),
                     held.saturating_mul(1000),
                 ))
             }
@@ -124,16 +127,16 @@ impl Files {
     }
 }
 
-impl Group {
+impl LimitingGroup {
     /// Returns the control group with the tightest processor limit, of the process with this folder
     /// in /proc and of all groups that enclose it; `None` if there is no limit.
-    pub fn of(process: &Path) -> Option<Group> {
+    pub fn of_process(process: &Path) -> Option<LimitingGroup> {
         let cgroups = fs::read(process.join("cgroup")).ok()?;
         let mounts = fs::read(process.join("mountinfo")).ok()?;
-        let place = |controller| folder(&mounts, &cgroups, controller);
+        let group_folder = |controller| folder(&mounts, &cgroups, controller);
         let mut text = Box::new([0; TEXT_BYTES_MAX]);
-        let mut tightest: Option<(f32, Files)> = None;
-        let mut weigh = |files: Option<Files>, text: &mut [u8]| {
+        let mut tightest: Option<(f32, GroupFiles)> = None;
+        let mut consider = |files: Option<GroupFiles>, text: &mut [u8]| {
             let Some((share, files)) = files.and_then(|files| Some((files.share(text)?, files)))
             else {
                 return;
@@ -142,21 +145,23 @@ impl Group {
                 tightest = Some((share, files));
             }
         };
-        if let (Some(cpu), Some(accounts)) = (place(Some("cpu")), place(Some("cpuacct"))) {
+        if let (Some(cpu), Some(accounts)) =
+            (group_folder(Some("cpu")), group_folder(Some("cpuacct")))
+        {
             // The use of a group is known only if both hierarchies have a group of the same name.
             for (cpu, accounts) in cpu.ancestors().zip(accounts.ancestors()) {
                 if cpu.file_name() == accounts.file_name() {
-                    weigh(Files::v1(cpu, accounts), &mut text[..]);
+                    consider(GroupFiles::v1(cpu, accounts), &mut text[..]);
                 }
             }
         }
-        if let Some(folder) = place(None) {
+        if let Some(folder) = group_folder(None) {
             folder
                 .ancestors()
-                .for_each(|folder| weigh(Files::v2(folder), &mut text[..]));
+                .for_each(|folder| consider(GroupFiles::v2(folder), &mut text[..]));
         }
         let (_, files) = tightest?;
-        Some(Group {
+        Some(LimitingGroup {
             files,
             text,
             before: None,
@@ -165,27 +170,31 @@ impl Group {
 
     /// Returns the limit, and its use since the previous measurement; `None` if the limit was
     /// removed. The first measurement reports no use. Allocates no memory.
-    pub fn measure(&mut self, at: Micros) -> Option<Limited> {
+    pub fn measure(&mut self, at: Micros) -> Option<LimitUsage> {
         let share = self.files.share(&mut self.text[..])?;
         let (used, held) = self.files.times(&mut self.text[..])?;
-        let reading = Reading { at, used, held };
+        let reading = Reading {
+            at,
+            used,
+            throttled: held,
+        };
         let before = *self.before.get_or_insert(reading);
         let span = at.since(before.at);
-        if span < SPAN_MIN {
-            return Some(Limited {
+        if span < MEASURE_INTERVAL_MIN {
+            return Some(LimitUsage {
                 share,
                 used: 0.0,
-                held: 0.0,
-                total: used,
+                throttled: 0.0,
+                total_ns: used,
             });
         }
         self.before = Some(reading);
         let rate = |now: u64, then: u64| now.saturating_sub(then) as f32 / 1000.0 / span.0 as f32;
-        Some(Limited {
+        Some(LimitUsage {
             share,
             used: rate(used, before.used),
-            held: rate(held, before.held),
-            total: used,
+            throttled: rate(held, before.throttled),
+            total_ns: used,
         })
     }
 }
@@ -225,36 +234,36 @@ mod tests {
     fn tightest_limit_and_its_use_are_measured() {
         let dir = tempfile::tempdir().expect("a folder");
         let (process, group) = process(dir.path());
-        assert!(Group::of(&process).is_none(), "no files");
+        assert!(LimitingGroup::of_process(&process).is_none(), "no files");
         write(&group, "max 100000", 0, 0);
-        assert!(Group::of(&process).is_none(), "no limit");
+        assert!(LimitingGroup::of_process(&process).is_none(), "no limit");
         let around = dir.path().join("tree/a");
         write(&around, "50000 100000", 1_000_000, 0);
         write(&group, "200000 100000", 0, 0);
-        let mut limited = Group::of(&process).expect("a limit");
+        let mut limited = LimitingGroup::of_process(&process).expect("a limit");
         let at = Micros::from_secs;
         assert_eq!(
             limited.measure(at(10)),
-            Some(Limited {
+            Some(LimitUsage {
                 share: 0.5,
                 used: 0.0,
-                held: 0.0,
-                total: 1_000_000_000
+                throttled: 0.0,
+                total_ns: 1_000_000_000
             })
         );
         write(&around, "50000 100000", 1_900_000, 3_000_000);
         let measured = limited.measure(at(12)).expect("a limit");
         assert_eq!(
             measured,
-            Limited {
+            LimitUsage {
                 share: 0.5,
                 used: 0.45,
-                held: 1.5,
-                total: 1_900_000_000
+                throttled: 1.5,
+                total_ns: 1_900_000_000
             }
         );
         assert_eq!(
-            measured.times(at(12), 2),
+            measured.cpu_times(at(12), 2),
             CpuTimes {
                 total: 24_000_000,
                 idle: 24_000_000 - 1_900_000
@@ -271,7 +280,7 @@ mod tests {
         let (process, group) = process(dir.path());
         for text in ["", "50000", "x 100000", "50000 0", "-1 100000"] {
             write(&group, text, 0, 0);
-            assert!(Group::of(&process).is_none(), "{text:?}");
+            assert!(LimitingGroup::of_process(&process).is_none(), "{text:?}");
         }
     }
 }

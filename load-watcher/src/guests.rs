@@ -5,7 +5,7 @@
 //! unknown, the user is blocked, the hours forbid it, or less memory is available than the owner
 //! keeps free. The time to leave counts from the earlier of the two.
 
-use crate::hours::WallClock;
+use crate::hours::LocalTime;
 use crate::policy::{LeaveAfter, Policy};
 use sempa_proto::Micros;
 use sempa_proto::load::{GuestLimits, HEADROOM_BYTES, OwnerVerdict};
@@ -23,53 +23,53 @@ pub struct Decision {
 
 /// The inputs of a decision.
 #[derive(Clone, Copy, Debug)]
-pub struct Case<'a> {
+pub struct GuestInputs<'a> {
     pub policy: &'a Policy,
     /// Why the policy is unknown: one of its files is malformed and was never valid.
-    pub shut: Option<&'a str>,
+    pub policy_unknown: Option<&'a str>,
     /// Uids of the users that the policy blocks.
-    pub blocked: &'a [u32],
+    pub blocked_uids: &'a [u32],
     /// Uid of the user of the virtual machine.
-    pub user: u32,
+    pub uid: u32,
     pub owner: &'a OwnerVerdict,
     /// Reason of the owner verdict.
-    pub why: &'a str,
+    pub owner_reason: &'a str,
     /// Available memory of the machine in bytes; 0 if unknown.
-    pub available: u64,
-    pub wall: WallClock,
+    pub available_bytes: u64,
+    pub local_time: LocalTime,
     /// The time of day.
     pub now: Micros,
 }
 
 /// After memory was short, guests return only when this much more than the owner's reserve is
 /// available: the headroom that placement requires for one more task.
-const BACK_BYTES: u64 = HEADROOM_BYTES;
+const REOPEN_HEADROOM_BYTES: u64 = HEADROOM_BYTES;
 /// Minimum time before they return: the memory that leaving guests free must not readmit them
 /// at once.
-const SHORT_MIN: Micros = Micros::from_secs(30);
+const REOPEN_DELAY: Micros = Micros::from_secs(30);
 
 /// Remembers since when the machine is closed to guests for another reason than a present owner.
 #[derive(Debug, Default)]
-pub struct Door {
-    closed: Option<Micros>,
+pub struct GuestGate {
+    closed_since: Option<Micros>,
     /// Since when less memory is available than the owner keeps free.
-    short: Option<Micros>,
+    memory_short_since: Option<Micros>,
 }
 
 /// Returns why the machine is closed to guests at this time, whether or not the owner is present.
-fn closed(case: &Case<'_>) -> Option<String> {
-    if let Some(why) = case.shut {
+fn closing_reason(case: &GuestInputs<'_>) -> Option<String> {
+    if let Some(why) = case.policy_unknown {
         return Some(why.to_string());
     }
-    if case.blocked.contains(&case.user) {
-        return Some(format!("user {} is blocked here", case.user));
+    if case.blocked_uids.contains(&case.uid) {
+        return Some(format!("user {} is blocked here", case.uid));
     }
     let never = case
         .policy
         .never
         .iter()
         .flatten()
-        .find(|hours| hours.holds(case.wall));
+        .find(|hours| hours.contains(case.local_time));
     if let Some(hours) = never {
         return Some(format!("the owner wants no guests {hours}"));
     }
@@ -77,7 +77,7 @@ fn closed(case: &Case<'_>) -> Option<String> {
         .policy
         .only
         .as_ref()
-        .filter(|only| only.iter().all(|hours| !hours.holds(case.wall)))?;
+        .filter(|only| only.iter().all(|hours| !hours.contains(case.local_time)))?;
     let all: Vec<String> = only.iter().map(|hours| hours.to_string()).collect();
     Some(format!(
         "the owner wants guests only {}",
@@ -91,44 +91,58 @@ fn closed(case: &Case<'_>) -> Option<String> {
 
 /// Returns since when less memory is available than the owner keeps free; `None` if there is
 /// enough.
-fn short(before: Option<Micros>, policy: &Policy, available: u64, now: Micros) -> Option<Micros> {
+fn memory_short_since(
+    before: Option<Micros>,
+    policy: &Policy,
+    available: u64,
+    now: Micros,
+) -> Option<Micros> {
     let keeps = policy.memory_free.filter(|_| available > 0)?.0;
     let enough = match before {
         Some(since) => {
-            now.since(since) >= SHORT_MIN && available >= keeps.saturating_add(BACK_BYTES)
+            now.since(since) >= REOPEN_DELAY
+                && available >= keeps.saturating_add(REOPEN_HEADROOM_BYTES)
         }
         None => available >= keeps,
     };
     (!enough).then(|| before.unwrap_or(now))
 }
 
-impl Door {
+impl GuestGate {
     /// True if this amount of memory requires a new decision.
-    pub fn turns(&self, policy: &Policy, available: u64, now: Micros) -> bool {
-        short(self.short, policy, available, now).is_some() != self.short.is_some()
+    pub fn needs_decision(&self, policy: &Policy, available: u64, now: Micros) -> bool {
+        memory_short_since(self.memory_short_since, policy, available, now).is_some()
+            != self.memory_short_since.is_some()
     }
 
     /// Makes a new decision and remembers since when the machine is closed.
-    pub fn decide(&mut self, case: &Case<'_>) -> Decision {
-        self.short = short(self.short, case.policy, case.available, case.now);
-        let short = self.short.and(case.policy.memory_free);
-        let reason = closed(case).or_else(|| {
+    pub fn decide(&mut self, case: &GuestInputs<'_>) -> Decision {
+        self.memory_short_since = memory_short_since(
+            self.memory_short_since,
+            case.policy,
+            case.available_bytes,
+            case.now,
+        );
+        let short = self.memory_short_since.and(case.policy.memory_free);
+        let reason = closing_reason(case).or_else(|| {
             Some(format!(
                 "less memory was free than the {} that the owner keeps",
                 short?
             ))
         });
-        self.closed = reason.as_ref().map(|_| self.closed.unwrap_or(case.now));
+        self.closed_since = reason
+            .as_ref()
+            .map(|_| self.closed_since.unwrap_or(case.now));
         let seen = match case.owner {
-            OwnerVerdict::Present { seen, .. } => Some((*seen, case.why.to_string())),
+            OwnerVerdict::Present { seen, .. } => Some((*seen, case.owner_reason.to_string())),
             _ => None,
         };
-        let since = self.closed.zip(reason);
+        let since = self.closed_since.zip(reason);
         // A present owner is the better reason to show; the earlier of both times determines when
         // guests leave.
         let from = seen.iter().chain(&since).map(|(at, _)| *at).min();
         let (guests, why) = match (from, seen.or(since)) {
-            (Some(from), Some((_, why))) => (stopped(case.policy, from), why),
+            (Some(from), Some((_, why))) => (stopped_guests(case.policy, from), why),
             _ => (Guests::Welcome, String::new()),
         };
         let blocked = case.policy.blocked.as_ref();
@@ -136,7 +150,7 @@ impl Door {
             cores: case.policy.cores,
             memory_free: case.policy.memory_free.map_or(0, |size| size.0),
             programs: blocked.and_then(|b| b.programs.clone()).unwrap_or_default(),
-            users: case.blocked.to_vec(),
+            users: case.blocked_uids.to_vec(),
         };
         Decision {
             guests,
@@ -146,7 +160,7 @@ impl Door {
     }
 }
 
-fn stopped(policy: &Policy, from: Micros) -> Guests {
+fn stopped_guests(policy: &Policy, from: Micros) -> Guests {
     let leave_at = match policy.leave_after.unwrap_or(LeaveAfter::Seconds(0)) {
         LeaveAfter::Seconds(seconds) => Some(from + Micros::from_secs(seconds)),
         LeaveAfter::Never => None,
@@ -163,7 +177,7 @@ mod tests {
     use proptest::prelude::*;
     use sempa_proto::owner::Leave;
 
-    const NOON: WallClock = WallClock {
+    const NOON: LocalTime = LocalTime {
         day: 0,
         minute: 720,
     };
@@ -178,29 +192,35 @@ mod tests {
     }
 
     fn decide(
-        door: &mut Door,
+        door: &mut GuestGate,
         policy: &Policy,
         owner: &OwnerVerdict,
-        wall: WallClock,
+        wall: LocalTime,
         seconds: u64,
     ) -> Decision {
         let now = Micros::from_secs(seconds);
         let (shut, blocked, why) = (None, &[9], "alice is here");
-        door.decide(&Case {
+        door.decide(&GuestInputs {
             policy,
-            shut,
-            blocked,
-            user: 7,
+            policy_unknown: shut,
+            blocked_uids: blocked,
+            uid: 7,
             owner,
-            why,
-            available: 0,
-            wall,
+            owner_reason: why,
+            available_bytes: 0,
+            local_time: wall,
             now,
         })
     }
 
-    fn once(text: &str, owner: &OwnerVerdict, seconds: u64) -> Decision {
-        decide(&mut Door::default(), &parse(text), owner, NOON, seconds)
+    fn decide_once(text: &str, owner: &OwnerVerdict, seconds: u64) -> Decision {
+        decide(
+            &mut GuestGate::default(),
+            &parse(text),
+            owner,
+            NOON,
+            seconds,
+        )
     }
 
     fn stopped_until(seconds: Option<u64>, then: Leave) -> Guests {
@@ -213,15 +233,15 @@ mod tests {
     /// Without a policy, guests stop and leave at once when the owner is present, and only then.
     #[test]
     fn default_policy_evicts_guests_of_present_owner() {
-        let there = once("", &PRESENT, 60);
+        let there = decide_once("", &PRESENT, 60);
         assert_eq!(there.guests, stopped_until(Some(50), Leave::Move));
         assert_eq!(there.why, "alice is here");
         let maybe = OwnerVerdict::Maybe { since: Micros(1) };
         for owner in [ABSENT, maybe] {
             assert_eq!(
                 (
-                    once("", &owner, 60).guests,
-                    once("", &owner, 60).why.as_str()
+                    decide_once("", &owner, 60).guests,
+                    decide_once("", &owner, 60).why.as_str()
                 ),
                 (Guests::Welcome, "")
             );
@@ -232,15 +252,15 @@ mod tests {
     #[test]
     fn leave_after_and_then_are_applied() {
         assert_eq!(
-            once("leave_after = 30", &PRESENT, 60).guests,
+            decide_once("leave_after = 30", &PRESENT, 60).guests,
             stopped_until(Some(80), Leave::Move)
         );
         assert_eq!(
-            once("leave_after = \"never\"", &PRESENT, 60).guests,
+            decide_once("leave_after = \"never\"", &PRESENT, 60).guests,
             stopped_until(None, Leave::Move)
         );
         assert_eq!(
-            once("then = \"kill\"", &PRESENT, 60).guests,
+            decide_once("then = \"kill\"", &PRESENT, 60).guests,
             stopped_until(Some(50), Leave::Kill)
         );
     }
@@ -248,11 +268,10 @@ mod tests {
     /// At forbidden hours guests stop even if the owner is absent, and the time to leave counts
     /// from the start of these hours.
     #[test]
-    fn forbidden_hours_stop_guests_from_their_start()
-    {
+    fn forbidden_hours_stop_guests_from_their_start() {
         let policy = parse("never = [\"mon 12-13\"]\nleave_after = 30");
-        let mut door = Door::default();
-        let early = WallClock {
+        let mut door = GuestGate::default();
+        let early = LocalTime {
             day: 0,
             minute: 719,
         };
@@ -270,7 +289,7 @@ mod tests {
             decide(&mut door, &policy, &PRESENT, NOON, 155).why,
             "alice is here"
         );
-        let late = WallClock {
+        let late = LocalTime {
             day: 0,
             minute: 780,
         };
@@ -288,17 +307,17 @@ mod tests {
     #[test]
     fn guests_stop_outside_allowed_hours() {
         assert_eq!(
-            once("only = [\"mon 9-17\"]", &ABSENT, 1).guests,
+            decide_once("only = [\"mon 9-17\"]", &ABSENT, 1).guests,
             Guests::Welcome
         );
-        let closed = once("only = [\"sat,sun\", \"22-6\"]", &ABSENT, 1);
+        let closed = decide_once("only = [\"sat,sun\", \"22-6\"]", &ABSENT, 1);
         assert_eq!(
             closed.why,
             "the owner wants guests only sat-sun and 22:00-6:00"
         );
         assert_ne!(closed.guests, Guests::Welcome);
         assert_eq!(
-            once("only = []", &ABSENT, 1).why,
+            decide_once("only = []", &ABSENT, 1).why,
             "the owner wants guests only never"
         );
     }
@@ -306,19 +325,19 @@ mod tests {
     /// While the policy is unknown, guests stop as at forbidden hours.
     #[test]
     fn unknown_policy_stops_guests() {
-        let (policy, mut door) = (parse("leave_after = 30"), Door::default());
+        let (policy, mut door) = (parse("leave_after = 30"), GuestGate::default());
         let mut at = |seconds: u64, shut, owner| {
             let (policy, now) = (&policy, Micros::from_secs(seconds));
             let why = "alice is here";
-            door.decide(&Case {
+            door.decide(&GuestInputs {
                 policy,
-                shut,
-                blocked: &[],
-                user: 7,
+                policy_unknown: shut,
+                blocked_uids: &[],
+                uid: 7,
                 owner,
-                why,
-                available: 0,
-                wall: NOON,
+                owner_reason: why,
+                available_bytes: 0,
+                local_time: NOON,
                 now,
             })
         };
@@ -340,20 +359,20 @@ mod tests {
     /// decision.
     #[test]
     fn blocked_user_is_refused_and_limits_are_passed() {
-        let mut door = Door::default();
+        let mut door = GuestGate::default();
         let policy = parse("cores = 2\nmemory_free = \"1G\"\n[blocked]\nprograms = [\"x\"]");
-        let decide = |door: &mut Door, user| {
+        let decide = |door: &mut GuestGate, user| {
             let now = Micros::from_secs(5);
             let (policy, shut, owner, available) = (&policy, None, &ABSENT, 2 << 30);
-            door.decide(&Case {
+            door.decide(&GuestInputs {
                 policy,
-                shut,
-                blocked: &[9],
-                user,
+                policy_unknown: shut,
+                blocked_uids: &[9],
+                uid: user,
                 owner,
-                why: "",
-                available,
-                wall: NOON,
+                owner_reason: "",
+                available_bytes: available,
+                local_time: NOON,
                 now,
             })
         };
@@ -372,29 +391,31 @@ mod tests {
     /// Guests stop when less memory is available than the owner keeps free, and return when there
     /// is headroom for one more.
     #[test]
-    fn short_memory_stops_guests_until_headroom_returns()
-     {
+    fn short_memory_stops_guests_until_headroom_returns() {
         let (policy, mut door) = (
             parse("memory_free = \"1G\"\nleave_after = 5"),
-            Door::default(),
+            GuestGate::default(),
         );
         let mut seen = |available: u64, seconds: u64| {
             let (owner, now) = (&ABSENT, Micros::from_secs(seconds));
             let (policy, shut) = (&policy, None);
-            let turns = door.turns(policy, available, now);
-            let case = Case {
+            let turns = door.needs_decision(policy, available, now);
+            let case = GuestInputs {
                 policy,
-                shut,
-                blocked: &[],
-                user: 7,
+                policy_unknown: shut,
+                blocked_uids: &[],
+                uid: 7,
                 owner,
-                why: "",
-                available,
-                wall: NOON,
+                owner_reason: "",
+                available_bytes: available,
+                local_time: NOON,
                 now,
             };
             let decision = door.decide(&case);
-            assert!(!door.turns(policy, available, now), "it was decided");
+            assert!(
+                !door.needs_decision(policy, available, now),
+                "it was decided"
+            );
             (turns, decision.guests)
         };
         const G: u64 = 1 << 30;
@@ -431,7 +452,7 @@ mod tests {
             let leave = leave.map_or("\"never\"".to_string(), |s| s.to_string());
             let policy = parse(&format!("never = [\"0-{hours}\"]\nleave_after = {leave}"));
             let owner = if there { PRESENT } else { ABSENT };
-            let decision = decide(&mut Door::default(), &policy, &owner, WallClock { day, minute }, 60);
+            let decision = decide(&mut GuestGate::default(), &policy, &owner, LocalTime { day, minute }, 60);
             let closed = minute < hours * 60;
             prop_assert_eq!(decision.guests != Guests::Welcome, there || closed);
             prop_assert_eq!(decision.why.is_empty(), !there && !closed);

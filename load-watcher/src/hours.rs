@@ -7,11 +7,11 @@ use std::str::FromStr;
 use thiserror::Error;
 
 const DAYS: [&str; 7] = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"];
-const MINUTES: u16 = 24 * 60;
+const DAY_MINUTES: u16 = 24 * 60;
 
 /// A minute of the week in local time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WallClock {
+pub struct LocalTime {
     /// Day of the week; 0 is Monday.
     pub day: u8,
     /// Minutes since midnight, below 1440.
@@ -37,7 +37,7 @@ pub struct HoursError(String);
 
 impl Hours {
     /// True if the minute lies in these hours; the end itself does not.
-    pub fn holds(&self, at: WallClock) -> bool {
+    pub fn contains(&self, at: LocalTime) -> bool {
         let (today, yesterday) = (
             self.days[usize::from(at.day % 7)],
             self.days[usize::from((at.day + 6) % 7)],
@@ -50,14 +50,14 @@ impl Hours {
     }
 
     /// Splits hours that extend over midnight, so that no part does.
-    fn parts(&self) -> Vec<Hours> {
+    fn split_at_midnight(&self) -> Vec<Hours> {
         if self.from < self.to {
             return vec![*self];
         }
         let mut next_day = self.days;
         next_day.rotate_right(1);
         let evening = Hours {
-            to: MINUTES,
+            to: DAY_MINUTES,
             ..*self
         };
         let morning = Hours {
@@ -72,7 +72,7 @@ impl Hours {
     }
 
     /// Returns the hours that both have in common.
-    pub fn and(&self, other: &Hours) -> Vec<Hours> {
+    pub fn intersection(&self, other: &Hours) -> Vec<Hours> {
         let meet = |a: Hours, b: &Hours| {
             let days = std::array::from_fn(|day| a.days[day] && b.days[day]);
             Hours {
@@ -81,7 +81,7 @@ impl Hours {
                 to: a.to.min(b.to),
             }
         };
-        let (mine, theirs) = (self.parts(), other.parts());
+        let (mine, theirs) = (self.split_at_midnight(), other.split_at_midnight());
         let all = mine
             .into_iter()
             .flat_map(|a| theirs.iter().map(move |b| meet(a, b)));
@@ -90,15 +90,15 @@ impl Hours {
     }
 }
 
-fn day(text: &str) -> Option<usize> {
+fn parse_day(text: &str) -> Option<usize> {
     DAYS.iter().position(|name| text.eq_ignore_ascii_case(name))
 }
 
-fn days(text: &str) -> Option<[bool; 7]> {
+fn parse_days(text: &str) -> Option<[bool; 7]> {
     let mut all = [false; 7];
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
-        let (first, last) = (day(first)?, day(last)?);
+        let (first, last) = (parse_day(first)?, parse_day(last)?);
         let mut i = first;
         while i != last {
             all[i] = true;
@@ -109,7 +109,7 @@ fn days(text: &str) -> Option<[bool; 7]> {
     Some(all)
 }
 
-fn minute(text: &str) -> Option<u16> {
+fn parse_minute(text: &str) -> Option<u16> {
     let (hours, minutes) = text.split_once(':').unwrap_or((text, "0"));
     let short = |part: &str| {
         !part.is_empty() && part.len() <= 2 && part.bytes().all(|b| b.is_ascii_digit())
@@ -118,13 +118,13 @@ fn minute(text: &str) -> Option<u16> {
         return None;
     }
     let (hours, minutes): (u16, u16) = (hours.parse().ok()?, minutes.parse().ok()?);
-    Some(hours * 60 + minutes).filter(|all| minutes < 60 && *all <= MINUTES)
+    Some(hours * 60 + minutes).filter(|all| minutes < 60 && *all <= DAY_MINUTES)
 }
 
-fn span(text: &str) -> Option<(u16, u16)> {
+fn parse_span(text: &str) -> Option<(u16, u16)> {
     let (from, to) = text.split_once('-')?;
-    let (from, to) = (minute(from)?, minute(to)?);
-    (from != to && from < MINUTES).then_some((from, to))
+    let (from, to) = (parse_minute(from)?, parse_minute(to)?);
+    (from != to && from < DAY_MINUTES).then_some((from, to))
 }
 
 impl FromStr for Hours {
@@ -132,14 +132,14 @@ impl FromStr for Hours {
 
     fn from_str(text: &str) -> Result<Hours, HoursError> {
         let words: Vec<&str> = text.split_whitespace().collect();
-        let whole = (0, MINUTES);
+        let whole = (0, DAY_MINUTES);
         let parsed = match words[..] {
             ["always"] => Some(([true; 7], whole)),
-            [one] => match (days(one), span(one)) {
+            [one] => match (parse_days(one), parse_span(one)) {
                 (Some(days), _) => Some((days, whole)),
                 (None, span) => span.map(|span| ([true; 7], span)),
             },
-            [first, second] => days(first).zip(span(second)),
+            [first, second] => parse_days(first).zip(parse_span(second)),
             _ => None,
         };
         let (days, (from, to)) = parsed.ok_or_else(|| HoursError(text.to_string()))?;
@@ -157,7 +157,7 @@ impl TryFrom<String> for Hours {
 
 impl fmt::Display for Hours {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let whole = (self.from, self.to) == (0, MINUTES);
+        let whole = (self.from, self.to) == (0, DAY_MINUTES);
         let all = self.days == [true; 7];
         if whole && all {
             return f.write_str("always");
@@ -199,8 +199,8 @@ mod tests {
         text.parse().expect("good")
     }
 
-    fn at(day: u8, hour: u16, minute: u16) -> WallClock {
-        WallClock {
+    fn at(day: u8, hour: u16, minute: u16) -> LocalTime {
+        LocalTime {
             day,
             minute: hour * 60 + minute,
         }
@@ -211,23 +211,35 @@ mod tests {
     fn hours_include_start_and_exclude_end() {
         let office = hours("mon-fri 9-17:30");
         assert!(
-            !office.holds(at(0, 8, 59)) && office.holds(at(0, 9, 0)) && office.holds(at(4, 17, 29))
+            !office.contains(at(0, 8, 59))
+                && office.contains(at(0, 9, 0))
+                && office.contains(at(4, 17, 29))
         );
-        assert!(!office.holds(at(4, 17, 30)) && !office.holds(at(5, 12, 0)));
-        assert!(hours("sat,sun").holds(at(6, 23, 59)) && !hours("sat,sun").holds(at(0, 0, 0)));
-        assert!(hours("22-24").holds(at(2, 23, 59)) && hours("always").holds(at(3, 3, 3)));
+        assert!(!office.contains(at(4, 17, 30)) && !office.contains(at(5, 12, 0)));
+        assert!(
+            hours("sat,sun").contains(at(6, 23, 59)) && !hours("sat,sun").contains(at(0, 0, 0))
+        );
+        assert!(hours("22-24").contains(at(2, 23, 59)) && hours("always").contains(at(3, 3, 3)));
     }
 
     /// Hours over midnight belong to the day on which they start, even at the end of the week.
     #[test]
     fn hours_over_midnight_belong_to_start_day() {
         let night = hours("fri 22-6");
-        assert!(night.holds(at(4, 22, 0)) && night.holds(at(5, 5, 59)));
+        assert!(night.contains(at(4, 22, 0)) && night.contains(at(5, 5, 59)));
         assert!(
-            !night.holds(at(4, 5, 0)) && !night.holds(at(5, 22, 0)) && !night.holds(at(5, 6, 0))
+            !night.contains(at(4, 5, 0))
+                && !night.contains(at(5, 22, 0))
+                && !night.contains(at(5, 6, 0))
         );
-        assert!(hours("sun 23-1").holds(at(0, 0, 30)), "the week goes round");
-        assert!(hours("sat-mon 1-2").holds(at(6, 1, 0)) && hours("sat-mon 1-2").holds(at(0, 1, 0)));
+        assert!(
+            hours("sun 23-1").contains(at(0, 0, 30)),
+            "the week goes round"
+        );
+        assert!(
+            hours("sat-mon 1-2").contains(at(6, 1, 0))
+                && hours("sat-mon 1-2").contains(at(0, 1, 0))
+        );
     }
 
     /// Malformed hours are refused with an error that quotes them.
@@ -266,9 +278,9 @@ mod tests {
             days in any::<[[bool; 7]; 2]>(), from in any::<[u16; 2]>(), to in any::<[u16; 2]>(), day in 0_u8..7, minute in 0_u16..1440,
         ) {
             let [a, b] = std::array::from_fn(|i| Hours { days: days[i], from: from[i] % 1440, to: to[i] % 1440 + 1 });
-            let moments = [minute, a.from, b.from, a.to % 1440, b.to % 1440].map(|minute| WallClock { day, minute });
+            let moments = [minute, a.from, b.from, a.to % 1440, b.to % 1440].map(|minute| LocalTime { day, minute });
             for at in moments {
-                prop_assert_eq!(a.and(&b).iter().any(|part| part.holds(at)), a.holds(at) && b.holds(at));
+                prop_assert_eq!(a.intersection(&b).iter().any(|part| part.contains(at)), a.contains(at) && b.contains(at));
             }
         }
 

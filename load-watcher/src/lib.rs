@@ -3,14 +3,14 @@
 //!
 //! "Pure" modules perform no I/O.
 //!
-//! - Load: [`proc`] parses /proc files (pure). [`sampler`] takes samples. [`usage`] measures all
-//!   processors cheaply. [`ours`] separates the load of our tasks from external load. [`cgroup`]
+//! - Load: [`proc`] parses /proc files (pure). [`sampler`] takes samples. [`cpu_usage`] measures all
+//!   processors cheaply. [`load_attribution`] separates the load of our tasks from external load. [`cgroup`]
 //!   measures a processor limit.
 //! - Logins: [`utmp`] parses login records (pure). [`sessions`] parses logind's sessions (pure).
 //!   [`logind`] queries logind over D-Bus.
-//! - Owner: [`senses`] reads the sources. [`owner`] derives the verdict from them (pure).
-//! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`word`] and [`published`] read
-//!   and write owners' overrides and policies. [`rules`] merges all sources. [`guests`] decides
+//! - Owner: [`probes`] reads the sources. [`owner`] derives the verdict from them (pure).
+//! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`owner_override`] and [`published_policy`] read
+//!   and write owners' overrides and policies. [`host_policy`] merges all sources. [`guests`] decides
 //!   what guests may do (pure).
 //! - Enforcement: [`confine`] confines guests to the processors that the owner allows.
 //! - Communication: [`watch`] reports changes of files. [`report`] decides when to sample and to
@@ -18,22 +18,22 @@
 
 pub mod cgroup;
 pub mod confine;
+pub mod cpu_usage;
 pub mod guests;
+pub mod host_policy;
 pub mod hours;
+pub mod load_attribution;
 pub mod logind;
-pub mod ours;
 pub mod owner;
+pub mod owner_override;
 pub mod policy;
+pub mod probes;
 pub mod proc;
-pub mod published;
+pub mod published_policy;
 pub mod report;
-pub mod rules;
 pub mod sampler;
-pub mod senses;
 pub mod sessions;
 pub mod status;
 pub mod system;
-pub mod usage;
 pub mod utmp;
 pub mod watch;
-pub mod word;

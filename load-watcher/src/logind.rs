@@ -3,11 +3,11 @@
 //!
 //! A separate thread keeps the connection and reads all sessions again after each signal of logind,
 //! so that a bus that does not answer delays no one. Without a bus or without logind the result is
-//! [`Evidence::Missing`] with the reason.
+//! [`Evidence::Unavailable`] with the reason.
 
 use crate::owner::Evidence;
-use crate::sessions::{Idle, SESSIONS_MAX, Session, in_order, session};
-use crate::system::wall;
+use crate::sessions::{SESSIONS_MAX, ScreenUse, Session, from_values, sorted_by_start};
+use crate::system::time_of_day;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::Micros;
 use std::collections::{BTreeMap, HashMap};
@@ -23,14 +23,14 @@ use zbus::zvariant::{OwnedObjectPath, OwnedValue};
 use zbus::{Connection, MatchRule, MessageStream, connection, message};
 
 /// Address of the system bus.
-pub const BUS: &str = "unix:path=/run/dbus/system_bus_socket";
+pub const SYSTEM_BUS: &str = "unix:path=/run/dbus/system_bus_socket";
 /// Maximum time for an answer of logind; after that the connection is closed until the next
 /// attempt.
-const ANSWER_TIME: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two attempts to connect: at first, and its maximum after repeated failures. Most
 /// machines without logind never get one.
-const AGAIN: Duration = Duration::from_secs(60);
-const AGAIN_MAX: Duration = Duration::from_secs(5 * 60);
+const RETRY_INTERVAL: Duration = Duration::from_secs(60);
+const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(5 * 60);
 /// Maximum number of queued signals.
 const SIGNALS_MAX: usize = 256;
 
@@ -39,28 +39,31 @@ const MANAGER_PATH: &str = "/org/freedesktop/login1";
 const MANAGER: &str = "org.freedesktop.login1.Manager";
 const SESSION: &str = "org.freedesktop.login1.Session";
 
-/// State that [`Logind`] shares with its thread.
+/// State that [`LogindClient`] shares with its thread.
 #[derive(Debug)]
-struct Known {
+struct SharedAnswer {
     sessions: Mutex<Evidence<Vec<Session>>>,
-    news: EventFd,
+    changed: EventFd,
 }
 
 /// Client of systemd-logind with its latest answer.
 #[derive(Debug)]
-pub struct Logind(Arc<Known>);
+pub struct LogindClient(Arc<SharedAnswer>);
 
-impl Logind {
+impl LogindClient {
     /// Starts to query logind on the bus with this D-Bus address. Nothing is known before the first
     /// answer.
     ///
     /// # Errors
     /// If the system has no descriptor or thread left.
-    pub fn ask(address: String) -> std::io::Result<Logind> {
-        let sessions = Mutex::new(Evidence::Missing("logind has not answered yet".into()));
+    pub fn start(address: String) -> std::io::Result<LogindClient> {
+        let sessions = Mutex::new(Evidence::Unavailable("logind has not answered yet".into()));
         let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let known = Arc::new(Known { sessions, news });
-        let theirs = Arc::clone(&known);
+        let known = Arc::new(SharedAnswer {
+            sessions,
+            changed: news,
+        });
+        let shared = Arc::clone(&known);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
@@ -68,30 +71,30 @@ impl Logind {
             .name("logind".into())
             .spawn(move || {
                 runtime.block_on(async {
-                    let mut pause = AGAIN;
+                    let mut pause = RETRY_INTERVAL;
                     loop {
-                        let Err(error) = converse(&address, &theirs).await;
-                        if theirs.tell(Evidence::Missing(format!(
+                        let Err(error) = run_connection(&address, &shared).await;
+                        if shared.store(Evidence::Unavailable(format!(
                             "logind cannot be asked over {address}: {error}"
                         ))) {
-                            pause = AGAIN;
+                            pause = RETRY_INTERVAL;
                         }
                         tokio::time::sleep(pause).await;
-                        pause = (pause * 2).min(AGAIN_MAX);
+                        pause = (pause * 2).min(RETRY_INTERVAL_MAX);
                     }
                 });
             })?;
-        Ok(Logind(known))
+        Ok(LogindClient(known))
     }
 
     /// Returns the descriptor, which is readable after the answer has changed.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.0.news.as_fd()
+        self.0.changed.as_fd()
     }
 
     /// Returns true once after the answer has changed.
-    pub fn is_new(&self) -> bool {
-        self.0.news.read().is_ok()
+    pub fn take_change(&self) -> bool {
+        self.0.changed.read().is_ok()
     }
 
     /// Returns the sessions of people.
@@ -104,56 +107,57 @@ impl Logind {
     }
 }
 
-impl Known {
+impl SharedAnswer {
     /// Stores a new answer. Returns true if it differs from the previous one.
-    fn tell(&self, sessions: Evidence<Vec<Session>>) -> bool {
+    fn store(&self, sessions: Evidence<Vec<Session>>) -> bool {
         let mut known = self.sessions.lock().unwrap_or_else(PoisonError::into_inner);
         let is_news = *known != sessions;
         if is_news {
             *known = sessions;
             // Fails only if the descriptor is already readable.
-            let _ = self.news.write(1);
+            let _ = self.changed.write(1);
         }
         is_news
     }
 }
 
 /// Stores the answers of logind until the connection fails.
-async fn converse(address: &str, known: &Known) -> zbus::Result<Infallible> {
-    let builder = connection::Builder::address(address)?.method_timeout(ANSWER_TIME);
-    let bus = tokio::time::timeout(ANSWER_TIME, builder.build());
+async fn run_connection(address: &str, known: &SharedAnswer) -> zbus::Result<Infallible> {
+    let builder = connection::Builder::address(address)?.method_timeout(ANSWER_TIMEOUT);
+    let bus = tokio::time::timeout(ANSWER_TIMEOUT, builder.build());
     let bus = bus
         .await
         .map_err(|_| zbus::Error::Failure("the bus does not answer".into()))??;
     // Subscribe to signals before the first query, so that no change is lost.
     let signal = || MatchRule::builder().msg_type(message::Type::Signal);
-    let said = signal().sender(LOGIND)?.build();
-    let came_or_went = signal()
+    let logind_signals = signal().sender(LOGIND)?.build();
+    let owner_changes = signal()
         .sender("org.freedesktop.DBus")?
         .member("NameOwnerChanged")?
         .add_arg(LOGIND)?
         .build();
-    let mut said = MessageStream::for_match_rule(said, &bus, Some(SIGNALS_MAX)).await?;
-    let mut came_or_went =
-        MessageStream::for_match_rule(came_or_went, &bus, Some(SIGNALS_MAX)).await?;
+    let mut logind_signals =
+        MessageStream::for_match_rule(logind_signals, &bus, Some(SIGNALS_MAX)).await?;
+    let mut owner_changes =
+        MessageStream::for_match_rule(owner_changes, &bus, Some(SIGNALS_MAX)).await?;
     let mut locked = BTreeMap::new();
     loop {
-        known.tell(Evidence::Known(read(&bus, &mut locked).await?));
+        known.store(Evidence::Known(read_sessions(&bus, &mut locked).await?));
         let news = tokio::select! {
-            news = next(&mut said) => news,
-            news = next(&mut came_or_went) => news,
+            news = next_signal(&mut logind_signals) => news,
+            news = next_signal(&mut owner_changes) => news,
         };
         news.unwrap_or_else(|| Err(zbus::Error::Failure("the bus has hung up".into())))?;
     }
 }
 
-async fn next(signals: &mut MessageStream) -> Option<zbus::Result<zbus::Message>> {
+async fn next_signal(signals: &mut MessageStream) -> Option<zbus::Result<zbus::Message>> {
     std::future::poll_fn(|cx| Pin::new(&mut *signals).poll_next(cx)).await
 }
 
 /// Reads all sessions of people. `locked` holds the names of locked sessions, with the time at
 /// which the lock was first seen.
-async fn read(
+async fn read_sessions(
     bus: &Connection,
     locked: &mut BTreeMap<String, Micros>,
 ) -> zbus::Result<Vec<Session>> {
@@ -171,71 +175,82 @@ async fn read(
     locked.retain(|name, _| listed.iter().any(|(listed, ..)| listed == name));
     let mut all = Vec::new();
     for (name, .., path) in listed.into_iter().take(SESSIONS_MAX) {
-        let about = PropertiesProxy::builder(bus)
+        let properties = PropertiesProxy::builder(bus)
             .destination(LOGIND)?
             .path(&path)?
             .build()
             .await?;
         // A session that has just ended has no properties.
-        let Ok(about) = about.get_all(InterfaceName::try_from(SESSION)?).await else {
+        let Ok(properties) = properties.get_all(InterfaceName::try_from(SESSION)?).await else {
             continue;
         };
-        if flag(&about, "LockedHint") {
-            locked.entry(name.clone()).or_insert_with(wall);
+        if bool_property(&properties, "LockedHint") {
+            locked.entry(name.clone()).or_insert_with(time_of_day);
         } else {
             locked.remove(&name);
         }
-        all.extend(of_properties(&name, &about, locked.get(&name).copied()));
+        all.extend(from_properties(
+            &name,
+            &properties,
+            locked.get(&name).copied(),
+        ));
     }
-    Ok(in_order(all))
+    Ok(sorted_by_start(all))
 }
 
-fn flag(about: &HashMap<String, OwnedValue>, name: &str) -> bool {
-    about
+fn bool_property(properties: &HashMap<String, OwnedValue>, name: &str) -> bool {
+    properties
         .get(name)
         .is_some_and(|value| bool::try_from(value) == Ok(true))
 }
 
-fn number(about: &HashMap<String, OwnedValue>, name: &str) -> Option<u64> {
-    u64::try_from(about.get(name)?).ok()
+fn u64_property(properties: &HashMap<String, OwnedValue>, name: &str) -> Option<u64> {
+    u64::try_from(properties.get(name)?).ok()
 }
 
 /// Creates a session from its properties, which are mapped to the keys of a session file. `locked`
 /// is the time at which its lock was first seen.
-fn of_properties(
+fn from_properties(
     name: &str,
-    about: &HashMap<String, OwnedValue>,
+    properties: &HashMap<String, OwnedValue>,
     locked: Option<Micros>,
 ) -> Option<Session> {
     let text = |name: &str| {
-        about
+        properties
             .get(name)
             .and_then(|value| <&str>::try_from(value).ok())
             .map(str::to_string)
     };
-    let found = session(name, |key| match key {
+    let found = from_values(name, |key| match key {
         "CLASS" => text("Class"),
         "STATE" => text("State"),
         "TYPE" => text("Type"),
         "USER" => text("Name"),
         "TTY" => text("TTY"),
         "DISPLAY" => text("Display"),
-        "REMOTE" => Some(u8::from(flag(about, "Remote")).to_string()),
+        "REMOTE" => Some(u8::from(bool_property(properties, "Remote")).to_string()),
         "REMOTE_HOST" => text("RemoteHost"),
-        "REALTIME" => number(about, "Timestamp").map(|at| at.to_string()),
+        "REALTIME" => u64_property(properties, "Timestamp").map(|at| at.to_string()),
         _ => None,
     })?;
     // Zero means that the desktop has never reported its use.
-    let since = number(about, "IdleSinceHint")
+    let since = u64_property(properties, "IdleSinceHint")
         .filter(|since| *since > 0)
         .map(Micros);
-    let idle = if flag(about, "IdleHint") { since } else { None };
-    let idle = match (idle.into_iter().chain(locked).min(), since) {
-        (Some(since), _) => Idle::Since(since),
-        (None, Some(_)) => Idle::InUse,
-        (None, None) => Idle::Unknown,
+    let idle = if bool_property(properties, "IdleHint") {
+        since
+    } else {
+        None
     };
-    Some(Session { idle, ..found })
+    let idle = match (idle.into_iter().chain(locked).min(), since) {
+        (Some(since), _) => ScreenUse::IdleSince(since),
+        (None, Some(_)) => ScreenUse::InUse,
+        (None, None) => ScreenUse::Unknown,
+    };
+    Some(Session {
+        screen_use: idle,
+        ..found
+    })
 }
 
 #[cfg(test)]
@@ -259,10 +274,10 @@ mod tests {
         all.collect()
     }
 
-    fn idle(more: &[(&str, Value<'_>)], locked: Option<Micros>) -> Idle {
-        of_properties("3", &desk(more), locked)
+    fn idle(more: &[(&str, Value<'_>)], locked: Option<Micros>) -> ScreenUse {
+        from_properties("3", &desk(more), locked)
             .expect("somebody")
-            .idle
+            .screen_use
     }
 
     /// The properties of a session give user, terminal, origin and start.
@@ -277,8 +292,8 @@ mod tests {
             login,
             remote,
             graphical,
-            idle,
-        } = of_properties("3", &desk(&far), None).expect("somebody");
+            screen_use: idle,
+        } = from_properties("3", &desk(&far), None).expect("somebody");
         assert_eq!(
             (
                 login.user.as_str(),
@@ -289,13 +304,13 @@ mod tests {
         );
         assert_eq!(
             (login.at, remote, graphical, idle),
-            (Micros(5), true, true, Idle::Unknown)
+            (Micros(5), true, true, ScreenUse::Unknown)
         );
         assert_eq!(
-            of_properties("3", &desk(&[("Class", "greeter".into())]), None),
+            from_properties("3", &desk(&[("Class", "greeter".into())]), None),
             None
         );
-        assert_eq!(of_properties("3", &HashMap::new(), None), None);
+        assert_eq!(from_properties("3", &HashMap::new(), None), None);
     }
 
     /// The idle hint of a desktop determines the use of its screen; a locked screen counts as idle.
@@ -303,21 +318,24 @@ mod tests {
     fn idle_and_locked_hints_determine_screen_use() {
         let said =
             |hint: bool, since: u64| [("IdleHint", hint.into()), ("IdleSinceHint", since.into())];
-        assert_eq!(idle(&said(true, 70), None), Idle::Since(Micros(70)));
-        assert_eq!(idle(&said(false, 70), None), Idle::InUse);
+        assert_eq!(
+            idle(&said(true, 70), None),
+            ScreenUse::IdleSince(Micros(70))
+        );
+        assert_eq!(idle(&said(false, 70), None), ScreenUse::InUse);
         assert_eq!(
             idle(&said(false, 0), None),
-            Idle::Unknown,
+            ScreenUse::Unknown,
             "it has never said anything"
         );
-        assert_eq!(idle(&said(true, 0), None), Idle::Unknown);
+        assert_eq!(idle(&said(true, 0), None), ScreenUse::Unknown);
         assert_eq!(
             idle(&said(false, 70), Some(Micros(90))),
-            Idle::Since(Micros(90))
+            ScreenUse::IdleSince(Micros(90))
         );
         assert_eq!(
             idle(&said(true, 70), Some(Micros(90))),
-            Idle::Since(Micros(70))
+            ScreenUse::IdleSince(Micros(70))
         );
     }
 
@@ -329,9 +347,9 @@ mod tests {
             ("IdleSinceHint", "long ago".into()),
             ("Timestamp", true.into()),
         ];
-        assert_eq!(idle(&wrong, None), Idle::Unknown);
+        assert_eq!(idle(&wrong, None), ScreenUse::Unknown);
         assert_eq!(
-            of_properties("3", &desk(&[("Name", 7_u32.into())]), None),
+            from_properties("3", &desk(&[("Name", 7_u32.into())]), None),
             None
         );
     }

@@ -1,13 +1,13 @@
 //! `pvm-load-watcher`: tells the daemon of its host what guests may do there, and reports load and
 //! owner to the resource manager.
 
-mod boss;
+mod rm_link;
 mod watcher;
 
-use boss::Boss;
 use clap::Parser;
 use libpvm::Vm;
 use pvm_load_watcher::policy::Policy;
+use rm_link::RmSubscription;
 use sempa_proto::Tid;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -38,16 +38,16 @@ struct Args {
     #[arg(long, env = "SEMPA_UTMP", value_name = "FILE")]
     utmp: Option<PathBuf>,
     /// Folder with the sessions of systemd-logind.
-    #[arg(long, env = "SEMPA_SESSIONS", value_name = "DIR", default_value = pvm_load_watcher::senses::SESSIONS_DIR)]
+    #[arg(long, env = "SEMPA_SESSIONS", value_name = "DIR", default_value = pvm_load_watcher::probes::SESSIONS_DIR)]
     sessions: PathBuf,
     /// Address of the D-Bus bus of systemd-logind.
-    #[arg(long, env = "SEMPA_BUS", value_name = "ADDRESS", default_value = pvm_load_watcher::logind::BUS)]
+    #[arg(long, env = "SEMPA_BUS", value_name = "ADDRESS", default_value = pvm_load_watcher::logind::SYSTEM_BUS)]
     bus: String,
     /// Folder with the terminals.
-    #[arg(long, env = "SEMPA_TERMINALS", value_name = "DIR", default_value = pvm_load_watcher::senses::TERMINALS_DIR)]
+    #[arg(long, env = "SEMPA_TERMINALS", value_name = "DIR", default_value = pvm_load_watcher::probes::TERMINALS_DIR)]
     terminals: PathBuf,
     /// File with the interrupt counters.
-    #[arg(long, env = "SEMPA_INTERRUPTS", value_name = "FILE", default_value = pvm_load_watcher::senses::INTERRUPTS_FILE)]
+    #[arg(long, env = "SEMPA_INTERRUPTS", value_name = "FILE", default_value = pvm_load_watcher::probes::INTERRUPTS_FILE)]
     interrupts: PathBuf,
     /// File with the available memory, in the format of /proc/meminfo.
     #[arg(long, env = "SEMPA_MEMINFO", value_name = "FILE")]
@@ -56,15 +56,15 @@ struct Args {
     #[arg(long, env = "SEMPA_OWNER_POLICY", value_name = "FILE")]
     owner_policy: Option<PathBuf>,
     /// Policy of the administrator; it must belong to root unless the load watcher runs as root.
-    #[arg(long, env = "SEMPA_ADMIN_POLICY", value_name = "FILE", default_value = pvm_load_watcher::rules::ADMIN_FILE)]
+    #[arg(long, env = "SEMPA_ADMIN_POLICY", value_name = "FILE", default_value = pvm_load_watcher::host_policy::ADMIN_FILE)]
     admin_policy: PathBuf,
     /// Folder with what owners say with `pvm owner`; it must belong to root unless the load watcher
     /// runs as root.
-    #[arg(long, env = "SEMPA_OWNER_WORDS", value_name = "DIR", default_value = pvm_load_watcher::word::WORDS_DIR)]
+    #[arg(long, env = "SEMPA_OWNER_WORDS", value_name = "DIR", default_value = pvm_load_watcher::owner_override::OVERRIDES_DIR)]
     owner_words: PathBuf,
     /// Settings that the user of the virtual machine asks for where owner and administrator set
     /// nothing, in the format of a policy file, as 'leave_after = 30'.
-    #[arg(long, env = "SEMPA_GUEST_DEFAULTS", value_name = "SETTINGS", value_parser = parse_settings, default_value = "")]
+    #[arg(long, env = "SEMPA_GUEST_DEFAULTS", value_name = "SETTINGS", value_parser = parse_policy_settings, default_value = "")]
     guest_defaults: Policy,
 }
 
@@ -77,14 +77,14 @@ fn parse_tid(text: &str) -> Result<Tid, String> {
     tid.ok_or_else(|| format!("{text:?} is not the id of a task; it looks like t40002"))
 }
 
-fn parse_settings(text: &str) -> Result<Policy, String> {
+fn parse_policy_settings(text: &str) -> Result<Policy, String> {
     Policy::parse_own("settings", text).map_err(|error| error.to_string())
 }
 
 fn run(args: Args) -> anyhow::Result<()> {
     sempa_socket::take_short_turns();
     let vm = Vm::enroll()?;
-    let boss = Boss::follow(&vm, args.report_to)?;
+    let boss = RmSubscription::start(&vm, args.report_to)?;
     Watcher::new(vm, boss, args)?.run()
 }
 

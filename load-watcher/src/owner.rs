@@ -2,7 +2,7 @@
 //! with a confidence and a reason. Pure.
 //!
 //! Each source is available, or unavailable with a reason. An unavailable source counts neither for
-//! nor against the presence of an owner. [`Sense::verdict`] checks the signs in this order; the
+//! nor against the presence of an owner. [`OwnerDetector::verdict`] checks the signs in this order; the
 //! first that applies decides:
 //!
 //! 1. an owner's override "here": present;
@@ -15,8 +15,8 @@
 //! 6. high external load: possibly present;
 //! 7. otherwise absent.
 
-use crate::sessions::{Idle, Session, all_logins};
-use crate::word::{Said, State, Word};
+use crate::owner_override::{DeclaredPresence, OwnerOverride, Presence};
+use crate::sessions::{ScreenUse, Session, all_logins};
 use sempa_proto::Micros;
 use sempa_proto::load::{Login, OwnerVerdict};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,17 +24,17 @@ use std::path::Path;
 
 /// Time after input at keyboard or mouse during which a person without a login (at a greeter)
 /// counts as present.
-pub const KEYS_SPAN: Micros = Micros::from_secs(300);
+pub const GREETER_INPUT_WINDOW: Micros = Micros::from_secs(300);
 /// External load, in processors, from which somebody possibly uses the machine.
-pub const FOREIGN_HIGH: f32 = 0.5;
+pub const EXTERNAL_LOAD_HIGH: f32 = 0.5;
 /// External load, in processors, below which this ends again.
-pub const FOREIGN_LOW: f32 = 0.25;
+pub const EXTERNAL_LOAD_LOW: f32 = 0.25;
 /// Minimum age of an override that a logout ends, so that a user can set one and then log out.
-const JUST_SAID: Micros = Micros::from_secs(2);
+const OVERRIDE_LOGOUT_AGE_MIN: Micros = Micros::from_secs(2);
 
 /// Result of reading the login records.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Records {
+pub enum LoginRecords {
     /// Users who are logged in, earliest first.
     Logins(Vec<Login>),
     /// The file does not exist.
@@ -48,45 +48,45 @@ pub enum Records {
 pub enum Evidence<T> {
     Known(T),
     /// The source is unavailable, with the reason.
-    Missing(String),
+    Unavailable(String),
 }
 
 /// Use of keyboard and mouse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Keys {
+pub struct InputActivity {
     /// Time since when they are observed.
-    pub watched: Micros,
+    pub watched_since: Micros,
     /// Time of the last observed use.
-    pub used: Option<Micros>,
+    pub last_used: Option<Micros>,
 }
 
 /// An owner's override and its user.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Spoken {
+pub struct UserOverride {
     pub uid: u32,
     pub user: String,
-    pub word: Word,
+    pub owner_override: OwnerOverride,
 }
 
 /// All signs at one moment. Times are times of day.
 #[derive(Clone, Debug)]
-pub struct Signs<'a> {
+pub struct OwnerSigns<'a> {
     /// Path of the login records.
-    pub path: &'a Path,
-    pub records: &'a Records,
+    pub records_path: &'a Path,
+    pub records: &'a LoginRecords,
     /// Sessions that systemd-logind knows.
     pub sessions: &'a Evidence<Vec<Session>>,
     /// Why logind cannot be queried over D-Bus; the sessions then come from its files. `None` if
     /// they come from logind.
-    pub unasked: Option<&'a str>,
+    pub logind_error: Option<&'a str>,
     /// Time of the last input at the terminal of each login. A line is missing if its terminal
     /// cannot be examined.
-    pub typed: &'a BTreeMap<String, Micros>,
-    pub keys: &'a Evidence<Keys>,
+    pub terminal_input: &'a BTreeMap<String, Micros>,
+    pub input: &'a Evidence<InputActivity>,
     /// Mean number of processors that programs outside of the virtual machine use.
-    pub foreign: &'a Evidence<f32>,
+    pub external_load: &'a Evidence<f32>,
     /// Overrides of all users.
-    pub words: &'a [Spoken],
+    pub overrides: &'a [UserOverride],
     /// Users who count as owners in addition to root; `None` if all users do.
     pub owners: Option<&'a [String]>,
     /// Time without input after which a login counts as possibly absent.
@@ -95,7 +95,7 @@ pub struct Signs<'a> {
 
 /// The verdict on the owner with its explanation.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Sensed {
+pub struct OwnerAssessment {
     pub owner: OwnerVerdict,
     /// Confidence of the verdict in percent.
     pub confidence: u8,
@@ -109,19 +109,19 @@ pub struct Sensed {
 
 /// Derives verdicts, and remembers since when the current state holds.
 #[derive(Debug, Default)]
-pub struct Sense {
-    seen: Option<Micros>,
-    maybe: Option<Micros>,
-    left: Option<Micros>,
+pub struct OwnerDetector {
+    present_since: Option<Micros>,
+    maybe_since: Option<Micros>,
+    left_at: Option<Micros>,
     /// External load was high and has not been low since.
-    loaded: bool,
+    load_is_high: bool,
     visits: Option<BTreeSet<(String, Micros)>>,
     /// Overrides that a login or logout has ended: uid and time of each.
-    over: BTreeSet<(u32, Micros)>,
+    ended_overrides: BTreeSet<(u32, Micros)>,
 }
 
 /// Formats a time of day (UTC) for a sentence.
-pub fn clock(at: Micros) -> String {
+pub fn format_utc_time(at: Micros) -> String {
     let seconds = at.0 / 1_000_000 % 86_400;
     format!(
         "{:02}:{:02}:{:02} UTC",
@@ -132,7 +132,7 @@ pub fn clock(at: Micros) -> String {
 }
 
 /// Returns a phrase such as "alice is logged in on pts/3 from h9".
-fn logged_in(login: &Login) -> String {
+fn login_phrase(login: &Login) -> String {
     let from = if login.from.is_empty() {
         String::new()
     } else {
@@ -141,7 +141,7 @@ fn logged_in(login: &Login) -> String {
     format!("{} is logged in on {}{from}", login.user, login.line)
 }
 
-fn and_more(others: usize) -> String {
+fn others_suffix(others: usize) -> String {
     if others > 0 {
         format!(", and {others} more")
     } else {
@@ -150,78 +150,88 @@ fn and_more(others: usize) -> String {
 }
 
 /// Returns the users who are logged in according to the available sources, earliest first.
-pub fn logins(records: &Records, sessions: &Evidence<Vec<Session>>) -> Vec<Login> {
+pub fn merged_logins(records: &LoginRecords, sessions: &Evidence<Vec<Session>>) -> Vec<Login> {
     let records = match records {
-        Records::Logins(logins) => logins.as_slice(),
-        Records::Missing | Records::Unreadable(_) => &[],
+        LoginRecords::Logins(logins) => logins.as_slice(),
+        LoginRecords::Missing | LoginRecords::Unreadable(_) => &[],
     };
     let sessions = match sessions {
         Evidence::Known(sessions) => sessions.as_slice(),
-        Evidence::Missing(_) => &[],
+        Evidence::Unavailable(_) => &[],
     };
     all_logins(records, sessions)
 }
 
-impl Signs<'_> {
+impl OwnerSigns<'_> {
     /// Returns the time of the last input of a login; `None` if no source can tell. Input at a
     /// screen does not pass through the terminal of its session.
     fn last_input(&self, now: Micros, login: &Login) -> Option<Micros> {
         let Login { line, from, .. } = login;
         // A login record of a screen has the display or the terminal in its `from` field.
         let of_screen = line.starts_with(':') || from.starts_with(':') || from == line;
-        let keys = match self.keys {
+        let keys = match self.input {
             Evidence::Known(keys) if from.is_empty() || of_screen => {
-                Some(keys.used.unwrap_or(keys.watched))
+                Some(keys.last_used.unwrap_or(keys.watched_since))
             }
             _ => None,
         };
         let is_its =
             |s: &&Session| s.login.line == *line || (of_screen && s.login.user == login.user);
-        let session = self.screens().find(is_its);
-        let typed = self
-            .typed
+        let session = self.screen_sessions().find(is_its);
+        let terminal_input = self
+            .terminal_input
             .get(line)
             .copied()
             .filter(|_| !of_screen && session.is_none());
-        let told = match session.map(|s| s.idle) {
+        let desktop_input = match session.map(|s| s.screen_use) {
             // Some desktops never report idleness. Keyboard interrupts are more reliable if they
             // were ever observed.
-            Some(Idle::InUse)
-                if !matches!(self.keys, Evidence::Known(Keys { used: Some(_), .. })) =>
+            Some(ScreenUse::InUse)
+                if !matches!(
+                    self.input,
+                    Evidence::Known(InputActivity {
+                        last_used: Some(_),
+                        ..
+                    })
+                ) =>
             {
                 Some(now)
             }
-            Some(Idle::Since(at)) => Some(at),
-            Some(Idle::InUse | Idle::Unknown) | None => None,
+            Some(ScreenUse::IdleSince(at)) => Some(at),
+            Some(ScreenUse::InUse | ScreenUse::Unknown) | None => None,
         };
-        let last = typed.into_iter().chain(keys).chain(told).max()?;
+        let last = terminal_input
+            .into_iter()
+            .chain(keys)
+            .chain(desktop_input)
+            .max()?;
         Some(last.max(login.at))
     }
 
     /// Returns the sessions with a screen.
-    fn screens(&self) -> impl Iterator<Item = &Session> {
+    fn screen_sessions(&self) -> impl Iterator<Item = &Session> {
         let all = match self.sessions {
             Evidence::Known(sessions) => sessions.as_slice(),
-            Evidence::Missing(_) => &[],
+            Evidence::Unavailable(_) => &[],
         };
         all.iter().filter(|s| s.graphical)
     }
 
     /// Describes what desktops report about their screens.
-    fn screens_say(&self, now: Micros) -> String {
-        if let Some(why) = self.unasked {
+    fn describe_screens(&self, now: Micros) -> String {
+        if let Some(why) = self.logind_error {
             return format!("not available: {why}");
         }
-        let says = |s: &Session| match s.idle {
-            Idle::Unknown => format!("{} does not say", s.login.line),
-            Idle::InUse => format!("{} in use", s.login.line),
-            Idle::Since(at) => format!(
+        let says = |s: &Session| match s.screen_use {
+            ScreenUse::Unknown => format!("{} does not say", s.login.line),
+            ScreenUse::InUse => format!("{} in use", s.login.line),
+            ScreenUse::IdleSince(at) => format!(
                 "{} without input {} s",
                 s.login.line,
                 now.since(at).0 / 1_000_000
             ),
         };
-        let all: Vec<String> = self.screens().map(says).collect();
+        let all: Vec<String> = self.screen_sessions().map(says).collect();
         if all.is_empty() {
             "nobody has one".into()
         } else {
@@ -229,23 +239,24 @@ impl Signs<'_> {
         }
     }
 
-    fn may_speak(&self, spoken: &Spoken) -> bool {
+    fn counts_as_owner(&self, spoken: &UserOverride) -> bool {
         let named = |owners: &[String]| owners.contains(&spoken.user);
         spoken.uid == 0 || self.owners.is_none_or(named)
     }
 
     /// True if this user's override applies to the whole machine, not only to the user's own
     /// logins.
-    fn speaks_for_all(&self, spoken: &Spoken) -> bool {
+    fn covers_all_users(&self, spoken: &UserOverride) -> bool {
         spoken.uid == 0 || self.owners.is_some()
     }
 
     /// True if no source can tell who is logged in.
-    fn is_blind(&self) -> bool {
-        !matches!(self.records, Records::Logins(_)) && matches!(self.sessions, Evidence::Missing(_))
+    fn logins_unavailable(&self) -> bool {
+        !matches!(self.records, LoginRecords::Logins(_))
+            && matches!(self.sessions, Evidence::Unavailable(_))
     }
 
-    fn sources(&self, now: Micros, logins: &[Login]) -> Vec<(&'static str, String)> {
+    fn describe_sources(&self, now: Micros, logins: &[Login]) -> Vec<(&'static str, String)> {
         let count = |n: usize| {
             if n == 1 {
                 "1 login".to_string()
@@ -257,13 +268,16 @@ impl Signs<'_> {
         all.push((
             "logins",
             match self.records {
-                Records::Logins(list) => count(list.len()),
-                Records::Missing => {
-                    format!("not available: {} does not exist", self.path.display())
+                LoginRecords::Logins(list) => count(list.len()),
+                LoginRecords::Missing => {
+                    format!(
+                        "not available: {} does not exist",
+                        self.records_path.display()
+                    )
                 }
-                Records::Unreadable(why) => format!(
+                LoginRecords::Unreadable(why) => format!(
                     "not available: {} cannot be read: {why}",
-                    self.path.display()
+                    self.records_path.display()
                 ),
             },
         ));
@@ -271,11 +285,11 @@ impl Signs<'_> {
             "sessions",
             match self.sessions {
                 Evidence::Known(list) => format!("{} of people", list.len()),
-                Evidence::Missing(why) => format!("not available: {why}"),
+                Evidence::Unavailable(why) => format!("not available: {why}"),
             },
         ));
         let idle = |login: &Login| {
-            let last = self.typed.get(&login.line)?;
+            let last = self.terminal_input.get(&login.line)?;
             Some(format!(
                 "{} {} s",
                 login.line,
@@ -296,34 +310,44 @@ impl Signs<'_> {
                 format!("without input: {}", idle.join(", "))
             },
         ));
-        all.push(("screens", self.screens_say(now)));
+        all.push(("screens", self.describe_screens(now)));
         all.push((
             "keyboard and mouse",
-            match self.keys {
-                Evidence::Known(Keys { used: Some(at), .. }) => format!("last used {}", clock(*at)),
-                Evidence::Known(Keys { watched, .. }) => {
-                    format!("not used since {}", clock(*watched))
+            match self.input {
+                Evidence::Known(InputActivity {
+                    last_used: Some(at),
+                    ..
+                }) => format!("last used {}", format_utc_time(*at)),
+                Evidence::Known(InputActivity {
+                    watched_since: watched,
+                    ..
+                }) => {
+                    format!("not used since {}", format_utc_time(*watched))
                 }
-                Evidence::Missing(why) => format!("not available: {why}"),
+                Evidence::Unavailable(why) => format!("not available: {why}"),
             },
         ));
         all.push((
             "other programs",
-            match self.foreign {
+            match self.external_load {
                 Evidence::Known(cores) => format!("use {cores:.1} processors"),
-                Evidence::Missing(why) => format!("not available: {why}"),
+                Evidence::Unavailable(why) => format!("not available: {why}"),
             },
         ));
-        let say = |spoken: &Spoken| {
-            let Said { state, until, .. } = spoken.word.said?;
-            let said = if state == State::Here { "here" } else { "away" };
+        let say = |spoken: &UserOverride| {
+            let DeclaredPresence { state, until, .. } = spoken.owner_override.presence?;
+            let said = if state == Presence::Here {
+                "here"
+            } else {
+                "away"
+            };
             Some(format!(
                 "{} said {said:?}, until {}",
                 spoken.user,
-                clock(until)
+                format_utc_time(until)
             ))
         };
-        let words: Vec<String> = self.words.iter().filter_map(say).collect();
+        let words: Vec<String> = self.overrides.iter().filter_map(say).collect();
         all.push((
             "owner's word",
             if words.is_empty() {
@@ -337,7 +361,7 @@ impl Signs<'_> {
 }
 
 /// A verdict without the remembered times.
-enum Found {
+enum Finding {
     Present {
         since: Option<Micros>,
         confidence: u8,
@@ -354,22 +378,23 @@ enum Found {
     },
 }
 
-impl Sense {
+impl OwnerDetector {
     /// Returns the verdict at `now` (time of day).
-    pub fn verdict(&mut self, now: Micros, signs: &Signs<'_>) -> Sensed {
-        let all = logins(signs.records, signs.sessions);
-        self.end_words(now, signs, &all);
-        let valid = |s: &&Spoken| {
-            let said = s.word.said.as_ref();
-            let over = |said: &Said| self.over.contains(&(s.uid, said.at));
-            signs.may_speak(s)
-                && said.is_some_and(|said| now < said.until && !(said.visit && over(said)))
+    pub fn verdict(&mut self, now: Micros, signs: &OwnerSigns<'_>) -> OwnerAssessment {
+        let all = merged_logins(signs.records, signs.sessions);
+        self.expire_overrides(now, signs, &all);
+        let valid = |s: &&UserOverride| {
+            let said = s.owner_override.presence.as_ref();
+            let over = |said: &DeclaredPresence| self.ended_overrides.contains(&(s.uid, said.at));
+            signs.counts_as_owner(s)
+                && said
+                    .is_some_and(|said| now < said.until && !(said.ends_with_visit && over(said)))
         };
-        let words: Vec<&Spoken> = signs.words.iter().filter(valid).collect();
-        let found = self.find(now, signs, &all, &words);
-        let (owner, confidence, why) = self.remember(now, found);
-        let sources = signs.sources(now, &all);
-        Sensed {
+        let words: Vec<&UserOverride> = signs.overrides.iter().filter(valid).collect();
+        let found = self.assess(now, signs, &all, &words);
+        let (owner, confidence, why) = self.apply_finding(now, found);
+        let sources = signs.describe_sources(now, &all);
+        OwnerAssessment {
             owner,
             confidence,
             why,
@@ -379,7 +404,7 @@ impl Sense {
     }
 
     /// Ends overrides: a login that is later than an override ends it, and so does a logout.
-    fn end_words(&mut self, now: Micros, signs: &Signs<'_>, logins: &[Login]) {
+    fn expire_overrides(&mut self, now: Micros, signs: &OwnerSigns<'_>, logins: &[Login]) {
         let visits: BTreeSet<(String, Micros)> =
             logins.iter().map(|l| (l.line.clone(), l.at)).collect();
         let left = self
@@ -387,70 +412,85 @@ impl Sense {
             .as_ref()
             .is_some_and(|before| before.iter().any(|visit| !visits.contains(visit)));
         let newest = logins.iter().map(|l| l.at).max();
-        let said = |s: &Spoken| Some((s.uid, s.word.said?));
-        let known: Vec<(u32, Said)> = signs.words.iter().filter_map(said).collect();
+        let said = |s: &UserOverride| Some((s.uid, s.owner_override.presence?));
+        let known: Vec<(u32, DeclaredPresence)> = signs.overrides.iter().filter_map(said).collect();
         // Forget ended overrides that no longer exist.
-        self.over
+        self.ended_overrides
             .retain(|(uid, at)| known.iter().any(|(u, said)| (u, said.at) == (uid, *at)));
         for (uid, said) in known {
             let came = newest.is_some_and(|at| at > said.at);
-            if came || (left && now.since(said.at) > JUST_SAID) {
-                self.over.insert((uid, said.at));
+            if came || (left && now.since(said.at) > OVERRIDE_LOGOUT_AGE_MIN) {
+                self.ended_overrides.insert((uid, said.at));
             }
         }
         self.visits = Some(visits);
     }
 
-    fn find(&mut self, now: Micros, signs: &Signs<'_>, all: &[Login], words: &[&Spoken]) -> Found {
-        let here = |s: &&Spoken| {
+    fn assess(
+        &mut self,
+        now: Micros,
+        signs: &OwnerSigns<'_>,
+        all: &[Login],
+        words: &[&UserOverride],
+    ) -> Finding {
+        let here = |s: &&UserOverride| {
             Some((
                 s.user.clone(),
-                s.word.said.filter(|said| said.state == State::Here)?,
+                s.owner_override
+                    .presence
+                    .filter(|said| said.state == Presence::Here)?,
             ))
         };
-        if let Some((user, Said { at, until, .. })) = words.iter().find_map(here) {
+        if let Some((user, DeclaredPresence { at, until, .. })) = words.iter().find_map(here) {
             let why = format!(
                 "{user} said \"here\" at {}, until {}",
-                clock(at),
-                clock(until)
+                format_utc_time(at),
+                format_utc_time(until)
             );
-            return Found::Present {
+            return Finding::Present {
                 since: Some(at),
                 confidence: 100,
                 why,
             };
         }
-        let away: Vec<&Spoken> = words
+        let away: Vec<&UserOverride> = words
             .iter()
-            .filter(|s| s.word.said.is_some_and(|said| said.state == State::Away))
+            .filter(|s| {
+                s.owner_override
+                    .presence
+                    .is_some_and(|said| said.state == Presence::Away)
+            })
             .copied()
             .collect();
-        let hidden = |login: &Login| {
+        let is_hidden = |login: &Login| {
             away.iter()
-                .any(|s| signs.speaks_for_all(s) || s.user == login.user)
+                .any(|s| signs.covers_all_users(s) || s.user == login.user)
         };
-        let logins: Vec<&Login> = all.iter().filter(|login| !hidden(login)).collect();
-        if let Some(found) = at_the_machine(now, signs, &logins) {
+        let logins: Vec<&Login> = all.iter().filter(|login| !is_hidden(login)).collect();
+        if let Some(found) = active_login(now, signs, &logins) {
             return found;
         }
         if let (Some(spoken), true) = (away.first(), logins.is_empty()) {
             let until = spoken
-                .word
-                .said
-                .map(|said| clock(said.until))
+                .owner_override
+                .presence
+                .map(|said| format_utc_time(said.until))
                 .unwrap_or_default();
             let why = format!("{} said \"away\", until {until}", spoken.user);
-            return Found::Absent {
+            return Finding::Absent {
                 confidence: 100,
                 why,
             };
         }
-        if let Evidence::Known(Keys { used: Some(at), .. }) = signs.keys
+        if let Evidence::Known(InputActivity {
+            last_used: Some(at),
+            ..
+        }) = signs.input
             && logins.is_empty()
-            && now.since(*at) < KEYS_SPAN
+            && now.since(*at) < GREETER_INPUT_WINDOW
         {
             let why = "somebody uses keyboard or mouse and is not logged in".to_string();
-            return Found::Present {
+            return Finding::Present {
                 since: None,
                 confidence: 85,
                 why,
@@ -463,46 +503,46 @@ impl Sense {
         {
             let why = format!(
                 "{}, without input since {}",
-                logged_in(logins[0]),
-                clock(last)
+                login_phrase(logins[0]),
+                format_utc_time(last)
             );
             let hours = u8::try_from(now.since(last).0 / 3_600_000_000).unwrap_or(u8::MAX);
             let confidence = 60 - hours.saturating_mul(5).min(40);
-            return Found::Maybe {
+            return Finding::Maybe {
                 since: Some(last),
                 confidence,
-                why: why + &and_more(logins.len() - 1),
+                why: why + &others_suffix(logins.len() - 1),
             };
         }
-        if let Evidence::Known(cores) = signs.foreign {
-            self.loaded = *cores
-                >= if self.loaded {
-                    FOREIGN_LOW
+        if let Evidence::Known(cores) = signs.external_load {
+            self.load_is_high = *cores
+                >= if self.load_is_high {
+                    EXTERNAL_LOAD_LOW
                 } else {
-                    FOREIGN_HIGH
+                    EXTERNAL_LOAD_HIGH
                 };
-            if self.loaded {
+            if self.load_is_high {
                 let halves = (cores * 2.0).round().max(1.0) / 2.0;
                 let why = format!("programs that are not ours use about {halves:.1} processors");
-                return Found::Maybe {
+                return Finding::Maybe {
                     since: None,
                     confidence: 50,
                     why,
                 };
             }
         }
-        nobody(signs)
+        absent(signs)
     }
 
-    fn remember(&mut self, now: Micros, found: Found) -> (OwnerVerdict, u8, String) {
+    fn apply_finding(&mut self, now: Micros, found: Finding) -> (OwnerVerdict, u8, String) {
         match found {
-            Found::Present {
+            Finding::Present {
                 since,
                 confidence,
                 why,
             } => {
-                self.maybe = None;
-                let seen = *self.seen.get_or_insert(now);
+                self.maybe_since = None;
+                let seen = *self.present_since.get_or_insert(now);
                 (
                     OwnerVerdict::Present {
                         since: since.unwrap_or(seen),
@@ -512,13 +552,16 @@ impl Sense {
                     why,
                 )
             }
-            Found::Maybe {
+            Finding::Maybe {
                 since,
                 confidence,
                 why,
             } => {
-                self.left = self.seen.take().map_or(self.left, |_| Some(now));
-                let first = *self.maybe.get_or_insert(now);
+                self.left_at = self
+                    .present_since
+                    .take()
+                    .map_or(self.left_at, |_| Some(now));
+                let first = *self.maybe_since.get_or_insert(now);
                 (
                     OwnerVerdict::Maybe {
                         since: since.unwrap_or(first),
@@ -527,17 +570,24 @@ impl Sense {
                     why,
                 )
             }
-            Found::Absent { confidence, why } => {
-                let was_there = self.seen.take().is_some() | self.maybe.take().is_some();
-                self.left = if was_there { Some(now) } else { self.left };
-                (OwnerVerdict::Absent { since: self.left }, confidence, why)
+            Finding::Absent { confidence, why } => {
+                let was_there =
+                    self.present_since.take().is_some() | self.maybe_since.take().is_some();
+                self.left_at = if was_there { Some(now) } else { self.left_at };
+                (
+                    OwnerVerdict::Absent {
+                        since: self.left_at,
+                    },
+                    confidence,
+                    why,
+                )
             }
         }
     }
 }
 
 /// Returns a finding if a user is logged in and not idle.
-fn at_the_machine(now: Micros, signs: &Signs<'_>, logins: &[&Login]) -> Option<Found> {
+fn active_login(now: Micros, signs: &OwnerSigns<'_>, logins: &[&Login]) -> Option<Finding> {
     let idle = |login: &Login| signs.last_input(now, login).map(|at| now.since(at));
     let active = |login: &&&Login| idle(login).is_none_or(|span| span < signs.idle_after);
     let first = logins.iter().find(active)?;
@@ -548,35 +598,37 @@ fn at_the_machine(now: Micros, signs: &Signs<'_>, logins: &[&Login]) -> Option<F
     };
     let why = format!(
         "{} since {}{}",
-        logged_in(first),
-        clock(first.at),
-        and_more(logins.len() - 1)
+        login_phrase(first),
+        format_utc_time(first.at),
+        others_suffix(logins.len() - 1)
     );
-    Some(Found::Present {
+    Some(Finding::Present {
         since: Some(first.at),
         confidence,
         why,
     })
 }
 
-fn nobody(signs: &Signs<'_>) -> Found {
-    if !signs.is_blind() {
-        let confidence = if matches!(signs.keys, Evidence::Known(_)) {
+fn absent(signs: &OwnerSigns<'_>) -> Finding {
+    if !signs.logins_unavailable() {
+        let confidence = if matches!(signs.input, Evidence::Known(_)) {
             95
         } else {
             90
         };
-        return Found::Absent {
+        return Finding::Absent {
             confidence,
             why: "nobody is logged in".into(),
         };
     }
-    let path = signs.path.display();
+    let path = signs.records_path.display();
     let why = match signs.records {
-        Records::Unreadable(why) => format!("logins are unknown: {path} cannot be read: {why}"),
+        LoginRecords::Unreadable(why) => {
+            format!("logins are unknown: {path} cannot be read: {why}")
+        }
         _ => format!("nobody is logged in: {path} does not exist"),
     };
-    Found::Absent {
+    Finding::Absent {
         confidence: 50,
         why,
     }

@@ -18,13 +18,13 @@ fn login(user: &str, line: &str, at: u64) -> Login {
 /// The signs of one test case.
 #[derive(Debug)]
 struct Scene {
-    records: Records,
+    records: LoginRecords,
     sessions: Evidence<Vec<Session>>,
     unasked: Option<String>,
     typed: BTreeMap<String, Micros>,
-    keys: Evidence<Keys>,
+    keys: Evidence<InputActivity>,
     foreign: Evidence<f32>,
-    words: Vec<Spoken>,
+    words: Vec<UserOverride>,
     owners: Option<Vec<String>>,
 }
 
@@ -32,50 +32,50 @@ impl Scene {
     fn with(logins: Vec<Login>) -> Scene {
         let missing = || "not looked at".to_string();
         Scene {
-            records: Records::Logins(logins),
-            sessions: Evidence::Missing(missing()),
+            records: LoginRecords::Logins(logins),
+            sessions: Evidence::Unavailable(missing()),
             unasked: Some(missing()),
             typed: BTreeMap::new(),
-            keys: Evidence::Missing(missing()),
-            foreign: Evidence::Missing(missing()),
+            keys: Evidence::Unavailable(missing()),
+            foreign: Evidence::Unavailable(missing()),
             words: Vec::new(),
             owners: None,
         }
     }
 
-    fn at(&self, sense: &mut Sense, seconds: u64) -> Sensed {
-        let signs = Signs {
-            path: Path::new("/x/utmp"),
+    fn verdict_with(&self, sense: &mut OwnerDetector, seconds: u64) -> OwnerAssessment {
+        let signs = OwnerSigns {
+            records_path: Path::new("/x/utmp"),
             records: &self.records,
             sessions: &self.sessions,
-            unasked: self.unasked.as_deref(),
-            typed: &self.typed,
-            keys: &self.keys,
-            foreign: &self.foreign,
-            words: &self.words,
+            logind_error: self.unasked.as_deref(),
+            terminal_input: &self.typed,
+            input: &self.keys,
+            external_load: &self.foreign,
+            overrides: &self.words,
             owners: self.owners.as_deref(),
             idle_after: QUARTER,
         };
         sense.verdict(Micros::from_secs(seconds), &signs)
     }
 
-    fn once(&self, seconds: u64) -> Sensed {
-        self.at(&mut Sense::default(), seconds)
+    fn verdict_at(&self, seconds: u64) -> OwnerAssessment {
+        self.verdict_with(&mut OwnerDetector::default(), seconds)
     }
 }
 
-fn spoken(uid: u32, user: &str, state: State, at: u64, until: u64) -> Spoken {
-    let said = Said {
+fn spoken(uid: u32, user: &str, state: Presence, at: u64, until: u64) -> UserOverride {
+    let said = DeclaredPresence {
         state,
         at: Micros::from_secs(at),
         until: Micros::from_secs(until),
-        visit: true,
+        ends_with_visit: true,
     };
-    Spoken {
+    UserOverride {
         uid,
         user: user.into(),
-        word: Word {
-            said: Some(said),
+        owner_override: OwnerOverride {
+            presence: Some(said),
             policy: Policy::default(),
         },
     }
@@ -84,9 +84,9 @@ fn spoken(uid: u32, user: &str, state: State, at: u64, until: u64) -> Spoken {
 /// The verdict contains the start of the visit while it lasts, and its end afterwards.
 #[test]
 fn verdict_keeps_start_and_end_of_visit() {
-    let mut sense = Sense::default();
+    let mut sense = OwnerDetector::default();
     let mut at = |now: u64, logins: Vec<Login>| {
-        let sensed = Scene::with(logins).at(&mut sense, now);
+        let sensed = Scene::with(logins).verdict_with(&mut sense, now);
         (sensed.owner, sensed.why)
     };
     assert_eq!(
@@ -129,18 +129,18 @@ fn verdict_keeps_start_and_end_of_visit() {
 #[test]
 fn missing_login_records_mean_absent_with_reason() {
     let sensed = Scene {
-        records: Records::Missing,
+        records: LoginRecords::Missing,
         ..Scene::with(Vec::new())
     }
-    .once(1);
+    .verdict_at(1);
     assert_eq!(sensed.owner, OwnerVerdict::Absent { since: None });
     assert_eq!(sensed.why, "nobody is logged in: /x/utmp does not exist");
-    let denied = Records::Unreadable("permission denied".into());
+    let denied = LoginRecords::Unreadable("permission denied".into());
     let sensed = Scene {
         records: denied,
         ..Scene::with(Vec::new())
     }
-    .once(1);
+    .verdict_at(1);
     assert_eq!(
         sensed.why,
         "logins are unknown: /x/utmp cannot be read: permission denied"
@@ -149,18 +149,18 @@ fn missing_login_records_mean_absent_with_reason() {
     // If systemd keeps sessions, no login record is needed.
     let sessions = Evidence::Known(Vec::new());
     let sensed = Scene {
-        records: Records::Missing,
+        records: LoginRecords::Missing,
         sessions,
         ..Scene::with(Vec::new())
     }
-    .once(1);
+    .verdict_at(1);
     assert_eq!(
         (sensed.why.as_str(), sensed.confidence),
         ("nobody is logged in", 90)
     );
 }
 
-fn at_a_screen(user: &str, at: u64) -> Session {
+fn screen_session(user: &str, at: u64) -> Session {
     let login = Login {
         from: String::new(),
         ..login(user, "tty2", at)
@@ -169,7 +169,7 @@ fn at_a_screen(user: &str, at: u64) -> Session {
         login,
         remote: false,
         graphical: true,
-        idle: Idle::Unknown,
+        screen_use: ScreenUse::Unknown,
     }
 }
 
@@ -177,20 +177,20 @@ fn at_a_screen(user: &str, at: u64) -> Session {
 #[test]
 fn screen_logins_ignore_terminal_input() {
     let mut scene = Scene {
-        sessions: Evidence::Known(vec![at_a_screen("olga", 50)]),
+        sessions: Evidence::Known(vec![screen_session("olga", 50)]),
         ..Scene::with(Vec::new())
     };
     scene.typed.insert("tty2".into(), Micros::from_secs(50));
     assert!(
-        matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }),
+        matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Present { .. }),
         "nobody can tell whether she is idle"
     );
-    scene.keys = Evidence::Known(Keys {
-        watched: Micros::from_secs(60),
-        used: None,
+    scene.keys = Evidence::Known(InputActivity {
+        watched_since: Micros::from_secs(60),
+        last_used: None,
     });
     assert!(matches!(
-        scene.once(90_000).owner,
+        scene.verdict_at(90_000).owner,
         OwnerVerdict::Maybe { .. }
     ));
     // The same from login records alone, as display managers write them.
@@ -201,15 +201,15 @@ fn screen_logins_ignore_terminal_input() {
         }]);
         scene.typed.insert(line.into(), Micros::from_secs(50));
         assert!(
-            matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }),
+            matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Present { .. }),
             "{line} {from}"
         );
-        scene.keys = Evidence::Known(Keys {
-            watched: Micros::from_secs(60),
-            used: Some(Micros::from_secs(89_000)),
+        scene.keys = Evidence::Known(InputActivity {
+            watched_since: Micros::from_secs(60),
+            last_used: Some(Micros::from_secs(89_000)),
         });
         assert!(
-            matches!(scene.once(91_000).owner, OwnerVerdict::Maybe { .. }),
+            matches!(scene.verdict_at(91_000).owner, OwnerVerdict::Maybe { .. }),
             "{line} {from}"
         );
     }
@@ -217,10 +217,10 @@ fn screen_logins_ignore_terminal_input() {
 
 /// Returns a scene with Olga at a screen whose desktop reports this idle state. Keyboard and mouse
 /// have no observable interrupts.
-fn whose_desktop_says(idle: Idle) -> Scene {
+fn scene_with_desktop(idle: ScreenUse) -> Scene {
     let session = Session {
-        idle,
-        ..at_a_screen("olga", 50)
+        screen_use: idle,
+        ..screen_session("olga", 50)
     };
     Scene {
         sessions: Evidence::Known(vec![session]),
@@ -232,13 +232,13 @@ fn whose_desktop_says(idle: Idle) -> Scene {
 /// A desktop that reports an idle screen determines since when its user may be absent.
 #[test]
 fn idle_desktop_reports_start_of_idle_time() {
-    let mut sense = Sense::default();
-    let scene = whose_desktop_says(Idle::Since(Micros::from_secs(80_000)));
+    let mut sense = OwnerDetector::default();
+    let scene = scene_with_desktop(ScreenUse::IdleSince(Micros::from_secs(80_000)));
     assert!(matches!(
-        scene.at(&mut sense, 80_000 + 899).owner,
+        scene.verdict_with(&mut sense, 80_000 + 899).owner,
         OwnerVerdict::Present { .. }
     ));
-    let idle = scene.at(&mut sense, 80_000 + 900);
+    let idle = scene.verdict_with(&mut sense, 80_000 + 900);
     assert_eq!(
         idle.owner,
         OwnerVerdict::Maybe {
@@ -251,7 +251,7 @@ fn idle_desktop_reports_start_of_idle_time() {
         "{:?}",
         idle.sources
     );
-    let back = whose_desktop_says(Idle::InUse).at(&mut sense, 90_000);
+    let back = scene_with_desktop(ScreenUse::InUse).verdict_with(&mut sense, 90_000);
     assert!(
         matches!(back.owner, OwnerVerdict::Present { .. }),
         "{back:?}"
@@ -262,11 +262,11 @@ fn idle_desktop_reports_start_of_idle_time() {
         ..login("olga", ":0", 50)
     };
     let scene = Scene {
-        records: Records::Logins(vec![record]),
+        records: LoginRecords::Logins(vec![record]),
         ..scene
     };
     assert!(matches!(
-        scene.once(90_000).owner,
+        scene.verdict_at(90_000).owner,
         OwnerVerdict::Maybe { .. }
     ));
 }
@@ -275,21 +275,21 @@ fn idle_desktop_reports_start_of_idle_time() {
 /// it.
 #[test]
 fn observed_keys_override_screen_in_use() {
-    let mut scene = whose_desktop_says(Idle::InUse);
+    let mut scene = scene_with_desktop(ScreenUse::InUse);
     let keys = |used| {
-        Evidence::Known(Keys {
-            watched: Micros::from_secs(60),
-            used,
+        Evidence::Known(InputActivity {
+            watched_since: Micros::from_secs(60),
+            last_used: used,
         })
     };
     scene.keys = keys(None);
     assert!(
-        matches!(scene.once(90_000).owner, OwnerVerdict::Present { .. }),
+        matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Present { .. }),
         "her keyboard may be another one"
     );
     scene.keys = keys(Some(Micros::from_secs(70_000)));
     assert!(
-        matches!(scene.once(90_000).owner, OwnerVerdict::Maybe { .. }),
+        matches!(scene.verdict_at(90_000).owner, OwnerVerdict::Maybe { .. }),
         "it is this one, and her desktop is never idle"
     );
 }
@@ -297,12 +297,12 @@ fn observed_keys_override_screen_in_use() {
 /// A session without a login record is enough for a present owner.
 #[test]
 fn session_without_record_counts_as_present() {
-    let desk = at_a_screen("olga", 50);
+    let desk = screen_session("olga", 50);
     let scene = Scene {
         sessions: Evidence::Known(vec![desk]),
         ..Scene::with(Vec::new())
     };
-    let sensed = scene.once(60);
+    let sensed = scene.verdict_at(60);
     assert!(
         matches!(sensed.owner, OwnerVerdict::Present { .. }),
         "{sensed:?}"
@@ -313,16 +313,15 @@ fn session_without_record_counts_as_present() {
 /// A login without input for a quarter of an hour counts as possibly absent, and as present again
 /// at the first key.
 #[test]
-fn idle_login_is_maybe_until_first_key()
-{
+fn idle_login_is_maybe_until_first_key() {
     let mut scene = Scene::with(vec![login("alice", "pts/3", 1000)]);
     scene.typed.insert("pts/3".into(), Micros::from_secs(2000));
-    let mut sense = Sense::default();
+    let mut sense = OwnerDetector::default();
     assert!(matches!(
-        scene.at(&mut sense, 2000 + 899).owner,
+        scene.verdict_with(&mut sense, 2000 + 899).owner,
         OwnerVerdict::Present { .. }
     ));
-    let idle = scene.at(&mut sense, 2000 + 900);
+    let idle = scene.verdict_with(&mut sense, 2000 + 900);
     assert_eq!(
         idle.owner,
         OwnerVerdict::Maybe {
@@ -334,13 +333,13 @@ fn idle_login_is_maybe_until_first_key()
         "alice is logged in on pts/3 from h9, without input since 00:33:20 UTC"
     );
     assert!(
-        scene.at(&mut sense, 2000 + 20_000).confidence < idle.confidence,
+        scene.verdict_with(&mut sense, 2000 + 20_000).confidence < idle.confidence,
         "it gets less likely"
     );
     scene
         .typed
         .insert("pts/3".into(), Micros::from_secs(30_000));
-    let back = scene.at(&mut sense, 30_001);
+    let back = scene.verdict_with(&mut sense, 30_001);
     let (since, seen) = (Micros::from_secs(1000), Micros::from_secs(30_001));
     assert_eq!(back.owner, OwnerVerdict::Present { since, seen });
     assert_eq!(back.confidence, 99);
@@ -355,40 +354,40 @@ fn keys_count_for_local_logins_and_greeter() {
     };
     let mut scene = Scene::with(vec![local]);
     assert_eq!(
-        scene.once(90_000).confidence,
+        scene.verdict_at(90_000).confidence,
         90,
         "nobody can tell how long she is idle"
     );
-    scene.keys = Evidence::Known(Keys {
-        watched: Micros::from_secs(1000),
-        used: None,
+    scene.keys = Evidence::Known(InputActivity {
+        watched_since: Micros::from_secs(1000),
+        last_used: None,
     });
     assert!(matches!(
-        scene.once(90_000).owner,
+        scene.verdict_at(90_000).owner,
         OwnerVerdict::Maybe { .. }
     ));
-    scene.keys = Evidence::Known(Keys {
-        watched: Micros::from_secs(1000),
-        used: Some(Micros::from_secs(89_990)),
+    scene.keys = Evidence::Known(InputActivity {
+        watched_since: Micros::from_secs(1000),
+        last_used: Some(Micros::from_secs(89_990)),
     });
     assert!(matches!(
-        scene.once(90_000).owner,
+        scene.verdict_at(90_000).owner,
         OwnerVerdict::Present { .. }
     ));
-    scene.records = Records::Logins(Vec::new());
+    scene.records = LoginRecords::Logins(Vec::new());
     assert!(matches!(
-        scene.once(90_000).owner,
+        scene.verdict_at(90_000).owner,
         OwnerVerdict::Present { .. }
     ));
     assert!(matches!(
-        scene.once(89_990 + 300).owner,
+        scene.verdict_at(89_990 + 300).owner,
         OwnerVerdict::Absent { .. }
     ));
     // A user who is logged in over the network does not touch this keyboard.
-    scene.records = Records::Logins(vec![login("alice", "pts/3", 1000)]);
+    scene.records = LoginRecords::Logins(vec![login("alice", "pts/3", 1000)]);
     scene.typed.insert("pts/3".into(), Micros::from_secs(1000));
     assert!(matches!(
-        scene.once(90_000).owner,
+        scene.verdict_at(90_000).owner,
         OwnerVerdict::Maybe { .. }
     ));
 }
@@ -397,7 +396,7 @@ fn keys_count_for_local_logins_and_greeter() {
 #[test]
 fn external_load_is_maybe_until_low_again() {
     let mut scene = Scene::with(Vec::new());
-    let mut sense = Sense::default();
+    let mut sense = OwnerDetector::default();
     for (cores, maybe) in [
         (0.4, false),
         (0.6, true),
@@ -406,7 +405,7 @@ fn external_load_is_maybe_until_low_again() {
         (0.4, false),
     ] {
         scene.foreign = Evidence::Known(cores);
-        let sensed = scene.at(&mut sense, 10);
+        let sensed = scene.verdict_with(&mut sense, 10);
         assert_eq!(
             matches!(sensed.owner, OwnerVerdict::Maybe { .. }),
             maybe,
@@ -415,7 +414,7 @@ fn external_load_is_maybe_until_low_again() {
     }
     scene.foreign = Evidence::Known(1.4);
     assert_eq!(
-        scene.once(1).why,
+        scene.verdict_at(1).why,
         "programs that are not ours use about 1.5 processors"
     );
 }
@@ -424,8 +423,8 @@ fn external_load_is_maybe_until_low_again() {
 #[test]
 fn override_beats_all_signs_until_it_expires() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
-    scene.words = vec![spoken(5, "olga", State::Away, 2000, 3000)];
-    let away = scene.once(2500);
+    scene.words = vec![spoken(5, "olga", Presence::Away, 2000, 3000)];
+    let away = scene.verdict_at(2500);
     assert!(
         matches!(away.owner, OwnerVerdict::Absent { .. }),
         "{away:?}"
@@ -435,12 +434,12 @@ fn override_beats_all_signs_until_it_expires() {
         (100, "olga said \"away\", until 00:50:00 UTC")
     );
     assert!(
-        matches!(scene.once(3000).owner, OwnerVerdict::Present { .. }),
+        matches!(scene.verdict_at(3000).owner, OwnerVerdict::Present { .. }),
         "its time is over"
     );
     scene = Scene::with(Vec::new());
-    scene.words = vec![spoken(5, "olga", State::Here, 2000, 3000)];
-    let here = scene.once(2500);
+    scene.words = vec![spoken(5, "olga", Presence::Here, 2000, 3000)];
+    let here = scene.verdict_at(2500);
     assert_eq!(here.confidence, 100);
     assert!(
         matches!(
@@ -453,7 +452,7 @@ fn override_beats_all_signs_until_it_expires() {
         "{here:?}"
     );
     assert!(matches!(
-        scene.once(3000).owner,
+        scene.verdict_at(3000).owner,
         OwnerVerdict::Absent { .. }
     ));
 }
@@ -462,38 +461,38 @@ fn override_beats_all_signs_until_it_expires() {
 #[test]
 fn override_ends_with_login_or_logout() {
     let mut scene = Scene::with(vec![login("olga", "pts/3", 1000)]);
-    scene.words = vec![spoken(5, "olga", State::Away, 2000, 9000)];
-    let mut sense = Sense::default();
+    scene.words = vec![spoken(5, "olga", Presence::Away, 2000, 9000)];
+    let mut sense = OwnerDetector::default();
     assert!(matches!(
-        scene.at(&mut sense, 2100).owner,
+        scene.verdict_with(&mut sense, 2100).owner,
         OwnerVerdict::Absent { .. }
     ));
-    scene.records = Records::Logins(vec![
+    scene.records = LoginRecords::Logins(vec![
         login("olga", "pts/3", 1000),
         login("olga", "pts/4", 2200),
     ]);
     assert!(matches!(
-        scene.at(&mut sense, 2201).owner,
+        scene.verdict_with(&mut sense, 2201).owner,
         OwnerVerdict::Present { .. }
     ));
-    let mut sense = Sense::default();
-    scene.records = Records::Logins(vec![login("olga", "pts/3", 1000)]);
-    scene.words = vec![spoken(5, "olga", State::Here, 2000, 9000)];
+    let mut sense = OwnerDetector::default();
+    scene.records = LoginRecords::Logins(vec![login("olga", "pts/3", 1000)]);
+    scene.words = vec![spoken(5, "olga", Presence::Here, 2000, 9000)];
     assert!(matches!(
-        scene.at(&mut sense, 2100).owner,
+        scene.verdict_with(&mut sense, 2100).owner,
         OwnerVerdict::Present { .. }
     ));
-    scene.records = Records::Logins(Vec::new());
+    scene.records = LoginRecords::Logins(Vec::new());
     assert!(matches!(
-        scene.at(&mut sense, 2200).owner,
+        scene.verdict_with(&mut sense, 2200).owner,
         OwnerVerdict::Absent { .. }
     ));
     // An override set with `--for` does not end with a visit.
-    if let Some(said) = &mut scene.words[0].word.said {
-        said.visit = false;
+    if let Some(said) = &mut scene.words[0].owner_override.presence {
+        said.ends_with_visit = false;
     }
     assert!(matches!(
-        scene.at(&mut sense, 2300).owner,
+        scene.verdict_with(&mut sense, 2300).owner,
         OwnerVerdict::Present { .. }
     ));
 }
@@ -506,22 +505,22 @@ fn away_hides_own_logins_unless_named_owner() {
         login("olga", "pts/3", 1000),
         login("bob", "pts/4", 1000),
     ]);
-    scene.words = vec![spoken(5, "olga", State::Away, 2000, 9000)];
-    let sensed = scene.once(2100);
+    scene.words = vec![spoken(5, "olga", Presence::Away, 2000, 9000)];
+    let sensed = scene.verdict_at(2100);
     assert!(sensed.why.starts_with("bob is logged in"), "{sensed:?}");
     scene.owners = Some(vec!["olga".into()]);
     assert!(matches!(
-        scene.once(2100).owner,
+        scene.verdict_at(2100).owner,
         OwnerVerdict::Absent { .. }
     ));
     scene.owners = Some(vec!["bob".into()]);
     assert!(
-        matches!(scene.once(2100).owner, OwnerVerdict::Present { .. }),
+        matches!(scene.verdict_at(2100).owner, OwnerVerdict::Present { .. }),
         "olga's word does not count"
     );
-    scene.words = vec![spoken(0, "root", State::Away, 2000, 9000)];
+    scene.words = vec![spoken(0, "root", Presence::Away, 2000, 9000)];
     assert!(
-        matches!(scene.once(2100).owner, OwnerVerdict::Absent { .. }),
+        matches!(scene.verdict_at(2100).owner, OwnerVerdict::Absent { .. }),
         "root's always does"
     );
 }
@@ -529,7 +528,7 @@ fn away_hides_own_logins_unless_named_owner() {
 /// The assessment describes every source.
 #[test]
 fn every_source_is_described() {
-    let sensed = Scene::with(vec![login("olga", "pts/3", 1000)]).once(2000);
+    let sensed = Scene::with(vec![login("olga", "pts/3", 1000)]).verdict_at(2000);
     let names: Vec<&str> = sensed.sources.iter().map(|(name, _)| *name).collect();
     assert_eq!(
         names,
@@ -573,9 +572,9 @@ fn any_scene() -> impl Strategy<Value = Scene> {
     let desk = prop::option::of((
         0_u64..5000,
         prop_oneof![
-            Just(Idle::Unknown),
-            Just(Idle::InUse),
-            (0_u64..30_000).prop_map(|at| Idle::Since(Micros::from_secs(at)))
+            Just(ScreenUse::Unknown),
+            Just(ScreenUse::InUse),
+            (0_u64..30_000).prop_map(|at| ScreenUse::IdleSince(Micros::from_secs(at)))
         ],
     ));
     let all = (
@@ -600,31 +599,31 @@ fn any_scene() -> impl Strategy<Value = Scene> {
             logins.push(one);
         }
         scene.records = match kind {
-            0 => Records::Missing,
-            1 => Records::Unreadable("no".into()),
-            _ => Records::Logins(logins),
+            0 => LoginRecords::Missing,
+            1 => LoginRecords::Unreadable("no".into()),
+            _ => LoginRecords::Logins(logins),
         };
         if let Some((at, idle)) = desk {
             scene.sessions = Evidence::Known(vec![Session {
-                idle,
-                ..at_a_screen("u9", at)
+                screen_use: idle,
+                ..screen_session("u9", at)
             }]);
         }
         if let Some((watched, used)) = keys {
             let used = used.map(Micros::from_secs);
-            scene.keys = Evidence::Known(Keys {
-                watched: Micros::from_secs(watched),
-                used,
+            scene.keys = Evidence::Known(InputActivity {
+                watched_since: Micros::from_secs(watched),
+                last_used: used,
             });
         }
         if let Some(cores) = foreign {
             scene.foreign = Evidence::Known(cores);
         }
         if let Some((here, at, span, visit, uid)) = word {
-            let state = if here { State::Here } else { State::Away };
+            let state = if here { Presence::Here } else { Presence::Away };
             let mut one = spoken(uid, &format!("u{uid}"), state, at, at + span);
-            if let Some(said) = &mut one.word.said {
-                said.visit = visit;
+            if let Some(said) = &mut one.owner_override.presence {
+                said.ends_with_visit = visit;
             }
             scene.words = vec![one];
         }
@@ -636,7 +635,7 @@ proptest! {
     /// Every verdict has a reason, a confidence of at most 100 %, and no time in the future.
     #[test]
     fn verdicts_are_well_formed(scene in any_scene(), now in 5000_u64..20_000) {
-        let sensed = scene.once(now);
+        let sensed = scene.verdict_at(now);
         prop_assert!(sensed.confidence <= 100 && !sensed.why.is_empty() && sensed.why.lines().count() == 1);
         let now = Micros::from_secs(now);
         match sensed.owner {
@@ -651,16 +650,16 @@ proptest! {
     fn additional_login_never_lowers_verdict(mut scene in any_scene(), now in 5000_u64..20_000) {
         scene.words.clear();
         scene.records = match scene.records {
-            Records::Logins(logins) => Records::Logins(logins),
-            _ => Records::Logins(Vec::new()),
+            LoginRecords::Logins(logins) => LoginRecords::Logins(logins),
+            _ => LoginRecords::Logins(Vec::new()),
         };
         // Input of a person at the greeter would be attributed to the user who is logged in.
-        scene.keys = Evidence::Missing("not looked at".into());
-        let before = rank(&scene.once(now).owner);
-        if let Records::Logins(logins) = &mut scene.records {
+        scene.keys = Evidence::Unavailable("not looked at".into());
+        let before = rank(&scene.verdict_at(now).owner);
+        if let LoginRecords::Logins(logins) = &mut scene.records {
             logins.push(login("zoe", "pts/9", 4000));
         }
-        prop_assert!(rank(&scene.once(now).owner) >= before);
+        prop_assert!(rank(&scene.verdict_at(now).owner) >= before);
     }
 
     /// Without new signs the verdict never changes towards present.
@@ -668,14 +667,14 @@ proptest! {
     fn time_alone_never_raises_verdict(scene in any_scene(), now in 9000_u64..20_000, more in 0_u64..20_000) {
         let mut scene = scene;
         scene.words.clear();
-        prop_assert!(rank(&scene.once(now + more).owner) <= rank(&scene.once(now).owner));
+        prop_assert!(rank(&scene.verdict_at(now + more).owner) <= rank(&scene.verdict_at(now).owner));
     }
 
     /// The same signs at the same time give the same verdict.
     #[test]
     fn equal_signs_give_equal_verdicts(scene in any_scene(), now in 5000_u64..20_000) {
-        let mut sense = Sense::default();
-        let first = scene.at(&mut sense, now);
-        prop_assert_eq!(scene.at(&mut sense, now), first);
+        let mut sense = OwnerDetector::default();
+        let first = scene.verdict_with(&mut sense, now);
+        prop_assert_eq!(scene.verdict_with(&mut sense, now), first);
     }
 }

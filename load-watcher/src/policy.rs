@@ -2,8 +2,8 @@
 //! machine, and the rules for merging them. Pure.
 //!
 //! - Setting by setting, the owner's value wins over the administrator's, and the administrator's
-//!   over the user's ([`Merged::or`]).
-//! - Several owners have equal rights, so the most restrictive value wins ([`Merged::and`]).
+//!   over the user's ([`MergedPolicy::fill_from`]).
+//! - Several owners have equal rights, so the most restrictive value wins ([`MergedPolicy::restrict_by`]).
 //! - A malformed text is refused with the line of its error.
 
 use crate::hours::Hours;
@@ -19,18 +19,18 @@ use toml::Spanned;
 /// Maximum size of a policy file in bytes.
 pub const POLICY_BYTES_MAX: usize = 64 << 10;
 /// Maximum number of entries of one list in a policy file.
-pub const ENTRIES_MAX: usize = 256;
+pub const LIST_ENTRIES_MAX: usize = 256;
 /// Maximum number of entries of a list that several owners' lists were merged into.
-const JOINED_MAX: usize = 4 * ENTRIES_MAX;
+const UNION_ENTRIES_MAX: usize = 4 * LIST_ENTRIES_MAX;
 /// Longest allowed `leave_after`, in seconds: a day.
 pub const LEAVE_AFTER_S_MAX: u64 = 86_400;
 /// Default for `idle_after_min`: minutes without input after which a login counts as idle.
-pub const IDLE_AFTER_MIN: u32 = 15;
+pub const DEFAULT_IDLE_AFTER_MIN: u32 = 15;
 
 /// An amount of memory. In a file it is a number of bytes, or a text with the suffix K, M, G or T.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "NumberOrText")]
-pub struct Size(pub u64);
+pub struct MemorySize(pub u64);
 
 /// When guests must leave after they are no longer welcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -51,29 +51,32 @@ enum NumberOrText {
     Text(String),
 }
 
-impl FromStr for Size {
+impl FromStr for MemorySize {
     type Err = String;
 
-    fn from_str(text: &str) -> Result<Size, String> {
+    fn from_str(text: &str) -> Result<MemorySize, String> {
         let wrong = || format!("{text:?} is no amount of memory; it looks like \"4G\" or \"512M\"");
         let (digits, shift) = memory_parts(text).ok_or_else(wrong)?;
         let number: u64 = digits.parse().map_err(|_| wrong())?;
-        number.checked_mul(1 << shift).map(Size).ok_or_else(wrong)
+        number
+            .checked_mul(1 << shift)
+            .map(MemorySize)
+            .ok_or_else(wrong)
     }
 }
 
-impl TryFrom<NumberOrText> for Size {
+impl TryFrom<NumberOrText> for MemorySize {
     type Error = String;
 
-    fn try_from(value: NumberOrText) -> Result<Size, String> {
+    fn try_from(value: NumberOrText) -> Result<MemorySize, String> {
         match value {
-            NumberOrText::Number(bytes) => Ok(Size(bytes)),
+            NumberOrText::Number(bytes) => Ok(MemorySize(bytes)),
             NumberOrText::Text(text) => text.parse(),
         }
     }
 }
 
-impl fmt::Display for Size {
+impl fmt::Display for MemorySize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let units = [(40, "T"), (30, "G"), (20, "M"), (10, "K")];
         let whole = units
@@ -129,9 +132,11 @@ pub struct BlockedUser {
     /// Login name, or uid as text.
     pub name: String,
     /// File and line of the entry.
-    pub place: String,
+    #[serde(rename = "place")]
+    pub source: String,
     /// Byte offset of the entry in its file.
-    at: usize,
+    #[serde(rename = "at")]
+    offset: usize,
 }
 
 impl From<Spanned<NumberOrText>> for BlockedUser {
@@ -143,8 +148,8 @@ impl From<Spanned<NumberOrText>> for BlockedUser {
         };
         BlockedUser {
             name,
-            place: String::new(),
-            at,
+            source: String::new(),
+            offset: at,
         }
     }
 }
@@ -170,7 +175,7 @@ pub struct Policy {
     /// Maximum number of guest tasks, and of processors that they use together.
     pub cores: Option<u32>,
     /// Memory that guests must leave free.
-    pub memory_free: Option<Size>,
+    pub memory_free: Option<MemorySize>,
     /// Nice level of guests, 0 to 19.
     pub nice: Option<u8>,
     /// When guests leave that are no longer welcome; until then they are paused.
@@ -196,7 +201,7 @@ pub struct PolicyError {
 
 impl PolicyError {
     /// Converts an error of the TOML parser in this text.
-    pub(crate) fn of(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
+    pub(crate) fn from_toml(file: &str, text: &str, error: &toml::de::Error) -> PolicyError {
         let reason = error
             .message()
             .lines()
@@ -212,7 +217,7 @@ impl PolicyError {
 }
 
 /// Returns the line in which a key is set, starting at 1; 1 if there is no such line.
-pub(crate) fn line_with(text: &str, key: &str) -> usize {
+pub(crate) fn line_of_key(text: &str, key: &str) -> usize {
     let is = |l: &str| {
         l.trim_start()
             .strip_prefix(key)
@@ -239,16 +244,16 @@ impl Policy {
             ));
         }
         let mut policy: Policy =
-            toml::from_str(text).map_err(|error| PolicyError::of(file, text, &error))?;
+            toml::from_str(text).map_err(|error| PolicyError::from_toml(file, text, &error))?;
         let users = policy
             .blocked
             .iter_mut()
             .flat_map(|blocked| &mut blocked.users)
             .flatten();
-        users.for_each(|user| user.place = format!("{file}:{}", line_of(text, user.at)));
+        users.for_each(|user| user.source = format!("{file}:{}", line_of(text, user.offset)));
         policy
-            .check()
-            .map_err(|(key, reason)| refused(line_with(text, key), reason))?;
+            .validate()
+            .map_err(|(key, reason)| refused(line_of_key(text, key), reason))?;
         Ok(policy)
     }
 
@@ -264,7 +269,7 @@ impl Policy {
         let reason = "owners: only the administrator's file may say whose word counts".to_string();
         Err(PolicyError {
             file: file.to_string(),
-            line: line_with(text, "owners"),
+            line: line_of_key(text, "owners"),
             reason,
         })
     }
@@ -275,7 +280,7 @@ impl Policy {
     }
 
     /// Checks what the types cannot express. The error names the key.
-    fn check(&self) -> Result<(), (&'static str, String)> {
+    fn validate(&self) -> Result<(), (&'static str, String)> {
         if let Some(nice) = self.nice.filter(|nice| *nice > 19) {
             return Err(("nice", format!("nice = {nice}: the highest level is 19")));
         }
@@ -289,15 +294,18 @@ impl Policy {
         ];
         match lists
             .iter()
-            .find(|(_, len)| len.is_some_and(|len| len > ENTRIES_MAX))
+            .find(|(_, len)| len.is_some_and(|len| len > LIST_ENTRIES_MAX))
         {
-            Some((key, _)) => Err((key, format!("{key} has more than {ENTRIES_MAX} entries"))),
+            Some((key, _)) => Err((
+                key,
+                format!("{key} has more than {LIST_ENTRIES_MAX} entries"),
+            )),
             None => Ok(()),
         }
     }
 
     /// Returns the settings that are present: their names and their values as in a policy file.
-    fn settings(&self) -> BTreeMap<&'static str, String> {
+    fn to_settings(&self) -> BTreeMap<&'static str, String> {
         let quoted = |list: Vec<String>| format!("[{}]", list.join(", "));
         let words =
             |list: &Vec<String>| quoted(list.iter().map(|word| format!("{word:?}")).collect());
@@ -337,36 +345,38 @@ impl Policy {
 
 /// A merged policy, with the origin of each setting.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Merged {
+pub struct MergedPolicy {
     pub policy: Policy,
     /// Name of each setting, its value as in a policy file, and its origin.
     pub settings: Vec<(&'static str, String, String)>,
 }
 
-impl Merged {
+impl MergedPolicy {
     /// Merges policies, each given with its origin. The first policy that has a setting determines
     /// it.
-    pub fn of<'a>(policies: impl IntoIterator<Item = (String, &'a Policy)>) -> Merged {
+    pub fn from_priority_list<'a>(
+        policies: impl IntoIterator<Item = (String, &'a Policy)>,
+    ) -> MergedPolicy {
         policies
             .into_iter()
-            .fold(Merged::default(), |before, (from, policy)| {
-                before.or(Merged::one(from, policy.clone()))
+            .fold(MergedPolicy::default(), |before, (from, policy)| {
+                before.fill_from(MergedPolicy::from_single(from, policy.clone()))
             })
     }
 
     /// Converts one policy whose settings all have the same origin.
-    fn one(from: String, policy: Policy) -> Merged {
+    fn from_single(from: String, policy: Policy) -> MergedPolicy {
         let settings = policy
-            .settings()
+            .to_settings()
             .into_iter()
             .map(|(name, value)| (name, value, from.clone()))
             .collect();
-        Merged { policy, settings }
+        MergedPolicy { policy, settings }
     }
 
     /// Adds the settings of `next` that are absent here.
-    pub fn or(self, next: Merged) -> Merged {
-        let Merged {
+    pub fn fill_from(self, next: MergedPolicy) -> MergedPolicy {
+        let MergedPolicy {
             policy,
             mut settings,
         } = self;
@@ -386,10 +396,10 @@ impl Merged {
             idle_after_min,
             blocked,
         } = next.policy;
-        let mut both = policy.blocked.unwrap_or_default();
+        let mut merged_blocked = policy.blocked.unwrap_or_default();
         let blocked = blocked.unwrap_or_default();
-        both.programs = both.programs.or(blocked.programs);
-        both.users = both.users.or(blocked.users);
+        merged_blocked.programs = merged_blocked.programs.or(blocked.programs);
+        merged_blocked.users = merged_blocked.users.or(blocked.users);
         let policy = Policy {
             owners: policy.owners.or(owners),
             never: policy.never.or(never),
@@ -400,14 +410,14 @@ impl Merged {
             leave_after: policy.leave_after.or(leave_after),
             then: policy.then.or(then),
             idle_after_min: policy.idle_after_min.or(idle_after_min),
-            blocked: Some(both),
+            blocked: Some(merged_blocked),
         };
-        Merged { policy, settings }
+        MergedPolicy { policy, settings }
     }
 
     /// Merges the policies of two owners with equal rights: the more restrictive value of each
     /// setting wins. Of the ways to leave, the one that frees the machine most surely wins.
-    pub fn and(self, other: Merged) -> Merged {
+    pub fn restrict_by(self, other: MergedPolicy) -> MergedPolicy {
         let (a, b) = (self.policy, other.policy);
         let blocked = (a.blocked.unwrap_or_default(), b.blocked.unwrap_or_default());
         let sooner = |after: &LeaveAfter| match after {
@@ -420,28 +430,30 @@ impl Merged {
             Leave::Move => 0,
         };
         let policy = Policy {
-            owners: joined(a.owners, b.owners),
-            never: joined(a.never, b.never),
+            owners: union(a.owners, b.owners),
+            never: union(a.never, b.never),
             // A truncated list allows fewer hours than both policies, never more.
-            only: both(a.only, b.only, |a, b| {
+            only: combine(a.only, b.only, |a, b| {
                 a.iter()
-                    .flat_map(|a| b.iter().flat_map(|b| a.and(b)))
-                    .take(ENTRIES_MAX)
+                    .flat_map(|a| b.iter().flat_map(|b| a.intersection(b)))
+                    .take(LIST_ENTRIES_MAX)
                     .collect()
             }),
-            cores: both(a.cores, b.cores, |a, b| a.min(b)),
-            memory_free: both(a.memory_free, b.memory_free, |a, b| Size(a.0.max(b.0))),
-            nice: both(a.nice, b.nice, |a, b| a.max(b)),
+            cores: combine(a.cores, b.cores, |a, b| a.min(b)),
+            memory_free: combine(a.memory_free, b.memory_free, |a, b| {
+                MemorySize(a.0.max(b.0))
+            }),
+            nice: combine(a.nice, b.nice, |a, b| a.max(b)),
             leave_after: a
                 .leave_after
                 .into_iter()
                 .chain(b.leave_after)
                 .min_by_key(sooner),
             then: a.then.into_iter().chain(b.then).max_by_key(surer),
-            idle_after_min: both(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
+            idle_after_min: combine(a.idle_after_min, b.idle_after_min, |a, b| a.max(b)),
             blocked: Some(Blocked {
-                programs: joined(blocked.0.programs, blocked.1.programs),
-                users: joined(blocked.0.users, blocked.1.users),
+                programs: union(blocked.0.programs, blocked.1.programs),
+                users: union(blocked.0.users, blocked.1.users),
             }),
         };
         let said: Vec<(&str, String, String)> =
@@ -463,13 +475,13 @@ impl Merged {
             let from = from(name, &value);
             (name, value, from)
         };
-        let settings = policy.settings().into_iter().map(with_from).collect();
-        Merged { policy, settings }
+        let settings = policy.to_settings().into_iter().map(with_from).collect();
+        MergedPolicy { policy, settings }
     }
 }
 
 /// Combines two values with `of` if both are present; otherwise returns the one that is.
-fn both<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
+fn combine<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
     match (a, b) {
         (Some(a), Some(b)) => Some(of(a, b)),
         (a, b) => a.or(b),
@@ -477,11 +489,11 @@ fn both<T>(a: Option<T>, b: Option<T>, of: impl Fn(T, T) -> T) -> Option<T> {
 }
 
 /// Returns the union of two lists.
-fn joined<T: PartialEq>(a: Option<Vec<T>>, b: Option<Vec<T>>) -> Option<Vec<T>> {
-    both(a, b, |mut a, b| {
+fn union<T: PartialEq>(a: Option<Vec<T>>, b: Option<Vec<T>>) -> Option<Vec<T>> {
+    combine(a, b, |mut a, b| {
         let new: Vec<T> = b.into_iter().filter(|one| !a.contains(one)).collect();
         a.extend(new);
-        a.truncate(JOINED_MAX);
+        a.truncate(UNION_ENTRIES_MAX);
         a
     })
 }
@@ -498,7 +510,8 @@ mod tests {
     #[test]
     fn example_policy_covers_all_settings() {
         let policy = Policy::parse("owner.toml", EXAMPLE).expect("the example is good");
-        let said = Merged::of([("the example".to_string(), &policy)]).settings;
+        let said =
+            MergedPolicy::from_priority_list([("the example".to_string(), &policy)]).settings;
         let names: Vec<&str> = said.iter().map(|(name, ..)| *name).collect();
         let all = [
             "blocked.programs",
@@ -520,7 +533,7 @@ mod tests {
             .collect();
         let whole = Policy::parse("owner.toml", &uncommented)
             .expect("what is commented out is good as well");
-        let mut every: Vec<&str> = Merged::of([(String::new(), &whole)])
+        let mut every: Vec<&str> = MergedPolicy::from_priority_list([(String::new(), &whole)])
             .settings
             .iter()
             .map(|(name, ..)| *name)
@@ -572,7 +585,7 @@ mod tests {
             let told = error.to_string();
             assert!(told.contains(reason) && told.lines().count() == 1, "{told}");
         }
-        let long = format!("never = [{}]", "\"1-2\",".repeat(ENTRIES_MAX + 1));
+        let long = format!("never = [{}]", "\"1-2\",".repeat(LIST_ENTRIES_MAX + 1));
         assert!(Policy::parse("o.toml", &long).is_err());
         assert!(Policy::parse("o.toml", &"#".repeat(POLICY_BYTES_MAX + 1)).is_err());
     }
@@ -583,7 +596,10 @@ mod tests {
         let parse = |text: &str| Policy::parse("x", text).expect("good");
         let owner = parse("never = [\"9-17\"]\n[blocked]\nusers = [\"bob\"]");
         let admin = parse("never = []\ncores = 2\n[blocked]\nprograms = [\"miner\"]\nusers = []");
-        let merged = Merged::of([("owner".to_string(), &owner), ("admin".to_string(), &admin)]);
+        let merged = MergedPolicy::from_priority_list([
+            ("owner".to_string(), &owner),
+            ("admin".to_string(), &admin),
+        ]);
         assert_eq!(merged.policy.never, owner.never);
         assert_eq!(merged.policy.cores, Some(2));
         let blocked = merged.policy.blocked.expect("said");
@@ -591,7 +607,7 @@ mod tests {
             .users
             .iter()
             .flatten()
-            .map(|user| (user.name.as_str(), user.place.as_str()))
+            .map(|user| (user.name.as_str(), user.source.as_str()))
             .collect();
         assert_eq!(users, [("bob", "x:3")]);
         assert_eq!(blocked.programs, Some(vec!["miner".to_string()]));
@@ -612,13 +628,16 @@ mod tests {
     #[test]
     fn most_restrictive_owner_wins_per_setting() {
         let one = |from: &str, text: &str| {
-            Merged::of([(from.to_string(), &Policy::parse("x", text).expect("good"))])
+            MergedPolicy::from_priority_list([(
+                from.to_string(),
+                &Policy::parse("x", text).expect("good"),
+            )])
         };
         let olga = "only = [\"mon-fri 18-8\"]\ncores = 3\nnice = 5\nleave_after = \"never\"\nmemory_free = \"2G\"\n\
                     [blocked]\nusers = [\"bob\"]";
         let otto = "only = [\"mon,tue\"]\nnever = [\"12-13\"]\ncores = 2\nleave_after = 60\nmemory_free = \"1G\"\n\
                     then = \"kill\"\n[blocked]\nusers = [\"eve\", \"bob\"]";
-        let both = one("olga", olga).and(one("otto", otto));
+        let both = one("olga", olga).restrict_by(one("otto", otto));
         let told = |name: &str| {
             let found = both.settings.iter().find(|(known, ..)| *known == name);
             found
@@ -643,14 +662,14 @@ mod tests {
     fn blocked_users_keep_their_file_and_line() {
         let text = "nice = 1\n[blocked]\nusers = [\"bob\", 1007,\n  \"1008\",\n\n  \"eve\"]\n";
         let policy = Policy::parse("o.toml", text).expect("good");
-        let settings = policy.settings();
+        let settings = policy.to_settings();
         let users = policy
             .blocked
             .and_then(|blocked| blocked.users)
             .expect("said");
         let said: Vec<String> = users
             .into_iter()
-            .map(|user| format!("{} {}", user.place, user.name))
+            .map(|user| format!("{} {}", user.source, user.name))
             .collect();
         assert_eq!(
             said,
@@ -686,13 +705,13 @@ mod tests {
     #[test]
     fn memory_sizes_are_parsed_and_formatted() {
         for (text, bytes) in [("4G", 4 << 30), ("512M", 512 << 20), ("7", 7), ("0", 0)] {
-            assert_eq!(text.parse(), Ok(Size(bytes)));
-            assert_eq!(Size(bytes).to_string(), text);
+            assert_eq!(text.parse(), Ok(MemorySize(bytes)));
+            assert_eq!(MemorySize(bytes).to_string(), text);
         }
         assert!(
-            "G".parse::<Size>().is_err()
-                && "".parse::<Size>().is_err()
-                && "99999999999999T".parse::<Size>().is_err()
+            "G".parse::<MemorySize>().is_err()
+                && "".parse::<MemorySize>().is_err()
+                && "99999999999999T".parse::<MemorySize>().is_err()
         );
     }
 

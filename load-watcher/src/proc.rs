@@ -42,7 +42,7 @@ pub fn read<'a>(file: &File, text: &'a mut [u8]) -> io::Result<&'a [u8]> {
     }
 }
 
-fn number<T: FromStr>(word: &[u8]) -> Option<T> {
+fn parse_number<T: FromStr>(word: &[u8]) -> Option<T> {
     std::str::from_utf8(word).ok()?.parse().ok()
 }
 
@@ -54,7 +54,7 @@ fn split_line(text: &[u8]) -> (&[u8], &[u8]) {
 
 /// Returns the number at the beginning and the text after it. Leading spaces are skipped. The first
 /// word must be a number as a whole.
-fn leading(text: &[u8]) -> Option<(u64, &[u8])> {
+fn leading_number(text: &[u8]) -> Option<(u64, &[u8])> {
     let text = text.trim_ascii_start();
     let len = text
         .iter()
@@ -76,29 +76,29 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
 }
 
 /// Iterates over the numbers at the beginning of a text.
-pub fn numbers(text: &[u8]) -> impl Iterator<Item = u64> {
-    words(text).map_while(number)
+pub fn leading_numbers(text: &[u8]) -> impl Iterator<Item = u64> {
+    words(text).map_while(parse_number)
 }
 
 /// Returns the number after `name` at the beginning of a line.
-pub fn field(text: &[u8], name: &[u8]) -> Option<u64> {
+pub fn named_number(text: &[u8], name: &[u8]) -> Option<u64> {
     lines(text).find_map(|line| {
         let rest = line
             .strip_prefix(name)
             .filter(|rest| rest.first().is_some_and(u8::is_ascii_whitespace))?;
-        Some(leading(rest)?.0)
+        Some(leading_number(rest)?.0)
     })
 }
 
 /// Returns the CPU time in microseconds from `cpu.stat` of a version 2 control group.
-pub fn group_used(text: &[u8]) -> Option<u64> {
-    field(text, b"usage_usec")
+pub fn group_cpu_time(text: &[u8]) -> Option<u64> {
+    named_number(text, b"usage_usec")
 }
 
 /// Returns the processor limit from `cpu.max` of a version 2 control group; `None` if there is
 /// none.
 pub fn quota_v2(text: &[u8]) -> Option<f32> {
-    let mut numbers = numbers(text);
+    let mut numbers = leading_numbers(text);
     let (quota, period) = (
         numbers.next()?,
         numbers.next().filter(|period| *period > 0)?,
@@ -108,7 +108,7 @@ pub fn quota_v2(text: &[u8]) -> Option<f32> {
 
 /// Returns the times of all processors together and the number of online processors, from
 /// /proc/stat.
-pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
+pub fn cpu_times(text: &[u8]) -> Option<(CpuTimes, u32)> {
     let (first, mut rest) = split_line(text);
     let mut fields = first.strip_prefix(b"cpu ")?;
     // Fields: user nice system idle iowait irq softirq steal. The guest times after them are part
@@ -116,7 +116,7 @@ pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
     let mut times = CpuTimes::default();
     let mut count = 0;
     while count < 8 && !fields.trim_ascii_start().is_empty() {
-        let (ticks, behind) = leading(fields)?;
+        let (ticks, behind) = leading_number(fields)?;
         let time = ticks.checked_mul(TICK_US)?;
         times.total = times.total.checked_add(time)?;
         if count == 3 || count == 4 {
@@ -135,22 +135,22 @@ pub fn stat(text: &[u8]) -> Option<(CpuTimes, u32)> {
 /// Returns the load average over one minute and the number of runnable threads, from /proc/loadavg.
 pub fn loadavg(text: &[u8]) -> Option<(f32, u32)> {
     let mut fields = words(text);
-    let load1: f32 = number(fields.next()?)?;
-    let running = number(fields.nth(2)?.split(|b| *b == b'/').next()?)?;
+    let load1: f32 = parse_number(fields.next()?)?;
+    let running = parse_number(fields.nth(2)?.split(|b| *b == b'/').next()?)?;
     (load1.is_finite() && load1 >= 0.0).then_some((load1, running))
 }
 
 /// Returns the memory that is available without swapping, in bytes, from /proc/meminfo.
 pub fn available_bytes(text: &[u8]) -> Option<u64> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"MemAvailable:"))?;
-    leading(line)?.0.checked_mul(1024)
+    leading_number(line)?.0.checked_mul(1024)
 }
 
 /// Returns the share of time in which a task waited for a processor, averaged over ten seconds,
 /// from /proc/pressure/cpu.
 pub fn pressure(text: &[u8]) -> Option<f32> {
     let line = lines(text).find_map(|l| l.strip_prefix(b"some "))?;
-    let percent: f32 = number(words(line).find_map(|w| w.strip_prefix(b"avg10="))?)?;
+    let percent: f32 = parse_number(words(line).find_map(|w| w.strip_prefix(b"avg10="))?)?;
     percent
         .is_finite()
         .then_some((percent / 100.0).clamp(0.0, 1.0))
@@ -158,7 +158,7 @@ pub fn pressure(text: &[u8]) -> Option<f32> {
 
 /// CPU use of one process, from /proc/PID/stat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Used {
+pub struct ProcessUsage {
     /// Clock ticks used by all its threads, and by children for which it has waited.
     pub ticks: u64,
     /// Start time in clock ticks since boot.
@@ -166,7 +166,7 @@ pub struct Used {
 }
 
 /// Parses CPU use and start time in /proc/PID/stat.
-pub fn used(text: &[u8]) -> Option<Used> {
+pub fn process_usage(text: &[u8]) -> Option<ProcessUsage> {
     // The program's name may contain any character, including brackets.
     let mut rest = &text[text.iter().rposition(|b| *b == b')')? + 1..];
     // The state, one letter, follows the name.
@@ -176,11 +176,11 @@ pub fn used(text: &[u8]) -> Option<Used> {
         // Fields may be negative; the fields that are used are not.
         rest = rest.trim_ascii_start();
         rest = rest.strip_prefix(b"-").unwrap_or(rest);
-        let (value, behind) = leading(rest)?;
+        let (value, behind) = leading_number(rest)?;
         match at {
             14..=17 => ticks = ticks.checked_add(value)?,
             22 => {
-                return Some(Used {
+                return Some(ProcessUsage {
                     ticks,
                     started: value,
                 });
@@ -192,7 +192,7 @@ pub fn used(text: &[u8]) -> Option<Used> {
 }
 
 /// Words that identify interrupt lines of keyboards and pointing devices.
-const KEY_WORDS: [&[u8]; 6] = [
+const INPUT_DEVICE_WORDS: [&[u8]; 6] = [
     b"i8042",
     b"keyboard",
     b"mouse",
@@ -203,18 +203,18 @@ const KEY_WORDS: [&[u8]; 6] = [
 
 /// Returns the number of interrupts of keyboards and mice from /proc/interrupts; `None` if there is
 /// no such line. Devices on a USB bus have no lines of their own.
-pub fn key_interrupts(text: &[u8]) -> Option<u64> {
+pub fn input_interrupts(text: &[u8]) -> Option<u64> {
     let is_key = |line: &&[u8]| {
         let has = |word: &[u8]| {
             line.windows(word.len())
                 .any(|part| part.eq_ignore_ascii_case(word))
         };
-        KEY_WORDS.iter().any(|word| has(word))
+        INPUT_DEVICE_WORDS.iter().any(|word| has(word))
     };
     let count = |line: &[u8]| {
         let at = line.iter().position(|b| *b == b':')?;
         let (mut sum, mut rest) = (0_u64, &line[at + 1..]);
-        while let Some((value, behind)) = leading(rest) {
+        while let Some((value, behind)) = leading_number(rest) {
             (sum, rest) = (sum.wrapping_add(value), behind);
         }
         Some(sum)
@@ -236,15 +236,15 @@ mod tests {
     /// The CPU time of a control group is parsed.
     #[test]
     fn group_cpu_time_is_parsed() {
-        assert_eq!(group_used(b"usage_usec 7\nuser_usec 1\n"), Some(7));
-        assert_eq!(group_used(b"user_usec 1\n"), None);
+        assert_eq!(group_cpu_time(b"usage_usec 7\nuser_usec 1\n"), Some(7));
+        assert_eq!(group_cpu_time(b"user_usec 1\n"), None);
     }
 
     /// Files with known content give their numbers.
     #[test]
     fn known_files_are_parsed() {
         assert_eq!(
-            stat(STAT),
+            cpu_times(STAT),
             Some((
                 CpuTimes {
                     total: 10_100_000,
@@ -265,7 +265,7 @@ mod tests {
     /// `busy_since` returns the used share of the elapsed time, even if the idle time decreases.
     #[test]
     fn busy_is_share_of_elapsed_time() {
-        let (before, _) = stat(STAT).expect("a good file");
+        let (before, _) = cpu_times(STAT).expect("a good file");
         let after = CpuTimes {
             total: before.total + 200,
             idle: before.idle + 50,
@@ -286,14 +286,14 @@ mod tests {
         let stat =
             b"7 (a) b) (c) S 1 7 7 0 -1 4194560 100 200 0 0 11 22 33 44 20 0 1 0 5678 1000 2 18446744073709551615 1 1";
         assert_eq!(
-            used(stat),
-            Some(Used {
+            process_usage(stat),
+            Some(ProcessUsage {
                 ticks: 110,
                 started: 5678
             })
         );
-        assert_eq!(used(b"7 (x) S 1 2 3"), None);
-        assert_eq!(used(b"7 x S 1 2 3"), None);
+        assert_eq!(process_usage(b"7 (x) S 1 2 3"), None);
+        assert_eq!(process_usage(b"7 x S 1 2 3"), None);
     }
 
     /// Interrupts of keyboards and mice are summed over all lines and processors.
@@ -302,12 +302,12 @@ mod tests {
         let text = b"           CPU0       CPU1\n  1:          9         11   IO-APIC   1-edge      i8042\n\
             12:          5          0   IO-APIC  12-edge      i8042\n 16: 1 2 IO-APIC 16-fasteoi ehci_hcd:usb1\n\
             40: 3 4 PCI-MSI 1-edge i2c_HID_acpi\nNMI: 70 80 Non-maskable interrupts\n";
-        assert_eq!(key_interrupts(text), Some(9 + 11 + 5 + 3 + 4));
+        assert_eq!(input_interrupts(text), Some(9 + 11 + 5 + 3 + 4));
         assert_eq!(
-            key_interrupts(b"   CPU0\n 4: 10 IO-APIC 4-edge ttyS0\n"),
+            input_interrupts(b"   CPU0\n 4: 10 IO-APIC 4-edge ttyS0\n"),
             None
         );
-        assert_eq!(key_interrupts(b""), None);
+        assert_eq!(input_interrupts(b""), None);
     }
 
     /// Malformed text gives no value.
@@ -322,7 +322,7 @@ mod tests {
             b"cpu 1 2 3 4\nintr 1\n",
             b"x 1 2 3 4",
         ] {
-            assert_eq!(stat(text), None, "{text:?}");
+            assert_eq!(cpu_times(text), None, "{text:?}");
         }
         for text in [
             &b""[..],
@@ -350,14 +350,14 @@ mod tests {
         /// Any bytes are parsed or refused without a panic; the idle time never exceeds the total.
         #[test]
         fn any_bytes_are_accepted(text in prop::collection::vec(any::<u8>(), 0..300), cut in 0..STAT.len()) {
-            stat(&text);
+            cpu_times(&text);
             loadavg(&text);
             available_bytes(&text);
             pressure(&text);
-            used(&text);
-            key_interrupts(&text);
+            process_usage(&text);
+            input_interrupts(&text);
             let mixed = [&STAT[..cut], &text].concat();
-            if let Some((times, _)) = stat(&mixed) {
+            if let Some((times, _)) = cpu_times(&mixed) {
                 prop_assert!(times.idle <= times.total);
             }
         }

@@ -4,13 +4,13 @@ use sempa_proto::Micros;
 use sempa_proto::load::{LoadSample, OwnerVerdict};
 
 /// Interval of samples while the load changes.
-pub const PAUSE_BUSY: Micros = Micros::from_secs(1);
+pub const SAMPLE_INTERVAL_BUSY: Micros = Micros::from_secs(1);
 /// Interval of samples while the load does not change.
-pub const PAUSE_QUIET: Micros = Micros::from_secs(5);
+pub const SAMPLE_INTERVAL_QUIET: Micros = Micros::from_secs(5);
 /// Number of samples without a change before the interval gets longer.
 const QUIET_SAMPLES: u32 = 5;
 /// Maximum interval of reports. The resource manager treats a sample as valid for 15 s.
-pub const SIGN_OF_LIFE: Micros = Micros::from_secs(10);
+pub const REPORT_INTERVAL_MAX: Micros = Micros::from_secs(10);
 /// Minimum difference of `busy` that counts as a change.
 const BUSY_CHANGE: f32 = 0.1;
 /// Difference of `share` (processors left by a limit) above which it counts as a change.
@@ -21,7 +21,7 @@ const RUNNING_CHANGE: u32 = 2;
 pub const LOGINS_MAX: usize = 64;
 
 /// True if the difference of two samples is relevant to the resource manager.
-fn differ(a: &LoadSample, b: &LoadSample) -> bool {
+fn differ_notably(a: &LoadSample, b: &LoadSample) -> bool {
     let memory = a.available_bytes.abs_diff(b.available_bytes);
     a.cores != b.cores
         || (a.share - b.share).abs() > SHARE_CHANGE
@@ -35,45 +35,53 @@ fn differ(a: &LoadSample, b: &LoadSample) -> bool {
 /// Remembers what was reported, and decides when to sample and to report next.
 #[derive(Debug, Default)]
 pub struct Reporter {
-    sent: Option<(Micros, LoadSample, OwnerVerdict, String)>,
-    before: Option<LoadSample>,
-    quiet: u32,
+    last_report: Option<(Micros, LoadSample, OwnerVerdict, String)>,
+    last_sample: Option<LoadSample>,
+    unchanged_samples: u32,
 }
 
 impl Reporter {
     /// True if the owner's verdict or its reason has changed since the last report.
-    pub fn owner_is_news(&self, owner: &OwnerVerdict, why: &str) -> bool {
-        self.sent
+    pub fn owner_changed(&self, owner: &OwnerVerdict, why: &str) -> bool {
+        self.last_report
             .as_ref()
             .is_none_or(|(_, _, was, because)| was != owner || because != why)
     }
 
     /// True if this sample must be reported at `now` (monotonic clock): it has changed, or the last
     /// report is too old.
-    pub fn load_is_news(&self, now: Micros, sample: &LoadSample) -> bool {
-        self.sent
-            .as_ref()
-            .is_none_or(|(at, last, ..)| now.since(*at) >= SIGN_OF_LIFE || differ(last, sample))
+    pub fn must_report_load(&self, now: Micros, sample: &LoadSample) -> bool {
+        self.last_report.as_ref().is_none_or(|(at, last, ..)| {
+            now.since(*at) >= REPORT_INTERVAL_MAX || differ_notably(last, sample)
+        })
     }
 
     /// Records what was reported.
-    pub fn sent(&mut self, now: Micros, sample: LoadSample, owner: OwnerVerdict, why: String) {
-        self.sent = Some((now, sample, owner, why));
+    pub fn record_sent(
+        &mut self,
+        now: Micros,
+        sample: LoadSample,
+        owner: OwnerVerdict,
+        why: String,
+    ) {
+        self.last_report = Some((now, sample, owner, why));
     }
 
     /// Returns the interval until the next sample.
-    pub fn pause_after(&mut self, sample: &LoadSample) -> Micros {
-        let changed = self.before.is_none_or(|before| differ(&before, sample));
-        self.before = Some(*sample);
-        self.quiet = if changed {
+    pub fn interval_after(&mut self, sample: &LoadSample) -> Micros {
+        let changed = self
+            .last_sample
+            .is_none_or(|before| differ_notably(&before, sample));
+        self.last_sample = Some(*sample);
+        self.unchanged_samples = if changed {
             0
         } else {
-            self.quiet.saturating_add(1)
+            self.unchanged_samples.saturating_add(1)
         };
-        if self.quiet < QUIET_SAMPLES {
-            PAUSE_BUSY
+        if self.unchanged_samples < QUIET_SAMPLES {
+            SAMPLE_INTERVAL_BUSY
         } else {
-            PAUSE_QUIET
+            SAMPLE_INTERVAL_QUIET
         }
     }
 }
@@ -100,11 +108,11 @@ mod tests {
     #[test]
     fn changed_verdict_or_reason_is_reported() {
         let mut reporter = Reporter::default();
-        assert!(reporter.owner_is_news(&absent(), "nobody"));
-        reporter.sent(Micros(0), sample(0.0, 0), absent(), "nobody".into());
-        assert!(!reporter.owner_is_news(&absent(), "nobody"));
-        assert!(reporter.owner_is_news(&absent(), "no file"));
-        assert!(reporter.owner_is_news(
+        assert!(reporter.owner_changed(&absent(), "nobody"));
+        reporter.record_sent(Micros(0), sample(0.0, 0), absent(), "nobody".into());
+        assert!(!reporter.owner_changed(&absent(), "nobody"));
+        assert!(reporter.owner_changed(&absent(), "no file"));
+        assert!(reporter.owner_changed(
             &OwnerVerdict::Present {
                 since: Micros(1),
                 seen: Micros(2)
@@ -117,34 +125,34 @@ mod tests {
     #[test]
     fn load_is_reported_on_change_and_every_ten_seconds() {
         let mut reporter = Reporter::default();
-        assert!(reporter.load_is_news(Micros(0), &sample(0.2, 1)));
-        reporter.sent(Micros(0), sample(0.2, 1), absent(), String::new());
+        assert!(reporter.must_report_load(Micros(0), &sample(0.2, 1)));
+        reporter.record_sent(Micros(0), sample(0.2, 1), absent(), String::new());
         let soon = Micros::from_secs(9);
-        assert!(!reporter.load_is_news(soon, &sample(0.25, 2)));
-        assert!(reporter.load_is_news(soon, &sample(0.4, 1)));
-        assert!(reporter.load_is_news(soon, &sample(0.2, 3)));
-        assert!(reporter.load_is_news(
+        assert!(!reporter.must_report_load(soon, &sample(0.25, 2)));
+        assert!(reporter.must_report_load(soon, &sample(0.4, 1)));
+        assert!(reporter.must_report_load(soon, &sample(0.2, 3)));
+        assert!(reporter.must_report_load(
             soon,
             &LoadSample {
                 cores: 4,
                 ..sample(0.2, 1)
             }
         ));
-        assert!(reporter.load_is_news(
+        assert!(reporter.must_report_load(
             soon,
             &LoadSample {
                 ours: Some(0.3),
                 ..sample(0.2, 1)
             }
         ));
-        assert!(reporter.load_is_news(
+        assert!(reporter.must_report_load(
             soon,
             &LoadSample {
                 available_bytes: 1 << 29,
                 ..sample(0.2, 1)
             }
         ));
-        assert!(reporter.load_is_news(Micros::from_secs(10), &sample(0.2, 1)));
+        assert!(reporter.must_report_load(Micros::from_secs(10), &sample(0.2, 1)));
     }
 
     /// The sample interval is long after several samples without a change, and short again after
@@ -153,10 +161,13 @@ mod tests {
     fn sample_interval_depends_on_changes() {
         let mut reporter = Reporter::default();
         let pauses: Vec<_> = (0..7)
-            .map(|_| reporter.pause_after(&sample(0.0, 0)))
+            .map(|_| reporter.interval_after(&sample(0.0, 0)))
             .collect();
-        assert_eq!(pauses[..5], [PAUSE_BUSY; 5]);
-        assert_eq!(pauses[5..], [PAUSE_QUIET; 2]);
-        assert_eq!(reporter.pause_after(&sample(0.9, 3)), PAUSE_BUSY);
+        assert_eq!(pauses[..5], [SAMPLE_INTERVAL_BUSY; 5]);
+        assert_eq!(pauses[5..], [SAMPLE_INTERVAL_QUIET; 2]);
+        assert_eq!(
+            reporter.interval_after(&sample(0.9, 3)),
+            SAMPLE_INTERVAL_BUSY
+        );
     }
 }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::word::Word;
+use crate::owner_override::OwnerOverride;
 use sempa_proto::Micros;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -8,19 +8,19 @@ const ALICE: u32 = 21_001;
 const OLGA: u32 = 21_002;
 
 /// Reads the policy of a host for a virtual machine of Alice, who is an ordinary user.
-fn rules(dir: &Path, wishes: &str) -> Rules {
-    let places = Places {
-        own: dir.join("own"),
+fn read_policy(dir: &Path, wishes: &str) -> HostPolicy {
+    let places = PolicyPaths {
+        user: dir.join("own"),
         admin: dir.join("admin"),
-        words: dir.join("words"),
+        overrides: dir.join("words"),
     };
     let wishes = Policy::parse("wishes", wishes).expect("good");
-    Rules::read(
+    HostPolicy::read(
         places,
         VmUser {
             uid: ALICE,
             name: "alice".into(),
-            wishes,
+            defaults: wishes,
         },
     )
 }
@@ -29,18 +29,18 @@ fn put(dir: &Path, name: &str, text: &str) {
     fs::write(dir.join(name), text).expect("the test's own file");
 }
 
-fn limit(cores: u32, uid: u32, user: &str) -> Spoken {
-    let word = Word {
+fn cores_override(cores: u32, uid: u32, user: &str) -> UserOverride {
+    let word = OwnerOverride {
         policy: Policy {
             cores: Some(cores),
             ..Policy::default()
         },
-        ..Word::default()
+        ..OwnerOverride::default()
     };
-    Spoken {
+    UserOverride {
         uid,
         user: user.into(),
-        word,
+        owner_override: word,
     }
 }
 
@@ -53,7 +53,7 @@ fn login(user: &str, line: &str, from: &str) -> Login {
     }
 }
 
-fn cores(rules: &Rules) -> (Option<u32>, String) {
+fn cores(rules: &HostPolicy) -> (Option<u32>, String) {
     let setting = rules
         .merged()
         .settings
@@ -76,7 +76,7 @@ fn policy_sources_are_merged_by_priority() {
         "own",
         "cores = 8\nnice = 0\nmemory_free = \"1G\"\n",
     );
-    let mut rules = rules(
+    let mut rules = read_policy(
         dir.path(),
         "cores = 9\nmemory_free = \"1K\"\nleave_after = 7",
     );
@@ -84,14 +84,14 @@ fn policy_sources_are_merged_by_priority() {
         cores(&rules),
         (Some(3), dir.path().join("admin").display().to_string())
     );
-    rules.policies.insert(
+    rules.published.insert(
         OLGA,
         Policy::parse_own("x", "cores = 2\nthen = \"kill\"").expect("good"),
     );
     rules.merge();
-    let file = published::policy_file(&dir.path().join("words"), OLGA);
+    let file = published_policy::policy_file(&dir.path().join("words"), OLGA);
     assert_eq!(cores(&rules), (Some(2), file.display().to_string()));
-    rules.words = vec![limit(1, OLGA, "olga")];
+    rules.overrides = vec![cores_override(1, OLGA, "olga")];
     rules.merge();
     assert_eq!(cores(&rules), (Some(1), "pvm owner".into()));
     let said: Vec<_> = rules
@@ -119,29 +119,29 @@ fn vm_user_counts_before_admin_only_as_owner() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "cores = 3\n");
     put(dir.path(), "own", "cores = 8\n");
-    let mut rules = rules(dir.path(), "");
-    rules.words = vec![limit(7, ALICE, "alice")];
+    let mut rules = read_policy(dir.path(), "");
+    rules.overrides = vec![cores_override(7, ALICE, "alice")];
     rules
-        .policies
+        .published
         .insert(ALICE, Policy::parse_own("x", "cores = 6").expect("good"));
     rules.merge();
     assert_eq!(cores(&rules).0, Some(3));
     // No owners are named. At first Alice is logged in only over the network, then at the machine
     // itself.
-    rules.see(&[
+    rules.update_logins(&[
         login("alice", "pts/0", "h9"),
         login("alice", "pts/1", ":pts/0:S.0"),
     ]);
     assert_eq!(cores(&rules).0, Some(3));
-    rules.see(&[login("alice", "tty2", "")]);
+    rules.update_logins(&[login("alice", "tty2", "")]);
     assert_eq!(cores(&rules), (Some(7), "pvm owner".into()));
-    rules.see(&[]);
+    rules.update_logins(&[]);
     assert_eq!(cores(&rules).0, Some(7), "she was the last one there");
-    rules.see(&[login("olga", ":0", ":0")]);
+    rules.update_logins(&[login("olga", ":0", ":0")]);
     assert_eq!(cores(&rules).0, Some(3), "it is somebody else's now");
     put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
     assert_eq!(rules.read_admin(), None);
-    rules.see(&[login("alice", "tty2", "")]);
+    rules.update_logins(&[login("alice", "tty2", "")]);
     assert_eq!(
         cores(&rules).0,
         Some(3),
@@ -162,17 +162,17 @@ fn root_is_always_an_owner() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "cores = 3\nowners = [\"olga\"]\n");
     put(dir.path(), "own", "cores = 8\n");
-    let places = Places {
-        own: dir.path().join("own"),
+    let places = PolicyPaths {
+        user: dir.path().join("own"),
         admin: dir.path().join("admin"),
-        words: dir.path().join("w"),
+        overrides: dir.path().join("w"),
     };
-    let rules = Rules::read(
+    let rules = HostPolicy::read(
         places,
         VmUser {
             uid: 0,
             name: "root".into(),
-            wishes: Policy::default(),
+            defaults: Policy::default(),
         },
     );
     assert_eq!(cores(&rules).0, Some(8));
@@ -185,32 +185,32 @@ fn malformed_file_keeps_previous_policy() {
     let dir = tempfile::tempdir().expect("a folder");
     let put = |text: &str| put(dir.path(), "own", text);
     put("cores = 2\n");
-    let mut rules = rules(dir.path(), "");
+    let mut rules = read_policy(dir.path(), "");
     put("cores = 3\nnever = 5\n");
-    let wrong = rules.read_own().expect("wrong");
+    let wrong = rules.read_user_policy().expect("wrong");
     assert!(
         wrong.contains("own:2: ") && wrong.ends_with("what was said before stays"),
         "{wrong}"
     );
     assert_eq!(
-        (rules.merged().policy.cores, rules.wrong()),
+        (rules.merged().policy.cores, rules.errors()),
         (Some(2), vec![wrong])
     );
     put("cores = 4\n");
-    assert_eq!(rules.read_own(), None);
+    assert_eq!(rules.read_user_policy(), None);
     assert_eq!(
-        (rules.merged().policy.cores, rules.wrong().len()),
+        (rules.merged().policy.cores, rules.errors().len()),
         (Some(4), 0)
     );
     put("owners = [\"me\"]\n");
     assert!(
         rules
-            .read_own()
+            .read_user_policy()
             .expect("not his to say")
             .contains("administrator")
     );
     fs::remove_file(dir.path().join("own")).expect("the test's own file");
-    assert_eq!(rules.read_own(), None);
+    assert_eq!(rules.read_user_policy(), None);
     assert_eq!(rules.merged().policy.cores, None);
 }
 
@@ -221,25 +221,29 @@ fn malformed_published_policy_keeps_previous_one() {
     let dir = tempfile::tempdir().expect("a folder");
     let words = dir.path().join("words");
     fs::create_dir(&words).expect("the test's own folder");
-    let mut rules = rules(dir.path(), "");
+    let mut rules = read_policy(dir.path(), "");
     let uid = Uid::effective().as_raw();
-    let publish =
-        |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
+    let publish = |text: Option<&str>| {
+        published_policy::write(&words, uid, text).expect("the test's own folder")
+    };
     publish(Some("leave_after = 30\n"));
-    assert_eq!(rules.read_words(), Vec::<String>::new());
-    let nice = |rules: &Rules| rules.merged().policy.nice;
+    assert_eq!(rules.read_overrides(), Vec::<String>::new());
+    let nice = |rules: &HostPolicy| rules.merged().policy.nice;
     publish(Some("nice = 4\n"));
-    assert_eq!((rules.read_words(), nice(&rules)), (Vec::new(), Some(4)));
+    assert_eq!(
+        (rules.read_overrides(), nice(&rules)),
+        (Vec::new(), Some(4))
+    );
     publish(Some("nice = 5\n\nnice = 6\n"));
-    let wrong = rules.read_words();
+    let wrong = rules.read_overrides();
     assert!(
         wrong.len() == 1 && wrong[0].contains(".policy.toml:3: duplicate key"),
         "{wrong:?}"
     );
-    assert_eq!((rules.wrong(), nice(&rules)), (wrong, Some(4)));
+    assert_eq!((rules.errors(), nice(&rules)), (wrong, Some(4)));
     publish(None);
     assert_eq!(
-        (rules.read_words(), nice(&rules), rules.wrong()),
+        (rules.read_overrides(), nice(&rules), rules.errors()),
         (Vec::new(), None, Vec::new())
     );
 }
@@ -252,35 +256,38 @@ const SHUT: &str = "; until that is mended no guest is welcome here";
 fn file_never_valid_closes_host_until_fixed() {
     let dir = tempfile::tempdir().expect("a folder");
     for file in ["admin", "own"] {
-        let read = |rules: &mut Rules| {
+        let read = |rules: &mut HostPolicy| {
             if file == "admin" {
                 rules.read_admin()
             } else {
-                rules.read_own()
+                rules.read_user_policy()
             }
         };
         put(dir.path(), file, "never = [\"always\"]\ncorse = 2\n");
-        let mut rules = rules(dir.path(), "");
+        let mut rules = read_policy(dir.path(), "");
         let why = rules
-            .shut()
+            .policy_unknown()
             .expect("nobody knows what it forbids")
             .to_string();
         assert!(
             why.contains(&format!("{file}:2: unknown field `corse`")) && why.ends_with(SHUT),
             "{why}"
         );
-        assert_eq!(rules.wrong(), std::slice::from_ref(&why));
+        assert_eq!(rules.errors(), std::slice::from_ref(&why));
         assert_eq!(
-            (read(&mut rules), rules.shut()),
+            (read(&mut rules), rules.policy_unknown()),
             (Some(why.clone()), Some(why.as_str())),
             "it is still wrong"
         );
         put(dir.path(), file, "cores = 2\n");
-        assert_eq!((read(&mut rules), rules.shut()), (None, None));
+        assert_eq!((read(&mut rules), rules.policy_unknown()), (None, None));
         // From here on the file has valid content before each error.
         put(dir.path(), file, "corse = 3\n");
         assert!(read(&mut rules).is_some_and(|says| says.ends_with("what was said before stays")));
-        assert_eq!((rules.shut(), rules.merged().policy.cores), (None, Some(2)));
+        assert_eq!(
+            (rules.policy_unknown(), rules.merged().policy.cores),
+            (None, Some(2))
+        );
         fs::remove_file(dir.path().join(file)).expect("the test's own file");
         assert_eq!(read(&mut rules), None);
         put(dir.path(), file, "corse = 3\n");
@@ -288,9 +295,9 @@ fn file_never_valid_closes_host_until_fixed() {
             read(&mut rules).is_some_and(|says| says.ends_with(SHUT)),
             "what it said was taken back"
         );
-        assert!(rules.shut().is_some());
+        assert!(rules.policy_unknown().is_some());
         fs::remove_file(dir.path().join(file)).expect("the test's own file");
-        assert_eq!((read(&mut rules), rules.shut()), (None, None));
+        assert_eq!((read(&mut rules), rules.policy_unknown()), (None, None));
     }
 }
 
@@ -299,8 +306,8 @@ fn file_never_valid_closes_host_until_fixed() {
 fn unreadable_file_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
     fs::create_dir(dir.path().join("admin")).expect("the test's own folder");
-    let why = rules(dir.path(), "")
-        .shut()
+    let why = read_policy(dir.path(), "")
+        .policy_unknown()
         .expect("nobody knows what it forbids")
         .to_string();
     assert!(
@@ -312,18 +319,18 @@ fn unreadable_file_closes_host() {
 /// A published policy that was never valid closes the host to guests until it is corrected or
 /// withdrawn.
 #[test]
-fn published_policy_never_valid_closes_host()
- {
+fn published_policy_never_valid_closes_host() {
     let dir = tempfile::tempdir().expect("a folder");
     let words = dir.path().join("words");
     fs::create_dir(&words).expect("the test's own folder");
     let uid = Uid::effective().as_raw();
-    let publish =
-        |text: Option<&str>| published::write(&words, uid, text).expect("the test's own folder");
+    let publish = |text: Option<&str>| {
+        published_policy::write(&words, uid, text).expect("the test's own folder")
+    };
     publish(Some("nice = 5\nnice = 6\n"));
-    let mut rules = rules(dir.path(), "");
+    let mut rules = read_policy(dir.path(), "");
     let why = rules
-        .shut()
+        .policy_unknown()
         .expect("nobody knows what it forbids")
         .to_string();
     assert!(
@@ -331,17 +338,30 @@ fn published_policy_never_valid_closes_host()
         "{why}"
     );
     assert_eq!(
-        (rules.wrong(), rules.read_words()),
+        (rules.errors(), rules.read_overrides()),
         (vec![why.clone()], vec![why.clone()])
     );
-    assert_eq!(rules.shut(), Some(why.as_str()), "it is still wrong");
+    assert_eq!(
+        rules.policy_unknown(),
+        Some(why.as_str()),
+        "it is still wrong"
+    );
     publish(Some("nice = 5\n"));
-    assert_eq!((rules.read_words(), rules.shut()), (Vec::new(), None));
+    assert_eq!(
+        (rules.read_overrides(), rules.policy_unknown()),
+        (Vec::new(), None)
+    );
     publish(Some("nice = 5\nnice = 6\n"));
-    assert!(rules.read_words()[0].ends_with("what was said before stays"));
-    assert_eq!((rules.shut(), rules.merged().policy.nice), (None, Some(5)));
+    assert!(rules.read_overrides()[0].ends_with("what was said before stays"));
+    assert_eq!(
+        (rules.policy_unknown(), rules.merged().policy.nice),
+        (None, Some(5))
+    );
     publish(None);
-    assert_eq!((rules.read_words(), rules.shut()), (Vec::new(), None));
+    assert_eq!(
+        (rules.read_overrides(), rules.policy_unknown()),
+        (Vec::new(), None)
+    );
 }
 
 /// A malformed policy closes the host only if its user counts as an owner.
@@ -349,13 +369,13 @@ fn published_policy_never_valid_closes_host()
 fn malformed_policy_of_non_owner_is_ignored() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "owners = [\"olga\"]\n");
-    let mut rules = rules(dir.path(), "");
-    rules.unheard.insert(OLGA + 1, "wrong".into());
+    let mut rules = read_policy(dir.path(), "");
+    rules.invalid_published.insert(OLGA + 1, "wrong".into());
     rules.merge();
-    assert_eq!(rules.shut(), None);
+    assert_eq!(rules.policy_unknown(), None);
     put(dir.path(), "admin", "nice = 1\n");
     assert_eq!(
-        (rules.read_admin(), rules.shut()),
+        (rules.read_admin(), rules.policy_unknown()),
         (None, Some("wrong")),
         "anybody is an owner now"
     );
@@ -365,18 +385,18 @@ fn malformed_policy_of_non_owner_is_ignored() {
 #[test]
 fn blocked_users_are_given_by_name_or_uid() {
     let dir = tempfile::tempdir().expect("a folder");
-    let rules = rules(
+    let rules = read_policy(
         dir.path(),
         "[blocked]\nusers = [\"root\", \"12345\", 12346]",
     );
     assert_eq!(
-        (rules.blocked(), rules.wrong()),
+        (rules.blocked_uids(), rules.errors()),
         (&[0, 12345, 12346][..], Vec::new())
     );
 }
 
 /// Returns the report about a blocked user without an account here.
-fn unknown(dir: &Path, file_and_line: &str, name: &str) -> String {
+fn unknown_user_report(dir: &Path, file_and_line: &str, name: &str) -> String {
     let place = dir.join(file_and_line);
     let place = place.display();
     format!(
@@ -397,9 +417,13 @@ fn unknown_blocked_user_is_reported_with_line() {
         )
     };
     users("\"root\",\n\"nobody-has-this-name\",\n99999999999,\n12345");
-    let mut rules = rules(dir.path(), "");
+    let mut rules = read_policy(dir.path(), "");
     assert_eq!(
-        (rules.blocked(), rules.merged().policy.nice, rules.shut()),
+        (
+            rules.blocked_uids(),
+            rules.merged().policy.nice,
+            rules.policy_unknown()
+        ),
         (&[0, 12345][..], Some(3), None)
     );
     let told = [
@@ -407,17 +431,17 @@ fn unknown_blocked_user_is_reported_with_line() {
         ("admin:5", "99999999999"),
     ];
     assert_eq!(
-        rules.wrong(),
-        told.map(|(line, name)| unknown(dir.path(), line, name))
+        rules.errors(),
+        told.map(|(line, name)| unknown_user_report(dir.path(), line, name))
     );
     // The file itself is valid, and is accepted again when it is read again.
     assert_eq!(
-        (rules.read_admin(), rules.blocked()),
+        (rules.read_admin(), rules.blocked_uids()),
         (None, &[0, 12345][..])
     );
     users("\"root\"");
     assert_eq!(
-        (rules.read_admin(), rules.blocked(), rules.wrong()),
+        (rules.read_admin(), rules.blocked_uids(), rules.errors()),
         (None, &[0][..], Vec::new())
     );
 }
@@ -432,16 +456,20 @@ fn only_effective_unknown_users_are_reported() {
         "[blocked]\nusers = [\"nobody-has-this-name\"]\n",
     );
     put(dir.path(), "admin", "[blocked]\nusers = []\n");
-    let mut rules = rules(dir.path(), "");
+    let mut rules = read_policy(dir.path(), "");
     assert_eq!(
-        rules.wrong(),
+        rules.errors(),
         Vec::<String>::new(),
         "the administrator's list counts"
     );
-    rules.see(&[login("alice", "tty2", "")]);
+    rules.update_logins(&[login("alice", "tty2", "")]);
     assert_eq!(
-        rules.wrong(),
-        [unknown(dir.path(), "own:2", "nobody-has-this-name")],
+        rules.errors(),
+        [unknown_user_report(
+            dir.path(),
+            "own:2",
+            "nobody-has-this-name"
+        )],
         "she is the owner now"
     );
 }
@@ -451,19 +479,22 @@ fn only_effective_unknown_users_are_reported() {
 #[test]
 fn unknown_user_reports_are_limited() {
     let dir = tempfile::tempdir().expect("a folder");
-    let long = "x".repeat(NAME_BYTES_MAX + 1);
+    let long = "x".repeat(UNKNOWN_NAME_BYTES_MAX + 1);
     let names: Vec<String> = (0..100).map(|n| format!("\"{long}{n}\"")).collect();
     put(
         dir.path(),
         "own",
         &format!("[blocked]\nusers = [\"root\", {}, 12345]", names.join(", ")),
     );
-    let rules = rules(dir.path(), "");
+    let rules = read_policy(dir.path(), "");
     assert_eq!(
-        (rules.blocked(), rules.wrong().len()),
-        (&[0, 12345][..], UNKNOWN_MAX)
+        (rules.blocked_uids(), rules.errors().len()),
+        (&[0, 12345][..], UNKNOWN_USERS_MAX)
     );
-    assert_eq!(rules.wrong()[0], unknown(dir.path(), "own:2", &long[1..]));
+    assert_eq!(
+        rules.errors()[0],
+        unknown_user_report(dir.path(), "own:2", &long[1..])
+    );
 }
 
 /// If the administrator names owners, overrides and policies of other users do not count.
@@ -471,10 +502,10 @@ fn unknown_user_reports_are_limited() {
 fn only_named_owners_count() {
     let dir = tempfile::tempdir().expect("a folder");
     put(dir.path(), "admin", "owners = [\"olga\", \"21009\"]\n");
-    let mut rules = rules(dir.path(), "");
-    rules.words = vec![limit(1, OLGA + 1, "mallory")];
+    let mut rules = read_policy(dir.path(), "");
+    rules.overrides = vec![cores_override(1, OLGA + 1, "mallory")];
     rules
-        .policies
+        .published
         .insert(OLGA + 1, Policy::parse_own("x", "nice = 1").expect("good"));
     rules.merge();
     assert_eq!(
@@ -482,9 +513,9 @@ fn only_named_owners_count() {
         (None, None)
     );
     // An owner without an account here is named by uid.
-    rules.words = vec![limit(1, 21_009, "21009")];
+    rules.overrides = vec![cores_override(1, 21_009, "21009")];
     rules
-        .policies
+        .published
         .insert(21_009, Policy::parse_own("x", "nice = 2").expect("good"));
     rules.merge();
     assert_eq!(
@@ -501,19 +532,19 @@ fn admin_path_must_belong_to_root() {
     put(dir.path(), "admin", "");
     let (named, usual) = (dir.path().join("admin"), Path::new(ADMIN_FILE));
     assert_eq!(
-        trusted(named.clone(), usual, Uid::from_raw(0)),
+        trusted_path(named.clone(), usual, Uid::from_raw(0)),
         (named.clone(), None)
     );
     // Paths of root that no one else can change are accepted for all users.
     for of_root in [Path::new("/etc/passwd"), Path::new("/var/tmp"), usual] {
         assert_eq!(
-            trusted(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)),
+            trusted_path(of_root.to_path_buf(), usual, Uid::from_raw(ALICE)),
             (of_root.to_path_buf(), None)
         );
     }
     fs::set_permissions(&named, PermissionsExt::from_mode(0o666)).expect("the test's own file");
     for other in [named, PathBuf::from("/dev/null"), dir.path().join("none")] {
-        let (place, doubt) = trusted(other.clone(), usual, Uid::from_raw(ALICE));
+        let (place, doubt) = trusted_path(other.clone(), usual, Uid::from_raw(ALICE));
         assert!(
             place == usual && doubt.is_some_and(|says| says.contains("is not root's")),
             "{}",

@@ -1,9 +1,9 @@
 //! Samples the host's load from /proc. The files stay open and one buffer is reused, so a sample
 //! allocates no memory.
 
-use crate::cgroup::Group;
+use crate::cgroup::LimitingGroup;
+use crate::cpu_usage::{self, CpuUsage};
 use crate::proc::{self, read};
-use crate::usage::{self, Tally};
 use sempa_proto::Micros;
 use sempa_proto::load::LoadSample;
 use std::fs::File;
@@ -20,7 +20,7 @@ const TEXT_BYTES_MAX: usize = 64 << 10;
 ///
 /// While an owner keeps memory free, samples read memory and pressure alternately; the kernel
 /// updates the pressure every two seconds.
-pub const MEMORY_SPAN: Micros = Micros::from_secs(30);
+pub const MEMORY_INTERVAL: Micros = Micros::from_secs(30);
 
 /// The open files and the state between two samples.
 #[derive(Debug)]
@@ -28,19 +28,19 @@ pub struct Sampler {
     stat: File,
     /// CPU account of all processors, which costs less to read than `stat`, and the times derived
     /// from it.
-    account: Option<File>,
-    tally: Option<Tally>,
-    begun: Instant,
+    cpu_account: Option<File>,
+    cpu_usage: Option<CpuUsage>,
+    started: Instant,
     loadavg: File,
     meminfo: File,
     pressure: Option<File>,
     /// Pressure in its last reading.
-    pressed: f32,
-    group: Option<Group>,
+    last_pressure: f32,
+    group: Option<LimitingGroup>,
     /// CPU times of the limiting control group, if there is a limit.
-    of_group: Option<proc::CpuTimes>,
+    group_times: Option<proc::CpuTimes>,
     text: Box<[u8]>,
-    before: Option<proc::CpuTimes>,
+    last_times: Option<proc::CpuTimes>,
     /// Available memory, and when it was read.
     memory: Option<(Micros, u64)>,
     /// True if an owner keeps memory free; memory and pressure are then read alternately.
@@ -50,7 +50,7 @@ pub struct Sampler {
 }
 
 /// Returns the error for a file that cannot be parsed.
-fn strange(name: &str) -> io::Error {
+fn parse_error(name: &str) -> io::Error {
     io::Error::new(
         io::ErrorKind::InvalidData,
         format!("{name} cannot be understood; is this Linux's /proc?"),
@@ -70,17 +70,17 @@ impl Sampler {
     pub fn open(root: &Path) -> io::Result<Sampler> {
         Ok(Sampler {
             stat: open(&root.join("stat"))?,
-            account: usage::account(&root.join("self")),
-            tally: None,
-            begun: Instant::now(),
+            cpu_account: cpu_usage::open_root_cpu_account(&root.join("self")),
+            cpu_usage: None,
+            started: Instant::now(),
             loadavg: open(&root.join("loadavg"))?,
             meminfo: open(&root.join("meminfo"))?,
             pressure: open(&root.join("pressure/cpu")).ok(),
-            pressed: 0.0,
-            group: Group::of(&root.join("self")),
-            of_group: None,
+            last_pressure: 0.0,
+            group: LimitingGroup::of_process(&root.join("self")),
+            group_times: None,
             text: vec![0; TEXT_BYTES_MAX].into_boxed_slice(),
-            before: None,
+            last_times: None,
             memory: None,
             memory_matters: false,
             memory_read: false,
@@ -97,8 +97,8 @@ impl Sampler {
     }
 
     /// Sets whether memory is read for every second sample, starting with the next one, or at most
-    /// once per [`MEMORY_SPAN`].
-    pub fn memory_matters(&mut self, matters: bool) {
+    /// once per [`MEMORY_INTERVAL`].
+    pub fn set_memory_matters(&mut self, matters: bool) {
         if self.memory_matters != matters {
             (self.memory_matters, self.memory_read) = (matters, false);
         }
@@ -106,32 +106,32 @@ impl Sampler {
 
     /// Takes a sample at `at` (time of day), without the part of the load that is ours. `busy`
     /// covers the time since the previous sample; in the first sample it is estimated from the run
-    /// queue. The available memory may be as old as [`MEMORY_SPAN`]. While memory matters, memory
+    /// queue. The available memory may be as old as [`MEMORY_INTERVAL`]. While memory matters, memory
     /// or pressure is from the previous sample.
     ///
     /// # Errors
     /// If a file cannot be read or parsed.
     pub fn sample(&mut self, at: Micros) -> io::Result<LoadSample> {
-        let (times, cores) = self.processors()?;
+        let (times, cores) = self.read_cpu_times()?;
         let (load1, running) = proc::loadavg(read(&self.loadavg, &mut self.text)?)
-            .ok_or_else(|| strange("loadavg"))?;
-        let available_bytes = self.available_bytes(at)?;
+            .ok_or_else(|| parse_error("loadavg"))?;
+        let available_bytes = self.read_available_bytes(at)?;
         if !(self.memory_matters && self.memory_read) {
-            self.pressed = self.pressure();
+            self.last_pressure = self.read_pressure();
         }
         // The reading thread itself is running and does not count.
         let running = running.saturating_sub(1);
         let queue = (running as f32 / cores as f32).min(1.0);
         let busy = self
-            .before
+            .last_times
             .and_then(|before| times.busy_since(before))
             .unwrap_or(queue);
-        self.before = Some(times);
+        self.last_times = Some(times);
         let limited = self.group.as_mut().and_then(|group| group.measure(at));
-        self.of_group = limited.map(|limited| limited.times(at, cores));
+        self.group_times = limited.map(|limited| limited.cpu_times(at, cores));
         if let Some(limited) = limited {
             // The other numbers in /proc describe the whole machine, not the limited part.
-            let demand = limited.used + limited.held;
+            let demand = limited.used + limited.throttled;
             let (busy, running) = (
                 (limited.used / limited.share).min(1.0),
                 demand.round() as u32,
@@ -158,56 +158,56 @@ impl Sampler {
             load1,
             busy,
             available_bytes,
-            pressure: self.pressed,
+            pressure: self.last_pressure,
             ours: None,
         })
     }
 
     /// Returns the CPU times as of the newest sample; with a limit, those of the limited part.
-    pub fn times(&self) -> Option<proc::CpuTimes> {
-        self.of_group.or(self.before)
+    pub fn cpu_times(&self) -> Option<proc::CpuTimes> {
+        self.group_times.or(self.last_times)
     }
 
     /// Returns the times of all processors together, and their number.
-    fn processors(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
-        let now = Micros(u64::try_from(self.begun.elapsed().as_micros()).unwrap_or(u64::MAX));
-        let says = |file: &File| proc::group_used(read(file, &mut self.text).ok()?);
-        let used = self.account.as_ref().and_then(says);
-        if let (Some(used), Some(tally)) = (used, &mut self.tally)
-            && !tally.must_look(now)
+    fn read_cpu_times(&mut self) -> io::Result<(proc::CpuTimes, u32)> {
+        let now = Micros(u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX));
+        let parse_used = |file: &File| proc::group_cpu_time(read(file, &mut self.text).ok()?);
+        let used = self.cpu_account.as_ref().and_then(parse_used);
+        if let (Some(used), Some(tally)) = (used, &mut self.cpu_usage)
+            && !tally.needs_stat(now)
         {
-            return Ok(tally.step(now, used));
+            return Ok(tally.update(now, used));
         }
-        let (stat, cores) =
-            proc::stat(read(&self.stat, &mut self.text)?).ok_or_else(|| strange("stat"))?;
+        let (stat, cores) = proc::cpu_times(read(&self.stat, &mut self.text)?)
+            .ok_or_else(|| parse_error("stat"))?;
         let Some(used) = used else {
             return Ok((stat, cores));
         };
         let tally = self
-            .tally
-            .get_or_insert_with(|| Tally::new(now, used, stat, cores));
-        Ok(tally.look(now, used, stat, cores))
+            .cpu_usage
+            .get_or_insert_with(|| CpuUsage::new(now, used, stat, cores));
+        Ok(tally.update_with_stat(now, used, stat, cores))
     }
 
     /// Returns the CPU pressure; 0 if the kernel does not measure it. If it was disabled at boot,
     /// the file exists but cannot be read.
-    fn pressure(&mut self) -> f32 {
-        let says = |file: &File| proc::pressure(read(file, &mut self.text).ok()?);
-        self.pressure.as_ref().and_then(says).unwrap_or(0.0)
+    fn read_pressure(&mut self) -> f32 {
+        let parse = |file: &File| proc::pressure(read(file, &mut self.text).ok()?);
+        self.pressure.as_ref().and_then(parse).unwrap_or(0.0)
     }
 
-    fn available_bytes(&mut self, at: Micros) -> io::Result<u64> {
+    fn read_available_bytes(&mut self, at: Micros) -> io::Result<u64> {
         // `abs_diff`, because the time of day may be set back.
-        let counts = |read: Micros| match self.memory_matters {
+        let is_fresh = |read: Micros| match self.memory_matters {
             true => self.memory_read,
-            false => at.0.abs_diff(read.0) < MEMORY_SPAN.0,
+            false => at.0.abs_diff(read.0) < MEMORY_INTERVAL.0,
         };
-        self.memory_read = !self.memory.is_some_and(|(read, _)| counts(read));
+        self.memory_read = !self.memory.is_some_and(|(read, _)| is_fresh(read));
         if let Some((_, bytes)) = self.memory.filter(|_| !self.memory_read) {
             return Ok(bytes);
         }
         let text = read(&self.meminfo, &mut self.text)?;
-        let bytes = proc::available_bytes(text).ok_or_else(|| strange("meminfo"))?;
+        let bytes = proc::available_bytes(text).ok_or_else(|| parse_error("meminfo"))?;
         self.memory = Some((at, bytes));
         Ok(bytes)
     }

@@ -14,13 +14,13 @@ pub const SESSIONS_MAX: usize = 1024;
 
 /// Use of a session's screen, as its desktop reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Idle {
+pub enum ScreenUse {
     /// The desktop does not report it.
     #[default]
     Unknown,
     InUse,
     /// Idle since this time of day.
-    Since(Micros),
+    IdleSince(Micros),
 }
 
 /// The session of a user.
@@ -33,12 +33,12 @@ pub struct Session {
     /// True if it has its own screen, whose input does not pass through the terminal.
     pub graphical: bool,
     /// Use of the screen; unknown if the session comes from a file.
-    pub idle: Idle,
+    pub screen_use: ScreenUse,
 }
 
 /// Parses a session file with this name; `None` if the session does not count.
-pub fn of_file(name: &str, text: &str) -> Option<Session> {
-    session(name, |key| {
+pub fn from_file(name: &str, text: &str) -> Option<Session> {
+    from_values(name, |key| {
         let line = text
             .lines()
             .find_map(|line| line.strip_prefix(key)?.strip_prefix('='));
@@ -48,19 +48,19 @@ pub fn of_file(name: &str, text: &str) -> Option<Session> {
 
 /// Creates a session from its values, which `value` returns by their keys in a session file; `None`
 /// if the session does not count.
-pub(crate) fn session(name: &str, value: impl Fn(&str) -> Option<String>) -> Option<Session> {
+pub(crate) fn from_values(name: &str, value: impl Fn(&str) -> Option<String>) -> Option<Session> {
     let value = |key: &str| {
         value(key)
-            .map(|value| clean(&value))
+            .map(|value| without_control_chars(&value))
             .filter(|value| !value.is_empty())
     };
     let class = value("CLASS")?;
-    let person = class == "user" || class.starts_with("user-early") || class == "user-light";
-    let lasts = value("STATE").is_none_or(|state| state != "closing");
+    let is_person = class == "user" || class.starts_with("user-early") || class == "user-light";
+    let is_open = value("STATE").is_none_or(|state| state != "closing");
     let kind = value("TYPE");
     let graphical = matches!(kind.as_deref(), Some("x11" | "wayland" | "mir" | "web"));
-    let seen = graphical || kind.as_deref() == Some("tty");
-    if !person || !lasts || !seen {
+    let has_terminal_or_screen = graphical || kind.as_deref() == Some("tty");
+    if !is_person || !is_open || !has_terminal_or_screen {
         return None;
     }
     let user = value("USER").or_else(|| Some(format!("user {}", value("UID")?)))?;
@@ -86,19 +86,19 @@ pub(crate) fn session(name: &str, value: impl Fn(&str) -> Option<String>) -> Opt
         },
         remote,
         graphical,
-        idle: Idle::Unknown,
+        screen_use: ScreenUse::Unknown,
     })
 }
 
 /// Sorts sessions by their start.
-pub(crate) fn in_order(mut all: Vec<Session>) -> Vec<Session> {
+pub(crate) fn sorted_by_start(mut all: Vec<Session>) -> Vec<Session> {
     all.sort_by(|a, b| (a.login.at, &a.login.line).cmp(&(b.login.at, &b.login.line)));
     all
 }
 
 /// Replaces control characters, because they could manipulate the terminal on which a value is
 /// printed.
-fn clean(value: &str) -> String {
+fn without_control_chars(value: &str) -> String {
     value
         .chars()
         .map(|c| if c.is_control() { '?' } else { c })
@@ -132,7 +132,7 @@ mod tests {
             .filter(|l| !l.starts_with(&format!("{key}=")))
             .map(str::to_string)
             .collect();
-        of_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
+        from_file("3", &format!("{}\n{key}={value}\n", lines.join("\n")))
     }
 
     /// A session file gives user, terminal, origin and start.
@@ -143,7 +143,7 @@ mod tests {
             remote,
             graphical,
             ..
-        } = of_file("3", DESK).expect("somebody");
+        } = from_file("3", DESK).expect("somebody");
         assert!(graphical && !with("TYPE", "tty").expect("somebody").graphical);
         assert_eq!(
             (
@@ -154,7 +154,7 @@ mod tests {
             ("alice", "tty2", "")
         );
         assert_eq!((login.at, remote), (Micros(1_700_000_000_000_000), false));
-        let far = of_file(
+        let far = from_file(
             "4",
             &format!(
                 "{}REMOTE_HOST=10.0.0.9\n",
@@ -194,7 +194,7 @@ mod tests {
             from: String::new(),
             at: Micros(5),
         };
-        let desk = of_file("3", DESK).expect("somebody");
+        let desk = from_file("3", DESK).expect("somebody");
         assert_eq!(
             all_logins(std::slice::from_ref(&record), std::slice::from_ref(&desk)),
             *std::slice::from_ref(&record)
@@ -213,8 +213,8 @@ mod tests {
         /// Any text is parsed or refused without a panic.
         #[test]
         fn any_text_is_accepted(text in "(?s).{0,200}") {
-            let _ = of_file("1", &text);
-            let _ = of_file("1", &format!("{DESK}{text}"));
+            let _ = from_file("1", &text);
+            let _ = from_file("1", &format!("{DESK}{text}"));
         }
     }
 }

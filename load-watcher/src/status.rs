@@ -2,7 +2,7 @@
 //!
 //! Every load watcher listens on a socket with an abstract name, which leaves no file behind, and
 //! sends one JSON value to each client. The value contains no more than `ps` shows; the watcher
-//! reads nothing from the client. [`ask_all`] is the client side.
+//! reads nothing from the client. [`query_all`] is the client side.
 
 use nix::sys::socket::{getsockopt, sockopt};
 use serde::{Deserialize, Serialize};
@@ -16,13 +16,13 @@ use std::time::Duration;
 /// Prefix of the names of these sockets.
 const NAME_PREFIX: &str = "sempa-owner/";
 /// Maximum number of load watchers of one virtual machine that can listen on one host.
-const WATCHERS_MAX: u32 = 16;
+const LISTENERS_MAX: u32 = 16;
 /// Maximum number of queries that are answered in one call.
-const ANSWERS_MAX: usize = 16;
+const ANSWERS_PER_CALL_MAX: usize = 16;
 /// Maximum size of an answer in bytes.
 const STATUS_BYTES_MAX: u64 = 1 << 20;
 /// Time after which a client stops waiting; a load watcher normally answers in milliseconds.
-const ANSWER_TIME: Duration = Duration::from_secs(5);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of tasks in an answer.
 pub const TASKS_MAX: usize = 512;
 
@@ -38,7 +38,7 @@ pub struct Setting {
 
 /// A task of the virtual machine on this host.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Guest {
+pub struct GuestStatus {
     pub tid: String,
     pub program: String,
     pub pid: i32,
@@ -84,21 +84,21 @@ pub struct Status {
     /// Errors of the policy: refused files, and blocked users without an account here.
     pub wrong: Vec<String>,
     /// Guest tasks on this host, without tasks that serve the virtual machine.
-    pub tasks: Vec<Guest>,
+    pub tasks: Vec<GuestStatus>,
 }
 
 /// The socket on which a load watcher answers queries.
 #[derive(Debug)]
-pub struct Listener(UnixListener);
+pub struct StatusListener(UnixListener);
 
-impl Listener {
+impl StatusListener {
     /// Listens for a virtual machine of this user.
     ///
     /// # Errors
     /// The error of the system.
-    pub fn open(uid: u32, vm: &str) -> io::Result<Listener> {
+    pub fn open(uid: u32, vm: &str) -> io::Result<StatusListener> {
         let mut result = Err(io::ErrorKind::AddrInUse.into());
-        for number in 0..WATCHERS_MAX {
+        for number in 0..LISTENERS_MAX {
             let name = SocketAddr::from_abstract_name(format!("{NAME_PREFIX}{uid}/{vm}/{number}"))?;
             result = UnixListener::bind_addr(&name);
             if !matches!(&result, Err(e) if e.kind() == io::ErrorKind::AddrInUse) {
@@ -107,7 +107,7 @@ impl Listener {
         }
         let listener = result?;
         listener.set_nonblocking(true)?;
-        Ok(Listener(listener))
+        Ok(StatusListener(listener))
     }
 
     /// Returns the descriptor, which is readable when a client waits.
@@ -117,9 +117,9 @@ impl Listener {
 
     /// Answers the waiting clients. A client that does not read gets only what fits into the
     /// kernel's buffer.
-    pub fn answer(&self, status: impl Fn() -> Status) {
+    pub fn answer_queries(&self, status: impl Fn() -> Status) {
         let mut text = None;
-        for _ in 0..ANSWERS_MAX {
+        for _ in 0..ANSWERS_PER_CALL_MAX {
             let Ok((mut stream, _)) = self.0.accept() else {
                 return;
             };
@@ -134,7 +134,7 @@ impl Listener {
 }
 
 /// Returns the name of a socket and the uid in it, from a line of /proc/net/unix.
-fn name_in(line: &str) -> Option<(&str, u32)> {
+fn parse_socket_name(line: &str) -> Option<(&str, u32)> {
     let name = line.rsplit(' ').next()?.strip_prefix('@')?;
     let uid = name
         .strip_prefix(NAME_PREFIX)?
@@ -145,7 +145,7 @@ fn name_in(line: &str) -> Option<(&str, u32)> {
     Some((name, uid))
 }
 
-fn ask(name: &str, uid: u32) -> io::Result<Status> {
+fn query(name: &str, uid: u32) -> io::Result<Status> {
     let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
     // Any process may bind a free name, so the answer is accepted only from the user in the name.
     let server = getsockopt(&stream, sockopt::PeerCredentials)?;
@@ -155,7 +155,7 @@ fn ask(name: &str, uid: u32) -> io::Result<Status> {
             format!("it belongs to user {}", server.uid()),
         ));
     }
-    stream.set_read_timeout(Some(ANSWER_TIME))?;
+    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
     let mut text = Vec::new();
     stream.take(STATUS_BYTES_MAX).read_to_end(&mut text)?;
     serde_json::from_slice(&text).map_err(io::Error::other)
@@ -166,15 +166,15 @@ fn ask(name: &str, uid: u32) -> io::Result<Status> {
 ///
 /// # Errors
 /// If the list of sockets cannot be read.
-pub fn ask_all() -> io::Result<(Vec<Status>, Vec<String>)> {
+pub fn query_all() -> io::Result<(Vec<Status>, Vec<String>)> {
     let list = fs::read_to_string("/proc/net/unix")?;
     // A connection that is being answered has the same name as its listener.
-    let mut names: Vec<(&str, u32)> = list.lines().filter_map(name_in).collect();
+    let mut names: Vec<(&str, u32)> = list.lines().filter_map(parse_socket_name).collect();
     names.sort_unstable();
     names.dedup();
     let (mut all, mut silent) = (Vec::new(), Vec::new());
     for (name, uid) in names {
-        match ask(name, uid) {
+        match query(name, uid) {
             Ok(status) => all.push(status),
             Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {}
             Err(e) => silent.push(format!("the load watcher at {name} gives no answer: {e}")),
@@ -192,8 +192,8 @@ mod tests {
     fn running_watchers_answer_queries() {
         let uid = nix::unistd::geteuid().as_raw();
         let vm = format!("test-{}", std::process::id());
-        let listeners: Vec<Listener> = (0..2)
-            .map(|_| Listener::open(uid, &vm).expect("listens"))
+        let listeners: Vec<StatusListener> = (0..2)
+            .map(|_| StatusListener::open(uid, &vm).expect("listens"))
             .collect();
         let answer = std::thread::spawn(move || {
             for listener in &listeners {
@@ -207,16 +207,16 @@ mod tests {
                     nix::poll::PollFlags::POLLIN,
                 )];
                 nix::poll::poll(&mut fds, 20_000_u16).expect("somebody asks");
-                listener.answer(status);
+                listener.answer_queries(status);
             }
             vm
         });
-        let (all, _) = ask_all().expect("there is a list");
+        let (all, _) = query_all().expect("there is a list");
         let vm = answer.join().expect("it answered");
         let ours: Vec<&Status> = all.iter().filter(|status| status.vm == vm).collect();
         assert_eq!(ours.len(), 2);
         assert_eq!(ours[0].why, "because");
-        let (all, silent) = ask_all().expect("there is a list");
+        let (all, silent) = query_all().expect("there is a list");
         assert!(
             all.iter().all(|status| status.vm != vm)
                 && silent.iter().all(|line| !line.contains(&vm)),
@@ -231,7 +231,7 @@ mod tests {
             format!("0000000000000000: 00000002 00000000 00010000 0001 01 20114 {name}")
         };
         assert_eq!(
-            name_in(&line("@sempa-owner/7/pvm/0")),
+            parse_socket_name(&line("@sempa-owner/7/pvm/0")),
             Some(("sempa-owner/7/pvm/0", 7))
         );
         for other in [
@@ -240,7 +240,7 @@ mod tests {
             "@other",
             "",
         ] {
-            assert_eq!(name_in(&line(other)), None, "{other}");
+            assert_eq!(parse_socket_name(&line(other)), None, "{other}");
         }
     }
 }

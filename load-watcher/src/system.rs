@@ -4,7 +4,7 @@
 //! the project uses.
 #![allow(unsafe_code)] // foreign functions can only be called so
 
-use crate::hours::WallClock;
+use crate::hours::LocalTime;
 use nix::libc;
 use sempa_proto::Micros;
 use std::fs;
@@ -13,13 +13,13 @@ use std::mem::MaybeUninit;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Converts a duration; the maximum if it does not fit.
-pub fn micros(span: Duration) -> Micros {
+pub fn to_micros(span: Duration) -> Micros {
     Micros(u64::try_from(span.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// Returns the time of day.
-pub fn wall() -> Micros {
-    micros(
+pub fn time_of_day() -> Micros {
+    to_micros(
         SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default(),
@@ -28,7 +28,7 @@ pub fn wall() -> Micros {
 
 /// Returns day of the week and minute at this time of day (seconds since 1970), in the time zone of
 /// this machine or of `TZ`.
-pub fn wall_clock(seconds: u64) -> WallClock {
+pub fn local_time(seconds: u64) -> LocalTime {
     let time = libc::time_t::try_from(seconds).unwrap_or(0);
     let mut parts = MaybeUninit::<libc::tm>::zeroed();
     // SAFETY: both pointers refer to live values of the right type. An all-zero `tm` is valid, so
@@ -40,7 +40,7 @@ pub fn wall_clock(seconds: u64) -> WallClock {
     // In `tm_wday`, 0 is Sunday.
     let day = (parts.tm_wday.rem_euclid(7) + 6) % 7;
     let minute = parts.tm_hour.clamp(0, 23) * 60 + parts.tm_min.clamp(0, 59);
-    WallClock {
+    LocalTime {
         day: day as u8,
         minute: minute as u16,
     }
@@ -50,7 +50,7 @@ pub fn wall_clock(seconds: u64) -> WallClock {
 ///
 /// # Errors
 /// If there is no such process.
-pub(crate) fn threads(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
+pub(crate) fn thread_ids(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
     let entries = fs::read_dir(format!("/proc/{pid}/task"))?.flatten();
     Ok(entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()))
 }
@@ -59,9 +59,9 @@ pub(crate) fn threads(pid: i32) -> io::Result<impl Iterator<Item = i32>> {
 ///
 /// # Errors
 /// The error of the last thread that failed; threads that have exited do not count.
-pub fn make_nice(pid: i32, level: i32) -> io::Result<()> {
+pub fn raise_nice(pid: i32, level: i32) -> io::Result<()> {
     let mut result = Ok(());
-    for thread in threads(pid)? {
+    for thread in thread_ids(pid)? {
         let thread = thread.cast_unsigned();
         // SAFETY: the call takes and returns only numbers.
         let now = unsafe { libc::getpriority(libc::PRIO_PROCESS, thread) };
@@ -85,7 +85,7 @@ mod tests {
     fn local_time_is_near_utc() {
         // 2001-09-09T01:46:40Z was a Sunday. Every time zone differs from UTC by at most fourteen
         // hours.
-        let at = wall_clock(1_000_000_000);
+        let at = local_time(1_000_000_000);
         let minutes = i32::from(at.day) * 1440 + i32::from(at.minute);
         let universal = 6 * 1440 + 106;
         let apart = (minutes - universal).rem_euclid(7 * 1440);
@@ -108,13 +108,13 @@ mod tests {
                 .and_then(|n| n.parse::<i32>().ok())
                 .expect("a nice level")
         };
-        make_nice(pid, 7).expect("nicer is always allowed");
+        raise_nice(pid, 7).expect("nicer is always allowed");
         let first = level();
-        make_nice(pid, 3).expect("nothing to do");
+        raise_nice(pid, 3).expect("nothing to do");
         let second = level();
         child.kill().expect("it is ours");
         child.wait().expect("it is ours");
         assert!(first >= 7 && second == first, "{first} {second}");
-        assert!(make_nice(pid, 3).is_err(), "there is no such process");
+        assert!(raise_nice(pid, 3).is_err(), "there is no such process");
     }
 }

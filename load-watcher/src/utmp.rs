@@ -24,7 +24,7 @@ struct Record {
     login: Login,
 }
 
-fn bytes<const N: usize>(record: &[u8], at: usize) -> [u8; N] {
+fn array_at<const N: usize>(record: &[u8], at: usize) -> [u8; N] {
     record[at..at + N]
         .try_into()
         .expect("the offsets lie inside a record")
@@ -43,10 +43,10 @@ fn text(field: &[u8]) -> String {
 /// Parses a record. Offsets of `struct utmp`: type 0, pid 4, line 8 (32), id 40 (4), user 44 (32),
 /// host 76 (256), exit 332, session 336, seconds 340, microseconds 344, address 348, unused 364.
 fn parse(record: &[u8]) -> Record {
-    let seconds = u64::from(u32::from_ne_bytes(bytes(record, 340)));
-    let rest = u64::from(u32::from_ne_bytes(bytes(record, 344))).min(999_999);
+    let seconds = u64::from(u32::from_ne_bytes(array_at(record, 340)));
+    let rest = u64::from(u32::from_ne_bytes(array_at(record, 344))).min(999_999);
     Record {
-        kind: i16::from_ne_bytes(bytes(record, 0)),
+        kind: i16::from_ne_bytes(array_at(record, 0)),
         login: Login {
             user: text(&record[44..76]),
             line: text(&record[8..40]),
@@ -70,16 +70,16 @@ pub fn logins(file: &[u8]) -> Vec<Login> {
             newest.insert(record.login.line.clone(), record);
         }
     }
-    let lasting = newest
+    let current = newest
         .into_values()
         .filter(|r| r.kind == USER_PROCESS && !r.login.user.is_empty());
-    let mut logins: Vec<Login> = lasting.map(|r| r.login).collect();
+    let mut logins: Vec<Login> = current.map(|r| r.login).collect();
     logins.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
     logins
 }
 
 /// Creates a record as login programs write it.
-pub fn record(kind: i16, login: &Login) -> [u8; RECORD_BYTES] {
+pub fn encode_record(kind: i16, login: &Login) -> [u8; RECORD_BYTES] {
     let mut out = [0; RECORD_BYTES];
     out[..2].copy_from_slice(&kind.to_ne_bytes());
     for (at, max, text) in [
@@ -114,11 +114,11 @@ mod tests {
     #[test]
     fn logins_are_sorted_by_time() {
         let (bob, alice) = (login("bob", "pts/1", 200), login("alice", "pts/0", 300));
-        let boot = record(2, &login("reboot", "~", 100));
+        let boot = encode_record(2, &login("reboot", "~", 100));
         let file = [
             boot,
-            record(USER_PROCESS, &alice),
-            record(USER_PROCESS, &bob),
+            encode_record(USER_PROCESS, &alice),
+            encode_record(USER_PROCESS, &bob),
         ]
         .concat();
         assert_eq!(logins(&file), [bob, alice]);
@@ -127,15 +127,15 @@ mod tests {
     /// A login that has ended is not returned, whatever the order of the records; a newer login is.
     #[test]
     fn ended_login_is_removed_in_any_order() {
-        let alice = record(USER_PROCESS, &login("alice", "pts/0", 300));
-        let end = record(DEAD_PROCESS, &login("", "pts/0", 400));
+        let alice = encode_record(USER_PROCESS, &login("alice", "pts/0", 300));
+        let end = encode_record(DEAD_PROCESS, &login("", "pts/0", 400));
         assert_eq!(logins(&end), []);
         assert_eq!(logins(&[alice, end].concat()), []);
         assert_eq!(logins(&[end, alice].concat()), []);
         // The end of an older login does not hide a newer login at the same terminal.
         let again = login("carol", "pts/0", 500);
         assert_eq!(
-            logins(&[record(USER_PROCESS, &again), end].concat()),
+            logins(&[encode_record(USER_PROCESS, &again), end].concat()),
             [again]
         );
     }
@@ -144,19 +144,25 @@ mod tests {
     #[test]
     fn incomplete_and_userless_records_are_ignored() {
         let alice = login("alice", "pts/0", 300);
-        let whole = record(USER_PROCESS, &alice);
+        let whole = encode_record(USER_PROCESS, &alice);
         assert_eq!(
             logins(&[&whole[..], &whole[..RECORD_BYTES - 1]].concat()),
             [alice]
         );
-        assert_eq!(logins(&record(USER_PROCESS, &login("", "pts/0", 300))), []);
+        assert_eq!(
+            logins(&encode_record(USER_PROCESS, &login("", "pts/0", 300))),
+            []
+        );
     }
 
     /// Control characters in a record are replaced.
     #[test]
     fn control_characters_are_replaced() {
         let tricky = login("a\x1b[2J", "pts/0", 1);
-        assert_eq!(logins(&record(USER_PROCESS, &tricky))[0].user, "a?[2J");
+        assert_eq!(
+            logins(&encode_record(USER_PROCESS, &tricky))[0].user,
+            "a?[2J"
+        );
     }
 
     proptest! {
@@ -175,7 +181,7 @@ mod tests {
                 .into_iter()
                 .map(|(line, (user, at))| Login { user, line, from: String::new(), at: Micros(at) })
                 .collect();
-            let file: Vec<u8> = expected.iter().flat_map(|l| record(USER_PROCESS, l)).collect();
+            let file: Vec<u8> = expected.iter().flat_map(|l| encode_record(USER_PROCESS, l)).collect();
             expected.sort_by(|a, b| (a.at, &a.line).cmp(&(b.at, &b.line)));
             prop_assert_eq!(logins(&file), expected);
         }

@@ -4,7 +4,7 @@
 //! For a file, its folder is watched as well, so that a file that is created later or replaced is
 //! noticed.
 
-use crate::owner::Records;
+use crate::owner::LoginRecords;
 use crate::utmp::{FILE_BYTES_MAX, logins};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -19,34 +19,34 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Default paths of the login records; the first one that exists is used.
-const PLACES: [&str; 2] = ["/run/utmp", "/var/run/utmp"];
+const UTMP_PATHS: [&str; 2] = ["/run/utmp", "/var/run/utmp"];
 
 /// Returns the path of the login records: the one that was set, else the default.
 pub fn utmp_path(set: Option<PathBuf>) -> PathBuf {
-    let usual = || {
-        PLACES
+    let default_path = || {
+        UTMP_PATHS
             .iter()
             .map(PathBuf::from)
             .find(|p| p.exists())
-            .unwrap_or_else(|| PathBuf::from(PLACES[0]))
+            .unwrap_or_else(|| PathBuf::from(UTMP_PATHS[0]))
     };
-    set.unwrap_or_else(usual)
+    set.unwrap_or_else(default_path)
 }
 
 /// Reads the login records at `path`.
-pub fn records(path: &Path) -> Records {
+pub fn read_login_records(path: &Path) -> LoginRecords {
     let mut bytes = Vec::new();
     let read = File::open(path).and_then(|f| f.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes));
     match read {
-        Ok(_) => Records::Logins(logins(&bytes)),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Records::Missing,
-        Err(e) => Records::Unreadable(e.to_string()),
+        Ok(_) => LoginRecords::Logins(logins(&bytes)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => LoginRecords::Missing,
+        Err(e) => LoginRecords::Unreadable(e.to_string()),
     }
 }
 
 /// Kind of a watched path.
 #[derive(Debug)]
-enum What {
+enum WatchKind {
     File,
     /// A file that is read only after its writer has closed it, because incomplete content could
     /// mean something else.
@@ -57,66 +57,68 @@ enum What {
 
 /// A watched path. The file or folder need not exist.
 #[derive(Debug)]
-pub struct Spot {
+pub struct WatchedPath {
     path: PathBuf,
-    what: What,
+    kind: WatchKind,
     file: Option<WatchDescriptor>,
     dir: Option<WatchDescriptor>,
     /// True if the folder does not exist.
-    absent: bool,
+    folder_missing: bool,
     /// Number of failed attempts to set a watch since then.
-    missed: u32,
+    failed_attempts: u32,
 }
 
-impl Spot {
-    fn new(path: PathBuf, what: What) -> Spot {
-        Spot {
+impl WatchedPath {
+    fn new(path: PathBuf, what: WatchKind) -> WatchedPath {
+        WatchedPath {
             path,
-            what,
+            kind: what,
             file: None,
             dir: None,
-            absent: false,
-            missed: 0,
+            folder_missing: false,
+            failed_attempts: 0,
         }
     }
 
     /// Watches a file at every write.
-    pub fn file(path: PathBuf) -> Spot {
-        Spot::new(path, What::File)
+    pub fn file(path: PathBuf) -> WatchedPath {
+        WatchedPath::new(path, WatchKind::File)
     }
 
     /// Watches a file of settings, which is read only after its writer has closed it.
-    pub fn settings(path: PathBuf) -> Spot {
-        Spot::new(path, What::Settings)
+    pub fn settings(path: PathBuf) -> WatchedPath {
+        WatchedPath::new(path, WatchKind::Settings)
     }
 
     /// Watches the files of a folder whose names begin with `prefix`.
-    pub fn folder(path: PathBuf, prefix: &'static str) -> Spot {
-        Spot::new(path, What::Folder(prefix))
+    pub fn folder(path: PathBuf, prefix: &'static str) -> WatchedPath {
+        WatchedPath::new(path, WatchKind::Folder(prefix))
     }
 
     /// Returns the folder in which changes are watched.
     fn folder_path(&self) -> &Path {
-        match self.what {
-            What::File | What::Settings => self
+        match self.kind {
+            WatchKind::File | WatchKind::Settings => self
                 .path
                 .parent()
                 .filter(|d| !d.as_os_str().is_empty())
                 .unwrap_or(Path::new(".")),
-            What::Folder(_) => &self.path,
+            WatchKind::Folder(_) => &self.path,
         }
     }
 
-    fn concerns(&self, event: &InotifyEvent) -> bool {
+    fn matches(&self, event: &InotifyEvent) -> bool {
         if Some(event.wd) == self.file {
             return true;
         }
         let name = event.name.as_deref();
         Some(event.wd) == self.dir
-            && match self.what {
+            && match self.kind {
                 // An event without a name concerns the folder itself.
-                What::File | What::Settings => name.is_none() || name == self.path.file_name(),
-                What::Folder(prefix) => {
+                WatchKind::File | WatchKind::Settings => {
+                    name.is_none() || name == self.path.file_name()
+                }
+                WatchKind::Folder(prefix) => {
                     name.is_none_or(|n: &OsStr| n.as_bytes().starts_with(prefix.as_bytes()))
                 }
             }
@@ -126,95 +128,95 @@ impl Spot {
 /// Number of attempts after which a path without its folder is no longer read. More than one,
 /// because the folder may have come and gone between the watch and the read, and its last content
 /// may have been refused.
-const MISSED_READ: u32 = 2;
+const MISSING_FOLDER_READS_MAX: u32 = 2;
 /// Maximum number of idle terminals that are watched; further ones are examined periodically.
-pub const IDLE_MAX: usize = 64;
+pub const IDLE_TERMINALS_MAX: usize = 64;
 /// Bit in `changed` for input at an idle terminal.
-const IDLE: u32 = 1 << 31;
+const IDLE_TERMINAL_BIT: u32 = 1 << 31;
 
-/// Reasons for which [`Watch::wait`] returned.
+/// Reasons for which [`FileWatcher::wait`] returned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Woken {
+pub struct WakeReasons {
     changed: u32,
     /// True if the other descriptor is readable.
-    pub other: bool,
+    pub other_ready: bool,
 }
 
-impl Woken {
+impl WakeReasons {
     /// True if this path may have changed.
-    pub fn has(self, spot: usize) -> bool {
+    pub fn path_changed(self, spot: usize) -> bool {
         self.changed & (1 << spot) != 0
     }
 
     /// True if there was input at a terminal that was idle.
-    pub fn typed(self) -> bool {
-        self.changed & IDLE != 0
+    pub fn terminal_used(self) -> bool {
+        self.changed & IDLE_TERMINAL_BIT != 0
     }
 
     /// True if a path may have changed or there was input at an idle terminal.
-    pub fn any(self) -> bool {
+    pub fn any_change(self) -> bool {
         self.changed != 0
     }
 }
 
 /// Watches up to 31 paths, each known by its index, and idle terminals.
 #[derive(Debug)]
-pub struct Watch {
+pub struct FileWatcher {
     inotify: Option<Inotify>,
-    spots: Vec<Spot>,
-    idle: BTreeMap<PathBuf, WatchDescriptor>,
+    paths: Vec<WatchedPath>,
+    idle_terminals: BTreeMap<PathBuf, WatchDescriptor>,
 }
 
-impl Watch {
+impl FileWatcher {
     /// Watches these paths. If the kernel has no watch left for one, its changes are noticed only
-    /// by reading it ([`Watch::is_blind`]).
-    pub fn new(spots: Vec<Spot>) -> Watch {
+    /// by reading it ([`FileWatcher::is_unwatched`]).
+    pub fn new(spots: Vec<WatchedPath>) -> FileWatcher {
         assert!(
             spots.len() < 32,
             "one bit for each, and one for idle terminals"
         );
         let inotify = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let mut watch = Watch {
+        let mut watch = FileWatcher {
             inotify,
-            spots,
-            idle: BTreeMap::new(),
+            paths: spots,
+            idle_terminals: BTreeMap::new(),
         };
-        (0..watch.spots.len()).for_each(|i| watch.arm(i));
+        (0..watch.paths.len()).for_each(|i| watch.arm(i));
         watch
     }
 
     pub fn path(&self, spot: usize) -> &Path {
-        &self.spots[spot].path
+        &self.paths[spot].path
     }
 
     /// True if neither the file nor its folder could be watched; the path must then be read
     /// periodically.
-    pub fn is_blind(&self, spot: usize) -> bool {
-        self.spots[spot].file.is_none() && self.spots[spot].dir.is_none()
+    pub fn is_unwatched(&self, spot: usize) -> bool {
+        self.paths[spot].file.is_none() && self.paths[spot].dir.is_none()
     }
 
     /// Tries again to watch a path that could not be watched; must be called periodically. Returns
     /// true if the path must be read, which is not the case after its folder was missing several
     /// times.
-    pub fn look_for(&mut self, spot: usize) -> bool {
-        if !self.is_blind(spot) {
+    pub fn retry_watch(&mut self, spot: usize) -> bool {
+        if !self.is_unwatched(spot) {
             return false;
         }
         self.arm(spot);
-        let spot = &mut self.spots[spot];
-        spot.missed = if spot.absent {
-            spot.missed.saturating_add(1)
+        let spot = &mut self.paths[spot];
+        spot.failed_attempts = if spot.folder_missing {
+            spot.failed_attempts.saturating_add(1)
         } else {
             0
         };
-        spot.missed <= MISSED_READ
+        spot.failed_attempts <= MISSING_FOLDER_READS_MAX
     }
 
     /// Sets the watches that are missing. Must be called before reading, so that no change between
     /// watch and read is lost. A file that replaced another one of the same name gets a new watch.
     pub fn arm(&mut self, i: usize) {
         let Some(inotify) = &self.inotify else { return };
-        let spot = &mut self.spots[i];
+        let spot = &mut self.paths[i];
         if spot.dir.is_none() {
             let flags = AddWatchFlags::IN_CREATE
                 | AddWatchFlags::IN_MOVED_TO
@@ -225,19 +227,19 @@ impl Watch {
                 | AddWatchFlags::IN_CLOSE_WRITE
                 | AddWatchFlags::IN_ONLYDIR;
             let set = inotify.add_watch(spot.folder_path(), flags);
-            spot.absent = set == Err(Errno::ENOENT);
+            spot.folder_missing = set == Err(Errno::ENOENT);
             spot.dir = set.ok();
         }
-        if matches!(spot.what, What::Folder(_)) {
+        if matches!(spot.kind, WatchKind::Folder(_)) {
             return;
         }
-        let half = matches!(spot.what, What::File).then_some(AddWatchFlags::IN_MODIFY);
+        let half = matches!(spot.kind, WatchKind::File).then_some(AddWatchFlags::IN_MODIFY);
         let flags = half.unwrap_or(AddWatchFlags::empty())
             | AddWatchFlags::IN_CLOSE_WRITE
             | AddWatchFlags::IN_ATTRIB
             | AddWatchFlags::IN_DELETE_SELF
             | AddWatchFlags::IN_MOVE_SELF;
-        let now = if spot.absent {
+        let now = if spot.folder_missing {
             None
         } else {
             inotify.add_watch(&spot.path, flags).ok()
@@ -251,9 +253,9 @@ impl Watch {
 
     /// Watches exactly these terminals until there is input. That requires read permission; without
     /// it, input is noticed only by the next periodic check.
-    pub fn watch_idle(&mut self, terminals: &BTreeSet<PathBuf>) {
+    pub fn watch_idle_terminals(&mut self, terminals: &BTreeSet<PathBuf>) {
         let Some(inotify) = &self.inotify else { return };
-        self.idle.retain(|path, wd| {
+        self.idle_terminals.retain(|path, wd| {
             let stays = terminals.contains(path);
             if !stays {
                 // Fails if the terminal is gone, because the kernel has then removed the watch.
@@ -261,17 +263,17 @@ impl Watch {
             }
             stays
         });
-        for path in terminals.iter().take(IDLE_MAX) {
-            if !self.idle.contains_key(path)
+        for path in terminals.iter().take(IDLE_TERMINALS_MAX) {
+            if !self.idle_terminals.contains_key(path)
                 && let Ok(wd) = inotify.add_watch(path, AddWatchFlags::IN_ACCESS)
             {
-                self.idle.insert(path.clone(), wd);
+                self.idle_terminals.insert(path.clone(), wd);
             }
         }
     }
 
     /// Waits until a path may have changed or the other descriptor is readable, at most for `span`.
-    pub fn wait(&mut self, span: Duration, other: Option<BorrowedFd<'_>>) -> Woken {
+    pub fn wait(&mut self, span: Duration, other: Option<BorrowedFd<'_>>) -> WakeReasons {
         let until = Instant::now() + span;
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -280,7 +282,7 @@ impl Watch {
             let timeout = PollTimeout::try_from(millis).unwrap_or(PollTimeout::MAX);
             let fd = |fd| PollFd::new(fd, PollFlags::POLLIN);
             let is_ready = |fd: &PollFd<'_>| fd.any().unwrap_or(false);
-            let (ours, others) = match (&self.inotify, other) {
+            let (inotify_ready, other_ready) = match (&self.inotify, other) {
                 (Some(inotify), Some(other)) => {
                     let mut fds = [fd(inotify.as_fd()), fd(other)];
                     let _ = poll(&mut fds, timeout);
@@ -301,18 +303,18 @@ impl Watch {
                     (false, false)
                 }
             };
-            let changed = if ours { self.news() } else { 0 };
-            if changed != 0 || others || Instant::now() >= until {
-                return Woken {
+            let changed = if inotify_ready { self.read_events() } else { 0 };
+            if changed != 0 || other_ready || Instant::now() >= until {
+                return WakeReasons {
                     changed,
-                    other: others,
+                    other_ready,
                 };
             }
         }
     }
 
     /// Reads the pending inotify events and returns a bit for each path that they concern.
-    fn news(&mut self) -> u32 {
+    fn read_events(&mut self) -> u32 {
         let Some(inotify) = &self.inotify else {
             return 0;
         };
@@ -324,8 +326,8 @@ impl Watch {
                     .intersects(AddWatchFlags::IN_IGNORED | AddWatchFlags::IN_MOVE_SELF);
                 let all = event.mask.contains(AddWatchFlags::IN_Q_OVERFLOW);
                 let mut drop_watch = false;
-                for (i, spot) in self.spots.iter_mut().enumerate() {
-                    if all || spot.concerns(&event) {
+                for (i, spot) in self.paths.iter_mut().enumerate() {
+                    if all || spot.matches(&event) {
                         changed |= 1 << i;
                     }
                     if lost && spot.dir == Some(event.wd) {
@@ -333,12 +335,14 @@ impl Watch {
                         changed |= 1 << i;
                     }
                 }
-                let before = self.idle.len();
+                let before = self.idle_terminals.len();
                 if event.mask.contains(AddWatchFlags::IN_IGNORED) {
-                    self.idle.retain(|_, wd| *wd != event.wd);
+                    self.idle_terminals.retain(|_, wd| *wd != event.wd);
                 }
-                if self.idle.len() != before || self.idle.values().any(|wd| *wd == event.wd) {
-                    changed |= IDLE;
+                if self.idle_terminals.len() != before
+                    || self.idle_terminals.values().any(|wd| *wd == event.wd)
+                {
+                    changed |= IDLE_TERMINAL_BIT;
                 }
                 if drop_watch {
                     let _ = inotify.rm_watch(event.wd);

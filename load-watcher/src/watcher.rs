@@ -5,26 +5,32 @@
 //! immediately; the report to the resource manager follows when nothing else is due.
 
 use crate::Args;
-use crate::boss::Boss;
+use crate::rm_link::RmSubscription;
 use anyhow::Context;
 use libpvm::{Body, Vm};
 use nix::sys::epoll::Epoll;
-use pvm_load_watcher::confine::Confine;
-use pvm_load_watcher::guests::{Case, Decision, Door};
-use pvm_load_watcher::logind::Logind;
-use pvm_load_watcher::ours::{Ours, QUIET, family};
-use pvm_load_watcher::owner::{Evidence, Records, Sense, Sensed, Signs, logins};
-use pvm_load_watcher::policy::IDLE_AFTER_MIN;
-use pvm_load_watcher::proc::used;
-use pvm_load_watcher::report::{LOGINS_MAX, PAUSE_BUSY, Reporter};
-use pvm_load_watcher::rules::{ADMIN_FILE, Places, Rules, VmUser, owner_file, trusted, user_name};
+use pvm_load_watcher::confine::CpuConfinement;
+use pvm_load_watcher::guests::{Decision, GuestGate, GuestInputs};
+use pvm_load_watcher::host_policy::{
+    ADMIN_FILE, HostPolicy, PolicyPaths, VmUser, trusted_path, user_name, user_policy_file,
+};
+use pvm_load_watcher::load_attribution::{LOW_LOAD, TaskLoad, task_processes};
+use pvm_load_watcher::logind::LogindClient;
+use pvm_load_watcher::owner::{
+    Evidence, LoginRecords, OwnerAssessment, OwnerDetector, OwnerSigns, merged_logins,
+};
+use pvm_load_watcher::owner_override::{OVERRIDE_PREFIX, OVERRIDES_DIR};
+use pvm_load_watcher::policy::DEFAULT_IDLE_AFTER_MIN;
+use pvm_load_watcher::probes::{InputProbe, read_session_files, terminal_input_times};
+use pvm_load_watcher::proc::process_usage;
+use pvm_load_watcher::report::{LOGINS_MAX, Reporter, SAMPLE_INTERVAL_BUSY};
 use pvm_load_watcher::sampler::Sampler;
-use pvm_load_watcher::senses::{KeySense, sessions, typed};
 use pvm_load_watcher::sessions::Session;
-use pvm_load_watcher::status::{Guest, Listener, Setting, Status, TASKS_MAX};
-use pvm_load_watcher::system::{make_nice, micros, wall, wall_clock};
-use pvm_load_watcher::watch::{Spot, Watch, Woken, records, utmp_path};
-use pvm_load_watcher::word::{WORD_PREFIX, WORDS_DIR};
+use pvm_load_watcher::status::{GuestStatus, Setting, Status, StatusListener, TASKS_MAX};
+use pvm_load_watcher::system::{local_time, raise_nice, time_of_day, to_micros};
+use pvm_load_watcher::watch::{
+    FileWatcher, WakeReasons, WatchedPath, read_login_records, utmp_path,
+};
 use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_watcher};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::owner::{Guests, GuestsWord, WHY_BYTES_MAX};
@@ -41,95 +47,95 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Minimum interval of reading the expensive sources and of a new assessment without a change.
-const RARE: Micros = Micros::from_secs(5);
+const SLOW_CHECKS_INTERVAL: Micros = Micros::from_secs(5);
 /// Minimum interval of listing our tasks and measuring their load.
-const TASKS_SPAN: Micros = Micros::from_secs(10);
+const TASKS_INTERVAL: Micros = Micros::from_secs(10);
 /// The same interval while the owner limits guests, because new guests must be limited soon.
-const LIMITED_SPAN: Micros = Micros::from_secs(1);
+const LIMITED_TASKS_INTERVAL: Micros = Micros::from_secs(1);
 /// Time after which this load watcher exits if a resource manager exists but does not request its
 /// reports.
-const UNASKED_MAX: Micros = Micros::from_secs(30);
+const NO_REQUEST_TIMEOUT: Micros = Micros::from_secs(30);
 /// Interval of reading paths that cannot be watched.
-const BLIND_SPAN: Micros = Micros::from_secs(10);
+const UNWATCHED_INTERVAL: Micros = Micros::from_secs(10);
 
 /// Error context of a failed sample.
-const SAMPLING: &str = "sampling the load of this host";
+const SAMPLING_CONTEXT: &str = "sampling the load of this host";
 
 // Indices of the watched paths.
 const UTMP: usize = 0;
 const SESSIONS: usize = 1;
-const OWN: usize = 2;
-const ADMIN: usize = 3;
-const WORDS: usize = 4;
-const PLACES: usize = 5;
+const USER_POLICY: usize = 2;
+const ADMIN_POLICY: usize = 3;
+const OVERRIDES: usize = 4;
+const WATCHED_PATHS: usize = 5;
 
-fn say(line: &str) {
+fn log_line(line: &str) {
     eprintln!("pvm-load-watcher: {line}");
 }
 
 /// What the sources reported when they were last read.
-struct Seen {
-    records: Records,
+struct Observations {
+    records: LoginRecords,
     sessions: Evidence<Vec<Session>>,
     /// Why logind cannot be queried over D-Bus; the sessions then come from its files. `None` if
     /// they come from logind.
-    unasked: Option<String>,
-    typed: BTreeMap<String, Micros>,
-    keys: KeySense,
-    foreign: Evidence<f32>,
+    logind_error: Option<String>,
+    terminal_input: BTreeMap<String, Micros>,
+    input: InputProbe,
+    external_load: Evidence<f32>,
 }
 
 pub(crate) struct Watcher {
     vm: Vm,
-    boss: Arc<Boss>,
+    rm: Arc<RmSubscription>,
     /// Since when a resource manager exists that has not requested reports.
-    unasked: Option<Micros>,
+    not_requested_since: Option<Micros>,
     /// Readable when a user of this host queries the status, when logind reports a change, or when
     /// another resource manager requests reports.
     wake: Epoll,
     /// Name of the virtual machine.
     name: String,
     args: Args,
-    user: u32,
-    begin: Instant,
+    uid: u32,
+    started: Instant,
     sampler: Sampler,
-    watch: Watch,
-    seen: Seen,
-    rules: Rules,
-    sense: Sense,
-    door: Door,
-    ours: Ours,
+    watch: FileWatcher,
+    observations: Observations,
+    rules: HostPolicy,
+    detector: OwnerDetector,
+    gate: GuestGate,
+    task_load: TaskLoad,
     /// `None` if the system does not report its processors.
-    confine: Option<Confine>,
+    confine: Option<CpuConfinement>,
     /// True if the owner limits guests by a nice level or by processors.
     limited: bool,
     /// External load in the last sample, in processors; 0 if unknown.
-    strange: f32,
+    external_processors: f32,
     reporter: Reporter,
-    listener: Option<Listener>,
+    listener: Option<StatusListener>,
     /// `None` if logind cannot be queried; only its files are read then.
-    logind: Option<Logind>,
+    logind: Option<LogindClient>,
     sample: LoadSample,
-    sensed: Sensed,
+    assessment: OwnerAssessment,
     decision: Decision,
-    reported: Option<Decision>,
-    told: Option<GuestsWord>,
+    reported_decision: Option<Decision>,
+    sent_directive: Option<GuestsWord>,
     /// The report to send when nothing else is due.
     outgoing: Option<Body>,
-    deaf: Cell<bool>,
-    due: Due,
+    daemon_refuses: Cell<bool>,
+    due: Deadlines,
 }
 
 /// Times at which the next periodic actions are due, by the watcher's monotonic clock.
 #[derive(Debug, Default)]
-struct Due {
-    rare: Micros,
+struct Deadlines {
+    slow_checks: Micros,
     tasks: Micros,
-    blind: Micros,
+    unwatched: Micros,
 }
 
 /// Determines the watched paths, and reads the policies of owners, administrator and user.
-fn read_rules(args: &Args, user: u32) -> (Watch, Rules) {
+fn read_policies(args: &Args, user: u32) -> (FileWatcher, HostPolicy) {
     let home = || {
         nix::unistd::User::from_uid(user.into())
             .ok()
@@ -139,120 +145,123 @@ fn read_rules(args: &Args, user: u32) -> (Watch, Rules) {
     let own = args
         .owner_policy
         .clone()
-        .or_else(|| Some(owner_file(&home()?)));
-    let (admin, admin_is_not) = trusted(
+        .or_else(|| Some(user_policy_file(&home()?)));
+    let (admin, admin_warning) = trusted_path(
         args.admin_policy.clone(),
         Path::new(ADMIN_FILE),
         user.into(),
     );
-    let (words, words_are_not) =
-        trusted(args.owner_words.clone(), Path::new(WORDS_DIR), user.into());
-    let places = Places {
-        own: own.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
+    let (words, overrides_warning) = trusted_path(
+        args.owner_words.clone(),
+        Path::new(OVERRIDES_DIR),
+        user.into(),
+    );
+    let paths = PolicyPaths {
+        user: own.unwrap_or_else(|| PathBuf::from("/nonexistent/owner.toml")),
         admin,
-        words,
+        overrides: words,
     };
-    let watch = Watch::new(vec![
-        Spot::file(utmp_path(args.utmp.clone())),
-        Spot::folder(args.sessions.clone(), ""),
-        Spot::settings(places.own.clone()),
-        Spot::settings(places.admin.clone()),
-        Spot::folder(places.words.clone(), WORD_PREFIX),
+    let watch = FileWatcher::new(vec![
+        WatchedPath::file(utmp_path(args.utmp.clone())),
+        WatchedPath::folder(args.sessions.clone(), ""),
+        WatchedPath::settings(paths.user.clone()),
+        WatchedPath::settings(paths.admin.clone()),
+        WatchedPath::folder(paths.overrides.clone(), OVERRIDE_PREFIX),
     ]);
-    let rules = Rules::read(
-        places,
+    let rules = HostPolicy::read(
+        paths,
         VmUser {
             uid: user,
             name: user_name(user),
-            wishes: args.guest_defaults.clone(),
+            defaults: args.guest_defaults.clone(),
         },
     );
-    let wrong = rules.wrong();
-    admin_is_not
+    let wrong = rules.errors();
+    admin_warning
         .iter()
-        .chain(&words_are_not)
+        .chain(&overrides_warning)
         .chain(&wrong)
-        .for_each(|line| say(line));
+        .for_each(|line| log_line(line));
     (watch, rules)
 }
 
 impl Watcher {
-    pub(crate) fn new(vm: Vm, boss: Arc<Boss>, args: Args) -> anyhow::Result<Watcher> {
-        let mut sampler = Sampler::open(Path::new("/proc")).context(SAMPLING)?;
+    pub(crate) fn new(vm: Vm, boss: Arc<RmSubscription>, args: Args) -> anyhow::Result<Watcher> {
+        let mut sampler = Sampler::open(Path::new("/proc")).context(SAMPLING_CONTEXT)?;
         if let Some(meminfo) = &args.meminfo {
-            sampler = sampler.memory_from(meminfo).context(SAMPLING)?;
+            sampler = sampler.memory_from(meminfo).context(SAMPLING_CONTEXT)?;
         }
-        let sample = sampler.sample(wall()).context(SAMPLING)?;
+        let sample = sampler.sample(time_of_day()).context(SAMPLING_CONTEXT)?;
         let user = nix::unistd::geteuid().as_raw();
-        let (watch, rules) = read_rules(&args, user);
+        let (watch, rules) = read_policies(&args, user);
         let name = std::env::var("PVM_VMID")
             .ok()
             .filter(|name| !name.is_empty())
             .unwrap_or_else(|| "pvm".into());
         // Without a listener users of this host cannot query the status; everything else works.
-        let listener = Listener::open(user, &name)
-            .inspect_err(|e| say(&format!("nobody can ask: {e}")))
+        let listener = StatusListener::open(user, &name)
+            .inspect_err(|e| log_line(&format!("nobody can ask: {e}")))
             .ok();
-        let seen = Seen {
-            records: records(watch.path(UTMP)),
-            sessions: Evidence::Missing("not looked at yet".into()),
-            unasked: None,
-            typed: BTreeMap::new(),
-            keys: KeySense::new(args.interrupts.clone()),
-            foreign: Evidence::Missing("not measured yet".into()),
+        let seen = Observations {
+            records: read_login_records(watch.path(UTMP)),
+            sessions: Evidence::Unavailable("not looked at yet".into()),
+            logind_error: None,
+            terminal_input: BTreeMap::new(),
+            input: InputProbe::new(args.interrupts.clone()),
+            external_load: Evidence::Unavailable("not measured yet".into()),
         };
-        let logind = Logind::ask(args.bus.clone())
-            .inspect_err(|e| say(&format!("logind cannot be asked: {e}")))
+        let logind = LogindClient::start(args.bus.clone())
+            .inspect_err(|e| log_line(&format!("logind cannot be asked: {e}")))
             .ok();
         let others = listener
             .iter()
-            .map(Listener::fd)
-            .chain(logind.iter().map(Logind::fd));
-        let wake = boss.beside(others).context("watching for questions")?;
+            .map(StatusListener::fd)
+            .chain(logind.iter().map(LogindClient::fd));
+        let wake = boss.epoll_with(others).context("watching for questions")?;
         let mut watcher = Watcher {
             vm,
-            boss,
-            unasked: None,
+            rm: boss,
+            not_requested_since: None,
             wake,
             name,
             args,
-            user,
-            begin: Instant::now(),
+            uid: user,
+            started: Instant::now(),
             sampler,
             watch,
-            seen,
+            observations: seen,
             rules,
-            sense: Sense::default(),
-            door: Door::default(),
-            ours: Ours::new(Path::new("/proc")),
-            confine: Confine::new(beside_socket(CONFINED_FILE)).ok(),
+            detector: OwnerDetector::default(),
+            gate: GuestGate::default(),
+            task_load: TaskLoad::new(Path::new("/proc")),
+            confine: CpuConfinement::new(runtime_file(CONFINED_FILE)).ok(),
             limited: false,
-            strange: 0.0,
+            external_processors: 0.0,
             reporter: Reporter::default(),
             listener,
             logind,
             sample,
-            sensed: Sensed::default(),
+            assessment: OwnerAssessment::default(),
             decision: Decision::default(),
-            reported: None,
-            told: None,
+            reported_decision: None,
+            sent_directive: None,
             outgoing: None,
-            deaf: Cell::new(false),
-            due: Due::default(),
+            daemon_refuses: Cell::new(false),
+            due: Deadlines::default(),
         };
         watcher.read_sessions();
-        watcher.seen.keys.look(wall());
+        watcher.observations.input.poll(time_of_day());
         Ok(watcher)
     }
 
     fn now(&self) -> Micros {
-        micros(self.begin.elapsed())
+        to_micros(self.started.elapsed())
     }
 
     /// Prepares a report for the resource manager. It is sent only when nothing else is due, so
     /// that an assessment waits neither for the socket nor for the wake-up of another processor.
-    fn report(&mut self) -> anyhow::Result<()> {
-        let mut logins = self.sensed.logins.clone();
+    fn prepare_report(&mut self) -> anyhow::Result<()> {
+        let mut logins = self.assessment.logins.clone();
         logins.truncate(LOGINS_MAX);
         let Decision {
             guests,
@@ -261,11 +270,11 @@ impl Watcher {
         } = self.decision.clone();
         let report = LoadReport {
             host: self.vm.host(),
-            at: wall(),
+            at: time_of_day(),
             sample: self.sample,
-            owner: self.sensed.owner.clone(),
-            confidence: self.sensed.confidence,
-            why: self.sensed.why.clone(),
+            owner: self.assessment.owner.clone(),
+            confidence: self.assessment.confidence,
+            why: self.assessment.why.clone(),
             logins,
             guests,
             guests_why,
@@ -277,14 +286,14 @@ impl Watcher {
         });
         let now = self.now();
         self.reporter
-            .sent(now, self.sample, report.owner, report.why);
-        self.reported = Some(self.decision.clone());
+            .record_sent(now, self.sample, report.owner, report.why);
+        self.reported_decision = Some(self.decision.clone());
         Ok(())
     }
 
     /// Sends the prepared report if there is one.
-    fn send(&mut self) {
-        if let (Some(body), Some(rm)) = (self.outgoing.take(), self.boss.tid()) {
+    fn send_report(&mut self) {
+        if let (Some(body), Some(rm)) = (self.outgoing.take(), self.rm.tid()) {
             // A resource manager that has just exited does not receive it; the next one requests a
             // complete report.
             let _ = self.vm.send_in(rm, self.args.ctx, self.args.tag, body);
@@ -293,60 +302,65 @@ impl Watcher {
 
     /// Derives a new assessment and decision from all sources. The daemon of this host is notified
     /// first, because it can stop guests immediately.
-    fn judge(&mut self) -> anyhow::Result<()> {
-        let now = wall();
-        let logins = logins(&self.seen.records, &self.seen.sessions);
-        let before = self.rules.wrong();
-        self.rules.see(&logins);
-        self.say_wrong(&before);
-        self.seen.typed = typed(&self.args.terminals, &logins);
+    fn assess(&mut self) -> anyhow::Result<()> {
+        let now = time_of_day();
+        let logins = merged_logins(&self.observations.records, &self.observations.sessions);
+        let before = self.rules.errors();
+        self.rules.update_logins(&logins);
+        self.log_new_errors(&before);
+        self.observations.terminal_input = terminal_input_times(&self.args.terminals, &logins);
         let policy = &self.rules.merged().policy;
-        let idle = policy.idle_after_min.unwrap_or(IDLE_AFTER_MIN);
-        let signs = Signs {
-            path: self.watch.path(UTMP),
-            records: &self.seen.records,
-            sessions: &self.seen.sessions,
-            unasked: self.seen.unasked.as_deref(),
-            typed: &self.seen.typed,
-            keys: self.seen.keys.evidence(),
-            foreign: &self.seen.foreign,
-            words: self.rules.words(),
+        let idle = policy.idle_after_min.unwrap_or(DEFAULT_IDLE_AFTER_MIN);
+        let signs = OwnerSigns {
+            records_path: self.watch.path(UTMP),
+            records: &self.observations.records,
+            sessions: &self.observations.sessions,
+            logind_error: self.observations.logind_error.as_deref(),
+            terminal_input: &self.observations.terminal_input,
+            input: self.observations.input.evidence(),
+            external_load: &self.observations.external_load,
+            overrides: self.rules.overrides(),
             owners: self.rules.owners(),
             idle_after: Micros::from_secs(u64::from(idle) * 60),
         };
-        self.sensed = self.sense.verdict(now, &signs);
+        self.assessment = self.detector.verdict(now, &signs);
         let is_idle = |at: &Micros| now.since(*at) >= signs.idle_after;
-        let idle = self.seen.typed.iter().filter(|(_, at)| is_idle(at));
+        let idle = self
+            .observations
+            .terminal_input
+            .iter()
+            .filter(|(_, at)| is_idle(at));
         let idle: BTreeSet<PathBuf> = idle
             .map(|(line, _)| self.args.terminals.join(line))
             .collect();
-        self.watch.watch_idle(&idle);
-        self.decision = self.door.decide(&Case {
+        self.watch.watch_idle_terminals(&idle);
+        self.decision = self.gate.decide(&GuestInputs {
             policy,
-            shut: self.rules.shut(),
-            blocked: self.rules.blocked(),
-            user: self.user,
-            owner: &self.sensed.owner,
-            why: &self.sensed.why,
-            available: self.sample.available_bytes,
-            wall: wall_clock(now.0 / 1_000_000),
+            policy_unknown: self.rules.policy_unknown(),
+            blocked_uids: self.rules.blocked_uids(),
+            uid: self.uid,
+            owner: &self.assessment.owner,
+            owner_reason: &self.assessment.why,
+            available_bytes: self.sample.available_bytes,
+            local_time: local_time(now.0 / 1_000_000),
             now,
         });
-        self.sampler.memory_matters(policy.memory_free.is_some());
-        self.tell();
-        let changed = self.reported.as_ref() != Some(&self.decision);
+        self.sampler
+            .set_memory_matters(policy.memory_free.is_some());
+        self.send_directive();
+        let changed = self.reported_decision.as_ref() != Some(&self.decision);
         if changed
             || self
                 .reporter
-                .owner_is_news(&self.sensed.owner, &self.sensed.why)
+                .owner_changed(&self.assessment.owner, &self.assessment.why)
         {
-            self.report()?;
+            self.prepare_report()?;
         }
         Ok(())
     }
 
     /// Sends the daemon what guests may do, if that has changed.
-    fn tell(&mut self) {
+    fn send_directive(&mut self) {
         let Decision {
             guests,
             why,
@@ -357,72 +371,74 @@ impl Watcher {
             why: cut(why, WHY_BYTES_MAX).to_string(),
             limits: limits.clone(),
         };
-        if self.told.as_ref() == Some(&word) {
+        if self.sent_directive.as_ref() == Some(&word) {
             return;
         }
-        match self.vm.guests(word.clone()) {
-            Ok(()) => self.deaf.set(false),
-            Err(error) if !self.deaf.replace(true) => say(&format!(
+        match self.vm.set_guest_directive(word.clone()) {
+            Ok(()) => self.daemon_refuses.set(false),
+            Err(error) if !self.daemon_refuses.replace(true) => log_line(&format!(
                 "{error}; guests are stopped only when the resource manager moves them"
             )),
             Err(_) => {}
         }
-        self.told = Some(word);
+        self.sent_directive = Some(word);
     }
 
     /// Reads the selected sources. Missing watches are set first, so that no change between watch
     /// and read is lost.
-    fn read(&mut self, which: impl Fn(usize) -> bool) {
-        (0..PLACES)
+    fn read_sources(&mut self, which: impl Fn(usize) -> bool) {
+        (0..WATCHED_PATHS)
             .filter(|place| which(*place))
             .for_each(|place| self.watch.arm(place));
         if which(UTMP) {
-            self.seen.records = records(self.watch.path(UTMP));
+            self.observations.records = read_login_records(self.watch.path(UTMP));
         }
         if which(SESSIONS) {
             self.read_sessions();
         }
-        let before = self.rules.wrong();
-        if which(ADMIN) {
+        let before = self.rules.errors();
+        if which(ADMIN_POLICY) {
             self.rules.read_admin();
         }
-        if which(OWN) {
-            self.rules.read_own();
+        if which(USER_POLICY) {
+            self.rules.read_user_policy();
         }
-        if which(WORDS) {
-            self.rules.read_words();
+        if which(OVERRIDES) {
+            self.rules.read_overrides();
         }
-        self.say_wrong(&before);
+        self.log_new_errors(&before);
     }
 
     /// Logs the errors of the policies that are not in `before`.
-    fn say_wrong(&self, before: &[String]) {
+    fn log_new_errors(&self, before: &[String]) {
         self.rules
-            .wrong()
+            .errors()
             .iter()
             .filter(|line| !before.contains(line))
-            .for_each(|line| say(line));
+            .for_each(|line| log_line(line));
     }
 
     /// Reads the selected paths that cannot be watched.
-    fn look_where_blind(&mut self, which: impl Fn(usize) -> bool) {
-        let new: Vec<bool> = (0..PLACES)
-            .map(|place| which(place) && self.watch.look_for(place))
+    fn read_unwatched(&mut self, which: impl Fn(usize) -> bool) {
+        let new: Vec<bool> = (0..WATCHED_PATHS)
+            .map(|place| which(place) && self.watch.retry_watch(place))
             .collect();
-        self.read(|place| new[place]);
+        self.read_sources(|place| new[place]);
     }
 
     /// Reads the sessions from logind, or else from its files, which contain less.
     fn read_sessions(&mut self) {
-        let why = match self.logind.as_ref().map(Logind::sessions) {
+        let why = match self.logind.as_ref().map(LogindClient::sessions) {
             Some(Evidence::Known(sessions)) => {
-                (self.seen.sessions, self.seen.unasked) = (Evidence::Known(sessions), None);
+                (self.observations.sessions, self.observations.logind_error) =
+                    (Evidence::Known(sessions), None);
                 return;
             }
-            Some(Evidence::Missing(why)) => why,
+            Some(Evidence::Unavailable(why)) => why,
             None => "logind cannot be asked".into(),
         };
-        (self.seen.sessions, self.seen.unasked) = (sessions(&self.args.sessions), Some(why));
+        (self.observations.sessions, self.observations.logind_error) =
+            (read_session_files(&self.args.sessions), Some(why));
     }
 
     /// Asks the daemon for the tasks of the virtual machine on this host.
@@ -437,39 +453,39 @@ impl Watcher {
     }
 
     /// Stores in the sample which part of its load is ours, if the load is high enough to matter.
-    fn measure_ours(&mut self) {
+    fn attribute_load(&mut self) {
         let used = self.sample.busy * self.sample.processors();
-        let Some(times) = self.sampler.times().filter(|_| used >= QUIET) else {
-            self.strange = 0.0;
-            return self.ours.skip();
+        let Some(times) = self.sampler.cpu_times().filter(|_| used >= LOW_LOAD) else {
+            self.external_processors = 0.0;
+            return self.task_load.skip_sample();
         };
-        let Some(ours) = self.ours.sample(times, self.sample.cores) else {
+        let Some(ours) = self.task_load.own_processors(times, self.sample.cores) else {
             return;
         };
-        let before = std::mem::replace(&mut self.strange, used - ours);
-        if self.strange > before + QUIET {
+        let before = std::mem::replace(&mut self.external_processors, used - ours);
+        if self.external_processors > before + LOW_LOAD {
             // New external load may come from new tasks of ours, so they are listed first; the next
             // sample then attributes it correctly.
-            self.list_ours(&self.tasks());
+            self.set_task_processes(&self.tasks());
         } else {
             self.sample.ours = Some(ours);
         }
     }
 
     /// Sets the processes whose load is ours: those of these tasks, and those of the daemon.
-    fn list_ours(&mut self, tasks: &[TaskInfo]) {
+    fn set_task_processes(&mut self, tasks: &[TaskInfo]) {
         let mut pids: Vec<i32> = tasks
             .iter()
             .map(|task| task.pid)
             .filter(|pid| *pid > 0)
             .collect();
-        pids.extend(servants());
-        self.ours.set(&pids);
+        pids.extend(daemon_processes());
+        self.task_load.set_processes(&pids);
     }
 
     /// Applies the owner's limits to guests, and measures the external load.
-    fn look_at_tasks(&mut self) {
-        let Some(times) = self.sampler.times() else {
+    fn limit_and_measure_tasks(&mut self) {
+        let Some(times) = self.sampler.cpu_times() else {
             return;
         };
         let policy = &self.rules.merged().policy;
@@ -479,70 +495,73 @@ impl Watcher {
                 .confine
                 .as_ref()
                 .is_some_and(|confine| confine.is_needed(cores));
-        if limited || self.ours.is_needed(times, self.sample.cores) {
+        if limited || self.task_load.origin_matters(times, self.sample.cores) {
             let tasks = self.tasks();
             if limited {
                 let guests = tasks.iter().filter(|task| is_guest(task));
                 let processes: Vec<i32> = guests
-                    .flat_map(|task| family(Path::new("/proc"), task.pid))
+                    .flat_map(|task| task_processes(Path::new("/proc"), task.pid))
                     .collect();
                 // Fails for a process that has exited meanwhile, which needs no nice level.
                 let levels = nice
                     .map(i32::from)
                     .into_iter()
                     .flat_map(|level| processes.iter().map(move |pid| (*pid, level)));
-                levels.for_each(|(pid, level)| drop(make_nice(pid, level)));
+                levels.for_each(|(pid, level)| drop(raise_nice(pid, level)));
                 self.confine
                     .iter_mut()
-                    .for_each(|confine| confine.keep(cores, processes.iter().copied()));
+                    .for_each(|confine| confine.apply(cores, processes.iter().copied()));
             }
-            self.list_ours(&tasks);
+            self.set_task_processes(&tasks);
         }
         self.limited = limited;
-        self.seen.foreign = match self.ours.measure(times, self.sample.cores) {
-            Some(cores) => Evidence::Known(cores),
-            None => Evidence::Missing("tasks of the virtual machine came or went".into()),
-        };
+        self.observations.external_load =
+            match self.task_load.external_processors(times, self.sample.cores) {
+                Some(cores) => Evidence::Known(cores),
+                None => Evidence::Unavailable("tasks of the virtual machine came or went".into()),
+            };
     }
 
     /// Runs the periodic actions that are due. Returns true if a new assessment is needed.
-    fn rarely(&mut self, now: Micros) -> bool {
-        self.look_where_blind(|place| place == UTMP);
-        if now < self.due.rare {
-            return self.watch.is_blind(UTMP);
+    fn run_periodic_checks(&mut self, now: Micros) -> bool {
+        self.read_unwatched(|place| place == UTMP);
+        if now < self.due.slow_checks {
+            return self.watch.is_unwatched(UTMP);
         }
-        self.due.rare = now + RARE;
-        self.end_if_nobody_asks(now);
-        if now >= self.due.blind {
-            self.due.blind = now + BLIND_SPAN;
-            self.look_where_blind(|place| place != UTMP);
+        self.due.slow_checks = now + SLOW_CHECKS_INTERVAL;
+        self.exit_if_not_requested(now);
+        if now >= self.due.unwatched {
+            self.due.unwatched = now + UNWATCHED_INTERVAL;
+            self.read_unwatched(|place| place != UTMP);
             // A watch does not report that a file has become readable, so refused files are read
             // again.
-            if self.rules.shut().is_some() {
-                self.read(|place| [ADMIN, OWN, WORDS].contains(&place));
+            if self.rules.policy_unknown().is_some() {
+                self.read_sources(|place| [ADMIN_POLICY, USER_POLICY, OVERRIDES].contains(&place));
             }
         }
-        self.seen.keys.look(wall());
+        self.observations.input.poll(time_of_day());
         if now >= self.due.tasks {
-            self.look_at_tasks();
+            self.limit_and_measure_tasks();
             self.due.tasks = now
                 + if self.limited {
-                    LIMITED_SPAN
+                    LIMITED_TASKS_INTERVAL
                 } else {
-                    TASKS_SPAN
+                    TASKS_INTERVAL
                 };
         }
         true
     }
 
-    /// Exits if the resource manager has not requested reports for [`UNASKED_MAX`]: it has another
+    /// Exits if the resource manager has not requested reports for [`NO_REQUEST_TIMEOUT`]: it has another
     /// load watcher here or wants none. Without a resource manager the load watcher keeps running
     /// to protect the owner.
-    fn end_if_nobody_asks(&mut self, now: Micros) {
-        if self.boss.tid().is_some() || self.vm.runtime().rm().is_none() {
-            self.unasked = None;
-        } else if now.since(*self.unasked.get_or_insert(now)) >= UNASKED_MAX {
-            say("the present resource manager does not ask for reports; this load watcher ends");
+    fn exit_if_not_requested(&mut self, now: Micros) {
+        if self.rm.tid().is_some() || self.vm.runtime().rm().is_none() {
+            self.not_requested_since = None;
+        } else if now.since(*self.not_requested_since.get_or_insert(now)) >= NO_REQUEST_TIMEOUT {
+            log_line(
+                "the present resource manager does not ask for reports; this load watcher ends",
+            );
             drop(self.vm.exit());
             std::process::exit(0);
         }
@@ -550,67 +569,70 @@ impl Watcher {
 
     /// Returns the time until the next sample. If the policy depends on the clock, the sample is
     /// not later than the next full minute.
-    fn pause(&mut self) -> Micros {
-        let pause = self.reporter.pause_after(&self.sample);
-        let pause = if self.watch.is_blind(UTMP) {
-            PAUSE_BUSY
+    fn next_interval(&mut self) -> Micros {
+        let pause = self.reporter.interval_after(&self.sample);
+        let pause = if self.watch.is_unwatched(UTMP) {
+            SAMPLE_INTERVAL_BUSY
         } else {
             pause
         };
-        if !self.rules.has_hours() {
+        if !self.rules.depends_on_clock() {
             return pause;
         }
-        pause.min(Micros(60_000_000 - wall().0 % 60_000_000))
+        pause.min(Micros(60_000_000 - time_of_day().0 % 60_000_000))
     }
 
     pub(crate) fn run(&mut self) -> anyhow::Result<()> {
-        self.judge()?;
-        let mut next = self.now() + PAUSE_BUSY;
-        let mut minute = wall().0 / 60_000_000;
+        self.assess()?;
+        let mut next = self.now() + SAMPLE_INTERVAL_BUSY;
+        let mut minute = time_of_day().0 / 60_000_000;
         loop {
-            self.send();
+            self.send_report();
             let left = Duration::from_micros(next.since(self.now()).0);
-            let woken: Woken = self.watch.wait(left, Some(self.wake.0.as_fd()));
-            if woken.any() {
-                self.read(|place| woken.has(place));
-                self.judge()?;
+            let woken: WakeReasons = self.watch.wait(left, Some(self.wake.0.as_fd()));
+            if woken.any_change() {
+                self.read_sources(|place| woken.path_changed(place));
+                self.assess()?;
             }
-            if woken.other {
-                if self.logind.as_ref().is_some_and(Logind::is_new) {
+            if woken.other_ready {
+                if self.logind.as_ref().is_some_and(LogindClient::take_change) {
                     self.read_sessions();
-                    self.judge()?;
+                    self.assess()?;
                 }
-                self.answer();
-                if self.boss.is_new() {
-                    self.report()?;
+                self.answer_queries();
+                if self.rm.take_change() {
+                    self.prepare_report()?;
                 }
             }
             if self.now() < next {
                 continue;
             }
-            self.sample = self.sampler.sample(wall()).context(SAMPLING)?;
-            self.measure_ours();
+            self.sample = self
+                .sampler
+                .sample(time_of_day())
+                .context(SAMPLING_CONTEXT)?;
+            self.attribute_load();
             let now = self.now();
-            let before = std::mem::replace(&mut minute, wall().0 / 60_000_000);
-            let of_hours = before != minute && self.rules.has_hours();
-            let of_memory = self.door.turns(
+            let before = std::mem::replace(&mut minute, time_of_day().0 / 60_000_000);
+            let of_hours = before != minute && self.rules.depends_on_clock();
+            let of_memory = self.gate.needs_decision(
                 &self.rules.merged().policy,
                 self.sample.available_bytes,
-                wall(),
+                time_of_day(),
             );
-            if self.rarely(now) || of_hours || of_memory {
-                self.judge()?;
+            if self.run_periodic_checks(now) || of_hours || of_memory {
+                self.assess()?;
             }
-            if self.reporter.load_is_news(now, &self.sample) {
-                self.report()?;
+            if self.reporter.must_report_load(now, &self.sample) {
+                self.prepare_report()?;
             }
-            next = now + self.pause();
+            next = now + self.next_interval();
         }
     }
 
-    fn answer(&self) {
+    fn answer_queries(&self) {
         if let Some(listener) = &self.listener {
-            listener.answer(|| self.status());
+            listener.answer_queries(|| self.status());
         }
     }
 
@@ -620,7 +642,7 @@ impl Watcher {
             Guests::Welcome => ("welcome", None, None),
             Guests::Stopped { leave_at, then } => ("stopped", leave_at.map(|at| at.0), Some(then)),
         };
-        let owner = match self.sensed.owner {
+        let owner = match self.assessment.owner {
             OwnerVerdict::Absent { .. } => "absent",
             OwnerVerdict::Maybe { .. } => "maybe",
             OwnerVerdict::Present { .. } => "present",
@@ -639,13 +661,13 @@ impl Watcher {
         let (stopped_by, stopped_by_why) = stopped_by(self.vm.runtime().request(Request::Freezer));
         Status {
             vm: self.name.clone(),
-            user: user_name(self.user),
+            user: user_name(self.uid),
             host: host.unwrap_or_default(),
             owner: owner.into(),
-            confidence: self.sensed.confidence,
-            why: self.sensed.why.clone(),
+            confidence: self.assessment.confidence,
+            why: self.assessment.why.clone(),
             sources: self
-                .sensed
+                .assessment
                 .sources
                 .iter()
                 .map(|(name, says)| (name.to_string(), says.clone()))
@@ -657,12 +679,12 @@ impl Watcher {
             stopped_by: stopped_by.into(),
             stopped_by_why,
             policy: self.rules.merged().settings.iter().map(setting).collect(),
-            wrong: self.rules.wrong(),
+            wrong: self.rules.errors(),
             tasks: tasks
                 .iter()
                 .filter(|task| is_guest(task))
                 .take(TASKS_MAX)
-                .map(|task| guest(task, boot))
+                .map(|task| guest_status(task, boot))
                 .collect(),
         }
     }
@@ -684,13 +706,13 @@ fn stopped_by(reply: Reply) -> (&'static str, String) {
 }
 
 /// Returns the path of a file in the runtime directory of this host's daemon.
-fn beside_socket(name: &str) -> Option<PathBuf> {
+fn runtime_file(name: &str) -> Option<PathBuf> {
     Some(PathBuf::from(std::env::var_os("PVMSOCK")?).with_file_name(name))
 }
 
 /// Returns the pids of this host's daemon and of its child processes.
-fn servants() -> Vec<i32> {
-    let Some(lock) = beside_socket("pvmd.lock") else {
+fn daemon_processes() -> Vec<i32> {
+    let Some(lock) = runtime_file("pvmd.lock") else {
         return Vec::new();
     };
     let text = std::fs::read_to_string(lock).unwrap_or_default();
@@ -715,10 +737,10 @@ fn boot_time() -> Option<u64> {
         .ok()
 }
 
-fn guest(task: &TaskInfo, boot: Option<u64>) -> Guest {
+fn guest_status(task: &TaskInfo, boot: Option<u64>) -> GuestStatus {
     let used = std::fs::read(format!("/proc/{}/stat", task.pid))
         .ok()
-        .and_then(|text| used(&text))
+        .and_then(|text| process_usage(&text))
         .unwrap_or_default();
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
         .ok()
@@ -730,7 +752,7 @@ fn guest(task: &TaskInfo, boot: Option<u64>) -> Guest {
     let started = boot
         .filter(|_| used.started > 0)
         .map(|boot| boot * 1_000_000 + used.started * 1_000_000 / second);
-    Guest {
+    GuestStatus {
         tid: task.tid.to_string(),
         program: task.name.clone(),
         pid: task.pid,

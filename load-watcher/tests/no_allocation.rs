@@ -5,8 +5,8 @@
 mod counting;
 
 use counting::allocations;
-use pvm_load_watcher::cgroup::Group;
-use pvm_load_watcher::ours::Ours;
+use pvm_load_watcher::cgroup::LimitingGroup;
+use pvm_load_watcher::load_attribution::TaskLoad;
 use pvm_load_watcher::proc::CpuTimes;
 use pvm_load_watcher::sampler::Sampler;
 use sempa_proto::Micros;
@@ -28,10 +28,10 @@ fn a_sample_allocates_nothing() {
 fn measuring_what_is_ours_allocates_nothing() {
     let mut sampler = Sampler::open(Path::new("/proc")).expect("this is Linux");
     sampler.sample(Micros(0)).expect("this is Linux");
-    let times = sampler.times().expect("a sample was taken");
-    let mut ours = Ours::new(Path::new("/proc"));
+    let times = sampler.cpu_times().expect("a sample was taken");
+    let mut ours = TaskLoad::new(Path::new("/proc"));
     let own = std::process::id().cast_signed();
-    ours.set(&[own, std::os::unix::process::parent_id().cast_signed()]);
+    ours.set_processes(&[own, std::os::unix::process::parent_id().cast_signed()]);
     let before = allocations();
     let mut seen = 0;
     for i in 0..10 {
@@ -39,9 +39,9 @@ fn measuring_what_is_ours_allocates_nothing() {
             total: times.total + i * 100,
             idle: times.idle,
         };
-        seen += usize::from(ours.sample(times, 2).is_some())
-            + usize::from(ours.measure(times, 2).is_some());
-        assert!(ours.is_needed(times, 2));
+        seen += usize::from(ours.own_processors(times, 2).is_some())
+            + usize::from(ours.external_processors(times, 2).is_some());
+        assert!(ours.origin_matters(times, 2));
     }
     assert_eq!(allocations(), before);
     assert!(seen >= 17, "{seen}");
@@ -64,7 +64,7 @@ fn measuring_a_limit_allocates_nothing() {
         &groups.join("cpu.stat"),
         "usage_usec 1000000\nuser_usec 1\nthrottled_usec 5\n",
     );
-    let mut group = Group::of(dir.path()).expect("it is limited");
+    let mut group = LimitingGroup::of_process(dir.path()).expect("it is limited");
     let before = allocations();
     let mut share = 0.0;
     for i in 0..10 {

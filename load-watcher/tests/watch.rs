@@ -1,10 +1,10 @@
 //! Tests of login records in real files, noticed through the kernel, and of /proc in fixed and in
 //! real files.
 
-use pvm_load_watcher::owner::Records;
-use pvm_load_watcher::sampler::{MEMORY_SPAN, Sampler};
-use pvm_load_watcher::utmp::{DEAD_PROCESS, RECORD_BYTES, USER_PROCESS, record};
-use pvm_load_watcher::watch::{Spot, Watch, records};
+use pvm_load_watcher::owner::LoginRecords;
+use pvm_load_watcher::sampler::{MEMORY_INTERVAL, Sampler};
+use pvm_load_watcher::utmp::{DEAD_PROCESS, RECORD_BYTES, USER_PROCESS, encode_record};
+use pvm_load_watcher::watch::{FileWatcher, WatchedPath, read_login_records};
 use sempa_proto::Micros;
 use sempa_proto::load::Login;
 use std::collections::BTreeSet;
@@ -33,41 +33,41 @@ fn write(path: &Path, kind: i16) {
         .truncate(false)
         .open(path)
         .expect("the test's own file");
-    file.write_all_at(&record(kind, &alice()), 0)
+    file.write_all_at(&encode_record(kind, &alice()), 0)
         .expect("the test's own file");
 }
 
 /// Watched login records, and another watched folder.
 struct Logins {
     path: PathBuf,
-    watch: Watch,
+    watch: FileWatcher,
 }
 
 impl Logins {
     fn new(path: PathBuf) -> Logins {
         Logins {
-            watch: Watch::new(vec![Spot::file(path.clone())]),
+            watch: FileWatcher::new(vec![WatchedPath::file(path.clone())]),
             path,
         }
     }
 
-    fn read(&mut self) -> Records {
+    fn read(&mut self) -> LoginRecords {
         self.watch.arm(0);
-        records(&self.path)
+        read_login_records(&self.path)
     }
 
     /// Returns true if they may have changed.
     fn wait(&mut self, span: Duration) -> bool {
-        self.watch.wait(span, None).has(0)
+        self.watch.wait(span, None).path_changed(0)
     }
 
     fn is_blind(&self) -> bool {
-        self.watch.is_blind(0)
+        self.watch.is_unwatched(0)
     }
 }
 
-/// Waits until the records have this content.
-fn until(watch: &mut Logins, wanted: &Records) {
+/// Waits until the records read like this.
+fn until(watch: &mut Logins, wanted: &LoginRecords) {
     let end = Instant::now() + PATIENCE;
     loop {
         let now = watch.read();
@@ -85,14 +85,14 @@ fn login_and_logout_are_noticed_without_polling() {
     let path = dir.path().join("utmp");
     write(&path, DEAD_PROCESS);
     let mut watch = Logins::new(path.clone());
-    until(&mut watch, &Records::Logins(Vec::new()));
+    until(&mut watch, &LoginRecords::Logins(Vec::new()));
     for _ in 0..3 {
         write(&path, USER_PROCESS);
         assert!(watch.wait(PATIENCE));
-        until(&mut watch, &Records::Logins(vec![alice()]));
+        until(&mut watch, &LoginRecords::Logins(vec![alice()]));
         write(&path, DEAD_PROCESS);
         assert!(watch.wait(PATIENCE));
-        until(&mut watch, &Records::Logins(Vec::new()));
+        until(&mut watch, &LoginRecords::Logins(Vec::new()));
     }
     assert!(!watch.is_blind());
 }
@@ -103,20 +103,20 @@ fn created_replaced_and_removed_files_are_noticed() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
     let mut watch = Logins::new(path.clone());
-    assert_eq!(watch.read(), Records::Missing);
+    assert_eq!(watch.read(), LoginRecords::Missing);
     write(&path, USER_PROCESS);
-    until(&mut watch, &Records::Logins(vec![alice()]));
+    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
     let other = dir.path().join("other");
     write(&other, DEAD_PROCESS);
     fs::rename(&other, &path).expect("the test's own file");
-    until(&mut watch, &Records::Logins(Vec::new()));
-    // The new file is watched from now on.
+    until(&mut watch, &LoginRecords::Logins(Vec::new()));
+    // The new file is the one that is watched now.
     write(&path, USER_PROCESS);
-    until(&mut watch, &Records::Logins(vec![alice()]));
+    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
     fs::remove_file(&path).expect("the test's own file");
-    until(&mut watch, &Records::Missing);
+    until(&mut watch, &LoginRecords::Missing);
     write(&path, USER_PROCESS);
-    until(&mut watch, &Records::Logins(vec![alice()]));
+    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
 }
 
 /// A directory that is created later is watched from the next look on.
@@ -126,25 +126,25 @@ fn late_directory_is_watched_from_the_next_look() {
     let path = dir.path().join("run/utmp");
     let mut watch = Logins::new(path.clone());
     assert!(watch.is_blind());
-    let looks = [0; 4].map(|_| watch.watch.look_for(0));
+    let looks = [0; 4].map(|_| watch.watch.retry_watch(0));
     assert_eq!(
         looks,
         [true, true, false, false],
         "without its folder it says nothing"
     );
     fs::create_dir(dir.path().join("run")).expect("the test's own directory");
-    assert!(watch.watch.look_for(0));
-    assert!(!watch.is_blind() && !watch.watch.look_for(0));
+    assert!(watch.watch.retry_watch(0));
+    assert!(!watch.is_blind() && !watch.watch.retry_watch(0));
     write(&path, USER_PROCESS);
-    until(&mut watch, &Records::Logins(vec![alice()]));
+    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
     fs::remove_dir_all(dir.path().join("run")).expect("the test's own directory");
-    until(&mut watch, &Records::Missing);
+    until(&mut watch, &LoginRecords::Missing);
     while !watch.is_blind() {
         assert!(watch.wait(PATIENCE));
     }
-    assert_eq!(watch.read(), Records::Missing);
+    assert_eq!(watch.read(), LoginRecords::Missing);
     assert!(
-        watch.is_blind() && watch.watch.look_for(0),
+        watch.is_blind() && watch.watch.retry_watch(0),
         "it is read once more"
     );
 }
@@ -161,19 +161,23 @@ fn other_files_of_the_directory_do_not_wake_it() {
 fn files_and_folders_watched_together_are_told_apart() {
     let dir = tempfile::tempdir().expect("a directory");
     let at = |name: &str| dir.path().join(name);
-    // Two of them are in one folder, which the kernel counts once.
-    let mut watch = Watch::new(vec![
-        Spot::file(at("a")),
-        Spot::file(at("b")),
-        Spot::folder(at(""), "word-"),
+    // Two of them lie in one folder, which the kernel counts once.
+    let mut watch = FileWatcher::new(vec![
+        WatchedPath::file(at("a")),
+        WatchedPath::file(at("b")),
+        WatchedPath::folder(at(""), "word-"),
     ]);
     let mut seen = |name: &str| {
         fs::write(at(name), "x").expect("the test's own file");
         let woken = watch.wait(PATIENCE, None);
         (0..3).for_each(|i| watch.arm(i));
-        // Drains the other events of the write.
-        while watch.wait(Duration::ZERO, None).any() {}
-        [woken.has(0), woken.has(1), woken.has(2)]
+        // What writing it makes besides.
+        while watch.wait(Duration::ZERO, None).any_change() {}
+        [
+            woken.path_changed(0),
+            woken.path_changed(1),
+            woken.path_changed(2),
+        ]
     };
     assert_eq!(seen("a"), [true, false, false]);
     assert_eq!(seen("b"), [false, true, false]);
@@ -190,20 +194,20 @@ fn key_at_an_idle_terminal_is_noticed_at_once() {
     );
     let name =
         |pty: &nix::pty::OpenptyResult| nix::unistd::ttyname(&pty.slave).expect("it has a name");
-    let mut watch = Watch::new(Vec::new());
-    watch.watch_idle(&BTreeSet::from([name(&idle)]));
+    let mut watch = FileWatcher::new(Vec::new());
+    watch.watch_idle_terminals(&BTreeSet::from([name(&idle)]));
     let key = |pty: &nix::pty::OpenptyResult| {
         nix::unistd::write(&pty.master, b"x\n").expect("there is room");
         nix::unistd::read(&pty.slave, &mut [0; 8]).expect("a line");
     };
     key(&used);
-    assert!(!watch.wait(Duration::ZERO, None).any());
+    assert!(!watch.wait(Duration::ZERO, None).any_change());
     key(&idle);
-    assert!(watch.wait(PATIENCE, None).typed());
-    watch.watch_idle(&BTreeSet::new());
-    while watch.wait(Duration::ZERO, None).any() {}
+    assert!(watch.wait(PATIENCE, None).terminal_used());
+    watch.watch_idle_terminals(&BTreeSet::new());
+    while watch.wait(Duration::ZERO, None).any_change() {}
     key(&idle);
-    assert!(!watch.wait(Duration::ZERO, None).any());
+    assert!(!watch.wait(Duration::ZERO, None).any_change());
 }
 
 /// Settings are read only after their writer has closed the file.
@@ -212,7 +216,7 @@ fn settings_are_read_after_the_writer_closes() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("owner.toml");
     fs::write(&path, "cores = 2\n").expect("the test's own file");
-    let mut watch = Watch::new(vec![Spot::settings(path.clone())]);
+    let mut watch = FileWatcher::new(vec![WatchedPath::settings(path.clone())]);
     let file = OpenOptions::new()
         .write(true)
         .truncate(true)
@@ -220,37 +224,37 @@ fn settings_are_read_after_the_writer_closes() {
         .expect("the test's own file");
     file.write_all_at(b"cores = 3\n", 0)
         .expect("the test's own file");
-    assert!(!watch.wait(Duration::ZERO, None).any());
+    assert!(!watch.wait(Duration::ZERO, None).any_change());
     drop(file);
-    assert!(watch.wait(PATIENCE, None).has(0));
+    assert!(watch.wait(PATIENCE, None).path_changed(0));
 }
 
 #[test]
 fn another_descriptor_wakes_it_as_well() {
     let (read, write) = nix::unistd::pipe().expect("a pipe");
-    let mut watch = Watch::new(Vec::new());
-    assert!(!watch.wait(Duration::ZERO, Some(read.as_fd())).other);
+    let mut watch = FileWatcher::new(Vec::new());
+    assert!(!watch.wait(Duration::ZERO, Some(read.as_fd())).other_ready);
     nix::unistd::write(&write, b"x").expect("there is room");
-    assert!(watch.wait(PATIENCE, Some(read.as_fd())).other);
+    assert!(watch.wait(PATIENCE, Some(read.as_fd())).other_ready);
 }
 
 #[test]
 fn records_that_cannot_be_read_say_why() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut watch = Logins::new(dir.path().to_path_buf());
-    assert!(matches!(watch.read(), Records::Unreadable(why) if why.contains("directory")));
+    assert!(matches!(watch.read(), LoginRecords::Unreadable(why) if why.contains("directory")));
 }
 
 #[test]
 fn half_a_record_is_nobody_until_it_is_whole() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("utmp");
-    let whole = record(USER_PROCESS, &alice());
+    let whole = encode_record(USER_PROCESS, &alice());
     fs::write(&path, &whole[..RECORD_BYTES / 2]).expect("the test's own file");
     let mut watch = Logins::new(path.clone());
-    assert_eq!(watch.read(), Records::Logins(Vec::new()));
+    assert_eq!(watch.read(), LoginRecords::Logins(Vec::new()));
     fs::write(&path, whole).expect("the test's own file");
-    until(&mut watch, &Records::Logins(vec![alice()]));
+    until(&mut watch, &LoginRecords::Logins(vec![alice()]));
 }
 
 /// If an owner keeps memory free, it is read in turn with the pressure.
@@ -277,7 +281,7 @@ fn kept_memory_is_read_with_the_pressure() {
     let mut sampler = Sampler::open(dir.path()).expect("all files are there");
     let mut sample = |number: u64, matters: bool| {
         says(number);
-        sampler.memory_matters(matters);
+        sampler.set_memory_matters(matters);
         let sample = sampler.sample(Micros(number)).expect("all files are good");
         (
             sample.available_bytes >> 10,
@@ -369,12 +373,12 @@ fn samples_follow_their_files() {
     assert_eq!((second.busy, second.cores), (0.75, 1));
     put("meminfo", "MemTotal: 8 kB\nMemAvailable: 2 kB\n");
     let soon = sampler
-        .sample(Micros(5 + MEMORY_SPAN.0 - 1))
+        .sample(Micros(5 + MEMORY_INTERVAL.0 - 1))
         .expect("all files are good");
     assert_eq!(soon.available_bytes, 4096, "memory is not read so often");
     assert_eq!(
         sampler
-            .sample(Micros(5 + MEMORY_SPAN.0))
+            .sample(Micros(5 + MEMORY_INTERVAL.0))
             .expect("all files are good")
             .available_bytes,
         2048
@@ -394,7 +398,7 @@ fn samples_follow_their_files() {
         .expect("it is there");
     assert_eq!(
         sampler
-            .sample(Micros(MEMORY_SPAN.0))
+            .sample(Micros(MEMORY_INTERVAL.0))
             .expect("all files are good")
             .available_bytes,
         1024

@@ -1,6 +1,9 @@
-//! What decisions cost, with few hosts and with more than there can be. Prints a table of microseconds of processor time, so
-//! that a busy machine disturbs little, and ends with 1 if the median of one is above what is allowed; `cargo xtask bench
-//! decide` runs it. `--json=FILE` has them written there. Words say which ones: those whose names have one of them.
+//! Measures the processor time of decisions, with few hosts and with more than a virtual machine
+//! can have. Processor time is hardly disturbed by a busy machine.
+//!
+//! Prints a table of microseconds and exits with 1 if the median of a decision exceeds the allowed
+//! time. `cargo xtask bench decide` runs it. `--json=FILE` writes the results to a file. Other
+//! arguments select the decisions whose names contain one of them.
 
 #[path = "../tests/desktop/mod.rs"]
 mod desktop;
@@ -18,7 +21,7 @@ use std::time::Duration;
 const ALLOWED: f64 = 1e3;
 /// Measurements of each decision.
 const TIMES: usize = 51;
-/// A measurement takes so many microseconds at least: decisions that are too short for the clock are made more than once.
+/// Minimum microseconds of a measurement: short decisions are repeated within one measurement.
 const MEASURED_MIN: f64 = 50.0;
 
 /// Microseconds of one decision.
@@ -29,14 +32,14 @@ struct Cost {
     best: f64,
 }
 
-/// What decisions cost with so many hosts.
+/// Costs of all decisions with this number of hosts.
 #[derive(Serialize)]
 struct Costs {
     hosts: u16,
     decisions: Vec<Cost>,
 }
 
-/// Processor time of this thread.
+/// Returns the processor time of this thread.
 fn now() -> Duration {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
         .expect("this is Linux")
@@ -53,7 +56,7 @@ fn cost(name: &'static str, decide: &mut dyn FnMut(usize)) -> Cost {
         }
         (now() - begin).as_secs_f64() * 1e6 / times as f64
     };
-    // The first one fills caches.
+    // The first run fills the caches.
     time(1);
     let each = (MEASURED_MIN / time(1)).ceil().max(1.0) as usize;
     let mut all: Vec<f64> = (0..TIMES).map(|_| time(each)).collect();
@@ -93,7 +96,7 @@ fn table(all: &[Costs]) {
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let json = words.iter().find_map(|word| word.strip_prefix("--json="));
-    // Cargo adds a word of its own.
+    // Cargo adds an argument of its own.
     let only: Vec<&String> = words
         .iter()
         .filter(|word| !word.starts_with("--"))

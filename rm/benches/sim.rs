@@ -1,7 +1,9 @@
-//! A week of a thousand desktops, and days of three users of whom one wants all there is, in virtual time and by the decisions
-//! and the service as they are. How long things take on hosts is drawn from what was measured: `--owners=FILE` and
-//! `--migrate=FILE` are the results of these benchmarks. `--json=FILE` has what came of it written there; `cargo xtask bench
-//! sim` runs it and draws it.
+//! Simulates, in virtual time, a week of a thousand desktops and days of three users one of whom
+//! requests all hosts. The decisions and the service are the real ones.
+//!
+//! Durations on hosts are drawn from measurements: `--owners=FILE` and `--migrate=FILE` name the
+//! results of these benchmarks. `--json=FILE` writes the results to a file. `cargo xtask bench sim`
+//! runs it and draws the results.
 
 #[path = "../tests/day/mod.rs"]
 mod day;
@@ -21,17 +23,17 @@ use std::fs;
 use std::process::ExitCode;
 use week::Week;
 
-/// MiB of the tasks of whose moves the times are taken.
+/// Size of the tasks whose migration times are used, in MiB.
 const MIB: u32 = 128;
 
-/// What `cargo xtask bench owners` has measured, in microseconds.
+/// Results of `cargo xtask bench owners`, in microseconds.
 #[derive(Deserialize)]
 struct Owners {
     stood_still_us: Vec<u64>,
     clean_us: Vec<u64>,
 }
 
-/// A move as `cargo xtask bench migrate` has measured it, in milliseconds.
+/// A migration measured by `cargo xtask bench migrate`, in milliseconds.
 #[derive(Deserialize)]
 struct Moved {
     freeze_ms: f64,
@@ -61,7 +63,7 @@ fn read<T: for<'a> Deserialize<'a>>(file: &str) -> Result<T, String> {
     serde_json::from_slice(&bytes).map_err(|error| format!("{file}: {error}"))
 }
 
-/// The times that were measured.
+/// Reads the measured times.
 fn times(owners: &str, migrate: &str) -> Result<Times, String> {
     let (of_owners, of_moves) = (read::<Owners>(owners)?, read::<Migrate>(migrate)?);
     let moved = of_moves.sizes.into_iter().find(|size| size.mib == MIB);
@@ -73,7 +75,7 @@ fn times(owners: &str, migrate: &str) -> Result<Times, String> {
     let seconds = |us: Vec<u64>| us.into_iter().map(|us| us as f64 / 1e6);
     let times = Times {
         stops: seconds(of_owners.stood_still_us).collect(),
-        // A host that was clean sooner than anything can move had no guest.
+        // A host that was clean sooner than any migration takes had no guest.
         clears: seconds(of_owners.clean_us)
             .filter(|s| *s * 1e3 >= shortest)
             .collect(),

@@ -2,7 +2,7 @@
 //! can be tested without one.
 
 use bytes::Bytes;
-use libpvm::{Error, Match, MigrateError, MoveAnswer, Vm};
+use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
 use sempa_proto::migration::Cause;
@@ -63,7 +63,7 @@ pub trait VmApi {
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// Decodes the event in a message of the subscription.
     fn event_of(&self, message: &Message) -> Option<Event> {
-        Vm::event_of(message)
+        Vm::decode_event(message)
     }
     /// Requests notifications about hosts or tasks.
     ///
@@ -119,7 +119,7 @@ impl RealVm {
     pub fn new(vm: Vm) -> RealVm {
         // The resource manager has work whenever a task starts or ends, when other processes need
         // the processors. It must not spin.
-        vm.sleep_at_once();
+        vm.disable_spinning();
         RealVm {
             vm,
             begin: Instant::now(),
@@ -197,7 +197,7 @@ impl VmApi for RealVm {
     }
 
     fn subscribe(&self, ctx: i32, tag: i32) -> Result<(), Error> {
-        self.vm.subscribe(ctx, tag)
+        self.vm.subscribe_events(ctx, tag)
     }
 
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
@@ -214,7 +214,7 @@ impl VmApi for RealVm {
     }
 
     fn exec(&self, host: HostId, parent: Tid, request: &SpawnRequest) -> Result<i32, Error> {
-        self.vm.exec(host, parent, request)
+        self.vm.request_exec(host, parent, request)
     }
 
     fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError> {
@@ -222,7 +222,7 @@ impl VmApi for RealVm {
             .vm
             .migrate(tid, &to.tid().to_string(), Some(cause), false)?
         {
-            MoveAnswer::Started(_) | MoveAnswer::Done(_) => Ok(()),
+            MigrateReply::Started(_) | MigrateReply::Done(_) => Ok(()),
         }
     }
 
@@ -239,10 +239,10 @@ impl VmApi for RealVm {
     }
 
     fn restart(&self, set: &str, on: &[String]) -> Result<(), Error> {
-        self.vm.restart(set, on)
+        self.vm.restart_checkpoint(set, on)
     }
 
     fn record(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
-        self.vm.record(at, kind)
+        self.vm.record_event(at, kind)
     }
 }

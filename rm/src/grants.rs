@@ -4,7 +4,7 @@
 //!
 //! - Grants are reviewed each second and replaced if the same request would get other hosts. While
 //!   the resource manager works, a grant is therefore at most a second older than its knowledge.
-//! - Daemons keep tasks off hosts whose owners accept none, whoever chose the host.
+//! - A daemon rejects a granted host whose owner accepts no guests, as it does for every placement.
 //! - The total of all grants is bounded, so that many tasks cannot be sent to the same good host
 //!   before the first one is known.
 

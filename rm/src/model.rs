@@ -141,7 +141,6 @@ pub struct Model {
     labels: Labels,
     hosts: BTreeMap<HostId, Host>,
     tasks: BTreeMap<Tid, Task>,
-    /// Tasks by host.
     on: BTreeMap<HostId, BTreeSet<Tid>>,
     /// Number of tasks that are being started, by host.
     starting: BTreeMap<HostId, u32>,

@@ -7,7 +7,7 @@
 //! wait_s = 60          # how long a spawn may wait for a free host
 //! user_tasks = 100     # tasks of a user at once
 //! job_tasks = 50       # tasks of a job at once
-//! give_way = true      # suspend tasks of users who have taken much while one who has taken little waits
+//! give_way = true      # suspend tasks of heavy users while a spawn of a light user waits
 //! ```
 //!
 //! For keys that the file does not name, the command line counts.

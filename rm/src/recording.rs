@@ -1,8 +1,9 @@
-//! A record of what the resource manager was told, so that the same can be decided again under another policy.
+//! A recording of the resource manager's input, so that the same input can be decided again under
+//! another policy.
 //!
-//! The file: a line with the version, then records, each its length as four bytes, low one first, and an [`Entry`] in
-//! postcard. It grows to [`RECORD_BYTES_MAX`] and then no further. A record that is cut short, because its writer was
-//! killed, ends the file.
+//! The file starts with a line that contains the version. Records follow: the length as four bytes,
+//! little-endian, and an [`Entry`] in postcard. The file grows to [`RECORD_BYTES_MAX`] at most. A
+//! truncated record, whose writer was killed, ends the file.
 
 use crate::model::Labels;
 use crate::policy::Conduct;
@@ -20,69 +21,62 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// A record grows no further.
+/// Maximum size of a recording in bytes.
 pub const RECORD_BYTES_MAX: u64 = 256 << 20;
-/// Version of the format beside that of the records it carries.
+/// Version of the format, in addition to that of the records in it.
 const VERSION: u16 = 3;
 
-/// Something that the resource manager was told. New kinds come last, so that older records can be read.
+/// One input of the resource manager. New variants must be added at the end, so that older
+/// recordings can be read.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Input {
     /// The policy in force from now on.
     Policy(Conduct),
-    /// The hosts there are from now on.
+    /// The host table from now on.
     Hosts(HostTable),
-    /// A load watcher's report, and how many tasks of ours were on its host.
+    /// A load watcher's report.
     Report {
-        /// It.
         report: LoadReport,
-        /// Tasks of ours.
+        /// Number of own tasks on the watcher's host.
         own: u32,
     },
-    /// A spawn was asked for.
+    /// A spawn was requested.
     Spawn {
-        /// Who asks, and the wait id.
+        /// Requesting task and wait id.
         number: (Tid, i32),
-        /// The host of the task that asks.
+        /// Host of the requesting task.
         caller: HostId,
-        /// Its user.
         user: u32,
-        /// Its job.
         job: Tid,
-        /// What it wants.
         request: SpawnRequest,
     },
-    /// It was answered: the tasks that were started.
+    /// A spawn was answered with these tasks.
     Started {
-        /// Who asked, and the wait id.
+        /// Requesting task and wait id.
         number: (Tid, i32),
-        /// The tasks.
         tids: Vec<Tid>,
     },
-    /// A task ended.
+    /// A task has ended.
     Ended {
-        /// The task.
         tid: Tid,
-        /// What it used.
         used: Usage,
     },
-    /// A host is to be emptied, or may take tasks again.
+    /// The drain of a host begins or ends.
     Drain {
-        /// The host's name.
         host: String,
-        /// Who asked for it.
+        /// Task that requested it.
         by: Tid,
-        /// False: it may take tasks again.
+        /// False at the end of the drain.
         begun: bool,
-        /// It is to be empty within this time.
+        /// Time within which the host must be empty.
         within: Option<Micros>,
     },
-    /// What the administrator says of hosts, by their names.
+    /// Labels that the administrator gave the hosts, by host name.
     Labels(BTreeMap<String, BTreeMap<String, String>>),
 }
 
 impl Input {
-    /// These labels; `None` when nothing is said of any host.
+    /// Returns the input for these labels; `None` if there are none.
     pub fn labels(labels: &Labels) -> Option<Input> {
         let of_hosts = labels
             .iter()
@@ -91,46 +85,40 @@ impl Input {
     }
 }
 
-/// A record.
+/// One record of a recording.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// When, on the resource manager's clock.
+    /// Time on the resource manager's clock.
     pub at: Micros,
-    /// What.
     pub input: Input,
 }
 
-/// What can go wrong with a record.
+/// Error of reading or writing a recording.
 #[derive(Debug, Error)]
 pub enum RecordError {
-    /// The file cannot be made, read or written.
+    /// The file cannot be created, read or written.
     #[error("{path}: {source}")]
     File {
-        /// It.
         path: PathBuf,
-        /// Why.
         source: std::io::Error,
     },
-    /// It is none.
+    /// The file is not a recording of this version.
     #[error(
         "{path} is no record of this version of pvm-rm: it begins with {found:?} and not with {wanted:?}"
     )]
     Foreign {
-        /// The file.
         path: PathBuf,
-        /// What it begins with.
+        /// Actual first line, as far as it was read.
         found: String,
-        /// What ours begin with.
+        /// First line of a valid recording.
         wanted: String,
     },
-    /// A record in it is damaged.
+    /// A record in the file is damaged.
     #[error("{path}: the record at byte {at} is damaged: {why}")]
     Damaged {
-        /// The file.
         path: PathBuf,
-        /// Where.
+        /// Byte offset of the record.
         at: usize,
-        /// Why.
         why: String,
     },
 }
@@ -139,7 +127,7 @@ fn first_line() -> String {
     format!("sempa resource manager record {VERSION}.{WIRE_VERSION}\n")
 }
 
-/// A record that is being written.
+/// A recording that is being written.
 #[derive(Debug)]
 pub struct Recorder {
     file: File,
@@ -148,10 +136,11 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// Begins one. A file that is there, perhaps of a resource manager that has died, gets `.before` behind its name.
+    /// Starts a recording. An existing file, for example of a resource manager that died, is
+    /// renamed with the suffix `.before`.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// The file cannot be renamed or written.
     pub fn create(path: &Path) -> Result<Recorder, RecordError> {
         let mut before = path.as_os_str().to_os_string();
         before.push(".before");
@@ -167,10 +156,10 @@ impl Recorder {
         Recorder::with_limit(path, RECORD_BYTES_MAX)
     }
 
-    /// The same with a limit of its own.
+    /// Starts a recording with another maximum size.
     ///
     /// # Errors
-    /// When it cannot be written.
+    /// The file cannot be written.
     pub fn with_limit(path: &Path, bytes_max: u64) -> Result<Recorder, RecordError> {
         let failed = |source| RecordError::File {
             path: path.to_path_buf(),
@@ -193,7 +182,7 @@ impl Recorder {
         })
     }
 
-    /// Writes an entry down. Answers why nothing more is written, when that is so from now on.
+    /// Appends an entry. Returns why nothing can be written from now on, if so.
     pub fn put(&mut self, at: Micros, input: Input) -> Option<String> {
         let entry = to_bytes(&Entry { at, input }).ok()?;
         let length = u32::try_from(entry.len()).ok()?;
@@ -212,10 +201,10 @@ impl Recorder {
     }
 }
 
-/// Reads a record.
+/// Reads a recording.
 ///
 /// # Errors
-/// It is none, or damaged elsewhere than at its end.
+/// The file is not a recording, or is damaged elsewhere than at its end.
 pub fn read(path: &Path) -> Result<Vec<Entry>, RecordError> {
     let bytes = std::fs::read(path).map_err(|source| RecordError::File {
         path: path.to_path_buf(),
@@ -258,8 +247,9 @@ mod tests {
         }
     }
 
+    /// A recording is read as it was written, and a truncated one up to the last complete record.
     #[test]
-    fn a_record_is_read_as_it_was_written_also_when_its_end_is_cut_off() {
+    fn truncated_recording_is_read_up_to_the_cut() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("record");
         let mut recorder = Recorder::create(&path).expect("it can be written");
@@ -282,8 +272,9 @@ mod tests {
         );
     }
 
+    /// Variants keep their numbers, so that older recordings can be read.
     #[test]
-    fn inputs_keep_their_numbers_so_that_older_records_are_read() {
+    fn input_variants_keep_their_numbers() {
         let number = |input: &Input| to_bytes(input).expect("it can be written")[0];
         let drain = Input::Drain {
             host: "h2".into(),
@@ -300,8 +291,9 @@ mod tests {
         assert_eq!(all.each_ref().map(number), [0, 5, 6, 7]);
     }
 
+    /// A foreign file and a damaged record are reported, and the maximum size is kept.
     #[test]
-    fn a_foreign_file_and_a_damaged_record_are_named_and_the_limit_is_kept() {
+    fn foreign_and_damaged_files_fail_and_limit_holds() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("record");
         std::fs::write(&path, "#!/bin/sh\n").expect("it can be written");

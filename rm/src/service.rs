@@ -1,5 +1,5 @@
-//! The loop of the resource manager: messages in, orders out. All thinking is done in [`crate::decide`], all remembering
-//! in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
+//! The loop of the resource manager: receives messages and sends orders. Decisions are made in
+//! [`crate::decide`]; the state is in [`crate::model`], [`crate::spawns`] and [`crate::watchers`].
 
 mod drain;
 mod grants;
@@ -52,73 +52,72 @@ pub const TAG_HOST_DELETE: i32 = 4;
 /// Tag of load reports.
 pub const TAG_LOAD: i32 = 5;
 
-/// Tag of the policy file's content, from the own process when the file has changed.
+/// Tag of the policy file's content. The own process sends it when the file has changed.
 pub const TAG_POLICY: i32 = 6;
 
-/// The loop looks at its deadlines at least this often.
+/// Maximum time between two checks of the deadlines.
 const WAIT_MAX: Micros = Micros::from_secs(5);
-/// News of tasks that is taken before anything follows from it.
+/// Maximum number of task reports that are processed before decisions follow.
 const NEWS_AT_ONCE: usize = 64;
-/// Lists of hosts and tasks are not asked for more often than this.
+/// Minimum interval between two requests for lists of hosts and tasks.
 const REFRESH_PAUSE: Micros = Micros::from_secs(1);
-/// Pause between looks for moves for the sake of the load.
+/// Interval between two rebalancing decisions.
 pub const BALANCE_PAUSE: Micros = Micros::from_secs(10);
-/// The pause when a task has ended: its processor may have nothing to do. So many tasks that end are looked at together.
+/// Delay of a rebalancing decision after the end of a task, which may leave a processor idle. Tasks
+/// that end within it are handled together.
 pub const BALANCE_PAUSE_AFTER_END: Micros = Micros::from_secs(1);
-/// The signal that ends a process for sure.
 const SIGKILL: i32 = 9;
 
-/// How the resource manager works.
+/// Configuration of the resource manager.
 #[derive(Clone, Debug, Default)]
 pub struct Options {
-    /// What is decided by policy, as the command line says.
+    /// Policy of the command line.
     pub conduct: Conduct,
-    /// The same without what the policy file says.
+    /// Policy of the command line, without the policy file's settings.
     pub given: Conduct,
-    /// The name of that file, for messages.
+    /// Name of the policy file, for messages.
     pub policy_file: String,
-    /// What is in it at the start, or why it cannot be read. It counts then, instead of `conduct`; `None`: there is no file.
+    /// Content of the policy file at the start, or why it cannot be read. It takes precedence over
+    /// `conduct`. `None`: there is no file.
     pub policy_read: Option<Result<Vec<u8>, String>>,
     /// Start a load watcher on every host.
     pub watchers: bool,
-    /// What the administrator says of hosts.
     pub labels: Labels,
-    /// Who can choose places instead of the policy; no adapter is part of pvm-rm itself.
+    /// Available external choosers; pvm-rm itself contains none.
     pub choices: Choices,
-    /// Where is kept what is to outlive the resource manager; `None`: nowhere.
+    /// Where the history is stored; `None`: it is not stored.
     pub shelf: Option<Shelf>,
-    /// The user of tasks of whom nothing else is known: the own one.
+    /// User of tasks about which nothing else is known: the own user.
     pub user: u32,
 }
 
-/// Why it did not begin, or why it ended.
+/// Why the service did not start, or why it ended.
 #[derive(Debug, Error)]
 pub enum ServiceError {
-    /// There is one already.
+    /// Another resource manager is registered.
     #[error(
         "a resource manager is registered already ({0}); a virtual machine has one: end it first ('kill {0}' at the console)"
     )]
     AlreadyRegistered(Tid),
-    /// The policy wants places chosen by somebody who is not there.
+    /// The policy names a chooser that does not exist.
     #[error(transparent)]
     Choice(#[from] NoSuchChoice),
-    /// Something is wrong with the policy file, and what it said before is not remembered.
+    /// The policy file is invalid, and no earlier content is stored.
     #[error(transparent)]
     Policy(#[from] PolicyError),
-    /// The policy file cannot be read, and what it said before is not remembered.
+    /// The policy file cannot be read, and no earlier content is stored.
     #[error(
         "{file:?} is neither 'load' nor 'round-robin', and as a policy file it cannot be read: {why}"
     )]
     NoPolicy {
-        /// What was taken for its name.
+        /// The argument that was taken for the file's name.
         file: String,
-        /// Why it cannot be read.
         why: String,
     },
-    /// The daemon does not let it be one.
+    /// The daemon refused the registration.
     #[error("registering as resource manager: {0}")]
     Refused(Error),
-    /// Another one took over.
+    /// Another resource manager has taken over.
     #[error("resource manager {0} has taken over; this one ends")]
     Replaced(Tid),
     /// The daemon is gone.
@@ -126,7 +125,7 @@ pub enum ServiceError {
     Stopped(Error),
 }
 
-/// The resource manager at work.
+/// A running resource manager.
 #[derive(Debug)]
 pub struct Service<V> {
     vm: V,
@@ -135,13 +134,13 @@ pub struct Service<V> {
     spawns: Spawns,
     grants: Grants,
     watchers: Watchers,
-    /// Something changed on which moves may depend.
+    /// Something has changed on which evictions may depend.
     changed: bool,
-    /// When moves are to be decided anew even if nothing changes.
+    /// When to decide about evictions again even if nothing changes.
     again: Option<Micros>,
-    /// When the load is to be balanced next.
+    /// When the next rebalancing decision is due.
     balance_at: Option<Micros>,
-    /// Before this no fresh lists are asked for.
+    /// Earliest time for the next request for lists.
     refresh_at: Micros,
     hosts_changed: bool,
     memory: Memory,
@@ -152,13 +151,13 @@ pub struct Service<V> {
     recorder: Option<Recorder>,
 }
 
-/// True for a load watcher that an earlier resource manager has started, and that can be asked to report here.
+/// True for a load watcher of an earlier resource manager that can be asked to report here.
 fn is_left_watcher(task: &TaskInfo) -> bool {
     let serving = TASK_FORKED | TASK_CONNECTED;
     is_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
 }
 
-/// True for what daemons tell of tasks: what happened to them, not what somebody wants.
+/// True for daemons' reports about tasks, as opposed to requests.
 fn is_news(message: &Message) -> bool {
     let tag = message.tag;
     message.src.is_daemon()
@@ -174,24 +173,26 @@ fn first_int(message: &Message) -> Option<i32> {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Registers, learns what there is, and has the watchers started.
+    /// Registers, lists hosts and tasks, and starts the load watchers.
     ///
     /// # Errors
-    /// [`ServiceError::AlreadyRegistered`] when there is a resource manager that lives; it stays registered.
-    /// [`ServiceError::Choice`] for a policy that cannot be followed, [`ServiceError::Policy`] and [`ServiceError::NoPolicy`]
-    /// for a file that is wrong and was never in force.
+    /// [`ServiceError::AlreadyRegistered`] if another resource manager is alive; it stays
+    /// registered. [`ServiceError::Choice`] if the policy names an unknown chooser.
+    /// [`ServiceError::Policy`] or [`ServiceError::NoPolicy`] if the policy file is invalid and was
+    /// never in force.
     pub fn start(vm: V, mut options: Options) -> Result<Service<V>, ServiceError> {
         let known = vm.tasks().map_err(ServiceError::Refused)?;
         let is_rm = |t: &&TaskInfo| t.flags & TASK_RM != 0 && t.tid != vm.tid();
         if let Some(other) = known.iter().find(is_rm) {
             return Err(ServiceError::AlreadyRegistered(other.tid));
         }
-        // Whoever is registered is asked, and has to answer at once; reading may take a while.
+        // A registered resource manager must answer requests immediately, and opening the history
+        // may take a while.
         let (mut ledger, mut notes) = Ledger::open(options.shelf.as_ref(), options.user, vm.tid());
         notes.extend(options.begin(&mut ledger.books)?);
         let previous = vm.register().map_err(ServiceError::Refused)?;
         if previous.is_task() && previous != vm.tid() && known.iter().any(|t| t.tid == previous) {
-            // It came between our question and our registration: it was first.
+            // The other one registered between our query and our registration: it was first.
             let mut body = Packer::new(Encoding::Xdr);
             body.int(previous.raw());
             vm.send(Tid::MY_DAEMON, SM_HANDOFF, 0, body.finish())
@@ -246,17 +247,18 @@ impl<V: VmApi> Service<V> {
         Ok(service)
     }
 
-    /// Works until the virtual machine stops.
+    /// Runs until the virtual machine stops.
     ///
     /// # Errors
-    /// Always: why it ended.
+    /// Always returns an error: why the service ended.
     pub fn run(&mut self) -> Result<std::convert::Infallible, ServiceError> {
         loop {
             self.step()?;
         }
     }
 
-    /// Waits for one message, or news of several tasks, or the next deadline, and does what follows from it.
+    /// Waits for one message, for a batch of task reports, or for the next deadline, and acts on
+    /// it.
     ///
     /// # Errors
     /// [`ServiceError::Stopped`] or [`ServiceError::Replaced`].
@@ -292,7 +294,7 @@ impl<V: VmApi> Service<V> {
             self.message(&message)
                 .inspect_err(|_| self.memory.ledger.close())?;
             room -= 1;
-            // Daemons send news of tasks several at a time: what follows from it, follows from all of it.
+            // Daemons send task reports in batches; decisions follow once from the whole batch.
             if room > 0 && is_news(&message) {
                 let more = self
                     .vm
@@ -305,7 +307,7 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    /// What is known; for tests and for people who look inside.
+    /// Returns the known state, for tests and inspection.
     pub fn model(&self) -> &Model {
         &self.model
     }
@@ -335,7 +337,7 @@ impl<V: VmApi> Service<V> {
         match message.tag {
             SM_SPAWN => self.spawn(message),
             SM_SCHED => self.refuse(message, PvmError::Denied),
-            // The daemons serve these; who asks us all the same must not wait for ever.
+            // The daemons serve these requests. A task that sends one here must not wait forever.
             SM_CONFIG | SM_TASK | SM_ADDHOST | SM_DELHOST => {
                 self.refuse(message, PvmError::NotImpl)
             }
@@ -476,7 +478,7 @@ impl<V: VmApi> Service<V> {
                 self.model.task_started(now, tid, host, true);
             }
         } else if !self.spawns.ack(now, message.wid, started.clone()) {
-            // A process that connected by itself.
+            // A process that joined without a spawn.
             let host = message.src.home().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
                 self.model.task_started(now, tid, host, true);
@@ -533,7 +535,7 @@ impl<V: VmApi> Service<V> {
         grants.keep(|tid| model.knows(tid));
     }
 
-    /// Fresh lists of hosts and tasks.
+    /// Requests fresh lists of hosts and tasks.
     fn refresh(&mut self) -> Result<(), Error> {
         self.refresh_at = self.vm.now() + REFRESH_PAUSE;
         self.refresh_hosts()?;
@@ -571,12 +573,12 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    /// Does all that follows from what is known now.
+    /// Makes and carries out all decisions that are due.
     fn settle(&mut self) {
         let now = self.vm.now();
         let mut changed = self.changed;
         self.model.set_starting(self.spawns.starting());
-        // Owners first.
+        // Decisions because of owners come first.
         if self.changed || self.again.is_some_and(|at| at <= now) {
             self.decide_moves();
         }
@@ -598,14 +600,14 @@ impl<V: VmApi> Service<V> {
             self.balance(now);
         }
         let share_due = self.share_due().is_some_and(|at| at <= now);
-        // Load that is not ours comes and goes unheard.
+        // External load changes without an event.
         if changed || share_due {
             self.spawns.try_waiting(now);
         }
         self.spawns.tick(now);
         self.place(now);
         self.keep_suspended();
-        // Whoever begins to wait only now finds out at once, too.
+        // Requests that have just begun to wait profit immediately.
         if self.share_due().is_some_and(|at| at <= now) && self.share(now) {
             self.spawns.try_waiting(now);
             self.place(now);
@@ -622,7 +624,7 @@ impl<V: VmApi> Service<V> {
         self.write_down(now);
     }
 
-    /// Finds places for what wants them, and has it started there.
+    /// Places the pending spawns and sends their orders.
     fn place(&mut self, now: Micros) {
         loop {
             while let Some(output) = self.spawns.poll() {
@@ -631,10 +633,10 @@ impl<V: VmApi> Service<V> {
             if !self.spawns.wants_place() {
                 break;
             }
-            // Who was placed a moment ago runs nowhere yet, and has a place all the same.
+            // Tasks that were just placed do not run yet, but they occupy their hosts.
             self.model.set_starting(self.spawns.starting());
             let snapshot = self.model.snapshot(now);
-            // A policy that names nobody who is there was not taken up.
+            // A policy that names an unknown chooser was not applied.
             let choice = self.options.choices.of(snapshot.policy).unwrap_or_default();
             let rotation = self.spawns.place(now, snapshot, choice);
             self.model.set_rotation(rotation);
@@ -655,7 +657,8 @@ impl<V: VmApi> Service<V> {
                 step.cause.clone(),
                 None,
             ) {
-                // The next best is tried with what is known now; each failure leaves a target or the task out.
+                // The next best target is tried with the updated model. Each failure leaves a
+                // target or the task out.
                 self.again = Some(now);
             }
         }
@@ -671,7 +674,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Moves tasks to where they finish sooner.
+    /// Migrates tasks to hosts where they finish sooner.
     fn balance(&mut self, now: Micros) {
         self.balance_at = Some(now + BALANCE_PAUSE);
         self.model.account(now);
@@ -743,7 +746,7 @@ impl<V: VmApi> Service<V> {
                     self.model.task_of(tid, by.1);
                 }
                 self.model.task_wanted(tid, named, wants);
-                // It may have ended before its start was heard of.
+                // The task may have ended before its start was reported.
                 if !pinned && self.model.knows(tid) {
                     self.spawns.task_started(now, tid, by);
                     self.memory.ledger.books.counts(tid);
@@ -751,7 +754,7 @@ impl<V: VmApi> Service<V> {
                 self.standing.task_began();
                 self.changed = true;
             }
-            // It may be gone already; then there is nothing to end.
+            // The task may have ended already; then there is nothing to do.
             spawns::Output::End { tid } => drop(self.vm.signal(tid, SIGKILL)),
             spawns::Output::Record(event) => self.record(event),
             spawns::Output::Decided(what) => self.memory.ledger.books.decided(self.vm.wall(), what),
@@ -768,7 +771,7 @@ impl<V: VmApi> Service<V> {
                 self.watchers.sent(self.vm.now(), host, wid);
             }
             watchers::Output::Notify(tid) => {
-                // Should this fail, the event log tells of its end as well.
+                // If this fails, the event log still reports the watcher's end.
                 drop(
                     self.vm
                         .notify(NotifyWhat::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT),
@@ -800,7 +803,8 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// A message that could not be sent has no receiver any more, or the daemon is gone and the next receive says so.
+    /// Sends a message. An error is ignored: either the receiver is gone, or the daemon is gone and
+    /// the next receive reports that.
     fn send(&mut self, to: Tid, tag: i32, wid: i32, body: Bytes) {
         drop(self.vm.send(to, tag, wid, body));
     }

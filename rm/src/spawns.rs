@@ -1,12 +1,14 @@
-//! Spawn requests that are being carried out: placed, sent to the hosts, acknowledged, answered. Pure; the service sends
-//! what [`Spawns::poll`] gives.
+//! Spawn requests that are being carried out: placed, sent to the hosts, acknowledged, answered.
+//! Pure; the service carries out the output of [`Spawns::poll`].
 //!
-//! No request waits for ever: a host that is lost, or does not acknowledge in time, is given up, its tasks are placed
-//! elsewhere (unless the request names the place), and what it starts too late is ended. What PVM does about single
-//! failures is done here: a program that is not found on a host fails for all tasks of that host.
+//! No request waits forever. If a host is lost or does not acknowledge in time, its tasks are
+//! placed elsewhere (unless the request names the place), and tasks that it starts too late are
+//! terminated. Single failures are handled as in PVM: a program that is not found on a host fails
+//! for all tasks of that host.
 //!
-//! A request that finds no free host, or that is above a limit, may wait for a time that the administrator sets. When something
-//! changes, those who wait are tried again, in the order of the Up-Down scheme.
+//! A request that finds no free host, or that exceeds a limit, may wait for a time that the
+//! administrator sets. Whenever something changes, waiting requests are tried again, in the order
+//! of the Up-Down scheme.
 
 pub mod refusals;
 mod waits;
@@ -29,44 +31,42 @@ use waits::Kept;
 
 pub use crate::decide::SPAWN_TASKS_MAX;
 
-/// Requests under way at once; more are refused with `OutOfRes`.
+/// Maximum number of pending requests; further ones are refused with `OutOfRes`.
 pub const SPAWNS_OPEN_MAX: usize = 1024;
-/// How long a host may take to acknowledge.
+/// Timeout for a host's acknowledgement of an order.
 pub const EXEC_TIME_MAX: Micros = Micros::from_secs(20);
-/// How long a request may take; what is not started by then has failed.
+/// Time that a request may take. Tasks that have not started by then have failed.
 pub const SPAWN_TIME_MAX: Micros = Micros::from_secs(60);
-/// A host that has not taken tasks of a request is not asked again for it for so long: what keeps them off is news for it, too.
+/// Time for which a host that declined tasks of a request is not asked again for it. Meanwhile the
+/// load watcher's report arrives here, too.
 const DECLINED_SPAN: Micros = Micros::from_secs(5);
-/// Searches of a request that are remembered; of more, the second one is forgotten for each.
+/// Maximum number of placement attempts that are remembered per request. Beyond it, the second one
+/// is dropped for each new one.
 const SEARCHES_MAX: usize = 2 * ATTEMPTS_MAX;
-/// Orders given up whose acknowledgement is still recognised.
+/// Maximum number of abandoned orders whose late acknowledgement is recognized.
 const LATE_MAX: usize = 4096;
 
-/// One order to one host.
+/// Id of an order to one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct OrderId(u64);
 
-/// A request as it came.
+/// A spawn request as it arrived.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Incoming {
-    /// The task that asks.
     pub src: Tid,
-    /// Its wait id.
+    /// Wait id of the request.
     pub wid: i32,
-    /// The host it runs on.
+    /// Host of the requesting task.
     pub caller: HostId,
-    /// Its user.
     pub user: u32,
-    /// Its job.
     pub job: Tid,
-    /// What it wants.
     pub request: SpawnRequest,
-    /// How long it has waited already, under a resource manager that has died.
+    /// Time that the request has already waited under an earlier resource manager.
     pub waited: Micros,
 }
 
 impl Incoming {
-    /// What became of it, for the books.
+    /// Returns the output that records the result in the history.
     fn decided(
         &self,
         started: Vec<(Tid, String)>,
@@ -89,7 +89,7 @@ impl Incoming {
         })
     }
 
-    /// That nothing of it was started, for the event log.
+    /// Returns the event for a request of which nothing was started.
     fn not_started(&self, error: PvmError, why: &str) -> EventKind {
         EventKind::Note {
             text: format!(
@@ -100,79 +100,68 @@ impl Incoming {
     }
 }
 
-/// What the service is to do.
+/// Action for the service.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Output {
-    /// Send an order to a host, and tell [`Spawns::sent`] about it.
+    /// Send an order to a host, then call [`Spawns::sent`].
     Exec {
-        /// The order.
         order: OrderId,
-        /// Where to.
         host: HostId,
-        /// The parent of the tasks.
+        /// Parent of the new tasks.
         parent: Tid,
-        /// The tasks.
         request: SpawnRequest,
-        /// Memory that they have been promised all together, in bytes.
+        /// Memory promised to all of these tasks together, in bytes.
         memory: u64,
     },
-    /// Tell a task that its request waits for a place, or waits no more. While it waits nothing of it has begun, so the task may
-    /// ask another resource manager for it.
+    /// Notify a task that its request waits for a host, or stops waiting. While it waits nothing of
+    /// it has started, so the task may repeat it to another resource manager.
     Waits {
-        /// The task that asked.
         to: Tid,
-        /// Its wait id.
+        /// Wait id of the request.
         wid: i32,
-        /// For how long by now; `None`: it waits no more.
+        /// How long the request has waited; `None`: it stops waiting.
         waited: Option<Micros>,
     },
-    /// Answer a request.
+    /// Send the answer to a request.
     Reply {
-        /// The task that asked.
         to: Tid,
-        /// Its wait id.
+        /// Wait id of the request.
         wid: i32,
-        /// The body.
         body: Bytes,
     },
-    /// A request was answered with all the tasks that it was for, at once and for good.
+    /// A request was answered with all its tasks by the first attempt, without waiting.
     Answered(Incoming),
     /// A task runs on a host.
     Started {
-        /// The task.
         tid: Tid,
-        /// The host.
         host: HostId,
         /// The request named the host.
         named: bool,
-        /// The request says that it belongs to its host.
+        /// The request pins the task to its host.
         pinned: bool,
-        /// What the request requires.
+        /// Constraints of the request.
         wants: Wants,
-        /// User and job that asked.
+        /// User and job of the requesting task.
         by: (u32, Tid),
-        /// Who asked is its parent, so it belongs to that job.
+        /// The requesting task is the parent, so the new task belongs to its job.
         child: bool,
     },
-    /// End a task that was started too late: nobody knows of it.
+    /// Terminate a task that was started too late for its request.
     End {
-        /// The task.
         tid: Tid,
     },
-    /// Something for the event log.
+    /// Add an event to the event log.
     Record(EventKind),
-    /// Something to be remembered.
+    /// Record a decision in the history.
     Decided(Decided),
 }
 
 /// A task that was started by a grant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Started {
-    /// The task.
     pub tid: Tid,
-    /// Its host.
     pub host: HostId,
-    /// The host's name.
+    /// Name of the host.
     pub name: String,
 }
 
@@ -181,22 +170,22 @@ struct Spawn {
     from: Incoming,
     until: Micros,
     began: Micros,
-    /// When a place was looked for last.
+    /// When the request was last placed or refused.
     placed: Micros,
-    /// Until then it may wait for a place.
+    /// Until then the request may wait for a host.
     wait_until: Micros,
-    /// The task that asks was told that it waits.
+    /// The requesting task was notified that the request waits.
     told: bool,
     results: Vec<Option<PvmResult<Tid>>>,
     hosts: Vec<Option<HostId>>,
     unplaced: Vec<usize>,
     lost: Vec<HostId>,
-    /// Hosts that have said that they take none of its tasks, and until when they are not asked again.
+    /// Hosts that declined its tasks, and when they may be asked again.
     declined: BTreeMap<HostId, Micros>,
     attempts: Vec<Attempt>,
-    /// Why it found no place, while it waits for one.
+    /// Why the request waits.
     waits_for: String,
-    /// Names of the hosts that were chosen.
+    /// Names of the chosen hosts.
     names: BTreeMap<HostId, String>,
 }
 
@@ -209,7 +198,7 @@ struct Order {
     wid: Option<i32>,
 }
 
-/// All requests under way.
+/// All pending requests, with users and limits.
 #[derive(Debug)]
 pub struct Spawns {
     last: u64,
@@ -220,24 +209,23 @@ pub struct Spawns {
     out: VecDeque<Output>,
     rules: Rules,
     fair: Fair,
-    /// Requests that wait for a place.
+    /// Requests that wait for a host.
     waiting: BTreeSet<u64>,
-    /// The one among them for which room is kept.
+    /// Reservation for one of the waiting requests.
     kept: Option<Kept>,
-    /// User and job of each task that was started here and has not ended.
+    /// User and job of each running task that was started here.
     tasks: BTreeMap<Tid, (u32, Tid)>,
     jobs: BTreeMap<Tid, u32>,
-    /// Those of them that are suspended, and their users: they count against limits, and hold no processor.
+    /// Suspended tasks with their users. They count against limits but hold no processor.
     suspended: BTreeMap<Tid, u32>,
     refusals: Refusals,
 }
 
-/// What may wait, and how much one may have.
+/// How long requests may wait, and how many tasks are allowed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rules {
-    /// How long a request may wait for a free host; at once refused when zero.
+    /// How long a request may wait for a free host. Zero: it is refused immediately.
     pub wait: Micros,
-    /// How much one may have.
     pub limits: Limits,
 }
 
@@ -248,7 +236,6 @@ impl Default for Spawns {
 }
 
 impl Spawns {
-    /// None is under way.
     pub fn new(rules: Rules) -> Spawns {
         Spawns {
             last: 0,
@@ -268,12 +255,13 @@ impl Spawns {
         }
     }
 
-    /// Other rules from now on; who waits already waits as long as was said, unless that is of no use any more.
+    /// Replaces the rules. Requests that wait already keep their waiting time, unless waiting has
+    /// become useless.
     pub fn set_rules(&mut self, rules: Rules) {
         self.rules = rules;
     }
 
-    /// A request has come. It is placed by the next [`Spawns::place`], or refused at once.
+    /// Accepts a request. The next [`Spawns::place`] places it, unless it is refused immediately.
     pub fn begin(&mut self, now: Micros, from: Incoming) {
         let count = from.request.count;
         let refusal = match count {
@@ -314,12 +302,13 @@ impl Spawns {
         self.open.insert(self.last, spawn);
     }
 
-    /// True when [`Spawns::place`] has something to place.
+    /// True if [`Spawns::place`] has something to place.
     pub fn wants_place(&self) -> bool {
         !self.to_place.is_empty()
     }
 
-    /// Places what waits first in the queue; somebody else may choose. Answers where the rotation stands then.
+    /// Places the first request in the queue. `choice`: external chooser, if the policy names one.
+    /// Returns the new round-robin position.
     pub fn place(
         &mut self,
         now: Micros,
@@ -437,7 +426,7 @@ impl Spawns {
         placement.rotation
     }
 
-    /// A task runs for a user and a job.
+    /// Counts a running task for its user and job.
     pub fn task_started(&mut self, now: Micros, tid: Tid, by: (u32, Tid)) {
         if self.tasks.insert(tid, by).is_none() {
             self.fair.takes(now, by.0, 1);
@@ -445,7 +434,7 @@ impl Spawns {
         }
     }
 
-    /// A task is suspended from now on, or goes on.
+    /// Records that a task was suspended or resumed.
     pub fn task_suspended(&mut self, now: Micros, tid: Tid, suspend: bool) {
         let Some((user, _)) = self.tasks.get(&tid) else {
             return;
@@ -457,7 +446,7 @@ impl Spawns {
         }
     }
 
-    /// Requests of a job that are being carried out or wait, those of this task aside.
+    /// Returns the number of pending requests of a job, except those of the task `but`.
     pub fn starting_for(&self, job: Tid, but: Tid) -> usize {
         self.open
             .values()
@@ -465,12 +454,12 @@ impl Spawns {
             .count()
     }
 
-    /// Hosts on which something is being started.
+    /// Returns the hosts on which tasks are being started.
     pub fn starting_on(&self) -> BTreeSet<HostId> {
         self.orders.values().map(|order| order.host).collect()
     }
 
-    /// The tasks that are being started on each host.
+    /// Returns the number of tasks that are being started on each host.
     pub fn starting(&self) -> BTreeMap<HostId, u32> {
         let mut starting = BTreeMap::new();
         let is_load = |order: &&Order| {
@@ -484,22 +473,23 @@ impl Spawns {
         starting
     }
 
-    /// True for a task that counts against limits.
+    /// True for a task that counts against the limits.
     pub fn counts(&self, tid: Tid) -> bool {
         self.tasks.contains_key(&tid)
     }
 
-    /// Who has taken how much.
+    /// Returns the indices and holdings of the users.
     pub fn fair(&self) -> &Fair {
         &self.fair
     }
 
-    /// Goes on with a user's index as it was known `ago`.
+    /// Restores a user's index as it was `ago`.
     pub fn recall_index(&mut self, now: Micros, user: u32, index: f64, ago: Micros) {
         self.fair.recall(now, user, index, ago);
     }
 
-    /// Tasks may have ended unheard, with a host or while events were missed: those that are not known are not counted.
+    /// Stops counting tasks that are not known. They may have ended unnoticed, with a host or while
+    /// events were missed.
     pub fn forget_tasks(&mut self, now: Micros, is_known: impl Fn(Tid) -> bool) {
         let gone: Vec<Tid> = self
             .tasks
@@ -510,7 +500,7 @@ impl Spawns {
         gone.into_iter().for_each(|tid| self.task_ended(now, tid));
     }
 
-    /// A task has ended: what it held is free, and what it asked for is wanted no more.
+    /// Records the end of a task: its processor is free, and its waiting requests are dropped.
     pub fn task_ended(&mut self, now: Micros, tid: Tid) {
         if let Some((user, job)) = self.tasks.remove(&tid) {
             if self.suspended.remove(&tid).is_none() {
@@ -536,18 +526,18 @@ impl Spawns {
         }
     }
 
-    /// The order was sent with this wait id, or could not be sent.
+    /// Records that an order was sent with this wait id, or could not be sent (`None`).
     pub fn sent(&mut self, order: OrderId, wid: Option<i32>) {
         match (self.orders.get_mut(&order), wid) {
             (Some(order), Some(wid)) => order.wid = Some(wid),
             (Some(_), None) => self.give_up(order),
-            // Nothing is waited for any more; what it starts is ended.
+            // The order was abandoned before; the tasks that it starts are terminated.
             (None, Some(wid)) => self.late.put(wid),
             (None, None) => {}
         }
     }
 
-    /// A host acknowledges. False when the wait id is none of ours.
+    /// Handles a host's acknowledgement. False if the wait id is unknown.
     pub fn ack(&mut self, now: Micros, wid: i32, started: PvmResult<Vec<PvmResult<Tid>>>) -> bool {
         let found = self
             .orders
@@ -598,7 +588,7 @@ impl Spawns {
         true
     }
 
-    /// A host is gone: what was to start there is placed elsewhere.
+    /// Places tasks elsewhere that were to start on a lost host.
     pub fn host_gone(&mut self, host: HostId) {
         let lost: Vec<OrderId> = self
             .orders
@@ -609,7 +599,7 @@ impl Spawns {
         lost.into_iter().for_each(|order| self.give_up(order));
     }
 
-    /// Gives up what has taken too long.
+    /// Abandons orders and requests that have taken too long.
     pub fn tick(&mut self, now: Micros) {
         let slow: Vec<OrderId> = self
             .orders
@@ -647,7 +637,7 @@ impl Spawns {
         }
     }
 
-    /// When [`Spawns::tick`] has something to do.
+    /// Returns when [`Spawns::tick`] is due.
     pub fn next_deadline(&self) -> Option<Micros> {
         let waits = self
             .waiting
@@ -662,12 +652,12 @@ impl Spawns {
             .min()
     }
 
-    /// What is to be done next.
+    /// Returns the next action.
     pub fn poll(&mut self) -> Option<Output> {
         self.out.pop_front()
     }
 
-    /// The host of this order does not answer.
+    /// Abandons an order whose host does not answer.
     fn give_up(&mut self, order: OrderId) {
         let Some(order) = self.orders.remove(&order) else {
             return;
@@ -688,7 +678,7 @@ impl Spawns {
         self.place_again(order.spawn, order.tasks);
     }
 
-    /// These tasks of a request need another place.
+    /// Queues tasks of a request for another placement.
     fn place_again(&mut self, number: u64, tasks: Vec<usize>) {
         let Some(spawn) = self.open.get_mut(&number) else {
             return;
@@ -699,7 +689,7 @@ impl Spawns {
         spawn.unplaced.extend(tasks);
     }
 
-    /// Answers a request when all its tasks have a result, and has it recorded.
+    /// Answers and records a request if all its tasks have a result.
     fn finish(&mut self, number: u64) {
         if self
             .open
@@ -762,7 +752,8 @@ impl Spawns {
         self.out.extend(answered);
     }
 
-    /// Tasks were started by a grant: by a request that did not come here. Its daemon has told the log.
+    /// Records tasks that a grant started, without a request here. Their daemon has reported them
+    /// to the event log.
     pub fn granted(&mut self, from: Incoming, started: Vec<Started>, attempt: Attempt) {
         self.out.extend(
             started
@@ -791,8 +782,8 @@ impl Spawns {
 }
 
 impl Spawn {
-    /// Whether what one host does not take of these tasks may be tried on others. Tasks that are to be together, or so many on each
-    /// host at most, may as long as none of them has a place.
+    /// True if tasks that one host declined may be tried on other hosts. Tasks that must share a
+    /// host, or that are limited per host, may only while none of them has a host.
     fn may_go_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
         if self.from.request.is_bound() || !results.contains(&Err(NO_GUESTS)) {
             return false;
@@ -805,7 +796,7 @@ impl Spawn {
     }
 }
 
-/// One more search has been made for a request.
+/// Adds an attempt. Beyond the maximum, the second one is dropped.
 fn searched(attempts: &mut Vec<Attempt>, attempt: Attempt) {
     attempts.push(attempt);
     if attempts.len() > SEARCHES_MAX {
@@ -813,7 +804,7 @@ fn searched(attempts: &mut Vec<Attempt>, attempt: Attempt) {
     }
 }
 
-/// A task of this request runs.
+/// Returns the action for a started task of this request.
 fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     let wants = Wants::of(&from.request).unwrap_or_default();
     let (named, pinned) = (
@@ -832,7 +823,7 @@ fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     }
 }
 
-/// The tasks that a user and a job have, those included that are suspended.
+/// Returns the number of tasks that a user and a job have, including suspended ones.
 fn held(
     fair: &Fair,
     suspended: &BTreeMap<Tid, u32>,

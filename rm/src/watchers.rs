@@ -1,39 +1,41 @@
-//! One load watcher per host: wanted, starting, running, and started again when it ends. Pure; the service sends what
-//! [`Watchers::poll`] gives. With ten thousand hosts every message comes past here, so nothing looks at all of them.
+//! One load watcher per host: wanted, starting, running, and restarted when it ends. Pure; the
+//! service carries out the output of [`Watchers::poll`].
+//!
+//! With ten thousand hosts every report passes through here, so no operation visits all hosts.
 
 use crate::recent::Recent;
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
-/// How long a host may take to start one.
+/// Timeout for starting a watcher on a host.
 pub const START_TIME_MAX: Micros = Micros::from_secs(10);
-/// Pause before the second attempt; twice as long after each failure, up to [`PAUSE_MAX`].
+/// Delay before the second attempt. Doubles after each failure, up to [`PAUSE_MAX`].
 pub const PAUSE_MIN: Micros = Micros::from_millis(250);
-/// Longest pause between attempts.
+/// Maximum delay between attempts.
 pub const PAUSE_MAX: Micros = Micros::from_secs(60);
-/// A watcher that ran for so long has no failures behind it.
+/// A watcher that ran for this time resets the count of failures.
 const STEADY: Micros = Micros::from_secs(30);
-/// A watcher that has ended sooner than that so often in a row is told of.
+/// Number of consecutive short runs after which a watcher is reported.
 const SHORT_MAX: u32 = 3;
-/// A watcher that was not heard for so long is ended and replaced; it says something every ten seconds.
+/// A watcher that was silent for this time is terminated and replaced. Watchers report every ten
+/// seconds.
 pub const SILENT_MAX: Micros = Micros::from_secs(45);
-/// How long a watcher that an earlier resource manager has started may take to report here.
+/// Timeout for the first report of a watcher that an earlier resource manager started.
 pub const ADOPT_TIME_MAX: Micros = Micros::from_secs(5);
-/// Orders given up whose acknowledgement is still recognised.
+/// Maximum number of abandoned orders whose late acknowledgement is recognized.
 const LATE_MAX: usize = 4096;
 
-/// What the service is to do.
+/// Action for the service.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Output {
-    /// Start a watcher on a host, and tell [`Watchers::sent`] about it.
+    /// Start a watcher on a host, then call [`Watchers::sent`].
     Start(HostId),
-    /// Ask this watcher, which an earlier resource manager has started, to report here.
+    /// Ask this watcher of an earlier resource manager to report here.
     Adopt(Tid),
-    /// Ask to be told when this watcher ends.
+    /// Request a notification of this watcher's end.
     Notify(Tid),
-    /// End this watcher.
     End(Tid),
-    /// Something for the event log.
+    /// Add a note to the event log.
     Note(String),
 }
 
@@ -61,7 +63,7 @@ enum State {
 struct Watcher {
     state: State,
     failures: u32,
-    /// How often in a row it has ended soon after its start.
+    /// Number of consecutive runs that ended soon after their start.
     short: u32,
     told: Option<PvmError>,
 }
@@ -70,10 +72,10 @@ struct Watcher {
 #[derive(Debug)]
 pub struct Watchers {
     hosts: BTreeMap<HostId, Watcher>,
-    /// When to look at each host. It may be early, because a watcher that is heard puts off its time and not this; and a host may
-    /// be in here more than once.
+    /// When to check each host. An entry may be early, because a report postpones the deadline but
+    /// not the entry. A host may have several entries.
     due: BTreeSet<(Micros, HostId)>,
-    /// The orders that are not acknowledged, and the watchers that are there.
+    /// Unacknowledged orders by wait id, and running watchers by task.
     starting: HashMap<i32, HostId>,
     tasks: HashMap<Tid, HostId>,
     late: Recent<i32>,
@@ -96,7 +98,7 @@ impl Default for Watchers {
 }
 
 impl Watcher {
-    /// When the next attempt is made after one that failed.
+    /// Returns the state after a failed attempt, with the time of the next one.
     fn after_failure(&mut self, now: Micros) -> State {
         let pause = Micros((PAUSE_MIN.0 << self.failures.min(12)).min(PAUSE_MAX.0));
         self.failures += 1;
@@ -126,7 +128,7 @@ impl Watcher {
     }
 }
 
-/// What is told of a host whose watcher ends again and again. Nobody collects what it says.
+/// Returns the note about a host whose watcher keeps ending. Its output is not collected here.
 fn never_steady(host: HostId) -> String {
     format!(
         "load watcher of {host} ends at its start, {SHORT_MAX} times in a row: its owner is not guarded; what it said is \
@@ -135,7 +137,7 @@ fn never_steady(host: HostId) -> String {
 }
 
 impl Watchers {
-    /// A host has joined.
+    /// Adds a host that has joined.
     pub fn add(&mut self, now: Micros, host: HostId) {
         let watcher = Watcher {
             state: State::Wanted { at: now },
@@ -147,7 +149,7 @@ impl Watchers {
         self.due.insert((now, host));
     }
 
-    /// A watcher is in another state from now on.
+    /// Changes the state of a watcher.
     fn set(&mut self, host: HostId, state: State) {
         let Some(watcher) = self.hosts.get_mut(&host) else {
             return;
@@ -160,7 +162,7 @@ impl Watchers {
         self.due.insert((watcher.due(), host));
     }
 
-    /// It failed; the next attempt is made after a pause.
+    /// Schedules the next attempt after a failure.
     fn failed(&mut self, now: Micros, host: HostId) {
         if let Some(state) = self
             .hosts
@@ -171,7 +173,8 @@ impl Watchers {
         }
     }
 
-    /// A watcher of an earlier resource manager is still there. It goes on, if none was started here meanwhile.
+    /// Adopts a running watcher of an earlier resource manager, unless one was started here
+    /// meanwhile.
     pub fn found(&mut self, now: Micros, host: HostId, tid: Tid) {
         if self
             .hosts
@@ -189,7 +192,7 @@ impl Watchers {
         }
     }
 
-    /// A host has left.
+    /// Removes a host that has left.
     pub fn remove(&mut self, host: HostId) {
         let Some(watcher) = self.hosts.remove(&host) else {
             return;
@@ -201,7 +204,7 @@ impl Watchers {
         }
     }
 
-    /// The order was sent with this wait id, or could not be sent.
+    /// Records that the order was sent with this wait id, or could not be sent (`None`).
     pub fn sent(&mut self, now: Micros, host: HostId, wid: Option<i32>) {
         match wid {
             Some(wid) => self.set(
@@ -215,7 +218,8 @@ impl Watchers {
         }
     }
 
-    /// A host acknowledges. `None` when the wait id is none of ours; otherwise the watcher that now runs, if one does.
+    /// Handles a host's acknowledgement. `None` if the wait id is unknown; otherwise the watcher
+    /// that runs, if one does.
     pub fn ack(
         &mut self,
         now: Micros,
@@ -230,7 +234,7 @@ impl Watchers {
             if !self.late.has(wid) {
                 return None;
             }
-            // Nobody waits for it: it was given up, or it has reported already and is running.
+            // The order was abandoned, or the watcher has reported already and is running.
             if let Ok(tid) = result.map_err(|_| ())
                 && self.host_of(tid).is_none()
             {
@@ -273,7 +277,7 @@ impl Watchers {
         }
     }
 
-    /// A report claims to come from the watcher of a host. True when it does.
+    /// Handles a report that claims to come from the watcher of a host. True if it does.
     pub fn heard(&mut self, now: Micros, src: Tid, from: HostId) -> bool {
         let Some(watcher) = self.hosts.get_mut(&from) else {
             return false;
@@ -290,7 +294,8 @@ impl Watchers {
                     },
                 );
             }
-            // Its first report may overtake the acknowledgement of its host; or the host has started one itself.
+            // The first report may arrive before the host's acknowledgement, or the host has
+            // started a watcher itself.
             State::Starting { .. } | State::Wanted { .. } if src.home() == Some(from) => {
                 if let State::Starting { wid: Some(wid), .. } = watcher.state {
                     self.late.put(wid);
@@ -305,7 +310,7 @@ impl Watchers {
                 );
                 self.out.push_back(Output::Notify(src));
             }
-            // One is enough.
+            // The host has a second watcher.
             State::Running { .. } if src.home() == Some(from) => {
                 self.out.push_back(Output::End(src));
                 return false;
@@ -315,12 +320,12 @@ impl Watchers {
         true
     }
 
-    /// The host that this task watches.
+    /// Returns the host that this task watches.
     pub fn host_of(&self, task: Tid) -> Option<HostId> {
         self.tasks.get(&task).copied()
     }
 
-    /// A task has ended. True when it was a watcher.
+    /// Handles the end of a task. True if it was a watcher.
     pub fn ended(&mut self, now: Micros, task: Tid) -> bool {
         let Some(host) = self.host_of(task) else {
             return false;
@@ -341,7 +346,7 @@ impl Watchers {
         true
     }
 
-    /// Starts what is due, gives up what has taken too long.
+    /// Starts watchers that are due and gives up those that took too long.
     pub fn tick(&mut self, now: Micros) {
         while let Some((at, host)) = self.due.first().copied().filter(|(at, _)| *at <= now) {
             self.due.remove(&(at, host));
@@ -349,7 +354,7 @@ impl Watchers {
                 continue;
             };
             if due > now {
-                // It was heard meanwhile.
+                // The watcher has reported meanwhile.
                 self.due.insert((due, host));
             } else {
                 self.look_at(now, host);
@@ -357,7 +362,7 @@ impl Watchers {
         }
     }
 
-    /// The time of this watcher is over.
+    /// Handles the deadline of a watcher.
     fn look_at(&mut self, now: Micros, host: HostId) {
         let Some(watcher) = self.hosts.get(&host) else {
             return;
@@ -399,12 +404,12 @@ impl Watchers {
         }
     }
 
-    /// When [`Watchers::tick`] has something to do; it may be a little early.
+    /// Returns when [`Watchers::tick`] is due, or slightly earlier.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.due.first().map(|(at, _)| *at)
     }
 
-    /// What is to be done next.
+    /// Returns the next action.
     pub fn poll(&mut self) -> Option<Output> {
         self.out.pop_front()
     }
@@ -427,7 +432,7 @@ mod tests {
             .collect()
     }
 
-    /// Has the next one started, which runs for so long and ends. Answers what is told.
+    /// Starts the next watcher, which runs for `span` and ends. Returns the notes about it.
     fn runs(watchers: &mut Watchers, number: u32, span: Micros) -> Vec<String> {
         let host = HostId::MASTER;
         let (wid, tid) = (
@@ -445,8 +450,10 @@ mod tests {
         notes(watchers)
     }
 
+    /// A watcher that repeatedly ends at its start is reported once, and again only after a steady
+    /// run.
     #[test]
-    fn a_watcher_that_ends_at_its_start_again_and_again_is_told_of_once_until_one_was_steady() {
+    fn repeated_short_runs_are_reported_once() {
         let mut watchers = Watchers::default();
         watchers.add(Micros(0), HostId::MASTER);
         let mut number = 0;

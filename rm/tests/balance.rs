@@ -1,5 +1,6 @@
-//! Moves for the sake of the load, in a farm of values in which time passes: processors are shared fairly, moves stop a task
-//! for what they cost, and decisions see no more than load watchers would say.
+//! Balancing migrations on simulated hosts in virtual time. Processors are shared fairly,
+//! migrations pause a task for their cost, and decisions see no more than load watchers would
+//! report.
 
 use proptest::prelude::*;
 use pvm_rm::decide::{
@@ -14,10 +15,10 @@ use sempa_tests::assignment::{Speed, best, blind};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// Pause between looks, as the service has it, and when a task has ended.
+/// Seconds between decisions, as in the service, and after the end of a task.
 const PAUSE: u64 = 10;
 const PAUSE_AFTER_END: u64 = 1;
-/// The last task is expected to end before this, in seconds.
+/// Bound for the end of the last task, in seconds.
 const DAY: u64 = 86_400;
 
 fn h(index: u16) -> HostId {
@@ -37,39 +38,39 @@ struct Machine {
 struct Work {
     tid: Tid,
     host: HostId,
-    /// Seconds of an ordinary processor.
+    /// Remaining seconds on a processor of normal speed.
     left: f64,
     since: u64,
-    /// What the resource manager thinks that it has done, in seconds.
+    /// Seconds of work that the resource manager assumes to be done.
     done: f64,
-    /// Stopped by a move until then.
+    /// Remaining seconds of a pause by a migration.
     frozen: f64,
     shifts: Vec<Micros>,
-    /// What its program has told of it.
+    /// Constraints declared by the program.
     wants: Option<Arc<Wants>>,
 }
 
-/// A farm of one job.
+/// Hosts with the tasks of one job.
 struct Farm {
     machines: Vec<Machine>,
     work: Vec<Work>,
     now: u64,
     load1: Vec<f64>,
-    /// What moves really cost, in seconds.
+    /// Real cost of a migration, in seconds.
     cost: f64,
     barrier: bool,
     shifts: Vec<(u64, Shift)>,
-    /// When the next look is due.
+    /// Time of the next decision.
     look_at: u64,
     snapshot: Snapshot,
-    /// Of load that is not ours, on each host.
+    /// Mean external load of each host.
     means: Vec<Option<ForeignMean>>,
-    /// Moves whose gain is not known yet.
+    /// Migrations whose gain is not known yet.
     promises: Promises,
 }
 
 impl Farm {
-    /// Tasks of these sizes, placed at once.
+    /// Creates tasks of these sizes and places them.
     fn new(machines: &[Machine], sizes: &[f64], policy: Policy) -> Farm {
         let view = |(i, m): (usize, &Machine)| HostView {
             id: h(i as u16 + 1),
@@ -136,7 +137,7 @@ impl Farm {
         }
     }
 
-    /// Each task's program has told what it will do.
+    /// Lets each task's program declare its work.
     fn told(mut self) -> Farm {
         for work in &mut self.work {
             let told = Some(Micros((work.left * 1e6) as u64));
@@ -152,14 +153,14 @@ impl Farm {
         self.work.iter().filter(|w| w.host == host).count()
     }
 
-    /// What each task on a host gets, with so many threads that are not ours.
+    /// Returns the speed of each task on a host with this number of external threads.
     fn rate(&self, host: HostId, foreign: f64) -> f64 {
         let machine = self.machines[usize::from(host.index()) - 1];
         let threads = self.on(host) as f64 + foreign;
         f64::from(machine.speed) / 1e3 * (f64::from(machine.cores) / threads).min(1.0)
     }
 
-    /// One second.
+    /// Advances the time by one second.
     fn second(&mut self, foreign: &[f64]) {
         let rates: Vec<f64> = self
             .work
@@ -199,7 +200,7 @@ impl Farm {
         self.report(foreign);
     }
 
-    /// The load watchers report; while the load changes they do so each second.
+    /// Reports the load of all hosts; load watchers report each second while the load changes.
     fn report(&mut self, foreign: &[f64]) {
         for (i, foreign) in foreign.iter().enumerate() {
             let sampled = self.sampled(i, *foreign);
@@ -209,7 +210,7 @@ impl Farm {
         }
     }
 
-    /// The load of the host at this place of the list.
+    /// Returns the load sample of the host with this index.
     fn sampled(&self, i: usize, foreign: f64) -> Sampled {
         let machine = self.machines[i];
         let own = self.on(h(i as u16 + 1)) as u32;
@@ -228,7 +229,7 @@ impl Farm {
         }
     }
 
-    /// What the load watchers and the daemons would say.
+    /// Updates the snapshot with the reports of load watchers and daemons.
     fn look(&mut self, foreign: &[f64]) {
         let now = Micros::from_secs(self.now);
         for work in &mut self.work {
@@ -269,7 +270,7 @@ impl Farm {
         };
     }
 
-    /// Looks, and moves what is decided.
+    /// Decides and carries out migrations.
     fn balance(&mut self, foreign: &[f64]) {
         self.look(foreign);
         for shift in balance(&self.snapshot) {
@@ -293,7 +294,7 @@ impl Farm {
         }
     }
 
-    /// Seconds until all is done.
+    /// Runs until all tasks have ended. Returns the time in seconds.
     fn finish(&mut self, balanced: bool) -> u64 {
         let foreign = vec![0.0; self.machines.len()];
         while !self.work.is_empty() && self.now < DAY {
@@ -341,7 +342,7 @@ const UNEQUAL: [Machine; 4] = [
     },
 ];
 
-/// Hosts that have only a part of a processor.
+/// Hosts that offer only a fraction of a processor.
 const PARTS: [Machine; 4] = [
     Machine {
         cores: 1,
@@ -361,19 +362,20 @@ const PARTS: [Machine; 4] = [
     },
 ];
 
-/// How a farm went.
+/// Results for one set of task sizes.
 struct Ratios {
-    /// Its time over that of the best assignment, when its tasks have said nothing of their work.
+    /// Duration relative to the best assignment, without declared work.
     over_best: f64,
-    /// That time over what it takes if all tasks go forward at the same pace: the fair bet of who knows nothing of them.
+    /// Duration without declared work relative to that with all tasks progressing equally, the fair
+    /// bet without knowledge of sizes.
     over_blind: f64,
-    /// Its time over that of the best assignment, when they have said what they will do.
+    /// Duration relative to the best assignment, with declared work.
     told_over_best: f64,
-    /// The time in turn over its time.
+    /// Duration with round-robin placement relative to the duration without declared work.
     faster: f64,
 }
 
-/// Farms of twelve tasks of sizes between `least` and `most` seconds.
+/// Runs jobs of twelve tasks of `least` to `most` seconds.
 fn ratios(rounds: usize, least: f64, most: f64) -> Vec<Ratios> {
     ratios_on(&UNEQUAL, rounds, least, most)
 }
@@ -409,10 +411,13 @@ fn worst(all: &[Ratios], of: impl Fn(&Ratios) -> f64) -> f64 {
     all.iter().map(of).fold(0.0, f64::max)
 }
 
+/// On unequal hosts a job finishes within 15 % of the best assignment and 1.5 times faster than
+/// with round-robin.
 #[test]
-fn an_unequal_farm_finishes_within_15_percent_of_the_best_assignment_and_1_5_times_faster_than_in_turn()
+fn unequal_hosts_finish_near_best_assignment()
  {
-    // The best assignment knows the sizes; we do not. Where sizes differ three times that costs little in every case.
+    // The best assignment knows the sizes; the decisions do not. If sizes differ by a factor of
+    // three, that costs little in every case.
     for Ratios {
         over_best, faster, ..
     } in ratios(20, 300.0, 900.0)
@@ -422,7 +427,8 @@ fn an_unequal_farm_finishes_within_15_percent_of_the_best_assignment_and_1_5_tim
             "{over_best:.2} of the best, {faster:.2} times faster"
         );
     }
-    // Where they differ ten times one giant may have shared its processor for long before anybody could know; on average.
+    // If they differ by a factor of ten, one large task may share its processor long before its
+    // size can be known: compare the average.
     let wide = ratios(20, 100.0, 1000.0);
     assert!(
         mean(&wide, |r| r.over_best) <= 1.15,
@@ -432,8 +438,10 @@ fn an_unequal_farm_finishes_within_15_percent_of_the_best_assignment_and_1_5_tim
     assert!(wide.iter().all(|r| r.faster >= 1.5));
 }
 
+/// With declared work a job finishes within 15 % of the best assignment, however much its tasks
+/// differ.
 #[test]
-fn a_farm_that_tells_its_work_finishes_within_15_percent_of_the_best_assignment_however_much_its_tasks_differ()
+fn declared_work_finishes_near_best_assignment()
  {
     for all in [
         ratios(100, 300.0, 900.0),
@@ -449,8 +457,9 @@ fn a_farm_that_tells_its_work_finishes_within_15_percent_of_the_best_assignment_
     }
 }
 
+/// Without declared work a job finishes near what is possible without knowing the sizes.
 #[test]
-fn a_farm_that_tells_nothing_finishes_near_what_is_possible_without_knowing_it() {
+fn undeclared_work_finishes_near_the_possible() {
     for all in [
         ratios(100, 300.0, 900.0),
         ratios(100, 100.0, 1000.0),
@@ -468,9 +477,10 @@ fn a_farm_that_tells_nothing_finishes_near_what_is_possible_without_knowing_it()
     }
 }
 
-/// There is time for two moves of a task at most, each of which takes it a hundredth of the farm's time.
+/// Tasks are so short that each migrates at most twice; a migration takes a hundredth of the job's
+/// time.
 #[test]
-fn a_farm_of_two_minutes_finishes_near_the_best_assignment_although_a_moved_task_rests() {
+fn short_job_finishes_near_best_despite_cooldown() {
     let all = ratios_on(&PARTS, 200, 2.5, 14.5);
     let of = |of: fn(&Ratios) -> f64| (mean(&all, of), worst(&all, of));
     let (untold, told) = (of(|r| r.over_best), of(|r| r.told_over_best));
@@ -486,8 +496,9 @@ fn a_farm_of_two_minutes_finishes_near_the_best_assignment_although_a_moved_task
     assert!(told.0 <= 1.06 && told.1 <= 1.25, "{told:.3?}");
 }
 
+/// A task that has declared much work migrates to the fast host, with the reason in the log.
 #[test]
-fn a_giant_that_has_told_its_work_goes_to_the_fast_host_and_the_log_says_why() {
+fn declared_large_task_goes_to_fast_host() {
     let machines = [
         Machine {
             cores: 1,
@@ -520,8 +531,9 @@ fn a_giant_that_has_told_its_work_goes_to_the_fast_host_and_the_log_says_why() {
     );
 }
 
+/// A task of a slow host migrates to a free one, with the reason.
 #[test]
-fn a_slow_hosts_task_moves_to_a_free_one_and_says_why() {
+fn task_leaves_slow_host_with_reason() {
     let machines = [
         Machine {
             cores: 1,
@@ -547,8 +559,9 @@ fn a_slow_hosts_task_moves_to_a_free_one_and_says_why() {
     );
 }
 
+/// Young tasks, tasks on a named host and tasks that have migrated often stay.
 #[test]
-fn a_young_task_a_named_one_and_one_that_moved_often_stay() {
+fn young_named_and_often_migrated_tasks_stay() {
     let machines = [
         Machine {
             cores: 1,
@@ -591,8 +604,9 @@ fn a_young_task_a_named_one_and_one_that_moved_often_stay() {
     );
 }
 
+/// The cooldown after a migration is shorter if the target has no tasks.
 #[test]
-fn a_task_that_has_moved_goes_to_a_host_without_tasks_before_it_has_rested_for_others() {
+fn cooldown_is_shorter_for_empty_target() {
     let machines = [500, 4000].map(|speed| Machine { cores: 1, speed });
     let goes = |sizes: &[f64], change: &dyn Fn(&mut TaskView)| {
         let mut farm = Farm::new(&machines, sizes, Policy::Load);
@@ -627,9 +641,10 @@ fn a_task_that_has_moved_goes_to_a_host_without_tasks_before_it_has_rested_for_o
     assert!(goes(beside, &|t| t.moves = vec![Micros(now.0 - REST.0)]));
 }
 
+/// A slow link makes migrations over it rarer and does not affect other links.
 #[test]
-fn a_slow_link_makes_moves_rarer_and_says_nothing_of_other_links() {
-    // A slow host's task could go to either of two free ones.
+fn slow_link_affects_only_its_own_migrations() {
+    // The task on the slow host could migrate to either of two free hosts.
     let machines = [500, 1000, 900].map(|speed| Machine { cores: 1, speed });
     let with = |moves: &[(u16, u64)]| {
         let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
@@ -669,8 +684,10 @@ fn a_slow_link_makes_moves_rarer_and_says_nothing_of_other_links() {
     );
 }
 
+/// Gains that turn out at a third of the prediction stop unprofitable migrations until that is long
+/// ago.
 #[test]
-fn gains_that_come_to_a_third_stop_moves_that_do_not_pay_until_that_is_long_ago() {
+fn overestimated_gains_reduce_confidence_for_a_while() {
     let machines = [500, 1000].map(|speed| Machine { cores: 1, speed });
     let mut farm = Farm::new(&machines, &[1000.0], Policy::Load);
     farm.work[0].host = h(1);
@@ -686,7 +703,7 @@ fn gains_that_come_to_a_third_stop_moves_that_do_not_pay_until_that_is_long_ago(
     let shift = bytes(&mut farm, 2 << 30)
         .pop()
         .expect("it saves fifty seconds and costs thirteen");
-    // Task after task ends when it has done a third of what it was taken to have left.
+    // Tasks end after a third of the work that was predicted for them.
     for n in 0..40 {
         let (mut promises, at) = (
             Promises::default(),
@@ -713,7 +730,7 @@ fn gains_that_come_to_a_third_stop_moves_that_do_not_pay_until_that_is_long_ago(
         small.why.gain.0 * 2 < shift.why.gain.0 && small.why.reckoned == shift.why.reckoned,
         "{small:?}"
     );
-    // Nobody has moved since then. Samples get too old meanwhile, so time passes where it counts.
+    // No task migrates meanwhile. Samples would expire, so only the times that matter are advanced.
     let later = farm.snapshot.now + Micros(6 * TRUST_HALF.0);
     let host = |farm: &mut Farm, id| {
         let host = farm.snapshot.hosts.edit(h(id)).expect("a host");
@@ -725,9 +742,11 @@ fn gains_that_come_to_a_third_stop_moves_that_do_not_pay_until_that_is_long_ago(
     assert_eq!(bytes(&mut farm, 2 << 30).len(), 1, "it is tried once more");
 }
 
+/// A task does not leave the network of its peers for a small gain.
 #[test]
-fn a_task_does_not_go_far_from_those_with_whom_it_talks_for_a_little_more() {
-    // It has half a processor; two free hosts are a little better than that, the better one far away.
+fn task_stays_near_its_peers_for_small_gain() {
+    // The task has half a processor. Two free hosts offer a little more; the better one may be in
+    // another network.
     let machines = [1000, 1000, 630, 680].map(|speed| Machine { cores: 1, speed });
     let with = |far: &[u16], alone: bool| {
         let mut farm = Farm::new(&machines, &[1000.0; 3], Policy::Load);
@@ -767,9 +786,10 @@ fn a_task_does_not_go_far_from_those_with_whom_it_talks_for_a_little_more() {
     );
 }
 
+/// The gain of a job with barriers is that of its slowest task.
 #[test]
-fn a_job_with_barriers_is_judged_by_its_slowest_task() {
-    // Two hosts of half speed with a task each, and one fast host that is free.
+fn barrier_job_is_judged_by_slowest_task() {
+    // Two hosts of half speed with a task each, and one free host of full speed.
     let slow = Machine {
         cores: 1,
         speed: 500,
@@ -807,9 +827,9 @@ fn a_job_with_barriers_is_judged_by_its_slowest_task() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever was placed by load stays where it is, on any hosts, as long as tasks are of one size.
+    /// Tasks of one size that were placed by load never migrate, on any hosts.
     #[test]
-    fn a_balanced_farm_is_never_disturbed(
+    fn balanced_hosts_are_not_disturbed(
         machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8), tasks in 1_usize..30,
     ) {
         let machines: Vec<Machine> = machines.into_iter().map(|(cores, speed)| Machine { cores, speed }).collect();
@@ -824,10 +844,10 @@ proptest! {
         prop_assert!(farm.shifts.is_empty(), "{:?}", farm.shifts);
     }
 
-    /// Nor do tasks of any sizes move for what is measured of them where nothing is ever even: something else takes a part of a
-    /// processor all the time, and a whole one now and then.
+    /// Noise in the measurements does not make tasks migrate: external load takes a part of a
+    /// processor all the time, and a whole processor now and then.
     #[test]
-    fn noise_does_not_disturb_a_balanced_farm(
+    fn noise_does_not_disturb_balanced_hosts(
         machines in prop::collection::vec((1_u32..5, 500_i32..2000), 1..8),
         sizes in prop::collection::vec(1e8_f64..1e9, 1..30), seed in any::<u64>(),
     ) {
@@ -844,7 +864,7 @@ proptest! {
         prop_assert!(farm.shifts.is_empty(), "{:?}", farm.shifts);
     }
 
-    /// Load that is not ours comes and goes in any rhythm, in step or against each other, for two hours.
+    /// For two hours external load comes and goes in any rhythm, in phase or in antiphase.
     #[test]
     fn oscillating_load_does_not_make_tasks_flap(
         period in 5_u64..600, phase in 0_u64..600, threads in 1_u32..6, hosts in 2_usize..5, told in any::<bool>(),
@@ -853,10 +873,10 @@ proptest! {
     }
 }
 
-/// Seeds that once made tasks go to and fro: the load was seen for a short time, always in the same phase, or was as far from
-/// its mean as it ever is.
+/// Parameters that once caused flapping: the load was observed only briefly, always in the same
+/// phase, or at its greatest distance from the mean.
 #[test]
-fn what_load_happens_to_be_is_not_taken_for_the_rule() {
+fn known_rhythms_do_not_cause_flapping() {
     let seeds = [
         (15, 40, 4, 4),
         (26, 470, 4, 3),
@@ -875,7 +895,7 @@ fn what_load_happens_to_be_is_not_taken_for_the_rule() {
     }
 }
 
-/// Hosts on which others compute every now and then, one after the other.
+/// Asserts that periodic external load, alternating between hosts, does not make tasks flap.
 fn does_not_flap(
     period: u64,
     phase: u64,

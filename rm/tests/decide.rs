@@ -1,4 +1,4 @@
-//! Decisions from fixed snapshots, and properties that hold for any.
+//! Decisions on fixed snapshots, and properties that hold for any snapshot.
 
 mod idle;
 
@@ -22,7 +22,7 @@ fn task(tid: Tid) -> TaskView {
     TaskView::new(tid, Micros::default())
 }
 
-/// With two processors.
+/// A host with two processors.
 fn host(index: u16) -> HostView {
     idle(index, 2, 0)
 }
@@ -58,8 +58,9 @@ fn indices(hosts: &[Result<HostId, PvmError>]) -> Vec<u16> {
         .collect()
 }
 
+/// Round-robin assigns blocks of tasks and begins after the host used last.
 #[test]
-fn round_robin_gives_runs_and_begins_behind_the_last_host() {
+fn round_robin_assigns_blocks_in_rotation() {
     let mut snapshot = pool(3, Policy::RoundRobin);
     let first = place(&snapshot, &ask(&request(0, "", 7)));
     assert_eq!(indices(&first.hosts), [2, 2, 2, 3, 3, 1, 1]);
@@ -73,8 +74,9 @@ fn round_robin_gives_runs_and_begins_behind_the_last_host() {
     );
 }
 
+/// The place of a spawn names a host, a directory or an architecture.
 #[test]
-fn where_names_a_host_a_directory_or_an_architecture() {
+fn place_names_host_directory_or_architecture() {
     let mut snapshot = pool(3, Policy::Load);
     snapshot.hosts[2].arch = "LINUXPPC64".into();
     for (flags, place_, expected) in [
@@ -94,8 +96,9 @@ fn where_names_a_host_a_directory_or_an_architecture() {
     }
 }
 
+/// A request whose place matches nothing fails for each task with `NoHost`.
 #[test]
-fn a_request_that_names_nothing_fails_for_each_task_with_no_host() {
+fn unknown_place_fails_with_no_host() {
     let snapshot = pool(3, Policy::Load);
     for (flags, place_) in [
         (SPAWN_HOST, "h9"),
@@ -111,8 +114,9 @@ fn a_request_that_names_nothing_fails_for_each_task_with_no_host() {
     }
 }
 
+/// A host whose owner is present is not used, even by name.
 #[test]
-fn a_host_with_an_owner_is_not_used_also_not_by_name() {
+fn host_with_owner_is_never_used() {
     for policy in [Policy::Load, Policy::RoundRobin] {
         let mut snapshot = pool(2, policy);
         snapshot.hosts[1].owner = present();
@@ -129,7 +133,7 @@ fn a_host_with_an_owner_is_not_used_also_not_by_name() {
             named.sentence(&snapshot),
             "no host is free: h2: owner present (alice on pts/0)"
         );
-        // "Not h1" does not name h2.
+        // A request for any host except h1 does not name h2.
         let other = place(
             &snapshot,
             &ask(&request(SPAWN_HOST | SPAWN_COMPLEMENT, "h1", 1)),
@@ -140,8 +144,9 @@ fn a_host_with_an_owner_is_not_used_also_not_by_name() {
     }
 }
 
+/// Of many excluded hosts the first are listed with their reasons and the others are counted.
 #[test]
-fn of_many_hosts_the_first_are_told_with_their_reasons_and_the_others_counted() {
+fn many_exclusions_are_listed_then_counted() {
     let mut snapshot = pool(1000, Policy::Load);
     for host in snapshot.hosts.iter_mut() {
         host.owner = present();
@@ -168,7 +173,7 @@ fn of_many_hosts_the_first_are_told_with_their_reasons_and_the_others_counted() 
         assert!(told.ends_with("; and 983 more)"), "{told}");
     }
     assert_eq!(out.stay.len(), 2);
-    // A host that is asked for is told, however many others there are.
+    // A requested host is always listed, however many others are excluded.
     let named = place(
         &snapshot,
         &Ask {
@@ -182,19 +187,21 @@ fn of_many_hosts_the_first_are_told_with_their_reasons_and_the_others_counted() 
     );
 }
 
+/// The load policy considers all tasks of a request together.
 #[test]
-fn load_places_the_tasks_of_one_request_together() {
+fn load_policy_places_all_tasks_of_request_together() {
     let mut snapshot = pool(3, Policy::Load);
     snapshot.hosts[1].cores = 4;
-    // Each host gives a whole processor to as many tasks as it has processors.
+    // Each host can give one whole processor to each of `cores` tasks.
     let placed = place(&snapshot, &ask(&request(0, "", 8)));
     let mut seen = indices(&placed.hosts);
     seen.sort_unstable();
     assert_eq!(seen, [1, 1, 2, 2, 2, 2, 3, 3]);
 }
 
+/// The load policy counts external demand once.
 #[test]
-fn load_counts_demand_that_is_not_ours_once() {
+fn external_load_counts_once() {
     let mut snapshot = pool(2, Policy::Load);
     let busy = LoadSample {
         cores: 2,
@@ -203,7 +210,7 @@ fn load_counts_demand_that_is_not_ours_once() {
         busy: 1.0,
         ..LoadSample::default()
     };
-    // Both hosts are as busy; on h2 three tasks of ours are the reason, on h1 strangers are.
+    // Both hosts are equally busy, h2 because of three tasks of ours, h1 because of external load.
     snapshot.hosts[0].sample = Some(Sampled {
         sample: busy,
         at: NOW,
@@ -228,8 +235,9 @@ fn load_counts_demand_that_is_not_ours_once() {
     );
 }
 
+/// An expired sample counts as unknown load, and the decision reports that.
 #[test]
-fn an_old_sample_counts_as_unknown_and_the_decision_says_so() {
+fn expired_sample_counts_as_unknown_load() {
     let mut snapshot = pool(2, Policy::Load);
     let busy = LoadSample {
         cores: 2,
@@ -253,8 +261,9 @@ fn an_old_sample_counts_as_unknown_and_the_decision_says_so() {
     );
 }
 
+/// A lost host is excluded, and a request bound to it fails.
 #[test]
-fn a_lost_host_is_left_out_and_a_bound_request_fails_with_it() {
+fn lost_host_is_excluded() {
     let snapshot = pool(2, Policy::Load);
     let (free, bound) = (request(0, "", 2), request(SPAWN_HOST, "h2", 2));
     let without = [h(2)];
@@ -284,8 +293,9 @@ fn a_lost_host_is_left_out_and_a_bound_request_fails_with_it() {
     );
 }
 
+/// All tasks leave a present owner and spread over the best hosts.
 #[test]
-fn all_tasks_leave_an_owner_and_spread_over_the_best_hosts() {
+fn evicted_tasks_spread_over_best_hosts() {
     let mut snapshot = pool(4, Policy::Load);
     snapshot.hosts[1].owner = present();
     snapshot.hosts[1].tasks = (1..=4).map(|n| task(t(2, n))).collect();
@@ -307,8 +317,9 @@ fn all_tasks_leave_an_owner_and_spread_over_the_best_hosts() {
     assert!(out.stay.is_empty());
 }
 
+/// An evicted task migrates to a host near the other tasks of its job.
 #[test]
-fn a_task_that_has_to_leave_goes_near_the_others_of_its_job() {
+fn evicted_task_stays_near_its_job() {
     let mut snapshot = pool(4, Policy::Load);
     let of_job = |tid| TaskView {
         job: t(1, 1),
@@ -316,7 +327,7 @@ fn a_task_that_has_to_leave_goes_near_the_others_of_its_job() {
     };
     snapshot.hosts[0].owner = present();
     snapshot.hosts[0].tasks = vec![of_job(t(1, 1))];
-    // The fourth is a little faster, and in another network.
+    // The fourth host is a little faster but in another network.
     (snapshot.hosts[3].zone, snapshot.hosts[3].speed) = (7, 1050);
     let goes = |snapshot: &Snapshot| moves(snapshot).go[0].to;
     assert_eq!(goes(&snapshot), h(4), "alone it goes where it gets most");
@@ -326,8 +337,9 @@ fn a_task_that_has_to_leave_goes_near_the_others_of_its_job() {
     assert_eq!(goes(&snapshot), h(4), "the other one is of another job");
 }
 
+/// Tasks without a target stay, with a reason for each host.
 #[test]
-fn without_a_host_to_go_to_tasks_stay_with_a_reason_for_each_host() {
+fn tasks_without_target_stay_with_reasons() {
     let mut snapshot = pool(4, Policy::Load);
     snapshot.hosts[0].owner = present();
     snapshot.hosts[0].tasks = vec![task(t(1, 1))];
@@ -363,8 +375,9 @@ fn without_a_host_to_go_to_tasks_stay_with_a_reason_for_each_host() {
     );
 }
 
+/// A target that refused a task is skipped until the refusal expires.
 #[test]
-fn a_target_that_refused_is_left_out_and_the_next_best_is_tried() {
+fn refusing_target_is_skipped_for_a_while() {
     let mut snapshot = pool(3, Policy::Load);
     snapshot.hosts[0].owner = present();
     let refused = Until {
@@ -380,8 +393,9 @@ fn a_target_that_refused_is_left_out_and_the_next_best_is_tried() {
     assert_eq!(moves(&snapshot).go[0].to, h(2), "the refusal has aged out");
 }
 
+/// A host whose owner has just left is the last choice.
 #[test]
-fn a_host_whose_owner_has_just_left_is_the_last_choice() {
+fn host_just_left_by_owner_is_last_choice() {
     let mut snapshot = pool(3, Policy::Load);
     snapshot.hosts[0].owner = present();
     snapshot.hosts[0].tasks = vec![task(t(1, 1))];
@@ -395,8 +409,9 @@ fn a_host_whose_owner_has_just_left_is_the_last_choice() {
     assert_eq!(moves(&snapshot).go[0].to, h(2), "but better than none");
 }
 
+/// A task is evicted however often it was evicted recently.
 #[test]
-fn a_task_leaves_an_owner_however_often_it_had_to_leave_others_a_moment_ago() {
+fn recent_evictions_do_not_prevent_another() {
     let mut snapshot = pool(2, Policy::Load);
     snapshot.hosts[0].owner = present();
     let recent = (0..20).map(|i| Micros::from_secs(950 + 2 * i)).collect();
@@ -408,8 +423,9 @@ fn a_task_leaves_an_owner_however_often_it_had_to_leave_others_a_moment_ago() {
     assert_eq!((out.go.len(), out.stay.len()), (1, 0));
 }
 
+/// The number of concurrent migrations is limited, and other tasks wait for their turn.
 #[test]
-fn moves_under_way_are_limited_and_the_others_wait_for_their_turn() {
+fn concurrent_migrations_are_limited() {
     let mut snapshot = pool(2, Policy::Load);
     snapshot.hosts[0].owner = present();
     let many = MOVES_AT_ONCE_MAX as u32 + 5;
@@ -420,8 +436,10 @@ fn moves_under_way_are_limited_and_the_others_wait_for_their_turn() {
     assert!(out.stay.iter().all(|s| s.why == StayReason::Turn) && out.stay.len() == 5);
 }
 
+/// A guest that no host has memory for does not keep a smaller guest of the same program from
+/// leaving.
 #[test]
-fn a_guest_that_no_host_has_memory_for_keeps_no_much_smaller_one_of_its_program_where_it_is() {
+fn small_guest_leaves_although_large_one_cannot() {
     let mut snapshot = pool(2, Policy::Load);
     snapshot.hosts[0].owner = present();
     let sized = |n, bytes| TaskView {
@@ -447,8 +465,9 @@ fn a_guest_that_no_host_has_memory_for_keeps_no_much_smaller_one_of_its_program_
     );
 }
 
+/// The reasons for which a guest stays are decided for each guest separately.
 #[test]
-fn what_holds_for_one_guest_holds_for_no_other_one_of_its_program() {
+fn stay_reasons_are_decided_per_guest() {
     let mut snapshot = pool(4, Policy::Load);
     let waits = [
         Leaving::Now,
@@ -576,8 +595,9 @@ fn any_pool() -> impl Strategy<Value = Snapshot> {
 }
 
 proptest! {
+    /// No task is placed on or migrated to a host with a present owner.
     #[test]
-    fn no_task_is_sent_to_an_owner(
+    fn no_task_goes_to_present_owner(
         snapshot in any_pool(), flags in 0..64_i32, to in 0_u16..8, count in 1_u32..40,
     ) {
         let request = request(flags, &format!("h{to}"), count);
@@ -595,8 +615,9 @@ proptest! {
         }
     }
 
+    /// Every task that can migrate and is next to an owner migrates or has a reason to stay.
     #[test]
-    fn every_movable_task_beside_an_owner_goes_or_has_a_reason(snapshot in any_pool()) {
+    fn every_guest_migrates_or_has_a_reason(snapshot in any_pool()) {
         let out = moves(&snapshot);
         let mut told: Vec<Tid> = out.go.iter().map(|m| m.tid).chain(out.stay.iter().map(|s| s.tid)).collect();
         told.sort_unstable();
@@ -606,8 +627,9 @@ proptest! {
         prop_assert_eq!(told, must);
     }
 
+    /// Without present owners no task migrates.
     #[test]
-    fn a_pool_without_owners_is_never_disturbed(mut snapshot in any_pool()) {
+    fn pool_without_owners_is_not_disturbed(mut snapshot in any_pool()) {
         for host in snapshot.hosts.iter_mut().filter(|h| h.owner.is_present()) {
             host.owner = Owner::Unknown;
         }
@@ -615,8 +637,9 @@ proptest! {
         prop_assert!(out.go.is_empty() && out.stay.is_empty());
     }
 
+    /// On idle equal hosts the numbers of placed tasks differ by at most one.
     #[test]
-    fn in_an_idle_pool_of_equal_hosts_numbers_differ_by_one_at_most(
+    fn idle_equal_hosts_get_equal_numbers(
         hosts in 1_u16..9, count in 1_u32..60, load in any::<bool>(),
     ) {
         let snapshot = pool(hosts, if load { Policy::Load } else { Policy::RoundRobin });
@@ -626,9 +649,9 @@ proptest! {
         prop_assert!(counts.iter().max().unwrap_or(&0) - counts.iter().min().unwrap_or(&0) <= 1);
     }
 
-    /// Owners come and go at random for ten minutes; moves succeed at once.
+    /// For up to ten minutes owners come and go at random; migrations succeed at once.
     #[test]
-    fn owners_who_come_and_go_do_not_make_tasks_flap_and_never_wait_for_a_task_that_has_somewhere_to_go(
+    fn owner_changes_evict_without_flapping(
         toggles in prop::collection::vec((0_usize..4, 1_u64..5000), 1..400),
     ) {
         let mut snapshot = pool(4, Policy::Load);
@@ -660,7 +683,7 @@ proptest! {
                 prop_assert!(settled(to) || !choice);
                 to.tasks.push(moved);
             }
-            // Nothing more to do until something changes.
+            // No further migration is decided until something changes.
             prop_assert!(moves(&snapshot).go.is_empty());
         }
     }

@@ -1,4 +1,4 @@
-//! Records that are run again, under their own policy and another one.
+//! Replays of recordings, under the recorded policy and another one.
 
 use pvm_rm::decide::Policy;
 use pvm_rm::policy::Conduct;
@@ -81,7 +81,7 @@ fn entry(second: u64, input: Input) -> Entry {
     }
 }
 
-/// Three hosts of which the third is twice as fast; a spawn of so many tasks of 60 seconds each.
+/// Three hosts, the third twice as fast, and a spawn of `count` tasks of 60 seconds each.
 fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
     let caller = Tid::task(h(1), 2).expect("a task");
     let tids: Vec<Tid> = (10..10 + count)
@@ -126,8 +126,9 @@ fn farm(conduct: Conduct, count: u32) -> Vec<Entry> {
     all
 }
 
+/// On unequal hosts the load policy is faster than round-robin.
 #[test]
-fn a_policy_that_looks_at_the_load_is_faster_than_round_robin_on_unequal_hosts() {
+fn load_policy_beats_round_robin_on_unequal_hosts() {
     let round_robin = Conduct {
         placing: Policy::RoundRobin,
         ..Conduct::default()
@@ -141,7 +142,7 @@ fn a_policy_that_looks_at_the_load_is_faster_than_round_robin_on_unequal_hosts()
         (4, 4, 4, 4)
     );
     assert_eq!((slow.placed["h3"], fast.placed["h3"]), (1, 2));
-    // Two on a slow host take 120 s, two on the fast one 60.
+    // Two tasks on a slow host take 120 s, two on the fast host 60 s.
     assert_eq!(
         (slow.last_end_s - fast.last_end_s).round(),
         60.0,
@@ -159,8 +160,9 @@ fn a_policy_that_looks_at_the_load_is_faster_than_round_robin_on_unequal_hosts()
     );
 }
 
+/// Tasks migrate in a replay for balancing, and for owners under any policy.
 #[test]
-fn balancing_moves_tasks_in_a_replay_and_owners_do_so_in_any() {
+fn replay_balances_and_evicts() {
     let balanced = Conduct {
         placing: Policy::RoundRobin,
         balance: true,
@@ -189,8 +191,9 @@ fn balancing_moves_tasks_in_a_replay_and_owners_do_so_in_any() {
     );
 }
 
+/// A spawn that may wait does so in a replay; a policy without waiting refuses it.
 #[test]
-fn a_spawn_that_may_wait_does_so_in_a_replay_and_another_policy_refuses_it() {
+fn replayed_spawn_waits_only_if_policy_allows() {
     let patient = Conduct {
         rules: pvm_rm::spawns::Rules {
             wait: Micros::from_secs(300),
@@ -213,8 +216,9 @@ fn a_spawn_that_may_wait_does_so_in_a_replay_and_another_policy_refuses_it() {
     assert_eq!((refused.started, refused.refused), (0, 6));
 }
 
+/// A drained host gets no tasks in a replay until the drain is over.
 #[test]
-fn a_host_that_was_drained_takes_nothing_in_a_replay_until_that_is_over() {
+fn replayed_drain_keeps_host_empty() {
     let plain = Conduct::default();
     let by = Tid::task(h(1), 3).expect("a task");
     let drain = |begun| Input::Drain {
@@ -249,7 +253,8 @@ fn a_host_that_was_drained_takes_nothing_in_a_replay_until_that_is_over() {
     );
 }
 
-/// The owner of a host is there and wants jobs that cannot move checkpointed, or has gone.
+/// A report that the owner is present and wants jobs that cannot migrate checkpointed, or that the
+/// owner has left.
 fn parking(host: u16, there: bool) -> Input {
     let Input::Report { mut report, own } = report(host, there) else {
         unreachable!("a report")
@@ -260,10 +265,11 @@ fn parking(host: u16, there: bool) -> Input {
     Input::Report { report, own }
 }
 
+/// Jobs that owners want checkpointed are vacated in a replay and restarted when there is room.
 #[test]
-fn jobs_that_owners_want_checkpointed_are_parked_in_a_replay_and_go_on_when_there_is_room() {
+fn replay_vacates_and_restarts_jobs() {
     let plain = Conduct::default();
-    // A first task that computes little and spawns one, and goes when that has ended.
+    // A root task that computes little, spawns one task, and ends when that task has ended.
     let (console, master) = (
         Tid::task(h(1), 2).expect("a task"),
         Tid::task(h(1), 9).expect("a task"),
@@ -329,7 +335,8 @@ fn jobs_that_owners_want_checkpointed_are_parked_in_a_replay_and_go_on_when_ther
         |second: u64, there: bool| (1..=3).map(move |host| entry(second, parking(host, there)));
     let parked = with(owners(40, true).chain(owners(640, false)).collect());
     assert_eq!((parked.finished, parked.parked), (2, 1), "{parked:?}");
-    // In the 20 seconds before the owners came a third of the work was done; two thirds take 40 seconds.
+    // A third of the work was done in the 20 seconds before the owners came; the rest takes 40
+    // seconds.
     let back = Micros::from_secs(640).since(Micros::from_secs(1)).0 as f64 / 1e6;
     let left = parked.last_end_s - back;
     assert_eq!(undisturbed.last_end_s.round(), 79.0, "{undisturbed:?}");
@@ -338,8 +345,9 @@ fn jobs_that_owners_want_checkpointed_are_parked_in_a_replay_and_go_on_when_ther
     assert!(text.contains("jobs parked because of owners"), "{text}");
 }
 
+/// A task that was recorded as ended twice has the sum of its work in a replay.
 #[test]
-fn a_task_that_ended_twice_has_all_its_work_in_a_replay() {
+fn task_that_ended_twice_has_all_its_work() {
     let plain = Conduct::default();
     let mut entries = farm(plain, 1);
     let tid = Tid::task(h(1), 10).expect("a task");
@@ -354,7 +362,7 @@ fn a_task_that_ended_twice_has_all_its_work_in_a_replay() {
         },
     ));
     let figures = replay::run(&entries, plain).expect("it runs");
-    // On the host that is twice as fast.
+    // The task runs on the host that is twice as fast.
     assert_eq!(
         (figures.finished, figures.run_mean_s.round()),
         (1, 50.0),
@@ -362,8 +370,9 @@ fn a_task_that_ended_twice_has_all_its_work_in_a_replay() {
     );
 }
 
+/// The users of a recording are distinct users in its replay.
 #[test]
-fn each_user_of_a_record_is_that_user_in_a_replay() {
+fn replay_keeps_users_apart() {
     let mut entries = farm(Conduct::default(), 2);
     let other = Tid::task(h(2), 3).expect("a task");
     let request = SpawnRequest {
@@ -423,8 +432,9 @@ fn each_user_of_a_record_is_that_user_in_a_replay() {
     );
 }
 
+/// Labels of hosts are part of a recording and apply under any policy.
 #[test]
-fn what_is_said_of_hosts_is_part_of_a_record_and_holds_under_any_policy() {
+fn host_labels_are_part_of_recording() {
     let mut entries = farm(Conduct::default(), 2);
     for entry in &mut entries {
         if let Input::Spawn { request, .. } = &mut entry.input {
@@ -458,8 +468,9 @@ fn what_is_said_of_hosts_is_part_of_a_record_and_holds_under_any_policy() {
     assert_eq!(Input::labels(&Default::default()), None);
 }
 
+/// Policy changes of a recording are replayed unless another policy is given.
 #[test]
-fn a_policy_that_changed_in_a_record_changes_there_and_another_one_stays() {
+fn recorded_policy_changes_are_replayed() {
     let round_robin = Conduct {
         placing: Policy::RoundRobin,
         ..Conduct::default()

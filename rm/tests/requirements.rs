@@ -1,4 +1,5 @@
-//! What a spawn asks of its hosts, who may choose instead of us, and large virtual machines.
+//! Constraints of spawns on their hosts, placement by an external chooser, and large virtual
+//! machines.
 
 mod idle;
 
@@ -16,7 +17,7 @@ use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// With as many processors and gigabytes as its index says.
+/// A host with `index` processors and `index` gigabytes of memory.
 fn host(index: u16) -> HostView {
     idle(index, u32::from(index), u64::from(index) << 30)
 }
@@ -53,8 +54,9 @@ fn indices(placement: &Placement) -> Vec<u16> {
         .collect()
 }
 
+/// Constraints restrict the hosts under every policy.
 #[test]
-fn requirements_choose_among_the_hosts_in_every_policy() {
+fn constraints_apply_under_every_policy() {
     let mut snapshot = pool(5);
     snapshot.hosts[4].labels = Arc::new(BTreeMap::from([("disk".into(), "ssd".into())]));
     snapshot.hosts[3].arch = "LINUXARM".into();
@@ -84,8 +86,9 @@ fn requirements_choose_among_the_hosts_in_every_policy() {
     }
 }
 
+/// A request that cannot be met reports which condition excludes which hosts.
 #[test]
-fn an_unmeetable_request_says_which_condition_excluded_which_hosts() {
+fn unmeetable_request_lists_exclusions() {
     let mut snapshot = pool(4);
     snapshot.hosts[0].arch = "LINUXARM".into();
     snapshot.hosts[3].owner = Owner::Present {
@@ -110,8 +113,9 @@ fn an_unmeetable_request_says_which_condition_excluded_which_hosts() {
     assert_eq!(never.hosts, [Err(PvmError::NoHost); 2], "no waiting helps");
 }
 
+/// A constraint that cannot be parsed places nothing, and the error names it.
 #[test]
-fn a_text_that_is_not_understood_places_nothing_and_is_named() {
+fn invalid_constraint_places_nothing() {
     let placement = placed(&pool(2), &request("?memory >= much", 2));
     assert_eq!(placement.hosts, [Err(PvmError::BadParam); 2]);
     assert_eq!(
@@ -120,8 +124,9 @@ fn a_text_that_is_not_understood_places_nothing_and_is_named() {
     );
 }
 
+/// Spread and memory constraints limit the tasks on one host.
 #[test]
-fn spread_and_memory_limit_what_one_host_takes() {
+fn spread_and_memory_limit_tasks_per_host() {
     let snapshot = pool(3);
     assert_eq!(
         indices(&placed(&snapshot, &request("?spread", 3))),
@@ -135,7 +140,7 @@ fn spread_and_memory_limit_what_one_host_takes() {
         "{}",
         short.sentence(&snapshot)
     );
-    // Six tasks of one gigabyte each fit into six gigabytes, on hosts that have one, two and three.
+    // Six tasks of one gigabyte each fit on hosts with one, two and three gigabytes.
     let mut where_to = indices(&placed(&snapshot, &request("?memory >= 1G", 7)));
     where_to.sort_unstable();
     assert_eq!(where_to, [0, 1, 2, 2, 3, 3, 3]);
@@ -143,8 +148,9 @@ fn spread_and_memory_limit_what_one_host_takes() {
     assert_eq!(together.hosts, [Err(PvmError::OutOfRes); 4]);
 }
 
+/// Constraints do not change the documented meaning of a spawn's place.
 #[test]
-fn requirements_leave_the_documented_meaning_of_where_alone() {
+fn constraints_keep_meaning_of_plain_places() {
     let snapshot = pool(3);
     let of = |flags, place: &str| {
         indices(&placed(
@@ -161,8 +167,9 @@ fn requirements_leave_the_documented_meaning_of_where_alone() {
     assert_eq!(of(0, "anything at all"), [3]);
 }
 
+/// A host without memory to spare comes last.
 #[test]
-fn a_host_without_memory_to_spare_comes_last() {
+fn host_without_spare_memory_comes_last() {
     let mut snapshot = pool(2);
     snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES - 1);
     assert_eq!(indices(&placed(&snapshot, &request("", 1))), [1]);
@@ -174,8 +181,9 @@ fn a_host_without_memory_to_spare_comes_last() {
     );
 }
 
+/// An expired sample meets no constraint on memory or processors.
 #[test]
-fn an_old_sample_meets_no_requirement_of_memory_or_processors() {
+fn expired_sample_meets_no_numeric_constraint() {
     for text in [
         "?memory >= 1G",
         "?cores >= 1",
@@ -201,8 +209,9 @@ fn an_old_sample_meets_no_requirement_of_memory_or_processors() {
     }
 }
 
+/// A host that is throttled by a limit does not count as idle.
 #[test]
-fn a_host_that_is_held_back_by_a_limit_is_not_taken_for_idle() {
+fn throttled_host_does_not_count_as_idle() {
     let mut snapshot = pool(2);
     for (i, pressure) in [(0, 0.0), (1, 0.9)] {
         let sample = LoadSample {
@@ -221,8 +230,9 @@ fn a_host_that_is_held_back_by_a_limit_is_not_taken_for_idle() {
     assert_eq!(indices(&placed(&snapshot, &request("", 3))), [1, 1, 1]);
 }
 
+/// A near host is preferred to a slightly better one in another network.
 #[test]
-fn a_near_host_is_better_than_one_that_is_a_little_freer() {
+fn near_host_beats_slightly_better_far_one() {
     let mut snapshot = pool(3);
     for (i, zone) in [(0, 7), (1, 7), (2, 8)] {
         (snapshot.hosts[i].zone, snapshot.hosts[i].cores) = (zone, 1);
@@ -264,7 +274,7 @@ fn a_near_host_is_better_than_one_that_is_a_little_freer() {
     assert_eq!(snapshot.peers_of(h(1), task(1, 2).tid), [h(1)]);
 }
 
-/// A move of a gigabyte between two hosts that took so long on the way.
+/// Records a migration of a gigabyte between two hosts that took this time.
 fn carried(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
     let way = Some(Way::between(&snapshot.hosts[from], &snapshot.hosts[to]));
     let (resident, whole) = (1 << 30, Micros::from_secs(seconds));
@@ -279,8 +289,9 @@ fn carried(snapshot: &mut Snapshot, from: usize, to: usize, seconds: u64) {
     });
 }
 
+/// The penalty for another network follows the transfer times of earlier migrations.
 #[test]
-fn another_network_counts_as_much_as_moves_have_shown_its_link_to_be_worth() {
+fn network_distance_is_learned_from_migrations() {
     let chosen = |over: Option<u64>| {
         let mut snapshot = pool(4);
         for (i, zone, speed) in [(0, 7, 500), (1, 7, 1000), (2, 8, 1150), (3, 8, 1150)] {
@@ -317,7 +328,7 @@ fn another_network_counts_as_much_as_moves_have_shown_its_link_to_be_worth() {
     );
 }
 
-/// A batch system that has reserved places on hosts.
+/// A batch system that has reserved slots on hosts.
 struct Reserved(Vec<(&'static str, usize)>);
 
 impl Choice for Reserved {
@@ -344,8 +355,9 @@ impl Choice for Reserved {
     }
 }
 
+/// An external chooser may choose hosts, and its choice is checked.
 #[test]
-fn somebody_else_may_choose_and_is_checked() {
+fn external_choice_is_checked() {
     let snapshot = pool(3);
     let chosen = |text: &str, reserved: Reserved, count| {
         let request = request(text, count);
@@ -430,9 +442,10 @@ fn many() -> impl Strategy<Value = Vec<HostView>> {
 }
 
 proptest! {
-    /// The index is kept up change by change, and made anew; both give the same places, and so does looking at all hosts.
+    /// An index that is updated change by change and one that is built from scratch decide equally,
+    /// and so does a scan of all hosts.
     #[test]
-    fn an_index_that_is_kept_up_decides_like_one_made_anew(
+    fn updated_index_decides_like_a_new_one(
         before in many(), after in many(), order in prop::collection::vec((any::<prop::sample::Index>(), 0_u8..4), 1..60),
         count in 1_u32..90, later in 0_u64..30,
     ) {
@@ -467,7 +480,8 @@ proptest! {
         let (mut kept, mut anew) = (kept, anew);
         for snapshot in [&mut kept, &mut anew] {
             for (i, host) in snapshot.hosts.iter_mut().enumerate() {
-                // All but a few, so that guests of many kinds have no place, and others have some.
+                // Owners are present on all but a few hosts, so that many kinds of guests have no
+                // target and some have one.
                 if i % 50 != 7 {
                     host.owner = Owner::Present { why: "alice".into() };
                 }
@@ -477,9 +491,9 @@ proptest! {
         prop_assert_eq!(moves(&kept), moves(&anew));
     }
 
-    /// Every host that gets a task meets the conditions, and no host gets more than it may.
+    /// Every host that gets a task meets the conditions, and no host gets more tasks than it may.
     #[test]
-    fn what_is_placed_meets_the_conditions(
+    fn placed_tasks_meet_the_conditions(
         hosts in many(), few in 1_usize..200, count in 1_u32..90, cores in 1_u32..9, spread in 1_u32..4, rank in 0_u8..4,
     ) {
         let hosts: Hosts = hosts.into_iter().take(few).collect();

@@ -1,4 +1,4 @@
-//! The resource manager at work, over a virtual machine of values in virtual time.
+//! Tests of the resource manager's service, with a fake virtual machine and virtual time.
 
 mod answers;
 mod balancing;
@@ -56,8 +56,9 @@ fn ended(tid: Tid) -> EventKind {
     }
 }
 
+/// A spawn is placed, started, acknowledged and answered under its wait id.
 #[test]
-fn a_spawn_is_placed_executed_acknowledged_and_answered_under_its_wait_id() {
+fn spawn_is_placed_started_and_answered() {
     let vm = world(3);
     let mut bed = Bed::quiet(&vm);
     let asked = SpawnRequest {
@@ -98,8 +99,9 @@ fn a_spawn_is_placed_executed_acknowledged_and_answered_under_its_wait_id() {
     assert!(why.contains("largest share of a processor"), "{why}");
 }
 
+/// A missing program fails all tasks on that host.
 #[test]
-fn a_program_that_is_not_found_fails_for_all_tasks_of_that_host() {
+fn missing_program_fails_tasks_of_its_host() {
     let vm = world(2);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(1, &request(4));
@@ -114,8 +116,9 @@ fn a_program_that_is_not_found_fails_for_all_tasks_of_that_host() {
     );
 }
 
+/// Tasks on a host that is lost meanwhile are started elsewhere.
 #[test]
-fn tasks_of_a_host_that_is_lost_meanwhile_are_started_elsewhere() {
+fn tasks_of_lost_host_start_elsewhere() {
     let vm = world(3);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(1, &request(3));
@@ -142,8 +145,9 @@ fn tasks_of_a_host_that_is_lost_meanwhile_are_started_elsewhere() {
     );
 }
 
+/// The loss of a named host fails the spawn.
 #[test]
-fn a_lost_host_that_was_named_fails_the_request() {
+fn losing_named_host_fails_spawn() {
     let vm = world(2);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(
@@ -171,8 +175,9 @@ fn a_lost_host_that_was_named_fails_the_request() {
     assert!(bed.world().notes()[0].starts_with("worker was not started for t40002: Host failed"));
 }
 
+/// A start that a host does not acknowledge is abandoned, and tasks it starts late are killed.
 #[test]
-fn a_host_that_never_acknowledges_is_given_up_and_what_it_starts_late_is_ended() {
+fn unacknowledged_start_is_abandoned() {
     let vm = world(2);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(1, &request(2));
@@ -193,8 +198,9 @@ fn a_host_that_never_acknowledges_is_given_up_and_what_it_starts_late_is_ended()
     assert_eq!(bed.world().killed, late);
 }
 
+/// Every spawn is answered even if no host acknowledges it.
 #[test]
-fn every_request_is_answered_even_if_no_host_ever_does() {
+fn every_spawn_is_answered_without_acknowledgements() {
     let vm = world(3);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(1, &request(2));
@@ -217,8 +223,9 @@ fn every_request_is_answered_even_if_no_host_ever_does() {
     assert_eq!(bed.world().answer(4), Some(Err(PvmError::OutOfRes)));
 }
 
+/// A second resource manager is refused, and the first one stays.
 #[test]
-fn a_second_resource_manager_is_refused_and_the_first_stays() {
+fn second_resource_manager_is_refused() {
     let vm = world(1);
     vm.0.borrow_mut()
         .tasks
@@ -236,8 +243,9 @@ fn a_second_resource_manager_is_refused_and_the_first_stays() {
     assert!(vm.0.borrow().execs.is_empty() && vm.0.borrow().sent.is_empty());
 }
 
+/// A resource manager that registered at the same moment gets its registration back.
 #[test]
-fn one_that_registered_in_the_same_moment_gets_its_place_back() {
+fn concurrent_registration_is_handed_back() {
     let vm = world(1);
     vm.0.borrow_mut()
         .tasks
@@ -253,8 +261,9 @@ fn one_that_registered_in_the_same_moment_gets_its_place_back() {
     );
 }
 
+/// A dead predecessor is no obstacle, and a successor ends this resource manager.
 #[test]
-fn a_dead_predecessor_is_no_obstacle_and_a_successor_ends_this_one() {
+fn dead_predecessor_and_successor_are_handled() {
     let vm = world(1);
     vm.0.borrow_mut().previous = t(1, 9);
     let mut bed = Bed::start(&vm, false).expect("the former one has ended");
@@ -266,8 +275,9 @@ fn a_dead_predecessor_is_no_obstacle_and_a_successor_ends_this_one() {
     assert!(matches!(bed.try_settle(), Err(ServiceError::Replaced(tid)) if tid == t(1, 10)));
 }
 
+/// Each host gets a pinned load watcher that reports to the resource manager.
 #[test]
-fn each_host_gets_a_pinned_watcher_that_knows_where_to_report() {
+fn each_host_gets_a_pinned_watcher() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.world().hosts.push(3);
@@ -300,8 +310,9 @@ fn each_host_gets_a_pinned_watcher_that_knows_where_to_report() {
     assert_eq!(bed.world().watched, [Bed::watcher(1), Bed::watcher(2)]);
 }
 
+/// A load watcher that dies repeatedly is restarted at growing intervals.
 #[test]
-fn a_watcher_that_dies_is_started_again_and_again_more_slowly() {
+fn dying_watcher_restarts_back_off() {
     let vm = world(1);
     let mut bed = Bed::quiet(&vm);
     let mut watcher = Bed::watcher(1);
@@ -329,8 +340,9 @@ fn a_watcher_that_dies_is_started_again_and_again_more_slowly() {
     );
 }
 
+/// A silent load watcher is replaced, and a missing program is reported once.
 #[test]
-fn a_silent_watcher_is_replaced_and_a_missing_program_is_told_once() {
+fn silent_watcher_is_replaced() {
     let vm = world(1);
     let mut bed = Bed::quiet(&vm);
     bed.pass(Micros::from_secs(46));
@@ -352,8 +364,9 @@ fn a_silent_watcher_is_replaced_and_a_missing_program_is_told_once() {
     );
 }
 
+/// A load watcher of an earlier resource manager is adopted, and a silent one is replaced.
 #[test]
-fn a_watcher_left_by_another_resource_manager_goes_on_and_a_silent_one_is_replaced() {
+fn watcher_of_predecessor_is_adopted() {
     let vm = world(3);
     let left = |host: u16| {
         info(
@@ -408,8 +421,9 @@ fn a_watcher_left_by_another_resource_manager_goes_on_and_a_silent_one_is_replac
     assert_eq!(hosts(&mut bed), [h(2)]);
 }
 
+/// A load watcher that a host has started is adopted, and a second one is killed.
 #[test]
-fn a_watcher_that_a_host_has_started_itself_is_taken_and_a_second_one_is_ended() {
+fn watcher_started_by_host_is_adopted() {
     let vm = world(1);
     let mut bed = Bed::quiet(&vm);
     bed.world().post(
@@ -452,8 +466,9 @@ fn a_watcher_that_a_host_has_started_itself_is_taken_and_a_second_one_is_ended()
     );
 }
 
+/// A report counts only if it comes from the load watcher of that host.
 #[test]
-fn a_report_counts_only_when_it_comes_from_the_watcher_of_that_host() {
+fn reports_of_other_tasks_are_ignored() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     let there = OwnerVerdict::Present {
@@ -466,8 +481,9 @@ fn a_report_counts_only_when_it_comes_from_the_watcher_of_that_host() {
     assert!(bed.world().records.is_empty());
 }
 
+/// The first report of a load watcher may arrive before its start is acknowledged.
 #[test]
-fn the_first_report_may_overtake_the_acknowledgement() {
+fn first_report_may_precede_acknowledgement() {
     let vm = world(1);
     let mut bed = Bed::start(&vm, true).expect("no other");
     let exec = bed
@@ -490,7 +506,7 @@ fn the_first_report_may_overtake_the_acknowledgement() {
     assert!(bed.world().killed.is_empty());
 }
 
-/// Three hosts; two tasks on h2 that were there before the resource manager.
+/// Three hosts; two tasks on h2 that started before the resource manager.
 fn two_tasks_on_h2() -> Bed {
     let vm = world(3);
     vm.0.borrow_mut()
@@ -502,11 +518,13 @@ fn two_tasks_on_h2() -> Bed {
     Bed::quiet(&vm)
 }
 
+/// When an owner arrives all tasks leave at once, and the host is used again when the owner has
+/// left.
 #[test]
-fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_used_again() {
+fn owner_arrival_empties_host_until_departure() {
     let mut bed = two_tasks_on_h2();
     bed.owner_comes(2);
-    // The tasks were there before this resource manager was; the old watcher, which is no guest, stays.
+    // The tasks are older than this resource manager. The old load watcher is no guest and stays.
     assert_eq!(bed.world().took_migrations(), [(t(1, 5), 1), (t(2, 1), 3)]);
     let why = "alice on pts/0".to_string();
     let present = EventKind::OwnerPresent {
@@ -545,7 +563,7 @@ fn when_the_owner_comes_all_tasks_leave_at_once_and_the_host_is_clean_and_later_
     assert_eq!(bed.world().took_execs()[0].host, h(2));
 }
 
-/// One host, whose owner is there, and spawns that may wait.
+/// One host whose owner is present, with these rules for waiting spawns.
 fn full(rules: Rules) -> Bed {
     let vm = world(1);
     let options = with_conduct(Conduct {
@@ -557,8 +575,9 @@ fn full(rules: Rules) -> Bed {
     bed
 }
 
+/// A spawn without a free host waits and is placed when one becomes free.
 #[test]
-fn a_spawn_without_a_free_host_waits_and_is_placed_when_one_gets_free() {
+fn spawn_waits_for_free_host() {
     let mut bed = full(Rules {
         wait: Micros::from_secs(30),
         ..Rules::default()
@@ -583,8 +602,9 @@ fn a_spawn_without_a_free_host_waits_and_is_placed_when_one_gets_free() {
     );
 }
 
+/// Waiting spawns do not all take the same free slots.
 #[test]
-fn requests_that_wait_do_not_all_take_the_one_place_that_gets_free() {
+fn waiting_spawns_share_freed_slots() {
     let mut bed = full(Rules {
         wait: Micros::from_secs(30),
         ..Rules::default()
@@ -607,8 +627,9 @@ fn requests_that_wait_do_not_all_take_the_one_place_that_gets_free() {
     assert!(bed.world().took_execs().is_empty() && bed.world().answer(1).is_some());
 }
 
+/// Spawns that arrive at the same moment do not all go to the same host.
 #[test]
-fn spawns_that_come_at_the_same_moment_do_not_all_go_to_the_same_host() {
+fn concurrent_spawns_go_to_different_hosts() {
     let mut bed = Bed::quiet(&world(3));
     (1..=3).for_each(|wid| bed.world().spawn(wid, &request(1)));
     bed.settle();
@@ -622,8 +643,9 @@ fn spawns_that_come_at_the_same_moment_do_not_all_go_to_the_same_host() {
     assert_eq!(hosts, [1, 2, 3], "none has acknowledged anything");
 }
 
+/// A spawn that has waited too long is refused as without waiting.
 #[test]
-fn a_spawn_that_has_waited_in_vain_is_refused_as_without_waiting() {
+fn waiting_spawn_times_out_with_refusal() {
     let mut bed = full(Rules {
         wait: Micros::from_secs(30),
         ..Rules::default()
@@ -646,8 +668,9 @@ fn a_spawn_that_has_waited_in_vain_is_refused_as_without_waiting() {
     );
 }
 
+/// A task is notified once that its request waits, and when it no longer waits.
 #[test]
-fn a_task_is_told_once_that_its_request_waits_and_when_it_does_no_more() {
+fn task_is_notified_once_of_waiting_and_of_its_end() {
     let mut bed = full(Rules {
         wait: Micros::from_secs(30),
         ..Rules::default()
@@ -668,8 +691,9 @@ fn a_task_is_told_once_that_its_request_waits_and_when_it_does_no_more() {
     assert_eq!(bed.world().waits(2), [], "it never waited");
 }
 
+/// The time that a request has waited under an earlier resource manager counts.
 #[test]
-fn a_request_that_has_waited_under_a_dead_resource_manager_waits_for_the_rest_of_its_time() {
+fn waiting_time_carries_over_to_new_rm() {
     let mut bed = full(Rules {
         wait: Micros::from_secs(30),
         ..Rules::default()
@@ -695,8 +719,9 @@ fn a_request_that_has_waited_under_a_dead_resource_manager_waits_for_the_rest_of
     );
 }
 
+/// The requests of a task are dropped when it ends.
 #[test]
-fn what_a_task_asked_for_is_forgotten_when_it_ends() {
+fn exit_cancels_waiting_requests() {
     let mut bed = full(Rules {
         wait: Micros::from_secs(30),
         ..Rules::default()
@@ -709,8 +734,9 @@ fn what_a_task_asked_for_is_forgotten_when_it_ends() {
     assert!(bed.world().took_execs().is_empty());
 }
 
+/// A user never gets more tasks than the limit allows.
 #[test]
-fn nobody_gets_more_tasks_than_are_allowed() {
+fn user_task_limit_is_enforced() {
     let limits = Limits {
         user_tasks: Some(3),
         job_tasks: None,
@@ -757,8 +783,9 @@ fn nobody_gets_more_tasks_than_are_allowed() {
     assert_eq!(more, 2, "one has ended, so two more are allowed");
 }
 
+/// Tasks on a lost host do not count towards limits.
 #[test]
-fn tasks_of_a_lost_host_count_no_longer() {
+fn tasks_of_lost_host_do_not_count() {
     let limits = Limits {
         user_tasks: Some(2),
         job_tasks: None,
@@ -799,8 +826,9 @@ fn tasks_of_a_lost_host_count_no_longer() {
     assert_eq!(bed.world().took_execs().len(), 1);
 }
 
+/// A host without guests is recorded as clean as soon as its owner arrives.
 #[test]
-fn a_host_without_guests_is_clean_as_soon_as_its_owner_comes() {
+fn host_without_guests_is_clean_at_once() {
     let mut bed = two_tasks_on_h2();
     bed.owner_comes(3);
     assert_eq!(
@@ -809,8 +837,9 @@ fn a_host_without_guests_is_clean_as_soon_as_its_owner_comes() {
     );
 }
 
+/// After a refusal the next best host is tried.
 #[test]
-fn after_a_refusal_the_next_best_host_is_tried() {
+fn refused_migration_tries_next_host() {
     let mut bed = two_tasks_on_h2();
     let kernel = Refusal::KernelFeatures {
         missing: vec!["clone3".into()],
@@ -828,8 +857,9 @@ fn after_a_refusal_the_next_best_host_is_tried() {
     );
 }
 
+/// After a failed migration the next best host is tried, and later the first one again.
 #[test]
-fn after_a_failure_under_way_the_next_best_is_tried_and_then_the_first_again_after_a_while() {
+fn failed_migration_tries_next_host_then_retries() {
     let mut bed = two_tasks_on_h2();
     bed.owner_comes(2);
     bed.world().moved(t(2, 1), 2, 3, owner());
@@ -853,8 +883,9 @@ fn after_a_failure_under_way_the_next_best_is_tried_and_then_the_first_again_aft
     assert_eq!(bed.world().notes().len(), 1, "said once");
 }
 
+/// The migration of a task that has not connected yet is retried soon.
 #[test]
-fn a_task_that_has_just_started_is_asked_again_when_it_has_connected() {
+fn unconnected_task_is_retried_soon() {
     let mut bed = two_tasks_on_h2();
     bed.world().refuse.insert(
         (t(1, 5), h(1)),
@@ -870,8 +901,9 @@ fn a_task_that_has_just_started_is_asked_again_when_it_has_connected() {
     assert!(bed.world().notes().is_empty());
 }
 
+/// A pinned task is no guest.
 #[test]
-fn a_task_that_belongs_to_its_host_is_no_guest() {
+fn pinned_task_is_no_guest() {
     let mut bed = two_tasks_on_h2();
     for tid in [t(1, 5), t(2, 1)] {
         for to in [1, 3] {
@@ -890,8 +922,9 @@ fn a_task_that_belongs_to_its_host_is_no_guest() {
     );
 }
 
+/// A host without an engine is no target for any task.
 #[test]
-fn a_host_whose_engine_is_missing_is_no_target_for_anybody() {
+fn host_without_engine_is_no_target() {
     let mut bed = two_tasks_on_h2();
     let no_engine = Refusal::NoEngine {
         host: h(1),
@@ -913,8 +946,9 @@ fn a_host_whose_engine_is_missing_is_no_target_for_anybody() {
     assert!(bed.world().took_migrations().iter().all(|(_, to)| *to == 2));
 }
 
+/// A spawn that names a host waits until the host's owner has left.
 #[test]
-fn a_spawn_that_names_a_host_waits_until_its_owner_has_left() {
+fn spawn_on_named_host_waits_for_owner() {
     let vm = world(2);
     let rules = Rules {
         wait: Micros::from_secs(60),
@@ -947,8 +981,9 @@ fn a_spawn_that_names_a_host_waits_until_its_owner_has_left() {
     assert!(matches!(bed.world().answer(1), Some(Ok(tasks)) if tasks.iter().all(Result::is_ok)));
 }
 
+/// A task on a named host is evicted like any other.
 #[test]
-fn a_task_whose_host_was_named_before_the_owner_came_leaves_like_any_other() {
+fn task_on_named_host_is_evicted_too() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.world().spawn(
@@ -962,7 +997,7 @@ fn a_task_whose_host_was_named_before_the_owner_came_leaves_like_any_other() {
     bed.settle();
     let exec = bed.world().took_execs().pop().expect("placed");
     bed.owner_comes(2);
-    // The event overtakes the acknowledgement.
+    // The event arrives before the acknowledgement.
     bed.world().event(
         h(2),
         EventKind::TaskStarted {
@@ -978,8 +1013,9 @@ fn a_task_whose_host_was_named_before_the_owner_came_leaves_like_any_other() {
     assert_eq!(bed.world().took_migrations(), [(t(2, 100), 1)]);
 }
 
+/// A task that starts next to an owner is evicted; a command-line task stays.
 #[test]
-fn a_task_that_starts_beside_an_owner_leaves_and_one_from_a_command_line_stays() {
+fn task_started_beside_owner_is_evicted() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.owner_comes(2);
@@ -1005,8 +1041,9 @@ fn a_task_that_starts_beside_an_owner_leaves_and_one_from_a_command_line_stays()
     assert_eq!(bed.world().took_migrations(), [(t(2, 7), 1)]);
 }
 
+/// A late acknowledgement does not revive a task that has ended.
 #[test]
-fn late_news_does_not_bring_an_ended_task_back() {
+fn late_acknowledgement_does_not_revive_task() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.world().spawn(1, &request(1));
@@ -1020,8 +1057,9 @@ fn late_news_does_not_bring_an_ended_task_back() {
     assert_eq!(bed.world().answer(1), Some(Ok(vec![Ok(tid)])));
 }
 
+/// Consecutive events are handled together, and the next request right after them.
 #[test]
-fn what_several_tasks_did_is_taken_at_once_and_what_somebody_wants_is_done_right_behind_it() {
+fn events_are_batched_up_to_next_request() {
     let mut bed = two_tasks_on_h2();
     for tid in [t(2, 1), t(1, 5)] {
         bed.world().event(h(2), ended(tid));
@@ -1038,8 +1076,9 @@ fn what_several_tasks_did_is_taken_at_once_and_what_somebody_wants_is_done_right
     assert_eq!(bed.world().inbox.len(), 1);
 }
 
+/// Tasks that are restarted from a checkpoint are known again.
 #[test]
-fn tasks_that_begin_again_from_a_checkpoint_are_known_again() {
+fn restarted_tasks_are_known_again() {
     let mut bed = two_tasks_on_h2();
     let tids = [t(2, 7), t(3, 9)];
     bed.world().tasks.extend(tids.map(|tid| spawned(tid, 3)));
@@ -1068,8 +1107,9 @@ fn tasks_that_begin_again_from_a_checkpoint_are_known_again() {
     assert_eq!(bed.service.model().host_of(tids[1]), Some(h(3)));
 }
 
+/// Missed events make the resource manager request a new task list.
 #[test]
-fn missed_entries_of_the_log_are_made_good_by_a_fresh_list() {
+fn missed_events_trigger_a_new_list() {
     let mut bed = two_tasks_on_h2();
     bed.world().event(
         h(1),
@@ -1094,8 +1134,9 @@ fn missed_entries_of_the_log_are_made_good_by_a_fresh_list() {
     assert!(bed.service.model().knows(t(3, 4)));
 }
 
+/// A migration without a result is checked after a while and repeated.
 #[test]
-fn a_move_of_which_nothing_is_heard_is_asked_about() {
+fn silent_migration_is_checked_and_repeated() {
     let mut bed = two_tasks_on_h2();
     bed.owner_comes(2);
     assert_eq!(bed.world().took_migrations().len(), 2);
@@ -1104,12 +1145,13 @@ fn a_move_of_which_nothing_is_heard_is_asked_about() {
         bed.signs_of_life(&[1, 3]);
         bed.owner_comes(2);
     }
-    // The list says that they are on h2 and do not move: they are sent off again.
+    // The list shows that they are on h2 and do not migrate: the migrations are requested again.
     assert_eq!(bed.world().took_migrations().len(), 2);
 }
 
+/// A task that tries to register as resource manager through this one is refused.
 #[test]
-fn one_who_wants_to_register_through_us_is_refused() {
+fn registration_through_rm_is_refused() {
     let vm = world(1);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world()
@@ -1121,8 +1163,9 @@ fn one_who_wants_to_register_through_us_is_refused() {
     );
 }
 
+/// A task that connects from a command line is known and never migrated.
 #[test]
-fn a_task_that_connects_by_itself_is_known_and_never_moved() {
+fn command_line_task_is_never_migrated() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.world().post(
@@ -1138,9 +1181,9 @@ fn a_task_that_connects_by_itself_is_known_and_never_moved() {
 }
 
 proptest! {
-    /// Anybody may send anything. Only what a daemon says of events is believed, so no rubbish comes from there.
+    /// Any task may send any bytes. Events are accepted only from daemons, which send valid ones.
     #[test]
-    fn rubbish_is_survived(messages in prop::collection::vec(
+    fn invalid_messages_are_survived(messages in prop::collection::vec(
         (prop::sample::select(vec![t(1, 2), Tid::MY_DAEMON, h(2).daemon(), Bed::watcher(1)]),
          prop::bool::ANY, 0_i32..20, 990_i32..1010, prop::collection::vec(any::<u8>(), 0..64)), 0..60,
     )) {
@@ -1155,7 +1198,7 @@ proptest! {
     }
 }
 
-/// Options with watchers and this policy.
+/// Options with load watchers and this policy.
 fn with_conduct(conduct: Conduct) -> Options {
     Options {
         conduct,
@@ -1165,7 +1208,7 @@ fn with_conduct(conduct: Conduct) -> Options {
     }
 }
 
-/// Options with books in a directory.
+/// Options with a history in this directory.
 fn with_books(dir: &std::path::Path) -> Options {
     let shelf = Some(Shelf {
         dir: dir.to_path_buf(),
@@ -1188,8 +1231,9 @@ fn ask(bed: &mut Bed, question: &Question) -> Answer {
         .expect("of this version")
 }
 
+/// A changed policy file applies at once; an invalid one does not.
 #[test]
-fn a_policy_file_that_changes_is_in_force_at_once_and_a_wrong_one_is_not() {
+fn valid_policy_change_applies_at_once() {
     let vm = world(3);
     let mut bed = Bed::with(
         &vm,

@@ -1,4 +1,4 @@
-//! Who gives way to whom, and who goes on where: decisions from fixed snapshots.
+//! Preemption and resumption: decisions on fixed snapshots.
 
 mod idle;
 
@@ -16,7 +16,7 @@ fn t(host: u16, local: u32) -> Tid {
     Tid::task(h(host), local).expect("a task")
 }
 
-/// So many hosts with one processor, on each a task of user 1.
+/// Hosts with one processor each, with a task of user 1 on each.
 fn busy(hosts: u16) -> Snapshot {
     let host = |index| {
         let mut host = idle(index, 1, 0);
@@ -30,7 +30,7 @@ fn busy(hosts: u16) -> Snapshot {
     Snapshot::new(NOW, Policy::Load, (1..=hosts).map(host).collect())
 }
 
-/// User 1 has held so many processors for a hundred hours.
+/// The shares after user 1 has held this number of processors for a hundred hours.
 fn shares(count: u32) -> Fair {
     let mut fair = Fair::new(UpDown::default());
     fair.takes(Micros(0), 1, count);
@@ -55,8 +55,9 @@ fn tids(snapshot: &Snapshot, fair: &Fair, request: &SpawnRequest) -> Vec<Tid> {
         .collect()
 }
 
+/// The tasks that started last are preempted, as many as the request needs.
 #[test]
-fn those_that_began_last_give_way_and_as_many_as_the_request_needs() {
+fn newest_tasks_are_preempted_first() {
     let (snapshot, fair) = (busy(4), shares(4));
     assert_eq!(tids(&snapshot, &fair, &request(2)), [t(4, 1), t(3, 1)]);
     let mut after = snapshot.clone();
@@ -71,8 +72,10 @@ fn those_that_began_last_give_way_and_as_many_as_the_request_needs() {
     assert_eq!(hosts, [h(3), h(4)], "which gets its places then");
 }
 
+/// A request gets only the slots of users who have used more; a user who has used as little is not
+/// preempted.
 #[test]
-fn who_waits_gets_as_many_places_as_there_would_be_without_those_who_owe_him() {
+fn light_users_tasks_are_not_preempted() {
     let (mut snapshot, fair) = (busy(3), shares(3));
     snapshot.hosts.edit(h(2)).expect("a host").tasks[0].user = 3;
     snapshot.hosts.refresh(NOW);
@@ -83,8 +86,10 @@ fn who_waits_gets_as_many_places_as_there_would_be_without_those_who_owe_him() {
     );
 }
 
+/// Tasks that share a host are preempted together, and only if those alone on their hosts are not
+/// enough.
 #[test]
-fn tasks_that_share_a_host_give_way_together_where_those_alone_on_theirs_are_not_enough() {
+fn tasks_sharing_a_host_are_preempted_last() {
     let (mut snapshot, fair) = (busy(3), shares(4));
     let second = TaskView {
         user: 1,
@@ -104,8 +109,10 @@ fn tasks_that_share_a_host_give_way_together_where_those_alone_on_theirs_are_not
     );
 }
 
+/// A host shared by several heavy users is freed by preempting all of them, and only if it is
+/// needed.
 #[test]
-fn a_host_that_several_who_owe_share_is_made_free_by_all_of_them() {
+fn shared_host_is_freed_by_all_its_users() {
     let (mut snapshot, mut fair) = (busy(2), shares(2));
     fair.takes(Micros(0), 3, 1);
     fair.recall(NOW, 3, 90.0, Micros(0));
@@ -146,8 +153,9 @@ fn a_host_that_several_who_owe_share_is_made_free_by_all_of_them() {
     gives(t(2, 2), 3);
 }
 
+/// No task is preempted if that would not help the request.
 #[test]
-fn nobody_stands_still_in_vain() {
+fn useless_preemption_is_avoided() {
     let (mut snapshot, fair) = (busy(2), shares(2));
     let far = SpawnRequest {
         place: "?free >= 1; memory >= 900G".into(),
@@ -177,8 +185,9 @@ fn nobody_stands_still_in_vain() {
     );
 }
 
+/// A preempted task resumes on its host if there is room, or else on another host.
 #[test]
-fn a_task_goes_on_where_it_is_when_there_is_room_else_where_there_is() {
+fn preempted_task_resumes_where_there_is_room() {
     let mut snapshot = busy(2);
     let long_ago = Micros(NOW.0 - 60_000_000);
     snapshot.hosts.edit(h(1)).expect("a host").tasks[0].suspended = true;
@@ -242,7 +251,7 @@ fn a_task_goes_on_where_it_is_when_there_is_room_else_where_there_is() {
     );
 }
 
-/// Others keep so many processors of a host busy.
+/// Adds external load of this number of processors to a host.
 fn foreign(snapshot: &mut Snapshot, host: u16, busy: f32) {
     let host = snapshot.hosts.edit(h(host)).expect("a host");
     let sampled = host.sample.as_mut().expect("it is watched");
@@ -267,8 +276,9 @@ fn suspend(snapshot: &mut Snapshot, tid: Tid) -> HostId {
     id
 }
 
+/// External load does not keep a preempted task paused.
 #[test]
-fn load_that_is_not_ours_lets_nobody_stand_still() {
+fn external_load_does_not_keep_tasks_paused() {
     let mut snapshot = busy(2);
     suspend(&mut snapshot, t(1, 1));
     let gave_way = BTreeMap::from([(t(1, 1), Micros(NOW.0 - 60_000_000))]);
@@ -316,8 +326,10 @@ fn load_that_is_not_ours_lets_nobody_stand_still() {
     );
 }
 
+/// A preempted task resumes next to tasks that were there before it, but not next to those that
+/// replaced it.
 #[test]
-fn who_gave_way_goes_on_beside_those_beside_whom_it_was() {
+fn preempted_task_resumes_beside_old_neighbours() {
     let mut snapshot = busy(1);
     let (before, since) = (Micros(NOW.0 - 90_000_000), Micros(NOW.0 - 60_000_000));
     let host = snapshot.hosts.edit(h(1)).expect("a host");
@@ -358,8 +370,9 @@ fn who_gave_way_goes_on_beside_those_beside_whom_it_was() {
     );
 }
 
+/// A fraction of a processor is enough for a task to resume.
 #[test]
-fn a_part_of_a_processor_is_enough_to_go_on_with() {
+fn fraction_of_processor_suffices_to_resume() {
     let mut snapshot = busy(1);
     suspend(&mut snapshot, t(1, 1));
     let host = snapshot.hosts.edit(h(1)).expect("a host");
@@ -372,7 +385,8 @@ fn a_part_of_a_processor_is_enough_to_go_on_with() {
     );
 }
 
-/// All go on that may, until nobody does any more; hosts where they do are as they are to be.
+/// Resumes tasks until no more may resume. Asserts that `good` holds for each host on which one
+/// resumes.
 fn goes_on(
     snapshot: &mut Snapshot,
     gave_way: &mut BTreeMap<Tid, Micros>,
@@ -407,10 +421,11 @@ fn goes_on(
 }
 
 proptest! {
-    /// Whatever others do on the hosts: who gave way does not disturb those who came instead, does not go on only to give way
-    /// again while somebody waits, and stands still no longer than those are there.
+    /// Whatever external load there is, a preempted task does not disturb those that replaced it,
+    /// does not resume only to be preempted again while a request waits, and stays paused only
+    /// while the replacements run.
     #[test]
-    fn who_gave_way_goes_on_when_those_are_gone_for_whom_it_did_and_not_before(
+    fn preempted_tasks_resume_when_replacements_end(
         hosts in prop::collection::vec((1_u32..4, 0_u32..3, any::<bool>(), 0_u32..8, 0_u32..40), 1..20),
         count in 1_u32..4, second in 1_u32..6, free in any::<bool>(),
     ) {
@@ -443,7 +458,7 @@ proptest! {
             suspend(&mut snapshot, gives.tid);
             gave_way.insert(gives.tid, NOW);
         }
-        // They get their places, and then others come and go on these hosts.
+        // The request gets its slots, and then the external load changes.
         snapshot.now = NOW + Micros::from_secs(30);
         for i in (1..).take(hosts.len()) {
             snapshot.hosts.edit(h(i)).expect("a host").sample.as_mut().expect("it is watched").at = snapshot.now;
@@ -473,17 +488,17 @@ proptest! {
         prop_assert!(gave_way.is_empty(), "{:?} stand still, and nobody is in their way", gave_way);
     }
 
-    /// When those who are told to give way stand still, the request gets as many places as if nobody were there who owes it
-    /// any; and nobody is told so for nothing.
+    /// After the chosen victims are paused, the request gets as many slots as if no task of these
+    /// users existed; no victim is superfluous.
     #[test]
-    fn who_gives_way_makes_all_the_room_that_is_needed(
+    fn victims_free_exactly_the_needed_slots(
         hosts in prop::collection::vec((1_u32..4, 0_u32..4, any::<bool>()), 1..80), count in 1_u32..6, which in 0_usize..6,
         in_turn in any::<bool>(), second in 0_u32..3,
     ) {
         let view = |(i, (cores, tasks, idle_owner)): (usize, (u32, u32, bool))| {
             let index = i as u16 + 1;
             let mut host = idle(index, cores, 0);
-            // Of one, of another one, or of both who owe.
+            // Tasks of one of the two users, or of both.
             let user = |n| if (n + u32::from(index)) % 3 < second { 3 } else { 1 };
             let task = |n| TaskView { user: user(n), ..TaskView::new(t(index, n), Micros(NOW.0 - u64::from(n))) };
             host.tasks = (1..=tasks).map(task).collect();

@@ -1,5 +1,6 @@
-//! A week of a thousand desktops, a day of three users, and decisions with ten thousand hosts. Run with `--no-capture` to see
-//! the tables. How long a decision takes is no test: `cargo xtask bench decide`.
+//! A week of a thousand desktops, a day of three users, and decisions with ten thousand hosts. Run
+//! with `--no-capture` to see the tables. The time of a decision is not tested here; see `cargo
+//! xtask bench decide`.
 
 mod counting;
 mod day;
@@ -19,8 +20,8 @@ use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;
 use week::Week;
 
-/// Some of the times that `cargo xtask bench owners` and `cargo xtask bench migrate` have measured, over their whole range: on the
-/// next measurement no test depends.
+/// Some of the times measured by `cargo xtask bench owners` and `cargo xtask bench migrate`, over
+/// their whole range. They are fixed so that no test depends on new measurements.
 fn usual() -> Times {
     let ms = |all: &[u32]| all.iter().map(|ms| f64::from(*ms) / 1e3).collect();
     Times {
@@ -31,8 +32,10 @@ fn usual() -> Times {
     }
 }
 
+/// In a week of a thousand desktops owners wait briefly for guests to leave and little work is
+/// lost.
 #[test]
-fn a_week_of_a_thousand_desktops() {
+fn week_of_desktops_meets_its_targets() {
     let week = Week::of(1, usual());
     print!("{}", week.text());
     assert!(
@@ -51,7 +54,7 @@ fn a_week_of_a_thousand_desktops() {
         "{} were left beside an owner",
         week.left_beside
     );
-    // One that arrives where an owner has come meanwhile has been on its way.
+    // A guest that arrives where an owner has come meanwhile was still migrating.
     assert!(
         week.untold_s.most <= 1.0,
         "a guest was told to leave {} s after its owner had come",
@@ -65,14 +68,16 @@ fn a_week_of_a_thousand_desktops() {
     assert!(week.work >= 0.88, "{} of what an oracle does", week.work);
 }
 
-/// Waiting is all the time from asking until the last process of the job is there, as the service lets people wait who ask for
-/// whole processors. The greedy one asked for twice as much as there is, two hours before; see [`day`].
+/// Asserts that light users do not wait longer next to a greedy user.
+///
+/// A wait lasts from the request until the last process of the job has started. The greedy user has
+/// requested twice the capacity two hours earlier; see [`day`].
 fn nobody_notices(day: &Day) {
     let compared = |seed: u64| {
         let Both { alone, beside } = day.run(seed);
         Compared::of(day, seed, &alone, &beside)
     };
-    // Of those that 'cargo xtask bench sim' looks at.
+    // The first two of the days that `cargo xtask bench sim` simulates.
     let all: Vec<Compared> = SEEDS.into_iter().take(2).map(compared).collect();
     print!("{}", Compared::table(&all));
     for day in &all {
@@ -86,20 +91,23 @@ fn nobody_notices(day: &Day) {
     }
 }
 
+/// Light users wait no longer next to a greedy one in a pool where they never wait alone.
 #[test]
-fn light_users_wait_no_longer_beside_a_greedy_one_where_they_never_wait_alone() {
+fn greedy_user_does_not_delay_others_in_roomy_pool() {
     nobody_notices(&ROOMY);
 }
 
+/// Light users wait no longer next to a greedy one than for each other in a small pool.
 #[test]
-fn light_users_wait_no_longer_beside_a_greedy_one_than_for_each_other() {
+fn greedy_user_does_not_delay_others_in_tight_pool() {
     nobody_notices(&TIGHT);
 }
 
-/// No host may need more memory.
+/// Upper bound for the memory of each host.
 const HOST_BYTES_MAX: usize = 4096;
+/// Decisions have the expected results with few hosts and with ten thousand.
 #[test]
-fn decisions_are_what_is_expected_with_few_hosts_and_with_ten_thousand() {
+fn decisions_are_correct_at_any_scale() {
     for hosts in [64, HOSTS_MAX] {
         let mut names = BTreeSet::new();
         let mut once = |name, decide: &mut dyn FnMut(usize)| {
@@ -113,7 +121,7 @@ fn decisions_are_what_is_expected_with_few_hosts_and_with_ten_thousand() {
     }
 }
 
-/// What each decision of these allocates, whether it keeps that or not.
+/// Returns what each of these decisions allocates, including what it frees.
 fn allocated(hosts: u16, decisions: fn(u16, &mut Visit<'_>)) -> Vec<(&'static str, Taken)> {
     let mut all = Vec::new();
     decisions(hosts, &mut |name, decide| {
@@ -122,10 +130,12 @@ fn allocated(hosts: u16, decisions: fn(u16, &mut Visit<'_>)) -> Vec<(&'static st
     all
 }
 
+/// Decisions that look at some hosts allocate no list of all hosts.
 #[test]
-fn decisions_that_look_at_some_hosts_make_no_list_of_all_hosts() {
-    // A thousand are more than they look at. With nine thousand more they take less memory more than the numbers of those
-    // would need, and hardly more blocks; what grows is a list of the zones of the network.
+fn local_decisions_do_not_list_all_hosts() {
+    // A thousand hosts are more than these decisions look at. With nine thousand more they must
+    // allocate fewer additional bytes than a list of those hosts' ids would need, and hardly more
+    // blocks. Only a list of the network's zones grows.
     let few = 1024;
     let list = usize::from(HOSTS_MAX - few) * size_of::<HostId>();
     for ((name, few), (_, many)) in allocated(few, looks_at_some)
@@ -140,8 +150,9 @@ fn decisions_that_look_at_some_hosts_make_no_list_of_all_hosts() {
     }
 }
 
+/// A host needs less than four kibibytes of memory, whatever the number of hosts.
 #[test]
-fn a_host_needs_less_than_four_kibibytes_however_many_there_are() {
+fn host_needs_less_than_four_kibibytes() {
     for hosts in [64, 1024, HostId::INDEX_MAX, HOSTS_MAX] {
         let (snapshot, bytes) = bytes_kept(|| large(hosts));
         let tasks: usize = snapshot.hosts.iter().map(|host| host.tasks.len()).sum();

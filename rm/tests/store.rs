@@ -1,4 +1,4 @@
-//! What is remembered: the books as a value, and the file that they are written to.
+//! The history as a value, and the file it is written to.
 
 use proptest::prelude::*;
 use pvm_rm::store::books::{
@@ -35,7 +35,7 @@ fn second(n: u64) -> Micros {
     Micros::from_secs(1_700_000_000 + n)
 }
 
-/// A log that is written as it is told.
+/// An event log that tests append to.
 #[derive(Default)]
 struct Log(Vec<Event>);
 
@@ -103,7 +103,8 @@ fn owner() -> Cause {
     }
 }
 
-/// A job of a task from a command line with three workers: one ends well, one is killed after an eviction, one runs.
+/// A job of a command-line task with three workers: one succeeds, one is killed after an eviction,
+/// one runs.
 fn story() -> Log {
     let mut log = Log::default();
     for host in 1..=3 {
@@ -141,8 +142,9 @@ fn job(books: &Books, tid: Tid) -> (JobUse, Vec<TaskUse>) {
     }
 }
 
+/// A job is a top-level task with all its descendants and sums their usage.
 #[test]
-fn a_job_is_a_top_level_task_with_all_that_it_spawned_and_sums_what_they_used() {
+fn job_sums_usage_of_its_tasks() {
     let books = books(&story());
     let (job, tasks) = job(&books, t(3, 3));
     assert_eq!(
@@ -188,7 +190,8 @@ fn a_job_is_a_top_level_task_with_all_that_it_spawned_and_sums_what_they_used() 
     );
 }
 
-/// The tasks of a job begin again, each told of by its own host, and then the master says what it was.
+/// Restarts a job: each host reports the start of its tasks, and then the master reports the
+/// restart.
 fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
     for (tid, parent, host) in all {
         log.say(
@@ -216,7 +219,7 @@ fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
     );
 }
 
-/// A job with a child and a child of the child.
+/// Local number and home host of a root task, its child and its grandchild.
 const LINE: [(u32, u16); 3] = [(3, 1), (4, 2), (5, 2)];
 
 fn line(above: Tid) -> [(Tid, Tid, u16); 3] {
@@ -224,8 +227,9 @@ fn line(above: Tid) -> [(Tid, Tid, u16); 3] {
     [(top, above, 3), (child, top, 3), (last, child, 2)]
 }
 
+/// A restarted job is complete, in whatever order its tasks are reported.
 #[test]
-fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
+fn restarted_job_is_complete_in_any_report_order() {
     let orders = [
         [0, 1, 2],
         [0, 2, 1],
@@ -327,7 +331,7 @@ fn a_job_that_began_again_is_whole_in_whatever_order_its_tasks_were_told_of() {
     }
 }
 
-/// What is told of a task or its job, in words.
+/// Returns what is reported about a task, job or host, as text.
 fn told(books: &Books, question: Question) -> Vec<String> {
     let Answer::Why { decisions, .. } = books.answer(&question) else {
         panic!("nothing is known")
@@ -335,8 +339,9 @@ fn told(books: &Books, question: Question) -> Vec<String> {
     decisions.iter().map(|d| d.what.to_string()).collect()
 }
 
+/// A task that an owner has ended is reported with the reason and counts as an eviction.
 #[test]
-fn a_task_that_an_owner_has_ended_is_told_why_and_counts_as_an_eviction() {
+fn task_killed_by_owner_counts_as_eviction() {
     let mut log = story();
     let (guests, why) = (
         vec![t(3, 3), t(3, 99)],
@@ -395,8 +400,9 @@ fn a_task_that_an_owner_has_ended_is_told_why_and_counts_as_an_eviction() {
     assert_eq!(users[0].sums.evictions, 2);
 }
 
+/// Each task of a job that is vacated for an owner counts as an eviction.
 #[test]
-fn each_task_of_a_job_that_is_parked_because_of_an_owner_counts_as_an_eviction() {
+fn vacating_counts_as_eviction_of_each_task() {
     let mut log = Log::default();
     let tasks = line(Tid::NONE);
     tasks
@@ -422,8 +428,9 @@ fn each_task_of_a_job_that_is_parked_because_of_an_owner_counts_as_an_eviction()
     assert_eq!(job(&books(&log), t(1, 3)).0.sums.evictions, 3);
 }
 
+/// Failures are reported for the jobs and hosts they concern.
 #[test]
-fn failures_are_told_of_the_jobs_and_hosts_that_they_are_about() {
+fn failures_are_attributed_to_jobs_and_hosts() {
     let mut log = story();
     let why = || "no room".to_string();
     log.say(
@@ -499,8 +506,9 @@ fn failures_are_told_of_the_jobs_and_hosts_that_they_are_about() {
     assert_eq!(reread(&sheets), books);
 }
 
+/// A restarted job still belongs to the task that had spawned it.
 #[test]
-fn a_job_that_began_again_belongs_to_whoever_had_spawned_it() {
+fn restarted_job_keeps_its_parent() {
     let mut log = story();
     line(t(1, 2))
         .iter()
@@ -517,8 +525,9 @@ fn a_job_that_began_again_belongs_to_whoever_had_spawned_it() {
     );
 }
 
+/// Tasks that serve the virtual machine and consoles without children are no jobs.
 #[test]
-fn what_serves_the_machine_and_consoles_without_children_are_no_jobs() {
+fn service_tasks_and_consoles_are_no_jobs() {
     let mut log = story();
     log.started(30, t(1, 77), Tid::NONE, "");
     log.ended(31, t(1, 77), 0, 1);
@@ -528,8 +537,9 @@ fn what_serves_the_machine_and_consoles_without_children_are_no_jobs() {
     assert_eq!(jobs.iter().map(|j| j.job).collect::<Vec<_>>(), [t(1, 2)]);
 }
 
+/// Decisions are reported for the task and host they concern.
 #[test]
-fn a_task_a_job_and_a_host_are_told_what_concerns_them() {
+fn decisions_are_reported_for_their_subject() {
     let books = books(&story());
     let Answer::Why {
         task: Some(task),
@@ -564,8 +574,9 @@ fn a_task_a_job_and_a_host_are_told_what_concerns_them() {
     );
 }
 
+/// The loss of a host ends its tasks, and so does a task list without them.
 #[test]
-fn a_lost_host_ends_its_tasks_and_so_does_a_list_without_them() {
+fn lost_host_or_reconciliation_ends_tasks() {
     let mut log = story();
     log.say(
         40,
@@ -598,8 +609,9 @@ fn a_lost_host_ends_its_tasks_and_so_does_a_list_without_them() {
     assert_eq!((job.ended, job.sums.running), (Some(second(50)), 0));
 }
 
+/// A new virtual machine keeps the sums and may reuse tids.
 #[test]
-fn another_virtual_machine_keeps_the_sums_and_begins_its_tids_anew() {
+fn new_virtual_machine_keeps_sums_and_reuses_tids() {
     let mut books = books(&story());
     books.begin_anew();
     assert_eq!(books.place(), Place::default());
@@ -620,7 +632,7 @@ fn another_virtual_machine_keeps_the_sums_and_begins_its_tids_anew() {
     assert_eq!(users[0].sums.tasks, 6);
 }
 
-/// Sheets as a file would have them.
+/// The tables as a file would contain them.
 type Sheets = BTreeMap<(Sheet, u64), Vec<u8>>;
 
 fn apply(sheets: &mut Sheets, batch: Batch) {
@@ -655,7 +667,7 @@ fn questions() -> Vec<Question> {
     all
 }
 
-/// What can happen in a log, without regard for sense: hosts, tasks, parents and ends in any order.
+/// Random events regardless of sense: hosts, tasks, parents and exits in any order.
 fn happenings() -> impl Strategy<Value = Vec<(u8, u16, u32, u32, i32)>> {
     prop::collection::vec((0..6_u8, 1..4_u16, 2..12_u32, 0..12_u32, 0..3_i32), 1..80)
 }
@@ -676,7 +688,7 @@ fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
                     },
                 );
             }
-            // A tid comes again only after a quarter of a million others.
+            // A tid is reused only after a quarter of a million others.
             1 | 2 if seen.contains(&tid) => {}
             1 | 2 => {
                 seen.extend([tid, parent]);
@@ -702,10 +714,10 @@ fn written(happenings: &[(u8, u16, u32, u32, i32)]) -> Log {
 }
 
 proptest! {
-    /// Killed at any time, whatever was written and whatever was not: after reading the log again from the place in the
-    /// file, the books are what they would be without a crash.
+    /// After a crash at any time, reading the file and the log from the stored position restores
+    /// the history as without a crash.
     #[test]
-    fn a_crash_counts_nothing_twice_and_leaves_nothing_out(
+    fn crash_neither_repeats_nor_loses_events(
         happenings in happenings(), cut in 0..80_usize, lost in 0..20_usize,
     ) {
         let log = written(&happenings);
@@ -714,10 +726,10 @@ proptest! {
         let (mut before, mut sheets) = (Books::new(USER, own()), Sheets::new());
         log.0[..cut].iter().for_each(|event| before.event(event));
         apply(&mut sheets, before.batch());
-        // This much more was read and not written.
+        // Events that were read and not written.
         log.0[cut..].iter().take(lost).for_each(|event| before.event(event));
         let mut after = reread(&sheets);
-        // Some entries come again.
+        // Some events are read twice.
         log.0[cut.saturating_sub(3)..].iter().for_each(|event| after.event(event));
         for question in questions() {
             prop_assert_eq!(after.answer(&question), whole.answer(&question), "{:?}", question);
@@ -725,9 +737,9 @@ proptest! {
         prop_assert_eq!(after.place(), whole.place());
     }
 
-    /// What is written together is what is known, at every moment.
+    /// At every moment, all written batches together contain the whole history.
     #[test]
-    fn batches_add_up_to_the_books(happenings in happenings(), every in 1..10_usize) {
+    fn batches_contain_whole_history(happenings in happenings(), every in 1..10_usize) {
         let log = written(&happenings);
         let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
         for some in log.0.chunks(every) {
@@ -741,7 +753,7 @@ proptest! {
         }
     }
 
-    /// Whatever happens, sums agree with the tasks behind them.
+    /// The sums of each job equal the sums over its tasks.
     #[test]
     fn sums_are_sums_of_tasks(happenings in happenings()) {
         let books = books(&written(&happenings));
@@ -767,8 +779,9 @@ proptest! {
     }
 }
 
+/// When there are too many entries the oldest are removed, and the sums remain.
 #[test]
-fn the_oldest_go_when_there_are_too_many_and_sums_stay() {
+fn oldest_entries_are_removed_and_sums_remain() {
     let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
     let tasks = TASKS_MAX + 1000;
     for n in 0..tasks as u64 {
@@ -819,7 +832,7 @@ fn the_oldest_go_when_there_are_too_many_and_sums_stay() {
     assert_eq!(users[0].sums.tasks, tasks as u64);
 }
 
-/// A spawn of some tasks that was tried so often, with a reason against each of some hosts.
+/// A spawn with these numbers of tasks, attempts, and excluded hosts with reasons.
 fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> Decided {
     let why = rm::Excluded::Other {
         why: "its owner allows two tasks, and they are there".into(),
@@ -860,8 +873,9 @@ fn large_spawn(n: u32) -> Decided {
     spawned(n, 100, 40, 64)
 }
 
+/// Decisions are bounded in bytes, and the newest remain.
 #[test]
-fn decisions_have_a_limit_in_bytes_and_the_newest_stay() {
+fn decisions_are_bounded_in_bytes() {
     let (mut books, mut sheets) = (Books::new(USER, own()), Sheets::new());
     let decisions = 700;
     for n in 0..decisions {
@@ -883,7 +897,7 @@ fn decisions_have_a_limit_in_bytes_and_the_newest_stay() {
     );
     assert_eq!(kept.last().map(|(n, _)| *n), Some(u64::from(decisions)));
     assert!(kept.len() < 600, "{}", kept.len());
-    // Who reads them again counts the same bytes.
+    // Reading the history counts the same bytes.
     let mut again = reread(&sheets);
     again.decided(second(9999), large_spawn(9999));
     apply(&mut sheets, again.batch());
@@ -921,16 +935,16 @@ fn decisions_have_a_limit_in_bytes_and_the_newest_stay() {
     );
 }
 
-/// As many decisions as are kept, as they mostly are.
+/// Adds the maximum number of decisions, of typical size.
 fn decide_much(books: &mut Books) {
     (0..DECISIONS_MAX as u32).for_each(|n| books.decided(second(n.into()), spawned(n, 4, 1, 8)));
 }
 
-/// Books as full as they get.
+/// A history of the maximum size.
 fn full_books() -> Books {
     let mut books = Books::new(USER, own());
     for n in 0..TASKS_MAX as u32 {
-        // Jobs of a thousand tasks; the last thousand run.
+        // Jobs of a thousand tasks; only the last thousand tasks run.
         let (tid, parent) = (
             t(1 + (n % 200) as u16, 10 + n),
             if n % 1000 == 0 {
@@ -970,7 +984,7 @@ fn full_books() -> Books {
     books
 }
 
-/// Has a batch written, however long the ones before it take.
+/// Writes a batch, waiting for earlier ones if necessary.
 fn write(store: &Store, mut batch: Batch) {
     while let Err(back) = store.write(batch) {
         batch = back;
@@ -978,20 +992,21 @@ fn write(store: &Store, mut batch: Batch) {
     }
 }
 
+/// A history of the maximum size is read within the time of a restart after its writer was killed.
 #[test]
-fn full_books_whose_keeper_was_killed_are_read_again_within_the_time_that_a_restart_has() {
+fn full_history_is_read_in_time_after_kill() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut books = full_books();
     let opened = open(dir.path());
-    // Written several times over, as in a long life.
+    // The file is written several times over, as in a long life.
     for _ in 0..3 {
         write(&opened.store, books.batch());
         decide_much(&mut books);
     }
     write(&opened.store, books.batch());
-    // Whoever takes the second one has done with what came before.
+    // When the second batch is accepted, all earlier ones are written.
     (0..2).for_each(|_| write(&opened.store, Batch::new()));
-    // As a kill leaves it: nobody has closed the file.
+    // Copies the file as a kill would leave it: it was not closed.
     let (path, again) = (dir.path().join("rm.redb"), dir.path().join("again"));
     std::fs::create_dir(&again).expect("a directory");
     let length = std::fs::copy(&path, again.join("rm.redb")).expect("it can be copied");
@@ -1017,7 +1032,7 @@ fn full_books_whose_keeper_was_killed_are_read_again_within_the_time_that_a_rest
         (read.place(), read.running().count()),
         (books.place(), 1000)
     );
-    // What is wanted is two seconds for all of a restart; machines that test may be slow.
+    // The goal is two seconds for a whole restart; test machines may be slow.
     assert!(took.as_secs() < 30, "it takes {took:?}");
     opened.store.close(Batch::new());
 }
@@ -1026,8 +1041,9 @@ fn open(dir: &Path) -> Opened {
     Store::open(dir, "rm.redb").expect("it can be opened")
 }
 
+/// The file restores what was written, and no other user or resource manager can open it.
 #[test]
-fn the_file_gives_back_what_was_written_and_is_nobody_elses() {
+fn file_restores_history_and_is_private() {
     let dir = tempfile::tempdir().expect("a directory");
     let place = dir.path().join("new/state");
     let opened = open(&place);
@@ -1051,8 +1067,9 @@ fn the_file_gives_back_what_was_written_and_is_nobody_elses() {
     );
 }
 
+/// A foreign, truncated or damaged file is moved aside and reported.
 #[test]
-fn a_foreign_a_cut_and_a_damaged_file_are_moved_aside_and_said_so() {
+fn unreadable_file_is_moved_aside_and_reported() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = dir.path().join("rm.redb");
     let mut books = books(&story());

@@ -1,4 +1,4 @@
-//! What the owner of a host says counts: when guests leave, how many there are, which never come.
+//! The owner's rules: when guests leave, how many there may be, and which are excluded.
 
 mod idle;
 
@@ -13,7 +13,7 @@ use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::sync::Arc;
 
-/// Hosts with two processors and 4 GiB of free memory, and nobody at them.
+/// Hosts with two processors and 4 GiB of free memory, without owners.
 fn pool(hosts: u16) -> Snapshot {
     Snapshot::new(
         NOW,
@@ -48,7 +48,7 @@ fn on(placement: &Placement, index: u16) -> usize {
         .count()
 }
 
-/// One guest on h1, whose owner is there.
+/// One guest on h1, whose owner is present.
 fn guest(leaving: Leaving) -> Snapshot {
     let mut snapshot = pool(2);
     let host = &mut snapshot.hosts[0];
@@ -68,8 +68,9 @@ fn stays(moves: &Moves) -> (&StayReason, Option<Micros>) {
     (&moves.stay[0].why, moves.stay[0].again)
 }
 
+/// Guests leave when the owner requires it, and not before.
 #[test]
-fn guests_leave_when_the_owner_says_and_not_before() {
+fn guests_leave_when_owner_requires() {
     assert_eq!(moves(&guest(Leaving::Now)).go.len(), 1);
     let later = NOW + Micros::from_secs(30);
     let mut snapshot = guest(Leaving::At(later));
@@ -86,8 +87,9 @@ fn guests_leave_when_the_owner_says_and_not_before() {
     );
 }
 
+/// A stay that the owner grants is reported only if it has no end.
 #[test]
-fn a_wait_that_the_owner_grants_is_told_only_when_it_has_no_end() {
+fn only_unlimited_stays_are_reported() {
     for (leaving, told) in [
         (Leaving::At(NOW + Micros(1)), false),
         (Leaving::Ended, false),
@@ -99,8 +101,9 @@ fn a_wait_that_the_owner_grants_is_told_only_when_it_has_no_end() {
     }
 }
 
+/// A host gets no more tasks than its owner allows, even by name.
 #[test]
-fn a_host_takes_as_many_tasks_as_its_owner_allows_also_by_name() {
+fn host_enforces_owners_task_limit() {
     let mut snapshot = pool(2);
     limited(
         &mut snapshot,
@@ -126,8 +129,9 @@ fn a_host_takes_as_many_tasks_as_its_owner_allows_also_by_name() {
     );
 }
 
+/// Memory that the owner reserves stays free.
 #[test]
-fn memory_that_the_owner_keeps_stays_free() {
+fn memory_reserved_by_owner_stays_free() {
     let mut snapshot = pool(2);
     limited(
         &mut snapshot,
@@ -150,8 +154,9 @@ fn memory_that_the_owner_keeps_stays_free() {
     assert!(all.excluded.contains(&(h(2), keeps)), "{all:?}");
 }
 
+/// A task does not migrate where it would use memory that the owner reserves.
 #[test]
-fn a_task_goes_nowhere_where_it_would_take_memory_that_the_owner_keeps() {
+fn migration_respects_reserved_memory() {
     let target = |bytes: u64| {
         let mut snapshot = guest(Leaving::Now);
         snapshot.hosts[0].tasks[0].bytes = bytes;
@@ -182,8 +187,9 @@ fn a_task_goes_nowhere_where_it_would_take_memory_that_the_owner_keeps() {
     );
 }
 
+/// Blocked programs and users are excluded from spawns and migrations.
 #[test]
-fn blocked_programs_and_users_never_come_neither_by_spawn_nor_by_move() {
+fn blocked_programs_and_users_are_excluded() {
     let program = GuestLimits {
         programs: vec!["work*".into()],
         ..GuestLimits::default()
@@ -214,8 +220,9 @@ fn blocked_programs_and_users_never_come_neither_by_spawn_nor_by_move() {
     }
 }
 
+/// A host whose owner may be present is the last choice, and tasks there stay.
 #[test]
-fn where_somebody_may_be_tasks_come_last_and_stay() {
+fn host_with_idle_owner_is_last_choice() {
     let mut snapshot = pool(2);
     let host = snapshot.hosts.edit(h(2)).expect("a host");
     host.owner = Owner::Maybe {
@@ -253,16 +260,18 @@ fn where_somebody_may_be_tasks_come_last_and_stay() {
     );
 }
 
+/// External load counts as load only, not as the presence of an owner.
 #[test]
-fn load_that_is_not_ours_counts_as_load_and_no_more() {
+fn external_load_is_only_load() {
     let mut snapshot = pool(2);
     let why = "programs that are not ours".to_string();
     snapshot.hosts.edit(h(2)).expect("a host").owner = Owner::Maybe { why, idle: false };
     assert_eq!(on(&placed(&snapshot, &request(0, "", 4)), 2), 2);
 }
 
+/// A host that is closed for guests gets no tasks, even by name, and its guests leave.
 #[test]
-fn at_times_without_guests_nobody_comes_not_even_by_name() {
+fn closed_host_gets_no_tasks() {
     let mut snapshot = guest(Leaving::Now);
     snapshot.hosts.edit(h(1)).expect("a host").owner = Owner::Closed {
         why: "not mon-fri 9-17".into(),
@@ -278,8 +287,10 @@ fn at_times_without_guests_nobody_comes_not_even_by_name() {
 }
 
 proptest! {
+    /// A random pool with random limits: no host gets more tasks, or a blocked program, than its
+    /// owner allows, and none if it is closed or keeps all memory.
     #[test]
-    fn no_limit_is_ever_exceeded(
+    fn owner_limits_are_never_exceeded(
         limits in prop::collection::vec((prop::option::of(0_u32..5), 0_u64..5, any::<bool>(), 0_u8..4), 1..8),
         count in 1_u32..40,
         load in any::<bool>(),

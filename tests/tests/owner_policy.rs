@@ -357,7 +357,7 @@ fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_firs
             from: "there".into(),
             at,
         };
-        let record = utmp::record(
+        let record = utmp::encode_record(
             if on {
                 utmp::USER_PROCESS
             } else {

@@ -4,7 +4,7 @@ use crate::install::{self, Parts};
 use crate::{bench_load, bench_owners, bench_virtual, setup};
 use anyhow::{Context, Result, bail};
 use clap::{Args, ValueEnum};
-use sempa_benches::{Micro, PACKAGES, Settings};
+use sempa_benches::{MicroSettings, PACKAGES, PeersSettings};
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -187,7 +187,7 @@ fn balance(words: &Words) -> Result<bool> {
     } else {
         setup::project().join("benches/results")
     };
-    sempa_benches::balanced(&sempa_benches::Balance {
+    sempa_benches::bench_balance(&sempa_benches::BalanceSettings {
         prefix: installed(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
@@ -199,7 +199,7 @@ fn balance(words: &Words) -> Result<bool> {
 
 fn migrate(words: &Words) -> Result<bool> {
     setup::everything()?;
-    sempa_benches::migrated(&sempa_benches::Migrate {
+    sempa_benches::bench_migrations(&sempa_benches::MigrationSettings {
         prefix: installed(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
@@ -211,7 +211,7 @@ fn migrate(words: &Words) -> Result<bool> {
 }
 
 fn evict(words: &Words) -> Result<bool> {
-    sempa_benches::evicted(&sempa_benches::Evict {
+    sempa_benches::bench_evictions(&sempa_benches::EvictionSettings {
         prefix: installed(words)?,
         own_build: words.prefix.is_none(),
         sizes: words.sizes.clone(),
@@ -228,7 +228,7 @@ fn soak(words: &Words) -> Result<bool> {
     } else {
         setup::project().join("benches/results")
     };
-    sempa_benches::soaked(&sempa_benches::Soak {
+    sempa_benches::bench_soak(&sempa_benches::SoakSettings {
         prefix: installed(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,
@@ -239,7 +239,7 @@ fn soak(words: &Words) -> Result<bool> {
 
 fn managed(words: &Words) -> Result<bool> {
     setup::packages(&PACKAGES)?;
-    sempa_benches::managed(
+    sempa_benches::bench_rm(
         &installed(words)?,
         words.prefix.is_none(),
         words.quick,
@@ -264,18 +264,18 @@ fn micro(words: &Words) -> Result<bool> {
     }
     let usual = setup::project().join("benches/results");
     let results = words.results.as_ref().unwrap_or(&usual);
-    Micro {
+    MicroSettings {
         results,
         save: words.save,
         strict: words.strict,
-        share: words.share / 100.0,
+        tolerance: words.share / 100.0,
     }
-    .judge(&printed)
+    .evaluate(&printed)
 }
 
 fn peers(words: &Words) -> Result<bool> {
     setup::packages(&PACKAGES)?;
-    sempa_benches::peers(&Settings {
+    sempa_benches::bench_peers(&PeersSettings {
         prefix: installed(words)?,
         own_build: words.prefix.is_none(),
         quick: words.quick,

@@ -13,7 +13,7 @@ use std::process::Stdio;
 /// The build fails, or the results cannot be written.
 pub(crate) fn decide(results: &Path) -> Result<bool> {
     let (text, json, good) = run("decide", &[])?;
-    sempa_benches::decided(&text, &json, results)?;
+    sempa_benches::store_decide(&text, &json, results)?;
     Ok(good)
 }
 
@@ -31,7 +31,7 @@ pub(crate) fn simulate(results: &Path) -> Result<bool> {
         )
     };
     let (text, json, good) = run("sim", &[measured("owners"), measured("migrate")])?;
-    sempa_benches::simulated(&text, &json, results)?;
+    sempa_benches::store_sim(&text, &json, results)?;
     Ok(good)
 }
 

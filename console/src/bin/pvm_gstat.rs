@@ -16,7 +16,7 @@ fn main() -> ExitCode {
         .unwrap_or_default()
         .to_string_lossy()
         .into_owned();
-    match asked(std::env::args().nth(1).as_deref(), &name) {
+    match run(std::env::args().nth(1).as_deref(), &name) {
         Ok(text) => match std::io::stdout().write_all(text.as_bytes()) {
             Ok(()) => ExitCode::SUCCESS,
             // The reader has closed the pipe.
@@ -30,7 +30,7 @@ fn main() -> ExitCode {
 }
 
 /// Returns the text to print.
-fn asked(option: Option<&str>, name: &str) -> Result<String, String> {
+fn run(option: Option<&str>, name: &str) -> Result<String, String> {
     match option {
         None => {}
         Some("--version") => return Ok(format!("{name} {}\n", env!("CARGO_PKG_VERSION"))),

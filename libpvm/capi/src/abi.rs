@@ -93,13 +93,13 @@ impl Tracer {
 
     /// Copies `mask` into the settings. Excess bytes are ignored; the last byte stays NUL.
     pub(crate) fn set_mask(&self, mask: &[u8]) {
-        for (place, byte) in self.mask.iter().zip(mask.iter().take(MASK_BYTES - 1)) {
-            place.store(*byte, Relaxed);
+        for (slot, byte) in self.mask.iter().zip(mask.iter().take(MASK_BYTES - 1)) {
+            slot.store(*byte, Relaxed);
         }
     }
 }
 
-pub(crate) const EMPTY_MASK: [u8; MASK_BYTES] = {
+pub(crate) const NO_EVENTS_MASK: [u8; MASK_BYTES] = {
     let mut mask = [b'@'; MASK_BYTES];
     mask[MASK_BYTES - 1] = 0;
     mask

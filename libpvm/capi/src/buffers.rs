@@ -3,7 +3,7 @@
 //! A program refers to a buffer by its number (`mid`). [`Buffers`] is the table of all buffers of
 //! the task.
 
-use crate::memory::Span;
+use crate::memory::ProgramBytes;
 use bytes::Bytes;
 use sempa_proto::link::SMALL_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
@@ -28,7 +28,7 @@ pub(crate) enum Enc {
     Trace,
     /// Raw data of a machine with another data layout, with its encoding number. They can be read
     /// only as bytes.
-    Alien(i32),
+    Foreign(i32),
 }
 
 impl Enc {
@@ -44,50 +44,50 @@ impl Enc {
     }
 
     /// Converts the `enc` field of a message header.
-    pub(crate) fn from_word(word: i32) -> Enc {
+    pub(crate) fn from_code(word: i32) -> Enc {
         match word {
             ENC_XDR => Enc::Xdr,
             ENC_TRACE => Enc::Trace,
             ENC_IN_PLACE => Enc::InPlace,
             DSIG_X86_64 => Enc::Raw,
-            other => Enc::Alien(other),
+            other => Enc::Foreign(other),
         }
     }
 
     /// Returns the encoding as `pvm_getminfo` reports it.
-    pub(crate) fn word(self) -> i32 {
+    pub(crate) fn code(self) -> i32 {
         match self {
             Enc::Xdr => ENC_XDR,
             Enc::Raw => DSIG_X86_64,
             Enc::InPlace => ENC_IN_PLACE,
             Enc::Trace => ENC_TRACE,
-            Enc::Alien(word) => word,
+            Enc::Foreign(word) => word,
         }
     }
 
     /// Returns the encoding as the receiver of the message sees it: in-place data arrive as raw
     /// data.
-    pub(crate) fn sent_word(self) -> i32 {
+    pub(crate) fn sent_code(self) -> i32 {
         if self == Enc::InPlace {
             DSIG_X86_64
         } else {
-            self.word()
+            self.code()
         }
     }
 }
 
 /// One segment of an in-place message.
-pub(crate) enum Piece {
+pub(crate) enum Segment {
     /// Memory of the program, read when the message is sent.
-    There(Span),
+    UserMemory(ProgramBytes),
     /// Bytes that were copied when they were packed.
-    Here(Vec<u8>),
+    Owned(Vec<u8>),
 }
 
 enum Body {
-    Open(Vec<u8>),
+    Growing(Vec<u8>),
     Sealed(Bytes),
-    Pieces(Vec<Piece>),
+    Segments(Vec<Segment>),
 }
 
 /// A message that is being packed, sent or read.
@@ -97,7 +97,7 @@ pub(crate) struct Buffer {
     /// True while the message waits to be received.
     pub(crate) queued: bool,
     /// Offset in the body at which the next unpack call reads.
-    pub(crate) position: usize,
+    pub(crate) read_offset: usize,
     pub(crate) ctx: i32,
     pub(crate) tag: i32,
     pub(crate) wid: i32,
@@ -107,7 +107,7 @@ pub(crate) struct Buffer {
 
 impl Drop for Body {
     fn drop(&mut self) {
-        if let Body::Open(bytes) = self {
+        if let Body::Growing(bytes) = self {
             pool::give(std::mem::take(bytes));
         }
     }
@@ -117,15 +117,15 @@ impl Buffer {
     /// Creates an empty buffer for the task `src`.
     pub(crate) fn new(enc: Enc, src: i32) -> Buffer {
         let body = if enc == Enc::InPlace {
-            Body::Pieces(Vec::new())
+            Body::Segments(Vec::new())
         } else {
-            Body::Open(Vec::new())
+            Body::Growing(Vec::new())
         };
         Buffer {
             enc,
             body,
             queued: false,
-            position: 0,
+            read_offset: 0,
             ctx: 0,
             tag: 0,
             wid: 0,
@@ -135,12 +135,12 @@ impl Buffer {
     }
 
     /// Creates a buffer that holds a received message.
-    pub(crate) fn of_message(message: Message) -> Buffer {
+    pub(crate) fn from_message(message: Message) -> Buffer {
         Buffer {
-            enc: Enc::from_word(message.enc),
+            enc: Enc::from_code(message.enc),
             body: Body::Sealed(message.body),
             queued: false,
-            position: 0,
+            read_offset: 0,
             ctx: message.ctx,
             tag: message.tag,
             wid: message.wid,
@@ -153,23 +153,23 @@ impl Buffer {
     /// read only when it is sent.
     pub(crate) fn len(&self) -> usize {
         match &self.body {
-            Body::Open(bytes) => bytes.len(),
+            Body::Growing(bytes) => bytes.len(),
             Body::Sealed(bytes) => bytes.len(),
-            Body::Pieces(_) => 0,
+            Body::Segments(_) => 0,
         }
     }
 
     /// Returns the number of packed bytes as a C `int`, at most `i32::MAX`.
-    pub(crate) fn told_len(&self) -> i32 {
-        told_len(self.len())
+    pub(crate) fn len_as_int(&self) -> i32 {
+        len_as_int(self.len())
     }
 
     /// Returns the packed bytes. Empty for a buffer packed in place.
     pub(crate) fn bytes(&self) -> &[u8] {
         match &self.body {
-            Body::Open(bytes) => bytes,
+            Body::Growing(bytes) => bytes,
             Body::Sealed(bytes) => bytes,
-            Body::Pieces(_) => &[],
+            Body::Segments(_) => &[],
         }
     }
 
@@ -178,24 +178,24 @@ impl Buffer {
     /// # Errors
     /// `BadMsg` if the buffer is packed in place or holds raw data of a machine with another
     /// layout.
-    pub(crate) fn open(&mut self) -> PvmResult<&mut Vec<u8>> {
-        if matches!(self.enc, Enc::Alien(_)) {
+    pub(crate) fn body_mut(&mut self) -> PvmResult<&mut Vec<u8>> {
+        if matches!(self.enc, Enc::Foreign(_)) {
             return Err(PvmError::BadMsg);
         }
         if let Body::Sealed(bytes) = &mut self.body {
             // `Vec::from` reuses the memory without a copy if no other handle shares it.
-            self.body = Body::Open(Vec::from(std::mem::take(bytes)));
+            self.body = Body::Growing(Vec::from(std::mem::take(bytes)));
         }
         match &mut self.body {
-            Body::Open(bytes) => Ok(bytes),
+            Body::Growing(bytes) => Ok(bytes),
             _ => Err(PvmError::BadMsg),
         }
     }
 
     /// Returns the segments of a buffer packed in place; `None` for other buffers.
-    pub(crate) fn pieces(&mut self) -> Option<&mut Vec<Piece>> {
+    pub(crate) fn segments(&mut self) -> Option<&mut Vec<Segment>> {
         match &mut self.body {
-            Body::Pieces(pieces) => Some(pieces),
+            Body::Segments(pieces) => Some(pieces),
             _ => None,
         }
     }
@@ -205,18 +205,18 @@ impl Buffer {
     ///
     /// # Errors
     /// `NoMem` if the segments of an in-place message exceed [`BODY_BYTES_MAX`].
-    pub(crate) fn wire(&mut self) -> PvmResult<Bytes> {
+    pub(crate) fn wire_body(&mut self) -> PvmResult<Bytes> {
         match &mut self.body {
-            Body::Open(bytes) => {
+            Body::Growing(bytes) => {
                 let sealed = pool::seal(std::mem::take(bytes));
                 self.body = Body::Sealed(sealed.clone());
                 Ok(sealed)
             }
             Body::Sealed(bytes) => Ok(bytes.clone()),
-            Body::Pieces(pieces) => {
-                let size = |piece: &Piece| match piece {
-                    Piece::There(span) => span.len(),
-                    Piece::Here(bytes) => bytes.len(),
+            Body::Segments(pieces) => {
+                let size = |piece: &Segment| match piece {
+                    Segment::UserMemory(span) => span.len(),
+                    Segment::Owned(bytes) => bytes.len(),
                 };
                 let total = pieces.iter().map(size).fold(0usize, usize::saturating_add);
                 if total > BODY_BYTES_MAX {
@@ -226,8 +226,8 @@ impl Buffer {
                 pool::make_room(&mut out, total);
                 for piece in pieces {
                     match piece {
-                        Piece::There(span) => span.append_to(&mut out),
-                        Piece::Here(bytes) => out.extend_from_slice(bytes),
+                        Segment::UserMemory(span) => span.append_to(&mut out),
+                        Segment::Owned(bytes) => out.extend_from_slice(bytes),
                     }
                 }
                 Ok(pool::seal(out))
@@ -238,9 +238,9 @@ impl Buffer {
     /// Returns the packed bytes if they are at most [`SMALL_BYTES_MAX`] and need no special
     /// handling: not sealed, not in place, not a trace event.
     #[inline]
-    pub(crate) fn small(&self) -> Option<&[u8]> {
+    pub(crate) fn small_body(&self) -> Option<&[u8]> {
         match &self.body {
-            Body::Open(bytes) if bytes.len() <= SMALL_BYTES_MAX && self.enc != Enc::Trace => {
+            Body::Growing(bytes) if bytes.len() <= SMALL_BYTES_MAX && self.enc != Enc::Trace => {
                 Some(bytes)
             }
             _ => None,
@@ -248,14 +248,14 @@ impl Buffer {
     }
 
     /// Records the header of a sent message, which `pvm_getminfo` returns afterwards.
-    pub(crate) fn sent(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) {
+    pub(crate) fn record_sent(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) {
         (self.ctx, self.tag, self.dst, self.src) = (ctx, tag, dst.raw(), src.raw());
     }
 
     /// Takes the memory of the body for reuse if its capacity is small; `None` otherwise.
     pub(crate) fn take_small_memory(&mut self) -> Option<Vec<u8>> {
         match &mut self.body {
-            Body::Open(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
+            Body::Growing(bytes) if (1..=SPARE_BYTES_MAX).contains(&bytes.capacity()) => {
                 Some(std::mem::take(bytes))
             }
             _ => None,
@@ -266,24 +266,30 @@ impl Buffer {
     /// returns afterwards.
     ///
     /// # Errors
-    /// As [`Buffer::wire`].
-    pub(crate) fn message(&mut self, src: Tid, dst: Tid, ctx: i32, tag: i32) -> PvmResult<Message> {
-        let body = self.wire()?;
-        self.sent(src, dst, ctx, tag);
+    /// As [`Buffer::wire_body`].
+    pub(crate) fn make_message(
+        &mut self,
+        src: Tid,
+        dst: Tid,
+        ctx: i32,
+        tag: i32,
+    ) -> PvmResult<Message> {
+        let body = self.wire_body()?;
+        self.record_sent(src, dst, ctx, tag);
         Ok(Message {
             src,
             dst,
             ctx,
             tag,
             wid: self.wid,
-            enc: self.enc.sent_word(),
+            enc: self.enc.sent_code(),
             body,
         })
     }
 }
 
 /// Converts a length in bytes to a C `int`, at most `i32::MAX`.
-pub(crate) fn told_len(len: usize) -> i32 {
+pub(crate) fn len_as_int(len: usize) -> i32 {
     i32::try_from(len).unwrap_or(i32::MAX)
 }
 
@@ -291,9 +297,9 @@ pub(crate) fn told_len(len: usize) -> i32 {
 #[derive(Default)]
 pub(crate) struct Buffers {
     slots: Vec<Option<Buffer>>,
-    free: Vec<usize>,
+    free_slots: Vec<usize>,
     /// Memory of a freed small buffer, for the next buffer.
-    spare: Vec<u8>,
+    spare_memory: Vec<u8>,
 }
 
 impl Buffers {
@@ -306,10 +312,10 @@ impl Buffers {
     ///
     /// # Errors
     /// As [`Buffers::add`].
-    pub(crate) fn make(&mut self, enc: Enc, src: i32) -> PvmResult<i32> {
+    pub(crate) fn create(&mut self, enc: Enc, src: i32) -> PvmResult<i32> {
         let mut buffer = Buffer::new(enc, src);
-        if let Body::Open(bytes) = &mut buffer.body {
-            *bytes = std::mem::take(&mut self.spare);
+        if let Body::Growing(bytes) = &mut buffer.body {
+            *bytes = std::mem::take(&mut self.spare_memory);
             bytes.clear();
         }
         self.add(buffer)
@@ -322,7 +328,7 @@ impl Buffers {
     pub(crate) fn free(&mut self, mid: i32) -> PvmResult<()> {
         let mut buffer = self.remove(mid)?;
         if let Some(memory) = buffer.take_small_memory() {
-            self.spare = memory;
+            self.spare_memory = memory;
         }
         Ok(())
     }
@@ -332,7 +338,7 @@ impl Buffers {
     /// # Errors
     /// `NoMem` if there are [`BUFFERS_MAX`] buffers already.
     pub(crate) fn add(&mut self, buffer: Buffer) -> PvmResult<i32> {
-        let slot = match self.free.pop() {
+        let slot = match self.free_slots.pop() {
             Some(slot) => slot,
             None if self.slots.len() >= BUFFERS_MAX => return Err(PvmError::NoMem),
             None => {
@@ -344,7 +350,7 @@ impl Buffers {
         Ok(slot as i32 + 1)
     }
 
-    fn slot(mid: i32) -> PvmResult<usize> {
+    fn slot_index(mid: i32) -> PvmResult<usize> {
         match mid {
             1.. => Ok(mid as usize - 1),
             _ => Err(PvmError::BadParam),
@@ -357,7 +363,7 @@ impl Buffers {
     /// `BadParam` for a number below 1, `NoSuchBuf` for any other number without a buffer.
     pub(crate) fn get(&self, mid: i32) -> PvmResult<&Buffer> {
         self.slots
-            .get(Self::slot(mid)?)
+            .get(Self::slot_index(mid)?)
             .and_then(Option::as_ref)
             .ok_or(PvmError::NoSuchBuf)
     }
@@ -368,7 +374,7 @@ impl Buffers {
     /// As [`Buffers::get`].
     pub(crate) fn get_mut(&mut self, mid: i32) -> PvmResult<&mut Buffer> {
         self.slots
-            .get_mut(Self::slot(mid)?)
+            .get_mut(Self::slot_index(mid)?)
             .and_then(Option::as_mut)
             .ok_or(PvmError::NoSuchBuf)
     }
@@ -378,13 +384,13 @@ impl Buffers {
     /// # Errors
     /// As [`Buffers::get`].
     pub(crate) fn remove(&mut self, mid: i32) -> PvmResult<Buffer> {
-        let slot = Self::slot(mid)?;
+        let slot = Self::slot_index(mid)?;
         let buffer = self
             .slots
             .get_mut(slot)
             .and_then(Option::take)
             .ok_or(PvmError::NoSuchBuf)?;
-        self.free.push(slot);
+        self.free_slots.push(slot);
         Ok(buffer)
     }
 }
@@ -414,16 +420,16 @@ mod tests {
     fn sent_buffer_can_be_extended_and_resent() {
         let mut buffer = Buffer::new(Enc::Xdr, 0);
         buffer
-            .open()
+            .body_mut()
             .expect("a packing buffer")
             .extend_from_slice(b"abcd");
         let dst = Tid::from_raw(0x40001);
-        let first = buffer.message(Tid::NONE, dst, 0, 1).expect("small");
+        let first = buffer.make_message(Tid::NONE, dst, 0, 1).expect("small");
         buffer
-            .open()
+            .body_mut()
             .expect("still packing")
             .extend_from_slice(b"efgh");
-        let second = buffer.message(Tid::NONE, dst, 0, 2).expect("small");
+        let second = buffer.make_message(Tid::NONE, dst, 0, 2).expect("small");
         assert_eq!(
             (&first.body[..], &second.body[..]),
             (&b"abcd"[..], &b"abcdefgh"[..])
@@ -443,9 +449,9 @@ mod tests {
             enc: DSIG_X86_64,
             body: Bytes::from_static(b"1234"),
         };
-        let mut buffer = Buffer::of_message(message);
+        let mut buffer = Buffer::from_message(message);
         let again = buffer
-            .message(Tid::from_raw(0x40002), Tid::from_raw(0x40003), 0, 4)
+            .make_message(Tid::from_raw(0x40002), Tid::from_raw(0x40003), 0, 4)
             .expect("small");
         assert_eq!((again.enc, &again.body[..]), (DSIG_X86_64, &b"1234"[..]));
         assert_eq!(buffer.bytes(), b"1234");

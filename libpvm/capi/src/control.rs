@@ -13,23 +13,23 @@ use sempa_proto::task::{Request, Sink};
 use sempa_proto::{Message, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
-const BASE: i32 = 0x8003_0001_u32 as i32;
-const TC_CONREQ: i32 = BASE;
-const TC_CONACK: i32 = BASE + 1;
-const TC_TASKEXIT: i32 = BASE + 2;
-pub(crate) const TC_NOOP: i32 = BASE + 3;
+const TC_BASE: i32 = 0x8003_0001_u32 as i32;
+const TC_CONREQ: i32 = TC_BASE;
+const TC_CONACK: i32 = TC_BASE + 1;
+const TC_TASKEXIT: i32 = TC_BASE + 2;
+pub(crate) const TC_NOOP: i32 = TC_BASE + 3;
 /// Output of a child, sent to the task that catches it.
-pub(crate) const TC_OUTPUT: i32 = BASE + 4;
-pub(crate) const TC_SETTRACE: i32 = BASE + 5;
-pub(crate) const TC_SETTMASK: i32 = BASE + 6;
-pub(crate) const TC_SETTRCBUF: i32 = BASE + 7;
-pub(crate) const TC_SETTRCOPT: i32 = BASE + 8;
+pub(crate) const TC_OUTPUT: i32 = TC_BASE + 4;
+pub(crate) const TC_SETTRACE: i32 = TC_BASE + 5;
+pub(crate) const TC_SETTMASK: i32 = TC_BASE + 6;
+pub(crate) const TC_SETTRCBUF: i32 = TC_BASE + 7;
+pub(crate) const TC_SETTRCOPT: i32 = TC_BASE + 8;
 /// Tids of all tasks of one spawn, sent to each of them.
-pub(crate) const TC_SIBLINGS: i32 = BASE + 11;
+pub(crate) const TC_SIBLINGS: i32 = TC_BASE + 11;
 
 /// Tags that the library handles itself, in the order of their handler numbers. Programs print
 /// their count as the number of the first own handler.
-pub(crate) const TAGS: [i32; 9] = [
+pub(crate) const HANDLED_TAGS: [i32; 9] = [
     TC_CONREQ,
     TC_CONACK,
     TC_TASKEXIT,
@@ -42,11 +42,11 @@ pub(crate) const TAGS: [i32; 9] = [
 ];
 
 /// Handles a control message. A malformed message is dropped, since no sender waits for a reply.
-pub(crate) fn take(rt: &Runtime, message: &Message) {
+pub(crate) fn handle(rt: &Runtime, message: &Message) {
     let body = Unpacker::xdr(message.body.clone());
     match message.tag {
-        TC_OUTPUT => output::take(body),
-        TC_SIBLINGS => drop(siblings(body)),
+        TC_OUTPUT => output::handle_message(body),
+        TC_SIBLINGS => drop(set_siblings(body)),
         TC_SETTRACE => drop(set_trace(rt, body)),
         TC_SETTMASK => drop(set_mask(body)),
         TC_SETTRCBUF => drop(set_int(body, |tracer, value| {
@@ -61,7 +61,7 @@ pub(crate) fn take(rt: &Runtime, message: &Message) {
     }
 }
 
-fn siblings(mut body: Unpacker) -> PvmResult<()> {
+fn set_siblings(mut body: Unpacker) -> PvmResult<()> {
     let count = body.int()?;
     let tids: Vec<Tid> = body.ints(count)?.into_iter().map(Tid::from_raw).collect();
     pvmnsibs.store(count, Relaxed);
@@ -97,7 +97,7 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
         ctx: trace_ctx,
         tag: trace_tag,
     };
-    let before = pvmtrc.out_tid.swap(out_tid, Relaxed);
+    let old_out_tid = pvmtrc.out_tid.swap(out_tid, Relaxed);
     pvmtrc.out_ctx.store(out_ctx, Relaxed);
     pvmtrc.out_tag.store(out_tag, Relaxed);
     pvmtrc.trace_tid.store(trace_tid, Relaxed);
@@ -109,7 +109,7 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
     // The sender is not notified of a failure. The daemon's own records then keep their old
     // destination.
     let _ = rt.request(Request::SetTrace(trace));
-    if before > 0 || out_tid > 0 {
+    if old_out_tid > 0 || out_tid > 0 {
         // The sender is not notified of a failure. The output then keeps its old destination.
         let _ = rt.request(Request::SetOutput(sink));
     }
@@ -117,7 +117,7 @@ fn set_trace(rt: &Runtime, mut body: Unpacker) -> PvmResult<()> {
 }
 
 /// Sends the tids of a spawn to each of its tasks.
-pub(crate) fn tell_siblings(rt: &Runtime, tids: &[Tid]) {
+pub(crate) fn send_siblings(rt: &Runtime, tids: &[Tid]) {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(tids.len() as i32)
         .items(tids.iter().map(|tid| tid.raw()));

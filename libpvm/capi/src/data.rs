@@ -8,18 +8,18 @@
 #![allow(non_upper_case_globals)]
 
 use crate::abi::{DataId, EventInfo, Tracer};
-use crate::ffi::trace_table::TABLE;
+use crate::ffi::trace_table::PUT_ITEM_TABLE;
 use crate::trace_names::{DATA_IDS, EVENTS};
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU64};
 
 /// Wrapper that makes a table of pointers `Sync`. The pointers never change.
 #[repr(transparent)]
-pub(crate) struct Table<T>(pub(crate) T);
+pub(crate) struct SyncTable<T>(pub(crate) T);
 
 // SAFETY: the pointers in the tables below refer to string constants, which are never written; all
 // mutable fields are atomic.
-unsafe impl<T> Sync for Table<T> {}
+unsafe impl<T> Sync for SyncTable<T> {}
 
 macro_rules! ints {
     ($($(#[$doc:meta])* $name:ident = $value:expr;)*) => {$(
@@ -121,7 +121,7 @@ pointers! {
 // SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
 pub(crate) static pvmtrccodef: AtomicPtr<c_void> =
-    AtomicPtr::new((&raw const TABLE).cast_mut().cast());
+    AtomicPtr::new((&raw const PUT_ITEM_TABLE).cast_mut().cast());
 
 /// A zero time for PVM's trace macros.
 // SAFETY: no other library of a PVM program defines this name.
@@ -139,7 +139,7 @@ pub(crate) static pvmctrc: Tracer = Tracer::new();
 pub(crate) static pvmtrc: Tracer = Tracer::new();
 
 /// Error texts, indexed by the negated code. Unassigned codes have a text too, as in PVM.
-pub(crate) const ERRORS: [&CStr; 37] = [
+pub(crate) const ERROR_TEXTS: [&CStr; 37] = [
     c"Error 0",
     c"Error 1",
     c"Bad parameter",
@@ -182,10 +182,10 @@ pub(crate) const ERRORS: [&CStr; 37] = [
 /// Returns the text of an error code; `Unknown Error` for a code outside of the table.
 pub(crate) fn error_text(code: i32) -> &'static CStr {
     let index = usize::try_from(code.saturating_neg()).unwrap_or(usize::MAX);
-    ERRORS.get(index).copied().unwrap_or(c"Unknown Error")
+    ERROR_TEXTS.get(index).copied().unwrap_or(c"Unknown Error")
 }
 
-const fn pointers_of<const N: usize>(texts: [&'static CStr; N]) -> [*const c_char; N] {
+const fn pointers_to<const N: usize>(texts: [&'static CStr; N]) -> [*const c_char; N] {
     let mut out = [std::ptr::null(); N];
     let mut i = 0;
     while i < N {
@@ -198,9 +198,9 @@ const fn pointers_of<const N: usize>(texts: [&'static CStr; N]) -> [*const c_cha
 /// Error texts for programs that index the table themselves.
 // SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
-pub(crate) static pvm_errlist: Table<[*const c_char; 37]> = Table(pointers_of(ERRORS));
+pub(crate) static pvm_errlist: SyncTable<[*const c_char; 37]> = SyncTable(pointers_to(ERROR_TEXTS));
 
-const fn events() -> [EventInfo; EVENTS.len()] {
+const fn event_table() -> [EventInfo; EVENTS.len()] {
     let mut out = [const {
         EventInfo {
             name: std::ptr::null(),
@@ -221,9 +221,9 @@ const fn events() -> [EventInfo; EVENTS.len()] {
 /// Names of the trace events, by event number.
 // SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
-pub(crate) static pvmtevinfo: Table<[EventInfo; EVENTS.len()]> = Table(events());
+pub(crate) static pvmtevinfo: SyncTable<[EventInfo; EVENTS.len()]> = SyncTable(event_table());
 
-const fn data_ids() -> [DataId; DATA_IDS.len()] {
+const fn data_id_table() -> [DataId; DATA_IDS.len()] {
     let mut out = [const {
         DataId {
             name: std::ptr::null(),
@@ -244,7 +244,7 @@ const fn data_ids() -> [DataId; DATA_IDS.len()] {
 /// Names of the data items of trace events, by item number.
 // SAFETY: no other library of a PVM program defines this name.
 #[unsafe(no_mangle)]
-pub(crate) static pvmtevdidlist: Table<[DataId; DATA_IDS.len()]> = Table(data_ids());
+pub(crate) static pvmtevdidlist: SyncTable<[DataId; DATA_IDS.len()]> = SyncTable(data_id_table());
 
 #[cfg(test)]
 mod tests {

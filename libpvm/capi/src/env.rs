@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 /// Variable with the names of the variables that spawned tasks inherit, separated by colons
 /// (`pvm_export`).
-const EXPORT: &str = "PVM_EXPORT";
+const EXPORT_VAR: &str = "PVM_EXPORT";
 
 /// Returns the value of a variable if it is set and not empty.
 pub(crate) fn get(name: &str) -> Option<String> {
@@ -20,12 +20,12 @@ pub(crate) fn get(name: &str) -> Option<String> {
 /// Sets a variable. Does nothing if name or value contains a NUL.
 pub(crate) fn set(name: &str, value: &str) {
     if let (Ok(name), Ok(value)) = (CString::new(name), CString::new(value)) {
-        set_c(&name, &value);
+        set_cstr(&name, &value);
     }
 }
 
 /// Sets a variable from C strings.
-pub(crate) fn set_c(name: &CStr, value: &CStr) {
+pub(crate) fn set_cstr(name: &CStr, value: &CStr) {
     // SAFETY: both pointers are C strings. As in every C program, no other thread may access the
     // environment meanwhile.
     unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) };
@@ -33,7 +33,7 @@ pub(crate) fn set_c(name: &CStr, value: &CStr) {
 
 /// Parses a number as PVM does: decimal, `0x` hexadecimal or `0` octal. Parsing stops at the first
 /// other character; no digits give 0.
-pub(crate) fn number(text: &[u8]) -> i32 {
+pub(crate) fn parse_number(text: &[u8]) -> i32 {
     let text = text.trim_ascii_start();
     let (negative, text) = match text {
         [b'-', rest @ ..] => (true, rest),
@@ -45,7 +45,7 @@ pub(crate) fn number(text: &[u8]) -> i32 {
         [b'0', rest @ ..] => (8, rest),
         _ => (10, text),
     };
-    let value = digits_of(digits, base);
+    let value = parse_digits(digits, base);
     if negative {
         value.wrapping_neg()
     } else {
@@ -54,9 +54,9 @@ pub(crate) fn number(text: &[u8]) -> i32 {
 }
 
 /// Parses a hexadecimal number with or without `0x`.
-pub(crate) fn hex(text: &[u8]) -> i32 {
+pub(crate) fn parse_hex(text: &[u8]) -> i32 {
     let text = text.trim_ascii_start();
-    digits_of(
+    parse_digits(
         text.strip_prefix(b"0x")
             .or(text.strip_prefix(b"0X"))
             .unwrap_or(text),
@@ -64,7 +64,7 @@ pub(crate) fn hex(text: &[u8]) -> i32 {
     )
 }
 
-fn digits_of(digits: &[u8], base: u32) -> i32 {
+fn parse_digits(digits: &[u8], base: u32) -> i32 {
     let digits = digits
         .iter()
         .map_while(|byte| char::from(*byte).to_digit(base));
@@ -73,8 +73,8 @@ fn digits_of(digits: &[u8], base: u32) -> i32 {
     }) as i32
 }
 
-fn exported() -> Vec<String> {
-    let list = get(EXPORT).unwrap_or_default();
+fn exported_names() -> Vec<String> {
+    let list = get(EXPORT_VAR).unwrap_or_default();
     list.split(':')
         .filter(|name| !name.is_empty())
         .map(str::to_string)
@@ -83,25 +83,25 @@ fn exported() -> Vec<String> {
 
 /// Adds a variable to those that spawned tasks inherit.
 pub(crate) fn export(name: &str) {
-    let mut names = exported();
+    let mut names = exported_names();
     if !name.is_empty() && !names.iter().any(|have| have == name) {
         names.push(name.to_string());
-        set(EXPORT, &names.join(":"));
+        set(EXPORT_VAR, &names.join(":"));
     }
 }
 
 /// Removes a variable from those that spawned tasks inherit.
 pub(crate) fn unexport(name: &str) {
-    let mut names = exported();
+    let mut names = exported_names();
     if names.iter().any(|have| have == name) {
         names.retain(|have| have != name);
-        set(EXPORT, &names.join(":"));
+        set(EXPORT_VAR, &names.join(":"));
     }
 }
 
 /// Returns the environment of a spawned task: trace settings, context, and the exported variables
 /// with their current values.
-pub(crate) fn for_children() -> Vec<Vec<u8>> {
+pub(crate) fn child_environment() -> Vec<Vec<u8>> {
     use crate::data::{pvmctrc, pvmmyctx};
     let mask = pvmctrc.mask();
     let mask = mask.split(|byte| *byte == 0).next().unwrap_or_default();
@@ -111,9 +111,9 @@ pub(crate) fn for_children() -> Vec<Vec<u8>> {
         format!("PVMTRCOPT={}", pvmctrc.trace_opt.load(Relaxed)).into_bytes(),
         format!("PVMCTX=0x{:x}", pvmmyctx.load(Relaxed)).into_bytes(),
     ];
-    if let Some(list) = get(EXPORT) {
-        out.push(format!("{EXPORT}={list}").into_bytes());
-        for name in exported() {
+    if let Some(list) = get(EXPORT_VAR) {
+        out.push(format!("{EXPORT_VAR}={list}").into_bytes());
+        for name in exported_names() {
             if let Some(value) = std::env::var_os(&name) {
                 use std::os::unix::ffi::OsStrExt;
                 out.push([name.as_bytes(), b"=", value.as_bytes()].concat());
@@ -130,14 +130,14 @@ mod tests {
     /// Numbers are parsed as PVM parses them.
     #[test]
     fn numbers_are_parsed_as_in_pvm() {
-        assert_eq!(number(b"12"), 12);
-        assert_eq!(number(b"0x1F"), 31);
-        assert_eq!(number(b"010"), 8);
-        assert_eq!(number(b"-5"), -5);
-        assert_eq!(number(b""), 0);
-        assert_eq!(number(b"0x80030005"), 0x8003_0005_u32 as i32);
-        assert_eq!(number(b"7 dwarfs"), 7);
-        assert_eq!(hex(b"40001"), 0x40001);
-        assert_eq!(hex(b"0x40001"), 0x40001);
+        assert_eq!(parse_number(b"12"), 12);
+        assert_eq!(parse_number(b"0x1F"), 31);
+        assert_eq!(parse_number(b"010"), 8);
+        assert_eq!(parse_number(b"-5"), -5);
+        assert_eq!(parse_number(b""), 0);
+        assert_eq!(parse_number(b"0x80030005"), 0x8003_0005_u32 as i32);
+        assert_eq!(parse_number(b"7 dwarfs"), 7);
+        assert_eq!(parse_hex(b"40001"), 0x40001);
+        assert_eq!(parse_hex(b"0x40001"), 0x40001);
     }
 }

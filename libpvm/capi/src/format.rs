@@ -9,14 +9,14 @@ use sempa_proto::{PvmError, PvmResult};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Number {
     /// A number written in the format string.
-    Is(i32),
+    Literal(i32),
     /// `*`: the value is the next argument.
     Argument,
 }
 
 /// Data type of a conversion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum Conversion {
     /// Written `c` in a format string.
     Byte,
     /// Written `hd` in a format string.
@@ -40,18 +40,18 @@ pub(crate) enum Kind {
     /// Written `lx` in a format string.
     DoubleComplex,
     /// Written `s` in a format string.
-    Text,
+    Str,
 }
 
 /// One conversion of a format string.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Item {
+pub(crate) enum FormatItem {
     /// `%+` at the very beginning: the next argument is an encoding, with which a new send buffer
     /// is started.
-    Begin,
+    NewBuffer,
     /// Data to pack or unpack.
     Data {
-        kind: Kind,
+        kind: Conversion,
         /// Number of elements. `None` means one, which `pvm_packf` takes by value.
         count: Option<Number>,
         /// Distance of the elements, in elements.
@@ -79,7 +79,7 @@ impl<'a> Format<'a> {
         Some(*first)
     }
 
-    fn number(&mut self) -> Option<Number> {
+    fn parse_number(&mut self) -> Option<Number> {
         if let Some(rest) = self.text.strip_prefix(b"*") {
             self.text = rest;
             return Some(Number::Argument);
@@ -96,15 +96,15 @@ impl<'a> Format<'a> {
                 .saturating_mul(10)
                 .saturating_add(i32::from(digit - b'0'))
         };
-        (digits > 0).then(|| Number::Is(number.iter().fold(0, add)))
+        (digits > 0).then(|| Number::Literal(number.iter().fold(0, add)))
     }
 
-    fn data(&mut self) -> PvmResult<Item> {
-        let count = self.number();
+    fn parse_data(&mut self) -> PvmResult<FormatItem> {
+        let count = self.parse_number();
         let stride = match self.text.strip_prefix(b".") {
             Some(rest) => {
                 self.text = rest;
-                self.number()
+                self.parse_number()
             }
             None => None,
         };
@@ -131,18 +131,18 @@ impl<'a> Format<'a> {
                     if self.text.first().is_some_and(|byte| b"dlh".contains(byte)) {
                         continue;
                     }
-                    Self::integer(long, short, true)
+                    Self::integer_conversion(long, short, true)
                 }
-                (b'd', ..) => Self::integer(long, short, unsigned),
-                (b'c', ..) => Kind::Byte,
-                (b'f', false, ..) => Kind::Float,
-                (b'f', true, ..) => Kind::Double,
-                (b'x', false, ..) => Kind::Complex,
-                (b'x', true, ..) => Kind::DoubleComplex,
-                (b's', ..) => Kind::Text,
+                (b'd', ..) => Self::integer_conversion(long, short, unsigned),
+                (b'c', ..) => Conversion::Byte,
+                (b'f', false, ..) => Conversion::Float,
+                (b'f', true, ..) => Conversion::Double,
+                (b'x', false, ..) => Conversion::Complex,
+                (b'x', true, ..) => Conversion::DoubleComplex,
+                (b's', ..) => Conversion::Str,
                 _ => return Err(PvmError::BadParam),
             };
-            return Ok(Item::Data {
+            return Ok(FormatItem::Data {
                 kind,
                 count,
                 stride,
@@ -150,30 +150,30 @@ impl<'a> Format<'a> {
         }
     }
 
-    fn integer(long: bool, short: bool, unsigned: bool) -> Kind {
+    fn integer_conversion(long: bool, short: bool, unsigned: bool) -> Conversion {
         match (long, short, unsigned) {
-            (true, _, false) => Kind::Long,
-            (true, _, true) => Kind::ULong,
-            (_, true, false) => Kind::Short,
-            (_, true, true) => Kind::UShort,
-            (_, _, false) => Kind::Int,
-            (_, _, true) => Kind::UInt,
+            (true, _, false) => Conversion::Long,
+            (true, _, true) => Conversion::ULong,
+            (_, true, false) => Conversion::Short,
+            (_, true, true) => Conversion::UShort,
+            (_, _, false) => Conversion::Int,
+            (_, _, true) => Conversion::UInt,
         }
     }
 }
 
 impl Iterator for Format<'_> {
-    type Item = PvmResult<Item>;
+    type Item = PvmResult<FormatItem>;
 
-    fn next(&mut self) -> Option<PvmResult<Item>> {
+    fn next(&mut self) -> Option<PvmResult<FormatItem>> {
         let first = std::mem::take(&mut self.at_start);
         if first && let Some(rest) = self.text.strip_prefix(b"%+") {
             self.text = rest;
-            return Some(Ok(Item::Begin));
+            return Some(Ok(FormatItem::NewBuffer));
         }
         loop {
             if self.next_byte()? == b'%' {
-                return Some(self.data());
+                return Some(self.parse_data());
             }
         }
     }
@@ -183,12 +183,12 @@ impl Iterator for Format<'_> {
 mod tests {
     use super::*;
 
-    fn items(text: &str) -> Vec<PvmResult<Item>> {
+    fn items(text: &str) -> Vec<PvmResult<FormatItem>> {
         Format::new(text.as_bytes()).collect()
     }
 
-    fn one(kind: Kind) -> PvmResult<Item> {
-        Ok(Item::Data {
+    fn single(kind: Conversion) -> PvmResult<FormatItem> {
+        Ok(FormatItem::Data {
             kind,
             count: None,
             stride: None,
@@ -201,25 +201,25 @@ mod tests {
         assert_eq!(
             items("%+ %d %hd, %ld%u%hu%lu"),
             [
-                Ok(Item::Begin),
-                one(Kind::Int),
-                one(Kind::Short),
-                one(Kind::Long),
-                one(Kind::UInt),
-                one(Kind::UShort),
-                one(Kind::ULong),
+                Ok(FormatItem::NewBuffer),
+                single(Conversion::Int),
+                single(Conversion::Short),
+                single(Conversion::Long),
+                single(Conversion::UInt),
+                single(Conversion::UShort),
+                single(Conversion::ULong),
             ]
         );
         assert_eq!(
             items("%f%lf%x%lx%s%c%ud"),
             [
-                one(Kind::Float),
-                one(Kind::Double),
-                one(Kind::Complex),
-                one(Kind::DoubleComplex),
-                one(Kind::Text),
-                one(Kind::Byte),
-                one(Kind::UInt),
+                single(Conversion::Float),
+                single(Conversion::Double),
+                single(Conversion::Complex),
+                single(Conversion::DoubleComplex),
+                single(Conversion::Str),
+                single(Conversion::Byte),
+                single(Conversion::UInt),
             ]
         );
     }
@@ -228,21 +228,21 @@ mod tests {
     #[test]
     fn counts_and_strides_are_literals_or_arguments() {
         let data = |count, stride| {
-            Ok(Item::Data {
-                kind: Kind::Int,
+            Ok(FormatItem::Data {
+                kind: Conversion::Int,
                 count,
                 stride,
             })
         };
         assert_eq!(
             items("%10.2d"),
-            [data(Some(Number::Is(10)), Some(Number::Is(2)))]
+            [data(Some(Number::Literal(10)), Some(Number::Literal(2)))]
         );
         assert_eq!(
             items("%*.*d"),
             [data(Some(Number::Argument), Some(Number::Argument))]
         );
-        assert_eq!(items("%.3d"), [data(None, Some(Number::Is(3)))]);
+        assert_eq!(items("%.3d"), [data(None, Some(Number::Literal(3)))]);
     }
 
     /// An unknown or incomplete conversion is an error; text without `%` is skipped.

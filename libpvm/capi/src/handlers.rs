@@ -1,7 +1,7 @@
 //! Message handlers: functions of the program that receive messages on arrival, before a receive
 //! call can take them (`pvm_addmhf`).
 //!
-//! Handler numbers start with the library's own handlers (`control::TAGS`), so the program's first
+//! Handler numbers start with the library's own handlers (`control::HANDLED_TAGS`), so the program's first
 //! handler has the number 9.
 
 use crate::control;
@@ -27,7 +27,7 @@ impl Filter {
         [self.src, self.tag, self.ctx]
     }
 
-    fn takes(&self, message: &Filter) -> bool {
+    fn matches(&self, message: &Filter) -> bool {
         self.fields()
             .iter()
             .zip(message.fields())
@@ -47,12 +47,12 @@ impl Filter {
 /// The handlers of the program. Their numbers follow those of the library's own handlers.
 #[derive(Default)]
 pub(crate) struct Handlers {
-    added: Vec<Option<(Filter, HandlerFn)>>,
+    user_handlers: Vec<Option<(Filter, HandlerFn)>>,
 }
 
 impl Handlers {
-    fn own() -> impl Iterator<Item = Filter> {
-        control::TAGS.into_iter().map(|tag| Filter {
+    fn library_filters() -> impl Iterator<Item = Filter> {
+        control::HANDLED_TAGS.into_iter().map(|tag| Filter {
             src: -1,
             tag,
             ctx: CTX_TASK_CONTROL,
@@ -64,21 +64,26 @@ impl Handlers {
     /// # Errors
     /// `Exists` if another handler could take the same message, `NoMem` at [`HANDLERS_MAX`].
     pub(crate) fn add(&mut self, filter: Filter, handler: HandlerFn) -> PvmResult<i32> {
-        let theirs = self.added.iter().flatten().map(|(filter, _)| *filter);
-        if Self::own()
-            .chain(theirs)
+        let user_filters = self
+            .user_handlers
+            .iter()
+            .flatten()
+            .map(|(filter, _)| *filter);
+        if Self::library_filters()
+            .chain(user_filters)
             .any(|other| other.overlaps(&filter))
         {
             return Err(PvmError::Exists);
         }
         // The number of a removed handler is reused, as in PVM.
-        let free = self.first_free().unwrap_or(self.added.len());
+        let free = self.first_free_slot().unwrap_or(self.user_handlers.len());
         if free >= HANDLERS_MAX {
             return Err(PvmError::NoMem);
         }
-        self.added.resize(self.added.len().max(free + 1), None);
-        self.added[free] = Some((filter, handler));
-        Ok((control::TAGS.len() + free) as i32)
+        self.user_handlers
+            .resize(self.user_handlers.len().max(free + 1), None);
+        self.user_handlers[free] = Some((filter, handler));
+        Ok((control::HANDLED_TAGS.len() + free) as i32)
     }
 
     /// Removes a handler of the program.
@@ -87,58 +92,60 @@ impl Handlers {
     /// `BadParam` for a negative number, `NotFound` if the program has no handler with this number.
     pub(crate) fn remove(&mut self, id: i32) -> PvmResult<()> {
         let id = usize::try_from(id).map_err(|_| PvmError::BadParam)?;
-        let place = id
-            .checked_sub(control::TAGS.len())
-            .and_then(|i| self.added.get_mut(i));
-        place
-            .and_then(Option::take)
+        let slot = id
+            .checked_sub(control::HANDLED_TAGS.len())
+            .and_then(|i| self.user_handlers.get_mut(i));
+        slot.and_then(Option::take)
             .map(drop)
             .ok_or(PvmError::NotFound)
     }
 
     /// Returns the handler that takes a message with these header fields.
     pub(crate) fn find(&self, message: &Filter) -> Option<HandlerFn> {
-        self.added
+        self.user_handlers
             .iter()
             .flatten()
-            .find(|(filter, _)| filter.takes(message))
+            .find(|(filter, _)| filter.matches(message))
             .map(|(_, handler)| *handler)
     }
 
     /// True if the program has no handler.
     pub(crate) fn is_empty(&self) -> bool {
-        self.added.iter().all(Option::is_none)
+        self.user_handlers.iter().all(Option::is_none)
     }
 
     /// Removes all handlers of the program.
     pub(crate) fn clear(&mut self) {
-        self.added.clear();
+        self.user_handlers.clear();
     }
 
     /// Returns the number and the filter of every handler, the library's own handlers first.
     pub(crate) fn list(&self) -> Vec<(i32, Filter)> {
-        let theirs = self
-            .added
+        let user_filters = self
+            .user_handlers
             .iter()
             .map(|entry| entry.as_ref().map(|(filter, _)| *filter));
-        let all = Self::own().map(Some).chain(theirs).enumerate();
+        let all = Self::library_filters()
+            .map(Some)
+            .chain(user_filters)
+            .enumerate();
         all.filter_map(|(id, filter)| filter.map(|filter| (id as i32, filter)))
             .collect()
     }
 
-    fn first_free(&self) -> Option<usize> {
-        self.added.iter().position(Option::is_none)
+    fn first_free_slot(&self) -> Option<usize> {
+        self.user_handlers.iter().position(Option::is_none)
     }
 
     /// Returns the lowest number of a removed handler.
-    pub(crate) fn free_number(&self) -> Option<i32> {
-        self.first_free()
-            .map(|free| (control::TAGS.len() + free) as i32)
+    pub(crate) fn lowest_free_id(&self) -> Option<i32> {
+        self.first_free_slot()
+            .map(|free| (control::HANDLED_TAGS.len() + free) as i32)
     }
 
     /// Returns the count of numbers in the table, including those of removed handlers.
-    pub(crate) fn count(&self) -> usize {
-        control::TAGS.len() + self.added.len()
+    pub(crate) fn assigned_ids(&self) -> usize {
+        control::HANDLED_TAGS.len() + self.user_handlers.len()
     }
 }
 

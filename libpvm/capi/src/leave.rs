@@ -1,9 +1,9 @@
 //! Leaves the virtual machine (`pvm_exit`).
 
-use crate::ask;
 use crate::data::pvmmyctx;
 use crate::memory::flush_stdio;
 use crate::receive;
+use crate::requests;
 use crate::session::{self, Session};
 use crate::trace;
 use libpvm::Runtime;
@@ -16,20 +16,20 @@ pub(crate) fn exit() {
     let connected = session::lock().connected();
     if let Some(rt) = connected {
         wait_for_children(&rt);
-        tell_own_exit(&rt);
-        receive::pump(&rt);
+        deliver_own_exit_notices(&rt);
+        receive::poll_incoming(&rt);
         let mut session = session::lock();
-        discard(&mut session);
+        discard_queued(&mut session);
         drop(session);
         trace::flush();
     }
     flush_stdio();
-    end();
+    disconnect();
 }
 
 /// Disconnects from the daemon, without the other steps of [`exit`].
-pub(crate) fn end() {
-    let runtime = session::lock().forget();
+pub(crate) fn disconnect() {
+    let runtime = session::lock().reset();
     if let Some(rt) = runtime {
         // An error means that the daemon has already ended; there is nothing to leave then.
         let _ = rt.exit();
@@ -38,27 +38,29 @@ pub(crate) fn end() {
 
 /// Waits for the end of the children's output if this task prints it.
 fn wait_for_children(rt: &Runtime) {
-    receive::pump(rt);
-    if !session::lock().catch.waits() {
+    receive::poll_incoming(rt);
+    if !session::lock().output_catcher.has_running_children() {
         return;
     }
-    session::say("child task(s) still running.  waiting...\n", false);
+    session::log_stderr("child task(s) still running.  waiting...\n", false);
     // An error means that the daemon has ended; no more output can arrive then.
-    let _: PvmResult<()> = receive::wait_for(rt, |session| (!session.catch.waits()).then_some(()));
+    let _: PvmResult<()> = receive::wait_until(rt, |session| {
+        (!session.output_catcher.has_running_children()).then_some(())
+    });
 }
 
 /// Delivers the exit notices that this task requested about itself.
-fn tell_own_exit(rt: &Runtime) {
-    let asked = std::mem::take(&mut session::lock().own_exit);
-    for (ctx, tag) in asked {
-        ask::tell_own_exit(rt, ctx, tag);
+fn deliver_own_exit_notices(rt: &Runtime) {
+    let requested = std::mem::take(&mut session::lock().own_exit_notices);
+    for (ctx, tag) in requested {
+        requests::notify_own_exit(rt, ctx, tag);
     }
 }
 
 /// Discards the messages of the current context that wait to be received.
-fn discard(session: &mut Session) {
+fn discard_queued(session: &mut Session) {
     let ctx = pvmmyctx.load(Relaxed);
-    let waiting: Vec<i32> = session.arrived.iter().copied().collect();
+    let waiting: Vec<i32> = session.receivable.iter().copied().collect();
     for mid in waiting {
         if session
             .buffers
@@ -66,7 +68,7 @@ fn discard(session: &mut Session) {
             .is_ok_and(|buffer| ctx == -1 || buffer.ctx == ctx)
         {
             // Cannot fail: the buffer was found under the same lock.
-            let _ = session.free(mid);
+            let _ = session.free_buffer(mid);
         }
     }
 }

@@ -1,14 +1,13 @@
 //! `libpvm3.so.3`: the C interface of PVM 3.4 on top of Sempa's task runtime (crate `libpvm`).
 //!
-//! - The modules in [`ffi`] define the functions that C programs call. They convert pointers to
+//! - The modules in `ffi` define the functions that C programs call. They convert pointers to
 //!   Rust values and results to PVM's return codes, and do nothing else.
 //! - The other modules do the work. They contain no `unsafe` code, except where a module says why.
-//! - Every error is reported in the same way ([`session::answer`]): its code is stored in
+//! - Every error is reported in the same way (`session::value_or_report`): its code is stored in
 //!   `pvm_errno`, and a line is written to standard error unless the program turned that off
 //!   (`PvmAutoErr`).
 
 mod abi;
-mod ask;
 mod buffers;
 mod control;
 mod data;
@@ -24,6 +23,7 @@ mod output;
 mod pack;
 mod process;
 mod receive;
+mod requests;
 mod send;
 mod session;
 mod start;

@@ -21,7 +21,7 @@ pub(crate) struct Strided<T> {
 
 impl Strided<u8> {
     /// Returns the bytes as a slice if they are contiguous.
-    pub(crate) fn slice(&self) -> Option<&[u8]> {
+    pub(crate) fn as_slice(&self) -> Option<&[u8]> {
         if self.count == 0 {
             return Some(&[]);
         }
@@ -63,7 +63,7 @@ impl<T: Copy> Strided<T> {
     ///
     /// # Safety
     /// As for [`Strided::new`].
-    pub(crate) unsafe fn run(first: *const T, count: usize) -> PvmResult<Strided<T>> {
+    pub(crate) unsafe fn contiguous(first: *const T, count: usize) -> PvmResult<Strided<T>> {
         match first.is_null() && count > 0 {
             true => Err(PvmError::BadParam),
             false => Ok(Strided {
@@ -75,7 +75,7 @@ impl<T: Copy> Strided<T> {
     }
 
     /// Wraps a Rust slice for reading only.
-    pub(crate) fn of(values: &[T]) -> Strided<T> {
+    pub(crate) fn from_slice(values: &[T]) -> Strided<T> {
         Strided {
             first: values.as_ptr().cast_mut(),
             count: values.len(),
@@ -85,7 +85,7 @@ impl<T: Copy> Strided<T> {
 
     /// Wraps a Rust slice for reading and writing.
     #[cfg(test)]
-    pub(crate) fn of_mut(values: &mut [T]) -> Strided<T> {
+    pub(crate) fn from_mut_slice(values: &mut [T]) -> Strided<T> {
         Strided {
             first: values.as_mut_ptr(),
             count: values.len(),
@@ -102,7 +102,7 @@ impl<T: Copy> Strided<T> {
         self.stride
     }
 
-    fn at(&self, i: usize) -> *mut T {
+    fn element(&self, i: usize) -> *mut T {
         assert!(i < self.count, "an element of the array");
         self.first.wrapping_offset(i as isize * self.stride)
     }
@@ -111,13 +111,13 @@ impl<T: Copy> Strided<T> {
     pub(crate) fn get(&self, i: usize) -> T {
         // SAFETY: by the contract of `new` the element exists. It may be misaligned, hence the
         // unaligned access.
-        unsafe { self.at(i).read_unaligned() }
+        unsafe { self.element(i).read_unaligned() }
     }
 
     /// Sets element `i`, which must be below `len`.
     pub(crate) fn set(&self, i: usize, value: T) {
         // SAFETY: as in `get`.
-        unsafe { self.at(i).write_unaligned(value) }
+        unsafe { self.element(i).write_unaligned(value) }
     }
 
     /// Appends the elements as they lie in memory, without gaps.
@@ -134,7 +134,7 @@ impl<T: Copy> Strided<T> {
         for i in 0..self.count {
             // SAFETY: the element is `size` bytes of the program's memory.
             out.extend_from_slice(unsafe {
-                std::slice::from_raw_parts(self.at(i).cast::<u8>(), size)
+                std::slice::from_raw_parts(self.element(i).cast::<u8>(), size)
             });
         }
     }
@@ -160,7 +160,9 @@ impl<T: Copy> Strided<T> {
         for (i, chunk) in bytes.chunks_exact(size).take(whole).enumerate() {
             // SAFETY: the element is `size` bytes of the program's memory, and `chunk` has that
             // length.
-            unsafe { std::ptr::copy_nonoverlapping(chunk.as_ptr(), self.at(i).cast::<u8>(), size) };
+            unsafe {
+                std::ptr::copy_nonoverlapping(chunk.as_ptr(), self.element(i).cast::<u8>(), size)
+            };
         }
         whole
     }
@@ -173,19 +175,19 @@ impl<T: Copy> Strided<T> {
 
 /// Bytes of the program that are read only when a message is sent (`PvmDataInPlace`).
 #[derive(Clone, Copy)]
-pub(crate) struct Span {
+pub(crate) struct ProgramBytes {
     start: *const u8,
     len: usize,
 }
 
 // SAFETY: by packing in place, the program promises that the memory stays readable until the buffer
 // is freed, and any of its threads may send the buffer.
-unsafe impl Send for Span {}
+unsafe impl Send for ProgramBytes {}
 
-impl Span {
+impl ProgramBytes {
     /// Wraps the bytes of an array with contiguous elements.
-    pub(crate) fn of<T: Copy>(items: &Strided<T>) -> Span {
-        Span {
+    pub(crate) fn from_strided<T: Copy>(items: &Strided<T>) -> ProgramBytes {
+        ProgramBytes {
             start: items.first.cast(),
             len: items.count * size_of::<T>(),
         }
@@ -206,15 +208,15 @@ impl Span {
 
 /// Memory of the program for one result. A null pointer means that the caller does not want the
 /// result.
-pub(crate) struct Out<T>(*mut T);
+pub(crate) struct OutParam<T>(*mut T);
 
-impl<T> Out<T> {
+impl<T> OutParam<T> {
     /// Wraps a pointer of the caller.
     ///
     /// # Safety
     /// `place` must be null, or valid for writing one `T`.
-    pub(crate) unsafe fn new(place: *mut T) -> Out<T> {
-        Out(place)
+    pub(crate) unsafe fn new(place: *mut T) -> OutParam<T> {
+        OutParam(place)
     }
 
     /// Stores the result unless the pointer is null.
@@ -233,9 +235,9 @@ impl<T> Out<T> {
 
 /// A C string of the program.
 #[derive(Clone, Copy)]
-pub(crate) struct Text<'a>(&'a CStr);
+pub(crate) struct ProgramStr<'a>(&'a CStr);
 
-impl<'a> Text<'a> {
+impl<'a> ProgramStr<'a> {
     /// Wraps a string of the caller.
     ///
     /// # Errors
@@ -243,21 +245,21 @@ impl<'a> Text<'a> {
     ///
     /// # Safety
     /// `text` must be null, or a NUL-terminated string that stays unchanged for `'a`.
-    pub(crate) unsafe fn new(text: *const c_char) -> PvmResult<Text<'a>> {
+    pub(crate) unsafe fn new(text: *const c_char) -> PvmResult<ProgramStr<'a>> {
         if text.is_null() {
             return Err(PvmError::BadParam);
         }
         // SAFETY: not null, so a string by the contract.
-        Ok(Text(unsafe { CStr::from_ptr(text) }))
+        Ok(ProgramStr(unsafe { CStr::from_ptr(text) }))
     }
 
     /// Returns the bytes without the NUL.
-    pub(crate) fn bytes(&self) -> &'a [u8] {
+    pub(crate) fn to_bytes(self) -> &'a [u8] {
         self.0.to_bytes()
     }
 
     /// Returns the text; invalid UTF-8 is replaced.
-    pub(crate) fn string(&self) -> String {
+    pub(crate) fn to_string_lossy(self) -> String {
         self.0.to_string_lossy().into_owned()
     }
 }
@@ -270,7 +272,7 @@ impl<'a> Text<'a> {
 ///
 /// # Safety
 /// `list` must be null or an array as described, and its entries null or NUL-terminated strings.
-pub(crate) unsafe fn strings(
+pub(crate) unsafe fn copy_strings(
     list: *const *const c_char,
     count: Option<c_int>,
 ) -> PvmResult<Vec<Vec<u8>>> {
@@ -293,7 +295,7 @@ pub(crate) unsafe fn strings(
             break;
         }
         // SAFETY: an entry of the array is null or a string.
-        out.push(unsafe { Text::new(entry)? }.bytes().to_vec());
+        out.push(unsafe { ProgramStr::new(entry)? }.to_bytes().to_vec());
     }
     Ok(out)
 }
@@ -302,7 +304,7 @@ pub(crate) unsafe fn strings(
 ///
 /// # Safety
 /// `place` must not be null, and must have room for the string and its NUL.
-pub(crate) unsafe fn put_string(place: *mut c_char, text: &[u8]) {
+pub(crate) unsafe fn write_c_string(place: *mut c_char, text: &[u8]) {
     // SAFETY: there is room by contract, and the source belongs to this library.
     unsafe {
         std::ptr::copy_nonoverlapping(text.as_ptr(), place.cast::<u8>(), text.len());
@@ -312,11 +314,11 @@ pub(crate) unsafe fn put_string(place: *mut c_char, text: &[u8]) {
 
 /// A value into which C code holds pointers. This library keeps it alive and never reads it; it
 /// only drops it.
-pub(crate) struct Lent<T>(pub(crate) T);
+pub(crate) struct LentToC<T>(pub(crate) T);
 
 // SAFETY: the raw pointers inside refer to memory that the same value owns, and this library does
 // not dereference them.
-unsafe impl<T> Send for Lent<T> {}
+unsafe impl<T> Send for LentToC<T> {}
 
 /// A C stream of the program (`FILE *`).
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -381,9 +383,15 @@ mod tests {
                 Some(PvmError::BadParam)
             );
             assert!(Strided::<i32>::new(std::ptr::null(), 0, 1).is_ok());
-            assert_eq!(strings(std::ptr::null(), Some(2)), Err(PvmError::BadParam));
-            assert_eq!(strings(std::ptr::null(), None), Ok(Vec::new()));
-            assert_eq!(Text::new(std::ptr::null()).err(), Some(PvmError::BadParam));
+            assert_eq!(
+                copy_strings(std::ptr::null(), Some(2)),
+                Err(PvmError::BadParam)
+            );
+            assert_eq!(copy_strings(std::ptr::null(), None), Ok(Vec::new()));
+            assert_eq!(
+                ProgramStr::new(std::ptr::null()).err(),
+                Some(PvmError::BadParam)
+            );
         }
     }
 }

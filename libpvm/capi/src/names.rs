@@ -1,6 +1,6 @@
 //! Names of reserved message tags, debug bits and error codes, as PVM prints them.
 
-const TC: [&str; 12] = [
+const TC_NAMES: [&str; 12] = [
     "TC_CONREQ",
     "TC_CONACK",
     "TC_TASKEXIT",
@@ -14,7 +14,7 @@ const TC: [&str; 12] = [
     "TC_OUTPUTX",
     "TC_SIBLINGS",
 ];
-const SM: [&str; 17] = [
+const SM_NAMES: [&str; 17] = [
     "SM_SPAWN",
     "SM_EXEC",
     "SM_EXECACK",
@@ -35,11 +35,11 @@ const SM: [&str; 17] = [
 ];
 
 /// Returns the name of a reserved tag (`TC_*`, `SM_*`); `None` for other tags.
-pub(crate) fn tag(tag: i32) -> Option<&'static str> {
+pub(crate) fn tag_name(tag: i32) -> Option<&'static str> {
     let index = ((tag as u32) & 0xffff).checked_sub(1)? as usize;
     match (tag as u32) >> 16 {
-        0x8003 => TC.get(index).copied(),
-        0x8004 => SM.get(index).copied(),
+        0x8003 => TC_NAMES.get(index).copied(),
+        0x8004 => SM_NAMES.get(index).copied(),
         _ => None,
     }
 }
@@ -59,7 +59,7 @@ pub(crate) fn debug_bits(mask: i32) -> String {
     named.map(|(_, name)| *name).collect::<Vec<_>>().join(",")
 }
 
-const ERRORS: [(&str, i32); 32] = [
+const ERROR_CODES: [(&str, i32); 32] = [
     ("PvmOk", 0),
     ("PvmBadParam", -2),
     ("PvmMismatch", -3),
@@ -96,7 +96,7 @@ const ERRORS: [(&str, i32); 32] = [
 
 /// Returns the error code with this name in `pvm3.h`; `None` for an unknown name.
 pub(crate) fn error_code(name: &str) -> Option<i32> {
-    ERRORS
+    ERROR_CODES
         .iter()
         .find(|(known, _)| *known == name)
         .map(|(_, code)| *code)
@@ -109,12 +109,12 @@ mod tests {
     /// Reserved tags and error codes have the names of `pvm3.h`; others have none.
     #[test]
     fn reserved_tags_and_errors_have_names() {
-        assert_eq!(tag(sempa_proto::sm::SM_SPAWN), Some("SM_SPAWN"));
-        assert_eq!(tag(sempa_proto::sm::SM_STTASK), Some("SM_STTASK"));
-        assert_eq!(tag(0x8003_0005_u32 as i32), Some("TC_OUTPUT"));
-        assert_eq!(tag(0x8003_000c_u32 as i32), Some("TC_SIBLINGS"));
+        assert_eq!(tag_name(sempa_proto::sm::SM_SPAWN), Some("SM_SPAWN"));
+        assert_eq!(tag_name(sempa_proto::sm::SM_STTASK), Some("SM_STTASK"));
+        assert_eq!(tag_name(0x8003_0005_u32 as i32), Some("TC_OUTPUT"));
+        assert_eq!(tag_name(0x8003_000c_u32 as i32), Some("TC_SIBLINGS"));
         assert_eq!(
-            (tag(5), tag(-1), tag(0x8004_0012_u32 as i32)),
+            (tag_name(5), tag_name(-1), tag_name(0x8004_0012_u32 as i32)),
             (None, None, None)
         );
         assert_eq!(

@@ -2,11 +2,11 @@
 //!
 //! The option numbers in this module are the `Pvm*` constants of `pvm3.h`.
 
-use crate::ask;
 use crate::data::{
     pvmautoerr, pvmctrc, pvmdebmask, pvmfrgsiz, pvmmytid, pvmnoreset, pvmnoresetindex, pvmrescode,
     pvmrouteopt, pvmshowtaskid, pvmtrc,
 };
+use crate::requests;
 use crate::session;
 use sempa_proto::task::Sink;
 use sempa_proto::{PvmError, PvmResult, Tid};
@@ -20,7 +20,7 @@ const FRAGMENT_MAX: i32 = 1 << 20;
 pub(crate) const ROUTE_NONE: i32 = 1;
 
 /// Returns the variable that stores an option; `None` if there is no such option on this platform.
-fn place(what: i32) -> Option<&'static AtomicI32> {
+fn variable(what: i32) -> Option<&'static AtomicI32> {
     Some(match what {
         1 => &pvmrouteopt,
         2 => &pvmdebmask,
@@ -54,7 +54,7 @@ fn place(what: i32) -> Option<&'static AtomicI32> {
 /// # Errors
 /// `BadParam` for an unknown option.
 pub(crate) fn get(what: i32) -> PvmResult<i32> {
-    place(what)
+    variable(what)
         .map(|place| place.load(Relaxed))
         .ok_or(PvmError::BadParam)
 }
@@ -68,52 +68,52 @@ pub(crate) fn set(what: i32, value: i32) -> PvmResult<i32> {
     if matches!(what, 19 | 20 | 23 | 24) {
         return Err(PvmError::NotImpl);
     }
-    let place = place(what).ok_or(PvmError::BadParam)?;
-    let before = place.load(Relaxed);
-    let good = match what {
+    let variable = variable(what).ok_or(PvmError::BadParam)?;
+    let previous = variable.load(Relaxed);
+    let valid = match what {
         1 => (1..=3).contains(&value),
         9 | 17 => (1..=3).contains(&value),
         10 => (FRAGMENT_MIN..=FRAGMENT_MAX).contains(&value),
-        4 => sink_good(value, &pvmtrc.out_tid, &pvmtrc.out_tag, &pvmctrc.out_tag),
-        6 => sink_good(
+        4 => is_allowed_sink(value, &pvmtrc.out_tid, &pvmtrc.out_tag, &pvmctrc.out_tag),
+        6 => is_allowed_sink(
             value,
             &pvmtrc.trace_tid,
             &pvmtrc.trace_tag,
             &pvmctrc.trace_tag,
         ),
-        5 => code_good(value, &pvmctrc.out_tid, &pvmtrc.out_tag),
-        7 => code_good(value, &pvmctrc.trace_tid, &pvmtrc.trace_tag),
-        21 => code_good(value, &pvmctrc.out_tid, &pvmtrc.out_ctx),
-        22 => code_good(value, &pvmctrc.trace_tid, &pvmtrc.trace_ctx),
+        5 => is_allowed_code(value, &pvmctrc.out_tid, &pvmtrc.out_tag),
+        7 => is_allowed_code(value, &pvmctrc.trace_tid, &pvmtrc.trace_tag),
+        21 => is_allowed_code(value, &pvmctrc.out_tid, &pvmtrc.out_ctx),
+        22 => is_allowed_code(value, &pvmctrc.trace_tid, &pvmtrc.trace_ctx),
         12..=15 => {
-            set_own(what, value)?;
-            return Ok(before);
+            set_own_sink(what, value)?;
+            return Ok(previous);
         }
         25 => {
             set_no_reset(value)?;
-            return Ok(before);
+            return Ok(previous);
         }
         _ => true,
     };
-    if !good {
+    if !valid {
         return Err(PvmError::BadParam);
     }
     if matches!(what, 16 | 17) {
         crate::trace::flush();
     }
-    place.store(value, Relaxed);
+    variable.store(value, Relaxed);
     if what == 1
         && let Some(rt) = session::lock().connected()
     {
-        rt.allow_routes(value != ROUTE_NONE);
+        rt.set_accepts_routes(value != ROUTE_NONE);
     }
-    Ok(before)
+    Ok(previous)
 }
 
 /// True if output or trace of children may go to `tid`: to no task, to this task, or to the
 /// destination of this task's own. The last is allowed only if the tags agree, because a collector
 /// in another task knows only its own tag.
-fn sink_good(tid: i32, own_tid: &AtomicI32, own_tag: &AtomicI32, tag: &AtomicI32) -> bool {
+fn is_allowed_sink(tid: i32, own_tid: &AtomicI32, own_tag: &AtomicI32, tag: &AtomicI32) -> bool {
     tid == 0
         || (tid > 0 && tid == pvmmytid.load(Relaxed))
         || (tid == own_tid.load(Relaxed) && tag.load(Relaxed) == own_tag.load(Relaxed))
@@ -121,7 +121,7 @@ fn sink_good(tid: i32, own_tid: &AtomicI32, own_tag: &AtomicI32, tag: &AtomicI32
 
 /// True if a tag or context may be set. Any value is allowed, unless the messages go to a collector
 /// in another task; then it must be the one in use for this task.
-fn code_good(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
+fn is_allowed_code(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
     let tid = tid.load(Relaxed);
     tid <= 0 || tid == pvmmytid.load(Relaxed) || code == own_code.load(Relaxed)
 }
@@ -130,7 +130,7 @@ fn code_good(code: i32, tid: &AtomicI32, own_code: &AtomicI32) -> bool {
 /// children. The daemon redirects the output, because it holds the other end of the pipe. The
 /// values 0 (no destination) and −1 (none, not even an inherited one) need no daemon, so that a
 /// console can set them before a daemon runs.
-fn set_own(what: i32, value: i32) -> PvmResult<()> {
+fn set_own_sink(what: i32, value: i32) -> PvmResult<()> {
     let (own, children) = if what < 14 {
         (
             [&pvmtrc.out_tid, &pvmtrc.out_ctx, &pvmtrc.out_tag],
@@ -152,7 +152,7 @@ fn set_own(what: i32, value: i32) -> PvmResult<()> {
     }
     let (new_tid, new_tag) = if is_tid { (value, tag) } else { (tid, value) };
     if what < 14 && (new_tid > 0 || tid > 0) {
-        ask::set_output(Sink {
+        requests::set_output(Sink {
             tid: Tid::from_raw(new_tid.max(0)),
             ctx,
             tag: new_tag,
@@ -160,7 +160,7 @@ fn set_own(what: i32, value: i32) -> PvmResult<()> {
     }
     if what >= 14 && (new_tid > 0 || tid > 0) {
         crate::trace::flush();
-        ask::set_trace(Sink {
+        requests::set_trace(Sink {
             tid: Tid::from_raw(new_tid.max(0)),
             ctx,
             tag: new_tag,
@@ -185,10 +185,13 @@ fn set_no_reset(value: i32) -> PvmResult<()> {
     }
     let index = pvmnoresetindex.load(Relaxed);
     if wanted && index < 0 {
-        pvmnoresetindex.store(ask::put_own_tid(sempa_proto::sm::NO_RESET_CLASS)?, Relaxed);
+        pvmnoresetindex.store(
+            requests::put_own_tid(sempa_proto::sm::NO_RESET_CLASS)?,
+            Relaxed,
+        );
     }
     if !wanted && index >= 0 {
-        ask::delete(sempa_proto::sm::NO_RESET_CLASS.to_string(), index)?;
+        requests::mailbox_delete(sempa_proto::sm::NO_RESET_CLASS.to_string(), index)?;
         pvmnoresetindex.store(-1, Relaxed);
     }
     pvmnoreset.store(i32::from(wanted), Relaxed);

@@ -24,10 +24,10 @@ const MARK_NEW: i32 = -2;
 pub(crate) const LINE_BYTES_MAX: usize = 64 << 10;
 
 #[derive(Debug, Default)]
-struct Writer {
-    begun: bool,
+struct ChildOutput {
+    began: bool,
     ended: bool,
-    line: Vec<u8>,
+    partial_line: Vec<u8>,
 }
 
 /// The tasks whose output is caught, and the stream on which it is printed.
@@ -35,67 +35,67 @@ struct Writer {
 /// A task stays in the table after its output has ended, because its marks come from two daemons in
 /// any order. The number of possible tids bounds the table.
 #[derive(Default)]
-pub(crate) struct Catch {
+pub(crate) struct OutputCatcher {
     stream: Option<Stream>,
-    writers: BTreeMap<i32, Writer>,
+    children: BTreeMap<i32, ChildOutput>,
 }
 
-impl Catch {
+impl OutputCatcher {
     /// True if children of this task may still write.
-    pub(crate) fn waits(&self) -> bool {
-        self.stream.is_some() && self.writers.values().any(|writer| !writer.ended)
+    pub(crate) fn has_running_children(&self) -> bool {
+        self.stream.is_some() && self.children.values().any(|writer| !writer.ended)
     }
 
     /// True if output is being caught.
-    pub(crate) fn is_on(&self) -> bool {
+    pub(crate) fn is_active(&self) -> bool {
         self.stream.is_some()
     }
 
     /// Registers spawned tasks whose output, including its end, is expected.
-    pub(crate) fn expect(&mut self, tids: &[Tid]) {
+    pub(crate) fn register(&mut self, tids: &[Tid]) {
         for tid in tids {
-            self.writers.entry(tid.raw()).or_default();
+            self.children.entry(tid.raw()).or_default();
         }
     }
 
     /// Processes one output message and returns the text to print.
-    fn take(&mut self, mut body: Unpacker, show: bool) -> PvmResult<Vec<u8>> {
+    fn process_message(&mut self, mut body: Unpacker, show: bool) -> PvmResult<Vec<u8>> {
         let (tid, mark) = (body.int()?, body.int()?);
         let mut text = Vec::new();
-        let mut line = |words: &[u8]| {
+        let mut put_line = |content: &[u8]| {
             if show {
                 text.extend_from_slice(format!("[t{tid:x}] ").as_bytes());
             }
-            text.extend_from_slice(words);
+            text.extend_from_slice(content);
             text.push(b'\n');
         };
-        let writer = self.writers.entry(tid).or_default();
-        if !writer.begun && mark != MARK_EOF && mark != MARK_SPAWN {
-            writer.begun = true;
+        let child = self.children.entry(tid).or_default();
+        if !child.began && mark != MARK_EOF && mark != MARK_SPAWN {
+            child.began = true;
             if show {
-                line(b"BEGIN");
+                put_line(b"BEGIN");
             }
         }
         match mark {
             MARK_SPAWN | MARK_NEW => (),
             MARK_EOF => {
-                if !writer.line.is_empty() {
-                    line(&std::mem::take(&mut writer.line));
+                if !child.partial_line.is_empty() {
+                    put_line(&std::mem::take(&mut child.partial_line));
                 }
-                if show && !writer.ended {
-                    line(b"EOF");
+                if show && !child.ended {
+                    put_line(b"EOF");
                 }
-                writer.ended = true;
+                child.ended = true;
             }
             count => {
                 let bytes =
                     body.bytes(usize::try_from(count).map_err(|_| sempa_proto::PvmError::BadMsg)?)?;
                 for byte in bytes {
-                    if byte == b'\n' || writer.line.len() >= LINE_BYTES_MAX {
-                        line(&std::mem::take(&mut writer.line));
+                    if byte == b'\n' || child.partial_line.len() >= LINE_BYTES_MAX {
+                        put_line(&std::mem::take(&mut child.partial_line));
                     }
                     if byte != b'\n' {
-                        writer.line.push(byte);
+                        child.partial_line.push(byte);
                     }
                 }
             }
@@ -105,11 +105,13 @@ impl Catch {
 }
 
 /// Handles an output message that has arrived.
-pub(crate) fn take(body: Unpacker) {
+pub(crate) fn handle_message(body: Unpacker) {
     let mut session = session::lock();
     let show = pvmshowtaskid.load(Relaxed) != 0;
-    if let (Some(stream), Ok(text)) = (session.catch.stream, session.catch.take(body, show))
-        && !text.is_empty()
+    if let (Some(stream), Ok(text)) = (
+        session.output_catcher.stream,
+        session.output_catcher.process_message(body, show),
+    ) && !text.is_empty()
     {
         drop(session);
         stream.write(&text);
@@ -118,13 +120,13 @@ pub(crate) fn take(body: Unpacker) {
 
 /// Sets the stream on which the output of tasks spawned from now on is printed. With `None` it goes
 /// to the destination of this task's own output.
-pub(crate) fn catch(session: &mut Session, stream: Option<Stream>) {
+pub(crate) fn set_stream(session: &mut Session, stream: Option<Stream>) {
     match stream {
         Some(_) => {
             pvmctrc.out_tid.store(pvmmytid.load(Relaxed), Relaxed);
             pvmctrc.out_ctx.store(CTX_TASK_CONTROL, Relaxed);
             pvmctrc.out_tag.store(TC_OUTPUT, Relaxed);
-            session.catch.stream = stream;
+            session.output_catcher.stream = stream;
         }
         None => {
             pvmctrc.out_tid.store(pvmtrc.out_tid.load(Relaxed), Relaxed);
@@ -151,10 +153,10 @@ mod tests {
         Unpacker::xdr(body.finish())
     }
 
-    fn said(catch: &mut Catch, words: &[i32], data: &[u8], show: bool) -> String {
+    fn printed(catch: &mut OutputCatcher, words: &[i32], data: &[u8], show: bool) -> String {
         String::from_utf8(
             catch
-                .take(message(words, data), show)
+                .process_message(message(words, data), show)
                 .expect("a good message"),
         )
         .expect("text")
@@ -164,48 +166,48 @@ mod tests {
     /// output ends.
     #[test]
     fn lines_show_tid_and_last_line_is_completed() {
-        let mut catch = Catch::default();
-        assert_eq!(said(&mut catch, &[0x800c2, -1, 0x40001], b"", true), "");
+        let mut catch = OutputCatcher::default();
+        assert_eq!(printed(&mut catch, &[0x800c2, -1, 0x40001], b"", true), "");
         assert_eq!(
-            said(&mut catch, &[0x800c2, -2, 0x40001], b"", true),
+            printed(&mut catch, &[0x800c2, -2, 0x40001], b"", true),
             "[t800c2] BEGIN\n"
         );
         assert_eq!(
-            said(&mut catch, &[0x800c2, 5], b"a\nb\nc", true),
+            printed(&mut catch, &[0x800c2, 5], b"a\nb\nc", true),
             "[t800c2] a\n[t800c2] b\n"
         );
-        assert_eq!(said(&mut catch, &[0x800c2, 1], b"d", true), "");
+        assert_eq!(printed(&mut catch, &[0x800c2, 1], b"d", true), "");
         assert_eq!(
-            said(&mut catch, &[0x800c2, 0], b"", true),
+            printed(&mut catch, &[0x800c2, 0], b"", true),
             "[t800c2] cd\n[t800c2] EOF\n"
         );
-        assert!(catch.writers.values().all(|writer| writer.ended));
+        assert!(catch.children.values().all(|writer| writer.ended));
     }
 
     /// Without `PvmShowTids` only the text is printed.
     #[test]
     fn without_tids_only_the_text_is_printed() {
-        let mut catch = Catch::default();
-        assert_eq!(said(&mut catch, &[0x800c2, -2, 0x40001], b"", false), "");
-        assert_eq!(said(&mut catch, &[0x800c2, 3], b"a\nb", false), "a\n");
-        assert_eq!(said(&mut catch, &[0x800c2, 0], b"", false), "b\n");
+        let mut catch = OutputCatcher::default();
+        assert_eq!(printed(&mut catch, &[0x800c2, -2, 0x40001], b"", false), "");
+        assert_eq!(printed(&mut catch, &[0x800c2, 3], b"a\nb", false), "a\n");
+        assert_eq!(printed(&mut catch, &[0x800c2, 0], b"", false), "b\n");
     }
 
     /// The marks of a task may arrive in any order; a malformed message is an error.
     #[test]
     fn output_marks_may_arrive_in_any_order() {
-        let mut catch = Catch::default();
-        said(&mut catch, &[0x800c2, 2], b"x\n", true);
-        said(&mut catch, &[0x800c2, 0], b"", true);
-        catch.expect(&[Tid::from_raw(0x800c2)]);
-        said(&mut catch, &[0x800c2, -1, 0x40001], b"", true);
+        let mut catch = OutputCatcher::default();
+        printed(&mut catch, &[0x800c2, 2], b"x\n", true);
+        printed(&mut catch, &[0x800c2, 0], b"", true);
+        catch.register(&[Tid::from_raw(0x800c2)]);
+        printed(&mut catch, &[0x800c2, -1, 0x40001], b"", true);
         assert!(
-            catch.writers.values().all(|writer| writer.ended),
+            catch.children.values().all(|writer| writer.ended),
             "the end has been seen"
         );
         assert!(
             catch
-                .take(message(&[0x800c2, i32::MAX], b""), true)
+                .process_message(message(&[0x800c2, i32::MAX], b""), true)
                 .is_err()
         );
     }

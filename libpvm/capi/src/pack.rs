@@ -9,41 +9,41 @@
 //!   message is sent.
 //! - Trace: as XDR, with a type and a count in front of the data of each call.
 
-use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Piece};
-use crate::memory::{Span, Strided};
+use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Segment};
+use crate::memory::{ProgramBytes, Strided};
 use bytes::Bytes;
 use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::ffi::CStr;
 
 /// Number of 32-bit header fields in front of a message that is packed into another one.
-const HEAD_WORDS: usize = 8;
+const HEADER_WORDS: usize = 8;
 /// First word of a user trace event (`TEV_MARK_USER_EVENT_RECORD`).
-const EVENT_MARK: i32 = -9;
+const USER_EVENT_MARK: i32 = -9;
 /// Number of the trace event `user_defined`.
-const EVENT_USER: i32 = 108;
+const USER_EVENT_NUMBER: i32 = 108;
 
 /// A number, or a pair of numbers (complex), that can be packed.
-pub(crate) trait Wire: Copy {
+pub(crate) trait Packable: Copy {
     /// Number of bytes in XDR.
     const XDR_BYTES: usize;
     /// Type code in user trace events (`TEV_DATA_*`).
     const TRACE_TYPE: i32;
     /// Appends the value in XDR.
-    fn put(self, out: &mut Vec<u8>);
+    fn put_xdr(self, out: &mut Vec<u8>);
     /// Reads the value from exactly `XDR_BYTES` bytes of XDR.
-    fn get(bytes: &[u8]) -> Self;
+    fn get_xdr(bytes: &[u8]) -> Self;
 }
 
 macro_rules! wire {
     ($($t:ty as $wide:ty, $bytes:literal, $trace:literal;)*) => {$(
-        impl Wire for $t {
+        impl Packable for $t {
             const XDR_BYTES: usize = $bytes;
             const TRACE_TYPE: i32 = $trace;
-            fn put(self, out: &mut Vec<u8>) {
+            fn put_xdr(self, out: &mut Vec<u8>) {
                 out.extend_from_slice(&<$wide>::from(self).to_be_bytes());
             }
-            fn get(bytes: &[u8]) -> $t {
+            fn get_xdr(bytes: &[u8]) -> $t {
                 // A value that was packed as a wider type keeps its low bits.
                 <$wide>::from_be_bytes(bytes.try_into().expect("the caller gives XDR_BYTES bytes")) as $t
             }
@@ -64,16 +64,16 @@ wire! {
 
 macro_rules! pairs {
     ($($t:ty, $trace:literal;)*) => {$(
-        impl Wire for [$t; 2] {
+        impl Packable for [$t; 2] {
             const XDR_BYTES: usize = 2 * <$t>::XDR_BYTES;
             const TRACE_TYPE: i32 = $trace;
-            fn put(self, out: &mut Vec<u8>) {
-                self[0].put(out);
-                self[1].put(out);
+            fn put_xdr(self, out: &mut Vec<u8>) {
+                self[0].put_xdr(out);
+                self[1].put_xdr(out);
             }
-            fn get(bytes: &[u8]) -> [$t; 2] {
+            fn get_xdr(bytes: &[u8]) -> [$t; 2] {
                 let (re, im) = bytes.split_at(<$t>::XDR_BYTES);
-                [<$t>::get(re), <$t>::get(im)]
+                [<$t>::get_xdr(re), <$t>::get_xdr(im)]
             }
         }
     )*};
@@ -84,11 +84,11 @@ pairs! {
     f64, 3;
 }
 
-fn pad(out: &mut Vec<u8>, len: usize) {
+fn pad_to_word(out: &mut Vec<u8>, len: usize) {
     out.resize(out.len() + len.next_multiple_of(4) - len, 0);
 }
 
-fn room(out: &[u8], more: usize) -> PvmResult<()> {
+fn check_body_limit(out: &[u8], more: usize) -> PvmResult<()> {
     if out.len().saturating_add(more) > BODY_BYTES_MAX {
         Err(PvmError::NoMem)
     } else {
@@ -97,31 +97,31 @@ fn room(out: &[u8], more: usize) -> PvmResult<()> {
 }
 
 /// Appends the header of the data of one pack call in a user trace event: type and count.
-fn trace_item(out: &mut Vec<u8>, kind: i32, count: usize) {
-    (kind | 0x80).put(out);
-    (count as i32).put(out);
+fn put_trace_item_header(out: &mut Vec<u8>, kind: i32, count: usize) {
+    (kind | 0x80).put_xdr(out);
+    (count as i32).put_xdr(out);
 }
 
 /// Starts a user trace event: appends the marker, the event's number and name, and the time.
 pub(crate) fn begin_trace_event(buffer: &mut Buffer, seconds: i32, micros: i32) {
-    if let Ok(out) = buffer.open() {
-        EVENT_MARK.put(out);
-        EVENT_USER.put(out);
+    if let Ok(out) = buffer.body_mut() {
+        USER_EVENT_MARK.put_xdr(out);
+        USER_EVENT_NUMBER.put_xdr(out);
         let name = b"user_defined\0";
-        (name.len() as i32).put(out);
+        (name.len() as i32).put_xdr(out);
         out.extend_from_slice(name);
-        pad(out, name.len());
-        seconds.put(out);
-        micros.put(out);
+        pad_to_word(out, name.len());
+        seconds.put_xdr(out);
+        micros.put_xdr(out);
     }
 }
 
-fn in_place<T: Copy>(pieces: &mut Vec<Piece>, items: &Strided<T>) -> PvmResult<()> {
+fn pack_in_place<T: Copy>(pieces: &mut Vec<Segment>, items: &Strided<T>) -> PvmResult<()> {
     if items.stride() != 1 {
         return Err(PvmError::NotImpl);
     }
     if items.len() > 0 {
-        pieces.push(Piece::There(Span::of(items)));
+        pieces.push(Segment::UserMemory(ProgramBytes::from_strided(items)));
     }
     Ok(())
 }
@@ -134,15 +134,15 @@ fn pack_array<T: Copy>(
     bytes: usize,
     write: impl FnOnce(&mut Vec<u8>, Enc),
 ) -> PvmResult<()> {
-    if let Some(pieces) = buffer.pieces() {
-        return in_place(pieces, items);
+    if let Some(pieces) = buffer.segments() {
+        return pack_in_place(pieces, items);
     }
     if items.len() == 0 {
         return Ok(());
     }
     let enc = buffer.enc;
-    let out = buffer.open()?;
-    room(out, bytes)?;
+    let out = buffer.body_mut()?;
+    check_body_limit(out, bytes)?;
     pool::make_room(out, bytes);
     write(out, enc);
     Ok(())
@@ -153,17 +153,17 @@ fn pack_array<T: Copy>(
 /// # Errors
 /// `NotImpl` for a stride other than 1 in place, `BadMsg` if the buffer cannot be appended to,
 /// `NoMem` if the body gets longer than [`BODY_BYTES_MAX`].
-pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+pub(crate) fn pack<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
     let bytes = items.len().saturating_mul(T::XDR_BYTES.max(size_of::<T>()));
     pack_array(buffer, items, bytes, |out, enc| {
         if enc == Enc::Raw {
             return items.append_raw(out);
         }
         if enc == Enc::Trace {
-            trace_item(out, T::TRACE_TYPE, items.len());
+            put_trace_item_header(out, T::TRACE_TYPE, items.len());
         }
         out.reserve(items.len() * T::XDR_BYTES);
-        (0..items.len()).for_each(|i| items.get(i).put(out));
+        (0..items.len()).for_each(|i| items.get(i).put_xdr(out));
     })
 }
 
@@ -174,11 +174,11 @@ pub(crate) fn pack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResul
 pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<()> {
     pack_array(buffer, items, items.len().saturating_add(16), |out, enc| {
         if enc == Enc::Trace {
-            trace_item(out, 1, items.len());
+            put_trace_item_header(out, 1, items.len());
         }
         items.append_raw(out);
         if enc != Enc::Raw {
-            pad(out, items.len());
+            pad_to_word(out, items.len());
         }
     })
 }
@@ -188,29 +188,29 @@ pub(crate) fn pack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResult<
 /// # Errors
 /// As [`pack`]; `NotImpl` in place.
 pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
-    if buffer.pieces().is_some() {
+    if buffer.segments().is_some() {
         return Err(PvmError::NotImpl);
     }
     let enc = buffer.enc;
-    let out = buffer.open()?;
+    let out = buffer.body_mut()?;
     let len = text.len() + 1;
-    room(out, len.saturating_add(16))?;
+    check_body_limit(out, len.saturating_add(16))?;
     match enc {
         Enc::Raw => out.extend_from_slice(&(len as i32).to_ne_bytes()),
         Enc::Trace => {
             // In a trace event a string is an array of characters, without a length of its own and
             // without NUL.
-            trace_item(out, 1, text.len());
+            put_trace_item_header(out, 1, text.len());
             out.extend_from_slice(text);
-            pad(out, text.len());
+            pad_to_word(out, text.len());
             return Ok(());
         }
-        _ => (len as i32).put(out),
+        _ => (len as i32).put_xdr(out),
     }
     out.extend_from_slice(text);
     out.push(0);
     if enc != Enc::Raw {
-        pad(out, len);
+        pad_to_word(out, len);
     }
     Ok(())
 }
@@ -220,14 +220,14 @@ pub(crate) fn pack_str(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
 ///
 /// # Errors
 /// As [`pack`].
-pub(crate) fn pack_value<T: Wire>(buffer: &mut Buffer, value: T) -> PvmResult<()> {
+pub(crate) fn pack_value<T: Packable>(buffer: &mut Buffer, value: T) -> PvmResult<()> {
     let items = [value];
-    let items = Strided::of(&items);
-    match buffer.pieces() {
+    let items = Strided::from_slice(&items);
+    match buffer.segments() {
         Some(pieces) => {
             let mut bytes = Vec::new();
             items.append_raw(&mut bytes);
-            pieces.push(Piece::Here(bytes));
+            pieces.push(Segment::Owned(bytes));
             Ok(())
         }
         None => pack(buffer, &items),
@@ -239,24 +239,24 @@ pub(crate) fn pack_value<T: Wire>(buffer: &mut Buffer, value: T) -> PvmResult<()
 /// # Errors
 /// As [`pack`].
 pub(crate) fn pack_str_value(buffer: &mut Buffer, text: &[u8]) -> PvmResult<()> {
-    let Some(pieces) = buffer.pieces() else {
+    let Some(pieces) = buffer.segments() else {
         return pack_str(buffer, text);
     };
     let mut bytes = (text.len() as i32 + 1).to_ne_bytes().to_vec();
     bytes.extend_from_slice(text);
     bytes.push(0);
-    pieces.push(Piece::Here(bytes));
+    pieces.push(Segment::Owned(bytes));
     Ok(())
 }
 
-fn readable(buffer: &Buffer) -> PvmResult<()> {
+fn check_readable(buffer: &Buffer) -> PvmResult<()> {
     match buffer.enc {
-        Enc::Alien(_) | Enc::InPlace => Err(PvmError::BadMsg),
+        Enc::Foreign(_) | Enc::InPlace => Err(PvmError::BadMsg),
         Enc::Xdr | Enc::Raw | Enc::Trace => Ok(()),
     }
 }
 
-fn take<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a [u8]> {
+fn take_bytes<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a [u8]> {
     let end = position.checked_add(len).ok_or(PvmError::NoData)?;
     let taken = bytes.get(*position..end).ok_or(PvmError::NoData)?;
     *position = end;
@@ -268,26 +268,26 @@ fn take<'a>(bytes: &'a [u8], position: &mut usize, len: usize) -> PvmResult<&'a 
 ///
 /// # Errors
 /// `NoData` past the end of the message, `BadMsg` if the buffer cannot be read.
-pub(crate) fn unpack<T: Wire>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
+pub(crate) fn unpack<T: Packable>(buffer: &mut Buffer, items: &Strided<T>) -> PvmResult<()> {
     if items.len() == 0 {
         return Ok(());
     }
-    readable(buffer)?;
+    check_readable(buffer)?;
     let size = if buffer.enc == Enc::Raw {
         size_of::<T>()
     } else {
         T::XDR_BYTES
     };
-    let rest = buffer.bytes().get(buffer.position..).unwrap_or_default();
+    let rest = buffer.bytes().get(buffer.read_offset..).unwrap_or_default();
     let whole = (rest.len() / size).min(items.len());
     if buffer.enc == Enc::Raw {
         items.fill_raw(&rest[..whole * size]);
     } else {
         for (i, chunk) in rest.chunks_exact(size).take(whole).enumerate() {
-            items.set(i, T::get(chunk));
+            items.set(i, T::get_xdr(chunk));
         }
     }
-    buffer.position += whole * size;
+    buffer.read_offset += whole * size;
     if whole < items.len() {
         Err(PvmError::NoData)
     } else {
@@ -308,10 +308,10 @@ pub(crate) fn unpack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResul
         return Err(PvmError::BadMsg);
     }
     let padded = matches!(buffer.enc, Enc::Xdr | Enc::Trace);
-    let rest = buffer.bytes().get(buffer.position..).unwrap_or_default();
+    let rest = buffer.bytes().get(buffer.read_offset..).unwrap_or_default();
     let got = items.fill_raw(&rest[..rest.len().min(items.len())]);
     let step = if padded { got.next_multiple_of(4) } else { got };
-    buffer.position += step.min(rest.len());
+    buffer.read_offset += step.min(rest.len());
     if got < items.len() {
         Err(PvmError::NoData)
     } else {
@@ -319,8 +319,8 @@ pub(crate) fn unpack_bytes(buffer: &mut Buffer, items: &Strided<u8>) -> PvmResul
     }
 }
 
-fn read_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
-    let word = take(buffer.bytes(), position, 4)?
+fn take_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
+    let word = take_bytes(buffer.bytes(), position, 4)?
         .try_into()
         .expect("four bytes were taken");
     Ok(if buffer.enc == Enc::Raw {
@@ -337,19 +337,19 @@ fn read_int(buffer: &Buffer, position: &mut usize) -> PvmResult<i32> {
 /// `NoData` past the end of the message, `BadMsg` if the length is invalid or the buffer cannot be
 /// read.
 pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
-    readable(buffer)?;
-    let mut position = buffer.position;
-    let len = usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
+    check_readable(buffer)?;
+    let mut position = buffer.read_offset;
+    let len = usize::try_from(take_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
     let padded = if buffer.enc == Enc::Raw {
         len
     } else {
         len.next_multiple_of(4)
     };
-    let text = take(buffer.bytes(), &mut position, padded)?;
+    let text = take_bytes(buffer.bytes(), &mut position, padded)?;
     // `CStr` searches with `memchr`, which is many times faster than a loop over the bytes.
     let end = CStr::from_bytes_until_nul(&text[..len]).map_or(len, CStr::count_bytes);
     let text = text[..end].to_vec();
-    buffer.position = position;
+    buffer.read_offset = position;
     Ok(text)
 }
 
@@ -359,7 +359,7 @@ pub(crate) fn unpack_str(buffer: &mut Buffer) -> PvmResult<Vec<u8>> {
 /// As [`pack`]; also `NoMem` if the body's length does not fit into an `i32`.
 pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<()> {
     let len = i32::try_from(message.body.len()).map_err(|_| PvmError::NoMem)?;
-    let words: [i32; HEAD_WORDS] = [
+    let words: [i32; HEADER_WORDS] = [
         len,
         message.ctx,
         message.tag,
@@ -373,9 +373,9 @@ pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<
         pack_value(buffer, word)?;
     }
     pack_value(buffer, len)?;
-    match buffer.pieces() {
-        Some(pieces) => pieces.push(Piece::Here(message.body.to_vec())),
-        None => pack_bytes(buffer, &Strided::of(&message.body))?,
+    match buffer.segments() {
+        Some(pieces) => pieces.push(Segment::Owned(message.body.to_vec())),
+        None => pack_bytes(buffer, &Strided::from_slice(&message.body))?,
     }
     Ok(())
 }
@@ -385,32 +385,32 @@ pub(crate) fn pack_message(buffer: &mut Buffer, message: &Message) -> PvmResult<
 /// # Errors
 /// As [`unpack`]; in that case nothing is consumed.
 pub(crate) fn unpack_message(buffer: &mut Buffer) -> PvmResult<Message> {
-    readable(buffer)?;
-    let mut position = buffer.position;
-    let mut words = [0; HEAD_WORDS];
+    check_readable(buffer)?;
+    let mut position = buffer.read_offset;
+    let mut words = [0; HEADER_WORDS];
     for word in &mut words {
-        *word = read_int(buffer, &mut position)?;
+        *word = take_int(buffer, &mut position)?;
     }
     let [len, ctx, tag, wid, enc, _crc, src, dst] = words;
     let len = usize::try_from(len).map_err(|_| PvmError::BadMsg)?;
     let mut body = Vec::new();
     loop {
-        let piece =
-            usize::try_from(read_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
+        let fragment_len =
+            usize::try_from(take_int(buffer, &mut position)?).map_err(|_| PvmError::BadMsg)?;
         let padded = if buffer.enc == Enc::Raw {
-            piece
+            fragment_len
         } else {
-            piece.next_multiple_of(4)
+            fragment_len.next_multiple_of(4)
         };
-        body.extend_from_slice(&take(buffer.bytes(), &mut position, padded)?[..piece]);
-        if body.len() > len || (piece == 0 && body.len() < len) {
+        body.extend_from_slice(&take_bytes(buffer.bytes(), &mut position, padded)?[..fragment_len]);
+        if body.len() > len || (fragment_len == 0 && body.len() < len) {
             return Err(PvmError::BadMsg);
         }
         if body.len() == len {
             break;
         }
     }
-    buffer.position = position;
+    buffer.read_offset = position;
     let (src, dst) = (Tid::from_raw(src), Tid::from_raw(dst));
     Ok(Message {
         src,
@@ -436,9 +436,13 @@ mod tests {
     /// Packed sizes are those of PVM, except that longs keep their 64 bits.
     #[test]
     fn packed_sizes_match_pvm_with_64_bit_longs() {
-        fn sizes<T: Wire>(value: T) -> [usize; 2] {
-            let len =
-                |enc| packed(enc, |b| pack(b, &Strided::of(&[value; 3])).expect("fits")).len();
+        fn sizes<T: Packable>(value: T) -> [usize; 2] {
+            let len = |enc| {
+                packed(enc, |b| {
+                    pack(b, &Strided::from_slice(&[value; 3])).expect("fits")
+                })
+                .len()
+            };
             [len(Enc::Xdr), len(Enc::Raw)]
         }
         assert_eq!(sizes(1i16), [12, 6]);
@@ -453,7 +457,7 @@ mod tests {
         assert_eq!(sizes([1f64; 2]), [48, 48]);
         let bytes = |enc, n| {
             packed(enc, |b| {
-                pack_bytes(b, &Strided::of(&vec![7; n])).expect("fits")
+                pack_bytes(b, &Strided::from_slice(&vec![7; n])).expect("fits")
             })
             .len()
         };
@@ -466,10 +470,12 @@ mod tests {
     #[test]
     fn short_message_fills_available_elements() {
         for enc in [Enc::Xdr, Enc::Raw] {
-            let mut buffer = packed(enc, |b| pack(b, &Strided::of(&[1i32, 2])).expect("fits"));
+            let mut buffer = packed(enc, |b| {
+                pack(b, &Strided::from_slice(&[1i32, 2])).expect("fits")
+            });
             let mut target = [0i32; 4];
             assert_eq!(
-                unpack(&mut buffer, &Strided::of_mut(&mut target)),
+                unpack(&mut buffer, &Strided::from_mut_slice(&mut target)),
                 Err(PvmError::NoData)
             );
             assert_eq!(target, [1, 2, 0, 0]);
@@ -480,12 +486,12 @@ mod tests {
     #[test]
     fn bytes_are_padded_per_pack_call() {
         let mut buffer = packed(Enc::Xdr, |b| {
-            pack_bytes(b, &Strided::of(b"abc")).expect("fits");
-            pack_bytes(b, &Strided::of(b"def")).expect("fits");
+            pack_bytes(b, &Strided::from_slice(b"abc")).expect("fits");
+            pack_bytes(b, &Strided::from_slice(b"def")).expect("fits");
         });
         let mut target = [0u8; 6];
         assert_eq!(
-            unpack_bytes(&mut buffer, &Strided::of_mut(&mut target)),
+            unpack_bytes(&mut buffer, &Strided::from_mut_slice(&mut target)),
             Ok(())
         );
         assert_eq!(&target, b"abc\0de");
@@ -503,15 +509,15 @@ mod tests {
             enc: 0x1234,
             body: Bytes::from_static(b"12345678"),
         };
-        let mut buffer = Buffer::of_message(message);
+        let mut buffer = Buffer::from_message(message);
         assert_eq!(
-            unpack(&mut buffer, &Strided::of_mut(&mut [0i32])),
+            unpack(&mut buffer, &Strided::from_mut_slice(&mut [0i32])),
             Err(PvmError::BadMsg)
         );
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
         let mut bytes = [0u8; 3];
         assert_eq!(
-            unpack_bytes(&mut buffer, &Strided::of_mut(&mut bytes)),
+            unpack_bytes(&mut buffer, &Strided::from_mut_slice(&mut bytes)),
             Ok(())
         );
         assert_eq!(&bytes, b"123");
@@ -521,11 +527,11 @@ mod tests {
     #[test]
     fn in_place_data_is_read_at_send_time() {
         let mut data = vec![1i32, 2];
-        let items = Strided::of_mut(&mut data);
+        let items = Strided::from_mut_slice(&mut data);
         let mut buffer = packed(Enc::InPlace, |b| pack(b, &items).expect("stride 1"));
         assert_eq!(buffer.len(), 0);
         items.set(0, 9);
-        let body = buffer.wire().expect("small");
+        let body = buffer.wire_body().expect("small");
         assert_eq!(body[..4], 9i32.to_ne_bytes());
         assert_eq!(pack_str(&mut buffer, b"x"), Err(PvmError::NotImpl));
         drop(data);
@@ -555,13 +561,15 @@ mod tests {
     #[test]
     fn invalid_lengths_are_rejected() {
         let mut buffer = packed(Enc::Xdr, |b| {
-            pack(b, &Strided::of(&[i32::MAX])).expect("fits")
+            pack(b, &Strided::from_slice(&[i32::MAX])).expect("fits")
         });
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::NoData));
-        let mut buffer = packed(Enc::Xdr, |b| pack(b, &Strided::of(&[-1])).expect("fits"));
+        let mut buffer = packed(Enc::Xdr, |b| {
+            pack(b, &Strided::from_slice(&[-1])).expect("fits")
+        });
         assert_eq!(unpack_str(&mut buffer), Err(PvmError::BadMsg));
         let mut buffer = packed(Enc::Xdr, |b| {
-            pack(b, &Strided::of(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits")
+            pack(b, &Strided::from_slice(&[9, 0, 0, 0, 0, 0, 0, 0, 0])).expect("fits")
         });
         assert_eq!(unpack_message(&mut buffer), Err(PvmError::BadMsg));
     }

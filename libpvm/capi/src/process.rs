@@ -3,17 +3,17 @@
 // `getuid` and `pthread_atfork` are calls of the C library.
 #![allow(unsafe_code)]
 
-use crate::receive::{self, Turn};
+use crate::receive::{self, DispatchGuard};
 use crate::session::{self, Session};
 use std::cell::RefCell;
 use std::io::Write;
 use std::sync::{MutexGuard, Once};
 
-pub(crate) fn id() -> i32 {
+pub(crate) fn pid() -> i32 {
     std::process::id() as i32
 }
 
-pub(crate) fn user() -> i32 {
+pub(crate) fn uid() -> i32 {
     // SAFETY: `getuid` cannot fail and accesses no memory of this process.
     unsafe { libc::getuid() as i32 }
 }
@@ -25,7 +25,7 @@ pub(crate) fn write_stderr(bytes: &[u8]) {
 }
 
 /// Returns the time since 1970 as seconds and microseconds.
-pub(crate) fn clock() -> (i64, i64) {
+pub(crate) fn now() -> (i64, i64) {
     let since = std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .unwrap_or_default();
@@ -41,10 +41,10 @@ pub(crate) fn prepare_for_fork() {
     });
 }
 
-type Locks = (Option<Turn>, MutexGuard<'static, Session>);
+type ForkLocks = (Option<DispatchGuard>, MutexGuard<'static, Session>);
 
 thread_local! {
-    static HELD: RefCell<Option<Locks>> = const { RefCell::new(None) };
+    static FORK_LOCKS: RefCell<Option<ForkLocks>> = const { RefCell::new(None) };
 }
 
 /// Takes the locks before a fork. A lock that another thread holds at the fork would stay locked in
@@ -52,7 +52,7 @@ thread_local! {
 extern "C" fn before_fork() {
     // In a message handler this thread already dispatches messages, so it must not lock again. The
     // session is never locked while code of the program runs.
-    let turn = (!receive::in_handler()).then(receive::turn);
+    let turn = (!receive::in_handler()).then(receive::lock_dispatch);
     // `try_with` below fails only on a thread that is exiting, whose thread-local storage is
     // already destroyed. The locks are then released immediately.
     let session = session::lock();
@@ -61,9 +61,9 @@ extern "C" fn before_fork() {
         // taken, and the child would see them.
         runtime.prepare_for_fork();
     }
-    let _ = HELD.try_with(|held| *held.borrow_mut() = Some((turn, session)));
+    let _ = FORK_LOCKS.try_with(|held| *held.borrow_mut() = Some((turn, session)));
 }
 
 extern "C" fn after_fork() {
-    let _ = HELD.try_with(|held| drop(held.borrow_mut().take()));
+    let _ = FORK_LOCKS.try_with(|held| drop(held.borrow_mut().take()));
 }

@@ -1,6 +1,6 @@
 //! Receives messages.
 //!
-//! 1. [`pump`] takes all messages that have arrived from the runtime.
+//! 1. [`poll_incoming`] takes all messages that have arrived from the runtime.
 //! 2. Each message is dispatched in the order of arrival: a control message to the library, a
 //!    message that matches a handler to that handler, any other message to the list of messages
 //!    that can be received.
@@ -31,10 +31,10 @@ pub(crate) type Matcher = extern "C" fn(i32, i32, i32) -> i32;
 
 /// How long a receive call waits for a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Patience {
-    None,
-    Until(Instant),
-    Endless,
+pub(crate) enum WaitMode {
+    NoWait,
+    Deadline(Instant),
+    Forever,
 }
 
 thread_local! {
@@ -48,18 +48,20 @@ pub(crate) fn in_handler() -> bool {
 
 /// The right to dispatch messages, with the queue of messages that were taken but not yet
 /// dispatched. One thread holds it at a time, so that messages keep their order.
-pub(crate) type Turn = MutexGuard<'static, VecDeque<Message>>;
+pub(crate) type DispatchGuard = MutexGuard<'static, VecDeque<Message>>;
 
-static TURN: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
+static DISPATCH_QUEUE: Mutex<VecDeque<Message>> = Mutex::new(VecDeque::new());
 
 /// Waits for the right to dispatch messages.
-pub(crate) fn turn() -> Turn {
-    TURN.lock().unwrap_or_else(PoisonError::into_inner)
+pub(crate) fn lock_dispatch() -> DispatchGuard {
+    DISPATCH_QUEUE
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Returns the right to dispatch messages unless another thread holds it.
-fn turn_at_once() -> Option<Turn> {
-    match TURN.try_lock() {
+fn try_lock_dispatch() -> Option<DispatchGuard> {
+    match DISPATCH_QUEUE.try_lock() {
         Ok(turn) => Some(turn),
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
         Err(TryLockError::WouldBlock) => None,
@@ -67,27 +69,27 @@ fn turn_at_once() -> Option<Turn> {
 }
 
 /// Takes all messages that have arrived and dispatches them. Does nothing inside a handler.
-pub(crate) fn pump(rt: &Runtime) {
+pub(crate) fn poll_incoming(rt: &Runtime) {
     if in_handler() {
         return;
     }
-    let mut turn = turn();
-    rt.take_arrived_into(&mut turn);
-    drop(take_in(rt, turn));
+    let mut queue = lock_dispatch();
+    rt.drain_inbox_into(&mut queue);
+    drop(dispatch_all(rt, queue));
 }
 
 /// Dispatches all messages of the queue, and returns the session locked.
-fn take_in(rt: &Runtime, mut turn: Turn) -> MutexGuard<'static, Session> {
+fn dispatch_all(rt: &Runtime, mut turn: DispatchGuard) -> MutexGuard<'static, Session> {
     let mut session = session::lock();
     while let Some(message) = turn.pop_front() {
         if message.ctx == CTX_TASK_CONTROL || !session.handlers.is_empty() {
             drop(session);
-            arrive(rt, message);
+            dispatch_message(rt, message);
             session = session::lock();
         } else {
             // An error means that the program holds the maximum number of buffers (millions of
             // messages). The message is lost, because there is no call that could report it.
-            let _ = session.queue(message);
+            let _ = session.queue_message(message);
         }
     }
     session
@@ -95,9 +97,9 @@ fn take_in(rt: &Runtime, mut turn: Turn) -> MutexGuard<'static, Session> {
 
 /// Dispatches one message: to the library, to a handler, or to the list of messages that can be
 /// received.
-pub(crate) fn arrive(rt: &Runtime, message: Message) {
+pub(crate) fn dispatch_message(rt: &Runtime, message: Message) {
     if message.ctx == CTX_TASK_CONTROL {
-        return control::take(rt, &message);
+        return control::handle(rt, &message);
     }
     let filter = Filter {
         src: message.src.raw(),
@@ -109,13 +111,13 @@ pub(crate) fn arrive(rt: &Runtime, message: Message) {
     // that could report it.
     match session.handlers.find(&filter) {
         Some(handler) => {
-            let Ok(mid) = session.buffers.add(Buffer::of_message(message)) else {
+            let Ok(mid) = session.buffers.add(Buffer::from_message(message)) else {
                 return;
             };
             drop(session);
             run_handler(handler, mid, filter.ctx);
         }
-        None => drop(session.queue(message)),
+        None => drop(session.queue_message(message)),
     }
 }
 
@@ -130,7 +132,7 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
         )
     };
     let ctx = pvmmyctx.swap(ctx, Relaxed);
-    trace::once("mhf_invoke", || {
+    trace::record_event("mhf_invoke", || {
         let session = session::lock();
         let Ok(buffer) = session.buffers.get(mid) else {
             return Vec::new();
@@ -140,21 +142,21 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
             int("RMC", buffer.tag),
             int("RCX", buffer.ctx),
             int("MB", mid),
-            int("MNB", buffer.told_len()),
+            int("MNB", buffer.len_as_int()),
             int("MC", buffer.tag),
             int("MCX", buffer.ctx),
             int("SRC", buffer.src),
         ]
     });
     IN_HANDLER.set(true);
-    trace::outside(|| handler(mid));
+    trace::run_program_code(|| handler(mid));
     IN_HANDLER.set(false);
     pvmmyctx.store(ctx, Relaxed);
     let mut session = session::lock();
-    for made in [session.sbuf, session.rbuf, mid] {
-        if made != sbuf && made != rbuf && made > 0 {
+    for buffer_id in [session.sbuf, session.rbuf, mid] {
+        if buffer_id != sbuf && buffer_id != rbuf && buffer_id > 0 {
             // Fails if the handler has freed the buffer, or if two of these numbers are equal.
-            let _ = session.free(made);
+            let _ = session.free_buffer(buffer_id);
         }
     }
     (session.sbuf, session.rbuf) = (sbuf, rbuf);
@@ -180,7 +182,7 @@ pub(crate) fn default_matcher(mid: i32, tid: i32, tag: i32) -> i32 {
 /// Returns the queued message that the program's matching function ranks highest, the first one of
 /// equal rank. Rank 1 ends the search. A negative result of the function is returned as an error.
 fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32> {
-    let waiting: Vec<i32> = session::lock().arrived.iter().copied().collect();
+    let waiting: Vec<i32> = session::lock().receivable.iter().copied().collect();
     let mut best: Option<(i32, i32)> = None;
     for mid in waiting {
         match matcher(mid, tid, tag) {
@@ -196,7 +198,11 @@ fn find_ranked(matcher: Matcher, tid: i32, tag: i32) -> Result<Option<i32>, i32>
 
 /// Returns the message that a receive would take next, without taking it, together with the locked
 /// session.
-fn find(mut session: MutexGuard<'static, Session>, tid: i32, tag: i32) -> Result<Found, i32> {
+fn find_match(
+    mut session: MutexGuard<'static, Session>,
+    tid: i32,
+    tag: i32,
+) -> Result<Lookup, i32> {
     let found = match session.matcher {
         Some(matcher) => {
             drop(session);
@@ -211,83 +217,88 @@ fn find(mut session: MutexGuard<'static, Session>, tid: i32, tag: i32) -> Result
                     .get(**mid)
                     .is_ok_and(|buffer| matches(buffer, tid, tag))
             };
-            session.arrived.iter().find(wanted).copied()
+            session.receivable.iter().find(wanted).copied()
         }
     };
     Ok((session, found))
 }
 
 /// The locked session, and the number of the matching message if there is one.
-type Found = (MutexGuard<'static, Session>, Option<i32>);
+type Lookup = (MutexGuard<'static, Session>, Option<i32>);
 
 /// True if a program may wait for messages with this sender and tag.
-fn askable(tid: i32, tag: i32) -> bool {
+fn is_valid_request(tid: i32, tag: i32) -> bool {
     let reserved = crate::data::pvmrescode.load(Relaxed) != 0;
     let source = sempa_proto::Tid::from_raw(tid);
     reserved || ((tid == -1 || source.is_task() || source.is_daemon()) && tag >= -1)
 }
 
 /// Reason for the failure of a receive call.
-pub(crate) enum Fault {
-    Error(PvmError),
+pub(crate) enum ReceiveError {
+    Pvm(PvmError),
     /// A negative result of the program's matching function.
     Matcher(i32),
 }
 
-impl From<PvmError> for Fault {
-    fn from(error: PvmError) -> Fault {
-        Fault::Error(error)
+impl From<PvmError> for ReceiveError {
+    fn from(error: PvmError) -> ReceiveError {
+        ReceiveError::Pvm(error)
     }
 }
 
 /// Waits for a matching message and leaves it in the list. `before` runs once, after the arguments
 /// have been checked.
-fn wait(tid: i32, tag: i32, patience: Patience, before: fn(&mut Session)) -> Result<Found, Fault> {
+fn wait_for_message(
+    tid: i32,
+    tag: i32,
+    mode: WaitMode,
+    before: fn(&mut Session),
+) -> Result<Lookup, ReceiveError> {
     let mut session = session::lock();
-    let rt = session.enrolled()?.clone();
-    if !askable(tid, tag) {
+    let rt = session.runtime_or_enrol()?.clone();
+    if !is_valid_request(tid, tag) {
         return Err(PvmError::BadParam.into());
     }
-    if in_handler() && patience != Patience::None {
+    if in_handler() && mode != WaitMode::NoWait {
         return Err(PvmError::NotImpl.into());
     }
     before(&mut session);
     let mut found = (session, None);
-    if !found.0.is_attended() {
+    if !found.0.needs_prompt_dispatch() {
         // No handler or caught output must see newer messages first, so the list can be searched
         // before the runtime is polled.
-        found = find(found.0, tid, tag).map_err(Fault::Matcher)?;
+        found = find_match(found.0, tid, tag).map_err(ReceiveError::Matcher)?;
     }
     if found.1.is_none() {
         drop(found);
-        pump(&rt);
-        found = find(session::lock(), tid, tag).map_err(Fault::Matcher)?;
+        poll_incoming(&rt);
+        found = find_match(session::lock(), tid, tag).map_err(ReceiveError::Matcher)?;
     }
     while found.1.is_none() {
-        let deadline = match patience {
-            Patience::None => return Ok(found),
-            Patience::Until(deadline) => Some(deadline),
-            Patience::Endless => None,
+        let deadline = match mode {
+            WaitMode::NoWait => return Ok(found),
+            WaitMode::Deadline(deadline) => Some(deadline),
+            WaitMode::Forever => None,
         };
         drop(found);
-        let Some(turn) = wait_for_some(&rt, deadline)? else {
+        let Some(queue) = wait_for_arrivals(&rt, deadline)? else {
             return Ok((session::lock(), None));
         };
-        found = find(take_in(&rt, turn), tid, tag).map_err(Fault::Matcher)?;
+        found = find_match(dispatch_all(&rt, queue), tid, tag).map_err(ReceiveError::Matcher)?;
     }
     Ok(found)
 }
 
 /// Waits until messages arrive, and takes them together with the right to dispatch them. Returns
 /// `None` at the deadline.
-fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Turn>> {
+fn wait_for_arrivals(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<DispatchGuard>> {
     let mut take = |inbox: &mut Inbox| {
         if inbox.is_empty() {
             return None;
         }
-        let mut turn = turn_at_once();
+        let mut turn = try_lock_dispatch();
         if let Some(turn) = &mut turn {
-            inbox.take_all_into(turn);
+            inbox.drain_into(turn);
         }
         Some(turn)
     };
@@ -297,19 +308,19 @@ fn wait_for_some(rt: &Runtime, deadline: Option<Instant>) -> PvmResult<Option<Tu
     // Another thread is dispatching messages. One of them may be the message that this thread waits
     // for, so wait until it has finished.
     Ok(Some(taken.unwrap_or_else(|| {
-        let mut turn = turn();
-        rt.take_arrived_into(&mut turn);
+        let mut turn = lock_dispatch();
+        rt.drain_inbox_into(&mut turn);
         turn
     })))
 }
 
 /// Receives a message and makes it the active receive buffer. The previous active receive buffer is
 /// freed, even if no message arrives.
-pub(crate) fn receive(tid: i32, tag: i32, patience: Patience) -> Result<Option<i32>, Fault> {
-    let (mut session, Some(mid)) = wait(tid, tag, patience, Session::free_rbuf)? else {
+pub(crate) fn receive(tid: i32, tag: i32, mode: WaitMode) -> Result<Option<i32>, ReceiveError> {
+    let (mut session, Some(mid)) = wait_for_message(tid, tag, mode, Session::free_rbuf)? else {
         return Ok(None);
     };
-    session.unqueue(mid);
+    session.unqueue_message(mid);
     session.free_rbuf();
     if session.sbuf == mid {
         session.sbuf = 0;
@@ -319,15 +330,15 @@ pub(crate) fn receive(tid: i32, tag: i32, patience: Patience) -> Result<Option<i
 }
 
 /// Returns the number of the message that a receive would take, and leaves it in the list.
-pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, Fault> {
-    Ok(wait(tid, tag, Patience::None, |_| ())?.1)
+pub(crate) fn probe(tid: i32, tag: i32) -> Result<Option<i32>, ReceiveError> {
+    Ok(wait_for_message(tid, tag, WaitMode::NoWait, |_| ())?.1)
 }
 
 /// Receives a message without making it the active receive buffer (`pvm_precv`).
-pub(crate) fn receive_apart(tid: i32, tag: i32) -> Result<Buffer, Fault> {
-    let (mut session, found) = wait(tid, tag, Patience::Endless, |_| ())?;
+pub(crate) fn receive_detached(tid: i32, tag: i32) -> Result<Buffer, ReceiveError> {
+    let (mut session, found) = wait_for_message(tid, tag, WaitMode::Forever, |_| ())?;
     let mid = found.ok_or(PvmError::SysErr)?;
-    session.unqueue(mid);
+    session.unqueue_message(mid);
     Ok(session.buffers.remove(mid)?)
 }
 
@@ -335,12 +346,12 @@ pub(crate) fn receive_apart(tid: i32, tag: i32) -> Result<Buffer, Fault> {
 ///
 /// # Errors
 /// `SysErr` if the connection to the daemon is lost, `NotImpl` inside a handler.
-pub(crate) fn wait_for<R>(
+pub(crate) fn wait_until<R>(
     rt: &Runtime,
     mut done: impl FnMut(&mut Session) -> Option<R>,
 ) -> PvmResult<R> {
     loop {
-        pump(rt);
+        poll_incoming(rt);
         if let Some(found) = done(&mut session::lock()) {
             return Ok(found);
         }

@@ -18,15 +18,15 @@ const TRACE_TAG: i32 = -2222;
 /// Value of `PvmRoute` that requests direct routes (`PvmRouteDirect`).
 const ROUTE_DIRECT: i32 = 3;
 
-fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
+fn check_destination(tid: i32, tag: i32) -> PvmResult<()> {
     let reserved = pvmrescode.load(Relaxed) != 0;
     let tid = Tid::from_raw(tid);
-    let good = if reserved {
+    let allowed = if reserved {
         tid.is_task() || tid.is_daemon()
     } else {
         tid.is_task() && tag >= 0
     };
-    if good {
+    if allowed {
         Ok(())
     } else {
         Err(PvmError::BadParam)
@@ -40,26 +40,26 @@ fn may_send(tid: i32, tag: i32) -> PvmResult<()> {
 /// buffer, `SysErr` without a daemon.
 pub(crate) fn send(tid: i32, tag: i32) -> PvmResult<()> {
     let mut session = session::lock();
-    session.enrolled()?;
-    if at_once(&mut session, tid, tag) {
-        let attended = session
-            .is_attended()
-            .then(|| session.enrolled().cloned())
+    session.runtime_or_enrol()?;
+    if try_send_inline(&mut session, tid, tag) {
+        let prompt_runtime = session
+            .needs_prompt_dispatch()
+            .then(|| session.runtime_or_enrol().cloned())
             .transpose()?;
         drop(session);
-        if let Some(rt) = attended {
-            receive::pump(&rt);
+        if let Some(rt) = prompt_runtime {
+            receive::poll_incoming(&rt);
         }
         return Ok(());
     }
     drop(session);
-    send_by_any_way(tid, tag)
+    send_queued(tid, tag)
 }
 
 /// Fast path for a small message: writes it directly to the receiver's ring. Returns false, with
 /// nothing sent, if that is not possible.
 #[inline]
-fn at_once(session: &mut Session, tid: i32, tag: i32) -> bool {
+fn try_send_inline(session: &mut Session, tid: i32, tag: i32) -> bool {
     let Session {
         runtime: Some(rt),
         buffers,
@@ -72,70 +72,70 @@ fn at_once(session: &mut Session, tid: i32, tag: i32) -> bool {
     let Ok(buffer) = buffers.get_mut(*sbuf) else {
         return false;
     };
-    let Some(body) = buffer.small() else {
+    let Some(body) = buffer.small_body() else {
         return false;
     };
-    if may_send(tid, tag).is_err() {
+    if check_destination(tid, tag).is_err() {
         return false;
     }
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
     let direct = pvmrouteopt.load(Relaxed) == ROUTE_DIRECT;
-    let head = message_head(ctx, tag, buffer.wid, buffer.enc.sent_word());
-    let sent = rt.send_at_once(dst, head, body, direct);
+    let head = message_head(ctx, tag, buffer.wid, buffer.enc.sent_code());
+    let sent = rt.try_send_inline(dst, head, body, direct);
     if sent {
-        buffer.sent(rt.tid(), dst, ctx, tag);
+        buffer.record_sent(rt.tid(), dst, ctx, tag);
     }
     sent
 }
 
-fn send_by_any_way(tid: i32, tag: i32) -> PvmResult<()> {
+fn send_queued(tid: i32, tag: i32) -> PvmResult<()> {
     let rt = session::runtime()?;
     let message = {
         let mut session = session::lock();
         if tid == TRACE_TID && tag == TRACE_TAG && session.send_buffer()?.enc == Enc::Trace {
-            let event = session.send_buffer()?.wire()?;
+            let event = session.send_buffer()?.wire_body()?;
             drop(session);
             crate::trace::user_event(&event);
             return Ok(());
         }
-        may_send(tid, tag)?;
+        check_destination(tid, tag)?;
         let ctx = pvmmyctx.load(Relaxed);
         session
             .send_buffer()?
-            .message(rt.tid(), Tid::from_raw(tid), ctx, tag)?
+            .make_message(rt.tid(), Tid::from_raw(tid), ctx, tag)?
     };
-    hand_over(&rt, message)
+    enqueue(&rt, message)
 }
 
 /// Runs `act` with another buffer as the active send buffer.
 ///
 /// # Errors
 /// `NoSuchBuf` or `BadParam` for a number without a buffer, and the errors of `act`.
-pub(crate) fn with_buffer(mid: i32, act: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
-    let before = {
+pub(crate) fn with_send_buffer(mid: i32, act: impl FnOnce() -> PvmResult<()>) -> PvmResult<()> {
+    let previous = {
         let mut session = session::lock();
         session.buffers.get(mid)?;
         std::mem::replace(&mut session.sbuf, mid)
     };
-    let done = act();
-    session::lock().sbuf = before;
-    done
+    let result = act();
+    session::lock().sbuf = previous;
+    result
 }
 
-fn hand_over(rt: &Runtime, message: Message) -> PvmResult<()> {
+fn enqueue(rt: &Runtime, message: Message) -> PvmResult<()> {
     if pvmrouteopt.load(Relaxed) == ROUTE_DIRECT {
         rt.open_route(message.dst);
     }
     rt.send(message)?;
-    take_in(rt);
+    poll_if_prompt(rt);
     Ok(())
 }
 
 /// Dispatches incoming messages after a send if handlers or caught output need them promptly.
-fn take_in(rt: &Runtime) {
-    let attended = session::lock().is_attended();
-    if attended {
-        receive::pump(rt);
+fn poll_if_prompt(rt: &Runtime) {
+    let prompt = session::lock().needs_prompt_dispatch();
+    if prompt {
+        receive::poll_incoming(rt);
     }
 }
 
@@ -165,10 +165,10 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
         let Some(last) = others.last() else {
             return Ok(());
         };
-        buffer.message(rt.tid(), *last, ctx, tag)?
+        buffer.make_message(rt.tid(), *last, ctx, tag)?
     };
     rt.send_to_many(&message, &others)?;
-    take_in(&rt);
+    poll_if_prompt(&rt);
     Ok(())
 }
 
@@ -180,18 +180,21 @@ pub(crate) fn multicast(tids: &[i32], tag: i32) -> PvmResult<()> {
 /// As [`send`].
 pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<()> {
     let rt = session::runtime()?;
-    may_send(tid, tag)?;
+    check_destination(tid, tag)?;
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
-    if let Some(small) = items.slice().filter(|bytes| bytes.len() <= SMALL_BYTES_MAX) {
+    if let Some(small) = items
+        .as_slice()
+        .filter(|bytes| bytes.len() <= SMALL_BYTES_MAX)
+    {
         let head = message_head(ctx, tag, 0, DSIG_X86_64);
-        if rt.send_at_once(dst, head, small, pvmrouteopt.load(Relaxed) == ROUTE_DIRECT) {
-            take_in(&rt);
+        if rt.try_send_inline(dst, head, small, pvmrouteopt.load(Relaxed) == ROUTE_DIRECT) {
+            poll_if_prompt(&rt);
             return Ok(());
         }
     }
     let mut body = Vec::new();
     items.append_raw(&mut body);
-    hand_over(
+    enqueue(
         &rt,
         Message {
             src: rt.tid(),
@@ -209,7 +212,7 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
 ///
 /// # Errors
 /// `NotImpl` for strings, `BadParam` for unknown types.
-pub(crate) fn type_bytes(kind: i32) -> PvmResult<usize> {
+pub(crate) fn element_bytes(kind: i32) -> PvmResult<usize> {
     match kind {
         0 => Err(PvmError::NotImpl),
         1 => Ok(1),
@@ -225,15 +228,15 @@ pub(crate) fn type_bytes(kind: i32) -> PvmResult<usize> {
 ///
 /// # Errors
 /// `NoSuchBuf` or `BadParam` for a number without a buffer.
-pub(crate) fn copy_of(mid: i32) -> PvmResult<Message> {
+pub(crate) fn buffer_as_message(mid: i32) -> PvmResult<Message> {
     let mut session = session::lock();
     let buffer: &mut Buffer = session.buffers.get_mut(mid)?;
     let enc = if buffer.enc == Enc::InPlace {
         DSIG_X86_64
     } else {
-        buffer.enc.word()
+        buffer.enc.code()
     };
-    let body = buffer.wire()?;
+    let body = buffer.wire_body()?;
     let (src, dst) = (Tid::from_raw(buffer.src), Tid::from_raw(buffer.dst));
     Ok(Message {
         src,

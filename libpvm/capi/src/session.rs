@@ -4,7 +4,7 @@
 //! One lock guards the whole state. It is never held while code of the program runs (message
 //! handlers, matching functions) or while a call waits, so such code may call the library again.
 
-use crate::abi::EMPTY_MASK;
+use crate::abi::NO_EVENTS_MASK;
 use crate::buffers::{Buffer, Buffers, Enc};
 use crate::data::{
     error_text, pvm_errno, pvm_useruid, pvmautoerr, pvmctrc, pvmdebmask, pvmmyctx, pvmmydsig,
@@ -14,7 +14,7 @@ use crate::data::{
 use crate::env;
 use crate::handlers::Handlers;
 use crate::options::ROUTE_NONE;
-use crate::output::Catch;
+use crate::output::OutputCatcher;
 use crate::process;
 use crate::receive::Matcher;
 use libpvm::{EnrollError, Runtime};
@@ -35,16 +35,16 @@ pub(crate) struct Session {
     /// Active receive buffer; 0 if there is none.
     pub(crate) rbuf: i32,
     /// Buffers of the messages that wait to be received, in the order of arrival.
-    pub(crate) arrived: VecDeque<i32>,
+    pub(crate) receivable: VecDeque<i32>,
     pub(crate) handlers: Handlers,
     /// Matching function that the program set with `pvm_recvf`.
     pub(crate) matcher: Option<Matcher>,
     /// Output of children that this task prints.
-    pub(crate) catch: Catch,
+    pub(crate) output_catcher: OutputCatcher,
     /// Tids of all tasks of the spawn that started this task.
     pub(crate) siblings: Option<Vec<Tid>>,
     /// Context and tag of each notice that this task requested about its own exit.
-    pub(crate) own_exit: Vec<(i32, i32)>,
+    pub(crate) own_exit_notices: Vec<(i32, i32)>,
 }
 
 static SESSION: LazyLock<Mutex<Session>> = LazyLock::new(|| {
@@ -59,7 +59,7 @@ pub(crate) fn lock() -> MutexGuard<'static, Session> {
 
 /// Reads the settings that the spawning task passes in the environment.
 fn read_environment() {
-    let number = |name: &str| env::get(name).map(|text| env::number(text.as_bytes()));
+    let number = |name: &str| env::get(name).map(|text| env::parse_number(text.as_bytes()));
     if let Some(ctx) = number("PVMCTX") {
         pvmmyctx.store(ctx, Relaxed);
     }
@@ -67,8 +67,10 @@ fn read_environment() {
         pvmdebmask.store(mask, Relaxed);
     }
     for tracer in [&pvmtrc, &pvmctrc] {
-        tracer.set_mask(&EMPTY_MASK);
-        if let Some(mask) = env::get("PVMTMASK").filter(|mask| mask.len() + 1 == EMPTY_MASK.len()) {
+        tracer.set_mask(&NO_EVENTS_MASK);
+        if let Some(mask) =
+            env::get("PVMTMASK").filter(|mask| mask.len() + 1 == NO_EVENTS_MASK.len())
+        {
             tracer.set_mask(mask.as_bytes());
         }
         tracer
@@ -85,8 +87,8 @@ impl Session {
     ///
     /// # Errors
     /// As [`Buffers::remove`].
-    pub(crate) fn free(&mut self, mid: i32) -> PvmResult<()> {
-        self.unqueue(mid);
+    pub(crate) fn free_buffer(&mut self, mid: i32) -> PvmResult<()> {
+        self.unqueue_message(mid);
         self.buffers.free(mid)?;
         if self.sbuf == mid {
             self.sbuf = 0;
@@ -101,23 +103,23 @@ impl Session {
     ///
     /// # Errors
     /// As [`Buffers::add`].
-    pub(crate) fn queue(&mut self, message: Message) -> PvmResult<()> {
-        let mut buffer = Buffer::of_message(message);
+    pub(crate) fn queue_message(&mut self, message: Message) -> PvmResult<()> {
+        let mut buffer = Buffer::from_message(message);
         buffer.queued = true;
         let mid = self.buffers.add(buffer)?;
-        self.arrived.push_back(mid);
+        self.receivable.push_back(mid);
         Ok(())
     }
 
     /// Removes a message from the list of messages that can be received, if it is there.
-    pub(crate) fn unqueue(&mut self, mid: i32) {
+    pub(crate) fn unqueue_message(&mut self, mid: i32) {
         let Ok(buffer) = self.buffers.get_mut(mid) else {
             return;
         };
         if std::mem::take(&mut buffer.queued)
-            && let Some(place) = self.arrived.iter().position(|waiting| *waiting == mid)
+            && let Some(index) = self.receivable.iter().position(|waiting| *waiting == mid)
         {
-            self.arrived.remove(place);
+            self.receivable.remove(index);
         }
     }
 
@@ -126,7 +128,7 @@ impl Session {
         let mid = std::mem::take(&mut self.rbuf);
         if mid != 0 {
             // Fails if the program has already freed it by its number.
-            let _ = self.free(mid);
+            let _ = self.free_buffer(mid);
         }
     }
 
@@ -136,13 +138,13 @@ impl Session {
     /// As [`Buffers::add`].
     pub(crate) fn new_buffer(&mut self, enc: Enc) -> PvmResult<i32> {
         let src = pvmmytid.load(Relaxed).max(0);
-        self.buffers.make(enc, src)
+        self.buffers.create(enc, src)
     }
 
     /// True if incoming messages must be dispatched promptly, because the program has handlers or
     /// catches the output of children.
-    pub(crate) fn is_attended(&self) -> bool {
-        !self.handlers.is_empty() || self.catch.is_on()
+    pub(crate) fn needs_prompt_dispatch(&self) -> bool {
+        !self.handlers.is_empty() || self.output_catcher.is_active()
     }
 
     /// Returns the active send buffer.
@@ -174,7 +176,7 @@ impl Session {
     /// # Errors
     /// `SysErr` if no daemon accepts the process; a line on standard error gives the reason.
     #[inline]
-    pub(crate) fn enrolled(&mut self) -> PvmResult<&Runtime> {
+    pub(crate) fn runtime_or_enrol(&mut self) -> PvmResult<&Runtime> {
         if !self.runtime.as_ref().is_some_and(Runtime::is_connected) {
             self.enrol()?;
         }
@@ -183,40 +185,40 @@ impl Session {
 
     fn enrol(&mut self) -> PvmResult<()> {
         if let Some(lost) = self.runtime.take() {
-            let forked = pvmmyupid.load(Relaxed) != process::id();
+            let forked = pvmmyupid.load(Relaxed) != process::pid();
             if !forked {
-                say(&format!("{}\n", lost.why_lost()), true);
+                log_stderr(&format!("{}\n", lost.lost_reason()), true);
             }
-            self.forget();
+            self.reset();
             if !forked {
                 return Err(PvmError::SysErr);
             }
         }
         process::prepare_for_fork();
-        let rt = libpvm::enroll(AtEnd::Signalled).map_err(explain)?;
-        self.take_over(&rt);
-        rt.allow_routes(pvmrouteopt.load(Relaxed) != ROUTE_NONE);
+        let rt = libpvm::enroll(AtEnd::Signalled).map_err(report_enroll_error)?;
+        self.adopt_settings(&rt);
+        rt.set_accepts_routes(pvmrouteopt.load(Relaxed) != ROUTE_NONE);
         self.runtime = Some(rt);
         Ok(())
     }
 
-    fn take_over(&mut self, rt: &Runtime) {
+    fn adopt_settings(&mut self, rt: &Runtime) {
         pvmmytid.store(rt.tid().raw(), Relaxed);
         pvmmyptid.store(rt.parent().raw(), Relaxed);
-        pvmmyupid.store(process::id(), Relaxed);
-        pvm_useruid.store(process::user(), Relaxed);
+        pvmmyupid.store(process::pid(), Relaxed);
+        pvm_useruid.store(process::uid(), Relaxed);
         pvmmydsig.store(rt.dsig(), Relaxed);
         pvmschedtid.store(rt.rm().map_or(0, |rm| rm.tid.raw()), Relaxed);
         let (output, trace) = (rt.output(), rt.trace());
-        let wanted = rt.tracer();
+        let requested = rt.tracer();
         for tracer in [&pvmtrc, &pvmctrc] {
-            if let Some(wanted) = wanted
+            if let Some(requested) = requested
                 .as_ref()
                 .filter(|_| tracer.trace_tid.load(Relaxed) >= 0)
             {
-                tracer.set_mask(&wanted.mask);
-                tracer.trace_buf.store(wanted.buffer, Relaxed);
-                tracer.trace_opt.store(wanted.options, Relaxed);
+                tracer.set_mask(&requested.mask);
+                tracer.trace_buf.store(requested.buffer, Relaxed);
+                tracer.trace_opt.store(requested.options, Relaxed);
             }
             // A negative tid was set by the program, which then wants no sink, even if one is
             // inherited.
@@ -235,7 +237,7 @@ impl Session {
 
     /// Resets the state of a process that stops being a task. Its buffers and received messages
     /// stay. Returns the connection.
-    pub(crate) fn forget(&mut self) -> Option<Runtime> {
+    pub(crate) fn reset(&mut self) -> Option<Runtime> {
         for id in [
             &pvmmytid,
             &pvmmyptid,
@@ -248,20 +250,20 @@ impl Session {
         pvmschedtid.store(0, Relaxed);
         pvmnoreset.store(0, Relaxed);
         self.handlers.clear();
-        self.own_exit.clear();
+        self.own_exit_notices.clear();
         self.siblings = None;
-        self.catch = Catch::default();
+        self.output_catcher = OutputCatcher::default();
         self.runtime.take()
     }
 }
 
 /// Reports a failed enrolment in one line; the error line of the calling function follows.
-fn explain(error: EnrollError) -> PvmError {
+fn report_enroll_error(error: EnrollError) -> PvmError {
     if matches!(error, EnrollError::Root) {
         refuse_root();
     }
     if pvmautoerr.load(Relaxed) != 0 {
-        say(&format!("{error}\n"), true);
+        log_stderr(&format!("{error}\n"), true);
     }
     PvmError::SysErr
 }
@@ -270,7 +272,12 @@ fn explain(error: EnrollError) -> PvmError {
 pub(crate) fn refuse_root() -> ! {
     use std::io::Write;
     // There is no other place to report that standard output is closed.
-    let _ = writeln!(std::io::stdout(), "libpvm {}: {}", who(), EnrollError::Root);
+    let _ = writeln!(
+        std::io::stdout(),
+        "libpvm {}: {}",
+        log_prefix(),
+        EnrollError::Root
+    );
     std::process::exit(1)
 }
 
@@ -279,22 +286,22 @@ pub(crate) fn refuse_root() -> ! {
 /// # Errors
 /// `SysErr` if no daemon accepts the process; a line on standard error gives the reason.
 pub(crate) fn runtime() -> PvmResult<Runtime> {
-    lock().enrolled().cloned()
+    lock().runtime_or_enrol().cloned()
 }
 
 /// Returns the prefix of a log line: `[t40002]`, or `[pid123]` while the process is not a task.
-fn who() -> String {
+fn log_prefix() -> String {
     match pvmmytid.load(Relaxed) {
-        -1 => format!("[pid{}]", process::id()),
+        -1 => format!("[pid{}]", process::pid()),
         tid => format!("[t{tid:x}]"),
     }
 }
 
 /// Writes `libpvm [t40002]: text` to standard error. With `plain` there is no colon after the task,
 /// as in PVM's log lines.
-pub(crate) fn say(text: &str, plain: bool) {
+pub(crate) fn log_stderr(text: &str, plain: bool) {
     let colon = if plain { "" } else { ":" };
-    process::write_stderr(format!("libpvm {}{colon} {text}", who()).as_bytes());
+    process::write_stderr(format!("libpvm {}{colon} {text}", log_prefix()).as_bytes());
 }
 
 /// Sets `pvm_errno` and prints nothing.
@@ -304,12 +311,12 @@ pub(crate) fn set_errno(code: i32) {
 
 /// Reports an error as `PvmAutoErr` demands and returns its code. Always sets `pvm_errno`; mode 0
 /// prints nothing, 1 prints a line, 2 also exits, 3 also aborts.
-pub(crate) fn report(place: &str, code: i32) -> i32 {
+pub(crate) fn report_error(call: &str, code: i32) -> i32 {
     set_errno(code);
     let mode = pvmautoerr.load(Relaxed);
     if mode != 0 {
-        say(
-            &format!("{place}(): {}\n", error_text(code).to_string_lossy()),
+        log_stderr(
+            &format!("{call}(): {}\n", error_text(code).to_string_lossy()),
             false,
         );
     }
@@ -324,17 +331,21 @@ pub(crate) fn report(place: &str, code: i32) -> i32 {
 }
 
 /// Returns the value of a call, or reports its error and returns the error code.
-pub(crate) fn answer(place: &str, result: PvmResult<i32>) -> i32 {
-    result.unwrap_or_else(|error| report(place, error.code()))
+pub(crate) fn value_or_report(call: &str, result: PvmResult<i32>) -> i32 {
+    result.unwrap_or_else(|error| report_error(call, error.code()))
 }
 
-/// As [`answer`], but prints nothing for the errors in `expected`.
-pub(crate) fn answer_quietly(place: &str, result: PvmResult<i32>, expected: &[PvmError]) -> i32 {
+/// As [`value_or_report`], but prints nothing for the errors in `expected`.
+pub(crate) fn value_or_report_except(
+    call: &str,
+    result: PvmResult<i32>,
+    expected: &[PvmError],
+) -> i32 {
     match result {
         Err(error) if expected.contains(&error) => {
             set_errno(error.code());
             error.code()
         }
-        other => answer(place, other),
+        other => value_or_report(call, other),
     }
 }

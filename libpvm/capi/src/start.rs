@@ -17,11 +17,11 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Time a new daemon has until it accepts connections.
-const START_MAX: Duration = Duration::from_secs(30);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// Time a daemon that was halted has until it stops accepting connections.
-const GOING_MAX: Duration = Duration::from_secs(10);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Pause between two attempts to connect to the daemon's socket.
-const TRY_EVERY: Duration = Duration::from_millis(10);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Starts a daemon with these arguments, waits until it answers, and enrols this process. With
 /// `block`, also waits until all hosts of the host file have been added or have failed.
@@ -30,45 +30,45 @@ const TRY_EVERY: Duration = Duration::from_millis(10);
 /// `DupHost` if a daemon is already running, `CantStart` if the new one does not come up, `SysErr`
 /// if it does not accept this task.
 pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
-    let place = Place::of(process::user() as u32, env::get).map_err(|reason| {
-        session::say(&format!("{reason}\n"), true);
+    let paths = Place::of(process::uid() as u32, env::get).map_err(|reason| {
+        session::log_stderr(&format!("{reason}\n"), true);
         PvmError::CantStart
     })?;
-    let answers = || UnixStream::connect(place.socket()).is_ok();
-    let deadline = Instant::now() + GOING_MAX;
+    let accepts_connections = || UnixStream::connect(paths.socket()).is_ok();
+    let deadline = Instant::now() + EXIT_TIMEOUT;
     // A daemon that was halted accepts connections for a moment longer.
-    while answers() {
+    while accepts_connections() {
         let left = deadline.saturating_duration_since(Instant::now());
-        if left < TRY_EVERY || libpvm::runtime::is_served(&place.socket(), left) {
+        if left < RETRY_INTERVAL || libpvm::runtime::daemon_answers(&paths.socket(), left) {
             return Err(PvmError::DupHost);
         }
-        std::thread::sleep(TRY_EVERY);
+        std::thread::sleep(RETRY_INTERVAL);
     }
-    let mut command = Command::new(program());
+    let mut command = Command::new(daemon_program());
     command
         .args(args.iter().map(|arg| OsStr::from_bytes(arg)))
         .stdin(Stdio::null())
         .stdout(Stdio::piped());
-    // SAFETY: between fork and exec, `set_free` makes only async-signal-safe calls, as the child of
+    // SAFETY: between fork and exec, `detach` makes only async-signal-safe calls, as the child of
     // a process with threads requires.
-    unsafe { command.pre_exec(set_free) };
+    unsafe { command.pre_exec(detach) };
     let mut child = command.spawn().map_err(|error| {
-        session::say(&format!("pvmd: {error}\n"), true);
+        session::log_stderr(&format!("pvmd: {error}\n"), true);
         PvmError::CantStart
     })?;
-    let lines = child.stdout.take();
-    // The direct child exits immediately (see `set_free`). Its own child, the daemon, is then not a
+    let stdout = child.stdout.take();
+    // The direct child exits immediately (see `detach`). Its own child, the daemon, is then not a
     // child of this process.
     child.wait().map_err(|_| PvmError::CantStart)?;
-    let deadline = Instant::now() + START_MAX;
-    if let Some(lines) = lines {
-        wait_for_line(lines, deadline)?;
+    let deadline = Instant::now() + START_TIMEOUT;
+    if let Some(stdout) = stdout {
+        wait_until_ready(stdout, deadline)?;
     }
-    while !answers() {
+    while !accepts_connections() {
         if Instant::now() > deadline {
             return Err(PvmError::CantStart);
         }
-        std::thread::sleep(TRY_EVERY);
+        std::thread::sleep(RETRY_INTERVAL);
     }
     let rt = session::runtime()?;
     if block {
@@ -81,11 +81,14 @@ pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
 
 /// Waits for the daemon's first line of output. A daemon prints its address when it is ready, and
 /// closes its output when it fails.
-fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant) -> PvmResult<()> {
+fn wait_until_ready(
+    mut stdout: impl Read + std::os::fd::AsRawFd,
+    deadline: Instant,
+) -> PvmResult<()> {
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let mut ready = libc::pollfd {
-            fd: lines.as_raw_fd(),
+            fd: stdout.as_raw_fd(),
             events: libc::POLLIN,
             revents: 0,
         };
@@ -97,7 +100,7 @@ fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant)
         }
     }
     let mut byte = [0];
-    match lines.read(&mut byte) {
+    match stdout.read(&mut byte) {
         Ok(1) => Ok(()),
         _ => Err(PvmError::CantStart),
     }
@@ -105,7 +108,7 @@ fn wait_for_line(mut lines: impl Read + std::os::fd::AsRawFd, deadline: Instant)
 
 /// Runs in the forked child, before exec. Its own child continues as the daemon in a new session;
 /// the forked child exits.
-fn set_free() -> std::io::Result<()> {
+fn detach() -> std::io::Result<()> {
     // SAFETY: `fork`, `_exit` and `setsid` take no pointers.
     unsafe {
         match libc::fork() {
@@ -120,21 +123,21 @@ fn set_free() -> std::io::Result<()> {
 
 /// Returns the daemon's executable: `PVM_DPATH` if set, else the one in this library's folder or in
 /// `../bin`, else `pvmd` from `PATH`.
-pub(crate) fn program() -> OsString {
+pub(crate) fn daemon_program() -> OsString {
     if let Some(path) = env::get("PVM_DPATH") {
         return path.into();
     }
-    let beside = library().and_then(|library| {
+    let next_to_library = library_path().and_then(|library| {
         let folder = library.parent()?;
         [folder.join("pvmd"), folder.join("../bin/pvmd")]
             .into_iter()
             .find(|path| path.is_file())
     });
-    beside.map_or_else(|| "pvmd".into(), Into::into)
+    next_to_library.map_or_else(|| "pvmd".into(), Into::into)
 }
 
 /// Returns the path of this library's file.
-fn library() -> Option<PathBuf> {
+fn library_path() -> Option<PathBuf> {
     let mut info = libc::Dl_info {
         dli_fname: std::ptr::null(),
         dli_fbase: std::ptr::null_mut(),
@@ -145,7 +148,7 @@ fn library() -> Option<PathBuf> {
     // loaded.
     unsafe {
         if libc::dladdr(
-            library as fn() -> Option<PathBuf> as *const libc::c_void,
+            library_path as fn() -> Option<PathBuf> as *const libc::c_void,
             &mut info,
         ) == 0
             || info.dli_fname.is_null()

@@ -3,7 +3,7 @@
 //! - Only the outermost call is recorded. Calls that the library or a group function makes
 //!   internally produce no records. Calls in a message handler count as outermost again.
 //! - Depending on the option `PvmTraceOptions`, every call is recorded (full), or only the total
-//!   time (`TIME`) or number (`COUNT`) of calls per event, which [`flush`] sends.
+//!   time (`OPTION_TIME`) or number (`OPTION_COUNT`) of calls per event, which [`flush`] sends.
 //! - Records are collected up to the size of the trace buffer (`PvmTraceBuffer`) and sent together.
 //!   Without a buffer each one is sent at once.
 
@@ -25,50 +25,50 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) use libpvm::trace_events::EventMask;
 
 /// `PvmTraceTime`: record the total time of each kind of call.
-const TIME: i32 = 2;
+const OPTION_TIME: i32 = 2;
 /// `PvmTraceCount`: record the number of each kind of call.
-const COUNT: i32 = 3;
+const OPTION_COUNT: i32 = 3;
 /// Upper bound of the collected records in bytes, whatever buffer size a program requests.
 const COLLECTED_BYTES_MAX: usize = 1 << 20;
 
 /// Totals of one kind of call, kept when only times or numbers are recorded.
 #[derive(Clone, Copy, Debug, Default)]
-struct Sum {
+struct CallTotals {
     micros: i64,
     count: i32,
 }
 
 /// Records that have not been sent yet, and the events that the tracer already knows.
 #[derive(Debug, Default)]
-struct State {
-    /// Tid, context and tag to which the descriptions in `described` were sent.
+struct TraceState {
+    /// Tid, context and tag to which the descriptions in `described_events` were sent.
     sink: (i32, i32, i32),
-    described: BTreeSet<i32>,
+    described_events: BTreeSet<i32>,
     collected: Vec<u8>,
-    sums: BTreeMap<i32, Sum>,
+    totals: BTreeMap<i32, CallTotals>,
 }
 
-static STATE: Mutex<State> = Mutex::new(State {
+static STATE: Mutex<TraceState> = Mutex::new(TraceState {
     sink: (0, 0, 0),
-    described: BTreeSet::new(),
+    described_events: BTreeSet::new(),
     collected: Vec::new(),
-    sums: BTreeMap::new(),
+    totals: BTreeMap::new(),
 });
 
-fn state() -> MutexGuard<'static, State> {
+fn state() -> MutexGuard<'static, TraceState> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 thread_local! {
     /// True while this thread is in a call of the library.
-    static INSIDE: Cell<bool> = const { Cell::new(false) };
+    static IN_LIBRARY_CALL: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs code of the program from within a call. Calls that it makes count as outermost.
-pub(crate) fn outside<R>(run: impl FnOnce() -> R) -> R {
-    let inside = INSIDE.replace(false);
+pub(crate) fn run_program_code<R>(run: impl FnOnce() -> R) -> R {
+    let inside = IN_LIBRARY_CALL.replace(false);
     let answer = run();
-    INSIDE.set(inside);
+    IN_LIBRARY_CALL.set(inside);
     answer
 }
 
@@ -78,23 +78,23 @@ fn has_tracer() -> bool {
     sink > 0 && sink != pvmmytid.load(Relaxed)
 }
 
-fn number_if_wanted(event: &str) -> Option<i32> {
+fn enabled_event_number(event: &str) -> Option<i32> {
     if !has_tracer() {
         return None;
     }
-    let number = EventMask::event(event)? as i32;
+    let number = EventMask::event_number(event)? as i32;
     mask_has(&pvmtrc.mask(), number).then_some(number)
 }
 
 /// Runs a call of the interface and records it. `entry` and `exit` return the items to record
 /// before and after `body`.
-pub(crate) fn call<R>(
+pub(crate) fn traced_call<R>(
     event: &str,
     entry: impl FnOnce() -> Vec<Item>,
     body: impl FnOnce() -> R,
     exit: impl FnOnce(&R) -> Vec<Item>,
 ) -> R {
-    INSIDE.with(|inside| {
+    IN_LIBRARY_CALL.with(|inside| {
         if inside.get() || pvmtoplvl.load(Relaxed) == 0 {
             return body();
         }
@@ -105,22 +105,22 @@ pub(crate) fn call<R>(
             inside.set(false);
             return answer;
         }
-        recorded(inside, event, entry, body, exit)
+        recorded_call(inside, event, entry, body, exit)
     })
 }
 
 /// Runs a call and records it if its event is enabled. If the call itself enrols the process, the
 /// entry is recorded afterwards.
-fn recorded<R>(
+fn recorded_call<R>(
     inside: &Cell<bool>,
     event: &str,
     entry: impl FnOnce() -> Vec<Item>,
     body: impl FnOnce() -> R,
     exit: impl FnOnce(&R) -> Vec<Item>,
 ) -> R {
-    let began = process::clock();
+    let began = process::now();
     let mut entry = Some(entry);
-    if let Some(number) = number_if_wanted(event) {
+    if let Some(number) = enabled_event_number(event) {
         record(
             event,
             number | EVENT_ENTRY,
@@ -131,14 +131,14 @@ fn recorded<R>(
     inside.set(true);
     let answer = body();
     inside.set(false);
-    if let Some(number) = number_if_wanted(event) {
+    if let Some(number) = enabled_event_number(event) {
         if let Some(entry) = entry {
             record(event, number | EVENT_ENTRY, began, entry());
         }
-        let ended = process::clock();
-        if pvmtrc.trace_opt.load(Relaxed) == TIME {
+        let ended = process::now();
+        if pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME {
             let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
-            state().sums.entry(number).or_default().micros += micros(ended) - micros(began);
+            state().totals.entry(number).or_default().micros += micros(ended) - micros(began);
         }
         record(event, number | EVENT_EXIT, ended, exit(&answer));
     }
@@ -147,9 +147,10 @@ fn recorded<R>(
 
 /// Events that code outside of this library reports through PVM's exported names. PVM's group
 /// library reports its calls in this way.
-pub(crate) mod foreign {
+pub(crate) mod external {
     use super::{
-        EVENT_ENTRY, EVENT_EXIT, Item, TIME, event_name, has_tracer, process, pvmtrc, record, state,
+        EVENT_ENTRY, EVENT_EXIT, Item, OPTION_TIME, event_name, has_tracer, process, pvmtrc,
+        record, state,
     };
     use sempa_proto::trace::mask_has;
     use std::cell::{Cell, RefCell};
@@ -159,20 +160,20 @@ pub(crate) mod foreign {
     const ITEMS_MAX: usize = 64;
 
     /// A record under construction.
-    struct Open {
+    struct OpenRecord {
         event: i32,
         at: (i64, i64),
         items: Vec<Item>,
     }
 
     thread_local! {
-        static OPEN: RefCell<Option<Open>> = const { RefCell::new(None) };
+        static OPEN_RECORD: RefCell<Option<OpenRecord>> = const { RefCell::new(None) };
         /// Start of the call whose end is recorded next.
-        static BEGAN: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
+        static CALL_START: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
     }
 
     /// True if the tracer wants this event.
-    pub(crate) fn wanted(number: i32) -> bool {
+    pub(crate) fn is_enabled(number: i32) -> bool {
         has_tracer()
             && (0..libpvm::trace_events::EVENTS.len() as i32).contains(&number)
             && mask_has(&pvmtrc.mask(), number)
@@ -180,19 +181,19 @@ pub(crate) mod foreign {
 
     /// Starts a record of an event, or of the begin or end of a call. Returns false, with nothing
     /// started, if the event is not enabled.
-    pub(crate) fn begin(number: i32, which: i32) -> bool {
-        if !wanted(number) || ![0, EVENT_ENTRY, EVENT_EXIT].contains(&which) {
+    pub(crate) fn begin_record(number: i32, which: i32) -> bool {
+        if !is_enabled(number) || ![0, EVENT_ENTRY, EVENT_EXIT].contains(&which) {
             return false;
         }
-        let at = process::clock();
+        let at = process::now();
         if which != EVENT_EXIT {
-            BEGAN.set(at);
-        } else if pvmtrc.trace_opt.load(Relaxed) == TIME {
-            let began = BEGAN.get();
-            state().sums.entry(number).or_default().micros +=
+            CALL_START.set(at);
+        } else if pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME {
+            let began = CALL_START.get();
+            state().totals.entry(number).or_default().micros +=
                 (at.0 - began.0) * 1_000_000 + at.1 - began.1;
         }
-        OPEN.set(Some(Open {
+        OPEN_RECORD.set(Some(OpenRecord {
             event: number | which,
             at,
             items: Vec::new(),
@@ -202,8 +203,8 @@ pub(crate) mod foreign {
 
     /// Adds an item to the record under construction. Returns false if there is no record or if it
     /// is full.
-    pub(crate) fn add(item: Item) -> bool {
-        OPEN.with_borrow_mut(|open| match open {
+    pub(crate) fn add_item(item: Item) -> bool {
+        OPEN_RECORD.with_borrow_mut(|open| match open {
             Some(open) if open.items.len() < ITEMS_MAX => {
                 open.items.push(item);
                 true
@@ -213,8 +214,8 @@ pub(crate) mod foreign {
     }
 
     /// Completes the record under construction.
-    pub(crate) fn end() {
-        if let Some(Open { event, at, items }) = OPEN.take() {
+    pub(crate) fn end_record() {
+        if let Some(OpenRecord { event, at, items }) = OPEN_RECORD.take() {
             let name = event_name(event & !(EVENT_ENTRY | EVENT_EXIT));
             record(std::str::from_utf8(name).unwrap_or("?"), event, at, items);
         }
@@ -228,29 +229,29 @@ pub(crate) mod foreign {
         /// Without a tracer no event is enabled, and no record can be started.
         #[test]
         fn untraced_event_starts_no_record() {
-            assert!(!begin(1, EVENT_ENTRY) && !add(int("CC", 1)));
-            assert!(!wanted(-1) && !wanted(i32::MAX));
+            assert!(!begin_record(1, EVENT_ENTRY) && !add_item(int("CC", 1)));
+            assert!(!is_enabled(-1) && !is_enabled(i32::MAX));
         }
     }
 }
 
 /// Records an event without an end, such as `exit`.
-pub(crate) fn once(event: &str, items: impl FnOnce() -> Vec<Item>) {
-    if INSIDE.get() && event != "mhf_invoke" {
+pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<Item>) {
+    if IN_LIBRARY_CALL.get() && event != "mhf_invoke" {
         return;
     }
-    if let Some(number) = number_if_wanted(event) {
-        record(event, number | EVENT_ENTRY, process::clock(), items());
+    if let Some(number) = enabled_event_number(event) {
+        record(event, number | EVENT_ENTRY, process::now(), items());
     }
 }
 
 /// Items of a call that returns only a code.
-pub(crate) fn cc(answer: &i32) -> Vec<Item> {
+pub(crate) fn return_code_items(answer: &i32) -> Vec<Item> {
     vec![int("CC", *answer)]
 }
 
 /// Returns an item with an address in the program's memory.
-pub(crate) fn address<T>(name: &'static str, place: *const T) -> Item {
+pub(crate) fn address_item<T>(name: &'static str, place: *const T) -> Item {
     Item {
         name,
         value: Value::Long(place as i64),
@@ -258,7 +259,7 @@ pub(crate) fn address<T>(name: &'static str, place: *const T) -> Item {
 }
 
 /// Returns an item with a list of texts.
-pub(crate) fn texts(name: &'static str, value: Vec<Vec<u8>>) -> Item {
+pub(crate) fn text_list_item(name: &'static str, value: Vec<Vec<u8>>) -> Item {
     Item {
         name,
         value: Value::Texts(value),
@@ -266,15 +267,15 @@ pub(crate) fn texts(name: &'static str, value: Vec<Vec<u8>>) -> Item {
 }
 
 /// For records without items of their own.
-pub(crate) fn nothing() -> Vec<Item> {
+pub(crate) fn no_items() -> Vec<Item> {
     Vec::new()
 }
 
 fn record(name: &str, event: i32, at: (i64, i64), items: Vec<Item>) {
     let mut state = state();
-    if matches!(pvmtrc.trace_opt.load(Relaxed), TIME | COUNT) {
+    if matches!(pvmtrc.trace_opt.load(Relaxed), OPTION_TIME | OPTION_COUNT) {
         state
-            .sums
+            .totals
             .entry(event & !(EVENT_ENTRY | EVENT_EXIT))
             .or_default()
             .count += 1;
@@ -289,18 +290,18 @@ fn record(name: &str, event: i32, at: (i64, i64), items: Vec<Item>) {
     }
 }
 
-impl State {
+impl TraceState {
     fn append(&mut self, name: &str, event: i32, (seconds, micros): (i64, i64), items: Vec<Item>) {
         let sink = [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag]
             .map(|place| place.load(Relaxed));
         let sink = (sink[0], sink[1], sink[2]);
         if self.sink != sink {
-            (self.sink, self.described) = (sink, BTreeSet::new());
+            (self.sink, self.described_events) = (sink, BTreeSet::new());
         }
         let mut all = head(seconds as i32, micros as i32, pvmmytid.load(Relaxed));
         all.extend(items);
         let mut out = Packer::new(Encoding::Xdr);
-        let describe = self.described.insert(event);
+        let describe = self.described_events.insert(event);
         pack_record(&mut out, event, describe.then_some(name), &all);
         self.collected.extend_from_slice(&out.finish());
     }
@@ -313,11 +314,11 @@ impl State {
         } else {
             out.append_encoded(&records);
         }
-        tell(self.sink, ENC_XDR, out.finish());
+        send_to_tracer(self.sink, ENC_XDR, out.finish());
     }
 }
 
-fn tell((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
+fn send_to_tracer((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
     // The session is not locked here: records are made before or after a call, never within it.
     if let Some(rt) = session::lock().connected() {
         let message = Message {
@@ -338,14 +339,14 @@ fn tell((tid, ctx, tag): (i32, i32, i32), enc: i32, body: bytes::Bytes) {
 /// Sends the collected records, or the totals if only those are recorded.
 pub(crate) fn flush() {
     let mut state = state();
-    if has_tracer() && !state.sums.is_empty() {
-        let timing = pvmtrc.trace_opt.load(Relaxed) == TIME;
-        let sums = std::mem::take(&mut state.sums);
+    if has_tracer() && !state.totals.is_empty() {
+        let timing = pvmtrc.trace_opt.load(Relaxed) == OPTION_TIME;
+        let sums = std::mem::take(&mut state.totals);
         let names = sums
             .keys()
             .map(|event| event_name(*event).to_vec())
             .collect();
-        let mut items = vec![int("VCT", sums.len() as i32), texts("VID", names)];
+        let mut items = vec![int("VCT", sums.len() as i32), text_list_item("VID", names)];
         if timing {
             items.push(ints(
                 "TGS",
@@ -362,12 +363,12 @@ pub(crate) fn flush() {
         }
         items.push(ints("PRF", sums.values().map(|sum| sum.count).collect()));
         let name = if timing { "timing" } else { "profiling" };
-        let number = EventMask::event(name).map_or(0, |number| number as i32);
-        state.append(name, number, process::clock(), items);
+        let number = EventMask::event_number(name).map_or(0, |number| number as i32);
+        state.append(name, number, process::now(), items);
     }
     if !state.collected.is_empty() {
         let group = pvmtrc.trace_buf.load(Relaxed) > 0
-            && !matches!(pvmtrc.trace_opt.load(Relaxed), TIME | COUNT);
+            && !matches!(pvmtrc.trace_opt.load(Relaxed), OPTION_TIME | OPTION_COUNT);
         state.send(group);
     }
 }
@@ -381,12 +382,12 @@ fn event_name(number: i32) -> &'static [u8] {
 
 /// Sends an event that the program defined itself, if the tracer wants such events.
 pub(crate) fn user_event(body: &[u8]) {
-    if number_if_wanted("user_defined").is_none() {
+    if enabled_event_number("user_defined").is_none() {
         return;
     }
     let mut out = Packer::new(Encoding::Xdr);
     out.append_encoded(body).int(USER_EVENT_END);
     let sink =
         [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag].map(|place| place.load(Relaxed));
-    tell((sink[0], sink[1], sink[2]), ENC_TRACE, out.finish());
+    send_to_tracer((sink[0], sink[1], sink[2]), ENC_TRACE, out.finish());
 }

@@ -1,16 +1,17 @@
-//! Calls that all members of a group make together, with one of them, the root, at the centre.
+//! Collective calls: all members of a group call them, and one member is the root.
 //!
-//! Each member exchanges one message with the root, in the context of groups and under the program's tag. The root takes
-//! the members in the order of their instances, so a result does not depend on who was faster.
+//! Each member exchanges one message with the root, in the context of groups and with the program's
+//! tag. The root processes the members in the order of their instances, so the result does not
+//! depend on timing.
 
 use crate::pvm::{self, Aside, Data};
 use sempa_proto::group::GroupCall;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_int};
 
-/// The members of a group and this task's part in a collective call.
+/// A collective call: the members of the group and this task's role.
 pub(crate) struct Circle {
-    /// By instance, 0 where a number is free.
+    /// Members by instance, 0 for a free instance.
     members: Vec<c_int>,
     me: c_int,
     root: c_int,
@@ -18,10 +19,11 @@ pub(crate) struct Circle {
 }
 
 impl Circle {
-    /// Asks who takes part.
+    /// Queries the members of the group.
     ///
     /// # Errors
-    /// `NoGroup`, `NotInGroup`; `NoInst` when the root is no member; `BadParam` for a negative tag.
+    /// `NoGroup`, `NotInGroup`; `NoInst` if the root is not a member; `BadParam` for a negative
+    /// tag.
     pub(crate) fn of(group: &CStr, root: c_int, tag: c_int) -> PvmResult<Circle> {
         if tag < 0 {
             return Err(PvmError::BadParam);
@@ -44,15 +46,15 @@ impl Circle {
         })
     }
 
-    /// True for the task at the centre.
+    /// True if this task is the root.
     pub(crate) fn am_root(&self) -> bool {
         self.me == self.root
     }
 
-    /// Number of instances.
+    /// Returns the number of instances.
     ///
     /// # Errors
-    /// `NoInst` when one of the numbers is free: what belongs to it cannot be given to anybody.
+    /// `NoInst` if an instance is free, because its elements have no receiver.
     pub(crate) fn without_holes(&self) -> PvmResult<usize> {
         if self.members.contains(&0) {
             Err(PvmError::NoInst)
@@ -62,7 +64,8 @@ impl Circle {
     }
 }
 
-/// Brings the elements of all members together at the root; `place` gives the place for an instance.
+/// Collects the elements of all members at the root; `place` returns the destination for an
+/// instance.
 pub(crate) fn gather(circle: &Circle, data: &Data, place: &dyn Fn(usize) -> Data) -> PvmResult<()> {
     let aside = Aside::begin();
     if !circle.am_root() {
@@ -78,7 +81,7 @@ pub(crate) fn gather(circle: &Circle, data: &Data, place: &dyn Fn(usize) -> Data
     Ok(())
 }
 
-/// Gives every member its part of the root's elements; `part` gives what an instance gets.
+/// Distributes the root's elements to all members; `part` returns the elements for an instance.
 pub(crate) fn scatter(
     circle: &Circle,
     result: &Data,
@@ -96,14 +99,15 @@ pub(crate) fn scatter(
             aside.send(*tid, circle.tag, &part(instance))?;
         }
     }
-    // Last, so that the result may lie within what is sent.
+    // Must be last, because `result` may be within the array to send.
     if let Some(own) = own {
         result.copy_from(&own);
     }
     Ok(())
 }
 
-/// Combines the elements of all members into the root's; `combine` takes what has come to `spare`.
+/// Combines the elements of all members into the root's; `combine` processes each set received in
+/// `spare`.
 pub(crate) fn reduce(
     circle: &Circle,
     data: &Data,
@@ -120,7 +124,7 @@ pub(crate) fn reduce(
         .iter()
         .filter(|tid| **tid != circle.me && **tid != 0)
     {
-        // Also after an error: what a member has sent must not be left for the next call.
+        // Continue after an error, too: an unread message would be received by the next call.
         aside.receive(*tid, circle.tag, spare)?;
         done = done.and_then(|()| combine());
     }

@@ -1,6 +1,6 @@
-//! The reduce functions that come with the library: maximum, minimum, sum and product, element by element.
+//! The predefined reduce functions: maximum, minimum, sum and product, element by element.
 
-// The elements lie in the program's memory.
+// The elements are in the program's memory.
 #![allow(unsafe_code)]
 
 use crate::pvm::Kind;
@@ -8,7 +8,7 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::c_void;
 use std::ops::{Add, Mul};
 
-/// What is done with two elements.
+/// Operation on two elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Op {
     Max,
@@ -17,12 +17,11 @@ pub(crate) enum Op {
     Product,
 }
 
-/// A complex number as C and Fortran lay it out.
+/// A complex number in the layout of C and Fortran.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[repr(C)]
 struct Complex<T>(T, T);
 
-/// An element that can be combined.
 trait Element: Copy {
     fn is_less(self, other: Self) -> bool;
     fn sum(self, other: Self) -> Self;
@@ -65,7 +64,7 @@ impl<T> Element for Complex<T>
 where
     T: Copy + Into<f64> + Add<Output = T> + Mul<Output = T> + std::ops::Sub<Output = T>,
 {
-    /// Complex numbers are compared by their modulus.
+    /// Compares complex numbers by their modulus.
     fn is_less(self, other: Self) -> bool {
         let modulus = |z: Self| z.0.into().hypot(z.1.into());
         modulus(self) < modulus(other)
@@ -83,14 +82,14 @@ where
     }
 }
 
-/// `x[i] = x[i] op y[i]`. Memory need not be aligned.
+/// Computes `x[i] = x[i] op y[i]` for all elements. The arrays need not be aligned.
 ///
 /// # Safety
 /// Both arrays have `count` elements.
 unsafe fn each<T: Element>(op: Op, x: *mut c_void, y: *const c_void, count: usize) {
     let (x, y) = (x.cast::<T>(), y.cast::<T>());
     for i in 0..count {
-        // SAFETY: element `i` of both arrays.
+        // SAFETY: both arrays have an element `i`.
         unsafe {
             let combined = x
                 .add(i)
@@ -107,7 +106,7 @@ unsafe fn each<T: Element>(op: Op, x: *mut c_void, y: *const c_void, count: usiz
 /// `BadParam` for sums and products of bytes.
 ///
 /// # Safety
-/// Both arrays have `count` elements of this kind.
+/// Both arrays have `count` elements of this type.
 pub(crate) unsafe fn combine(
     op: Op,
     kind: Kind,

@@ -1,8 +1,9 @@
-//! The functions that programs call.
+//! The C functions that programs call.
 //!
-//! Every function trusts the caller for what C cannot express (pointers are null or good, strings end, arrays are as long as
-//! their count and the group say) and checks the rest. Membership, barriers and broadcasts only set `pvm_errno` when they
-//! fail; collective calls report as the other library does.
+//! Every function trusts the caller where C has no means to check: pointers are null or valid,
+//! strings are terminated, arrays have the length that count and group imply. It checks everything
+//! else. Membership functions, barriers and broadcasts only set `pvm_errno` when they fail;
+//! collective calls report errors as `libpvm3` does.
 
 #![allow(unsafe_code)]
 
@@ -15,31 +16,32 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering::Relaxed};
 
-/// A function of `pvm_reduce`: type, result and first operand, second operand, number of elements, and a place for an error.
+/// A function for `pvm_reduce`: type, first operand and result, second operand, number of elements,
+/// error code.
 pub type Reducer = extern "C" fn(*mut c_int, *mut c_void, *mut c_void, *mut c_int, *mut c_int);
 
-/// Tid for messages to the group server, once somebody asked for it.
+/// Tid for messages to the group server, set by [`gs_getgstid`].
 #[unsafe(no_mangle)]
 pub static gstid: AtomicI32 = AtomicI32::new(-1);
 
-/// How long programs that speak to the group server wait for it; null: for ever.
+/// Time for which programs that use the group server directly wait for it; null: forever.
 #[unsafe(no_mangle)]
 pub static pvmgs_tmout: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The name of a group; null is like the empty name, which no group has.
+/// Reads a group name; null counts as the empty name, which no group has.
 ///
 /// # Safety
-/// `group` is null or a string that stays for `'a`.
+/// `group` is null or a string that lives for `'a`.
 unsafe fn name<'a>(group: *const c_char) -> &'a CStr {
     if group.is_null() {
         c""
     } else {
-        // SAFETY: the caller's contract: null or a string.
+        // SAFETY: the caller's contract: a string, as it is not null.
         unsafe { CStr::from_ptr(group) }
     }
 }
 
-/// A call whose answer is a number, and whose error is only noted.
+/// Makes a call that returns a number; an error only sets `pvm_errno`.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -60,7 +62,7 @@ unsafe fn quietly(
     pvm::traced(event, group, number, ask)
 }
 
-/// Becomes a member; answers the instance number.
+/// Joins a group; returns the instance number.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -70,7 +72,7 @@ pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
     unsafe { quietly(GroupCall::Join, GroupEvent::Join, group, 0) }
 }
 
-/// Is a member no longer.
+/// Leaves a group.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -80,7 +82,7 @@ pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
     unsafe { quietly(GroupCall::Leave, GroupEvent::Leave, group, 0) }
 }
 
-/// Instance number of a task.
+/// Returns the instance number of a task.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -90,7 +92,7 @@ pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int 
     unsafe { quietly(GroupCall::Instance, GroupEvent::Instance, group, tid) }
 }
 
-/// Task of an instance number.
+/// Returns the task with an instance number.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -100,7 +102,7 @@ pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_
     unsafe { quietly(GroupCall::Member, GroupEvent::Member, group, instance) }
 }
 
-/// Number of members.
+/// Returns the number of members.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -110,7 +112,7 @@ pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
     unsafe { quietly(GroupCall::Size, GroupEvent::Size, group, 0) }
 }
 
-/// Waits until `count` members wait; −1: all members of the moment.
+/// Waits until `count` members wait; −1: all current members.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -120,7 +122,7 @@ pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_in
     unsafe { quietly(GroupCall::Barrier, GroupEvent::Barrier, group, count) }
 }
 
-/// Waits until `count` members call this; then nobody joins any more.
+/// Waits until `count` members call this function; then the group accepts no new members.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -130,7 +132,7 @@ pub unsafe extern "C" fn pvm_freezegroup(group: *const c_char, count: c_int) -> 
     pvm::number(GroupCall::Freeze, unsafe { name(group) }, count).unwrap_or_else(pvm::note)
 }
 
-/// Sends the active send buffer to all members but the own task, which need not be one.
+/// Sends the active send buffer to all members except the caller, which need not be a member.
 ///
 /// # Safety
 /// `group` is null or a string.
@@ -154,7 +156,7 @@ pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
     })
 }
 
-/// A collective call: success is 0, an error is reported.
+/// Makes a collective call: returns 0 on success and reports an error.
 fn together(
     event: GroupEvent,
     (place, group, tag): (&CStr, &CStr, c_int),
@@ -169,23 +171,23 @@ fn together(
     pvm::traced(event, group, tag, answer)
 }
 
-/// The arrays of a call in which every member has a part of what the root has.
+/// Arrays of a gather or scatter call.
 struct Parts {
     /// `count` elements of this member.
     one: *mut c_void,
-    /// At the root `count` elements for each instance.
+    /// At the root: `count` elements for each instance.
     all: *mut c_void,
     count: c_int,
     kind: c_int,
 }
 
-/// What the members do with each other: own part, and the root's part for each instance.
+/// Exchanges data between the members: own elements, and at the root the elements of each instance.
 type Exchange = fn(&Circle, &Data, &dyn Fn(usize) -> Data) -> PvmResult<()>;
 
-/// A call between the root's array and everybody's part of it.
+/// Makes a gather or scatter call.
 ///
 /// # Safety
-/// `group` is null or a string; the arrays are null or as long as [`Parts`] says.
+/// `group` is null or a string; the arrays are null or have the length that [`Parts`] states.
 unsafe fn by_instance(
     (event, place): (GroupEvent, &CStr),
     (group, root, tag): (*const c_char, c_int, c_int),
@@ -203,19 +205,19 @@ unsafe fn by_instance(
             return exchange(&circle, &one, &|_| one);
         }
         circle.without_holes()?;
-        // SAFETY: by this function's contract: this is the root.
+        // SAFETY: by this function's contract, because this is the root.
         let all = unsafe { Data::new(parts.all, parts.count, kind)? };
-        // SAFETY: there are elements, or room for them, for each instance.
+        // SAFETY: the array has `count` elements for each instance.
         exchange(&circle, &one, &|instance| unsafe { all.part(instance) })
     };
     together(event, (place, group, tag), work)
 }
 
-/// Brings `count` elements of every member together in the root's `result`, by instance.
+/// Collects `count` elements of every member in the root's `result`, ordered by instance.
 ///
 /// # Safety
-/// `group` is null or a string; `data` is null or `count` elements; at the root `result` is null or has room for `count`
-/// elements of each instance.
+/// `group` is null or a string; `data` is null or has `count` elements; at the root `result` is
+/// null or has space for `count` elements of each instance.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_gather(
     result: *mut c_void,
@@ -243,11 +245,12 @@ pub unsafe extern "C" fn pvm_gather(
     }
 }
 
-/// Gives every member `count` elements of the root's `data`, by instance.
+/// Distributes the root's `data` to all members, `count` elements to each in order of the
+/// instances.
 ///
 /// # Safety
-/// `group` is null or a string; `result` is null or has room for `count` elements; at the root `data` is null or `count`
-/// elements for each instance.
+/// `group` is null or a string; `result` is null or has space for `count` elements; at the root
+/// `data` is null or has `count` elements for each instance.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_scatter(
     result: *mut c_void,
@@ -278,7 +281,8 @@ pub unsafe extern "C" fn pvm_scatter(
 /// Combines the elements of all members into the root's `data` by a function.
 ///
 /// # Safety
-/// `group` is null or a string; `data` is null or `count` elements; `function` works on arrays of them.
+/// `group` is null or a string; `data` is null or has `count` elements; `function` accepts arrays
+/// of them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_reduce(
     function: Option<Reducer>,
@@ -303,7 +307,7 @@ pub unsafe extern "C" fn pvm_reduce(
             1
         };
         let mut memory = vec![0u64; words];
-        // SAFETY: as many elements as the root needs; others do not use it.
+        // SAFETY: the memory has all elements at the root; other members do not use it.
         let spare = unsafe { Data::new(memory.as_mut_ptr().cast(), count, known)? };
         collect::reduce(&circle, &data, &spare, || {
             let (mut kind, mut count, mut info) = (kind, count, 0);
@@ -323,14 +327,15 @@ pub unsafe extern "C" fn pvm_reduce(
         })
     };
     let done = together(GroupEvent::Reduce, (c"pvm_reduce", group, tag), reduce);
-    // The program's function may have codes of its own.
+    // The program's function may use error codes that PVM does not know.
     if told < 0 { told } else { done }
 }
 
-/// One of the functions that programs give to a reduction.
+/// Executes one of the predefined reduce functions.
 ///
 /// # Safety
-/// `kind` and `count` lead to one value each, `info` is null or does; both arrays have `*count` elements of this kind.
+/// `kind` and `count` point to one value each, `info` is null or does; both arrays have `*count`
+/// elements of this type.
 unsafe fn predefined(
     op: Op,
     kind: *mut c_int,
@@ -339,13 +344,13 @@ unsafe fn predefined(
     count: *mut c_int,
     info: *mut c_int,
 ) {
-    // SAFETY: the caller's contract: places for one value each.
+    // SAFETY: by this function's contract both point to one value.
     let (kind, count) = unsafe { (Kind::try_from(*kind), *count) };
-    // SAFETY: the caller's contract: arrays of so many elements.
+    // SAFETY: by this function's contract the arrays have this many elements.
     let done = kind
         .and_then(|kind| unsafe { combine(op, kind, x, y, usize::try_from(count).unwrap_or(0)) });
     if !info.is_null() {
-        // SAFETY: the caller's contract: a place for one value.
+        // SAFETY: by this function's contract it points to one value.
         unsafe { *info = done.map_or_else(PvmError::code, |()| 0) };
     }
 }
@@ -355,7 +360,8 @@ macro_rules! reducers {
         $(#[$doc])*
         ///
         /// # Safety
-        /// `kind` and `count` are good for one value, `info` is null or is; `x` and `y` are `*count` elements.
+        /// `kind` and `count` point to one value each, `info` is null or does; `x` and `y` have
+        /// `*count` elements.
         #[unsafe(no_mangle)]
         #[allow(non_snake_case)] // PVM's own name.
         pub unsafe extern "C" fn $name(
@@ -371,17 +377,18 @@ macro_rules! reducers {
     )*};
 }
 reducers! {
-    /// The larger of two elements; of complex ones the one with the larger modulus.
+    /// Selects the larger of two elements; for complex numbers the one with the larger modulus.
     PvmMax = Op::Max;
-    /// The smaller of two elements; of complex ones the one with the smaller modulus.
+    /// Selects the smaller of two elements; for complex numbers the one with the smaller modulus.
     PvmMin = Op::Min;
-    /// The sum of two elements.
+    /// Adds the elements of both arrays.
     PvmSum = Op::Sum;
-    /// The product of two elements.
+    /// Multiplies the elements of both arrays.
     PvmProduct = Op::Product;
 }
 
-/// The tid for messages to the group server: programs of PVM that speak to it get their answers there.
+/// Returns the tid for messages to the group server. Programs written for PVM's group server get
+/// their replies from there.
 #[unsafe(no_mangle)]
 pub extern "C" fn gs_getgstid() -> c_int {
     let tid = server::tid().unwrap_or_else(pvm::note);

@@ -1,4 +1,4 @@
-//! What this library uses of `libpvm3`, with types. The names are found when the program is loaded.
+//! Typed access to `libpvm3`. Its symbols are resolved when the program is loaded.
 
 // Calling C functions is what this module is for.
 #![allow(unsafe_code)]
@@ -9,33 +9,34 @@ use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
-/// Context of notifications about members: no program uses it.
+/// Context of notifications about members; programs do not use it.
 const CTX_NOTES: c_int = CTX_GROUPS - 1;
-/// `PvmTaskExit`.
+/// PVM's constant `PvmTaskExit` for `pvm_notify`.
 const TASK_EXIT: c_int = 1;
-/// `PvmNotifyCancel`.
+/// PVM's constant `PvmNotifyCancel` for `pvm_notify`.
 const NOTIFY_CANCEL: c_int = 256;
-/// `PvmDataDefault`.
+/// PVM's constant `PvmDataDefault`, XDR encoding.
 const DATA_DEFAULT: c_int = 0;
-/// How long a member's message may take before it is asked whether the member still lives.
+/// Time to wait for a member's message before its exit is checked.
 const PATIENCE: TimeVal = TimeVal {
     seconds: 1,
     micros: 0,
 };
-/// How long the answer to a cancelled notification may take. A later one is known by its tag and dropped.
+/// Time to wait for the answer to a cancelled notification. A later answer is recognized by its tag
+/// and dropped.
 const CANCEL_TIME: TimeVal = TimeVal {
     seconds: 5,
     micros: 0,
 };
 
-/// `struct timeval`.
+/// The C type `struct timeval`.
 #[repr(C)]
 pub(crate) struct TimeVal {
     seconds: i64,
     micros: i64,
 }
 
-/// A message handler.
+/// Type of a message handler.
 pub(crate) type Handler = extern "C" fn(c_int) -> c_int;
 type Matcher = extern "C" fn(c_int, c_int, c_int) -> c_int;
 
@@ -95,7 +96,7 @@ unsafe extern "C" {
     fn pvm_upklong(items: *mut c_void, count: c_int, stride: c_int) -> c_int;
 }
 
-/// A number of PVM's as a result: negative ones are codes.
+/// Converts a result of PVM: negative numbers are error codes.
 fn good(answer: c_int) -> PvmResult<c_int> {
     if answer >= 0 {
         Ok(answer)
@@ -104,10 +105,10 @@ fn good(answer: c_int) -> PvmResult<c_int> {
     }
 }
 
-/// Asks the group service for a number.
+/// Makes a group request whose reply is a number.
 pub(crate) fn number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<c_int> {
     let null = std::ptr::null_mut();
-    // SAFETY: a string, and no places for a list.
+    // SAFETY: the name is a string, and no list is requested.
     good(unsafe {
         sempa_group_request(
             call as c_int,
@@ -119,15 +120,16 @@ pub(crate) fn number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<
     })
 }
 
-/// Asks the group service for a list.
+/// Makes a group request whose reply is a list.
 pub(crate) fn list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
     let (mut place, mut count) = (std::ptr::null_mut(), 0);
-    // SAFETY: a string, and places for one value each.
+    // SAFETY: the name is a string, and the pointers point to one value each.
     good(unsafe { sempa_group_request(call as c_int, group.as_ptr(), 0, &mut place, &mut count) })?;
     if place.is_null() {
         return Ok(Vec::new());
     }
-    // SAFETY: the library left `count` words there, for us to read and to free.
+    // SAFETY: the library stored `count` integers there, which this function may read and must
+    // free.
     unsafe {
         let words = std::slice::from_raw_parts(place, count.max(0) as usize).to_vec();
         free(place.cast());
@@ -135,7 +137,8 @@ pub(crate) fn list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
     }
 }
 
-/// A call that a tracer may want to know of: `body` does it, and answers with a number and, for a broadcast, its receivers.
+/// Makes a call that can be traced. `body` executes it and returns the result and, for a broadcast,
+/// its receivers.
 pub(crate) fn traced<F>(event: GroupEvent, group: &CStr, argument: c_int, body: F) -> c_int
 where
     F: FnOnce() -> (c_int, Vec<c_int>),
@@ -147,7 +150,8 @@ where
         count: 0,
     };
     let place: *mut Call<F> = &mut call;
-    // SAFETY: `run` gets the call that it expects, and nothing else touches it meanwhile; the receivers live as long as it.
+    // SAFETY: `run` gets the call that it expects, and nothing else uses it meanwhile. The
+    // receivers live as long as the call.
     unsafe {
         let (mut list, mut count) = (std::ptr::null(), std::ptr::null());
         if event == GroupEvent::Bcast {
@@ -165,7 +169,7 @@ where
     }
 }
 
-/// A call under way, and what a tracer is told of its end.
+/// A call in progress, and the data for the trace record of its end.
 struct Call<F> {
     body: Option<F>,
     receivers: Vec<c_int>,
@@ -174,7 +178,7 @@ struct Call<F> {
 }
 
 extern "C" fn run<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_int {
-    // SAFETY: `traced` passes its own call, to this function alone.
+    // SAFETY: `traced` passes its own call, and only to this function.
     let call = unsafe { &mut *data.cast::<Call<F>>() };
     let Some(body) = call.body.take() else {
         return PvmError::SysErr.code();
@@ -185,41 +189,40 @@ extern "C" fn run<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_in
     answer
 }
 
-/// This task's id.
 pub(crate) fn mytid() -> PvmResult<c_int> {
     good(pvm_mytid())
 }
 
-/// Reports an error as a call of the library would; answers the code.
+/// Reports an error as a function of `libpvm3` does; returns its code.
 pub(crate) fn report(place: &CStr, error: PvmError) -> c_int {
-    // SAFETY: a string.
+    // SAFETY: the name is a string.
     unsafe { lpvmerr(place.as_ptr(), error.code()) }
 }
 
-/// Notes an error without a word; answers the code.
+/// Sets `pvm_errno` without a report; returns the code.
 pub(crate) fn note(error: PvmError) -> c_int {
-    // SAFETY: an int of libpvm3 that both libraries write in one piece.
+    // SAFETY: an int of `libpvm3` that both libraries access atomically.
     unsafe { pvm_errno.store(error.code(), Relaxed) };
     error.code()
 }
 
-/// Sends the active send buffer to several tasks; errors are reported by the library.
+/// Sends the active send buffer to several tasks; the library reports errors.
 pub(crate) fn mcast(tids: &[c_int], tag: c_int) -> c_int {
-    // SAFETY: the array has the length that goes with it.
+    // SAFETY: pointer and length belong to one slice.
     unsafe { pvm_mcast(tids.as_ptr(), tids.len() as c_int, tag) }
 }
 
-/// Adds a message handler in the context of groups; answers its number.
+/// Adds a message handler in the context of groups; returns its id.
 pub(crate) fn add_handler(src: c_int, tag: c_int, handler: Handler) -> PvmResult<c_int> {
     good(pvm_addmhf(src, tag, CTX_GROUPS, Some(handler)))
 }
 
-/// Removes a message handler.
+/// Removes a message handler by its id.
 pub(crate) fn remove_handler(id: c_int) {
     pvm_delmhf(id);
 }
 
-/// Types of data that collective calls know.
+/// Element types that collective calls support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Byte,
@@ -235,7 +238,7 @@ pub(crate) enum Kind {
 impl TryFrom<c_int> for Kind {
     type Error = PvmError;
 
-    /// From a code of `pvm3.h`; strings and unsigned types are not for collective calls.
+    /// Converts a code of `pvm3.h`; collective calls do not support strings and unsigned types.
     fn try_from(code: c_int) -> PvmResult<Kind> {
         Ok(match code {
             1 => Kind::Byte,
@@ -252,7 +255,7 @@ impl TryFrom<c_int> for Kind {
 }
 
 impl Kind {
-    /// Bytes of one element.
+    /// Size of one element in bytes.
     pub(crate) fn size(self) -> usize {
         match self {
             Kind::Byte => 1,
@@ -273,14 +276,14 @@ pub(crate) struct Data {
 }
 
 impl Data {
-    /// The program's array.
+    /// Wraps the program's array.
     ///
     /// # Errors
-    /// `BadParam` for null or no elements.
+    /// `BadParam` if the array is null or empty.
     ///
     /// # Safety
-    /// `place` is null or `count` elements that stay for the life of this value; they are written only by
-    /// [`Data::unpack`] and [`Data::copy_from`].
+    /// `place` is null or points to `count` elements that live as long as this value. Only
+    /// [`Data::unpack`] and [`Data::copy_from`] write them.
     pub(crate) unsafe fn new(place: *mut c_void, count: c_int, kind: Kind) -> PvmResult<Data> {
         if place.is_null() || count <= 0 {
             Err(PvmError::BadParam)
@@ -289,25 +292,25 @@ impl Data {
         }
     }
 
-    /// Where the elements are.
+    /// Address of the first element.
     pub(crate) fn place(&self) -> *mut c_void {
         self.place
     }
 
-    /// The part of a longer array that belongs to an instance.
+    /// Returns the part of a longer array that belongs to an instance.
     ///
     /// # Safety
     /// The array has `(instance + 1) * count` elements.
     pub(crate) unsafe fn part(&self, instance: usize) -> Data {
         let bytes = self.count as usize * self.kind.size();
         Data {
-            // SAFETY: within the array by this function's contract.
+            // SAFETY: the part is within the array by this function's contract.
             place: unsafe { self.place.byte_add(instance * bytes) },
             ..*self
         }
     }
 
-    /// Copies the same number of elements; the arrays may be the same.
+    /// Copies the same number of elements; the arrays may overlap.
     pub(crate) fn copy_from(&self, other: &Data) {
         let bytes = self.count as usize * self.kind.size();
         // SAFETY: both arrays have `count` elements by the contract of `new`.
@@ -340,13 +343,13 @@ impl Data {
             Kind::Dcplx => pvm_upkdcplx,
             Kind::Long => pvm_upklong,
         };
-        // SAFETY: room for `count` elements of this kind by the contract of `new`.
+        // SAFETY: there is space for `count` elements of this type by the contract of `new`.
         good(unsafe { unpack(self.place, self.count, 1) }).map(|_| ())
     }
 }
 
-/// A conversation of members beside the program's own: buffers, context and matching function of the program are put
-/// aside and come back when it ends.
+/// Messages between members that do not disturb the program's own. The program's buffers, context
+/// and matching function are saved, and restored on drop.
 pub(crate) struct Aside {
     sbuf: c_int,
     rbuf: c_int,
@@ -355,7 +358,7 @@ pub(crate) struct Aside {
 }
 
 impl Aside {
-    /// Begins one.
+    /// Saves the program's state and enters the context of groups.
     pub(crate) fn begin() -> Aside {
         Aside {
             sbuf: pvm_setsbuf(0),
@@ -365,12 +368,11 @@ impl Aside {
         }
     }
 
-    /// Sends elements to a member.
     pub(crate) fn send(&self, tid: c_int, tag: c_int, data: &Data) -> PvmResult<()> {
         self.message(tid, tag, || data.pack())
     }
 
-    /// Sends words and texts: what `fill` packs.
+    /// Sends a message that `fill` packs.
     pub(crate) fn message(
         &self,
         tid: c_int,
@@ -385,21 +387,21 @@ impl Aside {
         sent.map(|_| ())
     }
 
-    /// Waits for the elements that a member sends. When it takes long, the end of the member is watched for: what it had
-    /// sent before still counts.
+    /// Waits for the elements that a member sends. After a timeout the member's exit is checked,
+    /// too; messages that it sent before are still received.
     ///
     /// # Errors
-    /// `NoInst` when the member has ended without having sent any.
+    /// `NoInst` if the member has ended without sending its elements.
     pub(crate) fn receive(&self, tid: c_int, tag: c_int, data: &Data) -> PvmResult<()> {
         let mut watch = None;
         loop {
-            // SAFETY: a time that lives as long as the call.
+            // SAFETY: the time lives as long as the call.
             if good(unsafe { pvm_trecv(tid, tag, &PATIENCE) })? > 0 {
                 break;
             }
             let watch = watch.get_or_insert_with(|| Watch::begin(tid));
             if watch.has_ended() {
-                // The word of its end comes behind its last message.
+                // The notification of the exit comes after the member's last message.
                 if good(pvm_nrecv(tid, tag))? == 0 {
                     return Err(PvmError::NoInst);
                 }
@@ -421,19 +423,19 @@ impl Drop for Aside {
     }
 }
 
-/// Packs words into the active send buffer.
+/// Packs integers into the active send buffer.
 pub(crate) fn pack_ints(words: &[c_int]) -> PvmResult<()> {
-    // SAFETY: the slice is as long as its length.
+    // SAFETY: pointer and length belong to one slice.
     good(unsafe { pvm_pkint(words.as_ptr().cast(), words.len() as c_int, 1) }).map(|_| ())
 }
 
 /// Packs a string into the active send buffer.
 pub(crate) fn pack_text(text: &CStr) -> PvmResult<()> {
-    // SAFETY: a string.
+    // SAFETY: the text is a string.
     good(unsafe { pvm_pkstr(text.as_ptr()) }).map(|_| ())
 }
 
-/// A notification about the end of a task, with a tag that no other one has.
+/// A notification of a task's exit, with a unique tag.
 struct Watch {
     tid: c_int,
     tag: c_int,
@@ -448,12 +450,12 @@ impl Watch {
             tag: LAST.fetch_add(1, Relaxed) & c_int::MAX,
             open: false,
         };
-        // If it cannot be asked for, the wait goes on as without it.
+        // Without a notification the wait continues unchanged.
         watch.open = watch.in_notes(|| watch.ask(TASK_EXIT)) >= 0;
         watch
     }
 
-    /// Calls the library in the context of notifications.
+    /// Calls `f` in the context of notifications.
     fn in_notes<R>(&self, f: impl FnOnce() -> R) -> R {
         pvm_setcontext(CTX_NOTES);
         let answer = f();
@@ -462,11 +464,11 @@ impl Watch {
     }
 
     fn ask(&self, what: c_int) -> c_int {
-        // SAFETY: one tid.
+        // SAFETY: the pointer points to one tid.
         unsafe { pvm_notify(what, self.tag, 1, &self.tid) }
     }
 
-    /// True when word of the end has come.
+    /// True if the task's exit has been notified.
     fn has_ended(&mut self) -> bool {
         let came = self.open && self.in_notes(|| pvm_nrecv(-1, self.tag)) > 0;
         if came {
@@ -482,11 +484,11 @@ impl Drop for Watch {
         if !self.open {
             return;
         }
-        // A cancelled notification is sent at once.
+        // A cancelled notification is sent immediately.
         let message = pvm_setrbuf(0);
         self.in_notes(|| {
             self.ask(TASK_EXIT | NOTIFY_CANCEL);
-            // SAFETY: a time that lives as long as the call.
+            // SAFETY: the time lives as long as the call.
             unsafe { pvm_trecv(-1, self.tag, &CANCEL_TIME) }
         });
         pvm_freebuf(pvm_setrbuf(message));

@@ -1,8 +1,9 @@
-//! For programs that speak to PVM's group server themselves (Debian's `pvm_gstat` and `pvmgroups`).
+//! Support for programs that use PVM's group server directly (Debian's `pvm_gstat` and
+//! `pvmgroups`).
 //!
-//! There is no server task. Such a program gets its own tid as the server's, and two message handlers in its own library
-//! answer the messages that it sends there: the list of groups, and the dump. Everything else they do through the calls of
-//! the group library.
+//! There is no server task. Such a program gets its own tid as the server's. Two message handlers
+//! in its own library answer the messages that it sends there: the list of groups, and the dump.
+//! All other operations use the calls of the group library.
 
 use crate::pvm::{self, Aside};
 use sempa_proto::group::GroupCall;
@@ -13,13 +14,13 @@ use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
 /// Tag of the request to print all groups.
 const TAG_DUMP: c_int = 9;
-/// Tag of the request for a list of all groups, and of the list.
+/// Tag of the request for the list of all groups, and of the reply.
 const TAG_LIST: c_int = 10;
 
-/// Handlers of the list and of the dump; −1 while there is none.
+/// Ids of the handlers for list and dump; −1: not installed.
 static HANDLERS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 
-/// The tid to which messages for the group server may be sent: this task's own.
+/// Returns the tid for messages to the group server, which is this task's own.
 ///
 /// # Errors
 /// `SysErr` without a daemon.
@@ -37,18 +38,18 @@ fn ready(slot: &AtomicI32, me: c_int, tag: c_int, handler: pvm::Handler) -> PvmR
     Ok(())
 }
 
-/// One group of the list that the service gives.
+/// A group in the list of the group service.
 struct Group {
     name: CString,
     size: c_int,
-    /// How many the barrier wants; −1 without one.
+    /// Number of members for which the barrier waits; −1 without a barrier.
     wanted: c_int,
-    /// By instance; −1 where a number is free.
+    /// Members by instance; −1 for a free instance.
     members: Vec<c_int>,
     waiting: Vec<c_int>,
 }
 
-/// All groups, from the words that `sempa_proto::group::list_words` made.
+/// Decodes all groups from the integers that `sempa_proto::group::list_words` encoded.
 fn groups() -> PvmResult<Vec<Group>> {
     let words = pvm::list(GroupCall::List, c"")?;
     let mut rest = &words[..];
@@ -76,9 +77,9 @@ fn groups() -> PvmResult<Vec<Group>> {
     Ok(groups)
 }
 
-/// Somebody asked this task, as if it were the group server, for the list: it comes as a message to the task itself.
+/// Handler for the list request: sends the list of groups as a message to this task itself.
 extern "C" fn send_list(_request: c_int) -> c_int {
-    // The answer has the tag of the request: it must not come here again.
+    // The reply has the tag of the request and must not reach this handler again.
     pvm::remove_handler(HANDLERS[0].swap(-1, Relaxed));
     let send = || {
         let (me, groups) = (pvm::mytid()?, groups()?);
@@ -102,7 +103,7 @@ extern "C" fn send_list(_request: c_int) -> c_int {
     send().map_or_else(|error: PvmError| pvm::report(c"pvm_gstat", error), |()| 0)
 }
 
-/// Somebody asked this task, as if it were the group server, to print everything: it does, on its own standard error.
+/// Handler for the dump request: prints all groups to this task's standard error.
 extern "C" fn dump(_request: c_int) -> c_int {
     let print = || {
         let (me, groups) = (pvm::mytid()?, groups()?);
@@ -110,7 +111,7 @@ extern "C" fn dump(_request: c_int) -> c_int {
         for group in &groups {
             let name = group.name.to_string_lossy();
             let (size, wanted, reached) = (group.size, group.wanted, group.waiting.len());
-            // Writing to a string does not fail.
+            // Writing to a string cannot fail.
             let _ = writeln!(
                 text,
                 " group: {name}  size: {size} barrier_count: {wanted} barrier_reached {reached}"

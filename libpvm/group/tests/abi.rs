@@ -1,10 +1,10 @@
-//! Tests of the group library's symbols.
+//! Symbols and dependencies of the group library.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Names of the group library's interface.
+/// Symbols that programs use.
 const NAMES: &str = "
     pvm_barrier pvm_bcast pvm_freezegroup pvm_gather pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup
     pvm_reduce pvm_scatter PvmMax PvmMin PvmSum PvmProduct gs_getgstid gstid pvmgs_tmout";
@@ -33,7 +33,7 @@ fn output(program: &str, args: &[&str], path: &Path) -> String {
     String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
-/// Returns the names in the output of `nm`, without versions.
+/// Returns the symbols that `nm` prints, without versions.
 fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
     let text = output("nm", args, path);
     let words = text
@@ -47,7 +47,7 @@ fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
 /// The library exports PVM's names and no others.
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
-fn library_exports_pvms_names_only() {
+fn library_exports_exactly_pvms_symbols() {
     let exported = names(&["-D", "--defined-only"], &built("libgpvm3.so"));
     assert_eq!(
         exported,
@@ -58,7 +58,7 @@ fn library_exports_pvms_names_only() {
 /// Each name that it imports is an export of the message library.
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
-fn imports_are_exports_of_the_message_library() {
+fn imported_symbols_exist_in_libpvm3() {
     let have = names(&["-D", "--defined-only"], &built("libpvm3.so"));
     let wanted = names(&["-D", "--undefined-only"], &built("libgpvm3.so"));
     let pvms: Vec<&String> = wanted
@@ -71,7 +71,7 @@ fn imports_are_exports_of_the_message_library() {
         .collect();
     assert!(pvms.len() > 20, "{pvms:?}");
     assert!(pvms.iter().all(|name| have.contains(*name)), "{pvms:?}");
-    // A second copy of the state would make a second connection.
+    // A runtime in this library would open a second connection.
     assert!(
         !names(&["--defined-only"], &built("libgpvm3.so"))
             .iter()
@@ -82,7 +82,7 @@ fn imports_are_exports_of_the_message_library() {
 /// The library has PVM's soname, and the program names the message library.
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
-fn library_leaves_libpvm3_to_the_program() {
+fn soname_is_pvms_and_libpvm3_is_not_linked() {
     let dynamic = output("readelf", &["-d", "-W"], &built("libgpvm3.so"));
     assert!(
         dynamic.contains("Library soname: [libgpvm3.so.3]"),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// Maximum forward jump of the kernel's clock that counts as elapsed time while the process waits
 /// for its next host. A larger jump is attributed to the other host's clock.
-const LEAP_MAX: Micros = Micros::from_secs(120);
+const CLOCK_JUMP_MAX: Micros = Micros::from_secs(120);
 
 /// Counts from the creation of the runtime.
 #[derive(Debug)]
@@ -20,7 +20,7 @@ pub(crate) struct Clock {
 impl Clock {
     pub(crate) fn new() -> Clock {
         Clock {
-            base: time_of(ClockId::CLOCK_MONOTONIC),
+            base: kernel_time(ClockId::CLOCK_MONOTONIC),
             offset: Micros(0),
             last: Micros(0),
         }
@@ -28,31 +28,31 @@ impl Clock {
 
     /// Returns the time; never less than an earlier result.
     pub(crate) fn now(&mut self) -> Micros {
-        self.at(time_of(ClockId::CLOCK_MONOTONIC))
+        self.advance_to(kernel_time(ClockId::CLOCK_MONOTONIC))
     }
 
     /// Returns a time up to a few milliseconds old, at a fraction of the cost; never less than the
     /// last result of [`Clock::now`].
-    pub(crate) fn about(&self) -> Micros {
-        self.read(time_of(ClockId::CLOCK_MONOTONIC_COARSE))
+    pub(crate) fn coarse_now(&self) -> Micros {
+        self.elapsed_at(kernel_time(ClockId::CLOCK_MONOTONIC_COARSE))
             .max(self.last)
     }
 
     /// As [`Clock::now`], for a process that may have changed hosts since the last call.
-    pub(crate) fn now_after_a_move(&mut self) -> Micros {
-        let now = time_of(ClockId::CLOCK_MONOTONIC);
-        if self.read(now).since(self.last) > LEAP_MAX {
+    pub(crate) fn now_after_migration(&mut self) -> Micros {
+        let now = kernel_time(ClockId::CLOCK_MONOTONIC);
+        if self.elapsed_at(now).since(self.last) > CLOCK_JUMP_MAX {
             (self.base, self.offset) = (now, self.last);
         }
-        self.at(now)
+        self.advance_to(now)
     }
 
-    fn read(&self, now: Duration) -> Micros {
+    fn elapsed_at(&self, now: Duration) -> Micros {
         self.offset + Micros(now.saturating_sub(self.base).as_micros() as u64)
     }
 
-    fn at(&mut self, now: Duration) -> Micros {
-        let time = self.read(now);
+    fn advance_to(&mut self, now: Duration) -> Micros {
+        let time = self.elapsed_at(now);
         if time < self.last {
             (self.base, self.offset) = (now, self.last);
             return self.last;
@@ -62,7 +62,7 @@ impl Clock {
     }
 }
 
-fn time_of(clock: ClockId) -> Duration {
+fn kernel_time(clock: ClockId) -> Duration {
     clock_gettime(clock)
         .expect("every kernel has these clocks")
         .into()
@@ -78,7 +78,7 @@ mod tests {
         let mut clock = Clock::new();
         for _ in 0..1000 {
             let now = clock.now();
-            assert!(clock.about() >= now);
+            assert!(clock.coarse_now() >= now);
         }
     }
 
@@ -88,13 +88,13 @@ mod tests {
         let mut clock = Clock::new();
         let start = clock.base;
         assert_eq!(
-            clock.at(start + Duration::from_secs(100)),
+            clock.advance_to(start + Duration::from_secs(100)),
             Micros::from_secs(100)
         );
         let younger = start + Duration::from_secs(3);
-        assert_eq!(clock.at(younger), Micros::from_secs(100));
+        assert_eq!(clock.advance_to(younger), Micros::from_secs(100));
         assert_eq!(
-            clock.at(younger + Duration::from_secs(2)),
+            clock.advance_to(younger + Duration::from_secs(2)),
             Micros::from_secs(102)
         );
     }

@@ -1,6 +1,6 @@
 //! Connects to the daemon: finds its socket, sends the hello, and reads the welcome.
 
-use super::process::{Own, mark};
+use super::process::{ProcessOwned, mark_library_socket};
 use crate::error::EnrollError;
 use bytes::Bytes;
 use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Time after which a daemon that has not answered the hello counts as broken.
-const GREETING_MAX: Duration = Duration::from_secs(30);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Buffer size for one read of the welcome.
 const WELCOME_BYTES: usize = 4096;
 /// Maximum length in bytes of the program name in the hello.
@@ -26,7 +26,7 @@ const PROGRAM_BYTES_MAX: usize = 4096;
 
 /// Set when this process image has used its spawn token (`PVMEPID`). A forked child inherits the
 /// flag, so it cannot enroll in place of its parent.
-static CLAIMED: AtomicBool = AtomicBool::new(false);
+static SPAWN_TOKEN_USED: AtomicBool = AtomicBool::new(false);
 
 /// Socket and identity for enrolling.
 #[derive(Clone, Debug)]
@@ -46,53 +46,59 @@ impl EnrollOptions {
     /// The end of the daemon is reported to the program.
     ///
     /// # Errors
-    /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::Place`] if the
+    /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::BadEnvironment`] if the
     /// variables give no valid path.
     pub fn from_env() -> Result<EnrollOptions, EnrollError> {
         let uid = nix::unistd::geteuid();
-        EnrollOptions::of(uid.as_raw(), CLAIMED.load(Ordering::Relaxed), |name| {
-            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
-        })
+        EnrollOptions::from_vars(
+            uid.as_raw(),
+            SPAWN_TOKEN_USED.load(Ordering::Relaxed),
+            |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()),
+        )
     }
 
-    fn of(
+    fn from_vars(
         uid: u32,
-        claimed: bool,
+        token_used: bool,
         env: impl Fn(&str) -> Option<String>,
     ) -> Result<EnrollOptions, EnrollError> {
-        let set = |name: &str| env(name).filter(|value| !value.is_empty());
+        let non_empty = |name: &str| env(name).filter(|value| !value.is_empty());
         if uid == 0 && env("PVM_ALLOW_ROOT").is_none() {
             return Err(EnrollError::Root);
         }
-        let socket = match set("PVMSOCK") {
+        let socket = match non_empty("PVMSOCK") {
             Some(path) => PathBuf::from(path),
-            None => Place::of(uid, &env).map_err(EnrollError::Place)?.socket(),
+            None => Place::of(uid, &env)
+                .map_err(EnrollError::BadEnvironment)?
+                .socket(),
         };
-        let epid = set("PVMEPID")
+        let spawn_token = non_empty("PVMEPID")
             .and_then(|text| text.trim().parse().ok())
-            .filter(|epid| *epid > 0 && !claimed);
-        let claim = epid.map_or(Claim::New, |epid| Claim::Spawned { epid });
+            .filter(|spawn_token| *spawn_token > 0 && !token_used);
+        let claim = spawn_token.map_or(Claim::New, |spawn_token| Claim::Spawned {
+            epid: spawn_token,
+        });
         Ok(EnrollOptions {
             socket,
             claim,
-            program: program(),
+            program: program_name(),
             at_end: AtEnd::Told,
         })
     }
 }
 
 /// Claims the spawn token; false if it was used before.
-pub(crate) fn take_claim() -> bool {
-    !CLAIMED.swap(true, Ordering::Relaxed)
+pub(crate) fn claim_spawn_token() -> bool {
+    !SPAWN_TOKEN_USED.swap(true, Ordering::Relaxed)
 }
 
 /// Releases the spawn token, because the daemon did not answer.
-pub(crate) fn give_claim_back() {
-    CLAIMED.store(false, Ordering::Relaxed);
+pub(crate) fn release_spawn_token() {
+    SPAWN_TOKEN_USED.store(false, Ordering::Relaxed);
 }
 
-/// Returns the last component of argv[0].
-fn program() -> String {
+/// Returns the last component of `argv[0]`.
+fn program_name() -> String {
     let argv0 = std::env::args_os().next().unwrap_or_default();
     let name = Path::new(&argv0)
         .file_name()
@@ -102,9 +108,9 @@ fn program() -> String {
 }
 
 /// Connection on which the daemon has sent its welcome.
-pub(crate) struct Accepted {
+pub(crate) struct AcceptedConnection {
     /// The socket is shared, so that the I/O thread can sleep on it while other threads use it.
-    pub(crate) socket: Arc<Own<UnixStream>>,
+    pub(crate) socket: Arc<ProcessOwned<UnixStream>>,
     /// Bytes that arrived after the welcome.
     pub(crate) decoder: FrameDecoder,
     /// Descriptors that belong to those bytes.
@@ -114,31 +120,31 @@ pub(crate) struct Accepted {
 
 /// True if a daemon answers at this socket within `within`. A daemon that is exiting may still
 /// accept connections, but does not answer. No task is enrolled.
-pub fn is_served(path: &Path, within: Duration) -> bool {
+pub fn daemon_answers(path: &Path, within: Duration) -> bool {
     let silent = |error: &EnrollError| {
         matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
     };
-    !greet_within(within, path, Claim::Nobody, "", AtEnd::default())
+    !handshake_within(within, path, Claim::Nobody, "", AtEnd::default())
         .is_err_and(|error| silent(&error))
 }
 
 /// Connects, sends the hello, and waits for the answer.
-pub(crate) fn greet(
+pub(crate) fn handshake(
     path: &Path,
     claim: Claim,
     program: &str,
     at_end: AtEnd,
-) -> Result<Accepted, EnrollError> {
-    greet_within(GREETING_MAX, path, claim, program, at_end)
+) -> Result<AcceptedConnection, EnrollError> {
+    handshake_within(HANDSHAKE_TIMEOUT, path, claim, program, at_end)
 }
 
-fn greet_within(
+fn handshake_within(
     within: Duration,
     path: &Path,
     claim: Claim,
     program: &str,
     at_end: AtEnd,
-) -> Result<Accepted, EnrollError> {
+) -> Result<AcceptedConnection, EnrollError> {
     let io_error = |source: io::Error| EnrollError::Io {
         path: path.to_path_buf(),
         source,
@@ -150,15 +156,15 @@ fn greet_within(
         },
         _ => io_error(source),
     })?;
-    mark(&socket).map_err(io_error)?;
+    mark_library_socket(&socket).map_err(io_error)?;
     sempa_socket::make_room(&socket);
-    let socket = Own::fd(socket);
+    let socket = ProcessOwned::new_fd(socket);
     let owner = getsockopt(socket.get(), PeerCredentials)
         .map_err(|e| io_error(e.into()))?
         .uid();
     // A daemon of root is trusted: root can do anything to this process anyway.
     if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
-        return Err(EnrollError::Foreign {
+        return Err(EnrollError::ForeignOwner {
             path: path.to_path_buf(),
             owner,
         });
@@ -190,7 +196,7 @@ fn greet_within(
     let (mut decoder, mut passed) = (FrameDecoder::new(), Passed::default());
     let welcome = read_welcome(socket.get(), &mut decoder, &mut passed, path)?;
     socket.get().set_read_timeout(None).map_err(io_error)?;
-    Ok(Accepted {
+    Ok(AcceptedConnection {
         socket: Arc::new(socket),
         decoder,
         passed,
@@ -215,9 +221,9 @@ fn read_welcome(
     passed: &mut Passed,
     path: &Path,
 ) -> Result<Welcome, EnrollError> {
-    let version = |why: String| EnrollError::Version {
+    let version = |why: String| EnrollError::VersionMismatch {
         path: path.to_path_buf(),
-        why,
+        reason: why,
     };
     let io_error = |source: io::Error| EnrollError::Io {
         path: path.to_path_buf(),
@@ -262,8 +268,12 @@ fn read_welcome(
 mod tests {
     use super::*;
 
-    fn of(uid: u32, claimed: bool, vars: &[(&str, &str)]) -> Result<EnrollOptions, EnrollError> {
-        EnrollOptions::of(uid, claimed, |name| {
+    fn options(
+        uid: u32,
+        token_used: bool,
+        vars: &[(&str, &str)],
+    ) -> Result<EnrollOptions, EnrollError> {
+        EnrollOptions::from_vars(uid, token_used, |name| {
             vars.iter()
                 .find(|(key, _)| *key == name)
                 .map(|(_, value)| value.to_string())
@@ -273,36 +283,36 @@ mod tests {
     /// The environment selects the daemon's socket, and the spawn token once per process image.
     #[test]
     fn environment_selects_socket_and_claim() {
-        let plain = of(7, false, &[]).expect("good");
+        let plain = options(7, false, &[]).expect("good");
         assert_eq!(
             (plain.socket, plain.claim),
             ("/tmp/sempa-7/pvm/pvmd.sock".into(), Claim::New)
         );
         let spawned = [("PVMSOCK", "/x/y"), ("PVMEPID", "42")];
-        let first = of(7, false, &spawned).expect("good");
+        let first = options(7, false, &spawned).expect("good");
         assert_eq!(
             (first.socket, first.claim),
             ("/x/y".into(), Claim::Spawned { epid: 42 })
         );
-        assert_eq!(of(7, true, &spawned).expect("good").claim, Claim::New);
+        assert_eq!(options(7, true, &spawned).expect("good").claim, Claim::New);
         assert_eq!(
-            of(7, false, &[("PVMEPID", "-3")]).expect("good").claim,
+            options(7, false, &[("PVMEPID", "-3")]).expect("good").claim,
             Claim::New
         );
     }
 
     #[test]
     fn root_needs_permission() {
-        assert!(matches!(of(0, false, &[]), Err(EnrollError::Root)));
-        assert!(of(0, false, &[("PVM_ALLOW_ROOT", "")]).is_ok());
+        assert!(matches!(options(0, false, &[]), Err(EnrollError::Root)));
+        assert!(options(0, false, &[("PVM_ALLOW_ROOT", "")]).is_ok());
     }
 
     /// An invalid `PVM_VMID` is reported as an error.
     #[test]
     fn invalid_vm_name_is_reported() {
         assert!(matches!(
-            of(7, false, &[("PVM_VMID", "../x")]),
-            Err(EnrollError::Place(_))
+            options(7, false, &[("PVM_VMID", "../x")]),
+            Err(EnrollError::BadEnvironment(_))
         ));
     }
 
@@ -311,7 +321,7 @@ mod tests {
     fn listener_that_never_answers_is_no_daemon() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("s");
-        let is_served = || is_served(&path, GREETING_MAX);
+        let is_served = || daemon_answers(&path, HANDSHAKE_TIMEOUT);
         assert!(!is_served(), "there is none");
         let listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
         let accept = |answer: Option<ToTask>| {

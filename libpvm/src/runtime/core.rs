@@ -2,15 +2,15 @@
 //! without socket, thread or clock.
 //!
 //! The caller passes in frames and the current time, and writes out the frames that collect in the
-//! outbox. Every change for which an application thread may wait increments [`Core::news`].
+//! outbox. Every change for which an application thread may wait increments [`Core::event_seq`].
 
-use super::far::Direct;
-use super::near::{Near, Wakes};
+use super::direct_routes::DirectRoutes;
 use super::outbox::Outbox;
+use super::shm::{PeerWakes, ShmRoutes};
 use crate::inbox::Inbox;
 use bytes::Bytes;
-use grants::Grants;
-use questions::Questions;
+use placement_leases::PlacementLeases;
+use rm_calls::PendingRmCalls;
 use rustc_hash::FxHashMap;
 use sempa_proto::frame::{Frame, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
@@ -31,17 +31,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Size of the outbox above which links do not add further frames. Control frames are always added.
 pub(crate) const BACKLOG_BYTES_MAX: usize = 1 << 20;
 /// Maximum size of the control frames that are queued while a migration interrupts the connection.
-pub(crate) const LATER_BYTES_MAX: usize = 256 << 20;
+pub(crate) const DEFERRED_CONTROL_BYTES_MAX: usize = 256 << 20;
 /// Maximum size of the inbox. Above it fragments are not accepted; senders keep their messages and
 /// send probes from time to time.
 const INBOX_BYTES_MAX: usize = 1 << 36;
 /// Maximum number of links of a task.
 pub(crate) const LINKS_MAX: usize = 1 << 18;
 /// Maximum number of links to ended tasks that are remembered.
-pub(crate) const LINKS_GONE_MAX: usize = 1 << 14;
+pub(crate) const ENDED_LINKS_MAX: usize = 1 << 14;
 /// Maximum number of notifications that wait for the last messages of their task. Above it the
 /// oldest is delivered early.
-pub(crate) const HELD_MAX: usize = 1 << 16;
+pub(crate) const DEFERRED_DELIVERIES_MAX: usize = 1 << 16;
 
 /// Fragments up to this size are copied out of the read buffer, so that a small message does not
 /// keep a large buffer alive.
@@ -49,7 +49,7 @@ const COPY_BYTES_MAX: usize = 16 << 10;
 
 /// Migration for which the daemon requested to quiesce.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Quiesce {
+pub(crate) struct QuiesceRequest {
     pub(crate) migration: MigrationId,
     /// Paths where the token file may appear.
     pub(crate) tokens: Vec<PathBuf>,
@@ -61,16 +61,16 @@ pub(crate) enum Phase {
     /// The connection is usable.
     Connected,
     /// The last frame is queued; the socket is closed when all frames are written.
-    Quiescing(Quiesce),
+    Quiescing(QuiesceRequest),
     /// The socket is closed; the I/O thread waits for the token file.
-    Quiesced(Quiesce),
+    Quiesced(QuiesceRequest),
     /// The connection is lost for good, for the given reason.
     Lost(String),
 }
 
 /// Request to the daemon that was sent.
 #[derive(Debug)]
-struct Open {
+struct OpenRequest {
     /// Encoded request, kept in case it must be sent again.
     frame: Bytes,
     reply: Option<Reply>,
@@ -79,7 +79,7 @@ struct Open {
 /// State of the runtime without I/O.
 #[derive(Debug)]
 pub(crate) struct Core {
-    me: Tid,
+    own_tid: Tid,
     phase: Phase,
     alive: Arc<AtomicBool>,
     host: HostId,
@@ -93,46 +93,46 @@ pub(crate) struct Core {
     pub(crate) inbox: Inbox,
     /// Bytes to be written to the daemon.
     pub(crate) outbox: Outbox,
-    later: VecDeque<Bytes>,
-    later_bytes: usize,
+    deferred_control: VecDeque<Bytes>,
+    deferred_control_bytes: usize,
     /// Shared-memory rings to tasks on this host.
-    pub(crate) near: Near,
+    pub(crate) shm: ShmRoutes,
     /// Direct routes to tasks on other hosts, and the agreements about them.
-    pub(crate) direct: Direct,
+    pub(crate) direct: DirectRoutes,
     links: FxHashMap<Tid, Link>,
-    gone: VecDeque<Tid>,
+    ended_peers: VecDeque<Tid>,
     /// Links that may have frames to transmit and wait for space in the outbox.
-    busy: VecDeque<Tid>,
-    is_busy: HashSet<Tid>,
-    held: VecDeque<(LinkMark, Message)>,
-    requests: HashMap<RequestId, Open>,
+    pump_queue: VecDeque<Tid>,
+    in_pump_queue: HashSet<Tid>,
+    deferred_deliveries: VecDeque<(LinkMark, Message)>,
+    requests: HashMap<RequestId, OpenRequest>,
     last_request: RequestId,
     /// Open requests of this task's threads to resource managers.
-    pub(crate) questions: Questions,
+    pub(crate) rm_calls: PendingRmCalls,
     /// Placements that the resource manager leased in advance.
-    pub(crate) grants: Grants,
+    pub(crate) placement_leases: PlacementLeases,
     route: RouteId,
     /// Incarnation on which new links begin; see [`Link::begin_timeline`].
-    line: u16,
-    lifted: bool,
+    incarnation: u16,
+    windows_lifted: bool,
     /// Migration for which the whole state was handed off to the daemon. No message has been
     /// accepted since.
-    parted: Option<MigrationId>,
+    handed_off_for: Option<MigrationId>,
     /// The program was asked to exit at least once.
-    was_asked: bool,
+    exit_was_requested: bool,
     /// The process is exiting.
-    ends: bool,
-    earliest: Option<Micros>,
-    news: u64,
-    route_news: u64,
+    exiting: bool,
+    next_timer: Option<Micros>,
+    event_seq: u64,
+    send_event_seq: u64,
 }
 
 impl Core {
     /// Creates the state of a task that a daemon has just accepted.
     pub(crate) fn new(welcome: &Welcome) -> Core {
-        let (line, last_request) = successor::beginning(welcome);
+        let (incarnation, last_request) = handoff::initial_ids(welcome);
         let mut core = Core {
-            me: welcome.tid,
+            own_tid: welcome.tid,
             phase: Phase::Connected,
             alive: Arc::new(AtomicBool::new(true)),
             host: welcome.host,
@@ -144,38 +144,37 @@ impl Core {
             rm_deaths: 0,
             inbox: Inbox::default(),
             outbox: Outbox::default(),
-            later: VecDeque::new(),
-            later_bytes: 0,
-            near: Near::default(),
-            direct: Direct::new(welcome.tid, welcome.addresses.clone()),
+            deferred_control: VecDeque::new(),
+            deferred_control_bytes: 0,
+            shm: ShmRoutes::default(),
+            direct: DirectRoutes::new(welcome.tid, welcome.addresses.clone()),
             links: FxHashMap::default(),
-            gone: VecDeque::new(),
-            busy: VecDeque::new(),
-            is_busy: HashSet::new(),
-            held: VecDeque::new(),
+            ended_peers: VecDeque::new(),
+            pump_queue: VecDeque::new(),
+            in_pump_queue: HashSet::new(),
+            deferred_deliveries: VecDeque::new(),
             requests: HashMap::new(),
             last_request,
-            questions: Questions::default(),
-            grants: Grants::default(),
+            rm_calls: PendingRmCalls::default(),
+            placement_leases: PlacementLeases::default(),
             route: RouteId(1),
-            line,
-            lifted: false,
-            parted: None,
-            was_asked: false,
-            ends: false,
-            earliest: None,
-            news: 0,
-            route_news: 0,
+            incarnation,
+            windows_lifted: false,
+            handed_off_for: None,
+            exit_was_requested: false,
+            exiting: false,
+            next_timer: None,
+            event_seq: 0,
+            send_event_seq: 0,
         };
         if let Some(successor) = &welcome.successor {
-            core.succeed(successor);
+            core.take_over_links(successor);
         }
         if let Some(restart) = &welcome.restart {
-            core.begin_again(restart);
+            core.roll_back(restart);
         }
         core
     }
-
 
     pub(crate) fn phase(&self) -> &Phase {
         &self.phase
@@ -191,7 +190,7 @@ impl Core {
     }
 
     /// Returns the reason why the connection is lost for good.
-    pub(crate) fn lost(&self) -> Option<&str> {
+    pub(crate) fn lost_reason(&self) -> Option<&str> {
         match &self.phase {
             Phase::Lost(why) => Some(why),
             _ => None,
@@ -229,8 +228,8 @@ impl Core {
     }
 
     /// Counter that increases with every event for which an application thread may wait.
-    pub(crate) fn news(&self) -> u64 {
-        self.news
+    pub(crate) fn event_seq(&self) -> u64 {
+        self.event_seq
     }
 
     /// True if this peer is known to have ended.
@@ -240,7 +239,7 @@ impl Core {
 
     /// True if the window, not the outbox, keeps back fragments of the link.
     pub(crate) fn waits_for_window(&self, peer: Tid) -> bool {
-        !self.is_busy.contains(&peer)
+        !self.in_pump_queue.contains(&peer)
             && self
                 .links
                 .get(&peer)
@@ -248,13 +247,13 @@ impl Core {
     }
 
     /// True if the link waits for space in the outbox.
-    pub(crate) fn waits_for_room(&self, peer: Tid) -> bool {
-        self.is_busy.contains(&peer)
+    pub(crate) fn waits_for_outbox(&self, peer: Tid) -> bool {
+        self.in_pump_queue.contains(&peer)
     }
 
     /// True if any link waits for space in the outbox.
-    pub(crate) fn has_more(&self) -> bool {
-        !self.busy.is_empty()
+    pub(crate) fn has_queued_links(&self) -> bool {
+        !self.pump_queue.is_empty()
     }
 
     /// True if every link has transmitted all its fragments.
@@ -265,7 +264,7 @@ impl Core {
     }
 
     /// Returns the sequence number up to which each link has sent.
-    pub(crate) fn marks(&self) -> Vec<LinkMark> {
+    pub(crate) fn send_watermarks(&self) -> Vec<LinkMark> {
         let sent = |link: &&Link| !link.is_gone() && link.sent_end() > 1;
         let mark = |link: &Link| LinkMark {
             peer: link.peer(),
@@ -276,13 +275,13 @@ impl Core {
 
     /// Counter that increases with every event that can unblock a thread that waits for its message
     /// to be written.
-    pub(crate) fn route_news(&self) -> u64 {
-        self.route_news
+    pub(crate) fn send_event_seq(&self) -> u64 {
+        self.send_event_seq
     }
 
-    /// Time at which [`Core::wake`] must be called at the latest; may be earlier than necessary.
-    pub(crate) fn earliest(&self) -> Option<Micros> {
-        self.earliest
+    /// Time at which [`Core::run_timers`] must be called at the latest; may be earlier than necessary.
+    pub(crate) fn next_timer(&self) -> Option<Micros> {
+        self.next_timer
     }
 
     // ---- calls of the application
@@ -290,26 +289,26 @@ impl Core {
     /// Queues a message to another task.
     pub(crate) fn send(&mut self, now: Micros, message: Message) -> PvmResult<()> {
         let peer = message.dst;
-        self.hear(now, peer);
-        let Some(link) = self.link_to_send(peer) else {
+        self.poll_acks(now, peer);
+        let Some(link) = self.get_or_create_link(peer) else {
             return Err(PvmError::OutOfRes);
         };
         link.send(message.head(), message.body)
             .map_err(|_| PvmError::OutOfRes)?;
-        if let Some(slot) = self.near.slot(peer) {
+        if let Some(slot) = self.shm.slot(peer) {
             self.pump_ring(now, slot);
             return Ok(());
         }
-        if self.direct.leads_to(peer) {
+        if self.direct.has_route(peer) {
             self.pump_direct(now, peer);
             return Ok(());
         }
         if self.outbox.backlog() < BACKLOG_BYTES_MAX {
             self.pump_link(now, peer);
         } else {
-            self.mark_busy(peer);
+            self.queue_for_pump(peer);
         }
-        self.consider_ring(now, peer);
+        self.maybe_offer_ring(now, peer);
         Ok(())
     }
 
@@ -317,29 +316,29 @@ impl Core {
     /// peers to wake. `None` if it does not suffice; nothing was sent then. `direct`: the program
     /// wants direct routes.
     #[inline]
-    pub(crate) fn send_at_once(
+    pub(crate) fn try_send_inline(
         &mut self,
         now: Micros,
         peer: Tid,
         head: &[u8],
         body: &[u8],
         direct: bool,
-    ) -> Option<Wakes> {
-        if direct && !self.direct.routes.is_settled(peer) {
+    ) -> Option<PeerWakes> {
+        if direct && !self.direct.agreements.is_settled(peer) {
             return None;
         }
-        self.send_near(now, peer, head, body)
+        self.send_shm(now, peer, head, body)
     }
 
     /// Delivers a message from this task itself or from the library: into the inbox, or to the part
     /// of the library that handles it.
     pub(crate) fn deliver(&mut self, message: Message) {
-        self.news += 1;
+        self.event_seq += 1;
         match message.tag {
-            SM_SPAWN_WAITS if message.ctx == CTX_BASE => self.questions.hear_of_waiting(message),
-            SM_GRANT if message.ctx == CTX_BASE => self.grants.hear(message),
+            SM_SPAWN_WAITS if message.ctx == CTX_BASE => self.rm_calls.handle_wait_report(message),
+            SM_GRANT if message.ctx == CTX_BASE => self.placement_leases.handle_lease(message),
             _ => {
-                if let Some(message) = self.questions.hear(message) {
+                if let Some(message) = self.rm_calls.match_answer(message) {
                     self.inbox.push(message);
                 }
             }
@@ -347,13 +346,13 @@ impl Core {
     }
 
     /// Queues a message to a daemon.
-    pub(crate) fn tell(&mut self, message: Message) -> PvmResult<()> {
+    pub(crate) fn send_to_daemon(&mut self, message: Message) -> PvmResult<()> {
         let frame = encode_control(&ToDaemon::Message(message)).map_err(|_| PvmError::OutOfRes)?;
         self.push_control(frame)
     }
 
     /// Queues a request to the daemon.
-    pub(crate) fn ask(&mut self, what: Request) -> Result<RequestId, Reply> {
+    pub(crate) fn send_request(&mut self, what: Request) -> Result<RequestId, Reply> {
         let failed = |error: PvmError, reason: &str| Reply::Failed {
             error,
             reason: reason.to_string(),
@@ -378,7 +377,7 @@ impl Core {
         self.push_control(kept)
             .map_err(|e| failed(e, "the request was not sent: too much waits for the daemon"))?;
         self.last_request = id;
-        self.requests.insert(id, Open { frame, reply: None });
+        self.requests.insert(id, OpenRequest { frame, reply: None });
         Ok(id)
     }
 
@@ -404,7 +403,7 @@ impl Core {
 
     /// Makes all links ignore their flow-control windows, because the process is exiting.
     pub(crate) fn lift_windows(&mut self, now: Micros) {
-        if !self.lifted {
+        if !self.windows_lifted {
             self.end_rings(now);
             for peer in self.end_direct(now) {
                 // The process does not live until the connection has delivered these fragments, so
@@ -415,12 +414,12 @@ impl Core {
                     .for_each(Link::transmit_again);
             }
         }
-        self.lifted = true;
+        self.windows_lifted = true;
         let peers: Vec<Tid> = self.links.keys().copied().collect();
         for peer in peers {
             if let Some(link) = self.links.get_mut(&peer) {
                 link.lift_window();
-                self.mark_busy(peer);
+                self.queue_for_pump(peer);
             }
         }
         self.pump(now);
@@ -430,7 +429,7 @@ impl Core {
 
     /// Handles a frame from the daemon. The error is a sentence; the connection cannot be used
     /// after it.
-    pub(crate) fn take_frame(
+    pub(crate) fn handle_frame(
         &mut self,
         now: Micros,
         frame: Frame,
@@ -439,7 +438,7 @@ impl Core {
         match frame.kind {
             FrameKind::Link => {
                 let frame = frame.link().map_err(|e| e.to_string())?;
-                self.take_link_frame(now, frame);
+                self.handle_link_frame(now, frame);
                 Ok(())
             }
             FrameKind::Control => match frame.control::<ToTask>().map_err(|e| e.to_string())? {
@@ -447,18 +446,18 @@ impl Core {
                     let descriptors = match passed.take(word.descriptors()) {
                         Taken::All(all) => all,
                         Taken::Lost => {
-                            self.could_not_take(now, from, &word);
+                            self.handle_lost_descriptors(now, from, &word);
                             return Ok(());
                         }
                         Taken::Missing => {
                             return Err("a word about a route came without its descriptors".into());
                         }
                     };
-                    self.take_ring_word(now, from, near, &word, descriptors);
-                    self.take_direct_word(now, from, near, word);
+                    self.handle_ring_message(now, from, near, &word, descriptors);
+                    self.handle_direct_message(now, from, near, word);
                     Ok(())
                 }
-                control => self.take_control(now, control),
+                control => self.handle_control(now, control),
             },
             FrameKind::Image => Err("the daemon sent a piece of an image to a task".into()),
         }
@@ -467,10 +466,10 @@ impl Core {
     /// Lets the queued links transmit while the outbox has space.
     pub(crate) fn pump(&mut self, now: Micros) {
         while self.outbox.backlog() < BACKLOG_BYTES_MAX {
-            let Some(peer) = self.busy.pop_front() else {
+            let Some(peer) = self.pump_queue.pop_front() else {
                 return;
             };
-            self.is_busy.remove(&peer);
+            self.in_pump_queue.remove(&peer);
             self.pump_route(now, peer, 1);
         }
     }
@@ -481,24 +480,24 @@ impl Core {
     }
 
     fn pump_route(&mut self, now: Micros, peer: Tid, transmissions: usize) {
-        match self.near.slot(peer) {
+        match self.shm.slot(peer) {
             Some(slot) => self.pump_ring(now, slot),
-            None if self.direct.leads_to(peer) => self.pump_direct(now, peer),
-            None => self.pump_some(now, peer, transmissions),
+            None if self.direct.has_route(peer) => self.pump_direct(now, peer),
+            None => self.pump_through_daemon(now, peer, transmissions),
         }
     }
 
     /// Handles all timers that have expired.
-    pub(crate) fn wake(&mut self, now: Micros) {
-        if self.earliest.is_none_or(|due| due > now) {
+    pub(crate) fn run_timers(&mut self, now: Micros) {
+        if self.next_timer.is_none_or(|due| due > now) {
             return;
         }
-        self.earliest = None;
+        self.next_timer = None;
         let mut due = Vec::new();
         for (peer, link) in &mut self.links {
             match link.next_wakeup() {
                 Some(at) if at <= now => due.push(*peer),
-                Some(at) => self.earliest = Some(self.earliest.map_or(at, |e| e.min(at))),
+                Some(at) => self.next_timer = Some(self.next_timer.map_or(at, |e| e.min(at))),
                 None => {}
             }
         }
@@ -506,18 +505,18 @@ impl Core {
             if let Some(link) = self.links.get_mut(&peer) {
                 link.handle(now, LinkEvent::Wake);
             }
-            self.mark_busy(peer);
+            self.queue_for_pump(peer);
         }
-        self.wake_near(now);
-        self.wake_far(now);
+        self.run_shm_timers(now);
+        self.run_direct_timers(now);
         self.pump(now);
     }
 
     /// Enters the quiesced phase: all frames are written and the socket is closed.
-    pub(crate) fn let_go(&mut self) {
+    pub(crate) fn mark_quiesced(&mut self) {
         if let Phase::Quiescing(quiesce) = &self.phase {
             self.phase = Phase::Quiesced(quiesce.clone());
-            self.news += 1;
+            self.event_seq += 1;
         }
     }
 
@@ -528,31 +527,31 @@ impl Core {
         self.direct.set_addresses(welcome.addresses.clone());
         self.outbox.clear();
         if let Some(restart) = &welcome.restart {
-            self.begin_again(restart);
+            self.roll_back(restart);
             // A resource manager that received a request before the restart does not know it.
             self.set_rm(None);
         }
         self.set_rm(welcome.rm);
-        self.grants.forget();
-        for frame in std::mem::take(&mut self.later) {
+        self.placement_leases.clear();
+        for frame in std::mem::take(&mut self.deferred_control) {
             self.outbox.push(frame);
         }
-        self.later_bytes = 0;
+        self.deferred_control_bytes = 0;
         self.route = self.route.next();
         let peers: Vec<Tid> = self.links.keys().copied().collect();
         for peer in peers {
             if let Some(link) = self.links.get_mut(&peer) {
                 link.handle(now, LinkEvent::RouteUp(self.route));
-                self.mark_busy(peer);
+                self.queue_for_pump(peer);
             }
         }
         self.pump(now);
-        self.news += 1;
+        self.event_seq += 1;
     }
 
     /// Marks the connection as lost for good. The first reason is kept.
     pub(crate) fn lose(&mut self, why: impl Into<String>) {
-        if self.lost().is_some() {
+        if self.lost_reason().is_some() {
             return;
         }
         // Messages that peers on this host have sent can still be received.
@@ -562,17 +561,17 @@ impl Core {
         self.phase = Phase::Lost(why.into());
         self.alive.store(false, Ordering::Release);
         self.outbox.clear();
-        self.later.clear();
-        self.later_bytes = 0;
-        self.busy.clear();
-        self.is_busy.clear();
-        self.earliest = None;
+        self.deferred_control.clear();
+        self.deferred_control_bytes = 0;
+        self.pump_queue.clear();
+        self.in_pump_queue.clear();
+        self.next_timer = None;
         // Nothing else will arrive, so notifications that wait for a last message are delivered.
-        for (_, message) in std::mem::take(&mut self.held) {
+        for (_, message) in std::mem::take(&mut self.deferred_deliveries) {
             self.inbox.push(message);
         }
         self.links.clear();
-        self.news += 1;
+        self.event_seq += 1;
     }
 
     // ---- internal functions
@@ -581,30 +580,30 @@ impl Core {
         match self.phase {
             Phase::Connected => self.outbox.push(frame),
             Phase::Quiescing(_) | Phase::Quiesced(_) => {
-                if self.later_bytes + frame.len() > LATER_BYTES_MAX {
+                if self.deferred_control_bytes + frame.len() > DEFERRED_CONTROL_BYTES_MAX {
                     return Err(PvmError::OutOfRes);
                 }
-                self.later_bytes += frame.len();
-                self.later.push_back(frame);
+                self.deferred_control_bytes += frame.len();
+                self.deferred_control.push_back(frame);
             }
             Phase::Lost(_) => return Err(PvmError::SysErr),
         }
         Ok(())
     }
 
-    fn mark_busy(&mut self, peer: Tid) {
-        if self.is_busy.insert(peer) {
-            self.busy.push_back(peer);
+    fn queue_for_pump(&mut self, peer: Tid) {
+        if self.in_pump_queue.insert(peer) {
+            self.pump_queue.push_back(peer);
         }
     }
 
-    fn fresh_link(&self, peer: Tid) -> Link {
-        let mut link = Link::new(self.me, peer);
-        link.begin_timeline(self.line, true);
+    fn new_link(&self, peer: Tid) -> Link {
+        let mut link = Link::new(self.own_tid, peer);
+        link.begin_timeline(self.incarnation, true);
         if self.is_connected() {
             link.handle(Micros(0), LinkEvent::RouteUp(self.route));
         }
-        if self.lifted {
+        if self.windows_lifted {
             link.lift_window();
         }
         link
@@ -612,7 +611,7 @@ impl Core {
 
     /// Returns the link to a peer; creates it on first use. A link to a peer that ended without
     /// sending anything is replaced, because the tid may have been reused.
-    pub(super) fn link_to_send(&mut self, peer: Tid) -> Option<&mut Link> {
+    pub(super) fn get_or_create_link(&mut self, peer: Tid) -> Option<&mut Link> {
         let stale = self
             .links
             .get(&peer)
@@ -621,18 +620,18 @@ impl Core {
             if self.links.len() >= LINKS_MAX && !stale {
                 return None;
             }
-            let link = self.fresh_link(peer);
+            let link = self.new_link(peer);
             self.links.insert(peer, link);
         }
         self.links.get_mut(&peer)
     }
 
-    fn take_link_frame(&mut self, now: Micros, frame: LinkFrame) {
+    fn handle_link_frame(&mut self, now: Micros, frame: LinkFrame) {
         let peer = frame.src;
-        if peer == self.me && frame.dst != self.me {
-            return self.take_back(now, &frame);
+        if peer == self.own_tid && frame.dst != self.own_tid {
+            return self.restore_unacked(now, &frame);
         }
-        if frame.dst != self.me || peer == self.me || !peer.is_task() {
+        if frame.dst != self.own_tid || peer == self.own_tid || !peer.is_task() {
             return;
         }
         if self.inbox_is_full() && matches!(frame.kind, LinkKind::Data { .. }) {
@@ -647,7 +646,7 @@ impl Core {
             return;
         }
         self.drain_peer(now, peer);
-        let Some(link) = self.link_to_send(peer) else {
+        let Some(link) = self.get_or_create_link(peer) else {
             return;
         };
         let LinkFrame {
@@ -666,9 +665,9 @@ impl Core {
         } else {
             link.take(now, kind, seq, ack, payload);
         }
-        self.deliver_from(peer);
+        self.deliver_messages_from(peer);
         self.pump_link(now, peer);
-        self.release_held(peer);
+        self.release_deferred(peer);
     }
 
     /// True if fragments are not accepted, so that messages stay with their senders.
@@ -677,11 +676,11 @@ impl Core {
     }
 
     /// Delivers all complete messages of a peer.
-    pub(super) fn deliver_from(&mut self, peer: Tid) {
+    pub(super) fn deliver_messages_from(&mut self, peer: Tid) {
         while let Some(bytes) = self.links.get_mut(&peer).and_then(Link::take_message) {
             // Only a peer that violates the protocol sends a message shorter than a header; it is
             // dropped.
-            if let Some(message) = Message::decode(peer, self.me, bytes) {
+            if let Some(message) = Message::decode(peer, self.own_tid, bytes) {
                 self.deliver(message);
             }
         }
@@ -689,24 +688,24 @@ impl Core {
 
     // ---- access for rings and direct routes
 
-    pub(super) fn direct_and_links(&mut self) -> (&mut Direct, &mut FxHashMap<Tid, Link>) {
+    pub(super) fn direct_and_links(&mut self) -> (&mut DirectRoutes, &mut FxHashMap<Tid, Link>) {
         (&mut self.direct, &mut self.links)
     }
 
-    pub(super) fn raise_news(&mut self) {
-        self.news += 1;
+    pub(super) fn bump_event_seq(&mut self) {
+        self.event_seq += 1;
     }
 
-    pub(super) fn near_and_links(&mut self) -> (&mut Near, &mut FxHashMap<Tid, Link>) {
-        (&mut self.near, &mut self.links)
+    pub(super) fn shm_and_links(&mut self) -> (&mut ShmRoutes, &mut FxHashMap<Tid, Link>) {
+        (&mut self.shm, &mut self.links)
     }
 
     pub(super) fn tid(&self) -> Tid {
-        self.me
+        self.own_tid
     }
 
-    pub(super) fn is_lifted(&self) -> bool {
-        self.lifted
+    pub(super) fn has_lifted_windows(&self) -> bool {
+        self.windows_lifted
     }
 
     pub(super) fn link_mut(&mut self, peer: Tid) -> Option<&mut Link> {
@@ -718,25 +717,25 @@ impl Core {
         self.route
     }
 
-    pub(super) fn news_of_routes(&mut self) {
-        self.route_news += 1;
+    pub(super) fn bump_send_event_seq(&mut self) {
+        self.send_event_seq += 1;
     }
 
-    /// Ensures that [`Core::wake`] is called at this time.
-    pub(super) fn wake_at(&mut self, at: Micros) {
-        self.earliest = Some(self.earliest.map_or(at, |e| e.min(at)));
+    /// Ensures that [`Core::run_timers`] is called at this time.
+    pub(super) fn schedule_timer(&mut self, at: Micros) {
+        self.next_timer = Some(self.next_timer.map_or(at, |e| e.min(at)));
     }
 
-    /// Ensures that [`Core::wake`] is called when this link needs it.
-    pub(super) fn note_wakeup(&mut self, peer: Tid) {
+    /// Ensures that [`Core::run_timers`] is called when this link needs it.
+    pub(super) fn schedule_link_timer(&mut self, peer: Tid) {
         if let Some(at) = self.links.get(&peer).and_then(Link::next_wakeup) {
-            self.wake_at(at);
+            self.schedule_timer(at);
         }
     }
 
     /// Transmits frames of a link until it has none, the outbox is full, or `transmissions` frames
     /// were queued.
-    fn pump_some(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
+    fn pump_through_daemon(&mut self, now: Micros, peer: Tid, mut transmissions: usize) {
         while let Some(frame) = self
             .links
             .get_mut(&peer)
@@ -745,13 +744,13 @@ impl Core {
             self.outbox.push_link(&frame.to_frame());
             transmissions -= 1;
             if transmissions == 0 || self.outbox.backlog() >= BACKLOG_BYTES_MAX {
-                return self.mark_busy(peer);
+                return self.queue_for_pump(peer);
             }
         }
-        self.note_wakeup(peer);
+        self.schedule_link_timer(peer);
     }
 
-    fn take_control(&mut self, now: Micros, control: ToTask) -> Result<(), String> {
+    fn handle_control(&mut self, now: Micros, control: ToTask) -> Result<(), String> {
         match control {
             ToTask::Welcome(_) | ToTask::Refused { .. } => {
                 return Err("the daemon greeted this task twice".into());
@@ -759,26 +758,26 @@ impl Core {
             ToTask::Reply { id, reply } => {
                 if let Some(open) = self.requests.get_mut(&id) {
                     open.reply = Some(reply);
-                    self.news += 1;
+                    self.event_seq += 1;
                 }
             }
-            ToTask::Deliver { message, after } => self.take_delivery(now, message, after),
+            ToTask::Deliver { message, after } => self.handle_delivery(now, message, after),
             ToTask::PeerGone { tid } => self.peer_gone(now, tid),
             ToTask::PeerMoved { tid } => {
-                self.forget_near(now, tid);
-                self.far_moved(now, tid);
+                self.drop_ring(now, tid);
+                self.direct_peer_migrated(now, tid);
                 if let Some(link) = self.links.get_mut(&tid) {
                     link.handle(now, LinkEvent::PeerMoved);
                     self.pump_link(now, tid);
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
-            ToTask::TakeNothing { by } => self.take_nothing(now, by),
+            ToTask::TakeNothing { by } => self.handle_exit_announcement(now, by),
             ToTask::Route { .. } => {
                 return Err("a word about a route came on a way without descriptors".into());
             }
             ToTask::Quiesce { migration, tokens } => {
-                self.quiesce(now, Quiesce { migration, tokens })?
+                self.quiesce(now, QuiesceRequest { migration, tokens })?
             }
         }
         Ok(())
@@ -792,38 +791,38 @@ impl Core {
             self.rm_deaths += 1;
         }
         self.rm = rm;
-        self.grants.forget();
+        self.placement_leases.clear();
         self.rm_generation += 1;
-        self.news += 1;
+        self.event_seq += 1;
     }
 
     pub(super) fn peer_gone(&mut self, now: Micros, peer: Tid) {
-        if peer == self.me || self.is_gone(peer) {
+        if peer == self.own_tid || self.is_gone(peer) {
             return;
         }
-        self.forget_near(now, peer);
-        if !self.far_gone(now, peer) {
+        self.drop_ring(now, peer);
+        if !self.direct_peer_ended(now, peer) {
             return;
         }
         // Remembered even if there was no link: a notification that waits for this peer's last
         // message must not wait forever.
-        let Some(link) = self.link_to_send(peer) else {
+        let Some(link) = self.get_or_create_link(peer) else {
             return;
         };
         link.handle(now, LinkEvent::PeerGone);
         self.pump_link(now, peer);
-        self.gone.push_back(peer);
-        self.news += 1;
-        self.release_held(peer);
-        if self.gone.len() > LINKS_GONE_MAX
-            && let Some(oldest) = self.gone.pop_front()
+        self.ended_peers.push_back(peer);
+        self.event_seq += 1;
+        self.release_deferred(peer);
+        if self.ended_peers.len() > ENDED_LINKS_MAX
+            && let Some(oldest) = self.ended_peers.pop_front()
             && self.is_gone(oldest)
         {
             self.links.remove(&oldest);
         }
     }
 
-    fn quiesce(&mut self, now: Micros, quiesce: Quiesce) -> Result<(), String> {
+    fn quiesce(&mut self, now: Micros, quiesce: QuiesceRequest) -> Result<(), String> {
         if !self.is_connected() {
             return Err("the daemon asked this task twice to let go".into());
         }
@@ -833,28 +832,28 @@ impl Core {
             link.handle(now, LinkEvent::RouteDown);
         }
         self.unshare();
-        self.near.keep_borrowed();
+        self.shm.copy_leased_messages();
         sempa_proto::pool::empty();
-        self.busy.clear();
-        self.is_busy.clear();
-        self.earliest = None;
+        self.pump_queue.clear();
+        self.in_pump_queue.clear();
+        self.next_timer = None;
         let last = ToDaemon::Quiesced {
             migration: quiesce.migration,
-            marks: self.marks(),
-            redirect_at: super::redirect::open(),
+            marks: self.send_watermarks(),
+            redirect_at: super::redirect::reset(),
         };
         self.outbox
             .push(encode_control(&last).map_err(|e| format!("letting go: {e}"))?);
         self.phase = Phase::Quiescing(quiesce);
-        self.news += 1;
+        self.event_seq += 1;
         Ok(())
     }
 }
 
-mod again;
-mod grants;
-mod held;
-mod questions;
-mod successor;
+mod deferred_deliveries;
+mod handoff;
+mod placement_leases;
+mod rm_calls;
+mod rollback;
 #[cfg(test)]
 mod tests;

@@ -8,42 +8,46 @@ use sempa_proto::task::{Reply, Request};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Event that ended a wait for the group service.
-enum News {
+enum GroupWaitEvent {
     Answer(Reply),
     Messages,
 }
 
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. `arrived` is called whenever messages arrive meanwhile; it must take all messages
+    /// members. `on_messages` is called whenever messages arrive meanwhile; it must take all messages
     /// out of the inbox. With `None` they stay there.
-    pub fn group_request(&self, request: GroupRequest, arrived: Option<&mut dyn FnMut()>) -> Reply {
-        self.0.grouped.store(true, Relaxed);
+    pub fn group_request(
+        &self,
+        request: GroupRequest,
+        on_messages: Option<&mut dyn FnMut()>,
+    ) -> Reply {
+        self.0.used_groups.store(true, Relaxed);
         let what = Request::Group(request);
-        let Some(arrived) = arrived else {
+        let Some(on_messages) = on_messages else {
             return self.request(what);
         };
         let lost = || Reply::Failed {
             error: PvmError::SysErr,
-            reason: self.why_lost(),
+            reason: self.lost_reason(),
         };
         let Some(mut state) = self.lock() else {
             return lost();
         };
-        let id = match state.core.ask(what) {
+        let id = match state.core.send_request(what) {
             Ok(id) => id,
             Err(refused) => return refused,
         };
         state.flush();
         drop(state);
         loop {
-            let news = self.core_wait(None, &mut |core| match core.take_reply(id) {
-                Some(reply) => Some(News::Answer(reply)),
-                None => (!core.inbox.is_empty()).then_some(News::Messages),
+            let event = self.core_wait(None, &mut |core| match core.take_reply(id) {
+                Some(reply) => Some(GroupWaitEvent::Answer(reply)),
+                None => (!core.inbox.is_empty()).then_some(GroupWaitEvent::Messages),
             });
-            match news {
-                Ok(Some(News::Answer(reply))) => return reply,
-                Ok(Some(News::Messages)) => arrived(),
+            match event {
+                Ok(Some(GroupWaitEvent::Answer(reply))) => return reply,
+                Ok(Some(GroupWaitEvent::Messages)) => on_messages(),
                 // There is no deadline, so only the loss of the daemon ends the wait.
                 Ok(None) | Err(_) => return lost(),
             }
@@ -53,7 +57,7 @@ impl Runtime {
     /// Leaves all groups before the task exits, so that the group service does not count the exit
     /// as a death in the group.
     pub(super) fn leave_groups(&self) {
-        if self.0.grouped.swap(false, Relaxed) {
+        if self.0.used_groups.swap(false, Relaxed) {
             // An error means that there is no daemon, and then no group to leave.
             self.request(Request::Group(GroupRequest::LeaveAll));
         }

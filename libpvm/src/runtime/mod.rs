@@ -9,32 +9,32 @@
 //!   two, all calls keep working in memory.
 //! - A drainer thread reads rings that are full while the application computes.
 
-mod alarm;
 mod clock;
 mod connect;
 mod core;
 mod direct;
-mod ear;
-mod far;
+mod direct_routes;
 mod groups;
-mod helper;
-mod lend;
-mod near;
+mod io_thread;
 mod outbox;
 mod process;
 mod redirect;
-mod routes;
-mod seat;
+mod ring_drainer;
+mod route_agreements;
 mod shared;
+mod shm;
+mod socket_waiters;
 #[cfg(test)]
 mod tests;
+mod wake_delay_timer;
+mod zero_copy;
 
-pub use self::connect::{EnrollOptions, is_served};
+pub use self::connect::{EnrollOptions, daemon_answers};
 
 use self::core::BACKLOG_BYTES_MAX;
 pub(crate) use self::core::Core;
-use self::process::{ExitHook, Own};
-use self::shared::{Held, Shared};
+use self::process::{ExitHook, ProcessOwned};
+use self::shared::{Shared, StateGuard};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
@@ -48,14 +48,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Maximum delay of the normal end of a process by messages that the daemon has not accepted yet.
-const EXIT_FLUSH_MAX: Duration = Duration::from_secs(5);
+const EXIT_FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Time for which `send` waits for the full socket of a direct route. A process that a signal kills
 /// after `send` has then sent the message.
-const SOCKET_PATIENCE: Duration = Duration::from_millis(100);
+const DIRECT_SOCKET_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Size from which reading a message takes a receiver longer than waking up for it.
-const LONG_READING_BYTES_MIN: usize = 256 << 10;
+const DEFER_WAKES_BYTES_MIN: usize = 256 << 10;
 
 /// Joins the virtual machine that the environment selects. A spawned process uses its spawn token
 /// once: after [`Runtime::exit`], or in a forked child whose parent used the token, the process
@@ -68,13 +68,13 @@ pub fn enroll(at_end: AtEnd) -> Result<Runtime, EnrollError> {
         at_end,
         ..EnrollOptions::from_env()?
     };
-    let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::take_claim);
+    let claim = matches!(options.claim, Claim::Spawned { .. }).then(connect::claim_spawn_token);
     if claim == Some(false) {
         options.claim = Claim::New;
     }
     let enrolled = Runtime::connect(options);
     if enrolled.is_err() && claim == Some(true) {
-        connect::give_claim_back();
+        connect::release_spawn_token();
     }
     enrolled
 }
@@ -93,16 +93,16 @@ struct Handle {
     welcome: Welcome,
     last_wid: AtomicI32,
     /// The task has used the group service.
-    grouped: AtomicBool,
-    helper: Mutex<Option<Own<JoinHandle<()>>>>,
+    used_groups: AtomicBool,
+    io_thread: Mutex<Option<ProcessOwned<JoinHandle<()>>>>,
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if self.shared.is_foreign() {
+        if self.shared.is_forked_child() {
             return;
         }
-        self.shared.flush_until(Instant::now() + EXIT_FLUSH_MAX);
+        self.shared.flush_until(Instant::now() + EXIT_FLUSH_TIMEOUT);
         self.stop();
     }
 }
@@ -112,11 +112,11 @@ impl Handle {
     fn stop(&self) {
         self.shared.stop();
         let helper = self
-            .helper
+            .io_thread
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(thread) = helper.and_then(Own::into_inner) {
+        if let Some(thread) = helper.and_then(ProcessOwned::into_inner) {
             // A panic of the I/O thread was reported to all waiting threads before.
             let _ = thread.join();
         }
@@ -138,7 +138,7 @@ impl ExitHook for FlushAtExit {
 
     fn run(&self) {
         if let Some(shared) = self.0.upgrade() {
-            shared.flush_until(Instant::now() + EXIT_FLUSH_MAX);
+            shared.flush_until(Instant::now() + EXIT_FLUSH_TIMEOUT);
         }
     }
 }
@@ -157,21 +157,21 @@ impl Runtime {
             program,
             at_end,
         } = options;
-        let accepted = connect::greet(&path, claim, &program, at_end)?;
+        let accepted = connect::handshake(&path, claim, &program, at_end)?;
         let welcome = accepted.welcome.clone();
         let io_error = |source| EnrollError::Io {
             path: path.clone(),
             source,
         };
         let shared = Arc::new(Shared::new(accepted).map_err(io_error)?);
-        let helper = helper::start(&shared, program).map_err(io_error)?;
+        let helper = io_thread::start(&shared, program).map_err(io_error)?;
         process::add_exit_hook(FlushAtExit(Arc::downgrade(&shared)));
         let handle = Handle {
             shared,
             welcome,
             last_wid: AtomicI32::new(0),
-            grouped: AtomicBool::new(false),
-            helper: Mutex::new(Some(helper)),
+            used_groups: AtomicBool::new(false),
+            io_thread: Mutex::new(Some(helper)),
         };
         Ok(Runtime(Arc::new(handle)))
     }
@@ -194,23 +194,25 @@ impl Runtime {
 
     /// Returns the host on which this task currently runs.
     pub fn host(&self) -> HostId {
-        self.look(|core| core.host()).unwrap_or(self.0.welcome.host)
+        self.with_core(|core| core.host())
+            .unwrap_or(self.0.welcome.host)
     }
 
     /// Returns the data signature of the current host.
     pub fn dsig(&self) -> i32 {
-        self.look(|core| core.dsig()).unwrap_or(self.0.welcome.dsig)
+        self.with_core(|core| core.dsig())
+            .unwrap_or(self.0.welcome.dsig)
     }
 
     /// Returns the sink of this task's output, as given in the daemon's welcome.
     pub fn output(&self) -> Sink {
-        self.look(|core| core.output())
+        self.with_core(|core| core.output())
             .unwrap_or(self.0.welcome.output)
     }
 
     /// Returns the sink of this task's trace records, as given in the daemon's welcome.
     pub fn trace(&self) -> Sink {
-        self.look(|core| core.trace())
+        self.with_core(|core| core.trace())
             .unwrap_or(self.0.welcome.trace)
     }
 
@@ -221,24 +223,24 @@ impl Runtime {
 
     /// Returns the current resource manager, if there is one.
     pub fn rm(&self) -> Option<RmInfo> {
-        self.look(|core| core.rm()).flatten()
+        self.with_core(|core| core.rm()).flatten()
     }
 
     /// Counter that increases when the resource manager changes or dies; [`Runtime::inbox_wait`]
     /// then calls its closure again.
     pub fn rm_generation(&self) -> u64 {
-        self.look(|core| core.rm_generation()).unwrap_or(0)
+        self.with_core(|core| core.rm_generation()).unwrap_or(0)
     }
 
     /// False after [`Runtime::exit`], after the loss of the daemon, and in a forked child. A
     /// migrating task counts as connected.
     pub fn is_connected(&self) -> bool {
-        !self.0.shared.is_foreign() && self.0.shared.is_alive()
+        !self.0.shared.is_forked_child() && self.0.shared.is_alive()
     }
 
     /// Returns a sentence that says why the connection is lost for good. Empty while it is not.
-    pub fn why_lost(&self) -> String {
-        self.look(|core| core.lost().unwrap_or_default().to_string())
+    pub fn lost_reason(&self) -> String {
+        self.with_core(|core| core.lost_reason().unwrap_or_default().to_string())
             .unwrap_or_else(|| "this process was forked off a task and is none itself".into())
     }
 
@@ -256,10 +258,10 @@ impl Runtime {
     /// yet, or when the connection is lost. It never changes. `None` in a forked child, or if no
     /// descriptor can be created.
     pub fn ready_fd(&self) -> Option<RawFd> {
-        if self.0.shared.is_foreign() {
+        if self.0.shared.is_forked_child() {
             return None;
         }
-        self.0.shared.sign_fd().ok()
+        self.0.shared.ready_fd().ok()
     }
 
     /// Returns the socket to the daemon; `None` while there is none.
@@ -274,14 +276,14 @@ impl Runtime {
     /// writing to memory shared with the receiver suffices. Returns false if it does not; then
     /// nothing was sent, and the caller uses [`Runtime::send`]. With `direct` the message is sent
     /// only if it is settled whether the two tasks have a direct route.
-    pub fn send_at_once(
+    pub fn try_send_inline(
         &self,
         dst: Tid,
         head: [u8; MESSAGE_HEAD_BYTES],
         body: &[u8],
         direct: bool,
     ) -> bool {
-        !self.0.shared.is_foreign() && self.0.shared.send_at_once(dst, &head, body, direct)
+        !self.0.shared.is_forked_child() && self.0.shared.try_send_inline(dst, &head, body, direct)
     }
 
     /// Sends a message to `message.dst`; sets `src`. Returns when the daemon has the message, as
@@ -296,21 +298,21 @@ impl Runtime {
     pub fn send(&self, mut message: Message) -> PvmResult<()> {
         message.src = self.tid();
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
-        if state.core.lost().is_some() {
+        if state.core.lost_reason().is_some() {
             return Err(PvmError::SysErr);
         }
         let dst = message.dst;
         if dst == self.tid() {
             state.core.deliver(message);
         } else if dst.is_daemon() {
-            state.core.tell(message)?;
-            state.core.near.spoke_elsewhere();
-            self.wait_until_out(&mut state, None)?;
+            state.core.send_to_daemon(message)?;
+            state.core.shm.expect_from_daemon();
+            self.wait_until_written(&mut state, None)?;
         } else if dst.is_task() {
             let now = state.now();
             state.core.send(now, message)?;
-            state.make_room(dst);
-            self.wait_until_out(&mut state, Some(dst))?;
+            state.wait_for_ring_space(dst);
+            self.wait_until_written(&mut state, Some(dst))?;
         } else {
             return Err(PvmError::BadParam);
         }
@@ -324,17 +326,17 @@ impl Runtime {
     /// As [`Runtime::send`]. The tasks before the failing one were sent the message.
     pub fn send_to_many(&self, message: &Message, to: &[Tid]) -> PvmResult<()> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
-        if state.core.lost().is_some() {
+        if state.core.lost_reason().is_some() {
             return Err(PvmError::SysErr);
         }
         let now = state.now();
         let sent = state.core.send_to_many(now, message, to);
         for dst in to {
-            state.make_room(*dst);
-            self.wait_until_out(&mut state, Some(*dst))?;
+            state.wait_for_ring_space(*dst);
+            self.wait_until_written(&mut state, Some(*dst))?;
         }
-        if message.body.len() >= LONG_READING_BYTES_MIN {
-            state.put_off_wakes();
+        if message.body.len() >= DEFER_WAKES_BYTES_MIN {
+            state.defer_wakes();
         }
         sent
     }
@@ -351,18 +353,18 @@ impl Runtime {
         let Some(mut state) = self.lock() else { return };
         loop {
             let now = state.now();
-            if state.core.lost().is_some() || state.core.want_route(now, dst) {
+            if state.core.lost_reason().is_some() || state.core.request_route(now, dst) {
                 return;
             }
             state.flush();
-            state.wait_arrived(None);
+            state.wait_for_event(None);
         }
     }
 
     /// Sets whether later offers of direct routes from other tasks are accepted.
-    pub fn allow_routes(&self, allow: bool) {
+    pub fn set_accepts_routes(&self, allow: bool) {
         if let Some(mut state) = self.lock() {
-            state.core.direct.routes.willing = allow;
+            state.core.direct.agreements.accepts_offers = allow;
         }
     }
 
@@ -371,7 +373,7 @@ impl Runtime {
     ///
     /// # Errors
     /// `OutOfRes` if too many notifications are requested, `SysErr` in a forked child.
-    pub fn tell_of_routes(&self, ctx: i32, tag: i32, count: i32) -> PvmResult<()> {
+    pub fn notify_new_routes(&self, ctx: i32, tag: i32, count: i32) -> PvmResult<()> {
         let fd = if count == 0 {
             -1
         } else {
@@ -390,7 +392,7 @@ impl Runtime {
     ///
     /// # Errors
     /// `OutOfRes` if too many notifications are requested, `SysErr` in a forked child.
-    pub fn tell_of_route_end(&self, peer: Tid, ctx: i32, tag: i32, cancel: bool) -> PvmResult<()> {
+    pub fn notify_route_end(&self, peer: Tid, ctx: i32, tag: i32, cancel: bool) -> PvmResult<()> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         let now = state.now();
         state.core.watch_routes(now, |routes| {
@@ -404,47 +406,47 @@ impl Runtime {
 
     /// Writes the queued frames and waits while the socket is the only obstacle. A process that is
     /// killed after a send has then sent the message.
-    fn wait_until_out(&self, state: &mut Held<'_>, peer: Option<Tid>) -> PvmResult<()> {
-        let mut out = None;
-        let (mut heard, mut patient) = (false, true);
+    fn wait_until_written(&self, state: &mut StateGuard<'_>, peer: Option<Tid>) -> PvmResult<()> {
+        let mut write_target = None;
+        let (mut polled, mut may_wait_for_socket) = (false, true);
         loop {
             state.flush();
-            if state.core.lost().is_some() {
+            if state.core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
             if !state.core.is_connected() {
                 return Ok(());
             }
-            if peer.is_some_and(|peer| state.core.near.is_offered(peer)) {
+            if peer.is_some_and(|peer| state.core.shm.is_offered(peer)) {
                 state.wait_written(None);
                 continue;
             }
             if peer.is_some_and(|peer| state.core.direct.is_blocked(peer))
-                && std::mem::take(&mut patient)
+                && std::mem::take(&mut may_wait_for_socket)
             {
-                state.wait_written(Some(SOCKET_PATIENCE));
+                state.wait_written(Some(DIRECT_SOCKET_TIMEOUT));
                 continue;
             }
-            if let Some(peer) = peer.filter(|_| out.is_none()) {
+            if let Some(peer) = peer.filter(|_| write_target.is_none()) {
                 let now = state.now();
-                if state.core.waits_for_room(peer)
+                if state.core.waits_for_outbox(peer)
                     && state.core.outbox.backlog() < BACKLOG_BYTES_MAX
                 {
                     state.core.pump(now);
                     continue;
                 }
-                if state.core.waits_for_window(peer) && !heard && !state.core.near.leads_to(peer) {
+                if state.core.waits_for_window(peer) && !polled && !state.core.shm.has_ring(peer) {
                     // An acknowledgement that opens the window may have arrived already.
-                    heard = true;
+                    polled = true;
                     state.pump();
                     continue;
                 }
-                if state.core.waits_for_room(peer) {
+                if state.core.waits_for_outbox(peer) {
                     state.wait_written(None);
                     continue;
                 }
             }
-            let end = *out.get_or_insert(state.core.outbox.queued());
+            let end = *write_target.get_or_insert(state.core.outbox.queued());
             if state.core.outbox.written() >= end {
                 return Ok(());
             }
@@ -458,10 +460,10 @@ impl Runtime {
         let Some(mut state) = self.lock() else {
             return Reply::Failed {
                 error: PvmError::SysErr,
-                reason: self.why_lost(),
+                reason: self.lost_reason(),
             };
         };
-        let id = match state.core.ask(what) {
+        let id = match state.core.send_request(what) {
             Ok(id) => id,
             Err(refused) => return refused,
         };
@@ -481,19 +483,19 @@ impl Runtime {
         if let Some(found) = f(&mut state.core.inbox) {
             return Some(found);
         }
-        let news = state.core.news();
-        state.take_in();
-        if state.core.news() == news {
+        let news = state.core.event_seq();
+        state.poll_incoming();
+        if state.core.event_seq() == news {
             return None;
         }
         f(&mut state.core.inbox)
     }
 
     /// Appends all received messages to `to`, oldest first. Does nothing in a forked child.
-    pub fn take_arrived_into(&self, to: &mut VecDeque<Message>) {
+    pub fn drain_inbox_into(&self, to: &mut VecDeque<Message>) {
         let Some(mut state) = self.lock() else { return };
-        state.take_in();
-        state.core.inbox.take_all_into(to);
+        state.poll_incoming();
+        state.core.inbox.drain_into(to);
     }
 
     /// Calls `f` whenever a message arrives or the resource manager changes, until `f` returns a
@@ -522,33 +524,33 @@ impl Runtime {
             let left = deadline.saturating_duration_since(Instant::now());
             state.now() + Micros(u64::try_from(left.as_micros()).unwrap_or(u64::MAX))
         });
-        let mut seen = None;
+        let mut seen_seq = None;
         loop {
-            if seen != Some(state.core.news()) {
-                seen = Some(state.core.news());
+            if seen_seq != Some(state.core.event_seq()) {
+                seen_seq = Some(state.core.event_seq());
                 if let Some(found) = f(&mut state.core) {
                     return Ok(Some(found));
                 }
-                state.take_in();
+                state.poll_incoming();
                 continue;
             }
-            if state.core.lost().is_some() {
+            if state.core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
             let left = end.map(|end| Duration::from_micros(end.since(state.now()).0));
             if left.is_some_and(|left| left.is_zero()) {
                 return Ok(None);
             }
-            if !state.wait_awake(left) {
-                state.wait_arrived(left);
+            if !state.spin_for_event(left) {
+                state.wait_for_event(left);
             }
         }
     }
 
     /// Makes threads of this task sleep immediately when they wait, instead of spinning first.
-    pub fn sleep_at_once(&self) {
+    pub fn disable_spinning(&self) {
         if let Some(mut state) = self.lock() {
-            state.sleep_at_once();
+            state.disable_spinning();
         }
     }
 
@@ -560,13 +562,10 @@ impl Runtime {
     /// `SysErr` if the connection to the daemon was lost before.
     pub fn exit(&self) -> PvmResult<()> {
         self.leave_groups();
-        if self
-            .lock()
-            .is_some_and(|mut state| state.core.begin_to_end())
-        {
+        if self.lock().is_some_and(|mut state| state.core.begin_exit()) {
             self.request(Request::LastWords);
         }
-        let marks = self.hand_over();
+        let marks = self.flush_all();
         let reply = marks.map(|marks| self.request(Request::Exit { marks }));
         if let Some(mut state) = self.lock() {
             state.lose("this task has left the virtual machine");
@@ -582,58 +581,58 @@ impl Runtime {
 
     /// Writes all sent messages, without regard to flow-control windows. Returns the sequence
     /// number that each link has reached.
-    fn hand_over(&self) -> PvmResult<Vec<sempa_proto::task::LinkMark>> {
+    fn flush_all(&self) -> PvmResult<Vec<sempa_proto::task::LinkMark>> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         loop {
             let now = state.now();
             state.core.lift_windows(now);
             state.flush();
             let core = &state.core;
-            if core.lost().is_some() {
+            if core.lost_reason().is_some() {
                 return Err(PvmError::SysErr);
             }
             if core.is_connected() && core.outbox.is_empty() && core.all_transmitted() {
-                return Ok(core.marks());
+                return Ok(core.send_watermarks());
             }
             state.wait_written(None);
         }
     }
 
     /// Registers a request to a resource manager until the guard is dropped.
-    pub(crate) fn open_question(&self, rm: Tid, tag: i32, wid: i32) -> OpenQuestion<'_> {
+    pub(crate) fn begin_rm_call(&self, rm: Tid, tag: i32, wid: i32) -> RmCallGuard<'_> {
         if let Some(mut state) = self.lock() {
-            state.core.questions.open(rm, tag, wid);
+            state.core.rm_calls.begin(rm, tag, wid);
         }
-        OpenQuestion { runtime: self, wid }
+        RmCallGuard { runtime: self, wid }
     }
 
-    pub(crate) fn look<R>(&self, f: impl FnOnce(&Core) -> R) -> Option<R> {
+    pub(crate) fn with_core<R>(&self, f: impl FnOnce(&Core) -> R) -> Option<R> {
         Some(f(&self.lock()?.core))
     }
 
-    /// As [`Runtime::look`], with mutable access and the current time.
-    pub(crate) fn timed<R>(&self, f: impl FnOnce(&mut Core, Micros) -> R) -> Option<R> {
+    /// As [`Runtime::with_core`], with mutable access and the current time.
+    pub(crate) fn with_core_mut<R>(&self, f: impl FnOnce(&mut Core, Micros) -> R) -> Option<R> {
         let mut state = self.lock()?;
         let now = state.now();
         Some(f(&mut state.core, now))
     }
 
     /// Locks the state; `None` in a forked child.
-    fn lock(&self) -> Option<Held<'_>> {
-        (!self.0.shared.is_foreign()).then(|| self.0.shared.lock())
+    fn lock(&self) -> Option<StateGuard<'_>> {
+        (!self.0.shared.is_forked_child()).then(|| self.0.shared.lock())
     }
 }
 
 /// Registration of a thread that waits for the resource manager's answer with this wait id.
-pub(crate) struct OpenQuestion<'a> {
+pub(crate) struct RmCallGuard<'a> {
     runtime: &'a Runtime,
     wid: i32,
 }
 
-impl Drop for OpenQuestion<'_> {
+impl Drop for RmCallGuard<'_> {
     fn drop(&mut self) {
         if let Some(mut state) = self.runtime.lock() {
-            state.core.questions.close(self.wid);
+            state.core.rm_calls.end(self.wid);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Queue of bytes to be written to the daemon's socket, in FIFO order.
 
-use super::process::Own;
+use super::process::ProcessOwned;
 use bytes::{Buf, Bytes};
 use sempa_proto::frame::{FrameKind, encode, encode_link};
 use sempa_proto::link::{LINK_HEAD_BYTES, LinkFrame};
@@ -14,7 +14,7 @@ use std::sync::Arc;
 const COPY_BYTES_MAX: usize = 4 << 10;
 
 /// Descriptors that are sent with a frame.
-pub(crate) type Descriptors = Vec<Arc<Own<OwnedFd>>>;
+pub(crate) type Descriptors = Vec<Arc<ProcessOwned<OwnedFd>>>;
 
 /// Queue of byte pieces, with counters of all bytes ever queued and written.
 #[derive(Debug, Default)]
@@ -34,7 +34,7 @@ impl Outbox {
     }
 
     /// Appends an encoded frame with descriptors.
-    pub(crate) fn push_with(&mut self, piece: Bytes, descriptors: Descriptors) {
+    pub(crate) fn push_with_descriptors(&mut self, piece: Bytes, descriptors: Descriptors) {
         if !descriptors.is_empty() {
             self.attached.push_back((self.queued, descriptors));
         }
@@ -125,7 +125,7 @@ impl Outbox {
 
     /// Drops the first piece, of which nothing was written yet, and its descriptors. It counts as
     /// written.
-    pub(crate) fn skip_word(&mut self) {
+    pub(crate) fn skip_piece(&mut self) {
         let length = self.pieces.front().map_or(0, Bytes::len);
         self.advance(length);
     }
@@ -149,12 +149,12 @@ mod tests {
     #[test]
     fn skipped_frame_takes_its_descriptors_along() {
         let mut outbox = Outbox::default();
-        let file = Arc::new(Own::fd(OwnedFd::from(
+        let file = Arc::new(ProcessOwned::new_fd(OwnedFd::from(
             std::fs::File::open("/dev/null").expect("there is one"),
         )));
         outbox.push(Bytes::from_static(b"before"));
-        outbox.push_with(Bytes::from_static(b"word"), vec![file.clone()]);
-        outbox.push_with(Bytes::from_static(b"another"), vec![file]);
+        outbox.push_with_descriptors(Bytes::from_static(b"word"), vec![file.clone()]);
+        outbox.push_with_descriptors(Bytes::from_static(b"another"), vec![file]);
         let next = |outbox: &Outbox| {
             let (slices, descriptors) = outbox.slices();
             (
@@ -168,9 +168,9 @@ mod tests {
         assert_eq!(next(&outbox), (b"before".to_vec(), 0));
         outbox.advance(6);
         assert_eq!(next(&outbox), (b"word".to_vec(), 1));
-        outbox.skip_word();
+        outbox.skip_piece();
         assert_eq!(next(&outbox), (b"another".to_vec(), 1));
-        outbox.skip_word();
+        outbox.skip_piece();
         assert_eq!((outbox.backlog(), outbox.is_empty()), (0, true));
     }
 

@@ -1,7 +1,7 @@
 //! Process-wide hooks: cleanup after `fork` in the child, and flushing at the end of the process.
 //!
 //! After `fork` the child is not a task. Its copies of the descriptors are closed immediately, and
-//! its copies of the runtime are dead, which they recognize by [`generation`]. `vfork` and
+//! its copies of the runtime are dead, which they recognize by [`fork_generation`]. `vfork` and
 //! `posix_spawn` do not run these hooks; for them all descriptors are close-on-exec.
 #![allow(unsafe_code)] // pthread_atfork and atexit have no safe form.
 
@@ -28,7 +28,7 @@ static AT_EXIT: AtomicPtr<AtExit> = AtomicPtr::new(std::ptr::null_mut());
 type AtExit = Mutex<Vec<Box<dyn ExitHook>>>;
 
 /// Returns the number of forks between the first process and this one.
-pub(crate) fn generation() -> u64 {
+pub(crate) fn fork_generation() -> u64 {
     GENERATION.load(Ordering::Relaxed)
 }
 
@@ -99,7 +99,7 @@ extern "C" fn before_fork() {
 ///
 /// # Errors
 /// The kernel refuses to set the flag.
-pub(crate) fn mark(socket: impl AsFd) -> io::Result<()> {
+pub(crate) fn mark_library_socket(socket: impl AsFd) -> io::Result<()> {
     let fd = socket.as_fd();
     let flags = OFlag::from_bits_retain(fcntl(fd, FcntlArg::F_GETFL)?);
     fcntl(
@@ -113,10 +113,10 @@ pub(crate) fn mark(socket: impl AsFd) -> io::Result<()> {
 extern "C" fn after_fork_in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
     AT_EXIT.store(std::ptr::null_mut(), Ordering::Relaxed);
-    for place in &FORK_FDS {
-        let fd = place.swap(NO_FD, Ordering::Relaxed);
+    for slot in &FORK_FDS {
+        let fd = slot.swap(NO_FD, Ordering::Relaxed);
         if fd != NO_FD {
-            // SAFETY: `fd` is this child's copy of a descriptor of the runtime; `Own` never uses it
+            // SAFETY: `fd` is this child's copy of a descriptor of the runtime; `ProcessOwned` never uses it
             // again in the child.
             unsafe { libc::close(fd) };
         }
@@ -126,25 +126,25 @@ extern "C" fn after_fork_in_child() {
 /// Value that belongs to the process that created it. In a forked child it is never dropped; if it
 /// is a descriptor, the fork closes the child's copy.
 #[derive(Debug)]
-pub(crate) struct Own<T> {
+pub(crate) struct ProcessOwned<T> {
     value: Option<T>,
     generation: u64,
-    place: Option<usize>,
+    fd_slot: Option<usize>,
 }
 
-impl<T> Own<T> {
+impl<T> ProcessOwned<T> {
     /// Wraps a value that needs no closing at a fork.
-    pub(crate) fn new(value: T) -> Own<T> {
-        Own {
+    pub(crate) fn new(value: T) -> ProcessOwned<T> {
+        ProcessOwned {
             value: Some(value),
-            generation: generation(),
-            place: None,
+            generation: fork_generation(),
+            fd_slot: None,
         }
     }
 
     /// Returns the value; `None` in a forked child.
     pub(crate) fn into_inner(mut self) -> Option<T> {
-        if self.generation == generation() {
+        if self.generation == fork_generation() {
             self.value.take()
         } else {
             None
@@ -164,29 +164,29 @@ impl<T> Own<T> {
     }
 }
 
-impl<T: AsFd> Own<T> {
+impl<T: AsFd> ProcessOwned<T> {
     /// Wraps a descriptor, which a fork closes in the child.
-    pub(crate) fn fd(value: T) -> Own<T> {
+    pub(crate) fn new_fd(value: T) -> ProcessOwned<T> {
         let fd = value.as_fd().as_raw_fd();
-        let claim = |place: &AtomicI32| {
-            place
+        let try_claim = |fd_slot: &AtomicI32| {
+            fd_slot
                 .compare_exchange(NO_FD, fd, Ordering::Relaxed, Ordering::Relaxed)
                 .is_ok()
         };
-        let place = FORK_FDS.iter().position(claim);
-        Own {
+        let fd_slot = FORK_FDS.iter().position(try_claim);
+        ProcessOwned {
             value: Some(value),
-            generation: generation(),
-            place,
+            generation: fork_generation(),
+            fd_slot,
         }
     }
 }
 
-impl<T> Drop for Own<T> {
+impl<T> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
-        if self.generation != generation() {
+        if self.generation != fork_generation() {
             std::mem::forget(self.value.take());
-        } else if let Some(place) = self.place {
+        } else if let Some(place) = self.fd_slot {
             FORK_FDS[place].store(NO_FD, Ordering::Relaxed);
         }
     }

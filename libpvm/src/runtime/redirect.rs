@@ -7,39 +7,39 @@ use sempa_proto::frame::from_bytes;
 use sempa_proto::task::{REDIRECT_BYTES_MAX, Redirect, RedirectAt};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const WORDS: usize = REDIRECT_BYTES_MAX / 8;
+const BUFFER_WORDS: usize = REDIRECT_BYTES_MAX / 8;
 
 /// Word 0 holds the length in bytes, 0 if the buffer is empty; the other words hold the encoded
 /// redirect.
-static PLACE: [AtomicU64; WORDS] = [const { AtomicU64::new(0) }; WORDS];
+static BUFFER: [AtomicU64; BUFFER_WORDS] = [const { AtomicU64::new(0) }; BUFFER_WORDS];
 
 /// Empties the buffer and returns its address.
-pub(super) fn open() -> RedirectAt {
-    PLACE[0].store(0, Ordering::Release);
+pub(super) fn reset() -> RedirectAt {
+    BUFFER[0].store(0, Ordering::Release);
     RedirectAt {
         pid: std::process::id().cast_signed(),
-        at: PLACE.as_ptr().addr() as u64,
+        at: BUFFER.as_ptr().addr() as u64,
     }
 }
 
 /// Returns and removes the redirect. `None` if there is none or it cannot be decoded.
 pub(super) fn take() -> Option<Redirect> {
-    let length = usize::try_from(PLACE[0].swap(0, Ordering::AcqRel))
+    let length = usize::try_from(BUFFER[0].swap(0, Ordering::AcqRel))
         .ok()
         .filter(|length| *length > 0)?;
     if length > REDIRECT_BYTES_MAX - 8 {
         return None;
     }
-    let mut bytes: Vec<u8> = PLACE[1..]
+    let mut bytes: Vec<u8> = BUFFER[1..]
         .iter()
         .take(length.div_ceil(8))
-        .flat_map(word)
+        .flat_map(word_bytes)
         .collect();
     bytes.truncate(length);
     from_bytes(&bytes).ok()
 }
 
-fn word(place: &AtomicU64) -> [u8; 8] {
+fn word_bytes(place: &AtomicU64) -> [u8; 8] {
     place.load(Ordering::Acquire).to_ne_bytes()
 }
 
@@ -49,8 +49,8 @@ mod tests {
     use sempa_proto::MigrationId;
 
     fn write(bytes: &[u8]) {
-        assert_eq!(open().at, PLACE.as_ptr().addr() as u64);
-        for (place, bytes) in PLACE.iter().zip(bytes.chunks(8)) {
+        assert_eq!(reset().at, BUFFER.as_ptr().addr() as u64);
+        for (place, bytes) in BUFFER.iter().zip(bytes.chunks(8)) {
             let mut word = [0; 8];
             word[..bytes.len()].copy_from_slice(bytes);
             place.store(u64::from_ne_bytes(word), Ordering::Release);

@@ -5,13 +5,13 @@
 //! it sleeps, either on the daemon's socket (one thread at a time) or on a futex in the task's
 //! doorbell. Each release of the lock wakes exactly the threads for which something has changed.
 
-use super::alarm::Alarm;
 use super::clock::Clock;
-use super::connect::Accepted;
+use super::connect::AcceptedConnection;
 use super::core::{Core, Phase};
-use super::near::{Near, Wakes};
-use super::process::{self, Own};
-use super::seat::Seats;
+use super::process::{self, ProcessOwned};
+use super::shm::{PeerWakes, ShmRoutes};
+use super::socket_waiters::SocketWaiters;
+use super::wake_delay_timer::WakeDelayTimer;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use sempa_proto::frame::FrameDecoder;
@@ -28,46 +28,46 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::{Duration, Instant};
 
 /// Interval at which an exiting process checks whether its daemon has confirmed the exit notice.
-const LAST_WORDS_LOOK: Duration = Duration::from_millis(10);
+const EXIT_NOTICE_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Buffer space provided for one read.
 const READ_BYTES: usize = 128 << 10;
 /// Maximum number of bytes read under the lock in one go, so that other threads get the lock.
 const READ_BYTES_MAX: usize = 2 << 20;
 /// Number of ring polls between two readings of the clock.
-const LOOKS_PER_TIME: u32 = 32;
+const POLLS_PER_CLOCK_READ: u32 = 32;
 /// Minimum interval between two reads of the socket by threads that also poll rings or direct
 /// routes. The I/O thread watches the socket meanwhile.
-const READ_PAUSE: Micros = Micros(500);
+const SOCKET_READ_INTERVAL: Micros = Micros(500);
 /// Time for which a sender waits for a reader that frees no space in the ring.
-const ROOM_PATIENCE: Duration = Duration::from_micros(50);
+const RING_SPACE_TIMEOUT: Duration = Duration::from_micros(50);
 /// Maximum number of received descriptors whose frames have not been handled.
 const DESCRIPTORS_MAX: usize = 16;
 /// Minimum wait for sleeping on the socket, whose timeouts have millisecond resolution. Shorter
 /// waits use the futex.
-const SEAT_MIN: Duration = Duration::from_millis(10);
+const SOCKET_WAIT_MIN: Duration = Duration::from_millis(10);
 /// Time for which a fork waits for the lock. The thread that holds it may have called the fork
 /// itself, further down the stack.
-const FORK_PATIENCE: Duration = Duration::from_secs(1);
+const FORK_LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 /// Maximum sleep on a futex with a deadline. After a migration to a host with another clock a sleep
 /// by the old clock must not last forever.
-const NAP_MAX: Duration = Duration::from_secs(1);
+const SLEEP_MAX: Duration = Duration::from_secs(1);
 /// Maximum sleep without a deadline. Each wake-up disturbs a CPU that may be idle.
-const LONG_NAP: Duration = Duration::from_secs(30);
+const IDLE_SLEEP_MAX: Duration = Duration::from_secs(30);
 
 /// Conditions that wake the I/O thread from its current sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sleep {
+pub(crate) enum IoThreadSleep {
     /// The thread is awake and checks everything before it sleeps.
     Awake,
     /// The thread sleeps until the socket is readable, or until one of these conditions holds.
-    On {
+    Sleeping {
         /// The socket is writable.
         write: bool,
         until: Option<Micros>,
         /// Something arrives by a direct route.
-        far: bool,
+        direct: bool,
         /// The timer for deferred wake-ups expires.
-        alarm: bool,
+        wake_timer: bool,
     },
 }
 
@@ -76,152 +76,153 @@ pub(crate) enum Sleep {
 pub(crate) struct State {
     pub(crate) core: Core,
     pub(crate) clock: Clock,
-    pub(crate) socket: Option<Arc<Own<UnixStream>>>,
+    pub(crate) socket: Option<Arc<ProcessOwned<UnixStream>>>,
     pub(crate) decoder: FrameDecoder,
     /// Received descriptors that belong to frames not handled yet.
-    passed: Passed,
-    pub(crate) sleep: Sleep,
+    descriptors: Passed,
+    pub(crate) io_thread_sleep: IoThreadSleep,
     /// Decides by recent success whether waiting threads spin.
     spin: Spin,
     /// Time of the last read of the socket.
-    read_at: Micros,
+    socket_read_at: Micros,
     /// The drainer thread runs.
-    pub(crate) has_ear: bool,
+    pub(crate) has_drainer: bool,
     /// Number of threads that sleep until the next event.
-    awaiting_news: usize,
+    event_waiters: usize,
     /// One more thread sleeps on the daemon's socket, and reads it.
-    seated: bool,
+    has_socket_waiter: bool,
     /// The last read of the socket stopped at its limit and left data unread.
-    unread: bool,
+    socket_has_more: bool,
     /// Number of threads that wait until bytes have been written.
-    awaiting_writes: usize,
+    write_waiters: usize,
     /// The descriptor for programs that wait on descriptors is readable.
-    sign_is_up: bool,
+    ready_fd_is_set: bool,
     /// Timer that wakes the I/O thread when deferred wake-ups are due; created on first use.
-    pub(crate) alarm: Option<Arc<Alarm>>,
+    pub(crate) wake_timer: Option<Arc<WakeDelayTimer>>,
 }
 
 /// State of the runtime with its lock.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) me: Tid,
+    pub(crate) own_tid: Tid,
     /// False when the connection is lost for good.
     alive: Arc<AtomicBool>,
     state: Mutex<State>,
     /// Number of threads that are blocked on the lock. A thread that spins while it holds the lock
     /// releases it for them.
-    wanted: AtomicU32,
+    lock_waiters: AtomicU32,
     /// Doorbell on which threads sleep until the next event. Peers on this host ring it, too.
-    listening: Arc<Own<OwnBell>>,
+    doorbell: Arc<ProcessOwned<OwnBell>>,
     /// Signalled when bytes were written or never will be.
     written: Condvar,
     /// Epoll sets for the daemon's socket.
-    pub(crate) seats: Arc<Seats>,
-    bell: Own<EventFd>,
+    pub(crate) socket_waiters: Arc<SocketWaiters>,
+    io_thread_event: ProcessOwned<EventFd>,
     /// Readable while a message can be received, for programs that wait on descriptors themselves;
     /// created on first use.
-    sign: OnceLock<Own<EventFd>>,
+    ready_event: OnceLock<ProcessOwned<EventFd>>,
     generation: u64,
     stop: AtomicBool,
 }
 
 /// Guard of the lock. On release it wakes the waiting threads and the I/O thread if something has
 /// changed for them.
-pub(crate) struct Held<'a> {
+pub(crate) struct StateGuard<'a> {
     shared: &'a Shared,
     state: Option<MutexGuard<'a, State>>,
-    news: u64,
-    out: (u64, u64),
-    phase: bool,
+    seen_event_seq: u64,
+    seen_output: (u64, u64),
+    was_connected: bool,
 }
 
-impl std::ops::Deref for Held<'_> {
+impl std::ops::Deref for StateGuard<'_> {
     type Target = State;
     fn deref(&self) -> &State {
         self.state.as_ref().expect("taken only on release")
     }
 }
 
-impl std::ops::DerefMut for Held<'_> {
+impl std::ops::DerefMut for StateGuard<'_> {
     fn deref_mut(&mut self) -> &mut State {
         self.state.as_mut().expect("taken only on release")
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for StateGuard<'_> {
     fn drop(&mut self) {
         self.release();
     }
 }
 
-impl<'a> Held<'a> {
-    fn new(shared: &'a Shared, state: MutexGuard<'a, State>) -> Held<'a> {
-        let (news, out, phase) = Held::seen(&state);
-        Held {
+impl<'a> StateGuard<'a> {
+    fn new(shared: &'a Shared, state: MutexGuard<'a, State>) -> StateGuard<'a> {
+        let (news, out, phase) = StateGuard::observe(&state);
+        StateGuard {
             shared,
             state: Some(state),
-            news,
-            out,
-            phase,
+            seen_event_seq: news,
+            seen_output: out,
+            was_connected: phase,
         }
     }
 
-    fn seen(state: &State) -> (u64, (u64, u64), bool) {
+    fn observe(state: &State) -> (u64, (u64, u64), bool) {
         let core = &state.core;
         (
-            core.news(),
-            (core.outbox.written(), core.route_news()),
+            core.event_seq(),
+            (core.outbox.written(), core.send_event_seq()),
             core.is_connected(),
         )
     }
 
     /// Returns the threads for which something has changed under this lock.
-    fn concerned(&self) -> Concerned {
-        let (news, out, phase) = Held::seen(self);
-        let changed = phase != self.phase || self.core.lost().is_some();
-        let written = self.awaiting_writes > 0 && (out != self.out || changed);
-        let arrived = self.awaiting_news > 0 && news != self.news;
-        let seated = self.seated && (news != self.news || changed || !self.can_sit());
-        Concerned {
-            arrived,
-            seated,
-            written,
-            helper: self.helper_is_needed(),
+    fn wake_set(&self) -> WakeSet {
+        let (news, out, phase) = StateGuard::observe(self);
+        let changed = phase != self.was_connected || self.core.lost_reason().is_some();
+        let written = self.write_waiters > 0 && (out != self.seen_output || changed);
+        let arrived = self.event_waiters > 0 && news != self.seen_event_seq;
+        let seated = self.has_socket_waiter
+            && (news != self.seen_event_seq || changed || !self.can_wait_at_socket());
+        WakeSet {
+            event_waiters: arrived,
+            socket_waiter: seated,
+            write_waiters: written,
+            io_thread: self.io_thread_is_needed(),
         }
     }
 
-    fn tell(shared: &Shared, concerned: Concerned, wakes: Wakes) {
-        let Concerned {
-            arrived,
-            seated,
-            written,
-            helper,
-        } = concerned;
+    fn wake(shared: &Shared, wake_set: WakeSet, wakes: PeerWakes) {
+        let WakeSet {
+            event_waiters: arrived,
+            socket_waiter: seated,
+            write_waiters: written,
+            io_thread,
+        } = wake_set;
         wakes.wake();
         if seated {
-            shared.seats.kick();
+            shared.socket_waiters.wake();
         }
         if arrived {
-            shared.listening.get().stir();
-            futex::wake_all(shared.listening.get().word());
+            shared.doorbell.get().stir();
+            futex::wake_all(shared.doorbell.get().word());
         }
         if written {
             shared.written.notify_all();
         }
-        if helper {
-            shared.ring();
+        if io_thread {
+            shared.wake_io_thread();
         }
     }
 
     /// Makes the ready descriptor readable if a message can be received or the connection is lost,
     /// and otherwise not readable.
-    fn show(&mut self) {
-        let Some(sign) = self.shared.sign.get() else {
+    fn update_ready_fd(&mut self) {
+        let Some(sign) = self.shared.ready_event.get() else {
             return;
         };
-        let up = !self.core.inbox.is_empty() || self.core.lost().is_some();
-        if up != self.sign_is_up {
-            self.sign_is_up = up;
+        let up = !self.core.inbox.is_empty() || self.core.lost_reason().is_some();
+        if up != self.ready_fd_is_set {
+            self.ready_fd_is_set = up;
             // The counter is 0 or 1 and changes only under the lock.
             let _ = if up {
                 sign.get().write(1).map(drop)
@@ -234,11 +235,11 @@ impl<'a> Held<'a> {
     /// Unlocks first and wakes threads afterwards, so that no thread wakes up only to block on the
     /// lock.
     fn release(&mut self) {
-        self.show();
-        let concerned = self.concerned();
+        self.update_ready_fd();
+        let wake_set = self.wake_set();
         let wakes = self.take_wakes();
         drop(self.state.take());
-        Held::tell(self.shared, concerned, wakes);
+        StateGuard::wake(self.shared, wake_set, wakes);
     }
 
     /// Spins for a short time if that has paid off lately. Returns true if there is an event, or if
@@ -248,8 +249,8 @@ impl<'a> Held<'a> {
     /// thread spins once more after each message. With many peers that alternate this rarely
     /// catches the next message, but it keeps the CPU from entering an idle state, and waking a
     /// thread on an idle CPU takes longer than a peer's turn.
-    pub(crate) fn wait_awake(&mut self, span: Option<Duration>) -> bool {
-        if self.core.near.is_empty() && self.core.direct.is_empty() {
+    pub(crate) fn spin_for_event(&mut self, span: Option<Duration>) -> bool {
+        if self.core.shm.is_empty() && self.core.direct.is_empty() {
             return false;
         }
         let reach = if self.core.direct.is_empty() {
@@ -260,31 +261,31 @@ impl<'a> Held<'a> {
         let Some(budget) = self.spin.budget(span, reach) else {
             return false;
         };
-        if self.core.near.has_put_off() {
+        if self.core.shm.has_deferred_wakes() {
             self.take_wakes().wake();
         }
         // The peer that must answer ran on this CPU last: yield the CPU to it immediately, or
         // sleep.
-        let shares = self.core.near.shares_processor();
-        if shares && !self.spin.gives_way() {
+        let shares_cpu = self.core.shm.shares_cpu();
+        if shares_cpu && !self.spin.gives_way() {
             return false;
         }
-        let looks = if shares { 1 } else { LOOKS_PER_TIME };
-        let (mut begin, news) = (None, self.core.news());
+        let polls = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
+        let (mut begin, news) = (None, self.core.event_seq());
         loop {
-            for _ in 0..looks {
-                if self.core.near.has_something() {
-                    let now = self.clock.about();
-                    self.core.look(now);
-                    if self.core.news() != news {
+            for _ in 0..polls {
+                if self.core.shm.needs_poll() {
+                    let now = self.clock.coarse_now();
+                    self.core.poll_rings(now);
+                    if self.core.event_seq() != news {
                         // The clock was not read in the first round, which took a negligible time.
                         let after = begin.map_or(Duration::ZERO, |begin: Instant| begin.elapsed());
                         self.spin.ended(after, budget);
                         return true;
                     }
                 }
-                if self.shared.wanted.load(Ordering::Relaxed) != 0 {
-                    self.let_others();
+                if self.shared.lock_waiters.load(Ordering::Relaxed) != 0 {
+                    self.yield_lock();
                     return true;
                 }
                 std::hint::spin_loop();
@@ -292,7 +293,7 @@ impl<'a> Held<'a> {
             let begin = *begin.get_or_insert_with(Instant::now);
             self.spin.give_way();
             let now = self.now();
-            if self.look_far(now) && self.core.news() != news {
+            if self.poll_direct(now) && self.core.event_seq() != news {
                 self.spin.ended(begin.elapsed(), budget);
                 return true;
             }
@@ -304,39 +305,39 @@ impl<'a> Held<'a> {
     }
 
     /// Makes threads of this task sleep immediately when they wait.
-    pub(crate) fn sleep_at_once(&mut self) {
+    pub(crate) fn disable_spinning(&mut self) {
         self.spin = Spin::never();
     }
 
     /// Releases the lock for the threads that are blocked on it, and takes it again.
-    fn let_others(&mut self) {
+    fn yield_lock(&mut self) {
         self.release();
         std::thread::yield_now();
-        self.regain();
+        self.relock();
     }
 
-    fn regain(&mut self) {
-        let state = self.shared.guard();
-        (self.news, self.out, self.phase) = Held::seen(&state);
+    fn relock(&mut self) {
+        let state = self.shared.lock_counted();
+        (self.seen_event_seq, self.seen_output, self.was_connected) = StateGuard::observe(&state);
         self.state = Some(state);
     }
 
     /// After a send to a full ring: writes the rest as the reader frees space, as long as the
     /// reader is active. If the reader does something else, the rest stays queued and the sender
     /// continues.
-    pub(crate) fn make_room(&mut self, peer: Tid) {
-        if !self.core.waits_for_ring(peer) {
+    pub(crate) fn wait_for_ring_space(&mut self, peer: Tid) {
+        if !self.core.is_ring_full_for(peer) {
             return;
         }
-        let mut since = Instant::now();
-        while self.core.waits_for_ring(peer) {
+        let mut progress_at = Instant::now();
+        while self.core.is_ring_full_for(peer) {
             let now = self.now();
             if self.core.pump_one_ring(now, peer) {
-                since = Instant::now();
-            } else if since.elapsed() > ROOM_PATIENCE {
+                progress_at = Instant::now();
+            } else if progress_at.elapsed() > RING_SPACE_TIMEOUT {
                 return;
-            } else if self.shared.wanted.load(Ordering::Relaxed) != 0 {
-                self.let_others();
+            } else if self.shared.lock_waiters.load(Ordering::Relaxed) != 0 {
+                self.yield_lock();
             } else {
                 self.take_wakes().wake();
                 std::thread::yield_now();
@@ -345,122 +346,130 @@ impl<'a> Held<'a> {
     }
 
     /// Sleeps until the next event, at most for `span`.
-    pub(crate) fn wait_arrived(&mut self, span: Option<Duration>) {
-        self.show();
-        let by_daemon = self.core.near.is_empty() || !self.core.near.is_expected();
-        if by_daemon && !self.seated && self.can_sit() && nap(span) >= SEAT_MIN {
-            return self.wait_at_socket(nap(span));
+    pub(crate) fn wait_for_event(&mut self, span: Option<Duration>) {
+        self.update_ready_fd();
+        let by_daemon = self.core.shm.is_empty() || !self.core.shm.expects_message();
+        if by_daemon
+            && !self.has_socket_waiter
+            && self.can_wait_at_socket()
+            && sleep_duration(span) >= SOCKET_WAIT_MIN
+        {
+            return self.wait_at_socket(sleep_duration(span));
         }
-        let seen = self.shared.listening.get().about_to_sleep();
-        let (now, news) = (self.now(), self.core.news());
-        self.core.look_before_sleep(now);
+        let seen = self.shared.doorbell.get().about_to_sleep();
+        let (now, news) = (self.now(), self.core.event_seq());
+        self.core.poll_rings_before_sleep(now);
         // From here on the I/O thread watches the direct routes.
-        self.core.direct.attend(None);
+        self.core.direct.set_polled(None);
         // Changes made under the lock may matter to other threads, which must not wait until this
         // thread returns.
-        let concerned = self.concerned();
+        let wake_set = self.wake_set();
         let wakes = self.take_wakes();
-        if self.core.news() != news {
-            return Held::tell(self.shared, concerned, wakes);
+        if self.core.event_seq() != news {
+            return StateGuard::wake(self.shared, wake_set, wakes);
         }
-        self.awaiting_news += 1;
+        self.event_waiters += 1;
         drop(self.state.take());
-        Held::tell(self.shared, concerned, wakes);
-        futex::wait(self.shared.listening.get().word(), seen, Some(nap(span)));
-        self.regain();
-        self.awaiting_news -= 1;
+        StateGuard::wake(self.shared, wake_set, wakes);
+        futex::wait(
+            self.shared.doorbell.get().word(),
+            seen,
+            Some(sleep_duration(span)),
+        );
+        self.relock();
+        self.event_waiters -= 1;
     }
 
     /// Sleeps until the next event, which is most likely the daemon's reply to a request.
     pub(crate) fn wait_for_reply(&mut self) {
-        if self.seated || !self.can_sit() {
-            return self.wait_arrived(None);
+        if self.has_socket_waiter || !self.can_wait_at_socket() {
+            return self.wait_for_event(None);
         }
-        self.show();
-        self.wait_at_socket(NAP_MAX);
+        self.update_ready_fd();
+        self.wait_at_socket(SLEEP_MAX);
     }
 
     /// Sleeps until the daemon sends something, and reads it, or until the drainer thread has read
     /// a ring.
     fn wait_at_socket(&mut self, span: Duration) {
         let shared = self.shared;
-        let bell = shared.listening();
+        let bell = shared.doorbell();
         bell.call_for_everything(true);
-        let (now, news) = (self.now(), self.core.news());
-        self.core.look_before_sleep(now);
-        let (concerned, wakes) = (self.concerned(), self.take_wakes());
-        let arrived = self.core.news() != news;
-        self.seated = !arrived;
+        let (now, news) = (self.now(), self.core.event_seq());
+        self.core.poll_rings_before_sleep(now);
+        let (wake_set, wakes) = (self.wake_set(), self.take_wakes());
+        let arrived = self.core.event_seq() != news;
+        self.has_socket_waiter = !arrived;
         if !arrived {
             drop(self.state.take());
         }
-        Held::tell(shared, concerned, wakes);
+        StateGuard::wake(shared, wake_set, wakes);
         if !arrived {
-            shared.seats.sleep(span);
-            self.regain();
-            self.seated = false;
+            shared.socket_waiters.wait(span);
+            self.relock();
+            self.has_socket_waiter = false;
             self.pump();
         }
-        bell.call_for_everything(shared.sign.get().is_some());
+        bell.call_for_everything(shared.ready_event.get().is_some());
     }
 
     /// Sleeps until bytes have been written or the connection has changed, at most for `span`.
     pub(crate) fn wait_written(&mut self, span: Option<Duration>) {
-        self.show();
-        let (concerned, wakes) = (self.concerned(), self.take_wakes());
-        Held::tell(self.shared, concerned, wakes);
+        self.update_ready_fd();
+        let (wake_set, wakes) = (self.wake_set(), self.take_wakes());
+        StateGuard::wake(self.shared, wake_set, wakes);
         let mut state = self.state.take().expect("taken only on release");
-        state.awaiting_writes += 1;
+        state.write_waiters += 1;
         let (mut state, _) = self
             .shared
             .written
-            .wait_timeout(state, nap(span))
+            .wait_timeout(state, sleep_duration(span))
             .unwrap_or_else(|poisoned| poisoned.into_inner());
-        state.awaiting_writes -= 1;
-        (self.news, self.out, self.phase) = Held::seen(&state);
+        state.write_waiters -= 1;
+        (self.seen_event_seq, self.seen_output, self.was_connected) = StateGuard::observe(&state);
         self.state = Some(state);
     }
 }
 
 /// Threads to wake after a change.
 #[derive(Clone, Copy, Debug, Default)]
-struct Concerned {
+struct WakeSet {
     /// Threads that wait for an event.
-    arrived: bool,
+    event_waiters: bool,
     /// The thread that sleeps on the socket.
-    seated: bool,
+    socket_waiter: bool,
     /// Threads that wait for written bytes.
-    written: bool,
-    helper: bool,
+    write_waiters: bool,
+    io_thread: bool,
 }
 
-fn nap(span: Option<Duration>) -> Duration {
-    span.map_or(LONG_NAP, |span| span.min(NAP_MAX))
+fn sleep_duration(span: Option<Duration>) -> Duration {
+    span.map_or(IDLE_SLEEP_MAX, |span| span.min(SLEEP_MAX))
 }
 
 impl State {
     /// True if every event for which a thread may wait comes through the daemon's socket, from
     /// other threads, or through the drainer thread.
-    fn can_sit(&self) -> bool {
+    fn can_wait_at_socket(&self) -> bool {
         self.core.is_connected()
             && self.core.direct.is_empty()
-            && (self.core.near.is_empty() || self.has_ear)
+            && (self.core.shm.is_empty() || self.has_drainer)
     }
 
     /// True while a thread sleeps on the doorbell, or is about to.
     #[cfg(test)]
-    pub(crate) fn is_awaited(&self) -> bool {
-        self.awaiting_news > 0
+    pub(crate) fn has_event_waiters(&self) -> bool {
+        self.event_waiters > 0
     }
 
     /// True if the I/O thread sleeps and none of its wake conditions covers a pending change.
-    fn helper_is_needed(&self) -> bool {
-        let Sleep::On {
+    fn io_thread_is_needed(&self) -> bool {
+        let IoThreadSleep::Sleeping {
             write,
             until,
-            far,
-            alarm,
-        } = self.sleep
+            direct: far,
+            wake_timer: alarm,
+        } = self.io_thread_sleep
         else {
             return false;
         };
@@ -468,61 +477,71 @@ impl State {
         let closing = !core.is_connected();
         let unwritten = !core.outbox.is_empty() && !write;
         let earlier = core
-            .earliest()
+            .next_timer()
             .is_some_and(|due| until.is_none_or(|until| due < until));
-        let deaf = core.near.is_shared() && !self.has_ear;
-        let unwatched = core.direct.must_be_watched() && !far;
-        let unheard = self.alarm.is_some() && !alarm;
-        closing || unwritten || earlier || deaf || unwatched || unheard || self.unread
+        let needs_drainer = core.shm.is_shared() && !self.has_drainer;
+        let unwatched = core.direct.needs_io_thread() && !far;
+        let unwatched_timer = self.wake_timer.is_some() && !alarm;
+        closing
+            || unwritten
+            || earlier
+            || needs_drainer
+            || unwatched
+            || unwatched_timer
+            || self.socket_has_more
     }
 
     /// Returns the peers to wake; the caller wakes them without the lock.
-    fn take_wakes(&mut self) -> Wakes {
-        if self.core.near.has_put_off()
-            && let Some(alarm) = &self.alarm
+    fn take_wakes(&mut self) -> PeerWakes {
+        if self.core.shm.has_deferred_wakes()
+            && let Some(alarm) = &self.wake_timer
         {
-            alarm.unset();
+            alarm.disarm();
         }
-        self.core.near.take_wakes()
+        self.core.shm.take_wakes()
     }
 
     /// Defers waking peers that would run on this thread's CPU and keep it while they read a long
     /// message. They are woken when this task waits, or after a short delay.
-    pub(crate) fn put_off_wakes(&mut self) {
+    pub(crate) fn defer_wakes(&mut self) {
         // The I/O thread must be asleep, because it wakes the peers if the application keeps
         // computing.
-        if !matches!(self.sleep, Sleep::On { .. }) || !self.core.near.put_off() {
+        if !matches!(self.io_thread_sleep, IoThreadSleep::Sleeping { .. })
+            || !self.core.shm.defer_wakes()
+        {
             return;
         }
-        if self.alarm.is_none() {
-            self.alarm = Alarm::new().ok().map(Arc::new);
+        if self.wake_timer.is_none() {
+            self.wake_timer = WakeDelayTimer::new().ok().map(Arc::new);
         }
-        if !self.alarm.as_ref().is_some_and(|alarm| alarm.set()) {
-            self.core.near.put_off_no_more();
+        if !self.wake_timer.as_ref().is_some_and(|alarm| alarm.arm()) {
+            self.core.shm.flush_deferred_next();
         }
     }
 
     /// Handles what has arrived in rings and direct routes, and reads the socket unless that was
     /// done very recently.
-    pub(crate) fn take_in(&mut self) {
+    pub(crate) fn poll_incoming(&mut self) {
         let now = self.now();
-        let news = self.core.news();
-        self.core.look(now);
-        self.look_far(now);
-        let others = !self.core.near.is_empty() || !self.core.direct.is_empty();
-        if self.core.news() == news && (!others || now.since(self.read_at) >= READ_PAUSE) {
+        let news = self.core.event_seq();
+        self.core.poll_rings(now);
+        self.poll_direct(now);
+        let others = !self.core.shm.is_empty() || !self.core.direct.is_empty();
+        if self.core.event_seq() == news
+            && (!others || now.since(self.socket_read_at) >= SOCKET_READ_INTERVAL)
+        {
             self.pump();
         }
     }
 
     /// Handles what has arrived by direct routes. The I/O thread does not watch them for a while
     /// after that.
-    fn look_far(&mut self, now: Micros) -> bool {
+    fn poll_direct(&mut self, now: Micros) -> bool {
         if !self.core.direct.is_open() {
             return false;
         }
-        self.core.direct.attend(Some(now));
-        self.core.look_far(now)
+        self.core.direct.set_polled(Some(now));
+        self.core.poll_direct(now)
     }
 
     /// Returns the current time of the runtime's clock.
@@ -550,7 +569,7 @@ impl State {
                 // Too many descriptors of this user are in transit. The frame is dropped, and the
                 // daemon carries the messages that would have used the route.
                 Err(nix::Error::ETOOMANYREFS) if !descriptors.is_empty() => {
-                    self.core.outbox.skip_word()
+                    self.core.outbox.skip_piece()
                 }
                 Err(e) => {
                     // The last frames that the daemon sent before it closed the connection are
@@ -572,7 +591,7 @@ impl State {
         loop {
             self.core.pump(now);
             self.flush();
-            if !self.core.outbox.is_empty() || !self.core.has_more() {
+            if !self.core.outbox.is_empty() || !self.core.has_queued_links() {
                 return;
             }
         }
@@ -582,8 +601,8 @@ impl State {
         let Some(socket) = self.socket.clone() else {
             return;
         };
-        self.read_at = self.now();
-        self.unread = false;
+        self.socket_read_at = self.now();
+        self.socket_has_more = false;
         let mut total = 0;
         while self.core.is_connected() && total < READ_BYTES_MAX {
             let buffer = self.decoder.buffer_mut();
@@ -596,7 +615,7 @@ impl State {
             match receive(
                 socket.get(),
                 buffer,
-                &mut self.passed,
+                &mut self.descriptors,
                 MsgFlags::MSG_DONTWAIT,
             ) {
                 Ok(Received { bytes: 0, .. }) => {
@@ -604,7 +623,7 @@ impl State {
                 }
                 Ok(Received { bytes, all }) => {
                     total += bytes;
-                    self.take_frames();
+                    self.handle_frames();
                     if all {
                         return;
                     }
@@ -615,16 +634,16 @@ impl State {
             }
         }
         // After the quiesce request the daemon sends nothing that must be read.
-        self.unread = self.core.is_connected();
+        self.socket_has_more = self.core.is_connected();
     }
 
     /// Handles the frames that have been read.
-    pub(crate) fn take_frames(&mut self) {
+    pub(crate) fn handle_frames(&mut self) {
         let now = self.now();
         loop {
             let taken = match self.decoder.next_frame() {
-                Ok(Some(frame)) => self.core.take_frame(now, frame, &mut self.passed),
-                Ok(None) if self.passed.len() > DESCRIPTORS_MAX => {
+                Ok(Some(frame)) => self.core.handle_frame(now, frame, &mut self.descriptors),
+                Ok(None) if self.descriptors.len() > DESCRIPTORS_MAX => {
                     Err("descriptors that nothing belongs to".into())
                 }
                 Ok(None) => return,
@@ -642,28 +661,28 @@ impl State {
     pub(crate) fn lose(&mut self, why: &str) {
         self.core.lose(why);
         self.decoder = FrameDecoder::new();
-        self.passed.clear();
+        self.descriptors.clear();
     }
 
     /// Closes the socket and stops watching it.
-    pub(crate) fn leave_socket(&mut self, seats: &Seats) {
+    pub(crate) fn detach_socket(&mut self, seats: &SocketWaiters) {
         if let Some(socket) = self.socket.take() {
-            seats.take(socket.get());
+            seats.unwatch(socket.get());
         }
     }
 
     /// Takes over a connection: the first one, or one after a migration.
-    pub(crate) fn adopt(
+    pub(crate) fn attach_socket(
         &mut self,
-        socket: Arc<Own<UnixStream>>,
+        socket: Arc<ProcessOwned<UnixStream>>,
         decoder: FrameDecoder,
         passed: Passed,
-        seats: &Seats,
+        seats: &SocketWaiters,
     ) -> io::Result<()> {
-        seats.put(socket.get())?;
+        seats.watch(socket.get())?;
         self.socket = Some(socket);
-        (self.decoder, self.passed) = (decoder, passed);
-        self.take_frames();
+        (self.decoder, self.descriptors) = (decoder, passed);
+        self.handle_frames();
         self.pump();
         Ok(())
     }
@@ -671,57 +690,57 @@ impl State {
 
 impl Shared {
     /// Creates the state of a task that a daemon has just accepted.
-    pub(crate) fn new(accepted: Accepted) -> io::Result<Shared> {
+    pub(crate) fn new(accepted: AcceptedConnection) -> io::Result<Shared> {
         let bell =
             EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let Accepted {
+        let AcceptedConnection {
             socket,
             decoder,
             passed,
             welcome,
         } = accepted;
-        let listening = Arc::new(Own::new(OwnBell::new()?));
+        let listening = Arc::new(ProcessOwned::new(OwnBell::new()?));
         let mut core = Core::new(&welcome);
-        core.near = Near::new(listening.clone());
+        core.shm = ShmRoutes::new(listening.clone());
         let alive = core.alive();
         let mut state = State {
             core,
             clock: Clock::new(),
             socket: None,
             decoder: FrameDecoder::new(),
-            passed: Passed::default(),
-            sleep: Sleep::Awake,
+            descriptors: Passed::default(),
+            io_thread_sleep: IoThreadSleep::Awake,
             spin: Spin::new(Reach::Host),
-            read_at: Micros(0),
-            has_ear: false,
-            awaiting_news: 0,
-            seated: false,
-            unread: false,
-            awaiting_writes: 0,
-            sign_is_up: false,
-            alarm: None,
+            socket_read_at: Micros(0),
+            has_drainer: false,
+            event_waiters: 0,
+            has_socket_waiter: false,
+            socket_has_more: false,
+            write_waiters: 0,
+            ready_fd_is_set: false,
+            wake_timer: None,
         };
-        let seats = Arc::new(Seats::new()?);
-        state.adopt(socket, decoder, passed, &seats)?;
+        let seats = Arc::new(SocketWaiters::new()?);
+        state.attach_socket(socket, decoder, passed, &seats)?;
         Ok(Shared {
-            me: welcome.tid,
+            own_tid: welcome.tid,
             alive,
             state: Mutex::new(state),
-            wanted: AtomicU32::new(0),
-            listening,
+            lock_waiters: AtomicU32::new(0),
+            doorbell: listening,
             written: Condvar::new(),
-            seats,
-            bell: Own::fd(bell),
-            sign: OnceLock::new(),
-            generation: process::generation(),
+            socket_waiters: seats,
+            io_thread_event: ProcessOwned::new_fd(bell),
+            ready_event: OnceLock::new(),
+            generation: process::fork_generation(),
             stop: AtomicBool::new(false),
         })
     }
 
     /// True in a forked child of the task. The lock may be held there by a thread that does not
     /// exist in the child.
-    pub(crate) fn is_foreign(&self) -> bool {
-        self.generation != process::generation()
+    pub(crate) fn is_forked_child(&self) -> bool {
+        self.generation != process::fork_generation()
     }
 
     /// False when the connection is lost for good.
@@ -729,47 +748,53 @@ impl Shared {
         self.alive.load(Ordering::Acquire)
     }
 
-    /// As [`Core::send_at_once`]; also returns false if another thread holds the lock. Such a send
-    /// changes nothing for which a [`Held`] would wake threads, except conditions of the I/O
+    /// As [`Core::try_send_inline`]; also returns false if another thread holds the lock. Such a send
+    /// changes nothing for which a [`StateGuard`] would wake threads, except conditions of the I/O
     /// thread's sleep.
-    pub(crate) fn send_at_once(&self, peer: Tid, head: &[u8], body: &[u8], direct: bool) -> bool {
+    pub(crate) fn try_send_inline(
+        &self,
+        peer: Tid,
+        head: &[u8],
+        body: &[u8],
+        direct: bool,
+    ) -> bool {
         let Ok(mut state) = self.state.try_lock() else {
             return false;
         };
-        let now = state.clock.about();
-        let Some(wakes) = state.core.send_at_once(now, peer, head, body, direct) else {
+        let now = state.clock.coarse_now();
+        let Some(wakes) = state.core.try_send_inline(now, peer, head, body, direct) else {
             return false;
         };
-        let helper = state.helper_is_needed();
+        let helper = state.io_thread_is_needed();
         drop(state);
-        Held::tell(
+        StateGuard::wake(
             self,
-            Concerned {
-                helper,
-                ..Concerned::default()
+            WakeSet {
+                io_thread: helper,
+                ..WakeSet::default()
             },
             wakes,
         );
         true
     }
 
-    /// Locks the state. Must not be called if [`Shared::is_foreign`].
-    pub(crate) fn lock(&self) -> Held<'_> {
-        debug_assert!(!self.is_foreign(), "callers look before they lock");
-        Held::new(self, self.guard())
+    /// Locks the state. Must not be called if [`Shared::is_forked_child`].
+    pub(crate) fn lock(&self) -> StateGuard<'_> {
+        debug_assert!(!self.is_forked_child(), "callers look before they lock");
+        StateGuard::new(self, self.lock_counted())
     }
 
-    fn guard(&self) -> MutexGuard<'_, State> {
+    fn lock_counted(&self) -> MutexGuard<'_, State> {
         match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => {
-                self.wanted.fetch_add(1, Ordering::Relaxed);
+                self.lock_waiters.fetch_add(1, Ordering::Relaxed);
                 let state = self
                     .state
                     .lock()
                     .unwrap_or_else(|poisoned| poisoned.into_inner());
-                self.wanted.fetch_sub(1, Ordering::Relaxed);
+                self.lock_waiters.fetch_sub(1, Ordering::Relaxed);
                 state
             }
         }
@@ -777,12 +802,12 @@ impl Shared {
 
     /// Locks the state; `None` if the lock is not free before the deadline. Its holder may be a
     /// caller of this function.
-    pub(crate) fn lock_until(&self, deadline: Instant) -> Option<Held<'_>> {
+    pub(crate) fn lock_until(&self, deadline: Instant) -> Option<StateGuard<'_>> {
         loop {
             match self.state.try_lock() {
-                Ok(state) => return Some(Held::new(self, state)),
+                Ok(state) => return Some(StateGuard::new(self, state)),
                 Err(TryLockError::Poisoned(poisoned)) => {
-                    return Some(Held::new(self, poisoned.into_inner()));
+                    return Some(StateGuard::new(self, poisoned.into_inner()));
                 }
                 Err(TryLockError::WouldBlock) if Instant::now() >= deadline => return None,
                 Err(TryLockError::WouldBlock) => std::thread::sleep(Duration::from_millis(1)),
@@ -791,24 +816,24 @@ impl Shared {
     }
 
     /// Wakes the I/O thread.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn wake_io_thread(&self) {
         // Fails if the counter is full; then a wake-up is pending.
-        let _ = self.bell.get().write(1);
+        let _ = self.io_thread_event.get().write(1);
     }
 
     /// Returns a descriptor that is readable while a message can be received.
-    pub(crate) fn sign_fd(&self) -> io::Result<RawFd> {
-        if self.sign.get().is_none() {
+    pub(crate) fn ready_fd(&self) -> io::Result<RawFd> {
+        if self.ready_event.get().is_none() {
             let fresh =
                 EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
             // Fails if another thread created the descriptor first; that one is used.
-            let _ = self.sign.set(Own::fd(fresh));
+            let _ = self.ready_event.set(ProcessOwned::new_fd(fresh));
         }
         let held = self.lock();
-        self.listening.get().call_for_everything(true);
+        self.doorbell.get().call_for_everything(true);
         drop(held);
         Ok(self
-            .sign
+            .ready_event
             .get()
             .expect("just made")
             .get()
@@ -818,24 +843,24 @@ impl Shared {
 
     /// Returns the ready descriptor if a program has requested one.
     #[cfg(test)]
-    pub(crate) fn sign(&self) -> Option<&EventFd> {
-        self.sign.get().map(Own::get)
+    pub(crate) fn ready_event(&self) -> Option<&EventFd> {
+        self.ready_event.get().map(ProcessOwned::get)
     }
 
     /// True while a thread sleeps on the socket, or is about to.
     #[cfg(test)]
-    pub(crate) fn is_seated(&self) -> bool {
-        self.lock().seated
+    pub(crate) fn has_socket_waiter(&self) -> bool {
+        self.lock().has_socket_waiter
     }
 
     /// Returns the doorbell that peers on this host ring.
-    pub(crate) fn listening(&self) -> &OwnBell {
-        self.listening.get()
+    pub(crate) fn doorbell(&self) -> &OwnBell {
+        self.doorbell.get()
     }
 
     /// Returns the eventfd on which the I/O thread sleeps.
-    pub(crate) fn bell(&self) -> &EventFd {
-        self.bell.get()
+    pub(crate) fn io_thread_event(&self) -> &EventFd {
+        self.io_thread_event.get()
     }
 
     /// True if the background threads must end.
@@ -846,16 +871,16 @@ impl Shared {
     /// Asks the background threads to end.
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
-        self.ring();
-        if self.listening.get().call_ear() {
-            futex::wake_all(self.listening.get().ear());
+        self.wake_io_thread();
+        if self.doorbell.get().call_ear() {
+            futex::wake_all(self.doorbell.get().ear());
         }
     }
 
     /// See [`Core::prepare_for_fork`]. Does nothing in a forked child.
     pub(crate) fn prepare_for_fork(&self) {
-        if !self.is_foreign()
-            && let Some(mut state) = self.lock_until(Instant::now() + FORK_PATIENCE)
+        if !self.is_forked_child()
+            && let Some(mut state) = self.lock_until(Instant::now() + FORK_LOCK_TIMEOUT)
         {
             let now = state.now();
             state.core.prepare_for_fork(now);
@@ -868,18 +893,18 @@ impl Shared {
         let Some(mut state) = self.lock_until(deadline) else {
             return;
         };
-        let asks = state.core.begin_to_end();
-        let mut words = asks
-            .then(|| state.core.ask(Request::LastWords).ok())
+        let must_notify = state.core.begin_exit();
+        let mut exit_notice = must_notify
+            .then(|| state.core.send_request(Request::LastWords).ok())
             .flatten();
         loop {
             let now = state.now();
-            words = words.filter(|id| state.core.take_reply(*id).is_none());
-            if words.is_some() {
+            exit_notice = exit_notice.filter(|id| state.core.take_reply(*id).is_none());
+            if exit_notice.is_some() {
                 state.flush();
                 let left = deadline.saturating_duration_since(Instant::now());
                 if !left.is_zero() {
-                    state.wait_written(Some(left.min(LAST_WORDS_LOOK)));
+                    state.wait_written(Some(left.min(EXIT_NOTICE_POLL_INTERVAL)));
                     continue;
                 }
             }

@@ -131,10 +131,11 @@ impl Giving<'_> {
 ///
 /// A task resumes on its host if a processor is idle there, else on another host with an idle
 /// processor. If there is none, external load is ignored: it may last forever, and a slow task is
-/// better than a suspended one. Tasks of other users that started meanwhile are not disturbed.
+/// better than a suspended one. The task's own host is then sufficient, too, unless a task of
+/// another user has started there meanwhile.
 ///
-/// Waiting requests lose nothing. A request that finds no host while these tasks are suspended does
-/// not need their hosts, and the tasks are preempted again as soon as that helps.
+/// Waiting requests lose nothing. A request that found no host while these tasks were suspended
+/// would not find one if they stayed suspended, and they are preempted again as soon as that helps.
 pub fn go_on(
     snapshot: &Snapshot,
     gave_way: &BTreeMap<Tid, Micros>,

@@ -1,17 +1,24 @@
-//! Constraints and preferences of a spawn, parsed from a small text.
+//! Constraints and preferences of a spawn, parsed from a small text, for example:
+//!
+//! ```text
+//! memory >= 2G; arch = LINUX64; host != h3|h4; spread; rank = speed
+//! ```
+//!
+//! The grammar:
 //!
 //! ```text
 //! text      = part { (";" | ",") part }
-//! part      = condition | "rank" "=" ["-"] figure | "same-host" | "spread" [ "=" number ] | "barrier" | "work" "=" seconds
-//! condition = name ("=" | "!=") value { "|" value }  |  name (">=" | "<=" | ">" | "<") value
+//! part      = condition | "rank" "=" ["-"] figure | "same-host"
+//!          | "spread" [ "=" number ] | "barrier" | "work" "=" seconds
+//! condition = name ("=" | "!=") value { "|" value }
+//!          | name (">=" | "<=" | ">" | "<") value
 //! figure    = "memory" | "cores" | "speed" | "free"
 //! seconds   = number [ "s" | "m" | "h" ]
 //! ```
 //!
 //! Names are `host`, `arch`, `memory` (available bytes for each task), `cores`, `speed` (1000 is an
 //! ordinary host), `free` (idle processors), or a label that the administrator gave to hosts. Sizes
-//! may end in K, M, G or T. Example: `memory >= 2G; arch = LINUX64; host != h3|h4; spread; rank =
-//! speed`.
+//! may end in K, M, G or T.
 //!
 //! A spawn passes the text in `where`, after a question mark and without flags that give `where`
 //! another meaning, or in its environment as [`WANTS_ENV`]. If both are present, both must hold.

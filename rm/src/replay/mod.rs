@@ -1,11 +1,15 @@
-//! A record, decided once more: the service works on a virtual machine of values in virtual time, in which hosts, owners,
-//! load that is not ours and spawns are as recorded, and tasks run as long as their recorded work takes where the policy
-//! under test puts them.
+//! Runs a recording again: the service works on a simulated virtual machine in virtual time. Hosts,
+//! owners, external load and spawns are as recorded. Tasks run for the time that their recorded
+//! work takes where the policy under test places them.
 //!
-//! What a record does not say is simple here: tasks compute and do not wait for each other, starting one takes no time, a move
-//! stops its task for the time that an image of 64 MiB takes, and who spawned something in the record spawns it at the same
-//! moment here; one that has spawned others ends behind them. A job that is checkpointed and ended for an owner takes as long as a
-//! move. So figures of two policies can be compared with each other, and not with a clock.
+//! What a recording does not contain is simplified:
+//!
+//! - Tasks compute and do not wait for each other. Starting a task takes no time.
+//! - A migration stops its task for the time that an image of 64 MiB takes. Vacating a job takes as
+//!   long.
+//! - Spawns happen at the recorded times. A task that has spawned others ends after them.
+//!
+//! The figures of two policies can therefore be compared with each other, but not with real time.
 
 mod world;
 
@@ -22,55 +26,54 @@ use world::World;
 
 pub use world::TAIL_MAX;
 
-/// What came of a record under a policy.
+/// Result of running a recording under a policy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct Figures {
-    /// The policy.
     pub policy: String,
-    /// Spawns that were asked for.
+    /// Number of requested spawns.
     pub spawns: u64,
-    /// Tasks that were started.
+    /// Number of started tasks.
     pub started: u64,
-    /// Tasks that were not.
+    /// Number of tasks that were not started.
     pub refused: u64,
-    /// Tasks that were started, by host.
+    /// Number of started tasks by host.
     pub placed: BTreeMap<String, u64>,
     /// Mean time from a spawn to its answer, in seconds.
     pub waited_mean_s: f64,
-    /// The longest.
+    /// Longest time from a spawn to its answer, in seconds.
     pub waited_most_s: f64,
-    /// Moves because of owners.
+    /// Number of migrations because of owners.
     pub moves_owner: u64,
-    /// Moves for the sake of the load.
+    /// Number of migrations for performance.
     pub moves_load: u64,
-    /// Jobs that were checkpointed and ended because of owners, and went on later.
+    /// Number of jobs that were vacated because of owners.
     pub parked: u64,
-    /// Time that tasks stood still, beside owners and while they moved, all together, in seconds.
+    /// Total time that tasks did not run, in seconds: paused for owners, or migrating.
     pub stood_still_s: f64,
-    /// Tasks that did all their work.
+    /// Number of tasks that did all their work.
     pub finished: u64,
     /// Mean time from the start of such a task to its end, in seconds.
     pub run_mean_s: f64,
-    /// When the last of them ended, from the beginning of the record, in seconds.
+    /// Last end of such a task, in seconds from the start of the recording.
     pub last_end_s: f64,
-    /// Tasks that were lost with their hosts.
+    /// Number of tasks that were lost with their hosts.
     pub lost: u64,
-    /// The same of each user's spawns and tasks.
+    /// Figures of each user's spawns and tasks.
     pub users: BTreeMap<u32, OfUser>,
 }
 
-/// What one user got.
+/// Figures of one user's spawns and tasks.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct OfUser {
-    /// Spawns that were answered.
+    /// Number of answered spawns.
     pub answered: u64,
-    /// Spawns that were not, when the record was over.
+    /// Number of spawns without an answer at the end of the recording.
     pub unanswered: u64,
     /// Mean time from a spawn to its answer, in seconds.
     pub waited_mean_s: f64,
-    /// The longest.
+    /// Longest time from a spawn to its answer, in seconds.
     pub waited_most_s: f64,
-    /// Tasks that did all their work.
+    /// Number of tasks that did all their work.
     pub finished: u64,
     /// Mean time from the start of such a task to its end, in seconds.
     pub run_mean_s: f64,
@@ -100,12 +103,12 @@ impl OfUser {
     }
 }
 
-/// What a record is run under.
+/// Policy under which a recording is run.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Under {
-    /// The policy at the beginning.
+    /// The policy at the start.
     pub conduct: Conduct,
-    /// It changes whenever it did in the record; otherwise it never does.
+    /// The policy changes when it did in the recording; otherwise it stays the same.
     pub changes: bool,
 }
 
@@ -125,7 +128,7 @@ fn policies(entries: &[Entry]) -> impl Iterator<Item = Conduct> {
     })
 }
 
-/// The policy that was in force when the record began, and those that came later.
+/// Returns the policy in force at the start of the recording, and whether it changes later.
 pub fn recorded_policy(entries: &[Entry]) -> Under {
     let conduct = policies(entries).next().unwrap_or_default();
     Under {
@@ -134,7 +137,7 @@ pub fn recorded_policy(entries: &[Entry]) -> Under {
     }
 }
 
-/// What the administrator said of hosts; nothing in records that were made before that was written down.
+/// Returns the recorded labels of hosts. Older recordings contain none.
 fn recorded_labels(entries: &[Entry]) -> Labels {
     let labels = entries.iter().find_map(|entry| match &entry.input {
         Input::Labels(labels) => Some(labels),
@@ -147,7 +150,7 @@ fn recorded_labels(entries: &[Entry]) -> Labels {
         .collect()
 }
 
-/// A policy as the text of a policy file, over a command line that limits nothing.
+/// Returns a policy as the text of a policy file, for a command line without limits.
 fn as_file(conduct: &Conduct) -> String {
     let Conduct {
         placing,
@@ -171,10 +174,10 @@ fn as_file(conduct: &Conduct) -> String {
     out
 }
 
-/// Runs a record under a policy.
+/// Runs a recording under a policy.
 ///
 /// # Errors
-/// When the service does not begin, which a record that begins with its hosts does not bring about.
+/// The service does not start. This cannot happen with a recording that begins with its hosts.
 pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, ServiceError> {
     let Under { conduct, changes } = under.into();
     let world = World::new(entries, changes);
@@ -197,7 +200,7 @@ pub fn run(entries: &[Entry], under: impl Into<Under>) -> Result<Figures, Servic
     })
 }
 
-/// Two runs side by side.
+/// Formats the results of two runs side by side.
 pub fn table(columns: [(&str, &Figures); 2]) -> String {
     let [(a_name, a), (b_name, b)] = columns;
     let mut out = String::new();
@@ -256,7 +259,7 @@ pub fn table(columns: [(&str, &Figures); 2]) -> String {
     out
 }
 
-/// How long a record is.
+/// Returns the time of the last entry.
 pub fn span(entries: &[Entry]) -> Micros {
     entries
         .iter()
@@ -271,8 +274,9 @@ mod tests {
     use crate::decide::{Limits, Policy};
     use crate::spawns::Rules;
 
+    /// A policy is the same after it was written as a policy file and read again.
     #[test]
-    fn a_policy_reads_the_same_from_the_file_that_says_it() {
+    fn policy_round_trips_through_file_format() {
         let limits = Limits {
             user_tasks: Some(7),
             job_tasks: None,

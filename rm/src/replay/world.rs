@@ -1,4 +1,4 @@
-//! The virtual machine of values in which a record is run.
+//! The simulated virtual machine in which a recording is run.
 
 mod parked;
 
@@ -26,15 +26,16 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::rc::Rc;
 use std::time::Duration;
 
-/// Tasks may go on for so long after the end of a record.
+/// Time that tasks may still run after the end of a recording.
 pub const TAIL_MAX: Micros = Micros::from_secs(3600);
-/// A watcher says something at least this often.
+/// Maximum interval between two reports of a load watcher.
 const REPORT_PAUSE: Micros = Micros::from_secs(5);
-/// Bytes of every task's image.
+/// Size of every task's image in bytes.
 const IMAGE_BYTES: u64 = 64 << 20;
-/// How long a move stops its task: what is expected of an image of that size before anything was learned.
+/// Time that a migration stops its task: the predicted time for an image of that size before
+/// anything was learned.
 const MOVE_TIME: Micros = Micros::from_millis(400);
-/// The first task number for tasks of the replay, above those of the record.
+/// First task number for tasks of the replay, above those of the recording.
 const LOCAL_FIRST: u32 = 0x1_0000;
 
 #[derive(Clone, Debug)]
@@ -43,9 +44,10 @@ struct Running {
     program: String,
     parent: Tid,
     user: u32,
-    /// Seconds of an ordinary processor; infinite for tasks whose end was not recorded.
+    /// Remaining work in seconds of an ordinary processor; infinite for tasks whose end was not
+    /// recorded.
     left: f64,
-    /// It ends behind that: its last spawn in the record.
+    /// Time of its last spawn in the recording; the task ends later than this.
     spawns_until: Micros,
     began: Micros,
     moving: Option<(Micros, HostId, Cause)>,
@@ -53,18 +55,19 @@ struct Running {
 }
 
 impl Running {
-    /// True while it works, as far as its host lets it.
+    /// True if the task computes, as far as its host lets it.
     fn works(&self) -> bool {
         self.moving.is_none() && !self.suspended.any() && self.has_work()
     }
 
-    /// What is left is less than a microsecond of work.
+    /// Less than a microsecond of work counts as none.
     fn has_work(&self) -> bool {
         self.left >= 1e-6
     }
 }
 
-/// Who spawns and was not spawned here: a console, or a program that somebody started by hand. It computes nothing.
+/// A requesting task that was not spawned in the replay: a console, or a program started by hand.
+/// It does not compute.
 #[derive(Clone, Copy, Debug)]
 struct Spawner {
     host: HostId,
@@ -72,7 +75,7 @@ struct Spawner {
     user: u32,
 }
 
-/// A spawn that is being carried out: what its tasks have to do.
+/// A spawn that is being carried out, with the work of its tasks.
 #[derive(Debug)]
 struct Open {
     number: (Tid, i32),
@@ -80,12 +83,12 @@ struct Open {
     work: VecDeque<Work>,
 }
 
-/// What a recorded task did.
+/// Work of a recorded task.
 #[derive(Clone, Copy, Debug, Default)]
 struct Work {
-    /// Seconds of an ordinary processor.
+    /// In seconds of an ordinary processor.
     seconds: f64,
-    /// Its last spawn.
+    /// Time of its last spawn.
     spawns_until: Micros,
 }
 
@@ -94,22 +97,23 @@ struct State {
     now: Micros,
     begin: Micros,
     last_input: Micros,
-    /// The policy changes when it did in the record.
+    /// The policy changes when it did in the recording.
     policy_changes: bool,
     inputs: VecDeque<Entry>,
     inbox: VecDeque<Message>,
     table: HostTable,
-    /// The newest report of each host, and load that is not ours.
+    /// Latest report of each host, with the external load in threads.
     reports: BTreeMap<HostId, (LoadReport, f32)>,
     watchers: BTreeMap<HostId, Tid>,
     report_at: Micros,
     tasks: BTreeMap<Tid, Running>,
     spawners: BTreeMap<Tid, Spawner>,
     work: HashMap<(Tid, i32), VecDeque<Work>>,
-    /// The tasks that each spawn of the record has started, and which tasks they are here.
+    /// Recorded tasks of each spawn, and the replayed task for each recorded one.
     started: HashMap<(Tid, i32), Vec<Tid>>,
     here: HashMap<Tid, Tid>,
-    /// Jobs that are being checkpointed to be ended, until when, and those that lie in the store.
+    /// Jobs that are being vacated, with the time when that is complete; and the tasks of vacated
+    /// jobs by checkpoint.
     parking: BTreeMap<Tid, Micros>,
     sets: BTreeMap<String, Vec<(Tid, Running)>>,
     open: Vec<Open>,
@@ -117,13 +121,13 @@ struct State {
     locals: HashMap<HostId, u32>,
     numbers: u64,
     orders: i32,
-    /// Each with its user.
+    /// Times in seconds, each with its user.
     waits: Vec<(u32, f64)>,
     runs: Vec<(u32, f64)>,
     figures: Figures,
 }
 
-/// The virtual machine.
+/// The simulated virtual machine, shared by its clones.
 #[derive(Clone, Debug)]
 pub(super) struct World(Rc<RefCell<State>>);
 
@@ -131,7 +135,7 @@ fn seconds(span: Micros) -> f64 {
     span.0 as f64 / 1e6
 }
 
-/// The tasks of each spawn of the record, in their order.
+/// Returns the recorded tasks of each spawn, in their order.
 fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
     let started = |entry: &Entry| match &entry.input {
         Input::Started { number, tids } => Some((*number, tids.clone())),
@@ -140,10 +144,12 @@ fn recorded_tasks(entries: &[Entry]) -> HashMap<(Tid, i32), Vec<Tid>> {
     entries.iter().filter_map(started).collect()
 }
 
-/// What these tasks did. One that is not known to have ended goes on for ever.
+/// Returns the recorded work of the tasks of each spawn. A task without a recorded end runs
+/// forever.
 fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
     let mut all = HashMap::<(Tid, i32), VecDeque<Work>>::new();
-    // Numbers of tasks come again; a short task may have ended before its spawn was answered.
+    // Task numbers are reused. The end of a short task may be recorded before the answer to its
+    // spawn.
     let (mut current, mut early) = (
         HashMap::<Tid, ((Tid, i32), usize)>::new(),
         HashMap::<Tid, f64>::new(),
@@ -166,7 +172,7 @@ fn recorded_work(entries: &[Entry]) -> HashMap<(Tid, i32), VecDeque<Work>> {
                     .get(tid)
                     .and_then(|(number, i)| all.get_mut(number)?.get_mut(*i))
                 {
-                    // A job that began again from a checkpoint has ended more than once.
+                    // A job that restarted from a checkpoint has ended more than once.
                     Some(work) if work.seconds.is_finite() => work.seconds += used,
                     Some(work) => work.seconds = used,
                     None => drop(early.insert(*tid, used)),
@@ -201,7 +207,7 @@ impl World {
             begin,
             ..State::default()
         };
-        // The service asks for the hosts at once.
+        // The service requests the hosts at its start.
         if let Some(Input::Hosts(table)) = entries
             .iter()
             .map(|e| &e.input)
@@ -273,7 +279,7 @@ impl State {
         }
     }
 
-    /// Whose task it is.
+    /// Returns the user of a task.
     fn user_of(&self, tid: Tid) -> u32 {
         let spawner = self.spawners.get(&tid).map(|spawner| spawner.user);
         self.tasks
@@ -283,7 +289,7 @@ impl State {
             .unwrap_or(0)
     }
 
-    /// What each user got.
+    /// Returns the figures of each user.
     fn of_users(&self) -> BTreeMap<u32, OfUser> {
         let open: Vec<u32> = self
             .asked
@@ -320,7 +326,7 @@ impl State {
             .count()
     }
 
-    /// What each task on a host gets now, as a part of an ordinary processor.
+    /// Returns what each task on a host gets, as a fraction of an ordinary processor.
     fn rate(&self, host: HostId) -> f64 {
         let speed = self
             .table
@@ -336,7 +342,7 @@ impl State {
         speed * (f64::from(report.sample.processors()) / threads.max(1e-9)).min(1.0)
     }
 
-    /// The rates of all hosts that have tasks.
+    /// Returns the rates of all hosts that have tasks.
     fn rates(&self) -> BTreeMap<HostId, f64> {
         let hosts: std::collections::BTreeSet<HostId> =
             self.tasks.values().map(|t| t.host).collect();
@@ -346,7 +352,7 @@ impl State {
             .collect()
     }
 
-    /// When something happens next.
+    /// Returns the time of the next event.
     fn next(&self) -> Micros {
         let rates = self.rates();
         let end = |task: &Running| match &task.moving {
@@ -380,7 +386,7 @@ impl State {
         self.inputs.is_empty() && (!busy || self.now.since(self.last_input) >= TAIL_MAX)
     }
 
-    /// Lets time pass, and tasks work.
+    /// Advances the time and the work of the tasks.
     fn advance(&mut self, to: Micros) {
         let (span, rates) = (seconds(to.since(self.now)), self.rates());
         for task in self.tasks.values_mut() {
@@ -397,9 +403,9 @@ impl State {
         self.now = self.now.max(to);
     }
 
-    /// Does what is due.
+    /// Processes everything that is due.
     fn happen(&mut self) {
-        // One's end may be what another has waited for.
+        // The end of one task may let another one end.
         while let Some(tid) = self.done() {
             let task = self.tasks.remove(&tid).expect("found a moment ago");
             self.runs
@@ -442,7 +448,7 @@ impl State {
         }
     }
 
-    /// A task that has done all its work, spawned all it has to spawn, and whose children have ended.
+    /// Returns a task without remaining work, without later spawns, and whose children have ended.
     fn done(&self) -> Option<Tid> {
         let waits = |tid: &Tid| {
             self.tasks
@@ -471,7 +477,7 @@ impl State {
             Cause::Owner { .. } | Cause::Asked { .. } | Cause::Drain { .. } => {
                 self.figures.moves_owner += 1
             }
-            // By these nothing moves.
+            // These causes do not migrate tasks.
             Cause::Checkpoint | Cause::Restart => {}
         }
         let id = MigrationId(self.numbers + 1);
@@ -494,7 +500,7 @@ impl State {
 
     fn input(&mut self, input: Input) {
         match input {
-            // As if its file had changed.
+            // As if the policy file had changed.
             Input::Policy(conduct) if self.policy_changes => {
                 self.post(
                     own(),
@@ -517,7 +523,7 @@ impl State {
                 self.reports.insert(host, (report, foreign));
                 self.report(host, self.guests(host));
             }
-            // Who asked for it asks the service again, and does not look at the answer.
+            // The order is sent to the service as recorded; the answer is ignored.
             Input::Drain {
                 host,
                 by,
@@ -552,7 +558,7 @@ impl State {
                             user,
                         },
                     );
-                    // Without a program's name: nobody has spawned it.
+                    // Without a program name, because the task was not spawned.
                     self.event(
                         caller,
                         EventKind::TaskStarted {
@@ -631,7 +637,8 @@ impl State {
         }
     }
 
-    /// The watcher of a host speaks: of owner and foreign load as recorded, and of the tasks that work there now.
+    /// Sends a report of a host's watcher: owner and external load as recorded, own tasks as they
+    /// are in the replay.
     fn report(&mut self, host: HostId, guests: usize) {
         let Some(watcher) = self.watchers.get(&host).copied() else {
             return;
@@ -655,7 +662,7 @@ impl State {
         Tid::task(host, *local)
     }
 
-    /// A host starts tasks on an order.
+    /// Starts tasks on a host, as its daemon does on an order.
     fn exec(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
         self.orders += 1;
         let (wid, is_watcher) = (self.orders, request.file == WATCHER_PROGRAM);
@@ -676,7 +683,7 @@ impl State {
             let of = |open: &&mut Open| {
                 open.number.0 == parent && open.file == request.file && !open.work.is_empty()
             };
-            // A task that was not started in the record has nothing to do that anybody knows of.
+            // A task that was not started in the recording has no known work.
             let work = self
                 .open
                 .iter_mut()
@@ -752,7 +759,7 @@ impl State {
     }
 }
 
-/// The service's own task.
+/// Returns the tid of the service.
 fn own() -> Tid {
     Tid::task(HostId::MASTER, 1).expect("a task")
 }

@@ -1,5 +1,6 @@
-//! Hosts that somebody has emptied: their tasks leave, nothing is started there, and who asks is told how far it is. The event
-//! log has it; so a resource manager that begins again goes on with it.
+//! Hosts that are drained on request: their tasks leave, no task is started there, and the
+//! requesting task can ask for the progress. The event log contains each drain, so a restarted
+//! resource manager continues it.
 
 use super::Service;
 use crate::api::VmApi;
@@ -10,19 +11,19 @@ use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Hosts that are to be empty at a time that has not come, on the service's clock.
+/// Hosts that must be empty at a future time, on the service's clock.
 #[derive(Debug, Default)]
 pub(super) struct Draining(BTreeMap<HostId, Micros>);
 
 impl Draining {
-    /// When [`Service::drains_due`] has something to say.
+    /// Returns when [`Service::drains_due`] is due.
     pub(super) fn next_deadline(&self) -> Option<Micros> {
         self.0.values().copied().min()
     }
 }
 
 impl<V: VmApi> Service<V> {
-    /// Goes on with what the books say.
+    /// Continues the drains in the history.
     pub(super) fn recall_drains(&mut self) {
         let (now, wall) = (self.vm.now(), self.vm.wall());
         for (host, by, until) in self.memory.ledger.books.drained() {
@@ -36,7 +37,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// A record that begins now begins with the hosts that are being emptied.
+    /// Writes the current drains to a recording that has just begun.
     pub(super) fn record_drains(&mut self) {
         let now = self.vm.now();
         let drained: Vec<(String, Tid, Option<Micros>)> = (self.model.drained())
@@ -58,7 +59,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Somebody wants a host emptied, within a time or as soon as it goes.
+    /// Handles a request to drain a host, within a time or as soon as possible.
     pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> Answer {
         let Some(id) = self.model.host_called(host) else {
             return Answer::Unknown;
@@ -85,7 +86,7 @@ impl<V: VmApi> Service<V> {
         self.drain_state(id)
     }
 
-    /// Somebody lets a host take tasks again.
+    /// Handles a request to let a host take tasks again.
     pub(super) fn undrain(&mut self, by: Tid, host: &str) -> Answer {
         let Some(id) = self.model.host_called(host) else {
             return Answer::Unknown;
@@ -105,14 +106,14 @@ impl<V: VmApi> Service<V> {
         self.drain_state(id)
     }
 
-    /// How far it is.
+    /// Returns the progress of a drain.
     pub(super) fn draining(&mut self, host: &str) -> Answer {
         self.model
             .host_called(host)
             .map_or(Answer::Unknown, |id| self.drain_state(id))
     }
 
-    /// Those that leave, with what keeps the others.
+    /// Returns the remaining tasks of a host, with the reasons of those that stay.
     fn drain_state(&mut self, id: HostId) -> Answer {
         let drained = self.model.is_drained(id);
         let snapshot = self.model.snapshot(self.vm.now());
@@ -142,7 +143,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// The time of some has come: what is left is told.
+    /// Reports the remaining tasks of hosts whose time is over.
     pub(super) fn drains_due(&mut self, now: Micros) {
         let due: Vec<HostId> = self
             .draining

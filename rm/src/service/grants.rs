@@ -1,4 +1,4 @@
-//! Places for requests to come: when they are given, and what is noted down when they are taken.
+//! Grants for future spawn requests: when they are made, and what is recorded when they are used.
 
 use super::Service;
 use crate::api::VmApi;
@@ -13,17 +13,17 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Message, Micros, Tid};
 
 impl<V: VmApi> Service<V> {
-    /// A request was answered with all the tasks that it was for.
+    /// Considers a grant after a request was answered with all its tasks.
     pub(super) fn answered(&mut self, from: &Incoming) {
         let now = self.vm.now();
-        // It may have ended while its tasks were started.
+        // The task may have ended while its own tasks were started.
         if self.model.knows(from.src) && self.grants.answered(now, from) {
             self.grant(now, from.src);
         }
     }
 
-    /// Gives a task places for its next requests, if they need not be decided one by one: where tasks are counted, wait or go
-    /// in turn, they are.
+    /// Grants a task hosts for its next requests. No grant is made if each request must be decided
+    /// separately: with task limits, waiting requests, or round robin.
     fn grant(&mut self, now: Micros, task: Tid) {
         let conduct = self.options.conduct;
         let Some(next) = self.grants.next_of(task) else {
@@ -52,7 +52,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Where so many tasks of a task's last request would go now, and why.
+    /// Returns the hosts to which `count` tasks of a task's last request would go now, and why.
     fn places_for(
         &mut self,
         now: Micros,
@@ -94,7 +94,7 @@ impl<V: VmApi> Service<V> {
         );
     }
 
-    /// Looks whether what was given would be given again, and otherwise gives what would.
+    /// Compares all grants with a fresh placement and replaces those that differ.
     pub(super) fn review_grants(&mut self, now: Micros) {
         if self.grants.next_review().is_none_or(|at| at > now) {
             return;
@@ -108,14 +108,14 @@ impl<V: VmApi> Service<V> {
                 hosts.sort_unstable();
                 hosts
             };
-            // In which order they are taken matters little.
+            // The order in which the slots are used matters little.
             if sorted(&hosts) != sorted(&given) {
                 self.give(task, hosts, attempt);
             }
         }
     }
 
-    /// What was given does not hold any more: tasks ask again.
+    /// Revokes all grants, so that the tasks ask for each spawn.
     pub(super) fn take_grants_back(&mut self) {
         let taken = self.grants.take_back(self.vm.now());
         self.tell_taken_back(taken);
@@ -135,13 +135,13 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// A daemon says that tasks were started by a grant.
+    /// Handles a daemon's report that tasks were started by a grant.
     pub(super) fn taken(&mut self, message: &Message) {
         let Ok(Taken { by, tasks }) = unpack_taken(message.body.clone()) else {
             return;
         };
         let now = self.vm.now();
-        // Of one that is not known the event log tells all there is to know.
+        // An unknown grant needs no further record: the event log reports its tasks.
         let hosts = tasks.iter().map(|(host, _)| *host);
         let Some(granted) = self.grants.taken(now, by, message.wid, hosts) else {
             return;
@@ -162,7 +162,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// As if they had been asked for: for a replay they have.
+    /// Records the tasks as if they had been requested, so that a replay requests them.
     fn record_taken(&mut self, from: &Incoming, tasks: &[(HostId, Tid)]) {
         let Some((_, first)) = tasks.first() else {
             return;
@@ -193,9 +193,9 @@ impl<V: VmApi> Service<V> {
     }
 }
 
-/// True for a request of which a few are placed as they would be one by one.
+/// True for a request whose tasks can be placed a few at a time with the same result.
 fn is_plain(request: &SpawnRequest) -> bool {
-    // Memory is promised to tasks when they are sent to a host.
+    // Memory is promised to tasks when their order is sent to a host.
     let plain = |wants: Wants| {
         wants.rank.is_none() && wants.together == Together::Any && wants.memory().is_none()
     };

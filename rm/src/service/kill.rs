@@ -1,6 +1,10 @@
-//! What the service does about jobs that somebody ends: all their tasks are asked to end (SIGTERM), those included that are just
-//! being started, and whoever has not done so after a time is ended (SIGKILL), until nothing of the job is left. Its tasks start
-//! nothing more meanwhile.
+//! Ends whole jobs on request.
+//!
+//! 1. All tasks of the job, including those that are being started, get SIGTERM.
+//! 2. A task that has not ended after [`TERM_TIME`] gets SIGKILL.
+//! 3. This repeats until no task of the job is left.
+//!
+//! Meanwhile the job's tasks cannot spawn.
 
 use super::{SIGKILL, Service};
 use crate::api::VmApi;
@@ -8,33 +12,32 @@ use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A task that was asked to end has so long for it.
+/// Time between SIGTERM and SIGKILL.
 pub const TERM_TIME: Micros = Micros::from_secs(10);
-/// Jobs that are ended at one time; of more, those are forgotten that were asked for longest ago.
+/// Maximum number of jobs that are being ended. Beyond it, the oldest request is dropped.
 pub const KILLS_MAX: usize = 64;
-/// Signals that are sent before other messages are read.
+/// Maximum number of signals sent before other messages are processed.
 const SIGNALS_AT_ONCE: usize = 128;
-/// Pause between looks for tasks that are new or have not ended.
+/// Interval between checks for new tasks and for tasks that have not ended.
 const LOOK_PAUSE: Micros = Micros::from_millis(500);
-/// What became of it is told for so long, to whoever asks late.
+/// How long the result is available after the end of the job.
 const TOLD_FOR: Micros = Micros::from_secs(60);
-/// One that still has tasks after this is given up.
+/// Time after which a job that still has tasks is given up.
 const GIVEN_UP: Micros = Micros::from_secs(600);
-/// The signal that asks a process to end.
 const SIGTERM: i32 = 15;
 
 /// A job that is being ended.
 #[derive(Debug)]
 struct Ending {
-    /// Who asked for it; that task stays.
+    /// The requesting task, which is spared.
     by: Tid,
     begun: Micros,
     look_at: Micros,
-    /// When each task was asked to end.
+    /// When each task last got a signal.
     asked: BTreeMap<Tid, Micros>,
-    /// Those that were ended because they did not.
+    /// Tasks that got SIGKILL.
     forced: BTreeSet<Tid>,
-    /// Those to which no signal could be sent, and why.
+    /// Tasks to which no signal could be sent, and why.
     failed: BTreeMap<Tid, String>,
     left: usize,
 }
@@ -53,7 +56,7 @@ impl Ending {
         }
     }
 
-    /// The signals that are due, if these are the tasks of the job; some of them, when they are many.
+    /// Returns the signals that are due for the job's tasks `tasks`, at most [`SIGNALS_AT_ONCE`].
     fn signals(&mut self, now: Micros, tasks: &[Tid]) -> Vec<(Tid, i32)> {
         let due = |tid: &Tid| match self.asked.get(tid) {
             None => Some((*tid, SIGTERM)),
@@ -70,7 +73,7 @@ impl Ending {
             if *signal == SIGKILL {
                 self.forced.insert(*tid);
             }
-            // One that was ended and is still there is ended once more after the same time.
+            // A task that survives SIGKILL gets it again after the same time.
             self.asked.insert(*tid, now);
         }
         signals
@@ -104,7 +107,7 @@ impl Ending {
 pub(super) struct Killing(BTreeMap<Tid, Ending>);
 
 impl Killing {
-    /// When [`Service::kills_due`] has something to do.
+    /// Returns when [`Service::kills_due`] is due.
     pub(super) fn next_deadline(&self) -> Option<Micros> {
         self.0
             .values()
@@ -113,7 +116,8 @@ impl Killing {
             .min()
     }
 
-    /// A task of this job began, perhaps behind its end: it was on its way.
+    /// Handles the start of a task of this job. The job may have been considered ended: the task
+    /// was still being started.
     pub(super) fn task_began(&mut self, now: Micros, job: Tid) {
         if let Some(ending) = self
             .0
@@ -124,7 +128,7 @@ impl Killing {
         }
     }
 
-    /// True for a job that is being ended, unless this task wanted it.
+    /// True for a job that is being ended, unless this task requested it.
     pub(super) fn is_ending(&self, job: Tid, task: Tid) -> bool {
         self.0
             .get(&job)
@@ -133,7 +137,7 @@ impl Killing {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Somebody wants a whole job ended; any of its tasks is named.
+    /// Handles a request to end a whole job. `tid`: any task of the job.
     pub(super) fn kill_job(&mut self, by: Tid, tid: Tid) -> Answer {
         let now = self.vm.now();
         let in_books = self.memory.ledger.books.job_of(tid).map(|job| job.job);
@@ -168,7 +172,7 @@ impl<V: VmApi> Service<V> {
         self.killed(job)
     }
 
-    /// How far is it?
+    /// Returns the progress of ending a job.
     pub(super) fn killed(&self, tid: Tid) -> Answer {
         let of = |(job, ending): (&Tid, &Ending)| *job == tid || ending.asked.contains_key(&tid);
         let found = self
@@ -204,7 +208,7 @@ impl<V: VmApi> Service<V> {
         for (tid, signal) in ending.signals(now, &tasks) {
             match self.vm.signal(tid, signal) {
                 Ok(()) => drop(ending.failed.remove(&tid)),
-                // The event that says so is on its way.
+                // The event of the task's end will follow.
                 Err(error) if error.code == PvmError::NoTask => {}
                 Err(error) => drop(ending.failed.insert(tid, error.to_string())),
             }
@@ -243,8 +247,9 @@ mod tests {
             .collect()
     }
 
+    /// Each task gets SIGTERM once, and SIGKILL when its time is over, a limited number at a time.
     #[test]
-    fn each_task_is_asked_once_and_ended_when_its_time_is_over_a_few_at_a_time() {
+    fn tasks_get_sigterm_once_then_sigkill_in_batches() {
         let (all, mut now) = (tasks(300), Micros::from_secs(100));
         let mut ending = Ending::new(Tid::NONE, now);
         let mut asked = Vec::new();
@@ -261,7 +266,7 @@ mod tests {
             (ending.signals(now, &all), ending.look_at),
             (Vec::new(), now + LOOK_PAUSE)
         );
-        // One more begins, and ends by itself; of the others one does not.
+        // A further task starts, and ends without SIGKILL. One of the others does not end.
         let (late, stubborn) = (Tid::from_raw(0x50001), all[7]);
         now = now + LOOK_PAUSE;
         assert_eq!(ending.signals(now, &[stubborn, late]), [(late, SIGTERM)]);

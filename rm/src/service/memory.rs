@@ -1,5 +1,5 @@
-//! What the service does about remembering: it notes down what the log says and what was decided, goes on with what it knew
-//! before it died, and answers questions about it.
+//! The persistent history as the service uses it: records events and decisions, restores the state
+//! after a restart, and answers questions.
 
 use super::Service;
 use crate::api::VmApi;
@@ -17,25 +17,25 @@ use sempa_proto::rm::{
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Entries of the log that are asked for at once.
+/// Maximum number of event log entries requested at once.
 const EVENTS_AT_ONCE_MAX: u32 = 1000;
-/// What was learned of tasks and moves, among what the books keep.
+/// Key of the values learned from tasks and migrations, among the learned values of the history.
 const LESSONS: u64 = 1;
 
-/// What the service keeps for remembering.
+/// History and related state of the service.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
     pub(super) ledger: Ledger,
-    /// The refusal of each task's move that was noted down last: tried again and refused again is no news.
+    /// The last recorded refusal of each task's migration. A repeated refusal is not recorded
+    /// again.
     refusals: BTreeMap<Tid, (HostId, String)>,
-    /// What was learned up to this version is noted down.
+    /// Version of the learned values that was stored last.
     learned: u64,
-    /// The books are those of this virtual machine.
+    /// The history belongs to this virtual machine.
     again: bool,
 }
 
 impl Memory {
-    /// With these books.
     pub(super) fn new(ledger: Ledger) -> Memory {
         Memory {
             ledger,
@@ -45,13 +45,14 @@ impl Memory {
 }
 
 impl<V: VmApi> Service<V> {
-    /// Reads the log from where the books end.
+    /// Reads the event log from where the history ends.
     pub(super) fn remember(&mut self) -> Result<(), Error> {
         let place = self.memory.ledger.books.place();
         let mut again = false;
         if place.number > 0 {
             let there = self.vm.events(place.number, 1)?;
-            // The master forgets the oldest entries; where it has forgotten this one, the log goes on behind it.
+            // The master drops the oldest entries. If it has dropped this one, its log continues
+            // after it.
             again = there
                 .first()
                 .is_some_and(|e| e.number > place.number || Place::behind(e) == place);
@@ -61,7 +62,8 @@ impl<V: VmApi> Service<V> {
         }
         self.memory.again = again;
         self.catch_up()?;
-        // Not before the log: what it says to have begun must be in the list, or have ended.
+        // The list must be newer than the log: a task that the log reports as started is then in
+        // the list or has ended.
         let (wall, tasks) = (self.vm.wall(), self.vm.tasks()?);
         self.memory.ledger.books.reconcile(wall, &tasks);
         self.memory
@@ -71,7 +73,7 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    /// Goes on with what was known: users' indices, who holds what, jobs, ages, what was learned.
+    /// Restores users' indices, holdings, jobs, ages of tasks, and learned values.
     pub(super) fn recall(&mut self) {
         let (now, wall) = (self.vm.now(), self.vm.wall());
         let books = &self.memory.ledger.books;
@@ -107,7 +109,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Reads what the log has and the books have not.
+    /// Reads the entries of the event log that the history lacks.
     fn catch_up(&mut self) -> Result<(), Error> {
         loop {
             let from = self.memory.ledger.books.place().number + 1;
@@ -121,11 +123,11 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Takes an entry of the log into the books, and those that were missed before it.
+    /// Adds an event to the history, after any events that were missed before it.
     pub(super) fn note_down(&mut self, event: &Event) {
         let next = self.memory.ledger.books.place().number + 1;
         if event.number > next && self.catch_up().is_err() {
-            // The daemon is gone, and the next receive says so.
+            // The daemon is gone; the next receive reports that.
             return;
         }
         let books = &mut self.memory.ledger.books;
@@ -137,7 +139,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Tells a task to go; true if it does.
+    /// Orders a migration. True if it has begun.
     pub(super) fn begin_move(
         &mut self,
         now: Micros,
@@ -155,7 +157,7 @@ impl<V: VmApi> Service<V> {
         begun.is_ok()
     }
 
-    /// A task was told to go, or that was refused.
+    /// Records that a migration was ordered, or refused.
     fn told_to_go(
         &mut self,
         tid: Tid,
@@ -197,7 +199,7 @@ impl<V: VmApi> Service<V> {
         self.memory.ledger.books.decided(self.vm.wall(), what);
     }
 
-    /// What came of moves for the sake of the load is noted down.
+    /// Records the results of rebalancing migrations.
     pub(super) fn note_outcomes(&mut self) {
         for outcome in self.model.outcomes() {
             let what = record::came_out(&outcome, |host| self.model.host_name(host));
@@ -205,7 +207,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Writes what has changed, when it is time.
+    /// Writes changes to the history file when they are due.
     pub(super) fn write_down(&mut self, now: Micros) {
         if self.memory.ledger.is_due(now) {
             self.memory.refusals.retain(|tid, _| self.model.knows(*tid));
@@ -217,7 +219,7 @@ impl<V: VmApi> Service<V> {
         self.memory.ledger.plan(now);
     }
 
-    /// Notes down who has taken how much, and what was learned.
+    /// Stores the users' indices and the learned values in the history.
     fn learn(&mut self, now: Micros) {
         let indices: Vec<(u32, f64)> = self.spawns.fair().indices(now).collect();
         let books = &mut self.memory.ledger.books;
@@ -231,7 +233,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// What was decided about a host, and what holds of it now.
+    /// Explains a host: earlier decisions about it and its current state.
     fn why_host(&mut self, name: String) -> Answer {
         let id = self.model.host_called(&name);
         let drained = id.and_then(|id| self.model.drained_by(id));
@@ -246,14 +248,14 @@ impl<V: VmApi> Service<V> {
         answer
     }
 
-    /// Spawns that wait for a place, of all users or of one.
+    /// Lists the waiting spawns of all users or of one.
     fn waiting(&self, user: Option<u32>) -> Answer {
         let wanted = |waits: &Waits| user.is_none_or(|user| user == waits.user);
         let all = self.spawns.waits(self.vm.now(), self.vm.wall());
         Answer::Waiting(all.filter(wanted).take(ANSWER_ENTRIES_MAX).collect())
     }
 
-    /// Answers a question.
+    /// Answers a question or carries out an order of a client.
     pub(super) fn answer(&mut self, message: &Message) {
         let answer = match unpack::<Question>(&message.body) {
             Ok(Some(Question::Suspend { job, suspend })) => {
@@ -274,7 +276,7 @@ impl<V: VmApi> Service<V> {
             Ok(None) | Err(_) => Answer::Version(RM_VERSION),
         };
         if let Ok(bytes) = pack(&answer) {
-            // Who asked may be gone.
+            // The client may be gone.
             drop(
                 self.vm
                     .answer(message.src, TAG_ANSWER, message.wid, Bytes::from(bytes)),

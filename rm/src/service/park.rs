@@ -1,6 +1,8 @@
-//! What the service does about tasks that have to leave a host whose owner wants them checkpointed where nobody takes them:
-//! their jobs are written to the store and ended, and go on from there when there is room. The daemons carry it out, and the
-//! event log tells what became of it; so a resource manager that begins again goes on with the books.
+//! Vacates jobs: if a task must leave its host, no other host takes it, and the owner wants that,
+//! the whole job is checkpointed and ended. It restarts from the checkpoint when there is room.
+//!
+//! The daemons carry this out, and the event log reports the results, so a restarted resource
+//! manager continues from the history.
 
 use super::Service;
 use crate::api::VmApi;
@@ -11,24 +13,25 @@ use sempa_proto::rm::Answer;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
-/// After a checkpoint that failed the job is left in peace for this long.
+/// Delay before the next attempt after a checkpoint has failed.
 const PARK_AGAIN: Micros = Micros::from_secs(60);
-/// The same when another one was just being made.
+/// Delay before the next attempt if another checkpoint was being made.
 const PARK_SOON: Micros = Micros::from_secs(5);
-/// An answer that does not come for so long is not waited for any more.
+/// Time after which a missing answer is no longer awaited.
 const WAIT_MAX: Micros = Micros::from_secs(4 * 3600);
-/// Pause between looks whether there is room for a parked job.
+/// Interval between checks whether there is room for a vacated job.
 const LOOK_PAUSE: Micros = Micros::from_secs(5);
-/// Pause before a job that could not be started is tried again; it doubles each time, up to the other one.
+/// Delay before a failed restart is tried again. Doubles each time, up to [`TRY_PAUSE_MAX`].
 const TRY_PAUSE: Micros = Micros::from_secs(10);
 const TRY_PAUSE_MAX: Micros = Micros::from_secs(600);
-/// So often it is tried where there is room.
+/// Maximum number of restart attempts while there is room.
 const TRIES_MAX: u32 = 20;
 
-/// A parked job that has waited for room so long keeps what becomes free: none that is smaller goes first.
+/// Waiting time after which room is reserved for a vacated job, so that smaller jobs do not go
+/// first.
 pub const KEEP_AFTER: Micros = Micros::from_secs(600);
 
-/// A set that waits.
+/// Retry state of one checkpoint.
 #[derive(Debug, Default)]
 struct Try {
     next: Micros,
@@ -36,27 +39,28 @@ struct Try {
     failed: u32,
 }
 
-/// What is remembered of parked jobs beside the books.
+/// State of vacated jobs that is not in the history.
 #[derive(Debug, Default)]
 pub(super) struct Parking {
-    /// Jobs that are left in peace until then: they are being checkpointed, or could not be.
+    /// Jobs that are left alone until then: they are being checkpointed, or their checkpoint has
+    /// failed.
     asked: BTreeMap<Tid, Micros>,
     tried: BTreeMap<String, Try>,
-    /// The set that is being started, and until when nothing else is.
+    /// The checkpoint that is being restarted, and until when no other one is.
     starting: Option<(String, Micros)>,
-    /// Since when sets wait, as far as this resource manager has seen.
+    /// Since when each checkpoint has waited, as far as this resource manager has seen.
     waiting: BTreeMap<String, Micros>,
-    /// The set for which room is kept.
+    /// The checkpoint for which room is reserved.
     kept: Option<String>,
-    /// The tasks of jobs that are being parked or are parked, as far as this resource manager has parked them.
+    /// Tasks of the jobs that this resource manager has vacated or is vacating.
     families: BTreeMap<Tid, Vec<Tid>>,
-    /// Jobs that somebody has ended while they were being checkpointed, and who.
+    /// Jobs that were cancelled while they were being checkpointed, with the requesting task.
     unwanted: BTreeMap<Tid, Tid>,
     look_at: Micros,
 }
 
 impl<V: VmApi> Service<V> {
-    /// Jobs of tasks that should go and stay are parked where the owner wants it so.
+    /// Vacates the jobs of tasks that should leave but stay, where the owner wants that.
     pub(super) fn park(&mut self, now: Micros, decided: &Moves) {
         let snapshot = self.model.snapshot(now);
         let stays = decided.stay.iter().filter(|stay| stay.parks(snapshot));
@@ -75,11 +79,12 @@ impl<V: VmApi> Service<V> {
             .families
             .retain(|job, _| parking.asked.contains_key(job) || parked(*job));
         for (tid, host, why) in stays {
-            // Part of a job stands still where it is: what is spoken of it to the others would be lost.
+            // Tasks of a partly running job stay paused where they are: messages between the job's
+            // tasks would be lost.
             let Some(job) = self.model.head_of(tid) else {
                 continue;
             };
-            // Also while its last tasks end.
+            // Holds also while the job's last tasks end.
             let is_parked = self
                 .memory
                 .ledger
@@ -87,7 +92,8 @@ impl<V: VmApi> Service<V> {
                 .parked()
                 .any(|parked| parked.job == job);
             let full = self.memory.ledger.books.parked().count() >= PARKED_MAX;
-            // The end of a move is an event; then it is looked at again. What its user has stopped he has to let go on.
+            // The end of a migration is an event and triggers the next check. Tasks that a user has
+            // suspended must be resumed by that user.
             if is_parked || full || self.parking.asked.contains_key(&job) || self.model.is_busy(job)
             {
                 continue;
@@ -120,7 +126,7 @@ impl<V: VmApi> Service<V> {
         self.again = self.again.into_iter().chain(again).min();
     }
 
-    /// The event log tells of a checkpoint or a restart.
+    /// Handles events about checkpoints and restarts.
     pub(super) fn parking_heard(&mut self, kind: &EventKind) {
         let (now, parking) = (self.vm.now(), &mut self.parking);
         match kind {
@@ -136,7 +142,7 @@ impl<V: VmApi> Service<V> {
                 ..
             } => {
                 parking.asked.remove(job);
-                // Its tasks have to end first.
+                // The job's tasks must end first.
                 parking.tried.insert(
                     set.clone(),
                     Try {
@@ -166,7 +172,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// When [`Service::start_parked`] has something to do.
+    /// Returns when [`Service::start_parked`] is due.
     pub(super) fn parking_due(&self) -> Option<Micros> {
         self.memory
             .ledger
@@ -176,7 +182,7 @@ impl<V: VmApi> Service<V> {
             .map(|_| self.parking.look_at)
     }
 
-    /// Starts the parked job that waits longest and has room, one at a time.
+    /// Restarts the vacated job that has waited longest and for which there is room, one at a time.
     pub(super) fn start_parked(&mut self, now: Micros) {
         if self.parking.look_at > now {
             return;
@@ -211,14 +217,14 @@ impl<V: VmApi> Service<V> {
             })
             .next = now + TRY_PAUSE;
         match self.vm.restart(&set, &on) {
-            // An event tells what became of it.
+            // An event reports the result.
             Ok(()) => self.parking.starting = Some((set, now + WAIT_MAX)),
             Err(error) => self.note(format!("checkpoint {set} was not started again: {error}")),
         }
     }
 
-    /// The parked job that waits longest of those that have room, and the hosts where each of its tasks is to go. For the
-    /// first that has waited very long room is kept, unless there could never be enough.
+    /// Returns the longest waiting checkpoint for which there is room, and the host of each of its
+    /// tasks. Reserves room for the first one that has waited very long, unless it could never fit.
     fn next_parked(&mut self, now: Micros) -> Option<(String, Vec<String>)> {
         let (books, parking) = (&self.memory.ledger.books, &mut self.parking);
         parking
@@ -256,7 +262,7 @@ impl<V: VmApi> Service<V> {
         found
     }
 
-    /// Room is kept for this set: that is said once.
+    /// Logs the reservation for a checkpoint once.
     fn tell_kept(&mut self, kept: Option<(String, Tid)>) {
         let Some((set, job)) = kept else { return };
         if self.parking.kept.as_ref() == Some(&set) {
@@ -269,7 +275,7 @@ impl<V: VmApi> Service<V> {
         self.parking.kept = Some(set);
     }
 
-    /// Somebody does not want a parked job to be started again.
+    /// Handles a request not to restart a vacated job.
     pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> Answer {
         let of = self
             .parking
@@ -296,7 +302,7 @@ impl<V: VmApi> Service<V> {
         Answer::Unparked { job, set, starting }
     }
 
-    /// What could not be started so often is left to people.
+    /// Gives up checkpoints whose restart has failed too often; a user can still restart them.
     fn give_up_parked(&mut self) {
         let hopeless = |tried: &Try| tried.failed >= TRIES_MAX;
         let sets: Vec<String> = self

@@ -1,6 +1,6 @@
-//! What the service does about tasks that stand still: it has whole jobs suspended as somebody asks for it, and tasks of users
-//! who have taken much give way. The daemons carry it out, and the event log tells it; so a resource manager that begins
-//! again knows from the books who stands still and why.
+//! Suspends tasks: whole jobs on request, and tasks of users with a high index to make room for
+//! waiting requests (preemption). The daemons carry this out, and the event log reports it, so a
+//! restarted resource manager knows from the history which tasks are suspended and why.
 
 use super::Service;
 use crate::api::VmApi;
@@ -13,42 +13,43 @@ use sempa_proto::suspend::Cause;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeMap;
 
-/// Pause between looks for who is to give way, and who goes on.
+/// Interval between preemption checks.
 const SHARE_PAUSE: Micros = Micros::from_secs(10);
-/// The same when somebody has begun to wait, or it may be the next one's turn.
+/// Shorter interval when a request has begun to wait, or when another request may profit.
 const SHARE_SOON: Micros = Micros::from_secs(1);
-/// Requests that are looked at in one look; the first that it helps when others give way is the last of them.
+/// Maximum number of requests examined in one check, which ends with the first one that preemption
+/// helps.
 const SHARE_LOOKS_MAX: usize = 32;
 
-/// Who stands still.
+/// State of suspended tasks and jobs.
 #[derive(Debug, Default)]
 pub(super) struct Standing {
-    /// Jobs that somebody has suspended, and who.
+    /// Suspended jobs, with the task that requested it.
     jobs: BTreeMap<Tid, Tid>,
-    /// They may have tasks that run.
+    /// The suspended jobs may have running tasks.
     look: bool,
-    /// Tasks that gave way, and since when.
+    /// Preempted tasks, and when they were suspended.
     gave_way: BTreeMap<Tid, Micros>,
-    /// When it was looked for who is to give way, or goes on.
+    /// Time of the last preemption check.
     shared: Option<Micros>,
-    /// Somebody waits for whom nobody was looked for.
+    /// A request has begun to wait since the last check.
     newcomer: bool,
 }
 
 impl Standing {
-    /// A task began, or a job got to know of one.
+    /// Records the start of a task, or that its job became known.
     pub(super) fn task_began(&mut self) {
         self.look |= !self.jobs.is_empty();
     }
 
-    /// A request begins to wait.
+    /// Records that a request begins to wait.
     pub(super) fn begins_to_wait(&mut self) {
         self.newcomer = true;
     }
 }
 
 impl<V: VmApi> Service<V> {
-    /// Goes on with what the books say.
+    /// Restores the suspensions in the history.
     pub(super) fn recall_standing(&mut self) {
         let (now, wall) = (self.vm.now(), self.vm.wall());
         let books = &self.memory.ledger.books;
@@ -66,7 +67,7 @@ impl<V: VmApi> Service<V> {
                     let age = wall.since(since).min(now);
                     self.standing.gave_way.insert(tid, Micros(now.0 - age.0));
                 }
-                // It was to go on when the one before this died.
+                // The previous resource manager died while resuming this job.
                 Some((cause @ Cause::Job { .. }, _)) if !self.standing.jobs.contains_key(&job) => {
                     self.suspend_again(tid, false, cause);
                 }
@@ -75,7 +76,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// The event log says that a task is suspended, or goes on.
+    /// Handles the event that a task was suspended or resumed.
     pub(super) fn suspension_heard(&mut self, tid: Tid, suspended: bool) {
         self.spawns.task_suspended(self.vm.now(), tid, suspended);
         if !suspended {
@@ -83,14 +84,15 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// A task that has moved may have been forgotten on its way, and with it that it stands still.
+    /// The model may have dropped a task during its migration, and with it the suspension.
     pub(super) fn suspended_has_moved(&mut self, tid: Tid) {
         if self.memory.ledger.books.is_suspended(tid) {
             self.model.task_suspended(tid, true);
         }
     }
 
-    /// When [`Service::share`] has something to do, or who waits is to be tried again although nothing was heard.
+    /// Returns when [`Service::share`] is due, or when waiting requests are tried again without an
+    /// event.
     pub(super) fn share_due(&self) -> Option<Micros> {
         let wanted = !self.standing.gave_way.is_empty() || self.spawns.waiting() > 0;
         let pause = if self.standing.newcomer {
@@ -101,7 +103,7 @@ impl<V: VmApi> Service<V> {
         wanted.then(|| self.standing.shared.map_or(Micros(0), |at| at + pause))
     }
 
-    /// Somebody wants a whole job suspended, or to go on.
+    /// Handles a request to suspend or resume a whole job.
     pub(super) fn suspend_job(&mut self, by: Tid, tid: Tid, suspend: bool) -> Answer {
         let Some(job) = self.memory.ledger.books.job_of(tid).map(|job| job.job) else {
             return Answer::Unknown;
@@ -122,13 +124,15 @@ impl<V: VmApi> Service<V> {
             }
         }
         for tid in all.into_iter().filter(|tid| *tid != by) {
-            // Asked twice, a daemon does nothing; but whoever stands still has to go on.
+            // A daemon ignores a repeated request. When a job resumes, every suspended task must
+            // resume.
             let stands = self.model.is_suspended(tid)
                 || (!suspend && self.memory.ledger.books.is_suspended(tid));
             if self.standing.gave_way.contains_key(&tid)
                 && let Err(error) = self.vm.suspend(tid, suspend, Cause::Job { by })
             {
-                // It would go on, or stand, without its job when it need not give way any more.
+                // Otherwise the task would be resumed, or stay suspended, without its job at the
+                // end of the preemption.
                 others.push((tid, error.to_string()));
                 continue;
             }
@@ -152,7 +156,7 @@ impl<V: VmApi> Service<V> {
         Answer::Suspended { job, tasks, others }
     }
 
-    /// Has a task suspended, or go on.
+    /// Suspends or resumes a task.
     fn suspend_task(&mut self, tid: Tid, suspend: bool, cause: Cause) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, cause)?;
         self.model.task_suspended(tid, suspend);
@@ -161,8 +165,8 @@ impl<V: VmApi> Service<V> {
         Ok(())
     }
 
-    /// The same where nobody waits for an answer: a task that has ended needs nothing, and what a daemon refuses for another
-    /// reason is told.
+    /// Suspends or resumes a task without a client that waits for the result. A task that has ended
+    /// is ignored; other errors are logged.
     fn suspend_again(&mut self, tid: Tid, suspend: bool, cause: Cause) {
         if let Err(error) = self.suspend_task(tid, suspend, cause)
             && error.code != sempa_proto::PvmError::NoTask
@@ -172,7 +176,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Has tasks suspended that began in suspended jobs.
+    /// Suspends tasks that started in suspended jobs.
     pub(super) fn keep_suspended(&mut self) {
         if !std::mem::take(&mut self.standing.look) {
             return;
@@ -188,12 +192,13 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Has tasks give way to the first request in turn that this helps, and tasks go on for which there is room again. Requests
-    /// that find a place as it is have it before that. True when there may be room for requests that wait.
+    /// Preempts tasks for the first waiting request that this helps, and resumes preempted tasks
+    /// for which there is room. Requests that find hosts without preemption have already been
+    /// placed. True if there may be room for waiting requests.
     pub(super) fn share(&mut self, now: Micros) -> bool {
         (self.standing.shared, self.standing.newcomer) = (Some(now), false);
         let books = &self.memory.ledger.books;
-        // What was decided a moment ago may not be in the log yet.
+        // A recent suspension may not be in the event log yet.
         let counts =
             |tid: Tid, since: Micros| books.is_suspended(tid) || now.since(since) < SHARE_PAUSE;
         self.standing
@@ -207,7 +212,7 @@ impl<V: VmApi> Service<V> {
             return false;
         }
         let (snapshot, spawns) = (self.model.snapshot(now), &self.spawns);
-        // One that cannot be helped, whatever is free, is no reason to help nobody.
+        // A request that cannot be helped does not prevent helping others.
         let looks = spawns
             .waiting_in_turn(now)
             .take(SHARE_LOOKS_MAX)
@@ -242,7 +247,7 @@ impl<V: VmApi> Service<V> {
         !decided.is_empty()
     }
 
-    /// Tasks that gave way go on where there is room.
+    /// Resumes preempted tasks for which there is room.
     fn let_go_on(&mut self, now: Micros) {
         let jobs = &self.standing.jobs;
         let may = |tid: &Tid| !jobs.contains_key(&self.model.user_and_job(*tid).1);

@@ -1,7 +1,7 @@
-//! The policy when the service begins and while it runs, and the record of what it was told.
+//! The policy at the start and during operation, and the recording of the service's input.
 //!
-//! What a policy file said when it was in force last is kept in the books. So a file that has become wrong, or is gone, does not
-//! keep a resource manager from beginning again.
+//! The text of the policy file that was last in force is stored in the history. A file that has
+//! become invalid or is missing therefore does not prevent a restart.
 
 use super::{BALANCE_PAUSE, Options, Service, ServiceError};
 use crate::api::VmApi;
@@ -10,17 +10,19 @@ use crate::recording::{Input, Recorder};
 use crate::store::Books;
 use sempa_proto::frame::{from_bytes, to_bytes};
 
-/// The policy file and what it said when it was in force last, among what the books keep.
+/// Key of the stored policy file, among the learned values of the history.
 const POLICY: u64 = 2;
 
-/// A policy file in the books. The text and not what follows from it: the command line may say something else next time.
+/// A stored policy file: path and text. The text is stored instead of the resulting policy, because
+/// the command line may differ next time.
 type Kept = (String, String);
 
 impl Options {
-    /// What the policy file says at the start; without one, what the command line says.
+    /// Returns the policy of the file at the start; without a file, that of the command line.
     ///
     /// # Errors
-    /// [`ServiceError::Policy`], [`ServiceError::NoPolicy`] or [`ServiceError::Choice`]: what is wrong with it.
+    /// [`ServiceError::Policy`], [`ServiceError::NoPolicy`] or [`ServiceError::Choice`]: what is
+    /// invalid.
     pub fn policy(&self) -> Result<Conduct, ServiceError> {
         match &self.policy_read {
             Some(Ok(content)) => self.read(content),
@@ -41,8 +43,8 @@ impl Options {
         Ok(conduct)
     }
 
-    /// Takes over what the policy file says. When something is wrong with it, it is what it said when it was in force last, and
-    /// the answer is a sentence about it.
+    /// Applies the policy file. If it is invalid, applies its stored text and returns a sentence
+    /// about the error.
     pub(super) fn begin(&mut self, books: &mut Books) -> Result<Option<String>, ServiceError> {
         let wrong = match self.policy() {
             Ok(conduct) => {
@@ -67,7 +69,7 @@ impl Options {
         Ok(Some(self.refusal(&wrong)))
     }
 
-    /// What the file says is in force.
+    /// Stores the text of a policy file that is in force.
     fn keep(&self, books: &mut Books, content: &[u8]) {
         let Ok(text) = String::from_utf8(content.to_vec()) else {
             return;
@@ -77,7 +79,7 @@ impl Options {
         }
     }
 
-    /// The policy file, wherever one stands.
+    /// Returns the absolute path of the policy file.
     fn path(&self) -> String {
         std::path::absolute(&self.policy_file).map_or_else(
             |_| self.policy_file.clone(),
@@ -85,7 +87,7 @@ impl Options {
         )
     }
 
-    /// That the file is not taken over, and why.
+    /// Returns a sentence that the file was not applied, and why.
     fn refusal(&self, wrong: &ServiceError) -> String {
         let file = &self.policy_file;
         let why = match wrong {
@@ -98,12 +100,12 @@ impl Options {
 }
 
 impl<V: VmApi> Service<V> {
-    /// What is in force.
+    /// Returns the policy in force.
     pub fn conduct(&self) -> Conduct {
         self.options.conduct
     }
 
-    /// Works by this from now on.
+    /// Applies a policy from now on.
     pub(super) fn take_up(&mut self, conduct: Conduct) {
         self.options.conduct = conduct;
         self.model.set_policy(conduct.placing, conduct.margin);
@@ -115,7 +117,7 @@ impl<V: VmApi> Service<V> {
         self.record_input(|| Input::Policy(conduct));
     }
 
-    /// The policy file has changed: what it says is in force, or, when something is wrong with it, what was.
+    /// Handles a change of the policy file. An invalid file leaves the policy in force.
     pub(super) fn policy_changed(&mut self, content: &[u8]) {
         let conduct = match self.options.read(content) {
             Ok(conduct) => conduct,
@@ -131,7 +133,7 @@ impl<V: VmApi> Service<V> {
         }
     }
 
-    /// Writes down from now on what the service is told, what it knows already first.
+    /// Starts recording the service's input, beginning with what it already knows.
     pub fn record_to(&mut self, recorder: Recorder) {
         self.recorder = Some(recorder);
         let conduct = self.options.conduct;

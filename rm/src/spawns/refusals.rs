@@ -1,5 +1,6 @@
-//! Requests that are refused as they come, and what is told of it. A program that asks again and again does not flood the
-//! event log: the same refusal is told once in a while, and only so many are.
+//! Requests that are refused on arrival, and what is logged about them. A program that repeats its
+//! request does not flood the event log: the same refusal is logged once per interval, and the
+//! number of logged refusals is limited.
 
 use super::{Incoming, Output, Spawns};
 use bytes::Bytes;
@@ -8,12 +9,12 @@ use sempa_proto::rm::{Attempt, Choice};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
-/// The same refusal of the same task's requests is told once in this time.
+/// Interval within which the same refusal of the same task is logged once.
 pub const REFUSAL_TOLD_PAUSE: Micros = Micros::from_secs(60);
-/// Refusals that are told in that time at most.
+/// Maximum number of refusals that are logged within that interval.
 pub const REFUSALS_TOLD_MAX: usize = 64;
 
-/// What was told a moment ago: whose requests were refused, and with which error.
+/// Recently logged refusals, by task and error.
 #[derive(Debug, Default)]
 pub(super) struct Refusals(BTreeMap<(Tid, i32), Micros>);
 
@@ -29,7 +30,7 @@ impl Refusals {
     }
 }
 
-/// A search that came to nothing because so much is not allowed.
+/// Returns the record of an attempt that failed because of a limit.
 pub(super) fn limit(sentence: String) -> Attempt {
     Attempt {
         choice: Choice::Limit,
@@ -45,7 +46,7 @@ fn only(error: PvmError) -> Bytes {
 }
 
 impl Spawns {
-    /// Answers a request with nothing but an error.
+    /// Answers a request with an error only.
     pub fn refuse(&mut self, to: Tid, wid: i32, error: PvmError) {
         self.out.push_back(Output::Reply {
             to,
@@ -54,7 +55,7 @@ impl Spawns {
         });
     }
 
-    /// The same; why is noted down.
+    /// Answers a request with an error and logs why.
     pub fn refuse_and_tell(&mut self, now: Micros, from: &Incoming, error: PvmError, why: String) {
         self.refuse(from.src, from.wid, error);
         if !self.refusals.is_news(now, (from.src, error.code())) {

@@ -1,4 +1,4 @@
-//! Requests that wait for a place, and the one among them for which room is kept.
+//! Requests that wait for a host, and the reservation for one of them.
 
 use super::refusals::limit;
 use super::{Incoming, Output, Spawns, held, searched};
@@ -9,29 +9,28 @@ use sempa_proto::rm::Waits;
 use sempa_proto::text::cut;
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
-/// Bytes that are kept of what came of the last attempt to find places for a request that waits.
+/// Maximum size of the kept explanation why a request waits, in bytes.
 const WHY_BYTES_MAX: usize = 1024;
 
-/// A request that has waited for long.
+/// Reservation for a request that has waited long.
 #[derive(Debug)]
 pub(super) struct Kept {
     pub(super) number: u64,
-    /// Who asks.
     pub(super) user: u32,
-    /// Whose request it is, if what it waits for is that the user, or the job, has fewer tasks.
+    /// User and job of the request, if it waits until one of them has fewer tasks.
     limited: Option<(u32, Tid)>,
-    /// Hosts that others do not get.
+    /// Hosts that other requests do not get.
     pub(super) hosts: Vec<HostId>,
 }
 
 impl Kept {
-    /// It is the turn of this user first: what is kept is not kept from him. Who has taken much could else wait for all that is
-    /// made free for others.
+    /// True if this user goes first, so the reservation does not hold against the user. Otherwise a
+    /// user with a high index could wait for everything that is freed for others.
     fn is_behind(&self, now: Micros, fair: &Fair, user: u32) -> bool {
         user != self.user && fair.index(now, user) < fair.index(now, self.user)
     }
 
-    /// What is kept is kept from this request of this user.
+    /// True if the reservation holds against this request of this user.
     pub(super) fn is_kept_from(
         &self,
         now: Micros,
@@ -41,15 +40,16 @@ impl Kept {
         self.number != number && !self.is_behind(now, fair, user)
     }
 
-    /// The user's and the job's others wait until this one is allowed.
+    /// True if other requests of this user or job must wait until the reserved one is within its
+    /// limit.
     fn is_before(&self, user: u32, job: Tid) -> bool {
         self.limited.is_some_and(|by| by.0 == user || by.1 == job)
     }
 }
 
 impl Spawns {
-    /// True when a limit keeps a request from being placed now. It waits then, or is refused: at once, if it asks for more
-    /// than is ever allowed.
+    /// Checks the limits before a placement. True if a limit prevents it. The request then waits,
+    /// or is refused: immediately if it asks for more than is ever allowed.
     pub(super) fn is_limited(&mut self, now: Micros, number: u64) -> bool {
         let Some(spawn) = self.open.get_mut(&number) else {
             return false;
@@ -88,7 +88,7 @@ impl Spawns {
         true
     }
 
-    /// For whom this host is kept, if it is.
+    /// Describes the reservation of this host, if there is one.
     pub fn kept_for(&self, host: HostId) -> Option<String> {
         let kept = self
             .kept
@@ -105,7 +105,8 @@ impl Spawns {
         ))
     }
 
-    /// Room is kept for a request that has waited for long, until it has a place or waits no more; for one at a time.
+    /// Reserves room for a request that has waited long, until it is placed or stops waiting. There
+    /// is at most one reservation.
     pub(super) fn keep(
         &mut self,
         now: Micros,
@@ -134,7 +135,7 @@ impl Spawns {
         }
         let hosts = hosts();
         if hosts.is_empty() && limited.is_none() {
-            // All hosts together are not enough, however empty they are.
+            // All hosts together are not enough, even without other tasks.
             self.kept = None;
             return;
         }
@@ -159,7 +160,7 @@ impl Spawns {
         });
     }
 
-    /// A request waits for a place; when the queue is full, it is refused by its next attempt.
+    /// Lets a request wait for a host. If the queue is full, the next attempt refuses the request.
     pub(super) fn wait(&mut self, now: Micros, number: u64, tasks: Vec<usize>, why: String) {
         let Some(spawn) = self.open.get_mut(&number) else {
             return;
@@ -185,8 +186,8 @@ impl Spawns {
         ) {
             Ok(()) => {
                 self.waiting.insert(number);
-                // Under the next resource manager it is asked for as a whole: nothing of it may have been started. Where a host has
-                // been lost, something may.
+                // The next resource manager receives the request as a whole, so none of its tasks
+                // may have been started. On a lost host, some may have been.
                 let under_way = self.orders.values().any(|order| order.spawn == number);
                 if !spawn.told
                     && !under_way
@@ -209,7 +210,7 @@ impl Spawns {
         }
     }
 
-    /// Something has changed: those who wait are tried again, whose turn it is first.
+    /// Queues all waiting requests for a placement after a change, in the order of service.
     pub fn try_waiting(&mut self, now: Micros) {
         for Waiting { number, .. } in self.fair.take_waiting(now) {
             self.waiting.remove(&number);
@@ -223,13 +224,14 @@ impl Spawns {
         self.waiting.remove(&number);
     }
 
-    /// Requests that wait for a place.
+    /// Returns the number of waiting requests.
     pub fn waiting(&self) -> usize {
         self.waiting.len()
     }
 
-    /// The oldest request of each user who waits for free hosts, whose turn it is first; how many places it needs, and hosts
-    /// that are kept from it. Without those that a limit keeps waiting.
+    /// Returns the oldest request of each user that waits for free hosts, in the order of service,
+    /// with the number of missing hosts and the hosts that are reserved for other requests.
+    /// Requests that wait for a limit are left out.
     pub fn waiting_in_turn(
         &self,
         now: Micros,
@@ -255,7 +257,7 @@ impl Spawns {
         )
     }
 
-    /// What waits, whose turn it is first.
+    /// Lists the waiting requests in the order of service.
     pub fn waits(&self, now: Micros, wall: Micros) -> impl Iterator<Item = Waits> {
         let one = move |(
             turn,

@@ -1,9 +1,11 @@
-//! The books: what is remembered, as a value. It is fed with entries of the event log, each exactly once, and with
-//! decisions; [`Books::batch`] gives what has changed since the last batch, together with the place in the log up to which
-//! it was read. A batch is written as a whole or not at all, so whoever reads the books again after a crash goes on with
-//! the log at that place, and nothing is counted twice or left out.
+//! The history as a value: usage, decisions and learned values.
 //!
-//! Every sheet has a limit. The oldest entries go first; sums of users stay.
+//! It receives each entry of the event log exactly once, and decisions. [`Books::batch`] returns
+//! the changes since the last batch, together with the position in the event log up to which it was
+//! read. A batch is written completely or not at all. After a crash, reading continues in the event
+//! log at that position, so nothing is counted twice or left out.
+//!
+//! Every table has a limit. The oldest entries are dropped first; the sums of users stay.
 
 mod events;
 pub mod parked;
@@ -24,46 +26,42 @@ use sempa_proto::{HostId, Micros, Tid, frame};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Users of whom sums are kept; of more, those that used least recently go.
+/// Maximum number of users with sums. Beyond it, the user with the oldest change is dropped.
 pub const USERS_MAX: usize = 16_384;
-/// Jobs that are kept.
+/// Maximum number of jobs.
 pub const JOBS_MAX: usize = 8_192;
-/// Tasks that are kept, those that run included.
+/// Maximum number of tasks, including running ones.
 pub const TASKS_MAX: usize = 65_536;
-/// Decisions that are kept.
+/// Maximum number of decisions.
 pub const DECISIONS_MAX: usize = 20_000;
-/// For clocks that differ.
+/// Tolerance for differing clocks of hosts.
 const SLACK: Micros = Micros::from_secs(1);
-/// Tasks from a command line that have no children and so are no jobs yet; the oldest are forgotten.
+/// Maximum number of tasks that were started from a command line and have no children, and so are
+/// not jobs yet. The oldest are dropped.
 const LONERS_MAX: usize = 4_096;
 
-/// A sheet of the books.
+/// A table of the history. Keys are consecutive numbers for jobs, tasks, decisions and vacated
+/// jobs; for the other tables, ids of users, hosts or tasks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Sheet {
-    /// One entry, 0: the place in the log.
+    /// The position in the event log, with key 0.
     Place,
-    /// Sums by user.
     Users,
-    /// Jobs by number.
     Jobs,
-    /// Tasks by number.
     Tasks,
-    /// Decisions by number.
     Decisions,
-    /// What was learned; entries by kind.
+    /// Learned values, in the encoding of their kind; keys are the kinds.
     Learned,
-    /// Names of hosts.
     Hosts,
-    /// Tasks from a command line without children, and when they began.
+    /// Start times of childless tasks from a command line.
     Loners,
-    /// Hosts that are emptied.
+    /// Hosts that are being drained.
     Drains,
-    /// Jobs that were checkpointed and ended, and go on when there is room.
+    /// Vacated jobs: checkpointed and ended, to be restarted when there is room.
     Parked,
 }
 
 impl Sheet {
-    /// All of them.
     pub const ALL: [Sheet; 10] = [
         Sheet::Place,
         Sheet::Users,
@@ -78,34 +76,30 @@ impl Sheet {
     ];
 }
 
-/// Something to write.
+/// One change to write.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Change {
-    /// Where.
     pub sheet: Sheet,
-    /// Which entry.
     pub key: u64,
-    /// What it becomes; `None`: it goes.
+    /// The new value; `None` deletes the entry.
     pub value: Option<Vec<u8>>,
 }
 
-/// What is written together.
+/// Changes that are written together.
 pub type Batch = Vec<Change>;
 
-/// Up to where the event log was read: the number of the last entry, and its time, by which a log of another virtual
-/// machine is told from this one's.
+/// Position up to which the event log was read: number, time and host of the last entry. Time and
+/// host distinguish the logs of different virtual machines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// Number of the entry; 0: none.
+    /// Number of the entry; 0 if none was read.
     pub number: u64,
-    /// Its time.
     pub at: Micros,
-    /// Its host.
     pub host: u16,
 }
 
 impl Place {
-    /// The place behind an entry.
+    /// Returns the position after an entry.
     pub fn behind(event: &Event) -> Place {
         Place {
             number: event.number,
@@ -115,18 +109,18 @@ impl Place {
     }
 }
 
-/// A sum that is kept for a user.
+/// Sums and index of a user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct User {
     sums: Sums,
-    /// When the sums changed last.
+    /// Time of the last change of the sums.
     changed: Micros,
-    /// The index, and of which time it is.
+    /// The user's index, and its time.
     index: f64,
     indexed: Micros,
 }
 
-/// What is remembered.
+/// The history: usage, decisions and learned values.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Books {
     place: Place,
@@ -136,24 +130,24 @@ pub struct Books {
     decisions: BTreeMap<u64, Decision>,
     learned: BTreeMap<u64, Vec<u8>>,
     last: u64,
-    /// The newest job and task with each tid; tids come again in another virtual machine.
+    /// The newest job and task with each tid. Tids are reused in another virtual machine.
     job_numbers: HashMap<Tid, u64>,
     task_numbers: HashMap<Tid, u64>,
     hosts: BTreeMap<HostId, String>,
-    /// Tasks from a command line without children: when they began.
+    /// Start times and users of childless tasks from a command line.
     loners: BTreeMap<Tid, (Micros, u32)>,
-    /// Hosts that are emptied: who asked for it, and until when it is to be done, as time of day.
+    /// Draining hosts, with the requesting task and the time of day when they must be empty.
     drains: BTreeMap<HostId, (Tid, Option<Micros>)>,
     parked: BTreeMap<u64, Parked>,
     room: room::Room,
     dirty: BTreeSet<(Sheet, u64)>,
-    /// The user of tasks of whom nothing else is known.
+    /// User of tasks about which nothing else is known.
     own_user: u32,
     own_task: Tid,
 }
 
 impl Books {
-    /// Empty ones, kept by this task of this user.
+    /// Creates an empty history, kept by this task of this user.
     pub fn new(own_user: u32, own_task: Tid) -> Books {
         Books {
             own_user,
@@ -162,7 +156,7 @@ impl Books {
         }
     }
 
-    /// As they were written. Entries that cannot be read are left out; their number.
+    /// Reads a stored history. Invalid entries are left out; returns their number, too.
     pub fn read(
         own_user: u32,
         own_task: Tid,
@@ -232,17 +226,17 @@ impl Books {
         Some(())
     }
 
-    /// Up to where the log was read.
+    /// Returns the position up to which the event log was read.
     pub fn place(&self) -> Place {
         self.place
     }
 
-    /// True when something is to be written.
+    /// True if there are changes to write.
     pub fn is_dirty(&self) -> bool {
         !self.dirty.is_empty()
     }
 
-    /// What has changed since the last time.
+    /// Returns the changes since the last call.
     pub fn batch(&mut self) -> Batch {
         let dirty = std::mem::take(&mut self.dirty);
         let changes = dirty.into_iter().map(|(sheet, key)| Change {
@@ -273,7 +267,7 @@ impl Books {
             Sheet::Drains => frame::to_bytes(self.drains.get(&host_of(key)?)?),
             Sheet::Parked => frame::to_bytes(self.parked.get(&key)?),
         };
-        // Plain records of numbers and short texts.
+        // Encoding cannot fail: these are plain records of numbers and short texts.
         bytes.ok()
     }
 
@@ -282,7 +276,7 @@ impl Books {
         self.last
     }
 
-    /// Something that was learned, in its own encoding.
+    /// Stores a learned value in its own encoding.
     pub fn learn(&mut self, kind: u64, value: Vec<u8>) {
         if self.learned.get(&kind) != Some(&value) {
             self.learned.insert(kind, value);
@@ -290,12 +284,12 @@ impl Books {
         }
     }
 
-    /// What was learned before.
+    /// Returns the stored value of this kind.
     pub fn learned(&self, kind: u64) -> Option<&[u8]> {
         self.learned.get(&kind).map(Vec::as_slice)
     }
 
-    /// The names of hosts, as the host table has them.
+    /// Records the names of hosts from the host table.
     pub fn know_hosts<'a>(&mut self, hosts: impl IntoIterator<Item = (HostId, &'a str)>) {
         hosts
             .into_iter()
@@ -320,7 +314,7 @@ impl Books {
         Some(known)
     }
 
-    /// Name of a host, or its number when it is not known.
+    /// Returns the name of a host, or its number if it is unknown.
     pub fn host(&self, id: HostId) -> String {
         self.hosts
             .get(&id)
@@ -328,7 +322,7 @@ impl Books {
             .unwrap_or_else(|| id.to_string())
     }
 
-    /// A decision was made.
+    /// Adds a decision. The oldest are dropped beyond the limit.
     pub fn decided(&mut self, at: Micros, what: Decided) {
         let number = self.number();
         self.decisions.insert(
@@ -346,8 +340,8 @@ impl Books {
         }
     }
 
-    /// The log that follows is that of another virtual machine: nothing of the former one runs any more, and tids mean other
-    /// tasks.
+    /// Prepares for the event log of another virtual machine: no task of the former one is running
+    /// any more, and tids have other meanings.
     pub fn begin_anew(&mut self) {
         let running: Vec<u64> = self
             .tasks
@@ -376,11 +370,12 @@ impl Books {
         self.hosts.clear();
         let drains: Vec<HostId> = self.drains.keys().copied().collect();
         drains.into_iter().for_each(|host| self.drain(host, None));
-        // They lie in the store; whether they are to run here somebody else has to say.
+        // The checkpoints stay in the store; a user must decide whether they are restarted here.
         self.unpark(|_| true);
     }
 
-    /// All tasks there are: what runs according to the books and is not among them has ended unseen.
+    /// Compares with a list of all tasks. A task that runs according to the history and is not in
+    /// the list has ended unnoticed.
     pub fn reconcile(&mut self, now: Micros, list: &[TaskInfo]) {
         let there: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
         let gone = |t: &TaskUse| t.ended.is_none() && !there.contains(&t.tid);
@@ -447,7 +442,7 @@ impl Books {
             return;
         }
         if parent.is_task() && self.known(parent).is_none() {
-            // A parent that began before anything was recorded is taken to begin now.
+            // A parent that started before recording began is assumed to start now.
             let (began, user) = self.no_loner(parent).unwrap_or((at, self.own_user));
             let home = parent
                 .home()
@@ -460,7 +455,7 @@ impl Books {
         self.take_up(at, tid, (job, user), name, host);
     }
 
-    /// A task of which others spoke first says what it is.
+    /// Adds the program of a task that was known only as the parent of others.
     fn described(&mut self, tid: Tid, name: &str, host: HostId) {
         let host = self.host(host);
         let Some(number) = self.task_numbers.get(&tid).copied() else {
@@ -483,8 +478,8 @@ impl Books {
         }
     }
 
-    /// These tasks began again as one job. Each host told of its own when they did, some of children before their parents:
-    /// those were counted to the job as it was before, or were taken for jobs of their own.
+    /// Merges restarted tasks into one job. Each host reported its tasks separately, some children
+    /// before their parents: these were counted for the job's earlier run, or as jobs of their own.
     fn restarted(&mut self, at: Micros, job: Tid, tasks: &[(Tid, HostId)]) {
         let numbers: Vec<u64> = tasks
             .iter()
@@ -498,7 +493,7 @@ impl Books {
         else {
             return;
         };
-        // Its first task may have been spawned by another that is not in the set.
+        // The first task may have been spawned by a task that is not in the checkpoint.
         let job = self.known(job).map_or(job, |first| first.job);
         let Some(to) = self.job_numbers.get(&job).copied() else {
             return;
@@ -512,7 +507,7 @@ impl Books {
             };
             task.job = job;
             let (tid, running) = (task.tid, u64::from(task.ended.is_none()));
-            // Behind its job.
+            // A new number, because a task's number must follow that of its job.
             let behind = self.number();
             self.tasks.insert(behind, task);
             self.task_numbers.insert(tid, behind);
@@ -532,7 +527,7 @@ impl Books {
         }
     }
 
-    /// Changes what was counted to a job. One to which nothing is counted any more was none.
+    /// Changes the sums of a job, and deletes a job without tasks.
     fn recount(&mut self, number: u64, at: Micros, change: impl Fn(&mut Sums)) {
         let Some(job) = self.jobs.get_mut(&number) else {
             return;
@@ -549,14 +544,14 @@ impl Books {
         self.dirty.insert((Sheet::Jobs, number));
     }
 
-    /// Where a task was seen last, as the event log has it.
+    /// Returns the last known host of a task, according to the event log.
     fn host_of(&self, tid: Tid) -> String {
         self.known(tid)
             .map(|task| task.host.clone())
             .unwrap_or_default()
     }
 
-    /// A task is suspended from now on, or goes on.
+    /// Records that a task was suspended (with a cause) or resumed.
     fn suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::Cause>) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
@@ -600,7 +595,8 @@ impl Books {
         }
     }
 
-    /// Hosts that are emptied, who asked for it, and until when it is to be done, as time of day.
+    /// Returns the draining hosts, with the requesting task and the time of day when they must be
+    /// empty.
     pub fn drained(&self) -> Vec<(HostId, Tid, Option<Micros>)> {
         self.drains
             .iter()
@@ -608,17 +604,17 @@ impl Books {
             .collect()
     }
 
-    /// The job of a task, or with this task at its top.
+    /// Returns the job of a task, or the job with this task at its top.
     pub fn job_of(&self, tid: Tid) -> Option<&JobUse> {
         self.job(self.known(tid).map_or(tid, |task| task.job))
     }
 
-    /// Whether a task is suspended, as the event log has it.
+    /// True if a task is suspended according to the event log.
     pub fn is_suspended(&self, tid: Tid) -> bool {
         self.known(tid).is_some_and(|task| task.suspended.is_some())
     }
 
-    /// Jobs that are suspended, and who wanted that.
+    /// Returns the suspended jobs, with the task that requested it.
     pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
         let current =
             |(number, job): &(&u64, &JobUse)| self.job_numbers.get(&job.job) == Some(*number);
@@ -643,7 +639,7 @@ impl Books {
             .and_then(|number| self.tasks.get(number))
     }
 
-    /// A task begins, and with it its job unless it is there; then it is of the job's user.
+    /// Adds a task, and its job if it is new. An existing job determines the user.
     fn take_up(
         &mut self,
         began: Micros,
@@ -710,8 +706,8 @@ impl Books {
             .and_then(|number| self.jobs.get(number))
     }
 
-    /// The job that a task was counted to: of those that are called so, it was numbered last before the task. One that has begun
-    /// again is another one.
+    /// Returns the number of the job for which a task was counted: of the jobs with this tid, the
+    /// last one that was numbered before the task. A restarted job has a new number.
     fn counted_to(&self, number: u64) -> Option<u64> {
         let job = self.tasks.get(&number)?.job;
         self.jobs
@@ -721,7 +717,7 @@ impl Books {
             .map(|(number, _)| *number)
     }
 
-    /// Changes the sums of a job and its user.
+    /// Changes the sums of a user and of a job.
     fn sum(&mut self, job: Option<u64>, user: u32, at: Micros, change: impl Fn(&mut Sums)) {
         let entry = self.users.entry(user).or_default();
         entry.changed = entry.changed.max(at);
@@ -778,7 +774,7 @@ impl Books {
         });
     }
 
-    /// A task has to go because of an owner, and does not move.
+    /// Counts an eviction of a task that did not migrate.
     fn evicted(&mut self, tid: Tid) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
@@ -794,7 +790,7 @@ impl Books {
         });
     }
 
-    /// A task counts against the limits of its user and job.
+    /// Marks a task as counted against the limits of its user and job.
     pub fn counts(&mut self, tid: Tid) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
@@ -805,12 +801,12 @@ impl Books {
         }
     }
 
-    /// Tasks that run, as the books have them.
+    /// Returns the tasks that run according to the history.
     pub fn running(&self) -> impl Iterator<Item = &TaskUse> {
         self.tasks.values().filter(|t| t.ended.is_none())
     }
 
-    /// The indices of users as they are at this time of day.
+    /// Sets the users' indices as of this time of day.
     pub fn set_indices(&mut self, at: Micros, indices: impl IntoIterator<Item = (u32, f64)>) {
         for (user, index) in indices {
             let entry = self.users.entry(user).or_default();
@@ -821,14 +817,15 @@ impl Books {
         }
     }
 
-    /// The indices of users, and of which time they are.
+    /// Returns the users' indices with their times.
     pub fn indices(&self) -> impl Iterator<Item = (u32, f64, Micros)> {
         self.users
             .iter()
             .map(|(user, u)| (*user, u.index, u.indexed))
     }
 
-    /// The oldest go when there are too many: ended tasks before running ones, ended jobs before those that run.
+    /// Drops the oldest entries beyond the limits: ended tasks before running ones, ended jobs
+    /// before running ones.
     fn trim(&mut self) {
         while self.tasks.len() > TASKS_MAX {
             let Some((number, task)) = take_oldest(&mut self.tasks, |task| task.ended.is_some())
@@ -861,7 +858,7 @@ impl Books {
         }
     }
 
-    /// Answers a question.
+    /// Answers a question from the history.
     pub fn answer(&self, question: &Question) -> Answer {
         match question {
             Question::WhyTask(tid) => {
@@ -925,7 +922,7 @@ impl Books {
                 );
                 Answer::Job { job, tasks }
             }
-            // Orders, which the service carries out, and what only it knows.
+            // Orders, and questions that only the service can answer.
             Question::Suspend { .. }
             | Question::Drain { .. }
             | Question::Undrain { .. }
@@ -937,7 +934,7 @@ impl Books {
         }
     }
 
-    /// The tasks of the job of which this is the first task; none if it is no such task.
+    /// Returns the tasks of the job whose first task is `tid`; empty if `tid` is no such task.
     fn members(&self, tid: Tid) -> BTreeSet<Tid> {
         let job = self.job(tid).map(|job| job.began);
         let since = job.filter(|_| self.known(tid).is_none_or(|task| task.job == tid));
@@ -951,7 +948,8 @@ impl Books {
             .collect()
     }
 
-    /// When the newest task with this tid began; if it began again from a checkpoint, when it first did.
+    /// Returns the start time of the newest task with this tid. If it restarted from a checkpoint,
+    /// returns its first start.
     fn began(&self, tid: Tid) -> Option<Micros> {
         let mut lives = self
             .tasks
@@ -977,7 +975,8 @@ impl Books {
         Some(began)
     }
 
-    /// Of a task: not what was decided about one before it with the same tid.
+    /// Returns the newest matching decisions. With `since`, leaves out decisions about an earlier
+    /// task with the same tid.
     fn decisions_about(
         &self,
         wanted: impl Fn(&Decided) -> bool,
@@ -1007,14 +1006,14 @@ fn tid_of(key: u64) -> Option<Tid> {
         .map(|raw| Tid::from_raw(raw.cast_signed()))
 }
 
-/// The newest of these, oldest first.
+/// Returns the newest entries, the oldest of them first.
 fn newest<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
     let mut list: Vec<T> = all.rev().take(ANSWER_ENTRIES_MAX).cloned().collect();
     list.reverse();
     list
 }
 
-/// Takes out the oldest that has ended, or else the oldest.
+/// Removes the oldest entry that has ended, or else the oldest entry.
 fn take_oldest<T>(all: &mut BTreeMap<u64, T>, has_ended: impl Fn(&T) -> bool) -> Option<(u64, T)> {
     let ended = all
         .iter()

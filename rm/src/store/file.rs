@@ -1,8 +1,12 @@
-//! The database: one file, written by a thread of its own, so that no decision ever waits for a disk.
+//! The history file: a database that a separate thread writes, so that no decision waits for a
+//! disk.
 //!
-//! A batch is one transaction. While one is being written the next one gathers in the books; so the queue between them has
-//! one place, and what is not written yet is bounded by the books' own limits. A file that cannot be read is moved aside
-//! and said so: remembering is worth less than working.
+//! A batch is one transaction. While one is being written, further changes accumulate in the
+//! history. The queue between them therefore has one slot, and the amount of unwritten changes is
+//! bounded by the history's own limits.
+//!
+//! A file that cannot be read is moved aside and reported: running without old history is better
+//! than not running.
 
 use super::books::{Batch, Sheet};
 use redb::{Database, DatabaseError, ReadableTable, TableDefinition};
@@ -14,74 +18,71 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use thiserror::Error;
 
-/// Version of the sheets and their entries; a file of another version is moved aside.
+/// Version of the tables and their entries. A file with another version is moved aside.
 pub const SCHEMA_VERSION: u64 = 6;
-/// Memory that the database may take to keep pages at hand.
+/// Maximum size of the database's page cache.
 const CACHE_BYTES_MAX: usize = 8 << 20;
-/// A file above this size is made smaller, by the writer and not while anybody waits for it.
+/// Size above which the writer thread compacts the file.
 const COMPACT_BYTES_MIN: u64 = 64 << 20;
-/// No file is larger for longer than it takes to make it smaller: what the books keep comes to a fraction of this.
+/// Maximum size of the file, except until the next compaction. The history's contents are a
+/// fraction of it.
 pub const FILE_BYTES_MAX: u64 = 256 << 20;
-/// How long another process may go on using the file: the one before this has been killed a moment ago.
+/// Time for which another process may still use the file: the previous resource manager may just
+/// have been killed.
 const IN_USE_MAX: Duration = Duration::from_secs(1);
-/// Pause between looks whether the file is still in use.
+/// Interval between checks whether the file is still in use.
 const IN_USE_PAUSE: Duration = Duration::from_millis(20);
-/// How long the end waits for the last batch.
+/// Time that closing waits for the last batch.
 const LAST_BATCH_MAX: Duration = Duration::from_secs(2);
 
 const META: TableDefinition<&str, u64> = TableDefinition::new("sempa-rm");
 const VERSION: &str = "version";
 
-/// Why nothing is remembered.
+/// Why the history cannot be stored.
 #[derive(Debug, Error)]
 pub enum StoreError {
-    /// The directory cannot be made or used.
+    /// The directory cannot be created or used.
     #[error(
         "cannot use the directory {path} for what the resource manager remembers: {source}; nothing is remembered"
     )]
     Directory {
-        /// It.
         path: PathBuf,
-        /// Why.
         source: std::io::Error,
     },
-    /// Somebody else has it open.
+    /// Another process has the file open.
     #[error("{0} is in use by another resource manager; nothing is remembered here")]
     InUse(PathBuf),
-    /// It cannot be read, and not be moved aside.
+    /// The file can neither be read nor moved aside.
     #[error(
         "{path} cannot be read ({why}) and cannot be moved aside: {source}; nothing is remembered"
     )]
     Stuck {
-        /// The file.
         path: PathBuf,
         /// Why it cannot be read.
         why: String,
-        /// Why it cannot be moved.
+        /// Why it cannot be moved aside.
         source: std::io::Error,
     },
-    /// A new one cannot be made.
+    /// A new file cannot be created.
     #[error("cannot make {path}: {why}; nothing is remembered")]
     New {
-        /// The file.
         path: PathBuf,
-        /// Why.
         why: String,
     },
 }
 
-/// What was in the file.
+/// An opened file and its contents.
 #[derive(Debug)]
 pub struct Opened {
-    /// It, ready to be written to.
+    /// Handle for writing to the file.
     pub store: Store,
-    /// Its entries.
+    /// Entries by table and key.
     pub entries: Vec<(Sheet, u64, Vec<u8>)>,
-    /// That a file was moved aside, and why.
+    /// Note that an unreadable file was moved aside, and why.
     pub moved_aside: Option<String>,
 }
 
-/// The file while it is used.
+/// Handle of the writer thread.
 #[derive(Debug)]
 pub struct Store {
     batches: Option<SyncSender<Batch>>,
@@ -104,7 +105,7 @@ fn table(sheet: Sheet) -> TableDefinition<'static, u64, &'static [u8]> {
     })
 }
 
-/// Why an existing file is of no use.
+/// Why an existing file cannot be used.
 enum Broken {
     InUse,
     Why(String),
@@ -125,9 +126,9 @@ fn why<E: std::fmt::Display>(error: E) -> Broken {
 
 type Entries = Vec<(Sheet, u64, Vec<u8>)>;
 
-/// Opens or makes the database and reads all of it.
+/// Opens or creates the database and reads all of it.
 fn read(path: &Path) -> Result<(Database, Entries), Broken> {
-    // Made by us first, because the database would make it readable for all.
+    // Created here first, because the database would make it readable for everyone.
     OpenOptions::new()
         .create(true)
         .append(true)
@@ -164,7 +165,8 @@ fn read(path: &Path) -> Result<(Database, Entries), Broken> {
     Ok((db, entries))
 }
 
-/// The same; a damaged file may be noticed by a check in the database's own code, which is no reason to end.
+/// Opens the database, waiting for a previous user of the file. A panic of the database code on a
+/// damaged file counts as an error.
 fn read_guarded(path: &Path) -> Result<(Database, Entries), Broken> {
     let until = Instant::now() + IN_USE_MAX;
     loop {
@@ -178,10 +180,10 @@ fn read_guarded(path: &Path) -> Result<(Database, Entries), Broken> {
 }
 
 impl Store {
-    /// Opens the file `name` in a directory, which is made if need be.
+    /// Opens the file `name` in a directory, which is created if necessary.
     ///
     /// # Errors
-    /// When nothing can be remembered. A file that is damaged or not ours is none: it is moved aside.
+    /// The history cannot be stored. A damaged or foreign file is not an error: it is moved aside.
     pub fn open(dir: &Path, name: &str) -> Result<Opened, StoreError> {
         let path = dir.join(name);
         if !dir.is_dir() {
@@ -227,10 +229,10 @@ impl Store {
         })
     }
 
-    /// Has a batch written; gives it back when the one before is still being written.
+    /// Hands a batch to the writer.
     ///
     /// # Errors
-    /// The batch, which is to be tried again.
+    /// Returns the batch if the previous one is still being written; the caller must try again.
     pub fn write(&self, batch: Batch) -> Result<(), Batch> {
         let Some(batches) = &self.batches else {
             return Ok(());
@@ -241,12 +243,12 @@ impl Store {
         }
     }
 
-    /// What went wrong with writing since the last look.
+    /// Returns an error of writing since the last call.
     pub fn error(&self) -> Option<String> {
         self.errors.try_recv().ok()
     }
 
-    /// Writes what is left and lets go of the file.
+    /// Writes the last batch and closes the file.
     pub fn close(mut self, last: Batch) {
         if let Some(batches) = self.batches.take()
             && batches.send(last).is_ok()
@@ -260,7 +262,7 @@ impl Store {
     }
 }
 
-/// Where a file of no use goes: beside itself, with the time.
+/// Returns the path to which an unusable file is moved: in the same directory, with the time.
 fn aside(path: &Path) -> PathBuf {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -270,7 +272,7 @@ fn aside(path: &Path) -> PathBuf {
     path.with_file_name(format!("{name}.broken-{now}"))
 }
 
-/// The writer: one transaction for each batch.
+/// The writer thread: one transaction for each batch.
 fn keep(mut db: Database, path: &Path, queue: &Receiver<Batch>, complain: &SyncSender<String>) {
     let (mut told, mut compact_at) = (false, COMPACT_BYTES_MIN);
     while let Ok(batch) = queue.recv() {
@@ -279,7 +281,7 @@ fn keep(mut db: Database, path: &Path, queue: &Receiver<Batch>, complain: &SyncS
                 told = false;
                 compact_at = compacted(&mut db, path, compact_at);
             }
-            // The same trouble again is no news; later batches are tried all the same.
+            // A repeated error is not reported again; later batches are still tried.
             Err(_) if told => {}
             Err(error) => {
                 told = true;
@@ -289,13 +291,14 @@ fn keep(mut db: Database, path: &Path, queue: &Receiver<Batch>, complain: &SyncS
     }
 }
 
-/// Makes the file smaller when it has grown to this size. Answers the size at which that is worth while again.
+/// Compacts the file if it is larger than `at`. Returns the size above which the next compaction is
+/// worthwhile.
 fn compacted(db: &mut Database, path: &Path, at: u64) -> u64 {
     let length = || path.metadata().map_or(0, |meta| meta.len());
     if length() <= at {
         return at;
     }
-    // What cannot be made smaller now can be later; writing goes on.
+    // If the compaction fails, writing continues, and a later one may succeed.
     drop(db.compact());
     (length() / 2 * 3).clamp(COMPACT_BYTES_MIN, FILE_BYTES_MAX)
 }

@@ -1,42 +1,42 @@
-//! The books together with the file that they are kept in, if there is one: when to write, and what is waiting for it.
+//! The history together with its file, if there is one: schedules the writing and holds the batch
+//! that waits for it.
 
 use super::books::{Batch, Books};
 use super::file::{Opened, Store};
 use sempa_proto::{Micros, Tid};
 use std::path::PathBuf;
 
-/// What has changed is written after this.
+/// Delay between a change and its writing, so that changes are written together.
 pub const WRITE_PAUSE: Micros = Micros::from_millis(300);
 
-/// Where the books are kept.
+/// Where the history is stored.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shelf {
-    /// The directory.
     pub dir: PathBuf,
-    /// Name of the file in it.
+    /// Name of the file in the directory.
     pub name: String,
 }
 
 impl Shelf {
-    /// True when something has been kept there.
+    /// True if a history has been stored there.
     pub fn is_there(&self) -> bool {
         self.dir.join(&self.name).exists()
     }
 }
 
-/// Books and file.
+/// The history and its file.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    /// The books.
     pub books: Books,
     store: Option<Store>,
-    /// Not taken by the writer yet.
+    /// A batch that the writer has not accepted yet.
     batch: Option<Batch>,
     write_at: Option<Micros>,
 }
 
 impl Ledger {
-    /// Opens the books; without a shelf they last as long as this process. Answers what is worth saying about it.
+    /// Opens the history; without a location it lasts as long as this process. Returns notes about
+    /// problems, too.
     pub fn open(shelf: Option<&Shelf>, user: u32, task: Tid) -> (Ledger, Vec<String>) {
         let Some(shelf) = shelf else {
             return (
@@ -79,31 +79,32 @@ impl Ledger {
         }
     }
 
-    /// When [`Ledger::write`] has something to do.
+    /// Returns when [`Ledger::write`] is due.
     pub fn next_deadline(&self) -> Option<Micros> {
         self.write_at
     }
 
-    /// True when it is time to write.
+    /// True if it is time to write.
     pub fn is_due(&self, now: Micros) -> bool {
         self.write_at.is_some_and(|at| at <= now)
     }
 
-    /// Something may have changed: it is written a little later, together with what changes meanwhile.
+    /// Schedules the writing of changes, if there are any. Changes until then are written together.
     pub fn plan(&mut self, now: Micros) {
         if self.write_at.is_none() && self.books.is_dirty() {
             self.write_at = Some(now + WRITE_PAUSE);
         }
     }
 
-    /// Hands what has changed to the writer. Answers what went wrong with writing before.
+    /// Hands the changes to the writer. Returns an earlier error of writing.
     pub fn write(&mut self, now: Micros) -> Option<String> {
         self.write_at = None;
         let Some(store) = &self.store else {
             self.books.batch();
             return None;
         };
-        // A batch that the writer had no time for goes first: a later one may speak of the same entries.
+        // A batch that the writer has not accepted goes first, because a later one may change the
+        // same entries.
         let batch = self.batch.take().unwrap_or_else(|| self.books.batch());
         if let Err(batch) = store.write(batch) {
             self.batch = Some(batch);
@@ -115,7 +116,7 @@ impl Ledger {
         ))
     }
 
-    /// Writes what is left.
+    /// Writes the remaining changes and closes the file.
     pub fn close(&mut self) {
         let Some(store) = self.store.take() else {
             return;

@@ -1,10 +1,11 @@
-//! What the resource manager remembers beyond its own life: usage of users, jobs and tasks, decisions with their reasons,
-//! and what it has learned.
+//! The persistent history of the resource manager: usage of users, jobs and tasks, decisions with
+//! their reasons, and learned values.
 //!
-//! * [`books`]: all of it as a value, with its limits. Fed by the event log and by decisions; says what has to be written.
-//! * [`record`]: decisions in the words of [`sempa_proto::rm`].
-//! * [`file`]: the database, written in batches by a thread of its own. No decision waits for it.
-//! * [`ledger`]: both together.
+//! * [`books`]: the history as a value, with its limits. Receives the event log and decisions;
+//!   returns what must be written.
+//! * [`record`]: decisions in the types of [`sempa_proto::rm`].
+//! * [`file`]: the database, written in batches by a separate thread. No decision waits for it.
+//! * [`ledger`]: history and file together.
 
 pub mod books;
 pub mod file;

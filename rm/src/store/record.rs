@@ -1,4 +1,4 @@
-//! Decisions in the words in which they are remembered and told.
+//! Converts decisions to the types in which they are stored and sent.
 
 use crate::decide::{self, Outcome, Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
 use sempa_proto::rm::{
@@ -6,7 +6,7 @@ use sempa_proto::rm::{
 };
 use sempa_proto::{HostId, Tid};
 
-/// One attempt to place tasks.
+/// Converts an attempt to place tasks.
 pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
     let choice = match &placement.why {
         Why::Asked { .. } => Choice::Asked,
@@ -30,7 +30,7 @@ pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
     }
 }
 
-/// Hosts that were left out, the first of them.
+/// Converts the first excluded hosts.
 pub fn not_used(excluded: &decide::Excluded, snapshot: &Snapshot) -> Vec<NotUsed> {
     let one = |(host, why): &(HostId, Reason)| NotUsed {
         host: snapshot.name(*host),
@@ -55,7 +55,7 @@ fn told(why: &Reason) -> Excluded {
     }
 }
 
-/// What holds of a host now; `drained`: who has it emptied.
+/// Returns the current state of a host for an answer. `drained`: task that requested a drain.
 pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostNow {
     let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else {
         return HostNow::Gone;
@@ -70,7 +70,7 @@ pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -
     HostNow::Used(decide::used_but(snapshot, id))
 }
 
-/// A task that stays beside an owner.
+/// Converts the decision that a guest stays.
 pub fn stays(stay: &Stay, snapshot: &Snapshot) -> Decided {
     let not_used = match &stay.why {
         StayReason::NoHost { excluded } => not_used(excluded, snapshot),
@@ -84,7 +84,7 @@ pub fn stays(stay: &Stay, snapshot: &Snapshot) -> Decided {
     }
 }
 
-/// What came of a move for the sake of the load.
+/// Converts the result of a rebalancing migration.
 pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> Decided {
     let pair = |(gain, cost)| Expected { gain, cost };
     let Outcome {
@@ -103,7 +103,7 @@ pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> Decided {
     }
 }
 
-/// What a move for the sake of the load is expected to bring.
+/// Returns the predicted gain and cost of a rebalancing migration.
 pub fn expected(shift: &Shift) -> Expected {
     Expected {
         gain: shift.why.gain,

@@ -1,4 +1,4 @@
-//! What the resource manager answers when it is asked, also after it has begun again.
+//! Replies of the resource manager to queries, also after its restart.
 
 use crate::common::{Bed, client, h, request, spawned, t, world};
 use crate::{ask, with_books, with_conduct};
@@ -15,7 +15,7 @@ use sempa_proto::rm::{
 };
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// The client joins and spawns two workers, which are acknowledged and in the log.
+/// Enrols the client and lets it spawn two workers, which are acknowledged and logged.
 pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
     bed.world().event(
         h(1),
@@ -48,8 +48,9 @@ pub(crate) fn two_workers(bed: &mut Bed) -> Vec<Tid> {
     tids
 }
 
+/// A query for a task names its placement and the excluded hosts.
 #[test]
-fn who_asks_why_is_told_where_a_task_was_placed_and_what_was_left_out() {
+fn why_query_names_placement_and_excluded_hosts() {
     let vm = world(3);
     let mut bed = Bed::quiet(&vm);
     bed.owner_comes(3);
@@ -120,8 +121,9 @@ fn who_asks_why_is_told_where_a_task_was_placed_and_what_was_left_out() {
     );
 }
 
+/// A query of another protocol version is answered with the resource manager's own version.
 #[test]
-fn a_question_of_another_version_is_answered_with_the_own_one() {
+fn query_of_other_version_gets_own_version() {
     let vm = world(1);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().post(
@@ -136,8 +138,10 @@ fn a_question_of_another_version_is_answered_with_the_own_one() {
     assert_eq!(rm::unpack(&body), Ok(Some(Answer::Version(rm::RM_VERSION))));
 }
 
+/// A restarted resource manager restores usage, limits and jobs, and catches up with the events it
+/// missed.
 #[test]
-fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
+fn restarted_rm_restores_usage_jobs_and_missed_events() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
     let limits = Limits {
@@ -158,7 +162,7 @@ fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
     let mut bed = Bed::with(&vm, options.clone()).expect("no other");
     let tids = two_workers(&mut bed);
     bed.pass(Micros::from_secs(1));
-    // Killed: nothing is written any more. Meanwhile a worker ends.
+    // The resource manager is killed and writes nothing more. Meanwhile a worker ends.
     drop(bed);
     let used = Usage {
         user: Micros::from_secs(7),
@@ -190,7 +194,7 @@ fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
         matches!(decisions[0].what, Decided::Spawn { .. }),
         "{decisions:?}"
     );
-    // One of the user's tasks still counts.
+    // One task of the user still counts.
     bed.world().spawn(8, &request(3));
     bed.settle();
     assert_eq!(
@@ -209,7 +213,7 @@ fn one_that_begins_again_goes_on_with_usage_limits_jobs_and_what_it_missed() {
     );
 }
 
-/// What holds of h2 now.
+/// Returns the current state of h2.
 fn now(bed: &mut Bed) -> HostNow {
     let Answer::Why { now: Some(now), .. } = ask(bed, &Question::WhyHost("h2".into())) else {
         panic!("it is known")
@@ -217,7 +221,7 @@ fn now(bed: &mut Bed) -> HostNow {
     now
 }
 
-/// Its owner's rules let guests in no more, or do again.
+/// Closes h2 for guests by its owner's rules, or opens it again.
 fn close(bed: &mut Bed, why: Option<&str>) {
     bed.world().closed = why.map(String::from);
     bed.owner_leaves(2);
@@ -235,8 +239,9 @@ fn at_night() -> Option<Excluded> {
     })
 }
 
+/// A query for a host reports why placement currently excludes it.
 #[test]
-fn of_a_host_is_told_what_holds_now_in_the_words_of_placement() {
+fn host_query_reports_current_exclusion() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     assert_eq!(now(&mut bed), HostNow::Used(Vec::new()));
@@ -304,8 +309,9 @@ fn of_a_host_is_told_what_holds_now_in_the_words_of_placement() {
     assert_eq!(now(&mut bed), HostNow::Used(blocked.to_vec()));
 }
 
+/// A query reports the load of a host without a watcher as unknown, and a lost host as gone.
 #[test]
-fn of_a_host_whose_watcher_is_silent_is_told_that_its_load_is_not_known_and_of_one_that_is_gone_that_it_is()
+fn host_query_reports_unknown_load_and_lost_host()
  {
     let vm = world(2);
     let mut bed = Bed::start(&vm, false).expect("no other");
@@ -326,8 +332,9 @@ fn of_a_host_whose_watcher_is_silent_is_told_that_its_load_is_not_known_and_of_o
     assert_eq!(now(&mut bed), HostNow::Gone);
 }
 
+/// Each change between a present owner, closed rules and neither is recorded and remembered.
 #[test]
-fn each_change_between_an_owner_rules_and_nobody_is_recorded_and_remembered() {
+fn owner_and_rule_changes_are_recorded() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.owner_comes(2);
@@ -362,8 +369,9 @@ fn each_change_between_an_owner_rules_and_nobody_is_recorded_and_remembered() {
     );
 }
 
+/// Waiting spawns are listed with their turn, their waiting time and the reason.
 #[test]
-fn spawns_that_wait_are_told_with_their_turn_their_time_and_their_reason() {
+fn waiting_spawns_are_listed_with_turn_and_reason() {
     let vm = world(1);
     let limits = Limits {
         user_tasks: Some(2),
@@ -404,7 +412,7 @@ fn spawns_that_wait_are_told_with_their_turn_their_time_and_their_reason() {
     };
     assert_eq!(waiting(&mut bed, None), [first]);
     assert_eq!(waiting(&mut bed, Some(7)), []);
-    // When none is above the limit any more, the owner is the reason.
+    // When no limit is exceeded any more, the owner is the reason.
     for task in [t(1, 100), t(1, 101)] {
         bed.world().event(
             h(1),

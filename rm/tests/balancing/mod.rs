@@ -1,4 +1,4 @@
-//! Moves for the sake of the load, and what comes of them.
+//! Migrations that balance the load, and the comparison of their results with the prediction.
 
 use crate::common::{Bed, h, request, spawned, t, world};
 use crate::{ask, with_conduct};
@@ -9,8 +9,9 @@ use sempa_proto::rm::{Answer, Decided, Expected, Question};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, Tid};
 
+/// With balancing, tasks of a crowded host migrate to free hosts; without it they stay.
 #[test]
-fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay() {
+fn balancing_spreads_tasks_of_crowded_host() {
     for balance in [false, true] {
         let vm = world(3);
         vm.0.borrow_mut()
@@ -40,8 +41,9 @@ fn with_balance_tasks_of_a_crowded_host_go_to_free_ones_and_without_it_they_stay
     }
 }
 
+/// A task whose spawn named its host is not migrated for balancing.
 #[test]
-fn a_task_stays_where_its_spawn_named_the_host() {
+fn task_on_named_host_is_not_balanced() {
     let vm = world(3);
     let options = with_conduct(Conduct {
         balance: true,
@@ -66,7 +68,7 @@ fn a_task_stays_where_its_spawn_named_the_host() {
     assert!(bed.world().took_migrations().is_empty());
 }
 
-/// What came of the move of a task, if that is known.
+/// Returns the recorded result of a task's migration, if it is known.
 fn came_out(bed: &mut Bed, tid: Tid) -> Option<(Expected, Expected, String)> {
     let Answer::Why { decisions, .. } = ask(bed, &Question::WhyTask(tid)) else {
         panic!("nothing is known of {tid}")
@@ -79,8 +81,9 @@ fn came_out(bed: &mut Bed, tid: Tid) -> Option<(Expected, Expected, String)> {
     })
 }
 
+/// The predicted gain of a migration is compared with its result and reported.
 #[test]
-fn what_a_move_was_expected_to_bring_is_compared_with_what_came_and_told() {
+fn predicted_gain_is_compared_with_result() {
     let vm = world(3);
     vm.0.borrow_mut()
         .tasks
@@ -115,7 +118,7 @@ fn what_a_move_was_expected_to_bring_is_compared_with_what_came_and_told() {
     let (first, second) = (moved[0], moved[3]);
     round(&mut bed);
     assert_eq!(came_out(&mut bed, first), None, "it is too early to tell");
-    // One ends soon, the other one is still there when nobody could think so.
+    // One task ends soon; the other runs longer than predicted.
     bed.world().event(
         h(1),
         EventKind::TaskEnded {

@@ -1,4 +1,4 @@
-//! Places chosen by somebody else, whom the policy names.
+//! Placement by an external chooser that the policy names.
 
 use crate::common::{Bed, request, rm as own, world};
 use bytes::Bytes;
@@ -10,7 +10,7 @@ use sempa_proto::rm::CTX_RM;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use std::sync::Arc;
 
-/// Takes the host with the highest number, two tasks at most.
+/// Chooses the host with the highest number, for two tasks at most.
 struct Last;
 
 impl Choice for Last {
@@ -53,8 +53,9 @@ fn options(name: &str) -> Options {
     }
 }
 
+/// A policy may name an external chooser, whose choice is checked and reported.
 #[test]
-fn a_policy_may_have_somebody_else_choose_and_his_word_is_checked_and_told() {
+fn external_choice_is_checked_and_reported() {
     let vm = world(3);
     let mut bed = Bed::quiet_with(&vm, options("last"));
     bed.owner_comes(3);
@@ -100,7 +101,7 @@ fn a_policy_may_have_somebody_else_choose_and_his_word_is_checked_and_told() {
             .any(|note| note.contains("last chose no place: it has no reservation")),
         "{notes:?}"
     );
-    // Who names a host is not asked where to go.
+    // A request that names a host does not reach the chooser.
     bed.world().spawn(
         3,
         &SpawnRequest {
@@ -113,8 +114,9 @@ fn a_policy_may_have_somebody_else_choose_and_his_word_is_checked_and_told() {
     assert_eq!(bed.world().took_execs()[0].host.index(), 1);
 }
 
+/// A policy that names an unknown chooser is refused, and the error lists the available ones.
 #[test]
-fn a_policy_that_names_nobody_who_is_there_is_refused_and_says_who_is() {
+fn unknown_chooser_is_refused() {
     let error = Service::start(world(1), options("slurm"))
         .map(|_| ())
         .expect_err("nobody is called so");
@@ -152,7 +154,7 @@ fn a_policy_that_names_nobody_who_is_there_is_refused_and_says_who_is() {
     assert_eq!(bed.world().took_execs().len(), 3, "by load as before");
 }
 
-/// The same options under another policy.
+/// Replaces the placement policy of options.
 trait With {
     fn with(self, placing: Policy) -> Self;
 }

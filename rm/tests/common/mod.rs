@@ -1,4 +1,5 @@
-//! A virtual machine of values: it keeps what the resource manager asks for, and time passes when nothing is left to read.
+//! A virtual machine in memory for tests of the resource manager. It records what the resource
+//! manager requests; its clock advances when no message is left to read.
 
 use bytes::Bytes;
 use libpvm::{Error, MigrateError};
@@ -30,12 +31,12 @@ pub(crate) fn t(host: u16, local: u32) -> Tid {
     Tid::task(h(host), local).expect("a task")
 }
 
-/// The resource manager's own task.
+/// The tid of the resource manager.
 pub(crate) fn rm() -> Tid {
     t(1, 1)
 }
 
-/// A task from a command line that spawns.
+/// The tid of a command-line task that spawns.
 pub(crate) fn client() -> Tid {
     t(1, 2)
 }
@@ -68,21 +69,22 @@ pub(crate) struct World {
     pub(crate) signals: Vec<(Tid, i32)>,
     pub(crate) refuses_signals: HashMap<Tid, PvmError>,
     pub(crate) suspends: Vec<(Tid, bool, suspend::Cause)>,
-    /// For whom tasks stand still.
+    /// Causes of the suspension of each task.
     holds: HashMap<Tid, suspend::Holds>,
     pub(crate) refuses_suspending: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
     pub(crate) checkpoints: Vec<Tid>,
     pub(crate) restarts: Vec<(String, Vec<String>)>,
-    /// What owners allow.
+    /// Limits that all owners set.
     pub(crate) limits: GuestLimits,
-    /// How guests leave when an owner comes.
+    /// How guests leave when an owner arrives.
     pub(crate) then: Leave,
-    /// Why owners' rules let no guests in, if they do not.
+    /// The reason, if the owners' rules exclude guests.
     pub(crate) closed: Option<String>,
-    /// Part of the hosts' processors that somebody uses, and threads that want one, as watchers report it.
+    /// Busy fraction of the hosts' processors and number of runnable threads, as load watchers
+    /// report them.
     pub(crate) load: (f32, u32),
-    /// Memory that can be had on each host, as watchers report it.
+    /// Available bytes of memory of each host, as load watchers report them.
     pub(crate) memory: u64,
     events: u64,
     locals: HashMap<HostId, u32>,
@@ -264,12 +266,12 @@ impl World {
         self.post(Tid::MY_DAEMON, CTX_RM, TAG_EVENT, 0, body);
     }
 
-    /// An entry of the log that does not arrive.
+    /// Skips the number of a log entry, as if that entry had been lost.
     pub(crate) fn miss_event(&mut self) {
         self.events += 1;
     }
 
-    /// Nobody reads what was posted.
+    /// Drops all messages in the inbox.
     pub(crate) fn forget_mail(&mut self) {
         self.inbox.clear();
     }
@@ -282,7 +284,8 @@ impl World {
         self.post(task, CTX_BASE, SM_SPAWN, wid, pack_spawn(request, None));
     }
 
-    /// As [`World::spawn`], by a task that another resource manager has let wait since then.
+    /// As [`World::spawn`], for a request that has waited under an earlier resource manager since
+    /// `since`.
     pub(crate) fn spawn_again(&mut self, wid: i32, request: &SpawnRequest, since: Micros) {
         self.post(
             client(),
@@ -293,7 +296,7 @@ impl World {
         );
     }
 
-    /// What the client was told of the waiting of its request.
+    /// Returns what the client was notified of about the waiting of its request.
     pub(crate) fn waits(&self, wid: i32) -> Vec<Option<Micros>> {
         let told = self
             .sent
@@ -303,7 +306,7 @@ impl World {
             .collect()
     }
 
-    /// Tasks that a host starts on an order, acknowledged.
+    /// Acknowledges a start order. Returns the tids of the tasks that the host starts.
     pub(crate) fn ack(&mut self, exec: &Exec) -> Vec<Tid> {
         let local = self.locals.entry(exec.host).or_insert(100);
         let first = *local;
@@ -416,7 +419,7 @@ impl World {
         std::mem::take(&mut self.execs)
     }
 
-    /// The answer to the spawn with this wait id, if it has come.
+    /// Returns the reply to the spawn with this wait id, if there is one.
     pub(crate) fn answer(&self, wid: i32) -> Option<PvmResult<Vec<PvmResult<Tid>>>> {
         let found = self
             .sent
@@ -491,7 +494,7 @@ impl Bed {
         })
     }
 
-    /// A pool whose watchers all run and say that nobody is there; the watcher of host n is t(n, 50).
+    /// A pool whose load watchers all run and report no owner. The watcher of host n is t(n, 50).
     pub(crate) fn quiet(vm: &FakeVm) -> Bed {
         Bed::quiet_with(
             vm,
@@ -502,7 +505,7 @@ impl Bed {
         )
     }
 
-    /// The same with other options.
+    /// As [`Bed::quiet`], with other options.
     pub(crate) fn quiet_with(vm: &FakeVm, options: Options) -> Bed {
         let mut bed = Bed::with(vm, options).expect("no other resource manager");
         let execs = bed.world().took_execs();
@@ -532,19 +535,19 @@ impl Bed {
         Ok(())
     }
 
-    /// Lets everything that has been posted be read.
+    /// Lets the service handle all messages in the inbox.
     pub(crate) fn settle(&mut self) {
         self.try_settle().expect("the service goes on");
     }
 
-    /// Lets time pass.
+    /// Advances the clock and lets the service work meanwhile.
     pub(crate) fn pass(&mut self, span: Micros) {
         let until = self.world().now + span;
         self.world().until = until;
         while self.world().now < until || !self.world().inbox.is_empty() {
             self.service.step().expect("the service goes on");
         }
-        // What is due at this very moment.
+        // Handles what is due at the end.
         self.service.step().expect("the service goes on");
     }
 
@@ -566,7 +569,7 @@ impl Bed {
         self.settle();
     }
 
-    /// Watchers say every ten seconds that they live.
+    /// Reports of the load watchers, which are due every ten seconds.
     pub(crate) fn signs_of_life(&mut self, hosts: &[u16]) {
         for host in hosts {
             self.world().report(

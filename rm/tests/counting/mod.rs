@@ -1,4 +1,4 @@
-//! Counts what the test's own thread has allocated, and what of it is not freed.
+//! A global allocator that counts the allocations and the live bytes of the test's thread.
 #![allow(unsafe_code)] // a counting allocator can only be written so
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -11,14 +11,14 @@ thread_local! {
     static TAKEN: Cell<Taken> = const { Cell::new(Taken { blocks: 0, bytes: 0 }) };
 }
 
-/// What was allocated, also if it was freed again.
+/// Allocations, including those that were freed again.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
     pub(crate) blocks: usize,
     pub(crate) bytes: usize,
 }
 
-/// Blocks have at most `isize::MAX` bytes.
+/// The cast is lossless: a block has at most `isize::MAX` bytes.
 fn add(bytes: isize) {
     BYTES.with(|sum| sum.set(sum.get() + bytes));
 }
@@ -32,25 +32,25 @@ fn take(size: usize) {
     });
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came.
+// SAFETY: every call is forwarded unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         add(layout.size() as isize);
         take(layout.size());
-        // SAFETY: the caller keeps the contract of `alloc`.
+        // SAFETY: the caller upholds the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
         add(-(layout.size() as isize));
-        // SAFETY: the caller keeps the contract of `dealloc`.
+        // SAFETY: the caller upholds the contract of `dealloc`.
         unsafe { System.dealloc(block, layout) }
     }
 
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         add(size as isize - layout.size() as isize);
         take(size);
-        // SAFETY: the caller keeps the contract of `realloc`.
+        // SAFETY: the caller upholds the contract of `realloc`.
         unsafe { System.realloc(block, layout, size) }
     }
 }
@@ -58,7 +58,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// What `make` makes, and the bytes that it keeps outside itself.
+/// Returns the result of `make` and the number of bytes that it holds on the heap.
 pub(crate) fn bytes_kept<T>(make: impl FnOnce() -> T) -> (T, usize) {
     let before = BYTES.with(Cell::get);
     let made = make();
@@ -68,7 +68,7 @@ pub(crate) fn bytes_kept<T>(make: impl FnOnce() -> T) -> (T, usize) {
     )
 }
 
-/// What is allocated meanwhile.
+/// Returns what `act` allocates.
 pub(crate) fn taken(act: impl FnOnce()) -> Taken {
     let before = TAKEN.with(Cell::get);
     act();

@@ -1,5 +1,6 @@
-//! A day of several users as a record of what the resource manager is told, to be run by its own service in virtual time: each
-//! user asks for whole jobs of equal processes at one time or another, and nobody sits at the hosts.
+//! Generates a day of several users as a recording of the resource manager's input, which the
+//! replay runs in virtual time. Each user requests whole jobs of equal processes at random times;
+//! no owner is at the hosts.
 
 use crate::random::Random;
 use pvm_rm::policy::Conduct;
@@ -17,31 +18,31 @@ use serde::Serialize;
 use std::fmt::Write;
 
 const HOUR: f64 = 3600.0;
-/// Who takes all there is, all day.
+/// The user who requests all hosts, all day.
 pub(crate) const GREEDY: u32 = 1000;
-/// Who want something now and then.
+/// Users who request small jobs now and then.
 pub(crate) const LIGHT: [u32; 2] = [1001, 1002];
-/// A job may wait for so long, in seconds: longer than the day.
+/// Seconds that a job may wait; longer than the day.
 const WAIT_S: u64 = 200_000;
 
-/// A pool and what is wanted of it.
+/// A pool and its demand.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Day {
     pub(crate) pool: &'static str,
     /// Hosts with one processor each.
     pub(crate) hosts: u16,
-    /// Processes of a job of those who want little, and seconds of work of each, before a little difference between jobs.
+    /// Processes of a light job, and mean seconds of work of each.
     pub(crate) light: (u32, f64),
-    /// Such jobs, of both together; so many of them come at the same moment.
+    /// Number of light jobs of both users; `batch` of them arrive at the same moment.
     pub(crate) jobs: usize,
     pub(crate) batch: usize,
-    /// Seconds between two such moments on average.
+    /// Mean seconds between two arrivals.
     pub(crate) pause: f64,
-    /// The same of the one who wants much: all jobs at once, in the morning.
+    /// Processes and seconds of work of the greedy user's jobs, which all arrive at the beginning.
     pub(crate) greedy: (u32, f64),
 }
 
-/// As many hosts as those who want little never need at once: alone they find a place at once.
+/// More hosts than the light users ever need at once: without the greedy user they never wait.
 pub(crate) const ROOMY: Day = Day {
     pool: "roomy",
     hosts: 24,
@@ -51,9 +52,11 @@ pub(crate) const ROOMY: Day = Day {
     pause: HOUR,
     greedy: (6, 4.0 * HOUR),
 };
-/// Jobs that each take all hosts, and come several at a time: those who want little wait for each other, and for their own jobs,
-/// when they are alone. (Who asks for more than is free gets what there is, so jobs that leave some hosts free would be of
-/// different sizes from run to run.)
+/// Jobs that each take all hosts and arrive in groups: light users wait for each other and for
+/// their own jobs even without the greedy user.
+///
+/// A request for more than the free hosts gets what there is. Jobs that leave some hosts free would
+/// therefore differ in size from run to run.
 pub(crate) const TIGHT: Day = Day {
     pool: "tight",
     hosts: 12,
@@ -63,11 +66,10 @@ pub(crate) const TIGHT: Day = Day {
     pause: 3.6 * HOUR,
     greedy: (4, 4.0 * HOUR),
 };
-/// When those who want little come first. He who wants much has taken much by then: before that nobody owes anybody anything (see
-/// `GIVE_WAY_MARGIN`).
+/// Arrival of the first light job, in seconds. By then the greedy user has used enough to be
+/// preempted (see `GIVE_WAY_MARGIN`).
 const BEGIN: f64 = 2.0 * HOUR;
 
-/// A job.
 #[derive(Clone, Copy, Debug)]
 struct Job {
     user: u32,
@@ -76,14 +78,14 @@ struct Job {
     work: f64,
 }
 
-/// What came of the same wishes of the same people alone and beside the greedy one.
+/// Results of the same light jobs without and with the greedy user.
 pub(crate) struct Both {
     pub(crate) alone: Figures,
     pub(crate) beside: Figures,
 }
 
 impl Day {
-    /// Runs the day twice.
+    /// Runs the day without and with the greedy user.
     pub(crate) fn run(&self, seed: u64) -> Both {
         let mut random = Random::new(seed);
         let mut at = BEGIN;
@@ -100,7 +102,7 @@ impl Day {
                 work,
             });
         }
-        // Twice as much as all hosts can do in the day.
+        // Twice the work that all hosts can do in the day.
         let (processes, work) = self.greedy;
         let jobs = (2.0 * f64::from(self.hosts) * at.max(24.0 * HOUR)
             / (f64::from(processes) * work))
@@ -121,7 +123,7 @@ impl Day {
         }
     }
 
-    /// What the resource manager is told.
+    /// Returns the input of the resource manager.
     fn record(&self, jobs: &[Job]) -> Vec<Entry> {
         let at = |seconds: f64| Micros(((60.0 + seconds) * 1e6) as u64);
         let mut all = vec![Entry {
@@ -163,7 +165,7 @@ impl Day {
                 user: Micros((job.work * 1e6) as u64),
                 ..Usage::default()
             };
-            // Only how much they used counts, and not when it was told.
+            // Only the amount of usage counts, not the time of its report.
             let end = |tid: &Tid| Entry {
                 at: at(job.at),
                 input: Input::Ended { tid: *tid, used },
@@ -180,7 +182,7 @@ impl Day {
     }
 }
 
-/// Jobs wait for their turn.
+/// A policy under which jobs wait for their turn.
 fn conduct() -> Conduct {
     Conduct {
         rules: Rules {
@@ -217,7 +219,7 @@ fn table(hosts: u16) -> HostTable {
     }
 }
 
-/// Nobody is there.
+/// A report of an idle host without an owner.
 fn report(host: u16) -> Input {
     let sample = LoadSample {
         cores: 1,
@@ -239,29 +241,30 @@ fn report(host: u16) -> Input {
     Input::Report { report, own: 0 }
 }
 
-/// Days.
+/// Seeds of the days.
 pub(crate) const SEEDS: [u64; 4] = [11, 23, 37, 51];
-/// What those who want little may wait longer beside a greedy one: a fifth, and one look for who is to give way.
+/// Bounds for the waits of light users next to a greedy one: a fifth longer, plus one interval
+/// between preemption decisions.
 const LONGER: f64 = 1.2;
 const LOOK_S: f64 = 1.0;
 
-/// What one who wants little got alone, and beside the greedy one. The same person wants the same at the same times.
+/// Results of one light user without and with the greedy user. The jobs and their arrivals are the
+/// same.
 #[derive(Debug, Serialize)]
 pub(crate) struct Pair {
     pub(crate) alone: OfUser,
     pub(crate) beside: OfUser,
-    /// Each wait, alone and beside, sorted.
+    /// Sorted waits in seconds, without and with the greedy user.
     pub(crate) waits_s: (Vec<f64>, Vec<f64>),
 }
 
-/// A day, compared.
+/// Comparison of both runs of a day.
 #[derive(Debug, Serialize)]
 pub(crate) struct Compared {
     pub(crate) pool: &'static str,
-    /// Hosts of the pool.
     pub(crate) hosts: u16,
     pub(crate) seed: u64,
-    /// What the greedy one got.
+    /// Results of the greedy user.
     pub(crate) greedy: OfUser,
     pub(crate) light: Vec<Pair>,
 }
@@ -293,8 +296,8 @@ impl Compared {
         }
     }
 
-    /// Everybody who wants little got all of it, waited no more than a fifth longer and one look, on average and at worst, and
-    /// his tasks then took no longer.
+    /// True if all jobs of the light users ran, waited at most [`LONGER`] times as long plus
+    /// [`LOOK_S`], on average and at worst, and did not run longer.
     pub(crate) fn is_fair(&self) -> bool {
         let fair = |Pair { alone, beside, .. }: &Pair| {
             let within = |a: f64, b: f64| b <= a * LONGER + LOOK_S;

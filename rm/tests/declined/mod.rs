@@ -1,4 +1,4 @@
-//! What hosts do not take, because of their owners, is started elsewhere, or waits.
+//! Tasks that hosts refuse because of their owners are started elsewhere, or wait.
 
 use crate::common::{Bed, h, request, t, world};
 use crate::with_conduct;
@@ -10,8 +10,10 @@ use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;
 
+/// Tasks that a host refuses because of its owner are started elsewhere unless they are bound to
+/// it.
 #[test]
-fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_unless_they_are_bound_to_it()
+fn tasks_refused_for_owner_start_elsewhere()
  {
     let vm = world(3);
     let mut bed = Bed::start(&vm, false).expect("no other");
@@ -25,7 +27,7 @@ fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_un
     let again = bed.world().took_execs();
     assert_eq!(again.len(), 1, "{again:?}");
     assert!(again[0].host != execs[1].host && again[0].request.count == 1);
-    // Where it is to be now the owner has come, too; the last host takes it.
+    // The owner of the second host has arrived, too; the last host accepts the task.
     bed.world().ack_with(&again[0], &[Err(NO_GUESTS)]);
     bed.settle();
     let last = bed.world().took_execs();
@@ -55,8 +57,10 @@ fn tasks_that_a_host_does_not_take_because_of_its_owner_are_started_elsewhere_un
     );
 }
 
+/// Refused tasks that must share a host or be spread are started elsewhere only if that constraint
+/// still holds.
 #[test]
-fn tasks_that_belong_together_or_apart_are_started_elsewhere_as_a_whole_or_not_at_all() {
+fn refused_grouped_tasks_keep_their_constraint() {
     let same_host = SpawnRequest {
         place: "?same-host".into(),
         ..request(2)
@@ -114,8 +118,9 @@ fn tasks_that_belong_together_or_apart_are_started_elsewhere_as_a_whole_or_not_a
     );
 }
 
+/// A spawn that all hosts refuse waits if it may, and the hosts are asked again later.
 #[test]
-fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
+fn refused_spawn_waits_and_is_retried() {
     let refused_by_all = |wait: Micros| {
         let rules = Rules {
             wait,
@@ -134,7 +139,7 @@ fn a_spawn_that_no_host_takes_waits_if_it_may_and_they_are_asked_again() {
             let execs = bed.world().took_execs();
             assert_eq!(execs.len(), 1);
             bed.world().ack_with(&execs[0], &[Err(NO_GUESTS)]);
-            // The host says so in the log, which is news.
+            // The host records the refusal in the event log.
             bed.world().event(
                 execs[0].host,
                 EventKind::Note {

@@ -1,4 +1,4 @@
-//! Hosts are emptied as somebody asks for it, and take tasks again.
+//! Hosts that a user drains, and that take tasks again later.
 
 use crate::common::{Bed, client, h, request, spawned, t, world};
 use crate::{ask, with_books};
@@ -37,8 +37,9 @@ fn left(bed: &mut Bed) -> Vec<(Tid, Option<String>)> {
     tasks
 }
 
+/// All tasks leave a drained host and none is placed there until the drain is over.
 #[test]
-fn all_tasks_leave_a_drained_host_none_comes_and_it_is_used_again_when_that_is_over() {
+fn drained_host_is_emptied_and_reusable() {
     let vm = world(3);
     vm.0.borrow_mut()
         .tasks
@@ -58,7 +59,7 @@ fn all_tasks_leave_a_drained_host_none_comes_and_it_is_used_again_when_that_is_o
         Some(&EventKind::HostClean { host: h(2) })
     );
     bed.world().took_migrations();
-    // Not by choice and not by name.
+    // Tasks are placed there neither by choice nor by name.
     bed.world().spawn(1, &request(4));
     bed.settle();
     assert!(
@@ -80,7 +81,7 @@ fn all_tasks_leave_a_drained_host_none_comes_and_it_is_used_again_when_that_is_o
         bed.world().answer(2),
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
-    // Somebody moves one there by hand: it leaves again.
+    // A task that a user migrates there is evicted again.
     bed.world()
         .moved(t(2, 1), 1, 2, Cause::Asked { by: client() });
     bed.settle();
@@ -112,8 +113,9 @@ fn all_tasks_leave_a_drained_host_none_comes_and_it_is_used_again_when_that_is_o
     );
 }
 
+/// Tasks that stay on a drained host are reported with the reason, and again at the deadline.
 #[test]
-fn what_stays_on_a_drained_host_is_told_with_its_reason_and_at_the_deadline() {
+fn tasks_that_stay_on_drained_host_are_reported() {
     let vm = world(2);
     vm.0.borrow_mut().tasks.push(spawned(t(2, 1), 2));
     let mut bed = Bed::quiet(&vm);
@@ -134,7 +136,7 @@ fn what_stays_on_a_drained_host_is_told_with_its_reason_and_at_the_deadline() {
         .filter(|n| n.starts_with("h2 was to be empty by now; still there: "))
         .count();
     assert_eq!(late, 1, "{notes:?}");
-    // A move that fails is tried again somewhere else, or there again.
+    // A migration that fails is repeated, to another host or the same one.
     bed.owner_leaves(1);
     assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
     bed.world()
@@ -145,8 +147,9 @@ fn what_stays_on_a_drained_host_is_told_with_its_reason_and_at_the_deadline() {
     assert_eq!(bed.world().took_migrations(), [(t(2, 1), 1)]);
 }
 
+/// A host stays drained after an owner has come and gone.
 #[test]
-fn an_owner_who_comes_to_a_drained_host_is_the_reason_until_he_leaves() {
+fn drain_outlasts_owner_visit() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     drain(&mut bed, None);
@@ -175,8 +178,9 @@ fn an_owner_who_comes_to_a_drained_host_is_the_reason_until_he_leaves() {
     );
 }
 
+/// A restarted resource manager keeps drained hosts drained.
 #[test]
-fn one_that_begins_again_keeps_hosts_empty_that_were_emptied() {
+fn restarted_rm_keeps_drained_hosts() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
     let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");

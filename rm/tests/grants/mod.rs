@@ -1,4 +1,4 @@
-//! Tasks that spawn again and again are told beforehand where the next ones go.
+//! Placement leases: tasks that spawn repeatedly get hosts for their next spawns in advance.
 
 use crate::common::{Bed, client, h, info, request, rm as own, spawned, t, world};
 use crate::{ask, ended, with_conduct};
@@ -17,7 +17,7 @@ use sempa_proto::table::TASK_CONNECTED;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// Every host answers what it is asked; all tasks that were started.
+/// Lets every host carry out its start orders. Returns all started tasks.
 fn serve(bed: &mut Bed) -> Vec<Tid> {
     bed.settle();
     let mut all = Vec::new();
@@ -37,7 +37,7 @@ fn serve(bed: &mut Bed) -> Vec<Tid> {
     }
 }
 
-/// The client spawns so often in the same way.
+/// Lets the client send the same spawn once per wait id. Returns the started tasks.
 fn spawns(bed: &mut Bed, wids: std::ops::RangeInclusive<i32>, request: &SpawnRequest) -> Vec<Tid> {
     wids.flat_map(|wid| {
         bed.world().spawn(wid, request);
@@ -46,7 +46,7 @@ fn spawns(bed: &mut Bed, wids: std::ops::RangeInclusive<i32>, request: &SpawnReq
     .collect()
 }
 
-/// What a task was given, with the wait ids.
+/// Returns the leases that a task has got, with the wait ids of their requests.
 fn given(bed: &Bed, task: Tid) -> Vec<(i32, Grant)> {
     let world = bed.world();
     let to_it = world
@@ -58,12 +58,12 @@ fn given(bed: &Bed, task: Tid) -> Vec<(i32, Grant)> {
         .collect()
 }
 
-/// A daemon says that the client has started this task by a grant.
+/// Reports that the client has started this task by a lease.
 fn taken(bed: &mut Bed, wid: i32, host: u16, tid: Tid) {
     all_taken(bed, wid, &[(host, tid)]);
 }
 
-/// The same of several tasks, by one request.
+/// Reports that the client has started several tasks by one request and a lease.
 fn all_taken(bed: &mut Bed, wid: i32, tasks: &[(u16, Tid)]) {
     bed.world()
         .tasks
@@ -78,8 +78,9 @@ fn all_taken(bed: &mut Bed, wid: i32, tasks: &[(u16, Tid)]) {
     bed.settle();
 }
 
+/// A task that sends the same spawn twice gets a placement lease.
 #[test]
-fn who_spawns_twice_in_the_same_way_is_told_where_the_next_tasks_go() {
+fn second_equal_spawn_gets_lease() {
     let vm = world(3);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=1, &request(1));
@@ -89,7 +90,8 @@ fn who_spawns_twice_in_the_same_way_is_told_where_the_next_tasks_go() {
         panic!("{:?}", given(&bed, client()))
     };
     assert_eq!((*wid, *span, hosts.len()), (2, GRANT_SPAN, GRANT_HOSTS_MAX));
-    // One each is there already on two of the three: as one by one, the third comes first, and none gets more than its share.
+    // Two of the three hosts have one task each. As with single placements, the third host comes
+    // first, and no host gets more than its share.
     assert_eq!(
         hosts
             .iter()
@@ -103,8 +105,9 @@ fn who_spawns_twice_in_the_same_way_is_told_where_the_next_tasks_go() {
     }
 }
 
+/// A task that was started by a lease is known and explained like any other.
 #[test]
-fn a_task_that_was_started_by_a_grant_is_known_and_explained_like_any_other() {
+fn task_started_by_lease_is_known_and_explained() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     let named = SpawnRequest {
@@ -135,13 +138,14 @@ fn a_task_that_was_started_by_a_grant_is_known_and_explained_like_any_other() {
         _ => false,
     };
     assert!(decisions.iter().any(|d| spawn(&d.what)), "{decisions:?}");
-    // An owner who comes sends it away, and one who was there when it was named does not.
+    // Three tasks are on h2: an owner who arrives evicts all of them.
     bed.owner_comes(2);
     assert_eq!(bed.world().took_migrations().len(), 3);
 }
 
+/// A task that repeatedly spawns several tasks in one request gets a lease.
 #[test]
-fn who_spawns_several_tasks_in_one_call_again_and_again_is_told_where_the_next_ones_go() {
+fn repeated_group_spawns_get_lease() {
     let vm = world(3);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(3));
@@ -188,8 +192,9 @@ fn who_spawns_several_tasks_in_one_call_again_and_again_is_told_where_the_next_o
     }
 }
 
+/// A lease is updated when its hosts change and is valid while spawns follow each other.
 #[test]
-fn a_grant_follows_what_is_known_of_its_hosts_and_holds_as_long_as_spawns_follow_each_other() {
+fn lease_follows_host_changes_while_used() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(1));
@@ -209,7 +214,7 @@ fn a_grant_follows_what_is_known_of_its_hosts_and_holds_as_long_as_spawns_follow
         taken(&mut bed, 2, 2, t(2, 900 + n));
         assert_eq!(given(&bed, client()).len(), before, "it holds");
     }
-    // One who spawns no more is left alone.
+    // The lease of a task that spawns nothing more is not renewed.
     bed.pass(GRANT_SPAN + REVIEW_PAUSE);
     let before = given(&bed, client()).len();
     bed.owner_leaves(1);
@@ -217,8 +222,9 @@ fn a_grant_follows_what_is_known_of_its_hosts_and_holds_as_long_as_spawns_follow
     assert_eq!(given(&bed, client()).len(), before);
 }
 
+/// Tasks that have ended or spawn nothing more keep no slots from others.
 #[test]
-fn who_has_ended_or_takes_nothing_keeps_no_places_from_others() {
+fn unused_leases_are_released() {
     let vm = world(3);
     let others: Vec<Tid> = (20..24).map(|n| t(1, n)).collect();
     vm.0.borrow_mut()
@@ -253,8 +259,9 @@ fn who_has_ended_or_takes_nothing_keeps_no_places_from_others() {
     }
 }
 
+/// When half of a lease is used, it is renewed from the current state.
 #[test]
-fn when_half_of_the_places_are_taken_others_are_given_for_what_is_known_by_then() {
+fn half_used_lease_is_renewed() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(1));
@@ -276,8 +283,10 @@ fn when_half_of_the_places_are_taken_others_are_given_for_what_is_known_by_then(
     assert!(grant.hosts.iter().all(|host| *host == h(2)), "{grant:?}");
 }
 
+/// With round-robin placement, limits or waiting there are no leases: each request is decided
+/// separately.
 #[test]
-fn where_tasks_go_in_turn_are_counted_or_may_wait_each_request_is_decided_by_itself() {
+fn no_leases_with_round_robin_limits_or_waiting() {
     let limits = Limits {
         user_tasks: Some(100),
         job_tasks: None,
@@ -310,8 +319,9 @@ fn where_tasks_go_in_turn_are_counted_or_may_wait_each_request_is_decided_by_its
     }
 }
 
+/// Requests that differ, fail, come late or ask for too many tasks get no lease.
 #[test]
-fn requests_that_differ_fail_come_late_or_are_for_too_many_tasks_lead_to_no_grant() {
+fn unsuitable_requests_get_no_lease() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     let other = SpawnRequest {
@@ -349,8 +359,9 @@ fn requests_that_differ_fail_come_late_or_are_for_too_many_tasks_lead_to_no_gran
     assert_eq!(given(&bed, client()), []);
 }
 
+/// Leases are revoked when one of their hosts is drained or the policy changes.
 #[test]
-fn what_was_given_is_taken_back_when_a_place_of_it_is_emptied_or_the_policy_changes() {
+fn drain_or_policy_change_revokes_leases() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(1));
@@ -370,10 +381,10 @@ fn what_was_given_is_taken_back_when_a_place_of_it_is_emptied_or_the_policy_chan
         (given(&bed, client()).len(), wid, grant.hosts),
         (2, 2, vec![])
     );
-    // Asked again, it is told of the other host alone.
+    // On its next request the task gets the other host only.
     spawns(&mut bed, 3..=3, &request(1));
     assert_eq!(given(&bed, client())[2].1.hosts, [h(1); GRANT_HOSTS_MAX]);
-    // Also one who seems to have taken all may have places yet.
+    // A lease that seems to be used up may still have unused slots.
     let before = given(&bed, client()).len();
     bed.owner_comes(1);
     for first in [700, 750, 800] {
@@ -426,8 +437,9 @@ fn what_was_given_is_taken_back_when_a_place_of_it_is_emptied_or_the_policy_chan
     assert_eq!(given(&bed, client()).len(), before + 1);
 }
 
+/// A job that is being killed loses its leases and gets no new one.
 #[test]
-fn a_job_that_is_being_ended_keeps_no_grant_and_gets_none() {
+fn job_being_killed_gets_no_lease() {
     let vm = world(2);
     let spawner = t(1, 20);
     vm.0.borrow_mut()
@@ -453,7 +465,7 @@ fn a_job_that_is_being_ended_keeps_no_grant_and_gets_none() {
             }
         )]
     );
-    // What it took before it heard of that is told behind it.
+    // The report of tasks started before the revocation arrives later.
     bed.world().tasks.push(spawned(t(2, 900), 2));
     let body = pack_taken(&Taken {
         by: spawner,
@@ -466,8 +478,9 @@ fn a_job_that_is_being_ended_keeps_no_grant_and_gets_none() {
     assert_eq!(given(&bed, spawner).len(), 2);
 }
 
+/// Uses of a lease that are reported after the task's exit are counted and lead to no new lease.
 #[test]
-fn what_a_task_took_is_told_behind_its_end_and_leads_to_no_other_grant() {
+fn lease_use_after_exit_is_counted() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(1));
@@ -483,8 +496,9 @@ fn what_a_task_took_is_told_behind_its_end_and_leads_to_no_other_grant() {
     assert_eq!(given(&bed, client()).len(), 1);
 }
 
+/// A task that ends while its request is carried out gets no lease.
 #[test]
-fn a_task_that_ends_while_its_request_is_answered_gets_no_grant() {
+fn exited_requester_gets_no_lease() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=1, &request(1));
@@ -496,8 +510,9 @@ fn a_task_that_ends_while_its_request_is_answered_gets_no_grant() {
     assert_eq!(given(&bed, client()), []);
 }
 
+/// A different request gives up the slots of the earlier lease.
 #[test]
-fn who_asks_for_something_else_has_given_up_the_places_it_had() {
+fn different_request_gives_up_lease() {
     let vm = world(3);
     vm.0.borrow_mut()
         .tasks
@@ -522,8 +537,9 @@ fn who_asks_for_something_else_has_given_up_the_places_it_had() {
     assert_eq!(given(&bed, client()).len(), 2);
 }
 
+/// A request with a large environment is not remembered and gets no lease.
 #[test]
-fn a_request_with_a_large_environment_is_not_kept() {
+fn large_request_gets_no_lease() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     let large = SpawnRequest {
@@ -534,8 +550,9 @@ fn a_request_with_a_large_environment_is_not_kept() {
     assert_eq!(given(&bed, client()), []);
 }
 
+/// The total of leased slots is bounded until leases expire.
 #[test]
-fn all_that_is_given_is_bounded_until_it_holds_no_more() {
+fn total_of_leased_slots_is_bounded() {
     let vm = world(3);
     let others: Vec<Tid> = (20..24).map(|n| t(1, n)).collect();
     vm.0.borrow_mut()
@@ -565,8 +582,9 @@ fn all_that_is_given_is_bounded_until_it_holds_no_more() {
     );
 }
 
+/// Reports that cannot be decoded or belong to no lease change nothing.
 #[test]
-fn what_cannot_be_read_or_belongs_to_no_grant_changes_nothing() {
+fn invalid_lease_reports_are_ignored() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(1));

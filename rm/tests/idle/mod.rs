@@ -5,14 +5,14 @@ use sempa_proto::load::LoadSample;
 use sempa_proto::{HostId, Micros};
 use std::sync::Arc;
 
-/// The present of the snapshots.
+/// Time of the snapshots.
 pub(crate) const NOW: Micros = Micros::from_secs(1000);
 
 pub(crate) fn h(index: u16) -> HostId {
     HostId::new(index).expect("an index")
 }
 
-/// What the watcher of an idle host says.
+/// The sample of an idle host.
 pub(crate) fn sampled(cores: u32, available_bytes: u64) -> Option<Sampled> {
     Some(Sampled {
         sample: LoadSample {
@@ -25,7 +25,7 @@ pub(crate) fn sampled(cores: u32, available_bytes: u64) -> Option<Sampled> {
     })
 }
 
-/// A host with nobody at it and nothing on it.
+/// A host without an owner and without tasks.
 pub(crate) fn idle(index: u16, cores: u32, available_bytes: u64) -> HostView {
     HostView {
         id: h(index),

@@ -1,4 +1,4 @@
-//! Whole jobs that somebody ends.
+//! Jobs that a user ends as a whole.
 
 use crate::ask;
 use crate::common::{Bed, client, h, request, spawned, t, world};
@@ -11,7 +11,7 @@ use sempa_proto::{Micros, PvmError, Tid};
 
 const ALL: u32 = 1500;
 
-/// A job of that many tasks below one that somebody else has started, and another job.
+/// A job of [`ALL`] tasks, and another job. Returns the root task, too.
 fn large() -> (Bed, Tid) {
     let vm = world(2);
     let top = t(1, 7);
@@ -46,10 +46,11 @@ fn ended(bed: &mut Bed, tid: Tid) {
     );
 }
 
+/// The tasks of a job of 1500 get SIGTERM, and those that remain get SIGKILL until none is left.
 #[test]
-fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_nothing_is_left() {
+fn large_job_is_terminated_then_killed() {
     let (mut bed, top) = large();
-    // Any of its tasks names it.
+    // Any task of the job may be named.
     let Answer::Killed {
         job,
         left,
@@ -69,7 +70,7 @@ fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_not
             .all(|(tid, signal)| *signal == 15 && *tid != t(2, 9000)),
         "and no other job's"
     );
-    // It tries to start one more, and one that was on its way begins.
+    // The job tries to start one more task, and a task that was being started begins.
     bed.world().spawn_by(t(2, 600), 5, &request(1));
     bed.settle();
     assert!(
@@ -90,7 +91,7 @@ fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_not
         user: 0,
     };
     bed.world().event(h(1), kind);
-    // All but three end.
+    // All but three tasks end.
     let stubborn = [top, t(2, 101), t(2, 102)];
     asked
         .iter()
@@ -127,7 +128,7 @@ fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_not
     );
     bed.pass(Micros::from_secs(30));
     assert!(bed.world().signals.is_empty());
-    // One that has been on its way for very long is ended as well.
+    // A task whose start took very long is ended, too.
     let kind = EventKind::TaskStarted {
         tid: t(1, 8001),
         parent: top,
@@ -139,8 +140,9 @@ fn a_job_of_1500_tasks_is_asked_to_end_and_those_that_do_not_are_ended_until_not
     assert_eq!(bed.world().signals, [(t(1, 8001), 15)]);
 }
 
+/// Tasks that are being started for a job are awaited and ended.
 #[test]
-fn tasks_that_are_being_started_for_a_job_are_waited_for_and_ended() {
+fn tasks_being_started_are_ended_too() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     let tids = crate::answers::two_workers(&mut bed);
@@ -148,7 +150,7 @@ fn tasks_that_are_being_started_for_a_job_are_waited_for_and_ended() {
     bed.settle();
     let execs = bed.world().took_execs();
     assert!(!execs.is_empty());
-    // The client asks for it, which is at the top of the job: it stays itself.
+    // The client, the root of the job, sends the request: it is not ended itself.
     let Answer::Killed { job, left, .. } = ask(&mut bed, &Question::Kill(tids[1])) else {
         panic!()
     };
@@ -190,8 +192,9 @@ fn tasks_that_are_being_started_for_a_job_are_waited_for_and_ended() {
     );
 }
 
+/// A task that cannot be signalled is named in the reply; an unknown job is reported as unknown.
 #[test]
-fn a_task_that_cannot_be_signalled_is_named_and_an_unknown_job_is_unknown() {
+fn unsignalled_task_is_named() {
     let (mut bed, top) = large();
     assert_eq!(ask(&mut bed, &Question::Kill(t(1, 4999))), Answer::Unknown);
     assert_eq!(ask(&mut bed, &Question::Killed(top)), Answer::Unknown);

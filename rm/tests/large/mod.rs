@@ -1,4 +1,5 @@
-//! Virtual machines of any size, half of their hosts with an owner, and every decision that is made in them.
+//! Snapshots of virtual machines of any size, half of whose hosts have an owner, and every decision
+//! that is made on them.
 
 use crate::desktop::{desktop, h};
 use pvm_rm::decide::{
@@ -11,14 +12,15 @@ use std::collections::BTreeSet;
 use std::hint::black_box;
 use std::sync::Arc;
 
-/// As many hosts as a virtual machine is simulated with: more than twice as many as there can be.
+/// Largest simulated number of hosts: more than twice the limit of a virtual machine.
 pub(crate) const HOSTS_MAX: u16 = 10_000;
 
-/// What is done with a decision: it has a name, and may be made again and again; each time it is told how often it was made
-/// before, and asserts that it is what is expected.
+/// Callback for each decision. It gets the decision's name and a function that makes the decision.
+/// That function may be called repeatedly; it takes the number of earlier calls and asserts the
+/// expected result.
 pub(crate) type Visit<'a> = dyn FnMut(&'static str, &mut dyn FnMut(usize)) + 'a;
 
-/// The task with this number on this host.
+/// Returns the task with this number on this host.
 fn t(host: u16, number: u32) -> Tid {
     Tid::task(HostId::MASTER, u32::from(host) * 8 + number).expect("a task")
 }
@@ -39,7 +41,8 @@ fn present() -> Owner {
     }
 }
 
-/// As many hosts, half of them with an owner and with tasks that belong there, nearly all with a task that has run for an hour.
+/// Half of the hosts have an owner and pinned tasks; nearly all have a task that has run for an
+/// hour.
 pub(crate) fn large(hosts: u16) -> Snapshot {
     let view = |i: u16| {
         let pinned = i.is_multiple_of(2);
@@ -48,7 +51,7 @@ pub(crate) fn large(hosts: u16) -> Snapshot {
         } else {
             Owner::Absent { left: None }
         };
-        // Some are crowded, some are empty, so that there is something to balance.
+        // Some hosts are crowded and some are empty, so that there is something to balance.
         let tasks = match i % 50 {
             1 => 0,
             11 => 3,
@@ -107,7 +110,7 @@ fn ask(request: &SpawnRequest) -> Ask<'_> {
     }
 }
 
-/// So many tasks with these requirements get their places, or none does.
+/// A decision that places tasks with these requirements, all of them or none.
 fn places(snapshot: &Snapshot, count: u32, wants: &str, fits: bool) -> impl FnMut(usize) {
     let request = request(count, wants);
     move |_| {
@@ -124,7 +127,8 @@ fn balances(snapshot: &Snapshot) -> impl FnMut(usize) {
     |_| assert!(!balance(snapshot).is_empty())
 }
 
-/// The owner of a host with a guest comes, and the guest goes or stays; then he goes.
+/// A decision when the owner of a host with a guest arrives: the guest migrates or stays. Then the
+/// owner leaves.
 fn comes_and_goes(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
     move |_| {
         change(snapshot, [3], |_, host| host.owner = present());
@@ -140,7 +144,8 @@ fn comes_and_goes(snapshot: &mut Snapshot, goes: bool) -> impl FnMut(usize) {
     }
 }
 
-/// Decisions that look at some hosts only, whatever the virtual machine: what changes, and the best ones.
+/// Decisions that look at some hosts only, whatever the size of the virtual machine: those that
+/// have changed, and the best ones.
 pub(crate) fn looks_at_some(hosts: u16, visit: &mut Visit<'_>) {
     let mut free = large(hosts);
     visit("update", &mut |n| {
@@ -164,8 +169,9 @@ pub(crate) fn looks_at_some(hosts: u16, visit: &mut Visit<'_>) {
     visit("balance jobs that wait", &mut balances(&waits));
 }
 
-/// Moves for jobs that have told their work: plans that let time pass on the hosts that are looked at, which are as many in
-/// every large virtual machine. First each task is a job, then all are one.
+/// Migrations of jobs that have declared their work. These decisions simulate the hosts they look
+/// at, whose number does not grow with the virtual machine. First each task is a job, then all
+/// tasks are one job.
 pub(crate) fn plans(hosts: u16, visit: &mut Visit<'_>) {
     let mut free = large(hosts);
     let work = Arc::new(Wants::parse("work = 2h").expect("it says so"));
@@ -214,7 +220,7 @@ pub(crate) fn looks_at_all(hosts: u16, visit: &mut Visit<'_>) {
     users_take_turns(&free, visit);
 }
 
-/// Owners come everywhere.
+/// Owners arrive on all hosts.
 fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut full = free.clone();
@@ -247,7 +253,7 @@ fn all_come(free: &Snapshot, visit: &mut Visit<'_>) {
     });
 }
 
-/// One processor for each task of a user who has held many; another one wants some.
+/// Each processor has a task of a user who has used much; another user requests some.
 fn users_take_turns(free: &Snapshot, visit: &mut Visit<'_>) {
     let hosts = free.hosts.len() as u16;
     let mut greedy = free.clone();

@@ -1,4 +1,5 @@
-//! Jobs that no host takes are checkpointed and ended where an owner wants it so, and go on when there is room.
+//! Vacated jobs: where owners want it, jobs that no host accepts are checkpointed and ended, and
+//! restarted when there is room.
 
 use crate::common::{Bed, failed, h, info, spawned, t, world};
 use crate::{ask, with_books};
@@ -11,7 +12,7 @@ use sempa_proto::rm::{Answer, Decided, Question};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::{Micros, Tid};
 
-/// A first task on h1 with a child on h2 and one on h3.
+/// A root task on h1 with a child on h2 and one on h3.
 fn family() -> [TaskInfo; 3] {
     let child = |parent: Tid, tid: Tid, host: u16| TaskInfo {
         parent,
@@ -58,7 +59,7 @@ fn checkpointed(bed: &mut Bed, job: Tid) {
     bed.settle();
 }
 
-/// All owners are there, one after the other, and tasks that can go do so.
+/// Lets all owners arrive one after the other; tasks that can migrate do so.
 fn crowd(bed: &mut Bed) {
     for host in 1..=3 {
         bed.owner_comes(host);
@@ -66,7 +67,7 @@ fn crowd(bed: &mut Bed) {
     }
 }
 
-/// Whoever is on its way arrives.
+/// Completes all migrations that have been requested.
 fn arrive(bed: &mut Bed) {
     loop {
         let going = bed.world().took_migrations();
@@ -93,16 +94,18 @@ fn arrive(bed: &mut Bed) {
     }
 }
 
+/// A task that another host accepts migrates; its job is not checkpointed.
 #[test]
-fn a_task_that_another_host_takes_only_moves() {
+fn task_with_a_target_only_migrates() {
     let mut bed = pool();
     bed.owner_comes(2);
     assert_eq!(bed.world().took_migrations().len(), 1);
     assert!(bed.world().checkpoints.is_empty());
 }
 
+/// A job whose task no host accepts is vacated once and restarted where there is room.
 #[test]
-fn a_job_is_parked_once_when_nobody_takes_its_task_and_goes_on_where_there_is_room() {
+fn unplaceable_job_is_vacated_and_restarted() {
     let mut bed = pool();
     crowd(&mut bed);
     assert_eq!(
@@ -147,13 +150,14 @@ fn a_job_is_parked_once_when_nobody_takes_its_task_and_goes_on_where_there_is_ro
     );
 }
 
+/// A vacated job that a user ends is not restarted.
 #[test]
-fn a_parked_job_that_somebody_ends_is_not_started_again_and_others_are() {
+fn ended_vacated_job_is_not_restarted() {
     let mut bed = pool();
     crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
     assert_eq!(ask(&mut bed, &Question::Unpark(t(2, 9))), Answer::Unknown);
-    // Any of its tasks may be named.
+    // Any task of the job may be named.
     let gone = Answer::Unparked {
         job: t(1, 7),
         set: "s1".into(),
@@ -176,8 +180,9 @@ fn a_parked_job_that_somebody_ends_is_not_started_again_and_others_are() {
     assert_eq!(ask(&mut bed, &Question::Unpark(t(1, 7))), starting);
 }
 
+/// A job that a user ends while it is being vacated is not restarted.
 #[test]
-fn a_job_that_somebody_ends_while_it_is_being_parked_is_not_started_again() {
+fn job_ended_while_vacating_is_not_restarted() {
     let mut bed = pool();
     crowd(&mut bed);
     assert_eq!(bed.world().checkpoints, [t(1, 7)]);
@@ -192,8 +197,9 @@ fn a_job_that_somebody_ends_while_it_is_being_parked_is_not_started_again() {
     assert_eq!(bed.world().restarts, []);
 }
 
+/// Hosts that refused a task are asked again before its job is vacated.
 #[test]
-fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
+fn refusals_are_retried_before_vacating() {
     let mut bed = pool();
     bed.owner_comes(3);
     arrive(&mut bed);
@@ -216,8 +222,9 @@ fn a_host_that_refused_a_task_is_asked_again_before_its_job_is_parked() {
     assert_eq!(bed.world().checkpoints, [t(1, 7)]);
 }
 
+/// Only the checkpoint that ended a job marks it as vacated.
 #[test]
-fn what_is_parked_follows_from_the_checkpoint_that_ended_the_job_and_from_no_other() {
+fn only_final_checkpoint_vacates_job() {
     let mut bed = pool();
     let periodic = EventKind::Checkpointed {
         set: "s0".into(),
@@ -237,7 +244,8 @@ fn what_is_parked_follows_from_the_checkpoint_that_ended_the_job_and_from_no_oth
     assert!(bed.world().restarts.is_empty(), "it lives");
     crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
-    // Somebody has it started from another set: what was parked is not started as well when it has ended.
+    // A user restarts the job from another checkpoint: the vacated one must not be restarted as
+    // well.
     let tasks = family().map(|task| (task.tid, h(1))).to_vec();
     bed.world().event(
         h(1),
@@ -256,8 +264,9 @@ fn what_is_parked_follows_from_the_checkpoint_that_ended_the_job_and_from_no_oth
     );
 }
 
+/// A vacated job is restarted only where owners allow its programs and number of tasks.
 #[test]
-fn a_job_goes_on_only_where_owners_let_all_of_it_in_and_with_as_many_as_they_allow() {
+fn vacated_job_restarts_within_owner_limits() {
     let mut bed = pool();
     for task in family() {
         let started = EventKind::TaskStarted {
@@ -297,7 +306,8 @@ fn a_job_goes_on_only_where_owners_let_all_of_it_in_and_with_as_many_as_they_all
     assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
 }
 
-/// A job of three tasks is parked, then one of a single task; every owner allows one task, and all are there for so long.
+/// A job of three tasks is vacated, then a job of one task. Every owner allows one task; all owners
+/// are present for the time `wait`.
 fn large_and_small(wait: Micros) -> Bed {
     let mut bed = pool();
     bed.world().limits = GuestLimits {
@@ -321,7 +331,7 @@ fn large_and_small(wait: Micros) -> Bed {
     bed.settle();
     for _ in 0..wait.0 / 10_000_000 {
         bed.pass(Micros::from_secs(10));
-        // The watchers live.
+        // The load watchers report.
         (1..=3).for_each(|host| bed.owner_comes(host));
     }
     bed.owner_leaves(3);
@@ -329,8 +339,9 @@ fn large_and_small(wait: Micros) -> Bed {
     bed
 }
 
+/// A small vacated job may overtake a large one for a time.
 #[test]
-fn a_small_parked_job_passes_a_large_one_that_waits_for_more_room_for_a_time() {
+fn small_vacated_job_may_overtake_large_one() {
     let bed = large_and_small(Micros::from_secs(60));
     assert_eq!(
         bed.world().restarts,
@@ -338,19 +349,21 @@ fn a_small_parked_job_passes_a_large_one_that_waits_for_more_room_for_a_time() {
     );
 }
 
+/// After that time, free slots are kept for the job that has waited longest.
 #[test]
-fn after_that_time_what_becomes_free_is_kept_for_the_one_that_waits_longest() {
+fn free_slots_are_kept_for_oldest_vacated_job() {
     let mut bed = large_and_small(KEEP_AFTER + Micros::from_secs(30));
     assert_eq!(bed.world().restarts, [], "the place on h3 is kept");
-    // That of h3 says once more that it lives.
+    // The watcher of h3 reports once more.
     (1..=3).for_each(|host| bed.owner_leaves(host));
     bed.pass(Micros::from_secs(8));
     let on = ["h1", "h2", "h3"].map(String::from).to_vec();
     assert_eq!(bed.world().restarts, [("s1".to_string(), on)]);
 }
 
+/// A job is not vacated while one of its tasks migrates.
 #[test]
-fn a_job_is_not_parked_while_one_of_it_moves_or_is_suspended() {
+fn job_is_not_vacated_during_migration() {
     let mut bed = pool();
     bed.owner_comes(3);
     assert_eq!(bed.world().took_migrations().len(), 1);
@@ -359,8 +372,9 @@ fn a_job_is_not_parked_while_one_of_it_moves_or_is_suspended() {
     assert!(bed.world().checkpoints.is_empty(), "one is on its way");
 }
 
+/// Jobs are not vacated for owners who want guests migrated or killed.
 #[test]
-fn owners_who_want_guests_moved_or_gone_have_no_job_parked() {
+fn only_checkpoint_mode_vacates_jobs() {
     for then in [Leave::Move, Leave::Kill] {
         let mut bed = pool();
         bed.world().then = then;
@@ -369,8 +383,9 @@ fn owners_who_want_guests_moved_or_gone_have_no_job_parked() {
     }
 }
 
+/// A job whose checkpoint failed is vacated again only after a while.
 #[test]
-fn a_job_whose_checkpoint_failed_is_left_in_peace_and_tried_again() {
+fn failed_vacating_is_retried_later() {
     let mut bed = pool();
     crowd(&mut bed);
     bed.world().event(
@@ -393,8 +408,9 @@ fn a_job_whose_checkpoint_failed_is_left_in_peace_and_tried_again() {
     assert_eq!(bed.world().checkpoints.len(), 2);
 }
 
+/// Restarts of a checkpoint that fail are repeated at growing intervals.
 #[test]
-fn a_set_that_cannot_be_started_is_tried_less_and_less_often() {
+fn failed_restarts_back_off() {
     let mut bed = pool();
     crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
@@ -417,8 +433,9 @@ fn a_set_that_cannot_be_started_is_tried_less_and_less_often() {
     );
 }
 
+/// Tasks without a root task, and children of command-line tasks, are not vacated.
 #[test]
-fn what_has_lost_its_head_stands_still_and_so_do_the_children_of_who_was_started_by_hand() {
+fn jobs_without_spawned_root_are_not_vacated() {
     let vm = world(2);
     let orphan = TaskInfo {
         parent: t(1, 99),
@@ -436,8 +453,9 @@ fn what_has_lost_its_head_stands_still_and_so_do_the_children_of_who_was_started
     assert_eq!(bed.world().checkpoints, []);
 }
 
+/// A restarted resource manager restarts the jobs that its predecessor has vacated.
 #[test]
-fn a_resource_manager_that_begins_again_starts_what_the_one_before_has_parked() {
+fn restarted_rm_restarts_vacated_jobs() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(3);
     vm.0.borrow_mut().tasks.extend(family());
@@ -449,7 +467,7 @@ fn a_resource_manager_that_begins_again_starts_what_the_one_before_has_parked() 
     let mut bed = Bed::quiet_with(&vm, options());
     crowd(&mut bed);
     assert_eq!(bed.world().checkpoints, [t(1, 7)]);
-    // It is killed before the checkpoint is complete.
+    // The resource manager is killed before the checkpoint is complete.
     bed.pass(Micros::from_secs(2));
     drop(bed);
     let mut world = vm.0.borrow_mut();

@@ -1,4 +1,4 @@
-//! The policy file when a resource manager begins again.
+//! The policy file at the restart of a resource manager.
 
 use crate::common::{Bed, FakeVm, rm as own, world};
 use crate::with_books;
@@ -10,10 +10,11 @@ use sempa_proto::Micros;
 use sempa_proto::rm::CTX_RM;
 use std::path::Path;
 
-/// What a start finds in the file.
+/// The content of the file at a start, or the error of reading it.
 type Found = Result<&'static str, &'static str>;
 
-/// A start with this file; spawns may wait for so many seconds, as the command line says.
+/// Starts a resource manager with this policy file; the command line lets spawns wait for `wait`
+/// seconds.
 fn start(
     vm: &FakeVm,
     dir: &Path,
@@ -45,14 +46,17 @@ fn start(
     Bed::with(vm, options)
 }
 
-/// Lets it write down what it remembers, and kills it. How many tasks a user might have under it.
+/// Lets the resource manager write its history, and kills it. Returns the limit on tasks per user
+/// that was in force.
 fn killed(mut bed: Bed) -> Option<u32> {
     bed.pass(Micros::from_secs(1));
     bed.service.conduct().rules.limits.user_tasks
 }
 
+/// A policy file that has become invalid or is missing does not prevent a restart; the last valid
+/// policy applies.
 #[test]
-fn a_policy_file_that_has_become_wrong_or_is_gone_keeps_no_resource_manager_from_beginning_again() {
+fn invalid_policy_file_does_not_prevent_restart() {
     let (dir, vm) = (tempfile::tempdir().expect("a directory"), world(1));
     let again = |found| start(&vm, dir.path(), "rm.toml", found, 5).expect("it begins");
     assert_eq!(killed(again(Ok("user_tasks = 2\n"))), Some(2));
@@ -78,7 +82,8 @@ fn a_policy_file_that_has_become_wrong_or_is_gone_keeps_no_resource_manager_from
         assert_eq!(notes.iter().filter(told).count(), 1, "{notes:?}");
         assert_eq!(killed(bed), Some(2), "{said}");
     }
-    // What the file says while it runs is what it said last, and what the command line says may be something else by then.
+    // A change of the file while the resource manager runs is remembered; the command line may
+    // differ at the next start.
     let mut bed = again(Ok("user_tasks = 2\n"));
     bed.world().post(
         own(),
@@ -101,8 +106,9 @@ fn a_policy_file_that_has_become_wrong_or_is_gone_keeps_no_resource_manager_from
     assert_eq!(killed(bed), Some(7));
 }
 
+/// A policy file that was never in force must be valid.
 #[test]
-fn a_policy_file_that_was_never_in_force_has_to_be_right() {
+fn new_policy_file_must_be_valid() {
     let (dir, vm) = (tempfile::tempdir().expect("a directory"), world(1));
     let refused = |file, found| {
         start(&vm, dir.path(), file, found, 0)

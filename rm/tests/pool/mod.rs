@@ -1,6 +1,8 @@
-//! A pool of desktops in virtual time: owners come and go, jobs of equal processes wait for their turn, run, and are moved by
-//! the decisions under test. How long things take on hosts is drawn from what was measured there, and not from what the
-//! decisions expect. One seed gives one course of things.
+//! Simulates a pool of desktops in virtual time. Owners come and go; jobs of equal processes wait
+//! for their turn, run, and migrate by the decisions under test.
+//!
+//! Durations on hosts are drawn from measurements, not from what the decisions expect. One seed
+//! determines a run.
 
 use crate::desktop::{desktop, h};
 use crate::random::Random;
@@ -16,9 +18,9 @@ use std::sync::Arc;
 
 pub(crate) const HOUR: f64 = 3600.0;
 pub(crate) const DAY: f64 = 24.0 * HOUR;
-/// Seconds between looks for moves for the sake of the load.
+/// Seconds between two decisions on balancing.
 const BALANCE: f64 = 300.0;
-/// Bytes of a process.
+/// Size of a process in bytes.
 const BYTES: u64 = 64 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -38,11 +40,11 @@ struct Task {
     rate: f64,
     version: u64,
     job: usize,
-    /// All its work.
+    /// Seconds of its work in total.
     work: f64,
-    /// It is stopped by a move to this host.
+    /// The target, while a migration stops the task.
     moving: Option<u16>,
-    /// It gives way to another user's task on its host.
+    /// Preempted by another user's task on its host.
     suspended: bool,
 }
 
@@ -52,7 +54,7 @@ pub(crate) struct Job {
     pub(crate) user: u32,
     pub(crate) arrives: f64,
     pub(crate) processes: u32,
-    /// Seconds of work of each, before a little difference between them.
+    /// Mean seconds of work of each process.
     pub(crate) work: f64,
     pub(crate) started: Option<f64>,
     pub(crate) ended: Option<f64>,
@@ -73,41 +75,43 @@ impl Job {
     }
 }
 
-/// What was measured with real hosts, in seconds: a draw takes one of the measurements.
+/// Durations measured on real hosts, in seconds. A draw takes one of the measurements.
 #[derive(Clone, Debug)]
 pub(crate) struct Times {
-    /// From the record of an owner's login until a guest runs no more.
+    /// From the record of an owner's login until a guest stops.
     pub(crate) stops: Vec<f64>,
-    /// From the same until no guest is left on the host.
+    /// From the record of an owner's login until no guest is left on the host.
     pub(crate) clears: Vec<f64>,
-    /// How long a move stops its task where no owner has come.
+    /// How long a migration without an owner stops its task.
     pub(crate) freezes: Vec<f64>,
-    /// How long such a move takes.
+    /// Duration of such a migration.
     pub(crate) moves: Vec<f64>,
 }
 
-/// What was seen.
+/// Statistics of a run.
 #[derive(Default)]
 pub(crate) struct Seen {
-    /// Seconds that each guest ran on beside an owner who had come.
+    /// Seconds that each guest ran next to an owner who had arrived.
     pub(crate) stalls: Vec<f64>,
-    /// Seconds from an owner's sign of life until each guest was told to leave.
+    /// Seconds from an owner's first activity until each guest was evicted.
     pub(crate) untold: Vec<f64>,
-    /// Seconds from each owner's sign of life until the last guest was gone, where there were guests.
+    /// Seconds from each owner's first activity until the last guest had left, where there were
+    /// guests.
     pub(crate) clean: Vec<f64>,
     pub(crate) evictions: usize,
     pub(crate) shifts: usize,
-    /// Seconds in which tasks stood still because of moves.
+    /// Seconds in which tasks were paused by migrations.
     pub(crate) standing: f64,
-    /// Seconds in which tasks stood still beside owners before a move began, because no host had room.
+    /// Seconds in which tasks were paused next to owners before a migration began, because no host
+    /// had room.
     pub(crate) stuck: f64,
-    /// Seconds of work done.
+    /// Seconds of completed work.
     pub(crate) work: f64,
     /// Host seconds without an owner: what an oracle could have used.
     pub(crate) free: f64,
     pub(crate) free_max: usize,
     pub(crate) moves_by_hour: BTreeMap<u64, usize>,
-    /// Mean of free hosts and of running tasks in each hour.
+    /// Mean numbers of free hosts and running tasks, by hour.
     pub(crate) by_hour: BTreeMap<u64, (f64, f64)>,
 }
 
@@ -127,7 +131,7 @@ pub(crate) struct Pool {
     empty: usize,
     running: usize,
     last_tid: u32,
-    /// How likely the owner of a host is there at a time; `None`: always.
+    /// Probability that the owner of a host is present at a time; `None` means always.
     presence: fn(u16, f64) -> Option<f64>,
     times: Times,
 }
@@ -136,7 +140,7 @@ fn micros(seconds: f64) -> Micros {
     Micros((seconds * 1e6) as u64)
 }
 
-/// Minutes that an owner stays on average.
+/// Mean seconds of an owner's stay.
 const VISIT: f64 = 75.0 * 60.0;
 
 impl Pool {
@@ -201,7 +205,7 @@ impl Pool {
         self.owned_since[usize::from(host) - 1].is_some()
     }
 
-    /// Tasks that are on a host with its owner and are not on their way.
+    /// Returns the number of tasks that are next to an owner and do not migrate.
     pub(crate) fn left_beside_owners(&self) -> usize {
         self.tasks
             .values()
@@ -209,7 +213,7 @@ impl Pool {
             .count()
     }
 
-    /// When this host's owner comes or goes next.
+    /// Schedules the next arrival or departure of the host's owner.
     fn next_visit(&mut self, host: u16) {
         let Some(present) = (self.presence)(host, self.now) else {
             return;
@@ -219,7 +223,7 @@ impl Pool {
         } else {
             VISIT * (1.0 - present) / present.max(0.01)
         };
-        // No longer than an hour at once, because habits change with the time of day.
+        // At most one hour ahead, because the probability changes with the time of day.
         let wait = self.random.waits(mean);
         let at = self.now + wait.min(HOUR);
         self.at(
@@ -228,7 +232,7 @@ impl Pool {
         );
     }
 
-    /// Brings the tasks of a host up to date, after something has changed there.
+    /// Updates the progress and the rates of a host's tasks after a change there.
     fn settle(&mut self, host: u16) {
         self.resume(host);
         let works = |t: &&Tid| self.tasks[*t].moving.is_none() && !self.tasks[*t].suspended;
@@ -275,7 +279,7 @@ impl Pool {
             .tasks = views;
     }
 
-    /// Tasks that gave way go on when they are alone.
+    /// Resumes preempted tasks when no other task runs on their host.
     fn resume(&mut self, host: u16) {
         let tasks = &self.on[usize::from(host)];
         if tasks.iter().any(|t| !self.tasks[t].suspended) {
@@ -289,8 +293,8 @@ impl Pool {
         }
     }
 
-    /// Makes room for a request of a user whose turn it is: tasks of users who have taken more stand still. False if that
-    /// would not be enough.
+    /// Preempts tasks of users who have used more, so that a request of a user whose turn it is
+    /// gets slots. Returns false if that would not be enough.
     fn make_room(&mut self, ask: &Ask<'_>) -> bool {
         let gives = give_way(&self.snapshot, &self.fair, ask);
         for tid in gives.iter().map(|gives| gives.tid) {
@@ -385,14 +389,14 @@ impl Pool {
         self.settle(host);
     }
 
-    /// One of the measurements.
+    /// Draws one of the measurements.
     fn draw(&mut self, of: fn(&Times) -> &Vec<f64>) -> f64 {
         let at = self.random.unit();
         let all = of(&self.times);
         all[((all.len() as f64 * at) as usize).min(all.len() - 1)]
     }
 
-    /// A task goes to another host, away from an owner or for the sake of the load.
+    /// Begins a migration, away from an owner or for balancing.
     fn begin_move(&mut self, tid: Tid, to: HostId) {
         let task = self
             .tasks
@@ -403,11 +407,12 @@ impl Pool {
         let span = match self.owned_since[usize::from(host) - 1] {
             Some(since) => {
                 let (clear, stop) = (self.draw(|t| &t.clears), self.draw(|t| &t.stops));
-                // Who gave way to another user's task stood still before.
+                // A preempted task was paused already.
                 self.seen.stalls.extend(runs.then_some(stop));
                 self.seen.stuck += self.now - since;
                 self.seen.untold.push(self.now - since);
-                // From its stop on it stands still until all is done, though it runs a little sooner in truth.
+                // Counts the task as paused from its stop to the end of the migration, although it
+                // really resumes a little earlier.
                 self.seen.standing += (clear - stop).max(0.0);
                 clear
             }
@@ -469,8 +474,8 @@ impl Pool {
         self.fair.gives(micros(self.now), user, 1);
     }
 
-    /// Starts the jobs whose turn it is, as long as there is a free host for each process; `may_stop`: or a host where
-    /// somebody gives way.
+    /// Starts the jobs whose turn it is while there is a free host for each process. With
+    /// `may_stop`, tasks may be preempted for them.
     fn start_jobs(&mut self, may_stop: bool) {
         while self.fair.waiting() > 0 {
             let now = micros(self.now);
@@ -599,7 +604,7 @@ impl Pool {
         }
     }
 
-    /// Lets everything happen until `end`, in seconds.
+    /// Runs until `end`, in seconds.
     pub(crate) fn run(&mut self, end: f64) {
         while let Some(Reverse((at, _, event))) = self.events.pop() {
             let at = (at as f64 / 1e6).min(end);

@@ -1,4 +1,4 @@
-//! Spawns that are refused as they come, with the reason.
+//! Spawns that are refused at once, with the reason.
 
 use crate::common::{Bed, client, request, t};
 use crate::{ask, full};
@@ -7,7 +7,7 @@ use pvm_rm::spawns::{Rules, SPAWN_TASKS_MAX, SPAWNS_OPEN_MAX};
 use sempa_proto::rm::{Answer, Decided, Question};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// What the event log and 'pvm why' tell of refusals of this task's job.
+/// Returns what the event log and `pvm why` report about refusals of this task's job.
 fn told(bed: &mut Bed, task: Tid) -> (Vec<String>, Vec<String>) {
     let Answer::Why { decisions, .. } = ask(bed, &Question::WhyTask(task)) else {
         panic!("nothing is known of {task}")
@@ -25,8 +25,10 @@ fn told(bed: &mut Bed, task: Tid) -> (Vec<String>, Vec<String>) {
     (notes, decided)
 }
 
+/// Spawns above the limit of open requests are refused with a reason that is logged once per
+/// interval.
 #[test]
-fn spawns_that_are_too_many_are_refused_with_the_reason_which_is_told_once_in_a_while() {
+fn excess_spawns_are_refused_and_logged_rarely() {
     let mut bed = full(Rules {
         wait: Micros::from_secs(3600),
         ..Rules::default()
@@ -53,8 +55,9 @@ fn spawns_that_are_too_many_are_refused_with_the_reason_which_is_told_once_in_a_
     );
 }
 
+/// Refusals of very many tasks do not fill the event log.
 #[test]
-fn refusals_of_very_many_tasks_do_not_fill_the_event_log() {
+fn refusals_of_many_tasks_are_logged_bounded() {
     let mut bed = full(Rules::default());
     let most = REFUSALS_TOLD_MAX as u32;
     for local in 0..3 * most {

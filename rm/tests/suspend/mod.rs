@@ -1,4 +1,5 @@
-//! Whole jobs are suspended as somebody asks for it, and tasks of users who have taken much give way.
+//! Jobs that a user suspends as a whole, and tasks that are preempted because their users hold a
+//! large share.
 
 use crate::answers::two_workers;
 use crate::common::{Bed, FakeVm, client, h, info, request, spawned, t, world};
@@ -15,7 +16,7 @@ use sempa_proto::table::{TASK_CONNECTED, TaskInfo};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-/// The client as somebody who asks.
+/// The client as the cause of a suspension.
 fn by() -> Cause {
     Cause::Job { by: client() }
 }
@@ -28,7 +29,7 @@ fn order(bed: &mut Bed, job: Tid, suspend: bool) -> (Vec<Tid>, Vec<(Tid, String)
     (tasks, others)
 }
 
-/// A task that the client starts without the resource manager.
+/// Reports a task that the client starts without the resource manager.
 fn starts(bed: &mut Bed, tid: Tid) {
     bed.world().event(
         h(1),
@@ -43,8 +44,9 @@ fn starts(bed: &mut Bed, tid: Tid) {
     bed.settle();
 }
 
+/// A job is suspended and resumed as a whole, including tasks that it starts meanwhile.
 #[test]
-fn a_job_is_suspended_whole_with_what_it_starts_meanwhile_and_goes_on_whole() {
+fn job_is_suspended_and_resumed_as_a_whole() {
     let mut bed = Bed::quiet(&world(2));
     let mut tids = two_workers(&mut bed);
     assert_eq!(order(&mut bed, tids[1], true), (tids.clone(), vec![]));
@@ -91,8 +93,9 @@ fn a_job_is_suspended_whole_with_what_it_starts_meanwhile_and_goes_on_whole() {
     );
 }
 
+/// The time for which a task was suspended does not count as usage.
 #[test]
-fn the_time_for_which_a_task_was_suspended_is_not_usage() {
+fn suspended_time_is_not_usage() {
     let mut bed = Bed::quiet(&world(2));
     let tids = two_workers(&mut bed);
     bed.pass(Micros::from_secs(3));
@@ -111,8 +114,10 @@ fn the_time_for_which_a_task_was_suspended_is_not_usage() {
     assert_eq!(job.sums.wall, Micros::from_secs(8), "four seconds each");
 }
 
+/// A task whose suspension a daemon refuses is reported with the reason; an unknown job is reported
+/// as unknown.
 #[test]
-fn what_a_daemon_does_not_suspend_is_told_with_its_reason_and_a_job_that_is_not_known_is_not() {
+fn refused_suspension_is_reported_with_reason() {
     let mut bed = Bed::quiet(&world(2));
     let tids = two_workers(&mut bed);
     bed.world()
@@ -131,8 +136,9 @@ fn what_a_daemon_does_not_suspend_is_told_with_its_reason_and_a_job_that_is_not_
     assert_eq!(ask(&mut bed, &unknown), Answer::Unknown);
 }
 
+/// A restarted resource manager keeps suspensions and completes an interrupted resumption.
 #[test]
-fn one_that_begins_again_keeps_what_was_suspended_and_ends_what_was_half_resumed() {
+fn restarted_rm_keeps_suspensions_and_resumptions() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
     let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
@@ -161,7 +167,8 @@ fn one_that_begins_again_keeps_what_was_suspended_and_ends_what_was_half_resumed
     assert_eq!(vm.0.borrow().suspends, [(late, true, by())]);
     bed.pass(Micros::from_secs(1));
     drop(bed);
-    // It died when it had said that the job goes on, and before it had told the tasks.
+    // The resource manager died after it had recorded the resumption and before it had resumed the
+    // tasks.
     vm.0.borrow_mut()
         .tasks
         .iter_mut()
@@ -190,22 +197,22 @@ fn one_that_begins_again_keeps_what_was_suspended_and_ends_what_was_half_resumed
     assert_eq!(resumed, all);
 }
 
-/// Another user's program.
+/// A program of user 7.
 fn other() -> Tid {
     t(1, 3)
 }
 
-/// A third user's program.
+/// A program of user 8.
 fn third() -> Tid {
     t(1, 4)
 }
 
-/// Two hosts with two processors each, all of which user 0 has had for six hours.
+/// Two hosts with two processors each, all of which user 0 has held for six hours.
 fn taken(give_way: bool) -> (FakeVm, Bed, Vec<Tid>) {
     taken_with(give_way, Limits::default())
 }
 
-/// The same where nobody may have more than this.
+/// As [`taken`], with limits for every user.
 fn taken_with(give_way: bool, limits: Limits) -> (FakeVm, Bed, Vec<Tid>) {
     let (vm, mut bed) = three_users(give_way, limits);
     let mut tids = Vec::new();
@@ -225,7 +232,7 @@ fn taken_with(give_way: bool, limits: Limits) -> (FakeVm, Bed, Vec<Tid>) {
     (vm, bed, tids)
 }
 
-/// Two hosts with two processors each, and programs of users 0, 7 and 8.
+/// Two hosts with two processors each, and programs of the users 0, 7 and 8.
 fn three_users(give_way: bool, limits: Limits) -> (FakeVm, Bed) {
     let vm = world(2);
     for (task, uid) in [(other(), 7), (third(), 8)] {
@@ -256,7 +263,7 @@ fn three_users(give_way: bool, limits: Limits) -> (FakeVm, Bed) {
     (vm, bed)
 }
 
-/// A task spawns one on a host that it names.
+/// Lets a task spawn one task on a named host. Returns the new task.
 fn starts_on(bed: &mut Bed, task: Tid, host: &str) -> Tid {
     let named = SpawnRequest {
         flags: SPAWN_HOST,
@@ -268,7 +275,7 @@ fn starts_on(bed: &mut Bed, task: Tid, host: &str) -> Tid {
     begun(bed, task)[0]
 }
 
-/// So many seconds pass, in which load watchers speak.
+/// Lets this time pass while load watchers report.
 fn live(bed: &mut Bed, seconds: u64) {
     for _ in 0..seconds / 10 {
         bed.pass(Micros::from_secs(10));
@@ -276,7 +283,7 @@ fn live(bed: &mut Bed, seconds: u64) {
     }
 }
 
-/// What was ordered begins.
+/// Lets the hosts carry out all start orders. Returns the started tasks.
 fn begun(bed: &mut Bed, parent: Tid) -> Vec<Tid> {
     let execs = bed.world().took_execs();
     let mut tids = Vec::new();
@@ -313,7 +320,7 @@ fn asks(bed: &mut Bed, task: Tid, count: u32, place: &str) {
     bed.settle();
 }
 
-/// For whom somebody gave way.
+/// Returns the users for whom tasks were preempted.
 fn helped(bed: &mut Bed) -> Vec<String> {
     let suspends = std::mem::take(&mut bed.world().suspends);
     let why = suspends
@@ -325,8 +332,9 @@ fn helped(bed: &mut Bed) -> Vec<String> {
     why.collect()
 }
 
+/// A request that preemption cannot help does not prevent preemption for others.
 #[test]
-fn a_request_that_nobody_can_help_does_not_keep_others_from_being_helped() {
+fn unmeetable_request_does_not_block_preemption() {
     let (_, mut bed, _) = taken(true);
     asks(&mut bed, other(), 1, "?memory >= 100T");
     live(&mut bed, 60);
@@ -337,8 +345,9 @@ fn a_request_that_nobody_can_help_does_not_keep_others_from_being_helped() {
     assert_eq!(begun(&mut bed, third()).len(), 1);
 }
 
+/// A request that waits because of a limit does not prevent preemption for others.
 #[test]
-fn a_request_that_a_limit_keeps_waiting_does_not_keep_others_from_being_helped() {
+fn limited_request_does_not_block_preemption() {
     let (_, mut bed, _) = taken_with(
         true,
         Limits {
@@ -348,7 +357,7 @@ fn a_request_that_a_limit_keeps_waiting_does_not_keep_others_from_being_helped()
     );
     starts_on(&mut bed, other(), "h1");
     asks(&mut bed, other(), 4, "?free >= 1");
-    // Long enough that later ones of the user wait for it.
+    // Long enough that later requests of the user wait for this one.
     live(&mut bed, 180);
     assert_eq!(
         helped(&mut bed),
@@ -361,15 +370,17 @@ fn a_request_that_a_limit_keeps_waiting_does_not_keep_others_from_being_helped()
     assert_eq!(begun(&mut bed, third()).len(), 1);
 }
 
+/// No task is preempted on hosts that are reserved for another request.
 #[test]
-fn nobody_gives_way_on_hosts_that_are_kept_for_another_request() {
+fn no_preemption_on_reserved_hosts() {
     let (_, mut bed) = three_users(true, Limits::default());
     let (on2, on1) = (
         starts_on(&mut bed, client(), "h2"),
         starts_on(&mut bed, client(), "h1"),
     );
     live(&mut bed, 6 * 3600);
-    // Wherever user 0 gives way, it is not enough for both, because user 8 has taken too little to give way.
+    // Preempting user 0 on one host is not enough for both hosts: user 8 has used too little to be
+    // preempted.
     for host in ["h1", "h2"] {
         starts_on(&mut bed, third(), host);
     }
@@ -392,8 +403,10 @@ fn nobody_gives_way_on_hosts_that_are_kept_for_another_request() {
     assert_eq!(begun(&mut bed, third())[0].home(), Some(h(2)));
 }
 
+/// A task of a user who has used much is preempted for a waiting user and resumes when there is
+/// room.
 #[test]
-fn a_user_who_has_taken_much_gives_way_to_one_who_waits_and_goes_on_when_there_is_room_again() {
+fn heavy_user_is_preempted_and_later_resumed() {
     let (_, mut bed, tids) = taken(true);
     asks_for_one(&mut bed);
     let suspends = std::mem::take(&mut bed.world().suspends);
@@ -438,13 +451,14 @@ fn a_user_who_has_taken_much_gives_way_to_one_who_waits_and_goes_on_when_there_i
     );
 }
 
+/// A preempted task resumes when the other user's task has ended, even next to external load.
 #[test]
-fn who_gave_way_goes_on_beside_load_that_is_not_ours_when_the_other_user_has_ended() {
+fn preempted_task_resumes_despite_external_load() {
     let (_, mut bed, tids) = taken(true);
     asks_for_one(&mut bed);
     let gave_way = std::mem::take(&mut bed.world().suspends)[0].0;
     let theirs = begun(&mut bed, other());
-    // Four processors' worth of threads on two.
+    // Six runnable threads on two processors.
     bed.world().load = (1.0, 6);
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
@@ -456,7 +470,7 @@ fn who_gave_way_goes_on_beside_load_that_is_not_ours_when_the_other_user_has_end
         matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if *tid == gave_way),
         "{suspends:?}"
     );
-    // A user waits whom it would not help.
+    // Another user waits, but preempting the task would not help.
     asks_for_one(&mut bed);
     live(&mut bed, 120);
     assert_eq!(bed.world().suspends, [], "of {tids:?}");
@@ -469,8 +483,9 @@ fn who_gave_way_goes_on_beside_load_that_is_not_ours_when_the_other_user_has_end
     );
 }
 
+/// A waiting spawn is placed when external load has ended.
 #[test]
-fn a_spawn_that_waits_finds_its_place_when_load_that_is_not_ours_has_gone() {
+fn waiting_spawn_starts_when_external_load_ends() {
     for give_way in [true, false] {
         let (_, mut bed, tids) = taken(give_way);
         bed.world().load = (1.0, 6);
@@ -487,8 +502,9 @@ fn a_spawn_that_waits_finds_its_place_when_load_that_is_not_ours_has_gone() {
     }
 }
 
+/// A task that starts after the resource manager is attributed to its own user.
 #[test]
-fn somebody_who_begins_behind_the_resource_manager_is_taken_for_the_user_that_he_is() {
+fn late_task_is_attributed_to_its_user() {
     let (_, mut bed, _) = taken(true);
     let late = t(2, 9);
     bed.world().event(
@@ -515,8 +531,9 @@ fn somebody_who_begins_behind_the_resource_manager_is_taken_for_the_user_that_he
     );
 }
 
+/// No task is preempted if the policy forbids it, or for a request of the same user.
 #[test]
-fn nobody_gives_way_when_the_policy_says_so_or_to_one_who_has_taken_as_much() {
+fn no_preemption_by_policy_or_for_same_user() {
     let (_, mut bed, _) = taken(false);
     asks_for_one(&mut bed);
     live(&mut bed, 60);
@@ -531,8 +548,9 @@ fn nobody_gives_way_when_the_policy_says_so_or_to_one_who_has_taken_as_much() {
     assert_eq!(bed.world().suspends, [], "it is the same user who waits");
 }
 
+/// Resuming a job does not resume its preempted tasks.
 #[test]
-fn a_job_that_is_resumed_does_not_take_back_what_its_tasks_have_given_way() {
+fn resuming_job_keeps_preempted_tasks_paused() {
     let (_, mut bed, tids) = taken(true);
     asks_for_one(&mut bed);
     let gave_way = bed.world().suspends[0].0;
@@ -550,12 +568,15 @@ fn a_job_that_is_resumed_does_not_take_back_what_its_tasks_have_given_way() {
     );
 }
 
+/// A task belongs to the user who started its job wherever it runs, also after a restart of the
+/// resource manager.
 #[test]
-fn a_task_is_the_users_who_started_its_job_wherever_it_runs_also_for_the_next_resource_manager() {
+fn task_belongs_to_user_of_its_job() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(2);
     let mut bed = Bed::with(&vm, with_books(dir.path())).expect("no other");
-    // Who sits at h2 is there under a login of his own, and his task comes to h1 where the daemon is another user's.
+    // The user at h2 has a login of their own there; their task arrives on h1, where another user
+    // runs the daemon.
     let (top, task) = (t(2, 3), t(1, 77));
     bed.world().event(
         h(2),

@@ -1,4 +1,4 @@
-//! Spawns that wait for long behind smaller ones.
+//! Spawns that wait long while smaller ones overtake them.
 
 use crate::common::{Bed, client, request, rm as own, world};
 use crate::{ask, with_conduct};
@@ -15,7 +15,8 @@ use sempa_proto::task::SpawnRequest;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::VecDeque;
 
-/// Two hosts that take two tasks each, full of small ones, of which one ends every ten seconds, when the next one waits already.
+/// Two hosts that take two tasks each and are full of small tasks. One of these ends every ten
+/// seconds, when the next one already waits.
 struct Busy {
     bed: Bed,
     running: VecDeque<Tid>,
@@ -57,7 +58,7 @@ impl Busy {
         self.start();
     }
 
-    /// The hosts start what they were told to.
+    /// Lets the hosts carry out the start orders.
     fn start(&mut self) {
         let execs = self.bed.world().took_execs();
         for exec in &execs {
@@ -79,7 +80,7 @@ impl Busy {
         self.bed.settle();
     }
 
-    /// Ten seconds, in which a small one is asked for before another one ends.
+    /// Lets ten seconds pass, in which a small task is requested before another one ends.
     fn round(&mut self) {
         self.ask_small();
         if let Some(tid) = self.running.pop_front() {
@@ -107,7 +108,8 @@ fn two_each() -> GuestLimits {
     }
 }
 
-/// A large request waits behind small ones as long as nothing is kept for it, and no longer.
+/// Asserts that a large request waits while small ones are placed, until hosts are reserved for it;
+/// then it is placed.
 fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
     busy.bed.world().spawn(7, large);
     busy.bed.settle();
@@ -154,8 +156,9 @@ fn waits_and_gets(mut busy: Busy, large: &SpawnRequest, said: &str) {
     );
 }
 
+/// A spawn that needs a whole host gets one although small spawns take what becomes free.
 #[test]
-fn a_spawn_that_needs_a_whole_host_gets_one_although_small_ones_take_what_becomes_free() {
+fn whole_host_is_reserved_for_long_waiting_spawn() {
     let large = SpawnRequest {
         place: "?same-host".into(),
         ..request(2)
@@ -167,8 +170,9 @@ fn a_spawn_that_needs_a_whole_host_gets_one_although_small_ones_take_what_become
     );
 }
 
+/// A query for a host reports that it is reserved for a spawn that has waited long.
 #[test]
-fn of_a_host_that_is_kept_for_a_spawn_that_has_waited_for_long_that_is_what_holds_now() {
+fn host_query_reports_reservation() {
     let mut busy = Busy::new(Limits::default(), two_each());
     busy.bed.world().spawn(
         7,
@@ -184,7 +188,7 @@ fn of_a_host_that_is_kept_for_a_spawn_that_has_waited_for_long_that_is_what_hold
                 now: Some(HostNow::Used(but)),
                 ..
             } => but,
-            // It is full.
+            // The host is full.
             Answer::Why {
                 now: Some(HostNow::LeftOut { .. }),
                 ..
@@ -217,8 +221,9 @@ fn of_a_host_that_is_kept_for_a_spawn_that_has_waited_for_long_that_is_what_hold
     );
 }
 
+/// A spawn that waits because of its user's limit is placed before later spawns of the user.
 #[test]
-fn a_spawn_that_its_users_limit_keeps_waiting_gets_its_turn_before_later_ones_of_the_user() {
+fn limited_spawn_precedes_later_ones_of_user() {
     let limits = Limits {
         user_tasks: Some(4),
         job_tasks: None,
@@ -230,8 +235,9 @@ fn a_spawn_that_its_users_limit_keeps_waiting_gets_its_turn_before_later_ones_of
     );
 }
 
+/// A spawn of more tasks than a limit ever allows is refused at once and delays no other spawn.
 #[test]
-fn a_spawn_of_more_than_is_ever_allowed_is_refused_at_once_and_keeps_nobody_waiting() {
+fn spawn_above_limit_is_refused_at_once() {
     let limits = Limits {
         user_tasks: Some(4),
         job_tasks: None,
@@ -249,7 +255,7 @@ fn a_spawn_of_more_than_is_ever_allowed_is_refused_at_once_and_keeps_nobody_wait
         why.contains("the user has 4 tasks, and 4 are allowed"),
         "{why}"
     );
-    // Three are allowed once two of the four have ended, unless the limit changes before that.
+    // Three tasks are allowed once two of the four have ended, unless the limit changes first.
     assert_eq!(busy.bed.world().answer(8), None);
     for _ in 0..RESERVE_AFTER.0 / 10_000_000 + 1 {
         busy.bed.signs_of_life(&[1, 2]);
@@ -291,8 +297,9 @@ fn a_spawn_of_more_than_is_ever_allowed_is_refused_at_once_and_keeps_nobody_wait
     assert_eq!(busy.small, small + 1, "later ones do not wait for it");
 }
 
+/// No host is reserved for a spawn that no host could take.
 #[test]
-fn nothing_is_kept_for_a_spawn_that_all_hosts_together_could_not_take() {
+fn no_reservation_for_impossible_spawn() {
     let mut busy = Busy::new(Limits::default(), two_each());
     busy.bed.world().spawn(
         7,
@@ -316,8 +323,9 @@ fn nothing_is_kept_for_a_spawn_that_all_hosts_together_could_not_take() {
     );
 }
 
+/// Memory that was promised to a spawn is not promised again until load reports can show its use.
 #[test]
-fn memory_that_was_promised_to_a_spawn_is_not_promised_again_until_watchers_can_have_seen_it() {
+fn promised_memory_is_not_promised_twice() {
     let vm = world(1);
     vm.0.borrow_mut().memory = 5 << 30;
     let mut bed = Bed::quiet(&vm);
@@ -325,7 +333,7 @@ fn memory_that_was_promised_to_a_spawn_is_not_promised_again_until_watchers_can_
         place: "?memory >= 2G".into(),
         ..request(count)
     };
-    // Three at the same moment, before the host has started any.
+    // Three requests at the same moment, before the host has started any task.
     (1..=3).for_each(|wid| bed.world().spawn(wid, &large(1)));
     bed.settle();
     let execs = bed.world().took_execs();
@@ -342,13 +350,13 @@ fn memory_that_was_promised_to_a_spawn_is_not_promised_again_until_watchers_can_
         "{notes:?}"
     );
     execs.iter().for_each(|exec| drop(bed.world().ack(exec)));
-    // A report that may be older than they are changes nothing.
+    // A report that may predate the tasks changes nothing.
     bed.pass(Micros::from_secs(20));
     bed.signs_of_life(&[1]);
     bed.world().spawn(4, &large(1));
     bed.settle();
     assert!(bed.world().took_execs().is_empty());
-    // They have not taken what they asked for, and that is known by now.
+    // The tasks have not used the requested memory, and reports show that by now.
     bed.pass(Micros::from_secs(11));
     bed.signs_of_life(&[1]);
     bed.world().spawn(5, &large(2));

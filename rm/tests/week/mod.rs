@@ -1,4 +1,4 @@
-//! A week of a thousand desktops, and what it comes to.
+//! Simulates a week of a thousand desktops and summarizes it.
 
 use crate::pool::{DAY, HOUR, Job, Pool, Times};
 use serde::Serialize;
@@ -6,7 +6,7 @@ use std::fmt::Write;
 
 const HOSTS: u16 = 1000;
 const DAYS: f64 = 7.0;
-/// Jobs of the week, all but a few of which end in it, and hours between two of them.
+/// Number of jobs in the week, nearly all of which finish, and hours between two arrivals.
 const JOBS: u32 = 600;
 const PAUSE_H: f64 = 0.28;
 const USERS: u32 = 5;
@@ -14,7 +14,9 @@ const USERS: u32 = 5;
 const PROCESSES: u32 = 61;
 const WORK_H: f64 = 2.0;
 
-/// How likely the owner is there: 186 of 1,000 machines are never free; of the others about half are, more at night and on
+/// Returns the probability that the owner is present, or `None` if always.
+///
+/// 186 of 1,000 machines are never free. Of the others about half are, more at night and on
 /// Sundays.
 fn office(host: u16, now: f64) -> Option<f64> {
     if host > 814 {
@@ -32,14 +34,14 @@ fn office(host: u16, now: f64) -> Option<f64> {
     })
 }
 
-/// Of many times of one kind, in seconds.
+/// Distribution of durations in seconds.
 #[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct Spread {
     pub(crate) count: usize,
     pub(crate) median: f64,
     pub(crate) p99: f64,
     pub(crate) most: f64,
-    /// What so many of a hundred do not exceed, from 0 to 100.
+    /// The percentiles 0 to 100.
     pub(crate) hundredths: Vec<f64>,
 }
 
@@ -64,42 +66,43 @@ impl Spread {
     }
 }
 
-/// What came of it.
+/// Results of the week.
 #[derive(Debug, Serialize)]
 pub(crate) struct Week {
     pub(crate) hosts: u16,
     pub(crate) seed: u64,
-    /// Hosts without an owner.
+    /// Mean number of hosts without an owner.
     pub(crate) free_mean: f64,
     pub(crate) free_max: usize,
     pub(crate) jobs_ended: usize,
     pub(crate) jobs_waiting: usize,
     /// From an owner's login until no guest is left, where there was one.
     pub(crate) clean_s: Spread,
-    /// How long each guest ran on beside an owner, as was measured with real hosts: they stop by themselves, whatever is decided.
+    /// How long each guest ran next to an owner, as measured on real hosts: guests stop there
+    /// without a decision of the resource manager.
     pub(crate) stall_s: Spread,
-    /// From an owner's sign of life until each guest was told to leave.
+    /// From an owner's first activity until each guest was evicted.
     pub(crate) untold_s: Spread,
-    /// Guests that were beside an owner at the end of the week, and had not been told to leave.
+    /// Guests next to an owner at the end of the week that were not evicted.
     pub(crate) left_beside: usize,
     pub(crate) moves_owner: usize,
     pub(crate) moves_load: usize,
     pub(crate) moves_by_hour: Vec<usize>,
-    /// Hours of work that was done.
+    /// Hours of completed work.
     pub(crate) work_h: f64,
-    /// Hours in which tasks stood still in moves, and beside owners before moves.
+    /// Hours in which tasks were paused by migrations, and next to owners before their migrations.
     pub(crate) standing_h: f64,
     pub(crate) stuck_h: f64,
-    /// The former as a part of the work.
+    /// `standing_h` as a fraction of the work.
     pub(crate) lost: f64,
-    /// The work as a part of what an oracle does that uses every free host all the time.
+    /// The work as a fraction of what an oracle achieves that uses every free host all the time.
     pub(crate) work: f64,
-    /// Mean of free hosts and of running tasks in each hour.
+    /// Mean numbers of free hosts and running tasks, for each hour.
     pub(crate) by_hour: Vec<(f64, f64)>,
 }
 
 impl Week {
-    /// Lets it pass.
+    /// Simulates the week with this seed.
     pub(crate) fn of(seed: u64, times: Times) -> Week {
         let job = |n: u32| {
             Job::new(
@@ -141,7 +144,7 @@ impl Week {
         }
     }
 
-    /// For people.
+    /// Formats the results as text.
     pub(crate) fn text(&self) -> String {
         let mut text = String::new();
         let mut line = |what: &str, said: String| {

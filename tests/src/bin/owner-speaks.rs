@@ -46,7 +46,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let line = line?;
         let word = word(&line).ok_or(format!("this is no word: {line}"))?;
         let at = now();
-        vm.guests(word)?;
+        vm.set_guest_directive(word)?;
         println!("done {}", at.0);
     }
     Ok(vm.exit()?)

@@ -2,16 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::trace_items::left_in;
-use super::zero;
+use super::trace_items::read_int;
+use super::zero_on_success;
 use crate::abi::MsgInfo;
 use crate::buffers::{Buffer, Enc};
 use crate::data::pvmmytid;
-use crate::memory::Out;
+use crate::memory::OutParam;
 use crate::pack;
 use crate::process;
 use crate::send;
-use crate::session::{Session, answer, lock};
+use crate::session::{Session, lock, value_or_report};
 use crate::trace;
 use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
@@ -19,15 +19,15 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Creates a buffer and returns its number.
-pub(super) fn make(encoding: c_int) -> PvmResult<i32> {
-    make_in(&mut lock(), encoding)
+pub(super) fn create(encoding: c_int) -> PvmResult<i32> {
+    create_in(&mut lock(), encoding)
 }
 
-fn make_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
+fn create_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
     let enc = Enc::from_arg(encoding)?;
     let mid = session.new_buffer(enc)?;
     if enc == Enc::Trace {
-        let (seconds, micros) = process::clock();
+        let (seconds, micros) = process::now();
         pack::begin_trace_event(session.buffers.get_mut(mid)?, seconds as i32, micros as i32);
     }
     Ok(mid)
@@ -35,27 +35,27 @@ fn make_in(session: &mut Session, encoding: c_int) -> PvmResult<i32> {
 
 fn init_send(encoding: c_int) -> PvmResult<i32> {
     let mut session = lock();
-    let mid = make_in(&mut session, encoding)?;
-    let before = std::mem::replace(&mut session.sbuf, mid);
-    if before != 0 {
+    let mid = create_in(&mut session, encoding)?;
+    let previous = std::mem::replace(&mut session.sbuf, mid);
+    if previous != 0 {
         // Fails if the program has already freed it by its number.
-        let _ = session.free(before);
+        let _ = session.free_buffer(previous);
     }
     Ok(mid)
 }
 
 /// Starts a new send buffer, as `%+` in a format of `pvm_vpackf` requests.
-pub(super) fn begin(encoding: c_int) -> PvmResult<()> {
+pub(super) fn restart_send_buffer(encoding: c_int) -> PvmResult<()> {
     init_send(encoding).map(drop)
 }
 
 /// Creates a buffer and returns its number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "mkbuf",
         || vec![int("ME", encoding)],
-        || answer("pvm_mkbuf", make(encoding)),
+        || value_or_report("pvm_mkbuf", create(encoding)),
         |mid| vec![int("MB", *mid)],
     )
 }
@@ -64,10 +64,10 @@ extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
 /// number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "initsend",
         || vec![int("ME", encoding)],
-        || answer("pvm_initsend", init_send(encoding)),
+        || value_or_report("pvm_initsend", init_send(encoding)),
         |mid| vec![int("MSB", *mid)],
     )
 }
@@ -75,29 +75,29 @@ extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
 /// Frees a buffer. Does nothing for the number 0.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "freebuf",
         || vec![int("MB", mid)],
         || {
-            answer(
+            value_or_report(
                 "pvm_freebuf",
                 if mid == 0 {
                     Ok(0)
                 } else {
-                    zero(lock().free(mid))
+                    zero_on_success(lock().free_buffer(mid))
                 },
             )
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
 /// Returns the number of the active send buffer; 0 if there is none.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getsbuf() -> c_int {
-    trace::call(
+    trace::traced_call(
         "getsbuf",
-        trace::nothing,
+        trace::no_items,
         || lock().sbuf,
         |mid| vec![int("MSB", *mid)],
     )
@@ -106,9 +106,9 @@ extern "C" fn pvm_getsbuf() -> c_int {
 /// Returns the number of the active receive buffer; 0 if there is none.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getrbuf() -> c_int {
-    trace::call(
+    trace::traced_call(
         "getrbuf",
-        trace::nothing,
+        trace::no_items,
         || lock().rbuf,
         |mid| vec![int("MRB", *mid)],
     )
@@ -116,13 +116,13 @@ extern "C" fn pvm_getrbuf() -> c_int {
 
 /// Makes a buffer the active send or receive buffer and returns the previous one. It cannot be
 /// both; if it was the other one, that becomes 0.
-fn choose(mid: i32, for_sending: bool) -> PvmResult<i32> {
+fn set_active(mid: i32, for_sending: bool) -> PvmResult<i32> {
     let mut session = lock();
     if mid != 0 {
         session.buffers.get(mid)?;
     }
     let (sbuf, rbuf) = (session.sbuf, session.rbuf);
-    let (before, other) = if for_sending {
+    let (previous, other) = if for_sending {
         (sbuf, rbuf)
     } else {
         (rbuf, sbuf)
@@ -133,16 +133,16 @@ fn choose(mid: i32, for_sending: bool) -> PvmResult<i32> {
     } else {
         (other, mid)
     };
-    Ok(before)
+    Ok(previous)
 }
 
 /// Makes a buffer the active send buffer and returns the previous one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "setsbuf",
         || vec![int("MB", mid)],
-        || answer("pvm_setsbuf", choose(mid, true)),
+        || value_or_report("pvm_setsbuf", set_active(mid, true)),
         |mid| vec![int("MSB", *mid)],
     )
 }
@@ -150,15 +150,15 @@ extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
 /// Makes a buffer the active receive buffer and returns the previous one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setrbuf(mid: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "setrbuf",
         || vec![int("MB", mid)],
-        || answer("pvm_setrbuf", choose(mid, false)),
+        || value_or_report("pvm_setrbuf", set_active(mid, false)),
         |mid| vec![int("MRB", *mid)],
     )
 }
 
-fn source(buffer: &Buffer) -> i32 {
+fn source_tid(buffer: &Buffer) -> i32 {
     match buffer.src {
         0 => pvmmytid.load(Relaxed).max(0),
         src => src,
@@ -176,29 +176,30 @@ unsafe extern "C" fn pvm_bufinfo(
     tag: *mut c_int,
     src: *mut c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "bufinfo",
         || vec![int("MB", mid)],
         || {
             // SAFETY: by this function's contract.
-            let (len, tag, src) = unsafe { (Out::new(len), Out::new(tag), Out::new(src)) };
+            let (len, tag, src) =
+                unsafe { (OutParam::new(len), OutParam::new(tag), OutParam::new(src)) };
             let look = || {
                 let session = lock();
                 let buffer = session.buffers.get(mid)?;
-                len.set(buffer.told_len());
+                len.set(buffer.len_as_int());
                 tag.set(buffer.tag);
-                src.set(source(buffer));
+                src.set(source_tid(buffer));
                 Ok(0)
             };
-            answer("pvm_bufinfo", look())
+            value_or_report("pvm_bufinfo", look())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
             vec![
                 int("CC", *code),
-                int("INB", left_in(len)),
-                int("IMC", left_in(tag)),
-                int("IST", left_in(src)),
+                int("INB", read_int(len)),
+                int("IMC", read_int(tag)),
+                int("IST", read_int(src)),
             ]
         },
     )
@@ -210,12 +211,12 @@ unsafe extern "C" fn pvm_bufinfo(
 /// `info` must be null or valid for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
-    trace::call(
+    trace::traced_call(
         "getminfo",
         || vec![int("MB", mid)],
         || {
             // SAFETY: by this function's contract.
-            let info = unsafe { Out::new(info) };
+            let info = unsafe { OutParam::new(info) };
             let look = || {
                 let session = lock();
                 let buffer = session.buffers.get(mid)?;
@@ -223,20 +224,20 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
                     return Err(PvmError::BadParam);
                 }
                 info.set(MsgInfo {
-                    len: buffer.told_len(),
+                    len: buffer.len_as_int(),
                     ctx: buffer.ctx,
                     tag: buffer.tag,
                     wid: buffer.wid,
-                    enc: buffer.enc.word(),
+                    enc: buffer.enc.code(),
                     crc: 0,
-                    src: source(buffer),
+                    src: source_tid(buffer),
                     dst: buffer.dst,
                 });
                 Ok(0)
             };
-            answer("pvm_getminfo", look())
+            value_or_report("pvm_getminfo", look())
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -246,7 +247,7 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
 /// `info` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
-    trace::call(
+    trace::traced_call(
         "setminfo",
         || vec![int("MB", mid)],
         || {
@@ -260,9 +261,9 @@ unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
                 (buffer.src, buffer.dst) = (info.src, info.dst);
                 Ok(0)
             };
-            answer("pvm_setminfo", set())
+            value_or_report("pvm_setminfo", set())
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -270,11 +271,11 @@ fn pack_message(mid: i32) -> PvmResult<i32> {
     if lock().sbuf == mid {
         return Err(PvmError::BadParam);
     }
-    let mut message = send::copy_of(mid)?;
+    let mut message = send::buffer_as_message(mid)?;
     if message.src == Tid::NONE {
         message.src = Tid::from_raw(pvmmytid.load(Relaxed).max(0));
     }
-    zero(pack::pack_message(lock().send_buffer()?, &message))
+    zero_on_success(pack::pack_message(lock().send_buffer()?, &message))
 }
 
 /// Packs a whole message as one item of the active send buffer. An error is only returned, not
@@ -288,14 +289,14 @@ fn pack_body(mid: i32) -> PvmResult<i32> {
     if lock().sbuf == mid {
         return Err(PvmError::BadParam);
     }
-    let message = send::copy_of(mid)?;
+    let message = send::buffer_as_message(mid)?;
     let mut session = lock();
     let buffer = session.send_buffer()?;
-    let same = buffer.enc.word() == message.enc;
-    if !same {
+    let same_encoding = buffer.enc.code() == message.enc;
+    if !same_encoding {
         return Err(PvmError::Mismatch);
     }
-    buffer.open()?.extend_from_slice(&message.body);
+    buffer.body_mut()?.extend_from_slice(&message.body);
     Ok(0)
 }
 
@@ -313,7 +314,7 @@ extern "C" fn pvm_upkmesg() -> c_int {
     let unpack = || {
         let mut session = lock();
         let message = pack::unpack_message(session.receive_buffer()?)?;
-        session.buffers.add(Buffer::of_message(message))
+        session.buffers.add(Buffer::from_message(message))
     };
     unpack().unwrap_or_else(PvmError::code)
 }

@@ -6,12 +6,12 @@
 #![allow(unsafe_code)]
 
 use super::packing::{pack_with, unpack_with};
-use super::trace_items::trace_text;
-use super::{buffers, zero};
-use crate::format::{Format, Item, Kind, Number};
-use crate::memory::{Strided, Text, put_string};
-use crate::pack::{self, Wire};
-use crate::session::{self, answer, lock};
+use super::trace_items::c_string_item;
+use super::{buffers, zero_on_success};
+use crate::format::{Conversion, Format, FormatItem, Number};
+use crate::memory::{ProgramStr, Strided, write_c_string};
+use crate::pack::{self, Packable};
+use crate::session::{self, lock, value_or_report};
 use crate::trace;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_double, c_int, c_long, c_void};
@@ -56,9 +56,9 @@ jump! {
 }
 
 /// The variadic arguments after a format.
-struct Arguments(*mut c_void);
+struct VaArgs(*mut c_void);
 
-impl Arguments {
+impl VaArgs {
     fn int(&self) -> i32 {
         // SAFETY: the caller promises that the arguments fit the format, and the next conversion
         // takes an int.
@@ -80,17 +80,17 @@ impl Arguments {
         unsafe { sempa_va_pointer(self.0).cast() }
     }
 
-    fn number(&self, number: Option<Number>) -> i32 {
+    fn count_or_stride(&self, number: Option<Number>) -> i32 {
         match number {
             None => 1,
-            Some(Number::Is(value)) => value,
+            Some(Number::Literal(value)) => value,
             Some(Number::Argument) => self.int(),
         }
     }
 
-    fn text<'a>(&self) -> PvmResult<Text<'a>> {
+    fn text<'a>(&self) -> PvmResult<ProgramStr<'a>> {
         // SAFETY: the next conversion takes a string.
-        unsafe { Text::new(self.pointer()) }
+        unsafe { ProgramStr::new(self.pointer()) }
     }
 
     fn array<T: Copy>(&self, count: i32, stride: i32) -> PvmResult<Strided<T>> {
@@ -99,77 +99,81 @@ impl Arguments {
     }
 }
 
-fn pack_one<T: Wire>(value: T) -> PvmResult<i32> {
-    zero(pack::pack_value(lock().send_buffer()?, value))
+fn pack_scalar<T: Packable>(value: T) -> PvmResult<i32> {
+    zero_on_success(pack::pack_value(lock().send_buffer()?, value))
 }
 
 fn pack_byte(value: u8) -> PvmResult<i32> {
     let mut session = lock();
     let buffer = session.send_buffer()?;
-    if let Some(pieces) = buffer.pieces() {
-        pieces.push(crate::buffers::Piece::Here(vec![value]));
+    if let Some(pieces) = buffer.segments() {
+        pieces.push(crate::buffers::Segment::Owned(vec![value]));
         return Ok(0);
     }
-    zero(pack::pack_bytes(buffer, &Strided::of(&[value])))
+    zero_on_success(pack::pack_bytes(buffer, &Strided::from_slice(&[value])))
 }
 
-fn pack_plain(kind: Kind, from: &Arguments) -> PvmResult<i32> {
+fn pack_by_value(kind: Conversion, args: &VaArgs) -> PvmResult<i32> {
     match kind {
         // C promotes arguments smaller than an int to int, and floats to doubles.
-        Kind::Byte => pack_byte(from.int() as u8),
-        Kind::Short => pack_one(from.int() as i16),
-        Kind::UShort => pack_one(from.int() as u16),
-        Kind::Int => pack_one(from.int()),
-        Kind::UInt => pack_one(from.int() as u32),
-        Kind::Long => pack_one(from.long()),
-        Kind::ULong => pack_one(from.long() as u64),
-        Kind::Float => pack_one(from.double() as f32),
-        Kind::Double => pack_one(from.double()),
-        Kind::Complex | Kind::DoubleComplex | Kind::Text => pack_array(kind, from, 1, 1),
-    }
-}
-
-fn pack_array(kind: Kind, from: &Arguments, count: i32, stride: i32) -> PvmResult<i32> {
-    match kind {
-        Kind::Byte => pack_with(from.array(count, stride), pack::pack_bytes),
-        Kind::Short => pack_with(from.array::<i16>(count, stride), pack::pack),
-        Kind::UShort => pack_with(from.array::<u16>(count, stride), pack::pack),
-        Kind::Int => pack_with(from.array::<i32>(count, stride), pack::pack),
-        Kind::UInt => pack_with(from.array::<u32>(count, stride), pack::pack),
-        Kind::Long => pack_with(from.array::<i64>(count, stride), pack::pack),
-        Kind::ULong => pack_with(from.array::<u64>(count, stride), pack::pack),
-        Kind::Float => pack_with(from.array::<f32>(count, stride), pack::pack),
-        Kind::Double => pack_with(from.array::<f64>(count, stride), pack::pack),
-        Kind::Complex => pack_with(from.array::<[f32; 2]>(count, stride), pack::pack),
-        Kind::DoubleComplex => pack_with(from.array::<[f64; 2]>(count, stride), pack::pack),
-        Kind::Text => {
-            let text = from.text()?;
-            zero(pack::pack_str_value(lock().send_buffer()?, text.bytes()))
+        Conversion::Byte => pack_byte(args.int() as u8),
+        Conversion::Short => pack_scalar(args.int() as i16),
+        Conversion::UShort => pack_scalar(args.int() as u16),
+        Conversion::Int => pack_scalar(args.int()),
+        Conversion::UInt => pack_scalar(args.int() as u32),
+        Conversion::Long => pack_scalar(args.long()),
+        Conversion::ULong => pack_scalar(args.long() as u64),
+        Conversion::Float => pack_scalar(args.double() as f32),
+        Conversion::Double => pack_scalar(args.double()),
+        Conversion::Complex | Conversion::DoubleComplex | Conversion::Str => {
+            pack_array(kind, args, 1, 1)
         }
     }
 }
 
-fn unpack_array(kind: Kind, from: &Arguments, count: i32, stride: i32) -> PvmResult<i32> {
+fn pack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmResult<i32> {
     match kind {
-        Kind::Byte => unpack_with(from.array(count, stride), pack::unpack_bytes),
-        Kind::Short => unpack_with(from.array::<i16>(count, stride), pack::unpack),
-        Kind::UShort => unpack_with(from.array::<u16>(count, stride), pack::unpack),
-        Kind::Int => unpack_with(from.array::<i32>(count, stride), pack::unpack),
-        Kind::UInt => unpack_with(from.array::<u32>(count, stride), pack::unpack),
-        Kind::Long => unpack_with(from.array::<i64>(count, stride), pack::unpack),
-        Kind::ULong => unpack_with(from.array::<u64>(count, stride), pack::unpack),
-        Kind::Float => unpack_with(from.array::<f32>(count, stride), pack::unpack),
-        Kind::Double => unpack_with(from.array::<f64>(count, stride), pack::unpack),
-        Kind::Complex => unpack_with(from.array::<[f32; 2]>(count, stride), pack::unpack),
-        Kind::DoubleComplex => unpack_with(from.array::<[f64; 2]>(count, stride), pack::unpack),
-        Kind::Text => {
-            let place: *mut c_char = from.pointer();
+        Conversion::Byte => pack_with(args.array(count, stride), pack::pack_bytes),
+        Conversion::Short => pack_with(args.array::<i16>(count, stride), pack::pack),
+        Conversion::UShort => pack_with(args.array::<u16>(count, stride), pack::pack),
+        Conversion::Int => pack_with(args.array::<i32>(count, stride), pack::pack),
+        Conversion::UInt => pack_with(args.array::<u32>(count, stride), pack::pack),
+        Conversion::Long => pack_with(args.array::<i64>(count, stride), pack::pack),
+        Conversion::ULong => pack_with(args.array::<u64>(count, stride), pack::pack),
+        Conversion::Float => pack_with(args.array::<f32>(count, stride), pack::pack),
+        Conversion::Double => pack_with(args.array::<f64>(count, stride), pack::pack),
+        Conversion::Complex => pack_with(args.array::<[f32; 2]>(count, stride), pack::pack),
+        Conversion::DoubleComplex => pack_with(args.array::<[f64; 2]>(count, stride), pack::pack),
+        Conversion::Str => {
+            let text = args.text()?;
+            zero_on_success(pack::pack_str_value(lock().send_buffer()?, text.to_bytes()))
+        }
+    }
+}
+
+fn unpack_array(kind: Conversion, args: &VaArgs, count: i32, stride: i32) -> PvmResult<i32> {
+    match kind {
+        Conversion::Byte => unpack_with(args.array(count, stride), pack::unpack_bytes),
+        Conversion::Short => unpack_with(args.array::<i16>(count, stride), pack::unpack),
+        Conversion::UShort => unpack_with(args.array::<u16>(count, stride), pack::unpack),
+        Conversion::Int => unpack_with(args.array::<i32>(count, stride), pack::unpack),
+        Conversion::UInt => unpack_with(args.array::<u32>(count, stride), pack::unpack),
+        Conversion::Long => unpack_with(args.array::<i64>(count, stride), pack::unpack),
+        Conversion::ULong => unpack_with(args.array::<u64>(count, stride), pack::unpack),
+        Conversion::Float => unpack_with(args.array::<f32>(count, stride), pack::unpack),
+        Conversion::Double => unpack_with(args.array::<f64>(count, stride), pack::unpack),
+        Conversion::Complex => unpack_with(args.array::<[f32; 2]>(count, stride), pack::unpack),
+        Conversion::DoubleComplex => {
+            unpack_with(args.array::<[f64; 2]>(count, stride), pack::unpack)
+        }
+        Conversion::Str => {
+            let target: *mut c_char = args.pointer();
             let text = pack::unpack_str(lock().receive_buffer()?)?;
-            if place.is_null() {
+            if target.is_null() {
                 return Err(PvmError::BadParam);
             }
             // SAFETY: the conversion takes a buffer with room for the string.
-            unsafe { put_string(place, &text) };
+            unsafe { write_c_string(target, &text) };
             Ok(0)
         }
     }
@@ -183,22 +187,23 @@ fn unpack_array(kind: Kind, from: &Arguments, count: i32, stride: i32) -> PvmRes
 unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_int {
     let pack_all = || {
         // SAFETY: by this function's contract.
-        let format = unsafe { Text::new(format) }?;
-        let from = Arguments(list);
-        for item in Format::new(format.bytes()) {
+        let format = unsafe { ProgramStr::new(format) }?;
+        let from = VaArgs(list);
+        for item in Format::new(format.to_bytes()) {
             match item? {
-                Item::Begin => buffers::begin(from.int())?,
-                Item::Data {
+                FormatItem::NewBuffer => buffers::restart_send_buffer(from.int())?,
+                FormatItem::Data {
                     kind,
                     count: None,
                     stride: None,
-                } => drop(pack_plain(kind, &from)?),
-                Item::Data {
+                } => drop(pack_by_value(kind, &from)?),
+                FormatItem::Data {
                     kind,
                     count,
                     stride,
                 } => {
-                    let (count, stride) = (from.number(count), from.number(stride));
+                    let (count, stride) =
+                        (from.count_or_stride(count), from.count_or_stride(stride));
                     pack_array(kind, &from, count, stride)?;
                 }
             }
@@ -206,12 +211,12 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
         Ok(0)
     };
     // SAFETY: by this function's contract.
-    let items = || vec![unsafe { trace_text("PF", format) }];
-    trace::call(
+    let items = || vec![unsafe { c_string_item("PF", format) }];
+    trace::traced_call(
         "packf",
         items,
-        || answer("pvm_packf", pack_all()),
-        trace::cc,
+        || value_or_report("pvm_packf", pack_all()),
+        trace::return_code_items,
     )
 }
 
@@ -223,17 +228,18 @@ unsafe extern "C" fn pvm_vpackf(format: *const c_char, list: *mut c_void) -> c_i
 unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c_int {
     let unpack_all = || {
         // SAFETY: by this function's contract.
-        let format = unsafe { Text::new(format) }?;
-        let from = Arguments(list);
-        for item in Format::new(format.bytes()) {
+        let format = unsafe { ProgramStr::new(format) }?;
+        let from = VaArgs(list);
+        for item in Format::new(format.to_bytes()) {
             match item? {
-                Item::Begin => return Err(PvmError::BadParam),
-                Item::Data {
+                FormatItem::NewBuffer => return Err(PvmError::BadParam),
+                FormatItem::Data {
                     kind,
                     count,
                     stride,
                 } => {
-                    let (count, stride) = (from.number(count), from.number(stride));
+                    let (count, stride) =
+                        (from.count_or_stride(count), from.count_or_stride(stride));
                     unpack_array(kind, &from, count, stride)?;
                 }
             }
@@ -241,12 +247,12 @@ unsafe extern "C" fn pvm_vunpackf(format: *const c_char, list: *mut c_void) -> c
         Ok(0)
     };
     // SAFETY: by this function's contract.
-    let items = || vec![unsafe { trace_text("PF", format) }];
-    trace::call(
+    let items = || vec![unsafe { c_string_item("PF", format) }];
+    trace::traced_call(
         "unpackf",
         items,
-        || answer("pvm_unpackf", unpack_all()),
-        trace::cc,
+        || value_or_report("pvm_unpackf", unpack_all()),
+        trace::return_code_items,
     )
 }
 
@@ -270,6 +276,6 @@ unsafe extern "C" fn vpvmlogprintf(format: *const c_char, list: *mut c_void) -> 
             .unwrap_or(0)
             .min(LOG_LINE_BYTES_MAX - 1),
     );
-    session::say(&String::from_utf8_lossy(&line), true);
+    session::log_stderr(&String::from_utf8_lossy(&line), true);
     0
 }

@@ -3,7 +3,7 @@
 
 #![allow(unsafe_code)]
 
-use crate::memory::{Out, Text};
+use crate::memory::{OutParam, ProgramStr};
 use crate::receive;
 use crate::{session, trace};
 use sempa_proto::group::{GroupCall, GroupEvent, GroupReply, list_words};
@@ -31,15 +31,16 @@ unsafe extern "C" fn sempa_group_request(
     count: *mut c_int,
 ) -> c_int {
     // SAFETY: by this function's contract.
-    let (list, count) = unsafe { (Out::new(list), Out::new(count)) };
+    let (list, count) = unsafe { (OutParam::new(list), OutParam::new(count)) };
     list.set(std::ptr::null_mut());
     count.set(0);
     // SAFETY: by this function's contract.
-    let group = unsafe { Text::new(group) }.map_or(Vec::new(), |text| text.bytes().to_vec());
-    match ask(call, group, number) {
-        Ok(Answer::Number(number)) => number,
-        Ok(Answer::Words(_)) if list.is_null() => 0,
-        Ok(Answer::Words(words)) => match copy(&words) {
+    let group =
+        unsafe { ProgramStr::new(group) }.map_or(Vec::new(), |text| text.to_bytes().to_vec());
+    match group_request(call, group, number) {
+        Ok(GroupResult::Number(number)) => number,
+        Ok(GroupResult::List(_)) if list.is_null() => 0,
+        Ok(GroupResult::List(words)) => match malloc_copy(&words) {
             Some(place) => {
                 list.set(place);
                 count.set(words.len() as c_int);
@@ -51,34 +52,34 @@ unsafe extern "C" fn sempa_group_request(
     }
 }
 
-enum Answer {
+enum GroupResult {
     Number(i32),
-    Words(Vec<i32>),
+    List(Vec<i32>),
 }
 
-fn ask(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<Answer> {
+fn group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupResult> {
     let request = GroupCall::try_from(call)?.request(group, number);
     let rt = session::runtime()?;
-    let mut pump = || receive::pump(&rt);
+    let mut pump = || receive::poll_incoming(&rt);
     // Inside a handler no messages are dispatched, because handlers do not interrupt each other.
-    let arrived: Option<&mut dyn FnMut()> = if receive::in_handler() {
+    let on_arrival: Option<&mut dyn FnMut()> = if receive::in_handler() {
         None
     } else {
         Some(&mut pump)
     };
-    match rt.group_request(request, arrived) {
-        Reply::Group(GroupReply::Number(number)) => Ok(Answer::Number(number)),
-        Reply::Group(GroupReply::Members(tids)) => {
-            Ok(Answer::Words(tids.iter().map(|tid| tid.raw()).collect()))
-        }
-        Reply::Group(GroupReply::Groups(groups)) => Ok(Answer::Words(list_words(&groups))),
+    match rt.group_request(request, on_arrival) {
+        Reply::Group(GroupReply::Number(number)) => Ok(GroupResult::Number(number)),
+        Reply::Group(GroupReply::Members(tids)) => Ok(GroupResult::List(
+            tids.iter().map(|tid| tid.raw()).collect(),
+        )),
+        Reply::Group(GroupReply::Groups(groups)) => Ok(GroupResult::List(list_words(&groups))),
         Reply::Failed { error, .. } => Err(error),
         _ => Err(PvmError::BadMsg),
     }
 }
 
 /// Copies the words into memory of the C library; `None` if there is not enough.
-fn copy(words: &[i32]) -> Option<*mut c_int> {
+fn malloc_copy(words: &[i32]) -> Option<*mut c_int> {
     // SAFETY: `malloc` accepts any size.
     let place = unsafe { libc::malloc(size_of_val(words).max(1)) }.cast::<c_int>();
     if place.is_null() {
@@ -119,12 +120,13 @@ unsafe extern "C" fn sempa_group_traced(
     let (name, item, answer) = event.names();
     let entry = || {
         // SAFETY: by this function's contract.
-        let group = unsafe { Text::new(group) }.map_or(Vec::new(), |text| text.bytes().to_vec());
+        let group =
+            unsafe { ProgramStr::new(group) }.map_or(Vec::new(), |text| text.to_bytes().to_vec());
         let mut items = vec![text("GN", group)];
         items.extend(item.map(|item| int(item, argument)));
         items
     };
-    trace::call(
+    trace::traced_call(
         name,
         entry,
         || body(data),

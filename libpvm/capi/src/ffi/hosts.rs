@@ -2,14 +2,14 @@
 
 #![allow(unsafe_code)]
 
-use super::lent::{Records, Shelf};
-use super::trace_items::{left_in, trace_ints, trace_text, trace_texts};
-use super::zero;
+use super::returned_lists::{RecordList, ReturnSlot};
+use super::trace_items::{c_ints_item, c_string_item, c_strings_item, read_int};
+use super::zero_on_success;
 use crate::abi::{HostInfo, MASK_BYTES, TimeVal};
-use crate::ask;
-use crate::memory::{Out, Strided, Text, strings};
+use crate::memory::{OutParam, ProgramStr, Strided, copy_strings};
 use crate::process;
-use crate::session::{self, answer, answer_quietly};
+use crate::requests;
+use crate::session::{self, value_or_report, value_or_report_except};
 use crate::trace;
 use sempa_proto::table::HostEntry;
 use sempa_proto::task::{Service, TICKLE_WORDS_MAX, TracerSettings};
@@ -17,8 +17,8 @@ use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 
-fn info(records: &mut Records<HostInfo>, host: &HostEntry) {
-    let (name, arch) = (records.text(&host.name), records.text(&host.arch));
+fn push_host_info(records: &mut RecordList<HostInfo>, host: &HostEntry) {
+    let (name, arch) = (records.add_text(&host.name), records.add_text(&host.arch));
     records.push(HostInfo {
         tid: host.id.tid().raw(),
         name,
@@ -28,7 +28,7 @@ fn info(records: &mut Records<HostInfo>, host: &HostEntry) {
     });
 }
 
-static HOSTS: Shelf<HostInfo> = Shelf::new();
+static HOSTS: ReturnSlot<HostInfo> = ReturnSlot::new();
 
 /// Lists the hosts with their number and the number of their data formats.
 ///
@@ -40,57 +40,69 @@ unsafe extern "C" fn pvm_config(
     formats: *mut c_int,
     list: *mut *mut HostInfo,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "config",
-        trace::nothing,
+        trace::no_items,
         || {
             // SAFETY: by this function's contract.
-            let (hosts, formats, list) =
-                unsafe { (Out::new(hosts), Out::new(formats), Out::new(list)) };
+            let (hosts, formats, list) = unsafe {
+                (
+                    OutParam::new(hosts),
+                    OutParam::new(formats),
+                    OutParam::new(list),
+                )
+            };
             let ask = || {
-                let table = ask::config()?;
-                let mut records = Records::new();
-                table.hosts.iter().for_each(|host| info(&mut records, host));
+                let table = requests::config()?;
+                let mut records = RecordList::new();
+                table
+                    .hosts
+                    .iter()
+                    .for_each(|host| push_host_info(&mut records, host));
                 hosts.set(records.len());
                 formats.set(table.formats() as i32);
                 if !list.is_null() {
-                    list.set(HOSTS.lend(records));
+                    list.set(HOSTS.store(records));
                 }
                 Ok(0)
             };
-            answer("pvm_config", ask())
+            value_or_report("pvm_config", ask())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
             vec![
-                int("NH", left_in(hosts)),
-                int("NA", left_in(formats)),
+                int("NH", read_int(hosts)),
+                int("NA", read_int(formats)),
                 int("CC", *code),
             ]
         },
     )
 }
 
-/// Stores one status per host and returns the number of those that `good` accepts.
-unsafe fn statuses(place: *mut c_int, results: &[i32], good: fn(i32) -> bool) -> PvmResult<i32> {
-    if !place.is_null() {
+/// Stores one status per host and returns the number of those that `is_success` accepts.
+unsafe fn store_statuses(
+    target: *mut c_int,
+    results: &[i32],
+    is_success: fn(i32) -> bool,
+) -> PvmResult<i32> {
+    if !target.is_null() {
         // SAFETY: the caller's array has one element per name.
-        let room = unsafe { Strided::new(place, results.len() as c_int, 1)? };
+        let room = unsafe { Strided::new(target, results.len() as c_int, 1)? };
         results
             .iter()
             .enumerate()
             .for_each(|(i, status)| room.set(i, *status));
     }
-    Ok(results.iter().filter(|status| good(**status)).count() as i32)
+    Ok(results.iter().filter(|status| is_success(**status)).count() as i32)
 }
 
 /// Copies the names of hosts. A count beyond the maximum is refused before any name is read.
-unsafe fn names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<u8>>> {
-    if !(1..=ask::HOSTS_PER_CALL_MAX as c_int).contains(&count) {
+unsafe fn host_names(names: *const *const c_char, count: c_int) -> PvmResult<Vec<Vec<u8>>> {
+    if !(1..=requests::HOSTS_PER_CALL_MAX as c_int).contains(&count) {
         return Err(PvmError::BadParam);
     }
     // SAFETY: the caller's array has `count` strings.
-    unsafe { strings(names, Some(count)) }
+    unsafe { copy_strings(names, Some(count)) }
 }
 
 /// Adds hosts and returns how many were added.
@@ -104,15 +116,15 @@ unsafe extern "C" fn pvm_addhosts(
     count: c_int,
     status: *mut c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "addhosts",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_texts("HNL", hosts, count)] },
+        || unsafe { vec![c_strings_item("HNL", hosts, count)] },
         || {
             let ask = || {
                 session::runtime()?;
                 // SAFETY: by this function's contract.
-                let added = ask::add_hosts(unsafe { names(hosts, count)? })?;
+                let added = requests::add_hosts(unsafe { host_names(hosts, count)? })?;
                 let code = |host: &sempa_proto::table::AddedHost| {
                     host.result
                         .as_ref()
@@ -121,11 +133,11 @@ unsafe extern "C" fn pvm_addhosts(
                 let results: Vec<i32> =
                     added.iter().take(count.max(0) as usize).map(code).collect();
                 // SAFETY: as above, by this function's contract.
-                unsafe { statuses(status, &results, |status| status > 0) }
+                unsafe { store_statuses(status, &results, |status| status > 0) }
             };
-            answer("pvm_addhosts", ask())
+            value_or_report("pvm_addhosts", ask())
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -139,15 +151,15 @@ unsafe extern "C" fn pvm_delhosts(
     count: c_int,
     status: *mut c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "delhosts",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_texts("HNL", hosts, count)] },
+        || unsafe { vec![c_strings_item("HNL", hosts, count)] },
         || {
             let ask = || {
                 session::runtime()?;
                 // SAFETY: by this function's contract.
-                let removed = ask::delete_hosts(unsafe { names(hosts, count)? })?;
+                let removed = requests::delete_hosts(unsafe { host_names(hosts, count)? })?;
                 let code = |result: &PvmResult<()>| result.map_or_else(PvmError::code, |()| 0);
                 let results: Vec<i32> = removed
                     .iter()
@@ -155,11 +167,11 @@ unsafe extern "C" fn pvm_delhosts(
                     .map(code)
                     .collect();
                 // SAFETY: as above, by this function's contract.
-                unsafe { statuses(status, &results, |status| status == 0) }
+                unsafe { store_statuses(status, &results, |status| status == 0) }
             };
-            answer("pvm_delhosts", ask())
+            value_or_report("pvm_delhosts", ask())
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -169,15 +181,16 @@ unsafe extern "C" fn pvm_delhosts(
 /// `name` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
-    trace::call(
+    trace::traced_call(
         "mstat",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("HN", name)] },
+        || unsafe { vec![c_string_item("HN", name)] },
         || {
             // SAFETY: by this function's contract.
-            let name = unsafe { Text::new(name) };
-            let result = session::runtime().and_then(|_| zero(ask::host_status(name?.string())));
-            answer_quietly("pvm_mstat", result, &[PvmError::NoHost, PvmError::HostFail])
+            let name = unsafe { ProgramStr::new(name) };
+            let result = session::runtime()
+                .and_then(|_| zero_on_success(requests::host_status(name?.to_string_lossy())));
+            value_or_report_except("pvm_mstat", result, &[PvmError::NoHost, PvmError::HostFail])
         },
         |code| vec![int("HS", *code)],
     )
@@ -189,15 +202,16 @@ unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
 /// `arch` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_archcode(arch: *const c_char) -> c_int {
-    trace::call(
+    trace::traced_call(
         "archcode",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("AN", arch)] },
+        || unsafe { vec![c_string_item("AN", arch)] },
         || {
             // SAFETY: by this function's contract.
-            let arch = unsafe { Text::new(arch) };
-            let result = session::runtime().and_then(|_| ask::arch_code(&arch?.string()));
-            answer("pvm_archcode", result)
+            let arch = unsafe { ProgramStr::new(arch) };
+            let result =
+                session::runtime().and_then(|_| requests::arch_code(&arch?.to_string_lossy()));
+            value_or_report("pvm_archcode", result)
         },
         |code| vec![int("AC", *code)],
     )
@@ -216,7 +230,7 @@ extern "C" fn pvm_tidtohost(tid: c_int) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut TimeVal) -> c_int {
     // SAFETY: by this function's contract.
-    let (clock, delta) = unsafe { (Out::new(clock), Out::new(delta)) };
+    let (clock, delta) = unsafe { (OutParam::new(clock), OutParam::new(delta)) };
     let micros = |(seconds, micros): (i64, i64)| seconds * 1_000_000 + micros;
     // The microseconds are never negative, even for negative times.
     let time = |value: i64| TimeVal {
@@ -225,24 +239,24 @@ unsafe extern "C" fn pvm_hostsync(host: c_int, clock: *mut TimeVal, delta: *mut 
     };
     let ask = || {
         session::runtime()?;
-        let before = micros(process::clock());
-        let remote = i64::try_from(ask::host_clock(host)?).map_err(|_| PvmError::Overflow)?;
-        let after = micros(process::clock());
+        let before = micros(process::now());
+        let remote = i64::try_from(requests::host_clock(host)?).map_err(|_| PvmError::Overflow)?;
+        let after = micros(process::now());
         clock.set(time(remote));
         delta.set(time(before + (after - before) / 2 - remote));
         Ok(0)
     };
-    answer("pvm_hostsync", ask())
+    value_or_report("pvm_hostsync", ask())
 }
 
 /// Halts the virtual machine.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_halt() -> c_int {
-    trace::once("halt", trace::nothing);
-    answer("pvm_halt", zero(ask::halt()))
+    trace::record_event("halt", trace::no_items);
+    value_or_report("pvm_halt", zero_on_success(requests::halt()))
 }
 
-static MASTER: Shelf<HostInfo> = Shelf::new();
+static MASTER: ReturnSlot<HostInfo> = ReturnSlot::new();
 
 /// Registers this task as the resource manager. Returns the tid of the previous one; 0 if there was
 /// none.
@@ -251,24 +265,25 @@ static MASTER: Shelf<HostInfo> = Shelf::new();
 /// `master` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
-    trace::call(
+    trace::traced_call(
         "reg_rm",
-        trace::nothing,
+        trace::no_items,
         || {
             // SAFETY: by this function's contract.
-            let list = unsafe { Out::new(master) };
+            let list = unsafe { OutParam::new(master) };
             let ask = || {
-                let (previous, host) = ask::register_rm()?;
-                let mut records = Records::new();
-                host.iter().for_each(|host| info(&mut records, host));
+                let (previous, host) = requests::register_rm()?;
+                let mut records = RecordList::new();
+                host.iter()
+                    .for_each(|host| push_host_info(&mut records, host));
                 if records.len() > 0 {
-                    list.set(MASTER.lend(records));
+                    list.set(MASTER.store(records));
                 }
                 Ok(previous)
             };
-            answer("pvm_reg_rm", ask())
+            value_or_report("pvm_reg_rm", ask())
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -276,11 +291,16 @@ unsafe extern "C" fn pvm_reg_rm(master: *mut *mut HostInfo) -> c_int {
 /// unregisters it.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_hoster() -> c_int {
-    trace::call(
+    trace::traced_call(
         "reg_hoster",
-        trace::nothing,
-        || answer("pvm_reg_hoster", zero(ask::serve(Service::Hoster))),
-        trace::cc,
+        trace::no_items,
+        || {
+            value_or_report(
+                "pvm_reg_hoster",
+                zero_on_success(requests::toggle_service(Service::Hoster)),
+            )
+        },
+        trace::return_code_items,
     )
 }
 
@@ -288,11 +308,16 @@ extern "C" fn pvm_reg_hoster() -> c_int {
 /// unregisters it.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_reg_tasker() -> c_int {
-    trace::call(
+    trace::traced_call(
         "reg_tasker",
-        trace::nothing,
-        || answer("pvm_reg_tasker", zero(ask::serve(Service::Tasker))),
-        trace::cc,
+        trace::no_items,
+        || {
+            value_or_report(
+                "pvm_reg_tasker",
+                zero_on_success(requests::toggle_service(Service::Tasker)),
+            )
+        },
+        trace::return_code_items,
     )
 }
 
@@ -311,7 +336,7 @@ unsafe extern "C" fn pvm_reg_tracer(
     buffer: c_int,
     options: c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "reg_tracer",
         // SAFETY: by this function's contract.
         || unsafe {
@@ -320,18 +345,23 @@ unsafe extern "C" fn pvm_reg_tracer(
                 int("TRT", trace_tag),
                 int("TRX", out_ctx),
                 int("TRO", out_tag),
-                trace_text("TRM", mask),
+                c_string_item("TRM", mask),
                 int("TRB", buffer),
                 int("TRL", options),
             ]
         },
         || {
             // SAFETY: by this function's contract.
-            let mask = unsafe { Text::new(mask) };
+            let mask = unsafe { ProgramStr::new(mask) };
             let register = || {
                 session::runtime()?;
-                let mask = mask?.bytes().iter().copied().take(MASK_BYTES - 1).collect();
-                ask::serve_tracer(TracerSettings {
+                let mask = mask?
+                    .to_bytes()
+                    .iter()
+                    .copied()
+                    .take(MASK_BYTES - 1)
+                    .collect();
+                requests::toggle_tracer(TracerSettings {
                     trace_ctx,
                     trace_tag,
                     out_ctx,
@@ -341,9 +371,9 @@ unsafe extern "C" fn pvm_reg_tracer(
                     options,
                 })
             };
-            answer("pvm_reg_tracer", zero(register()))
+            value_or_report("pvm_reg_tracer", zero_on_success(register()))
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -359,10 +389,10 @@ unsafe extern "C" fn pvm_tickle(
     results: *mut c_int,
     result: *mut c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "tickle",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_ints("TA", args, count)] },
+        || unsafe { vec![c_ints_item("TA", args, count)] },
         || {
             let ask = || {
                 session::runtime()?;
@@ -370,26 +400,31 @@ unsafe extern "C" fn pvm_tickle(
                     return Err(PvmError::BadParam);
                 }
                 // SAFETY: by this function's contract.
-                let (words, results) =
-                    unsafe { (Strided::new(args, count, 1)?.to_vec(), Out::new(results)) };
-                let numbers = ask::tickle(words)?;
+                let (words, results) = unsafe {
+                    (
+                        Strided::new(args, count, 1)?.to_vec(),
+                        OutParam::new(results),
+                    )
+                };
+                let numbers = requests::tickle(words)?;
                 results.set(numbers.len() as c_int);
                 if !result.is_null() {
                     // SAFETY: as above. There are never more than ten.
-                    let room = unsafe {
+                    let target = unsafe {
                         Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)?
                     };
-                    (0..room.len()).for_each(|i| room.set(i, numbers[i]));
+                    (0..numbers.len().min(TICKLE_WORDS_MAX))
+                        .for_each(|i| target.set(i, numbers[i]));
                 }
                 Ok(0)
             };
-            answer("pvm_tickle", ask())
+            value_or_report("pvm_tickle", ask())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
             vec![
                 int("CC", *code),
-                trace_ints("TR", result, left_in(results).min(10)),
+                c_ints_item("TR", result, read_int(results).min(10)),
             ]
         },
     )

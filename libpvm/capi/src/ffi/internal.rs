@@ -5,11 +5,11 @@
 
 #![allow(unsafe_code)]
 
-use super::zero;
+use super::zero_on_success;
 use crate::data::pvmmytaskname;
-use crate::memory::{Lent, Out, Text, put_string};
-use crate::session::{answer, lock, report, say};
-use crate::{abi::TimeVal, ask, env, leave, names, process, session};
+use crate::memory::{LentToC, OutParam, ProgramStr, write_c_string};
+use crate::session::{lock, log_stderr, report_error, value_or_report};
+use crate::{abi::TimeVal, env, leave, names, process, requests, session};
 use sempa_proto::PvmError;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -19,9 +19,10 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 ///
 /// # Safety
 /// `text` must be null or a string.
-unsafe fn text(text: *const c_char) -> String {
+unsafe fn string_or_null_text(text: *const c_char) -> String {
     // SAFETY: the caller's contract: null or a string.
-    unsafe { Text::new(text) }.map_or_else(|_| "(null)".to_string(), |text| text.string())
+    unsafe { ProgramStr::new(text) }
+        .map_or_else(|_| "(null)".to_string(), |text| text.to_string_lossy())
 }
 
 /// Reports an error as a call of this library does, and returns its code.
@@ -31,7 +32,7 @@ unsafe fn text(text: *const c_char) -> String {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn lpvmerr(place: *const c_char, code: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    report(&unsafe { text(place) }, code)
+    report_error(&unsafe { string_or_null_text(place) }, code)
 }
 
 /// Writes a line to the log.
@@ -41,7 +42,7 @@ unsafe extern "C" fn lpvmerr(place: *const c_char, code: c_int) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmlogerror(line: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    say(&unsafe { text(line) }, true);
+    log_stderr(&unsafe { string_or_null_text(line) }, true);
     0
 }
 
@@ -53,7 +54,8 @@ unsafe extern "C" fn pvmlogerror(line: *const c_char) -> c_int {
 unsafe extern "C" fn pvmlogperror(line: *const c_char) -> c_int {
     let error = std::io::Error::last_os_error();
     // SAFETY: by this function's contract.
-    say(&format!("{}: {error}\n", unsafe { text(line) }), true);
+    let line = unsafe { string_or_null_text(line) };
+    log_stderr(&format!("{line}: {error}\n"), true);
     0
 }
 
@@ -68,7 +70,7 @@ extern "C" fn pvmbailout(_code: c_int) {}
 #[unsafe(no_mangle)]
 unsafe extern "C" fn errnamecode(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    names::error_code(&unsafe { text(name) }).unwrap_or(1)
+    names::error_code(&unsafe { string_or_null_text(name) }).unwrap_or(1)
 }
 
 /// Enrols the process if it is not a task.
@@ -80,11 +82,11 @@ extern "C" fn pvmbeatask() -> c_int {
 /// Disconnects from the daemon.
 #[unsafe(no_mangle)]
 extern "C" fn pvmendtask() -> c_int {
-    leave::end();
+    leave::disconnect();
     0
 }
 
-static TASK_NAME: Mutex<Option<Lent<CString>>> = Mutex::new(None);
+static TASK_NAME: Mutex<Option<LentToC<CString>>> = Mutex::new(None);
 
 /// Sets the name of this task in its own messages.
 ///
@@ -98,7 +100,7 @@ unsafe extern "C" fn pvmsettaskname(name: *const c_char) -> c_int {
     // SAFETY: not null, so a string by this function's contract.
     let name = unsafe { CStr::from_ptr(name) }.to_owned();
     pvmmytaskname.store(name.as_ptr().cast_mut().cast(), Relaxed);
-    *TASK_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(Lent(name));
+    *TASK_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(LentToC(name));
     0
 }
 
@@ -118,11 +120,15 @@ unsafe extern "C" fn pvmreset(
         String::new()
     } else {
         // SAFETY: by this function's contract.
-        unsafe { text(name) }
+        unsafe { string_or_null_text(name) }
     };
-    answer(
+    value_or_report(
         "pvmreset",
-        zero(ask::reset(kill != 0, name, (index >= 0).then_some(index))),
+        zero_on_success(requests::reset(
+            kill != 0,
+            name,
+            (index >= 0).then_some(index),
+        )),
     )
 }
 
@@ -133,12 +139,12 @@ unsafe extern "C" fn pvmreset(
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmdisplaymhfinfo(who: *const c_char, message: *const c_char, tid: c_int) {
     // SAFETY: by this function's contract.
-    let (who, message) = unsafe { (text(who), text(message)) };
+    let (who, message) = unsafe { (string_or_null_text(who), string_or_null_text(message)) };
     let session = lock();
     let (list, count, free) = (
         session.handlers.list(),
-        session.handlers.count(),
-        session.handlers.free_number(),
+        session.handlers.assigned_ids(),
+        session.handlers.lowest_free_id(),
     );
     drop(session);
     let (live, first_free) = (list.len(), free.unwrap_or(-1));
@@ -175,7 +181,7 @@ extern "C" fn pvmgetdsig() -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmputenv(setting: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    let setting = unsafe { text(setting) };
+    let setting = unsafe { string_or_null_text(setting) };
     match setting.split_once('=') {
         Some((name, value)) if !name.is_empty() => {
             env::set(name, value);
@@ -192,7 +198,7 @@ unsafe extern "C" fn pvmputenv(setting: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmstrtoi(number: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { Text::new(number) }.map_or(0, |number| env::number(number.bytes()))
+    unsafe { ProgramStr::new(number) }.map_or(0, |number| env::parse_number(number.to_bytes()))
 }
 
 /// Parses a hexadecimal number, with or without `0x`.
@@ -202,10 +208,10 @@ unsafe extern "C" fn pvmstrtoi(number: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmxtoi(number: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { Text::new(number) }.map_or(0, |number| env::hex(number.bytes()))
+    unsafe { ProgramStr::new(number) }.map_or(0, |number| env::parse_hex(number.to_bytes()))
 }
 
-static TAG_NAME: Mutex<Option<Lent<CString>>> = Mutex::new(None);
+static TAG_NAME: Mutex<Option<LentToC<CString>>> = Mutex::new(None);
 
 /// Returns the name of a reserved tag, or the number of another tag as text. Stores in `found`
 /// whether the tag has a name.
@@ -215,13 +221,13 @@ static TAG_NAME: Mutex<Option<Lent<CString>>> = Mutex::new(None);
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char {
     // SAFETY: by this function's contract.
-    let found = unsafe { Out::new(found) };
-    let name = names::tag(tag);
+    let found = unsafe { OutParam::new(found) };
+    let name = names::tag_name(tag);
     found.set(c_int::from(name.is_some()));
     let name = CString::new(name.map_or_else(|| tag.to_string(), str::to_string))
         .expect("names have no NUL");
     let place = name.as_ptr();
-    *TAG_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(Lent(name));
+    *TAG_NAME.lock().unwrap_or_else(PoisonError::into_inner) = Some(LentToC(name));
     place
 }
 
@@ -231,9 +237,9 @@ unsafe extern "C" fn pvmnametag(tag: c_int, found: *mut c_int) -> *const c_char 
 /// `time` must be null or valid for one structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmgetclock(time: *mut TimeVal) -> c_int {
-    let (seconds, micros) = process::clock();
+    let (seconds, micros) = process::now();
     // SAFETY: by this function's contract.
-    unsafe { Out::new(time) }.set(TimeVal {
+    unsafe { OutParam::new(time) }.set(TimeVal {
         tv_sec: seconds,
         tv_usec: micros,
     });
@@ -254,7 +260,7 @@ extern "C" fn pvmsleep(seconds: c_int) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvmmatchstring(string: *const c_char, pattern: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    let (string, pattern) = unsafe { (text(string), text(pattern)) };
+    let (string, pattern) = unsafe { (string_or_null_text(string), string_or_null_text(pattern)) };
     let mut rest = string.as_str();
     for part in pattern.split('*').filter(|part| !part.is_empty()) {
         match rest.find(part) {
@@ -273,37 +279,36 @@ extern "C" fn pvmchkuid(user: c_int) {
     }
 }
 
-static TEMPORARY: OnceLock<CString> = OnceLock::new();
+static TEMP_DIR: OnceLock<CString> = OnceLock::new();
 static REMOTE_SHELL: OnceLock<CString> = OnceLock::new();
-static ROOT: OnceLock<CString> = OnceLock::new();
+static PVM_ROOT_DIR: OnceLock<CString> = OnceLock::new();
 
-fn variable(place: &'static OnceLock<CString>, name: &str, otherwise: &str) -> *const c_char {
-    let read = || {
-        CString::new(env::get(name).unwrap_or_else(|| otherwise.to_string())).unwrap_or_default()
-    };
-    place.get_or_init(read).as_ptr()
+fn env_or_default(cache: &'static OnceLock<CString>, name: &str, fallback: &str) -> *const c_char {
+    let read =
+        || CString::new(env::get(name).unwrap_or_else(|| fallback.to_string())).unwrap_or_default();
+    cache.get_or_init(read).as_ptr()
 }
 
 /// Returns the directory for temporary files.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgettmp() -> *const c_char {
-    variable(&TEMPORARY, "PVM_TMP", "/tmp")
+    env_or_default(&TEMP_DIR, "PVM_TMP", "/tmp")
 }
 
 /// Returns the command of the remote shell.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetrsh() -> *const c_char {
-    variable(&REMOTE_SHELL, "PVM_RSH", "ssh")
+    env_or_default(&REMOTE_SHELL, "PVM_RSH", "ssh")
 }
 
 /// Returns the directory in which PVM is installed.
 #[unsafe(no_mangle)]
 extern "C" fn pvmgetroot() -> *const c_char {
-    variable(&ROOT, "PVM_ROOT", "/usr/lib/pvm3")
+    env_or_default(&PVM_ROOT_DIR, "PVM_ROOT", "/usr/lib/pvm3")
 }
 
 /// Size in bytes of the buffer that a caller of `pvmtmpnam` provides (`PVMTMPNAMLEN`).
-const TEMPORARY_NAME_BYTES: usize = 128;
+const TEMP_NAME_BYTES: usize = 128;
 
 /// Makes a name for a temporary file. Returns null if it does not fit.
 ///
@@ -313,17 +318,17 @@ const TEMPORARY_NAME_BYTES: usize = 128;
 unsafe extern "C" fn pvmtmpnam(place: *mut c_char) -> *mut c_char {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     // SAFETY: the pointer comes from a static string.
-    let directory = unsafe { text(pvmgettmp()) };
+    let directory = unsafe { string_or_null_text(pvmgettmp()) };
     let name = format!(
         "{directory}/pvmtmp{:06}.{}",
-        process::id(),
+        process::pid(),
         COUNT.fetch_add(1, Relaxed)
     );
-    if place.is_null() || name.len() >= TEMPORARY_NAME_BYTES {
+    if place.is_null() || name.len() >= TEMP_NAME_BYTES {
         return std::ptr::null_mut();
     }
     // SAFETY: by this function's contract; the name with its NUL fits.
-    unsafe { put_string(place, name.as_bytes()) };
+    unsafe { write_c_string(place, name.as_bytes()) };
     place
 }
 

@@ -2,15 +2,15 @@
 
 #![allow(unsafe_code)]
 
-use super::lent::{Records, Shelf};
-use super::trace_items::trace_text;
+use super::returned_lists::{RecordList, ReturnSlot};
+use super::trace_items::c_string_item;
 use crate::abi::MboxInfo;
-use crate::ask;
 use crate::buffers::Buffer;
 use crate::data::pvmmytid;
-use crate::memory::{Lent, Out, Text};
+use crate::memory::{LentToC, OutParam, ProgramStr};
+use crate::requests;
 use crate::send;
-use crate::session::{self, answer, answer_quietly, lock};
+use crate::session::{self, lock, value_or_report, value_or_report_except};
 use crate::trace;
 use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
@@ -22,10 +22,10 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// # Safety
 /// `text` must be null or a string.
-unsafe fn name(text: *const c_char) -> PvmResult<String> {
+unsafe fn class_name(text: *const c_char) -> PvmResult<String> {
     session::runtime()?;
     // SAFETY: the caller's contract: null or a string.
-    Ok(unsafe { Text::new(text)? }.string())
+    Ok(unsafe { ProgramStr::new(text)? }.to_string_lossy())
 }
 
 /// Stores a copy of a message in a mailbox class and returns its index.
@@ -34,12 +34,12 @@ unsafe fn name(text: *const c_char) -> PvmResult<String> {
 /// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "putinfo",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                trace_text("CN", text),
+                c_string_item("CN", text),
                 int("CI", 0),
                 int("CF", flags),
                 int("CD", mid),
@@ -48,16 +48,16 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
         || {
             let put = || {
                 // SAFETY: by this function's contract.
-                let name = unsafe { name(text)? };
-                let mut message = send::copy_of(mid)?;
+                let name = unsafe { class_name(text)? };
+                let mut message = send::buffer_as_message(mid)?;
                 if message.src == Tid::NONE {
                     message.src = Tid::from_raw(pvmmytid.load(Relaxed));
                 }
-                ask::put(name, message, flags)
+                requests::mailbox_put(name, message, flags)
             };
-            answer_quietly("pvm_putinfo", put(), &[PvmError::Denied, PvmError::Exists])
+            value_or_report_except("pvm_putinfo", put(), &[PvmError::Denied, PvmError::Exists])
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -67,23 +67,29 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
 /// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "getinfo",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("CN", text), int("CI", index), int("CF", flags)] },
+        || unsafe {
+            vec![
+                c_string_item("CN", text),
+                int("CI", index),
+                int("CF", flags),
+            ]
+        },
         || {
             let receive = || {
                 // SAFETY: by this function's contract.
-                let name = unsafe { name(text)? };
+                let name = unsafe { class_name(text)? };
                 lock().free_rbuf();
-                let message = ask::take(name, index, flags)?;
+                let message = requests::mailbox_take(name, index, flags)?;
                 let mut session = lock();
-                let mid = session.buffers.add(Buffer::of_message(message))?;
+                let mid = session.buffers.add(Buffer::from_message(message))?;
                 session.free_rbuf();
                 session.rbuf = mid;
                 Ok(mid)
             };
-            answer_quietly("pvm_recvinfo", receive(), &[PvmError::NotFound])
+            value_or_report_except("pvm_recvinfo", receive(), &[PvmError::NotFound])
         },
         |mid| vec![int("CC", (*mid).min(0)), int("CR", *mid)],
     )
@@ -95,27 +101,33 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
 /// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "delinfo",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("CN", text), int("CI", index), int("CF", flags)] },
+        || unsafe {
+            vec![
+                c_string_item("CN", text),
+                int("CI", index),
+                int("CF", flags),
+            ]
+        },
         || {
             // SAFETY: by this function's contract.
-            let delete = || ask::delete(unsafe { name(text)? }, index);
+            let delete = || requests::mailbox_delete(unsafe { class_name(text)? }, index);
             // On success the index is returned, as in PVM.
-            answer_quietly(
+            value_or_report_except(
                 "pvm_delinfo",
                 delete().map(|()| index),
                 &[PvmError::Denied, PvmError::NotFound],
             )
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
 /// The arrays of ints to which the listed classes point.
-static NUMBERS: Mutex<Lent<Vec<Vec<c_int>>>> = Mutex::new(Lent(Vec::new()));
-static CLASSES: Shelf<MboxInfo> = Shelf::new();
+static CLASS_ARRAYS: Mutex<LentToC<Vec<Vec<c_int>>>> = Mutex::new(LentToC(Vec::new()));
+static CLASSES: ReturnSlot<MboxInfo> = ReturnSlot::new();
 
 /// Lists the classes whose names match a pattern, with their entries.
 ///
@@ -127,18 +139,26 @@ unsafe extern "C" fn pvm_getmboxinfo(
     count: *mut c_int,
     classes: *mut *mut MboxInfo,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "getmboxinfo",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("CN", pattern)] },
+        || unsafe { vec![c_string_item("CN", pattern)] },
         || {
             // SAFETY: by this function's contract.
-            let (pattern, count, list) =
-                unsafe { (Text::new(pattern), Out::new(count), Out::new(classes)) };
+            let (pattern, count, list) = unsafe {
+                (
+                    ProgramStr::new(pattern),
+                    OutParam::new(count),
+                    OutParam::new(classes),
+                )
+            };
             let ask = || {
-                let classes =
-                    ask::list(pattern.map(|pattern| pattern.string()).unwrap_or_default())?;
-                let mut records = Records::new();
+                let classes = requests::mailbox_list(
+                    pattern
+                        .map(|pattern| pattern.to_string_lossy())
+                        .unwrap_or_default(),
+                )?;
+                let mut records = RecordList::new();
                 let mut numbers = Vec::new();
                 for class in classes {
                     let mut column = |numbers_of: fn(&(i32, Tid, i32)) -> i32| {
@@ -149,7 +169,7 @@ unsafe extern "C" fn pvm_getmboxinfo(
                     };
                     let (indices, owners, flags) =
                         (column(|e| e.0), column(|e| e.1.raw()), column(|e| e.2));
-                    let name = records.text(&class.name);
+                    let name = records.add_text(&class.name);
                     records.push(MboxInfo {
                         name,
                         entries: class.entries.len() as c_int,
@@ -159,13 +179,13 @@ unsafe extern "C" fn pvm_getmboxinfo(
                     });
                 }
                 count.set(records.len());
-                list.set(CLASSES.lend(records));
-                *NUMBERS.lock().unwrap_or_else(PoisonError::into_inner) = Lent(numbers);
+                list.set(CLASSES.store(records));
+                *CLASS_ARRAYS.lock().unwrap_or_else(PoisonError::into_inner) = LentToC(numbers);
                 Ok(0)
             };
-            answer("pvm_getmboxinfo", ask())
+            value_or_report("pvm_getmboxinfo", ask())
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -175,16 +195,22 @@ unsafe extern "C" fn pvm_getmboxinfo(
 /// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "insert",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("CN", text), int("CI", index), int("CD", value)] },
+        || unsafe {
+            vec![
+                c_string_item("CN", text),
+                int("CI", index),
+                int("CD", value),
+            ]
+        },
         || {
             // SAFETY: by this function's contract.
-            let insert = || ask::insert(unsafe { name(text)? }, index, value);
-            answer_quietly("pvm_insert", insert(), &[PvmError::Denied])
+            let insert = || requests::mailbox_insert(unsafe { class_name(text)? }, index, value);
+            value_or_report_except("pvm_insert", insert(), &[PvmError::Denied])
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -194,22 +220,22 @@ unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int)
 /// `text` must be null or a string, and `value` null or valid for one int.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "lookup",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("CN", text), int("CI", index)] },
+        || unsafe { vec![c_string_item("CN", text), int("CI", index)] },
         || {
             // SAFETY: by this function's contract.
-            let place = unsafe { Out::new(value) };
+            let place = unsafe { OutParam::new(value) };
             let lookup = || {
                 // SAFETY: by this function's contract.
-                let found = ask::lookup(unsafe { name(text)? }, index)?;
+                let found = requests::mailbox_lookup(unsafe { class_name(text)? }, index)?;
                 place.set(found);
                 Ok(if index == -1 { 0 } else { index })
             };
-            answer_quietly("pvm_lookup", lookup(), &[PvmError::NotFound])
+            value_or_report_except("pvm_lookup", lookup(), &[PvmError::NotFound])
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -219,21 +245,21 @@ unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c
 /// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "delete",
         // SAFETY: by this function's contract.
-        || unsafe { vec![trace_text("CN", text), int("CI", index)] },
+        || unsafe { vec![c_string_item("CN", text), int("CI", index)] },
         || {
             // SAFETY: by this function's contract.
-            let delete = || ask::delete(unsafe { name(text)? }, index);
+            let delete = || requests::mailbox_delete(unsafe { class_name(text)? }, index);
             // On success the index is returned, as in PVM.
-            answer("pvm_delete", delete().map(|()| index))
+            value_or_report("pvm_delete", delete().map(|()| index))
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
-static NO_RESETS: Shelf<c_int> = Shelf::new();
+static NO_RESETS: ReturnSlot<c_int> = ReturnSlot::new();
 
 /// Lists the tasks that a reset does not end.
 ///
@@ -242,15 +268,15 @@ static NO_RESETS: Shelf<c_int> = Shelf::new();
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getnoresets(tids: *mut *mut c_int, count: *mut c_int) -> c_int {
     // SAFETY: by this function's contract.
-    let (tids, count) = unsafe { (Out::new(tids), Out::new(count)) };
+    let (tids, count) = unsafe { (OutParam::new(tids), OutParam::new(count)) };
     let ask = || {
-        let mut records = Records::new();
-        ask::no_resets()?
+        let mut records = RecordList::new();
+        requests::no_reset_tasks()?
             .into_iter()
             .for_each(|tid| records.push(tid));
         count.set(records.len());
-        tids.set(NO_RESETS.lend(records));
+        tids.set(NO_RESETS.store(records));
         Ok(0)
     };
-    answer("pvm_getnoresets", ask())
+    value_or_report("pvm_getnoresets", ask())
 }

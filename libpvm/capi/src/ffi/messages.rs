@@ -3,17 +3,17 @@
 #![allow(unsafe_code)]
 
 use super::trace_items::{
-    active_bytes, apart_items, array_items, context, left_in, received_items, trace_ints,
-    wanted_items,
+    c_ints_item, current_context, precv_exit_items, read_int, receive_entry_items,
+    receive_exit_items, send_buffer_len, with_array_items,
 };
-use super::zero;
+use super::zero_on_success;
 use crate::abi::TimeVal;
-use crate::buffers::told_len;
+use crate::buffers::len_as_int;
 use crate::handlers::{Filter, HandlerFn};
-use crate::memory::{Out, Strided};
-use crate::receive::{self, Fault, Matcher, Patience};
+use crate::memory::{OutParam, Strided};
+use crate::receive::{self, Matcher, ReceiveError, WaitMode};
 use crate::send;
-use crate::session::{self, answer, lock, report};
+use crate::session::{self, lock, report_error, value_or_report};
 use crate::trace;
 use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult};
@@ -24,18 +24,18 @@ use std::time::{Duration, Instant};
 /// Sends the active send buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "send",
         || {
             vec![
-                int("MNB", active_bytes()),
+                int("MNB", send_buffer_len()),
                 int("DST", tid),
                 int("MC", tag),
-                int("MCX", context()),
+                int("MCX", current_context()),
             ]
         },
-        || answer("pvm_send", zero(send::send(tid, tag))),
-        trace::cc,
+        || value_or_report("pvm_send", zero_on_success(send::send(tid, tag))),
+        trace::return_code_items,
     )
 }
 
@@ -45,35 +45,35 @@ extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
 /// `tids` must be null or hold `count` ints.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "mcast",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                int("MNB", active_bytes()),
+                int("MNB", send_buffer_len()),
                 int("MC", tag),
-                int("MCX", context()),
-                trace_ints("MDL", tids, count),
+                int("MCX", current_context()),
+                c_ints_item("MDL", tids, count),
             ]
         },
         || {
             // SAFETY: by this function's contract.
             let tids = unsafe { Strided::new(tids, count, 1) };
             // As in PVM, the process enrols before its arguments are checked.
-            let result =
-                session::runtime().and_then(|_| zero(send::multicast(&tids?.to_vec(), tag)));
-            answer("pvm_mcast", result)
+            let result = session::runtime()
+                .and_then(|_| zero_on_success(send::multicast(&tids?.to_vec(), tag)));
+            value_or_report("pvm_mcast", result)
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
 /// Wraps an array of a data type (`PVM_*`) as bytes.
-unsafe fn array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<Strided<u8>> {
-    let size = send::type_bytes(kind)?;
+unsafe fn typed_array(items: *const c_void, count: c_int, kind: c_int) -> PvmResult<Strided<u8>> {
+    let size = send::element_bytes(kind)?;
     let count = usize::try_from(count).map_err(|_| PvmError::BadParam)?;
     // SAFETY: the caller's array has `count` elements of this type.
-    unsafe { Strided::run(items.cast(), count * size) }
+    unsafe { Strided::contiguous(items.cast(), count * size) }
 }
 
 /// Sends an array without using the active send buffer.
@@ -88,11 +88,15 @@ unsafe extern "C" fn pvm_psend(
     count: c_int,
     kind: c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "psend",
         || {
-            array_items(
-                vec![int("DST", tid), int("MC", tag), int("MCX", context())],
+            with_array_items(
+                vec![
+                    int("DST", tid),
+                    int("MC", tag),
+                    int("MCX", current_context()),
+                ],
                 items,
                 count,
                 kind,
@@ -100,13 +104,13 @@ unsafe extern "C" fn pvm_psend(
         },
         || {
             // SAFETY: by this function's contract.
-            let items = unsafe { array(items, count, kind) };
-            answer(
+            let items = unsafe { typed_array(items, count, kind) };
+            value_or_report(
                 "pvm_psend",
-                items.and_then(|items| zero(send::send_array(tid, tag, &items))),
+                items.and_then(|items| zero_on_success(send::send_array(tid, tag, &items))),
             )
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -126,39 +130,39 @@ unsafe extern "C" fn pvm_precv(
     from_tag: *mut c_int,
     from_len: *mut c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "precv",
-        || array_items(wanted_items(tid, tag), items, count, kind),
+        || with_array_items(receive_entry_items(tid, tag), items, count, kind),
         || {
             // SAFETY: by this function's contract.
             let (items, from_tid, from_tag, from_len) = unsafe {
                 (
-                    array(items, count, kind),
-                    Out::new(from_tid),
-                    Out::new(from_tag),
-                    Out::new(from_len),
+                    typed_array(items, count, kind),
+                    OutParam::new(from_tid),
+                    OutParam::new(from_tag),
+                    OutParam::new(from_len),
                 )
             };
             let receive = || {
                 let items = items?;
-                let mut buffer = receive::receive_apart(tid, tag)?;
+                let mut buffer = receive::receive_detached(tid, tag)?;
                 from_tid.set(buffer.src);
                 from_tag.set(buffer.tag);
                 // A message that this task sent to itself may have been packed in place.
-                let body = buffer.wire()?;
-                from_len.set(told_len(body.len()));
+                let body = buffer.wire_body()?;
+                from_len.set(len_as_int(body.len()));
                 items.fill_raw(&body[..body.len().min(items.len())]);
                 Ok(Some(0))
             };
-            received("pvm_precv", receive())
+            receive_result("pvm_precv", receive())
         },
         // SAFETY: by this function's contract.
         |code| unsafe {
-            apart_items(
+            precv_exit_items(
                 *code,
-                left_in(from_len),
-                left_in(from_tag),
-                left_in(from_tid),
+                read_int(from_len),
+                read_int(from_tag),
+                read_int(from_tid),
             )
         },
     )
@@ -166,33 +170,33 @@ unsafe extern "C" fn pvm_precv(
 
 /// Converts the result of a receive: the number of the buffer, 0 for no message, or the code of the
 /// error after reporting it.
-fn received(place: &str, result: Result<Option<i32>, Fault>) -> c_int {
+fn receive_result(call: &str, result: Result<Option<i32>, ReceiveError>) -> c_int {
     match result {
         Ok(mid) => mid.unwrap_or(0),
-        Err(Fault::Error(error)) => report(place, error.code()),
-        Err(Fault::Matcher(code)) => report(place, code),
+        Err(ReceiveError::Pvm(error)) => report_error(call, error.code()),
+        Err(ReceiveError::Matcher(code)) => report_error(call, code),
     }
 }
 
 /// Waits for a message and makes it the active receive buffer.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recv(tid: c_int, tag: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "recv",
-        || wanted_items(tid, tag),
-        || received("pvm_recv", receive::receive(tid, tag, Patience::Endless)),
-        received_items,
+        || receive_entry_items(tid, tag),
+        || receive_result("pvm_recv", receive::receive(tid, tag, WaitMode::Forever)),
+        receive_exit_items,
     )
 }
 
 /// Receives without waiting. Returns 0 if no matching message has arrived.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "nrecv",
-        || wanted_items(tid, tag),
-        || received("pvm_nrecv", receive::receive(tid, tag, Patience::None)),
-        received_items,
+        || receive_entry_items(tid, tag),
+        || receive_result("pvm_nrecv", receive::receive(tid, tag, WaitMode::NoWait)),
+        receive_exit_items,
     )
 }
 
@@ -202,12 +206,12 @@ extern "C" fn pvm_nrecv(tid: c_int, tag: c_int) -> c_int {
 /// `time` must be null or point to a structure.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> c_int {
-    trace::call(
+    trace::traced_call(
         "trecv",
         // SAFETY: by this function's contract.
         || unsafe {
             {
-                let mut items = wanted_items(tid, tag);
+                let mut items = receive_entry_items(tid, tag);
                 let time = time.as_ref();
                 items.extend([
                     int("MTS", time.map_or(-1, |t| t.tv_sec as c_int)),
@@ -219,20 +223,20 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
         || {
             // SAFETY: by this function's contract.
             let patience = match unsafe { time.as_ref() } {
-                None => Patience::Endless,
+                None => WaitMode::Forever,
                 Some(time) if time.tv_sec < 0 => return 0,
-                Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => Patience::None,
+                Some(time) if time.tv_sec == 0 && time.tv_usec <= 0 => WaitMode::NoWait,
                 Some(time) => {
                     let span = Duration::from_secs(time.tv_sec as u64)
                         + Duration::from_micros(time.tv_usec.max(0) as u64);
                     Instant::now()
                         .checked_add(span)
-                        .map_or(Patience::Endless, Patience::Until)
+                        .map_or(WaitMode::Forever, WaitMode::Deadline)
                 }
             };
-            received("pvm_trecv", receive::receive(tid, tag, patience))
+            receive_result("pvm_trecv", receive::receive(tid, tag, patience))
         },
-        received_items,
+        receive_exit_items,
     )
 }
 
@@ -240,11 +244,11 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
 /// arrived.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_probe(tid: c_int, tag: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "probe",
-        || wanted_items(tid, tag),
-        || received("pvm_probe", receive::probe(tid, tag)),
-        trace::cc,
+        || receive_entry_items(tid, tag),
+        || receive_result("pvm_probe", receive::probe(tid, tag)),
+        trace::return_code_items,
     )
 }
 
@@ -255,9 +259,9 @@ extern "C" fn default_matcher(mid: c_int, tid: c_int, tag: c_int) -> c_int {
 /// Sets the matching function and returns the previous one. Null restores the library's own.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
-    trace::call(
+    trace::traced_call(
         "recvf",
-        trace::nothing,
+        trace::no_items,
         || {
             let own = default_matcher as Matcher;
             // Stored as `None`, because the library's own matching is faster without the call
@@ -265,14 +269,14 @@ extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
             let matcher = matcher.filter(|matcher| *matcher as usize != own as usize);
             Some(std::mem::replace(&mut lock().matcher, matcher).unwrap_or(own))
         },
-        |_| trace::nothing(),
+        |_| trace::no_items(),
     )
 }
 
 /// Adds a message handler and returns its number.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<HandlerFn>) -> c_int {
-    trace::call(
+    trace::traced_call(
         "addmhf",
         || vec![int("RST", src), int("RMC", tag), int("RCX", ctx)],
         || {
@@ -282,7 +286,7 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
                     .handlers
                     .add(Filter { src, tag, ctx }, handler.ok_or(PvmError::BadParam)?)
             };
-            answer("pvm_addmhf", add())
+            value_or_report("pvm_addmhf", add())
         },
         |id| vec![int("MHI", *id)],
     )
@@ -291,20 +295,20 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
 /// Removes a message handler.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_delmhf(id: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "delmhf",
         || vec![int("MHI", id)],
-        || answer("pvm_delmhf", zero(lock().handlers.remove(id))),
-        trace::cc,
+        || value_or_report("pvm_delmhf", zero_on_success(lock().handlers.remove(id))),
+        trace::return_code_items,
     )
 }
 
 /// Returns the current message context.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getcontext() -> c_int {
-    trace::call(
+    trace::traced_call(
         "getcontext",
-        trace::nothing,
+        trace::no_items,
         || {
             drop(lock());
             crate::data::pvmmyctx.load(Relaxed)
@@ -316,24 +320,24 @@ extern "C" fn pvm_getcontext() -> c_int {
 /// Sets the current message context and returns the previous one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setcontext(ctx: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "setcontext",
         || vec![int("CXS", ctx)],
         || {
             drop(lock());
             crate::data::pvmmyctx.swap(ctx, Relaxed)
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
 /// Returns a new message context that no other task uses.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_newcontext() -> c_int {
-    trace::call(
+    trace::traced_call(
         "newcontext",
-        trace::nothing,
-        || answer("pvm_newcontext", crate::ask::new_context()),
+        trace::no_items,
+        || value_or_report("pvm_newcontext", crate::requests::new_context()),
         |ctx| vec![int("CXN", *ctx)],
     )
 }
@@ -341,10 +345,15 @@ extern "C" fn pvm_newcontext() -> c_int {
 /// Frees a message context.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_freecontext(ctx: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "freecontext",
         || vec![int("CXF", ctx)],
-        || answer("pvm_freecontext", zero(crate::ask::free_context(ctx))),
-        trace::cc,
+        || {
+            value_or_report(
+                "pvm_freecontext",
+                zero_on_success(crate::requests::free_context(ctx)),
+            )
+        },
+        trace::return_code_items,
     )
 }

@@ -9,12 +9,12 @@ mod format;
 mod group;
 mod hosts;
 mod internal;
-mod kept;
-mod lent;
+mod legacy_exports;
 mod mailbox;
 mod messages;
 mod options;
 mod packing;
+mod returned_lists;
 mod tasks;
 mod trace_items;
 pub(crate) mod trace_table;
@@ -22,6 +22,6 @@ pub(crate) mod trace_table;
 use sempa_proto::PvmResult;
 
 /// Returns 0 for success.
-fn zero(result: PvmResult<()>) -> PvmResult<i32> {
+fn zero_on_success(result: PvmResult<()>) -> PvmResult<i32> {
     result.map(|()| 0)
 }

@@ -2,13 +2,13 @@
 
 #![allow(unsafe_code)]
 
-use super::zero;
+use super::zero_on_success;
 use crate::abi::{MASK_BYTES, Tracer};
 use crate::data::{error_text, pvm_errno, pvmctrc, pvmtrc};
 use crate::env;
-use crate::memory::{Strided, Text};
+use crate::memory::{ProgramStr, Strided};
 use crate::options;
-use crate::session::{answer, lock, say};
+use crate::session::{lock, log_stderr, value_or_report};
 use crate::trace;
 use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult};
@@ -18,13 +18,13 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Returns the value of an option.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_getopt(what: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "getopt",
         || vec![int("OPT", what)],
         || {
             // The first lock creates the session, which reads options from the environment.
             drop(lock());
-            answer("pvm_getopt", options::get(what))
+            value_or_report("pvm_getopt", options::get(what))
         },
         |value| vec![int("OPV", *value)],
     )
@@ -33,18 +33,18 @@ extern "C" fn pvm_getopt(what: c_int) -> c_int {
 /// Sets an option and returns its previous value.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_setopt(what: c_int, value: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "setopt",
         || vec![int("OPT", what), int("OPV", value)],
         || {
             drop(lock());
-            answer("pvm_setopt", options::set(what, value))
+            value_or_report("pvm_setopt", options::set(what, value))
         },
         |before| vec![int("OPV", *before)],
     )
 }
 
-fn tracer(who: c_int) -> PvmResult<&'static Tracer> {
+fn tracer_settings(who: c_int) -> PvmResult<&'static Tracer> {
     drop(lock());
     match who {
         0 => Ok(&pvmtrc),
@@ -60,13 +60,13 @@ fn tracer(who: c_int) -> PvmResult<&'static Tracer> {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_gettmask(who: c_int, mask: *mut c_char) -> c_int {
     let get = || {
-        let tracer = tracer(who)?;
+        let tracer = tracer_settings(who)?;
         // SAFETY: by this function's contract.
-        let room = unsafe { Strided::<u8>::new(mask.cast(), MASK_BYTES as c_int, 1)? };
-        room.fill_raw(&tracer.mask());
+        let target = unsafe { Strided::<u8>::new(mask.cast(), MASK_BYTES as c_int, 1)? };
+        target.fill_raw(&tracer.mask());
         Ok(())
     };
-    answer("pvm_gettmask", zero(get()))
+    value_or_report("pvm_gettmask", zero_on_success(get()))
 }
 
 /// Sets the trace mask of this task (0) or of its children (1).
@@ -76,13 +76,13 @@ unsafe extern "C" fn pvm_gettmask(who: c_int, mask: *mut c_char) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_settmask(who: c_int, mask: *const c_char) -> c_int {
     let set = || {
-        let tracer = tracer(who)?;
+        let tracer = tracer_settings(who)?;
         // SAFETY: by this function's contract.
         let mask = unsafe { Strided::<u8>::new(mask.cast(), MASK_BYTES as c_int, 1)? };
         tracer.set_mask(&mask.to_vec());
         Ok(())
     };
-    answer("pvm_settmask", zero(set()))
+    value_or_report("pvm_settmask", zero_on_success(set()))
 }
 
 /// Adds a variable to the environment that spawned tasks inherit.
@@ -92,10 +92,10 @@ unsafe extern "C" fn pvm_settmask(who: c_int, mask: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    let name = unsafe { Text::new(name) };
-    answer(
+    let name = unsafe { ProgramStr::new(name) };
+    value_or_report(
         "pvm_export",
-        zero(name.map(|name| env::export(&name.string()))),
+        zero_on_success(name.map(|name| env::export(&name.to_string_lossy()))),
     )
 }
 
@@ -106,10 +106,10 @@ unsafe extern "C" fn pvm_export(name: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    let name = unsafe { Text::new(name) };
-    answer(
+    let name = unsafe { ProgramStr::new(name) };
+    value_or_report(
         "pvm_unexport",
-        zero(name.map(|name| env::unexport(&name.string()))),
+        zero_on_success(name.map(|name| env::unexport(&name.to_string_lossy()))),
     )
 }
 
@@ -120,9 +120,9 @@ unsafe extern "C" fn pvm_unexport(name: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_perror(text: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    let text =
-        unsafe { Text::new(text) }.map_or_else(|_| "(null)".to_string(), |text| text.string());
-    say(
+    let text = unsafe { ProgramStr::new(text) }
+        .map_or_else(|_| "(null)".to_string(), |text| text.to_string_lossy());
+    log_stderr(
         &format!(
             "{text}: {}\n",
             error_text(pvm_errno.load(Relaxed)).to_string_lossy()

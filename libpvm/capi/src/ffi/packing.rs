@@ -2,42 +2,42 @@
 
 #![allow(unsafe_code)]
 
-use super::zero;
-use crate::memory::{Strided, Text, put_string};
+use super::zero_on_success;
+use crate::memory::{ProgramStr, Strided, write_c_string};
 use crate::pack;
-use crate::session::{answer, lock};
+use crate::session::{lock, value_or_report};
 use crate::trace;
 use sempa_proto::trace::{Item, int};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
-/// Packs an array into the active send buffer with the function `how`.
+/// Packs an array into the active send buffer with the function `pack`.
 pub(super) fn pack_with<T: Copy>(
     items: PvmResult<Strided<T>>,
-    how: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
+    pack: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
 ) -> PvmResult<i32> {
     let items = items?;
-    zero(how(lock().send_buffer()?, &items))
+    zero_on_success(pack(lock().send_buffer()?, &items))
 }
 
-/// Unpacks an array from the active receive buffer with the function `how`.
+/// Unpacks an array from the active receive buffer with the function `unpack`.
 pub(super) fn unpack_with<T: Copy>(
     items: PvmResult<Strided<T>>,
-    how: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
+    unpack: impl FnOnce(&mut crate::buffers::Buffer, &Strided<T>) -> PvmResult<()>,
 ) -> PvmResult<i32> {
     let items = items?;
-    zero(how(lock().receive_buffer()?, &items))
+    zero_on_success(unpack(lock().receive_buffer()?, &items))
 }
 
 /// Returns the name of a function's trace event.
-fn event(function: &'static str) -> &'static str {
+fn event_name(function: &'static str) -> &'static str {
     function.strip_prefix("pvm_").unwrap_or(function)
 }
 
 /// Items of an array argument.
-fn array<T>(first: *const T, count: c_int, stride: c_int) -> Vec<Item> {
+fn array_argument_items<T>(first: *const T, count: c_int, stride: c_int) -> Vec<Item> {
     vec![
-        trace::address("PDA", first),
+        trace::address_item("PDA", first),
         int("PC", count),
         int("PSD", stride),
     ]
@@ -53,8 +53,8 @@ macro_rules! packing {
         unsafe extern "C" fn $pk(items: *const $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
             let (first, items) = (items, unsafe { Strided::<$item>::new(items.cast(), count, stride) });
-            let packing = || answer(stringify!($pk), pack_with(items, $pack));
-            trace::call(event(stringify!($pk)), || array(first, count, stride), packing, trace::cc)
+            let packing = || value_or_report(stringify!($pk), pack_with(items, $pack));
+            trace::traced_call(event_name(stringify!($pk)), || array_argument_items(first, count, stride), packing, trace::return_code_items)
         }
 
         /// Unpacks `count` elements to positions that lie `stride` elements apart.
@@ -65,8 +65,8 @@ macro_rules! packing {
         unsafe extern "C" fn $upk(items: *mut $pointer, count: c_int, stride: c_int) -> c_int {
             // SAFETY: by this function's contract.
             let (first, items) = (items.cast_const(), unsafe { Strided::<$item>::new(items.cast(), count, stride) });
-            let unpacking = || answer(stringify!($upk), unpack_with(items, $unpack));
-            trace::call(event(stringify!($upk)), || array(first, count, stride), unpacking, trace::cc)
+            let unpacking = || value_or_report(stringify!($upk), unpack_with(items, $unpack));
+            trace::traced_call(event_name(stringify!($upk)), || array_argument_items(first, count, stride), unpacking, trace::return_code_items)
         }
     )*};
 }
@@ -91,18 +91,20 @@ packing! {
 /// `text` must be null or a string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
-    trace::call(
+    trace::traced_call(
         "pkstr",
-        || vec![trace::address("PDA", text)],
+        || vec![trace::address_item("PDA", text)],
         || {
             // SAFETY: by this function's contract.
-            let text = unsafe { Text::new(text) };
-            answer(
+            let text = unsafe { ProgramStr::new(text) };
+            value_or_report(
                 "pvm_pkstr",
-                text.and_then(|text| zero(pack::pack_str(lock().send_buffer()?, text.bytes()))),
+                text.and_then(|text| {
+                    zero_on_success(pack::pack_str(lock().send_buffer()?, text.to_bytes()))
+                }),
             )
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -112,9 +114,9 @@ unsafe extern "C" fn pvm_pkstr(text: *const c_char) -> c_int {
 /// `place` must be null or have room for the string.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
-    trace::call(
+    trace::traced_call(
         "upkstr",
-        || vec![trace::address("PDA", place)],
+        || vec![trace::address_item("PDA", place)],
         || {
             let unpack = || {
                 let text = pack::unpack_str(lock().receive_buffer()?)?;
@@ -122,12 +124,12 @@ unsafe extern "C" fn pvm_upkstr(place: *mut c_char) -> c_int {
                     return Err(PvmError::BadParam);
                 }
                 // SAFETY: by this function's contract.
-                unsafe { put_string(place, &text) };
+                unsafe { write_c_string(place, &text) };
                 Ok(0)
             };
-            answer("pvm_upkstr", unpack())
+            value_or_report("pvm_upkstr", unpack())
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -149,7 +151,7 @@ unsafe extern "C" fn pvmupkstralloc(place: *mut *mut c_char) -> c_int {
             if copy.is_null() {
                 return Err(PvmError::NoMem);
             }
-            put_string(copy, &text);
+            write_c_string(copy, &text);
             *place = copy;
         }
         Ok(0)

@@ -2,15 +2,15 @@
 
 #![allow(unsafe_code)]
 
-use super::lent::{Records, Shelf};
-use super::trace_items::{left_in, trace_ints, trace_text, trace_texts};
-use super::zero;
+use super::returned_lists::{RecordList, ReturnSlot};
+use super::trace_items::{c_ints_item, c_string_item, c_strings_item, read_int};
+use super::zero_on_success;
 use crate::abi::TaskInfo;
 use crate::data::{pvmnsibs, pvmsibtids};
-use crate::memory::{Out, Stream, Strided, Text, strings};
-use crate::session::{self, answer, answer_quietly, lock};
+use crate::memory::{OutParam, ProgramStr, Stream, Strided, copy_strings};
+use crate::session::{self, lock, value_or_report, value_or_report_except};
 use crate::trace;
-use crate::{ask, leave, output, receive, start};
+use crate::{leave, output, receive, requests, start};
 use sempa_proto::trace::int;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
@@ -19,10 +19,10 @@ use std::sync::atomic::Ordering::Relaxed;
 /// Returns this task's tid.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_mytid() -> c_int {
-    trace::call(
+    trace::traced_call(
         "mytid",
-        trace::nothing,
-        || answer("pvm_mytid", session::runtime().map(|rt| rt.tid().raw())),
+        trace::no_items,
+        || value_or_report("pvm_mytid", session::runtime().map(|rt| rt.tid().raw())),
         |tid| vec![int("MT", *tid)],
     )
 }
@@ -38,11 +38,11 @@ fn parent() -> PvmResult<i32> {
 /// Returns the tid of the task that spawned this one.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_parent() -> c_int {
-    trace::call(
+    trace::traced_call(
         "parent",
-        trace::nothing,
+        trace::no_items,
         || {
-            answer_quietly(
+            value_or_report_except(
                 "pvm_parent",
                 parent(),
                 &[PvmError::NoParent, PvmError::ParentNotSet],
@@ -55,7 +55,7 @@ extern "C" fn pvm_parent() -> c_int {
 /// Leaves the virtual machine.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_exit() -> c_int {
-    trace::once("exit", trace::nothing);
+    trace::record_event("exit", trace::no_items);
     leave::exit();
     0
 }
@@ -74,13 +74,13 @@ unsafe extern "C" fn pvm_spawn(
     count: c_int,
     tids: *mut c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "spawn",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                trace_text("SE", file),
-                trace_text("SW", place),
+                c_string_item("SE", file),
+                c_string_item("SW", place),
                 int("SF", flags),
                 int("SC", count),
             ]
@@ -89,27 +89,34 @@ unsafe extern "C" fn pvm_spawn(
             let spawn = || {
                 session::runtime()?;
                 // SAFETY: by this function's contract.
-                let (file, args, place) =
-                    unsafe { (Text::new(file)?, strings(args, None)?, Text::new(place)) };
-                let place = place.map(|place| place.string()).unwrap_or_default();
-                let results = ask::spawn(file.string(), args, flags, place, count)?;
+                let (file, args, place) = unsafe {
+                    (
+                        ProgramStr::new(file)?,
+                        copy_strings(args, None)?,
+                        ProgramStr::new(place),
+                    )
+                };
+                let place = place
+                    .map(|place| place.to_string_lossy())
+                    .unwrap_or_default();
+                let results = requests::spawn(file.to_string_lossy(), args, flags, place, count)?;
                 if !tids.is_null() {
                     // SAFETY: as above. There are never more results than tasks were requested.
-                    let room = unsafe { Strided::new(tids, count, 1)? };
-                    for (i, result) in results.iter().take(room.len()).enumerate() {
-                        room.set(i, result.map_or_else(PvmError::code, Tid::raw));
+                    let target = unsafe { Strided::new(tids, count, 1)? };
+                    for (i, result) in results.iter().take(target.len()).enumerate() {
+                        target.set(i, result.map_or_else(PvmError::code, Tid::raw));
                     }
                 }
                 Ok(results.iter().filter(|result| result.is_ok()).count() as i32)
             };
-            answer("pvm_spawn", spawn())
+            value_or_report("pvm_spawn", spawn())
         },
         // SAFETY: by this function's contract.
-        |n| unsafe { vec![int("CC", *n), trace_ints("STL", tids, *n)] },
+        |n| unsafe { vec![int("CC", *n), c_ints_item("STL", tids, *n)] },
     )
 }
 
-static SIBLINGS: Shelf<c_int> = Shelf::new();
+static SIBLINGS: ReturnSlot<c_int> = ReturnSlot::new();
 
 /// Stores the tids of all tasks of the spawn that started this task, and returns their number.
 ///
@@ -117,32 +124,32 @@ static SIBLINGS: Shelf<c_int> = Shelf::new();
 /// `tids` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_siblings(tids: *mut *mut c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "siblings",
-        trace::nothing,
+        trace::no_items,
         || {
             // SAFETY: by this function's contract.
-            let tids = unsafe { Out::new(tids) };
+            let tids = unsafe { OutParam::new(tids) };
             let ask = || {
-                let mut records = Records::new();
-                ask::siblings()?
+                let mut records = RecordList::new();
+                requests::siblings()?
                     .into_iter()
                     .for_each(|tid| records.push(tid.raw()));
                 let count = records.len();
-                let list = SIBLINGS.lend(records);
+                let list = SIBLINGS.store(records);
                 pvmnsibs.store(count, Relaxed);
                 pvmsibtids.store(list.cast(), Relaxed);
                 tids.set(list);
                 Ok(count)
             };
-            answer("pvm_siblings", ask())
+            value_or_report("pvm_siblings", ask())
         },
         // SAFETY: by this function's contract.
-        |n| unsafe { vec![trace_ints("SIB", pvmsibtids.load(Relaxed).cast(), *n)] },
+        |n| unsafe { vec![c_ints_item("SIB", pvmsibtids.load(Relaxed).cast(), *n)] },
     )
 }
 
-static TASKS: Shelf<TaskInfo> = Shelf::new();
+static TASKS: ReturnSlot<TaskInfo> = ReturnSlot::new();
 
 /// Lists the tasks of all hosts, of one host, or one task.
 ///
@@ -154,16 +161,16 @@ unsafe extern "C" fn pvm_tasks(
     count: *mut c_int,
     tasks: *mut *mut TaskInfo,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "tasks",
         || vec![int("TW", selector)],
         || {
             // SAFETY: by this function's contract.
-            let (count, list) = unsafe { (Out::new(count), Out::new(tasks)) };
+            let (count, list) = unsafe { (OutParam::new(count), OutParam::new(tasks)) };
             let ask = || {
-                let mut records = Records::new();
-                for task in ask::tasks(selector)? {
-                    let program = records.text(&task.name);
+                let mut records = RecordList::new();
+                for task in requests::tasks(selector)? {
+                    let program = records.add_text(&task.name);
                     records.push(TaskInfo {
                         tid: task.tid.raw(),
                         parent: task.parent.raw(),
@@ -174,26 +181,26 @@ unsafe extern "C" fn pvm_tasks(
                     });
                 }
                 count.set(records.len());
-                list.set(TASKS.lend(records));
+                list.set(TASKS.store(records));
                 Ok(0)
             };
-            answer("pvm_tasks", ask())
+            value_or_report("pvm_tasks", ask())
         },
         // SAFETY: by this function's contract.
-        |code| unsafe { vec![int("CC", *code), int("TNT", left_in(count))] },
+        |code| unsafe { vec![int("CC", *code), int("TNT", read_int(count))] },
     )
 }
 
 /// Returns 0 if the task exists, else an error code.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_pstat(tid: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "pstat",
         || vec![int("TT", tid)],
         || {
-            answer_quietly(
+            value_or_report_except(
                 "pvm_pstat",
-                zero(ask::task_status(tid)),
+                zero_on_success(requests::task_status(tid)),
                 &[PvmError::NoTask],
             )
         },
@@ -204,27 +211,37 @@ extern "C" fn pvm_pstat(tid: c_int) -> c_int {
 /// Sends SIGTERM to a task.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_kill(tid: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "kill",
         || vec![int("TT", tid)],
-        || answer("pvm_kill", zero(ask::signal(tid, libc::SIGTERM))),
-        trace::cc,
+        || {
+            value_or_report(
+                "pvm_kill",
+                zero_on_success(requests::send_signal(tid, libc::SIGTERM)),
+            )
+        },
+        trace::return_code_items,
     )
 }
 
 /// Sends a signal to a task.
 #[unsafe(no_mangle)]
 extern "C" fn pvm_sendsig(tid: c_int, signal: c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "sendsig",
         || vec![int("TT", tid), int("SN", signal)],
-        || answer("pvm_sendsig", zero(ask::signal(tid, signal))),
-        trace::cc,
+        || {
+            value_or_report(
+                "pvm_sendsig",
+                zero_on_success(requests::send_signal(tid, signal)),
+            )
+        },
+        trace::return_code_items,
     )
 }
 
 /// Events (`PvmHostAdd`, `PvmRouteAdd`) whose count is the number of messages, not of tids.
-const COUNTED: [c_int; 2] = [3, 4];
+const MESSAGE_COUNT_EVENTS: [c_int; 2] = [3, 4];
 
 /// Requests messages about the exit of tasks, or about hosts and routes that are added or deleted.
 ///
@@ -238,17 +255,17 @@ unsafe extern "C" fn pvm_notify(
     count: c_int,
     vals: *const c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "notify",
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
                 int("NE", what),
                 int("NMC", tag),
-                trace_ints(
+                c_ints_item(
                     "NTL",
                     vals,
-                    if COUNTED.contains(&(what & 0xff)) {
+                    if MESSAGE_COUNT_EVENTS.contains(&(what & 0xff)) {
                         0
                     } else {
                         count
@@ -258,17 +275,17 @@ unsafe extern "C" fn pvm_notify(
         },
         || {
             let ask = || {
-                let vals = if COUNTED.contains(&(what & 0xff)) {
+                let vals = if MESSAGE_COUNT_EVENTS.contains(&(what & 0xff)) {
                     Vec::new()
                 } else {
                     // SAFETY: by this function's contract.
                     unsafe { Strided::new(vals, count, 1)? }.to_vec()
                 };
-                zero(ask::notify(what, tag, count, &vals))
+                zero_on_success(requests::notify(what, tag, count, &vals))
             };
-            answer("pvm_notify", session::runtime().and_then(|_| ask()))
+            value_or_report("pvm_notify", session::runtime().and_then(|_| ask()))
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }
 
@@ -281,14 +298,14 @@ unsafe extern "C" fn pvm_catchout(stream: *mut libc::FILE) -> c_int {
     // SAFETY: by this function's contract.
     let stream = unsafe { Stream::new(stream) };
     let result = session::runtime().map(|rt| {
-        output::catch(&mut lock(), stream);
-        receive::pump(&rt);
+        output::set_stream(&mut lock(), stream);
+        receive::poll_incoming(&rt);
         0
     });
-    answer("pvm_catchout", result)
+    value_or_report("pvm_catchout", result)
 }
 
-static FDS: Shelf<c_int> = Shelf::new();
+static FDS: ReturnSlot<c_int> = ReturnSlot::new();
 
 /// Stores the file descriptors that become readable when messages arrive, and returns their number.
 ///
@@ -296,29 +313,29 @@ static FDS: Shelf<c_int> = Shelf::new();
 /// `fds` must be null or valid for one pointer.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
-    trace::call(
+    trace::traced_call(
         "getfds",
-        trace::nothing,
+        trace::no_items,
         || {
             // SAFETY: by this function's contract.
-            let list = unsafe { Out::new(fds) };
+            let list = unsafe { OutParam::new(fds) };
             let ask = || {
                 let fd = session::runtime()?.ready_fd().ok_or(PvmError::SysErr)?;
                 if list.is_null() {
                     return Err(PvmError::BadParam);
                 }
-                let mut records = Records::new();
+                let mut records = RecordList::new();
                 records.push(fd);
-                list.set(FDS.lend(records));
+                list.set(FDS.store(records));
                 Ok(1)
             };
-            answer("pvm_getfds", ask())
+            value_or_report("pvm_getfds", ask())
         },
         // SAFETY: by this function's contract.
         |n| unsafe {
             vec![
                 int("CC", *n),
-                trace_ints(
+                c_ints_item(
                     "FDS",
                     fds.as_ref()
                         .map_or(std::ptr::null(), |list| list.cast_const()),
@@ -339,18 +356,18 @@ unsafe extern "C" fn pvm_start_pvmd(
     args: *const *const c_char,
     block: c_int,
 ) -> c_int {
-    trace::call(
+    trace::traced_call(
         "start_pvmd",
         // SAFETY: by this function's contract.
-        || unsafe { vec![int("BF", block), trace_texts("AS", args, count)] },
+        || unsafe { vec![int("BF", block), c_strings_item("AS", args, count)] },
         || {
             // SAFETY: by this function's contract.
-            let args = unsafe { strings(args, Some(count.max(0))) };
-            answer(
+            let args = unsafe { copy_strings(args, Some(count.max(0))) };
+            value_or_report(
                 "pvm_start_pvmd",
-                args.and_then(|args| zero(start::start_daemon(&args, block != 0))),
+                args.and_then(|args| zero_on_success(start::start_daemon(&args, block != 0))),
             )
         },
-        trace::cc,
+        trace::return_code_items,
     )
 }

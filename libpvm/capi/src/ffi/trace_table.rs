@@ -1,42 +1,42 @@
 //! PVM's exported functions for making trace records.
 //!
 //! PVM's group library reports its calls through them: it calls [`tev_begin`], adds items through
-//! the functions of [`TABLE`], and calls [`tev_fin`].
+//! the functions of [`PUT_ITEM_TABLE`], and calls [`tev_fin`].
 
 #![allow(unsafe_code)]
 
-use super::trace_items::{trace_ints, trace_text, trace_texts};
-use crate::trace::foreign;
+use super::trace_items::{c_ints_item, c_string_item, c_strings_item};
+use crate::trace::external;
 use sempa_proto::PvmError;
 use sempa_proto::trace::{DATA_IDS, Item, int};
 use std::ffi::{c_char, c_int, c_void};
 
 /// Adds an item to a record. The arguments are the item's number, 0 for one value or 0x80 for an
 /// array, the address of the values (for a single text the text itself), the count and the stride.
-type Put = unsafe extern "C" fn(c_int, c_int, *const c_void, c_int, c_int) -> c_int;
+type PutItemFn = unsafe extern "C" fn(c_int, c_int, *const c_void, c_int, c_int) -> c_int;
 
 /// Number of functions in the table: one for each data type, from bytes to texts.
-const TYPES: usize = 12;
+const DATA_TYPES: usize = 12;
 /// Index of the function for ints.
-const INT: usize = 5;
+const INT_INDEX: usize = 5;
 /// Index of the function for texts.
-const TEXT: usize = 11;
+const TEXT_INDEX: usize = 11;
 
 /// The table to which `pvmtrccodef` points. The group library's records contain only ints and
 /// texts; other types are refused.
-pub(crate) static TABLE: [Put; TYPES] = {
-    let mut table: [Put; TYPES] = [put_nothing as Put; TYPES];
-    table[INT] = put_ints;
-    table[TEXT] = put_texts;
+pub(crate) static PUT_ITEM_TABLE: [PutItemFn; DATA_TYPES] = {
+    let mut table: [PutItemFn; DATA_TYPES] = [put_unsupported as PutItemFn; DATA_TYPES];
+    table[INT_INDEX] = put_ints;
+    table[TEXT_INDEX] = put_texts;
     table
 };
 
-fn name(number: c_int) -> Option<&'static str> {
+fn item_name(number: c_int) -> Option<&'static str> {
     DATA_IDS.get(usize::try_from(number).ok()?)?.to_str().ok()
 }
 
-fn put(item: Item) -> c_int {
-    if foreign::add(item) {
+fn add_item(item: Item) -> c_int {
+    if external::add_item(item) {
         0
     } else {
         PvmError::BadParam.code()
@@ -47,7 +47,7 @@ fn put(item: Item) -> c_int {
 ///
 /// # Safety
 /// Always safe: no argument is used.
-unsafe extern "C" fn put_nothing(
+unsafe extern "C" fn put_unsupported(
     _: c_int,
     _: c_int,
     _: *const c_void,
@@ -60,47 +60,47 @@ unsafe extern "C" fn put_nothing(
 /// Records one int or an array of ints.
 ///
 /// # Safety
-/// `place` must be null or point to one int, or with `array` to `count` ints.
+/// `values` must be null or point to one int, or with `array` to `count` ints.
 unsafe extern "C" fn put_ints(
     number: c_int,
     array: c_int,
-    place: *const c_void,
+    values: *const c_void,
     count: c_int,
     stride: c_int,
 ) -> c_int {
-    let (Some(name), false) = (name(number), stride != 1) else {
+    let (Some(name), false) = (item_name(number), stride != 1) else {
         return PvmError::BadParam.code();
     };
-    let place = place.cast::<c_int>();
+    let values = values.cast::<c_int>();
     if array != 0 {
         // SAFETY: the caller's contract: null or `count` ints.
-        return put(unsafe { trace_ints(name, place, count) });
+        return add_item(unsafe { c_ints_item(name, values, count) });
     }
     // SAFETY: the caller's contract: null or an int.
-    put(int(name, unsafe { place.as_ref() }.copied().unwrap_or(0)))
+    add_item(int(name, unsafe { values.as_ref() }.copied().unwrap_or(0)))
 }
 
 /// Records one string or an array of strings.
 ///
 /// # Safety
-/// `place` must be null or a string, or with `array` point to `count` pointers that are null or
+/// `values` must be null or a string, or with `array` point to `count` pointers that are null or
 /// strings.
 unsafe extern "C" fn put_texts(
     number: c_int,
     array: c_int,
-    place: *const c_void,
+    values: *const c_void,
     count: c_int,
     _: c_int,
 ) -> c_int {
-    let Some(name) = name(number) else {
+    let Some(name) = item_name(number) else {
         return PvmError::BadParam.code();
     };
     if array != 0 {
         // SAFETY: the caller's contract: null or `count` strings.
-        return put(unsafe { trace_texts(name, place.cast::<*const c_char>(), count) });
+        return add_item(unsafe { c_strings_item(name, values.cast::<*const c_char>(), count) });
     }
     // SAFETY: the caller's contract: null or a string.
-    put(unsafe { trace_text(name, place.cast()) })
+    add_item(unsafe { c_string_item(name, values.cast()) })
 }
 
 /// Does nothing: tracing needs no preparation here.
@@ -113,13 +113,13 @@ extern "C" fn tev_init() -> c_int {
 /// enabled.
 #[unsafe(no_mangle)]
 extern "C" fn tev_begin(kind: c_int, which: c_int) -> c_int {
-    c_int::from(foreign::begin(kind, which))
+    c_int::from(external::begin_record(kind, which))
 }
 
 /// Completes the record that [`tev_begin`] started.
 #[unsafe(no_mangle)]
 extern "C" fn tev_fin() -> c_int {
-    foreign::end();
+    external::end_record();
     0
 }
 
@@ -133,5 +133,5 @@ extern "C" fn tev_flush(_how: c_int) -> c_int {
 /// Returns 1 if the tracer wants this event, else 0.
 #[unsafe(no_mangle)]
 extern "C" fn tev_do_trace(kind: c_int, _which: c_int) -> c_int {
-    c_int::from(foreign::wanted(kind))
+    c_int::from(external::is_enabled(kind))
 }

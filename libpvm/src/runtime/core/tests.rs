@@ -45,13 +45,13 @@ fn message(dst: Tid, tag: i32, body: Bytes) -> Message {
     }
 }
 
-fn tell(core: &mut Core, control: ToTask) -> Result<(), String> {
-    core.take_control(Micros(0), control)
+fn control(core: &mut Core, control: ToTask) -> Result<(), String> {
+    core.handle_control(Micros(0), control)
 }
 
-fn quiesced() -> Core {
+fn quiesced_core() -> Core {
     let mut core = core();
-    tell(
+    control(
         &mut core,
         ToTask::Quiesce {
             migration: MigrationId(1),
@@ -60,7 +60,7 @@ fn quiesced() -> Core {
     )
     .expect("lets go");
     core.outbox.clear();
-    core.let_go();
+    core.mark_quiesced();
     core
 }
 
@@ -68,9 +68,9 @@ fn quiesced() -> Core {
 #[test]
 fn deferred_notifications_are_bounded_without_loss() {
     let mut core = core();
-    for tag in 0..=HELD_MAX as i32 {
+    for tag in 0..=DEFERRED_DELIVERIES_MAX as i32 {
         let message = message(ME, tag, Bytes::new());
-        tell(
+        control(
             &mut core,
             ToTask::Deliver {
                 message,
@@ -80,8 +80,8 @@ fn deferred_notifications_are_bounded_without_loss() {
         .expect("held");
     }
     assert_eq!(core.inbox.iter().map(|m| m.tag).collect::<Vec<_>>(), [0]);
-    tell(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
-    assert_eq!(core.inbox.len(), HELD_MAX + 1);
+    control(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
+    assert_eq!(core.inbox.len(), DEFERRED_DELIVERIES_MAX + 1);
     assert!(core.inbox.iter().zip(0..).all(|(m, tag)| m.tag == tag));
 }
 
@@ -89,23 +89,23 @@ fn deferred_notifications_are_bounded_without_loss() {
 #[test]
 fn remembered_ended_links_are_bounded() {
     let mut core = core();
-    for local in 2..(LINKS_GONE_MAX as u32 + 100) {
+    for local in 2..(ENDED_LINKS_MAX as u32 + 100) {
         let tid = Tid::task(HostId::MASTER, local).expect("a tid");
-        tell(&mut core, ToTask::PeerGone { tid }).expect("noted");
+        control(&mut core, ToTask::PeerGone { tid }).expect("noted");
     }
-    assert_eq!(core.links.len(), LINKS_GONE_MAX);
+    assert_eq!(core.links.len(), ENDED_LINKS_MAX);
 }
 
 /// The control frames queued during a migration are limited in size.
 #[test]
 fn control_queue_during_migration_is_bounded() {
-    let mut core = quiesced();
+    let mut core = quiesced_core();
     let order = message(HostId::MASTER.daemon(), 1, vec![0; 32 << 20].into());
     let taken = (0..100)
-        .take_while(|_| core.tell(order.clone()).is_ok())
+        .take_while(|_| core.send_to_daemon(order.clone()).is_ok())
         .count();
-    assert_eq!(taken, LATER_BYTES_MAX / (32 << 20) - 1);
-    assert_eq!(core.tell(order), Err(PvmError::OutOfRes));
+    assert_eq!(taken, DEFERRED_CONTROL_BYTES_MAX / (32 << 20) - 1);
+    assert_eq!(core.send_to_daemon(order), Err(PvmError::OutOfRes));
 }
 
 /// The number of open requests is limited.
@@ -113,10 +113,10 @@ fn control_queue_during_migration_is_bounded() {
 fn open_requests_are_bounded() {
     let mut core = core();
     for _ in 0..REQUESTS_OPEN_MAX {
-        core.ask(Request::Config).expect("asked");
+        core.send_request(Request::Config).expect("asked");
     }
     assert!(matches!(
-        core.ask(Request::Config),
+        core.send_request(Request::Config),
         Err(Reply::Failed {
             error: PvmError::OutOfRes,
             ..
@@ -137,7 +137,7 @@ fn links_share_full_outbox_in_turn() {
         .expect("queued");
     }
     assert!(core.outbox.backlog() < BACKLOG_BYTES_MAX + (70 << 10));
-    assert!(others.iter().all(|peer| core.waits_for_room(*peer)));
+    assert!(others.iter().all(|peer| core.waits_for_outbox(*peer)));
     let mut decoder = FrameDecoder::new();
     while !core.outbox.is_empty() {
         let bytes = core
@@ -169,9 +169,9 @@ fn links_share_full_outbox_in_turn() {
 /// A quiesce request to a quiesced task is a protocol error.
 #[test]
 fn second_quiesce_request_is_an_error() {
-    let mut core = quiesced();
+    let mut core = quiesced_core();
     assert!(
-        tell(
+        control(
             &mut core,
             ToTask::Quiesce {
                 migration: MigrationId(2),
@@ -185,12 +185,12 @@ fn second_quiesce_request_is_an_error() {
 /// A quiesced task transmits nothing and has no timers.
 #[test]
 fn quiesced_task_transmits_nothing() {
-    let mut core = quiesced();
+    let mut core = quiesced_core();
     core.send(Micros(0), message(PEER, 1, Bytes::from_static(b"x")))
         .expect("kept");
-    core.wake(Micros::from_secs(100));
+    core.run_timers(Micros::from_secs(100));
     core.pump(Micros::from_secs(100));
-    assert!(core.outbox.is_empty() && core.earliest().is_none() && !core.all_transmitted());
+    assert!(core.outbox.is_empty() && core.next_timer().is_none() && !core.all_transmitted());
 }
 
 /// An acknowledgement that arrives after the end of its sender does not make the peer count as
@@ -200,7 +200,7 @@ fn late_ack_does_not_revive_ended_peer() {
     let mut core = core();
     core.send(Micros(0), message(PEER, 1, Bytes::new()))
         .expect("sent");
-    tell(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
+    control(&mut core, ToTask::PeerGone { tid: PEER }).expect("noted");
     let late = LinkFrame {
         src: PEER,
         dst: ME,
@@ -213,13 +213,13 @@ fn late_ack_does_not_revive_ended_peer() {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(&late));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.take_frame(Micros(0), frame, &mut Passed::default())
+    core.handle_frame(Micros(0), frame, &mut Passed::default())
         .expect("ignored");
     assert!(core.is_gone(PEER));
 }
 
 /// Returns the frames in the outbox and marks them as written.
-fn written(core: &mut Core) -> Vec<Frame> {
+fn take_written(core: &mut Core) -> Vec<Frame> {
     let mut decoder = FrameDecoder::new();
     while !core.outbox.is_empty() {
         let bytes = core
@@ -259,13 +259,13 @@ fn take(core: &mut Core, frame: &LinkFrame) {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(frame));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.take_frame(Micros(0), frame, &mut Passed::default())
+    core.handle_frame(Micros(0), frame, &mut Passed::default())
         .expect("taken");
 }
 
 /// Quiesces a process and restarts it from a checkpoint, on incarnation 3 and together with PEER.
-fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
-    tell(
+fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Frame> {
+    control(
         core,
         ToTask::Quiesce {
             migration: MigrationId(1),
@@ -274,7 +274,7 @@ fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Ve
     )
     .expect("lets go");
     core.outbox.clear();
-    core.let_go();
+    core.mark_quiesced();
     let timeline = Timeline {
         line: 3,
         members: vec![(ME, 0), (PEER, 0)],
@@ -288,7 +288,7 @@ fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Ve
             ..welcome()
         },
     );
-    written(core)
+    take_written(core)
 }
 
 /// A restarted task repeats the requests that its daemon lists as lost, with the same ids.
@@ -296,9 +296,9 @@ fn begin_again(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Ve
 fn restarted_task_repeats_unanswered_requests() {
     let mut core = core();
     let ids: Vec<RequestId> = (0..4)
-        .map(|_| core.ask(Request::Config).expect("asked"))
+        .map(|_| core.send_request(Request::Config).expect("asked"))
         .collect();
-    tell(
+    control(
         &mut core,
         ToTask::Reply {
             id: ids[1],
@@ -306,13 +306,13 @@ fn restarted_task_repeats_unanswered_requests() {
         },
     )
     .expect("noted");
-    let frames = begin_again(&mut core, None, vec![ids[0], ids[1], ids[3], RequestId(77)]);
+    let frames = restart(&mut core, None, vec![ids[0], ids[1], ids[3], RequestId(77)]);
     // The second request has its reply, and the reply to the third is still at the daemon.
     assert_eq!(requests_of(frames), [ids[0], ids[3]]);
     assert_eq!(core.take_reply(ids[1]), Some(Reply::Done));
     for id in [ids[0], ids[2], ids[3]] {
         assert_eq!(core.take_reply(id), None);
-        tell(
+        control(
             &mut core,
             ToTask::Reply {
                 id,
@@ -345,7 +345,7 @@ fn restart_counts_as_rm_death() {
             rm: before,
             ..welcome()
         });
-        begin_again(&mut core, after, vec![]);
+        restart(&mut core, after, vec![]);
         assert_eq!((core.rm_deaths(), core.rm()), (deaths, after));
     }
 }
@@ -376,7 +376,7 @@ fn restart_keeps_links_between_members_only() {
         );
     }
     assert_eq!(core.inbox.len(), 2);
-    let links = links_of(begin_again(&mut core, None, vec![]));
+    let links = links_of(restart(&mut core, None, vec![]));
     let said: Vec<_> = links
         .iter()
         .map(|f| (f.dst, f.kind, f.seq, f.ack, f.line))
@@ -389,7 +389,7 @@ fn restart_keeps_links_between_members_only() {
     for (peer, seq, ack) in [(PEER, 2, 2), (OTHER, 1, 1), (Tid::from_raw(0x40004), 1, 1)] {
         core.send(now, message(peer, 1, Bytes::new()))
             .expect("sent");
-        let links = links_of(written(&mut core));
+        let links = links_of(take_written(&mut core));
         let said: Vec<_> = links
             .iter()
             .map(|f| (f.dst, f.kind, f.seq, f.ack, f.line))
@@ -420,27 +420,29 @@ fn direct_offer_aligns_incarnations() {
         let mut decoder = FrameDecoder::new();
         decoder.push(&word);
         let frame = decoder.next_frame().expect("good").expect("whole");
-        core.take_frame(Micros(0), frame, &mut Passed::default())
+        core.handle_frame(Micros(0), frame, &mut Passed::default())
             .expect("taken");
     };
     // A peer that did not restart sends its queued fragments on the new incarnation.
     let mut core = core();
     core.send(Micros(0), message(PEER, 1, Bytes::new()))
         .expect("sent");
-    assert_eq!(core.line_with(PEER), 0);
+    assert_eq!(core.incarnation_with(PEER), 0);
     hear(&mut core, offer(3));
-    assert_eq!(core.line_with(PEER), 3);
-    let last = links_of(written(&mut core)).pop().expect("transmitted");
+    assert_eq!(core.incarnation_with(PEER), 3);
+    let last = links_of(take_written(&mut core))
+        .pop()
+        .expect("transmitted");
     assert_eq!(
         (last.kind, last.seq, last.line),
         (LinkKind::Data { last: true }, 1, 3)
     );
     // A restarted task keeps its own incarnation and announces it.
-    begin_again(&mut core, None, vec![]);
+    restart(&mut core, None, vec![]);
     hear(&mut core, offer(2));
-    assert_eq!(core.line_with(PEER), 3);
-    core.want_route(Micros(0), Tid::from_raw(0x40003));
-    let lines = written(&mut core)
+    assert_eq!(core.incarnation_with(PEER), 3);
+    core.request_route(Micros(0), Tid::from_raw(0x40003));
+    let lines = take_written(&mut core)
         .into_iter()
         .filter(|frame| frame.kind == FrameKind::Control);
     let lines = lines.filter_map(|frame| match frame.control::<ToDaemon>().expect("a word") {
@@ -470,7 +472,7 @@ fn data(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
     }
 }
 
-fn words_of(frames: &[Frame]) -> Vec<ToDaemon> {
+fn controls_of(frames: &[Frame]) -> Vec<ToDaemon> {
     let words = frames
         .iter()
         .filter(|frame| frame.kind == FrameKind::Control);
@@ -479,12 +481,11 @@ fn words_of(frames: &[Frame]) -> Vec<ToDaemon> {
         .collect()
 }
 
-const MOVE: MigrationId = MigrationId(7);
+const MIGRATION: MigrationId = MigrationId(7);
 
 /// A successor process continues the links of its predecessor and uses other request ids.
 #[test]
-fn successor_continues_links_with_new_request_ids()
- {
+fn successor_continues_links_with_new_request_ids() {
     let talk = Talk {
         peer: PEER,
         line: 2,
@@ -502,12 +503,12 @@ fn successor_continues_links_with_new_request_ids()
         successor: Some(Box::new(successor)),
         ..welcome()
     });
-    assert!(core.ask(Request::Config).expect("asked").0 > 3 << 40);
+    assert!(core.send_request(Request::Config).expect("asked").0 > 3 << 40);
     // A new message is sent only after the predecessor's unacknowledged ones.
     core.send(Micros(0), message(PEER, 9, Bytes::new()))
         .expect("sent");
     assert!(
-        links_of(written(&mut core))
+        links_of(take_written(&mut core))
             .iter()
             .all(|frame| !matches!(frame.kind, LinkKind::Data { .. }))
     );
@@ -518,7 +519,7 @@ fn successor_continues_links_with_new_request_ids()
             ..data(ME, PEER, 3, 8)
         },
     );
-    let sent = links_of(written(&mut core));
+    let sent = links_of(take_written(&mut core));
     let sent = sent
         .iter()
         .filter(|frame| matches!(frame.kind, LinkKind::Data { .. }));
@@ -546,7 +547,7 @@ fn handoff_contains_links_and_unacked_fragments() {
     core.send(Micros(0), message(PEER, 3, Bytes::new()))
         .expect("sent");
     let note = message(ME, 4, Bytes::new());
-    tell(
+    control(
         &mut core,
         ToTask::Deliver {
             message: note,
@@ -554,18 +555,24 @@ fn handoff_contains_links_and_unacked_fragments() {
         },
     )
     .expect("kept");
-    written(&mut core);
-    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
-    let said = written(&mut core);
+    take_written(&mut core);
+    control(
+        &mut core,
+        ToTask::TakeNothing {
+            by: Some(MIGRATION),
+        },
+    )
+    .expect("noted");
+    let said = take_written(&mut core);
     let [
         ToDaemon::Parting {
-            by: MOVE,
+            by: MIGRATION,
             line: 0,
             talks,
             later,
         },
-        ToDaemon::TakesNothing { by: MOVE },
-    ] = &words_of(&said)[..]
+        ToDaemon::TakesNothing { by: MIGRATION },
+    ] = &controls_of(&said)[..]
     else {
         panic!("{said:?}")
     };
@@ -600,33 +607,39 @@ fn handoff_contains_links_and_unacked_fragments() {
     .expect("sent");
     let mut count = 0;
     while core.outbox.backlog() > 0 {
-        count += links_of(written(&mut core)).len();
+        count += links_of(take_written(&mut core)).len();
         core.pump(Micros(0));
     }
     assert_eq!(
         count,
         2 * sempa_proto::link::WINDOW_BYTES_MAX / sempa_proto::link::FRAGMENT_BYTES_MAX + 1
     );
-    tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    control(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
     assert_eq!(
-        words_of(&written(&mut core)),
-        [ToDaemon::TakesAgain { by: MOVE }]
+        controls_of(&take_written(&mut core)),
+        [ToDaemon::TakesAgain { by: MIGRATION }]
     );
     take(&mut core, &data(PEER, ME, 2, 2));
     assert_eq!(core.inbox.len(), 2);
-    assert!(core.begin_to_end(), "its daemon may wait for this still");
+    assert!(core.begin_exit(), "its daemon may wait for this still");
 }
 
 /// An exiting task hands off its unread messages, and the next process receives them first.
 #[test]
 fn exiting_task_hands_off_unread_messages() {
     let mut core = core();
-    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
-    tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
-    written(&mut core);
+    control(
+        &mut core,
+        ToTask::TakeNothing {
+            by: Some(MIGRATION),
+        },
+    )
+    .expect("noted");
+    control(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    take_written(&mut core);
     take(&mut core, &data(PEER, ME, 1, 2));
     let note = message(ME, 4, Bytes::new());
-    tell(
+    control(
         &mut core,
         ToTask::Deliver {
             message: note,
@@ -634,10 +647,16 @@ fn exiting_task_hands_off_unread_messages() {
         },
     )
     .expect("kept");
-    assert!(core.begin_to_end(), "it was late");
+    assert!(core.begin_exit(), "it was late");
     take(&mut core, &data(PEER, ME, 2, 2));
-    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
-    let said = words_of(&written(&mut core));
+    control(
+        &mut core,
+        ToTask::TakeNothing {
+            by: Some(MIGRATION),
+        },
+    )
+    .expect("noted");
+    let said = controls_of(&take_written(&mut core));
     let Some(ToDaemon::Parting { talks, later, .. }) = said.first() else {
         panic!("{said:?}")
     };
@@ -657,7 +676,7 @@ fn exiting_task_hands_off_unread_messages() {
         ..welcome()
     });
     for (mark, message) in later {
-        tell(
+        control(
             &mut next,
             ToTask::Deliver {
                 message: message.clone(),
@@ -678,9 +697,15 @@ fn exiting_task_hands_off_unread_messages() {
 #[test]
 fn exit_in_progress_cannot_be_withdrawn() {
     let mut core = core();
-    tell(&mut core, ToTask::TakeNothing { by: Some(MOVE) }).expect("noted");
-    written(&mut core);
-    assert!(!core.begin_to_end(), "all is said");
-    tell(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
-    assert_eq!(words_of(&written(&mut core)), []);
+    control(
+        &mut core,
+        ToTask::TakeNothing {
+            by: Some(MIGRATION),
+        },
+    )
+    .expect("noted");
+    take_written(&mut core);
+    assert!(!core.begin_exit(), "all is said");
+    control(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    assert_eq!(controls_of(&take_written(&mut core)), []);
 }

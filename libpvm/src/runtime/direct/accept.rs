@@ -3,9 +3,10 @@
 
 use super::handshake::Handshake;
 use super::{
-    DirectEnd, Identity, NoRoute, OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX,
+    AUTHENTICATION_TIMEOUT, FrameStream, Identity, OFFER_TIMEOUT, OFFERS_MAX, SetupError,
+    UNAUTHENTICATED_MAX,
 };
-use crate::runtime::process::{Own, mark};
+use crate::runtime::process::{ProcessOwned, mark_library_socket};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{MsgFlags, recv};
@@ -33,31 +34,31 @@ struct Offer {
     identity: Identity,
     /// Expected certificate; known when the peer has accepted the offer.
     peer: Option<Fingerprint>,
-    until: Micros,
+    deadline: Micros,
 }
 
 /// Setup stage of a connection.
-enum Stage {
+enum AcceptStage {
     /// The preamble has not arrived completely.
-    Preamble(Vec<u8>, Own<TcpStream>),
+    Preamble(Vec<u8>, ProcessOwned<TcpStream>),
     /// The peer's acceptance of this offer has not arrived: the daemons can be slower than the
     /// connection.
-    Early(OfferId, Own<TcpStream>),
+    AwaitingAcceptance(OfferId, ProcessOwned<TcpStream>),
     Handshake(OfferId, Box<Handshake>),
 }
 
-struct Stranger {
-    stage: Stage,
-    until: Micros,
+struct PendingConn {
+    stage: AcceptStage,
+    deadline: Micros,
 }
 
 /// Offers of this task and the unauthenticated connections to them. Listens while an offer is open.
 #[derive(Default)]
 pub(crate) struct Acceptor {
-    listener: Option<Own<TcpListener>>,
+    listener: Option<ProcessOwned<TcpListener>>,
     port: u16,
     offers: BTreeMap<OfferId, Offer>,
-    strangers: Vec<Stranger>,
+    pending: Vec<PendingConn>,
 }
 
 impl std::fmt::Debug for Acceptor {
@@ -65,7 +66,7 @@ impl std::fmt::Debug for Acceptor {
         let Acceptor {
             port,
             offers,
-            strangers,
+            pending: strangers,
             ..
         } = self;
         write!(
@@ -87,18 +88,18 @@ impl Acceptor {
         &mut self,
         now: Micros,
         id: OfferId,
-    ) -> Result<(u16, Fingerprint), NoRoute> {
+    ) -> Result<(u16, Fingerprint), SetupError> {
         if self.offers.len() >= OFFERS_MAX {
-            return Err(NoRoute::TooMany);
+            return Err(SetupError::TooManyOffers);
         }
         let identity = Identity::new()?;
         if self.listener.is_none() {
-            let listener = listen().map_err(|e| NoRoute::Here(e.to_string()))?;
+            let listener = listen().map_err(|e| SetupError::Local(e.to_string()))?;
             self.port = listener
                 .local_addr()
-                .map_err(|e| NoRoute::Here(e.to_string()))?
+                .map_err(|e| SetupError::Local(e.to_string()))?
                 .port();
-            self.listener = Some(Own::fd(listener));
+            self.listener = Some(ProcessOwned::new_fd(listener));
         }
         let fingerprint = identity.fingerprint();
         self.offers.insert(
@@ -106,7 +107,7 @@ impl Acceptor {
             Offer {
                 identity,
                 peer: None,
-                until: now + OFFER_WITHIN,
+                deadline: now + OFFER_TIMEOUT,
             },
         );
         Ok((self.port, fingerprint))
@@ -122,7 +123,7 @@ impl Acceptor {
     /// Withdraws an offer, so that connections to it are refused.
     pub(crate) fn withdraw(&mut self, id: OfferId) {
         self.offers.remove(&id);
-        self.tidy();
+        self.stop_without_offers();
     }
 
     /// Withdraws all offers and closes all connections.
@@ -132,7 +133,7 @@ impl Acceptor {
 
     /// True if no descriptor is open.
     pub(crate) fn is_idle(&self) -> bool {
-        self.listener.is_none() && self.strangers.is_empty()
+        self.listener.is_none() && self.pending.is_empty()
     }
 
     /// Adds the descriptors to poll.
@@ -140,15 +141,15 @@ impl Acceptor {
         if let Some(listener) = &self.listener {
             fds.push(PollFd::new(listener.get().as_fd(), PollFlags::POLLIN));
         }
-        for stranger in &self.strangers {
+        for stranger in &self.pending {
             match &stranger.stage {
-                Stage::Preamble(_, socket) => {
+                AcceptStage::Preamble(_, socket) => {
                     fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLIN))
                 }
                 // Not polled: data that the peer has sent already would keep the descriptor
                 // readable. If the peer disconnects, the deadline removes it.
-                Stage::Early(..) => {}
-                Stage::Handshake(_, handshake) => {
+                AcceptStage::AwaitingAcceptance(..) => {}
+                AcceptStage::Handshake(_, handshake) => {
                     fds.push(PollFd::new(handshake.fd(), handshake.wants()))
                 }
             }
@@ -160,55 +161,58 @@ impl Acceptor {
     pub(crate) fn next_wakeup(&self) -> Option<Micros> {
         self.offers
             .values()
-            .map(|o| o.until)
-            .chain(self.strangers.iter().map(|s| s.until))
+            .map(|o| o.deadline)
+            .chain(self.pending.iter().map(|s| s.deadline))
             .min()
     }
 
     /// Advances all connections without blocking. Returns the offers that have become routes or
     /// have failed.
-    pub(crate) fn step(&mut self, now: Micros) -> Vec<(OfferId, Result<DirectEnd, NoRoute>)> {
-        self.admit(now);
+    pub(crate) fn step(&mut self, now: Micros) -> Vec<(OfferId, Result<FrameStream, SetupError>)> {
+        self.accept_connections(now);
         let mut done = Vec::new();
-        for stranger in std::mem::take(&mut self.strangers) {
-            if stranger.until <= now {
+        for conn in std::mem::take(&mut self.pending) {
+            if conn.deadline <= now {
                 continue;
             }
-            let until = stranger.until;
-            match self.advance(stranger.stage) {
+            let until = conn.deadline;
+            match self.advance(conn.stage) {
                 // An unauthenticated peer that fails does not affect the offer, which stays open
                 // for the right peer.
                 Err(_) => {}
-                Ok(Advanced::Stage(stage)) => self.strangers.push(Stranger { stage, until }),
+                Ok(Advanced::Stage(stage)) => self.pending.push(PendingConn {
+                    stage,
+                    deadline: until,
+                }),
                 Ok(Advanced::Done(id, end)) => {
                     self.offers.remove(&id);
                     done.push((id, Ok(*end)));
                 }
             }
         }
-        let late: Vec<OfferId> = self
+        let expired: Vec<OfferId> = self
             .offers
             .iter()
-            .filter(|(_, o)| o.until <= now)
+            .filter(|(_, o)| o.deadline <= now)
             .map(|(id, _)| *id)
             .collect();
-        for id in late {
+        for id in expired {
             self.offers.remove(&id);
-            done.push((id, Err(NoRoute::Late)));
+            done.push((id, Err(SetupError::TimedOut)));
         }
-        self.tidy();
+        self.stop_without_offers();
         done
     }
 
     /// Stops listening if no offer is open.
-    fn tidy(&mut self) {
+    fn stop_without_offers(&mut self) {
         if self.offers.is_empty() {
             self.listener = None;
-            self.strangers.clear();
+            self.pending.clear();
         }
     }
 
-    fn admit(&mut self, now: Micros) {
+    fn accept_connections(&mut self, now: Micros) {
         while let Some(listener) = &self.listener {
             let socket = match listener.get().accept() {
                 Ok((socket, _)) => socket,
@@ -219,48 +223,54 @@ impl Acceptor {
             let prepared = socket
                 .set_nonblocking(true)
                 .and_then(|()| socket.set_nodelay(true))
-                .and_then(|()| mark(&socket));
+                .and_then(|()| mark_library_socket(&socket));
             if prepared.is_err() {
                 continue;
             }
-            if self.strangers.len() >= STRANGERS_MAX {
-                self.strangers.remove(0);
+            if self.pending.len() >= UNAUTHENTICATED_MAX {
+                self.pending.remove(0);
             }
-            let stage = Stage::Preamble(Vec::with_capacity(PREAMBLE_BYTES), Own::fd(socket));
-            self.strangers.push(Stranger {
+            let stage = AcceptStage::Preamble(
+                Vec::with_capacity(PREAMBLE_BYTES),
+                ProcessOwned::new_fd(socket),
+            );
+            self.pending.push(PendingConn {
                 stage,
-                until: now + STRANGER_WITHIN,
+                deadline: now + AUTHENTICATION_TIMEOUT,
             });
         }
     }
 
-    fn advance(&self, stage: Stage) -> Result<Advanced, NoRoute> {
+    fn advance(&self, stage: AcceptStage) -> Result<Advanced, SetupError> {
         match stage {
-            Stage::Preamble(mut said, socket) => match self.read_preamble(&mut said, &socket)? {
-                None => Ok(Advanced::Stage(Stage::Preamble(said, socket))),
-                Some(id) => self.advance(Stage::Early(id, socket)),
-            },
-            Stage::Early(id, socket) => {
-                let offer = self.offers.get(&id).ok_or_else(unknown)?;
+            AcceptStage::Preamble(mut received, socket) => {
+                match self.read_preamble(&mut received, &socket)? {
+                    None => Ok(Advanced::Stage(AcceptStage::Preamble(received, socket))),
+                    Some(id) => self.advance(AcceptStage::AwaitingAcceptance(id, socket)),
+                }
+            }
+            AcceptStage::AwaitingAcceptance(id, socket) => {
+                let offer = self.offers.get(&id).ok_or_else(unknown_offer)?;
                 match offer.peer {
-                    None => Ok(Advanced::Stage(Stage::Early(id, socket))),
+                    None => Ok(Advanced::Stage(AcceptStage::AwaitingAcceptance(id, socket))),
                     Some(peer) => {
                         let handshake = Handshake::listening(socket, &offer.identity, peer)?;
-                        self.advance(Stage::Handshake(id, Box::new(handshake)))
+                        self.advance(AcceptStage::Handshake(id, Box::new(handshake)))
                     }
                 }
             }
-            Stage::Handshake(id, mut handshake) => {
+            AcceptStage::Handshake(id, mut handshake) => {
                 if !self.offers.contains_key(&id) {
-                    return Err(unknown());
+                    return Err(unknown_offer());
                 }
                 if !handshake.step()? {
-                    return Ok(Advanced::Stage(Stage::Handshake(id, handshake)));
+                    return Ok(Advanced::Stage(AcceptStage::Handshake(id, handshake)));
                 }
                 let mut end = handshake.finish()?;
                 // Confirms to the peer that it is authenticated. Until then the peer sends nothing.
                 end.push(&[]);
-                end.flush().map_err(|e| NoRoute::Stranger(e.to_string()))?;
+                end.flush()
+                    .map_err(|e| SetupError::Unauthenticated(e.to_string()))?;
                 Ok(Advanced::Done(id, Box::new(end)))
             }
         }
@@ -268,21 +278,21 @@ impl Acceptor {
 
     fn read_preamble(
         &self,
-        said: &mut Vec<u8>,
-        socket: &Own<TcpStream>,
-    ) -> Result<Option<OfferId>, NoRoute> {
+        received: &mut Vec<u8>,
+        socket: &ProcessOwned<TcpStream>,
+    ) -> Result<Option<OfferId>, SetupError> {
         let mut bytes = [0; PREAMBLE_BYTES];
-        let missing = &mut bytes[said.len()..];
+        let missing = &mut bytes[received.len()..];
         match recv(socket.get().as_raw_fd(), missing, MsgFlags::MSG_DONTWAIT) {
-            Ok(0) => return Err(unknown()),
-            Ok(got) => said.extend_from_slice(&missing[..got]),
+            Ok(0) => return Err(unknown_offer()),
+            Ok(got) => received.extend_from_slice(&missing[..got]),
             Err(Errno::EAGAIN | Errno::EINTR) => {}
-            Err(e) => return Err(NoRoute::Stranger(e.desc().into())),
+            Err(e) => return Err(SetupError::Unauthenticated(e.desc().into())),
         }
-        if !PREAMBLE.starts_with(&said[..said.len().min(PREAMBLE.len())]) {
-            return Err(unknown());
+        if !PREAMBLE.starts_with(&received[..received.len().min(PREAMBLE.len())]) {
+            return Err(unknown_offer());
         }
-        let Ok(whole) = <[u8; PREAMBLE_BYTES]>::try_from(&said[..]) else {
+        let Ok(whole) = <[u8; PREAMBLE_BYTES]>::try_from(&received[..]) else {
             return Ok(None);
         };
         let id = OfferId(u64::from_le_bytes(
@@ -291,18 +301,18 @@ impl Acceptor {
         if self.offers.contains_key(&id) {
             Ok(Some(id))
         } else {
-            Err(unknown())
+            Err(unknown_offer())
         }
     }
 }
 
 enum Advanced {
-    Stage(Stage),
-    Done(OfferId, Box<DirectEnd>),
+    Stage(AcceptStage),
+    Done(OfferId, Box<FrameStream>),
 }
 
-fn unknown() -> NoRoute {
-    NoRoute::Stranger("it names no offer that is open".into())
+fn unknown_offer() -> SetupError {
+    SetupError::Unauthenticated("it names no offer that is open".into())
 }
 
 /// Listens on a port that the kernel chooses, for IPv6 and IPv4 if the host supports both.

@@ -2,8 +2,8 @@
 
 use super::accept::preamble;
 use super::handshake::Handshake;
-use super::{ADDRESS_WITHIN, DIAL_WITHIN, DirectEnd, Identity, NoRoute};
-use crate::runtime::process::{Own, mark};
+use super::{ADDRESS_TIMEOUT, DIAL_TIMEOUT, FrameStream, Identity, SetupError};
+use crate::runtime::process::{ProcessOwned, mark_library_socket};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrStorage, connect, socket};
@@ -13,14 +13,14 @@ use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
 
-enum Stage {
+enum DialStage {
     /// No connection attempt is in progress.
-    None,
+    Idle,
     /// The TCP connection is being established.
-    Connecting(Own<TcpStream>),
+    Connecting(ProcessOwned<TcpStream>),
     Handshake(Box<Handshake>),
     /// The peer is authenticated, but has not confirmed that this side is.
-    Unconfirmed(Box<DirectEnd>),
+    Unconfirmed(Box<FrameStream>),
 }
 
 /// Connection attempt to a peer that has offered a route.
@@ -29,12 +29,12 @@ pub(crate) struct Dialer {
     identity: Identity,
     peer: Fingerprint,
     addresses: VecDeque<SocketAddr>,
-    stage: Stage,
+    stage: DialStage,
     /// Deadline of the current address.
-    address_until: Micros,
-    until: Micros,
+    address_deadline: Micros,
+    deadline: Micros,
     /// Error of the last address that failed.
-    last: NoRoute,
+    last_error: SetupError,
 }
 
 impl std::fmt::Debug for Dialer {
@@ -58,16 +58,16 @@ impl Dialer {
         id: OfferId,
         addresses: &[SocketAddr],
         peer: Fingerprint,
-    ) -> Result<Dialer, NoRoute> {
+    ) -> Result<Dialer, SetupError> {
         Ok(Dialer {
             id,
             identity: Identity::new()?,
             peer,
             addresses: addresses.iter().copied().collect(),
-            stage: Stage::None,
-            address_until: now,
-            until: now + DIAL_WITHIN,
-            last: NoRoute::Unreachable("none was offered".into()),
+            stage: DialStage::Idle,
+            address_deadline: now,
+            deadline: now + DIAL_TIMEOUT,
+            last_error: SetupError::Unreachable("none was offered".into()),
         })
     }
 
@@ -79,12 +79,14 @@ impl Dialer {
     /// Adds the descriptors to poll.
     pub(crate) fn watch<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
         match &self.stage {
-            Stage::None => {}
-            Stage::Connecting(socket) => {
+            DialStage::Idle => {}
+            DialStage::Connecting(socket) => {
                 fds.push(PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT))
             }
-            Stage::Handshake(handshake) => fds.push(PollFd::new(handshake.fd(), handshake.wants())),
-            Stage::Unconfirmed(end) => {
+            DialStage::Handshake(handshake) => {
+                fds.push(PollFd::new(handshake.fd(), handshake.wants()))
+            }
+            DialStage::Unconfirmed(end) => {
                 let wants = if end.wants_write() {
                     PollFlags::POLLIN | PollFlags::POLLOUT
                 } else {
@@ -99,82 +101,82 @@ impl Dialer {
     /// ready.
     pub(crate) fn next_wakeup(&self) -> Micros {
         match self.stage {
-            Stage::None => Micros::default(),
-            _ => self.address_until.min(self.until),
+            DialStage::Idle => Micros::default(),
+            _ => self.address_deadline.min(self.deadline),
         }
     }
 
     /// Advances the attempt without blocking. Returns the route, or the reason why there is none;
     /// `None` while the attempt is in progress. Must be called once at the beginning.
-    pub(crate) fn step(&mut self, now: Micros) -> Option<Result<DirectEnd, NoRoute>> {
+    pub(crate) fn step(&mut self, now: Micros) -> Option<Result<FrameStream, SetupError>> {
         loop {
-            if now >= self.until {
-                self.stage = Stage::None;
-                return Some(Err(NoRoute::Late));
+            if now >= self.deadline {
+                self.stage = DialStage::Idle;
+                return Some(Err(SetupError::TimedOut));
             }
-            let stage = std::mem::replace(&mut self.stage, Stage::None);
+            let stage = std::mem::replace(&mut self.stage, DialStage::Idle);
             let next = match stage {
-                Stage::None => {
+                DialStage::Idle => {
                     let Some(address) = self.addresses.pop_front() else {
-                        return Some(Err(self.last.clone()));
+                        return Some(Err(self.last_error.clone()));
                     };
-                    self.address_until = now + ADDRESS_WITHIN;
-                    begin(address).map(Stage::Connecting)
+                    self.address_deadline = now + ADDRESS_TIMEOUT;
+                    start_connect(address).map(DialStage::Connecting)
                 }
-                _ if now >= self.address_until => Err(NoRoute::Late),
+                _ if now >= self.address_deadline => Err(SetupError::TimedOut),
                 stage => match self.advance(stage) {
                     Ok((stage, false)) => {
                         self.stage = stage;
                         return None;
                     }
-                    Ok((Stage::Unconfirmed(end), true)) => return Some(Ok(*end)),
+                    Ok((DialStage::Unconfirmed(end), true)) => return Some(Ok(*end)),
                     Ok((stage, true)) => Ok(stage),
                     Err(e) => Err(e),
                 },
             };
             match next {
                 Ok(stage) => self.stage = stage,
-                Err(e) => self.last = e,
+                Err(e) => self.last_error = e,
             }
         }
     }
 
     /// Returns the next stage, and whether to continue immediately. With `true`, an unconfirmed end
     /// has been confirmed.
-    fn advance(&mut self, stage: Stage) -> Result<(Stage, bool), NoRoute> {
+    fn advance(&mut self, stage: DialStage) -> Result<(DialStage, bool), SetupError> {
         match stage {
-            Stage::None => Ok((Stage::None, true)),
-            Stage::Connecting(socket) => {
+            DialStage::Idle => Ok((DialStage::Idle, true)),
+            DialStage::Connecting(socket) => {
                 if !is_connected(&socket)? {
-                    return Ok((Stage::Connecting(socket), false));
+                    return Ok((DialStage::Connecting(socket), false));
                 }
                 let handshake =
                     Handshake::connecting(socket, &self.identity, self.peer, &preamble(self.id))?;
-                Ok((Stage::Handshake(Box::new(handshake)), true))
+                Ok((DialStage::Handshake(Box::new(handshake)), true))
             }
-            Stage::Handshake(mut handshake) => {
+            DialStage::Handshake(mut handshake) => {
                 if !handshake.step()? {
-                    return Ok((Stage::Handshake(handshake), false));
+                    return Ok((DialStage::Handshake(handshake), false));
                 }
-                let (mut end, told) = (Box::new(handshake.finish()?), |e| {
-                    NoRoute::Stranger(format!("{e}"))
+                let (mut end, unauthenticated) = (Box::new(handshake.finish()?), |e| {
+                    SetupError::Unauthenticated(format!("{e}"))
                 });
-                end.flush().map_err(told)?;
-                let confirmed = end.is_confirmed().map_err(told)?;
-                Ok((Stage::Unconfirmed(end), confirmed))
+                end.flush().map_err(unauthenticated)?;
+                let confirmed = end.is_confirmed().map_err(unauthenticated)?;
+                Ok((DialStage::Unconfirmed(end), confirmed))
             }
-            Stage::Unconfirmed(mut end) => {
-                let told = |e| NoRoute::Stranger(format!("{e}"));
-                end.flush().map_err(told)?;
-                let confirmed = end.is_confirmed().map_err(told)?;
-                Ok((Stage::Unconfirmed(end), confirmed))
+            DialStage::Unconfirmed(mut end) => {
+                let unauthenticated = |e| SetupError::Unauthenticated(format!("{e}"));
+                end.flush().map_err(unauthenticated)?;
+                let confirmed = end.is_confirmed().map_err(unauthenticated)?;
+                Ok((DialStage::Unconfirmed(end), confirmed))
             }
         }
     }
 }
 
 /// Starts a TCP connection.
-fn begin(address: SocketAddr) -> Result<Own<TcpStream>, NoRoute> {
+fn start_connect(address: SocketAddr) -> Result<ProcessOwned<TcpStream>, SetupError> {
     let family = if address.is_ipv4() {
         AddressFamily::Inet
     } else {
@@ -182,23 +184,23 @@ fn begin(address: SocketAddr) -> Result<Own<TcpStream>, NoRoute> {
     };
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
     let socket = socket(family, SockType::Stream, flags, None)
-        .map_err(|e| NoRoute::Here(e.desc().into()))?;
-    mark(&socket).map_err(|e| NoRoute::Here(e.to_string()))?;
+        .map_err(|e| SetupError::Local(e.desc().into()))?;
+    mark_library_socket(&socket).map_err(|e| SetupError::Local(e.to_string()))?;
     match connect(socket.as_raw_fd(), &SockaddrStorage::from(address)) {
         Ok(()) | Err(Errno::EINPROGRESS) => {}
-        Err(e) => return Err(NoRoute::Unreachable(format!("{address}: {}", e.desc()))),
+        Err(e) => return Err(SetupError::Unreachable(format!("{address}: {}", e.desc()))),
     }
     let socket = TcpStream::from(socket);
     socket
         .set_nodelay(true)
-        .map_err(|e| NoRoute::Here(e.to_string()))?;
-    Ok(Own::fd(socket))
+        .map_err(|e| SetupError::Local(e.to_string()))?;
+    Ok(ProcessOwned::new_fd(socket))
 }
 
-fn is_connected(socket: &Own<TcpStream>) -> Result<bool, NoRoute> {
-    let unreachable = |e: std::io::Error| NoRoute::Unreachable(e.to_string());
+fn is_connected(socket: &ProcessOwned<TcpStream>) -> Result<bool, SetupError> {
+    let unreachable = |e: std::io::Error| SetupError::Unreachable(e.to_string());
     let mut fds = [PollFd::new(socket.get().as_fd(), PollFlags::POLLOUT)];
-    if poll(&mut fds, PollTimeout::ZERO).map_err(|e| NoRoute::Here(e.desc().into()))? == 0 {
+    if poll(&mut fds, PollTimeout::ZERO).map_err(|e| SetupError::Local(e.desc().into()))? == 0 {
         return Ok(false);
     }
     match socket.get().take_error().map_err(unreachable)? {

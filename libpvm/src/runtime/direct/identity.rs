@@ -1,7 +1,7 @@
 //! Key and certificate of one side of a route, and TLS configurations that accept exactly one
 //! certificate.
 
-use super::NoRoute;
+use super::SetupError;
 use rcgen::{CertificateParams, KeyPair};
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{Resumption, UnbufferedClientConnection};
@@ -33,8 +33,8 @@ impl std::fmt::Debug for Identity {
     }
 }
 
-fn failed(e: impl std::fmt::Display) -> NoRoute {
-    NoRoute::Here(e.to_string())
+fn local_error(e: impl std::fmt::Display) -> SetupError {
+    SetupError::Local(e.to_string())
 }
 
 impl Identity {
@@ -42,10 +42,10 @@ impl Identity {
     ///
     /// # Errors
     /// The system provides no randomness.
-    pub(crate) fn new() -> Result<Identity, NoRoute> {
-        let key = KeyPair::generate().map_err(failed)?;
-        let params = CertificateParams::new(vec![NAME.to_string()]).map_err(failed)?;
-        let certificate = params.self_signed(&key).map_err(failed)?.der().clone();
+    pub(crate) fn new() -> Result<Identity, SetupError> {
+        let key = KeyPair::generate().map_err(local_error)?;
+        let params = CertificateParams::new(vec![NAME.to_string()]).map_err(local_error)?;
+        let certificate = params.self_signed(&key).map_err(local_error)?.der().clone();
         Ok(Identity {
             certificate,
             key: PrivatePkcs8KeyDer::from(key.serialize_der()).into(),
@@ -61,37 +61,37 @@ impl Identity {
     pub(super) fn connecting(
         &self,
         peer: Fingerprint,
-    ) -> Result<UnbufferedClientConnection, NoRoute> {
+    ) -> Result<UnbufferedClientConnection, SetupError> {
         let mut config = ClientConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
-            .map_err(failed)?
+            .map_err(local_error)?
             .dangerous()
-            .with_custom_certificate_verifier(Arc::new(Exactly(peer)))
+            .with_custom_certificate_verifier(Arc::new(PinnedCertificate(peer)))
             .with_client_auth_cert(vec![self.certificate.clone()], self.key.clone_key())
-            .map_err(failed)?;
+            .map_err(local_error)?;
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.resumption = Resumption::disabled();
         config.enable_secret_extraction = true;
-        let name = ServerName::try_from(NAME).map_err(failed)?;
-        UnbufferedClientConnection::new(Arc::new(config), name).map_err(failed)
+        let name = ServerName::try_from(NAME).map_err(local_error)?;
+        UnbufferedClientConnection::new(Arc::new(config), name).map_err(local_error)
     }
 
     /// Creates the listening side of a handshake with exactly this peer.
     pub(super) fn listening(
         &self,
         peer: Fingerprint,
-    ) -> Result<UnbufferedServerConnection, NoRoute> {
+    ) -> Result<UnbufferedServerConnection, SetupError> {
         let mut config = ServerConfig::builder_with_provider(provider())
             .with_protocol_versions(&[&TLS13])
-            .map_err(failed)?
-            .with_client_cert_verifier(Arc::new(Exactly(peer)))
+            .map_err(local_error)?
+            .with_client_cert_verifier(Arc::new(PinnedCertificate(peer)))
             .with_single_cert(vec![self.certificate.clone()], self.key.clone_key())
-            .map_err(failed)?;
+            .map_err(local_error)?;
         config.alpn_protocols = vec![ALPN.to_vec()];
         config.session_storage = Arc::new(NoServerSessionStorage {});
         config.send_tls13_tickets = 0;
         config.enable_secret_extraction = true;
-        UnbufferedServerConnection::new(Arc::new(config)).map_err(failed)
+        UnbufferedServerConnection::new(Arc::new(config)).map_err(local_error)
     }
 }
 
@@ -107,7 +107,7 @@ fn provider() -> Arc<CryptoProvider> {
         let aes = ring::cipher_suite::TLS13_AES_128_GCM_SHA256;
         let chacha = ring::cipher_suite::TLS13_CHACHA20_POLY1305_SHA256;
         let mut provider = ring::default_provider();
-        provider.cipher_suites = if computes_aes() {
+        provider.cipher_suites = if has_aes_instructions() {
             vec![aes, chacha]
         } else {
             vec![chacha, aes]
@@ -118,7 +118,7 @@ fn provider() -> Arc<CryptoProvider> {
     PROVIDER.get_or_init(make).clone()
 }
 
-fn computes_aes() -> bool {
+fn has_aes_instructions() -> bool {
     #[cfg(target_arch = "x86_64")]
     return std::arch::is_x86_feature_detected!("aes")
         && std::arch::is_x86_feature_detected!("pclmulqdq");
@@ -131,9 +131,9 @@ fn computes_aes() -> bool {
 
 /// Certificate verifier that accepts the certificate with this fingerprint and no other.
 #[derive(Debug)]
-struct Exactly(Fingerprint);
+struct PinnedCertificate(Fingerprint);
 
-impl Exactly {
+impl PinnedCertificate {
     fn check(
         &self,
         certificate: &CertificateDer<'_>,
@@ -149,7 +149,7 @@ impl Exactly {
     }
 
     /// Verifies that the peer has the private key of the certificate.
-    fn proved(
+    fn verify_signature(
         &self,
         message: &[u8],
         certificate: &CertificateDer<'_>,
@@ -165,11 +165,11 @@ impl Exactly {
 }
 
 /// Rejects TLS 1.2, which is never negotiated.
-fn never() -> Result<HandshakeSignatureValid, Error> {
+fn reject_tls12() -> Result<HandshakeSignatureValid, Error> {
     Err(Error::General("a direct route speaks TLS 1.3 only".into()))
 }
 
-impl ServerCertVerifier for Exactly {
+impl ServerCertVerifier for PinnedCertificate {
     fn verify_server_cert(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -188,7 +188,7 @@ impl ServerCertVerifier for Exactly {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        never()
+        reject_tls12()
     }
 
     fn verify_tls13_signature(
@@ -197,7 +197,7 @@ impl ServerCertVerifier for Exactly {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.proved(message, cert, dss)
+        self.verify_signature(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -207,7 +207,7 @@ impl ServerCertVerifier for Exactly {
     }
 }
 
-impl ClientCertVerifier for Exactly {
+impl ClientCertVerifier for PinnedCertificate {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
         &[]
     }
@@ -228,7 +228,7 @@ impl ClientCertVerifier for Exactly {
         _: &CertificateDer<'_>,
         _: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        never()
+        reject_tls12()
     }
 
     fn verify_tls13_signature(
@@ -237,7 +237,7 @@ impl ClientCertVerifier for Exactly {
         cert: &CertificateDer<'_>,
         dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, Error> {
-        self.proved(message, cert, dss)
+        self.verify_signature(message, cert, dss)
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {

@@ -1,7 +1,7 @@
 //! TLS 1.3 records, encrypted and decrypted in place with the keys of a finished handshake.
 //! Decryption makes the contents of adjacent records contiguous without copying.
 
-use super::Ended;
+use super::RouteEnd;
 use ring::aead::{
     AES_128_GCM, AES_256_GCM, Aad, CHACHA20_POLY1305, LessSafeKey, NONCE_LEN, Nonce, UnboundKey,
 };
@@ -18,11 +18,11 @@ pub(super) const RECORD_BYTES_MAX: usize = HEAD_BYTES + CONTENT_BYTES_MAX + 256;
 /// Size of the ciphers' authentication tag.
 const TAG_BYTES: usize = 16;
 /// First three bytes of every record after the handshake.
-const HEAD: [u8; 3] = [23, 3, 3];
+const HEAD_PREFIX: [u8; 3] = [23, 3, 3];
 
 /// Content type of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ContentType {
     /// Closing of the connection, or an error.
     Alert,
     /// Message of the handshake protocol: a key update.
@@ -31,33 +31,37 @@ pub(super) enum Kind {
     Data,
 }
 
-impl Kind {
+impl ContentType {
     fn code(self) -> u8 {
         match self {
-            Kind::Alert => 21,
-            Kind::Handshake => 22,
-            Kind::Data => 23,
+            ContentType::Alert => 21,
+            ContentType::Handshake => 22,
+            ContentType::Data => 23,
         }
     }
 
-    fn of(code: u8) -> Option<Kind> {
-        [Kind::Alert, Kind::Handshake, Kind::Data]
-            .into_iter()
-            .find(|kind| kind.code() == code)
+    fn from_code(code: u8) -> Option<ContentType> {
+        [
+            ContentType::Alert,
+            ContentType::Handshake,
+            ContentType::Data,
+        ]
+        .into_iter()
+        .find(|kind| kind.code() == code)
     }
 }
 
 /// Traffic key of one direction.
-pub(super) struct Key {
+pub(super) struct TrafficKey {
     key: LessSafeKey,
     iv: [u8; NONCE_LEN],
     records: u64,
 }
 
-impl Key {
+impl TrafficKey {
     /// Creates a key from the secrets of TLS and the number of records that have used it. `None`
     /// for an unknown cipher.
-    pub(super) fn new((records, secrets): (u64, ConnectionTrafficSecrets)) -> Option<Key> {
+    pub(super) fn new((records, secrets): (u64, ConnectionTrafficSecrets)) -> Option<TrafficKey> {
         let (algorithm, key, iv) = match &secrets {
             ConnectionTrafficSecrets::Aes128Gcm { key, iv } => (&AES_128_GCM, key, iv),
             ConnectionTrafficSecrets::Aes256Gcm { key, iv } => (&AES_256_GCM, key, iv),
@@ -65,7 +69,7 @@ impl Key {
             _ => return None,
         };
         let key = UnboundKey::new(algorithm, key.as_ref()).ok()?;
-        Some(Key {
+        Some(TrafficKey {
             key: LessSafeKey::new(key),
             iv: iv.as_ref().try_into().ok()?,
             records,
@@ -92,64 +96,72 @@ impl Key {
 
     /// Encrypts a record in place. Its content starts at [`HEAD_BYTES`] and is followed by
     /// [`TAIL_BYTES`] of space.
-    pub(super) fn seal(&mut self, kind: Kind, record: &mut [u8]) {
+    pub(super) fn seal(&mut self, kind: ContentType, record: &mut [u8]) {
         let length = record.len() - HEAD_BYTES;
-        let head = head(length);
+        let head = record_head(length);
         record[..HEAD_BYTES].copy_from_slice(&head);
         let (inner, tag) = record[HEAD_BYTES..].split_at_mut(length - TAG_BYTES);
         *inner.last_mut().expect("the type of the content") = kind.code();
         let nonce = self.nonce();
-        let made = self
+        let sealed = self
             .key
             .seal_in_place_separate_tag(nonce, Aad::from(head), inner);
         tag.copy_from_slice(
-            made.expect("records are far below the limit of the ciphers")
+            sealed
+                .expect("records are far below the limit of the ciphers")
                 .as_ref(),
         );
     }
 
     /// Decrypts the record from `at` to the end of `bytes`, and moves its content to the start of
     /// `bytes`. Returns length and type of the content.
-    pub(super) fn open(&mut self, bytes: &mut [u8], at: usize) -> Result<(usize, Kind), Ended> {
+    pub(super) fn open(
+        &mut self,
+        bytes: &mut [u8],
+        at: usize,
+    ) -> Result<(usize, ContentType), RouteEnd> {
         let mut head = [0; HEAD_BYTES];
         head.copy_from_slice(&bytes[at..at + HEAD_BYTES]);
         let nonce = self.nonce();
         let inner = self
             .key
             .open_within(nonce, Aad::from(head), bytes, at + HEAD_BYTES..)
-            .map_err(|_| Ended::Garbage("a record was not made with the key of this route"))?;
+            .map_err(|_| {
+                RouteEnd::ProtocolError("a record was not made with the key of this route")
+            })?;
         // TLS allows zero padding after the type.
         let end = inner
             .iter()
             .rposition(|byte| *byte != 0)
-            .ok_or(Ended::Garbage("an empty record"))?;
-        let kind = Kind::of(inner[end]).ok_or(Ended::Garbage("a record of an unknown type"))?;
+            .ok_or(RouteEnd::ProtocolError("an empty record"))?;
+        let kind = ContentType::from_code(inner[end])
+            .ok_or(RouteEnd::ProtocolError("a record of an unknown type"))?;
         if end > CONTENT_BYTES_MAX {
-            return Err(Ended::Garbage("a record is too long"));
+            return Err(RouteEnd::ProtocolError("a record is too long"));
         }
         Ok((end, kind))
     }
 }
 
-fn head(length: usize) -> [u8; HEAD_BYTES] {
+fn record_head(length: usize) -> [u8; HEAD_BYTES] {
     let [high, low] = u16::try_from(length)
         .expect("records are shorter than 64 KiB")
         .to_be_bytes();
-    [HEAD[0], HEAD[1], HEAD[2], high, low]
+    [HEAD_PREFIX[0], HEAD_PREFIX[1], HEAD_PREFIX[2], high, low]
 }
 
 /// Returns the length of the record that begins here, including its header; `None` if the header is
 /// incomplete.
-pub(super) fn length(bytes: &[u8]) -> Result<Option<usize>, Ended> {
+pub(super) fn record_length(bytes: &[u8]) -> Result<Option<usize>, RouteEnd> {
     let Some(head) = bytes.first_chunk::<HEAD_BYTES>() else {
         return Ok(None);
     };
-    if head[..3] != HEAD {
-        return Err(Ended::Garbage("what came is no record"));
+    if head[..3] != HEAD_PREFIX {
+        return Err(RouteEnd::ProtocolError("what came is no record"));
     }
     let length = HEAD_BYTES + usize::from(u16::from_be_bytes([head[3], head[4]]));
     if !(HEAD_BYTES + TAIL_BYTES..=RECORD_BYTES_MAX).contains(&length) {
-        return Err(Ended::Garbage("a record of an impossible length"));
+        return Err(RouteEnd::ProtocolError("a record of an impossible length"));
     }
     Ok(Some(length))
 }

@@ -1,8 +1,8 @@
 //! Tests of direct routes with real connections on the loopback address and simulated time.
 
 use super::{
-    Acceptor, DIAL_WITHIN, Dialer, DirectEnd, Ended, FRAME_BYTES_MAX, Identity, NoRoute,
-    OFFER_WITHIN, OFFERS_MAX, STRANGER_WITHIN, STRANGERS_MAX,
+    AUTHENTICATION_TIMEOUT, Acceptor, DIAL_TIMEOUT, Dialer, FRAME_BYTES_MAX, FrameStream, Identity,
+    OFFER_TIMEOUT, OFFERS_MAX, RouteEnd, SetupError, UNAUTHENTICATED_MAX,
 };
 use nix::poll::{PollFd, PollTimeout, poll};
 use sempa_proto::Micros;
@@ -15,17 +15,17 @@ const ID: OfferId = OfferId(0x1234);
 /// Timeout of every wait; far more than needed, because test machines may be loaded.
 const DEADLINE: Duration = Duration::from_secs(60);
 
-type Outcome = Result<DirectEnd, NoRoute>;
+type Outcome = Result<FrameStream, SetupError>;
 
-fn at(port: u16) -> SocketAddr {
+fn loopback(port: u16) -> SocketAddr {
     (Ipv4Addr::LOCALHOST, port).into()
 }
 
 /// Deterministic random number generator.
-struct Dice(u64);
+struct Rng(u64);
 
-impl Dice {
-    fn roll(&mut self, below: usize) -> usize {
+impl Rng {
+    fn below(&mut self, below: usize) -> usize {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -34,7 +34,7 @@ impl Dice {
 }
 
 /// Calls `step` until it returns a value.
-fn until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
+fn poll_until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
     let end = Instant::now() + DEADLINE;
     loop {
         if let Some(found) = step() {
@@ -46,7 +46,7 @@ fn until<T>(what: &str, mut step: impl FnMut() -> Option<T>) -> T {
 }
 
 /// Returns an acceptor with one offer, its port and its certificate.
-fn offered() -> (Acceptor, u16, Fingerprint) {
+fn acceptor_with_offer() -> (Acceptor, u16, Fingerprint) {
     let mut acceptor = Acceptor::default();
     let (port, fingerprint) = acceptor.offer(Micros(1), ID).expect("a socket");
     (acceptor, port, fingerprint)
@@ -58,9 +58,9 @@ fn dialer(addresses: &[SocketAddr], peer: Fingerprint) -> Dialer {
 
 /// Advances both sides until the dialer is done. Returns the outcomes of the dialer and of the
 /// offer.
-fn meet(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcome>) {
+fn run_setup(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcome>) {
     let mut accepted = None;
-    let dialled = until("an answer for the dialer", || {
+    let dialled = poll_until("an answer for the dialer", || {
         accepted = accepted
             .take()
             .or(acceptor.step(Micros(2)).pop().map(|(_, outcome)| outcome));
@@ -76,11 +76,11 @@ fn meet(acceptor: &mut Acceptor, dialer: &mut Dialer) -> (Outcome, Option<Outcom
 
 /// Establishes a route; the dialer connects to the port that the function returns, which may be a
 /// proxy's. Returns the listening and the connecting end.
-fn route_by(by: impl FnOnce(u16) -> u16) -> (DirectEnd, DirectEnd) {
-    let (mut acceptor, port, fingerprint) = offered();
-    let mut dialer = dialer(&[at(by(port))], fingerprint);
+fn route_via(dial_port: impl FnOnce(u16) -> u16) -> (FrameStream, FrameStream) {
+    let (mut acceptor, port, fingerprint) = acceptor_with_offer();
+    let mut dialer = dialer(&[loopback(dial_port(port))], fingerprint);
     acceptor.accepted(ID, dialer.fingerprint());
-    let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
     assert!(acceptor.is_idle(), "{acceptor:?}");
     (
         accepted.expect("the dialer was answered").expect("a route"),
@@ -88,17 +88,17 @@ fn route_by(by: impl FnOnce(u16) -> u16) -> (DirectEnd, DirectEnd) {
     )
 }
 
-fn route() -> (DirectEnd, DirectEnd) {
-    route_by(|port| port)
+fn route() -> (FrameStream, FrameStream) {
+    route_via(|port| port)
 }
 
 /// Returns a frame of random length that begins with its number.
-fn frame(dice: &mut Dice, number: u32) -> Vec<u8> {
-    let length = match dice.roll(4) {
-        0 => 4 + dice.roll(60),
-        1 => 4 + dice.roll(FRAME_BYTES_MAX - 4),
+fn frame(dice: &mut Rng, number: u32) -> Vec<u8> {
+    let length = match dice.below(4) {
+        0 => 4 + dice.below(60),
+        1 => 4 + dice.below(FRAME_BYTES_MAX - 4),
         2 => FRAME_BYTES_MAX,
-        _ => (16 << 10) - 8 + dice.roll(16),
+        _ => (16 << 10) - 8 + dice.below(16),
     };
     let mut frame = vec![number as u8; length];
     frame[..4].copy_from_slice(&number.to_le_bytes());
@@ -107,11 +107,11 @@ fn frame(dice: &mut Dice, number: u32) -> Vec<u8> {
 
 /// Checks number and content of received frames.
 #[derive(Default)]
-struct Check {
+struct FrameChecker {
     next: u32,
 }
 
-impl Check {
+impl FrameChecker {
     fn take(&mut self, frame: &[u8]) {
         assert_eq!(frame[..4], self.next.to_le_bytes());
         assert!(
@@ -125,22 +125,29 @@ impl Check {
 
 /// Sends `count` frames in both directions at once. Returns for each end the reason why it ended,
 /// if it did, and the number of frames received.
-fn talk(ends: [&mut DirectEnd; 2], count: u32, seed: u64) -> [(Option<Ended>, u32); 2] {
-    let mut dice = Dice(seed);
-    let mut state = [(None, Check::default(), 0), (None, Check::default(), 0)];
+fn exchange_frames(
+    ends: [&mut FrameStream; 2],
+    count: u32,
+    seed: u64,
+) -> [(Option<RouteEnd>, u32); 2] {
+    let mut dice = Rng(seed);
+    let mut state = [
+        (None, FrameChecker::default(), 0),
+        (None, FrameChecker::default(), 0),
+    ];
     let [a, b] = ends;
-    until("all frames", || {
+    poll_until("all frames", || {
         for (end, (ended, check, sent)) in [&mut *a, &mut *b].into_iter().zip(&mut state) {
             while ended.is_none() && *sent < count && end.has_room() {
                 let whole = frame(&mut dice, *sent);
-                let (head, payload) = whole.split_at(dice.roll(30).min(whole.len()));
+                let (head, payload) = whole.split_at(dice.below(30).min(whole.len()));
                 assert!(end.push(&[head, payload]));
                 *sent += 1;
             }
             let gone = end.read(&mut |frame| check.take(frame)).and(end.flush());
             *ended = ended.take().or(gone.err());
         }
-        let all = |(ended, check, sent): &(Option<Ended>, Check, u32)| {
+        let all = |(ended, check, sent): &(Option<RouteEnd>, FrameChecker, u32)| {
             ended.is_some() || (check.next == count && *sent == count)
         };
         let flushed = !a.wants_write() && !b.wants_write();
@@ -158,35 +165,39 @@ fn talk(ends: [&mut DirectEnd; 2], count: u32, seed: u64) -> [(Option<Ended>, u3
 /// Starts a proxy that forwards data in chunks of random lengths. `harm` gets each chunk for the
 /// listening side, with the number of bytes before it, and may change it; if it returns false, the
 /// connection is cut. Returns the proxy's port.
-fn between(port: u16, seed: u64, harm: impl Fn(usize, &mut [u8]) -> bool + Send + 'static) -> u16 {
-    let listener = TcpListener::bind(at(0)).expect("a port");
+fn start_proxy(
+    port: u16,
+    seed: u64,
+    harm: impl Fn(usize, &mut [u8]) -> bool + Send + 'static,
+) -> u16 {
+    let listener = TcpListener::bind(loopback(0)).expect("a port");
     let own = listener.local_addr().expect("it has one").port();
     std::thread::spawn(move || {
         let (dialled, _) = listener.accept().expect("the dialer comes");
-        let listening = TcpStream::connect(at(port)).expect("it listens");
+        let listening = TcpStream::connect(loopback(port)).expect("it listens");
         let back = (
             listening.try_clone().expect("a socket"),
             dialled.try_clone().expect("a socket"),
         );
-        let one = std::thread::spawn(move || hand_on(dialled, listening, seed, harm));
-        hand_on(back.0, back.1, seed + 1, |_, _| true);
+        let one = std::thread::spawn(move || forward(dialled, listening, seed, harm));
+        forward(back.0, back.1, seed + 1, |_, _| true);
         one.join().expect("it ends");
     });
     own
 }
 
-fn hand_on(
+fn forward(
     mut from: TcpStream,
     mut to: TcpStream,
     seed: u64,
     harm: impl Fn(usize, &mut [u8]) -> bool,
 ) {
-    let (mut dice, mut passed, mut bytes) = (Dice(seed), 0, vec![0; 100_000]);
+    let (mut dice, mut passed, mut bytes) = (Rng(seed), 0, vec![0; 100_000]);
     to.set_nodelay(true).expect("a socket");
     loop {
-        let room = match dice.roll(3) {
-            0 => 1 + dice.roll(40),
-            _ => 1 + dice.roll(100_000),
+        let room = match dice.below(3) {
+            0 => 1 + dice.below(40),
+            _ => 1 + dice.below(100_000),
         };
         let got = from.read(&mut bytes[..room]).unwrap_or(0);
         if got == 0 || !harm(passed, &mut bytes[..got]) || to.write_all(&bytes[..got]).is_err() {
@@ -206,13 +217,16 @@ fn descriptors() -> usize {
 fn frames_arrive_whole_and_in_order() {
     let (mut a, mut b) = route();
     for seed in 1..6 {
-        assert_eq!(talk([&mut a, &mut b], 60, seed), [(None, 60), (None, 60)]);
+        assert_eq!(
+            exchange_frames([&mut a, &mut b], 60, seed),
+            [(None, 60), (None, 60)]
+        );
     }
     // An empty frame is valid, too.
     assert!(a.push(&[]));
     a.flush().expect("the route stands");
     let mut empty = 0;
-    until("the empty frame", || {
+    poll_until("the empty frame", || {
         b.read(&mut |frame| empty += usize::from(frame.is_empty()))
             .expect("the route stands");
         (empty == 1).then_some(())
@@ -233,9 +247,9 @@ fn both_sockets_carry_library_mark() {
 #[test]
 fn chunk_boundaries_do_not_matter() {
     for seed in 1..8 {
-        let (mut a, mut b) = route_by(|port| between(port, seed, |_, _| true));
+        let (mut a, mut b) = route_via(|port| start_proxy(port, seed, |_, _| true));
         assert_eq!(
-            talk([&mut a, &mut b], 100, seed),
+            exchange_frames([&mut a, &mut b], 100, seed),
             [(None, 100), (None, 100)],
             "seed {seed}"
         );
@@ -250,7 +264,7 @@ fn key_updates_are_transparent() {
     b.change_keys_after(25);
     for seed in 1..4 {
         assert_eq!(
-            talk([&mut a, &mut b], 300, seed),
+            exchange_frames([&mut a, &mut b], 300, seed),
             [(None, 300), (None, 300)]
         );
     }
@@ -267,12 +281,15 @@ fn flipped_bit_ends_route() {
             }
             true
         };
-        let (mut a, mut b) = route_by(|port| between(port, seed, flip));
-        let [(listening, came), _] = talk([&mut a, &mut b], 200, seed);
+        let (mut a, mut b) = route_via(|port| start_proxy(port, seed, flip));
+        let [(listening, came), _] = exchange_frames([&mut a, &mut b], 200, seed);
         // If a flipped bit makes a record longer, the receiver may wait for the rest until the
         // connection ends.
         assert!(
-            matches!(listening, Some(Ended::Garbage(_) | Ended::Broken(_))),
+            matches!(
+                listening,
+                Some(RouteEnd::ProtocolError(_) | RouteEnd::Broken(_))
+            ),
             "{listening:?} (seed {seed})"
         );
         assert!(came < 200, "seed {seed}");
@@ -285,8 +302,8 @@ fn cut_connection_passes_whole_frames_only() {
     for seed in 1..10u64 {
         let cut =
             move |passed: usize, bytes: &mut [u8]| passed + bytes.len() < 30_000 * seed as usize;
-        let (mut a, mut b) = route_by(|port| between(port, seed, cut));
-        let [one, two] = talk([&mut a, &mut b], 400, seed);
+        let (mut a, mut b) = route_via(|port| start_proxy(port, seed, cut));
+        let [one, two] = exchange_frames([&mut a, &mut b], 400, seed);
         assert!(one.0.is_some() || two.0.is_some(), "seed {seed}");
         assert!(one.1 < 400, "seed {seed}");
     }
@@ -297,20 +314,26 @@ fn cut_connection_passes_whole_frames_only() {
 fn each_side_refuses_other_certificates() {
     let other = Identity::new().expect("a key").fingerprint();
     // The dialer connects to a peer with another certificate.
-    let (mut acceptor, port, _) = offered();
-    let mut dialer_ = dialer(&[at(port)], other);
+    let (mut acceptor, port, _) = acceptor_with_offer();
+    let mut dialer_ = dialer(&[loopback(port)], other);
     acceptor.accepted(ID, dialer_.fingerprint());
-    let (dialled, accepted) = meet(&mut acceptor, &mut dialer_);
-    assert!(matches!(dialled, Err(NoRoute::Stranger(_))), "{dialled:?}");
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer_);
+    assert!(
+        matches!(dialled, Err(SetupError::Unauthenticated(_))),
+        "{dialled:?}"
+    );
     assert!(accepted.is_none(), "{accepted:?}");
     // A dialer with another certificate connects. The offer stays open for the right one.
-    let (mut acceptor, port, fingerprint) = offered();
-    let mut right = dialer(&[at(port)], fingerprint);
+    let (mut acceptor, port, fingerprint) = acceptor_with_offer();
+    let mut right = dialer(&[loopback(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
-    let (dialled, accepted) = meet(&mut acceptor, &mut dialer(&[at(port)], fingerprint));
-    assert!(matches!(dialled, Err(NoRoute::Stranger(_))), "{dialled:?}");
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer(&[loopback(port)], fingerprint));
+    assert!(
+        matches!(dialled, Err(SetupError::Unauthenticated(_))),
+        "{dialled:?}"
+    );
     assert!(accepted.is_none(), "{accepted:?}");
-    let (dialled, accepted) = meet(&mut acceptor, &mut right);
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut right);
     assert!(
         dialled.is_ok() && matches!(accepted, Some(Ok(_))),
         "{dialled:?} {accepted:?}"
@@ -320,11 +343,11 @@ fn each_side_refuses_other_certificates() {
 /// Connections that send garbage are closed, and the offer stays open for the right peer.
 #[test]
 fn garbage_does_not_consume_offer() {
-    let (mut acceptor, port, fingerprint) = offered();
-    let mut right = dialer(&[at(port)], fingerprint);
+    let (mut acceptor, port, fingerprint) = acceptor_with_offer();
+    let mut right = dialer(&[loopback(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
     let preamble = super::accept::preamble(ID);
-    let mut dice = Dice(77);
+    let mut dice = Rng(77);
     for round in 0..60 {
         let mut garbage = match round % 4 {
             0 => b"GET / HTTP/1.1\r\n\r\n".to_vec(),
@@ -333,13 +356,13 @@ fn garbage_does_not_consume_offer() {
             2 => [&preamble[..], &[23, 3, 3, 0, 40], &[0; 40]].concat(),
             _ => preamble.to_vec(),
         };
-        garbage.extend((0..dice.roll(40_000)).map(|_| dice.roll(256) as u8));
-        let mut stranger = TcpStream::connect(at(port)).expect("it listens");
+        garbage.extend((0..dice.below(40_000)).map(|_| dice.below(256) as u8));
+        let mut stranger = TcpStream::connect(loopback(port)).expect("it listens");
         // Fails if the acceptor closes the connection before all is written.
         let _ = stranger.write_all(&garbage);
         let _ = stranger.shutdown(Shutdown::Write);
         stranger.set_nonblocking(true).expect("a socket");
-        until("it is closed", || {
+        poll_until("it is closed", || {
             assert!(acceptor.step(Micros(2)).is_empty(), "round {round}");
             match stranger.read(&mut [0; 1000]) {
                 Ok(0) => Some(()),
@@ -348,7 +371,7 @@ fn garbage_does_not_consume_offer() {
             }
         });
     }
-    let (dialled, accepted) = meet(&mut acceptor, &mut right);
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut right);
     assert!(
         dialled.is_ok() && matches!(accepted, Some(Ok(_))),
         "{dialled:?} {accepted:?}"
@@ -359,32 +382,35 @@ fn garbage_does_not_consume_offer() {
 #[test]
 fn silent_connections_are_bounded_and_expire() {
     let before = descriptors();
-    let (mut acceptor, port, fingerprint) = offered();
-    let strangers: Vec<TcpStream> = (0..2 * STRANGERS_MAX)
-        .map(|_| TcpStream::connect(at(port)).expect("it listens"))
+    let (mut acceptor, port, fingerprint) = acceptor_with_offer();
+    let strangers: Vec<TcpStream> = (0..2 * UNAUTHENTICATED_MAX)
+        .map(|_| TcpStream::connect(loopback(port)).expect("it listens"))
         .collect();
     let own = descriptors() - strangers.len();
-    until("they are let in", || {
+    poll_until("they are let in", || {
         assert!(acceptor.step(Micros(2)).is_empty());
-        (descriptors() - strangers.len() == own + STRANGERS_MAX).then_some(())
+        (descriptors() - strangers.len() == own + UNAUTHENTICATED_MAX).then_some(())
     });
     // The right peer is still accepted as a further connection.
-    let mut right = dialer(&[at(port)], fingerprint);
+    let mut right = dialer(&[loopback(port)], fingerprint);
     acceptor.accepted(ID, right.fingerprint());
     acceptor
         .offer(Micros(2), OfferId(5))
         .expect("a second offer keeps it listening");
-    let (dialled, accepted) = meet(&mut acceptor, &mut right);
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut right);
     assert!(
         dialled.is_ok() && matches!(accepted, Some(Ok(_))),
         "{dialled:?} {accepted:?}"
     );
-    assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + STRANGER_WITHIN));
-    assert!(acceptor.step(Micros(2) + STRANGER_WITHIN).is_empty());
-    assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + OFFER_WITHIN));
-    let late = acceptor.step(Micros(2) + OFFER_WITHIN);
+    assert_eq!(
+        acceptor.next_wakeup(),
+        Some(Micros(2) + AUTHENTICATION_TIMEOUT)
+    );
+    assert!(acceptor.step(Micros(2) + AUTHENTICATION_TIMEOUT).is_empty());
+    assert_eq!(acceptor.next_wakeup(), Some(Micros(2) + OFFER_TIMEOUT));
+    let late = acceptor.step(Micros(2) + OFFER_TIMEOUT);
     assert!(
-        matches!(late[..], [(OfferId(5), Err(NoRoute::Late))]),
+        matches!(late[..], [(OfferId(5), Err(SetupError::TimedOut))]),
         "{late:?}"
     );
     assert!(acceptor.is_idle());
@@ -396,17 +422,17 @@ fn silent_connections_are_bounded_and_expire() {
 /// tried.
 #[test]
 fn stalled_address_is_skipped() {
-    let mute = TcpListener::bind(at(0)).expect("a port");
+    let mute = TcpListener::bind(loopback(0)).expect("a port");
     let mute_at = mute.local_addr().expect("it has one");
-    let (mut acceptor, port, fingerprint) = offered();
+    let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     let closed = {
-        let gone = TcpListener::bind(at(0)).expect("a port");
+        let gone = TcpListener::bind(loopback(0)).expect("a port");
         gone.local_addr().expect("it has one")
     };
-    let mut dialer_ = dialer(&[closed, mute_at, at(port)], fingerprint);
+    let mut dialer_ = dialer(&[closed, mute_at, loopback(port)], fingerprint);
     acceptor.accepted(ID, dialer_.fingerprint());
     let mut now = Micros(2);
-    let dialled = until("a route", || {
+    let dialled = poll_until("a route", || {
         let done = dialer_.step(now);
         now = now + Micros::from_millis(1);
         let _ = acceptor
@@ -418,31 +444,31 @@ fn stalled_address_is_skipped() {
     assert!(dialled.is_ok(), "{dialled:?}");
     // None of these addresses answers.
     let mut alone = dialer(&[closed, mute_at], fingerprint);
-    let refused = until("the end", || {
+    let refused = poll_until("the end", || {
         now = now + Micros::from_millis(10);
         alone.step(now)
     });
-    assert_eq!(refused.err(), Some(NoRoute::Late));
-    let unreachable = until("the end", || dialer(&[closed], fingerprint).step(Micros(2)));
+    assert_eq!(refused.err(), Some(SetupError::TimedOut));
+    let unreachable = poll_until("the end", || dialer(&[closed], fingerprint).step(Micros(2)));
     assert!(
-        matches!(unreachable, Err(NoRoute::Unreachable(_))),
+        matches!(unreachable, Err(SetupError::Unreachable(_))),
         "{unreachable:?}"
     );
     assert_eq!(
-        dialer(&[at(port)], fingerprint)
-            .step(Micros(1) + DIAL_WITHIN)
+        dialer(&[loopback(port)], fingerprint)
+            .step(Micros(1) + DIAL_TIMEOUT)
             .and_then(Result::err),
-        Some(NoRoute::Late)
+        Some(SetupError::TimedOut)
     );
 }
 
 /// A connection that arrives before the acceptance of its offer waits for it.
 #[test]
 fn early_connection_waits_for_acceptance() {
-    let (mut acceptor, port, fingerprint) = offered();
-    let mut dialer = dialer(&[at(port)], fingerprint);
+    let (mut acceptor, port, fingerprint) = acceptor_with_offer();
+    let mut dialer = dialer(&[loopback(port)], fingerprint);
     // The dialer's first message has arrived and is not answered.
-    until("it has connected", || {
+    poll_until("it has connected", || {
         assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
         (format!("{acceptor:?}").contains("strangers: 1")).then_some(())
     });
@@ -450,7 +476,7 @@ fn early_connection_waits_for_acceptance() {
         assert!(dialer.step(Micros(2)).is_none() && acceptor.step(Micros(2)).is_empty());
     }
     acceptor.accepted(ID, dialer.fingerprint());
-    let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
     assert!(
         dialled.is_ok() && matches!(accepted, Some(Ok(_))),
         "{dialled:?} {accepted:?}"
@@ -465,14 +491,14 @@ fn oversized_frame_ends_route() {
     a.push_bytes(&(FRAME_BYTES_MAX as u32 + 1).to_le_bytes());
     a.flush().expect("the route stands");
     let mut came = 0;
-    let ended = until("the end", || b.read(&mut |_| came += 1).err());
+    let ended = poll_until("the end", || b.read(&mut |_| came += 1).err());
     assert_eq!(
         (ended, came),
-        (Ended::Garbage("a frame is over the limit"), 1)
+        (RouteEnd::ProtocolError("a frame is over the limit"), 1)
     );
     assert_eq!(
         b.read(&mut |_| came += 1),
-        Err(Ended::Garbage("a frame is over the limit"))
+        Err(RouteEnd::ProtocolError("a frame is over the limit"))
     );
     assert_eq!(came, 1);
 }
@@ -495,7 +521,7 @@ fn backlog_for_slow_reader_is_bounded() {
     }
     assert!(a.wants_write());
     let mut came = 0;
-    until("all of it", || {
+    poll_until("all of it", || {
         a.flush().expect("the route stands");
         b.read(&mut |_| came += 1).expect("the route stands");
         (!a.wants_write() && came >= sent).then_some(())
@@ -509,28 +535,28 @@ fn idle_end_frees_buffers_and_continues() {
     for round in 0..3u32 {
         let mut came = Vec::new();
         assert!(a.push(&[&round.to_le_bytes()]));
-        a.rest();
+        a.release_buffers();
         assert!(a.buffer_bytes() > 0, "something waits in it");
         a.flush().expect("the route stands");
-        until("the frame", || {
+        poll_until("the frame", || {
             b.read(&mut |frame| came.push(frame.to_vec()))
                 .expect("the route stands");
             (!came.is_empty()).then_some(())
         });
         assert_eq!(came, [round.to_le_bytes()]);
         for end in [&mut a, &mut b] {
-            end.rest();
+            end.release_buffers();
             assert_eq!(end.buffer_bytes(), 0);
         }
         std::mem::swap(&mut a, &mut b);
     }
-    a.rest();
+    a.release_buffers();
     a.close();
     assert_eq!(
-        until("the end", || b
+        poll_until("the end", || b
             .read(&mut |_| panic!("nothing was sent"))
             .err()),
-        Ended::Closed
+        RouteEnd::Closed
     );
 }
 
@@ -539,10 +565,10 @@ fn idle_end_frees_buffers_and_continues() {
 fn close_and_peer_death_are_distinguished() {
     let (mut a, b) = route();
     b.close();
-    let ended = until("the end", || {
+    let ended = poll_until("the end", || {
         a.read(&mut |_| panic!("nothing was sent")).err()
     });
-    assert_eq!(ended, Ended::Closed);
+    assert_eq!(ended, RouteEnd::Closed);
     let (mut a, mut b) = route();
     // The peer dies with half a frame in transit and with unread input.
     b.push_bytes(&2000u32.to_le_bytes());
@@ -551,12 +577,12 @@ fn close_and_peer_death_are_distinguished() {
     assert!(a.push(&[&[1], &[2]]));
     a.flush().expect("the route stands");
     drop(b);
-    let ended = until("the end", || {
+    let ended = poll_until("the end", || {
         a.read(&mut |_| panic!("no frame was whole"))
             .and(a.flush())
             .err()
     });
-    assert!(matches!(ended, Ended::Broken(_)), "{ended:?}");
+    assert!(matches!(ended, RouteEnd::Broken(_)), "{ended:?}");
 }
 
 /// After a write error, the frames that the peer sent before are still received.
@@ -570,13 +596,13 @@ fn input_stays_readable_after_write_error() {
     b.flush().expect("the route stands");
     assert!(!b.wants_write(), "it is more than any kernel takes");
     drop(b);
-    let mute = until("a refusal", || {
+    let mute = poll_until("a refusal", || {
         assert!(a.push(&[&[1]]));
         a.flush().err()
     });
-    assert!(matches!(mute, Ended::Broken(_)), "{mute:?}");
+    assert!(matches!(mute, RouteEnd::Broken(_)), "{mute:?}");
     let mut came = 0u32;
-    let ended = until("the end", || {
+    let ended = poll_until("the end", || {
         a.read(&mut |frame| {
             assert_eq!(
                 (&frame[..4], frame.len()),
@@ -592,20 +618,20 @@ fn input_stays_readable_after_write_error() {
 /// The number of offers is limited, and a connection to a withdrawn offer is refused.
 #[test]
 fn offers_are_bounded_and_can_be_withdrawn() {
-    let (mut acceptor, port, fingerprint) = offered();
+    let (mut acceptor, port, fingerprint) = acceptor_with_offer();
     for n in 1..OFFERS_MAX as u64 {
         acceptor.offer(Micros(1), OfferId(n)).expect("room");
     }
     assert_eq!(
         acceptor.offer(Micros(1), OfferId(0)).err(),
-        Some(NoRoute::TooMany)
+        Some(SetupError::TooManyOffers)
     );
-    let mut dialer = dialer(&[at(port)], fingerprint);
+    let mut dialer = dialer(&[loopback(port)], fingerprint);
     acceptor.accepted(ID, dialer.fingerprint());
     acceptor.withdraw(ID);
-    let (dialled, accepted) = meet(&mut acceptor, &mut dialer);
+    let (dialled, accepted) = run_setup(&mut acceptor, &mut dialer);
     assert!(
-        matches!(dialled, Err(NoRoute::Stranger(_))) && accepted.is_none(),
+        matches!(dialled, Err(SetupError::Unauthenticated(_))) && accepted.is_none(),
         "{dialled:?} {accepted:?}"
     );
     assert!(!acceptor.is_idle());

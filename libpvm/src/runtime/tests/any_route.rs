@@ -2,8 +2,8 @@
 //! and direct connection, with migrations and broken connections. No message may be lost,
 //! duplicated, damaged or reordered.
 
-use super::fake::Fake;
-use super::{PATIENCE, message, until};
+use super::fake::FakeDaemon;
+use super::{TEST_TIMEOUT, message, until};
 use crate::inbox::Inbox;
 use crate::runtime::Runtime;
 use proptest::prelude::*;
@@ -35,66 +35,70 @@ const TAG_END: i32 = 2;
 #[derive(Clone, Copy, Debug)]
 enum Change {
     /// The task requests a direct route.
-    Want(usize),
+    RequestRoute(usize),
     /// The task begins to accept or to refuse direct routes.
-    Willing(usize, bool),
+    SetAccepts(usize, bool),
     /// The task migrates and is then on the same host as its peer or not. The peer is notified
     /// before the task is back (`early`) or after that.
-    Move { who: usize, near: bool, early: bool },
+    Migrate {
+        task: usize,
+        same_host: bool,
+        early: bool,
+    },
     /// Both tasks migrate at once; `first` is back first.
-    BothMove { first: usize, near: bool },
+    MigrateBoth { first: usize, same_host: bool },
     /// All direct connections break.
     Break,
 }
 
-fn change() -> impl Strategy<Value = Change> {
+fn any_change() -> impl Strategy<Value = Change> {
     let who = 0..2usize;
     prop_oneof![
-        4 => who.clone().prop_map(Change::Want),
-        1 => (who.clone(), any::<bool>()).prop_map(|(who, willing)| Change::Willing(who, willing)),
-        4 => (who.clone(), any::<bool>(), any::<bool>()).prop_map(|(who, near, early)| Change::Move { who, near, early }),
-        1 => (who, any::<bool>()).prop_map(|(first, near)| Change::BothMove { first, near }),
+        4 => who.clone().prop_map(Change::RequestRoute),
+        1 => (who.clone(), any::<bool>()).prop_map(|(who, willing)| Change::SetAccepts(who, willing)),
+        4 => (who.clone(), any::<bool>(), any::<bool>()).prop_map(|(who, near, early)| Change::Migrate { task: who, same_host: near, early }),
+        1 => (who, any::<bool>()).prop_map(|(first, near)| Change::MigrateBoth { first, same_host: near }),
         2 => Just(Change::Break),
     ]
 }
 
 /// Route of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum RouteKind {
     Daemon,
     Ring,
     Direct,
 }
 
-fn way(task: &Runtime, peer: Tid) -> Way {
+fn current_route(task: &Runtime, peer: Tid) -> RouteKind {
     let look = |core: &crate::runtime::Core| match () {
-        () if core.near.leads_to(peer) => Way::Ring,
-        () if core.direct.leads_to(peer) => Way::Direct,
-        () => Way::Daemon,
+        () if core.shm.has_ring(peer) => RouteKind::Ring,
+        () if core.direct.has_route(peer) => RouteKind::Direct,
+        () => RouteKind::Daemon,
     };
-    task.look(look).expect("not forked")
+    task.with_core(look).expect("not forked")
 }
 
 /// Proxies in the direct connections of a daemon's tasks, which can break them.
 #[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<TcpStream>>>);
+struct Proxies(Arc<Mutex<Vec<TcpStream>>>);
 
-impl Lines {
-    fn through(fake: &Fake) -> Lines {
-        let lines = Lines::default();
+impl Proxies {
+    fn insert(fake: &FakeDaemon) -> Proxies {
+        let lines = Proxies::default();
         let own = lines.clone();
-        fake.net().detour = Some(Box::new(move |offered| {
+        fake.state().address_rewrite = Some(Box::new(move |offered| {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
             let address = listener.local_addr().expect("it has one");
             let lines = own.clone();
-            thread::spawn(move || lines.stand(&listener, offered));
+            thread::spawn(move || lines.run(&listener, offered));
             address
         }));
         lines
     }
 
     /// Runs the proxy of one connection. Either side may have given up meanwhile.
-    fn stand(&self, listener: &TcpListener, offered: SocketAddr) {
+    fn run(&self, listener: &TcpListener, offered: SocketAddr) {
         let Ok((dialled, _)) = listener.accept() else {
             return;
         };
@@ -120,7 +124,7 @@ impl Lines {
         }
     }
 
-    fn cut(&self) {
+    fn break_all(&self) {
         for end in self.0.lock().expect("no panic under the lock").drain(..) {
             let _ = end.shutdown(Shutdown::Both);
         }
@@ -132,14 +136,14 @@ fn reversed([a, b]: [TcpStream; 2]) -> [TcpStream; 2] {
 }
 
 /// Two communicating tasks with their daemon.
-struct Talk {
-    fake: Fake,
+struct Exchange {
+    fake: FakeDaemon,
     tasks: [Runtime; 2],
-    lines: Lines,
+    proxies: Proxies,
     /// Number of messages that each task has received.
-    taken: [AtomicU32; 2],
-    enough: AtomicBool,
-    moves: AtomicU32,
+    received: [AtomicU32; 2],
+    stop: AtomicBool,
+    migrations: AtomicU32,
 }
 
 /// Returns the content of a message: its number, and bytes derived from it.
@@ -154,23 +158,23 @@ fn body(number: u32) -> Vec<u8> {
     body
 }
 
-impl Talk {
-    fn new(near: bool) -> Talk {
-        let fake = Fake::start();
-        fake.net().near = near;
-        let (tasks, lines) = ([fake.join(), fake.join()], Lines::through(&fake));
+impl Exchange {
+    fn new(near: bool) -> Exchange {
+        let fake = FakeDaemon::start();
+        fake.state().same_host = near;
+        let (tasks, lines) = ([fake.enroll(), fake.enroll()], Proxies::insert(&fake));
         let (taken, enough, moves) = (
             Default::default(),
             AtomicBool::new(false),
             AtomicU32::new(0),
         );
-        Talk {
+        Exchange {
             fake,
             tasks,
-            lines,
-            taken,
-            enough,
-            moves,
+            proxies: lines,
+            received: taken,
+            stop: enough,
+            migrations: moves,
         }
     }
 
@@ -184,14 +188,14 @@ impl Talk {
         let send = |tag: i32, body: Vec<u8>| {
             let small = body.len() <= SMALL_BYTES_MAX;
             if !(small
-                && task.send_at_once(to, message_head(CTX_BASE, tag, 0, ENC_XDR), &body, false))
+                && task.try_send_inline(to, message_head(CTX_BASE, tag, 0, ENC_XDR), &body, false))
             {
                 task.send(message(to, tag, body)).expect("sent");
             }
         };
         let mut number = 0;
-        while !self.enough.load(Ordering::Relaxed) {
-            if number - self.taken[1 - who].load(Ordering::Relaxed) < WINDOW {
+        while !self.stop.load(Ordering::Relaxed) {
+            if number - self.received[1 - who].load(Ordering::Relaxed) < WINDOW {
                 send(TAG_NUMBER, body(number));
                 number += 1;
             } else {
@@ -202,29 +206,33 @@ impl Talk {
     }
 
     /// Receives messages until the last one and checks each.
-    fn take(&self, who: usize) {
+    fn receive(&self, who: usize) {
         let (task, from) = (&self.tasks[who], self.tid(1 - who));
         for number in 0u32.. {
             let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m: &Message| m.src == from);
             let got = task
-                .inbox_wait(Some(Instant::now() + PATIENCE), wanted)
+                .inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted)
                 .expect("connected");
-            let got = got
-                .unwrap_or_else(|| panic!("message {number} did not come; {:?}", way(task, from)));
+            let got = got.unwrap_or_else(|| {
+                panic!(
+                    "message {number} did not come; {:?}",
+                    current_route(task, from)
+                )
+            });
             if got.tag == TAG_END {
                 assert_eq!(got.body[..], number.to_le_bytes(), "as many as were sent");
                 return;
             }
             assert_eq!(got.body[..4], number.to_le_bytes(), "once, and in order");
             assert!(got.body[..] == body(number), "whole");
-            self.taken[who].store(number + 1, Ordering::Relaxed);
+            self.received[who].store(number + 1, Ordering::Relaxed);
         }
     }
 
     /// Waits until `count` more messages have passed in each direction.
-    fn pass(&self, count: u32) {
+    fn wait_for_messages(&self, count: u32) {
         let all = || {
-            self.taken
+            self.received
                 .each_ref()
                 .map(|taken| taken.load(Ordering::Relaxed))
         };
@@ -238,55 +246,59 @@ impl Talk {
         });
     }
 
-    fn leave(&self, who: usize) -> u64 {
-        let migration = u64::from(self.moves.fetch_add(1, Ordering::Relaxed)) + 1;
+    fn quiesce(&self, who: usize) -> u64 {
+        let migration = u64::from(self.migrations.fetch_add(1, Ordering::Relaxed)) + 1;
         self.fake.quiesce(self.tid(who), migration);
         migration
     }
 
-    fn come_back(&self, who: usize, migration: u64) {
-        self.fake.wake(migration);
+    fn resume(&self, who: usize, migration: u64) {
+        self.fake.resume(migration);
         until("the return", || self.tasks[who].socket_fd());
     }
 
-    fn tell_of_move(&self, who: usize) {
+    fn notify_peer(&self, who: usize) {
         self.fake
-            .tell(self.tid(1 - who), ToTask::PeerMoved { tid: self.tid(who) });
+            .send_control(self.tid(1 - who), ToTask::PeerMoved { tid: self.tid(who) });
     }
 
-    fn make(&self, change: Change) {
+    fn apply(&self, change: Change) {
         match change {
-            Change::Want(who) => self.tasks[who].open_route(self.tid(1 - who)),
-            Change::Willing(who, willing) => self.tasks[who].allow_routes(willing),
-            Change::Move { who, near, early } => {
-                let migration = self.leave(who);
-                self.fake.has_let_go(self.tid(who), migration);
-                self.fake.net().near = near;
+            Change::RequestRoute(who) => self.tasks[who].open_route(self.tid(1 - who)),
+            Change::SetAccepts(who, willing) => self.tasks[who].set_accepts_routes(willing),
+            Change::Migrate {
+                task: who,
+                same_host,
+                early,
+            } => {
+                let migration = self.quiesce(who);
+                self.fake.wait_quiesced(self.tid(who), migration);
+                self.fake.state().same_host = same_host;
                 if early {
-                    self.tell_of_move(who);
+                    self.notify_peer(who);
                 }
-                self.come_back(who, migration);
+                self.resume(who, migration);
                 if !early {
-                    self.tell_of_move(who);
+                    self.notify_peer(who);
                 }
             }
-            Change::BothMove { first, near } => {
-                let migrations = [0, 1].map(|who| self.leave(who));
-                (0..2).for_each(|who| self.fake.has_let_go(self.tid(who), migrations[who]));
-                self.fake.net().near = near;
+            Change::MigrateBoth { first, same_host } => {
+                let migrations = [0, 1].map(|who| self.quiesce(who));
+                (0..2).for_each(|who| self.fake.wait_quiesced(self.tid(who), migrations[who]));
+                self.fake.state().same_host = same_host;
                 for who in [first, 1 - first] {
-                    self.tell_of_move(who);
-                    self.come_back(who, migrations[who]);
+                    self.notify_peer(who);
+                    self.resume(who, migrations[who]);
                 }
             }
-            Change::Break => self.lines.cut(),
+            Change::Break => self.proxies.break_all(),
         }
     }
 }
 
 /// Runs a script and returns the route before each change and after the last.
-fn play(near: bool, script: &[(u32, Change)]) -> Vec<Way> {
-    let talk = Talk::new(near);
+fn run_script(near: bool, script: &[(u32, Change)]) -> Vec<RouteKind> {
+    let talk = Exchange::new(near);
     let mut ways = Vec::new();
     thread::scope(|scope| {
         for who in 0..2 {
@@ -296,17 +308,17 @@ fn play(near: bool, script: &[(u32, Change)]) -> Vec<Way> {
             });
             scope.spawn({
                 let talk = &talk;
-                move || talk.take(who)
+                move || talk.receive(who)
             });
         }
         for (messages, change) in script {
-            talk.pass(*messages);
-            ways.push(way(&talk.tasks[0], talk.tid(1)));
-            talk.make(*change);
+            talk.wait_for_messages(*messages);
+            ways.push(current_route(&talk.tasks[0], talk.tid(1)));
+            talk.apply(*change);
         }
-        talk.pass(MESSAGES_BETWEEN.end);
-        ways.push(way(&talk.tasks[0], talk.tid(1)));
-        talk.enough.store(true, Ordering::Relaxed);
+        talk.wait_for_messages(MESSAGES_BETWEEN.end);
+        ways.push(current_route(&talk.tasks[0], talk.tid(1)));
+        talk.stop.store(true, Ordering::Relaxed);
     });
     for (who, task) in talk.tasks.iter().enumerate() {
         let left = task.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|m| (m.src, m.tag)));
@@ -318,8 +330,7 @@ fn play(near: bool, script: &[(u32, Change)]) -> Vec<Way> {
 /// Whatever routes two tasks use and however they change, no message is lost, duplicated, damaged
 /// or reordered.
 #[test]
-fn route_changes_preserve_messages()
- {
+fn route_changes_preserve_messages() {
     let cases = std::env::var("PROPTEST_CASES")
         .ok()
         .and_then(|text| text.parse().ok())
@@ -332,27 +343,27 @@ fn route_changes_preserve_messages()
     };
     let script = (
         any::<bool>(),
-        prop::collection::vec((MESSAGES_BETWEEN, change()), 1..=CHANGES_MAX),
+        prop::collection::vec((MESSAGES_BETWEEN, any_change()), 1..=CHANGES_MAX),
     );
     let seen = RefCell::new(Vec::new());
     let result = TestRunner::new(config).run(&script, |(near, script)| -> TestCaseResult {
-        let ways = play(near, &script);
+        let ways = run_script(near, &script);
         seen.borrow_mut().push(ways);
         Ok(())
     });
     result.unwrap_or_else(|error| panic!("{error}"));
     // The test proves nothing unless every route was used and routes changed.
     let seen = seen.into_inner();
-    for wanted in [Way::Daemon, Way::Ring, Way::Direct] {
+    for wanted in [RouteKind::Daemon, RouteKind::Ring, RouteKind::Direct] {
         assert!(
             seen.iter().flatten().any(|way| *way == wanted),
             "no {wanted:?}: {seen:?}"
         );
     }
     for (from, to) in [
-        (Way::Ring, Way::Daemon),
-        (Way::Daemon, Way::Ring),
-        (Way::Daemon, Way::Direct),
+        (RouteKind::Ring, RouteKind::Daemon),
+        (RouteKind::Daemon, RouteKind::Ring),
+        (RouteKind::Daemon, RouteKind::Direct),
     ] {
         let changed = seen
             .iter()

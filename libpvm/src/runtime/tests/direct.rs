@@ -1,9 +1,9 @@
 //! Tests of direct routes between tasks, requested as programs do.
 
-use super::fake::Fake;
-use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
+use super::fake::FakeDaemon;
+use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, until};
 use crate::inbox::Inbox;
-use crate::runtime::far::LAST_WORDS_SILENCE;
+use crate::runtime::direct_routes::DRAIN_SILENCE_TIMEOUT;
 use crate::runtime::{Core, Runtime};
 use sempa_proto::body::{Encoding, Unpacker};
 use sempa_proto::message::CTX_BASE;
@@ -16,16 +16,16 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Returns two tasks on different hosts.
-fn two() -> (Fake, Runtime, Runtime) {
-    let fake = Fake::start();
-    let (a, b) = (fake.join(), fake.join());
+fn remote_pair() -> (FakeDaemon, Runtime, Runtime) {
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
     (fake, a, b)
 }
 
 /// Returns the next message with this tag.
-fn tagged(task: &Runtime, tag: i32) -> Message {
+fn recv_tagged(task: &Runtime, tag: i32) -> Message {
     let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.tag == tag);
-    task.inbox_wait(Some(Instant::now() + PATIENCE), wanted)
+    task.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted)
         .expect("connected")
         .expect("a message in time")
 }
@@ -35,7 +35,7 @@ fn ints(message: &Message) -> [i32; 2] {
     [body.int().expect("an int"), body.int().expect("an int")]
 }
 
-fn offers(fake: &Fake) -> usize {
+fn offers(fake: &FakeDaemon) -> usize {
     let is_offer = |said: &ToDaemon| {
         matches!(
             said,
@@ -45,28 +45,28 @@ fn offers(fake: &Fake) -> usize {
             }
         )
     };
-    fake.net()
+    fake.state()
         .log
         .iter()
         .filter(|(_, said)| is_offer(said))
         .count()
 }
 
-fn leads(task: &Runtime, to: Tid) -> bool {
-    task.look(|core| core.direct.leads_to(to))
+fn has_route(task: &Runtime, to: Tid) -> bool {
+    task.with_core(|core| core.direct.has_route(to))
         .expect("not forked")
 }
 
 /// Messages over a direct route go in both directions without the daemon.
 #[test]
 fn direct_route_bypasses_daemon() {
-    let (fake, a, b) = two();
+    let (fake, a, b) = remote_pair();
     a.open_route(b.tid());
     until("both ends", || {
-        (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+        (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
     });
     // Frames through the daemon are lost from here on.
-    fake.net().lossy = true;
+    fake.state().lossy = true;
     send_numbered(&a, b.tid(), 0..300);
     send_numbered(&b, a.tid(), 0..300);
     expect_numbered(&b, a.tid(), 0..300);
@@ -83,7 +83,7 @@ fn direct_route_bypasses_daemon() {
     assert!(
         [&a, &b]
             .iter()
-            .all(|task| tagged(task, 7).body.len() == 64 << 20)
+            .all(|task| recv_tagged(task, 7).body.len() == 64 << 20)
     );
     assert_eq!(offers(&fake), 1);
 }
@@ -91,13 +91,16 @@ fn direct_route_bypasses_daemon() {
 /// A route that was idle for a minute frees its buffers and stays usable.
 #[test]
 fn idle_route_frees_buffers_and_stays() {
-    let (fake, a, b) = two();
+    let (fake, a, b) = remote_pair();
     a.open_route(b.tid());
     until("both ends", || {
-        (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+        (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
     });
-    fake.net().lossy = true;
-    let buffers = |task: &Runtime| task.look(Core::direct_buffer_bytes).expect("not forked");
+    fake.state().lossy = true;
+    let buffers = |task: &Runtime| {
+        task.with_core(Core::direct_buffer_bytes)
+            .expect("not forked")
+    };
     let mut minutes = 0;
     for round in 0..2 {
         send_numbered(&a, b.tid(), round * 20..round * 20 + 20);
@@ -112,11 +115,11 @@ fn idle_route_frees_buffers_and_stays() {
                 minutes += 1;
                 let mut held = task.lock().expect("not forked");
                 let later = held.now() + Micros::from_secs(minutes * 61);
-                held.core.wake(later);
+                held.core.run_timers(later);
                 (held.core.direct_buffer_bytes() == 0).then_some(())
             });
         }
-        assert!(leads(&a, b.tid()) && leads(&b, a.tid()));
+        assert!(has_route(&a, b.tid()) && has_route(&b, a.tid()));
     }
     assert_eq!(offers(&fake), 1);
 }
@@ -125,15 +128,15 @@ fn idle_route_frees_buffers_and_stays() {
 #[test]
 fn crossing_offers_establish_one_route() {
     for _ in 0..10 {
-        let (fake, a, b) = two();
+        let (fake, a, b) = remote_pair();
         std::thread::scope(|scope| {
             scope.spawn(|| a.open_route(b.tid()));
             scope.spawn(|| b.open_route(a.tid()));
         });
         until("both ends", || {
-            (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+            (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
         });
-        fake.net().lossy = true;
+        fake.state().lossy = true;
         send_numbered(&a, b.tid(), 0..20);
         send_numbered(&b, a.tid(), 0..20);
         expect_numbered(&b, a.tid(), 0..20);
@@ -144,42 +147,42 @@ fn crossing_offers_establish_one_route() {
 /// A program that refuses routes is asked once and reached through the daemons.
 #[test]
 fn refusing_program_is_asked_once() {
-    let (fake, a, b) = two();
-    b.allow_routes(false);
+    let (fake, a, b) = remote_pair();
+    b.set_accepts_routes(false);
     for number in 0..5 {
         a.open_route(b.tid());
         send_numbered(&a, b.tid(), number..number + 1);
     }
     expect_numbered(&b, a.tid(), 0..5);
-    assert!(offers(&fake) == 1 && !leads(&a, b.tid()));
+    assert!(offers(&fake) == 1 && !has_route(&a, b.tid()));
 }
 
 /// Programs are notified of new routes and of their ends.
 #[test]
 fn programs_are_notified_of_routes_and_ends() {
-    let (fake, a, b) = two();
-    a.tell_of_route_end(b.tid(), CTX_BASE, 5, false)
+    let (fake, a, b) = remote_pair();
+    a.notify_route_end(b.tid(), CTX_BASE, 5, false)
         .expect("room");
     assert_eq!(
-        ints(&tagged(&a, 5)),
+        ints(&recv_tagged(&a, 5)),
         [b.tid().raw(), -1],
         "there is none yet"
     );
     for task in [&a, &b] {
-        task.tell_of_routes(CTX_BASE, 4, -1).expect("room");
+        task.notify_new_routes(CTX_BASE, 4, -1).expect("room");
     }
     a.open_route(b.tid());
     for (task, other) in [(&a, &b), (&b, &a)] {
-        let note = tagged(task, 4);
+        let note = recv_tagged(task, 4);
         assert_eq!((note.src, ints(&note)[0]), (task.tid(), other.tid().raw()));
         assert_eq!(Some(ints(&note)[1]), task.ready_fd());
-        task.tell_of_route_end(other.tid(), CTX_BASE, 5, false)
+        task.notify_route_end(other.tid(), CTX_BASE, 5, false)
             .expect("room");
     }
     send_numbered(&b, a.tid(), 0..10);
     b.exit().expect("connected");
     expect_numbered(&a, b.tid(), 0..10);
-    assert_eq!(ints(&tagged(&a, 5)), [b.tid().raw(), -1]);
+    assert_eq!(ints(&recv_tagged(&a, 5)), [b.tid().raw(), -1]);
     drop(fake);
 }
 
@@ -187,7 +190,7 @@ fn programs_are_notified_of_routes_and_ends() {
 #[test]
 fn exit_loses_no_direct_messages() {
     for round in 0..5 {
-        let (_fake, a, b) = two();
+        let (_fake, a, b) = remote_pair();
         a.open_route(b.tid());
         // Input that the exiting task never reads makes its kernel discard output in transit.
         send_numbered(&b, a.tid(), 0..50);
@@ -200,33 +203,39 @@ fn exit_loses_no_direct_messages() {
 /// A migration during transfers over a direct route loses, duplicates and reorders nothing.
 #[test]
 fn migration_preserves_direct_messages() {
-    let (fake, a, b) = two();
-    a.tell_of_routes(CTX_BASE, 4, -1).expect("room");
-    b.tell_of_route_end(a.tid(), CTX_BASE, 5, false)
+    let (fake, a, b) = remote_pair();
+    a.notify_new_routes(CTX_BASE, 4, -1).expect("room");
+    b.notify_route_end(a.tid(), CTX_BASE, 5, false)
         .expect("room");
-    assert_eq!(ints(&tagged(&b, 5)), [a.tid().raw(), -1]);
+    assert_eq!(ints(&recv_tagged(&b, 5)), [a.tid().raw(), -1]);
     for round in 1..4u32 {
         a.open_route(b.tid());
-        assert_eq!(ints(&tagged(&a, 4))[0], b.tid().raw(), "round {round}");
-        until("the other end", || leads(&b, a.tid()).then_some(()));
-        b.tell_of_route_end(a.tid(), CTX_BASE, 5, false)
+        assert_eq!(ints(&recv_tagged(&a, 4))[0], b.tid().raw(), "round {round}");
+        until("the other end", || has_route(&b, a.tid()).then_some(()));
+        b.notify_route_end(a.tid(), CTX_BASE, 5, false)
             .expect("room");
         let (from, to) = ((round - 1) * 200, round * 200);
         std::thread::scope(|scope| {
             scope.spawn(|| send_numbered(&a, b.tid(), from..to));
             scope.spawn(|| send_numbered(&b, a.tid(), from..to));
             fake.quiesce(a.tid(), u64::from(round));
-            fake.has_let_go(a.tid(), u64::from(round));
+            fake.wait_quiesced(a.tid(), u64::from(round));
             assert!(
-                !leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked")
+                !has_route(&a, b.tid())
+                    && a.with_core(|core| !core.direct.is_open())
+                        .expect("not forked")
             );
-            fake.wake(u64::from(round));
+            fake.resume(u64::from(round));
         });
         // Without a connection the task requests no route.
         until("the return", || a.socket_fd());
         expect_numbered(&b, a.tid(), from..to);
         expect_numbered(&a, b.tid(), from..to);
-        assert_eq!(ints(&tagged(&b, 5)), [a.tid().raw(), -1], "round {round}");
+        assert_eq!(
+            ints(&recv_tagged(&b, 5)),
+            [a.tid().raw(), -1],
+            "round {round}"
+        );
     }
     assert_eq!(offers(&fake), 3);
 }
@@ -234,59 +243,61 @@ fn migration_preserves_direct_messages() {
 /// On the same host a direct route uses the ring, and no task listens.
 #[test]
 fn same_host_route_uses_rings() {
-    let fake = Fake::start();
-    fake.net().near = true;
-    let (a, b) = (fake.join(), fake.join());
-    b.tell_of_routes(CTX_BASE, 4, 1).expect("room");
+    let fake = FakeDaemon::start();
+    fake.state().same_host = true;
+    let (a, b) = (fake.enroll(), fake.enroll());
+    b.notify_new_routes(CTX_BASE, 4, 1).expect("room");
     a.open_route(b.tid());
-    assert_eq!(ints(&next(&b))[0], a.tid().raw());
+    assert_eq!(ints(&recv_next(&b))[0], a.tid().raw());
     send_numbered(&a, b.tid(), 0..50);
     expect_numbered(&b, a.tid(), 0..50);
     assert!(
-        !leads(&a, b.tid()) && a.look(|core| !core.direct.is_open()).expect("not forked"),
+        !has_route(&a, b.tid())
+            && a.with_core(|core| !core.direct.is_open())
+                .expect("not forked"),
         "nothing listens"
     );
 }
 
 /// State of the proxy for data to the dialing side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Gate {
+enum ProxyState {
     Open,
     /// The proxy holds the data back.
-    Shut,
+    Holding,
     /// The proxy forwards the held data and closes the connection, as the kernel does for a killed
     /// task.
-    Last,
+    FlushAndClose,
 }
 
 /// Proxy in a direct connection: its state, and the number of bytes that it holds back.
 #[derive(Clone)]
-struct Way(Arc<Mutex<(Gate, usize)>>);
+struct HoldingProxy(Arc<Mutex<(ProxyState, usize)>>);
 
-impl Way {
+impl HoldingProxy {
     /// Inserts a proxy into the direct connections of this daemon's tasks.
-    fn through(fake: &Fake) -> Way {
-        let way = Way(Arc::new(Mutex::new((Gate::Open, 0))));
+    fn insert(fake: &FakeDaemon) -> HoldingProxy {
+        let way = HoldingProxy(Arc::new(Mutex::new((ProxyState::Open, 0))));
         let gate = way.clone();
-        fake.net().detour = Some(Box::new(move |offered| {
+        fake.state().address_rewrite = Some(Box::new(move |offered| {
             let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
             let own = listener.local_addr().expect("it has one");
             let gate = gate.clone();
-            std::thread::spawn(move || gate.stand(&listener, offered));
+            std::thread::spawn(move || gate.run(&listener, offered));
             own
         }));
         way
     }
 
-    fn set(&self, gate: Gate) {
+    fn set(&self, gate: ProxyState) {
         self.0.lock().expect("no panic under the lock").0 = gate;
     }
 
-    fn kept(&self) -> usize {
+    fn held_bytes(&self) -> usize {
         self.0.lock().expect("no panic under the lock").1
     }
 
-    fn stand(&self, listener: &TcpListener, offered: SocketAddr) {
+    fn run(&self, listener: &TcpListener, offered: SocketAddr) {
         let (mut dialled, _) = listener.accept().expect("it is dialled");
         let mut offering = TcpStream::connect(offered).expect("it listens");
         let mut back = (
@@ -306,11 +317,11 @@ impl Way {
                 state.1 = kept.len();
                 state.0
             };
-            if gate != Gate::Shut {
+            if gate != ProxyState::Holding {
                 dialled.write_all(&kept).expect("somebody reads");
                 kept.clear();
             }
-            if gate == Gate::Last {
+            if gate == ProxyState::FlushAndClose {
                 let _ = (
                     dialled.shutdown(std::net::Shutdown::Both),
                     offering.shutdown(std::net::Shutdown::Both),
@@ -322,26 +333,26 @@ impl Way {
 }
 
 /// Returns two tasks with a direct route through a closed proxy; the daemon drops link frames.
-fn two_with_a_gate() -> (Fake, Runtime, Runtime, Way) {
-    let (fake, a, b) = two();
-    let way = Way::through(&fake);
+fn pair_with_closed_proxy() -> (FakeDaemon, Runtime, Runtime, HoldingProxy) {
+    let (fake, a, b) = remote_pair();
+    let way = HoldingProxy::insert(&fake);
     a.open_route(b.tid());
     until("both ends", || {
-        (leads(&a, b.tid()) && leads(&b, a.tid())).then_some(())
+        (has_route(&a, b.tid()) && has_route(&b, a.tid())).then_some(())
     });
-    fake.net().lossy = true;
-    way.set(Gate::Shut);
+    fake.state().lossy = true;
+    way.set(ProxyState::Holding);
     (fake, a, b, way)
 }
 
 /// Reports the end of a task to `to`: first as fact, then as the notification with tag 9.
-fn tell_of_end(fake: &Fake, to: &Runtime, ended: Tid) {
-    fake.tell(to.tid(), ToTask::PeerGone { tid: ended });
+fn report_end(fake: &FakeDaemon, to: &Runtime, ended: Tid) {
+    fake.send_control(to.tid(), ToTask::PeerGone { tid: ended });
     let deliver = |tag, after| ToTask::Deliver {
         message: message(to.tid(), tag, ""),
         after,
     };
-    fake.tell(
+    fake.send_control(
         to.tid(),
         deliver(
             9,
@@ -352,8 +363,8 @@ fn tell_of_end(fake: &Fake, to: &Runtime, ended: Tid) {
         ),
     );
     // When this later message has arrived, both reports have been handled.
-    fake.tell(to.tid(), deliver(8, None));
-    assert_eq!(next(to).tag, 8);
+    fake.send_control(to.tid(), deliver(8, None));
+    assert_eq!(recv_next(to).tag, 8);
 }
 
 /// The messages of a killed task are received before the notification of its end, however late they
@@ -362,59 +373,70 @@ fn tell_of_end(fake: &Fake, to: &Runtime, ended: Tid) {
 fn messages_of_killed_task_precede_its_end() {
     const COUNT: u32 = 30;
     const BYTES: usize = 100_000;
-    let (fake, a, b, way) = two_with_a_gate();
+    let (fake, a, b, way) = pair_with_closed_proxy();
     for number in 0..COUNT {
         let mut body = vec![number as u8; BYTES];
         body[..4].copy_from_slice(&number.to_le_bytes());
         a.send(message(b.tid(), 1, body)).expect("sent");
     }
     until("all of it on the way", || {
-        (way.kept() >= COUNT as usize * BYTES).then_some(())
+        (way.held_bytes() >= COUNT as usize * BYTES).then_some(())
     });
-    tell_of_end(&fake, &b, a.tid());
+    report_end(&fake, &b, a.tid());
     assert!(
-        leads(&b, a.tid())
+        has_route(&b, a.tid())
             && b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
                 .is_none()
     );
     // Messages to the ended task are dropped from here on.
     b.send(message(a.tid(), 1, vec![1; 1 << 20]))
         .expect("as to anybody who has ended");
-    way.set(Gate::Last);
+    way.set(ProxyState::FlushAndClose);
     for number in 0..COUNT {
-        let got = next(&b);
+        let got = recv_next(&b);
         assert_eq!(
             (got.tag, got.body.len(), &got.body[..4]),
             (1, BYTES, &number.to_le_bytes()[..])
         );
     }
-    assert_eq!(next(&b).tag, 9);
-    assert!(!leads(&b, a.tid()) && b.look(|core| core.is_gone(a.tid())).expect("not forked"));
+    assert_eq!(recv_next(&b).tag, 9);
+    assert!(
+        !has_route(&b, a.tid())
+            && b.with_core(|core| core.is_gone(a.tid()))
+                .expect("not forked")
+    );
 }
 
 /// A host that dies silently delays the notification of its task's end only until the silence
 /// timeout.
 #[test]
 fn dead_host_delays_end_notification_briefly() {
-    let (fake, a, b, _way) = two_with_a_gate();
+    let (fake, a, b, _way) = pair_with_closed_proxy();
     a.send(message(b.tid(), 1, "lost with its host"))
         .expect("sent");
     let told = Instant::now();
-    tell_of_end(&fake, &b, a.tid());
-    assert_eq!(next(&b).tag, 9);
-    assert!(told.elapsed() >= Duration::from_micros(LAST_WORDS_SILENCE.0));
-    assert!(!leads(&b, a.tid()) && b.look(|core| core.is_gone(a.tid())).expect("not forked"));
+    report_end(&fake, &b, a.tid());
+    assert_eq!(recv_next(&b).tag, 9);
+    assert!(told.elapsed() >= Duration::from_micros(DRAIN_SILENCE_TIMEOUT.0));
+    assert!(
+        !has_route(&b, a.tid())
+            && b.with_core(|core| core.is_gone(a.tid()))
+                .expect("not forked")
+    );
 }
 
 /// A task that migrates while it drains a connection still reports the end of the peer.
 #[test]
 fn migration_while_draining_reports_peer_end() {
-    let (fake, a, b, _way) = two_with_a_gate();
-    tell_of_end(&fake, &b, a.tid());
+    let (fake, a, b, _way) = pair_with_closed_proxy();
+    report_end(&fake, &b, a.tid());
     fake.quiesce(b.tid(), 1);
-    fake.has_let_go(b.tid(), 1);
-    assert_eq!(next(&b).tag, 9);
-    fake.wake(1);
+    fake.wait_quiesced(b.tid(), 1);
+    assert_eq!(recv_next(&b).tag, 9);
+    fake.resume(1);
     until("the return", || b.socket_fd());
-    assert!(b.look(|core| core.is_gone(a.tid())).expect("not forked"));
+    assert!(
+        b.with_core(|core| core.is_gone(a.tid()))
+            .expect("not forked")
+    );
 }

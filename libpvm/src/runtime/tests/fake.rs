@@ -1,7 +1,7 @@
 //! Minimal daemon for tests: enrolls tasks, forwards link frames, queues frames for a migrating
 //! task, and logs all other frames.
 
-use super::{PATIENCE, until};
+use super::{TEST_TIMEOUT, until};
 use crate::runtime::{EnrollOptions, Runtime};
 use bytes::Bytes;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
@@ -26,15 +26,15 @@ use std::time::Instant;
 use tempfile::TempDir;
 
 /// Bytes to write, with the descriptors to send with them.
-type Parcel = (Bytes, Vec<OwnedFd>);
+type OutFrame = (Bytes, Vec<OwnedFd>);
 /// Recorded route message: sender, receiver, message, and copies of its descriptors.
-pub(super) type Kept = (Tid, Tid, RouteWord, Vec<OwnedFd>);
-type Answer = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
-type Detour = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
+pub(super) type RecordedMessage = (Tid, Tid, RouteWord, Vec<OwnedFd>);
+type Responder = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
+type AddressRewrite = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
 /// Frame for a task that has no connection.
-enum Held {
-    Parcel(Parcel),
+enum QueuedFrame {
+    Frame(OutFrame),
     /// Whether both tasks are on the same host is decided when the task returns.
     Route {
         from: Tid,
@@ -44,38 +44,38 @@ enum Held {
 
 /// State of one task at the daemon.
 #[derive(Default)]
-pub(super) struct Seat {
+pub(super) struct TaskConn {
     stream: Option<UnixStream>,
-    out: Option<Sender<Parcel>>,
-    held: Vec<Held>,
+    out: Option<Sender<OutFrame>>,
+    queued: Vec<QueuedFrame>,
     /// A quiesce request was sent: all frames are queued.
-    holding: bool,
+    is_quiescing: bool,
     stalled: bool,
     pub(super) closed: bool,
 }
 
-impl Seat {
-    fn give(&mut self, bytes: Bytes) {
-        self.give_with(bytes, Vec::new());
+impl TaskConn {
+    fn send(&mut self, bytes: Bytes) {
+        self.send_with_descriptors(bytes, Vec::new());
     }
 
-    fn give_with(&mut self, bytes: Bytes, descriptors: Vec<OwnedFd>) {
+    fn send_with_descriptors(&mut self, bytes: Bytes, descriptors: Vec<OwnedFd>) {
         match &self.out {
             // A broken connection loses frames; only its task is affected.
-            Some(out) if !self.holding => drop(out.send((bytes, descriptors))),
+            Some(out) if !self.is_quiescing => drop(out.send((bytes, descriptors))),
             _ if self.closed => {}
-            _ => self.held.push(Held::Parcel((bytes, descriptors))),
+            _ => self.queued.push(QueuedFrame::Frame((bytes, descriptors))),
         }
     }
 
-    fn listens(&self) -> bool {
-        self.out.is_some() && !self.holding && !self.closed
+    fn is_receiving(&self) -> bool {
+        self.out.is_some() && !self.is_quiescing && !self.closed
     }
 }
 
 #[derive(Default)]
-pub(super) struct Net {
-    pub(super) seats: HashMap<Tid, Seat>,
+pub(super) struct FakeState {
+    pub(super) tasks: HashMap<Tid, TaskConn>,
     /// All control frames, in order of arrival.
     pub(super) log: Vec<(Tid, ToDaemon)>,
     pub(super) hellos: Vec<Hello>,
@@ -85,28 +85,28 @@ pub(super) struct Net {
     pub(super) lossy: bool,
     /// The tasks count as being on the same host and may have rings. Otherwise their offers are
     /// refused.
-    pub(super) near: bool,
+    pub(super) same_host: bool,
     /// Recorded route messages, if recording is enabled.
-    pub(super) kept: Option<Vec<Kept>>,
+    pub(super) recorded: Option<Vec<RecordedMessage>>,
     /// Rewrites the addresses in offers of direct routes, to insert a proxy.
-    pub(super) detour: Option<Detour>,
-    answer: Option<Answer>,
-    locals: u32,
+    pub(super) address_rewrite: Option<AddressRewrite>,
+    responder: Option<Responder>,
+    last_local: u32,
 }
 
 pub(super) struct Shared {
-    net: Mutex<Net>,
+    net: Mutex<FakeState>,
     changed: Condvar,
 }
 
 /// The fake daemon. Dropping it closes its connections.
-pub(super) struct Fake {
+pub(super) struct FakeDaemon {
     pub(super) dir: TempDir,
     shared: Arc<Shared>,
 }
 
-impl Fake {
-    pub(super) fn start() -> Fake {
+impl FakeDaemon {
+    pub(super) fn start() -> FakeDaemon {
         let dir = TempDir::new().expect("a directory");
         let listener = UnixListener::bind(dir.path().join("s")).expect("a socket");
         let shared = Arc::new(Shared {
@@ -120,7 +120,7 @@ impl Fake {
                 thread::spawn(move || serve(&shared, stream));
             }
         });
-        Fake { dir, shared }
+        FakeDaemon { dir, shared }
     }
 
     pub(super) fn socket(&self) -> PathBuf {
@@ -136,45 +136,51 @@ impl Fake {
         }
     }
 
-    pub(super) fn join(&self) -> Runtime {
+    pub(super) fn enroll(&self) -> Runtime {
         Runtime::connect(self.options()).expect("welcome")
     }
 
-    pub(super) fn net(&self) -> MutexGuard<'_, Net> {
+    pub(super) fn state(&self) -> MutexGuard<'_, FakeState> {
         self.shared.net.lock().expect("no panic under the lock")
     }
 
     /// Sets the function that answers requests; those for which it returns `None` stay open.
-    pub(super) fn answer(&self, answer: impl Fn(Tid, &Request) -> Option<Reply> + Send + 'static) {
-        self.net().answer = Some(Box::new(answer));
+    pub(super) fn set_responder(
+        &self,
+        answer: impl Fn(Tid, &Request) -> Option<Reply> + Send + 'static,
+    ) {
+        self.state().responder = Some(Box::new(answer));
     }
 
-    pub(super) fn tell(&self, tid: Tid, what: ToTask) {
-        self.raw(tid, encode_control(&what).expect("small"));
+    pub(super) fn send_control(&self, tid: Tid, what: ToTask) {
+        self.send_raw(tid, encode_control(&what).expect("small"));
     }
 
     pub(super) fn reply(&self, tid: Tid, id: RequestId, reply: Reply) {
-        self.tell(tid, ToTask::Reply { id, reply });
+        self.send_control(tid, ToTask::Reply { id, reply });
     }
 
-    pub(super) fn raw(&self, tid: Tid, bytes: impl Into<Bytes>) {
-        self.net()
-            .seats
+    pub(super) fn send_raw(&self, tid: Tid, bytes: impl Into<Bytes>) {
+        self.state()
+            .tasks
             .get_mut(&tid)
             .expect("seated")
-            .give(bytes.into());
+            .send(bytes.into());
     }
 
     /// Waits for a log entry for which `f` returns a value.
-    pub(super) fn logged<R>(&self, what: &str, f: impl Fn(Tid, &ToDaemon) -> Option<R>) -> R {
+    pub(super) fn wait_for_log<R>(&self, what: &str, f: impl Fn(Tid, &ToDaemon) -> Option<R>) -> R {
         until(what, || {
-            self.net().log.iter().find_map(|(tid, said)| f(*tid, said))
+            self.state()
+                .log
+                .iter()
+                .find_map(|(tid, said)| f(*tid, said))
         })
     }
 
     /// Waits for a request and returns its id.
-    pub(super) fn asked(&self, what: &str, f: impl Fn(&Request) -> bool) -> RequestId {
-        self.logged(what, |_, said| match said {
+    pub(super) fn wait_for_request(&self, what: &str, f: impl Fn(&Request) -> bool) -> RequestId {
+        self.wait_for_log(what, |_, said| match said {
             ToDaemon::Request { id, what } if f(what) => Some(*id),
             _ => None,
         })
@@ -182,7 +188,7 @@ impl Fake {
 
     /// Stops or resumes reading from this task.
     pub(super) fn stall(&self, tid: Tid, stalled: bool) {
-        self.net().seats.get_mut(&tid).expect("seated").stalled = stalled;
+        self.state().tasks.get_mut(&tid).expect("seated").stalled = stalled;
         self.shared.changed.notify_all();
     }
 
@@ -197,29 +203,29 @@ impl Fake {
             migration: MigrationId(migration),
             tokens,
         };
-        let mut net = self.net();
-        let seat = net.seats.get_mut(&tid).expect("seated");
-        seat.give(encode_control(&order).expect("small"));
-        seat.holding = true;
+        let mut net = self.state();
+        let seat = net.tasks.get_mut(&tid).expect("seated");
+        seat.send(encode_control(&order).expect("small"));
+        seat.is_quiescing = true;
     }
 
     /// Waits until the task has quiesced.
-    pub(super) fn has_let_go(&self, tid: Tid, migration: u64) {
-        self.logged("letting go", |who, said| {
+    pub(super) fn wait_quiesced(&self, tid: Tid, migration: u64) {
+        self.wait_for_log("letting go", |who, said| {
             let wanted = MigrationId(migration);
             matches!(said, ToDaemon::Quiesced { migration, .. } if who == tid && *migration == wanted).then_some(())
         });
         until("the closed socket", || {
-            self.net().seats[&tid].stream.is_none().then_some(())
+            self.state().tasks[&tid].stream.is_none().then_some(())
         });
     }
 
     /// Writes the token file, so that the quiesced task reconnects to this daemon.
-    pub(super) fn wake(&self, migration: u64) {
-        self.wake_with(migration, MigrationId(migration), self.socket());
+    pub(super) fn resume(&self, migration: u64) {
+        self.write_token(migration, MigrationId(migration), self.socket());
     }
 
-    pub(super) fn wake_with(&self, file: u64, migration: MigrationId, socket: PathBuf) {
+    pub(super) fn write_token(&self, file: u64, migration: MigrationId, socket: PathBuf) {
         let token = to_bytes(&ResumeToken { migration, socket }).expect("small");
         let temporary = self.dir.path().join("token.new");
         std::fs::write(&temporary, token).expect("written");
@@ -227,25 +233,25 @@ impl Fake {
     }
 
     /// Closes the connection to a task, as if the daemon had died.
-    pub(super) fn hang_up(&self, tid: Tid) {
-        let net = self.net();
-        let stream = net.seats[&tid].stream.as_ref().expect("connected");
+    pub(super) fn disconnect(&self, tid: Tid) {
+        let net = self.state();
+        let stream = net.tasks[&tid].stream.as_ref().expect("connected");
         stream.shutdown(Shutdown::Both).expect("was open");
     }
 
     pub(super) fn is_closed(&self, tid: Tid) -> bool {
-        self.net().seats[&tid].closed
+        self.state().tasks[&tid].closed
     }
 }
 
-impl Drop for Fake {
+impl Drop for FakeDaemon {
     fn drop(&mut self) {
         let net = self
             .shared
             .net
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner());
-        for stream in net.seats.values().filter_map(|seat| seat.stream.as_ref()) {
+        for stream in net.tasks.values().filter_map(|seat| seat.stream.as_ref()) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -276,16 +282,16 @@ fn serve(shared: &Shared, stream: UnixStream) {
     let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else {
         panic!("the first frame is a hello")
     };
-    let Some(tid) = seat(shared, &hello, &stream) else {
+    let Some(tid) = enroll_task(shared, &hello, &stream) else {
         return;
     };
     loop {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let mut net = shared.net.lock().expect("no panic under the lock");
-        while net.seats[&tid].stalled && Instant::now() < deadline {
+        while net.tasks[&tid].stalled && Instant::now() < deadline {
             net = shared
                 .changed
-                .wait_timeout(net, PATIENCE)
+                .wait_timeout(net, TEST_TIMEOUT)
                 .expect("no panic under the lock")
                 .0;
         }
@@ -293,16 +299,16 @@ fn serve(shared: &Shared, stream: UnixStream) {
         let Some(frame) = read_frame(&stream, &mut decoder, &mut passed) else {
             break;
         };
-        take(shared, tid, frame, &mut passed);
+        handle_frame(shared, tid, frame, &mut passed);
     }
     let mut net = shared.net.lock().expect("no panic under the lock");
-    let seat = net.seats.get_mut(&tid).expect("seated");
+    let seat = net.tasks.get_mut(&tid).expect("seated");
     (seat.stream, seat.out) = (None, None);
-    seat.closed = !seat.holding;
+    seat.closed = !seat.is_quiescing;
 }
 
 /// Answers a hello; `None` if the task was refused.
-fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
+fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     let mut writing = stream.try_clone().expect("a descriptor");
     let mut net = shared.net.lock().expect("no panic under the lock");
     net.hellos.push(hello.clone());
@@ -315,8 +321,8 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     let tid = match hello.claim {
         Claim::Resume { tid, .. } => tid,
         _ => {
-            net.locals += 1;
-            Tid::task(HostId::MASTER, net.locals).expect("few tasks")
+            net.last_local += 1;
+            Tid::task(HostId::MASTER, net.last_local).expect("few tasks")
         }
     };
     let welcome = ToTask::Welcome(Welcome {
@@ -333,19 +339,19 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
         restart: None,
         successor: None,
     });
-    let (out, queue) = channel::<Parcel>();
-    let near = net.near;
-    let seat = net.seats.entry(tid).or_default();
+    let (out, queue) = channel::<OutFrame>();
+    let near = net.same_host;
+    let seat = net.tasks.entry(tid).or_default();
     out.send((encode_control(&welcome).expect("small"), Vec::new()))
         .expect("just made");
-    for held in std::mem::take(&mut seat.held) {
+    for held in std::mem::take(&mut seat.queued) {
         let parcel = match held {
-            Held::Parcel(parcel) => parcel,
-            Held::Route { from, word } => (route_frame(from, near, word), Vec::new()),
+            QueuedFrame::Frame(parcel) => parcel,
+            QueuedFrame::Route { from, word } => (route_frame(from, near, word), Vec::new()),
         };
         out.send(parcel).expect("just made");
     }
-    seat.holding = false;
+    seat.is_quiescing = false;
     seat.out = Some(out);
     seat.stream = Some(stream.try_clone().expect("a descriptor"));
     thread::spawn(move || {
@@ -375,43 +381,43 @@ fn seat(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Tid> {
     Some(tid)
 }
 
-fn take(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
+fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
     let mut net = shared.net.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
         let link = frame.link().expect("a link frame");
         assert_eq!(link.src, tid, "a task speaks for itself");
         let lossy = net.lossy;
-        return match net.seats.get_mut(&link.dst) {
+        return match net.tasks.get_mut(&link.dst) {
             Some(seat) if !seat.closed && !lossy => {
-                seat.give(encode(FrameKind::Link, &[&frame.body]))
+                seat.send(encode(FrameKind::Link, &[&frame.body]))
             }
             Some(seat) if !seat.closed => {}
             _ => {
                 let gone = ToTask::PeerGone { tid: link.dst };
-                net.seats
+                net.tasks
                     .get_mut(&tid)
                     .expect("seated")
-                    .give(encode_control(&gone).expect("small"));
+                    .send(encode_control(&gone).expect("small"));
             }
         };
     }
     let said: ToDaemon = frame.control().expect("a control frame");
     if let ToDaemon::Request { id, what } = &said {
-        let reply = match (&net.answer, what) {
+        let reply = match (&net.responder, what) {
             (_, Request::Exit { .. } | Request::LastWords) => Some(Reply::Done),
             (Some(answer), what) => answer(tid, what),
             (None, _) => None,
         };
         if let Some(reply) = reply {
             let reply = encode_control(&ToTask::Reply { id: *id, reply }).expect("small");
-            net.seats.get_mut(&tid).expect("seated").give(reply);
+            net.tasks.get_mut(&tid).expect("seated").send(reply);
         }
     }
     if let ToDaemon::Route { to, word } = &said {
         let Taken::All(descriptors) = passed.take(word.descriptors()) else {
             panic!("a word without its descriptors")
         };
-        pass_on(&mut net, tid, *to, word.clone(), descriptors);
+        forward_route_message(&mut net, tid, *to, word.clone(), descriptors);
     }
     net.log.push((tid, said));
 }
@@ -422,38 +428,51 @@ fn route_frame(from: Tid, near: bool, word: RouteWord) -> Bytes {
 
 /// Forwards a route message. A message with descriptors reaches only a connected task on the same
 /// host; otherwise its sender gets a refusal or a migration notice, or nothing.
-fn pass_on(net: &mut Net, from: Tid, to: Tid, mut word: RouteWord, descriptors: Vec<OwnedFd>) {
-    let near = net.near;
-    if let Some(kept) = &mut net.kept {
+fn forward_route_message(
+    net: &mut FakeState,
+    from: Tid,
+    to: Tid,
+    mut message: RouteWord,
+    descriptors: Vec<OwnedFd>,
+) {
+    let near = net.same_host;
+    if let Some(recorded) = &mut net.recorded {
         let copies = descriptors
             .iter()
             .map(|fd| fd.try_clone().expect("a descriptor"))
             .collect();
-        kept.push((from, to, word.clone(), copies));
+        recorded.push((from, to, message.clone(), copies));
     }
-    if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) = (&mut word, &net.detour) {
+    if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) =
+        (&mut message, &net.address_rewrite)
+    {
         addresses
             .iter_mut()
             .for_each(|address| *address = detour(*address));
     }
-    if word.descriptors() > 0 && !(near && net.seats.get(&to).is_some_and(Seat::listens)) {
-        let nothing = match word {
+    if message.descriptors() > 0
+        && !(near && net.tasks.get(&to).is_some_and(TaskConn::is_receiving))
+    {
+        let nothing = match message {
             RouteWord::RingOffer { id, .. } => route_frame(to, false, RouteWord::RingRefuse { id }),
             RouteWord::StoreOffer { .. } => return,
             _ => encode_control(&ToTask::PeerMoved { tid: to }).expect("small"),
         };
         return net
-            .seats
+            .tasks
             .get_mut(&from)
             .into_iter()
-            .for_each(|seat| seat.give(nothing.clone()));
+            .for_each(|seat| seat.send(nothing.clone()));
     }
-    let Some(seat) = net.seats.get_mut(&to).filter(|seat| !seat.closed) else {
+    let Some(seat) = net.tasks.get_mut(&to).filter(|seat| !seat.closed) else {
         return;
     };
-    if seat.listens() {
-        seat.give_with(route_frame(from, near, word), descriptors);
+    if seat.is_receiving() {
+        seat.send_with_descriptors(route_frame(from, near, message), descriptors);
     } else {
-        seat.held.push(Held::Route { from, word });
+        seat.queued.push(QueuedFrame::Route {
+            from,
+            word: message,
+        });
     }
 }

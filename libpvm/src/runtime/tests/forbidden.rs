@@ -2,9 +2,9 @@
 //! processes of their own, because a process cannot undo the restrictions.
 #![allow(unsafe_code)] // What a process forbids itself has no safe form.
 
-use super::fake::Fake;
-use super::rings::near;
-use super::{expect_numbered, message, next, send_numbered};
+use super::fake::FakeDaemon;
+use super::rings::same_host_daemon;
+use super::{expect_numbered, message, recv_next, send_numbered};
 use crate::runtime::{EnrollOptions, Runtime};
 use nix::sys::resource::{Resource, setrlimit};
 use sempa_proto::Tid;
@@ -16,7 +16,7 @@ const LARGE: usize = 1 << 20;
 
 /// Makes a system call fail with EPERM in this thread and the threads that it starts. With
 /// `second`, only calls with this second argument fail.
-fn refuse(call: libc::c_long, second: Option<u32>) {
+fn forbid_syscall(call: libc::c_long, second: Option<u32>) {
     const fn step(code: u32, jump: u8, k: u32) -> libc::sock_filter {
         libc::sock_filter {
             code: code as u16,
@@ -74,8 +74,8 @@ fn child_goes_without() {
         .expect("a number");
     let what = std::env::var("WITHOUT").expect("told what");
     match what.as_str() {
-        "memory" => refuse(libc::SYS_memfd_create, None),
-        "seals" => refuse(libc::SYS_fcntl, Some(libc::F_ADD_SEALS as u32)),
+        "memory" => forbid_syscall(libc::SYS_memfd_create, None),
+        "seals" => forbid_syscall(libc::SYS_fcntl, Some(libc::F_ADD_SEALS as u32)),
         bytes => {
             let bytes = bytes.parse().expect("a number of bytes");
             setrlimit(Resource::RLIMIT_FSIZE, bytes, bytes).expect("less is always allowed");
@@ -95,17 +95,12 @@ fn child_goes_without() {
     for n in 0..20 {
         task.send(message(peer, n, vec![n as u8; LARGE]))
             .expect("sent");
-        let got = next(&task);
+        let got = recv_next(&task);
         assert_eq!((got.tag, got.body.len()), (n, LARGE));
         assert!(got.body.iter().all(|byte| *byte == n as u8), "whole");
     }
     let (has_ring, has_store) = task
-        .look(|core| {
-            (
-                core.near.slot(peer).is_some(),
-                core.near.store_id().is_some(),
-            )
-        })
+        .with_core(|core| (core.shm.slot(peer).is_some(), core.shm.pool_id().is_some()))
         .expect("not forked");
     assert!(!has_store, "no room for one");
     assert!(
@@ -116,9 +111,9 @@ fn child_goes_without() {
     task.exit().expect("left");
 }
 
-fn messages_go_without(what: &str) {
-    let fake: Fake = near();
-    let a = fake.join();
+fn exchange_restricted(what: &str) {
+    let fake: FakeDaemon = same_host_daemon();
+    let a = fake.enroll();
     let mut other = Command::new(std::env::current_exe().expect("known"))
         .args([
             "--exact",
@@ -133,11 +128,11 @@ fn messages_go_without(what: &str) {
         .stdout(Stdio::null())
         .spawn()
         .expect("started");
-    let from = next(&a).src;
+    let from = recv_next(&a).src;
     expect_numbered(&a, from, 0..300);
     send_numbered(&a, from, 0..300);
     for n in 0..20 {
-        let got = next(&a);
+        let got = recv_next(&a);
         assert_eq!((got.src, got.tag, got.body.len()), (from, n, LARGE));
         a.send(message(from, n, got.body)).expect("sent");
     }
@@ -147,13 +142,13 @@ fn messages_go_without(what: &str) {
 /// Messages arrive if the kernel refuses to create shared memory.
 #[test]
 fn messages_arrive_without_shared_memory() {
-    messages_go_without("memory");
+    exchange_restricted("memory");
 }
 
 /// Messages arrive if the kernel refuses to seal memory.
 #[test]
 fn messages_arrive_without_seals() {
-    messages_go_without("seals");
+    exchange_restricted("seals");
 }
 
 /// Messages arrive, and no process is killed, under a file size limit below the size of a ring or a
@@ -163,5 +158,5 @@ fn messages_arrive_under_file_size_limit() {
     // The first limit allows only a doorbell; the second allows a ring, too, but no pool.
     ["65536", "2097152"]
         .into_iter()
-        .for_each(messages_go_without);
+        .for_each(exchange_restricted);
 }

@@ -1,9 +1,9 @@
 //! Tests with a hostile task that corrupts shared memory, or dies while it writes: only its own
 //! links are affected.
 
-use super::fake::{Fake, Kept};
-use super::rings::{near, pair};
-use super::{expect_numbered, message, next, send_numbered, until};
+use super::fake::{FakeDaemon, RecordedMessage};
+use super::rings::{ring_pair, same_host_daemon};
+use super::{expect_numbered, message, recv_next, send_numbered, until};
 use crate::runtime::Runtime;
 use nix::sys::uio::{pread, pwrite};
 use sempa_proto::Tid;
@@ -18,18 +18,18 @@ use std::process::{Command, Stdio};
 
 /// Layout of the control words of the two rings of a pair: their distance, and the offsets of
 /// `head`, `starved`, `closed` and `returned`; `tail` is at offset 0.
-const WORDS_BYTES: u64 = 384;
-const HEAD: u64 = 128;
-const STARVED: u64 = 256;
-const CLOSED: u64 = 260;
-const RETURNED: u64 = 264;
+const CONTROL_WORDS_BYTES: u64 = 384;
+const HEAD_OFFSET: u64 = 128;
+const STARVED_OFFSET: u64 = 256;
+const CLOSED_OFFSET: u64 = 260;
+const RETURNED_OFFSET: u64 = 264;
 /// Offset of the data of the first ring.
-const DATA: u64 = 4096;
+const DATA_OFFSET: u64 = 4096;
 
-struct Dice(u64);
+struct Rng(u64);
 
-impl Dice {
-    fn roll(&mut self, below: u64) -> u64 {
+impl Rng {
+    fn below(&mut self, below: u64) -> u64 {
         self.0 = self
             .0
             .wrapping_mul(6_364_136_223_846_793_005)
@@ -40,38 +40,38 @@ impl Dice {
     /// Returns small numbers and very large ones most often, because they are critical for lengths
     /// and positions.
     fn word(&mut self) -> u64 {
-        match self.roll(4) {
-            0 => self.roll(2),
-            1 => u64::MAX - self.roll(8),
-            2 => self.roll(2 << 20) & !7,
-            _ => self.roll(u64::MAX),
+        match self.below(4) {
+            0 => self.below(2),
+            1 => u64::MAX - self.below(8),
+            2 => self.below(2 << 20) & !7,
+            _ => self.below(u64::MAX),
         }
     }
 }
 
-fn put(fd: &OwnedFd, at: u64, bytes: &[u8]) {
+fn write_at(fd: &OwnedFd, at: u64, bytes: &[u8]) {
     pwrite(fd, bytes, i64::try_from(at).expect("small")).expect("such memory can be written to");
 }
 
 /// Returns a record with a valid header and random link or lease contents.
-fn record(dice: &mut Dice) -> Vec<u8> {
-    let kind = match dice.roll(3) {
+fn random_record(dice: &mut Rng) -> Vec<u8> {
+    let kind = match dice.below(3) {
         0 => LinkKind::Data {
-            last: dice.roll(2) == 0,
+            last: dice.below(2) == 0,
         },
         1 => LinkKind::Ack {
-            resync: dice.roll(2) == 0,
+            resync: dice.below(2) == 0,
         },
         _ => LinkKind::Probe,
     };
-    let mut body = encode_short_head(kind, dice.roll(50), dice.word()).to_vec();
-    if dice.roll(2) == 0 {
+    let mut body = encode_short_head(kind, dice.below(50), dice.word()).to_vec();
+    if dice.below(2) == 0 {
         body[0] |= SHORT_HEAD_APART;
-        for word in [dice.roll(4), dice.word(), dice.word(), dice.roll(70)] {
+        for word in [dice.below(4), dice.word(), dice.word(), dice.below(70)] {
             body.extend(word.to_le_bytes());
         }
     } else {
-        body.resize(body.len() + dice.roll(300) as usize, 7);
+        body.resize(body.len() + dice.below(300) as usize, 7);
     }
     let length = body.len() as u32;
     let mut bytes = (u64::from(length) | u64::from(!length) << 32)
@@ -82,38 +82,49 @@ fn record(dice: &mut Dice) -> Vec<u8> {
 }
 
 /// Corrupts the memory of a pair of rings once.
-fn scribble_in_rings(dice: &mut Dice, fd: &OwnedFd) {
-    let words = dice.roll(2) * WORDS_BYTES;
-    match dice.roll(9) {
-        0 => put(fd, words, &dice.word().to_le_bytes()),
-        1 => put(fd, words + HEAD, &dice.word().to_le_bytes()),
-        2 => put(fd, words + STARVED, &(dice.word() as u32).to_le_bytes()),
-        3 => put(fd, words + CLOSED, &(dice.word() as u32).to_le_bytes()),
-        4 | 5 => put(fd, words + RETURNED, &dice.word().to_le_bytes()),
-        6 => put(
+fn corrupt_rings(dice: &mut Rng, fd: &OwnedFd) {
+    let words = dice.below(2) * CONTROL_WORDS_BYTES;
+    match dice.below(9) {
+        0 => write_at(fd, words, &dice.word().to_le_bytes()),
+        1 => write_at(fd, words + HEAD_OFFSET, &dice.word().to_le_bytes()),
+        2 => write_at(
             fd,
-            dice.roll(PAIR_BYTES as u64 - 8),
+            words + STARVED_OFFSET,
+            &(dice.word() as u32).to_le_bytes(),
+        ),
+        3 => write_at(
+            fd,
+            words + CLOSED_OFFSET,
+            &(dice.word() as u32).to_le_bytes(),
+        ),
+        4 | 5 => write_at(fd, words + RETURNED_OFFSET, &dice.word().to_le_bytes()),
+        6 => write_at(
+            fd,
+            dice.below(PAIR_BYTES as u64 - 8),
             &dice.word().to_le_bytes(),
         ),
         _ => {
             // Writes a record after the last one, and advances the tail past it.
-            let (ring, ring_bytes) = (dice.roll(2), (PAIR_BYTES as u64 - DATA) / 2);
+            let (ring, ring_bytes) = (dice.below(2), (PAIR_BYTES as u64 - DATA_OFFSET) / 2);
             let mut tail = [0; 8];
-            assert_eq!(pread(fd, &mut tail, (ring * WORDS_BYTES) as i64), Ok(8));
-            let (tail, bytes) = (u64::from_le_bytes(tail), record(dice));
+            assert_eq!(
+                pread(fd, &mut tail, (ring * CONTROL_WORDS_BYTES) as i64),
+                Ok(8)
+            );
+            let (tail, bytes) = (u64::from_le_bytes(tail), random_record(dice));
             let at = (tail % ring_bytes).min(ring_bytes - 512);
-            put(fd, DATA + ring * ring_bytes + at, &bytes);
+            write_at(fd, DATA_OFFSET + ring * ring_bytes + at, &bytes);
             let end = tail.wrapping_add(bytes.len().next_multiple_of(8) as u64);
-            put(fd, ring * WORDS_BYTES, &end.to_le_bytes());
+            write_at(fd, ring * CONTROL_WORDS_BYTES, &end.to_le_bytes());
         }
     }
 }
 
 /// Corrupts one piece of memory that the hostile task can write: the rings that it shares, or a
 /// doorbell.
-fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
-    let net = fake.net();
-    let all = net.kept.iter().flatten();
+fn corrupt_shared_memory(fake: &FakeDaemon, dice: &mut Rng, from: Tid, doorbells: bool) {
+    let net = fake.state();
+    let all = net.recorded.iter().flatten();
     let mine: Vec<_> = all
         .filter(|(a, b, _, fds)| (*a == from || *b == from) && !fds.is_empty())
         .collect();
@@ -121,29 +132,29 @@ fn scribble(fake: &Fake, dice: &mut Dice, from: Tid, bells: bool) {
         return;
     }
     // The most recent ones are in use.
-    let (_, _, word, fds) = mine[mine.len() - 1 - dice.roll(mine.len().min(4) as u64) as usize];
-    match word {
-        RouteWord::RingOffer { .. } if !bells => scribble_in_rings(dice, &fds[0]),
-        RouteWord::RingOffer { .. } | RouteWord::RingAccept { .. } if bells => {
+    let (_, _, message, fds) = mine[mine.len() - 1 - dice.below(mine.len().min(4) as u64) as usize];
+    match message {
+        RouteWord::RingOffer { .. } if !doorbells => corrupt_rings(dice, &fds[0]),
+        RouteWord::RingOffer { .. } | RouteWord::RingAccept { .. } if doorbells => {
             let bell = fds.last().expect("looked");
-            put(
+            write_at(
                 bell,
-                dice.roll(BELL_BYTES as u64 / 8) * 8,
+                dice.below(BELL_BYTES as u64 / 8) * 8,
                 &dice.word().to_le_bytes(),
             );
             // The most important words are the first ones.
-            put(bell, dice.roll(4) * 4, &(dice.word() as u32).to_le_bytes());
+            write_at(bell, dice.below(4) * 4, &(dice.word() as u32).to_le_bytes());
         }
         _ => {}
     }
 }
 
 /// Corrupts memory until several rings have failed and new ones have been set up.
-fn scribble_on(fake: &Fake, bad: &Runtime, victims: [Tid; 2]) {
+fn corrupt_until_rings_fail(fake: &FakeDaemon, bad: &Runtime, victims: [Tid; 2]) {
     const RINGS: usize = 8;
     /// Number of corrupted doorbells. Each may delay a wake-up by a second.
     const BELLS: u64 = 10;
-    let (mut dice, mut rounds, mut bells) = (Dice(3), 0u64, 0);
+    let (mut dice, mut rounds, mut bells) = (Rng(3), 0u64, 0);
     until("broken rings", || {
         for _ in 0..20 {
             rounds += 1;
@@ -157,13 +168,13 @@ fn scribble_on(fake: &Fake, bad: &Runtime, victims: [Tid; 2]) {
                 .expect("sent");
             let at_bells = bells < BELLS && rounds.is_multiple_of(200);
             bells += u64::from(at_bells);
-            scribble(fake, &mut dice, bad.tid(), at_bells);
+            corrupt_shared_memory(fake, &mut dice, bad.tid(), at_bells);
         }
-        let net = fake.net();
-        let made = |(a, b, word, _): &&Kept| {
+        let net = fake.state();
+        let made = |(a, b, word, _): &&RecordedMessage| {
             (*a == bad.tid() || *b == bad.tid()) && matches!(word, RouteWord::RingAccept { .. })
         };
-        (net.kept.iter().flatten().filter(made).count() >= RINGS).then_some(())
+        (net.recorded.iter().flatten().filter(made).count() >= RINGS).then_some(())
     });
 }
 
@@ -171,12 +182,12 @@ fn scribble_on(fake: &Fake, bad: &Runtime, victims: [Tid; 2]) {
 #[test]
 fn corrupted_shared_memory_affects_own_links_only() {
     const NUMBERS: u32 = 10_000;
-    let fake = near();
-    fake.net().kept = Some(Vec::new());
-    let (a, b) = pair(&fake);
-    let bad = fake.join();
+    let fake = same_host_daemon();
+    fake.state().recorded = Some(Vec::new());
+    let (a, b) = ring_pair(&fake);
+    let bad = fake.enroll();
     std::thread::scope(|scope| {
-        let scribbling = scope.spawn(|| scribble_on(&fake, &bad, [a.tid(), b.tid()]));
+        let scribbling = scope.spawn(|| corrupt_until_rings_fail(&fake, &bad, [a.tid(), b.tid()]));
         let mut round = 0;
         while round == 0 || !scribbling.is_finished() {
             let numbers = round * NUMBERS..(round + 1) * NUMBERS;
@@ -213,25 +224,27 @@ fn corrupted_shared_memory_affects_own_links_only() {
 /// A message in a ring is received even if a hostile task has cleared the doorbell.
 #[test]
 fn ring_is_read_despite_cleared_doorbell() {
-    let fake = near();
-    fake.net().kept = Some(Vec::new());
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    fake.state().recorded = Some(Vec::new());
+    let (a, b) = ring_pair(&fake);
     let wipe = |from: u64, bytes: &[u8]| {
-        let net = fake.net();
+        let net = fake.state();
         let bells = net
-            .kept
+            .recorded
             .iter()
             .flatten()
             .filter_map(|(_, _, _, fds)| fds.last());
-        bells.for_each(|bell| put(bell, from, bytes));
+        bells.for_each(|bell| write_at(bell, from, bytes));
     };
     // From here on the next message is expected through the ring.
     a.send(message(b.tid(), 0, "")).expect("sent");
-    assert_eq!(next(&b).tag, 0);
+    assert_eq!(recv_next(&b).tag, 0);
     for n in 1..4 {
         std::thread::scope(|scope| {
-            let hearing = scope.spawn(|| next(&b));
-            until("a sleeper", || b.0.shared.lock().is_awaited().then_some(()));
+            let hearing = scope.spawn(|| recv_next(&b));
+            until("a sleeper", || {
+                b.0.shared.lock().has_event_waiters().then_some(())
+            });
             // No thread seems to sleep and the drainer thread seems to be woken, so the writer
             // wakes no thread.
             wipe(0, &[[0u8; 4], [0; 4], [1, 0, 0, 0], [0; 4]].concat());
@@ -248,10 +261,10 @@ fn ring_is_read_despite_cleared_doorbell() {
 /// The number of pools of one peer is limited.
 #[test]
 fn pools_of_one_peer_are_bounded() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     let stores = |task: &Runtime| {
-        task.look(|core| core.near.stores_borrowed())
+        task.with_core(|core| core.shm.mapped_peer_pools())
             .expect("not forked")
     };
     let mut at_most = 0;
@@ -259,14 +272,14 @@ fn pools_of_one_peer_are_bounded() {
         let mut held = b.lock().expect("not forked");
         let now = held.now();
         let (_, fd) = OwnStore::new().expect("made");
-        held.core.take_ring_word(
+        held.core.handle_ring_message(
             now,
             a.tid(),
             true,
             &RouteWord::StoreOffer { id: OfferId(n) },
             vec![fd],
         );
-        held.core.near.hold_a_loan(a.tid());
+        held.core.shm.leak_lease(a.tid());
         drop(held);
         at_most = at_most.max(stores(&b));
     }
@@ -304,8 +317,8 @@ fn child_writes_without_end() {
 /// A process that is killed while it writes leaves only whole messages.
 #[test]
 fn killed_writer_leaves_whole_messages_only() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     for round in 0..12 {
         let mut writer = Command::new(std::env::current_exe().expect("known"))
             .args([
@@ -318,7 +331,7 @@ fn killed_writer_leaves_whole_messages_only() {
             .stdout(Stdio::null())
             .spawn()
             .expect("started");
-        let first = next(&a);
+        let first = recv_next(&a);
         let from = first.src;
         let whole = |number: u32, got: &Message| {
             assert_eq!(
@@ -333,19 +346,19 @@ fn killed_writer_leaves_whole_messages_only() {
         };
         whole(0, &first);
         until("a ring", || {
-            a.look(|core| core.near.slot(from).is_some())
+            a.with_core(|core| core.shm.slot(from).is_some())
                 .filter(|has| *has)
         });
         for number in 1..50 + round * 7 {
-            whole(number, &next(&a));
+            whole(number, &recv_next(&a));
         }
         // The process writes continuously, so it is killed in the middle of a message.
         writer.kill().expect("it runs");
         writer.wait().expect("it has ended");
         until("the closed socket", || fake.is_closed(from).then_some(()));
-        fake.tell(a.tid(), ToTask::PeerGone { tid: from });
+        fake.send_control(a.tid(), ToTask::PeerGone { tid: from });
         until("the end of the ring", || {
-            a.look(|core| core.near.slot(from).is_none())
+            a.with_core(|core| core.shm.slot(from).is_none())
                 .filter(|has| *has)
         });
         let mut number = 50 + round * 7;

@@ -3,15 +3,15 @@
 
 mod any_route;
 mod direct;
-mod ends;
+mod exits;
 mod fake;
 mod forbidden;
 mod hostile;
-mod lend;
-mod moves;
+mod messaging;
+mod migrations;
 mod rings;
 mod rm;
-mod talk;
+mod zero_copy;
 
 use crate::inbox::Inbox;
 use crate::runtime::Runtime;
@@ -21,11 +21,11 @@ use sempa_proto::{PvmError, Tid};
 use std::time::{Duration, Instant};
 
 /// Timeout of every wait; longer than any loaded machine needs.
-pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+pub(super) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Calls `f` until it returns a value.
 pub(super) fn until<R>(what: &str, mut f: impl FnMut() -> Option<R>) -> R {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
         if let Some(found) = f() {
             return found;
@@ -47,10 +47,10 @@ pub(super) fn message(dst: Tid, tag: i32, body: impl Into<Bytes>) -> Message {
     }
 }
 
-/// Returns the next message; panics after [`PATIENCE`].
-pub(super) fn next(task: &Runtime) -> Message {
+/// Returns the next message; panics after [`TEST_TIMEOUT`].
+pub(super) fn recv_next(task: &Runtime) -> Message {
     let first = &mut |inbox: &mut Inbox| inbox.take_first(|_| true);
-    task.inbox_wait(Some(Instant::now() + PATIENCE), first)
+    task.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), first)
         .expect("connected")
         .expect("a message in time")
 }
@@ -69,7 +69,7 @@ pub(super) fn send_numbered(task: &Runtime, to: Tid, numbers: std::ops::Range<u3
 pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Range<u32>) {
     for number in numbers {
         let wanted = &mut |inbox: &mut Inbox| inbox.take_first(|m| m.src == from);
-        let got = task.inbox_wait(Some(Instant::now() + PATIENCE), wanted);
+        let got = task.inbox_wait(Some(Instant::now() + TEST_TIMEOUT), wanted);
         let got = got
             .expect("connected")
             .unwrap_or_else(|| panic!("message {number} did not come"));
@@ -81,8 +81,8 @@ pub(super) fn expect_numbered(task: &Runtime, from: Tid, numbers: std::ops::Rang
 /// Wait ids are positive and differ.
 #[test]
 fn wait_ids_are_positive_and_unique() {
-    let fake = fake::Fake::start();
-    let task = fake.join();
+    let fake = fake::FakeDaemon::start();
+    let task = fake.enroll();
     let wids: std::collections::HashSet<i32> = (0..100).map(|_| task.next_wid()).collect();
     assert!(wids.len() == 100 && wids.iter().all(|wid| *wid > 0));
 }
@@ -90,8 +90,8 @@ fn wait_ids_are_positive_and_unique() {
 /// Sending to an address that is neither a task nor a daemon fails.
 #[test]
 fn invalid_address_is_refused() {
-    let fake = fake::Fake::start();
-    let task = fake.join();
+    let fake = fake::FakeDaemon::start();
+    let task = fake.enroll();
     for raw in [0, -1, 0x40000, 0x4000_0001] {
         assert_eq!(
             task.send(message(Tid::from_raw(raw), 1, "")),

@@ -1,8 +1,8 @@
 //! Tests of rings between tasks on the same host: automatic setup, transfer of all messages, and
 //! teardown without loss.
 
-use super::fake::Fake;
-use super::{PATIENCE, expect_numbered, message, next, send_numbered, until};
+use super::fake::FakeDaemon;
+use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, until};
 use crate::runtime::Runtime;
 use crate::runtime::core::Core;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -13,23 +13,23 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 /// Returns a daemon whose tasks count as being on the same host.
-pub(super) fn near() -> Fake {
-    let fake = Fake::start();
-    fake.net().near = true;
+pub(super) fn same_host_daemon() -> FakeDaemon {
+    let fake = FakeDaemon::start();
+    fake.state().same_host = true;
     fake
 }
 
 fn has_ring(task: &Runtime, peer: Tid) -> bool {
-    task.look(|core| core.near.slot(peer).is_some())
+    task.with_core(|core| core.shm.slot(peer).is_some())
         .expect("not forked")
 }
 
 /// Returns two tasks with a ring between them.
-pub(super) fn pair(fake: &Fake) -> (Runtime, Runtime) {
-    let (a, b) = (fake.join(), fake.join());
+pub(super) fn ring_pair(fake: &FakeDaemon) -> (Runtime, Runtime) {
+    let (a, b) = (fake.enroll(), fake.enroll());
     for n in 0..3 {
         a.send(message(b.tid(), n, "")).expect("sent");
-        assert_eq!(next(&b).tag, n);
+        assert_eq!(recv_next(&b).tag, n);
     }
     until("a ring", || {
         (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(())
@@ -41,8 +41,8 @@ pub(super) fn pair(fake: &Fake) -> (Runtime, Runtime) {
 /// in order.
 #[test]
 fn ring_setup_keeps_message_order() {
-    let fake = near();
-    let (a, b) = (fake.join(), fake.join());
+    let fake = same_host_daemon();
+    let (a, b) = (fake.enroll(), fake.enroll());
     std::thread::scope(|scope| {
         for (one, other) in [(&a, &b), (&b, &a)] {
             scope.spawn(|| {
@@ -58,19 +58,19 @@ fn ring_setup_keeps_message_order() {
 /// immediately after a migration.
 #[test]
 fn ring_offers_repeat_after_refusal_windows() {
-    let fake = near();
-    let task = fake.join();
+    let fake = same_host_daemon();
+    let task = fake.enroll();
     let peer = Tid::from_raw(task.tid().raw() + 77);
     let mut held = task.lock().expect("not forked");
     let (begin, core) = (held.now(), &mut held.core);
     let offers = |core: &mut Core, after: u64| {
         let now = begin + Micros::from_secs(after);
-        core.consider_ring(now, peer);
-        core.near.is_offered(peer)
+        core.maybe_offer_ring(now, peer);
+        core.shm.is_offered(peer)
     };
     let refuse = |core: &mut Core, after: u64, id: u64, near: bool| {
         let now = begin + Micros::from_secs(after);
-        core.take_ring_word(
+        core.handle_ring_message(
             now,
             peer,
             near,
@@ -87,7 +87,7 @@ fn ring_offers_repeat_after_refusal_windows() {
         [false, false, true]
     );
     refuse(core, 630, 3, false);
-    core.forget_near(begin + Micros::from_secs(631), peer);
+    core.drop_ring(begin + Micros::from_secs(631), peer);
     assert_eq!([offers(core, 631), offers(core, 631)], [false, true]);
 }
 
@@ -97,8 +97,8 @@ fn messages_in_dropped_ring_offer_are_received() {
     /// More than the timeout of an offer.
     const LATE: Micros = Micros::from_secs(2);
     for gives_up_first in [false, true] {
-        let fake = near();
-        let (a, b) = (fake.join(), fake.join());
+        let fake = same_host_daemon();
+        let (a, b) = (fake.enroll(), fake.enroll());
         // While the lock is held, the acceptance of the offer cannot be handled.
         let mut held = a.lock().expect("not forked");
         let now = held.now();
@@ -108,23 +108,23 @@ fn messages_in_dropped_ring_offer_are_received() {
         held.flush();
         until("a ring at one end", || has_ring(&b, a.tid()).then_some(()));
         if gives_up_first {
-            held.core.wake(now + LATE);
+            held.core.run_timers(now + LATE);
         }
         b.send(message(a.tid(), 7, "last")).expect("sent");
         b.exit().expect("its daemon is there");
-        held.core.wake(now + LATE);
-        assert!(!held.core.near.is_offered(b.tid()));
+        held.core.run_timers(now + LATE);
+        assert!(!held.core.shm.is_offered(b.tid()));
         drop(held);
-        assert_eq!(next(&a).tag, 7, "given up first: {gives_up_first}");
+        assert_eq!(recv_next(&a).tag, 7, "given up first: {gives_up_first}");
     }
 }
 
 /// Messages through a ring do not go through the daemon.
 #[test]
 fn ring_messages_bypass_daemon() {
-    let fake = near();
-    let (a, b) = pair(&fake);
-    fake.net().lossy = true;
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
+    fake.state().lossy = true;
     send_numbered(&a, b.tid(), 0..500);
     expect_numbered(&b, a.tid(), 0..500);
 }
@@ -132,18 +132,18 @@ fn ring_messages_bypass_daemon() {
 /// A thread that sleeps on the daemon's socket is woken by a message through a ring.
 #[test]
 fn thread_waiting_at_socket_gets_ring_messages() {
-    let fake = near();
-    let (a, b) = pair(&fake);
-    fake.net().lossy = true;
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
+    fake.state().lossy = true;
     // If each sleep lasted until its timeout, this deadline would be exceeded.
-    let deadline = Some(Instant::now() + PATIENCE);
+    let deadline = Some(Instant::now() + TEST_TIMEOUT);
     for n in 0..100 {
         b.send(message(Tid::MY_DAEMON, n, "")).expect("sent");
         std::thread::scope(|scope| {
             let hearing =
                 scope.spawn(|| b.inbox_wait(deadline, &mut |inbox| inbox.take_first(|_| true)));
             until("a sleeper at the socket", || {
-                b.0.shared.is_seated().then_some(())
+                b.0.shared.has_socket_waiter().then_some(())
             });
             a.send(message(b.tid(), n, "")).expect("sent");
             let heard = hearing
@@ -160,8 +160,8 @@ fn thread_waiting_at_socket_gets_ring_messages() {
 /// Both tasks can send far more than a ring holds before either receives.
 #[test]
 fn mutual_sends_beyond_ring_size_complete() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     let body = vec![7u8; 1 << 20];
     for n in 0..64 {
         a.send(message(b.tid(), n, body.clone())).expect("sent");
@@ -169,7 +169,7 @@ fn mutual_sends_beyond_ring_size_complete() {
     }
     for task in [&a, &b] {
         for n in 0..64 {
-            let got = next(task);
+            let got = recv_next(task);
             assert_eq!((got.tag, got.body.len()), (n, 1 << 20));
         }
     }
@@ -178,19 +178,19 @@ fn mutual_sends_beyond_ring_size_complete() {
 /// Messages that a task sent through a ring before it exits are received.
 #[test]
 fn exit_loses_no_ring_messages() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     send_numbered(&a, b.tid(), 0..300);
     a.exit().expect("left");
-    fake.tell(b.tid(), ToTask::PeerGone { tid: a.tid() });
+    fake.send_control(b.tid(), ToTask::PeerGone { tid: a.tid() });
     expect_numbered(&b, a.tid(), 0..300);
 }
 
 /// Migrations close the rings of the task, and no message is lost.
 #[test]
 fn migrations_close_rings_without_loss() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     for round in 1..=20u64 {
         let numbers = (round as u32 * 100)..(round as u32 * 100 + 100);
         let (mover, stays) = if round % 2 == 0 { (&a, &b) } else { (&b, &a) };
@@ -198,10 +198,10 @@ fn migrations_close_rings_without_loss() {
             scope.spawn(|| send_numbered(&a, b.tid(), numbers.clone()));
             scope.spawn(|| send_numbered(&b, a.tid(), numbers.clone()));
             fake.quiesce(mover.tid(), round);
-            fake.has_let_go(mover.tid(), round);
+            fake.wait_quiesced(mover.tid(), round);
             assert!(!has_ring(mover, stays.tid()));
-            fake.tell(stays.tid(), ToTask::PeerMoved { tid: mover.tid() });
-            fake.wake(round);
+            fake.send_control(stays.tid(), ToTask::PeerMoved { tid: mover.tid() });
+            fake.resume(round);
         });
         expect_numbered(&a, b.tid(), numbers.clone());
         expect_numbered(&b, a.tid(), numbers);
@@ -211,20 +211,20 @@ fn migrations_close_rings_without_loss() {
 /// A quiesced task has no shared memory mapped or open, and its leased messages stay readable.
 #[test]
 fn migrating_task_has_no_shared_memory() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     let large = vec![5; 1 << 20];
     // After the first large message the receiver has the sender's pool.
     let held: Vec<_> = std::iter::repeat_with(|| {
         a.send(message(b.tid(), 1, large.clone())).expect("sent");
-        next(&b)
+        recv_next(&b)
     })
     .take(20)
     .collect();
     fake.quiesce(a.tid(), 1);
     fake.quiesce(b.tid(), 2);
-    fake.has_let_go(a.tid(), 1);
-    fake.has_let_go(b.tid(), 2);
+    fake.wait_quiesced(a.tid(), 1);
+    fake.wait_quiesced(b.tid(), 2);
     let maps = || std::fs::read_to_string("/proc/self/maps").expect("readable");
     // With one process for each test, as under nextest, no other test has rings in this process.
     if std::env::var_os("NEXTEST").is_some() {
@@ -243,20 +243,20 @@ fn migrating_task_has_no_shared_memory() {
         );
     }
     assert!(held.iter().all(|message| message.body[..] == large));
-    fake.wake(1);
-    fake.wake(2);
+    fake.resume(1);
+    fake.resume(2);
     a.send(message(b.tid(), 9, "")).expect("sent");
-    assert_eq!(next(&b).tag, 9);
+    assert_eq!(recv_next(&b).tag, 9);
 }
 
 /// Messages that a peer wrote to a ring before its death are received.
 #[test]
 fn messages_of_killed_peer_are_received() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     send_numbered(&a, b.tid(), 0..50);
-    fake.hang_up(a.tid());
-    fake.tell(b.tid(), ToTask::PeerGone { tid: a.tid() });
+    fake.disconnect(a.tid());
+    fake.send_control(b.tid(), ToTask::PeerGone { tid: a.tid() });
     expect_numbered(&b, a.tid(), 0..50);
     until("the end of the ring", || {
         (!has_ring(&b, a.tid())).then_some(())
@@ -266,8 +266,8 @@ fn messages_of_killed_peer_are_received() {
 /// Tasks on different hosts get no ring and use their daemons.
 #[test]
 fn tasks_on_different_hosts_get_no_ring() {
-    let fake = Fake::start();
-    let (a, b) = (fake.join(), fake.join());
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
     send_numbered(&a, b.tid(), 0..200);
     expect_numbered(&b, a.tid(), 0..200);
     assert!(!has_ring(&a, b.tid()) && !has_ring(&b, a.tid()));
@@ -276,23 +276,20 @@ fn tasks_on_different_hosts_get_no_ring() {
 /// A ring and a pool that were idle for a minute are freed, and set up again when needed.
 #[test]
 fn idle_ring_and_pool_are_freed_and_recreated() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     let large = vec![3; 1 << 20];
     until("a loan", || {
         a.send(message(b.tid(), 1, large.clone())).expect("sent");
-        next(&b);
-        a.look(|core| core.near.store_id()).expect("not forked")
+        recv_next(&b);
+        a.with_core(|core| core.shm.pool_id()).expect("not forked")
     });
     let later = {
         let mut held = a.lock().expect("not forked");
         let later = held.now() + Micros::from_secs(61);
-        held.core.wake(later);
-        assert!(
-            held.core.near.slot(b.tid()).is_none(),
-            "a minute has passed"
-        );
-        assert_eq!(held.core.near.store_id(), None);
+        held.core.run_timers(later);
+        assert!(held.core.shm.slot(b.tid()).is_none(), "a minute has passed");
+        assert_eq!(held.core.shm.pool_id(), None);
         later
     };
     until("the other end", || (!has_ring(&b, a.tid())).then_some(()));
@@ -311,7 +308,7 @@ fn idle_ring_and_pool_are_freed_and_recreated() {
     }
     drop(held);
     for n in 0..3 {
-        assert_eq!(next(&b).tag, n);
+        assert_eq!(recv_next(&b).tag, n);
     }
     until("a new ring", || {
         (has_ring(&a, b.tid()) && has_ring(&b, a.tid())).then_some(())
@@ -319,8 +316,9 @@ fn idle_ring_and_pool_are_freed_and_recreated() {
 }
 
 /// Returns the number of rings that a poll checks.
-fn looked_at(task: &Runtime) -> usize {
-    task.look(|core| core.near.rung()).expect("not forked")
+fn polled_rings(task: &Runtime) -> usize {
+    task.with_core(|core| core.shm.polled_rings())
+        .expect("not forked")
 }
 
 /// A task that never sleeps stops polling the rings of peers that sent once, and still gets their
@@ -328,9 +326,9 @@ fn looked_at(task: &Runtime) -> usize {
 #[test]
 fn polling_skips_quiet_rings() {
     const PEERS: usize = 40;
-    let fake = near();
-    let a = fake.join();
-    let peers: Vec<Runtime> = (0..PEERS).map(|_| fake.join()).collect();
+    let fake = same_host_daemon();
+    let a = fake.enroll();
+    let peers: Vec<Runtime> = (0..PEERS).map(|_| fake.enroll()).collect();
     for peer in &peers {
         until("a ring", || {
             peer.send(message(a.tid(), 0, "")).expect("sent");
@@ -346,7 +344,7 @@ fn polling_skips_quiet_rings() {
     });
     until("few rings to look at", || {
         a.inbox_try(&mut |_| None::<()>);
-        (looked_at(&a) <= 4).then_some(())
+        (polled_rings(&a) <= 4).then_some(())
     });
     // Each peer's next message is still received immediately.
     for round in 2..5 {
@@ -363,18 +361,21 @@ fn polling_skips_quiet_rings() {
 /// When the last sender's ring has ended, the next message is expected from the daemon.
 #[test]
 fn ended_ring_peer_is_not_expected_to_send() {
-    let fake = near();
-    let (a, stays) = pair(&fake);
-    let ends = fake.join();
+    let fake = same_host_daemon();
+    let (a, stays) = ring_pair(&fake);
+    let ends = fake.enroll();
     until("a ring", || {
         ends.send(message(a.tid(), 0, "")).expect("sent");
-        next(&a);
+        recv_next(&a);
         has_ring(&a, ends.tid()).then_some(())
     });
-    let expected = || a.look(|core| core.near.is_expected()).expect("not forked");
+    let expected = || {
+        a.with_core(|core| core.shm.expects_message())
+            .expect("not forked")
+    };
     until("a word in the ring", || {
         ends.send(message(a.tid(), 1, "")).expect("sent");
-        next(&a);
+        recv_next(&a);
         expected().then_some(())
     });
     let gone = ends.tid();
@@ -386,17 +387,17 @@ fn ended_ring_peer_is_not_expected_to_send() {
 /// Only rings that had no space for all frames are in the waiting list.
 #[test]
 fn only_full_rings_are_in_waiting_list() {
-    let fake = near();
-    let a = fake.join();
-    let others: Vec<Runtime> = (0..5).map(|_| fake.join()).collect();
+    let fake = same_host_daemon();
+    let a = fake.enroll();
+    let others: Vec<Runtime> = (0..5).map(|_| fake.enroll()).collect();
     for other in &others {
         until("a ring", || {
             a.send(message(other.tid(), 0, "")).expect("sent");
-            next(other);
+            recv_next(other);
             has_ring(&a, other.tid()).then_some(())
         });
     }
-    let waiting = || a.look(|core| core.near.waiting()).expect("not forked");
+    let waiting = || a.with_core(|core| core.shm.waiting()).expect("not forked");
     until("all is written", || (waiting() == 0).then_some(()));
     // More than the ring and the window hold; the receiver's drainer thread frees space.
     for n in 0..64 {
@@ -405,7 +406,7 @@ fn only_full_rings_are_in_waiting_list() {
         assert!(waiting() <= 1, "the one that is full");
     }
     for n in 0..64 {
-        let got = next(&others[2]);
+        let got = recv_next(&others[2]);
         assert_eq!((got.tag, got.body.len()), (n, 200_000));
     }
     until("all is written", || (waiting() == 0).then_some(()));
@@ -414,15 +415,15 @@ fn only_full_rings_are_in_waiting_list() {
 /// The ready descriptor becomes readable when a message arrives through a ring.
 #[test]
 fn ready_fd_reports_ring_messages() {
-    let fake = near();
-    let (a, b) = pair(&fake);
+    let fake = same_host_daemon();
+    let (a, b) = ring_pair(&fake);
     b.ready_fd().expect("a descriptor");
     a.send(message(b.tid(), 5, "")).expect("sent");
-    let sign = b.0.shared.sign().expect("just made");
+    let sign = b.0.shared.ready_event().expect("just made");
     let mut fds = [PollFd::new(sign.as_fd(), PollFlags::POLLIN)];
     assert_eq!(
         poll(&mut fds, PollTimeout::try_from(60_000u32).expect("short")),
         Ok(1)
     );
-    assert_eq!(next(&b).tag, 5);
+    assert_eq!(recv_next(&b).tag, 5);
 }

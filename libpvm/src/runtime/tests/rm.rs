@@ -1,7 +1,7 @@
 //! Tests of requests that a resource manager serves, and of its death.
 
-use super::fake::Fake;
-use super::{message, next, until};
+use super::fake::FakeDaemon;
+use super::{message, recv_next, until};
 use crate::runtime::Runtime;
 use crate::vm::Vm;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
@@ -18,7 +18,7 @@ use sempa_proto::task::{
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::thread;
 
-const EVERYTHING: RmServes = RmServes {
+const SERVES_ALL: RmServes = RmServes {
     spawn: true,
     others: true,
     ends: true,
@@ -33,13 +33,13 @@ fn request() -> SpawnRequest {
 }
 
 /// Returns a resource manager and a task that knows it.
-fn pair(fake: &Fake, serves: RmServes) -> (Runtime, Runtime) {
-    let rm = fake.join();
-    fake.net().rm = Some(RmInfo {
+fn pair(fake: &FakeDaemon, serves: RmServes) -> (Runtime, Runtime) {
+    let rm = fake.enroll();
+    fake.state().rm = Some(RmInfo {
         tid: rm.tid(),
         serves,
     });
-    let task = fake.join();
+    let task = fake.enroll();
     (rm, task)
 }
 
@@ -50,13 +50,13 @@ fn answer(rm: &Runtime, asked: &Message, wid: i32, body: bytes::Bytes) {
 }
 
 /// Reports to a task since when its request has waited, and waits until the report has arrived.
-fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
-    let mut word = message(asked.src, SM_SPAWN_WAITS, pack_waits(since));
-    word.wid = asked.wid;
-    rm.send(word).expect("sent");
+fn report_waiting(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
+    let mut report = message(asked.src, SM_SPAWN_WAITS, pack_waits(since));
+    report.wid = asked.wid;
+    rm.send(report).expect("sent");
     until("the word", || {
         (task
-            .look(|core| core.questions.waits_since(asked.wid))
+            .with_core(|core| core.rm_calls.waiting_since(asked.wid))
             .flatten()
             == since)
             .then_some(())
@@ -66,7 +66,7 @@ fn waits(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
 /// A spawn goes to the resource manager, and its answer is returned.
 #[test]
 fn spawn_is_answered_by_rm() {
-    let fake = Fake::start();
+    let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
         RmServes {
@@ -78,7 +78,7 @@ fn spawn_is_answered_by_rm() {
     let results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
-        let asked = next(&rm);
+        let asked = recv_next(&rm);
         assert_eq!(
             (asked.tag, unpack_spawn(asked.body.clone())),
             (SM_SPAWN, Ok((request(), None)))
@@ -87,18 +87,20 @@ fn spawn_is_answered_by_rm() {
         assert_eq!(spawning.join().expect("ended"), Ok(results.clone()));
     });
     // Requests that the resource manager does not serve go to the daemon.
-    fake.answer(|_, what| (*what == Request::Config).then(|| Reply::Hosts(HostTable::default())));
+    fake.set_responder(|_, what| {
+        (*what == Request::Config).then(|| Reply::Hosts(HostTable::default()))
+    });
     assert_eq!(task.config(), Ok(HostTable::default()));
 }
 
 /// An answer with a wrong wait id is accepted, as in PVM.
 #[test]
 fn answer_with_wrong_wait_id_is_accepted() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
     thread::scope(|scope| {
         let asking = scope.spawn(|| task.config());
-        let asked = next(&rm);
+        let asked = recv_next(&rm);
         assert_eq!(asked.tag, SM_CONFIG);
         let mut out = Packer::new(Encoding::Xdr);
         out.int(1)
@@ -124,8 +126,8 @@ fn answer_with_wrong_wait_id_is_accepted() {
 /// Each of several concurrent calls gets its own answer, in any order.
 #[test]
 fn concurrent_calls_get_their_own_answers() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
     thread::scope(|scope| {
         let threads: Vec<_> = (1..=8)
             .map(|n| {
@@ -140,7 +142,7 @@ fn concurrent_calls_get_their_own_answers() {
                 })
             })
             .collect();
-        let mut asked: Vec<Message> = (0..8).map(|_| next(&rm)).collect();
+        let mut asked: Vec<Message> = (0..8).map(|_| recv_next(&rm)).collect();
         asked.reverse();
         for question in &asked {
             let count = unpack_spawn(question.body.clone())
@@ -165,12 +167,12 @@ fn concurrent_calls_get_their_own_answers() {
 /// A thread that receives all messages does not get a resource manager's answers.
 #[test]
 fn answers_do_not_reach_inbox() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
-        let greedy = scope.spawn(|| next(&task));
-        let asked = next(&rm);
+        let greedy = scope.spawn(|| recv_next(&task));
+        let asked = recv_next(&rm);
         answer(
             &rm,
             &asked,
@@ -190,17 +192,17 @@ fn answers_do_not_reach_inbox() {
 /// When the resource manager dies, an open call goes to the daemon.
 #[test]
 fn rm_death_redirects_call_to_daemon() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
-    fake.answer(|_, what| {
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
+    fake.set_responder(|_, what| {
         matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
     });
     let generation = task.rm_generation();
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
-        next(&rm);
+        recv_next(&rm);
         assert!(!spawning.is_finished());
-        fake.tell(task.tid(), ToTask::RmChanged { rm: None });
+        fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
         assert_eq!(
             spawning.join().expect("ended"),
             Ok(vec![Err(PvmError::NoHost); 2])
@@ -214,28 +216,28 @@ fn rm_death_redirects_call_to_daemon() {
 /// A spawn that waits for free slots is sent to the next resource manager, with its waiting time.
 #[test]
 fn waiting_spawn_continues_at_next_rm() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
-    let other = fake.join();
-    fake.answer(|_, what| {
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
+    let other = fake.enroll();
+    fake.set_responder(|_, what| {
         matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::HostFail); 2]))
     });
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
-        let asked = next(&rm);
-        waits(&rm, &task, &asked, Some(Micros(5_000_000)));
-        fake.tell(task.tid(), ToTask::RmChanged { rm: None });
+        let asked = recv_next(&rm);
+        report_waiting(&rm, &task, &asked, Some(Micros(5_000_000)));
+        fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
         until("the death", || task.rm().is_none().then_some(()));
-        fake.tell(
+        fake.send_control(
             task.tid(),
             ToTask::RmChanged {
                 rm: Some(RmInfo {
                     tid: other.tid(),
-                    serves: EVERYTHING,
+                    serves: SERVES_ALL,
                 }),
             },
         );
-        let again = next(&other);
+        let again = recv_next(&other);
         assert_eq!(
             unpack_spawn(again.body.clone()),
             Ok((request(), Some(Micros(5_000_000))))
@@ -257,18 +259,18 @@ fn waiting_spawn_continues_at_next_rm() {
 /// A spawn that stopped waiting before the resource manager died goes to the daemon.
 #[test]
 fn spawn_not_waiting_at_rm_death_goes_to_daemon() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
-    fake.answer(|_, what| {
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
+    fake.set_responder(|_, what| {
         matches!(what, Request::Spawn(_)).then(|| Reply::Spawned(vec![Err(PvmError::NoHost); 2]))
     });
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
-        let asked = next(&rm);
+        let asked = recv_next(&rm);
         for since in [Some(Micros(7)), None] {
-            waits(&rm, &task, &asked, since);
+            report_waiting(&rm, &task, &asked, since);
         }
-        fake.tell(task.tid(), ToTask::RmChanged { rm: None });
+        fake.send_control(task.tid(), ToTask::RmChanged { rm: None });
         assert_eq!(
             spawning.join().expect("ended"),
             Ok(vec![Err(PvmError::NoHost); 2])
@@ -279,17 +281,17 @@ fn spawn_not_waiting_at_rm_death_goes_to_daemon() {
 /// Replacing the resource manager does not repeat an open call.
 #[test]
 fn rm_replacement_does_not_repeat_call() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
-    let other = fake.join();
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
+    let other = fake.enroll();
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(request()));
-        let asked = next(&rm);
+        let asked = recv_next(&rm);
         let changed = RmInfo {
             tid: other.tid(),
-            serves: EVERYTHING,
+            serves: SERVES_ALL,
         };
-        fake.tell(task.tid(), ToTask::RmChanged { rm: Some(changed) });
+        fake.send_control(task.tid(), ToTask::RmChanged { rm: Some(changed) });
         until("the news", || (task.rm() == Some(changed)).then_some(()));
         answer(
             &rm,
@@ -305,7 +307,7 @@ fn rm_replacement_does_not_repeat_call() {
     assert_eq!(other.inbox_try(&mut |inbox| inbox.get(0).cloned()), None);
 }
 
-fn one() -> SpawnRequest {
+fn single_request() -> SpawnRequest {
     SpawnRequest {
         count: 1,
         ..request()
@@ -313,12 +315,12 @@ fn one() -> SpawnRequest {
 }
 
 /// Spawns one task; the resource manager answers and leases hosts for further spawns.
-fn spawn_with_grant(rm: &Runtime, task: &Runtime, child: Tid, hosts: &[u16], span: Micros) -> i32 {
-    spawn_some_with_grant(rm, task, &[child], (hosts, span))
+fn spawn_with_lease(rm: &Runtime, task: &Runtime, child: Tid, hosts: &[u16], span: Micros) -> i32 {
+    spawn_several_with_lease(rm, task, &[child], (hosts, span))
 }
 
-/// As [`spawn_with_grant`], for a request for several tasks.
-fn spawn_some_with_grant(
+/// As [`spawn_with_lease`], for a request for several tasks.
+fn spawn_several_with_lease(
     rm: &Runtime,
     task: &Runtime,
     children: &[Tid],
@@ -336,7 +338,7 @@ fn spawn_some_with_grant(
                 ..request()
             })
         });
-        let asked = next(rm);
+        let asked = recv_next(rm);
         answer(rm, &asked, asked.wid, pack_tids(&started));
         assert_eq!(spawning.join().expect("ended"), Ok(started));
         let mut grant = message(asked.src, SM_GRANT, pack_grant(&Grant { hosts, span }));
@@ -345,16 +347,20 @@ fn spawn_some_with_grant(
         let mut word = message(asked.src, 5, "behind the grant");
         word.ctx = 5;
         rm.send(word).expect("sent");
-        assert_eq!(next(task).tag, 5, "a grant is no message to the program");
+        assert_eq!(
+            recv_next(task).tag,
+            5,
+            "a grant is no message to the program"
+        );
         asked.wid
     })
 }
 
 /// Spawns tasks and checks that the resource manager is asked.
-fn spawn_is_asked(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
+fn expect_rm_call(rm: &Runtime, task: &Runtime, what: SpawnRequest) {
     thread::scope(|scope| {
         let spawning = scope.spawn(|| task.spawn(what.clone()));
-        let asked = next(rm);
+        let asked = recv_next(rm);
         assert_eq!(unpack_spawn(asked.body.clone()), Ok((what.clone(), None)));
         answer(rm, &asked, asked.wid, pack_tids(&[Err(PvmError::NoFile)]));
         assert_eq!(
@@ -368,12 +374,12 @@ const CHILD: Tid = Tid::from_raw(0x40009);
 const LONG: Micros = Micros::from_secs(3600);
 
 /// Makes the daemon start leased tasks, except on the third host.
-fn obliging(fake: &Fake) {
+fn start_leased_tasks(fake: &FakeDaemon) {
     let start = |host: &HostId| match host.index() {
         3 => Err(PvmError::OutOfRes),
         _ => Ok(Tid::task(*host, 7).expect("a task")),
     };
-    fake.answer(move |_, what| match what {
+    fake.set_responder(move |_, what| match what {
         Request::SpawnGranted { grant, .. } => {
             Some(Reply::Spawned(grant.hosts.iter().map(start).collect()))
         }
@@ -385,7 +391,7 @@ fn obliging(fake: &Fake) {
 /// manager.
 #[test]
 fn lease_serves_similar_requests_only() {
-    let fake = Fake::start();
+    let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
         RmServes {
@@ -394,8 +400,8 @@ fn lease_serves_similar_requests_only() {
             ends: true,
         },
     );
-    obliging(&fake);
-    let wid = spawn_with_grant(&rm, &task, CHILD, &[2, 1], LONG);
+    start_leased_tasks(&fake);
+    let wid = spawn_with_lease(&rm, &task, CHILD, &[2, 1], LONG);
     let child = |host: u16| {
         Ok(vec![Ok(
             Tid::task(HostId::new(host).expect("a host"), 7).expect("a task")
@@ -404,7 +410,7 @@ fn lease_serves_similar_requests_only() {
     assert_eq!(
         task.spawn(SpawnRequest {
             args: vec![b"other words".to_vec()],
-            ..one()
+            ..single_request()
         }),
         child(2)
     );
@@ -413,37 +419,40 @@ fn lease_serves_similar_requests_only() {
         wid,
         hosts: vec![HostId::new(2).expect("a host")],
     };
-    fake.asked(
+    fake.wait_for_request(
         "the request",
         |what| matches!(what, Request::SpawnGranted { grant, request } if *grant == of && request.args.len() == 1),
     );
-    assert_eq!(task.spawn(one()), child(1));
-    spawn_is_asked(&rm, &task, one());
+    assert_eq!(task.spawn(single_request()), child(1));
+    expect_rm_call(&rm, &task, single_request());
     let others = [
         SpawnRequest {
             file: "other".into(),
-            ..one()
+            ..single_request()
         },
-        SpawnRequest { flags: 1, ..one() },
+        SpawnRequest {
+            flags: 1,
+            ..single_request()
+        },
         SpawnRequest {
             place: "there".into(),
-            ..one()
+            ..single_request()
         },
         SpawnRequest {
             env: vec![b"A=1".to_vec()],
-            ..one()
+            ..single_request()
         },
     ];
     for other in others {
-        spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
-        spawn_is_asked(&rm, &task, other);
+        spawn_with_lease(&rm, &task, CHILD, &[1], LONG);
+        expect_rm_call(&rm, &task, other);
     }
 }
 
 /// Of several leased tasks, only those that could not be started go to the resource manager.
 #[test]
 fn failed_leased_tasks_go_to_rm() {
-    let fake = Fake::start();
+    let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
         RmServes {
@@ -452,19 +461,19 @@ fn failed_leased_tasks_go_to_rm() {
             ends: true,
         },
     );
-    obliging(&fake);
+    start_leased_tasks(&fake);
     let three = SpawnRequest {
         count: 3,
         ..request()
     };
     let at = |host: u16| Ok(Tid::task(HostId::new(host).expect("a host"), 7).expect("a task"));
-    let grant = |hosts: &[u16]| spawn_some_with_grant(&rm, &task, &[CHILD; 3], (hosts, LONG));
+    let grant = |hosts: &[u16]| spawn_several_with_lease(&rm, &task, &[CHILD; 3], (hosts, LONG));
     grant(&[1, 2, 1, 2, 1]);
     assert_eq!(task.spawn(three.clone()), Ok(vec![at(1), at(2), at(1)]));
     let rest = |answer_with: &[Result<Tid, PvmError>], expected: Vec<Result<Tid, PvmError>>| {
         thread::scope(|scope| {
             let spawning = scope.spawn(|| task.spawn(three.clone()));
-            let asked = next(&rm);
+            let asked = recv_next(&rm);
             let (wanted, _) = unpack_spawn(asked.body.clone()).expect("a request");
             assert_eq!(wanted.count as usize, answer_with.len());
             answer(&rm, &asked, asked.wid, pack_tids(answer_with));
@@ -481,7 +490,7 @@ fn failed_leased_tasks_go_to_rm() {
 /// was replaced.
 #[test]
 fn invalid_lease_falls_back_to_rm() {
-    let fake = Fake::start();
+    let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
         RmServes {
@@ -490,13 +499,13 @@ fn invalid_lease_falls_back_to_rm() {
             ends: true,
         },
     );
-    obliging(&fake);
-    spawn_with_grant(&rm, &task, CHILD, &[1], Micros(0));
-    spawn_is_asked(&rm, &task, one());
-    spawn_with_grant(&rm, &task, CHILD, &[3], LONG);
-    spawn_is_asked(&rm, &task, one());
-    spawn_with_grant(&rm, &task, CHILD, &[1], LONG);
-    let other = fake.join();
+    start_leased_tasks(&fake);
+    spawn_with_lease(&rm, &task, CHILD, &[1], Micros(0));
+    expect_rm_call(&rm, &task, single_request());
+    spawn_with_lease(&rm, &task, CHILD, &[3], LONG);
+    expect_rm_call(&rm, &task, single_request());
+    spawn_with_lease(&rm, &task, CHILD, &[1], LONG);
+    let other = fake.enroll();
     let changed = RmInfo {
         tid: other.tid(),
         serves: RmServes {
@@ -505,23 +514,25 @@ fn invalid_lease_falls_back_to_rm() {
             ends: true,
         },
     };
-    fake.tell(task.tid(), ToTask::RmChanged { rm: Some(changed) });
+    fake.send_control(task.tid(), ToTask::RmChanged { rm: Some(changed) });
     until("the news", || (task.rm() == Some(changed)).then_some(()));
-    spawn_is_asked(&other, &task, one());
+    expect_rm_call(&other, &task, single_request());
 }
 
 /// The resource manager's own requests go to the daemon.
 #[test]
 fn rm_itself_uses_daemon() {
-    let fake = Fake::start();
-    let task = fake.join();
-    fake.answer(|_, what| (*what == Request::Config).then(|| Reply::Hosts(HostTable::default())));
-    fake.tell(
+    let fake = FakeDaemon::start();
+    let task = fake.enroll();
+    fake.set_responder(|_, what| {
+        (*what == Request::Config).then(|| Reply::Hosts(HostTable::default()))
+    });
+    fake.send_control(
         task.tid(),
         ToTask::RmChanged {
             rm: Some(RmInfo {
                 tid: task.tid(),
-                serves: EVERYTHING,
+                serves: SERVES_ALL,
             }),
         },
     );
@@ -532,8 +543,8 @@ fn rm_itself_uses_daemon() {
 /// A notification request to the resource manager has the documented format.
 #[test]
 fn notify_message_has_documented_format() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
     let tids = vec![Tid::from_raw(0x40005), Tid::from_raw(0x40006)];
     task.notify(NotifyRequest {
         what: NotifyWhat::TaskExit(tids),
@@ -542,7 +553,7 @@ fn notify_message_has_documented_format() {
         cancel: true,
     })
     .expect("sent");
-    let asked = next(&rm);
+    let asked = recv_next(&rm);
     let words = Unpacker::xdr(asked.body.clone()).ints(6);
     assert_eq!(
         (asked.tag, words),
@@ -553,8 +564,8 @@ fn notify_message_has_documented_format() {
 /// Malformed answers of a resource manager are errors.
 #[test]
 fn malformed_rm_answers_are_errors() {
-    let fake = Fake::start();
-    let (rm, task) = pair(&fake, EVERYTHING);
+    let fake = FakeDaemon::start();
+    let (rm, task) = pair(&fake, SERVES_ALL);
     let mut negative = Packer::new(Encoding::Xdr);
     negative.int(PvmError::OutOfRes.code());
     let mut many = Packer::new(Encoding::Xdr);
@@ -573,7 +584,7 @@ fn malformed_rm_answers_are_errors() {
         for ask in asks {
             thread::scope(|scope| {
                 let asking = scope.spawn(|| ask(&task));
-                let asked = next(&rm);
+                let asked = recv_next(&rm);
                 answer(&rm, &asked, asked.wid, body.clone());
                 assert!(asking.join().expect("no panic"));
             });
@@ -584,15 +595,15 @@ fn malformed_rm_answers_are_errors() {
 /// A reply of the wrong kind is a protocol error; a failure keeps its code and reason.
 #[test]
 fn reply_of_wrong_kind_is_an_error() {
-    let fake = Fake::start();
-    let vm = Vm::over(fake.join());
-    fake.answer(|_, _| Some(Reply::Done));
+    let fake = FakeDaemon::start();
+    let vm = Vm::from_runtime(fake.enroll());
+    fake.set_responder(|_, _| Some(Reply::Done));
     assert_eq!(vm.config().expect_err("not a table").code, PvmError::BadMsg);
     assert_eq!(
         vm.events(0, 1).expect_err("no events").code,
         PvmError::BadMsg
     );
-    fake.answer(|_, _| {
+    fake.set_responder(|_, _| {
         Some(Reply::Failed {
             error: PvmError::NoHost,
             reason: "there is no host x".into(),
@@ -607,11 +618,11 @@ fn reply_of_wrong_kind_is_an_error() {
 /// A resource manager's start order goes to the daemon of the host.
 #[test]
 fn exec_goes_to_daemon_of_host() {
-    let fake = Fake::start();
-    let vm = Vm::over(fake.join());
+    let fake = FakeDaemon::start();
+    let vm = Vm::from_runtime(fake.enroll());
     let host = sempa_proto::HostId::new(2).expect("an index");
-    let wid = vm.exec(host, vm.tid(), &request()).expect("sent");
-    let got = fake.logged("the order", |_, said| match said {
+    let wid = vm.request_exec(host, vm.tid(), &request()).expect("sent");
+    let got = fake.wait_for_log("the order", |_, said| match said {
         ToDaemon::Message(m) => Some(m.clone()),
         _ => None,
     });

@@ -1,4 +1,5 @@
-//! Jobs that are checkpointed and ended where an owner wants it so, and go on when there is room.
+//! Vacated jobs: checkpointed and ended because an owner wants that, and restarted when there is
+//! room.
 
 use super::{IMAGE_BYTES, MOVE_TIME, Running, State};
 use libpvm::Error;
@@ -7,7 +8,7 @@ use sempa_proto::migration::Usage;
 use sempa_proto::{HostId, PvmError, Tid};
 
 impl State {
-    /// Jobs whose checkpoint is written end.
+    /// Ends the jobs whose checkpoint is complete.
     pub(super) fn park(&mut self) {
         let due: Vec<Tid> = self
             .parking
@@ -54,7 +55,7 @@ impl State {
         }
     }
 
-    /// The tasks of a job, its first one first.
+    /// Returns the tasks of a job, the first task first.
     fn family(&self, head: Tid) -> Vec<Tid> {
         let mut all: Vec<Tid> = self.tasks.get(&head).map(|_| head).into_iter().collect();
         let mut at = 0;
@@ -70,7 +71,7 @@ impl State {
         all
     }
 
-    /// A parked job goes on, on hosts of these names.
+    /// Restarts a vacated job on the hosts with these names.
     pub(super) fn restart(&mut self, set: &str, on: &[String]) -> Result<(), Error> {
         let refused = |why: &str| Error::new(PvmError::BadParam, why);
         let host_of = |name: &String| {

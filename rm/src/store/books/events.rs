@@ -1,4 +1,4 @@
-//! What the event log tells, taken into the books: each kind of entry by what it is about.
+//! Applies the event log to the history, by the subject of each entry.
 
 use super::{Books, Place, Sheet};
 use sempa_proto::event::{Event, EventKind};
@@ -6,7 +6,7 @@ use sempa_proto::migration::Cause;
 use sempa_proto::rm::{Decided, End, TaskUse};
 
 impl Books {
-    /// Takes the next entry of the log in. One that was taken in before does nothing.
+    /// Applies the next entry of the event log. An entry that was applied before is ignored.
     pub fn event(&mut self, event: &Event) {
         if event.number <= self.place.number {
             return;
@@ -21,7 +21,7 @@ impl Books {
         self.failure_event(event);
     }
 
-    /// Hosts that come and go, are emptied, and have their owners there.
+    /// Hosts that join and leave, are drained, or whose owner comes and leaves.
     fn host_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -115,7 +115,7 @@ impl Books {
         }
     }
 
-    /// Tasks that begin, also once more, and end.
+    /// Tasks that start, restart and end.
     fn task_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -158,7 +158,7 @@ impl Books {
         }
     }
 
-    /// Tasks and jobs that stand still, and go on.
+    /// Tasks and jobs that are suspended and resumed.
     fn suspension_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -192,7 +192,7 @@ impl Books {
         }
     }
 
-    /// Tasks that moved, or did not.
+    /// Tasks that migrated, or failed to.
     fn move_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -250,7 +250,7 @@ impl Books {
         }
     }
 
-    /// What went wrong.
+    /// Failures of checkpoints, restarts, taskers and hosts.
     fn failure_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
@@ -277,7 +277,7 @@ impl Books {
             }
             EventKind::TaskerGone { host, why } => {
                 let host = self.host(*host);
-                // Programs from a command line go on.
+                // Programs from a command line do not depend on the tasker.
                 let had = |task: &&TaskUse| task.host == host && !task.program.is_empty();
                 let tasks = self.running().filter(had).map(|task| task.tid).collect();
                 self.decided(

@@ -1,5 +1,6 @@
-//! Jobs that were checkpointed and ended because no host took a task that had to go: they go on when there is room. What is
-//! parked follows from the event of the checkpoint alone, whoever was told what before.
+//! Vacated jobs: checkpointed and ended because no host took a task that had to leave. They restart
+//! when there is room. The event of the checkpoint alone determines that a job is vacated,
+//! whichever resource manager ordered it.
 
 use super::{Books, Sheet};
 use sempa_proto::event::EventKind;
@@ -8,26 +9,28 @@ use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Jobs that are parked at most; others stand still where they are.
+/// Maximum number of vacated jobs. Tasks of further ones stay paused on their hosts.
 pub const PARKED_MAX: usize = 1024;
-/// Programs and users of one that are remembered, for owners who do not let them in.
+/// Maximum number of program and user pairs that are remembered per job, to check which owners
+/// admit it.
 const KINDS_MAX: usize = 64;
 
-/// A job that is parked.
+/// A job that was vacated.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parked {
-    /// The first task of it.
+    /// The job's first task.
     pub job: Tid,
-    /// Its checkpoint.
+    /// Name of the checkpoint.
     pub set: String,
-    /// How many tasks are in it.
+    /// Number of tasks in the checkpoint.
     pub tasks: u32,
     /// Users and programs of the tasks.
     pub kinds: Vec<(u32, String)>,
 }
 
 impl Books {
-    /// A job is to be parked: this task of it has to leave this host, and why it cannot move.
+    /// Records the decision to vacate a job. `tid`, `host`: the task that must leave its host;
+    /// `why`: why it cannot migrate.
     pub fn parks(&mut self, at: Micros, job: Tid, (tid, host): (Tid, String), why: String) {
         self.decided(
             at,
@@ -40,19 +43,20 @@ impl Books {
         );
     }
 
-    /// Jobs that are parked; the one that waits longest first.
+    /// Returns the vacated jobs, the longest waiting first.
     pub fn parked(&self) -> impl Iterator<Item = &Parked> {
         self.parked.values()
     }
 
-    /// The parked job that this is a task of.
+    /// Returns the vacated job to which this task belongs.
     pub fn parked_with(&self, tid: Tid) -> Option<&Parked> {
         let family = |tid: Tid| self.known(tid).map_or(tid, |task| task.job);
         self.parked()
             .find(|parked| parked.job == tid || family(parked.job) == family(tid))
     }
 
-    /// The first task of the job whose checkpoint this is: what is known of those that wait, else what the name begins with.
+    /// Returns the first task of a checkpoint's job: from the vacated jobs, else from the
+    /// checkpoint's name.
     pub(super) fn job_of_set(&self, set: &str) -> Option<Tid> {
         let waits = self
             .parked()
@@ -62,7 +66,7 @@ impl Books {
         waits.or_else(|| Some(Tid::from_raw(named()?.cast_signed())).filter(|tid| tid.is_task()))
     }
 
-    /// Jobs are not parked any more.
+    /// Removes vacated jobs that are not restarted.
     pub fn unpark(&mut self, which: impl Fn(&Parked) -> bool) {
         let gone: Vec<u64> = self
             .parked
@@ -76,7 +80,7 @@ impl Books {
         }
     }
 
-    /// What the event log tells of them.
+    /// Applies an event about checkpoints and restarts.
     pub(super) fn parked_event(&mut self, kind: &EventKind) {
         match kind {
             EventKind::Checkpointed {
@@ -88,7 +92,8 @@ impl Books {
             } => {
                 self.unpark(|parked| parked.job == *job);
                 let family = self.known(*job).map_or(*job, |first| first.job);
-                // All of them go because one has to, but for who was started by hand; their ends follow.
+                // All spawned tasks are evicted because one of them must leave; their ends follow.
+                // Tasks started by hand stay.
                 let goes = |task: &&TaskUse| task.job == family && !task.program.is_empty();
                 let go: Vec<Tid> = self.running().filter(goes).map(|task| task.tid).collect();
                 go.into_iter().for_each(|tid| self.evicted(tid));
@@ -108,7 +113,7 @@ impl Books {
                 );
                 self.dirty.insert((Sheet::Parked, number));
             }
-            // From whichever set: it is there again.
+            // The job runs again, from whichever checkpoint.
             EventKind::Restarted { job, tasks, .. } => {
                 self.unpark(|parked| {
                     parked.job == *job || tasks.iter().any(|(tid, _)| *tid == parked.job)

@@ -1,19 +1,19 @@
-//! How many bytes decisions take. Their number is bounded, and most are small; a spawn of very many tasks, or one that was tried
-//! again and again, is not.
+//! Limits the size of the decisions. Their number is limited, and most are small, but a spawn of
+//! very many tasks, or one with very many attempts, is not.
 
 use super::{Batch, Books, Change, Sheet};
 use sempa_proto::rm::Decided;
 use sempa_proto::text::cut;
 use std::collections::BTreeMap;
 
-/// Bytes of all decisions that are kept; of more, the oldest go.
+/// Maximum total size of the decisions in bytes. Beyond it, the oldest are dropped.
 pub const DECISIONS_BYTES_MAX: u64 = 32 << 20;
-/// Searches for a place that are kept of one spawn: the first and the last ones.
+/// Maximum number of placement attempts kept per spawn: the first and the last ones.
 pub const ATTEMPTS_MAX: usize = 16;
-/// Bytes of a program's name that are kept.
+/// Maximum size of a program's name in bytes.
 pub const PROGRAM_BYTES_MAX: usize = 512;
 
-/// The bytes of each decision, as it is written.
+/// Sizes of the decisions in bytes, as written.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Room {
     sizes: BTreeMap<u64, u64>,
@@ -21,7 +21,7 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// A decision is written with so many bytes, or goes.
+    /// Sets the size of a decision; `None` removes it.
     pub(super) fn put(&mut self, number: u64, bytes: Option<usize>) {
         let before = match bytes {
             Some(bytes) => self.sizes.insert(number, bytes as u64),
@@ -31,7 +31,7 @@ impl Room {
     }
 }
 
-/// What is kept of a decision.
+/// Drops attempts of a decision beyond the limit.
 pub(super) fn shortened(mut what: Decided) -> Decided {
     if let Decided::Spawn { attempts, .. } = &mut what
         && attempts.len() > ATTEMPTS_MAX
@@ -42,13 +42,13 @@ pub(super) fn shortened(mut what: Decided) -> Decided {
     what
 }
 
-/// What is kept of the name of a program.
+/// Truncates the name of a program to its limit.
 pub(super) fn program(name: &str) -> String {
     cut(name, PROGRAM_BYTES_MAX).to_string()
 }
 
 impl Books {
-    /// The oldest decisions go when all together have too many bytes.
+    /// Drops the oldest decisions while all together exceed the limit.
     pub(super) fn make_room(&mut self, batch: &mut Batch) {
         for Change { key, value, .. } in batch
             .iter()
@@ -61,7 +61,7 @@ impl Books {
                 return;
             };
             self.room.put(key, None);
-            // Behind what the batch may say of it before.
+            // After any change of the same entry in the batch.
             batch.push(Change {
                 sheet: Sheet::Decisions,
                 key,

@@ -1,0 +1,146 @@
+//! Describes the machine and its load during a measurement.
+
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fs;
+use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Load averages of the kernel over one, five and fifteen minutes.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Load(String);
+
+impl Load {
+    /// Reads the present load.
+    fn now() -> Load {
+        let text = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        Load(
+            text.split_whitespace()
+                .take(3)
+                .collect::<Vec<_>>()
+                .join(" "),
+        )
+    }
+}
+
+/// Facts about the machine and the run that readers of the results need.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct MachineInfo {
+    /// Start of the run, in seconds since the Unix epoch.
+    pub(crate) at: u64,
+    /// The model name of the processor.
+    pub(crate) processor: String,
+    /// Number of processors that the program may use.
+    pub(crate) cores: usize,
+    pub(crate) memory_gb: u64,
+    /// Release of the kernel.
+    pub(crate) kernel: String,
+    /// Versions by package name.
+    pub(crate) versions: BTreeMap<String, String>,
+    /// Load before the first measurement.
+    pub(crate) load_before: Load,
+    /// Load after the last measurement, which is part of it.
+    pub(crate) load_after: Load,
+    /// Repetitions of each measurement.
+    pub(crate) repetitions: usize,
+    /// True if the run used fewer rounds.
+    pub(crate) quick: bool,
+}
+
+impl MachineInfo {
+    /// Collects the facts about this machine.
+    pub(crate) fn describe(own_build: bool, repetitions: usize, quick: bool) -> MachineInfo {
+        let field = |file: &str, name: &str| {
+            let text = fs::read_to_string(file).unwrap_or_default();
+            let line = text
+                .lines()
+                .find(|line| line.starts_with(name))
+                .unwrap_or_default();
+            line.split_once(':')
+                .map_or(String::new(), |(_, value)| value.trim().to_string())
+        };
+        let memory_kb: u64 = field("/proc/meminfo", "MemTotal")
+            .split(' ')
+            .next()
+            .and_then(|kb| kb.parse().ok())
+            .unwrap_or(0);
+        let mut versions: BTreeMap<String, String> = ["pvm", "openmpi-bin", "mpich", "netpipe-pvm"]
+            .map(|name| (name.to_string(), debian_version(name)))
+            .into();
+        versions.insert("sempa".to_string(), sempa_version(own_build));
+        MachineInfo {
+            at: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(0, |since| since.as_secs()),
+            processor: field("/proc/cpuinfo", "model name"),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_gb: memory_kb >> 20,
+            kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
+                .unwrap_or_default()
+                .trim()
+                .to_string(),
+            versions,
+            load_before: Load::now(),
+            load_after: Load::now(),
+            repetitions,
+            quick,
+        }
+    }
+
+    /// Sets `load_after` to the present load.
+    pub(crate) fn update_load(&mut self) {
+        self.load_after = Load::now();
+    }
+
+    /// Formats the facts as text.
+    pub(crate) fn text(&self) -> String {
+        let versions: Vec<String> = self
+            .versions
+            .iter()
+            .map(|(name, version)| format!("{name} {version}"))
+            .collect();
+        format!(
+            "machine: {}, {} cores, {} GB, Linux {}\nversions: {}\n\
+             load: {} before, {} after; {} repetitions{}, medians of their medians\n",
+            self.processor,
+            self.cores,
+            self.memory_gb,
+            self.kernel,
+            versions.join(", "),
+            self.load_before.0,
+            self.load_after.0,
+            self.repetitions,
+            if self.quick { ", quick" } else { "" },
+        )
+    }
+}
+
+fn debian_version(name: &str) -> String {
+    first_line(Command::new("dpkg-query").args(["-W", "-f", "${Version}", name]))
+}
+
+/// Returns our version, with the state of the sources if the programs were built for this run.
+fn sempa_version(own_build: bool) -> String {
+    if !own_build {
+        return format!("{} (as installed)", env!("CARGO_PKG_VERSION"));
+    }
+    let revision = first_line(
+        Command::new("git")
+            .args(["describe", "--always", "--dirty"])
+            .current_dir(env!("CARGO_MANIFEST_DIR")),
+    );
+    format!("{} ({revision})", env!("CARGO_PKG_VERSION"))
+}
+
+fn first_line(command: &mut Command) -> String {
+    let stdout = command
+        .output()
+        .map(|done| String::from_utf8_lossy(&done.stdout).into_owned())
+        .unwrap_or_default();
+    stdout
+        .lines()
+        .next()
+        .unwrap_or("unknown")
+        .trim()
+        .to_string()
+}

@@ -1,0 +1,195 @@
+//! The operations that the console needs from a virtual machine, as a trait: tests of commands
+//! implement it without a daemon.
+
+use bytes::Bytes;
+use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
+use sempa_proto::event::Event;
+use sempa_proto::message::DSIG_X86_64;
+use sempa_proto::migration::Survey;
+use sempa_proto::rm::{self, Answer, CTX_RM, Question, TAG_ANSWER, TAG_ASK};
+use sempa_proto::table::{AddedHost, HostTable, TASK_RM, TaskInfo};
+use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest};
+use sempa_proto::{HostId, Message, PvmError, Tid};
+use std::time::Duration;
+
+/// Time limit for an answer of the resource manager.
+const RM_ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// Error text for a question to the resource manager when none is running.
+const NO_RM_RUNNING: &str = "no resource manager runs, and only it knows: start the virtual machine with PVM_RM=pvm-rm, or 'pvm spawn pvm-rm'";
+
+/// The virtual machine as seen by the console's task.
+pub(crate) trait VirtualMachine {
+    /// Returns the console's own tid.
+    fn tid(&self) -> Tid;
+    /// Returns the console's host.
+    fn local_host(&self) -> HostId;
+    fn hosts(&self) -> Result<HostTable, Error>;
+    /// Returns all tasks ([`Tid::NONE`]), those of a host, or one.
+    fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error>;
+    fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error>;
+    /// Adds hosts, one per host-file line.
+    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error>;
+    /// Removes the named hosts.
+    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
+    /// Migrates a task and waits for the end of the migration.
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError>;
+    /// Returns the hosts that would accept a task, or whether `to` would.
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error>;
+    /// Returns up to `limit` events of the log, from number `from` on.
+    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
+    /// Sends a message. A message to a task that has exited is dropped.
+    fn send(&self, message: Message) -> Result<(), Error>;
+    /// Sends a question to the resource manager and waits for its answer.
+    fn ask_rm(&self, question: &Question) -> Result<Answer, Error>;
+    /// Sends any other request to the daemon. [`Reply::Failed`] becomes an error.
+    fn ask(&self, what: Request) -> Result<Reply, Error>;
+}
+
+impl VirtualMachine for Vm {
+    fn tid(&self) -> Tid {
+        Vm::tid(self)
+    }
+
+    fn local_host(&self) -> HostId {
+        self.host()
+    }
+
+    fn hosts(&self) -> Result<HostTable, Error> {
+        self.config()
+    }
+
+    fn tasks(&self, selector: Tid) -> Result<Vec<TaskInfo>, Error> {
+        Vm::tasks(self, selector)
+    }
+
+    fn spawn(&self, request: SpawnRequest) -> Result<Vec<Result<Tid, PvmError>>, Error> {
+        Vm::spawn(self, request)
+    }
+
+    fn add(&self, lines: &[String]) -> Result<Vec<AddedHost>, Error> {
+        self.add_hosts(lines)
+    }
+
+    fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error> {
+        self.delete_hosts(names)
+    }
+
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
+        match Vm::migrate(self, tid, to, None, true)? {
+            MigrateReply::Done(report) => Ok(report),
+            MigrateReply::Started(id) => {
+                let reason = format!(
+                    "the move {id} has begun, but the daemon did not wait for its end; see 'events'"
+                );
+                Err(Error::new(PvmError::BadMsg, reason).into())
+            }
+        }
+    }
+
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
+        Vm::can_migrate(self, tid, to)
+    }
+
+    fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error> {
+        Vm::events(self, from, limit)
+    }
+
+    fn send(&self, message: Message) -> Result<(), Error> {
+        self.send_message(message)
+    }
+
+    fn ask_rm(&self, question: &Question) -> Result<Answer, Error> {
+        let rm = Vm::tasks(self, Tid::NONE)?
+            .into_iter()
+            .find(|task| task.flags & TASK_RM != 0);
+        let rm = rm
+            .map(|task| task.tid)
+            .ok_or_else(|| Error::new(PvmError::NoTask, NO_RM_RUNNING))?;
+        let body =
+            rm::pack(question).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
+        let wid = std::process::id().cast_signed();
+        let (src, body) = (Vm::tid(self), Bytes::from(body));
+        self.send_message(Message {
+            src,
+            dst: rm,
+            ctx: CTX_RM,
+            tag: TAG_ASK,
+            wid,
+            enc: DSIG_X86_64,
+            body,
+        })?;
+        let wanted = Match::any().src(rm).ctx(CTX_RM).tag(TAG_ANSWER);
+        let Some(answer) = self.recv_timeout(wanted, RM_ANSWER_TIMEOUT)? else {
+            let reason = format!(
+                "resource manager {rm} did not answer within {} s: it is not Sempa's pvm-rm, or it hangs",
+                RM_ANSWER_TIMEOUT.as_secs()
+            );
+            return Err(Error::new(PvmError::NotImpl, reason));
+        };
+        match rm::unpack(&answer.body) {
+            Ok(Some(Answer::Version(other))) => Err(version_mismatch(rm, other)),
+            Ok(Some(answer)) => Ok(answer),
+            Ok(None) => Err(version_mismatch(
+                rm,
+                rm::version_of(&answer.body).unwrap_or(0),
+            )),
+            Err(error) => Err(Error::new(
+                PvmError::BadMsg,
+                format!("the answer of resource manager {rm}: {error}"),
+            )),
+        }
+    }
+
+    fn ask(&self, what: Request) -> Result<Reply, Error> {
+        match self.runtime().request(what) {
+            Reply::Failed { error, reason } if reason.is_empty() => Err(error.into()),
+            Reply::Failed { error, reason } => Err(Error::new(error, reason)),
+            reply => Ok(reply),
+        }
+    }
+}
+
+/// Error for a resource manager that speaks another protocol version.
+fn version_mismatch(rm: Tid, other: u16) -> Error {
+    let reason = format!(
+        "resource manager {rm} speaks version {other} of questions and answers, this console {}: use programs of one version",
+        rm::RM_VERSION
+    );
+    Error::new(PvmError::Mismatch, reason)
+}
+
+/// Error for a reply of an unexpected kind.
+pub(crate) fn unexpected_reply() -> Error {
+    Error::new(
+        PvmError::BadMsg,
+        "the daemon gave an answer to another question: console and daemon are of different versions",
+    )
+}
+
+/// Waits for a message for the console. Skips negative tags, which the library uses for its own
+/// replies, and answers of the resource manager, which their callers wait for.
+///
+/// # Errors
+/// Fails if the connection to the daemon is lost; the error gives the reason.
+pub(crate) fn receive(vm: &Vm) -> Result<Message, Error> {
+    let runtime = vm.runtime();
+    match runtime.inbox_wait(None, &mut |inbox| {
+        inbox.take_first(|message| message.tag >= 0 && message.ctx != CTX_RM)
+    }) {
+        Ok(Some(message)) => Ok(message),
+        Ok(None) | Err(_) => Err(Error::new(PvmError::SysErr, runtime.lost_reason())),
+    }
+}
+
+/// Returns the mailbox classes that match `pattern`.
+pub(crate) fn mailbox_classes(
+    machine: &impl VirtualMachine,
+    pattern: &str,
+) -> Result<Vec<sempa_proto::task::MailboxClass>, Error> {
+    match machine.ask(Request::Mailbox(MailboxRequest::List {
+        pattern: pattern.to_string(),
+    }))? {
+        Reply::MailboxClasses(classes) => Ok(classes),
+        _ => Err(unexpected_reply()),
+    }
+}

@@ -1,0 +1,677 @@
+//! Calls that consist of a request to the daemon and its reply: tasks, hosts, contexts, mailbox,
+//! services.
+
+use crate::data::{pvmctrc, pvmmyctx, pvmrescode};
+use crate::session;
+use crate::{control, env, output, process, receive};
+use libpvm::Runtime;
+use sempa_proto::body::{Encoding, Packer};
+use sempa_proto::message::{CTX_BASE, ENC_XDR};
+use sempa_proto::place::Place;
+use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
+use sempa_proto::task::{
+    MailboxClass, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH,
+    SPAWN_HOST, Service, Sink, SpawnRequest, TracerSettings,
+};
+use sempa_proto::{Message, PvmError, PvmResult, Tid};
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+use std::{fs, thread};
+
+/// Maximum number of tasks of one spawn; a daemon refuses more.
+const SPAWN_COUNT_MAX: u32 = 65_536;
+/// Maximum number of hosts that one call may add or delete.
+pub(crate) const HOSTS_PER_CALL_MAX: usize = 4095;
+const NOTIFY_CANCEL: i32 = 256;
+const MBOX_PERSISTENT: i32 = 1;
+pub(crate) const MBOX_MULTI_INSTANCE: i32 = 2;
+const MBOX_FIRST_AVAIL: i32 = 8;
+/// Bit position of a direct index in mailbox flags (`PvmMboxDirectIndexShift`).
+const MBOX_INDEX_SHIFT: u32 = 10;
+/// Upper bound of direct mailbox indices, exclusive (`PvmMboxMaxDirectIndex`).
+const MBOX_INDEX_MAX: i32 = 1 << 21;
+/// Time for which [`halt`] waits for the end of the local daemon.
+const HALT_TIMEOUT: Duration = Duration::from_secs(10);
+/// Pause between two checks of the daemon's lock file.
+const LOCK_POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Converts the reply to a request that has no result.
+fn expect_done(reply: Reply) -> PvmResult<()> {
+    match reply {
+        Reply::Done => Ok(()),
+        other => Err(reply_error(&other)),
+    }
+}
+
+/// Returns the error code of a reply of another kind than expected.
+fn reply_error(reply: &Reply) -> PvmError {
+    match reply {
+        Reply::Failed { error, .. } => *error,
+        _ => PvmError::BadMsg,
+    }
+}
+
+fn task_tid(tid: i32) -> PvmResult<Tid> {
+    Some(Tid::from_raw(tid))
+        .filter(|tid| tid.is_task())
+        .ok_or(PvmError::BadParam)
+}
+
+/// Starts tasks. Returns one result for each task, the started ones first.
+///
+/// # Errors
+/// If no task could be attempted at all.
+pub(crate) fn spawn(
+    file: String,
+    args: Vec<Vec<u8>>,
+    flags: i32,
+    place: String,
+    count: i32,
+) -> PvmResult<Vec<PvmResult<Tid>>> {
+    let rt = session::runtime()?;
+    // The error code alone does not say what is wrong with the job file.
+    libpvm::job::from_process_env().map_err(|error| {
+        session::log_stderr(&format!("{}\n", error.reason), false);
+        error.code
+    })?;
+    let count = u32::try_from(count)
+        .ok()
+        .filter(|n| *n > 0)
+        .ok_or(PvmError::BadParam)?;
+    if count > SPAWN_COUNT_MAX {
+        return Err(PvmError::OutOfRes);
+    }
+    let flags = flags | env::get("PVMTASK").map_or(0, |text| env::parse_number(text.as_bytes()));
+    if flags & (SPAWN_HOST | SPAWN_ARCH) != 0 && place.is_empty() {
+        return Ok(vec![Err(PvmError::NoHost); count as usize]);
+    }
+    // The program sets a negative tid to suppress the messages; the daemon knows only 0 for that.
+    let sink = |tid: i32, ctx, tag| Sink {
+        tid: Tid::from_raw(tid.max(0)),
+        ctx,
+        tag,
+    };
+    let output = sink(
+        pvmctrc.out_tid.load(Relaxed),
+        pvmctrc.out_ctx.load(Relaxed),
+        pvmctrc.out_tag.load(Relaxed),
+    );
+    let trace = sink(
+        pvmctrc.trace_tid.load(Relaxed),
+        pvmctrc.trace_ctx.load(Relaxed),
+        pvmctrc.trace_tag.load(Relaxed),
+    );
+    let request = SpawnRequest {
+        file,
+        args,
+        flags,
+        place,
+        count,
+        env: env::child_environment(),
+        output,
+        trace,
+    };
+    let mut results = rt.spawn(request).map_err(|error| error.code)?;
+    // A stable sort: the tids keep their order, and the errors follow them.
+    results.sort_by_key(Result::is_err);
+    let started: Vec<Tid> = results.iter().copied().flatten().collect();
+    if output::catches_children() {
+        session::lock().output_catcher.register(&started);
+    }
+    control::send_siblings(&rt, &started);
+    Ok(results)
+}
+
+/// Returns the tids of all tasks of the spawn that started this task, and waits until they are
+/// known. A task that was not spawned has only itself.
+///
+/// # Errors
+/// `SysErr` if the connection to the daemon is lost.
+pub(crate) fn siblings() -> PvmResult<Vec<Tid>> {
+    let rt = session::runtime()?;
+    if rt.parent() == Tid::NONE {
+        return Ok(vec![rt.tid()]);
+    }
+    receive::wait_until(&rt, |session| session.siblings.clone())
+}
+
+/// Returns the host table.
+///
+/// # Errors
+/// An error of the daemon or of the resource manager.
+pub(crate) fn config() -> PvmResult<HostTable> {
+    session::runtime()?.config().map_err(|error| error.code)
+}
+
+/// Returns the data signature of the first host with this architecture.
+///
+/// # Errors
+/// `NotFound` if there is no such host.
+pub(crate) fn arch_code(arch: &str) -> PvmResult<i32> {
+    let table = config()?;
+    table
+        .hosts
+        .iter()
+        .find(|host| host.arch == arch)
+        .map(|host| host.dsig)
+        .ok_or(PvmError::NotFound)
+}
+
+/// Returns the tasks of all hosts (`selector` 0), of one host, or one task.
+///
+/// # Errors
+/// `NoHost` for an unknown host.
+pub(crate) fn tasks(selector: i32) -> PvmResult<Vec<TaskInfo>> {
+    session::runtime()?
+        .tasks(Tid::from_raw(selector))
+        .map_err(|error| error.code)
+}
+
+fn lossy_strings(names: Vec<Vec<u8>>) -> Vec<String> {
+    names
+        .into_iter()
+        .map(|name| String::from_utf8_lossy(&name).into_owned())
+        .collect()
+}
+
+/// Adds hosts. Each name is a line as in a host file.
+///
+/// # Errors
+/// If no host could be attempted at all.
+pub(crate) fn add_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<AddedHost>> {
+    let rt = session::runtime()?;
+    rt.add_hosts(lossy_strings(names))
+        .map_err(|error| error.code)
+}
+
+/// Removes hosts by name.
+///
+/// # Errors
+/// If no host could be attempted at all.
+pub(crate) fn delete_hosts(names: Vec<Vec<u8>>) -> PvmResult<Vec<PvmResult<()>>> {
+    let rt = session::runtime()?;
+    rt.delete_hosts(lossy_strings(names))
+        .map_err(|error| error.code)
+}
+
+/// Checks that a host is up.
+///
+/// # Errors
+/// `NoHost`, `HostFail`; `BadParam` for an empty name.
+pub(crate) fn host_status(name: String) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    if name.is_empty() {
+        return Err(PvmError::BadParam);
+    }
+    expect_done(rt.request(Request::HostStatus { name }))
+}
+
+/// Checks that a task exists.
+///
+/// # Errors
+/// `NoTask`; `BadParam` if `tid` cannot be a task.
+pub(crate) fn task_status(tid: i32) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    expect_done(rt.request(Request::TaskStatus {
+        tid: task_tid(tid)?,
+    }))
+}
+
+/// Sends a signal to a task. It is not an error if the task has already exited.
+///
+/// # Errors
+/// `BadParam` if `tid` cannot be a task.
+pub(crate) fn send_signal(tid: i32, signal: i32) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    match expect_done(rt.request(Request::Signal {
+        tid: task_tid(tid)?,
+        signal,
+    })) {
+        Err(PvmError::NoTask) => Ok(()),
+        other => other,
+    }
+}
+
+/// Returns the time of day on a host, in microseconds since 1970.
+///
+/// # Errors
+/// `NoHost`, `HostFail`.
+pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
+    let rt = session::runtime()?;
+    match rt.request(Request::HostSync {
+        host: Tid::from_raw(host),
+    }) {
+        Reply::Clock(time) => Ok(time.0),
+        other => Err(reply_error(&other)),
+    }
+}
+
+/// Halts the virtual machine.
+///
+/// A program started from the command line waits until the local daemon has released its runtime
+/// directory, so that it can start another daemon. A spawned task does not wait, because the daemon
+/// waits for the task.
+///
+/// # Errors
+/// An error of the daemon. The loss of the connection is the expected result, not an error.
+pub(crate) fn halt() -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let paths = Place::of(process::uid() as u32, env::get)
+        .ok()
+        .filter(|_| rt.parent() == Tid::NONE);
+    // The lock file holds the daemon's pid and is the last file that the daemon removes.
+    let lock_holder = || fs::read_to_string(paths.as_ref()?.lock()).ok();
+    let before = lock_holder();
+    match expect_done(rt.request(Request::Halt)) {
+        Ok(()) | Err(PvmError::SysErr) => {}
+        other => return other,
+    }
+    let deadline = Instant::now() + HALT_TIMEOUT;
+    while before.is_some() && lock_holder() == before && Instant::now() < deadline {
+        thread::sleep(LOCK_POLL_INTERVAL);
+    }
+    Ok(())
+}
+
+/// Returns a new message context that no other task uses.
+///
+/// # Errors
+/// `OutOfRes` if none is left.
+pub(crate) fn new_context() -> PvmResult<i32> {
+    match session::runtime()?.request(Request::NewContext) {
+        Reply::Context(ctx) => Ok(ctx),
+        other => Err(reply_error(&other)),
+    }
+}
+
+/// Frees a message context.
+///
+/// # Errors
+/// `NotFound` if the context does not belong to this task.
+pub(crate) fn free_context(ctx: i32) -> PvmResult<()> {
+    expect_done(session::runtime()?.request(Request::FreeContext { ctx }))
+}
+
+/// Sets the destination of this task's own output.
+///
+/// # Errors
+/// An error of the daemon.
+pub(crate) fn set_output(sink: Sink) -> PvmResult<()> {
+    expect_done(session::runtime()?.request(Request::SetOutput(sink)))
+}
+
+/// Sets the destination of this task's own trace records.
+///
+/// # Errors
+/// An error of the daemon.
+pub(crate) fn set_trace(sink: Sink) -> PvmResult<()> {
+    expect_done(session::runtime()?.request(Request::SetTrace(sink)))
+}
+
+/// Removes mailbox entries without an owner: all, those of a name, or the one at an index of a
+/// name. With `kill`, ends tasks as a reset does and removes all entries without an owner.
+///
+/// # Errors
+/// An error of the daemon.
+pub(crate) fn reset(kill: bool, name: String, index: Option<i32>) -> PvmResult<()> {
+    let what = if kill {
+        Request::Reset { kill }
+    } else {
+        Request::Mailbox(MailboxRequest::Clean { name, index })
+    };
+    expect_done(session::runtime()?.request(what))
+}
+
+/// Requests messages about an event. `vals` are tids; for added hosts and routes `count` is the
+/// number of messages.
+///
+/// # Errors
+/// `BadParam` for an unknown event, no tids, or tids that are not tasks.
+pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let cancel = what & NOTIFY_CANCEL != 0;
+    let ctx = pvmmyctx.load(Relaxed);
+    if tag < 0 && pvmrescode.load(Relaxed) == 0 {
+        return Err(PvmError::BadParam);
+    }
+    let tids: Vec<Tid> = vals.iter().map(|tid| Tid::from_raw(*tid)).collect();
+    let ask = |what| {
+        rt.notify(NotifyRequest {
+            what,
+            ctx,
+            tag,
+            cancel,
+        })
+        .map_err(|error| error.code)
+    };
+    match what & !NOTIFY_CANCEL {
+        1 if count < 1 || !tids.iter().all(|tid| tid.is_task()) => Err(PvmError::BadParam),
+        1 => {
+            let (own, others): (Vec<Tid>, Vec<Tid>) =
+                tids.into_iter().partition(|tid| *tid == rt.tid());
+            update_own_exit_notices(own.len(), ctx, tag, cancel, &rt);
+            if others.is_empty() {
+                Ok(())
+            } else {
+                ask(NotifyWhat::TaskExit(others))
+            }
+        }
+        2 if count < 1 => Err(PvmError::BadParam),
+        2 => ask(NotifyWhat::HostDelete(tids)),
+        3 => ask(NotifyWhat::HostAdd { count }),
+        4 => rt.notify_new_routes(ctx, tag, if cancel { 0 } else { count }),
+        5 if count < 1 => Err(PvmError::BadParam),
+        5 => tids
+            .iter()
+            .try_for_each(|tid| rt.notify_route_end(*tid, ctx, tag, cancel)),
+        _ => Err(PvmError::BadParam),
+    }
+}
+
+/// Adds or cancels requests for notices about this task's own exit. This library sends these
+/// notices, not the daemon. A cancelled request is answered immediately.
+fn update_own_exit_notices(times: usize, ctx: i32, tag: i32, cancel: bool, rt: &Runtime) {
+    for _ in 0..times {
+        let mut session = session::lock();
+        if !cancel {
+            session.own_exit_notices.push((ctx, tag));
+        } else if let Some(index) = session
+            .own_exit_notices
+            .iter()
+            .position(|asked| *asked == (ctx, tag))
+        {
+            session.own_exit_notices.remove(index);
+            drop(session);
+            notify_own_exit(rt, ctx, tag);
+        }
+    }
+}
+
+/// Delivers a notice about this task's own exit to itself, with its daemon as the sender.
+pub(crate) fn notify_own_exit(rt: &Runtime, ctx: i32, tag: i32) {
+    let mut body = Packer::new(Encoding::Xdr);
+    body.int(rt.tid().raw());
+    let (src, dst) = (Tid::MY_DAEMON, rt.tid());
+    receive::dispatch_message(
+        rt,
+        Message {
+            src,
+            dst,
+            ctx,
+            tag,
+            wid: 0,
+            enc: ENC_XDR,
+            body: body.finish(),
+        },
+    );
+}
+
+/// Checks the name of a mailbox class, which must not be empty.
+fn check_class_name(name: String) -> PvmResult<String> {
+    if name.is_empty() {
+        Err(PvmError::BadParam)
+    } else {
+        Ok(name)
+    }
+}
+
+/// Stores a message in a mailbox class and returns its index.
+///
+/// # Errors
+/// `Denied`, `Exists`; `BadParam` for an empty name.
+pub(crate) fn mailbox_put(name: String, message: Message, flags: i32) -> PvmResult<i32> {
+    let rt = session::runtime()?;
+    let name = check_class_name(name)?;
+    match rt.request(Request::Mailbox(MailboxRequest::Put {
+        name,
+        flags,
+        message,
+    })) {
+        Reply::MailboxIndex(index) => Ok(index),
+        other => Err(reply_error(&other)),
+    }
+}
+
+/// Fetches a message from a mailbox class.
+///
+/// # Errors
+/// `NotFound`, `Denied`; `BadParam` for an empty name or a negative index.
+pub(crate) fn mailbox_take(name: String, index: i32, flags: i32) -> PvmResult<Message> {
+    let rt = session::runtime()?;
+    let name = check_class_name(name)?;
+    if index < 0 {
+        return Err(PvmError::BadParam);
+    }
+    match rt.request(Request::Mailbox(MailboxRequest::Take {
+        name,
+        index,
+        flags,
+    })) {
+        Reply::Mailbox(message) => Ok(message),
+        other => Err(reply_error(&other)),
+    }
+}
+
+/// Removes an entry of a mailbox class.
+///
+/// # Errors
+/// As [`mailbox_take`].
+pub(crate) fn mailbox_delete(name: String, index: i32) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let name = check_class_name(name)?;
+    if index < 0 {
+        return Err(PvmError::BadParam);
+    }
+    expect_done(rt.request(Request::Mailbox(MailboxRequest::Delete { name, index })))
+}
+
+/// Lists the mailbox classes whose names match, or all for an empty pattern.
+///
+/// # Errors
+/// An error of the daemon.
+pub(crate) fn mailbox_list(pattern: String) -> PvmResult<Vec<MailboxClass>> {
+    let rt = session::runtime()?;
+    match rt.request(Request::Mailbox(MailboxRequest::List { pattern })) {
+        Reply::MailboxClasses(classes) => Ok(classes),
+        other => Err(reply_error(&other)),
+    }
+}
+
+/// Creates a message with one int, the format of `pvm_insert` and of registrations.
+fn int_message(rt: &Runtime, value: i32) -> Message {
+    let mut body = Packer::new(Encoding::Xdr);
+    body.int(value);
+    let me = rt.tid();
+    Message {
+        src: me,
+        dst: me,
+        ctx: CTX_BASE,
+        tag: 0,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    }
+}
+
+/// Stores one int (`pvm_insert`) and returns its index: a free index for −1, else the given index
+/// if it is free.
+///
+/// # Errors
+/// `Denied` if the index is taken, `BadParam` if it is out of range.
+pub(crate) fn mailbox_insert(name: String, index: i32, value: i32) -> PvmResult<i32> {
+    let rt = session::runtime()?;
+    let message = int_message(&rt, value);
+    if index == -1 {
+        return mailbox_put(name, message, MBOX_PERSISTENT | MBOX_MULTI_INSTANCE);
+    }
+    if !(0..MBOX_INDEX_MAX).contains(&index) {
+        return Err(PvmError::BadParam);
+    }
+    let classes = mailbox_list(name.clone())?;
+    let occupied = classes
+        .iter()
+        .any(|c| c.name == name && c.entries.iter().any(|(at, _, _)| *at == index));
+    if occupied {
+        Err(PvmError::Denied)
+    } else {
+        mailbox_put(name, message, MBOX_PERSISTENT | index << MBOX_INDEX_SHIFT)
+    }
+}
+
+/// Reads one int (`pvm_lookup`); −1 selects the first entry.
+///
+/// # Errors
+/// `NotFound`; `BadMsg` if the entry is not an int.
+pub(crate) fn mailbox_lookup(name: String, index: i32) -> PvmResult<i32> {
+    let (index, flags) = if index == -1 {
+        (0, MBOX_FIRST_AVAIL)
+    } else {
+        (index, 0)
+    };
+    let message = mailbox_take(name, index, flags)?;
+    libpvm::Vm::unpack(&message)
+        .and_then(|mut body| Ok(body.int()?))
+        .map_err(|_| PvmError::BadMsg)
+}
+
+/// Stores this task's tid in a mailbox class and returns the index.
+///
+/// # Errors
+/// As [`mailbox_put`].
+pub(crate) fn put_own_tid(name: &str) -> PvmResult<i32> {
+    let rt = session::runtime()?;
+    mailbox_put(
+        name.to_string(),
+        int_message(&rt, rt.tid().raw()),
+        MBOX_MULTI_INSTANCE,
+    )
+}
+
+/// Returns the tids of the tasks that a reset does not end.
+///
+/// # Errors
+/// An error of the daemon.
+pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
+    let classes = mailbox_list(sempa_proto::sm::NO_RESET_CLASS.to_string())?;
+    let entries = classes
+        .into_iter()
+        .filter(|c| c.name == sempa_proto::sm::NO_RESET_CLASS);
+    let mut tids = Vec::new();
+    for (index, _, _) in entries.flat_map(|c| c.entries) {
+        match mailbox_lookup(sempa_proto::sm::NO_RESET_CLASS.to_string(), index) {
+            Ok(tid) => tids.push(tid),
+            // The task exited between the two requests.
+            Err(PvmError::NotFound) => (),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(tids)
+}
+
+/// Queries internal counters of the daemon (`pvm_tickle`).
+///
+/// # Errors
+/// `BadParam` for no numbers or too many numbers.
+pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
+    match session::runtime()?.request(Request::Tickle(words)) {
+        Reply::Numbers(numbers) => Ok(numbers),
+        other => Err(reply_error(&other)),
+    }
+}
+
+/// Registers this task as the resource manager. Returns the previous one's tid (0 if there was
+/// none) and the master's host entry.
+///
+/// # Errors
+/// `Already` or `Denied` if another task is the resource manager.
+pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
+    let rt = session::runtime()?;
+    let (previous, master) = rt
+        .register_rm(RmServes {
+            spawn: true,
+            others: true,
+            ends: true,
+        })
+        .map_err(|error| error.code)?;
+    put_own_tid(sempa_proto::sm::RM_CLASS)?;
+    Ok((previous.raw(), master))
+}
+
+/// Starts to serve the daemon in this role, or stops if this task serves already. The role's
+/// mailbox class then names the serving task.
+///
+/// # Errors
+/// `Already` if another task serves, `HosterNotMaster` for a hoster on another host than the
+/// master's.
+pub(crate) fn toggle_service(service: Service) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let class = match service {
+        Service::Hoster => sempa_proto::sm::HOSTER_CLASS,
+        Service::Tasker => sempa_proto::sm::TASKER_CLASS,
+    };
+    let message = int_message(&rt, rt.tid().raw());
+    update_service_entry(
+        &rt,
+        rt.request(Request::Serve(service)),
+        class,
+        message,
+        MBOX_MULTI_INSTANCE,
+    )
+}
+
+/// Registers this task as the tracer, or unregisters it if it is the tracer already.
+///
+/// # Errors
+/// `Already` if another task is the tracer.
+pub(crate) fn toggle_tracer(settings: TracerSettings) -> PvmResult<()> {
+    let rt = session::runtime()?;
+    let TracerSettings {
+        trace_ctx,
+        trace_tag,
+        out_ctx,
+        out_tag,
+        mask,
+        buffer,
+        options,
+    } = &settings;
+    let mut body = Packer::new(Encoding::Xdr);
+    body.items([rt.tid().raw(), *trace_ctx, *trace_tag, *out_ctx, *out_tag]);
+    body.str(mask).items([*buffer, *options]);
+    let me = rt.tid();
+    let message = Message {
+        src: me,
+        dst: me,
+        ctx: CTX_BASE,
+        tag: 0,
+        wid: 0,
+        enc: ENC_XDR,
+        body: body.finish(),
+    };
+    let reply = rt.request(Request::ServeTracer(settings));
+    update_service_entry(&rt, reply, sempa_proto::sm::TRACER_CLASS, message, 0)
+}
+
+fn update_service_entry(
+    rt: &Runtime,
+    reply: Reply,
+    class: &str,
+    message: Message,
+    flags: i32,
+) -> PvmResult<()> {
+    match reply {
+        Reply::Serving(true) => mailbox_put(class.to_string(), message, flags).map(drop),
+        Reply::Serving(false) => {
+            let entries = mailbox_list(class.to_string())?
+                .into_iter()
+                .filter(|c| c.name == class)
+                .flat_map(|c| c.entries);
+            for (index, owner, _) in entries {
+                if owner == rt.tid() {
+                    mailbox_delete(class.to_string(), index)?;
+                }
+            }
+            Ok(())
+        }
+        other => Err(reply_error(&other)),
+    }
+}

@@ -1,0 +1,170 @@
+//! Handoff of a task to a new process: the program is asked to exit and is started again, and the
+//! new process continues the old one's links.
+//!
+//! 1. The daemon announces that the program will be asked to exit ([`Core::handle_exit_announcement`]). The old
+//!    process sends its state: the position of each link, the unacknowledged fragments, and
+//!    deferred notifications. After that the daemon passes it no messages.
+//! 2. If the request is withdrawn, the old process accepts messages again.
+//! 3. When the process exits later than the daemon expected, it reports that first
+//!    ([`Core::begin_exit`]).
+//! 4. The new process takes over the links ([`Core::take_over_links`]). The daemon sends it the
+//!    unacknowledged fragments of the old process ([`Core::restore_unacked`]).
+
+use super::Core;
+use bytes::Bytes;
+use sempa_proto::frame::{FrameError, encode_control};
+use sempa_proto::link::{Link, LinkEvent, LinkFrame};
+use sempa_proto::task::{LinkMark, Successor, ToDaemon, Welcome};
+use sempa_proto::{Message, Micros, MigrationId, RequestId};
+use std::collections::VecDeque;
+
+/// Watermark of an unread message: delivery waits for nothing.
+const DELIVERABLE: u64 = 0;
+/// Position of the number of predecessor processes in a request id, so that ids of different
+/// processes never collide.
+const REQUEST_ID_SHIFT: u32 = 40;
+
+/// Returns the incarnation of a new process and the id before its first request. Replies to
+/// requests of a predecessor process do not match any id of the new process.
+pub(super) fn initial_ids(welcome: &Welcome) -> (u16, RequestId) {
+    let successor = welcome.successor.as_deref();
+    (
+        successor.map_or(0, |s| s.line),
+        RequestId(successor.map_or(0, |s| u64::from(s.count) << REQUEST_ID_SHIFT)),
+    )
+}
+
+impl Core {
+    /// Continues the links of the predecessor process.
+    pub(super) fn take_over_links(&mut self, successor: &Successor) {
+        for link_state in &successor.talks {
+            let mut link = Link::go_on(self.own_tid, link_state);
+            link.handle(Micros(0), LinkEvent::RouteUp(self.route));
+            self.links.insert(link_state.peer, link);
+            self.queue_for_pump(link_state.peer);
+            if link_state.gone {
+                self.ended_peers.push_back(link_state.peer);
+            }
+        }
+    }
+
+    /// Returns an unacknowledged fragment of the predecessor process to its link.
+    pub(super) fn restore_unacked(&mut self, now: Micros, frame: &LinkFrame) {
+        if let Some(link) = self.links.get_mut(&frame.dst) {
+            link.take_back(frame);
+            self.pump_link(now, frame.dst);
+        }
+    }
+
+    /// Handles the announcement that the program will be asked to exit for migration `by`: hands
+    /// off the state, so that the daemon knows it completely. The program can still receive the
+    /// messages that have arrived. With `None` the request was withdrawn.
+    pub(super) fn handle_exit_announcement(&mut self, now: Micros, by: Option<MigrationId>) {
+        if !self.is_connected() {
+            return;
+        }
+        match by {
+            Some(by) => self.hand_off(now, by),
+            // The process is exiting, which cannot be undone.
+            None if self.exiting => {}
+            None => {
+                self.windows_lifted = false;
+                self.links.values_mut().for_each(Link::restore_window);
+                let frame = self
+                    .handed_off_for
+                    .take()
+                    .map(|by| encode_control(&ToDaemon::TakesAgain { by }));
+                self.queue_frames(frame);
+            }
+        }
+        self.event_seq += 1;
+    }
+
+    /// Records that the process is exiting. Returns true if the daemon must be notified first with
+    /// [`sempa_proto::task::Request::LastWords`]: the program was asked to exit before and exits
+    /// late.
+    pub(crate) fn begin_exit(&mut self) -> bool {
+        self.exiting = true;
+        self.exit_was_requested && self.handed_off_for.is_none()
+    }
+
+    fn queue_frames(&mut self, frames: impl IntoIterator<Item = Result<Bytes, FrameError>>) {
+        frames
+            .into_iter()
+            .flatten()
+            .for_each(|word| self.outbox.push(word));
+    }
+
+    /// Returns the received messages and deferred notifications for the next process, in order. A
+    /// program that is asked to exit receives the messages itself before it exits; a process that
+    /// is exiting does not.
+    fn take_unread(&mut self) -> Vec<(LinkMark, Message)> {
+        let mut unread = VecDeque::new();
+        if self.exiting {
+            self.inbox.drain_into(&mut unread);
+        }
+        let deliverable = |message: Message| {
+            (
+                LinkMark {
+                    peer: message.src,
+                    end: DELIVERABLE,
+                },
+                message,
+            )
+        };
+        unread
+            .into_iter()
+            .map(deliverable)
+            .chain(std::mem::take(&mut self.deferred_deliveries))
+            .collect()
+    }
+
+    fn hand_off(&mut self, now: Micros, by: MigrationId) {
+        (self.handed_off_for, self.exit_was_requested) = (Some(by), true);
+        self.end_rings(now);
+        self.end_direct(now);
+        self.windows_lifted = true;
+        self.route = self.route.next();
+        let (mut link_states, mut frames) = (Vec::new(), Vec::new());
+        for link in self.links.values_mut() {
+            // Fragments that went by other routes may still be in transit.
+            link.handle(now, LinkEvent::RouteUp(self.route));
+            let (talk, unacked) = link.part(now);
+            link_states.push(talk);
+            frames.extend(unacked);
+        }
+        self.pump_queue.clear();
+        self.in_pump_queue.clear();
+        let handoff = ToDaemon::Parting {
+            by,
+            line: self.incarnation,
+            talks: link_states,
+            later: self.take_unread(),
+        };
+        let (Ok(first), Ok(last)) = (
+            encode_control(&handoff),
+            encode_control(&ToDaemon::TakesNothing { by }),
+        ) else {
+            // The state is too large for a frame: nothing is handed off, and the program is not
+            // asked to exit.
+            if let ToDaemon::Parting { later, .. } = handoff {
+                later
+                    .into_iter()
+                    .for_each(|(mark, message)| match mark.end {
+                        DELIVERABLE => self.inbox.push(message),
+                        _ => self.deferred_deliveries.push_back((mark, message)),
+                    });
+            }
+            return;
+        };
+        self.outbox.push(first);
+        for frame in &frames {
+            self.outbox.push_link(frame);
+        }
+        self.outbox.push(last);
+        let peers: Vec<_> = self.links.keys().copied().collect();
+        peers
+            .into_iter()
+            .for_each(|peer| self.schedule_link_timer(peer));
+    }
+}

@@ -1,0 +1,84 @@
+//! Placement leases: hosts that the resource manager assigns in advance to further spawn requests
+//! like the last one. A program that spawns repeatedly then need not ask each time.
+//!
+//! A lease is valid for requests that equal the leased one except for the arguments of the program.
+//! It ends when the resource manager changes it or is replaced, or when it was not used for its
+//! time span.
+
+use sempa_proto::sm::{GRANT_COUNT_MAX, Grant, unpack_grant};
+use sempa_proto::task::{GrantOf, SpawnRequest};
+use sempa_proto::{Message, Micros, Tid};
+
+/// Last spawn request to the resource manager, with the lease that it granted.
+#[derive(Debug, Default)]
+pub(crate) struct PlacementLeases(Option<LeasedRequest>);
+
+#[derive(Debug)]
+struct LeasedRequest {
+    rm: Tid,
+    wid: i32,
+    template: SpawnRequest,
+    /// Time of the request, or of the last use of the lease; the lease's time span begins here.
+    used_at: Micros,
+    lease: Option<Grant>,
+}
+
+impl PlacementLeases {
+    /// Records a request that is about to be sent to a resource manager.
+    pub(crate) fn record_request(
+        &mut self,
+        now: Micros,
+        rm: Tid,
+        wid: i32,
+        request: &SpawnRequest,
+    ) {
+        let template = SpawnRequest {
+            args: Vec::new(),
+            ..request.clone()
+        };
+        let is_small = request.count as usize <= GRANT_COUNT_MAX;
+        self.0 = is_small.then_some(LeasedRequest {
+            rm,
+            wid,
+            template,
+            used_at: now,
+            lease: None,
+        });
+    }
+
+    /// Stores the lease in a message of the resource manager.
+    pub(super) fn handle_lease(&mut self, message: Message) {
+        let asked = self
+            .0
+            .as_mut()
+            .filter(|asked| (asked.rm, asked.wid) == (message.src, message.wid));
+        if let (Some(asked), Ok(grant)) = (asked, unpack_grant(message.body)) {
+            asked.lease = Some(grant);
+        }
+    }
+
+    /// Takes hosts from the lease for such a request.
+    pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<GrantOf> {
+        let asked = self
+            .0
+            .as_mut()
+            .filter(|asked| asked.template.is_like(request))?;
+        let lease = asked
+            .lease
+            .as_mut()
+            .filter(|lease| now.since(asked.used_at) < lease.span)?;
+        let count = request.count as usize;
+        let hosts = (lease.hosts.len() >= count).then(|| lease.hosts.drain(..count).collect())?;
+        asked.used_at = now;
+        Some(GrantOf {
+            rm: asked.rm,
+            wid: asked.wid,
+            hosts,
+        })
+    }
+
+    /// Drops the lease, which is no longer valid.
+    pub(crate) fn clear(&mut self) {
+        self.0 = None;
+    }
+}

@@ -1,0 +1,691 @@
+//! Agreement between tasks about direct routes (`PvmRouteDirect`), as a state machine without I/O.
+//!
+//! - The first message to a peer sends an offer. A peer that refused is not asked again, and an
+//!   established route carries both directions.
+//! - When a route breaks, or one of the two tasks migrates, the next message sends a new offer.
+//! - On the same host the acceptance is sufficient, because the tasks have their rings. Between two
+//!   hosts the peer that accepts connects to the task that offers.
+
+use rustc_hash::FxHashMap;
+use sempa_proto::route::OfferId;
+use sempa_proto::{Micros, PvmError, PvmResult, Tid};
+use std::collections::VecDeque;
+
+/// Time to answer an offer; after it the peer counts as having refused.
+pub(crate) const ANSWER_TIMEOUT: Micros = Micros::from_secs(10);
+/// Maximum number of peers with an agreement, or an offer in progress.
+pub(crate) const AGREEMENTS_MAX: usize = 1 << 16;
+/// Maximum number of notifications that a program may request.
+pub(crate) const WATCHES_MAX: usize = 4096;
+
+/// Input of the state machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RouteEvent {
+    /// The program sends to this peer and wants a direct route.
+    Requested(Tid),
+    /// A peer's offer has arrived.
+    OfferReceived {
+        peer: Tid,
+        id: OfferId,
+        same_host: bool,
+    },
+    /// A peer has accepted this task's offer.
+    Accepted {
+        peer: Tid,
+        id: OfferId,
+        same_host: bool,
+    },
+    /// A peer has refused this task's offer.
+    Refused { peer: Tid, id: OfferId },
+    /// The connection to the peer is established.
+    Connected(Tid),
+    /// The connection to the peer could not be established.
+    Failed(Tid),
+    /// The connection to the peer has ended.
+    Ended(Tid),
+    /// The peer has migrated.
+    PeerMigrated(Tid),
+    /// The peer has ended.
+    PeerEnded(Tid),
+    /// This task quiesces or exits: all routes must be closed.
+    CloseAll,
+    /// The time of [`RouteAgreements::next_wakeup`] has come.
+    TimerExpired,
+}
+
+/// Action for the caller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RouteOutput {
+    /// Listen, and send an offer to this peer.
+    Offer { to: Tid, id: OfferId },
+    /// Stop listening for this offer.
+    Withdraw { id: OfferId },
+    /// Accept the offer of a peer on this host.
+    Accept { to: Tid, id: OfferId },
+    /// Connect to the addresses in the peer's offer, and accept it.
+    Dial { to: Tid, id: OfferId },
+    /// Accept the connection of the peer that has accepted this offer.
+    ExpectConnection { id: OfferId },
+    /// Refuse the peer's offer.
+    Refuse { to: Tid, id: OfferId },
+    /// Close the connection to this peer, established or in progress.
+    Close { peer: Tid },
+    /// Deliver a notification to the program.
+    Notify { ctx: i32, tag: i32, words: [i32; 2] },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Agreement {
+    Offered { id: OfferId, until: Micros },
+    Connecting { until: Micros },
+    Up,
+    Refused,
+}
+
+/// Request of the program for notifications about new routes.
+#[derive(Debug)]
+struct NewRouteWatch {
+    ctx: i32,
+    tag: i32,
+    /// Number of notifications left; negative if unlimited.
+    remaining: i32,
+    fd: i32,
+}
+
+/// All agreements of one task.
+#[derive(Debug)]
+pub(crate) struct RouteAgreements {
+    own_tid: Tid,
+    /// False if offers of peers are refused.
+    pub(crate) accepts_offers: bool,
+    last_id: u64,
+    agreements: FxHashMap<Tid, Agreement>,
+    new_route_watches: Vec<NewRouteWatch>,
+    /// Requests for notification of a route's end: peer, context, tag.
+    end_watches: Vec<(Tid, i32, i32)>,
+    outputs: VecDeque<RouteOutput>,
+}
+
+impl RouteAgreements {
+    /// Creates a state without agreements.
+    pub(crate) fn new(me: Tid) -> RouteAgreements {
+        let (peers, watches, ends, out) = (
+            FxHashMap::default(),
+            Vec::new(),
+            Vec::new(),
+            VecDeque::new(),
+        );
+        RouteAgreements {
+            own_tid: me,
+            accepts_offers: true,
+            last_id: 0,
+            agreements: peers,
+            new_route_watches: watches,
+            end_watches: ends,
+            outputs: out,
+        }
+    }
+
+    /// True if a message need not wait for an answer: a route is established, or was refused.
+    pub(crate) fn is_settled(&self, peer: Tid) -> bool {
+        matches!(
+            self.agreements.get(&peer),
+            Some(Agreement::Up | Agreement::Refused)
+        )
+    }
+
+    /// Returns the time at which [`RouteEvent::TimerExpired`] is due.
+    pub(crate) fn next_wakeup(&self) -> Option<Micros> {
+        let until = |standing: &Agreement| match standing {
+            Agreement::Offered { until, .. } | Agreement::Connecting { until } => Some(*until),
+            Agreement::Up | Agreement::Refused => None,
+        };
+        self.agreements.values().filter_map(until).min()
+    }
+
+    /// Returns the next action.
+    pub(crate) fn poll(&mut self) -> Option<RouteOutput> {
+        self.outputs.pop_front()
+    }
+
+    /// Requests notification of the next `count` new routes; a negative count means all, 0 cancels
+    /// the request.
+    ///
+    /// # Errors
+    /// `OutOfRes` if the maximum number of requests is reached.
+    pub(crate) fn watch_new(&mut self, ctx: i32, tag: i32, count: i32, fd: i32) -> PvmResult<()> {
+        self.new_route_watches
+            .retain(|watch| (watch.ctx, watch.tag) != (ctx, tag));
+        if self.new_route_watches.len() >= WATCHES_MAX {
+            return Err(PvmError::OutOfRes);
+        }
+        if count != 0 {
+            self.new_route_watches.push(NewRouteWatch {
+                ctx,
+                tag,
+                remaining: count,
+                fd,
+            });
+        }
+        Ok(())
+    }
+
+    /// Requests notification of the end of the route to this peer. It comes immediately if there is
+    /// no route.
+    ///
+    /// # Errors
+    /// `OutOfRes` if the maximum number of requests is reached.
+    pub(crate) fn watch_end(&mut self, peer: Tid, ctx: i32, tag: i32) -> PvmResult<()> {
+        if self.end_watches.len() >= WATCHES_MAX {
+            return Err(PvmError::OutOfRes);
+        }
+        self.end_watches.push((peer, ctx, tag));
+        if self.agreements.get(&peer) != Some(&Agreement::Up) {
+            self.notify_end(peer);
+        }
+        Ok(())
+    }
+
+    /// Cancels a request of [`RouteAgreements::watch_end`].
+    pub(crate) fn unwatch_end(&mut self, peer: Tid, ctx: i32, tag: i32) {
+        if let Some(at) = self
+            .end_watches
+            .iter()
+            .position(|asked| *asked == (peer, ctx, tag))
+        {
+            self.end_watches.remove(at);
+        }
+    }
+
+    /// Handles an event; the resulting actions are queued for [`RouteAgreements::poll`].
+    pub(crate) fn handle(&mut self, now: Micros, event: RouteEvent) {
+        match event {
+            RouteEvent::Requested(peer) => self.handle_request(now, peer),
+            RouteEvent::OfferReceived {
+                peer,
+                id,
+                same_host,
+            } => self.handle_offer(now, peer, id, same_host),
+            RouteEvent::Accepted {
+                peer,
+                id,
+                same_host,
+            } => match self.agreements.get(&peer) {
+                Some(Agreement::Offered { id: open, .. }) if *open == id && same_host => {
+                    self.outputs.push_back(RouteOutput::Withdraw { id });
+                    self.establish(peer);
+                }
+                Some(Agreement::Offered { id: open, .. }) if *open == id => {
+                    self.outputs.push_back(RouteOutput::ExpectConnection { id });
+                }
+                _ => {}
+            },
+            RouteEvent::Refused { peer, id } => {
+                if matches!(self.agreements.get(&peer), Some(Agreement::Offered { id: open, .. }) if *open == id)
+                {
+                    self.drop_attempt(peer);
+                    self.agreements.insert(peer, Agreement::Refused);
+                }
+            }
+            RouteEvent::Connected(peer) => {
+                if matches!(
+                    self.agreements.get(&peer),
+                    Some(Agreement::Offered { .. } | Agreement::Connecting { .. })
+                ) {
+                    self.establish(peer);
+                }
+            }
+            RouteEvent::Failed(peer) => self.handle_failure(peer),
+            RouteEvent::Ended(peer) => self.handle_end(peer),
+            RouteEvent::PeerMigrated(peer) => {
+                if self.agreements.get(&peer) == Some(&Agreement::Up) {
+                    self.handle_end(peer);
+                }
+            }
+            RouteEvent::PeerEnded(peer) => {
+                self.drop_attempt(peer);
+                self.handle_end(peer);
+            }
+            RouteEvent::CloseAll => self.close_all(),
+            RouteEvent::TimerExpired => {
+                let late = |(peer, standing): (&Tid, &Agreement)| match standing {
+                    Agreement::Offered { until, .. } | Agreement::Connecting { until }
+                        if *until <= now =>
+                    {
+                        Some(*peer)
+                    }
+                    _ => None,
+                };
+                let late: Vec<Tid> = self.agreements.iter().filter_map(late).collect();
+                late.into_iter().for_each(|peer| self.handle_failure(peer));
+            }
+        }
+    }
+
+    fn handle_request(&mut self, now: Micros, peer: Tid) {
+        if self.agreements.contains_key(&peer) || peer == self.own_tid || !peer.is_task() {
+            return;
+        }
+        if self.agreements.len() >= AGREEMENTS_MAX {
+            return;
+        }
+        self.last_id += 1;
+        let id = OfferId(self.last_id);
+        self.agreements.insert(
+            peer,
+            Agreement::Offered {
+                id,
+                until: now + ANSWER_TIMEOUT,
+            },
+        );
+        self.outputs.push_back(RouteOutput::Offer { to: peer, id });
+    }
+
+    fn handle_offer(&mut self, now: Micros, peer: Tid, id: OfferId, same_host: bool) {
+        match self.agreements.get(&peer) {
+            // Both tasks sent offers at the same time: the offer of the task with the smaller tid
+            // counts.
+            Some(Agreement::Offered { .. }) if self.accepts_offers && self.own_tid < peer => return,
+            // A peer that sends an offer has lost its end of the route.
+            Some(Agreement::Up) => self.handle_end(peer),
+            Some(_) => self.drop_attempt(peer),
+            None => {}
+        }
+        if !self.accepts_offers || self.agreements.len() >= AGREEMENTS_MAX {
+            return self.outputs.push_back(RouteOutput::Refuse { to: peer, id });
+        }
+        if same_host {
+            self.outputs.push_back(RouteOutput::Accept { to: peer, id });
+            self.establish(peer);
+        } else {
+            self.agreements.insert(
+                peer,
+                Agreement::Connecting {
+                    until: now + ANSWER_TIMEOUT,
+                },
+            );
+            self.outputs.push_back(RouteOutput::Dial { to: peer, id });
+        }
+    }
+
+    /// Cancels an offer or connection attempt to this peer.
+    fn drop_attempt(&mut self, peer: Tid) {
+        match self.agreements.get(&peer) {
+            Some(Agreement::Offered { id, .. }) => {
+                self.outputs.push_back(RouteOutput::Withdraw { id: *id })
+            }
+            Some(Agreement::Connecting { .. }) => {
+                self.outputs.push_back(RouteOutput::Close { peer })
+            }
+            Some(Agreement::Up | Agreement::Refused) | None => return,
+        }
+        self.agreements.remove(&peer);
+    }
+
+    /// Ends a failed attempt as refused. With a new offer for every message, each message would
+    /// wait for an answer.
+    fn handle_failure(&mut self, peer: Tid) {
+        if matches!(
+            self.agreements.get(&peer),
+            Some(Agreement::Offered { .. } | Agreement::Connecting { .. })
+        ) {
+            self.drop_attempt(peer);
+            self.agreements.insert(peer, Agreement::Refused);
+        }
+    }
+
+    fn establish(&mut self, peer: Tid) {
+        self.agreements.insert(peer, Agreement::Up);
+        for watch in &mut self.new_route_watches {
+            if watch.remaining > 0 {
+                watch.remaining -= 1;
+            }
+            let NewRouteWatch { ctx, tag, fd, .. } = *watch;
+            self.outputs.push_back(RouteOutput::Notify {
+                ctx,
+                tag,
+                words: [peer.raw(), fd],
+            });
+        }
+        self.new_route_watches.retain(|watch| watch.remaining != 0);
+    }
+
+    /// Removes the route, if there was one. A later message may request another.
+    fn handle_end(&mut self, peer: Tid) {
+        if self.agreements.remove(&peer) == Some(Agreement::Up) {
+            self.outputs.push_back(RouteOutput::Close { peer });
+            self.notify_end(peer);
+        }
+    }
+
+    fn notify_end(&mut self, peer: Tid) {
+        for (_, ctx, tag) in self
+            .end_watches
+            .extract_if(.., |(watched, ..)| *watched == peer)
+        {
+            self.outputs.push_back(RouteOutput::Notify {
+                ctx,
+                tag,
+                words: [peer.raw(), -1],
+            });
+        }
+    }
+
+    fn close_all(&mut self) {
+        let peers: Vec<Tid> = self.agreements.keys().copied().collect();
+        for peer in peers {
+            self.drop_attempt(peer);
+            if self.agreements.get(&peer) == Some(&Agreement::Up) {
+                self.handle_end(peer);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Tid = Tid::from_raw(0x40001);
+    const B: Tid = Tid::from_raw(0x80001);
+
+    fn drain_outputs(routes: &mut RouteAgreements) -> Vec<RouteOutput> {
+        std::iter::from_fn(|| routes.poll()).collect()
+    }
+
+    fn outputs_of(routes: &mut RouteAgreements, event: RouteEvent) -> Vec<RouteOutput> {
+        routes.handle(Micros(1), event);
+        drain_outputs(routes)
+    }
+
+    fn note(tag: i32, words: [i32; 2]) -> RouteOutput {
+        RouteOutput::Notify { ctx: 7, tag, words }
+    }
+
+    const ID: OfferId = OfferId(1);
+
+    /// Returns two tasks on different hosts with an established route; both get notifications of
+    /// new routes with tag 4.
+    fn connected_pair() -> (RouteAgreements, RouteAgreements) {
+        let (mut a, mut b) = (RouteAgreements::new(A), RouteAgreements::new(B));
+        for routes in [&mut a, &mut b] {
+            routes.watch_new(7, 4, -1, 9).expect("room");
+        }
+        assert_eq!(
+            outputs_of(&mut a, RouteEvent::Requested(B)),
+            [RouteOutput::Offer { to: B, id: ID }]
+        );
+        assert!(!a.is_settled(B));
+        let asked = RouteEvent::OfferReceived {
+            peer: A,
+            id: ID,
+            same_host: false,
+        };
+        assert_eq!(
+            outputs_of(&mut b, asked),
+            [RouteOutput::Dial { to: A, id: ID }]
+        );
+        let accepted = RouteEvent::Accepted {
+            peer: B,
+            id: ID,
+            same_host: false,
+        };
+        assert_eq!(
+            outputs_of(&mut a, accepted),
+            [RouteOutput::ExpectConnection { id: ID }]
+        );
+        assert_eq!(
+            outputs_of(&mut a, RouteEvent::Connected(B)),
+            [note(4, [B.raw(), 9])]
+        );
+        assert_eq!(
+            outputs_of(&mut b, RouteEvent::Connected(A)),
+            [note(4, [A.raw(), 9])]
+        );
+        assert!(a.is_settled(B) && b.is_settled(A));
+        (a, b)
+    }
+
+    /// An established route causes no second offer, and both programs were notified of it.
+    #[test]
+    fn route_is_offered_once_and_both_are_notified() {
+        let (mut a, mut b) = connected_pair();
+        assert_eq!(outputs_of(&mut a, RouteEvent::Requested(B)), []);
+        assert_eq!(outputs_of(&mut b, RouteEvent::Requested(A)), []);
+        assert_eq!((a.next_wakeup(), b.next_wakeup()), (None, None));
+    }
+
+    /// On the same host the acceptance of the offer establishes the route, without a connection.
+    #[test]
+    fn acceptance_suffices_on_same_host() {
+        let mut b = RouteAgreements::new(B);
+        let asked = RouteEvent::OfferReceived {
+            peer: A,
+            id: ID,
+            same_host: true,
+        };
+        assert_eq!(
+            outputs_of(&mut b, asked),
+            [RouteOutput::Accept { to: A, id: ID }]
+        );
+        assert!(b.is_settled(A));
+        let mut a = RouteAgreements::new(A);
+        outputs_of(&mut a, RouteEvent::Requested(B));
+        let accepted = RouteEvent::Accepted {
+            peer: B,
+            id: ID,
+            same_host: true,
+        };
+        assert_eq!(
+            outputs_of(&mut a, accepted),
+            [RouteOutput::Withdraw { id: ID }]
+        );
+        assert!(a.is_settled(B));
+        assert_eq!(
+            outputs_of(&mut a, RouteEvent::PeerMigrated(B)),
+            [RouteOutput::Close { peer: B }]
+        );
+        assert!(!a.is_settled(B));
+    }
+
+    /// A peer that refused gets no second offer, but its own offer is still accepted.
+    #[test]
+    fn refusing_peer_is_not_asked_again() {
+        let mut a = RouteAgreements::new(A);
+        outputs_of(&mut a, RouteEvent::Requested(B));
+        assert_eq!(
+            outputs_of(
+                &mut a,
+                RouteEvent::Refused {
+                    peer: B,
+                    id: OfferId(9)
+                }
+            ),
+            []
+        );
+        assert_eq!(
+            outputs_of(&mut a, RouteEvent::Refused { peer: B, id: ID }),
+            [RouteOutput::Withdraw { id: ID }]
+        );
+        assert!(a.is_settled(B));
+        assert_eq!(outputs_of(&mut a, RouteEvent::Requested(B)), []);
+        assert_eq!(outputs_of(&mut a, RouteEvent::PeerMigrated(B)), []);
+        assert!(a.is_settled(B));
+        let asked = RouteEvent::OfferReceived {
+            peer: B,
+            id: OfferId(3),
+            same_host: false,
+        };
+        assert_eq!(
+            outputs_of(&mut a, asked),
+            [RouteOutput::Dial {
+                to: B,
+                id: OfferId(3)
+            }]
+        );
+    }
+
+    /// A program that does not accept routes refuses offers, but can still send its own.
+    #[test]
+    fn unwilling_program_refuses_offers() {
+        let mut b = RouteAgreements::new(B);
+        b.accepts_offers = false;
+        let asked = RouteEvent::OfferReceived {
+            peer: A,
+            id: ID,
+            same_host: true,
+        };
+        assert_eq!(
+            outputs_of(&mut b, asked),
+            [RouteOutput::Refuse { to: A, id: ID }]
+        );
+        assert_eq!(
+            outputs_of(&mut b, RouteEvent::Requested(A)),
+            [RouteOutput::Offer { to: A, id: ID }]
+        );
+    }
+
+    /// Of two offers that cross, the one of the task with the smaller tid counts.
+    #[test]
+    fn smaller_tid_wins_when_offers_cross() {
+        let (mut a, mut b) = (RouteAgreements::new(A), RouteAgreements::new(B));
+        outputs_of(&mut a, RouteEvent::Requested(B));
+        outputs_of(&mut b, RouteEvent::Requested(A));
+        assert_eq!(
+            outputs_of(
+                &mut a,
+                RouteEvent::OfferReceived {
+                    peer: B,
+                    id: ID,
+                    same_host: false
+                }
+            ),
+            []
+        );
+        let asked = RouteEvent::OfferReceived {
+            peer: A,
+            id: ID,
+            same_host: false,
+        };
+        assert_eq!(
+            outputs_of(&mut b, asked),
+            [
+                RouteOutput::Withdraw { id: ID },
+                RouteOutput::Dial { to: A, id: ID }
+            ]
+        );
+    }
+
+    /// An offer that is not answered in time counts as refused; a late answer is ignored.
+    #[test]
+    fn missing_answer_counts_as_refusal() {
+        let mut a = RouteAgreements::new(A);
+        outputs_of(&mut a, RouteEvent::Requested(B));
+        assert_eq!(a.next_wakeup(), Some(Micros(1) + ANSWER_TIMEOUT));
+        a.handle(Micros(1) + ANSWER_TIMEOUT, RouteEvent::TimerExpired);
+        assert_eq!(drain_outputs(&mut a), [RouteOutput::Withdraw { id: ID }]);
+        assert!(a.is_settled(B));
+        // A late answer is ignored.
+        assert_eq!(
+            outputs_of(
+                &mut a,
+                RouteEvent::Accepted {
+                    peer: B,
+                    id: ID,
+                    same_host: true
+                }
+            ),
+            []
+        );
+        assert_eq!(outputs_of(&mut a, RouteEvent::Connected(B)), []);
+    }
+
+    /// The end of a route is notified once, and a later message sends a new offer.
+    #[test]
+    fn route_end_is_notified_once() {
+        let (mut a, _) = connected_pair();
+        a.watch_end(B, 7, 5).expect("room");
+        a.watch_end(B, 7, 6).expect("room");
+        a.unwatch_end(B, 7, 6);
+        assert_eq!(
+            outputs_of(&mut a, RouteEvent::Ended(B)),
+            [RouteOutput::Close { peer: B }, note(5, [B.raw(), -1])]
+        );
+        assert_eq!(outputs_of(&mut a, RouteEvent::Ended(B)), []);
+        assert_eq!(
+            outputs_of(&mut a, RouteEvent::Requested(B)),
+            [RouteOutput::Offer {
+                to: B,
+                id: OfferId(2)
+            }]
+        );
+        // Without a route the notification comes immediately.
+        a.watch_end(B, 7, 5).expect("room");
+        assert_eq!(drain_outputs(&mut a), [note(5, [B.raw(), -1])]);
+    }
+
+    /// An offer from a peer with an established route closes that route and starts a new one.
+    #[test]
+    fn offer_from_connected_peer_replaces_route() {
+        let (_, mut b) = connected_pair();
+        b.watch_end(A, 7, 5).expect("room");
+        let asked = RouteEvent::OfferReceived {
+            peer: A,
+            id: OfferId(2),
+            same_host: false,
+        };
+        let expected = [
+            RouteOutput::Close { peer: A },
+            note(5, [A.raw(), -1]),
+            RouteOutput::Dial {
+                to: A,
+                id: OfferId(2),
+            },
+        ];
+        assert_eq!(outputs_of(&mut b, asked), expected);
+    }
+
+    /// New routes are notified as often as requested, up to the maximum number of requests.
+    #[test]
+    fn new_route_notifications_are_counted() {
+        let mut a = RouteAgreements::new(A);
+        a.watch_new(7, 4, 2, 9).expect("room");
+        a.watch_new(7, 5, -1, 9).expect("room");
+        a.watch_new(7, 5, 0, 9).expect("room");
+        let tids = [0x80001, 0x80002, 0x80003].map(Tid::from_raw);
+        let told = tids.map(|peer| {
+            outputs_of(
+                &mut a,
+                RouteEvent::OfferReceived {
+                    peer,
+                    id: ID,
+                    same_host: true,
+                },
+            )
+            .len()
+        });
+        assert_eq!(told, [2, 2, 1], "the answer, and twice a note");
+        for tag in 0..WATCHES_MAX as i32 {
+            a.watch_new(7, 100 + tag, 1, 9).expect("room");
+        }
+        assert_eq!(a.watch_new(7, 1, 1, 9), Err(PvmError::OutOfRes));
+    }
+
+    /// A task that quiesces closes all routes and withdraws its offers.
+    #[test]
+    fn quiesce_closes_routes_and_offers() {
+        let (mut a, mut b) = connected_pair();
+        outputs_of(&mut a, RouteEvent::Requested(Tid::from_raw(0x80009)));
+        let out = outputs_of(&mut a, RouteEvent::CloseAll);
+        assert!(
+            out.contains(&RouteOutput::Close { peer: B })
+                && out.contains(&RouteOutput::Withdraw { id: OfferId(2) })
+        );
+        assert_eq!(a.next_wakeup(), None);
+        assert_eq!(
+            outputs_of(&mut b, RouteEvent::PeerEnded(A)),
+            [RouteOutput::Close { peer: A }]
+        );
+        assert_eq!(outputs_of(&mut b, RouteEvent::PeerEnded(A)), []);
+    }
+}

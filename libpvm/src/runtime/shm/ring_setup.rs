@@ -1,0 +1,476 @@
+//! Setup and teardown of rings. The two tasks exchange route messages, which the daemon passes on.
+//!
+//! 1. After a first message through the daemon, one task offers a ring: it sends the ring's memory
+//!    and its doorbell.
+//! 2. The peer accepts and sends its own doorbell, or refuses. Without an answer within
+//!    [`OFFER_TIMEOUT`] the offer is dropped.
+//! 3. Either task closes the ring when it is idle, when a task ends or migrates, or when the peer
+//!    violates the protocol. The link then continues through the daemon.
+
+use super::super::core::Core;
+use super::super::process::ProcessOwned;
+use super::super::zero_copy::Leases;
+use super::{PendingWake, Ring, RingSetup, Slot, UNREAD_BYTES_MAX, take_record};
+use sempa_proto::frame::encode_control;
+use sempa_proto::link::LinkEvent;
+use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::task::ToDaemon;
+use sempa_proto::{Micros, Tid};
+use sempa_ring::bell::{SLOTS_MAX, Wake};
+use sempa_ring::memory::{Ends, PeerBell, accept, offer};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+/// Number of messages that go to a peer through the daemon before a ring is offered. Many pairs of
+/// tasks exchange only one message.
+const MESSAGES_BEFORE_OFFER: u32 = 1;
+/// Time for which an offer is valid. A stopped task does not answer; the daemon carries the
+/// messages then.
+const OFFER_TIMEOUT: Micros = Micros::from_millis(500);
+/// Time for which a refusal is remembered.
+const REFUSAL_WINDOW: Micros = Micros::from_secs(30);
+/// Time for which a refusal is remembered when the peer is on another host and its daemon refused.
+/// Forgotten earlier if one of the two migrates.
+const REMOTE_REFUSAL_WINDOW: Micros = Micros::from_secs(600);
+/// Time without traffic after which a ring is closed.
+const RING_IDLE_TIMEOUT: Micros = Micros::from_secs(60);
+/// Interval of the check for idle rings.
+const IDLE_CHECK_INTERVAL: Micros = Micros::from_secs(10);
+/// Delay of the next offer after a ring has ended, because the peer may be exiting or migrating.
+const REOFFER_DELAY: Micros = Micros::from_secs(1);
+
+impl Core {
+    // ---- setup
+
+    /// Offers a ring to the peer if it is time; called after a message to it went through the
+    /// daemon.
+    pub(in crate::runtime) fn maybe_offer_ring(&mut self, now: Micros, peer: Tid) {
+        self.shm.expect_from_daemon();
+        if self.shm.doorbell.is_none()
+            || !self.is_connected()
+            || self.has_lifted_windows()
+            || self.direct.has_route(peer)
+        {
+            return;
+        }
+        match self
+            .shm
+            .setups
+            .entry(peer)
+            .or_insert(RingSetup::NotOffered(0))
+        {
+            RingSetup::NotOffered(count) if *count < MESSAGES_BEFORE_OFFER => *count += 1,
+            RingSetup::Refused { until } if *until > now => {}
+            RingSetup::Offered { .. } => {}
+            RingSetup::NotOffered(_) | RingSetup::Refused { .. } => {
+                if !self.offer_ring(now, peer) {
+                    self.shm.setups.insert(
+                        peer,
+                        RingSetup::Refused {
+                            until: now + REFUSAL_WINDOW,
+                        },
+                    );
+                }
+            }
+        }
+    }
+
+    fn offer_ring(&mut self, now: Micros, peer: Tid) -> bool {
+        let (Some(doorbell), Some(slot)) = (self.shm.share_doorbell(), self.shm.free_slot()) else {
+            return false;
+        };
+        let Ok((ends, rings)) = offer() else {
+            return false;
+        };
+        self.shm.last_offer += 1;
+        let id = OfferId(self.shm.last_offer);
+        let message = RouteWord::RingOffer {
+            id,
+            slot: slot as u32,
+        };
+        if !self.send_route_message(
+            peer,
+            message,
+            vec![Arc::new(ProcessOwned::new_fd(rings)), doorbell],
+        ) {
+            return false;
+        }
+        self.shm.slots[slot] = Slot::Reserved;
+        let until = now + OFFER_TIMEOUT;
+        self.shm.setups.insert(
+            peer,
+            RingSetup::Offered {
+                id,
+                slot,
+                ends: ProcessOwned::new(ends),
+                expires_at: until,
+            },
+        );
+        self.schedule_timer(until);
+        // Nothing sent from here on may overtake what the daemon carries.
+        if let Some(link) = self.link_mut(peer) {
+            link.handle(now, LinkEvent::RouteDown);
+        }
+        true
+    }
+
+    pub(in crate::runtime) fn send_route_message(
+        &mut self,
+        to: Tid,
+        message: RouteWord,
+        descriptors: Vec<Arc<ProcessOwned<OwnedFd>>>,
+    ) -> bool {
+        let Ok(frame) = encode_control(&ToDaemon::Route { to, word: message }) else {
+            return false;
+        };
+        if !self.is_connected() {
+            return false;
+        }
+        self.outbox.push_with_descriptors(frame, descriptors);
+        true
+    }
+
+    /// Handles a route message of a peer about rings or pools.
+    pub(in crate::runtime) fn handle_ring_message(
+        &mut self,
+        now: Micros,
+        from: Tid,
+        same_host: bool,
+        message: &RouteWord,
+        descriptors: Vec<OwnedFd>,
+    ) {
+        match *message {
+            RouteWord::RingOffer { id, slot } => {
+                if self.shm.is_offered(from) && self.tid() < from {
+                    return; // Ours counts.
+                }
+                self.drop_offer(now, from, RingSetup::NotOffered(0));
+                if self
+                    .accept_ring(now, from, id, slot as usize, &descriptors)
+                    .is_none()
+                {
+                    self.send_route_message(from, RouteWord::RingRefuse { id }, Vec::new());
+                }
+            }
+            RouteWord::RingAccept { id, slot } => {
+                self.ring_accepted(now, from, id, slot as usize, &descriptors)
+            }
+            RouteWord::StoreOffer { .. } | RouteWord::StoreAccept { .. } => {
+                self.handle_pool_message(now, from, message, &descriptors);
+            }
+            RouteWord::RingRefuse { id } => {
+                if matches!(self.shm.setups.get(&from), Some(RingSetup::Offered { id: open, .. }) if *open == id)
+                {
+                    let until = now
+                        + if same_host {
+                            REFUSAL_WINDOW
+                        } else {
+                            REMOTE_REFUSAL_WINDOW
+                        };
+                    self.drop_offer(now, from, RingSetup::Refused { until });
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Handles a route message whose descriptors could not be received because this process has too
+    /// many open. The daemon continues to carry the messages.
+    pub(in crate::runtime) fn handle_lost_descriptors(
+        &mut self,
+        now: Micros,
+        from: Tid,
+        message: &RouteWord,
+    ) {
+        match *message {
+            RouteWord::RingOffer { id, .. } => {
+                self.send_route_message(from, RouteWord::RingRefuse { id }, Vec::new());
+            }
+            // The peer has installed its ring and notices that this end is closed.
+            RouteWord::RingAccept { .. } => self.drop_offer(
+                now,
+                from,
+                RingSetup::Refused {
+                    until: now + REFUSAL_WINDOW,
+                },
+            ),
+            // Without the pool, large messages are copied through the ring.
+            _ => {}
+        }
+    }
+
+    /// Drops the offer to a peer; the daemon carries the queued messages.
+    fn drop_offer(&mut self, now: Micros, peer: Tid, standing: RingSetup) {
+        if !self.shm.is_offered(peer) {
+            return;
+        }
+        if let Some(RingSetup::Offered { slot, ends, .. }) = self.shm.setups.insert(peer, standing)
+        {
+            self.shm.slots[slot] = Slot::Free;
+            // The peer may have accepted and written to the ring, with its acceptance still in
+            // transit.
+            if let Some(mut ends) = ends.into_inner() {
+                let loans = Leases::new(&ends);
+                self.close_and_read(now, peer, &mut ends, &loans);
+            }
+        }
+        self.bump_send_event_seq();
+        self.reroute_through_daemon(now, peer);
+    }
+
+    pub(in crate::runtime) fn reroute_through_daemon(&mut self, now: Micros, peer: Tid) {
+        if !self.is_connected() {
+            return;
+        }
+        let route = self.next_route();
+        if let Some(link) = self.link_mut(peer) {
+            link.handle(now, LinkEvent::RouteUp(route));
+            self.pump_link(now, peer);
+        }
+    }
+
+    fn accept_ring(
+        &mut self,
+        now: Micros,
+        peer: Tid,
+        id: OfferId,
+        peer_slot: usize,
+        descriptors: &[OwnedFd],
+    ) -> Option<()> {
+        let [rings, bell] = descriptors else {
+            return None;
+        };
+        if self.is_gone(peer) || self.has_lifted_windows() || peer_slot >= SLOTS_MAX {
+            return None;
+        }
+        let own = self.shm.share_doorbell()?;
+        let ends = accept(rings.as_fd()).ok()?;
+        let bell = PeerBell::map(bell.as_fd()).ok()?;
+        if let Some(old) = self.shm.slot(peer) {
+            self.end_ring(now, old);
+        }
+        let slot = self.shm.free_slot()?;
+        // The acceptance is queued after everything that the daemon already carries.
+        if !self.send_route_message(
+            peer,
+            RouteWord::RingAccept {
+                id,
+                slot: slot as u32,
+            },
+            vec![own],
+        ) {
+            return None;
+        }
+        self.install_ring(now, slot, Ring::new(now, peer, ends, bell, peer_slot));
+        Some(())
+    }
+
+    fn ring_accepted(
+        &mut self,
+        now: Micros,
+        peer: Tid,
+        id: OfferId,
+        peer_slot: usize,
+        descriptors: &[OwnedFd],
+    ) {
+        let Some(RingSetup::Offered { id: open, .. }) = self.shm.setups.get(&peer) else {
+            return;
+        };
+        let bell = descriptors
+            .first()
+            .and_then(|fd| PeerBell::map(fd.as_fd()).ok());
+        if *open != id {
+            return;
+        }
+        let Some(bell) = bell.filter(|_| peer_slot < SLOTS_MAX) else {
+            return self.drop_offer(
+                now,
+                peer,
+                RingSetup::Refused {
+                    until: now + REFUSAL_WINDOW,
+                },
+            );
+        };
+        if let Some(RingSetup::Offered { slot, ends, .. }) = self.shm.setups.remove(&peer)
+            && let Some(ends) = ends.into_inner()
+        {
+            self.install_ring(now, slot, Ring::new(now, peer, ends, bell, peer_slot));
+        }
+    }
+
+    fn install_ring(&mut self, now: Micros, slot: usize, ring: Ring) {
+        let peer = ring.peer;
+        self.shm.slots[slot] = Slot::Ring(ProcessOwned::new(ring));
+        self.shm.by_peer.insert(peer, slot);
+        self.shm.setups.remove(&peer);
+        let check_at = *self
+            .shm
+            .next_idle_check
+            .get_or_insert(now + IDLE_CHECK_INTERVAL);
+        self.schedule_timer(check_at);
+        let route = self.next_route();
+        if let Some(link) = self.get_or_create_link(peer) {
+            link.handle(now, LinkEvent::RouteUp(route));
+        }
+        self.bump_send_event_seq();
+        self.pump_ring(now, slot);
+        // The peer may have rung the doorbell before the slot was known.
+        self.drain_ring(now, slot);
+    }
+
+    // ---- teardown
+
+    /// Closes a ring. The peer notices that, and first reads what it has not read yet.
+    pub(in crate::runtime) fn end_ring(&mut self, now: Micros, slot: usize) {
+        let Some(place) = self.shm.slots.get_mut(slot) else {
+            return;
+        };
+        let Slot::Ring(mut ring) = std::mem::replace(place, Slot::Free) else {
+            return;
+        };
+        let Ring {
+            peer,
+            ends,
+            leases: loans,
+            ..
+        } = ring.get_mut();
+        self.shm.by_peer.remove(peer);
+        self.shm.expected_peer.take_if(|last| last == peer);
+        self.shm.setups.insert(
+            *peer,
+            RingSetup::Refused {
+                until: now + REOFFER_DELAY,
+            },
+        );
+        self.close_and_read(now, *peer, ends, loans);
+        self.shm.end_leases(ring.get_mut());
+        let Ring {
+            peer,
+            peer_doorbell: bell,
+            peer_slot: theirs,
+            peer_cpu: processor,
+            ..
+        } = ring.get();
+        if let Some(link) = self.link_mut(*peer) {
+            link.trim();
+        }
+        let wake = bell.get().ring(*theirs, true);
+        if wake != Wake::Nobody {
+            self.shm.wakes.push(PendingWake {
+                doorbell: bell.clone(),
+                wake,
+                cpu: *processor,
+            });
+        }
+        if let Some(bell) = &self.shm.doorbell {
+            bell.get().hush(slot);
+        }
+        self.shm.remove_waiting(slot);
+        self.bump_send_event_seq();
+    }
+
+    /// Closes this end of a ring and reads what the peer wrote before it could notice that. A peer
+    /// that has exited since will not send it again.
+    fn close_and_read(&mut self, now: Micros, peer: Tid, ends: &mut Ends, leases: &Leases) {
+        ends.writer.close();
+        ends.reader.close();
+        let is_full = self.inbox_is_full();
+        let Some(link) = self.link_mut(peer).filter(|_| !is_full) else {
+            return;
+        };
+        // Bounded, so that a peer that keeps writing nevertheless cannot keep this task busy.
+        let mut read = 0;
+        while read < UNREAD_BYTES_MAX
+            && let Ok(Some((bytes, _))) = take_record(&mut ends.reader, leases, now, link)
+        {
+            read += bytes;
+        }
+        if read > 0 {
+            self.deliver_messages_from(peer);
+            self.release_deferred(peer);
+        }
+    }
+
+    /// Reads and writes what is possible, then closes all rings: from here on everything goes
+    /// through the daemon, in order.
+    pub(in crate::runtime) fn end_rings(&mut self, now: Micros) {
+        for slot in 0..self.shm.slots.len() {
+            self.drain_ring_fully(now, slot);
+            self.pump_ring(now, slot);
+            self.end_ring(now, slot);
+        }
+        let offered: Vec<Tid> = self.shm.offered().map(|(peer, _)| peer).collect();
+        for peer in offered {
+            self.drop_offer(now, peer, RingSetup::NotOffered(0));
+        }
+    }
+
+    /// Releases all memory that is shared with other processes.
+    pub(in crate::runtime) fn unshare(&mut self) {
+        self.shm.setups.clear();
+        self.shm.slots.clear();
+        self.shm.waiting.clear();
+        self.shm.drop_pool();
+        self.shm.doorbell_fd = None;
+        if let Some(bell) = &self.shm.doorbell {
+            // Fails without memory for a private page. The task then keeps the shared page, to
+            // which no peer writes anymore.
+            let _ = bell.get().unshare();
+        }
+    }
+
+    /// Closes the ring and forgets the setup with a peer that has ended or migrated.
+    pub(in crate::runtime) fn drop_ring(&mut self, now: Micros, peer: Tid) {
+        self.drain_peer(now, peer);
+        if let Some(slot) = self.shm.slot(peer) {
+            self.end_ring(now, slot);
+            self.reroute_through_daemon(now, peer);
+        }
+        self.drop_offer(now, peer, RingSetup::NotOffered(0));
+        self.shm.setups.remove(&peer);
+    }
+
+    /// Drops unanswered offers that have expired, and closes idle rings.
+    pub(in crate::runtime) fn run_shm_timers(&mut self, now: Micros) {
+        let late: Vec<Tid> = self
+            .shm
+            .offered()
+            .filter(|(_, until)| *until <= now)
+            .map(|(peer, _)| peer)
+            .collect();
+        for peer in late {
+            self.drop_offer(
+                now,
+                peer,
+                RingSetup::Refused {
+                    until: now + REFUSAL_WINDOW,
+                },
+            );
+        }
+        if self.shm.next_idle_check.is_some_and(|due| due <= now) {
+            let idle = |(peer, slot): (&Tid, &usize)| match &self.shm.slots[*slot] {
+                Slot::Ring(ring) if now.since(ring.get().used_at) >= RING_IDLE_TIMEOUT => {
+                    Some((*peer, *slot))
+                }
+                _ => None,
+            };
+            let idle: Vec<(Tid, usize)> = self.shm.by_peer.iter().filter_map(idle).collect();
+            for (peer, slot) in idle {
+                self.end_ring(now, slot);
+                self.reroute_through_daemon(now, peer);
+            }
+            self.shm.drop_idle_pool(now);
+            self.shm.next_idle_check =
+                (!self.shm.by_peer.is_empty()).then(|| now + IDLE_CHECK_INTERVAL);
+        }
+        if let Some(due) = self
+            .shm
+            .offered()
+            .map(|(_, until)| until)
+            .chain(self.shm.next_idle_check)
+            .min()
+        {
+            self.schedule_timer(due);
+        }
+    }
+}

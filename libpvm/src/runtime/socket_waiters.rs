@@ -1,0 +1,150 @@
+//! Chooses the thread that wakes up when the daemon's socket becomes readable: an application
+//! thread that waits for the daemon, otherwise the I/O thread, never both. A message that goes
+//! through the I/O thread costs two additional wake-ups.
+//!
+//! The kernel makes the choice. The application threads and the I/O thread each have an epoll set
+//! that watches the socket with `EPOLLEXCLUSIVE`. The application's set is added first, and a set
+//! on which no thread sleeps passes the event on to the next. The sets do not keep the socket open.
+
+use super::process::ProcessOwned;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// Event data of the wake-up eventfd.
+const WAKE_TOKEN: u64 = 1;
+
+/// Epoll set on which threads sleep.
+#[derive(Debug)]
+pub(crate) struct EpollSet(Epoll);
+
+impl AsFd for EpollSet {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.0.as_fd()
+    }
+}
+
+/// The two epoll sets of the daemon's socket: one of the application threads, one of the I/O
+/// thread.
+#[derive(Debug)]
+pub(crate) struct SocketWaiters {
+    app: ProcessOwned<EpollSet>,
+    io_thread: ProcessOwned<EpollSet>,
+    wake_event: ProcessOwned<EventFd>,
+}
+
+impl SocketWaiters {
+    /// Creates both sets without a socket.
+    pub(crate) fn new() -> io::Result<SocketWaiters> {
+        let set = || {
+            Ok::<_, io::Error>(ProcessOwned::new_fd(EpollSet(Epoll::new(
+                EpollCreateFlags::EPOLL_CLOEXEC,
+            )?)))
+        };
+        let kick =
+            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let seats = SocketWaiters {
+            app: set()?,
+            io_thread: set()?,
+            wake_event: ProcessOwned::new_fd(kick),
+        };
+        seats.app.get().0.add(
+            seats.wake_event.get(),
+            EpollEvent::new(EpollFlags::EPOLLIN, WAKE_TOKEN),
+        )?;
+        Ok(seats)
+    }
+
+    /// Makes both sets watch the socket. The order matters: the first set is woken first.
+    pub(crate) fn watch(&self, socket: &UnixStream) -> io::Result<()> {
+        let wanted = EpollFlags::EPOLLIN | EpollFlags::EPOLLEXCLUSIVE;
+        for set in [&self.app, &self.io_thread] {
+            set.get().0.add(socket, EpollEvent::new(wanted, 0))?;
+        }
+        Ok(())
+    }
+
+    /// Makes both sets stop watching the socket.
+    pub(crate) fn unwatch(&self, socket: &UnixStream) {
+        for set in [&self.app, &self.io_thread] {
+            // Fails if the set never watched the socket, which is harmless.
+            let _ = set.get().0.delete(socket);
+        }
+    }
+
+    /// Sleeps until the socket is readable, until [`SocketWaiters::wake`], or until the given time has
+    /// passed. May return without a reason.
+    pub(crate) fn wait(&self, max_wait: Duration) {
+        let mut events = [EpollEvent::empty(); 2];
+        let timeout = EpollTimeout::try_from(max_wait).unwrap_or(EpollTimeout::MAX);
+        // An error means a signal; the caller checks all conditions again.
+        let count = self.app.get().0.wait(&mut events, timeout).unwrap_or(0);
+        if events[..count]
+            .iter()
+            .any(|event| event.data() == WAKE_TOKEN)
+        {
+            let _ = self.wake_event.get().read();
+        }
+    }
+
+    /// Wakes the application thread that sleeps, or is about to sleep.
+    pub(crate) fn wake(&self) {
+        // Fails if the counter is full; then a wake-up is pending.
+        let _ = self.wake_event.get().write(1);
+    }
+
+    /// Returns the descriptor on which the I/O thread sleeps.
+    pub(crate) fn io_thread_fd(&self) -> BorrowedFd<'_> {
+        self.io_thread.get().as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+    use std::io::{Read, Write};
+    use std::time::Instant;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// True if the I/O thread's set is ready.
+    fn io_thread_is_ready(seats: &SocketWaiters) -> bool {
+        let mut fds = [PollFd::new(seats.io_thread_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO) == Ok(1)
+    }
+
+    /// A sleeping application thread wakes up for data on the socket and for an explicit wake-up.
+    #[test]
+    fn app_thread_wakes_for_socket_and_kick() {
+        let seats = SocketWaiters::new().expect("made");
+        let (mut ours, mut theirs) = UnixStream::pair().expect("made");
+        seats.watch(&ours).expect("watched");
+        let begin = Instant::now();
+        seats.wake();
+        seats.wait(LONG);
+        theirs.write_all(b"x").expect("written");
+        seats.wait(LONG);
+        assert!(begin.elapsed() < LONG, "both times somebody woke it");
+        // Both sets still report the data until it is read.
+        assert!(io_thread_is_ready(&seats));
+        ours.read_exact(&mut [0]).expect("there");
+        assert!(!io_thread_is_ready(&seats));
+    }
+
+    /// A socket that was removed from the sets wakes no thread until it is added again.
+    #[test]
+    fn removed_socket_wakes_no_thread() {
+        let seats = SocketWaiters::new().expect("made");
+        let (ours, mut theirs) = UnixStream::pair().expect("made");
+        seats.watch(&ours).expect("watched");
+        seats.unwatch(&ours);
+        theirs.write_all(b"x").expect("written");
+        assert!(!io_thread_is_ready(&seats));
+        seats.watch(&ours).expect("watched again");
+        assert!(io_thread_is_ready(&seats));
+    }
+}

@@ -1,0 +1,401 @@
+//! Tests of refused enrollment, exits, daemons that die or violate the protocol, and forks.
+#![allow(unsafe_code)] // A test of fork has to fork.
+
+use super::fake::FakeDaemon;
+use super::{expect_numbered, message, recv_next, send_numbered, until};
+use crate::error::EnrollError;
+use crate::inbox::Inbox;
+use crate::runtime::{EnrollOptions, Runtime};
+use nix::sys::wait::{WaitStatus, waitpid};
+use nix::unistd::{ForkResult, fork};
+use sempa_proto::frame::encode_control;
+use sempa_proto::link::WINDOW_BYTES_MAX;
+use sempa_proto::task::{AtEnd, Claim, LinkMark, Reply, Request, ToDaemon, ToTask};
+use sempa_proto::{PvmError, Tid};
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+use std::thread;
+
+/// The error for a missing daemon says what the user can do.
+#[test]
+fn missing_daemon_error_says_what_to_do() {
+    let dir = tempfile::TempDir::new().expect("a directory");
+    let options = |name: &str| EnrollOptions {
+        socket: dir.path().join(name),
+        claim: Claim::New,
+        program: "x".into(),
+        at_end: AtEnd::Told,
+    };
+    let missing = Runtime::connect(options("missing")).expect_err("nobody there");
+    assert!(matches!(missing, EnrollError::NoDaemon { .. }));
+    assert!(
+        missing.to_string().contains("start a virtual machine"),
+        "{missing}"
+    );
+    drop(UnixListener::bind(dir.path().join("stale")).expect("a socket"));
+    assert!(matches!(
+        Runtime::connect(options("stale")),
+        Err(EnrollError::NoDaemon { .. })
+    ));
+}
+
+/// The daemon's reason for a refusal is returned.
+#[test]
+fn refusal_reason_is_returned() {
+    let fake = FakeDaemon::start();
+    fake.state().refuse = Some("the virtual machine is stopping".into());
+    let refused = Runtime::connect(fake.options()).expect_err("refused");
+    assert!(
+        matches!(&refused, EnrollError::Refused(why) if why == "the virtual machine is stopping")
+    );
+}
+
+/// A refusal is understood even if the daemon does not read the hello.
+#[test]
+fn refusal_before_hello_is_understood() {
+    let dir = tempfile::TempDir::new().expect("a directory");
+    let socket = dir.path().join("s");
+    let listener = UnixListener::bind(&socket).expect("a socket");
+    let server = thread::spawn(move || {
+        let no = encode_control(&ToTask::Refused {
+            reason: "not you".into(),
+        })
+        .expect("small");
+        (0..100).for_each(|_| {
+            listener
+                .accept()
+                .expect("a caller")
+                .0
+                .write_all(&no)
+                .expect("written")
+        });
+    });
+    for _ in 0..100 {
+        let options = EnrollOptions {
+            socket: socket.clone(),
+            claim: Claim::New,
+            program: "x".into(),
+            at_end: AtEnd::Told,
+        };
+        let error = Runtime::connect(options).expect_err("refused");
+        assert!(
+            matches!(&error, EnrollError::Refused(why) if why == "not you"),
+            "{error}"
+        );
+    }
+    server.join().expect("served");
+}
+
+/// A listener that is not a daemon is rejected.
+#[test]
+fn listener_of_other_protocol_is_rejected() {
+    for (answer, version) in [
+        (&b"HTTP/1.1 400 Bad Request\r\n\r\n"[..], true),
+        (b"\x01\0\0\0\0", true),
+        (b"", false),
+    ] {
+        let dir = tempfile::TempDir::new().expect("a directory");
+        let socket = dir.path().join("s");
+        let listener = UnixListener::bind(&socket).expect("a socket");
+        let server = thread::spawn(move || {
+            listener
+                .accept()
+                .expect("a caller")
+                .0
+                .write_all(answer)
+                .expect("written")
+        });
+        let error = Runtime::connect(EnrollOptions {
+            socket,
+            claim: Claim::New,
+            program: "x".into(),
+            at_end: AtEnd::Told,
+        });
+        server.join().expect("served");
+        let error = error.expect_err("no daemon");
+        assert_eq!(
+            matches!(error, EnrollError::VersionMismatch { .. }),
+            version,
+            "{error}"
+        );
+    }
+}
+
+/// The hello contains process id, program name and claim.
+#[test]
+fn hello_identifies_process() {
+    let fake = FakeDaemon::start();
+    let options = EnrollOptions {
+        claim: Claim::Spawned { epid: 31 },
+        ..fake.options()
+    };
+    let task = Runtime::connect(options).expect("welcome");
+    assert!(task.spawned());
+    let net = fake.state();
+    let hello = net.hellos.last().expect("greeted");
+    assert_eq!(
+        (hello.pid as u32, hello.program.as_str()),
+        (std::process::id(), "test")
+    );
+    assert_eq!(hello.claim, Claim::Spawned { epid: 31 });
+}
+
+/// The death of the daemon ends all waits; messages that have arrived can still be received.
+#[test]
+fn daemon_death_ends_waits_and_keeps_messages() {
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
+    b.send(message(a.tid(), 1, "kept")).expect("sent");
+    until("the message", || {
+        a.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))
+    });
+    thread::scope(|scope| {
+        let asking = scope.spawn(|| a.request(Request::Config));
+        let receiving = scope.spawn(|| {
+            a.inbox_wait(None, &mut |inbox: &mut Inbox| {
+                inbox.take_first(|m| m.tag == 2)
+            })
+        });
+        fake.wait_for_request("the question", |what| *what == Request::Config);
+        fake.disconnect(a.tid());
+        assert!(matches!(
+            asking.join().expect("ended"),
+            Reply::Failed {
+                error: PvmError::SysErr,
+                ..
+            }
+        ));
+        assert_eq!(receiving.join().expect("ended"), Err(PvmError::SysErr));
+    });
+    assert!(!a.is_connected());
+    assert_eq!(recv_next(&a).tag, 1);
+    assert_eq!(a.send(message(b.tid(), 1, "")), Err(PvmError::SysErr));
+    assert!(matches!(
+        a.request(Request::Config),
+        Reply::Failed {
+            error: PvmError::SysErr,
+            ..
+        }
+    ));
+    assert_eq!(a.exit(), Err(PvmError::SysErr));
+    assert!(a.lost_reason().contains("daemon"), "{}", a.lost_reason());
+}
+
+/// The death of the daemon ends a send that waits for the socket.
+#[test]
+fn daemon_death_ends_blocked_send() {
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
+    fake.stall(a.tid(), true);
+    thread::scope(|scope| {
+        let sending = scope.spawn(|| a.send(message(b.tid(), 1, vec![0; WINDOW_BYTES_MAX])));
+        until("a full socket", || {
+            a.with_core(|core| core.outbox.backlog() > 0)
+                .filter(|full| *full)
+        });
+        fake.disconnect(a.tid());
+        assert_eq!(sending.join().expect("ended"), Err(PvmError::SysErr));
+    });
+    fake.stall(a.tid(), false);
+}
+
+/// Malformed frames from the daemon end the connection with a reason.
+#[test]
+fn malformed_frames_end_connection() {
+    let nonsense: [&[u8]; 4] = [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff\xff\xff\xff",
+        b"\x03\0\0\0\0\xff\xff",
+        b"\x03\0\0\0\x01ab",
+    ];
+    for bytes in nonsense {
+        let fake = FakeDaemon::start();
+        let task = fake.enroll();
+        fake.send_raw(task.tid(), bytes.to_vec());
+        assert_eq!(
+            task.inbox_wait(None, &mut |_| None::<()>),
+            Err(PvmError::SysErr)
+        );
+        assert!(
+            task.lost_reason().contains("cannot be understood"),
+            "{}",
+            task.lost_reason()
+        );
+    }
+}
+
+/// Replies without a request and notices about unknown tasks are ignored.
+#[test]
+fn stray_control_frames_are_ignored() {
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
+    fake.reply(a.tid(), sempa_proto::RequestId(99), Reply::Done);
+    fake.send_control(a.tid(), ToTask::PeerGone { tid: a.tid() });
+    fake.send_control(
+        a.tid(),
+        ToTask::PeerMoved {
+            tid: Tid::from_raw(0x40077),
+        },
+    );
+    b.send(message(a.tid(), 4, "good")).expect("sent");
+    assert_eq!(recv_next(&a).tag, 4);
+}
+
+/// An exit writes all sent messages before the exit request.
+#[test]
+fn exit_flushes_all_messages_first() {
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
+    // No fragment is acknowledged, so only lifting the window lets all of them out.
+    fake.quiesce(b.tid(), 1);
+    fake.wait_quiesced(b.tid(), 1);
+    send_numbered(&a, b.tid(), 0..1000);
+    a.send(message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
+        .expect("sent");
+    let end = a
+        .with_core(|core| core.send_watermarks())
+        .expect("own process")[0]
+        .end;
+    a.exit().expect("left");
+    let marks = fake.wait_for_log("leaving", |_, said| match said {
+        ToDaemon::Request {
+            what: Request::Exit { marks },
+            ..
+        } => Some(marks.clone()),
+        _ => None,
+    });
+    assert_eq!(marks, [LinkMark { peer: b.tid(), end }]);
+    until("the closed socket", || {
+        fake.is_closed(a.tid()).then_some(())
+    });
+    assert!(!a.is_connected() && a.socket_fd().is_none());
+    fake.resume(1);
+    expect_numbered(&b, a.tid(), 0..1000);
+    assert_eq!(recv_next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
+}
+
+/// Messages that have arrived can be received after the exit.
+#[test]
+fn messages_can_be_received_after_exit() {
+    let fake = FakeDaemon::start();
+    let task = fake.enroll();
+    task.send(message(task.tid(), 3, "")).expect("sent");
+    task.exit().expect("left");
+    assert_eq!(recv_next(&task).tag, 3);
+    assert_eq!(task.exit(), Err(PvmError::SysErr));
+}
+
+/// Dropping the last clone of the runtime writes all sent messages.
+#[test]
+fn dropping_last_clone_flushes_messages() {
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
+    fake.quiesce(b.tid(), 1);
+    fake.wait_quiesced(b.tid(), 1);
+    let tid = a.tid();
+    a.send(message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
+        .expect("sent");
+    drop(a.clone());
+    assert!(!fake.is_closed(tid));
+    drop(a);
+    until("the closed socket", || fake.is_closed(tid).then_some(()));
+    fake.resume(1);
+    assert_eq!(recv_next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
+}
+
+/// Runs `child` in a forked process and checks that it returns true.
+fn in_child(child: impl FnOnce() -> bool) {
+    // SAFETY: the child ends with `_exit`, and the C library keeps the allocator and the locks of
+    // std usable in it.
+    match unsafe { fork() }.expect("forked") {
+        ForkResult::Child => {
+            let good =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(child)).unwrap_or(false);
+            // SAFETY: `_exit` has no preconditions.
+            unsafe { libc::_exit(if good { 0 } else { 1 }) }
+        }
+        ForkResult::Parent { child } => {
+            assert_eq!(
+                waitpid(child, None).expect("waited"),
+                WaitStatus::Exited(child, 0),
+                "the child's own checks"
+            );
+        }
+    }
+}
+
+/// A forked child is not a task, but can enroll as a new one.
+#[test]
+fn forked_child_can_enroll_as_new_task() {
+    let fake = FakeDaemon::start();
+    let (a, b) = (fake.enroll(), fake.enroll());
+    let fd = a.socket_fd().expect("connected");
+    in_child(|| {
+        let closed = nix::fcntl::fcntl(
+            // SAFETY: the call only checks whether the number is an open descriptor.
+            unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) },
+            nix::fcntl::FcntlArg::F_GETFD,
+        );
+        let dead = closed.is_err() && !a.is_connected() && a.socket_fd().is_none();
+        let refused = a.send(message(b.tid(), 1, "")) == Err(PvmError::SysErr)
+            && matches!(
+                a.request(Request::Config),
+                Reply::Failed {
+                    error: PvmError::SysErr,
+                    ..
+                }
+            )
+            && a.inbox_wait(None, &mut |_| None::<()>) == Err(PvmError::SysErr)
+            && a.exit() == Err(PvmError::SysErr);
+        drop(a.clone());
+        let own = fake.enroll();
+        let differs = own.tid() != a.tid();
+        own.send(message(b.tid(), 7, "from the child"))
+            .expect("sent");
+        dead && refused && differs && own.exit().is_ok()
+    });
+    assert_eq!(recv_next(&b).tag, 7);
+    a.send(message(b.tid(), 8, "the parent goes on"))
+        .expect("sent");
+    assert_eq!(recv_next(&b).tag, 8);
+}
+
+/// Messages are received even if their sender ends without exit or destructors.
+#[test]
+fn sent_messages_survive_sudden_exit() {
+    let fake = FakeDaemon::start();
+    let b = fake.enroll();
+    in_child(|| {
+        let own = fake.enroll();
+        send_numbered(&own, b.tid(), 0..100);
+        // The process ends without exit or destructors.
+        true
+    });
+    let from = fake
+        .state()
+        .tasks
+        .keys()
+        .copied()
+        .find(|tid| *tid != b.tid())
+        .expect("seated");
+    expect_numbered(&b, from, 0..100);
+}
+
+/// A process that ends normally without leaving still writes more than a window of messages.
+#[test]
+fn process_exit_flushes_beyond_window() {
+    let fake = FakeDaemon::start();
+    let b = fake.enroll();
+    fake.quiesce(b.tid(), 1);
+    fake.wait_quiesced(b.tid(), 1);
+    in_child(|| {
+        let own = fake.enroll();
+        own.send(message(b.tid(), 2, vec![7; 3 * WINDOW_BYTES_MAX]))
+            .expect("sent");
+        std::mem::forget(own);
+        // SAFETY: `exit` runs the exit hooks, and no other thread of this child runs one.
+        unsafe { libc::exit(0) }
+    });
+    fake.resume(1);
+    assert_eq!(recv_next(&b).body.len(), 3 * WINDOW_BYTES_MAX);
+}

@@ -1,0 +1,58 @@
+//! Timer that wakes the I/O thread to send deferred wake-ups to peers.
+
+use super::process::ProcessOwned;
+use nix::sys::timer::{Expiration, TimerSetTimeFlags};
+use nix::sys::timerfd::{ClockId, TimerFd, TimerFlags};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
+
+/// Maximum delay of the wake-up of a peer that shares the sender's CPU. Roughly the time in which
+/// one peer reads a large message.
+const WAKE_DELAY: Duration = Duration::from_micros(100);
+
+/// Timer descriptor that the I/O thread watches.
+#[derive(Debug)]
+pub(crate) struct WakeDelayTimer(ProcessOwned<TimerFd>);
+
+impl WakeDelayTimer {
+    /// Creates a disarmed timer.
+    pub(super) fn new() -> io::Result<WakeDelayTimer> {
+        let timer = TimerFd::new(
+            ClockId::CLOCK_MONOTONIC,
+            TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK,
+        )?;
+        Ok(WakeDelayTimer(ProcessOwned::new_fd(timer)))
+    }
+
+    /// Arms the timer. Returns false if that fails.
+    pub(super) fn arm(&self) -> bool {
+        self.0
+            .get()
+            .set(
+                Expiration::OneShot(WAKE_DELAY.into()),
+                TimerSetTimeFlags::empty(),
+            )
+            .is_ok()
+    }
+
+    pub(super) fn disarm(&self) {
+        // An error costs at most one spurious wake-up.
+        let _ = self.0.get().unset();
+    }
+
+    /// Clears an expiry, so that the descriptor can be watched again.
+    pub(super) fn clear(&self) {
+        let _ = self.0.get().wait();
+    }
+
+    /// True if the timer is armed or has just expired.
+    #[cfg(test)]
+    pub(super) fn is_armed(&self) -> bool {
+        self.0.get().get().is_ok_and(|set| set.is_some()) || self.0.get().wait().is_ok()
+    }
+
+    pub(super) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.get().as_fd()
+    }
+}

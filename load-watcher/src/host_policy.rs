@@ -1,0 +1,431 @@
+//! The policy in force on this host, merged from all its sources: the overrides and published
+//! policies of owners, the administrator's file, and the file and the defaults of the user of the
+//! virtual machine.
+//!
+//! Priority, highest first:
+//!
+//! 1. The owners. They have equal rights, so of each setting the most restrictive value counts. For
+//!    each owner, the override has priority over the published policy.
+//! 2. The administrator's file.
+//! 3. The override, the published policy and the file of the user of the virtual machine, then the
+//!    user's defaults. If this user is an owner of this host, the first three count as an owner's.
+//!
+//! The user of the virtual machine is an owner if the user is root, if the administrator has named
+//! the user, or if no owners are named and the user was the last one logged in at the machine
+//! itself.
+//!
+//! A malformed file is refused, and what it contained before stays in force. If there was nothing
+//! before, nobody can know what the file forbids, so no guest is welcome until the file is
+//! corrected or removed.
+
+use crate::owner::UserOverride;
+use crate::owner_override;
+use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
+use crate::published_policy::{self, PolicyRejection};
+use nix::unistd::{Uid, User};
+use sempa_proto::load::Login;
+use sempa_proto::text::cut;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Path of the administrator's policy.
+pub const ADMIN_FILE: &str = "/etc/sempa/owner.toml";
+
+/// Maximum number of blocked users without an account here that are reported.
+const UNKNOWN_USERS_MAX: usize = 16;
+/// Maximum number of bytes of such a name that are reported.
+const UNKNOWN_NAME_BYTES_MAX: usize = 64;
+
+/// Paths of the parts of the policy.
+#[derive(Clone, Debug)]
+pub struct PolicyPaths {
+    /// Policy file of the user of the virtual machine.
+    pub user: PathBuf,
+    pub admin: PathBuf,
+    /// Folder of the owners' overrides and published policies.
+    pub overrides: PathBuf,
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct VmUser {
+    pub uid: u32,
+    pub name: String,
+    /// Defaults that the user asks for in addition to the policy file.
+    pub defaults: Policy,
+}
+
+/// The parts of the policy, and the result of merging them.
+#[derive(Debug)]
+pub struct HostPolicy {
+    paths: PolicyPaths,
+    user: VmUser,
+    user_policy: Policy,
+    admin_policy: Policy,
+    overrides: Vec<UserOverride>,
+    /// Published policies of owners by uid.
+    published: BTreeMap<u32, Policy>,
+    /// The users who were last logged in at the machine itself.
+    at_machine: BTreeSet<String>,
+    errors: BTreeMap<&'static str, Vec<String>>,
+    /// Errors in published policies, by uid of users without a valid policy before.
+    invalid_published: BTreeMap<u32, String>,
+    /// Why no guest is welcome: a file that counts is malformed, and it contained nothing before.
+    policy_unknown: Option<String>,
+    merged: MergedPolicy,
+    blocked_uids: Vec<u32>,
+    /// Reports about blocked users without an account here.
+    unknown_users: Vec<String>,
+}
+
+/// Returns the path of the policy file in a home directory.
+pub fn user_policy_file(home: &Path) -> PathBuf {
+    home.join(".config/sempa/owner.toml")
+}
+
+/// Returns the path of an administrator's file or folder if the environment names another one than
+/// the `usual` one.
+///
+/// Only root may name any path; otherwise the user of a virtual machine could disable the
+/// administrator's settings. Other users may name a path that belongs to root and that no one else
+/// can change. If the named path is not accepted, the usual one is returned with a sentence that
+/// says why.
+pub fn trusted_path(named: PathBuf, usual: &Path, by: Uid) -> (PathBuf, Option<String>) {
+    let of_root = |path: &Path| {
+        let metadata = path.symlink_metadata();
+        // In a folder with the sticky bit users cannot change files of others.
+        let is_protected =
+            |mode: u32, folder: bool| mode & 0o022 == 0 || (folder && mode & 0o1000 != 0);
+        metadata
+            .is_ok_and(|a| !a.is_symlink() && a.uid() == 0 && is_protected(a.mode(), a.is_dir()))
+    };
+    if named == usual || by.is_root() || of_root(&named) {
+        return (named, None);
+    }
+    let (named, other) = (named.display(), usual.display());
+    let sentence = format!(
+        "{named} does not count, because it is not root's, or others can change it; {other} counts"
+    );
+    (usual.to_path_buf(), Some(sentence))
+}
+
+/// True for a login at the machine itself: at a console, or in a desktop on a screen of the
+/// machine.
+fn is_at_machine(login: &Login) -> bool {
+    let of_display = |text: &str| {
+        text.strip_prefix(':')
+            .is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()))
+    };
+    login.from.is_empty() || login.from == login.line || of_display(&login.from)
+}
+
+/// Returns the name of a user, or the uid as text if there is no account.
+pub fn user_name(uid: u32) -> String {
+    User::from_uid(Uid::from_raw(uid))
+        .ok()
+        .flatten()
+        .map_or_else(|| uid.to_string(), |user| user.name)
+}
+
+/// Returns the uid of a blocked user, or a sentence if there is no such account here. The rest of
+/// the file stays valid: a removed account must not admit all other blocked users.
+fn blocked_uid(user: &BlockedUser) -> Result<u32, String> {
+    let BlockedUser {
+        name,
+        source: place,
+        ..
+    } = user;
+    let why = match User::from_name(name) {
+        Ok(Some(user)) => return Ok(user.uid.as_raw()),
+        Ok(None) => "no account of this host has this name".to_string(),
+        Err(error) => format!("the accounts of this host cannot be read: {}", error.desc()),
+    };
+    let shown = cut(name, UNKNOWN_NAME_BYTES_MAX);
+    name.parse()
+        .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; nobody is kept away by it"))
+}
+
+/// Returns the report about a refused file. `said`: it had valid content before. `counts`: its
+/// content would count.
+fn refusal_report(sentence: &str, had_content: bool, counts: bool) -> String {
+    let then = match (had_content, counts) {
+        (true, _) => "what was said before stays",
+        (false, true) => "until that is mended no guest is welcome here",
+        (false, false) => "it would count for nothing here",
+    };
+    format!("{sentence}; {then}")
+}
+
+/// Loads a policy file; an empty policy if it does not exist.
+fn load_policy(
+    path: &Path,
+    parse: fn(&str, &str) -> Result<Policy, PolicyError>,
+) -> Result<Policy, String> {
+    let name = path.display().to_string();
+    match std::fs::read_to_string(path) {
+        Ok(text) => parse(&name, &text).map_err(|error| error.to_string()),
+        Err(e)
+            if matches!(
+                e.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            Ok(Policy::default())
+        }
+        Err(e) => Err(format!("{name} cannot be read: {e}")),
+    }
+}
+
+impl HostPolicy {
+    /// Reads all parts of the policy.
+    pub fn read(places: PolicyPaths, user: VmUser) -> HostPolicy {
+        let mut rules = HostPolicy {
+            paths: places,
+            user,
+            user_policy: Policy::default(),
+            admin_policy: Policy::default(),
+            overrides: Vec::new(),
+            published: BTreeMap::new(),
+            at_machine: BTreeSet::new(),
+            errors: BTreeMap::new(),
+            invalid_published: BTreeMap::new(),
+            policy_unknown: None,
+            merged: MergedPolicy::default(),
+            blocked_uids: Vec::new(),
+            unknown_users: Vec::new(),
+        };
+        rules.read_admin();
+        rules.read_user_policy();
+        rules.read_overrides();
+        rules
+    }
+
+    /// Reads the file of the user of the virtual machine again. Returns its error.
+    pub fn read_user_policy(&mut self) -> Option<String> {
+        let read = load_policy(&self.paths.user, Policy::parse_own);
+        self.apply_read("own", read, |rules| &mut rules.user_policy)
+    }
+
+    /// Reads the administrator's file again. Returns its error.
+    pub fn read_admin(&mut self) -> Option<String> {
+        let read = load_policy(&self.paths.admin, Policy::parse);
+        self.apply_read("admin", read, |rules| &mut rules.admin_policy)
+    }
+
+    fn apply_read(
+        &mut self,
+        which: &'static str,
+        read: Result<Policy, String>,
+        part: fn(&mut HostPolicy) -> &mut Policy,
+    ) -> Option<String> {
+        let wrong = match read {
+            Ok(policy) => {
+                *part(self) = policy;
+                self.errors.remove(which);
+                None
+            }
+            Err(sentence) => {
+                let sentence = refusal_report(&sentence, !part(self).is_empty(), true);
+                self.errors.insert(which, vec![sentence.clone()]);
+                Some(sentence)
+            }
+        };
+        self.merge();
+        wrong
+    }
+
+    /// Reads the owners' overrides and published policies again. Returns their errors.
+    pub fn read_overrides(&mut self) -> Vec<String> {
+        let (words, mut wrong) = owner_override::read_all(&self.paths.overrides);
+        self.overrides = words
+            .into_iter()
+            .map(|(uid, word)| UserOverride {
+                uid,
+                user: user_name(uid),
+                owner_override: word,
+            })
+            .collect();
+        let mut before = std::mem::take(&mut self.published);
+        self.invalid_published.clear();
+        for (uid, read) in published_policy::read_all(&self.paths.overrides) {
+            let policy = match read {
+                Ok(policy) => Some(policy),
+                Err(PolicyRejection::Untrusted(sentence)) => {
+                    wrong.push(sentence);
+                    None
+                }
+                Err(PolicyRejection::Malformed(error)) => {
+                    let said = before.remove(&uid).filter(|policy| !policy.is_empty());
+                    if said.is_none() {
+                        self.invalid_published
+                            .insert(uid, refusal_report(&error.to_string(), false, true));
+                    }
+                    wrong.push(refusal_report(
+                        &error.to_string(),
+                        said.is_some(),
+                        self.published_counts(uid),
+                    ));
+                    said
+                }
+            };
+            self.published.extend(policy.map(|policy| (uid, policy)));
+        }
+        self.errors.insert("words", wrong.clone());
+        self.merge();
+        wrong
+    }
+
+    /// Updates the logins. If no owners are named, the users who are logged in at the machine
+    /// itself count as its owners until others are.
+    pub fn update_logins(&mut self, logins: &[Login]) {
+        let at_machine = logins.iter().filter(|login| is_at_machine(login));
+        let seated: BTreeSet<String> = at_machine.map(|login| login.user.clone()).collect();
+        if !seated.is_empty() && seated != self.at_machine {
+            self.at_machine = seated;
+            self.merge();
+        }
+    }
+
+    /// True if the settings of this user count as an owner's.
+    fn is_owner(&self, uid: u32) -> bool {
+        let name = if uid == self.user.uid {
+            self.user.name.clone()
+        } else {
+            user_name(uid)
+        };
+        let seated = || uid != self.user.uid || self.at_machine.contains(&name);
+        uid == 0
+            || self
+                .admin_policy
+                .owners
+                .as_ref()
+                .map_or_else(seated, |owners| owners.contains(&name))
+    }
+
+    /// True if a published policy of this user counts, as an owner's or as that of the user of the
+    /// virtual machine.
+    fn published_counts(&self, uid: u32) -> bool {
+        uid == self.user.uid || self.is_owner(uid)
+    }
+
+    /// Merges the override and the published policy of a user, and the policy file if it is the
+    /// user of the virtual machine.
+    fn merged_of_user(&self, uid: u32) -> MergedPolicy {
+        let word = self
+            .overrides
+            .iter()
+            .find(|spoken| spoken.uid == uid)
+            .map(|spoken| &spoken.owner_override.policy);
+        let word = word.map(|policy| ("pvm owner".to_string(), policy));
+        let published = published_policy::policy_file(&self.paths.overrides, uid)
+            .display()
+            .to_string();
+        let published = self.published.get(&uid).map(|policy| (published, policy));
+        let own = (uid == self.user.uid)
+            .then(|| (self.paths.user.display().to_string(), &self.user_policy));
+        MergedPolicy::from_priority_list(word.into_iter().chain(published).chain(own))
+    }
+
+    fn merge(&mut self) {
+        let said = self
+            .overrides
+            .iter()
+            .map(|spoken| spoken.uid)
+            .chain(self.published.keys().copied());
+        let said: BTreeSet<u32> = said.chain([self.user.uid]).collect();
+        let owners: Vec<u32> = said.into_iter().filter(|uid| self.is_owner(*uid)).collect();
+        let all = owners.iter().map(|uid| self.merged_of_user(*uid));
+        let of_owners = all.reduce(MergedPolicy::restrict_by).unwrap_or_default();
+        let admin = MergedPolicy::from_priority_list([(
+            self.paths.admin.display().to_string(),
+            &self.admin_policy,
+        )]);
+        let wishes = MergedPolicy::from_priority_list([(
+            "the user of the virtual machine".to_string(),
+            &self.user.defaults,
+        )]);
+        let user = if owners.contains(&self.user.uid) {
+            MergedPolicy::default()
+        } else {
+            self.merged_of_user(self.user.uid)
+        };
+        self.merged = of_owners.fill_from(admin).fill_from(user).fill_from(wishes);
+        self.look_up_blocked();
+        let files = [("admin", &self.admin_policy), ("own", &self.user_policy)]
+            .into_iter()
+            .filter(|(_, said)| said.is_empty());
+        let mut silent = files.filter_map(|(which, _)| self.errors.get(which)?.first());
+        let mut unheard = self
+            .invalid_published
+            .iter()
+            .filter(|(uid, _)| self.published_counts(**uid))
+            .map(|(_, why)| why);
+        self.policy_unknown = silent.next().or_else(|| unheard.next()).cloned();
+    }
+
+    /// Looks up the uids of the blocked users.
+    fn look_up_blocked(&mut self) {
+        (self.blocked_uids, self.unknown_users) = (Vec::new(), Vec::new());
+        for user in self
+            .merged
+            .policy
+            .blocked
+            .iter()
+            .flat_map(|blocked| &blocked.users)
+            .flatten()
+        {
+            match blocked_uid(user) {
+                Ok(uid) => self.blocked_uids.push(uid),
+                Err(sentence) => self.unknown_users.push(sentence),
+            }
+        }
+        self.unknown_users.truncate(UNKNOWN_USERS_MAX);
+    }
+
+    /// Returns the merged policy with the origin of each setting.
+    pub fn merged(&self) -> &MergedPolicy {
+        &self.merged
+    }
+
+    /// Returns the uids of the blocked users. Names without an account here are omitted and
+    /// reported by [`HostPolicy::errors`].
+    pub fn blocked_uids(&self) -> &[u32] {
+        &self.blocked_uids
+    }
+
+    /// Returns why no guest is welcome, whatever the other parts contain: a malformed file that
+    /// contained nothing before.
+    pub fn policy_unknown(&self) -> Option<&str> {
+        self.policy_unknown.as_deref()
+    }
+
+    pub fn overrides(&self) -> &[UserOverride] {
+        &self.overrides
+    }
+
+    /// Returns the users who count as owners, if the administrator has named them.
+    pub fn owners(&self) -> Option<&[String]> {
+        self.admin_policy.owners.as_deref()
+    }
+
+    /// Returns all errors, one sentence each: refused files, and blocked users without an account
+    /// here.
+    pub fn errors(&self) -> Vec<String> {
+        self.errors
+            .values()
+            .flatten()
+            .chain(&self.unknown_users)
+            .cloned()
+            .collect()
+    }
+
+    /// True if the decision about guests depends on the clock.
+    pub fn depends_on_clock(&self) -> bool {
+        self.merged.policy.never.is_some() || self.merged.policy.only.is_some()
+    }
+}
+
+#[cfg(test)]
+#[path = "rules_tests.rs"]
+mod tests;

@@ -1,0 +1,397 @@
+//! Overrides of owners: the settings that `pvm owner` writes for the load watchers of the machine
+//! ("here", "away", times without guests, a number of cores).
+//!
+//! An override is stored in `/var/tmp/sempa-owner-UID.toml` (the folder can be set). Only that user
+//! and root can write it: the folder has the sticky bit, and a file counts only if it belongs to
+//! the user in its name. An owner therefore needs no rights in another user's virtual machine. Only
+//! [`read_all`], [`read`] and [`write()`] perform I/O.
+
+use crate::hours::Hours;
+use crate::policy::{Policy, PolicyError, line_of_key};
+use sempa_proto::Micros;
+use serde::Deserialize;
+use std::collections::BTreeSet;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Folder of the overrides unless [`OVERRIDES_DIR_VAR`] names another one.
+pub const OVERRIDES_DIR: &str = "/var/tmp";
+/// Environment variable that names another folder.
+pub const OVERRIDES_DIR_VAR: &str = "SEMPA_OWNER_WORDS";
+/// Prefix of the names of override files.
+pub const OVERRIDE_PREFIX: &str = "sempa-owner-";
+/// Validity of an override without an explicit duration.
+pub const DEFAULT_DURATION: Duration = Duration::from_secs(12 * 3600);
+/// Longest duration that a user may request: a week.
+pub const DURATION_MAX: Duration = Duration::from_secs(7 * 24 * 3600);
+const OVERRIDE_SUFFIX: &str = ".toml";
+/// Maximum size of an override file in bytes.
+const OVERRIDE_BYTES_MAX: u64 = 16 << 10;
+/// Maximum number of override files that are read.
+const OVERRIDES_MAX: usize = 256;
+
+/// The presence that an owner declares.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Presence {
+    /// The owner does not need the machine.
+    Away,
+    /// The owner uses the machine.
+    Here,
+}
+
+/// The override of one owner.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OwnerOverride {
+    /// The declared presence, if there is one.
+    pub presence: Option<DeclaredPresence>,
+    /// Additional policy settings: times without guests, a number of cores.
+    pub policy: Policy,
+}
+
+/// A declared presence and its validity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeclaredPresence {
+    pub state: Presence,
+    /// Time of the declaration.
+    pub at: Micros,
+    /// End of its validity.
+    pub until: Micros,
+    /// True if the next login or logout ends it earlier.
+    pub ends_with_visit: bool,
+}
+
+/// Content of an override file.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OverrideFile {
+    state: Option<Presence>,
+    at_us: Option<u64>,
+    until_us: Option<u64>,
+    #[serde(default)]
+    visit: bool,
+    never: Option<Vec<Hours>>,
+    cores: Option<u32>,
+}
+
+impl OwnerOverride {
+    /// Parses an override file.
+    ///
+    /// # Errors
+    /// As [`Policy::parse`].
+    pub fn parse(file: &str, text: &str) -> Result<OwnerOverride, PolicyError> {
+        let content: OverrideFile =
+            toml::from_str(text).map_err(|error| PolicyError::from_toml(file, text, &error))?;
+        let OverrideFile {
+            state,
+            at_us,
+            until_us,
+            visit,
+            never,
+            cores,
+        } = content;
+        let presence = match (state, at_us, until_us) {
+            (Some(state), Some(at), Some(until)) if at <= until => Some(DeclaredPresence {
+                state,
+                at: Micros(at),
+                until: Micros(until),
+                ends_with_visit: visit,
+            }),
+            (None, ..) => None,
+            _ => {
+                let (line, reason) = (
+                    line_of_key(text, "state"),
+                    "here or away without a time".to_string(),
+                );
+                return Err(PolicyError {
+                    file: file.to_string(),
+                    line,
+                    reason,
+                });
+            }
+        };
+        Ok(OwnerOverride {
+            presence,
+            policy: Policy {
+                never,
+                cores,
+                ..Policy::default()
+            },
+        })
+    }
+
+    /// Formats the override as the text of its file.
+    pub fn to_toml(&self) -> String {
+        let mut out = "# Written by `pvm owner`; `pvm owner auto` takes it back.\n".to_string();
+        if let Some(DeclaredPresence {
+            state,
+            at,
+            until,
+            ends_with_visit: visit,
+        }) = self.presence
+        {
+            let state = if state == Presence::Away {
+                "away"
+            } else {
+                "here"
+            };
+            let (at, until) = (at.0, until.0);
+            out.push_str(&format!(
+                "state = \"{state}\"\nat_us = {at}\nuntil_us = {until}\nvisit = {visit}\n"
+            ));
+        }
+        if let Some(never) = &self.policy.never {
+            let all: Vec<String> = never.iter().map(|hours| format!("\"{hours}\"")).collect();
+            out.push_str(&format!("never = [{}]\n", all.join(", ")));
+        }
+        if let Some(cores) = self.policy.cores {
+            out.push_str(&format!("cores = {cores}\n"));
+        }
+        out
+    }
+
+    /// True if the override sets nothing.
+    pub fn is_empty(&self) -> bool {
+        *self == OwnerOverride::default()
+    }
+}
+
+/// Returns the folder of the overrides: `set` if it is given and not empty, else the default.
+pub fn overrides_dir(set: Option<PathBuf>) -> PathBuf {
+    set.filter(|dir| !dir.as_os_str().is_empty())
+        .unwrap_or_else(|| PathBuf::from(OVERRIDES_DIR))
+}
+
+/// Returns the path of a user's override file.
+pub fn override_file(dir: &Path, uid: u32) -> PathBuf {
+    dir.join(format!("{OVERRIDE_PREFIX}{uid}{OVERRIDE_SUFFIX}"))
+}
+
+/// Reads a file that only this user can have written; `None` if there is none. A longer file is
+/// truncated to `bytes_max` + 1 bytes.
+///
+/// # Errors
+/// One sentence, if another user could have written the file or if it cannot be read.
+pub(crate) fn read_trusted(
+    path: &Path,
+    uid: u32,
+    bytes_max: u64,
+) -> Result<Option<String>, String> {
+    let untrusted =
+        |why: &dyn std::fmt::Display| format!("{} is not believed: {why}", path.display());
+    // A link could lead to a file of another user, and opening a pipe could block.
+    let open = OpenOptions::new()
+        .read(true)
+        .custom_flags(nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK)
+        .open(path);
+    let file = match open {
+        Ok(file) => file,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(untrusted(&e)),
+    };
+    let about = file.metadata().map_err(|e| untrusted(&e))?;
+    if !about.is_file() || about.uid() != uid || about.mode() & 0o022 != 0 {
+        return Err(untrusted(&format!(
+            "it is not a file that only user {uid} can write"
+        )));
+    }
+    let mut text = String::new();
+    file.take(bytes_max + 1)
+        .read_to_string(&mut text)
+        .map_err(|e| untrusted(&e))?;
+    Ok(Some(text))
+}
+
+/// Reads the override of a user; empty if there is no file.
+///
+/// # Errors
+/// One sentence, if another user could have written the file, or if it cannot be read or parsed.
+pub fn read(dir: &Path, uid: u32) -> Result<OwnerOverride, String> {
+    let path = override_file(dir, uid);
+    let Some(text) = read_trusted(&path, uid, OVERRIDE_BYTES_MAX)? else {
+        return Ok(OwnerOverride::default());
+    };
+    OwnerOverride::parse(&path.display().to_string(), &text).map_err(|e| e.to_string())
+}
+
+/// Returns the users that have a file with this suffix in the folder, in ascending order.
+pub(crate) fn users_with_file(dir: &Path, end: &str) -> Vec<u32> {
+    let uid = |entry: fs::DirEntry| {
+        let name = entry.file_name();
+        name.to_str()?
+            .strip_prefix(OVERRIDE_PREFIX)?
+            .strip_suffix(end)?
+            .parse::<u32>()
+            .ok()
+    };
+    let users: BTreeSet<u32> = fs::read_dir(dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(uid)
+        .collect();
+    users.into_iter().take(OVERRIDES_MAX).collect()
+}
+
+/// Reads the overrides of all users by uid. Also returns a sentence for each file that is not
+/// accepted.
+pub fn read_all(dir: &Path) -> (Vec<(u32, OwnerOverride)>, Vec<String>) {
+    let (mut words, mut wrong) = (Vec::new(), Vec::new());
+    for uid in users_with_file(dir, OVERRIDE_SUFFIX) {
+        match read(dir, uid) {
+            Ok(word) => words.push((uid, word)),
+            Err(sentence) => wrong.push(sentence),
+        }
+    }
+    (words, wrong)
+}
+
+/// Writes the override of a user; an empty override removes the file. This process must run as that
+/// user or as root.
+///
+/// # Errors
+/// The error of the system.
+pub fn write(dir: &Path, uid: u32, word: &OwnerOverride) -> io::Result<()> {
+    let text = (!word.is_empty()).then(|| word.to_toml());
+    write_atomically(dir, uid, &override_file(dir, uid), text.as_deref())
+}
+
+/// Writes a file of a user, or removes it with `None`.
+pub(crate) fn write_atomically(
+    dir: &Path,
+    uid: u32,
+    path: &Path,
+    text: Option<&str>,
+) -> io::Result<()> {
+    let Some(text) = text else {
+        return match fs::remove_file(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        };
+    };
+    // Written under another name first and then renamed, so that no reader sees an incomplete file.
+    let draft = dir.join(format!(".{OVERRIDE_PREFIX}{uid}.{}", std::process::id()));
+    let written = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o644)
+        .open(&draft)
+        .and_then(|mut file| {
+            file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
+            file.write_all(text.as_bytes())
+        });
+    written
+        .and_then(|()| fs::rename(&draft, path))
+        .inspect_err(|_| drop(fs::remove_file(&draft)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    fn own() -> u32 {
+        nix::unistd::geteuid().as_raw()
+    }
+
+    fn away() -> OwnerOverride {
+        let said = DeclaredPresence {
+            state: Presence::Away,
+            at: Micros::from_secs(5),
+            until: Micros::from_secs(9),
+            ends_with_visit: true,
+        };
+        OwnerOverride {
+            presence: Some(said),
+            policy: Policy {
+                cores: Some(2),
+                ..Policy::default()
+            },
+        }
+    }
+
+    /// An override is written, read and removed.
+    #[test]
+    fn override_is_written_read_and_removed() {
+        let dir = tempfile::tempdir().expect("a folder");
+        assert_eq!(read(dir.path(), own()), Ok(OwnerOverride::default()));
+        write(dir.path(), own(), &away()).expect("written");
+        assert_eq!(read_all(dir.path()), (vec![(own(), away())], Vec::new()));
+        write(dir.path(), own(), &OwnerOverride::default()).expect("removed");
+        assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
+        write(dir.path(), own(), &OwnerOverride::default()).expect("nothing to remove is fine");
+    }
+
+    /// A file that another user could have written, and a link, are not trusted.
+    #[test]
+    fn file_writable_by_others_is_not_trusted() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = override_file(dir.path(), own());
+        write(dir.path(), own(), &away()).expect("written");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the test's own file");
+        assert!(
+            read(dir.path(), own())
+                .expect_err("writable by all")
+                .contains("not believed")
+        );
+        // The file belongs to another user than the one in its name.
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).expect("the test's own file");
+        fs::rename(&path, override_file(dir.path(), own() + 1)).expect("the test's own file");
+        let (words, wrong) = read_all(dir.path());
+        assert!(words.is_empty() && wrong.len() == 1, "{words:?} {wrong:?}");
+        symlink(override_file(dir.path(), own() + 1), &path).expect("a link");
+        assert!(
+            read(dir.path(), own())
+                .expect_err("a link")
+                .contains("not believed")
+        );
+    }
+
+    /// An error in an override names its line and reason.
+    #[test]
+    fn override_errors_name_line_and_reason() {
+        for (text, line, reason) in [
+            (
+                "cores = 2\nnever = [\"noon\"]\n",
+                2,
+                "\"noon\" is no time of the week",
+            ),
+            ("\n\ncorse = 2\n", 3, "unknown field `corse`"),
+            (
+                "cores = 2\nstate = \"here\"\n",
+                2,
+                "here or away without a time",
+            ),
+        ] {
+            let error = OwnerOverride::parse("w.toml", text).expect_err(text);
+            assert_eq!(
+                (error.file.as_str(), error.line),
+                ("w.toml", line),
+                "{error}"
+            );
+            assert!(error.reason.contains(reason), "{error}");
+        }
+    }
+
+    proptest! {
+        /// A formatted override is parsed unchanged.
+        #[test]
+        fn formatted_override_parses_unchanged(at in 0_u64..1 << 40, span in 0_u64..1 << 20, here: bool, visit: bool, cores: u32) {
+            let state = if here { Presence::Here } else { Presence::Away };
+            let said = DeclaredPresence { state, at: Micros::from_secs(at), until: Micros::from_secs(at + span), ends_with_visit: visit };
+            let never = Some(vec!["mon-fri 9-17".parse().expect("good")]);
+            let word = OwnerOverride { presence: Some(said), policy: Policy { cores: Some(cores), never, ..Policy::default() } };
+            prop_assert_eq!(OwnerOverride::parse("x", &word.to_toml()), Ok(word));
+        }
+
+        /// Any text is parsed or refused without a panic.
+        #[test]
+        fn any_text_is_accepted(text in "(?s).{0,100}") {
+            let _ = OwnerOverride::parse("x", &text);
+        }
+    }
+}

@@ -1,0 +1,120 @@
+//! Whole policies of owners, which `pvm owner policy FILE` publishes for the load watchers of the
+//! machine. An owner therefore needs no rights in another user's virtual machine, and no one needs
+//! access to the owner's home.
+//!
+//! A policy is stored in `/var/tmp/sempa-owner-UID.policy.toml` and trusted under the same
+//! conditions as an override (see [`owner_override`]). It is parsed like any policy file: a malformed one is
+//! refused and the previous one stays in force; if there was none, no guest is welcome.
+
+use crate::owner_override::{self, OVERRIDE_PREFIX};
+use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+const POLICY_SUFFIX: &str = ".policy.toml";
+
+/// Why a policy does not count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PolicyRejection {
+    /// Another user could have written it.
+    Untrusted(String),
+    /// Its text is malformed.
+    Malformed(PolicyError),
+}
+
+/// Returns the path of a user's published policy.
+pub fn policy_file(dir: &Path, uid: u32) -> PathBuf {
+    dir.join(format!("{OVERRIDE_PREFIX}{uid}{POLICY_SUFFIX}"))
+}
+
+/// Reads the published policy of a user: its text and its settings; `None` if there is none.
+///
+/// # Errors
+/// If another user could have written it, or if it is malformed.
+pub fn read(dir: &Path, uid: u32) -> Result<Option<(String, Policy)>, PolicyRejection> {
+    let path = policy_file(dir, uid);
+    let text = owner_override::read_trusted(&path, uid, POLICY_BYTES_MAX as u64)
+        .map_err(PolicyRejection::Untrusted)?;
+    let parsed = |text: String| Ok((Policy::parse_own(&path.display().to_string(), &text)?, text));
+    let read = text
+        .map(parsed)
+        .transpose()
+        .map_err(PolicyRejection::Malformed)?;
+    Ok(read.map(|(policy, text)| (text, policy)))
+}
+
+/// Reads the published policies of all users.
+pub fn read_all(dir: &Path) -> Vec<(u32, Result<Policy, PolicyRejection>)> {
+    let users = owner_override::users_with_file(dir, POLICY_SUFFIX).into_iter();
+    users
+        .filter_map(|uid| {
+            Some((
+                uid,
+                read(dir, uid)
+                    .map(|read| read.map(|(_, policy)| policy))
+                    .transpose()?,
+            ))
+        })
+        .collect()
+}
+
+/// Publishes a valid policy text for a user, or withdraws it with `None`. This process must run as
+/// that user or as root.
+///
+/// # Errors
+/// The error of the system.
+pub fn write(dir: &Path, uid: u32, text: Option<&str>) -> io::Result<()> {
+    owner_override::write_atomically(dir, uid, &policy_file(dir, uid), text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn own() -> u32 {
+        nix::unistd::geteuid().as_raw()
+    }
+
+    /// A policy is published, read and withdrawn, and is not mistaken for an override.
+    #[test]
+    fn policy_is_published_read_and_withdrawn() {
+        let dir = tempfile::tempdir().expect("a folder");
+        assert_eq!(read(dir.path(), own()), Ok(None));
+        write(dir.path(), own(), Some("leave_after = 30\n")).expect("written");
+        let policy = Policy::parse("x", "leave_after = 30").expect("good");
+        assert_eq!(
+            read(dir.path(), own()),
+            Ok(Some(("leave_after = 30\n".into(), policy.clone())))
+        );
+        assert_eq!(read_all(dir.path()), [(own(), Ok(policy))]);
+        assert_eq!(
+            owner_override::read_all(dir.path()),
+            (Vec::new(), Vec::new())
+        );
+        write(dir.path(), own(), None).expect("removed");
+        assert_eq!(fs::read_dir(dir.path()).expect("a folder").count(), 0);
+    }
+
+    /// A policy that another user could have written is not trusted, and a malformed one is refused
+    /// with its line.
+    #[test]
+    fn untrusted_or_malformed_policy_is_rejected() {
+        let dir = tempfile::tempdir().expect("a folder");
+        write(dir.path(), own(), Some("nice = 3\nowners = [\"me\"]\n")).expect("written");
+        let Err(PolicyRejection::Malformed(error)) = read(dir.path(), own()) else {
+            panic!("nobody names himself")
+        };
+        assert_eq!(error.line, 2);
+        let path = policy_file(dir.path(), own());
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o666)).expect("the test's own file");
+        assert!(
+            matches!(read(dir.path(), own()), Err(PolicyRejection::Untrusted(says)) if says.contains("not believed"))
+        );
+        fs::rename(&path, policy_file(dir.path(), own() + 1)).expect("the test's own file");
+        assert!(
+            matches!(read_all(dir.path())[..], [(uid, Err(PolicyRejection::Untrusted(_)))] if uid == own() + 1)
+        );
+    }
+}

@@ -1,0 +1,113 @@
+//! Tracks the resource manager to which this load watcher reports.
+//!
+//! The load watcher outlives the resource manager that started it, so that the owner of the host
+//! stays protected. The next resource manager requests the reports for itself.
+
+use libpvm::{Match, Vm};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use sempa_proto::body::Unpacker;
+use sempa_proto::load::TAG_REPORT_TO;
+use sempa_proto::rm::CTX_RM;
+use sempa_proto::task::{NotifyRequest, NotifyWhat};
+use sempa_proto::{Message, Tid};
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Tag of the notification that a resource manager has exited.
+const TAG_RM_GONE: i32 = 1;
+
+/// The resource manager that receives the reports, if there is one.
+#[derive(Debug)]
+pub(crate) struct RmSubscription {
+    tid: Mutex<Option<Tid>>,
+    /// Readable after another resource manager has requested the reports.
+    changed: EventFd,
+}
+
+impl RmSubscription {
+    /// Starts to track the resource manager in a thread. Reports go to `rm` until it exits or
+    /// another one requests them. When the virtual machine ends, this process exits.
+    ///
+    /// # Errors
+    /// The error of the system or of the daemon.
+    pub(crate) fn start(vm: &Vm, rm: Option<Tid>) -> anyhow::Result<Arc<RmSubscription>> {
+        let news = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let boss = Arc::new(RmSubscription {
+            tid: Mutex::new(rm),
+            changed: news,
+        });
+        rm.map(|rm| notify_on_exit(vm, rm)).transpose()?;
+        let (vm, shared) = (vm.clone(), Arc::clone(&boss));
+        std::thread::Builder::new()
+            .name("boss".into())
+            .spawn(move || {
+                // No other messages arrive with this context.
+                while let Ok(message) = vm.recv(Match::any().ctx(CTX_RM)) {
+                    shared.handle_message(&vm, &message);
+                }
+                drop(vm.exit());
+                std::process::exit(0);
+            })?;
+        Ok(boss)
+    }
+
+    fn handle_message(&self, vm: &Vm, message: &Message) {
+        let mut tid = self.tid.lock().unwrap_or_else(PoisonError::into_inner);
+        match message.tag {
+            TAG_RM_GONE => {
+                let gone = Unpacker::xdr(message.body.clone())
+                    .int()
+                    .ok()
+                    .map(Tid::from_raw);
+                if *tid == gone {
+                    *tid = None;
+                }
+            }
+            TAG_REPORT_TO if message.src.is_task() => {
+                *tid = Some(message.src);
+                // If it has already exited, the notification arrives immediately.
+                drop(notify_on_exit(vm, message.src));
+                let _ = self.changed.write(1);
+            }
+            _ => {}
+        }
+    }
+
+    /// Returns the tid of the resource manager that receives the reports.
+    pub(crate) fn tid(&self) -> Option<Tid> {
+        *self.tid.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns true once after another resource manager has requested the reports.
+    pub(crate) fn take_change(&self) -> bool {
+        self.changed.read().is_ok()
+    }
+
+    /// Creates an epoll descriptor that is readable when another resource manager requests the
+    /// reports, or when one of `others` is readable.
+    ///
+    /// # Errors
+    /// If no descriptor is left.
+    pub(crate) fn epoll_with<'a>(
+        &self,
+        others: impl IntoIterator<Item = BorrowedFd<'a>>,
+    ) -> nix::Result<Epoll> {
+        let all = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        all.add(&self.changed, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        for other in others {
+            all.add(other, EpollEvent::new(EpollFlags::EPOLLIN, 1))?;
+        }
+        Ok(all)
+    }
+}
+
+/// Requests a notification when a resource manager exits.
+fn notify_on_exit(vm: &Vm, rm: Tid) -> Result<(), libpvm::Error> {
+    vm.notify(NotifyRequest {
+        what: NotifyWhat::TaskExit(vec![rm]),
+        ctx: CTX_RM,
+        tag: TAG_RM_GONE,
+        cancel: false,
+    })
+}
