@@ -1,6 +1,6 @@
 //! Blocking adapter for a QUIC stream of a session: threads read and write it as they do a socket.
 
-use super::bulk_tcp::STALL_TIMEOUT;
+use super::limits::STALL_TIMEOUT;
 use quinn::{RecvStream, SendStream};
 use std::future::Future;
 use std::io::{self, ErrorKind};

@@ -10,10 +10,10 @@ use super::bulk_tcp::{
     end_over_stream,
 };
 use super::log::Log;
-use super::session::{SessionContext, StreamPurpose, open_bidirectional};
+use super::session::{StreamPurpose, open_bidirectional};
+use super::session_input::{BulkContent, SessionContext};
 use quinn::{Connection, RecvStream, SendStream};
 use sempa_proto::{HostId, MigrationId};
-use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::io::{self, ErrorKind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,15 +27,6 @@ const TCP_RETRY_INTERVAL: Duration = Duration::from_secs(600);
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Sent by the end that accepts a session stream.
 const ACCEPTED: [u8; 1] = [1];
-
-/// What a bulk transfer carries.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) enum BulkContent {
-    /// Images of a migration or checkpoint.
-    Images,
-    /// Memory of a task in post-copy.
-    Memory,
-}
 
 type Streams = (SendStream, RecvStream);
 

@@ -12,6 +12,7 @@
 //! - The first record of the connecting end is empty and proves that this end has the keys.
 
 use super::blocking_stream::BlockingStream;
+use super::limits::STALL_TIMEOUT;
 use super::zeros;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, NONCE_LEN, Nonce, UnboundKey};
 use ring::rand::{SecureRandom, SystemRandom};
@@ -43,9 +44,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const TCP_CONNECT_TIMEOUT: Duration = Duration::from_millis(2500);
 /// Most connections without a proof; further ones wait.
 const UNPROVEN_CONNECTIONS_MAX: usize = 8;
-/// Time without progress on a connection, in either direction, after which it is aborted. The
-/// session detects a dead host much earlier.
-pub(super) const STALL_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The port of a sender's listener, and the salt that makes the keys of this connection unique.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

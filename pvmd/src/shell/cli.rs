@@ -1,6 +1,7 @@
 //! The command line of `pvmd`. As in PVM, option values may follow the option without a space.
 
-use super::daemon::{self, DaemonSetup, Role, env_var};
+use super::daemon::{self, DaemonSetup, Role};
+use super::env::{env_var, root_refusal, runtime_paths_variable};
 use super::host_env::HostEnvironmentSettings;
 use super::net::DEFAULT_LEASE;
 use super::runtime_dir::RuntimeDir;
@@ -83,13 +84,6 @@ pub fn main() -> i32 {
     }
 }
 
-/// Returns why root may not run a daemon here, or `None` if this is allowed.
-pub(crate) fn root_refusal(allowed_by_master: bool) -> Option<String> {
-    let allowed = allowed_by_master || std::env::var_os("PVM_ALLOW_ROOT").is_some();
-    (getuid().is_root() && !allowed)
-        .then(|| "root does not run a virtual machine unless PVM_ALLOW_ROOT is set: be another user, or set it".into())
-}
-
 fn run_master(arguments: Arguments) -> anyhow::Result<()> {
     if let Some(text) = root_refusal(false) {
         bail!(text);
@@ -149,17 +143,6 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         let _ = writeln!(out, "{}", ready_daemon.socket.display()).and_then(|()| out.flush());
         Ok(())
     })
-}
-
-/// Looks up a variable for [`Place::of`]. The directory is made absolute, because tasks and
-/// migrations use it from other directories.
-pub(crate) fn runtime_paths_variable(name: &str) -> Option<String> {
-    let value = env_var(name)?;
-    if name != "PVM_TMP" {
-        return Some(value);
-    }
-    let absolute = std::path::absolute(&value).map(|path| path.to_string_lossy().into_owned());
-    Some(absolute.unwrap_or(value))
 }
 
 fn configured_lease() -> anyhow::Result<Duration> {

@@ -6,6 +6,7 @@
 use super::bulk_fallback::BulkFallbacks;
 use super::checkpoints::{CheckpointStore, StoreSettings};
 use super::driver::{DaemonParts, Driver};
+use super::env::env_var;
 use super::failpoints::Failpoints;
 use super::host_env::{
     ARCH, DSIG, HostEnvironment, HostEnvironmentSettings, library_folder, programs_folder,
@@ -96,11 +97,6 @@ const NEEDED_CAPABILITIES: [Capability; 3] = [
     // For raising the priority of threads that send images.
     Capability::SYS_NICE,
 ];
-
-/// Returns an environment variable if it is set and not empty.
-pub(crate) fn env_var(name: &str) -> Option<String> {
-    std::env::var(name).ok().filter(|value| !value.is_empty())
-}
 
 /// Runs a daemon to its end. `announce` is called once the daemon is ready.
 ///

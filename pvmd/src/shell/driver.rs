@@ -9,19 +9,18 @@ use super::failpoints::{Failpoints, StepEdge};
 use super::host_env::HostEnvironment;
 use super::host_start::HostStarter;
 use super::images::ImageTransfers;
-use super::input::Input;
+use super::input::{Input, TaskConnection};
 use super::log::Log;
 use super::memory_transfer::MemoryTransfers;
 use super::migration_files::MigrationFiles;
-use super::net::{Net, NetInput, SessionChange};
+use super::net::{Net, SessionChange};
 use super::outbox::Outgoing;
 use super::program_state::ProgramStateFiles;
 use super::reply_spin::ReplySpinner;
 use super::runtime_dir::RuntimeDir;
+use super::session_input::NetInput;
 use super::sys::signal_process;
-use super::task_listener::{
-    DISCONNECT_TIMEOUT, TASK_CONTROL_BYTES_MAX, TASK_READ_TIMEOUT, TaskConnection,
-};
+use super::task_listener::{DISCONNECT_TIMEOUT, TASK_CONTROL_BYTES_MAX, TASK_READ_TIMEOUT};
 use super::tasker::TaskerProcess;
 use bytes::Bytes;
 use checkpoint::heap;

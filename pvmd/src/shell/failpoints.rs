@@ -3,7 +3,7 @@
 //! A fault injected while the daemon is stopped hits the migration at exactly that point,
 //! regardless of the load of the machine.
 
-use super::daemon::env_var;
+use super::env::env_var;
 use nix::sys::signal::{Signal, raise};
 use sempa_proto::Tid;
 use sempa_proto::migration::Step;

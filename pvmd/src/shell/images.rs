@@ -5,15 +5,16 @@
 //! ([`super::bulk_tcp`], [`super::bulk_fallback`]). Reading, encryption and writing run on blocking
 //! threads, so the daemon's loop never waits for a disk.
 
-use super::bulk_fallback::{BulkContent, BulkFallbacks};
+use super::bulk_fallback::BulkFallbacks;
 use super::bulk_tcp::{BulkConnection, BulkListener, ConnectionOffer, RecordReader, RecordWriter};
 use super::image_transfer::{DirState, Sender, SentAmounts, SharedDirState, receive};
 use super::input::{Input, InputSender};
 use super::log::Log;
-use super::net::{Net, TransferAnnouncement};
+use super::net::Net;
 use super::rate_limit::RateLimit;
 use super::runtime_dir::remove_images;
-use super::session::{SessionContext, StreamPurpose, open_announcement, read_frame};
+use super::session::{StreamPurpose, open_announcement, read_frame};
+use super::session_input::{BulkContent, SessionContext, TransferAnnouncement};
 use super::sys::PriorityBoost;
 use pvmd_machine::io::Event;
 use quinn::{Connection, RecvStream, SendStream, VarInt};

@@ -1,12 +1,15 @@
 //! Inputs of the daemon's loop, sent by the tokio tasks that serve its streams, and a rate limit
 //! for log lines about unauthenticated peers.
 
-use super::net::NetInput;
-use super::task_listener::TaskConnection;
-use pvmd_machine::io::Event;
+use super::local_socket::LocalSocket;
+use super::outbox::Outbox;
+use super::session_input::NetInput;
+use pvmd_machine::io::{ConnId, Event};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 /// Capacity of the input queue. Readers wait when it is full, so a flood is held back at the
 /// sockets.
@@ -20,6 +23,21 @@ pub(crate) enum Input {
     TaskConnected(TaskConnection),
     /// Comes from the sessions with other daemons.
     Net(NetInput),
+}
+
+/// A connected task, as the loop sees it.
+#[derive(Debug)]
+pub(crate) struct TaskConnection {
+    pub(crate) conn: ConnId,
+    /// Process id from the peer credentials.
+    pub(crate) pid: i32,
+    /// Pidfd of that process, or the reason why it could not be opened.
+    pub(crate) process: std::io::Result<OwnedFd>,
+    pub(crate) socket: Arc<LocalSocket>,
+    /// Queue of frames to send.
+    pub(crate) outbox: Outbox,
+    /// Set to a reason to close the connection immediately.
+    pub(crate) close_reason: watch::Sender<Option<String>>,
 }
 
 /// Sends inputs to the loop.

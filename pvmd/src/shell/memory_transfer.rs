@@ -8,14 +8,15 @@
 //! earlier, the target's daemon reports [`Event::MemoryLost`] and keeps the socket open: the task
 //! that needs the memory must be dead before the engine sees the end of its stream.
 
-use super::bulk_fallback::{BulkContent, BulkFallbacks};
+use super::bulk_fallback::BulkFallbacks;
 use super::bulk_tcp::{BulkConnection, BulkListener, ConnectionOffer, RecordReader, RecordWriter};
 use super::input::{Input, InputSender};
 use super::log::Log;
-use super::net::{Net, TransferAnnouncement};
+use super::net::Net;
 use super::rate_limit::RateLimit;
 use super::runtime_dir::remove_any;
 use super::session::{StreamPurpose, open_announcement, read_frame};
+use super::session_input::{BulkContent, TransferAnnouncement};
 use super::sys::{PriorityBoost, unread_by_peer};
 use super::zeros::{self, Part};
 use pvmd_machine::io::Event;

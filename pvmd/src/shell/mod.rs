@@ -4,7 +4,8 @@
 //! feeds it events and carries out its outputs.
 //!
 //! - [`cli`], `slave`, `daemon`: how a daemon starts and ends.
-//! - `driver`, `input`: its loop and the inputs of the loop.
+//! - `driver`, `input`, `session_input`: its loop and the inputs of the loop.
+//! - `env`, `limits`: environment variables and limits that several modules use.
 //! - `runtime_dir`, `log`, `migration_files`: runtime directory and lock, log, small files of
 //!   migrations.
 //! - `task_listener`, `local_socket`, `descriptors`, `outbox`: connections of tasks, their sockets,
@@ -35,12 +36,14 @@ pub mod cli;
 mod daemon;
 mod descriptors;
 mod driver;
+mod env;
 mod failpoints;
 mod host_env;
 mod host_start;
 mod image_transfer;
 mod images;
 mod input;
+mod limits;
 mod local_socket;
 mod log;
 mod manual_start;
@@ -57,6 +60,7 @@ mod reply_spin;
 mod runtime_dir;
 mod sealed_bootstrap;
 mod session;
+mod session_input;
 mod slave;
 mod ssh;
 mod sys;

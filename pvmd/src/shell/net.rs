@@ -4,15 +4,15 @@
 //!
 //! Owned by the daemon's loop. [`super::session`] serves the streams of a session.
 
-use super::bulk_fallback::BulkContent;
 use super::input::{Input, InputSender, LogRateLimit};
+use super::limits::DATAGRAM_BYTES_MAX;
 use super::log::Log;
 use super::outbox::{LINK_BYTES_MAX, Outbox, Outgoing, outbox};
 use super::pki::{HostCredentials, host_name, host_of_certificate};
 use super::session::{
-    self, CLOSE_DUPLICATE, CLOSE_EXPELLED, CLOSE_LEAVING, CLOSE_SILENT, DataItem, SessionContext,
-    SessionQueues, describe,
+    self, CLOSE_DUPLICATE, CLOSE_EXPELLED, CLOSE_LEAVING, CLOSE_SILENT, describe,
 };
+use super::session_input::{DataItem, NetInput, SessionContext, SessionQueues};
 use super::udp_port::PortRuntime;
 use bytes::Bytes;
 use pvmd_machine::Event;
@@ -24,10 +24,10 @@ use quinn::{
 };
 use rustc_hash::FxHashMap;
 use rustls::pki_types::CertificateDer;
-use sempa_proto::frame::{FrameDecoder, encode_control};
+use sempa_proto::frame::encode_control;
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::migration::Failure;
-use sempa_proto::{HostId, MigrationId, Tid};
+use sempa_proto::{HostId, Tid};
 use std::collections::{HashMap, VecDeque};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
@@ -77,68 +77,8 @@ const FALLBACK_STREAMS_MAX: u32 = 64;
 const SEND_WINDOW_BYTES: u64 = 16 << 20;
 /// Initial congestion window of a path.
 const INITIAL_WINDOW_BYTES: u64 = 256 << 10;
-/// Largest datagram tried, for jumbo frames and loopback. The endpoint passes ten datagrams at once
-/// to the kernel, which accepts at most 65,507 bytes in one call and drops all ten otherwise.
-pub(super) const DATAGRAM_BYTES_MAX: u16 = 6400;
 /// Kernel buffers of the UDP port, if the user's limits allow them.
 const SOCKET_BUFFER_BYTES: usize = 8 << 20;
-
-/// Inputs from the sessions to the loop.
-#[derive(Debug)]
-pub(crate) enum NetInput {
-    /// A connection has completed its handshake.
-    HandshakeDone {
-        host: HostId,
-        connection: Connection,
-    },
-    /// A session is up.
-    SessionUp {
-        host: HostId,
-        number: u64,
-        channels: SessionQueues,
-    },
-    Control {
-        host: HostId,
-        number: u64,
-        message: HostMsg,
-    },
-    /// An item of the data channel, in the order of its stream.
-    Data {
-        host: HostId,
-        number: u64,
-        parcel: DataItem,
-    },
-    /// Announces an image transfer.
-    Images(TransferAnnouncement),
-    /// Announces a post-copy memory transfer.
-    Memory(TransferAnnouncement),
-    /// A session stream for a bulk transfer, because TCP is blocked.
-    FallbackStream {
-        host: HostId,
-        migration: MigrationId,
-        what: BulkContent,
-        streams: (quinn::SendStream, quinn::RecvStream),
-    },
-    /// A session has ended, or failed to come up.
-    SessionDown {
-        host: HostId,
-        number: u64,
-        why: String,
-    },
-    /// A connection attempt has ended. A successful one was reported before as
-    /// [`NetInput::HandshakeDone`].
-    DialEnded { host: HostId },
-}
-
-/// A transfer that another host announces on a stream of its own; the stream carries further data.
-#[derive(Debug)]
-pub(crate) struct TransferAnnouncement {
-    pub(crate) pair: SessionContext,
-    pub(crate) migration: MigrationId,
-    pub(crate) session: Connection,
-    pub(crate) stream: quinn::RecvStream,
-    pub(crate) decoder: FrameDecoder,
-}
 
 /// Changes of sessions reported by [`Net::handle_input`].
 #[derive(Debug)]

@@ -1,13 +1,14 @@
 //! Tests with the networks of two or three daemons on loopback: how sessions are established, and
 //! what they carry.
 
-use super::bulk_fallback::{BulkContent, BulkFallbacks};
+use super::bulk_fallback::BulkFallbacks;
 use super::images::ImageTransfers;
 use super::input::{INPUT_QUEUE_MAX, Input};
 use super::log::{self, Log};
-use super::net::{Net, NetInput, SessionChange, bind_udp};
+use super::net::{Net, SessionChange, bind_udp};
 use super::pki::{Authority, HostCredentials};
 use super::session::{StreamPurpose, open_bidirectional};
+use super::session_input::{BulkContent, NetInput};
 use bytes::Bytes;
 use pvmd_machine::Event;
 use pvmd_machine::lanes::LANES_MAX;

@@ -5,10 +5,11 @@
 //! its hello first. The other daemon sends nothing on a connection before that, so both always mean
 //! the same connection.
 
-use super::bulk_fallback::BulkContent;
 use super::input::{Input, InputSender};
-use super::net::{NetInput, TransferAnnouncement};
-use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, Outbox, OutboxReader, outbox};
+use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, OutboxReader, outbox};
+use super::session_input::{
+    BulkContent, DataItem, NetInput, SessionContext, SessionQueues, TransferAnnouncement,
+};
 use bytes::Bytes;
 use pvmd_machine::lanes::{Lane, LaneId, Main};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
@@ -72,39 +73,6 @@ struct StreamHello {
     from: HostId,
     to: HostId,
     purpose: StreamPurpose,
-}
-
-/// The two ends of a session, and its lease.
-#[derive(Clone, Debug)]
-pub(crate) struct SessionContext {
-    pub(crate) vm: String,
-    pub(crate) own_host: HostId,
-    /// The peer, as named by its certificate.
-    pub(crate) host: HostId,
-    /// Number of the session, unique in this daemon.
-    pub(crate) number: u64,
-    /// Silence after which the peer is considered lost.
-    pub(crate) lease: Duration,
-}
-
-/// An item of one of the streams that make up the data channel.
-#[derive(Debug)]
-pub(crate) enum DataItem {
-    /// From the main stream.
-    Main(Main<Carried>),
-    /// From a pair stream.
-    Lane(LaneId, Lane<Carried>),
-}
-
-/// The queues of a session that is up.
-#[derive(Clone, Debug)]
-pub(crate) struct SessionQueues {
-    /// The control stream; takes complete frames.
-    pub(crate) control: Outbox,
-    /// The main stream of the data channel.
-    pub(crate) data: Outbox,
-    /// For opening further streams and for closing the session.
-    pub(crate) connection: Connection,
 }
 
 /// Serves a connection as a session, from the hellos to its end, and reports the end.

@@ -8,8 +8,8 @@
 
 use super::address::ssh_session;
 use super::bootstrap::{BOOTSTRAP_BYTES_MAX, Bootstrap, ReadyReply, Refusal, host_of, reply_line};
-use super::cli::{root_refusal, runtime_paths_variable};
-use super::daemon::{self, DaemonSetup, Role, env_var};
+use super::daemon::{self, DaemonSetup, Role};
+use super::env::{env_var, root_refusal, runtime_paths_variable};
 use super::host_env::{ARCH, DSIG, HostEnvironmentSettings};
 use super::manual_start;
 use super::runtime_dir::{RuntimeDir, RuntimeDirError};

@@ -2,10 +2,10 @@
 //! both directions, and disconnects tasks that violate the protocol or do not read.
 
 use super::descriptors::{TaskFrameReader, send_with_descriptors};
-use super::input::{Input, InputSender, LogRateLimit};
+use super::input::{Input, InputSender, LogRateLimit, TaskConnection};
 use super::local_socket::LocalSocket;
 use super::log::Log;
-use super::outbox::{LINK_BYTES_MAX, Outbox, OutboxReader, Outgoing, outbox};
+use super::outbox::{LINK_BYTES_MAX, OutboxReader, Outgoing, outbox};
 use super::sys::peer_process;
 use pvmd_machine::io::{ConnId, Event};
 use sempa_proto::WIRE_VERSION;
@@ -35,21 +35,6 @@ pub(crate) const TASK_READ_TIMEOUT: Duration = Duration::from_secs(60);
 pub(crate) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most frames passed to the kernel in one call.
 const WRITE_FRAMES_MAX: usize = 64;
-
-/// A connected task, as the loop sees it.
-#[derive(Debug)]
-pub(crate) struct TaskConnection {
-    pub(crate) conn: ConnId,
-    /// Process id from the peer credentials.
-    pub(crate) pid: i32,
-    /// Pidfd of that process, or the reason why it could not be opened.
-    pub(crate) process: std::io::Result<OwnedFd>,
-    pub(crate) socket: Arc<LocalSocket>,
-    /// Queue of frames to send.
-    pub(crate) outbox: Outbox,
-    /// Set to a reason to close the connection immediately.
-    pub(crate) close_reason: watch::Sender<Option<String>>,
-}
 
 /// Listens at `path`, which must be in a private directory.
 ///

@@ -8,7 +8,7 @@
 //! - joins runs of equal datagrams, which the library makes ten at a time, into one system call of
 //!   the kernel's maximum size.
 
-use super::net::DATAGRAM_BYTES_MAX;
+use super::limits::DATAGRAM_BYTES_MAX;
 use super::sys::register;
 use quinn::udp::{EcnCodepoint, RecvMeta, Transmit, UdpSocketState};
 use quinn::{AsyncTimer, AsyncUdpSocket, Runtime, TokioRuntime, UdpPoller};
