@@ -12,7 +12,7 @@ use super::log::Log;
 use super::rate::Rate;
 use super::travel::Sent;
 use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError};
-use checkpoint_protocol::CutId;
+use checkpoint_protocol::SnapshotId;
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, Copies};
 use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
@@ -189,7 +189,7 @@ pub(crate) struct Sets {
     inputs: Inputs,
     log: Log,
     store: Arc<Mutex<Option<Store>>>,
-    drafts: Arc<Mutex<HashMap<CutId, Arc<Draft>>>>,
+    drafts: Arc<Mutex<HashMap<SnapshotId, Arc<Draft>>>>,
     open: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
     /// Checkpoints whose jobs ended or run again, in the order in which that must be written.
     marks: unwanted::Marks,
@@ -309,7 +309,7 @@ impl Sets {
     }
 
     /// Starts a checkpoint in the store. Reports [`Event::SetBegun`].
-    pub(crate) fn begin(&self, cut: CutId, job: Tid, now: Micros) {
+    pub(crate) fn begin(&self, cut: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
         self.work(move |store| {
             let result = store.and_then(|store| {
@@ -322,7 +322,7 @@ impl Sets {
     }
 
     /// Adds the images of a task to a checkpoint. Reports [`Event::PartKept`].
-    pub(crate) fn keep(&self, cut: CutId, migration: MigrationId, tid: Tid) {
+    pub(crate) fn keep(&self, cut: SnapshotId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.place.images(migration));
         self.work(move |_| {
             let draft = lock(&drafts).get(&cut).cloned();
@@ -334,7 +334,7 @@ impl Sets {
     }
 
     /// Completes a checkpoint. Reports [`Event::SetSealed`].
-    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
+    pub(crate) fn seal(&self, cut: SnapshotId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
         let (drafts, log, meta) = (
             self.drafts.clone(),
             self.log.clone(),
@@ -357,7 +357,7 @@ impl Sets {
     }
 
     /// Removes an incomplete checkpoint.
-    pub(crate) fn abandon(&self, cut: CutId) {
+    pub(crate) fn abandon(&self, cut: SnapshotId) {
         let draft = lock(&self.drafts).remove(&cut);
         tokio::task::spawn_blocking(move || drop(draft));
     }

@@ -16,7 +16,7 @@ fn is_written(sim: &Sim, tid: Tid) -> bool {
         .as_ref()
         .expect("it is the master");
     let cuts = &master.keeping.cuts;
-    cuts.of_task(tid).is_some() && cuts.keeps(tid).is_none()
+    cuts.part_of(tid).is_some() && cuts.binding_part(tid).is_none()
 }
 
 /// True if the checkpoint forbids the task to migrate.
@@ -26,7 +26,7 @@ fn is_kept(sim: &Sim, tid: Tid) -> bool {
         .master
         .as_ref()
         .expect("it is the master");
-    master.keeping.cuts.keeps(tid).is_some()
+    master.keeping.cuts.binding_part(tid).is_some()
 }
 
 /// True if the migration was refused because of a checkpoint.
@@ -104,8 +104,7 @@ fn written_task_may_migrate_before_checkpoint_ends() {
 
 /// A task that an owner evicts leaves during a checkpoint, and the checkpoint is made afterwards.
 #[test]
-fn eviction_takes_precedence_over_checkpoint()
-{
+fn eviction_takes_precedence_over_checkpoint() {
     let (mut in_the_way, mut sets) = (0, 0);
     for seed in seeds(150) {
         let mut scene = Scene::new(seed, 3, 5);
