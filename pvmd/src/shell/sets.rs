@@ -11,7 +11,10 @@ use super::input::{Input, Inputs};
 use super::log::Log;
 use super::rate::Rate;
 use super::travel::Sent;
-use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError};
+use checkpoint::store::{
+    CheckpointDraft, CheckpointId, CheckpointStore, InvalidCheckpointId, StoreError, StoreLimits,
+    StoredCheckpoint,
+};
 use checkpoint_protocol::SnapshotId;
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, Copies};
@@ -44,7 +47,7 @@ const STORE_BYTES_MIN: u64 = 1_000_000;
 pub(crate) struct Whereabouts {
     dir: PathBuf,
     key: PathBuf,
-    limits: Limits,
+    limits: StoreLimits,
     copies: Copies,
 }
 
@@ -95,8 +98,8 @@ impl Whereabouts {
         &self.copies
     }
 
-    fn open(&self, vm: &str) -> Result<Store, StoreError> {
-        Ok(Store::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
+    fn open(&self, vm: &str) -> Result<CheckpointStore, StoreError> {
+        Ok(CheckpointStore::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
     }
 
     /// Returns the highest task number in stored checkpoints for each host; these tids must not be
@@ -116,8 +119,8 @@ impl Whereabouts {
         }
         let store = self.open(vm)?;
         // On failure the superfluous checkpoints stay listed.
-        let _ = store.tidy(now, |_| false);
-        let (sets, _) = store.list()?;
+        let _ = store.remove_expired(now, |_| false);
+        let (sets, _) = store.list_checkpoints()?;
         for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
             if let Some(home) = tid.home() {
                 let highest = spared.entry(home).or_insert(0);
@@ -128,14 +131,14 @@ impl Whereabouts {
     }
 }
 
-fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
-    let mut limits = Limits::default();
+fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, String> {
+    let mut limits = StoreLimits::default();
     if let Some(text) = env("SEMPA_STORE_SETS") {
         let sets = text
             .parse()
             .ok()
             .filter(|sets| (1..=SETS_MAX).contains(sets));
-        limits.sets_max = sets.ok_or_else(|| {
+        limits.checkpoints_max = sets.ok_or_else(|| {
             format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {SETS_MAX}: no checkpoint is written before it is")
         })?;
     }
@@ -188,9 +191,9 @@ pub(crate) struct Sets {
     whereabouts: Result<Whereabouts, String>,
     inputs: Inputs,
     log: Log,
-    store: Arc<Mutex<Option<Store>>>,
-    drafts: Arc<Mutex<HashMap<SnapshotId, Arc<Draft>>>>,
-    open: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
+    store: Arc<Mutex<Option<CheckpointStore>>>,
+    drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
+    open: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
     /// Checkpoints whose jobs ended or run again, in the order in which that must be written.
     marks: unwanted::Marks,
 }
@@ -226,7 +229,7 @@ impl Sets {
     }
 
     /// Runs work with the store on a blocking thread and sends the event that it returns.
-    fn work(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
+    fn work(&self, work: impl FnOnce(Result<CheckpointStore, String>) -> Event + Send + 'static) {
         let inputs = self.inputs.clone();
         self.aside(move |store| {
             let _ = inputs.blocking_send(Input::Event(work(store)));
@@ -234,7 +237,7 @@ impl Sets {
     }
 
     /// Runs work with the store on a blocking thread.
-    fn aside(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+    fn aside(&self, work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static) {
         self.aside_after(None, work);
     }
 
@@ -242,7 +245,7 @@ impl Sets {
     fn aside_after(
         &self,
         after: Option<JoinHandle<()>>,
-        work: impl FnOnce(Result<Store, String>) + Send + 'static,
+        work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static,
     ) {
         let open = self.opening();
         let work = move || work(open());
@@ -256,7 +259,7 @@ impl Sets {
     }
 
     /// Returns a function that opens the store unless it is open. It may wait for the disk.
-    fn opening(&self) -> impl FnOnce() -> Result<Store, String> + Send + 'static {
+    fn opening(&self) -> impl FnOnce() -> Result<CheckpointStore, String> + Send + 'static {
         let (store, whereabouts) = (self.store.clone(), self.whereabouts.clone());
         let vm = self.place.vm().to_string();
         move || {
@@ -278,12 +281,12 @@ impl Sets {
     ) -> impl FnOnce(Outgoing<Line>, &Rate) -> Result<Sent, Failure> + Send + 'static {
         let open = self.opening();
         move |out, rate| {
-            let id: SetId = name
+            let id: CheckpointId = name
                 .parse()
-                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+                .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
             let set = store
-                .open_set(&id)
+                .open_checkpoint(&id)
                 .map_err(|e| Failure::Io(e.to_string()))?;
             send_set(&set, out, rate)
         }
@@ -298,9 +301,9 @@ impl Sets {
     ) -> impl FnOnce(&mut Incoming<Line>) -> Result<u64, Failure> + Send + 'static {
         let (open, inputs, log) = (self.opening(), self.inputs.clone(), self.log.clone());
         move |incoming| {
-            let id: SetId = name
+            let id: CheckpointId = name
                 .parse()
-                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+                .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
             let bytes = receive_set(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
             unwanted::tidy(Ok(store), now, &[], &inputs, &log);
@@ -367,8 +370,10 @@ impl Sets {
         let open = self.open.clone();
         self.work(move |store| {
             let result = store.and_then(|store| {
-                let id: SetId = name.parse().map_err(|e: NotASetId| e.to_string())?;
-                let set = store.open_set(&id).map_err(|e| e.to_string())?;
+                let id: CheckpointId = name
+                    .parse()
+                    .map_err(|e: InvalidCheckpointId| e.to_string())?;
+                let set = store.open_checkpoint(&id).map_err(|e| e.to_string())?;
                 let meta: SetMeta =
                     from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
                 lock(&open).insert(restart, Arc::new(set));
@@ -411,16 +416,17 @@ impl Sets {
             return;
         }
         self.work(move |store| {
-            let listed = store.and_then(|store| store.list().map_err(|e| e.to_string()));
+            let listed =
+                store.and_then(|store| store.list_checkpoints().map_err(|e| e.to_string()));
             let result = listed.map(|(sets, broken)| {
                 let whole = sets.into_iter().map(|set| SetEntry {
                     set: set.id.to_string(),
                     job: set.job,
-                    made: set.made,
+                    made: set.started,
                     tasks: u32::try_from(set.parts.len()).unwrap_or(u32::MAX),
                     bytes: set.bytes,
                     broken: None,
-                    ended: set.ended,
+                    ended: set.job_ended_at,
                     copies: Vec::new(),
                 });
                 let broken = broken.into_iter().map(|(set, why)| SetEntry {
@@ -549,8 +555,8 @@ mod tests {
         .expect("good");
         assert_eq!(
             at.limits,
-            Limits {
-                sets_max: 2,
+            StoreLimits {
+                checkpoints_max: 2,
                 bytes_max: 1_000_000
             }
         );
@@ -561,15 +567,15 @@ mod tests {
             draft.add(tid, &images).expect("added");
             draft.finish(b"").expect("complete");
             store
-                .tidy(Micros(second * 1_000_000), |_| false)
+                .remove_expired(Micros(second * 1_000_000), |_| false)
                 .expect("tidied");
         }
         let made: Vec<Micros> = store
-            .list()
+            .list_checkpoints()
             .expect("listed")
             .0
             .iter()
-            .map(|set| set.made)
+            .map(|set| set.started)
             .collect();
         assert_eq!(
             (made.len(), made.iter().min()),
@@ -584,7 +590,7 @@ mod tests {
         let usual = whereabouts(dir, &[]).expect("good");
         assert_eq!(
             (usual.limits, usual.copies),
-            (Limits::default(), Copies::Number(0))
+            (StoreLimits::default(), Copies::Number(0))
         );
         let wrong = [
             ("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]),
