@@ -1,7 +1,7 @@
 //! A dump may take several attempts. This module holds the state of an attempt and the delay before
 //! the next one.
 
-use checkpoint::again::Again;
+use checkpoint::dump_retry::DumpRetry;
 use checkpoint::engine::{Cancel, SentPages};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -21,7 +21,7 @@ pub(crate) struct Attempt {
     pub(crate) begun: Instant,
     pub(crate) is_first: bool,
     /// Delays before further attempts.
-    pub(crate) again: Again,
+    pub(crate) again: DumpRetry,
 }
 
 impl Attempt {
@@ -37,7 +37,7 @@ impl Attempt {
             sent,
             begun: Instant::now(),
             is_first: true,
-            again: Again::default(),
+            again: DumpRetry::default(),
         }
     }
 }

@@ -16,9 +16,9 @@ use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{Stage, Target};
 use crate::workers::Outcome;
-use checkpoint::carried::{Note, Notes, name_it};
 use checkpoint::engine::Cancel;
-use checkpoint::facts::{self, CARRIED_BYTES_MAX, CARRIED_FILES_MAX, OpenFile};
+use checkpoint::facts::{self, COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile};
+use checkpoint::file_transfer_journal::{FileTransferJournal, JournalEntry, rename_no_replace};
 use nix::fcntl::{AtFlags, OFlag, openat};
 use nix::sys::stat::{Mode, fstatat};
 use nix::unistd::{Gid, UnlinkatFlags, fchown, unlinkat};
@@ -53,13 +53,13 @@ pub(crate) struct Carried {
 /// # Errors
 /// A file cannot be read, or they exceed the limits.
 pub(crate) fn gather(dir: &Path, root: i32, processes: &[i32]) -> Result<Vec<Carried>, Failure> {
-    let open = facts::files_to_carry(root, processes);
-    if open.len() > CARRIED_FILES_MAX {
+    let open = facts::files_to_copy(root, processes);
+    if open.len() > COPIED_FILES_MAX {
         return Err(Failure::Io(format!(
-            "it has more than {CARRIED_FILES_MAX} files open that are to be carried along"
+            "it has more than {COPIED_FILES_MAX} files open that are to be carried along"
         )));
     }
-    let mut left = CARRIED_BYTES_MAX;
+    let mut left = COPIED_BYTES_MAX;
     let mut carried = Vec::new();
     for (number, file) in open.into_iter().enumerate() {
         let image = format!("{NAME}{number}");
@@ -83,7 +83,7 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     let from = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
-        .open(&file.through)?;
+        .open(&file.fd_path)?;
     let mut to = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -92,7 +92,7 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     let copied = io::copy(&mut from.take(bytes_max + 1), &mut to)?;
     let too_much = || {
         io::Error::other(format!(
-            "all of them have more than {CARRIED_BYTES_MAX} bytes"
+            "all of them have more than {COPIED_BYTES_MAX} bytes"
         ))
     };
     if copied > bytes_max {
@@ -105,13 +105,13 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
 /// Files that were written to their original paths. Dropping this removes them unless they are
 /// kept.
 #[derive(Debug, Default)]
-pub(crate) struct Made(Option<Notes>);
+pub(crate) struct Made(Option<FileTransferJournal>);
 
 impl Made {
     /// Keeps the files: the task runs on this host and owns them.
     pub(crate) fn keep(self) {
         if let Some(notes) = self.0 {
-            notes.keep();
+            notes.keep_files();
         }
     }
 }
@@ -132,7 +132,7 @@ fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
             dir.display()
         ))
     };
-    let mut notes = Notes::beside(dir).map_err(noted)?;
+    let mut notes = FileTransferJournal::create_next_to(dir).map_err(noted)?;
     for file in files {
         let done = put_one(dir, file, &mut notes);
         done.map_err(|e| {
@@ -146,15 +146,15 @@ fn put(dir: &Path, files: &[Carried]) -> Result<Made, Failure> {
 }
 
 /// Writes the content under a temporary name first, then renames the file.
-fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
-    let (folder, name) = facts::folder_of(&file.path)?;
+fn put_one(dir: &Path, file: &Carried, notes: &mut FileTransferJournal) -> io::Result<()> {
+    let (folder, name) = facts::open_parent_dir(&file.path)?;
     // An existing file stays: the feasibility check has found that it is the right one, or the
     // engine will report that it is not.
     if fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
         return Ok(());
     }
     let nameless = OsString::from(format!("{NAMELESS}{:016x}", roll()));
-    notes.add(Note::Nameless(file.path.with_file_name(&nameless)))?;
+    notes.record(JournalEntry::Temporary(file.path.with_file_name(&nameless)))?;
     let flags =
         OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let mut to: File = openat(
@@ -176,8 +176,12 @@ fn put_one(dir: &Path, file: &Carried, notes: &mut Notes) -> io::Result<()> {
     }
     // Set last, because a change of the group clears some mode bits.
     to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
-    notes.add(Note::Named(file.path.clone(), meta.dev(), meta.ino()))?;
-    if !name_it(&folder, &nameless, &name)? {
+    notes.record(JournalEntry::Final(
+        file.path.clone(),
+        meta.dev(),
+        meta.ino(),
+    ))?;
+    if !rename_no_replace(&folder, &nameless, &name)? {
         // Another process has created the file meanwhile.
         unlinkat(&folder, nameless.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
     }
@@ -393,7 +397,7 @@ mod tests {
         let files = ["data/a", "data/old"].map(|path| place.carried(path, "new"));
         std::mem::forget(place.put(&files).expect("put"));
         assert!(place.at("data/a").exists());
-        checkpoint::carried::undo_all(&place.real);
+        checkpoint::file_transfer_journal::undo_all(&place.real);
         let left: Vec<_> = std::fs::read_dir(place.at("data"))
             .expect("there")
             .flatten()

@@ -545,7 +545,10 @@ impl Supervisor {
         if !engine.may_try_again(root, failure) {
             return false;
         }
-        let Some(pause) = attempt.again.pause(micros(attempt.begun.elapsed()), roll()) else {
+        let Some(pause) = attempt
+            .again
+            .next_delay(micros(attempt.begun.elapsed()), roll())
+        else {
             return false;
         };
         let (failure, cancel) = (failure.clone(), Cancel::new());

@@ -11,7 +11,7 @@ use crate::moves::{EngineState, Moves};
 use crate::namespace::{Namespace, Spare};
 use crate::sys::{self, Inherited, StartGuard};
 use crate::task::{self, EXEC_ALLOWED, HELD_SIGNALS_MAX, Output, Phase, Task};
-use checkpoint::heap;
+use checkpoint::allocator;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -190,7 +190,7 @@ impl Supervisor {
                 .take_if(|at| *at <= Instant::now())
                 .is_some()
             {
-                heap::give_back_freed();
+                allocator::trim_freed();
             }
             self.look_at_leftovers();
             self.look_at_stopping();

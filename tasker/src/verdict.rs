@@ -5,7 +5,7 @@ use crate::moves::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
 use crate::workers::Outcome;
 use checkpoint::engine::Cancel;
-use checkpoint::facts::{self, Subject, ThisHost};
+use checkpoint::facts::{self, TaskProcesses, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
@@ -56,7 +56,7 @@ impl Supervisor {
             });
             return self.seen(by, Err(refused));
         };
-        let subject = Subject {
+        let subject = TaskProcesses {
             root: pid,
             processes: namespace.pids(),
         };
@@ -111,7 +111,7 @@ impl Supervisor {
         let host = ThisHost::new(self.moves.hashes.clone(), promised);
         let work = move || Outcome::Judged {
             by,
-            verdict: facts::compare(&facts, &host),
+            verdict: facts::judge_task(&facts, &host),
         };
         if let Err(why) = self.begin_uncancelled(work) {
             self.judged(by, vec![no_room(&why)]);

@@ -83,7 +83,7 @@ fn a_program_that_is_built_runs_only_when_it_is_told_to() {
             start: shell(&format!("echo hello; touch {}", file.display())),
         });
         let pid = restored(tasker).expect("built");
-        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        let state = checkpoint::status::ProcStatus::of(pid).expect("it is there");
         assert!(
             state
                 .field("State")
@@ -169,7 +169,7 @@ fn a_program_that_is_held_when_it_is_told_to_run_begins_when_it_is_free() {
         tasker.until(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Ran { .. }).then_some(())
         });
-        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        let state = checkpoint::status::ProcStatus::of(pid).expect("it is there");
         assert!(
             state
                 .field("State")

@@ -2,7 +2,7 @@
 //! store, and what can be done.
 
 use super::id::CheckpointId;
-use crate::facts::room::free_bytes;
+use crate::facts::available_resources::free_bytes;
 use sempa_proto::Tid;
 use std::fmt;
 use std::io;

@@ -22,7 +22,7 @@ use super::tasker::Tasker;
 use super::vigil::Vigil;
 use super::world::DaemonWorld;
 use bytes::Bytes;
-use checkpoint::heap;
+use checkpoint::allocator;
 use pvmd_machine::{ConnId, Event, Machine, Output, World};
 use sempa_proto::frame::encode_control;
 use sempa_proto::host::Carried;
@@ -545,7 +545,7 @@ impl Driver {
         }
         self.parts.net.tick();
         if self.gave_back.elapsed() >= GIVE_BACK_EVERY && self.parts.images.gives_back() {
-            heap::give_back_freed();
+            allocator::trim_freed();
             self.gave_back = Instant::now();
         }
         if self

@@ -3,7 +3,7 @@
 //! All disk access runs on blocking threads; each operation reports its end as an event.
 
 use super::input::{Input, Inputs};
-use checkpoint::state::{self, Room, Staged, StateError};
+use checkpoint::state_files::{self, SpaceReservations, StagedFiles, StateError};
 use pvmd_machine::io::Event;
 use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
@@ -16,17 +16,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Staged files by migration; `None` while they are being staged.
-type All = Arc<Mutex<HashMap<MigrationId, Option<Staged>>>>;
+type All = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
 /// The operations in progress on such files.
 pub(crate) struct States {
     place: Place,
     inputs: Inputs,
     staged: All,
-    room: Arc<Room>,
+    room: Arc<SpaceReservations>,
 }
 
-fn lock(staged: &All) -> MutexGuard<'_, HashMap<MigrationId, Option<Staged>>> {
+fn lock(staged: &All) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
     staged.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -58,7 +58,7 @@ impl States {
         // drop. A failure shows when the directory is used.
         let _ = DirBuilder::new().mode(0o700).create(&images);
         self.work(move || {
-            let collected = state::collect(&files, &dir, &images, &room);
+            let collected = state_files::collect(&files, &dir, &images, &room);
             let result = collected
                 .map(|(files, bytes)| DumpReport { bytes, files })
                 .map_err(|e| io(&e));
@@ -72,7 +72,7 @@ impl States {
         let (images, staged) = (self.place.images(migration), self.staged.clone());
         lock(&staged).insert(migration, None);
         self.work(move || {
-            let result = state::stage(&files, &dir, &images)
+            let result = state_files::stage(&files, &dir, &images)
                 .map_err(|e| io(&e))
                 .map(|all| {
                     // If the migration was dropped meanwhile, the staged files are dropped with
@@ -93,7 +93,7 @@ impl States {
             let gone = || Failure::CalledOff("it was given up".into());
             let result = all
                 .ok_or_else(gone)
-                .and_then(|all| all.name().map_err(|e| io(&e)));
+                .and_then(|all| all.install().map_err(|e| io(&e)));
             Event::StateNamed { migration, result }
         });
     }
