@@ -1,24 +1,25 @@
 //! Migration and checkpointing of tasks on one host: inspecting, dumping and restoring processes,
 //! and storing checkpoints. The protocol between the hosts is the crate `checkpoint_protocol`.
 //!
-//! * [`again`]: delays between attempts of a dump that collided with another one.
-//! * [`carried`]: journal of files that were copied to the target for a task that does not run yet.
-//! * [`engine`]: the interface of dump engines.
-//! * [`criu`]: the engine for any process.
-//! * [`facts`]: properties and resources of a task, and the verdict of a host on them.
-//! * [`heap`]: settings of the memory allocator.
-//! * [`rights`]: dropping of capabilities.
-//! * [`state`]: state files of programs that write their own checkpoints.
-//! * [`status`]: `/proc/PID/status`.
-//! * [`store`]: the store for checkpoints of jobs.
+//! * [`dump_retry`][]: delays between attempts of a dump that collided with another one.
+//! * [`file_transfer_journal`][]: journal of files that were copied to the target for a task that
+//!   does not run yet.
+//! * [`engine`][]: the interface of dump engines.
+//! * [`criu`][]: the engine for any process.
+//! * [`facts`][]: properties and resources of a task, and the verdict of a host on them.
+//! * [`allocator`][]: settings of the memory allocator.
+//! * [`capabilities`][]: dropping of capabilities.
+//! * [`state_files`][]: state files of programs that write their own checkpoints.
+//! * [`status`][]: `/proc/PID/status`.
+//! * [`store`][]: the store for checkpoints of jobs.
 
-pub mod again;
-pub mod carried;
+pub mod allocator;
+pub mod capabilities;
 pub mod criu;
+pub mod dump_retry;
 pub mod engine;
 pub mod facts;
-pub mod heap;
-pub mod rights;
-pub mod state;
+pub mod file_transfer_journal;
+pub mod state_files;
 pub mod status;
 pub mod store;

@@ -2,14 +2,14 @@
 
 /// A copy of the file's text.
 #[derive(Clone, Debug)]
-pub struct Status(String);
+pub struct ProcStatus(String);
 
-impl Status {
+impl ProcStatus {
     /// Reads the status of the process or thread with this number; `None` if it does not exist.
-    pub fn of(id: i32) -> Option<Status> {
+    pub fn of(id: i32) -> Option<ProcStatus> {
         std::fs::read_to_string(format!("/proc/{id}/status"))
             .ok()
-            .map(Status)
+            .map(ProcStatus)
     }
 
     /// Returns the value of the field with this name.
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn fields_are_found_by_full_name() {
-        let status = Status(
+        let status = ProcStatus(
             "Name:\tSigPnd: x\nTgid:\t12\nUid:\t1\t2\t3\t4\nVmRSS:\t  344 kB\nSigPnd:\t0000000000000010\n".into(),
         );
         assert_eq!(status.field("Name"), Some("SigPnd: x"));
@@ -79,7 +79,7 @@ mod tests {
     /// Swapped-out memory counts as memory of the process.
     #[test]
     fn swapped_memory_counts() {
-        let of = |text: &str| Status(text.into()).memory_bytes();
+        let of = |text: &str| ProcStatus(text.into()).memory_bytes();
         assert_eq!(
             of("VmRSS:\t  344 kB\nVmSwap:\t 2097152 kB\n"),
             Some((344 + (2 << 20)) << 10)
@@ -94,11 +94,11 @@ mod tests {
 
     #[test]
     fn status_exists_for_running_process() {
-        let own = Status::of(std::process::id() as i32).expect("it runs");
+        let own = ProcStatus::of(std::process::id() as i32).expect("it runs");
         assert_eq!(
             own.number::<u32>("PPid"),
             Some(std::os::unix::process::parent_id())
         );
-        assert!(Status::of(-1).is_none());
+        assert!(ProcStatus::of(-1).is_none());
     }
 }

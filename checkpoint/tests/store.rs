@@ -1,6 +1,8 @@
 //! The checkpoint store through its public interface.
 
-use checkpoint::store::{ENDED_KEPT, Limits, SetId, SetInfo, Store, StoreError};
+use checkpoint::store::{
+    CheckpointId, CheckpointInfo, CheckpointStore, ENDED_RETENTION, StoreError, StoreLimits,
+};
 use proptest::prelude::*;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeMap;
@@ -17,9 +19,9 @@ const TASK: Tid = Tid::from_raw(0x80001);
 const OTHER_JOB: Tid = Tid::from_raw(0x40002);
 /// Environment variable with the scratch directory of a child process of these tests. Unset in the
 /// tests themselves.
-const CHILD: &str = "STORE_TEST_CHILD";
+const CHILD_VARIABLE: &str = "STORE_TEST_CHILD";
 /// Longest time that a child process may take for a step.
-const PATIENCE: Duration = Duration::from_secs(60);
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
 type Files = BTreeMap<String, Vec<u8>>;
 
@@ -34,19 +36,25 @@ impl Scratch {
         self.0.path().join(name)
     }
 
-    fn store(&self, limits: Limits) -> Store {
-        open(self.0.path(), limits)
+    fn store(&self, limits: StoreLimits) -> CheckpointStore {
+        open_store(self.0.path(), limits)
     }
 
     /// Creates a directory with these files.
     fn images(&self, name: &str, files: &Files) -> PathBuf {
         let dir = self.at(name);
-        write(&dir, files);
+        write_files(&dir, files);
         dir
     }
 
     /// Writes a complete checkpoint of one task.
-    fn set(&self, store: &Store, job: Tid, second: u64, files: &Files) -> SetInfo {
+    fn write_checkpoint(
+        &self,
+        store: &CheckpointStore,
+        job: Tid,
+        second: u64,
+        files: &Files,
+    ) -> CheckpointInfo {
         let dir = self.images("images-of-a-set", files);
         let draft = store.begin(job, Micros::from_secs(second)).expect("begun");
         draft.add(job, &dir).expect("added");
@@ -55,16 +63,21 @@ impl Scratch {
         info
     }
 
-    fn unpack(&self, store: &Store, id: &SetId, tid: Tid) -> Result<Files, StoreError> {
+    fn unpack(
+        &self,
+        store: &CheckpointStore,
+        id: &CheckpointId,
+        tid: Tid,
+    ) -> Result<Files, StoreError> {
         let to = self.at("unpacked");
-        let bytes = store.open_set(id)?.unpack(tid, &to);
+        let bytes = store.open_checkpoint(id)?.unpack(tid, &to);
         if bytes.is_err() {
             assert!(!to.exists(), "nothing is left");
         }
         let bytes = bytes?;
         let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
         assert_eq!(mode(&to), 0o700);
-        let files = read(&to, |path| assert_eq!(mode(path), 0o600));
+        let files = read_files(&to, |path| assert_eq!(mode(path), 0o600));
         assert_eq!(
             bytes,
             files
@@ -77,24 +90,25 @@ impl Scratch {
     }
 }
 
-fn open(scratch: &Path, limits: Limits) -> Store {
-    Store::open(&scratch.join("store"), &scratch.join("keys/key"), limits).expect("opened")
+fn open_store(scratch: &Path, limits: StoreLimits) -> CheckpointStore {
+    CheckpointStore::open(&scratch.join("store"), &scratch.join("keys/key"), limits)
+        .expect("opened")
 }
 
-fn write(dir: &Path, files: &Files) {
+fn write_files(dir: &Path, files: &Files) {
     fs::create_dir(dir).expect("made");
     for (name, content) in files {
         fs::write(dir.join(name), content).expect("written");
     }
 }
 
-fn read(dir: &Path, look: impl Fn(&Path)) -> Files {
+fn read_files(dir: &Path, inspect: impl Fn(&Path)) -> Files {
     let entries = fs::read_dir(dir)
         .expect("readable")
         .map(|entry| entry.expect("readable"));
     entries
         .map(|entry| {
-            look(&entry.path());
+            inspect(&entry.path());
             (
                 entry.file_name().into_string().expect("text"),
                 fs::read(entry.path()).expect("readable"),
@@ -114,7 +128,7 @@ fn small() -> Files {
     files(&[("core.img", b"registers"), ("pages-1.img", b"memory")])
 }
 
-fn noise(bytes: usize) -> Vec<u8> {
+fn random_content(bytes: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     std::iter::repeat_with(|| {
         state ^= state << 13;
@@ -136,8 +150,13 @@ fn any_content() -> impl Strategy<Value = Vec<u8>> {
         Just(1 << 20),
         (1usize << 20) - 200..(1 << 20) + 200,
     ];
-    let piece = (any::<bool>(), length)
-        .prop_map(|(zeros, bytes)| if zeros { vec![0; bytes] } else { noise(bytes) });
+    let piece = (any::<bool>(), length).prop_map(|(zeros, bytes)| {
+        if zeros {
+            vec![0; bytes]
+        } else {
+            random_content(bytes)
+        }
+    });
     prop::collection::vec(piece, 0..4).prop_map(|pieces| pieces.concat())
 }
 
@@ -151,21 +170,21 @@ proptest! {
     #[test]
     fn unpacked_files_equal_added_files(parts in prop::collection::btree_map(1i32..9, any_files(), 0..4), meta: Vec<u8>) {
         let scratch = Scratch::new();
-        let store = scratch.store(Limits::default());
+        let store = scratch.store(StoreLimits::default());
         let draft = store.begin(JOB, Micros(1_700_000_000_123_456)).expect("begun");
         for (tid, files) in &parts {
             let info = draft.add(Tid::from_raw(*tid), &scratch.images(&format!("images-{tid}"), files)).expect("added");
             prop_assert_eq!(info.images_bytes, files.values().map(|content| content.len() as u64).sum::<u64>());
         }
         let info = draft.finish(&meta).expect("finished");
-        prop_assert_eq!((info.job, info.made), (JOB, Micros(1_700_000_000_123_456)));
+        prop_assert_eq!((info.job, info.started), (JOB, Micros(1_700_000_000_123_456)));
         prop_assert_eq!(info.parts.len(), parts.len());
-        let set = store.open_set(&info.id).expect("opened");
+        let set = store.open_checkpoint(&info.id).expect("opened");
         prop_assert_eq!((set.info(), set.meta()), (&info, &meta[..]));
         let on_disk: u64 = fs::read_dir(scratch.at("store").join(info.id.to_string())).expect("readable")
             .map(|entry| entry.expect("readable").metadata().expect("there").len()).sum();
         prop_assert_eq!(info.bytes, on_disk);
-        prop_assert_eq!(store.list().expect("listed").0, vec![info.clone()]);
+        prop_assert_eq!(store.list_checkpoints().expect("listed").0, vec![info.clone()]);
         for (tid, files) in &parts {
             prop_assert_eq!(&scratch.unpack(&store, &info.id, Tid::from_raw(*tid)).expect("unpacked"), files);
         }
@@ -174,8 +193,8 @@ proptest! {
     #[test]
     fn changed_byte_is_detected(files in any_files(), part: bool, at: prop::sample::Index, flip in 1u8..) {
         let scratch = Scratch::new();
-        let store = scratch.store(Limits::default());
-        let info = scratch.set(&store, JOB, 1, &files);
+        let store = scratch.store(StoreLimits::default());
+        let info = scratch.write_checkpoint(&store, JOB, 1, &files);
         let path = scratch.at("store").join(info.id.to_string()).join(if part { "t40001" } else { "manifest" });
         let mut content = fs::read(&path).expect("there");
         let at = at.index(content.len());
@@ -186,7 +205,7 @@ proptest! {
 }
 
 /// True if the error says that a file was changed.
-fn distrusted(why: &StoreError) -> bool {
+fn is_refused_as_changed(why: &StoreError) -> bool {
     matches!(
         why,
         StoreError::Changed { .. } | StoreError::OtherKey { .. }
@@ -196,8 +215,8 @@ fn distrusted(why: &StoreError) -> bool {
 #[test]
 fn every_byte_of_a_checkpoint_is_protected() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
-    let info = scratch.set(&store, JOB, 1, &small());
+    let store = scratch.store(StoreLimits::default());
+    let info = scratch.write_checkpoint(&store, JOB, 1, &small());
     for name in ["manifest", "t40001"] {
         let path = scratch.at("store").join(info.id.to_string()).join(name);
         let whole = fs::read(&path).expect("there");
@@ -206,23 +225,23 @@ fn every_byte_of_a_checkpoint_is_protected() {
             content[at] ^= 1;
             fs::write(&path, &content).expect("written");
             let why = scratch.unpack(&store, &info.id, JOB).expect_err("refused");
-            assert!(distrusted(&why), "byte {at} of {name}: {why}");
+            assert!(is_refused_as_changed(&why), "byte {at} of {name}: {why}");
         }
         for content in [&whole[..whole.len() - 1], b"", &[&whole[..], b"x"].concat()] {
             fs::write(&path, content).expect("written");
             assert!(
-                distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+                is_refused_as_changed(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
                 "{name}"
             );
         }
         fs::remove_file(&path).expect("removed");
         assert!(
-            distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            is_refused_as_changed(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
             "{name}"
         );
         symlink("/dev/zero", &path).expect("made");
         assert!(
-            distrusted(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
+            is_refused_as_changed(&scratch.unpack(&store, &info.id, JOB).expect_err("refused")),
             "{name}"
         );
         fs::remove_file(&path).expect("removed");
@@ -238,7 +257,7 @@ fn every_byte_of_a_checkpoint_is_protected() {
 #[test]
 fn swapped_files_and_renamed_checkpoints_are_refused() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
+    let store = scratch.store(StoreLimits::default());
     let images = scratch.images("images", &small());
     let make = |second| {
         let draft = store.begin(JOB, Micros::from_secs(second)).expect("begun");
@@ -247,7 +266,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         draft.finish(b"meta").expect("finished").id
     };
     let (one, other) = (make(1), make(2));
-    let file = |id: SetId, name: &str| scratch.at("store").join(id.to_string()).join(name);
+    let file = |id: CheckpointId, name: &str| scratch.at("store").join(id.to_string()).join(name);
     for (from, to) in [
         (file(one, "t40001"), file(other, "t40001")),
         (file(other, "t80001"), file(other, "t40001")),
@@ -257,7 +276,7 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         let whole = fs::read(&to).expect("there");
         fs::copy(&from, &to).expect("copied");
         assert!(
-            distrusted(&scratch.unpack(&store, &other, JOB).expect_err("refused")),
+            is_refused_as_changed(&scratch.unpack(&store, &other, JOB).expect_err("refused")),
             "{}",
             from.display()
         );
@@ -268,44 +287,52 @@ fn swapped_files_and_renamed_checkpoints_are_refused() {
         );
     }
     // Attack: an older state under a newer name.
-    let newest: SetId = "t40001-20991231T235959-1".parse().expect("a name");
+    let newest: CheckpointId = "t40001-20991231T235959-1".parse().expect("a name");
     fs::rename(
         scratch.at("store").join(one.to_string()),
         scratch.at("store").join(newest.to_string()),
     )
     .expect("renamed");
-    assert!(distrusted(&store.open_set(&newest).expect_err("refused")));
-    let (sets, unreadable) = store.list().expect("listed");
+    assert!(is_refused_as_changed(
+        &store.open_checkpoint(&newest).expect_err("refused")
+    ));
+    let (sets, unreadable) = store.list_checkpoints().expect("listed");
     assert_eq!((sets.len(), unreadable.len()), (1, 1));
     assert_eq!(unreadable[0].0, newest.to_string());
     // It is not swept, but can be removed.
-    assert!(store.sweep(|_| false).expect("swept").removed.is_empty());
+    assert!(
+        store
+            .enforce_limits(|_| false)
+            .expect("swept")
+            .removed
+            .is_empty()
+    );
     store.remove(&newest).expect("removed");
-    assert!(store.list().expect("listed").1.is_empty());
+    assert!(store.list_checkpoints().expect("listed").1.is_empty());
 }
 
 /// Without its key a store cannot be read; with it the store can be copied elsewhere.
 #[test]
 fn store_is_readable_only_with_its_key() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
-    let secret = noise(50_000);
-    let info = scratch.set(&store, JOB, 1, &files(&[("pages-1.img", &secret)]));
+    let store = scratch.store(StoreLimits::default());
+    let secret = random_content(50_000);
+    let info = scratch.write_checkpoint(&store, JOB, 1, &files(&[("pages-1.img", &secret)]));
     let copy = Scratch::new();
     let (from, to) = (
         scratch.at("store").join(info.id.to_string()),
         copy.at("store").join(info.id.to_string()),
     );
-    let without = copy.store(Limits::default());
-    write(&to, &read(&from, |_| ()));
+    let without = copy.store(StoreLimits::default());
+    write_files(&to, &read_files(&from, |_| ()));
     fs::remove_file(to.join("lock")).expect("it need not come along");
-    for content in read(&from, |_| ()).values() {
+    for content in read_files(&from, |_| ()).values() {
         assert!(
             !content.windows(64).any(|window| window == &secret[..64]),
             "nothing can be read"
         );
     }
-    let (sets, unreadable) = without.list().expect("listed");
+    let (sets, unreadable) = without.list_checkpoints().expect("listed");
     assert!(
         sets.is_empty() && matches!(unreadable[0].1, StoreError::OtherKey { .. }),
         "{unreadable:?}"
@@ -317,8 +344,11 @@ fn store_is_readable_only_with_its_key() {
             .contains(&copy.at("keys/key").display().to_string())
     );
     fs::copy(scratch.at("keys/key"), copy.at("keys/key")).expect("copied");
-    let with = copy.store(Limits::default());
-    assert_eq!(with.list().expect("listed").0, std::slice::from_ref(&info));
+    let with = copy.store(StoreLimits::default());
+    assert_eq!(
+        with.list_checkpoints().expect("listed").0,
+        std::slice::from_ref(&info)
+    );
     assert_eq!(
         copy.unpack(&with, &info.id, JOB).expect("unpacked")["pages-1.img"],
         secret
@@ -330,7 +360,7 @@ fn store_is_readable_only_with_its_key() {
 fn directory_and_key_must_be_private() {
     let scratch = Scratch::new();
     let (dir, key) = (scratch.at("a/store"), scratch.at("b/key"));
-    let open = || Store::open(&dir, &key, Limits::default());
+    let open = || CheckpointStore::open(&dir, &key, StoreLimits::default());
     open().expect("made");
     let mode = |path: &Path| path.metadata().expect("there").mode() & 0o7777;
     assert_eq!(
@@ -350,33 +380,39 @@ fn directory_and_key_must_be_private() {
     };
     for bad in [0o750, 0o705, 0o701, 0o777] {
         chmod(&dir, bad);
-        assert!(matches!(open(), Err(StoreError::Place { .. })), "{bad:o}");
+        assert!(
+            matches!(open(), Err(StoreError::UnusableDirectory { .. })),
+            "{bad:o}"
+        );
     }
     chmod(&dir, 0o700);
     for bad in [0o640, 0o604, 0o620] {
         chmod(&key, bad);
-        assert!(matches!(open(), Err(StoreError::Key { .. })), "{bad:o}");
+        assert!(
+            matches!(open(), Err(StoreError::UnusableKey { .. })),
+            "{bad:o}"
+        );
     }
     chmod(&key, 0o600);
     fs::write(&key, &first[..31]).expect("written");
-    assert!(matches!(open(), Err(StoreError::Key { .. })));
+    assert!(matches!(open(), Err(StoreError::UnusableKey { .. })));
     fs::write(&key, &first).expect("written");
-    let inside = Store::open(&dir, &dir.join("key"), Limits::default());
-    assert!(matches!(inside, Err(StoreError::Key { .. })) && !dir.join("key").exists());
+    let inside = CheckpointStore::open(&dir, &dir.join("key"), StoreLimits::default());
+    assert!(matches!(inside, Err(StoreError::UnusableKey { .. })) && !dir.join("key").exists());
     fs::write(scratch.at("file"), "").expect("written");
     assert!(matches!(
-        Store::open(&scratch.at("file"), &key, Limits::default()),
-        Err(StoreError::Place { .. })
+        CheckpointStore::open(&scratch.at("file"), &key, StoreLimits::default()),
+        Err(StoreError::UnusableDirectory { .. })
     ));
     // Only root can change the owner; the changed owner is refused.
     if std::os::unix::fs::chown(&key, Some(12345), None).is_ok() {
         assert!(
-            matches!(open(), Err(StoreError::Key { why, .. }) if why.contains("belongs to user 12345"))
+            matches!(open(), Err(StoreError::UnusableKey { why, .. }) if why.contains("belongs to user 12345"))
         );
         std::os::unix::fs::chown(&key, Some(0), None).expect("back");
         std::os::unix::fs::chown(&dir, Some(12345), None).expect("away");
         assert!(
-            matches!(open(), Err(StoreError::Place { why, .. }) if why.contains("belongs to user 12345"))
+            matches!(open(), Err(StoreError::UnusableDirectory { why, .. }) if why.contains("belongs to user 12345"))
         );
     }
 }
@@ -385,13 +421,18 @@ fn directory_and_key_must_be_private() {
 #[test]
 fn other_than_regular_files_are_refused() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
+    let store = scratch.store(StoreLimits::default());
     let good = scratch.images("good", &small());
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     draft.add(JOB, &good).expect("added");
     let bad = scratch.images("bad", &small());
     let odd = bad.join("odd");
-    let refused = || matches!(draft.add(TASK, &bad), Err(StoreError::Images { .. }));
+    let refused = || {
+        matches!(
+            draft.add(TASK, &bad),
+            Err(StoreError::UnusableImages { .. })
+        )
+    };
     symlink("core.img", &odd).expect("made");
     assert!(refused());
     fs::remove_file(&odd).expect("removed");
@@ -404,13 +445,16 @@ fn other_than_regular_files_are_refused() {
     symlink(&bad, scratch.at("link")).expect("made");
     assert!(matches!(
         draft.add(TASK, &scratch.at("link")),
-        Err(StoreError::Images { .. })
+        Err(StoreError::UnusableImages { .. })
     ));
     assert!(matches!(
         draft.add(TASK, &scratch.at("nowhere")),
-        Err(StoreError::Images { .. })
+        Err(StoreError::UnusableImages { .. })
     ));
-    assert!(matches!(draft.add(JOB, &good), Err(StoreError::Twice(JOB))));
+    assert!(matches!(
+        draft.add(JOB, &good),
+        Err(StoreError::TaskExists(JOB))
+    ));
     draft.add(TASK, &bad).expect("it can be tried again");
     let info = draft.finish(b"").expect("finished");
     assert_eq!(
@@ -426,18 +470,18 @@ fn other_than_regular_files_are_refused() {
 #[test]
 fn existing_directory_is_not_overwritten() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
-    let info = scratch.set(&store, JOB, 1, &small());
-    let set = store.open_set(&info.id).expect("opened");
+    let store = scratch.store(StoreLimits::default());
+    let info = scratch.write_checkpoint(&store, JOB, 1, &small());
+    let set = store.open_checkpoint(&info.id).expect("opened");
     let there = scratch.images("there", &files(&[("core.img", b"mine")]));
     assert!(matches!(
         set.unpack(JOB, &there),
         Err(StoreError::Io { .. })
     ));
-    assert_eq!(read(&there, |_| ()), files(&[("core.img", b"mine")]));
+    assert_eq!(read_files(&there, |_| ()), files(&[("core.img", b"mine")]));
     assert!(matches!(
         set.unpack(TASK, &scratch.at("new")),
-        Err(StoreError::NoPart { .. })
+        Err(StoreError::NoTask { .. })
     ));
     assert!(!scratch.at("new").exists());
 }
@@ -446,15 +490,15 @@ fn existing_directory_is_not_overwritten() {
 #[test]
 fn zeros_use_no_space() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
+    let store = scratch.store(StoreLimits::default());
     let mut memory = vec![0; 48 << 20];
     memory[20 << 20..][..5].copy_from_slice(b"state");
-    let info = scratch.set(&store, JOB, 1, &files(&[("pages-1.img", &memory)]));
+    let info = scratch.write_checkpoint(&store, JOB, 1, &files(&[("pages-1.img", &memory)]));
     assert_eq!(info.parts[0].images_bytes, 48 << 20);
     assert!(info.bytes < 64 << 10, "{}", info.bytes);
     let to = scratch.at("sparse");
     store
-        .open_set(&info.id)
+        .open_checkpoint(&info.id)
         .expect("opened")
         .unpack(JOB, &to)
         .expect("unpacked");
@@ -464,14 +508,14 @@ fn zeros_use_no_space() {
 #[test]
 fn threads_add_tasks_concurrently() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
+    let store = scratch.store(StoreLimits::default());
     let tasks: Vec<Tid> = (1..=8)
         .map(|local| Tid::from_raw(0x40000 + local))
         .collect();
     let content = |tid: Tid| {
         files(&[(
             "pages-1.img",
-            &noise(300_000 + tid.raw() as usize % 100)[..],
+            &random_content(300_000 + tid.raw() as usize % 100)[..],
         )])
     };
     let draft = store.begin(JOB, Micros(0)).expect("begun");
@@ -498,25 +542,28 @@ fn threads_add_tasks_concurrently() {
 #[test]
 fn oldest_go_first_but_never_newest_of_a_job() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits {
-        sets_max: 3,
-        ..Limits::default()
+    let store = scratch.store(StoreLimits {
+        checkpoints_max: 3,
+        ..StoreLimits::default()
     });
-    let sets: Vec<SetId> = (1..=3)
-        .map(|second| scratch.set(&store, JOB, second, &small()).id)
+    let sets: Vec<CheckpointId> = (1..=3)
+        .map(|second| scratch.write_checkpoint(&store, JOB, second, &small()).id)
         .collect();
-    let other = scratch.set(&store, OTHER_JOB, 4, &small()).id;
-    let newest = scratch.set(&store, JOB, 5, &small()).id;
+    let other = scratch.write_checkpoint(&store, OTHER_JOB, 4, &small()).id;
+    let newest = scratch.write_checkpoint(&store, JOB, 5, &small()).id;
     let kept = sets[0];
-    let swept = store.sweep(|set| set.id == kept).expect("swept");
+    let swept = store.enforce_limits(|set| set.id == kept).expect("swept");
     assert_eq!(
         swept.removed.iter().map(|set| set.id).collect::<Vec<_>>(),
         sets[1..]
     );
-    assert_eq!((swept.sets_over, swept.bytes_over), (0, 0));
-    let left = |store: &Store| {
+    assert_eq!(
+        (swept.checkpoints_over_limit, swept.bytes_over_limit),
+        (0, 0)
+    );
+    let left = |store: &CheckpointStore| {
         store
-            .list()
+            .list_checkpoints()
             .expect("listed")
             .0
             .iter()
@@ -524,30 +571,30 @@ fn oldest_go_first_but_never_newest_of_a_job() {
             .collect::<Vec<_>>()
     };
     assert_eq!(left(&store), [kept, other, newest]);
-    let tight = scratch.store(Limits {
-        sets_max: 1,
-        ..Limits::default()
+    let tight = scratch.store(StoreLimits {
+        checkpoints_max: 1,
+        ..StoreLimits::default()
     });
-    let swept = tight.sweep(|_| false).expect("swept");
+    let swept = tight.enforce_limits(|_| false).expect("swept");
     assert_eq!(
-        (swept.removed.len(), swept.sets_over),
+        (swept.removed.len(), swept.checkpoints_over_limit),
         (1, 1),
         "the newest of two jobs"
     );
     assert_eq!(left(&tight), [other, newest]);
     assert!(matches!(
         tight.begin(JOB, Micros(0)),
-        Err(StoreError::NoPlace { sets: 1, .. })
+        Err(StoreError::LimitsExceeded { checkpoints: 1, .. })
     ));
     // The same job number in another virtual machine is another job.
-    let pair = scratch.store(Limits {
-        sets_max: 2,
-        ..Limits::default()
+    let pair = scratch.store(StoreLimits {
+        checkpoints_max: 2,
+        ..StoreLimits::default()
     });
     pair.begin(JOB, Micros(0)).expect("begun");
     assert!(matches!(
         pair.of_vm("other").begin(JOB, Micros(0)),
-        Err(StoreError::NoPlace { sets: 2, .. })
+        Err(StoreError::LimitsExceeded { checkpoints: 2, .. })
     ));
 }
 
@@ -555,15 +602,15 @@ fn oldest_go_first_but_never_newest_of_a_job() {
 #[test]
 fn too_large_checkpoint_is_refused() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits {
+    let store = scratch.store(StoreLimits {
         bytes_max: 100_000,
-        ..Limits::default()
+        ..StoreLimits::default()
     });
-    let large = files(&[("pages-1.img", &noise(60_000))]);
-    scratch.set(&store, JOB, 1, &large);
-    scratch.set(&store, JOB, 2, &large);
-    let swept = store.sweep(|_| false).expect("swept");
-    assert_eq!((swept.removed.len(), swept.bytes_over), (1, 0));
+    let large = files(&[("pages-1.img", &random_content(60_000))]);
+    scratch.write_checkpoint(&store, JOB, 1, &large);
+    scratch.write_checkpoint(&store, JOB, 2, &large);
+    let swept = store.enforce_limits(|_| false).expect("swept");
+    assert_eq!((swept.removed.len(), swept.bytes_over_limit), (1, 0));
     let (small, large) = (
         scratch.images("small", &small()),
         scratch.images("large", &large),
@@ -571,13 +618,13 @@ fn too_large_checkpoint_is_refused() {
     let draft = store.begin(OTHER_JOB, Micros(0)).expect("begun");
     assert!(matches!(
         draft.add(TASK, &large),
-        Err(StoreError::TooLarge { tid: TASK, .. })
+        Err(StoreError::CheckpointTooLarge { tid: TASK, .. })
     ));
     draft.add(TASK, &small).expect("there is room for it");
     draft
         .add(
             JOB,
-            &scratch.images("ten", &files(&[("pages-1.img", &noise(10_000))])),
+            &scratch.images("ten", &files(&[("pages-1.img", &random_content(10_000))])),
         )
         .expect("added");
     // Both together exceed the limit.
@@ -585,55 +632,71 @@ fn too_large_checkpoint_is_refused() {
     rival
         .add(
             TASK,
-            &scratch.images("middle", &files(&[("pages-1.img", &noise(35_000))])),
+            &scratch.images(
+                "middle",
+                &files(&[("pages-1.img", &random_content(35_000))]),
+            ),
         )
         .expect("added");
     rival.finish(b"").expect("finished");
     assert!(matches!(
         draft.finish(b""),
-        Err(StoreError::NoPlace { sets: 2, .. })
+        Err(StoreError::LimitsExceeded { checkpoints: 2, .. })
     ));
-    assert_eq!(store.list().expect("listed").0.len(), 2);
+    assert_eq!(store.list_checkpoints().expect("listed").0.len(), 2);
 }
 
 #[test]
 fn open_checkpoint_is_not_removed() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits {
-        sets_max: 1,
-        ..Limits::default()
+    let store = scratch.store(StoreLimits {
+        checkpoints_max: 1,
+        ..StoreLimits::default()
     });
     let (old, new) = (
-        scratch.set(&store, JOB, 1, &small()).id,
-        scratch.set(&store, JOB, 2, &small()).id,
+        scratch.write_checkpoint(&store, JOB, 1, &small()).id,
+        scratch.write_checkpoint(&store, JOB, 2, &small()).id,
     );
-    let set = store.open_set(&old).expect("opened");
-    let second = store.open_set(&old).expect("two may read");
+    let set = store.open_checkpoint(&old).expect("opened");
+    let second = store.open_checkpoint(&old).expect("two may read");
     assert!(matches!(store.remove(&old), Err(StoreError::InUse(_))));
-    let swept = store.sweep(|_| false).expect("swept");
-    assert_eq!((swept.removed.len(), swept.sets_over), (0, 1));
+    let swept = store.enforce_limits(|_| false).expect("swept");
+    assert_eq!((swept.removed.len(), swept.checkpoints_over_limit), (0, 1));
     drop((set, second));
-    assert_eq!(store.sweep(|_| false).expect("swept").removed.len(), 1);
-    assert!(matches!(store.open_set(&old), Err(StoreError::NoSet(_))));
-    assert!(matches!(store.remove(&old), Err(StoreError::NoSet(_))));
+    assert_eq!(
+        store
+            .enforce_limits(|_| false)
+            .expect("swept")
+            .removed
+            .len(),
+        1
+    );
+    assert!(matches!(
+        store.open_checkpoint(&old),
+        Err(StoreError::NoCheckpoint(_))
+    ));
+    assert!(matches!(
+        store.remove(&old),
+        Err(StoreError::NoCheckpoint(_))
+    ));
     store
         .remove(&new)
         .expect("also the newest one, if somebody says so");
-    assert_eq!(store.list().expect("listed").0, []);
+    assert_eq!(store.list_checkpoints().expect("listed").0, []);
 }
 
 /// A store that is full of checkpoints of ended jobs accepts a new checkpoint.
 #[test]
 fn ended_jobs_make_way_for_new_checkpoints() {
     let scratch = Scratch::new();
-    let limits = Limits {
-        sets_max: 3,
-        ..Limits::default()
+    let limits = StoreLimits {
+        checkpoints_max: 3,
+        ..StoreLimits::default()
     };
     let store = scratch.store(limits).of_vm("vm");
-    let sets: Vec<SetInfo> = (0..3)
+    let sets: Vec<CheckpointInfo> = (0..3)
         .map(|n| {
-            scratch.set(
+            scratch.write_checkpoint(
                 &store,
                 Tid::from_raw(OTHER_JOB.raw() + n),
                 100 + n as u64,
@@ -643,24 +706,24 @@ fn ended_jobs_make_way_for_new_checkpoints() {
         .collect();
     assert!(matches!(
         store.begin(JOB, Micros::from_secs(200)),
-        Err(StoreError::NoPlace { sets: 3, .. })
+        Err(StoreError::LimitsExceeded { checkpoints: 3, .. })
     ));
     store
-        .mark(&[sets[1].id], Some(Micros::from_secs(160)))
+        .mark_jobs_ended(&[sets[1].id], Some(Micros::from_secs(160)))
         .expect("marked");
     store
-        .mark(&[sets[0].id], Some(Micros::from_secs(180)))
+        .mark_jobs_ended(&[sets[0].id], Some(Micros::from_secs(180)))
         .expect("marked");
-    let made = scratch.set(&store, JOB, 200, &small());
-    let swept = store.sweep(|_| false).expect("swept");
-    let gone: Vec<SetId> = swept.removed.iter().map(|set| set.id).collect();
+    let made = scratch.write_checkpoint(&store, JOB, 200, &small());
+    let swept = store.enforce_limits(|_| false).expect("swept");
+    let gone: Vec<CheckpointId> = swept.removed.iter().map(|set| set.id).collect();
     assert_eq!(
-        (gone, swept.sets_over),
+        (gone, swept.checkpoints_over_limit),
         (vec![sets[1].id], 0),
         "the job that ended first"
     );
-    let left: Vec<SetId> = store
-        .list()
+    let left: Vec<CheckpointId> = store
+        .list_checkpoints()
         .expect("listed")
         .0
         .iter()
@@ -673,23 +736,25 @@ fn ended_jobs_make_way_for_new_checkpoints() {
 #[test]
 fn checkpoints_of_ended_jobs_expire() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default()).of_vm("vm");
+    let store = scratch.store(StoreLimits::default()).of_vm("vm");
     let ended = Micros::from_secs(1000);
     let (first, second) = (
-        scratch.set(&store, JOB, 100, &small()),
-        scratch.set(&store, JOB, 200, &small()),
+        scratch.write_checkpoint(&store, JOB, 100, &small()),
+        scratch.write_checkpoint(&store, JOB, 200, &small()),
     );
-    let other = scratch.set(&store.of_vm("other"), JOB, 300, &small());
+    let other = scratch.write_checkpoint(&store.of_vm("other"), JOB, 300, &small());
     let names = || {
         store
-            .list()
+            .list_checkpoints()
             .expect("listed")
             .0
             .iter()
-            .map(|set| (set.id, set.ended))
+            .map(|set| (set.id, set.job_ended_at))
             .collect::<Vec<_>>()
     };
-    store.mark(&[second.id], Some(ended)).expect("marked");
+    store
+        .mark_jobs_ended(&[second.id], Some(ended))
+        .expect("marked");
     let all = [
         (first.id, Some(ended)),
         (second.id, Some(ended)),
@@ -700,25 +765,39 @@ fn checkpoints_of_ended_jobs_expire() {
         all,
         "all of the job, and of no other job of that number"
     );
-    let tidy = |store: &Store, at: Micros| store.tidy(at, |_| false).expect("tidied").removed.len();
-    assert_eq!(tidy(&store, ended + Micros(ENDED_KEPT.0 - 1)), 0);
+    let tidy = |store: &CheckpointStore, at: Micros| {
+        store
+            .remove_expired(at, |_| false)
+            .expect("tidied")
+            .removed
+            .len()
+    };
+    assert_eq!(tidy(&store, ended + Micros(ENDED_RETENTION.0 - 1)), 0);
     assert_eq!(tidy(&store, Micros(0)), 0, "a clock that was set back");
-    store.mark(&[first.id], None).expect("started again");
-    assert_eq!(tidy(&store, ended + ENDED_KEPT), 0);
-    store.mark(&[first.id], Some(ended)).expect("marked");
-    let open = store.open_set(&first.id).expect("opened");
-    assert_eq!(open.info().ended, Some(ended));
-    assert_eq!(tidy(&store, ended + ENDED_KEPT), 1, "one is being read");
+    store
+        .mark_jobs_ended(&[first.id], None)
+        .expect("started again");
+    assert_eq!(tidy(&store, ended + ENDED_RETENTION), 0);
+    store
+        .mark_jobs_ended(&[first.id], Some(ended))
+        .expect("marked");
+    let open = store.open_checkpoint(&first.id).expect("opened");
+    assert_eq!(open.info().job_ended_at, Some(ended));
+    assert_eq!(
+        tidy(&store, ended + ENDED_RETENTION),
+        1,
+        "one is being read"
+    );
     drop(open);
-    assert_eq!(tidy(&store, ended + ENDED_KEPT), 1);
+    assert_eq!(tidy(&store, ended + ENDED_RETENTION), 1);
     assert_eq!(names(), [(other.id, None)]);
 }
 
 #[test]
 fn invalid_end_mark_is_ignored() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
-    let set = scratch.set(&store, JOB, 100, &small());
+    let store = scratch.store(StoreLimits::default());
+    let set = scratch.write_checkpoint(&store, JOB, 100, &small());
     let file = scratch.at("store").join(set.id.to_string()).join("ended");
     for text in [
         "",
@@ -731,32 +810,41 @@ fn invalid_end_mark_is_ignored() {
         "\u{e9}\n",
     ] {
         fs::write(&file, text).expect("written");
-        assert_eq!(store.list().expect("listed").0[0].ended, None, "{text:?}");
+        assert_eq!(
+            store.list_checkpoints().expect("listed").0[0].job_ended_at,
+            None,
+            "{text:?}"
+        );
     }
-    store.mark(&[set.id], Some(Micros(7))).expect("marked");
+    store
+        .mark_jobs_ended(&[set.id], Some(Micros(7)))
+        .expect("marked");
     assert_eq!(fs::read_to_string(&file).expect("there"), "7\n");
     fs::remove_file(&file).expect("removed");
     symlink("/dev/zero", &file).expect("linked");
-    assert_eq!(store.list().expect("listed").0[0].ended, None);
+    assert_eq!(
+        store.list_checkpoints().expect("listed").0[0].job_ended_at,
+        None
+    );
 }
 
 #[test]
 fn foreign_files_are_reported_and_kept() {
     let scratch = Scratch::new();
-    let store = scratch.store(Limits::default());
+    let store = scratch.store(StoreLimits::default());
     fs::write(scratch.at("store/notes"), "mine").expect("written");
     fs::create_dir(scratch.at("store").join("t40001-20261122T141503-1")).expect("made");
-    let (sets, unreadable) = store.list().expect("listed");
+    let (sets, unreadable) = store.list_checkpoints().expect("listed");
     assert!(sets.is_empty());
     assert!(
-        matches!(&unreadable[0], (name, StoreError::Stranger(_)) if name == "notes"),
+        matches!(&unreadable[0], (name, StoreError::ForeignFile(_)) if name == "notes"),
         "{unreadable:?}"
     );
     assert!(
         matches!(&unreadable[1], (_, StoreError::Changed { .. })),
         "{unreadable:?}"
     );
-    store.sweep(|_| false).expect("swept");
+    store.enforce_limits(|_| false).expect("swept");
     assert!(scratch.at("store/notes").exists());
 }
 
@@ -765,14 +853,14 @@ fn foreign_files_are_reported_and_kept() {
 #[test]
 #[ignore = "child process of another test"]
 fn child_that_makes_sets() {
-    let Some(scratch) = std::env::var_os(CHILD).map(PathBuf::from) else {
+    let Some(scratch) = std::env::var_os(CHILD_VARIABLE).map(PathBuf::from) else {
         return;
     };
-    let store = open(
+    let store = open_store(
         &scratch,
-        Limits {
-            sets_max: 2,
-            ..Limits::default()
+        StoreLimits {
+            checkpoints_max: 2,
+            ..StoreLimits::default()
         },
     );
     let images = scratch.join("images");
@@ -785,7 +873,7 @@ fn child_that_makes_sets() {
         println!("step added");
         draft.finish(b"meta").expect("finished");
         println!("step finished");
-        store.sweep(|_| false).expect("swept");
+        store.enforce_limits(|_| false).expect("swept");
         println!("step swept");
     }
 }
@@ -800,27 +888,27 @@ fn start_child(scratch: &Scratch) -> (Child, Receiver<String>) {
             "--ignored",
             "--nocapture",
         ])
-        .env(CHILD, scratch.0.path());
+        .env(CHILD_VARIABLE, scratch.0.path());
     let mut child = command
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
         .expect("started");
     let output = BufReader::new(child.stdout.take().expect("piped"));
-    let (say, said) = channel();
+    let (sender, receiver) = channel();
     std::thread::spawn(move || {
         let steps = output
             .lines()
             .map_while(Result::ok)
             .filter(|line| line.contains("step "));
-        steps.map_while(|step| say.send(step).ok()).count()
+        steps.map_while(|step| sender.send(step).ok()).count()
     });
-    (child, said)
+    (child, receiver)
 }
 
 /// Kills a child process after this number of steps.
-fn kill_after(steps: usize, (mut child, said): (Child, Receiver<String>)) {
-    let all = (0..steps).try_for_each(|_| said.recv_timeout(PATIENCE).map(drop));
+fn kill_after(steps: usize, (mut child, receiver): (Child, Receiver<String>)) {
+    let all = (0..steps).try_for_each(|_| receiver.recv_timeout(STEP_TIMEOUT).map(drop));
     child.kill().expect("killed");
     child.wait().expect("reaped");
     all.expect("it went on");
@@ -830,20 +918,23 @@ fn kill_after(steps: usize, (mut child, said): (Child, Receiver<String>)) {
 #[test]
 fn killed_writers_leave_complete_checkpoints() {
     let scratch = Scratch::new();
-    let content = files(&[("pages-1.img", &noise(2 << 20)), ("core.img", b"registers")]);
+    let content = files(&[
+        ("pages-1.img", &random_content(2 << 20)),
+        ("core.img", b"registers"),
+    ]);
     scratch.images("images", &content);
     // From the first step to the middle of the third round.
     for steps in 1..=12 {
         let (one, other) = (start_child(&scratch), start_child(&scratch));
         kill_after(steps, one);
         kill_after(steps, other);
-        let store = scratch.store(Limits {
-            sets_max: 2,
-            ..Limits::default()
+        let store = scratch.store(StoreLimits {
+            checkpoints_max: 2,
+            ..StoreLimits::default()
         });
         let names = read_names(&scratch.at("store"));
         assert!(names.iter().all(|name| !name.starts_with('.')), "{names:?}");
-        let (sets, unreadable) = store.list().expect("listed");
+        let (sets, unreadable) = store.list_checkpoints().expect("listed");
         assert!(unreadable.is_empty(), "{unreadable:?}");
         for set in sets {
             for tid in [JOB, TASK] {
@@ -853,7 +944,13 @@ fn killed_writers_leave_complete_checkpoints() {
                 );
             }
         }
-        assert!(store.sweep(|_| false).expect("swept").sets_over == 0);
+        assert!(
+            store
+                .enforce_limits(|_| false)
+                .expect("swept")
+                .checkpoints_over_limit
+                == 0
+        );
     }
     assert!(!read_names(&scratch.at("store")).is_empty());
 }
@@ -868,17 +965,21 @@ fn read_names(dir: &Path) -> Vec<String> {
 }
 
 /// Opens another store, with its own key.
-fn second(scratch: &Scratch, limits: Limits) -> Store {
+fn open_second_store(scratch: &Scratch, limits: StoreLimits) -> CheckpointStore {
     let place = scratch.at("elsewhere");
-    Store::open(&place.join("store"), &place.join("keys/key"), limits).expect("opened")
+    CheckpointStore::open(&place.join("store"), &place.join("keys/key"), limits).expect("opened")
 }
 
-fn copy(from: &Store, to: &Store, id: &SetId) -> Result<SetInfo, StoreError> {
-    let set = from.open_set(id)?;
-    let draft = to.begin_copy(*id, set.info().made, set.info().bytes)?;
+fn copy_checkpoint(
+    from: &CheckpointStore,
+    to: &CheckpointStore,
+    id: &CheckpointId,
+) -> Result<CheckpointInfo, StoreError> {
+    let set = from.open_checkpoint(id)?;
+    let draft = to.begin_copy(*id, set.info().started, set.info().bytes)?;
     for part in &set.info().parts {
         draft.add_copy(part.tid, part.images_bytes, |put| {
-            set.pour(part.tid, put).map_err(std::io::Error::other)
+            set.copy_part(part.tid, put).map_err(std::io::Error::other)
         })?;
     }
     draft.finish(set.meta())
@@ -890,18 +991,18 @@ fn copy_equals_original_under_its_own_key() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
     let (store, other) = (
-        scratch.store(Limits::default()).of_vm("vm"),
-        second(&scratch, Limits::default()).of_vm("vm"),
+        scratch.store(StoreLimits::default()).of_vm("vm"),
+        open_second_store(&scratch, StoreLimits::default()).of_vm("vm"),
     );
     let large = files(&[
-        ("pages-1.img", &noise(3 << 20)),
+        ("pages-1.img", &random_content(3 << 20)),
         ("zeros", &[0; 100_000]),
         ("empty", b""),
     ]);
-    let info = scratch.set(&store, JOB, 7, &large);
-    let copied = copy(&store, &other, &info.id).expect("copied");
+    let info = scratch.write_checkpoint(&store, JOB, 7, &large);
+    let copied = copy_checkpoint(&store, &other, &info.id).expect("copied");
     assert_eq!(
-        SetInfo {
+        CheckpointInfo {
             bytes: info.bytes,
             ..copied.clone()
         },
@@ -909,11 +1010,14 @@ fn copy_equals_original_under_its_own_key() {
         "all but its length, which may differ a little"
     );
     assert_eq!(scratch.unpack(&other, &info.id, JOB).expect("whole"), large);
-    assert_eq!(other.open_set(&info.id).expect("there").meta(), b"meta");
-    assert_eq!(other.list().expect("listed").0, [copied]);
-    let again = copy(&store, &other, &info.id).expect_err("it is there");
+    assert_eq!(
+        other.open_checkpoint(&info.id).expect("there").meta(),
+        b"meta"
+    );
+    assert_eq!(other.list_checkpoints().expect("listed").0, [copied]);
+    let again = copy_checkpoint(&store, &other, &info.id).expect_err("it is there");
     assert!(
-        matches!(again, StoreError::There(id) if id == info.id),
+        matches!(again, StoreError::CheckpointExists(id) if id == info.id),
         "{again}"
     );
     // A file of the first store has another key in the second one.
@@ -936,21 +1040,29 @@ fn copy_equals_original_under_its_own_key() {
 fn failed_copy_leaves_nothing() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
-    let limits = Limits {
-        sets_max: 8,
+    let limits = StoreLimits {
+        checkpoints_max: 8,
         bytes_max: 2_000_000,
     };
-    let (store, other) = (scratch.store(Limits::default()), second(&scratch, limits));
+    let (store, other) = (
+        scratch.store(StoreLimits::default()),
+        open_second_store(&scratch, limits),
+    );
     let there = || {
         fs::read_dir(scratch.at("elsewhere/store"))
             .expect("readable")
             .count()
     };
     let before = there();
-    let info = scratch.set(&store, JOB, 7, &files(&[("pages-1.img", &noise(1 << 20))]));
-    let set = store.open_set(&info.id).expect("there");
+    let info = scratch.write_checkpoint(
+        &store,
+        JOB,
+        7,
+        &files(&[("pages-1.img", &random_content(1 << 20))]),
+    );
+    let set = store.open_checkpoint(&info.id).expect("there");
     let draft = other
-        .begin_copy(info.id, info.made, info.bytes)
+        .begin_copy(info.id, info.started, info.bytes)
         .expect("room");
     let breaks = draft.add_copy(JOB, 1 << 20, |put| {
         put(b"a piece")?;
@@ -961,30 +1073,30 @@ fn failed_copy_leaves_nothing() {
         "{breaks:?}"
     );
     let part = draft.add_copy(JOB, 1 << 20, |put| {
-        set.pour(JOB, put).map_err(std::io::Error::other)
+        set.copy_part(JOB, put).map_err(std::io::Error::other)
     });
     part.expect("it may be tried again");
     drop(draft);
-    let large = scratch.set(
+    let large = scratch.write_checkpoint(
         &store,
         OTHER_JOB,
         8,
-        &files(&[("pages-1.img", &noise(3 << 20))]),
+        &files(&[("pages-1.img", &random_content(3 << 20))]),
     );
     assert!(matches!(
-        copy(&store, &other, &large.id),
-        Err(StoreError::NoPlace { .. })
+        copy_checkpoint(&store, &other, &large.id),
+        Err(StoreError::LimitsExceeded { .. })
     ));
     // A copy that is larger than announced.
-    let set = store.open_set(&large.id).expect("there");
+    let set = store.open_checkpoint(&large.id).expect("there");
     let draft = other
-        .begin_copy(large.id, large.made, 1)
+        .begin_copy(large.id, large.started, 1)
         .expect("room for one byte");
     let too_large = draft.add_copy(OTHER_JOB, 1, |put| {
-        set.pour(OTHER_JOB, put).map_err(std::io::Error::other)
+        set.copy_part(OTHER_JOB, put).map_err(std::io::Error::other)
     });
     assert!(
-        matches!(too_large, Err(StoreError::TooLarge { .. })),
+        matches!(too_large, Err(StoreError::CheckpointTooLarge { .. })),
         "{too_large:?}"
     );
     drop(draft);
@@ -996,10 +1108,15 @@ fn changed_original_gives_no_copy() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.at("elsewhere")).expect("made");
     let (store, other) = (
-        scratch.store(Limits::default()),
-        second(&scratch, Limits::default()),
+        scratch.store(StoreLimits::default()),
+        open_second_store(&scratch, StoreLimits::default()),
     );
-    let info = scratch.set(&store, JOB, 7, &files(&[("pages-1.img", &noise(3 << 20))]));
+    let info = scratch.write_checkpoint(
+        &store,
+        JOB,
+        7,
+        &files(&[("pages-1.img", &random_content(3 << 20))]),
+    );
     let path = scratch
         .at("store")
         .join(info.id.to_string())
@@ -1008,10 +1125,10 @@ fn changed_original_gives_no_copy() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&path, bytes).expect("written");
-    let refused = copy(&store, &other, &info.id).expect_err("it was changed");
+    let refused = copy_checkpoint(&store, &other, &info.id).expect_err("it was changed");
     assert!(
         refused.to_string().contains("not as it was written"),
         "{refused}"
     );
-    assert_eq!(other.list().expect("listed").0, []);
+    assert_eq!(other.list_checkpoints().expect("listed").0, []);
 }

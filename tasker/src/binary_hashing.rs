@@ -5,7 +5,7 @@
 //! memory, and an owner would wait for it.
 
 use crate::sys;
-use checkpoint::facts::{HashCache, learn};
+use checkpoint::facts::{HashCache, prehash};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
@@ -44,7 +44,7 @@ fn hash_loop(receiver: &Receiver<i32>, hashes: &HashCache) {
         std::thread::sleep(HASH_DELAY);
         std::iter::once(first)
             .chain(receiver.try_iter())
-            .for_each(|pid| learn(pid, hashes));
+            .for_each(|pid| prehash(pid, hashes));
     }
 }
 
@@ -61,7 +61,7 @@ mod tests {
         hasher.on_process_start(std::process::id() as i32);
         let program = std::env::current_exe().expect("it has one");
         let until = Instant::now() + Duration::from_secs(60);
-        while !hashes.knows(&program) {
+        while !hashes.contains(&program) {
             assert!(
                 Instant::now() < until,
                 "nobody has read {}",

@@ -1,7 +1,7 @@
 //! A dump may take several attempts. This module holds the state of an attempt and the delay before
 //! the next one.
 
-use checkpoint::again::Again;
+use checkpoint::dump_retry::DumpRetry;
 use checkpoint::engine::{Cancel, SentPages};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -21,7 +21,7 @@ pub(crate) struct DumpAttempt {
     pub(crate) first_started_at: Instant,
     pub(crate) is_first: bool,
     /// Delays before further attempts.
-    pub(crate) retry_backoff: Again,
+    pub(crate) retry_backoff: DumpRetry,
 }
 
 impl DumpAttempt {
@@ -37,7 +37,7 @@ impl DumpAttempt {
             pre_copied,
             first_started_at: Instant::now(),
             is_first: true,
-            retry_backoff: Again::default(),
+            retry_backoff: DumpRetry::default(),
         }
     }
 }

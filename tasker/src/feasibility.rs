@@ -5,7 +5,7 @@ use crate::migrations::NO_NAMESPACES;
 use crate::supervisor::Supervisor;
 use crate::workers::WorkerResult;
 use checkpoint::engine::Cancel;
-use checkpoint::facts::{self, Subject, ThisHost};
+use checkpoint::facts::{self, TaskProcesses, ThisHost};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
@@ -56,7 +56,7 @@ impl Supervisor {
             });
             return self.on_inspected(requester, Err(refused));
         };
-        let subject = Subject {
+        let subject = TaskProcesses {
             root: pid,
             processes: namespace.pids(),
         };
@@ -117,7 +117,7 @@ impl Supervisor {
         let host = ThisHost::new(self.migrations.hashes.clone(), reserved_bytes);
         let work = move || WorkerResult::Judged {
             requester,
-            verdict: facts::compare(&facts, &host),
+            verdict: facts::judge_task(&facts, &host),
         };
         if let Err(why) = self.start_uncancelled(work) {
             self.on_verdict(requester, vec![cannot_check(&why)]);

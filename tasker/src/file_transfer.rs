@@ -16,9 +16,9 @@ use crate::supervisor::Supervisor;
 use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
 use crate::workers::WorkerResult;
-use checkpoint::carried::{Note, Notes, name_it};
 use checkpoint::engine::Cancel;
-use checkpoint::facts::{self, CARRIED_BYTES_MAX, CARRIED_FILES_MAX, OpenFile};
+use checkpoint::facts::{self, COPIED_BYTES_MAX, COPIED_FILES_MAX, OpenFile};
+use checkpoint::file_transfer_journal::{FileTransferJournal, JournalEntry, rename_no_replace};
 use nix::fcntl::{AtFlags, OFlag, openat};
 use nix::sys::stat::{Mode, fstatat};
 use nix::unistd::{Gid, UnlinkatFlags, fchown, unlinkat};
@@ -57,13 +57,13 @@ pub(crate) fn copy_files_to_images(
     root: i32,
     processes: &[i32],
 ) -> Result<Vec<TransferredFile>, Failure> {
-    let open = facts::files_to_carry(root, processes);
-    if open.len() > CARRIED_FILES_MAX {
+    let open = facts::files_to_copy(root, processes);
+    if open.len() > COPIED_FILES_MAX {
         return Err(Failure::Io(format!(
-            "it has more than {CARRIED_FILES_MAX} files open that are to be carried along"
+            "it has more than {COPIED_FILES_MAX} files open that are to be carried along"
         )));
     }
-    let mut left = CARRIED_BYTES_MAX;
+    let mut left = COPIED_BYTES_MAX;
     let mut transferred = Vec::new();
     for (number, file) in open.into_iter().enumerate() {
         let image = format!("{IMAGE_FILE_PREFIX}{number}");
@@ -87,7 +87,7 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     let from = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
-        .open(&file.through)?;
+        .open(&file.fd_path)?;
     let mut to = OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -96,7 +96,7 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
     let copied = io::copy(&mut from.take(bytes_max + 1), &mut to)?;
     let too_much = || {
         io::Error::other(format!(
-            "all of them have more than {CARRIED_BYTES_MAX} bytes"
+            "all of them have more than {COPIED_BYTES_MAX} bytes"
         ))
     };
     if copied > bytes_max {
@@ -109,13 +109,13 @@ fn copy_out(file: &OpenFile, to: &Path, bytes_max: u64) -> io::Result<u64> {
 /// Files that were written to their original paths. Dropping this removes them unless they are
 /// kept.
 #[derive(Debug, Default)]
-pub(crate) struct PlacedFiles(Option<Notes>);
+pub(crate) struct PlacedFiles(Option<FileTransferJournal>);
 
 impl PlacedFiles {
     /// Keeps the files: the task runs on this host and owns them.
     pub(crate) fn keep(self) {
         if let Some(notes) = self.0 {
-            notes.keep();
+            notes.keep_files();
         }
     }
 }
@@ -136,7 +136,7 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
             dir.display()
         ))
     };
-    let mut notes = Notes::beside(dir).map_err(note_failure)?;
+    let mut notes = FileTransferJournal::create_next_to(dir).map_err(note_failure)?;
     for file in files {
         let done = write_file(dir, file, &mut notes);
         done.map_err(|e| {
@@ -150,15 +150,21 @@ fn write_files(dir: &Path, files: &[TransferredFile]) -> Result<PlacedFiles, Fai
 }
 
 /// Writes the content under a temporary name first, then renames the file.
-fn write_file(dir: &Path, file: &TransferredFile, notes: &mut Notes) -> io::Result<()> {
-    let (folder, name) = facts::folder_of(&file.path)?;
+fn write_file(
+    dir: &Path,
+    file: &TransferredFile,
+    notes: &mut FileTransferJournal,
+) -> io::Result<()> {
+    let (folder, name) = facts::open_parent_dir(&file.path)?;
     // An existing file stays: the feasibility check has found that it is the right one, or the
     // engine will report that it is not.
     if fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW).is_ok() {
         return Ok(());
     }
     let temporary = OsString::from(format!("{TEMPORARY_PREFIX}{:016x}", random_number()));
-    notes.add(Note::Nameless(file.path.with_file_name(&temporary)))?;
+    notes.record(JournalEntry::Temporary(
+        file.path.with_file_name(&temporary),
+    ))?;
     let flags =
         OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
     let mut to: File = openat(
@@ -180,8 +186,12 @@ fn write_file(dir: &Path, file: &TransferredFile, notes: &mut Notes) -> io::Resu
     }
     // Set last, because a change of the group clears some mode bits.
     to.set_permissions(std::fs::Permissions::from_mode(file.mode & 0o7777))?;
-    notes.add(Note::Named(file.path.clone(), meta.dev(), meta.ino()))?;
-    if !name_it(&folder, &temporary, &name)? {
+    notes.record(JournalEntry::Final(
+        file.path.clone(),
+        meta.dev(),
+        meta.ino(),
+    ))?;
+    if !rename_no_replace(&folder, &temporary, &name)? {
         // Another process has created the file meanwhile.
         unlinkat(&folder, temporary.as_os_str(), UnlinkatFlags::NoRemoveDir)?;
     }
@@ -392,7 +402,7 @@ mod tests {
         let files = ["data/a", "data/old"].map(|path| dir.carried(path, "new"));
         std::mem::forget(dir.place_in_thread(&files).expect("put"));
         assert!(dir.at("data/a").exists());
-        checkpoint::carried::undo_all(&dir.real);
+        checkpoint::file_transfer_journal::undo_all(&dir.real);
         let left: Vec<_> = std::fs::read_dir(dir.at("data"))
             .expect("there")
             .flatten()

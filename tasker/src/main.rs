@@ -32,8 +32,8 @@ mod workers;
 mod written_files;
 
 use anyhow::{Context, bail};
-use checkpoint::heap;
-use checkpoint::rights::{self, Capability};
+use checkpoint::allocator;
+use checkpoint::capabilities::{self, Capability};
 use nix::sys::signal::{SigHandler, Signal};
 use std::fs::File;
 use std::process::ExitCode;
@@ -95,11 +95,12 @@ fn run() -> anyhow::Result<()> {
     open_standard_descriptors()?;
     // A second arena would keep up to two mebibytes after worker threads have read images and
     // files.
-    heap::keep_in_places(1);
+    allocator::limit_arenas(1);
     let socket = sys::take_inherited_fd(fd)
         .with_context(|| format!("there is no descriptor {fd} to talk to the daemon on"))?;
     ignore_terminal_signals()?;
-    rights::keep_only(rights::set(&NEEDED_CAPABILITIES)).context("cannot give up rights")?;
+    capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
+        .context("cannot give up rights")?;
     let _notes = checkpoint::criu::KernelNotes::look();
     // The owner waits for this thread to stop the guests. It never computes for long, and its
     // children start with normal priority.

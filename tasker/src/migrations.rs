@@ -580,7 +580,7 @@ impl Supervisor {
         }
         let Some(pause) = attempt
             .retry_backoff
-            .pause(micros(attempt.first_started_at.elapsed()), random_number())
+            .next_delay(micros(attempt.first_started_at.elapsed()), random_number())
         else {
             return false;
         };

@@ -1,6 +1,6 @@
 //! Checks whether a program handles the signal that asks it to checkpoint itself.
 
-use checkpoint::status::Status;
+use checkpoint::status::ProcStatus;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 pub(crate) fn handles_signal(pid: i32, signal: i32) -> bool {
     let bit = 1u64 << (signal - 1);
     // A process that has ended cannot be harmed.
-    let Some(status) = Status::of(pid) else {
+    let Some(status) = ProcStatus::of(pid) else {
         return true;
     };
     let has = |set| status.signals(set) & bit != 0;
@@ -133,7 +133,7 @@ mod tests {
         );
         let (pid, bit) = (blocks.0.id() as i32, 1u64 << (Signal::SIGUSR1 as i32 - 1));
         let until = Instant::now() + Duration::from_secs(60);
-        while Status::of(pid).is_none_or(|status| status.signals("SigBlk") & bit == 0) {
+        while ProcStatus::of(pid).is_none_or(|status| status.signals("SigBlk") & bit == 0) {
             assert!(Instant::now() < until, "it never blocks it");
             sleep(Duration::from_millis(5));
         }

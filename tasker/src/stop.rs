@@ -3,7 +3,7 @@
 use crate::namespace::Namespace;
 use crate::sys;
 use checkpoint::facts;
-use checkpoint::status::Status;
+use checkpoint::status::ProcStatus;
 use nix::time::ClockId;
 use nix::unistd::{Pid, SysconfVar, sysconf};
 use sempa_proto::Micros;
@@ -229,7 +229,7 @@ pub(crate) fn resource_usage(pid: i32) -> Usage {
     let exact = cpu_time_micros(pid).unwrap_or(micros(user + system));
     let own = (u128::from(exact) * u128::from(user)).checked_div(u128::from(user + system));
     let own = own.map_or(exact, |own| own as u64);
-    let resident_max = Status::of(pid).and_then(|status| status.number::<u64>("VmHWM"));
+    let resident_max = ProcStatus::of(pid).and_then(|status| status.number::<u64>("VmHWM"));
     Usage {
         user: Micros(own + micros(children[0])),
         system: Micros(exact - own + micros(children[1])),
@@ -247,7 +247,7 @@ fn cpu_time_micros(pid: i32) -> Option<u64> {
 
 /// Returns the id of a process in its own PID namespace.
 pub(crate) fn inner_pid(pid: i32) -> Option<i32> {
-    Status::of(pid)?
+    ProcStatus::of(pid)?
         .field("NSpid")?
         .split_whitespace()
         .last()?

@@ -11,7 +11,7 @@ use crate::namespace::{Namespace, SpareNamespaces};
 use crate::signal_disposition;
 use crate::sys::{self, InheritedState, StartGuard};
 use crate::task::{self, EXEC_TIMEOUT, KEPT_SIGNALS_MAX, Output, Task, TaskPhase};
-use checkpoint::heap;
+use checkpoint::allocator;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
@@ -193,7 +193,7 @@ impl Supervisor {
                 .take_if(|at| *at <= Instant::now())
                 .is_some()
             {
-                heap::give_back_freed();
+                allocator::trim_freed();
             }
             self.check_orphaned_namespaces();
             self.check_stopping();

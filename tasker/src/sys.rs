@@ -707,7 +707,7 @@ pub(crate) fn can_raise_priority() -> bool {
     const SYS_NICE: u64 = 1 << 23;
     static MAY: OnceLock<bool> = OnceLock::new();
     *MAY.get_or_init(|| {
-        let effective = checkpoint::status::Status::of(std::process::id().cast_signed())
+        let effective = checkpoint::status::ProcStatus::of(std::process::id().cast_signed())
             .and_then(|status| u64::from_str_radix(status.field("CapEff")?, 16).ok());
         effective.is_some_and(|bits| bits & SYS_NICE != 0)
     })
@@ -740,7 +740,7 @@ pub(crate) fn write_memory(pid: i32, at: u64, bytes: &[u8]) -> io::Result<()> {
 /// # Errors
 /// The kernel refused.
 pub(crate) fn drop_capabilities() -> io::Result<()> {
-    checkpoint::rights::keep_only(0)
+    checkpoint::capabilities::drop_capabilities_except(0)
 }
 
 /// Returns the number of bytes in a pipe.

@@ -84,7 +84,7 @@ fn built_program_waits_for_run() {
             start: shell(&format!("echo hello; touch {}", file.display())),
         });
         let pid = restored(tasker).expect("built");
-        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        let state = checkpoint::status::ProcStatus::of(pid).expect("it is there");
         assert!(
             state
                 .field("State")
@@ -172,7 +172,7 @@ fn held_program_begins_when_freed() {
         tasker.until(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Ran { .. }).then_some(())
         });
-        let state = checkpoint::status::Status::of(pid).expect("it is there");
+        let state = checkpoint::status::ProcStatus::of(pid).expect("it is there");
         assert!(
             state
                 .field("State")

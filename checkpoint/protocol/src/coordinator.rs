@@ -4,7 +4,7 @@
 //! [`Step`] lists the steps. The steps up to the restore have deadlines, but not the time in the
 //! queue. The commit and the later steps end when they are done or a host is lost.
 
-use super::turns::{Standing, turns};
+use super::admission_queue::{QueueState, admit};
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{
@@ -17,17 +17,17 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
 
 /// Limit of migrations in progress. Further ones are refused.
-pub const MOVES_OPEN_MAX: usize = 64;
+pub const MIGRATIONS_MAX: usize = 64;
 /// Timeout of the steps that do not depend on the size of the task.
-const STEP_TIME: Micros = Micros::from_secs(10);
+const STEP_TIMEOUT: Micros = Micros::from_secs(10);
 /// Additional timeout for each GiB of memory, in the steps that depend on it.
-const TIME_PER_GIB: Micros = Micros::from_secs(60);
+const TIMEOUT_PER_GIB: Micros = Micros::from_secs(60);
 /// Factor of the timeout for pre-copy. The task runs meanwhile, and some memory is sent more than
 /// once.
-const PRE_COPY_TIMES: u64 = 10;
+const PRE_COPY_TIMEOUT_FACTOR: u64 = 10;
 /// Time after the loss of a source until its copy is considered dead. Its daemon has exited at the
 /// end of its own, shorter lease, and its tasker with it; this margin is for killing the task.
-const FENCE_TIME: Micros = Micros::from_secs(2);
+const FENCE_TIMEOUT: Micros = Micros::from_secs(2);
 
 /// An instruction to the coordinator's daemon.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,16 +35,17 @@ pub enum CoordinatorOutput {
     /// Send this order to the source or the target.
     Order {
         host: HostId,
-        of: Move,
+        migration: Move,
         order: Order,
     },
-    /// Write the location record durably, then call [`Coordinator::recorded`]. It commits the
-    /// migration to `to`; with `to` equal to `from` it takes a commit back, and no call is needed.
-    Record(Move),
+    /// Write the location record durably, then call [`Coordinator::on_location_recorded`]. It
+    /// commits the migration to `to`; with `to` equal to `from` it takes a commit back, and no call
+    /// is needed.
+    RecordLocation(Move),
     /// Announce the location `to` to every daemon under a new epoch. When all living daemons have
-    /// acknowledged it, call [`Coordinator::located`].
-    Locate(Move),
-    Event(EventKind),
+    /// acknowledged it, call [`Coordinator::on_location_announced`].
+    AnnounceLocation(Move),
+    LogEvent(EventKind),
     /// Answer an end that has forwarded a suspend request. The answer must not overtake the orders
     /// to that end.
     SuspendDecided {
@@ -52,10 +53,10 @@ pub enum CoordinatorOutput {
         /// The migration that it named.
         migration: MigrationId,
         /// Its id of the request.
-        id: RequestId,
+        request: RequestId,
         /// The suspensions in force; `None` if this end was not entitled to forward the request,
         /// because the migration is over or the other end is authoritative.
-        suspended: Option<Holds>,
+        suspensions: Option<Holds>,
     },
     Ended {
         id: MigrationId,
@@ -66,10 +67,12 @@ pub enum CoordinatorOutput {
 impl CoordinatorOutput {
     /// Returns the task and the step that starts with this output. All other steps start at the
     /// source or the target.
-    pub fn begins(&self) -> Option<(Tid, Step)> {
+    pub fn started_step(&self) -> Option<(Tid, Step)> {
         match self {
             // A record that takes a commit back starts no step.
-            CoordinatorOutput::Record(of) if of.to != of.from => Some((of.tid, Step::Commit)),
+            CoordinatorOutput::RecordLocation(migration) if migration.to != migration.from => {
+                Some((migration.tid, Step::Commit))
+            }
             _ => None,
         }
     }
@@ -77,80 +80,86 @@ impl CoordinatorOutput {
 
 /// A migration in progress.
 #[derive(Debug)]
-struct Ongoing {
-    of: Move,
+struct ActiveMigration {
+    migration: Move,
     /// The step that must complete next.
     step: Step,
     deadline: Option<Micros>,
     /// Timeout of the steps that depend on the size of the task.
-    sized: Micros,
-    token: PathBuf,
+    sized_timeout: Micros,
+    resume_token: PathBuf,
     /// The engine, once the target has chosen it; CRIU before.
     engine: Engine,
     bytes: u64,
     /// When the source was ordered to let the task depart, and the duration of the pre-copy since
     /// then.
-    leaves_at: Option<Micros>,
-    went_ahead: Micros,
+    departure_ordered_at: Option<Micros>,
+    pre_copy_time: Micros,
     stopped_at: Option<Micros>,
     /// Time for which the task was stopped.
     frozen: Micros,
     /// Post-copy is used. Before the target's verdict: the source supports it.
-    memory_follows: bool,
+    post_copy: bool,
     /// Pre-copy precedes the dump.
-    pre_copies: bool,
+    pre_copy: bool,
     /// When the copy on a lost source is considered dead.
-    fenced_at: Option<Micros>,
+    source_dead_at: Option<Micros>,
     /// The record is on disk, and the daemons are being notified.
-    locating: bool,
+    announcing: bool,
     /// Suspensions of the task. The coordinator keeps them because either host may be lost, and the
     /// other one continues with them.
-    suspended: Holds,
+    suspensions: Holds,
     /// The target has forwarded a suspend request. Requests from the source may be older, so they
     /// are refused from now on.
-    target_spoke: bool,
+    target_is_authoritative: bool,
     /// Resident memory of the task in bytes, once the source has reported it.
-    resident: Option<u64>,
+    resident_bytes: Option<u64>,
     /// Set while the inspected task is queued: since when, and its facts.
-    waits: Option<(Micros, TaskFacts)>,
+    queued: Option<(Micros, TaskFacts)>,
 }
 
-impl Ongoing {
+impl ActiveMigration {
     /// Returns its state in the queue of its source host; `None` if it no longer occupies the
     /// host's link.
-    fn standing(&self) -> Option<Standing> {
-        match (self.resident, &self.waits) {
-            (None, _) => Some(Standing::Unknown),
+    fn queue_state(&self) -> Option<QueueState> {
+        match (self.resident_bytes, &self.queued) {
+            (None, _) => Some(QueueState::SizeUnknown),
             (Some(bytes), Some((since, _))) => {
-                let stands = matches!(self.of.cause, Cause::Owner { .. });
-                Some(Standing::Waits {
-                    id: self.of.id,
+                let paused = matches!(self.migration.cause, Cause::Owner { .. });
+                Some(QueueState::Queued {
+                    id: self.migration.id,
                     bytes,
                     since: *since,
-                    stands,
+                    paused,
                 })
             }
             // Other engines than CRIU send no images.
             (Some(_), None) if self.engine != Engine::Criu => None,
             // Pre-copy uses the link like post-copy memory: paused tasks do not wait for it.
-            (Some(bytes), None) if self.step == Step::PreCopy => Some(Standing::Follows { bytes }),
-            (Some(bytes), None) if self.step <= Step::Transfer => Some(Standing::Leaves { bytes }),
+            (Some(bytes), None) if self.step == Step::PreCopy => {
+                Some(QueueState::SendingMemory { bytes })
+            }
+            (Some(bytes), None) if self.step <= Step::Transfer => {
+                Some(QueueState::Departing { bytes })
+            }
             // The remaining steps do not use the source's link, except for post-copy memory.
-            (Some(bytes), None) => self.memory_follows.then_some(Standing::Follows { bytes }),
+            (Some(bytes), None) => self
+                .post_copy
+                .then_some(QueueState::SendingMemory { bytes }),
         }
     }
 
     /// Returns the timeout of a step.
-    fn allowed(&self, step: Step) -> Micros {
+    fn timeout(&self, step: Step) -> Micros {
         match (step, self.engine.asks()) {
-            (Step::PreCopy, _) => Micros(self.sized.0 * PRE_COPY_TIMES),
-            (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized,
+            (Step::PreCopy, _) => Micros(self.sized_timeout.0 * PRE_COPY_TIMEOUT_FACTOR),
+            (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized_timeout,
             // The program is asked to exit. Its host reports if it has not done so within `wait`
             // seconds.
             (Step::Quiesce | Step::Stop, Some((_, wait))) => {
-                STEP_TIME + Micros::from_secs(wait.into())
+                STEP_TIMEOUT + Micros::from_secs(wait.into())
             }
-            _ => STEP_TIME,
+            _ => STEP_TIMEOUT,
         }
     }
 }
@@ -158,11 +167,11 @@ impl Ongoing {
 /// All migrations of the virtual machine. Runs on the master.
 #[derive(Debug, Default)]
 pub struct Coordinator {
-    moves: BTreeMap<MigrationId, Ongoing>,
-    last: MigrationId,
-    out: VecDeque<CoordinatorOutput>,
+    migrations: BTreeMap<MigrationId, ActiveMigration>,
+    last_id: MigrationId,
+    outputs: VecDeque<CoordinatorOutput>,
     /// When the queues must be examined again although nothing has happened.
-    turns_at: Option<Micros>,
+    queue_check_at: Option<Micros>,
 }
 
 impl Coordinator {
@@ -171,42 +180,48 @@ impl Coordinator {
     }
 
     /// Returns the number of migrations in progress.
-    pub fn open(&self) -> usize {
-        self.moves.len()
+    pub fn active_count(&self) -> usize {
+        self.migrations.len()
     }
 
     /// Returns the migration of this task that is in progress.
-    pub fn of_task(&self, tid: Tid) -> Option<&Move> {
-        self.moves.values().map(|m| &m.of).find(|m| m.tid == tid)
+    pub fn migration_of(&self, tid: Tid) -> Option<&Move> {
+        self.migrations
+            .values()
+            .map(|m| &m.migration)
+            .find(|m| m.tid == tid)
     }
 
     /// True if the migration of this task away from this host has reached the commit, and some of
     /// its memory is still there (post-copy).
     pub fn has_memory_on(&self, tid: Tid, host: HostId) -> bool {
-        let lacks = |m: &Ongoing| {
-            m.of.tid == tid && m.of.from == host && m.memory_follows && m.step >= Step::Commit
+        let memory_remains = |m: &ActiveMigration| {
+            m.migration.tid == tid
+                && m.migration.from == host
+                && m.post_copy
+                && m.step >= Step::Commit
         };
-        self.moves.values().any(lacks)
+        self.migrations.values().any(memory_remains)
     }
 
-    /// Returns when [`Coordinator::wake`] must be called, if at all.
-    pub fn next_wakeup(&self) -> Option<Micros> {
-        let moves = self
-            .moves
+    /// Returns when [`Coordinator::on_timer`] must be called, if at all.
+    pub fn next_deadline(&self) -> Option<Micros> {
+        let deadlines = self
+            .migrations
             .values()
-            .filter_map(|m| m.deadline.into_iter().chain(m.fenced_at).min());
-        moves.chain(self.turns_at).min()
+            .filter_map(|m| m.deadline.into_iter().chain(m.source_dead_at).min());
+        deadlines.chain(self.queue_check_at).min()
     }
 
     /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<CoordinatorOutput> {
-        self.out.pop_front()
+        self.outputs.pop_front()
     }
 
     /// Returns a migration id that was never used.
     pub fn next_id(&mut self) -> MigrationId {
-        self.last = self.last.next();
-        self.last
+        self.last_id = self.last_id.next();
+        self.last_id
     }
 
     /// Starts a migration. The caller has resolved the hosts.
@@ -224,53 +239,55 @@ impl Coordinator {
         if from == to {
             return Err(Refusal::AlreadyThere);
         }
-        if let Some(other) = self.of_task(tid) {
+        if let Some(other) = self.migration_of(tid) {
             return Err(Refusal::AlreadyMoving(other.id));
         }
-        if self.moves.len() >= MOVES_OPEN_MAX {
+        if self.migrations.len() >= MIGRATIONS_MAX {
             return Err(Refusal::TooManyMoves {
-                limit: MOVES_OPEN_MAX,
+                limit: MIGRATIONS_MAX,
             });
         }
-        let of = Move {
+        let migration = Move {
             id: self.next_id(),
             tid,
             from,
             to,
             cause,
         };
-        self.order(from, &of, Order::Inspect);
-        self.moves.insert(
-            of.id,
-            Ongoing {
-                of,
+        self.send_order(from, &migration, Order::Inspect);
+        self.migrations.insert(
+            migration.id,
+            ActiveMigration {
+                migration,
                 step: Step::Inspect,
-                deadline: Some(now + STEP_TIME),
-                sized: STEP_TIME,
-                token: PathBuf::new(),
+                deadline: Some(now + STEP_TIMEOUT),
+                sized_timeout: STEP_TIMEOUT,
+                resume_token: PathBuf::new(),
                 engine: Engine::Criu,
                 bytes: 0,
-                leaves_at: None,
-                went_ahead: Micros::default(),
+                departure_ordered_at: None,
+                pre_copy_time: Micros::default(),
                 stopped_at: None,
                 frozen: Micros::default(),
-                memory_follows: false,
-                pre_copies: false,
-                fenced_at: None,
-                locating: false,
-                suspended: Holds::default(),
-                target_spoke: false,
-                resident: None,
-                waits: None,
+                post_copy: false,
+                pre_copy: false,
+                source_dead_at: None,
+                announcing: false,
+                suspensions: Holds::default(),
+                target_is_authoritative: false,
+                resident_bytes: None,
+                queued: None,
             },
         );
-        Ok(self.last)
+        Ok(self.last_id)
     }
 
     /// Handles a report of one end. Reports that do not match the current step belong to an aborted
     /// migration and are ignored.
-    pub fn report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
-        let Some(m) = self.moves.get(&id) else { return };
+    pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
+        let Some(m) = self.migrations.get(&id) else {
+            return;
+        };
         let step = report.step();
         let sender = match step {
             Step::Inspect
@@ -278,49 +295,51 @@ impl Coordinator {
             | Step::Quiesce
             | Step::Stop
             | Step::Dump
-            | Step::KillSource => m.of.from,
-            Step::Prepare | Step::Restore | Step::Run | Step::Arrive => m.of.to,
+            | Step::KillSource => m.migration.from,
+            Step::Prepare | Step::Restore | Step::Run | Step::Arrive => m.migration.to,
             Step::Transfer | Step::Commit => host,
         };
         if let Report::Failed { step, why } = report {
-            if host == m.of.from && m.step == Step::KillSource {
+            if host == m.migration.from && m.step == Step::KillSource {
                 // The source was ordered to release the task. This report means that its copy had
                 // exited before. Other failures at the source, for example a missing
                 // acknowledgement of the transfer, do not mean that the copy is gone; `SourceGone`
                 // follows.
                 if (step, why) == (Step::KillSource, Failure::TaskEnded) {
-                    self.let_run(id, Usage::default());
+                    self.order_run(id, Usage::default());
                 }
-            } else if (host == m.of.from && m.step < Step::KillSource) || host == m.of.to {
-                self.end_failed(id, step, why);
+            } else if (host == m.migration.from && m.step < Step::KillSource)
+                || host == m.migration.to
+            {
+                self.fail_migration(id, step, why);
             }
         } else if host == sender {
-            self.step_done(now, id, step, report);
+            self.on_step_completed(now, id, step, report);
         }
-        self.take_turns(now);
+        self.admit_queued(now);
     }
 
-    fn step_done(&mut self, now: Micros, id: MigrationId, step: Step, report: Report) {
-        let Some(m) = self.moves.get_mut(&id) else {
+    fn on_step_completed(&mut self, now: Micros, id: MigrationId, step: Step, report: Report) {
+        let Some(m) = self.migrations.get_mut(&id) else {
             return;
         };
-        let of = m.of.clone();
+        let migration = m.migration.clone();
         let next = match report {
             Report::Inspected {
                 facts,
                 suspended,
                 memory_can_follow,
                 can_pre_copy,
-            } if m.step == Step::Inspect && m.waits.is_none() => {
-                m.suspended = suspended;
+            } if m.step == Step::Inspect && m.queued.is_none() => {
+                m.suspensions = suspended;
                 let gib = facts.resident_bytes >> 30;
-                m.sized = STEP_TIME + Micros(TIME_PER_GIB.0 * (gib + 1));
-                m.memory_follows = memory_can_follow;
-                let waits = matches!(of.cause, Cause::Owner { .. }) || suspended.any();
-                m.pre_copies = can_pre_copy && memory_can_follow && !waits;
-                (m.resident, m.waits, m.deadline) =
+                m.sized_timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * (gib + 1));
+                m.post_copy = memory_can_follow;
+                let waits = matches!(migration.cause, Cause::Owner { .. }) || suspended.any();
+                m.pre_copy = can_pre_copy && memory_can_follow && !waits;
+                (m.resident_bytes, m.queued, m.deadline) =
                     (Some(facts.resident_bytes), Some((now, facts)), None);
-                return self.log_step(id, step);
+                return self.log_completed_step(id, step);
             }
             Report::Prepared {
                 verdict,
@@ -329,24 +348,24 @@ impl Coordinator {
                 engine,
             } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
-                    return self.end_failed(id, Step::Prepare, Failure::Refused(verdict));
+                    return self.fail_migration(id, Step::Prepare, Failure::Refused(verdict));
                 }
-                (m.token, m.memory_follows, m.engine) = (token.clone(), memory_follows, engine);
-                m.pre_copies &= memory_follows && engine == Engine::Criu;
-                m.leaves_at = Some(now);
-                let pre_copies = m.pre_copies;
+                (m.resume_token, m.post_copy, m.engine) = (token.clone(), memory_follows, engine);
+                m.pre_copy &= memory_follows && engine == Engine::Criu;
+                m.departure_ordered_at = Some(now);
+                let pre_copies = m.pre_copy;
                 if engine != Engine::Criu {
-                    let Move { id, tid, .. } = of;
-                    self.out
-                        .push_back(CoordinatorOutput::Event(EventKind::MovesBy {
+                    let Move { id, tid, .. } = migration;
+                    self.outputs
+                        .push_back(CoordinatorOutput::LogEvent(EventKind::MovesBy {
                             id,
                             tid,
                             engine,
                         }));
                 }
-                self.order(
-                    of.from,
-                    &of,
+                self.send_order(
+                    migration.from,
+                    &migration,
                     Order::Leave {
                         token,
                         memory_follows,
@@ -362,7 +381,7 @@ impl Coordinator {
             }
             Report::PreCopied { bytes } if m.step == Step::PreCopy => {
                 m.bytes = bytes;
-                m.went_ahead = now.since(m.leaves_at.unwrap_or(now));
+                m.pre_copy_time = now.since(m.departure_ordered_at.unwrap_or(now));
                 Step::Quiesce
             }
             // Source and target report over different connections. A report may overtake an earlier
@@ -381,61 +400,71 @@ impl Coordinator {
                 }
             }
             Report::Restored if (Step::PreCopy..Step::Commit).contains(&m.step) => {
-                self.out.push_back(CoordinatorOutput::Record(of.clone()));
+                self.outputs
+                    .push_back(CoordinatorOutput::RecordLocation(migration.clone()));
                 Step::Commit
             }
             Report::SourceGone(used) if m.step == Step::KillSource => {
-                return self.let_run(id, used);
+                return self.order_run(id, used);
             }
             Report::Running if m.step == Step::Run => {
                 m.frozen = now.since(m.stopped_at.unwrap_or(now));
                 Step::Arrive
             }
-            Report::Arrived if m.step == Step::Arrive => return self.end_moved(now, id),
+            Report::Arrived if m.step == Step::Arrive => return self.complete_migration(now, id),
             _ => return,
         };
-        self.advance(now, id, step, next);
+        self.advance_step(now, id, step, next);
     }
 
     /// Completes the step `done` and waits for `next`, unless a later step is awaited already.
-    fn advance(&mut self, now: Micros, id: MigrationId, done: Step, next: Step) {
-        let m = self.moves.get_mut(&id).expect("the caller found it");
+    fn advance_step(&mut self, now: Micros, id: MigrationId, done: Step, next: Step) {
+        let m = self.migrations.get_mut(&id).expect("the caller found it");
         if next > m.step {
             m.step = next;
             m.deadline = match next {
                 Step::Commit | Step::KillSource | Step::Run | Step::Arrive => None,
-                _ => Some(now + m.allowed(next)),
+                _ => Some(now + m.timeout(next)),
             };
         }
-        self.log_step(id, done);
+        self.log_completed_step(id, done);
     }
 
     /// Lets queued tasks depart as far as the limits of their hosts permit.
-    fn take_turns(&mut self, now: Micros) {
+    fn admit_queued(&mut self, now: Micros) {
         let hosts: BTreeSet<HostId> = self
-            .moves
+            .migrations
             .values()
-            .filter(|m| m.waits.is_some())
-            .map(|m| m.of.from)
+            .filter(|m| m.queued.is_some())
+            .map(|m| m.migration.from)
             .collect();
-        self.turns_at = None;
+        self.queue_check_at = None;
         for host in hosts {
-            let its = self.moves.values().filter(|m| m.of.from == host);
-            let (go, again) = turns(now, &its.filter_map(Ongoing::standing).collect::<Vec<_>>());
-            self.turns_at = self.turns_at.into_iter().chain(again).min();
-            for id in go {
-                let Some(m) = self.moves.get_mut(&id) else {
+            let states = self
+                .migrations
+                .values()
+                .filter(|m| m.migration.from == host);
+            let (admitted, check_at) = admit(
+                now,
+                &states
+                    .filter_map(ActiveMigration::queue_state)
+                    .collect::<Vec<_>>(),
+            );
+            self.queue_check_at = self.queue_check_at.into_iter().chain(check_at).min();
+            for id in admitted {
+                let Some(m) = self.migrations.get_mut(&id) else {
                     continue;
                 };
-                let Some((_, facts)) = m.waits.take() else {
+                let Some((_, facts)) = m.queued.take() else {
                     continue;
                 };
-                (m.step, m.deadline) = (Step::Prepare, Some(now + STEP_TIME));
-                let (of, suspended, pre_copies) = (m.of.clone(), m.suspended, m.pre_copies);
-                let (timeline, memory_can_follow) = (None, m.memory_follows);
-                self.order(
-                    of.to,
-                    &of,
+                (m.step, m.deadline) = (Step::Prepare, Some(now + STEP_TIMEOUT));
+                let (migration, suspended, pre_copies) =
+                    (m.migration.clone(), m.suspensions, m.pre_copy);
+                let (timeline, memory_can_follow) = (None, m.post_copy);
+                self.send_order(
+                    migration.to,
+                    &migration,
                     Order::Prepare {
                         facts,
                         suspended,
@@ -448,8 +477,8 @@ impl Coordinator {
         }
     }
 
-    fn log_step(&mut self, id: MigrationId, step: Step) {
-        let m = &self.moves[&id];
+    fn log_completed_step(&mut self, id: MigrationId, step: Step) {
+        let m = &self.migrations[&id];
         let bytes = if matches!(step, Step::PreCopy | Step::Dump | Step::Transfer) {
             m.bytes
         } else {
@@ -457,9 +486,9 @@ impl Coordinator {
         };
         let Move {
             id, tid, from, to, ..
-        } = m.of;
-        self.out
-            .push_back(CoordinatorOutput::Event(EventKind::Moving {
+        } = m.migration;
+        self.outputs
+            .push_back(CoordinatorOutput::LogEvent(EventKind::Moving {
                 id,
                 tid,
                 from,
@@ -469,114 +498,125 @@ impl Coordinator {
             }));
     }
 
-    /// Handles the result of [`CoordinatorOutput::Record`].
-    pub fn recorded(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        let Some(m) = self.moves.get_mut(&id).filter(|m| m.step == Step::Commit) else {
+    /// Handles the result of [`CoordinatorOutput::RecordLocation`].
+    pub fn on_location_recorded(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        let Some(m) = self
+            .migrations
+            .get_mut(&id)
+            .filter(|m| m.step == Step::Commit)
+        else {
             return;
         };
         match result {
             Ok(()) => {
-                m.locating = true;
-                self.out.push_back(CoordinatorOutput::Locate(m.of.clone()));
+                m.announcing = true;
+                self.outputs
+                    .push_back(CoordinatorOutput::AnnounceLocation(m.migration.clone()));
             }
-            Err(why) => self.end_failed(id, Step::Commit, why),
+            Err(why) => self.fail_migration(id, Step::Commit, why),
         }
     }
 
     /// Handles that every living daemon has acknowledged the new location.
-    pub fn located(&mut self, now: Micros, id: MigrationId) {
+    pub fn on_location_announced(&mut self, now: Micros, id: MigrationId) {
         let Some(m) = self
-            .moves
+            .migrations
             .get_mut(&id)
-            .filter(|m| m.step == Step::Commit && m.locating)
+            .filter(|m| m.step == Step::Commit && m.announcing)
         else {
             return;
         };
-        let of = m.of.clone();
-        let source_lost = m.fenced_at.is_some();
-        self.advance(now, id, Step::Commit, Step::KillSource);
+        let migration = m.migration.clone();
+        let source_lost = m.source_dead_at.is_some();
+        self.advance_step(now, id, Step::Commit, Step::KillSource);
         if !source_lost {
-            self.order(of.from, &of, Order::Yield);
+            self.send_order(migration.from, &migration, Order::Yield);
         }
     }
 
     /// Orders the target to run its copy. The source's copy is gone.
-    fn let_run(&mut self, id: MigrationId, used: Usage) {
-        let Some(m) = self.moves.get_mut(&id) else {
+    fn order_run(&mut self, id: MigrationId, used: Usage) {
+        let Some(m) = self.migrations.get_mut(&id) else {
             return;
         };
         m.step = Step::Run;
-        m.fenced_at = None;
+        m.source_dead_at = None;
         let parting = Parting {
             used,
-            suspended: m.suspended,
+            suspended: m.suspensions,
         };
-        let of = m.of.clone();
-        self.log_step(id, Step::KillSource);
-        self.order(of.to, &of, Order::Run(parting));
+        let migration = m.migration.clone();
+        self.log_completed_step(id, Step::KillSource);
+        self.send_order(migration.to, &migration, Order::Run(parting));
     }
 
     /// Handles a suspend or resume request that one end has forwarded.
     ///
     /// From the inspection on, each end forwards such requests before it acknowledges them, and
     /// applies the result.
-    pub fn suspend(
+    pub fn on_suspend_request(
         &mut self,
         host: HostId,
         migration: MigrationId,
-        id: RequestId,
+        request: RequestId,
         order: &suspend::Order,
     ) {
-        let takes = |m: &&mut Ongoing| {
-            m.of.tid == order.tid && (m.of.to == host || m.of.from == host && !m.target_spoke)
+        let accepts = |m: &&mut ActiveMigration| {
+            m.migration.tid == order.tid
+                && (m.migration.to == host
+                    || m.migration.from == host && !m.target_is_authoritative)
         };
-        let suspended = self.moves.get_mut(&migration).filter(takes).map(|m| {
-            m.target_spoke |= m.of.to == host;
-            let before = m.suspended;
-            m.suspended = before.after(order);
-            self.out.extend(
-                before
-                    .change(m.suspended, order)
-                    .map(CoordinatorOutput::Event),
-            );
-            m.suspended
-        });
-        self.out.push_back(CoordinatorOutput::SuspendDecided {
+        let suspensions = self
+            .migrations
+            .get_mut(&migration)
+            .filter(accepts)
+            .map(|m| {
+                m.target_is_authoritative |= m.migration.to == host;
+                let before = m.suspensions;
+                m.suspensions = before.after(order);
+                self.outputs.extend(
+                    before
+                        .change(m.suspensions, order)
+                        .map(CoordinatorOutput::LogEvent),
+                );
+                m.suspensions
+            });
+        self.outputs.push_back(CoordinatorOutput::SuspendDecided {
             host,
             migration,
-            id,
-            suspended,
+            request,
+            suspensions,
         });
     }
 
     /// Handles that a host has left or was lost. Its tasks are dead; the daemon handles the
     /// consequences for other tasks.
-    pub fn host_lost(&mut self, now: Micros, host: HostId) {
-        let concerned: Vec<MigrationId> = self
-            .moves
+    pub fn on_host_lost(&mut self, now: Micros, host: HostId) {
+        let affected: Vec<MigrationId> = self
+            .migrations
             .values()
-            .filter(|m| m.of.from == host || m.of.to == host)
-            .map(|m| m.of.id)
+            .filter(|m| m.migration.from == host || m.migration.to == host)
+            .map(|m| m.migration.id)
             .collect();
-        for id in concerned {
-            let m = self.moves.get_mut(&id).expect("just listed");
-            if m.of.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
-                m.fenced_at = Some(now + FENCE_TIME);
-            } else if m.of.from == host && m.step >= Step::Run {
+        for id in affected {
+            let m = self.migrations.get_mut(&id).expect("just listed");
+            if m.migration.from == host && matches!(m.step, Step::Commit | Step::KillSource) {
+                m.source_dead_at = Some(now + FENCE_TIMEOUT);
+            } else if m.migration.from == host && m.step >= Step::Run {
                 // The source has finished, or the target itself reports the memory that is missing.
             } else {
                 let step = m.step;
-                self.end_failed(id, step, Failure::HostLost(host));
+                self.fail_migration(id, step, Failure::HostLost(host));
             }
         }
-        self.take_turns(now);
+        self.admit_queued(now);
     }
 
     /// Cancels a migration that is not committed yet.
-    pub fn call_off(&mut self, id: MigrationId, why: &str) {
-        if let Some(m) = self.moves.get(&id).filter(|m| m.step < Step::Commit) {
+    pub fn cancel(&mut self, id: MigrationId, why: &str) {
+        if let Some(m) = self.migrations.get(&id).filter(|m| m.step < Step::Commit) {
             let step = m.step;
-            self.end_failed(id, step, Failure::CalledOff(why.to_string()));
+            self.fail_migration(id, step, Failure::CalledOff(why.to_string()));
         }
     }
 
@@ -586,65 +626,73 @@ impl Coordinator {
     /// Does nothing and returns false unless every migration of these tasks is queued for departure
     /// from a host that is being drained. The cancelled ones fail with [`Refusal::AlreadyMoving`],
     /// like a migration that cannot start because of a checkpoint.
-    pub fn give_way(&mut self, tids: &BTreeSet<Tid>) -> bool {
-        let theirs: Vec<&Ongoing> = self
-            .moves
+    pub fn cancel_queued(&mut self, tids: &BTreeSet<Tid>) -> bool {
+        let migrations: Vec<&ActiveMigration> = self
+            .migrations
             .values()
-            .filter(|m| tids.contains(&m.of.tid))
+            .filter(|m| tids.contains(&m.migration.tid))
             .collect();
-        let waits = |m: &&Ongoing| m.waits.is_some() && matches!(m.of.cause, Cause::Drain { .. });
-        if theirs.is_empty() || !theirs.iter().all(waits) {
+        let is_queued_for_drain = |m: &&ActiveMigration| {
+            m.queued.is_some() && matches!(m.migration.cause, Cause::Drain { .. })
+        };
+        if migrations.is_empty() || !migrations.iter().all(is_queued_for_drain) {
             return false;
         }
-        let ids: Vec<(MigrationId, Step)> = theirs.iter().map(|m| (m.of.id, m.step)).collect();
+        let ids: Vec<(MigrationId, Step)> = migrations
+            .iter()
+            .map(|m| (m.migration.id, m.step))
+            .collect();
         for (id, step) in ids {
-            self.end_failed(id, step, Failure::Refused(vec![Refusal::AlreadyMoving(id)]));
+            self.fail_migration(id, step, Failure::Refused(vec![Refusal::AlreadyMoving(id)]));
         }
         true
     }
 
-    /// Handles the time that [`Coordinator::next_wakeup`] has returned.
-    pub fn wake(&mut self, now: Micros) {
-        let ids: Vec<MigrationId> = self.moves.keys().copied().collect();
+    /// Handles the time that [`Coordinator::next_deadline`] has returned.
+    pub fn on_timer(&mut self, now: Micros) {
+        let ids: Vec<MigrationId> = self.migrations.keys().copied().collect();
         for id in ids {
-            let m = &self.moves[&id];
+            let m = &self.migrations[&id];
             if m.deadline.is_some_and(|at| at <= now) {
-                let (step, allowed) = (m.step, m.allowed(m.step));
-                self.end_failed(id, step, Failure::Deadline { allowed });
-            } else if m.step == Step::KillSource && m.fenced_at.is_some_and(|at| at <= now) {
-                self.let_run(id, Usage::default());
+                let (step, allowed) = (m.step, m.timeout(m.step));
+                self.fail_migration(id, step, Failure::Deadline { allowed });
+            } else if m.step == Step::KillSource && m.source_dead_at.is_some_and(|at| at <= now) {
+                self.order_run(id, Usage::default());
             }
         }
-        self.take_turns(now);
+        self.admit_queued(now);
     }
 
     /// Ends a migration as successful.
-    fn end_moved(&mut self, now: Micros, id: MigrationId) {
-        let Some(m) = self.moves.remove(&id) else {
+    fn complete_migration(&mut self, now: Micros, id: MigrationId) {
+        let Some(m) = self.migrations.remove(&id) else {
             return;
         };
-        let Ongoing {
-            of,
+        let ActiveMigration {
+            migration,
             bytes,
             frozen,
             engine,
             ..
         } = m;
-        let resident = m.resident.filter(|_| engine == Engine::Criu).unwrap_or(0);
+        let resident = m
+            .resident_bytes
+            .filter(|_| engine == Engine::Criu)
+            .unwrap_or(0);
         let after = m
             .stopped_at
-            .filter(|_| m.memory_follows)
+            .filter(|_| m.post_copy)
             .map_or(frozen, |at| now.since(at).max(frozen));
-        let whole = m.went_ahead + after;
+        let transfer_time = m.pre_copy_time + after;
         let Move {
             id,
             tid,
             from,
             to,
             cause,
-        } = of;
-        self.out
-            .push_back(CoordinatorOutput::Event(EventKind::Moving {
+        } = migration;
+        self.outputs
+            .push_back(CoordinatorOutput::LogEvent(EventKind::Moving {
                 id,
                 tid,
                 from,
@@ -661,10 +709,10 @@ impl Coordinator {
             bytes,
             resident,
             frozen,
-            whole,
+            whole: transfer_time,
         };
-        self.out.push_back(CoordinatorOutput::Event(moved));
-        self.out.push_back(CoordinatorOutput::Ended {
+        self.outputs.push_back(CoordinatorOutput::LogEvent(moved));
+        self.outputs.push_back(CoordinatorOutput::Ended {
             id,
             result: Ok(MoveReport {
                 id,
@@ -679,36 +727,38 @@ impl Coordinator {
     ///
     /// Until the source is ordered to release the task, both ends are ordered to abort, and a
     /// commit that has begun is taken back. After that there is no way back.
-    fn end_failed(&mut self, id: MigrationId, step: Step, why: Failure) {
-        let Some(m) = self.moves.remove(&id) else {
+    fn fail_migration(&mut self, id: MigrationId, step: Step, why: Failure) {
+        let Some(m) = self.migrations.remove(&id) else {
             return;
         };
-        if self.moves.values().any(|other| other.waits.is_some()) {
+        if self.migrations.values().any(|other| other.queued.is_some()) {
             // A queued task may be able to depart: request an immediate wake-up.
-            self.turns_at = Some(Micros(0));
+            self.queue_check_at = Some(Micros(0));
         }
         if m.step <= Step::Commit {
             if m.step == Step::Commit {
-                let back = Move {
-                    to: m.of.from,
-                    ..m.of.clone()
+                let reversal = Move {
+                    to: m.migration.from,
+                    ..m.migration.clone()
                 };
-                self.out.push_back(CoordinatorOutput::Record(back.clone()));
-                if m.locating {
-                    self.out.push_back(CoordinatorOutput::Locate(back));
+                self.outputs
+                    .push_back(CoordinatorOutput::RecordLocation(reversal.clone()));
+                if m.announcing {
+                    self.outputs
+                        .push_back(CoordinatorOutput::AnnounceLocation(reversal));
                 }
             }
             if m.step >= Step::PreCopy {
-                self.order(
-                    m.of.from,
-                    &m.of,
+                self.send_order(
+                    m.migration.from,
+                    &m.migration,
                     Order::Resume {
-                        suspended: m.suspended,
+                        suspended: m.suspensions,
                     },
                 );
             }
             if m.step >= Step::Prepare {
-                self.order(m.of.to, &m.of, Order::Discard);
+                self.send_order(m.migration.to, &m.migration, Order::Discard);
             }
         }
         let Move {
@@ -717,9 +767,9 @@ impl Coordinator {
             from,
             to,
             cause,
-        } = m.of;
-        self.out
-            .push_back(CoordinatorOutput::Event(EventKind::MoveFailed {
+        } = m.migration;
+        self.outputs
+            .push_back(CoordinatorOutput::LogEvent(EventKind::MoveFailed {
                 id,
                 tid,
                 from,
@@ -728,16 +778,16 @@ impl Coordinator {
                 step,
                 why: why.clone(),
             }));
-        self.out.push_back(CoordinatorOutput::Ended {
+        self.outputs.push_back(CoordinatorOutput::Ended {
             id,
             result: Err(MoveError { step, why }),
         });
     }
 
-    fn order(&mut self, host: HostId, of: &Move, order: Order) {
-        self.out.push_back(CoordinatorOutput::Order {
+    fn send_order(&mut self, host: HostId, migration: &Move, order: Order) {
+        self.outputs.push_back(CoordinatorOutput::Order {
             host,
-            of: of.clone(),
+            migration: migration.clone(),
             order,
         });
     }
@@ -800,8 +850,8 @@ mod tests {
             Err(Refusal::AlreadyMoving(all[63])),
             "that is the better reason"
         );
-        assert_eq!(coordinator.open(), 64);
-        coordinator.call_off(all[0], "nobody wants it");
+        assert_eq!(coordinator.active_count(), 64);
+        coordinator.cancel(all[0], "nobody wants it");
         assert_eq!(ended(&mut coordinator).len(), 1);
         assert!(begin(&mut coordinator, 65).is_ok());
         assert_eq!(
@@ -813,13 +863,12 @@ mod tests {
     /// The loss of source or target before the commit fails the migration with the lost host as the
     /// reason. Other migrations continue.
     #[test]
-    fn lost_host_fails_its_migrations_only()
-     {
+    fn lost_host_fails_its_migrations_only() {
         for lost in [2, 3] {
             let mut coordinator = Coordinator::new();
             let id = begin(&mut coordinator, 1, 2, 3).expect("there is room");
             let other = begin(&mut coordinator, 2, 4, 5).expect("there is room");
-            coordinator.host_lost(Micros(1), host(lost));
+            coordinator.on_host_lost(Micros(1), host(lost));
             let why = Failure::HostLost(host(lost));
             assert_eq!(
                 ended(&mut coordinator),
@@ -831,7 +880,12 @@ mod tests {
                     })
                 )]
             );
-            assert_eq!(coordinator.of_task(task(2)).map(|of| of.id), Some(other));
+            assert_eq!(
+                coordinator
+                    .migration_of(task(2))
+                    .map(|migration| migration.id),
+                Some(other)
+            );
         }
     }
 }

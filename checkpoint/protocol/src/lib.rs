@@ -57,20 +57,20 @@
 //!
 //! # Checkpoints
 //!
-//! Snapshots of jobs ([`Cuts`]) and restarts from checkpoints ([`Restarts`]) use the same two ends:
-//! a snapshot uses a source that resumes its task when the images are written, and a restart uses a
-//! target.
+//! Snapshots of jobs ([`Snapshots`]) and restarts from checkpoints ([`Restarts`]) use the same two
+//! ends: a snapshot uses a source that resumes its task when the images are written, and a restart
+//! uses a target.
 
+mod admission_queue;
 mod coordinator;
-mod cut;
 mod restart;
+mod snapshot;
 mod source;
 mod target;
-mod turns;
 
-pub use coordinator::{Coordinator, CoordinatorOutput, MOVES_OPEN_MAX};
-pub use cut::{CutId, CutOutput, Cuts};
-pub use restart::{Candidate, RestartId, RestartOutput, Restarts};
-pub use source::{Inspected, Source, SourceEvent, SourceOutput};
+pub use admission_queue::{DEPARTURES_MAX, DEPARTURES_WITH_SMALLER_MAX, SIZE_WAIT_MAX};
+pub use coordinator::{Coordinator, CoordinatorOutput, MIGRATIONS_MAX};
+pub use restart::{RestartId, RestartOutput, RestartTask, Restarts};
+pub use snapshot::{SnapshotId, SnapshotOutput, Snapshots};
+pub use source::{InspectedTask, Source, SourceEvent, SourceOutput};
 pub use target::{Target, TargetEvent, TargetOutput};
-pub use turns::{GATHER_TIME, LEAVE_AT_ONCE_MAX, LEAVE_AT_ONCE_WITH_SMALLER_MAX};

@@ -22,16 +22,16 @@ use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Timeout of the steps that do not depend on the size of the tasks.
-const STEP_TIME: Micros = Micros::from_secs(15);
+const STEP_TIMEOUT: Micros = Micros::from_secs(15);
 /// Additional timeout for each GiB of all tasks together, to unpack, send and restore.
-const TIME_PER_GIB: Micros = Micros::from_secs(90);
+const TIMEOUT_PER_GIB: Micros = Micros::from_secs(90);
 
 /// Number of one restart of a job.
 pub type RestartId = u64;
 
 /// A task to restart.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Candidate {
+pub struct RestartTask {
     pub tid: Tid,
     pub facts: TaskFacts,
     /// Hosts that may take it, the best first.
@@ -45,17 +45,15 @@ pub enum RestartOutput {
     Order {
         host: HostId,
         /// The task's part of the restart.
-        of: Move,
+        part: Move,
         order: Order,
     },
     /// Unpack the images of this task and send them to its host. On failure call
-    /// [`Restarts::not_sent`].
-    Send {
-        restart: RestartId,
-        of: Move,
-    },
-    /// Announce the location of this task to every daemon, then call [`Restarts::located`].
-    Locate(Move),
+    /// [`Restarts::on_send_failed`].
+    SendImages { restart: RestartId, part: Move },
+    /// Announce the location of this task to every daemon, then call
+    /// [`Restarts::on_location_announced`].
+    AnnounceLocation(Move),
     /// The restart has ended.
     Ended {
         restart: RestartId,
@@ -65,159 +63,164 @@ pub enum RestartOutput {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Progress {
-    Asked,
+enum PartProgress {
+    Started,
     Prepared,
     Held,
-    Located,
+    Announced,
     Running,
 }
 
 #[derive(Debug)]
-struct Part {
-    of: Move,
-    progress: Progress,
+struct RestartPart {
+    migration: Move,
+    progress: PartProgress,
     facts: TaskFacts,
     /// Hosts to try if this one refuses.
-    others: VecDeque<HostId>,
+    alternatives: VecDeque<HostId>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Stage {
+enum RestartStage {
     Preparing,
-    Building,
-    Locating,
+    Restoring,
+    Announcing,
     Running,
 }
 
 #[derive(Debug)]
-struct Restarting {
-    timeline: Timeline,
-    stage: Stage,
-    parts: BTreeMap<MigrationId, Part>,
+struct ActiveRestart {
+    group: Timeline,
+    stage: RestartStage,
+    parts: BTreeMap<MigrationId, RestartPart>,
     deadline: Micros,
-    allowed: Micros,
+    timeout: Micros,
 }
 
 /// All restarts in progress. Runs on the master.
 #[derive(Debug, Default)]
 pub struct Restarts {
-    open: BTreeMap<RestartId, Restarting>,
-    last: RestartId,
-    out: VecDeque<RestartOutput>,
+    active: BTreeMap<RestartId, ActiveRestart>,
+    last_id: RestartId,
+    outputs: VecDeque<RestartOutput>,
 }
 
 impl Restarts {
     /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<RestartOutput> {
-        self.out.pop_front()
+        self.outputs.pop_front()
     }
 
-    /// Returns when [`Restarts::wake`] must be called, if at all.
-    pub fn next_wakeup(&self) -> Option<Micros> {
-        self.open.values().map(|open| open.deadline).min()
+    /// Returns when [`Restarts::on_timer`] must be called, if at all.
+    pub fn next_deadline(&self) -> Option<Micros> {
+        self.active.values().map(|restart| restart.deadline).min()
     }
 
     /// Returns the restart to which this part belongs.
-    pub fn of_part(&self, id: MigrationId) -> Option<RestartId> {
-        self.open
+    pub fn restart_of(&self, id: MigrationId) -> Option<RestartId> {
+        self.active
             .iter()
-            .find(|(_, open)| open.parts.contains_key(&id))
+            .find(|(_, restart)| restart.parts.contains_key(&id))
             .map(|(number, _)| *number)
     }
 
     /// True while this task is being restarted.
-    pub fn has(&self, tid: Tid) -> bool {
-        self.open
+    pub fn is_restarting(&self, tid: Tid) -> bool {
+        self.active
             .values()
-            .flat_map(|open| open.parts.values())
-            .any(|part| part.of.tid == tid)
+            .flat_map(|restart| restart.parts.values())
+            .any(|part| part.migration.tid == tid)
     }
 
-    /// Starts to restart these tasks together. `id` generates ids.
+    /// Starts to restart these tasks together. `next_id` generates ids.
     pub fn begin(
         &mut self,
         now: Micros,
-        timeline: Timeline,
-        tasks: Vec<Candidate>,
-        mut id: impl FnMut() -> MigrationId,
+        group: Timeline,
+        tasks: Vec<RestartTask>,
+        mut next_id: impl FnMut() -> MigrationId,
     ) -> RestartId {
-        self.last += 1;
+        self.last_id += 1;
         let mut parts = BTreeMap::new();
-        for Candidate { tid, facts, hosts } in tasks {
-            let mut others: VecDeque<HostId> = hosts.into();
-            let to = others.pop_front().unwrap_or(HostId::MASTER);
-            let of = Move {
-                id: id(),
+        for RestartTask { tid, facts, hosts } in tasks {
+            let mut alternatives: VecDeque<HostId> = hosts.into();
+            let to = alternatives.pop_front().unwrap_or(HostId::MASTER);
+            let migration = Move {
+                id: next_id(),
                 tid,
                 from: HostId::MASTER,
                 to,
                 cause: Cause::Restart,
             };
             parts.insert(
-                of.id,
-                Part {
-                    of,
-                    progress: Progress::Asked,
+                migration.id,
+                RestartPart {
+                    migration,
+                    progress: PartProgress::Started,
                     facts,
-                    others,
+                    alternatives,
                 },
             );
         }
-        let (deadline, allowed) = (now + STEP_TIME, STEP_TIME);
+        let (deadline, timeout) = (now + STEP_TIMEOUT, STEP_TIMEOUT);
         for part in parts.values() {
-            self.out.push_back(prepare(part, &timeline));
+            self.outputs.push_back(prepare_order(part, &group));
         }
-        let open = Restarting {
-            timeline,
-            stage: Stage::Preparing,
+        let restart = ActiveRestart {
+            group,
+            stage: RestartStage::Preparing,
             parts,
             deadline,
-            allowed,
+            timeout,
         };
-        self.open.insert(self.last, open);
-        self.last
+        self.active.insert(self.last_id, restart);
+        self.last_id
     }
 
-    /// Handles a report of a task's host. `id` generates an id in case that another host must be
-    /// tried.
-    pub fn report(
+    /// Handles a report of a task's host. `next_id` generates an id in case that another host must
+    /// be tried.
+    pub fn on_report(
         &mut self,
         now: Micros,
         host: HostId,
-        of_part: MigrationId,
+        part_id: MigrationId,
         report: Report,
-        id: impl FnOnce() -> MigrationId,
+        next_id: impl FnOnce() -> MigrationId,
     ) {
-        let Some(number) = self.of_part(of_part) else {
+        let Some(number) = self.restart_of(part_id) else {
             return;
         };
-        let Some(open) = self.open.get_mut(&number) else {
+        let Some(restart) = self.active.get_mut(&number) else {
             return;
         };
-        let Some(part) = open
+        let Some(part) = restart
             .parts
-            .get_mut(&of_part)
-            .filter(|part| part.of.to == host)
+            .get_mut(&part_id)
+            .filter(|part| part.migration.to == host)
         else {
             return;
         };
         match report {
-            Report::Prepared { verdict, .. } if part.progress == Progress::Asked => {
+            Report::Prepared { verdict, .. } if part.progress == PartProgress::Started => {
                 if verdict.is_empty() {
-                    part.progress = Progress::Prepared;
+                    part.progress = PartProgress::Prepared;
                 } else {
-                    return self.refused(number, of_part, Failure::Refused(verdict), id());
+                    return self.try_next_host(
+                        number,
+                        part_id,
+                        Failure::Refused(verdict),
+                        next_id(),
+                    );
                 }
             }
-            Report::Restored if part.progress == Progress::Prepared => {
-                part.progress = Progress::Held
+            Report::Restored if part.progress == PartProgress::Prepared => {
+                part.progress = PartProgress::Held
             }
-            Report::Running if part.progress == Progress::Located => {
-                part.progress = Progress::Running
+            Report::Running if part.progress == PartProgress::Announced => {
+                part.progress = PartProgress::Running
             }
             Report::Failed { step, why } => {
-                let tid = part.of.tid;
+                let tid = part.migration.tid;
                 return self.fail(
                     number,
                     RestartFailure::Task {
@@ -230,30 +233,36 @@ impl Restarts {
             }
             _ => return,
         }
-        self.step(now, number);
+        self.advance(now, number);
     }
 
     /// Handles that a host refuses a task: tries the next one under a new id, or fails.
-    fn refused(&mut self, number: RestartId, of_part: MigrationId, why: Failure, id: MigrationId) {
-        let Some(open) = self.open.get_mut(&number) else {
+    fn try_next_host(
+        &mut self,
+        number: RestartId,
+        part_id: MigrationId,
+        why: Failure,
+        id: MigrationId,
+    ) {
+        let Some(restart) = self.active.get_mut(&number) else {
             return;
         };
-        let Some(mut part) = open.parts.remove(&of_part) else {
+        let Some(mut part) = restart.parts.remove(&part_id) else {
             return;
         };
-        let (tid, host) = (part.of.tid, part.of.to);
-        match part.others.pop_front() {
+        let (tid, host) = (part.migration.tid, part.migration.to);
+        match part.alternatives.pop_front() {
             Some(next) => {
-                part.of = Move {
+                part.migration = Move {
                     id,
                     to: next,
-                    ..part.of
+                    ..part.migration
                 };
-                self.out.push_back(prepare(&part, &open.timeline));
-                open.parts.insert(id, part);
+                self.outputs.push_back(prepare_order(&part, &restart.group));
+                restart.parts.insert(id, part);
             }
             None => {
-                open.parts.insert(of_part, part);
+                restart.parts.insert(part_id, part);
                 self.fail(
                     number,
                     RestartFailure::Task {
@@ -268,16 +277,16 @@ impl Restarts {
     }
 
     /// Handles that the images of a task could not be unpacked or sent.
-    pub fn not_sent(&mut self, of_part: MigrationId, why: Failure) {
-        let Some(number) = self.of_part(of_part) else {
+    pub fn on_send_failed(&mut self, part_id: MigrationId, why: Failure) {
+        let Some(number) = self.restart_of(part_id) else {
             return;
         };
         if let Some(part) = self
-            .open
+            .active
             .get(&number)
-            .and_then(|open| open.parts.get(&of_part))
+            .and_then(|restart| restart.parts.get(&part_id))
         {
-            let Move { tid, to: host, .. } = part.of;
+            let Move { tid, to: host, .. } = part.migration;
             self.fail(
                 number,
                 RestartFailure::Task {
@@ -291,27 +300,28 @@ impl Restarts {
     }
 
     /// Handles that every living daemon has acknowledged the location of this task.
-    pub fn located(&mut self, now: Micros, of_part: MigrationId) {
-        let Some(number) = self.of_part(of_part) else {
+    pub fn on_location_announced(&mut self, now: Micros, part_id: MigrationId) {
+        let Some(number) = self.restart_of(part_id) else {
             return;
         };
         let part = self
-            .open
+            .active
             .get_mut(&number)
-            .and_then(|open| open.parts.get_mut(&of_part));
-        if let Some(part) = part.filter(|part| part.progress == Progress::Held) {
-            part.progress = Progress::Located;
-            self.step(now, number);
+            .and_then(|restart| restart.parts.get_mut(&part_id));
+        if let Some(part) = part.filter(|part| part.progress == PartProgress::Held) {
+            part.progress = PartProgress::Announced;
+            self.advance(now, number);
         }
     }
 
     /// Handles that a host has left or was lost.
-    pub fn host_lost(&mut self, host: HostId) {
-        let concerned = |open: &Restarting| open.parts.values().any(|part| part.of.to == host);
+    pub fn on_host_lost(&mut self, host: HostId) {
+        let is_affected =
+            |restart: &ActiveRestart| restart.parts.values().any(|part| part.migration.to == host);
         let lost: Vec<RestartId> = self
-            .open
+            .active
             .iter()
-            .filter(|(_, o)| concerned(o))
+            .filter(|(_, o)| is_affected(o))
             .map(|(number, _)| *number)
             .collect();
         for number in lost {
@@ -319,60 +329,73 @@ impl Restarts {
         }
     }
 
-    /// Handles the time that [`Restarts::next_wakeup`] has returned.
-    pub fn wake(&mut self, now: Micros) {
-        let late = self.open.iter().filter(|(_, open)| open.deadline <= now);
-        let late: Vec<(RestartId, Micros)> =
-            late.map(|(number, open)| (*number, open.allowed)).collect();
+    /// Handles the time that [`Restarts::next_deadline`] has returned.
+    pub fn on_timer(&mut self, now: Micros) {
+        let late = self
+            .active
+            .iter()
+            .filter(|(_, restart)| restart.deadline <= now);
+        let late: Vec<(RestartId, Micros)> = late
+            .map(|(number, restart)| (*number, restart.timeout))
+            .collect();
         for (number, allowed) in late {
             self.fail(number, RestartFailure::Deadline { allowed });
         }
     }
 
     /// Enters the next stage when all tasks have reached the progress that it requires.
-    fn step(&mut self, now: Micros, number: RestartId) {
-        let Some(open) = self.open.get_mut(&number) else {
+    fn advance(&mut self, now: Micros, number: RestartId) {
+        let Some(restart) = self.active.get_mut(&number) else {
             return;
         };
-        let least = open
+        let least_progress = restart
             .parts
             .values()
             .map(|part| part.progress)
             .min()
-            .unwrap_or(Progress::Running);
-        let all: Vec<Move> = open.parts.values().map(|part| part.of.clone()).collect();
-        match open.stage {
-            Stage::Preparing if least >= Progress::Prepared => {
-                let bytes = open.parts.values().fold(0, |sum: u64, part| {
+            .unwrap_or(PartProgress::Running);
+        let all: Vec<Move> = restart
+            .parts
+            .values()
+            .map(|part| part.migration.clone())
+            .collect();
+        match restart.stage {
+            RestartStage::Preparing if least_progress >= PartProgress::Prepared => {
+                let bytes = restart.parts.values().fold(0, |sum: u64, part| {
                     sum.saturating_add(part.facts.resident_bytes)
                 });
-                open.allowed = STEP_TIME + Micros(TIME_PER_GIB.0 * ((bytes >> 30) + 1));
-                (open.stage, open.deadline) = (Stage::Building, now + open.allowed);
-                self.out
-                    .extend(all.into_iter().map(|of| RestartOutput::Send {
+                restart.timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * ((bytes >> 30) + 1));
+                (restart.stage, restart.deadline) =
+                    (RestartStage::Restoring, now + restart.timeout);
+                self.outputs
+                    .extend(all.into_iter().map(|migration| RestartOutput::SendImages {
                         restart: number,
-                        of,
+                        part: migration,
                     }));
             }
-            Stage::Building if least >= Progress::Held => {
-                (open.stage, open.deadline, open.allowed) =
-                    (Stage::Locating, now + STEP_TIME, STEP_TIME);
-                self.out.extend(all.into_iter().map(RestartOutput::Locate));
+            RestartStage::Restoring if least_progress >= PartProgress::Held => {
+                (restart.stage, restart.deadline, restart.timeout) =
+                    (RestartStage::Announcing, now + STEP_TIMEOUT, STEP_TIMEOUT);
+                self.outputs
+                    .extend(all.into_iter().map(RestartOutput::AnnounceLocation));
             }
-            Stage::Locating if least >= Progress::Located => {
-                (open.stage, open.deadline, open.allowed) =
-                    (Stage::Running, now + STEP_TIME, STEP_TIME);
-                let run = |of: Move| RestartOutput::Order {
-                    host: of.to,
-                    of,
+            RestartStage::Announcing if least_progress >= PartProgress::Announced => {
+                (restart.stage, restart.deadline, restart.timeout) =
+                    (RestartStage::Running, now + STEP_TIMEOUT, STEP_TIMEOUT);
+                let run = |migration: Move| RestartOutput::Order {
+                    host: migration.to,
+                    part: migration,
                     order: Order::Run(Parting::default()),
                 };
-                self.out.extend(all.into_iter().map(run));
+                self.outputs.extend(all.into_iter().map(run));
             }
-            Stage::Running if least >= Progress::Running => {
-                let places = all.into_iter().map(|of| (of.tid, of.to)).collect();
-                self.open.remove(&number);
-                self.out.push_back(RestartOutput::Ended {
+            RestartStage::Running if least_progress >= PartProgress::Running => {
+                let places = all
+                    .into_iter()
+                    .map(|migration| (migration.tid, migration.to))
+                    .collect();
+                self.active.remove(&number);
+                self.outputs.push_back(RestartOutput::Ended {
                     restart: number,
                     result: Ok(places),
                 });
@@ -384,39 +407,44 @@ impl Restarts {
     /// Fails a restart and discards everything that was restored. If tasks were ordered to run
     /// already, the caller must end them.
     fn fail(&mut self, number: RestartId, why: RestartFailure) {
-        let Some(open) = self.open.remove(&number) else {
+        let Some(restart) = self.active.remove(&number) else {
             return;
         };
-        for Part { of, progress, .. } in open.parts.into_values() {
+        for RestartPart {
+            migration,
+            progress,
+            ..
+        } in restart.parts.into_values()
+        {
             // After the order to run a target cannot discard its task.
-            if open.stage < Stage::Running && progress >= Progress::Asked {
-                self.out.push_back(RestartOutput::Order {
-                    host: of.to,
-                    of,
+            if restart.stage < RestartStage::Running && progress >= PartProgress::Started {
+                self.outputs.push_back(RestartOutput::Order {
+                    host: migration.to,
+                    part: migration,
                     order: Order::Discard,
                 });
             }
         }
-        self.out.push_back(RestartOutput::Ended {
+        self.outputs.push_back(RestartOutput::Ended {
             restart: number,
             result: Err(why),
         });
     }
 }
 
-fn prepare(part: &Part, timeline: &Timeline) -> RestartOutput {
+fn prepare_order(part: &RestartPart, group: &Timeline) -> RestartOutput {
     let (facts, suspended) = (part.facts.clone(), Holds::default());
-    let timeline = Some(timeline.clone());
+    let group = Some(group.clone());
     let order = Order::Prepare {
         facts,
         suspended,
-        timeline,
+        timeline: group,
         memory_can_follow: false,
         pre_copies: false,
     };
     RestartOutput::Order {
-        host: part.of.to,
-        of: part.of.clone(),
+        host: part.migration.to,
+        part: part.migration.clone(),
         order,
     }
 }
@@ -434,7 +462,7 @@ mod tests {
         let mut ids = (1..).map(MigrationId);
         let mut begin = |hosts: &[u16]| {
             let task = |index: &u16| Tid::task(host(1), u32::from(*index)).expect("a task");
-            let candidate = |index: &u16| Candidate {
+            let candidate = |index: &u16| RestartTask {
                 tid: task(index),
                 facts: TaskFacts::default(),
                 hosts: vec![host(*index)],
@@ -453,7 +481,7 @@ mod tests {
             })
         };
         let (number, other) = (begin(&[2, 3]), begin(&[4]));
-        restarts.host_lost(host(3));
+        restarts.on_host_lost(host(3));
         let end = |output| match output {
             RestartOutput::Ended { restart, result } => Some((restart, result)),
             _ => None,
@@ -462,6 +490,6 @@ mod tests {
             .filter_map(end)
             .collect();
         assert_eq!(ended, [(number, Err(RestartFailure::HostLost(host(3))))]);
-        assert_eq!(restarts.open.keys().collect::<Vec<_>>(), [&other]);
+        assert_eq!(restarts.active.keys().collect::<Vec<_>>(), [&other]);
     }
 }

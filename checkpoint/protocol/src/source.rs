@@ -27,13 +27,13 @@ use std::path::PathBuf;
 
 /// The result of inspecting a task for a migration.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Inspected {
+pub struct InspectedTask {
     pub facts: TaskFacts,
-    pub suspended: Holds,
+    pub suspensions: Holds,
     /// Post-copy pays off for this task and is possible as far as the source is concerned.
-    pub memory_can_follow: bool,
+    pub supports_post_copy: bool,
     /// The task is large enough for pre-copy.
-    pub can_pre_copy: bool,
+    pub supports_pre_copy: bool,
 }
 
 /// An event at the source.
@@ -42,28 +42,29 @@ pub enum SourceEvent {
     /// An order of the coordinator.
     Order(Order),
     /// The result of [`SourceOutput::Inspect`]: from the tasker, or a refusal of the daemon itself.
-    Inspected(Result<Inspected, Refusal>),
+    Inspected(Result<InspectedTask, Refusal>),
     /// The result of [`SourceOutput::PreCopy`]: the bytes sent.
     PreCopied(Result<u64, Failure>),
     /// The library has quiesced, and its socket is closed.
     Quiesced,
-    /// The result of [`SourceOutput::Stop`] or [`SourceOutput::End`].
+    /// The result of [`SourceOutput::Stop`] or [`SourceOutput::RequestExit`].
     Stopped(Result<(), Failure>),
-    /// The result of [`SourceOutput::Dump`] or [`SourceOutput::Collect`]. An error may also answer
-    /// [`SourceOutput::Close`]: the task must receive something first before it can be dumped.
+    /// The result of [`SourceOutput::Dump`] or [`SourceOutput::CopyStateFiles`]. An error may also
+    /// answer [`SourceOutput::SaveTaskState`]: the task must receive something first before it can
+    /// be dumped.
     Dumped(Result<DumpReport, Failure>),
     /// The images are at the target, or could not be sent.
-    Sent(Result<(), Failure>),
-    /// The tasker has executed [`SourceOutput::Continue`].
+    ImagesSent(Result<(), Failure>),
+    /// The tasker has executed [`SourceOutput::ResumeTask`].
     Continued,
-    /// The wait of [`SourceOutput::Settle`] or [`SourceOutput::Close`] is over.
-    Settled,
+    /// The wait of [`SourceOutput::AwaitReplies`] or [`SourceOutput::SaveTaskState`] is over.
+    RequestsSettled,
     /// The library has reconnected.
     Reconnected,
-    /// The tasker has executed [`SourceOutput::KillMoved`]; the resources that the task had used.
-    Gone(Usage),
+    /// The tasker has executed [`SourceOutput::KillSource`]; the resources that the task had used.
+    Killed(Usage),
     /// The task has exited or was killed.
-    Ended,
+    TaskExited,
 }
 
 /// An instruction to the source's daemon.
@@ -73,40 +74,40 @@ pub enum SourceOutput {
     /// Request the task's facts from the tasker.
     Inspect,
     /// Open the stream on which the target will request memory.
-    LendMemory,
+    OpenMemoryStream,
     /// Request the tasker to send memory of the running task on that stream.
     PreCopy,
     /// Discard the pre-copied memory: the migration is aborted.
-    EndPreCopy,
+    DiscardPreCopy,
     /// From now on buffer, in order, everything that arrives for the task.
-    Hold,
+    BufferIncoming,
     /// Request the library to quiesce. It then looks for a token file at the path that the daemon
     /// adds, and at this path.
     Quiesce {
         /// Path of the token at the target; `None` for a snapshot, after which the task always
         /// resumes here.
-        token: Option<PathBuf>,
+        resume_token: Option<PathBuf>,
     },
-    /// Snapshot: send [`SourceEvent::Settled`] when all requests of the task are answered, except
-    /// for those that it can repeat.
-    Settle,
-    /// Snapshot: send [`SourceEvent::Settled`] when no requests of the task are open except for
-    /// these, and save the daemon's state of the task at that moment.
-    Close {
+    /// Snapshot: send [`SourceEvent::RequestsSettled`] when all requests of the task are answered,
+    /// except for those that it can repeat.
+    AwaitReplies,
+    /// Snapshot: send [`SourceEvent::RequestsSettled`] when no requests of the task are open except
+    /// for these, and save the daemon's state of the task at that moment.
+    SaveTaskState {
         /// Requests with which the task waits for other tasks.
-        open: Vec<RequestId>,
+        open_requests: Vec<RequestId>,
         /// Tasks whose exits must be known here first.
-        ended: Vec<Tid>,
+        ended_tasks: Vec<Tid>,
     },
     /// Snapshot: copy the program's state files to the image directory; they are the images of the
     /// task. [`SourceEvent::Dumped`] is the answer.
-    Collect,
+    CopyStateFiles,
     /// Snapshot: add the saved state of the task to the images and upload them to the master. The
     /// daemon owns the directory from now on.
-    Deposit,
+    Upload,
     /// Ask the program to exit, so that it can be restarted. [`SourceEvent::Stopped`] reports that
     /// it has exited and that the daemons of its peers have all its messages.
-    End {
+    RequestExit {
         engine: Engine,
     },
     /// Request the tasker to stop the task.
@@ -114,27 +115,27 @@ pub enum SourceOutput {
     /// Request the tasker to dump the task.
     Dump {
         /// Post-copy: most memory is not in the images; it is served when the target requests it.
-        memory_follows: bool,
+        post_copy: bool,
     },
     /// Start to send the images to the target while they are being written. If the dump fails, the
     /// target discards what it has received.
-    SendAhead,
+    StartSendingImages,
     /// The images are complete: send the rest of them to the target.
-    SendImages,
+    FinishSendingImages,
     /// Send the task's record to the target. Nothing else remains of a task whose process has
     /// exited.
     SendRecord,
     /// Request the tasker to resume the task.
-    Continue,
+    ResumeTask,
     /// Write the token that makes the library reconnect to this daemon.
-    WakeHere,
+    WriteResumeToken,
     /// Deliver the buffered items in order and stop buffering.
-    Release,
+    DeliverBuffered,
     /// Request the tasker to kill and reap the stopped task.
-    KillMoved,
+    KillSource,
     /// The task now belongs to the target: send it the buffered items, an end mark, and the task's
     /// record.
-    HandOver,
+    TransferOwnership,
     /// Stop sending and delete the images.
     DropImages,
     /// Nothing remains to be done: forget the migration.
@@ -143,22 +144,22 @@ pub enum SourceOutput {
 
 impl SourceOutput {
     /// Returns the step that starts with this output.
-    pub fn begins(&self) -> Option<Step> {
+    pub fn started_step(&self) -> Option<Step> {
         match self {
             SourceOutput::Inspect => Some(Step::Inspect),
             SourceOutput::PreCopy => Some(Step::PreCopy),
-            SourceOutput::Quiesce { .. } | SourceOutput::End { .. } => Some(Step::Quiesce),
+            SourceOutput::Quiesce { .. } | SourceOutput::RequestExit { .. } => Some(Step::Quiesce),
             SourceOutput::Stop => Some(Step::Stop),
-            SourceOutput::Dump { .. } | SourceOutput::Collect => Some(Step::Dump),
-            SourceOutput::SendImages | SourceOutput::SendRecord => Some(Step::Transfer),
-            SourceOutput::KillMoved => Some(Step::KillSource),
+            SourceOutput::Dump { .. } | SourceOutput::CopyStateFiles => Some(Step::Dump),
+            SourceOutput::FinishSendingImages | SourceOutput::SendRecord => Some(Step::Transfer),
+            SourceOutput::KillSource => Some(Step::KillSource),
             _ => None,
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum SourceState {
     Inspecting,
     Ready,
     /// Memory is being sent while the task runs.
@@ -166,19 +167,19 @@ enum State {
     Quiescing,
     Stopping,
     /// The program was asked to exit, to be restarted.
-    Ending,
+    AwaitingExit,
     /// Snapshot: the task is stopped, and its open requests are being answered.
-    Settling,
+    AwaitingReplies,
     /// Snapshot: the task is stopped, or its process has exited and was not restarted yet.
-    Standing,
+    Paused,
     /// Snapshot: all tasks of the job are stopped, and the last replies arrive.
-    Closing,
+    SavingState,
     Dumping,
     Sending,
     /// The migration was aborted or the snapshot is dumped; the tasker is resuming the task.
-    Continuing,
+    Resuming,
     /// The task runs; waiting for its library to reconnect.
-    Waking,
+    AwaitingReconnect,
     Killing,
     Done,
 }
@@ -186,71 +187,74 @@ enum State {
 /// One migration at its source, or one task of a snapshot.
 #[derive(Debug)]
 pub struct Source {
-    of: Move,
-    state: State,
+    migration: Move,
+    state: SourceState,
     /// A snapshot: the task stays here.
-    keeps: bool,
+    for_snapshot: bool,
     /// Snapshot: the engine that writes the images.
     engine: Engine,
     /// The images belong to the upload.
-    deposited: bool,
-    memory_follows: bool,
+    uploaded: bool,
+    post_copy: bool,
     /// Pre-copy precedes the dump.
-    pre_copies: bool,
+    pre_copy: bool,
     /// Path of the token at the target, until it is passed to the library.
-    token: PathBuf,
-    out: VecDeque<SourceOutput>,
+    resume_token: PathBuf,
+    outputs: VecDeque<SourceOutput>,
 }
 
 impl Source {
     /// Starts a migration or a snapshot with the order [`Order::Inspect`].
-    pub fn new(of: Move) -> Source {
-        let out = VecDeque::from([SourceOutput::Inspect]);
-        let keeps = of.cause == Cause::Checkpoint;
-        let (state, engine) = (State::Inspecting, Engine::Criu);
+    pub fn new(migration: Move) -> Source {
+        let outputs = VecDeque::from([SourceOutput::Inspect]);
+        let for_snapshot = migration.cause == Cause::Checkpoint;
+        let (state, engine) = (SourceState::Inspecting, Engine::Criu);
         Source {
-            of,
+            migration,
             state,
-            keeps,
+            for_snapshot,
             engine,
-            deposited: false,
-            memory_follows: false,
-            pre_copies: false,
-            token: PathBuf::new(),
-            out,
+            uploaded: false,
+            post_copy: false,
+            pre_copy: false,
+            resume_token: PathBuf::new(),
+            outputs,
         }
     }
 
-    pub fn of(&self) -> &Move {
-        &self.of
+    pub fn migration(&self) -> &Move {
+        &self.migration
     }
 
     /// True while everything for the task must be buffered: from the quiesce request, or the
     /// request to exit, until the task is back or gone.
-    pub fn holds(&self) -> bool {
+    pub fn buffers_incoming(&self) -> bool {
         !matches!(
             self.state,
-            State::Inspecting | State::Ready | State::PreCopying | State::Done
+            SourceState::Inspecting
+                | SourceState::Ready
+                | SourceState::PreCopying
+                | SourceState::Done
         )
     }
 
     /// True from the order to depart until the task is back or gone.
-    pub fn leaves(&self) -> bool {
-        self.holds() || self.state == State::PreCopying
+    pub fn is_departing(&self) -> bool {
+        self.buffers_incoming() || self.state == SourceState::PreCopying
     }
 
     /// True while the coordinator decides whether the task is suspended: from the inspection's
     /// report until the task is back or gone.
-    pub fn is_decided_elsewhere(&self) -> bool {
-        use State as S;
-        !self.keeps
+    pub fn coordinator_decides_suspension(&self) -> bool {
+        use SourceState as S;
+        !self.for_snapshot
             && matches!(
                 self.state,
                 S::Ready
                     | S::PreCopying
                     | S::Quiescing
                     | S::Stopping
-                    | S::Ending
+                    | S::AwaitingExit
                     | S::Dumping
                     | S::Sending
                     | S::Killing
@@ -258,109 +262,116 @@ impl Source {
     }
 
     /// True while the program is asked to exit, to be restarted.
-    pub fn is_ending(&self) -> bool {
-        self.state == State::Ending
+    pub fn awaits_exit(&self) -> bool {
+        self.state == SourceState::AwaitingExit
     }
 
     /// True while the task stays here and its library has not reconnected.
-    pub fn is_waking(&self) -> bool {
-        self.state == State::Waking
+    pub fn awaits_reconnect(&self) -> bool {
+        self.state == SourceState::AwaitingReconnect
     }
 
     /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<SourceOutput> {
-        self.out.pop_front()
+        self.outputs.pop_front()
     }
 
     /// Handles an event. Events that do not match the state belong to an aborted step and are
     /// ignored.
     pub fn handle(&mut self, event: SourceEvent) {
+        use SourceEvent as E;
         use SourceOutput as O;
+        use SourceState as S;
         match (self.state, event) {
-            (_, SourceEvent::Ended) => self.ended(),
-            (_, SourceEvent::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
-            (State::Inspecting | State::Ready | State::PreCopying, event) => self.begin(event),
-            (State::Ending, SourceEvent::Stopped(Ok(()))) if self.keeps => {
+            (_, E::TaskExited) => self.on_task_exited(),
+            (_, E::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
+            (S::Inspecting | S::Ready | S::PreCopying, event) => self.handle_before_quiesce(event),
+            (S::AwaitingExit, E::Stopped(Ok(()))) if self.for_snapshot => {
                 let done = [Report::Quiesced, Report::Stopped].map(O::Report);
-                self.go(State::Standing, done);
+                self.enter(S::Paused, done);
             }
-            (State::Ending, SourceEvent::Stopped(Ok(()))) => {
+            (S::AwaitingExit, E::Stopped(Ok(()))) => {
                 let done = [
                     Report::Quiesced,
                     Report::Stopped,
                     Report::Dumped { bytes: 0 },
                 ]
                 .map(O::Report);
-                self.go(State::Sending, done.into_iter().chain([O::SendRecord]));
+                self.enter(S::Sending, done.into_iter().chain([O::SendRecord]));
             }
-            (State::Ending, SourceEvent::Stopped(Err(why))) => self.failed(Step::Quiesce, why),
-            (State::Quiescing, SourceEvent::Quiesced) => {
-                self.go(State::Stopping, [O::Report(Report::Quiesced), O::Stop]);
+            (S::AwaitingExit, E::Stopped(Err(why))) => self.report_failure(Step::Quiesce, why),
+            (S::Quiescing, E::Quiesced) => {
+                self.enter(S::Stopping, [O::Report(Report::Quiesced), O::Stop]);
             }
-            (State::Stopping, SourceEvent::Stopped(Ok(()))) if self.keeps => {
-                self.go(State::Settling, [O::Settle])
+            (S::Stopping, E::Stopped(Ok(()))) if self.for_snapshot => {
+                self.enter(S::AwaitingReplies, [O::AwaitReplies])
             }
-            (State::Settling, SourceEvent::Settled) => {
-                self.go(State::Standing, [O::Report(Report::Stopped)])
+            (S::AwaitingReplies, E::RequestsSettled) => {
+                self.enter(S::Paused, [O::Report(Report::Stopped)])
             }
-            (State::Standing, SourceEvent::Order(Order::Write { open, ended })) => {
-                self.go(State::Closing, [O::Close { open, ended }]);
-            }
-            (State::Closing, SourceEvent::Settled) => match self.engine {
-                Engine::Criu => self.go(
-                    State::Dumping,
-                    [O::Dump {
-                        memory_follows: false,
+            (
+                S::Paused,
+                E::Order(Order::Write {
+                    open: open_requests,
+                    ended: ended_tasks,
+                }),
+            ) => {
+                self.enter(
+                    S::SavingState,
+                    [O::SaveTaskState {
+                        open_requests,
+                        ended_tasks,
                     }],
-                ),
-                _ => self.go(State::Dumping, [O::Collect]),
+                );
+            }
+            (S::SavingState, E::RequestsSettled) => match self.engine {
+                Engine::Criu => self.enter(S::Dumping, [O::Dump { post_copy: false }]),
+                _ => self.enter(S::Dumping, [O::CopyStateFiles]),
             },
-            (State::Dumping, SourceEvent::Dumped(Ok(dump))) if self.keeps => {
-                self.deposited = true;
+            (S::Dumping, E::Dumped(Ok(dump))) if self.for_snapshot => {
+                self.uploaded = true;
                 let report = O::Report(Report::Dumped { bytes: dump.bytes });
-                self.go(State::Continuing, [report, O::Deposit, O::Continue]);
+                self.enter(S::Resuming, [report, O::Upload, O::ResumeTask]);
             }
-            (State::Stopping, SourceEvent::Stopped(Ok(()))) => {
-                let memory_follows = self.memory_follows;
-                self.out.push_back(O::Report(Report::Stopped));
-                self.out
-                    .extend((memory_follows && !self.pre_copies).then_some(O::LendMemory));
-                self.go(State::Dumping, [O::Dump { memory_follows }, O::SendAhead]);
+            (S::Stopping, E::Stopped(Ok(()))) => {
+                let post_copy = self.post_copy;
+                self.outputs.push_back(O::Report(Report::Stopped));
+                self.outputs
+                    .extend((post_copy && !self.pre_copy).then_some(O::OpenMemoryStream));
+                self.enter(S::Dumping, [O::Dump { post_copy }, O::StartSendingImages]);
             }
-            (State::Dumping, SourceEvent::Dumped(Ok(dump))) => {
-                self.go(
-                    State::Sending,
+            (S::Dumping, E::Dumped(Ok(dump))) => {
+                self.enter(
+                    S::Sending,
                     [
                         O::Report(Report::Dumped { bytes: dump.bytes }),
-                        O::SendImages,
+                        O::FinishSendingImages,
                     ],
                 );
             }
-            (State::Stopping, SourceEvent::Stopped(Err(why))) => self.failed(Step::Stop, why),
-            (State::Closing | State::Dumping, SourceEvent::Dumped(Err(why))) => {
-                self.failed(Step::Dump, why)
+            (S::Stopping, E::Stopped(Err(why))) => self.report_failure(Step::Stop, why),
+            (S::SavingState | S::Dumping, E::Dumped(Err(why))) => {
+                self.report_failure(Step::Dump, why)
             }
-            (State::Dumping | State::Sending, SourceEvent::Sent(Err(why))) => {
-                self.failed(Step::Transfer, why)
+            (S::Dumping | S::Sending, E::ImagesSent(Err(why))) => {
+                self.report_failure(Step::Transfer, why)
             }
-            (State::Continuing, SourceEvent::Continued) if self.deposited => {
-                self.go(State::Waking, [O::WakeHere])
+            (S::Resuming, E::Continued) if self.uploaded => {
+                self.enter(S::AwaitingReconnect, [O::WriteResumeToken])
             }
-            (State::Continuing, SourceEvent::Continued) => {
-                self.go(State::Waking, [O::DropImages, O::WakeHere])
+            (S::Resuming, E::Continued) => {
+                self.enter(S::AwaitingReconnect, [O::DropImages, O::WriteResumeToken])
             }
-            (State::Waking, SourceEvent::Reconnected) => {
-                self.go(State::Done, [O::Release, O::Done])
+            (S::AwaitingReconnect, E::Reconnected) => {
+                self.enter(S::Done, [O::DeliverBuffered, O::Done])
             }
-            (State::Sending, SourceEvent::Order(Order::Yield)) => {
-                self.go(State::Killing, [O::KillMoved])
-            }
-            (State::Killing, SourceEvent::Gone(used)) => {
-                self.go(
-                    State::Done,
+            (S::Sending, E::Order(Order::Yield)) => self.enter(S::Killing, [O::KillSource]),
+            (S::Killing, E::Killed(used)) => {
+                self.enter(
+                    S::Done,
                     [
                         O::Report(Report::SourceGone(used)),
-                        O::HandOver,
+                        O::TransferOwnership,
                         O::DropImages,
                         O::Done,
                     ],
@@ -371,29 +382,31 @@ impl Source {
     }
 
     /// Handles the events that precede the quiesce.
-    fn begin(&mut self, event: SourceEvent) {
+    fn handle_before_quiesce(&mut self, event: SourceEvent) {
+        use SourceEvent as E;
         use SourceOutput as O;
+        use SourceState as S;
         match (self.state, event) {
-            (State::Inspecting, SourceEvent::Inspected(Ok(inspected))) => {
-                let Inspected {
+            (S::Inspecting, E::Inspected(Ok(inspected))) => {
+                let InspectedTask {
                     facts,
-                    suspended,
-                    memory_can_follow,
-                    can_pre_copy,
+                    suspensions,
+                    supports_post_copy,
+                    supports_pre_copy,
                 } = inspected;
                 self.engine = facts.anew().unwrap_or_default();
                 let report = Report::Inspected {
                     facts,
-                    suspended,
-                    memory_can_follow,
-                    can_pre_copy,
+                    suspended: suspensions,
+                    memory_can_follow: supports_post_copy,
+                    can_pre_copy: supports_pre_copy,
                 };
-                self.go(State::Ready, [O::Report(report)]);
+                self.enter(S::Ready, [O::Report(report)]);
             }
-            (State::Inspecting, SourceEvent::Inspected(Err(refusal))) => {
+            (S::Inspecting, E::Inspected(Err(refusal))) => {
                 let why = Failure::Refused(vec![refusal]);
-                self.go(
-                    State::Done,
+                self.enter(
+                    S::Done,
                     [
                         O::Report(Report::Failed {
                             step: Step::Inspect,
@@ -404,136 +417,150 @@ impl Source {
                 );
             }
             (
-                State::Ready,
-                SourceEvent::Order(Order::Leave {
+                S::Ready,
+                E::Order(Order::Leave {
                     token,
                     memory_follows,
                     pre_copies,
                     engine: Engine::Criu,
                 }),
             ) => {
-                (self.memory_follows, self.pre_copies, self.token) =
+                (self.post_copy, self.pre_copy, self.resume_token) =
                     (memory_follows, pre_copies, token);
                 match pre_copies {
-                    true => self.go(State::PreCopying, [O::LendMemory, O::PreCopy]),
+                    true => self.enter(S::PreCopying, [O::OpenMemoryStream, O::PreCopy]),
                     false => self.quiesce(),
                 }
             }
-            (State::PreCopying, SourceEvent::PreCopied(Ok(bytes))) => {
-                self.out.push_back(O::Report(Report::PreCopied { bytes }));
+            (S::PreCopying, E::PreCopied(Ok(bytes))) => {
+                self.outputs
+                    .push_back(O::Report(Report::PreCopied { bytes }));
                 self.quiesce();
             }
-            (State::PreCopying, SourceEvent::PreCopied(Err(why))) => {
-                self.failed(Step::PreCopy, why)
+            (S::PreCopying, E::PreCopied(Err(why))) => self.report_failure(Step::PreCopy, why),
+            (S::Ready, E::Order(Order::Leave { engine, .. })) => {
+                self.enter(S::AwaitingExit, [O::RequestExit { engine }]);
             }
-            (State::Ready, SourceEvent::Order(Order::Leave { engine, .. })) => {
-                self.go(State::Ending, [O::End { engine }]);
-            }
-            (State::Ready, SourceEvent::Order(Order::Stand)) => match self.engine {
-                Engine::Criu => self.go(State::Quiescing, [O::Hold, O::Quiesce { token: None }]),
-                engine => self.go(State::Ending, [O::End { engine }]),
+            (S::Ready, E::Order(Order::Stand)) => match self.engine {
+                Engine::Criu => self.enter(
+                    S::Quiescing,
+                    [O::BufferIncoming, O::Quiesce { resume_token: None }],
+                ),
+                engine => self.enter(S::AwaitingExit, [O::RequestExit { engine }]),
             },
             _ => {}
         }
     }
 
-    fn go(&mut self, state: State, outputs: impl IntoIterator<Item = SourceOutput>) {
+    fn enter(&mut self, state: SourceState, outputs: impl IntoIterator<Item = SourceOutput>) {
         self.state = state;
-        self.out.extend(outputs);
+        self.outputs.extend(outputs);
     }
 
     fn quiesce(&mut self) {
-        let token = Some(std::mem::take(&mut self.token));
-        self.go(
-            State::Quiescing,
-            [SourceOutput::Hold, SourceOutput::Quiesce { token }],
+        let resume_token = Some(std::mem::take(&mut self.resume_token));
+        self.enter(
+            SourceState::Quiescing,
+            [
+                SourceOutput::BufferIncoming,
+                SourceOutput::Quiesce { resume_token },
+            ],
         );
     }
 
     /// Reports a failure and waits for the coordinator to abort the migration. It may already be
     /// sending orders to the target.
-    fn failed(&mut self, step: Step, why: Failure) {
-        self.out
+    fn report_failure(&mut self, step: Step, why: Failure) {
+        self.outputs
             .push_back(SourceOutput::Report(Report::Failed { step, why }));
     }
 
     fn resume(&mut self) {
         use SourceOutput as O;
-        self.end_pre_copy();
+        self.discard_pre_copy();
         match self.state {
-            State::Inspecting | State::Ready => self.go(State::Done, [O::Done]),
-            State::PreCopying => self.go(State::Done, [O::DropImages, O::Done]),
+            SourceState::Inspecting | SourceState::Ready => {
+                self.enter(SourceState::Done, [O::Done])
+            }
+            SourceState::PreCopying => self.enter(SourceState::Done, [O::DropImages, O::Done]),
             // A library that is still quiescing finds the token as soon as it looks for it. No
             // images exist, except for the stream of the pre-copy.
-            State::Quiescing => {
-                self.out.extend(self.pre_copies.then_some(O::DropImages));
-                self.go(State::Waking, [O::WakeHere]);
+            SourceState::Quiescing => {
+                self.outputs.extend(self.pre_copy.then_some(O::DropImages));
+                self.enter(SourceState::AwaitingReconnect, [O::WriteResumeToken]);
             }
-            State::Ending
-            | State::Stopping
-            | State::Settling
-            | State::Standing
-            | State::Closing
-            | State::Dumping
-            | State::Sending => {
-                self.go(State::Continuing, [O::Continue]);
+            SourceState::AwaitingExit
+            | SourceState::Stopping
+            | SourceState::AwaitingReplies
+            | SourceState::Paused
+            | SourceState::SavingState
+            | SourceState::Dumping
+            | SourceState::Sending => {
+                self.enter(SourceState::Resuming, [O::ResumeTask]);
             }
             // Killing: the coordinator never gives both orders.
-            State::Continuing | State::Waking | State::Killing | State::Done => {}
+            SourceState::Resuming
+            | SourceState::AwaitingReconnect
+            | SourceState::Killing
+            | SourceState::Done => {}
         }
     }
 
     /// Requests to discard the pre-copied memory. Harmless if it was discarded already.
-    fn end_pre_copy(&mut self) {
-        let takes_back = self.pre_copies && !matches!(self.state, State::Killing | State::Done);
-        self.out
-            .extend(takes_back.then_some(SourceOutput::EndPreCopy));
+    fn discard_pre_copy(&mut self) {
+        let discards =
+            self.pre_copy && !matches!(self.state, SourceState::Killing | SourceState::Done);
+        self.outputs
+            .extend(discards.then_some(SourceOutput::DiscardPreCopy));
     }
 
-    fn ended(&mut self) {
+    fn on_task_exited(&mut self) {
         use SourceOutput as O;
-        self.end_pre_copy();
+        self.discard_pre_copy();
         match self.state {
-            // The exit was intended; [`SourceEvent::Gone`] reports it.
-            State::Killing | State::Done => {}
-            State::Continuing | State::Waking => {
-                self.out.extend((!self.deposited).then_some(O::DropImages));
-                self.go(State::Done, [O::Release, O::Done]);
+            // The exit was intended; [`SourceEvent::Killed`] reports it.
+            SourceState::Killing | SourceState::Done => {}
+            SourceState::Resuming | SourceState::AwaitingReconnect => {
+                self.outputs
+                    .extend((!self.uploaded).then_some(O::DropImages));
+                self.enter(SourceState::Done, [O::DeliverBuffered, O::Done]);
             }
-            State::Inspecting
-            | State::Ready
-            | State::PreCopying
-            | State::Quiescing
-            | State::Ending
-            | State::Stopping
-            | State::Settling
-            | State::Standing
-            | State::Closing
-            | State::Dumping
-            | State::Sending => {
+            SourceState::Inspecting
+            | SourceState::Ready
+            | SourceState::PreCopying
+            | SourceState::Quiescing
+            | SourceState::AwaitingExit
+            | SourceState::Stopping
+            | SourceState::AwaitingReplies
+            | SourceState::Paused
+            | SourceState::SavingState
+            | SourceState::Dumping
+            | SourceState::Sending => {
                 let report = Report::Failed {
-                    step: self.step(),
+                    step: self.current_step(),
                     why: Failure::TaskEnded,
                 };
-                let release = self.holds();
-                self.go(State::Done, [O::Report(report), O::DropImages]);
-                self.out.extend(release.then_some(O::Release));
-                self.out.push_back(O::Done);
+                let release = self.buffers_incoming();
+                self.enter(SourceState::Done, [O::Report(report), O::DropImages]);
+                self.outputs.extend(release.then_some(O::DeliverBuffered));
+                self.outputs.push_back(O::Done);
             }
         }
     }
 
     /// Returns the step in progress.
-    fn step(&self) -> Step {
+    fn current_step(&self) -> Step {
         match self.state {
-            State::Inspecting => Step::Inspect,
-            State::Ready => Step::Prepare,
-            State::PreCopying => Step::PreCopy,
-            State::Quiescing | State::Ending => Step::Quiesce,
-            State::Stopping | State::Settling => Step::Stop,
-            State::Standing | State::Closing | State::Dumping => Step::Dump,
-            State::Sending | State::Continuing | State::Waking => Step::Transfer,
-            State::Killing | State::Done => Step::KillSource,
+            SourceState::Inspecting => Step::Inspect,
+            SourceState::Ready => Step::Prepare,
+            SourceState::PreCopying => Step::PreCopy,
+            SourceState::Quiescing | SourceState::AwaitingExit => Step::Quiesce,
+            SourceState::Stopping | SourceState::AwaitingReplies => Step::Stop,
+            SourceState::Paused | SourceState::SavingState | SourceState::Dumping => Step::Dump,
+            SourceState::Sending | SourceState::Resuming | SourceState::AwaitingReconnect => {
+                Step::Transfer
+            }
+            SourceState::Killing | SourceState::Done => Step::KillSource,
         }
     }
 }

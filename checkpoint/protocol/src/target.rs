@@ -22,7 +22,7 @@ pub enum TargetEvent {
         /// Empty if the target accepts the task.
         verdict: Verdict,
         /// This host supports post-copy.
-        memory_can_follow: bool,
+        supports_post_copy: bool,
         /// The engine for this migration.
         engine: Engine,
     },
@@ -34,9 +34,9 @@ pub enum TargetEvent {
     /// The result of [`TargetOutput::Restore`].
     Restored(Result<(), Failure>),
     /// The result of [`TargetOutput::Run`].
-    Ran(Result<(), Failure>),
+    RunCompleted(Result<(), Failure>),
     /// All memory of the task has arrived; or some of it will not arrive, and the task was killed.
-    Arrived(Result<(), Failure>),
+    MemoryArrived(Result<(), Failure>),
     /// The tasker has executed [`TargetOutput::Discard`].
     Discarded,
 }
@@ -49,7 +49,7 @@ pub enum TargetOutput {
     Prepare(TaskFacts),
     /// Request the tasker to keep the memory that pre-copy sends. Follows
     /// [`TargetOutput::ExpectImages`].
-    TakePreCopy,
+    ReceivePreCopy,
     /// Accept the images of this migration from the source.
     ExpectImages,
     /// Request the tasker to rebuild the task, or to restart its program, up to the point where
@@ -58,7 +58,7 @@ pub enum TargetOutput {
     /// The task belongs to this host from now on: request the tasker to run it.
     Run(Parting),
     /// Write the token that makes the library connect to this daemon.
-    WakeHere,
+    WriteResumeToken,
     /// Request the tasker to discard everything of this migration.
     Discard,
     DropImages,
@@ -68,26 +68,26 @@ pub enum TargetOutput {
 
 impl TargetOutput {
     /// Returns the step that starts with this output.
-    pub fn begins(&self) -> Option<Step> {
+    pub fn started_step(&self) -> Option<Step> {
         match self {
             TargetOutput::Prepare(_) => Some(Step::Prepare),
             TargetOutput::Restore => Some(Step::Restore),
             TargetOutput::Run(_) => Some(Step::Run),
-            TargetOutput::WakeHere => Some(Step::Arrive),
+            TargetOutput::WriteResumeToken => Some(Step::Arrive),
             _ => None,
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    Judging,
+enum TargetState {
+    AwaitingVerdict,
     Receiving,
     Restoring,
     Holding,
     Starting,
     /// The task runs, and its memory may be incomplete (post-copy).
-    Arriving,
+    AwaitingMemory,
     Discarding,
     Done,
 }
@@ -95,160 +95,166 @@ enum State {
 /// One migration at its target.
 #[derive(Debug)]
 pub struct Target {
-    of: Move,
+    migration: Move,
     /// Path of the token file that will wake the library.
-    token: PathBuf,
+    resume_token: PathBuf,
     /// Post-copy is used. Before the verdict: the source supports it.
-    memory_follows: bool,
+    post_copy: bool,
     /// Pre-copy precedes the images.
-    pre_copies: bool,
-    state: State,
-    out: VecDeque<TargetOutput>,
+    pre_copy: bool,
+    state: TargetState,
+    outputs: VecDeque<TargetOutput>,
 }
 
 impl Target {
     /// Starts a migration or a restart with the order [`Order::Prepare`].
     pub fn new(
-        of: Move,
+        migration: Move,
         facts: TaskFacts,
-        token: PathBuf,
-        memory_can_follow: bool,
-        pre_copies: bool,
+        resume_token: PathBuf,
+        supports_post_copy: bool,
+        pre_copy: bool,
     ) -> Target {
-        let (memory_follows, out) = (
-            memory_can_follow,
+        let (post_copy, outputs) = (
+            supports_post_copy,
             VecDeque::from([TargetOutput::Prepare(facts)]),
         );
         Target {
-            of,
-            token,
-            memory_follows,
-            pre_copies,
-            state: State::Judging,
-            out,
+            migration,
+            resume_token,
+            post_copy,
+            pre_copy,
+            state: TargetState::AwaitingVerdict,
+            outputs,
         }
     }
 
-    pub fn of(&self) -> &Move {
-        &self.of
+    pub fn migration(&self) -> &Move {
+        &self.migration
     }
 
     /// True from the arrival of the images until the task is restored.
     pub fn is_restoring(&self) -> bool {
-        self.state == State::Restoring
+        self.state == TargetState::Restoring
     }
 
     /// True while the order to run is being executed.
     pub fn is_starting(&self) -> bool {
-        self.state == State::Starting
+        self.state == TargetState::Starting
     }
 
     /// True if post-copy is used. Final from [`TargetOutput::ExpectImages`] on.
-    pub fn memory_follows(&self) -> bool {
-        self.memory_follows
+    pub fn uses_post_copy(&self) -> bool {
+        self.post_copy
     }
 
     /// Returns the next output to execute.
     pub fn poll(&mut self) -> Option<TargetOutput> {
-        self.out.pop_front()
+        self.outputs.pop_front()
     }
 
     /// Handles an event. Events that do not match the state belong to an aborted step and are
     /// ignored.
     pub fn handle(&mut self, event: TargetEvent) {
+        use TargetEvent as E;
         use TargetOutput as O;
+        use TargetState as S;
         match (self.state, event) {
-            (_, TargetEvent::Order(Order::Discard)) => self.discard(),
+            (_, E::Order(Order::Discard)) => self.discard(),
             (
-                State::Judging,
-                TargetEvent::Prepared {
+                S::AwaitingVerdict,
+                E::Prepared {
                     verdict,
-                    memory_can_follow,
+                    supports_post_copy,
                     engine,
                 },
             ) => {
-                self.memory_follows &= memory_can_follow && engine == Engine::Criu;
-                self.pre_copies &= self.memory_follows;
-                let (refuses, memory_follows) = (!verdict.is_empty(), self.memory_follows);
+                self.post_copy &= supports_post_copy && engine == Engine::Criu;
+                self.pre_copy &= self.post_copy;
+                let (refuses, memory_follows) = (!verdict.is_empty(), self.post_copy);
                 let report = O::Report(Report::Prepared {
                     verdict,
-                    token: self.token.clone(),
+                    token: self.resume_token.clone(),
                     memory_follows,
                     engine,
                 });
                 // A restart from the store always has images.
-                let has_images = engine == Engine::Criu || self.of.cause == Cause::Restart;
+                let has_images = engine == Engine::Criu || self.migration.cause == Cause::Restart;
                 match (refuses, has_images) {
-                    (true, _) => self.go(State::Done, [report, O::Discard, O::Done]),
+                    (true, _) => self.enter(S::Done, [report, O::Discard, O::Done]),
                     // Expect the images before the report is sent: the source may start to send
                     // immediately afterwards.
                     (false, true) => {
-                        let takes = self.pre_copies.then_some(O::TakePreCopy);
-                        self.go(
-                            State::Receiving,
-                            [O::ExpectImages].into_iter().chain(takes).chain([report]),
+                        let receive_pre_copy = self.pre_copy.then_some(O::ReceivePreCopy);
+                        self.enter(
+                            S::Receiving,
+                            [O::ExpectImages]
+                                .into_iter()
+                                .chain(receive_pre_copy)
+                                .chain([report]),
                         );
                     }
-                    (false, false) => self.go(State::Receiving, [report]),
+                    (false, false) => self.enter(S::Receiving, [report]),
                 }
             }
-            (State::Receiving, TargetEvent::Received(Ok(bytes))) => {
-                self.go(
-                    State::Restoring,
+            (S::Receiving, E::Received(Ok(bytes))) => {
+                self.enter(
+                    S::Restoring,
                     [O::Report(Report::Received { bytes }), O::Restore],
                 );
             }
-            (State::Restoring, TargetEvent::Restored(Ok(()))) => {
-                self.go(State::Holding, [O::Report(Report::Restored)]);
+            (S::Restoring, E::Restored(Ok(()))) => {
+                self.enter(S::Holding, [O::Report(Report::Restored)]);
             }
-            (State::Holding, TargetEvent::Order(Order::Run(parting))) => {
-                self.go(State::Starting, [O::Run(parting)])
+            (S::Holding, E::Order(Order::Run(parting))) => {
+                self.enter(S::Starting, [O::Run(parting)])
             }
-            (State::Starting, TargetEvent::Ran(Ok(()))) => {
-                self.go(State::Arriving, [O::WakeHere, O::Report(Report::Running)]);
-                if !self.memory_follows {
-                    self.handle(TargetEvent::Arrived(Ok(())));
+            (S::Starting, E::RunCompleted(Ok(()))) => {
+                self.enter(
+                    S::AwaitingMemory,
+                    [O::WriteResumeToken, O::Report(Report::Running)],
+                );
+                if !self.post_copy {
+                    self.handle(E::MemoryArrived(Ok(())));
                 }
             }
-            (State::Arriving, TargetEvent::Arrived(result)) => {
+            (S::AwaitingMemory, E::MemoryArrived(result)) => {
                 let failed = |why| Report::Failed {
                     step: Step::Arrive,
                     why,
                 };
                 let report = result.map_or_else(failed, |()| Report::Arrived);
-                self.go(State::Done, [O::Report(report), O::DropImages, O::Done]);
+                self.enter(S::Done, [O::Report(report), O::DropImages, O::Done]);
             }
-            (State::Receiving, TargetEvent::PreCopyLost(why)) if self.pre_copies => {
-                self.failed(Step::PreCopy, why)
+            (S::Receiving, E::PreCopyLost(why)) if self.pre_copy => {
+                self.report_failure(Step::PreCopy, why)
             }
-            (State::Receiving, TargetEvent::Received(Err(why))) => self.failed(Step::Transfer, why),
-            (State::Restoring | State::Holding, TargetEvent::Restored(Err(why))) => {
-                self.failed(Step::Restore, why)
+            (S::Receiving, E::Received(Err(why))) => self.report_failure(Step::Transfer, why),
+            (S::Restoring | S::Holding, E::Restored(Err(why))) => {
+                self.report_failure(Step::Restore, why)
             }
-            (State::Starting, TargetEvent::Ran(Err(why))) => {
+            (S::Starting, E::RunCompleted(Err(why))) => {
                 let report = Report::Failed {
                     step: Step::Run,
                     why,
                 };
-                self.go(State::Discarding, [O::Report(report), O::Discard]);
+                self.enter(S::Discarding, [O::Report(report), O::Discard]);
             }
             // Delete the images last: an engine that is being aborted may still write them.
-            (State::Discarding, TargetEvent::Discarded) => {
-                self.go(State::Done, [O::DropImages, O::Done])
-            }
+            (S::Discarding, E::Discarded) => self.enter(S::Done, [O::DropImages, O::Done]),
             _ => {}
         }
     }
 
-    fn go(&mut self, state: State, outputs: impl IntoIterator<Item = TargetOutput>) {
+    fn enter(&mut self, state: TargetState, outputs: impl IntoIterator<Item = TargetOutput>) {
         self.state = state;
-        self.out.extend(outputs);
+        self.outputs.extend(outputs);
     }
 
-    fn failed(&mut self, step: Step, why: Failure) {
+    fn report_failure(&mut self, step: Step, why: Failure) {
         let report = Report::Failed { step, why };
-        self.go(
-            State::Discarding,
+        self.enter(
+            TargetState::Discarding,
             [TargetOutput::Report(report), TargetOutput::Discard],
         );
     }
@@ -257,9 +263,12 @@ impl Target {
         // Starting: the coordinator never gives both orders.
         if matches!(
             self.state,
-            State::Judging | State::Receiving | State::Restoring | State::Holding
+            TargetState::AwaitingVerdict
+                | TargetState::Receiving
+                | TargetState::Restoring
+                | TargetState::Holding
         ) {
-            self.go(State::Discarding, [TargetOutput::Discard]);
+            self.enter(TargetState::Discarding, [TargetOutput::Discard]);
         }
     }
 }

@@ -8,7 +8,7 @@
 mod dice;
 
 use checkpoint_protocol::{
-    Coordinator, CoordinatorOutput, Inspected, Source, SourceEvent, SourceOutput, Target,
+    Coordinator, CoordinatorOutput, InspectedTask, Source, SourceEvent, SourceOutput, Target,
     TargetEvent, TargetOutput,
 };
 use dice::Dice;
@@ -32,24 +32,24 @@ enum Copy {
 
 /// A simulated event: a message in transit, or the completion of work.
 #[derive(Debug)]
-enum Item {
+enum SimEvent {
     Order(HostId, sempa_proto::migration::Move, Order),
     Report(HostId, MigrationId, Report),
     Source(SourceEvent),
     Target(TargetEvent),
     Recorded(MigrationId),
     Located(MigrationId),
-    LostSeen(HostId),
-    Lose(HostId),
-    EndTask,
+    LossDetected(HostId),
+    LoseHost(HostId),
+    KillTask,
     /// A user requests to suspend (true) or resume the task.
-    Ask(bool),
-    PassedOn(HostId, MigrationId, Asked),
-    Decided(Option<Holds>, Asked),
+    SuspendRequest(bool),
+    ForwardedRequest(HostId, MigrationId, NumberedRequest),
+    SuspendDecision(Option<Holds>, NumberedRequest),
 }
 
 /// A suspend request and its number, counted from 1. True: suspend.
-type Asked = (bool, usize);
+type NumberedRequest = (bool, usize);
 
 #[derive(Default)]
 struct Faults {
@@ -57,59 +57,59 @@ struct Faults {
     stalls_percent: u64,
     /// Percentage of image transfers that complete without the source being notified. The source
     /// reports a failure some time later.
-    unheard_percent: u64,
-    lose: Option<(HostId, u64)>,
-    end_task: Option<u64>,
+    lost_ack_percent: u64,
+    lost_host: Option<(HostId, u64)>,
+    task_killed_at: Option<u64>,
     refuse: bool,
     /// Post-copy is used, unless a step of it fails.
-    memory_follows: bool,
+    post_copy: bool,
     /// Pre-copy is used, too.
-    pre_copies: bool,
+    pre_copy: bool,
     /// Times of suspend requests (true) and resume requests.
-    asks: Vec<(u64, bool)>,
+    suspend_requests: Vec<(u64, bool)>,
 }
 
-struct World {
+struct Simulation {
     dice: Dice,
     /// The engine that the target chooses. For every third seed the program is asked to exit and
     /// restarted.
     engine: Engine,
     faults: Faults,
     now: Micros,
-    queue: BTreeMap<(Micros, u64), Item>,
+    queue: BTreeMap<(Micros, u64), SimEvent>,
     serial: u64,
     /// Last arrival per channel, because channels preserve the order.
-    channel: HashMap<(u16, u16), Micros>,
+    last_arrival: HashMap<(u16, u16), Micros>,
     coordinator: Coordinator,
     source: Option<Source>,
     target: Option<Target>,
     copies: (Copy, Copy),
-    lost: Vec<HostId>,
-    held: bool,
+    lost_hosts: Vec<HostId>,
+    buffering: bool,
     /// The source has opened the memory stream.
-    way_is_open: bool,
-    takes_pre_copy: bool,
-    pre_copy_ended: bool,
+    memory_stream_open: bool,
+    target_receives_pre_copy: bool,
+    pre_copy_discarded: bool,
     /// The source has deleted its images and closed its streams.
-    dropped: bool,
+    images_dropped: bool,
     handed_over: bool,
-    located_at: HostId,
-    ended: Option<Result<MoveReport, MoveError>>,
+    location: HostId,
+    result: Option<Result<MoveReport, MoveError>>,
     /// Values of the final event: resident memory, time stopped, and time until all memory had
     /// arrived.
-    logged: Option<(u64, Micros, Micros)>,
+    reported: Option<(u64, Micros, Micros)>,
     /// Suspensions of the two copies, as known to their daemons.
-    holds: (Holds, Holds),
+    suspensions: (Holds, Holds),
     target_runs: bool,
     /// The suspend requests so far.
-    orders: Vec<bool>,
+    requests: Vec<bool>,
     /// The last request, if it was acknowledged to the requester.
-    told: Option<Asked>,
+    acknowledged: Option<NumberedRequest>,
     /// The host whose acknowledgement is awaited.
-    waits_for: Option<HostId>,
+    awaited_host: Option<HostId>,
 }
 
-fn order(suspend: bool) -> suspend::Order {
+fn suspend_order(suspend: bool) -> suspend::Order {
     let tid = Tid::task(host(2), 1).expect("good");
     suspend::Order {
         tid,
@@ -122,9 +122,9 @@ fn host(index: u16) -> HostId {
     HostId::new(index).expect("small")
 }
 
-impl World {
-    fn new(seed: u64, faults: Faults) -> World {
-        let mut world = World {
+impl Simulation {
+    fn new(seed: u64, faults: Faults) -> Simulation {
+        let mut world = Simulation {
             dice: Dice(seed | 1),
             engine: if seed.is_multiple_of(3) {
                 Engine::Restart { wait: 5 }
@@ -135,102 +135,109 @@ impl World {
             now: Micros(0),
             queue: BTreeMap::new(),
             serial: 0,
-            channel: HashMap::new(),
+            last_arrival: HashMap::new(),
             coordinator: Coordinator::new(),
             source: None,
             target: None,
             copies: (Copy::Running, Copy::None),
-            lost: Vec::new(),
-            held: false,
-            way_is_open: false,
-            takes_pre_copy: false,
-            pre_copy_ended: false,
-            dropped: false,
+            lost_hosts: Vec::new(),
+            buffering: false,
+            memory_stream_open: false,
+            target_receives_pre_copy: false,
+            pre_copy_discarded: false,
+            images_dropped: false,
             handed_over: false,
-            located_at: host(2),
-            ended: None,
-            logged: None,
-            holds: Default::default(),
+            location: host(2),
+            result: None,
+            reported: None,
+            suspensions: Default::default(),
             target_runs: false,
-            orders: Vec::new(),
-            told: None,
-            waits_for: None,
+            requests: Vec::new(),
+            acknowledged: None,
+            awaited_host: None,
         };
         let tid = Tid::task(host(2), 1).expect("good");
         world
             .coordinator
             .begin(Micros(0), tid, host(2), host(3), Cause::Asked { by: tid })
             .expect("nothing forbids it");
-        if let Some((lost, at)) = world.faults.lose {
-            world.push(Micros(at), Item::Lose(lost));
+        if let Some((lost, at)) = world.faults.lost_host {
+            world.schedule(Micros(at), SimEvent::LoseHost(lost));
         }
-        if let Some(at) = world.faults.end_task {
-            world.push(Micros(at), Item::EndTask);
+        if let Some(at) = world.faults.task_killed_at {
+            world.schedule(Micros(at), SimEvent::KillTask);
         }
-        for (at, suspend) in world.faults.asks.clone() {
-            world.push(Micros(at), Item::Ask(suspend));
+        for (at, suspend) in world.faults.suspend_requests.clone() {
+            world.schedule(Micros(at), SimEvent::SuspendRequest(suspend));
         }
         world
     }
 
-    fn push(&mut self, at: Micros, item: Item) {
+    fn schedule(&mut self, at: Micros, item: SimEvent) {
         self.serial += 1;
         self.queue.insert((at, self.serial), item);
     }
 
-    fn soon(&mut self, item: Item) {
+    fn schedule_soon(&mut self, item: SimEvent) {
         let at = self.now + Micros(self.dice.roll(5_000));
         // Each tasker answers in order.
-        let place = match &item {
-            Item::Source(_) => (2, 0),
-            Item::Target(_) => (3, 0),
-            _ => return self.push(at, item),
+        let channel = match &item {
+            SimEvent::Source(_) => (2, 0),
+            SimEvent::Target(_) => (3, 0),
+            _ => return self.schedule(at, item),
         };
-        let last = self.channel.entry(place).or_default();
+        let last = self.last_arrival.entry(channel).or_default();
         let at = at.max(*last);
         *last = at;
-        self.push(at, item);
+        self.schedule(at, item);
     }
 
-    fn send(&mut self, from: HostId, to: HostId, item: Item) {
-        if self.lost.contains(&from) || self.lost.contains(&to) {
+    fn send(&mut self, from: HostId, to: HostId, item: SimEvent) {
+        if self.lost_hosts.contains(&from) || self.lost_hosts.contains(&to) {
             return;
         }
         let at = self.now + Micros(self.dice.roll(5_000));
-        let last = self.channel.entry((from.index(), to.index())).or_default();
+        let last = self
+            .last_arrival
+            .entry((from.index(), to.index()))
+            .or_default();
         let at = at.max(*last);
         *last = at;
-        self.push(at, item);
+        self.schedule(at, item);
     }
 
     /// Schedules the answer of a tasker: success, failure, or none.
-    fn worker<T>(&mut self, good: T, wrap: impl Fn(Result<T, Failure>) -> Item) {
+    fn answer_as_tasker<T>(
+        &mut self,
+        answer: T,
+        to_event: impl Fn(Result<T, Failure>) -> SimEvent,
+    ) {
         if self.dice.roll(100) < self.faults.stalls_percent {
             return;
         }
         let result = if self.dice.roll(100) < self.faults.step_fails_percent {
             Err(Failure::Engine("dice".into()))
         } else {
-            Ok(good)
+            Ok(answer)
         };
-        self.soon(wrap(result));
+        self.schedule_soon(to_event(result));
     }
 
-    fn run(mut self) -> World {
+    fn run(mut self) -> Simulation {
         for _ in 0..10_000 {
-            self.drain();
-            self.check();
+            self.run_outputs();
+            self.check_single_copy();
             let next = self.queue.keys().next().copied();
-            let timer = self.coordinator.next_wakeup();
+            let timer = self.coordinator.next_deadline();
             match (next, timer) {
                 (Some((at, _)), timer) if timer.is_none_or(|t| at <= t) => {
                     let ((at, _), item) = self.queue.pop_first().expect("just seen");
                     self.now = self.now.max(at);
-                    self.take(item);
+                    self.handle(item);
                 }
                 (_, Some(at)) => {
                     self.now = self.now.max(at);
-                    self.coordinator.wake(self.now);
+                    self.coordinator.on_timer(self.now);
                 }
                 (None, None) => return self,
                 (Some(_), None) => unreachable!("the guard holds without a timer"),
@@ -239,11 +246,11 @@ impl World {
         panic!("the protocol does not come to rest");
     }
 
-    fn take(&mut self, item: Item) {
+    fn handle(&mut self, item: SimEvent) {
         match item {
-            Item::Order(at, ..) if self.lost.contains(&at) => {}
-            Item::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
-            Item::Order(
+            SimEvent::Order(at, ..) if self.lost_hosts.contains(&at) => {}
+            SimEvent::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
+            SimEvent::Order(
                 at,
                 of,
                 Order::Prepare {
@@ -262,9 +269,9 @@ impl World {
                     pre_copies,
                 ));
             }
-            Item::Order(at, of, order) if at == of.from => {
+            SimEvent::Order(at, of, order) if at == of.from => {
                 if let Order::Resume { suspended } = order {
-                    self.holds.0 = suspended;
+                    self.suspensions.0 = suspended;
                 }
                 if self.source.is_none() && order == Order::Yield {
                     // The migration is over at the source, because the task has exited.
@@ -272,48 +279,54 @@ impl World {
                         step: Step::KillSource,
                         why: Failure::TaskEnded,
                     };
-                    return self.send(at, HostId::MASTER, Item::Report(at, of.id, report));
+                    return self.send(at, HostId::MASTER, SimEvent::Report(at, of.id, report));
                 }
                 self.source_event(SourceEvent::Order(order));
             }
-            Item::Order(_, _, order) => {
+            SimEvent::Order(_, _, order) => {
                 if let Order::Run(parting) = &order {
-                    (self.holds.1, self.target_runs) = (parting.suspended, true);
+                    (self.suspensions.1, self.target_runs) = (parting.suspended, true);
                 }
                 self.target_event(TargetEvent::Order(order));
             }
-            Item::Ask(suspend) => self.ask(suspend),
-            Item::PassedOn(from, id, (suspend, number)) => {
-                self.coordinator
-                    .suspend(from, id, RequestId(number as u64), &order(suspend));
+            SimEvent::SuspendRequest(suspend) => self.request_suspension(suspend),
+            SimEvent::ForwardedRequest(from, id, (suspend, number)) => {
+                self.coordinator.on_suspend_request(
+                    from,
+                    id,
+                    RequestId(number as u64),
+                    &suspend_order(suspend),
+                );
             }
-            Item::Decided(holds, asked) => self.decided(holds, asked),
-            Item::Report(from, id, report) => self.coordinator.report(self.now, from, id, report),
-            Item::Source(event) => self.source_event(event),
-            Item::Target(event) => self.target_event(event),
-            Item::Recorded(id) => {
+            SimEvent::SuspendDecision(holds, asked) => self.on_suspend_decision(holds, asked),
+            SimEvent::Report(from, id, report) => {
+                self.coordinator.on_report(self.now, from, id, report)
+            }
+            SimEvent::Source(event) => self.source_event(event),
+            SimEvent::Target(event) => self.target_event(event),
+            SimEvent::Recorded(id) => {
                 let result = if self.dice.roll(100) < self.faults.step_fails_percent {
                     Err(Failure::Io("disk".into()))
                 } else {
                     Ok(())
                 };
-                self.coordinator.recorded(id, result);
+                self.coordinator.on_location_recorded(id, result);
             }
-            Item::Located(id) => self.coordinator.located(self.now, id),
-            Item::LostSeen(host) => self.coordinator.host_lost(self.now, host),
-            Item::Lose(lost) => {
-                self.lost.push(lost);
+            SimEvent::Located(id) => self.coordinator.on_location_announced(self.now, id),
+            SimEvent::LossDetected(host) => self.coordinator.on_host_lost(self.now, host),
+            SimEvent::LoseHost(lost) => {
+                self.lost_hosts.push(lost);
                 if lost == host(2) {
                     (self.source, self.copies.0) = (None, Copy::Dead);
                 } else {
                     (self.target, self.copies.1) = (None, Copy::Dead);
                 }
-                self.soon(Item::LostSeen(lost));
+                self.schedule_soon(SimEvent::LossDetected(lost));
             }
-            Item::EndTask => {
+            SimEvent::KillTask => {
                 if self.copies.0 == Copy::Running || self.copies.0 == Copy::Stopped {
                     self.copies.0 = Copy::Dead;
-                    self.source_event(SourceEvent::Ended);
+                    self.source_event(SourceEvent::TaskExited);
                 }
             }
         }
@@ -321,51 +334,61 @@ impl World {
 
     /// Sends a suspend request to the daemon of the host where the task is, after the previous one
     /// was acknowledged.
-    fn ask(&mut self, suspend: bool) {
-        if self.waits_for.is_some_and(|at| !self.lost.contains(&at)) {
-            return self.push(self.now + Micros(1000), Item::Ask(suspend));
+    fn request_suspension(&mut self, suspend: bool) {
+        if self
+            .awaited_host
+            .is_some_and(|at| !self.lost_hosts.contains(&at))
+        {
+            return self.schedule(self.now + Micros(1000), SimEvent::SuspendRequest(suspend));
         }
-        self.orders.push(suspend);
-        let asked = (suspend, self.orders.len());
-        let at = self.located_at;
-        (self.told, self.waits_for) = (None, None);
-        if self.lost.contains(&at) {
+        self.requests.push(suspend);
+        let asked = (suspend, self.requests.len());
+        let at = self.location;
+        (self.acknowledged, self.awaited_host) = (None, None);
+        if self.lost_hosts.contains(&at) {
             return;
         }
         let source = self
             .source
             .as_ref()
-            .filter(|source| at == host(2) && source.is_decided_elsewhere());
+            .filter(|source| at == host(2) && source.coordinator_decides_suspension());
         let target = self
             .target
             .as_ref()
             .filter(|_| at == host(3) && !self.target_runs);
-        if let Some(id) = source.map(|s| s.of().id).or(target.map(|t| t.of().id)) {
-            self.waits_for = Some(at);
-            return self.send(at, HostId::MASTER, Item::PassedOn(at, id, asked));
+        if let Some(id) = source
+            .map(|s| s.migration().id)
+            .or(target.map(|t| t.migration().id))
+        {
+            self.awaited_host = Some(at);
+            return self.send(
+                at,
+                HostId::MASTER,
+                SimEvent::ForwardedRequest(at, id, asked),
+            );
         }
         let holds = if at == host(2) {
-            &mut self.holds.0
+            &mut self.suspensions.0
         } else {
-            &mut self.holds.1
+            &mut self.suspensions.1
         };
-        *holds = holds.after(&order(suspend));
-        self.told = Some(asked);
+        *holds = holds.after(&suspend_order(suspend));
+        self.acknowledged = Some(asked);
     }
 
-    fn decided(&mut self, holds: Option<Holds>, asked: Asked) {
-        if asked.1 != self.orders.len() {
+    fn on_suspend_decision(&mut self, holds: Option<Holds>, asked: NumberedRequest) {
+        if asked.1 != self.requests.len() {
             return;
         }
-        self.waits_for = None;
+        self.awaited_host = None;
         let Some(holds) = holds else { return };
-        if self.located_at == host(2) || !self.target_runs {
-            self.holds.0 = holds;
+        if self.location == host(2) || !self.target_runs {
+            self.suspensions.0 = holds;
         }
         if self.target_runs {
-            self.holds.1 = holds;
+            self.suspensions.1 = holds;
         }
-        self.told = Some(asked);
+        self.acknowledged = Some(asked);
     }
 
     fn source_event(&mut self, event: SourceEvent) {
@@ -377,15 +400,15 @@ impl World {
             SourceEvent::Continued if self.copies.0 == Copy::Stopped => {
                 self.copies.0 = Copy::Running
             }
-            SourceEvent::Gone(_) => self.copies.0 = Copy::Dead,
+            SourceEvent::Killed(_) => self.copies.0 = Copy::Dead,
             _ => {}
         }
-        let now = |inspected| Inspected {
-            suspended: self.holds.0,
+        let with_suspensions = |inspected| InspectedTask {
+            suspensions: self.suspensions.0,
             ..inspected
         };
         let event = match event {
-            SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(now)),
+            SourceEvent::Inspected(result) => SourceEvent::Inspected(result.map(with_suspensions)),
             event => event,
         };
         if let Some(source) = &mut self.source {
@@ -398,10 +421,12 @@ impl World {
             TargetEvent::Restored(Ok(())) if self.copies.1 == Copy::None => {
                 self.copies.1 = Copy::Stopped
             }
-            TargetEvent::Ran(Ok(())) if self.copies.1 == Copy::Stopped => {
+            TargetEvent::RunCompleted(Ok(())) if self.copies.1 == Copy::Stopped => {
                 self.copies.1 = Copy::Running
             }
-            TargetEvent::Discarded | TargetEvent::Arrived(Err(_)) => self.copies.1 = Copy::Dead,
+            TargetEvent::Discarded | TargetEvent::MemoryArrived(Err(_)) => {
+                self.copies.1 = Copy::Dead
+            }
             _ => {}
         }
         if let Some(target) = &mut self.target {
@@ -409,39 +434,47 @@ impl World {
         }
     }
 
-    fn drain(&mut self) {
+    fn run_outputs(&mut self) {
         let master = HostId::MASTER;
         while let Some(output) = self.coordinator.poll() {
             match output {
-                CoordinatorOutput::Order { host, of, order } => {
-                    self.send(master, host, Item::Order(host, of, order))
+                CoordinatorOutput::Order {
+                    host,
+                    migration,
+                    order,
+                } => self.send(master, host, SimEvent::Order(host, migration, order)),
+                CoordinatorOutput::RecordLocation(migration) => {
+                    self.schedule_soon(SimEvent::Recorded(migration.id))
                 }
-                CoordinatorOutput::Record(of) => self.soon(Item::Recorded(of.id)),
-                CoordinatorOutput::Locate(of) => {
-                    self.located_at = of.to;
-                    self.soon(Item::Located(of.id));
+                CoordinatorOutput::AnnounceLocation(migration) => {
+                    self.location = migration.to;
+                    self.schedule_soon(SimEvent::Located(migration.id));
                 }
-                CoordinatorOutput::Event(EventKind::Moved {
+                CoordinatorOutput::LogEvent(EventKind::Moved {
                     resident,
                     frozen,
                     whole,
                     ..
                 }) => {
-                    self.logged = Some((resident, frozen, whole));
+                    self.reported = Some((resident, frozen, whole));
                 }
-                CoordinatorOutput::Event(_) => {}
+                CoordinatorOutput::LogEvent(_) => {}
                 CoordinatorOutput::SuspendDecided {
                     host,
-                    id,
-                    suspended,
+                    request,
+                    suspensions,
                     ..
                 } => {
-                    let number = id.0 as usize;
-                    let suspend = self.orders[number - 1];
-                    self.send(master, host, Item::Decided(suspended, (suspend, number)));
+                    let number = request.0 as usize;
+                    let suspend = self.requests[number - 1];
+                    self.send(
+                        master,
+                        host,
+                        SimEvent::SuspendDecision(suspensions, (suspend, number)),
+                    );
                 }
                 CoordinatorOutput::Ended { result, .. } => {
-                    assert!(self.ended.replace(result).is_none(), "a move ends once");
+                    assert!(self.result.replace(result).is_none(), "a move ends once");
                 }
             }
         }
@@ -454,97 +487,113 @@ impl World {
     }
 
     fn source_output(&mut self, output: SourceOutput) {
-        let id = self.source.as_ref().expect("it spoke").of().id;
+        let id = self.source.as_ref().expect("it spoke").migration().id;
         match output {
-            SourceOutput::Report(report) => {
-                self.send(host(2), HostId::MASTER, Item::Report(host(2), id, report))
-            }
+            SourceOutput::Report(report) => self.send(
+                host(2),
+                HostId::MASTER,
+                SimEvent::Report(host(2), id, report),
+            ),
             SourceOutput::Inspect => {
-                let (refuse, memory_can_follow) = (self.faults.refuse, self.faults.memory_follows);
-                let can_pre_copy = self.faults.pre_copies;
-                self.worker((), move |_| {
-                    Item::Source(SourceEvent::Inspected(if refuse {
+                let (refuse, supports_post_copy) = (self.faults.refuse, self.faults.post_copy);
+                let supports_pre_copy = self.faults.pre_copy;
+                self.answer_as_tasker((), move |_| {
+                    SimEvent::Source(SourceEvent::Inspected(if refuse {
                         Err(Refusal::Pinned)
                     } else {
                         let facts = TaskFacts {
                             resident_bytes: RESIDENT,
                             ..TaskFacts::default()
                         };
-                        Ok(Inspected {
-                            memory_can_follow,
-                            can_pre_copy,
+                        Ok(InspectedTask {
+                            supports_post_copy,
+                            supports_pre_copy,
                             facts,
-                            ..Inspected::default()
+                            ..InspectedTask::default()
                         })
                     }))
                 });
             }
-            SourceOutput::LendMemory => {
+            SourceOutput::OpenMemoryStream => {
                 assert!(
-                    !std::mem::replace(&mut self.way_is_open, true),
+                    !std::mem::replace(&mut self.memory_stream_open, true),
                     "one way for one move"
                 );
             }
             SourceOutput::PreCopy => {
                 assert!(
-                    self.way_is_open && !self.held && self.takes_pre_copy,
+                    self.memory_stream_open && !self.buffering && self.target_receives_pre_copy,
                     "the other end is ready, and the task runs"
                 );
-                self.worker(77, |r| Item::Source(SourceEvent::PreCopied(r)));
+                self.answer_as_tasker(77, |r| SimEvent::Source(SourceEvent::PreCopied(r)));
             }
-            SourceOutput::EndPreCopy => self.pre_copy_ended = true,
-            SourceOutput::Hold => self.held = true,
+            SourceOutput::DiscardPreCopy => self.pre_copy_discarded = true,
+            SourceOutput::BufferIncoming => self.buffering = true,
             SourceOutput::Quiesce { .. } => {
-                self.worker((), |_| Item::Source(SourceEvent::Quiesced))
+                self.answer_as_tasker((), |_| SimEvent::Source(SourceEvent::Quiesced))
             }
-            SourceOutput::End { engine, .. } => {
+            SourceOutput::RequestExit { engine, .. } => {
                 assert_eq!(engine, self.engine);
-                self.worker((), |r| Item::Source(SourceEvent::Stopped(r)));
+                self.answer_as_tasker((), |r| SimEvent::Source(SourceEvent::Stopped(r)));
             }
-            SourceOutput::SendRecord => self.worker(0, |r| Item::Target(TargetEvent::Received(r))),
-            SourceOutput::Stop => self.worker((), |r| Item::Source(SourceEvent::Stopped(r))),
-            SourceOutput::Dump { memory_follows } => {
-                assert_eq!(memory_follows, self.way_is_open);
-                self.worker(DumpReport::default(), |r| {
-                    Item::Source(SourceEvent::Dumped(r))
+            SourceOutput::SendRecord => {
+                self.answer_as_tasker(0, |r| SimEvent::Target(TargetEvent::Received(r)))
+            }
+            SourceOutput::Stop => {
+                self.answer_as_tasker((), |r| SimEvent::Source(SourceEvent::Stopped(r)))
+            }
+            SourceOutput::Dump { post_copy } => {
+                assert_eq!(post_copy, self.memory_stream_open);
+                self.answer_as_tasker(DumpReport::default(), |r| {
+                    SimEvent::Source(SourceEvent::Dumped(r))
                 });
             }
-            SourceOutput::SendAhead => {
+            SourceOutput::StartSendingImages => {
                 if self.dice.roll(100) < self.faults.step_fails_percent {
-                    let cut = || Failure::Images("cut".into());
-                    self.worker((), move |_| Item::Source(SourceEvent::Sent(Err(cut()))));
-                    self.worker((), move |_| Item::Target(TargetEvent::Received(Err(cut()))));
+                    let transfer_error = || Failure::Images("cut".into());
+                    self.answer_as_tasker((), move |_| {
+                        SimEvent::Source(SourceEvent::ImagesSent(Err(transfer_error())))
+                    });
+                    self.answer_as_tasker((), move |_| {
+                        SimEvent::Target(TargetEvent::Received(Err(transfer_error())))
+                    });
                 }
             }
-            SourceOutput::SendImages => {
-                let bad = self.dice.roll(100) < self.faults.step_fails_percent;
-                let unheard = self.dice.roll(100) < self.faults.unheard_percent;
-                let cut = || Err(Failure::Images("cut".into()));
-                let sent = Item::Source(SourceEvent::Sent(if bad || unheard {
-                    cut()
+            SourceOutput::FinishSendingImages => {
+                let fails = self.dice.roll(100) < self.faults.step_fails_percent;
+                let ack_lost = self.dice.roll(100) < self.faults.lost_ack_percent;
+                let transfer_error = || Err(Failure::Images("cut".into()));
+                let sent = SimEvent::Source(SourceEvent::ImagesSent(if fails || ack_lost {
+                    transfer_error()
                 } else {
                     Ok(())
                 }));
-                if unheard {
+                if ack_lost {
                     let at = self.now + Micros(self.dice.roll(60_000));
-                    self.push(at, sent);
+                    self.schedule(at, sent);
                 } else {
-                    self.soon(sent);
+                    self.schedule_soon(sent);
                 }
-                if !bad {
-                    self.worker(1, |r| Item::Target(TargetEvent::Received(r)));
+                if !fails {
+                    self.answer_as_tasker(1, |r| SimEvent::Target(TargetEvent::Received(r)));
                 }
             }
-            SourceOutput::Continue => self.soon(Item::Source(SourceEvent::Continued)),
-            SourceOutput::WakeHere => self.soon(Item::Source(SourceEvent::Reconnected)),
-            SourceOutput::Release => self.held = false,
-            SourceOutput::KillMoved => self.soon(Item::Source(SourceEvent::Gone(Usage::default()))),
-            SourceOutput::HandOver => self.handed_over = true,
-            SourceOutput::DropImages => self.dropped = true,
-            SourceOutput::Settle
-            | SourceOutput::Close { .. }
-            | SourceOutput::Collect
-            | SourceOutput::Deposit => {
+            SourceOutput::ResumeTask => {
+                self.schedule_soon(SimEvent::Source(SourceEvent::Continued))
+            }
+            SourceOutput::WriteResumeToken => {
+                self.schedule_soon(SimEvent::Source(SourceEvent::Reconnected))
+            }
+            SourceOutput::DeliverBuffered => self.buffering = false,
+            SourceOutput::KillSource => {
+                self.schedule_soon(SimEvent::Source(SourceEvent::Killed(Usage::default())))
+            }
+            SourceOutput::TransferOwnership => self.handed_over = true,
+            SourceOutput::DropImages => self.images_dropped = true,
+            SourceOutput::AwaitReplies
+            | SourceOutput::SaveTaskState { .. }
+            | SourceOutput::CopyStateFiles
+            | SourceOutput::Upload => {
                 panic!("a move keeps no images")
             }
             SourceOutput::Done => self.source = None,
@@ -552,45 +601,51 @@ impl World {
     }
 
     fn target_output(&mut self, output: TargetOutput) {
-        let id = self.target.as_ref().expect("it spoke").of().id;
+        let id = self.target.as_ref().expect("it spoke").migration().id;
         match output {
-            TargetOutput::Report(report) => {
-                self.send(host(3), HostId::MASTER, Item::Report(host(3), id, report))
-            }
+            TargetOutput::Report(report) => self.send(
+                host(3),
+                HostId::MASTER,
+                SimEvent::Report(host(3), id, report),
+            ),
             TargetOutput::Prepare(_) => {
                 let engine = self.engine;
-                self.worker((), move |r| {
+                self.answer_as_tasker((), move |r| {
                     let verdict = if r.is_ok() {
                         vec![]
                     } else {
                         vec![Refusal::Pinned]
                     };
-                    Item::Target(TargetEvent::Prepared {
+                    SimEvent::Target(TargetEvent::Prepared {
                         verdict,
-                        memory_can_follow: true,
+                        supports_post_copy: true,
                         engine,
                     })
                 });
             }
-            TargetOutput::TakePreCopy => self.takes_pre_copy = true,
-            TargetOutput::Restore => self.worker((), |r| Item::Target(TargetEvent::Restored(r))),
+            TargetOutput::ReceivePreCopy => self.target_receives_pre_copy = true,
+            TargetOutput::Restore => {
+                self.answer_as_tasker((), |r| SimEvent::Target(TargetEvent::Restored(r)))
+            }
             TargetOutput::Run(_) => {
-                self.soon(Item::Target(TargetEvent::Ran(Ok(()))));
-                if self.target.as_ref().is_some_and(Target::memory_follows) {
+                self.schedule_soon(SimEvent::Target(TargetEvent::RunCompleted(Ok(()))));
+                if self.target.as_ref().is_some_and(Target::uses_post_copy) {
                     // This step has no deadline, so the answer must not be lost.
                     let stalls = std::mem::take(&mut self.faults.stalls_percent);
-                    self.worker((), |r| Item::Target(TargetEvent::Arrived(r)));
+                    self.answer_as_tasker((), |r| SimEvent::Target(TargetEvent::MemoryArrived(r)));
                     self.faults.stalls_percent = stalls;
                 }
             }
-            TargetOutput::Discard => self.soon(Item::Target(TargetEvent::Discarded)),
-            TargetOutput::ExpectImages | TargetOutput::WakeHere | TargetOutput::DropImages => {}
+            TargetOutput::Discard => self.schedule_soon(SimEvent::Target(TargetEvent::Discarded)),
+            TargetOutput::ExpectImages
+            | TargetOutput::WriteResumeToken
+            | TargetOutput::DropImages => {}
             TargetOutput::Done => self.target = None,
         }
     }
 
     /// Checks the invariant that at most one copy is alive when the target's copy runs.
-    fn check(&self) {
+    fn check_single_copy(&self) {
         // A stopped copy counts as alive: it could continue.
         assert!(
             self.copies.1 != Copy::Running || self.copies.0 == Copy::Dead,
@@ -604,26 +659,26 @@ impl World {
 const RESIDENT: u64 = 2 << 30;
 
 /// Simulates one migration until nothing happens any more.
-fn settle(seed: u64, faults: Faults) -> World {
-    World::new(seed, faults).run()
+fn simulate(seed: u64, faults: Faults) -> Simulation {
+    Simulation::new(seed, faults).run()
 }
 
 /// Without faults the task migrates, and the source transfers everything to the target.
 #[test]
 fn migration_without_faults_succeeds() {
     for seed in 1..500 {
-        let world = settle(seed, Faults::default());
+        let world = simulate(seed, Faults::default());
         assert!(
-            matches!(world.ended, Some(Ok(_))),
+            matches!(world.result, Some(Ok(_))),
             "seed {seed}: {:?}",
-            world.ended
+            world.result
         );
         assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
         assert!(
             world.handed_over && world.source.is_none() && world.target.is_none(),
             "seed {seed}"
         );
-        assert_eq!(world.located_at, host(3));
+        assert_eq!(world.location, host(3));
     }
 }
 
@@ -633,16 +688,16 @@ fn migration_without_faults_succeeds() {
 fn event_reports_memory_and_transfer_time() {
     let mut later = 0;
     for seed in 1..200 {
-        for memory_follows in [false, true] {
-            let world = settle(
+        for post_copy in [false, true] {
+            let world = simulate(
                 seed,
                 Faults {
-                    memory_follows,
+                    post_copy,
                     ..Faults::default()
                 },
             );
-            let (resident, frozen, whole) = world.logged.expect("it has moved");
-            match (world.engine, memory_follows) {
+            let (resident, frozen, whole) = world.reported.expect("it has moved");
+            match (world.engine, post_copy) {
                 // All memory may have arrived by the time the task runs.
                 (Engine::Criu, true) => {
                     assert!(resident == RESIDENT && whole >= frozen, "seed {seed}");
@@ -665,15 +720,15 @@ fn event_reports_memory_and_transfer_time() {
 /// A task that the source refuses to migrate keeps running there.
 #[test]
 fn refused_task_keeps_running() {
-    let world = settle(
+    let world = simulate(
         7,
         Faults {
             refuse: true,
             ..Faults::default()
         },
     );
-    let Some(Err(error)) = world.ended else {
-        panic!("{:?}", world.ended)
+    let Some(Err(error)) = world.result else {
+        panic!("{:?}", world.result)
     };
     assert_eq!(error.step, Step::Inspect);
     assert_eq!(error.why, Failure::Refused(vec![Refusal::Pinned]));
@@ -685,7 +740,7 @@ fn refused_task_keeps_running() {
 fn failed_step_leaves_exactly_one_running_copy() {
     let mut failures = 0;
     for seed in 1..20_000 {
-        let world = settle(
+        let world = simulate(
             seed,
             Faults {
                 step_fails_percent: 12,
@@ -693,10 +748,10 @@ fn failed_step_leaves_exactly_one_running_copy() {
                 ..Faults::default()
             },
         );
-        match &world.ended {
+        match &world.result {
             Some(Ok(_)) => {
                 assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
-                assert_eq!(world.located_at, host(3), "seed {seed}");
+                assert_eq!(world.location, host(3), "seed {seed}");
             }
             Some(Err(_)) => {
                 failures += 1;
@@ -704,11 +759,11 @@ fn failed_step_leaves_exactly_one_running_copy() {
                     world.copies.0,
                     Copy::Running,
                     "seed {seed}: {:?}",
-                    world.ended
+                    world.result
                 );
                 assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
-                assert_eq!(world.located_at, host(2), "seed {seed}");
-                assert!(!world.held, "seed {seed}: messages are kept for ever");
+                assert_eq!(world.location, host(2), "seed {seed}");
+                assert!(!world.buffering, "seed {seed}: messages are kept for ever");
             }
             None => panic!("seed {seed}: the move never ended"),
         }
@@ -722,52 +777,52 @@ fn failed_step_leaves_exactly_one_running_copy() {
 fn failed_migration_discards_pre_copied_memory() {
     let (mut moved, mut stayed) = (0, 0);
     for seed in 1..20_000 {
-        let lose = (seed % 4 == 0).then(|| (host(3), Dice(seed * 35 + 1).roll(60_000)));
+        let lost_host = (seed % 4 == 0).then(|| (host(3), Dice(seed * 35 + 1).roll(60_000)));
         let (step_fails_percent, stalls_percent) = (8, 3);
-        let (memory_follows, pre_copies) = (true, true);
+        let (post_copy, pre_copy) = (true, true);
         let faults = Faults {
-            memory_follows,
-            pre_copies,
+            post_copy,
+            pre_copy,
             step_fails_percent,
             stalls_percent,
-            lose,
+            lost_host,
             ..Faults::default()
         };
-        let world = settle(seed, faults);
-        match &world.ended {
+        let world = simulate(seed, faults);
+        match &world.result {
             Some(Ok(_)) => {
-                moved += u32::from(world.takes_pre_copy);
-                let (_, frozen, whole) = world.logged.expect("it has moved");
+                moved += u32::from(world.target_receives_pre_copy);
+                let (_, frozen, whole) = world.reported.expect("it has moved");
                 assert!(
-                    whole > frozen || !world.takes_pre_copy,
+                    whole > frozen || !world.target_receives_pre_copy,
                     "seed {seed}: the time for which memory went ahead counts"
                 );
-                assert!(!world.pre_copy_ended, "seed {seed}");
+                assert!(!world.pre_copy_discarded, "seed {seed}");
                 // The target may have been lost afterwards.
                 assert!(
-                    world.copies == (Copy::Dead, Copy::Running) || !world.lost.is_empty(),
+                    world.copies == (Copy::Dead, Copy::Running) || !world.lost_hosts.is_empty(),
                     "seed {seed}"
                 );
             }
             // From this step on the memory outlives the source's copy.
             Some(Err(error)) if error.step >= Step::KillSource => {}
             Some(Err(_)) => {
-                assert!(!world.held, "seed {seed}: messages are kept for ever");
+                assert!(!world.buffering, "seed {seed}: messages are kept for ever");
                 assert_eq!(
                     world.copies.0,
                     Copy::Running,
                     "seed {seed}: {:?}",
-                    world.ended
+                    world.result
                 );
                 assert_eq!(
-                    world.pre_copy_ended,
-                    world.way_is_open && world.takes_pre_copy,
+                    world.pre_copy_discarded,
+                    world.memory_stream_open && world.target_receives_pre_copy,
                     "seed {seed}: {:?}",
-                    world.ended
+                    world.result
                 );
-                stayed += u32::from(world.pre_copy_ended);
+                stayed += u32::from(world.pre_copy_discarded);
                 assert!(
-                    world.dropped || !world.way_is_open,
+                    world.images_dropped || !world.memory_stream_open,
                     "seed {seed}: a way is left"
                 );
             }
@@ -780,20 +835,19 @@ fn failed_migration_discards_pre_copied_memory() {
 /// With post-copy the task continues in one copy if all memory arrives. If some is lost it ends,
 /// and the migration fails in the step Arrive.
 #[test]
-fn lost_post_copy_memory_ends_the_task()
-{
+fn lost_post_copy_memory_ends_the_task() {
     let (mut moved, mut died, mut stayed) = (0, 0, 0);
     for seed in 1..30_000 {
-        let lose = (seed % 4 == 0).then(|| (host(2), Dice(seed * 33 + 1).roll(60_000)));
+        let lost_host = (seed % 4 == 0).then(|| (host(2), Dice(seed * 33 + 1).roll(60_000)));
         let faults = Faults {
-            memory_follows: true,
+            post_copy: true,
             step_fails_percent: 8,
-            lose,
+            lost_host,
             ..Faults::default()
         };
-        let world = settle(seed, faults);
-        let lost = !world.lost.is_empty();
-        match &world.ended {
+        let world = simulate(seed, faults);
+        let lost = !world.lost_hosts.is_empty();
+        match &world.result {
             Some(Ok(_)) => {
                 moved += 1;
                 assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
@@ -810,7 +864,7 @@ fn lost_post_copy_memory_ends_the_task()
                     world.copies.0,
                     Copy::Running,
                     "seed {seed}: {:?}",
-                    world.ended
+                    world.result
                 );
                 assert_ne!(world.copies.1, Copy::Running, "seed {seed}");
             }
@@ -829,14 +883,14 @@ fn lost_post_copy_memory_ends_the_task()
 fn unacknowledged_transfer_leaves_one_copy() {
     let (mut moved, mut stayed) = (0, 0);
     for seed in 1..20_000 {
-        let world = settle(
+        let world = simulate(
             seed,
             Faults {
-                unheard_percent: 100,
+                lost_ack_percent: 100,
                 ..Faults::default()
             },
         );
-        match &world.ended {
+        match &world.result {
             Some(Ok(_)) => {
                 moved += 1;
                 assert_eq!(world.copies, (Copy::Dead, Copy::Running), "seed {seed}");
@@ -846,7 +900,7 @@ fn unacknowledged_transfer_leaves_one_copy() {
                 stayed += 1;
                 assert_eq!(error.step, Step::Transfer, "seed {seed}");
                 assert_eq!(world.copies.0, Copy::Running, "seed {seed}");
-                assert!(!world.held, "seed {seed}: messages are kept for ever");
+                assert!(!world.buffering, "seed {seed}: messages are kept for ever");
             }
             None => panic!("seed {seed}: the move never ended"),
         }
@@ -857,15 +911,14 @@ fn unacknowledged_transfer_leaves_one_copy() {
 /// The loss of a host leaves at most one copy. The loss of the target before the source has
 /// released the task does not end the task.
 #[test]
-fn lost_host_leaves_at_most_one_copy()
- {
+fn lost_host_leaves_at_most_one_copy() {
     for seed in 1..20_000 {
         let lost = host(2 + (seed % 2) as u16);
         let at = Dice(seed * 77 + 1).roll(60_000);
-        let world = settle(
+        let world = simulate(
             seed,
             Faults {
-                lose: Some((lost, at)),
+                lost_host: Some((lost, at)),
                 step_fails_percent: 3,
                 ..Faults::default()
             },
@@ -877,11 +930,11 @@ fn lost_host_leaves_at_most_one_copy()
                 world.copies.0,
                 Copy::Running,
                 "seed {seed}: {:?}",
-                world.ended
+                world.result
             );
-            assert_eq!(world.located_at, host(2), "seed {seed}");
+            assert_eq!(world.location, host(2), "seed {seed}");
         }
-        assert!(world.ended.is_some(), "seed {seed}");
+        assert!(world.result.is_some(), "seed {seed}");
     }
 }
 
@@ -890,22 +943,22 @@ fn lost_host_leaves_at_most_one_copy()
 fn killed_task_ends_unless_committed() {
     for seed in 1..10_000 {
         let at = Dice(seed * 91 + 3).roll(60_000);
-        let world = settle(
+        let world = simulate(
             seed,
             Faults {
-                end_task: Some(at),
+                task_killed_at: Some(at),
                 step_fails_percent: 3,
                 ..Faults::default()
             },
         );
         let runs_there = world.copies.1 == Copy::Running;
-        match &world.ended {
-            Some(Ok(_)) => assert!(runs_there && world.located_at == host(3), "seed {seed}"),
+        match &world.result {
+            Some(Ok(_)) => assert!(runs_there && world.location == host(3), "seed {seed}"),
             Some(Err(error)) => assert!(!runs_there, "seed {seed}: {error:?}"),
             None => panic!("seed {seed}: the move never ended"),
         }
         assert!(
-            !world.held || world.handed_over,
+            !world.buffering || world.handed_over,
             "seed {seed}: messages are kept for ever"
         );
     }
@@ -914,35 +967,42 @@ fn killed_task_ends_unless_committed() {
 /// The surviving copy is suspended exactly if the last acknowledged request says so, whichever host
 /// is lost.
 #[test]
-fn surviving_copy_obeys_last_suspend_request()
-{
+fn surviving_copy_obeys_last_suspend_request() {
     let (mut at_target, mut back, mut source_lost) = (0, 0, 0);
     for seed in 1..40_000 {
         let mut dice = Dice(seed * 13 + 5);
-        let mut asks: Vec<(u64, bool)> = (0..1 + dice.roll(4))
+        let mut suspend_requests: Vec<(u64, bool)> = (0..1 + dice.roll(4))
             .map(|_| (dice.roll(60_000), dice.roll(2) == 0))
             .collect();
-        asks.sort_unstable();
-        let lose = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.roll(60_000)));
+        suspend_requests.sort_unstable();
+        let lost_host = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.roll(60_000)));
         let step_fails_percent = 3 * (seed % 2);
-        let world = settle(
+        let world = simulate(
             seed,
             Faults {
-                asks,
-                lose,
+                suspend_requests,
+                lost_host,
                 step_fails_percent,
                 ..Faults::default()
             },
         );
-        let Some((suspended, _)) = world.told else {
+        let Some((suspended, _)) = world.acknowledged else {
             continue;
         };
         if world.copies.1 == Copy::Running {
-            assert_eq!(world.holds.1.any(), suspended, "seed {seed}: at the target");
+            assert_eq!(
+                world.suspensions.1.any(),
+                suspended,
+                "seed {seed}: at the target"
+            );
             at_target += u32::from(suspended);
-            source_lost += u32::from(suspended && world.lost.contains(&host(2)));
+            source_lost += u32::from(suspended && world.lost_hosts.contains(&host(2)));
         } else if world.copies.0 == Copy::Running {
-            assert_eq!(world.holds.0.any(), suspended, "seed {seed}: at the source");
+            assert_eq!(
+                world.suspensions.0.any(),
+                suspended,
+                "seed {seed}: at the source"
+            );
             back += u32::from(suspended);
         }
     }

@@ -91,7 +91,7 @@ fn pin(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::Status;
+    use crate::status::ProcStatus;
     use nix::sys::signal::{Signal, kill};
     use nix::unistd::Pid;
     use std::process::{Child, Command};
@@ -117,7 +117,7 @@ mod tests {
     fn wait_for(child: &Child, state: char) {
         let until = Instant::now() + SOON;
         let is = || {
-            Status::of(child.id() as i32)?
+            ProcStatus::of(child.id() as i32)?
                 .field("State")
                 .map(|now| now.starts_with(state))
         };

@@ -14,7 +14,7 @@
 
 use super::crossing::{self, Turn};
 use super::ptrace::{self, Cause, Foreign, MEMORY_MAX, Memory, News};
-use crate::status::Status;
+use crate::status::ProcStatus;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -477,7 +477,7 @@ fn settled(tid: i32) -> bool {
 
 /// True for a thread that has completed its group stop, and for one that has exited.
 fn stands(tid: i32) -> bool {
-    Status::of(tid).is_none_or(|status| {
+    ProcStatus::of(tid).is_none_or(|status| {
         status
             .field("State")
             .is_some_and(|state| state.starts_with(['T', 'Z', 'X']))
@@ -486,10 +486,10 @@ fn stands(tid: i32) -> bool {
 
 /// True if an unblocked SIGTRAP is pending for this thread.
 fn has_trap_pending(tid: i32) -> bool {
-    let waits = |status: Status| {
+    let waits = |status: ProcStatus| {
         status.signals("SigPnd") & !status.signals("SigBlk") & (1 << (libc::SIGTRAP - 1)) != 0
     };
-    Status::of(tid).is_some_and(waits)
+    ProcStatus::of(tid).is_some_and(waits)
 }
 
 #[cfg(test)]

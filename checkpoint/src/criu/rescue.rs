@@ -228,7 +228,7 @@ fn pointer(registers: &[u8]) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::Status;
+    use crate::status::ProcStatus;
     use std::process::Command;
     use std::time::{Duration, Instant};
 
@@ -241,7 +241,7 @@ mod tests {
             .expect("it starts");
         let pid = child.id() as i32;
         let field = |name: &str| {
-            Status::of(pid)
+            ProcStatus::of(pid)
                 .and_then(|s| s.field(name).map(str::to_string))
                 .unwrap_or_default()
         };

@@ -15,7 +15,7 @@
 use super::images::{note_missing, pages_of};
 use super::pagemap::{Wanted, present};
 use crate::engine::pages::page_size;
-use crate::status::Status;
+use crate::status::ProcStatus;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use sempa_proto::migration::Failure;
 use std::fs::File;
@@ -163,7 +163,7 @@ fn gone() -> io::Error {
 
 /// Returns the PID of a process in its own PID namespace. `None` if it has exited.
 pub(super) fn number(pid: i32) -> Option<u64> {
-    Status::of(pid)?
+    ProcStatus::of(pid)?
         .field("NSpid")?
         .split_whitespace()
         .last()?
@@ -176,7 +176,7 @@ pub(super) fn number(pid: i32) -> Option<u64> {
 /// # Errors
 /// The process has exited, or its mappings cannot be read.
 pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
-    let status = Status::of(pid).ok_or_else(gone)?;
+    let status = ProcStatus::of(pid).ok_or_else(gone)?;
     let some = |name| {
         status
             .number::<u64>(name)

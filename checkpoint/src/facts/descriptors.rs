@@ -1,7 +1,7 @@
-//! Determines what an open descriptor means for a migration. [`descriptor`] reads /proc/PID/fd and
-//! fdinfo; [`judge`] is pure.
+//! Determines what an open descriptor means for a migration. [`read_descriptor`] reads /proc/PID/fd
+//! and fdinfo; [`classify`] is pure.
 
-use super::maps::{SHARED_MEMORY_FOLDER, posix_memory};
+use super::memory_map::{SHARED_MEMORY_DIR, describe_posix_memory};
 use sempa_proto::task;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -14,7 +14,7 @@ const ACCESS_MODE: u32 = 0o3;
 const WRITE_ONLY: u32 = 0o1;
 const APPEND: u32 = 0o2000;
 /// `O_DIRECT`. On a pipe it selects packet mode, which preserves the bounds of writes.
-const PACKETS: u32 = libc::O_DIRECT.cast_unsigned();
+const PACKET_MODE: u32 = libc::O_DIRECT.cast_unsigned();
 
 /// Types (statfs(2)) of file systems whose files are not stored on a disk.
 const PROC_MAGIC: i64 = 0x9fa0;
@@ -24,7 +24,7 @@ const SECRETMEM_MAGIC: i64 = 0x5345_434d;
 const CGROUP2_MAGIC: i64 = 0x6367_7270;
 
 /// Anonymous inodes that the engine can migrate.
-const CARRIED_ANON: [&str; 7] = [
+const SUPPORTED_ANON_INODES: [&str; 7] = [
     "[eventfd]",
     "[eventpoll]",
     "[signalfd]",
@@ -35,7 +35,7 @@ const CARRIED_ANON: [&str; 7] = [
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum FileKind {
     /// A regular file of this many bytes.
     Regular(u64),
     Directory,
@@ -54,39 +54,39 @@ struct Descriptor<'a> {
     link: &'a Path,
     /// The text of /proc/PID/fdinfo/N.
     info: &'a str,
-    kind: Kind,
+    kind: FileKind,
     /// Number of hard links to the file.
-    names: u64,
+    link_count: u64,
     /// Type of its file system.
-    magic: i64,
+    fs_type: i64,
 }
 
 /// The meaning of a descriptor for a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Meaning {
+pub(super) enum DescriptorMeaning {
     /// The engine migrates it.
-    Travels,
+    Supported,
     /// A socket with this inode number (see [`super::sockets`]).
     Socket(u64),
     /// A socket, with this inode number, that the task's library closes before the dump.
-    Library(u64),
+    LibrarySocket(u64),
     /// A file that must exist at the target with this length.
     SameLength(PathBuf, u64),
     /// A file that the task may write until it is stopped. It must exist at the target and be at
     /// least as long as at the source.
-    Grows(PathBuf),
+    MinimumLength(PathBuf),
     /// A file that must exist at the target.
-    Exists(PathBuf),
+    MustExist(PathBuf),
     /// A named pipe that must exist at the target, and that no other process may have open.
     NamedPipe(PathBuf),
     /// A directory that must exist at the target.
     Directory(PathBuf),
     /// The slave end of the pseudo terminal with this number.
-    Terminal(u64),
+    TerminalSlave(u64),
     /// The master end of the pseudo terminal with this number.
     TerminalMaster(u64),
     /// It cannot be migrated; its description.
-    Lost(String),
+    Unsupported(String),
 }
 
 /// Reads one descriptor of a process and determines its meaning. `path` is its entry in
@@ -94,130 +94,144 @@ pub(super) enum Meaning {
 ///
 /// # Errors
 /// The descriptor was closed meanwhile.
-pub(super) fn descriptor(pid: i32, path: &Path, number: &str) -> io::Result<Meaning> {
+pub(super) fn read_descriptor(
+    pid: i32,
+    path: &Path,
+    number: &str,
+) -> io::Result<DescriptorMeaning> {
     let link = std::fs::read_link(path)?;
     let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}"))?;
     if !link.is_absolute() {
         // Pipes, sockets and anonymous inodes need no metadata. Reading it never blocks for the
         // other files.
-        return Ok(judge(&Descriptor {
+        return Ok(classify(&Descriptor {
             link: &link,
             info: &info,
-            kind: Kind::Other,
-            names: 1,
-            magic: 0,
+            kind: FileKind::Other,
+            link_count: 1,
+            fs_type: 0,
         }));
     }
     let meta = std::fs::metadata(path)?;
     let kind = match meta.file_type() {
-        t if t.is_file() => Kind::Regular(meta.len()),
-        t if t.is_dir() => Kind::Directory,
-        t if t.is_fifo() => Kind::Fifo,
-        t if t.is_char_device() => Kind::Character {
+        t if t.is_file() => FileKind::Regular(meta.len()),
+        t if t.is_dir() => FileKind::Directory,
+        t if t.is_fifo() => FileKind::Fifo,
+        t if t.is_char_device() => FileKind::Character {
             major: libc::major(meta.rdev()).into(),
             minor: libc::minor(meta.rdev()).into(),
         },
-        _ => Kind::Other,
+        _ => FileKind::Other,
     };
-    let magic = nix::sys::statfs::statfs(path)?.filesystem_type().0;
-    Ok(judge(&Descriptor {
+    let fs_type = nix::sys::statfs::statfs(path)?.filesystem_type().0;
+    Ok(classify(&Descriptor {
         link: &link,
         info: &info,
         kind,
-        names: meta.nlink(),
-        magic,
+        link_count: meta.nlink(),
+        fs_type,
     }))
 }
 
 /// Determines the meaning of one descriptor.
-fn judge(fd: &Descriptor<'_>) -> Meaning {
+fn classify(fd: &Descriptor<'_>) -> DescriptorMeaning {
     let text = fd.link.to_string_lossy();
     if let Some(inode) = text
         .strip_prefix("socket:[")
         .and_then(|rest| rest.strip_suffix(']')?.parse().ok())
     {
-        return if is_marked(fd.info) {
-            Meaning::Library(inode)
+        return if has_library_flag(fd.info) {
+            DescriptorMeaning::LibrarySocket(inode)
         } else {
-            Meaning::Socket(inode)
+            DescriptorMeaning::Socket(inode)
         };
     }
     if text.starts_with("pipe:[") {
-        return if flags(fd.info) & PACKETS == 0 {
-            Meaning::Travels
+        return if parse_flags(fd.info) & PACKET_MODE == 0 {
+            DescriptorMeaning::Supported
         } else {
-            Meaning::Lost("a pipe of packets".into())
+            DescriptorMeaning::Unsupported("a pipe of packets".into())
         };
     }
-    if number(fd.info, "eventfd-semaphore:") == Some(1) {
+    if parse_number(fd.info, "eventfd-semaphore:") == Some(1) {
         // The engine would silently restore it as an ordinary eventfd.
-        return Meaning::Lost("an eventfd that is a semaphore".into());
+        return DescriptorMeaning::Unsupported("an eventfd that is a semaphore".into());
     }
     if let Some(name) = text.strip_prefix("anon_inode:") {
-        let carried = CARRIED_ANON.contains(&name) || name.starts_with("bpf-map");
-        return if carried {
-            Meaning::Travels
+        let is_supported = SUPPORTED_ANON_INODES.contains(&name) || name.starts_with("bpf-map");
+        return if is_supported {
+            DescriptorMeaning::Supported
         } else {
-            Meaning::Lost(anonymous(name))
+            DescriptorMeaning::Unsupported(describe_anonymous(name))
         };
     }
-    match fd.magic {
-        MQUEUE_MAGIC => return Meaning::Lost(format!("the POSIX message queue {text}")),
-        SECRETMEM_MAGIC => return Meaning::Lost("secret memory (memfd_secret)".into()),
-        // The process has another PID after the migration, and another process may have this one.
-        PROC_MAGIC if names_process(fd.link) => {
-            return Meaning::Lost(format!("the file {text}, which is about a process"));
+    match fd.fs_type {
+        MQUEUE_MAGIC => {
+            return DescriptorMeaning::Unsupported(format!("the POSIX message queue {text}"));
         }
-        PROC_MAGIC | SYSFS_MAGIC | CGROUP2_MAGIC => return Meaning::Travels,
+        SECRETMEM_MAGIC => {
+            return DescriptorMeaning::Unsupported("secret memory (memfd_secret)".into());
+        }
+        // The process has another PID after the migration, and another process may have this one.
+        PROC_MAGIC if is_process_file(fd.link) => {
+            return DescriptorMeaning::Unsupported(format!(
+                "the file {text}, which is about a process"
+            ));
+        }
+        PROC_MAGIC | SYSFS_MAGIC | CGROUP2_MAGIC => return DescriptorMeaning::Supported,
         _ => {}
     }
     if fd.info.lines().any(|line| line.starts_with("lock:")) {
-        return Meaning::Lost(format!("a lock on the file {text}"));
+        return DescriptorMeaning::Unsupported(format!("a lock on the file {text}"));
     }
     if text.ends_with(" (deleted)") || text.starts_with("/memfd:") {
-        return match (fd.kind, fd.names) {
-            (Kind::Regular(_), 1..) => {
-                Meaning::Lost(format!("the file {text}, which has another name left"))
-            }
-            _ => Meaning::Travels,
+        return match (fd.kind, fd.link_count) {
+            (FileKind::Regular(_), 1..) => DescriptorMeaning::Unsupported(format!(
+                "the file {text}, which has another name left"
+            )),
+            _ => DescriptorMeaning::Supported,
         };
     }
-    if text.starts_with(SHARED_MEMORY_FOLDER) && matches!(fd.kind, Kind::Regular(_)) {
-        return Meaning::Lost(posix_memory(&text));
+    if text.starts_with(SHARED_MEMORY_DIR) && matches!(fd.kind, FileKind::Regular(_)) {
+        return DescriptorMeaning::Unsupported(describe_posix_memory(&text));
     }
     match fd.kind {
-        Kind::Directory => Meaning::Directory(fd.link.into()),
-        Kind::Fifo => Meaning::NamedPipe(fd.link.into()),
-        Kind::Character { major, minor } => device(fd, major, minor),
+        FileKind::Directory => DescriptorMeaning::Directory(fd.link.into()),
+        FileKind::Fifo => DescriptorMeaning::NamedPipe(fd.link.into()),
+        FileKind::Character { major, minor } => classify_device(fd, major, minor),
         // The engine checks the lengths of all files that are not open for appending only; at that
         // time all processes are stopped.
-        Kind::Regular(_) if flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND => {
-            Meaning::Exists(fd.link.into())
+        FileKind::Regular(_)
+            if parse_flags(fd.info) & (ACCESS_MODE | APPEND) == WRITE_ONLY | APPEND =>
+        {
+            DescriptorMeaning::MustExist(fd.link.into())
         }
-        Kind::Regular(_) if is_written(fd.info) => Meaning::Grows(fd.link.into()),
-        Kind::Regular(bytes) => Meaning::SameLength(fd.link.into(), bytes),
-        Kind::Other => Meaning::Lost(format!(
+        FileKind::Regular(_) if is_open_for_writing(fd.info) => {
+            DescriptorMeaning::MinimumLength(fd.link.into())
+        }
+        FileKind::Regular(bytes) => DescriptorMeaning::SameLength(fd.link.into(), bytes),
+        FileKind::Other => DescriptorMeaning::Unsupported(format!(
             "{text}, which is neither file, directory, pipe nor socket"
         )),
     }
 }
 
 /// True for a connection of the task's library.
-pub(super) fn is_of_library(link: &Path, info: &str) -> bool {
-    link.to_string_lossy().starts_with("socket:[") && is_marked(info)
+pub(super) fn is_library_socket(link: &Path, info: &str) -> bool {
+    link.to_string_lossy().starts_with("socket:[") && has_library_flag(info)
 }
 
-fn is_marked(info: &str) -> bool {
-    flags(info) & LIBRARY_SOCKET_FLAG != 0
+fn has_library_flag(info: &str) -> bool {
+    parse_flags(info) & LIBRARY_SOCKET_FLAG != 0
 }
 
 /// True if the descriptor is open for writing, according to its fdinfo.
-pub(super) fn is_written(info: &str) -> bool {
-    flags(info) & ACCESS_MODE != 0
+pub(super) fn is_open_for_writing(info: &str) -> bool {
+    parse_flags(info) & ACCESS_MODE != 0
 }
 
 /// True for files in the directory of a process in /proc.
-fn names_process(path: &Path) -> bool {
+fn is_process_file(path: &Path) -> bool {
     let folder = path
         .strip_prefix("/proc")
         .ok()
@@ -225,7 +239,7 @@ fn names_process(path: &Path) -> bool {
     folder.is_some_and(|name| name.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
-fn anonymous(name: &str) -> String {
+fn describe_anonymous(name: &str) -> String {
     match name {
         "[io_uring]" => "an io_uring ring".into(),
         "[perf_event]" => "a perf event".into(),
@@ -237,27 +251,29 @@ fn anonymous(name: &str) -> String {
     }
 }
 
-fn device(fd: &Descriptor<'_>, major: u64, minor: u64) -> Meaning {
+fn classify_device(fd: &Descriptor<'_>, major: u64, minor: u64) -> DescriptorMeaning {
     match (major, minor) {
         // null, zero, full, random, urandom, kmsg.
-        (1, 3 | 5 | 7 | 8 | 9 | 11) => Meaning::Travels,
-        (5, 2) => match number(fd.info, "tty-index:") {
-            Some(index) => Meaning::TerminalMaster(index),
-            None => Meaning::Lost("the controlling end of a pseudo terminal".into()),
+        (1, 3 | 5 | 7 | 8 | 9 | 11) => DescriptorMeaning::Supported,
+        (5, 2) => match parse_number(fd.info, "tty-index:") {
+            Some(index) => DescriptorMeaning::TerminalMaster(index),
+            None => {
+                DescriptorMeaning::Unsupported("the controlling end of a pseudo terminal".into())
+            }
         },
-        (136..=143, minor) => Meaning::Terminal((major - 136) * 256 + minor),
-        (4 | 5, _) => Meaning::Lost(format!("the terminal {}", fd.link.display())),
-        _ => Meaning::Lost(format!("the device {}", fd.link.display())),
+        (136..=143, minor) => DescriptorMeaning::TerminalSlave((major - 136) * 256 + minor),
+        (4 | 5, _) => DescriptorMeaning::Unsupported(format!("the terminal {}", fd.link.display())),
+        _ => DescriptorMeaning::Unsupported(format!("the device {}", fd.link.display())),
     }
 }
 
-fn flags(info: &str) -> u32 {
+fn parse_flags(info: &str) -> u32 {
     let text = info.lines().find_map(|line| line.strip_prefix("flags:"));
     text.and_then(|text| u32::from_str_radix(text.trim(), 8).ok())
         .unwrap_or(0)
 }
 
-fn number(info: &str, name: &str) -> Option<u64> {
+fn parse_number(info: &str, name: &str) -> Option<u64> {
     info.lines()
         .find_map(|line| line.strip_prefix(name))?
         .trim()
@@ -269,13 +285,19 @@ fn number(info: &str, name: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    fn judge_as(link: &str, info: &str, kind: Kind, names: u64, magic: i64) -> Meaning {
-        judge(&Descriptor {
+    fn judge_as(
+        link: &str,
+        info: &str,
+        kind: FileKind,
+        link_count: u64,
+        fs_type: i64,
+    ) -> DescriptorMeaning {
+        classify(&Descriptor {
             link: Path::new(link),
             info,
             kind,
-            names,
-            magic,
+            link_count,
+            fs_type,
         })
     }
 
@@ -283,95 +305,105 @@ mod tests {
     /// or need only exist.
     #[test]
     fn read_files_need_equal_length_and_written_do_not() {
-        let file = |info: &str| judge_as("/d/f", info, Kind::Regular(5), 1, 0xef53);
+        let file = |info: &str| judge_as("/d/f", info, FileKind::Regular(5), 1, 0xef53);
         assert_eq!(
             file("pos:\t0\nflags:\t0100000\n"),
-            Meaning::SameLength("/d/f".into(), 5)
+            DescriptorMeaning::SameLength("/d/f".into(), 5)
         );
         assert_eq!(
             file("pos:\t0\nflags:\t0100001\n"),
-            Meaning::Grows("/d/f".into())
+            DescriptorMeaning::MinimumLength("/d/f".into())
         );
         assert_eq!(
             file("pos:\t0\nflags:\t0102002\n"),
-            Meaning::Grows("/d/f".into())
+            DescriptorMeaning::MinimumLength("/d/f".into())
         );
         assert_eq!(
             file("pos:\t0\nflags:\t0102001\n"),
-            Meaning::Exists("/d/f".into())
+            DescriptorMeaning::MustExist("/d/f".into())
         );
         let locked = file("flags:\t0100002\nlock:\t1: FLOCK  ADVISORY  WRITE 1 fe:01:5 0 EOF\n");
-        assert_eq!(locked, Meaning::Lost("a lock on the file /d/f".into()));
         assert_eq!(
-            judge_as("/d/f (deleted)", "", Kind::Regular(5), 0, 0xef53),
-            Meaning::Travels
+            locked,
+            DescriptorMeaning::Unsupported("a lock on the file /d/f".into())
+        );
+        assert_eq!(
+            judge_as("/d/f (deleted)", "", FileKind::Regular(5), 0, 0xef53),
+            DescriptorMeaning::Supported
         );
         assert!(matches!(
-            judge_as("/d/f (deleted)", "", Kind::Regular(5), 1, 0xef53),
-            Meaning::Lost(_)
+            judge_as("/d/f (deleted)", "", FileKind::Regular(5), 1, 0xef53),
+            DescriptorMeaning::Unsupported(_)
         ));
         assert_eq!(
-            judge_as("/d", "", Kind::Directory, 2, 0xef53),
-            Meaning::Directory("/d".into())
+            judge_as("/d", "", FileKind::Directory, 2, 0xef53),
+            DescriptorMeaning::Directory("/d".into())
         );
         assert_eq!(
-            judge_as("/d/p", "", Kind::Fifo, 1, 0xef53),
-            Meaning::NamedPipe("/d/p".into())
+            judge_as("/d/p", "", FileKind::Fifo, 1, 0xef53),
+            DescriptorMeaning::NamedPipe("/d/p".into())
         );
     }
 
     #[test]
     fn unsupported_descriptors_are_described() {
         let lost = |link: &str, kind, magic| match judge_as(link, "", kind, 1, magic) {
-            Meaning::Lost(what) => what,
+            DescriptorMeaning::Unsupported(what) => what,
             other => panic!("{link}: {other:?}"),
         };
         assert_eq!(
-            lost("anon_inode:[io_uring]", Kind::Other, 0),
+            lost("anon_inode:[io_uring]", FileKind::Other, 0),
             "an io_uring ring"
         );
         assert_eq!(
-            lost("anon_inode:[perf_event]", Kind::Other, 0),
+            lost("anon_inode:[perf_event]", FileKind::Other, 0),
             "a perf event"
         );
         assert_eq!(
-            lost("anon_inode:[userfaultfd]", Kind::Other, 0),
+            lost("anon_inode:[userfaultfd]", FileKind::Other, 0),
             "a userfaultfd"
         );
         assert_eq!(
-            lost("anon_inode:kvm-vm", Kind::Other, 0),
+            lost("anon_inode:kvm-vm", FileKind::Other, 0),
             "a descriptor of the kind kvm-vm"
         );
         assert_eq!(
-            lost("/queue", Kind::Regular(80), MQUEUE_MAGIC),
+            lost("/queue", FileKind::Regular(80), MQUEUE_MAGIC),
             "the POSIX message queue /queue"
         );
         let named = "POSIX shared memory (/dev/shm/x), which is in the memory of this host";
-        assert_eq!(lost("/dev/shm/x", Kind::Regular(80), 0x0102_1994), named);
         assert_eq!(
-            lost("/secretmem (deleted)", Kind::Regular(0), SECRETMEM_MAGIC),
+            lost("/dev/shm/x", FileKind::Regular(80), 0x0102_1994),
+            named
+        );
+        assert_eq!(
+            lost(
+                "/secretmem (deleted)",
+                FileKind::Regular(0),
+                SECRETMEM_MAGIC
+            ),
             "secret memory (memfd_secret)"
         );
         let stat = "the file /proc/5/stat, which is about a process";
-        assert_eq!(lost("/proc/5/stat", Kind::Regular(0), PROC_MAGIC), stat);
-        let with = |link: &str, info: &str| judge_as(link, info, Kind::Other, 1, 0);
-        let packets = format!("pos:\t0\nflags:\t0{:o}\n", PACKETS | WRITE_ONLY);
+        assert_eq!(lost("/proc/5/stat", FileKind::Regular(0), PROC_MAGIC), stat);
+        let with = |link: &str, info: &str| judge_as(link, info, FileKind::Other, 1, 0);
+        let packets = format!("pos:\t0\nflags:\t0{:o}\n", PACKET_MODE | WRITE_ONLY);
         assert_eq!(
             with("pipe:[5]", &packets),
-            Meaning::Lost("a pipe of packets".into())
+            DescriptorMeaning::Unsupported("a pipe of packets".into())
         );
         let counting = with("anon_inode:[eventfd]", "flags:\t02\neventfd-semaphore: 1\n");
         assert_eq!(
             counting,
-            Meaning::Lost("an eventfd that is a semaphore".into())
+            DescriptorMeaning::Unsupported("an eventfd that is a semaphore".into())
         );
-        let gpu = Kind::Character {
+        let gpu = FileKind::Character {
             major: 226,
             minor: 0,
         };
         assert_eq!(lost("/dev/dri/card0", gpu, 0), "the device /dev/dri/card0");
         assert_eq!(
-            lost("/dev/tty1", Kind::Character { major: 4, minor: 1 }, 0),
+            lost("/dev/tty1", FileKind::Character { major: 4, minor: 1 }, 0),
             "the terminal /dev/tty1"
         );
     }
@@ -385,51 +417,54 @@ mod tests {
             "anon_inode:[pidfd]",
         ] {
             assert_eq!(
-                judge_as(link, "", Kind::Other, 1, 0),
-                Meaning::Travels,
+                judge_as(link, "", FileKind::Other, 1, 0),
+                DescriptorMeaning::Supported,
                 "{link}"
             );
         }
-        let null = Kind::Character { major: 1, minor: 3 };
-        assert_eq!(judge_as("/dev/null", "", null, 1, 0), Meaning::Travels);
+        let null = FileKind::Character { major: 1, minor: 3 };
         assert_eq!(
-            judge_as("/proc/stat", "", Kind::Regular(0), 1, PROC_MAGIC),
-            Meaning::Travels
+            judge_as("/dev/null", "", null, 1, 0),
+            DescriptorMeaning::Supported
         );
         assert_eq!(
-            judge_as("/proc/sys", "", Kind::Directory, 1, PROC_MAGIC),
-            Meaning::Travels
+            judge_as("/proc/stat", "", FileKind::Regular(0), 1, PROC_MAGIC),
+            DescriptorMeaning::Supported
+        );
+        assert_eq!(
+            judge_as("/proc/sys", "", FileKind::Directory, 1, PROC_MAGIC),
+            DescriptorMeaning::Supported
         );
         let count = |kind: u64| {
             format!("flags:\t02\neventfd-count: 2\neventfd-id: 29\neventfd-semaphore: {kind}\n")
         };
         assert_eq!(
-            judge_as("anon_inode:[eventfd]", &count(0), Kind::Other, 1, 0),
-            Meaning::Travels
+            judge_as("anon_inode:[eventfd]", &count(0), FileKind::Other, 1, 0),
+            DescriptorMeaning::Supported
         );
         let socket = |flags: &str| {
             judge_as(
                 "socket:[77]",
                 &format!("pos:\t0\nflags:\t{flags}\n"),
-                Kind::Other,
+                FileKind::Other,
                 1,
                 0,
             )
         };
-        assert_eq!(socket("02004002"), Meaning::Socket(77));
-        assert_eq!(socket("02006002"), Meaning::Library(77));
-        let slave = Kind::Character {
+        assert_eq!(socket("02004002"), DescriptorMeaning::Socket(77));
+        assert_eq!(socket("02006002"), DescriptorMeaning::LibrarySocket(77));
+        let slave = FileKind::Character {
             major: 136,
             minor: 4,
         };
         assert_eq!(
             judge_as("/dev/pts/4", "", slave, 1, 0),
-            Meaning::Terminal(4)
+            DescriptorMeaning::TerminalSlave(4)
         );
-        let master = Kind::Character { major: 5, minor: 2 };
+        let master = FileKind::Character { major: 5, minor: 2 };
         assert_eq!(
             judge_as("/dev/pts/ptmx", "pos:\t0\ntty-index:\t4\n", master, 1, 0),
-            Meaning::TerminalMaster(4)
+            DescriptorMeaning::TerminalMaster(4)
         );
     }
 }

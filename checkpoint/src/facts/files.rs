@@ -1,7 +1,7 @@
 //! Regular files that a task has open: whether they are copied when it migrates, as selected by
 //! `SEMPA_FILES`, and where they can be created.
 
-use super::descriptors::{Meaning, descriptor};
+use super::descriptors::{DescriptorMeaning, read_descriptor};
 use nix::fcntl::{OFlag, openat};
 use nix::sys::stat::Mode;
 use sempa_proto::migration::Refusal;
@@ -13,15 +13,15 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
 /// The selecting variable in the environment of a task.
-const VARIABLE: &[u8] = b"SEMPA_FILES=";
+const POLICY_VARIABLE: &[u8] = b"SEMPA_FILES=";
 /// Largest total size of the files that are copied with one task.
-pub const CARRIED_BYTES_MAX: u64 = 1 << 30;
+pub const COPIED_BYTES_MAX: u64 = 1 << 30;
 /// Largest number of files that are copied with one task.
-pub const CARRIED_FILES_MAX: usize = 1024;
+pub const COPIED_FILES_MAX: usize = 1024;
 
 /// The treatment of open files in a migration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Policy {
+pub(super) enum FilePolicy {
     /// They must exist at the target.
     #[default]
     Shared,
@@ -31,26 +31,26 @@ pub(super) enum Policy {
     Refuse,
 }
 
-impl Policy {
+impl FilePolicy {
     /// Returns the policy with which the task of this root process was started.
     ///
     /// # Errors
     /// The variable has an unknown value.
-    pub(super) fn of(root: i32) -> Result<Policy, Refusal> {
+    pub(super) fn of(root: i32) -> Result<FilePolicy, Refusal> {
         // The environment of a process that has exited, or whose main thread has, cannot be read.
         // Such a process is refused by other checks.
         let environment = std::fs::read(format!("/proc/{root}/environ")).unwrap_or_default();
-        Policy::read(&environment)
+        FilePolicy::parse(&environment)
     }
 
-    fn read(environment: &[u8]) -> Result<Policy, Refusal> {
+    fn parse(environment: &[u8]) -> Result<FilePolicy, Refusal> {
         let value = environment
             .split(|byte| *byte == 0)
-            .find_map(|one| one.strip_prefix(VARIABLE));
+            .find_map(|entry| entry.strip_prefix(POLICY_VARIABLE));
         match value.unwrap_or_default() {
-            b"" | b"shared" => Ok(Policy::Shared),
-            b"copy" => Ok(Policy::Copy),
-            b"refuse" => Ok(Policy::Refuse),
+            b"" | b"shared" => Ok(FilePolicy::Shared),
+            b"copy" => Ok(FilePolicy::Copy),
+            b"refuse" => Ok(FilePolicy::Refuse),
             other => {
                 let other: String = String::from_utf8_lossy(other).chars().take(40).collect();
                 let what = format!("SEMPA_FILES={other}, which is none of shared, copy and refuse");
@@ -65,20 +65,20 @@ impl Policy {
 pub struct OpenFile {
     pub path: PathBuf,
     /// Path in /proc/PID/fd, which opens the file even if its name was removed.
-    pub through: PathBuf,
+    pub fd_path: PathBuf,
     pub mode: u32,
     pub gid: u32,
 }
 
 /// True for a regular file of the user that tasks run as on this host.
-pub(super) fn is_own(meta: &std::fs::Metadata) -> bool {
+pub(super) fn is_users_file(meta: &std::fs::Metadata) -> bool {
     meta.is_file() && meta.uid() == nix::unistd::geteuid().as_raw()
 }
 
 /// Returns the files that are copied with the task of these stopped processes.
-pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
+pub fn files_to_copy(root: i32, processes: &[i32]) -> Vec<OpenFile> {
     let mut files = BTreeMap::new();
-    if Policy::of(root) != Ok(Policy::Copy) {
+    if FilePolicy::of(root) != Ok(FilePolicy::Copy) {
         return Vec::new();
     }
     for pid in processes {
@@ -86,21 +86,24 @@ pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
             continue;
         };
         for entry in dir.flatten() {
-            let (through, number) = (entry.path(), entry.file_name());
-            let meaning = descriptor(*pid, &through, &number.to_string_lossy());
-            let Ok(Meaning::SameLength(path, _) | Meaning::Grows(path) | Meaning::Exists(path)) =
-                meaning
+            let (fd_path, number) = (entry.path(), entry.file_name());
+            let meaning = read_descriptor(*pid, &fd_path, &number.to_string_lossy());
+            let Ok(
+                DescriptorMeaning::SameLength(path, _)
+                | DescriptorMeaning::MinimumLength(path)
+                | DescriptorMeaning::MustExist(path),
+            ) = meaning
             else {
                 continue;
             };
-            let Ok(meta) = std::fs::metadata(&through) else {
+            let Ok(meta) = std::fs::metadata(&fd_path) else {
                 continue;
             };
-            if is_own(&meta) {
+            if is_users_file(&meta) {
                 let (mode, gid) = (meta.mode() & 0o7777, meta.gid());
                 files.entry(path.clone()).or_insert(OpenFile {
                     path,
-                    through,
+                    fd_path,
                     mode,
                     gid,
                 });
@@ -116,7 +119,7 @@ pub fn files_to_carry(root: i32, processes: &[i32]) -> Vec<OpenFile> {
 ///
 /// # Errors
 /// The directory does not exist, or a component of the path is a symbolic link.
-pub fn folder_of(path: &Path) -> io::Result<(OwnedFd, OsString)> {
+pub fn open_parent_dir(path: &Path) -> io::Result<(OwnedFd, OsString)> {
     let wrong = || io::Error::from(io::ErrorKind::InvalidInput);
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_RDONLY;
     let (folder, name) = (
@@ -138,13 +141,13 @@ pub fn folder_of(path: &Path) -> io::Result<(OwnedFd, OsString)> {
 }
 
 /// Returns why no file can be created at this path for a task of this user; `None` if it can.
-pub(super) fn may_not_make(path: &Path, uid: u32) -> Option<String> {
+pub(super) fn creation_obstacle(path: &Path, uid: u32) -> Option<String> {
     use std::os::fd::AsRawFd;
     let own = nix::unistd::geteuid().as_raw();
     if uid != own {
         return Some(format!("its user is {uid}, and tasks run as {own} there"));
     }
-    let (folder, _) = match folder_of(path) {
+    let (folder, _) = match open_parent_dir(path) {
         Ok(found) => found,
         Err(e) => return Some(format!("its folder: {e}")),
     };
@@ -159,15 +162,15 @@ mod tests {
 
     #[test]
     fn file_policy_is_read_from_environment() {
-        let read = |environment: &str| Policy::read(environment.as_bytes());
-        assert_eq!(read(""), Ok(Policy::Shared));
-        assert_eq!(read("A=1\0SEMPA_FILES=\0"), Ok(Policy::Shared));
+        let read = |environment: &str| FilePolicy::parse(environment.as_bytes());
+        assert_eq!(read(""), Ok(FilePolicy::Shared));
+        assert_eq!(read("A=1\0SEMPA_FILES=\0"), Ok(FilePolicy::Shared));
         assert_eq!(
             read("A=SEMPA_FILES=copy\0SEMPA_FILES=shared\0"),
-            Ok(Policy::Shared)
+            Ok(FilePolicy::Shared)
         );
-        assert_eq!(read("A=1\0SEMPA_FILES=copy\0"), Ok(Policy::Copy));
-        assert_eq!(read("SEMPA_FILES=refuse\0B=2\0"), Ok(Policy::Refuse));
+        assert_eq!(read("A=1\0SEMPA_FILES=copy\0"), Ok(FilePolicy::Copy));
+        assert_eq!(read("SEMPA_FILES=refuse\0B=2\0"), Ok(FilePolicy::Refuse));
         let wrong = read("SEMPA_FILES=cpoy\0").expect_err("nothing that is known");
         assert_eq!(
             wrong.to_string(),
@@ -181,17 +184,20 @@ mod tests {
         let real = dir.path().canonicalize().expect("there");
         std::fs::create_dir(real.join("folder")).expect("made");
         std::os::unix::fs::symlink("folder", real.join("link")).expect("made");
-        let (_, name) = folder_of(&real.join("folder/file")).expect("it is there");
+        let (_, name) = open_parent_dir(&real.join("folder/file")).expect("it is there");
         assert_eq!(name, "file");
         for path in ["link/file", "folder/../folder/file", "none/file"] {
-            assert!(folder_of(&real.join(path)).is_err(), "{path}");
+            assert!(open_parent_dir(&real.join(path)).is_err(), "{path}");
         }
-        assert!(folder_of(Path::new("folder/file")).is_err() && folder_of(Path::new("/")).is_err());
-        let own = nix::unistd::geteuid().as_raw();
-        assert_eq!(may_not_make(&real.join("folder/file"), own), None);
-        assert!(may_not_make(&real.join("link/file"), own).is_some());
         assert!(
-            may_not_make(&real.join("folder/file"), own + 1)
+            open_parent_dir(Path::new("folder/file")).is_err()
+                && open_parent_dir(Path::new("/")).is_err()
+        );
+        let own = nix::unistd::geteuid().as_raw();
+        assert_eq!(creation_obstacle(&real.join("folder/file"), own), None);
+        assert!(creation_obstacle(&real.join("link/file"), own).is_some());
+        assert!(
+            creation_obstacle(&real.join("folder/file"), own + 1)
                 .is_some_and(|why| why.contains("its user is"))
         );
     }

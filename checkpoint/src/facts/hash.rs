@@ -13,12 +13,12 @@ pub const HASHES_MAX: usize = 4096;
 /// Device, inode, length, and the modification and status change times in nanoseconds. The
 /// modification time can be set back by any process that may write the file, as programs do that
 /// unpack or copy files; the status change time is set only by the kernel.
-type Key = (u64, u64, u64, i128, i128);
+type FileKey = (u64, u64, u64, i128, i128);
 
 /// The cache. Shared between threads; files are hashed without holding the lock.
 #[derive(Debug, Default)]
 pub struct HashCache {
-    known: Mutex<HashMap<Key, String>>,
+    hashes: Mutex<HashMap<FileKey, String>>,
 }
 
 impl HashCache {
@@ -28,43 +28,49 @@ impl HashCache {
     /// The file cannot be read.
     pub fn hash(&self, path: &Path) -> io::Result<String> {
         let mut file = File::open(path)?;
-        let key = key(&file.metadata()?);
-        if let Some(known) = self
-            .known
+        let key = file_key(&file.metadata()?);
+        if let Some(hashes) = self
+            .hashes
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .get(&key)
         {
-            return Ok(known.clone());
+            return Ok(hashes.clone());
         }
         let mut hasher = blake3::Hasher::new();
         io::copy(&mut file, &mut hasher)?;
         let hash = hasher.finalize().to_hex().to_string();
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.len() >= HASHES_MAX {
-            known.clear();
+        let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        if hashes.len() >= HASHES_MAX {
+            hashes.clear();
         }
-        known.insert(key, hash.clone());
+        hashes.insert(key, hash.clone());
         Ok(hash)
     }
 
     /// True if the hash of this file is in the cache.
-    pub fn knows(&self, path: &Path) -> bool {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+    pub fn contains(&self, path: &Path) -> bool {
+        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         path.metadata()
-            .is_ok_and(|meta| known.contains_key(&key(&meta)))
+            .is_ok_and(|meta| hashes.contains_key(&file_key(&meta)))
     }
 }
 
-fn key(meta: &Metadata) -> Key {
+fn file_key(meta: &Metadata) -> FileKey {
     let time = |seconds: i64, nanoseconds: i64| {
         i128::from(seconds) * 1_000_000_000 + i128::from(nanoseconds)
     };
-    let (content, any) = (
+    let (modification, status_change) = (
         time(meta.mtime(), meta.mtime_nsec()),
         time(meta.ctime(), meta.ctime_nsec()),
     );
-    (meta.dev(), meta.ino(), meta.len(), content, any)
+    (
+        meta.dev(),
+        meta.ino(),
+        meta.len(),
+        modification,
+        status_change,
+    )
 }
 
 #[cfg(test)]

@@ -1,11 +1,13 @@
 //! Inspects a running task through /proc. The result is its facts, or the first property that
 //! prevents a migration.
 
-use super::descriptors::{Meaning, descriptor, is_of_library, is_written};
-use super::files::{CARRIED_BYTES_MAX, CARRIED_FILES_MAX, Policy, is_own};
+use super::descriptors::{
+    DescriptorMeaning, is_library_socket, is_open_for_writing, read_descriptor,
+};
+use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, is_users_file};
 use super::hash::HashCache;
-use super::{host, kernel, maps, sockets, strangers, sysv};
-use crate::status::Status;
+use super::{fifo_peers, kernel, memory_map, sockets, sysv, this_host};
+use crate::status::ProcStatus;
 use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -24,7 +26,7 @@ const SHARED_NAMESPACES: [(&str, &str); 5] = [
 
 /// The processes of a task to inspect.
 #[derive(Clone, Debug)]
-pub struct Subject {
+pub struct TaskProcesses {
     pub root: i32,
     /// All processes, including the root.
     pub processes: Vec<i32>,
@@ -32,106 +34,119 @@ pub struct Subject {
 
 /// Largest size of the file list that is sent to a target. Together with the other facts, and with
 /// the target's refusal of each file, it fits into a frame.
-pub const NAMED_BYTES_MAX: u64 = 32 << 20;
+pub const FILE_LIST_BYTES_MAX: u64 = 32 << 20;
 /// Bound of the size of an entry in the list, without its path.
-const NAMED_BYTES_EACH: u64 = 256;
+const FILE_ENTRY_OVERHEAD: u64 = 256;
 
 /// The results of all processes together.
 #[derive(Clone, Default)]
-struct Findings {
+struct InspectionFindings {
     /// The treatment of open files.
-    policy: Policy,
-    files: BTreeMap<PathBuf, (u64, Need)>,
+    policy: FilePolicy,
+    files: BTreeMap<PathBuf, (u64, FileNeed)>,
     /// Size of the file list.
-    named: u64,
+    list_bytes: u64,
     sockets: BTreeSet<u64>,
     /// Sockets that the library closes before the dump.
-    library: BTreeSet<u64>,
+    library_sockets: BTreeSet<u64>,
     terminals: BTreeSet<u64>,
-    masters: BTreeSet<u64>,
+    terminal_masters: BTreeSet<u64>,
     /// Named pipes by device and inode number.
     pipes: BTreeMap<(u64, u64), PathBuf>,
 }
 
 /// What the task needs of a file. Each value includes the previous ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Need {
+enum FileNeed {
     Directory,
     Exists,
-    ExistsOrCarried,
-    NoShorter,
-    NoShorterOrCarried,
+    ExistsOrCopied,
+    MinimumLength,
+    MinimumLengthOrCopied,
     Length,
-    LengthOrCarried,
+    LengthOrCopied,
     Content,
 }
 
-impl Findings {
-    fn need(&mut self, path: &Path, bytes: u64, need: Need) -> Result<(), Refusal> {
+impl InspectionFindings {
+    fn require(&mut self, path: &Path, bytes: u64, need: FileNeed) -> Result<(), Refusal> {
         if let Some((_, before)) = self.files.get_mut(path) {
             *before = need.max(*before);
             return Ok(());
         }
-        self.named += path.as_os_str().len() as u64 + NAMED_BYTES_EACH;
-        if self.named > NAMED_BYTES_MAX {
+        self.list_bytes += path.as_os_str().len() as u64 + FILE_ENTRY_OVERHEAD;
+        if self.list_bytes > FILE_LIST_BYTES_MAX {
             return Err(Refusal::FilesTooMany {
                 files: self.files.len(),
-                limit: NAMED_BYTES_MAX,
+                limit: FILE_LIST_BYTES_MAX,
             });
         }
         self.files.insert(path.into(), (bytes, need));
         Ok(())
     }
 
-    /// Adds a file that the task has open. `through` is its path in /proc/PID/fd.
-    fn open_file(&mut self, path: &Path, through: &Path, need: Need) -> Result<(), Refusal> {
-        let Ok(meta) = std::fs::metadata(through) else {
+    /// Adds a file that the task has open. `fd_path` is its path in /proc/PID/fd.
+    fn require_open_file(
+        &mut self,
+        path: &Path,
+        fd_path: &Path,
+        need: FileNeed,
+    ) -> Result<(), Refusal> {
+        let Ok(meta) = std::fs::metadata(fd_path) else {
             // The file was closed meanwhile.
             return Ok(());
         };
         let is_program = self
             .files
             .get(path)
-            .is_some_and(|(_, need)| *need == Need::Content);
+            .is_some_and(|(_, need)| *need == FileNeed::Content);
         let need = match (self.policy, need) {
-            _ if is_program => Need::Content,
-            (Policy::Refuse, _) => return Err(Refusal::FilesStay { path: path.into() }),
-            (Policy::Copy, Need::Exists) if is_own(&meta) => Need::ExistsOrCarried,
-            (Policy::Copy, Need::NoShorter) if is_own(&meta) => Need::NoShorterOrCarried,
-            (Policy::Copy, Need::Length) if is_own(&meta) => Need::LengthOrCarried,
+            _ if is_program => FileNeed::Content,
+            (FilePolicy::Refuse, _) => return Err(Refusal::FilesStay { path: path.into() }),
+            (FilePolicy::Copy, FileNeed::Exists) if is_users_file(&meta) => {
+                FileNeed::ExistsOrCopied
+            }
+            (FilePolicy::Copy, FileNeed::MinimumLength) if is_users_file(&meta) => {
+                FileNeed::MinimumLengthOrCopied
+            }
+            (FilePolicy::Copy, FileNeed::Length) if is_users_file(&meta) => {
+                FileNeed::LengthOrCopied
+            }
             _ => need,
         };
-        self.need(path, meta.len(), need)
+        self.require(path, meta.len(), need)
     }
 
     /// Refuses the task if the files to copy exceed the limits.
-    fn measure(&self) -> Result<(), Refusal> {
-        let carried = |need: &Need| {
+    fn check_copied_files(&self) -> Result<(), Refusal> {
+        let is_copied = |need: &FileNeed| {
             matches!(
                 need,
-                Need::ExistsOrCarried | Need::NoShorterOrCarried | Need::LengthOrCarried
+                FileNeed::ExistsOrCopied
+                    | FileNeed::MinimumLengthOrCopied
+                    | FileNeed::LengthOrCopied
             )
         };
-        let all = self
+        let copied_sizes = self
             .files
             .values()
-            .filter(|(_, need)| carried(need))
+            .filter(|(_, need)| is_copied(need))
             .map(|(bytes, _)| *bytes);
-        let (files, bytes) = all.fold((0, 0_u64), |(files, sum), bytes| {
+        let (files, bytes) = copied_sizes.fold((0, 0_u64), |(files, sum), bytes| {
             (files + 1, sum.saturating_add(bytes))
         });
-        match files > CARRIED_FILES_MAX || bytes > CARRIED_BYTES_MAX {
+        match files > COPIED_FILES_MAX || bytes > COPIED_BYTES_MAX {
             true => Err(Refusal::FilesTooLarge {
                 files,
                 bytes,
-                limit: CARRIED_BYTES_MAX,
+                limit: COPIED_BYTES_MAX,
             }),
             false => Ok(()),
         }
     }
 }
 
-fn holds(what: impl Into<String>) -> Refusal {
+fn unsupported(what: impl Into<String>) -> Refusal {
     Refusal::Holds { what: what.into() }
 }
 
@@ -141,35 +156,39 @@ fn holds(what: impl Into<String>) -> Refusal {
 /// # Errors
 /// The reason why the task cannot migrate at all: a resource, or its exit.
 pub fn inspect(
-    subject: &Subject,
+    subject: &TaskProcesses,
     engine: String,
     hashes: &HashCache,
 ) -> Result<TaskFacts, Refusal> {
-    family(subject)?;
-    let mut findings = Findings {
-        policy: Policy::of(subject.root)?,
-        ..Findings::default()
+    check_process_tree(subject)?;
+    let mut findings = InspectionFindings {
+        policy: FilePolicy::of(subject.root)?,
+        ..InspectionFindings::default()
     };
     for &pid in &subject.processes {
-        look_until_settled(pid, subject.root, &mut findings)?;
+        inspect_process_until_stable(pid, subject.root, &mut findings)?;
     }
-    connections(subject.root, &findings)?;
-    findings.measure()?;
-    if let Some(number) = findings.terminals.difference(&findings.masters).next() {
-        return Err(holds(format!(
+    check_connections(subject.root, &findings)?;
+    findings.check_copied_files()?;
+    if let Some(number) = findings
+        .terminals
+        .difference(&findings.terminal_masters)
+        .next()
+    {
+        return Err(unsupported(format!(
             "the terminal /dev/pts/{number}, whose other end is elsewhere"
         )));
     }
-    if let Some(path) = strangers::pipe_elsewhere(&findings.pipes, &subject.processes) {
-        return Err(holds(format!(
+    if let Some(path) = fifo_peers::pipe_open_elsewhere(&findings.pipes, &subject.processes) {
+        return Err(unsupported(format!(
             "the named pipe {}, which another process has open",
             path.display()
         )));
     }
     if let Some(what) = sysv::used_by(&subject.processes) {
-        return Err(holds(what));
+        return Err(unsupported(what));
     }
-    let uid = Status::of(subject.root)
+    let uid = ProcStatus::of(subject.root)
         .and_then(|status| status.field("Uid")?.split_whitespace().nth(1)?.parse().ok());
     Ok(TaskFacts {
         program: Box::default(),
@@ -179,14 +198,14 @@ pub fn inspect(
             .filter_map(|pid| resident_bytes(*pid))
             .sum(),
         uid: uid.ok_or(Refusal::NoSuchTask)?,
-        cpu_features: host::cpu_features(),
-        kernel_features: kernel::features(),
-        kernel: host::release().into(),
+        cpu_features: this_host::cpu_features(),
+        kernel_features: kernel::kernel_features(),
+        kernel: this_host::kernel_release().into(),
         engine,
         threads: subject
             .processes
             .iter()
-            .filter_map(|pid| Status::of(*pid)?.number::<u32>("Threads"))
+            .filter_map(|pid| ProcStatus::of(*pid)?.number::<u32>("Threads"))
             .sum(),
         files: file_facts(findings.files, hashes)?,
         begin: None,
@@ -194,21 +213,21 @@ pub fn inspect(
 }
 
 /// Largest size of a file that is hashed in advance. Larger ones are mostly data, not libraries.
-const LEARNED_BYTES_MAX: u64 = 128 << 20;
+const PREHASHED_BYTES_MAX: u64 = 128 << 20;
 
 /// Hashes the program and the libraries of a process in advance, so that a later inspection need
 /// not wait for the disk. Read errors are ignored here; the inspection reports them.
-pub fn learn(pid: i32, hashes: &HashCache) {
+pub fn prehash(pid: i32, hashes: &HashCache) {
     let Ok(text) = std::fs::read(format!("/proc/{pid}/maps")) else {
         return;
     };
-    for mapped in maps::read(&String::from_utf8_lossy(&text)) {
-        let maps::Mapped::Private(path) = mapped else {
+    for mapping in memory_map::parse_maps(&String::from_utf8_lossy(&text)) {
+        let memory_map::Mapping::Private(path) = mapping else {
             continue;
         };
         if path
             .metadata()
-            .is_ok_and(|meta| meta.len() <= LEARNED_BYTES_MAX)
+            .is_ok_and(|meta| meta.len() <= PREHASHED_BYTES_MAX)
         {
             let _ = hashes.hash(&path);
         }
@@ -217,26 +236,30 @@ pub fn learn(pid: i32, hashes: &HashCache) {
 
 /// Returns the memory of a process in bytes, resident or swapped out; `None` if it does not exist.
 pub fn resident_bytes(pid: i32) -> Option<u64> {
-    Status::of(pid)?.memory_bytes()
+    ProcStatus::of(pid)?.memory_bytes()
 }
 
 /// Number of attempts to inspect a process that seems to be exiting, one millisecond apart.
-const LOOKS: u32 = 100;
+const INSPECT_ATTEMPTS_MAX: u32 = 100;
 
 /// Inspects one process, repeatedly while it is exiting.
 ///
 /// Any process except the root may exit meanwhile. From the moment it releases its memory until it
 /// is reaped, it has no directories and no namespaces, which must not count against the task.
-fn look_until_settled(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> {
-    let gives_up = || std::fs::read_link(format!("/proc/{pid}/exe")).is_err();
+fn inspect_process_until_stable(
+    pid: i32,
+    root: i32,
+    findings: &mut InspectionFindings,
+) -> Result<(), Refusal> {
+    let is_exiting = || std::fs::read_link(format!("/proc/{pid}/exe")).is_err();
     let mut result = Ok(());
-    for _ in 0..LOOKS {
+    for _ in 0..INSPECT_ATTEMPTS_MAX {
         let mut found = findings.clone();
-        result = look_at(pid, root, &mut found);
+        result = inspect_process(pid, root, &mut found);
         if result.is_ok() {
             *findings = found;
             break;
-        } else if pid == root || !gives_up() {
+        } else if pid == root || !is_exiting() {
             break;
         } else if !Path::new(&format!("/proc/{pid}")).exists() {
             return Ok(());
@@ -251,63 +274,63 @@ fn look_until_settled(pid: i32, root: i32, findings: &mut Findings) -> Result<()
 ///
 /// While processes exit, a parent may be gone that was read before. Only a result that is found
 /// twice counts.
-fn family(subject: &Subject) -> Result<(), Refusal> {
+fn check_process_tree(subject: &TaskProcesses) -> Result<(), Refusal> {
     // The kernel reports parent 0 for a process that is being reaped.
     let parent = |pid: i32| {
-        Status::of(pid)?
+        ProcStatus::of(pid)?
             .number::<i32>("PPid")
             .filter(|parent| *parent != 0)
     };
-    let look = || {
+    let read_parents = || {
         subject
             .processes
             .iter()
             .filter_map(|&p| Some((p, parent(p)?)))
             .collect::<BTreeMap<i32, i32>>()
     };
-    let mut parents = look();
-    let mut result = tree(subject, &parents);
-    for _ in 0..LOOKS {
+    let mut parents = read_parents();
+    let mut result = check_parents(subject, &parents);
+    for _ in 0..INSPECT_ATTEMPTS_MAX {
         if result.is_ok() || result == Err(Refusal::NoSuchTask) {
             break;
         }
         std::thread::sleep(Duration::from_millis(1));
-        let again = look();
-        if again == parents {
+        let reread = read_parents();
+        if reread == parents {
             break;
         }
-        result = tree(subject, &again);
-        parents = again;
+        result = check_parents(subject, &reread);
+        parents = reread;
     }
     result
 }
 
-fn tree(subject: &Subject, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> {
+fn check_parents(subject: &TaskProcesses, parents: &BTreeMap<i32, i32>) -> Result<(), Refusal> {
     if !parents.contains_key(&subject.root) {
         return Err(Refusal::NoSuchTask);
     }
     for &pid in parents.keys() {
-        let mut at = pid;
-        while at != subject.root {
-            let Some(&above) = parents.get(&at) else {
-                let status = Status::of(pid);
+        let mut ancestor = pid;
+        while ancestor != subject.root {
+            let Some(&parent) = parents.get(&ancestor) else {
+                let status = ProcStatus::of(pid);
                 let name = status
                     .as_ref()
                     .and_then(|status| status.field("Name"))
                     .unwrap_or_default();
-                return Err(holds(format!(
+                return Err(unsupported(format!(
                     "a background process ({name}, process {pid}) that is no longer its child"
                 )));
             };
-            at = above;
+            ancestor = parent;
         }
     }
     Ok(())
 }
 
-fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> {
-    let threads = threads(pid);
-    let status = Status::of(pid);
+fn inspect_process(pid: i32, root: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
+    let threads = thread_ids(pid);
+    let status = ProcStatus::of(pid);
     if status
         .as_ref()
         .and_then(|status| status.field("State"))
@@ -315,7 +338,9 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
     {
         // A zombie waits to be reaped, unless other threads still run.
         return if threads.len() > 1 {
-            Err(holds("a main thread that has ended before the others"))
+            Err(unsupported(
+                "a main thread that has ended before the others",
+            ))
         } else {
             Ok(())
         };
@@ -325,36 +350,36 @@ fn look_at(pid: i32, root: i32, findings: &mut Findings) -> Result<(), Refusal> 
     let traces = |tracer: &str| tracer != "0" && !is_ours(tracer);
     if threads
         .into_iter()
-        .filter_map(Status::of)
+        .filter_map(ProcStatus::of)
         .any(|status| status.field("TracerPid").is_some_and(traces))
     {
-        return Err(holds("a debugger"));
+        return Err(unsupported("a debugger"));
     }
-    rights(status.as_ref())?;
-    namespaces(pid, root)?;
+    check_capabilities(status.as_ref())?;
+    check_namespaces(pid, root)?;
     let link = |name: &str| {
         std::fs::read_link(format!("/proc/{pid}/{name}")).map_err(|_| Refusal::NoSuchTask)
     };
     if link("root")? != std::fs::read_link("/proc/self/root").unwrap_or_else(|_| "/".into()) {
-        return Err(holds("a root directory of its own"));
+        return Err(unsupported("a root directory of its own"));
     }
     let cwd = link("cwd")?;
-    working_directory(&cwd, pid)?;
-    findings.need(&cwd, 0, Need::Directory)?;
-    mappings(pid, findings)?;
-    descriptors(pid, findings)
+    check_working_directory(&cwd, pid)?;
+    findings.require(&cwd, 0, FileNeed::Directory)?;
+    inspect_mappings(pid, findings)?;
+    inspect_descriptors(pid, findings)
 }
 
 /// Checks the capabilities that the engine needs in the process, or that this process needs.
 /// Capabilities that this process lacks are not checked in the task.
-fn rights(status: Option<&Status>) -> Result<(), Refusal> {
-    const MAY_MOUNT: u64 = 1 << 21;
-    const MAY_LIMIT: u64 = 1 << 24;
-    let (Some(status), Some(own)) = (status, Status::of(std::process::id() as i32)) else {
+fn check_capabilities(status: Option<&ProcStatus>) -> Result<(), Refusal> {
+    const SYS_ADMIN: u64 = 1 << 21;
+    const SYS_RESOURCE: u64 = 1 << 24;
+    let (Some(status), Some(own)) = (status, ProcStatus::of(std::process::id() as i32)) else {
         return Ok(());
     };
-    let may = |status: &Status, what| status.capabilities("CapEff") & what != 0;
-    let ids = |of: &Status, name| -> Vec<String> {
+    let has_capability = |status: &ProcStatus, what| status.capabilities("CapEff") & what != 0;
+    let ids = |of: &ProcStatus, name| -> Vec<String> {
         of.field(name)
             .unwrap_or_default()
             .split_whitespace()
@@ -363,9 +388,9 @@ fn rights(status: Option<&Status>) -> Result<(), Refusal> {
             .collect()
     };
     // The engine makes the process mount a file system for a moment.
-    if may(&own, MAY_MOUNT) && !may(status, MAY_MOUNT) {
+    if has_capability(&own, SYS_ADMIN) && !has_capability(status, SYS_ADMIN) {
         let uid = ids(status, "Uid").get(1).cloned().unwrap_or_default();
-        return Err(holds(format!(
+        return Err(unsupported(format!(
             "a process without root's rights (its user is {uid}), in which the engine cannot work"
         )));
     }
@@ -378,10 +403,10 @@ fn rights(status: Option<&Status>) -> Result<(), Refusal> {
             .cloned()
     };
     if let (false, Some(id)) = (
-        may(&own, MAY_LIMIT),
+        has_capability(&own, SYS_RESOURCE),
         differs("Uid").or_else(|| differs("Gid")),
     ) {
-        return Err(holds(format!(
+        return Err(unsupported(format!(
             "another user or group ({id}), for which the tasker needs CAP_SYS_RESOURCE"
         )));
     }
@@ -389,7 +414,7 @@ fn rights(status: Option<&Status>) -> Result<(), Refusal> {
 }
 
 /// Returns the thread IDs of a process.
-fn threads(pid: i32) -> Vec<i32> {
+fn thread_ids(pid: i32) -> Vec<i32> {
     let dir = std::fs::read_dir(format!("/proc/{pid}/task"))
         .into_iter()
         .flatten()
@@ -398,14 +423,14 @@ fn threads(pid: i32) -> Vec<i32> {
         .collect()
 }
 
-fn namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
+fn check_namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
     let link = |of: &str, name: &str| std::fs::read_link(format!("/proc/{of}/ns/{name}")).ok();
     let (own, root) = (pid.to_string(), root.to_string());
     if let Some((_, what)) = SHARED_NAMESPACES
         .iter()
         .find(|(name, _)| link(&own, name) != link("self", name))
     {
-        return Err(holds(*what));
+        return Err(unsupported(*what));
     }
     // The task has its own PID namespace; its processes and their children must be in it.
     let task = link(&root, "pid");
@@ -413,19 +438,19 @@ fn namespaces(pid: i32, root: i32) -> Result<(), Refusal> {
         .iter()
         .any(|name| link(&own, name) != task)
     {
-        return Err(holds("a process-id namespace of its own"));
+        return Err(unsupported("a process-id namespace of its own"));
     }
     Ok(())
 }
 
 /// Checks that the engine can create a temporary directory in the working directory.
-fn working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
+fn check_working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
     let through = format!("/proc/{pid}/cwd");
     let writable = nix::unistd::access(through.as_str(), nix::unistd::AccessFlags::W_OK);
     match (cwd.to_string_lossy().ends_with(" (deleted)"), writable) {
-        (true, _) => Err(holds("a working directory that was removed")),
+        (true, _) => Err(unsupported("a working directory that was removed")),
         (_, Ok(())) => Ok(()),
-        (_, Err(e)) => Err(holds(format!(
+        (_, Err(e)) => Err(unsupported(format!(
             "the working directory {}, where the engine cannot write: {}",
             cwd.display(),
             e.desc()
@@ -433,57 +458,71 @@ fn working_directory(cwd: &Path, pid: i32) -> Result<(), Refusal> {
     }
 }
 
-fn mappings(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
+fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
     let text = std::fs::read(format!("/proc/{pid}/maps")).map_err(|_| Refusal::NoSuchTask)?;
-    for mapped in maps::read(&String::from_utf8_lossy(&text)) {
-        let (path, need) = match mapped {
-            maps::Mapped::Private(path) => (path, Need::Content),
-            maps::Mapped::Shared(path) if findings.policy == Policy::Refuse => {
+    for mapping in memory_map::parse_maps(&String::from_utf8_lossy(&text)) {
+        let (path, need) = match mapping {
+            memory_map::Mapping::Private(path) => (path, FileNeed::Content),
+            memory_map::Mapping::Shared(path) if findings.policy == FilePolicy::Refuse => {
                 return Err(Refusal::FilesStay { path });
             }
-            maps::Mapped::Shared(path) => (path, Need::Length),
-            maps::Mapped::Lost(what) => return Err(holds(what)),
+            memory_map::Mapping::Shared(path) => (path, FileNeed::Length),
+            memory_map::Mapping::Unsupported(what) => return Err(unsupported(what)),
         };
         if !findings.files.contains_key(&path) {
             let bytes = std::fs::metadata(&path)
                 .map(|meta| meta.len())
                 .map_err(|e| unreadable(&path, &e))?;
-            findings.need(&path, bytes, need)?;
+            findings.require(&path, bytes, need)?;
         } else {
-            findings.need(&path, 0, need)?;
+            findings.require(&path, 0, need)?;
         }
     }
     Ok(())
 }
 
-fn descriptors(pid: i32, findings: &mut Findings) -> Result<(), Refusal> {
+fn inspect_descriptors(pid: i32, findings: &mut InspectionFindings) -> Result<(), Refusal> {
     let dir = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| Refusal::NoSuchTask)?;
     for entry in dir.flatten() {
         // A descriptor that was closed meanwhile does not matter.
-        let Ok(meaning) = descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
+        let Ok(meaning) = read_descriptor(pid, &entry.path(), &entry.file_name().to_string_lossy())
         else {
             continue;
         };
         match meaning {
-            Meaning::Travels => {}
-            Meaning::Socket(inode) => drop(findings.sockets.insert(inode)),
-            Meaning::Library(inode) => drop(findings.library.insert(inode)),
-            Meaning::SameLength(path, _) => {
-                findings.open_file(&path, &entry.path(), Need::Length)?
+            DescriptorMeaning::Supported => {}
+            DescriptorMeaning::Socket(inode) => {
+                findings.sockets.insert(inode);
             }
-            Meaning::Grows(path) => findings.open_file(&path, &entry.path(), Need::NoShorter)?,
-            Meaning::Exists(path) => findings.open_file(&path, &entry.path(), Need::Exists)?,
-            Meaning::NamedPipe(path) => {
-                findings.need(&path, 0, Need::Exists)?;
+            DescriptorMeaning::LibrarySocket(inode) => {
+                findings.library_sockets.insert(inode);
+            }
+            DescriptorMeaning::SameLength(path, _) => {
+                findings.require_open_file(&path, &entry.path(), FileNeed::Length)?
+            }
+            DescriptorMeaning::MinimumLength(path) => {
+                findings.require_open_file(&path, &entry.path(), FileNeed::MinimumLength)?
+            }
+            DescriptorMeaning::MustExist(path) => {
+                findings.require_open_file(&path, &entry.path(), FileNeed::Exists)?
+            }
+            DescriptorMeaning::NamedPipe(path) => {
+                findings.require(&path, 0, FileNeed::Exists)?;
                 // A pipe that was closed meanwhile does not matter.
                 findings
                     .pipes
-                    .extend(strangers::identity(&entry.path()).map(|id| (id, path)));
+                    .extend(fifo_peers::file_identity(&entry.path()).map(|id| (id, path)));
             }
-            Meaning::Directory(path) => findings.need(&path, 0, Need::Directory)?,
-            Meaning::Terminal(number) => drop(findings.terminals.insert(number)),
-            Meaning::TerminalMaster(number) => drop(findings.masters.insert(number)),
-            Meaning::Lost(what) => return Err(holds(what)),
+            DescriptorMeaning::Directory(path) => {
+                findings.require(&path, 0, FileNeed::Directory)?
+            }
+            DescriptorMeaning::TerminalSlave(number) => {
+                findings.terminals.insert(number);
+            }
+            DescriptorMeaning::TerminalMaster(number) => {
+                findings.terminal_masters.insert(number);
+            }
+            DescriptorMeaning::Unsupported(what) => return Err(unsupported(what)),
         }
     }
     Ok(())
@@ -505,7 +544,7 @@ pub fn written_files(processes: &[i32]) -> Vec<(PathBuf, u64)> {
             let info =
                 std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", number.to_string_lossy()));
             // Metadata of other kinds of files might block. Files without a name are in the images.
-            if !link.is_absolute() || !info.is_ok_and(|info| is_written(&info)) {
+            if !link.is_absolute() || !info.is_ok_and(|info| is_open_for_writing(&info)) {
                 continue;
             }
             if let Ok(meta) = std::fs::metadata(&path)
@@ -533,28 +572,28 @@ pub fn has_library_sockets(pid: i32) -> bool {
             entry.file_name().to_string_lossy()
         ))
         .ok()?;
-        Some(is_of_library(&link, &info))
+        Some(is_library_socket(&link, &info))
     };
     dir.filter_map(is_one).any(|is_one| is_one)
 }
 
-fn connections(root: i32, findings: &Findings) -> Result<(), Refusal> {
-    if findings.sockets.is_empty() && findings.library.len() < 2 {
+fn check_connections(root: i32, findings: &InspectionFindings) -> Result<(), Refusal> {
+    if findings.sockets.is_empty() && findings.library_sockets.len() < 2 {
         return Ok(());
     }
     // If the kernel does not provide the list, the engine finds foreign connections during the
     // dump.
     let unix = sockets::unix_table().unwrap_or_default();
-    if let Some(what) = sockets::foreign_unix(&findings.sockets, &unix) {
-        return Err(holds(what));
+    if let Some(what) = sockets::foreign_unix_connection(&findings.sockets, &unix) {
+        return Err(unsupported(what));
     }
-    if sockets::daemon_connections(&findings.library, &unix) > 1 {
-        return Err(holds("a process that is a task of its own"));
+    if sockets::daemon_connection_count(&findings.library_sockets, &unix) > 1 {
+        return Err(unsupported("a process that is a task of its own"));
     }
     for name in ["tcp", "tcp6"] {
         let table = std::fs::read_to_string(format!("/proc/{root}/net/{name}")).unwrap_or_default();
         if let Some(what) = sockets::tcp_connection(&findings.sockets, &table) {
-            return Err(holds(what));
+            return Err(unsupported(what));
         }
     }
     Ok(())
@@ -568,23 +607,25 @@ fn unreadable(path: &Path, error: &io::Error) -> Refusal {
 }
 
 fn file_facts(
-    files: BTreeMap<PathBuf, (u64, Need)>,
+    files: BTreeMap<PathBuf, (u64, FileNeed)>,
     hashes: &HashCache,
 ) -> Result<Vec<FileFact>, Refusal> {
     files
         .into_iter()
         .map(|(path, (bytes, need))| {
             let must = match need {
-                Need::Directory => FileMatch::Directory,
-                Need::Exists | Need::NoShorter => FileMatch::Exists,
-                Need::ExistsOrCarried | Need::NoShorterOrCarried => FileMatch::ExistsOrCarried,
-                Need::Length => FileMatch::Length,
-                Need::LengthOrCarried => FileMatch::LengthOrCarried,
-                Need::Content => {
+                FileNeed::Directory => FileMatch::Directory,
+                FileNeed::Exists | FileNeed::MinimumLength => FileMatch::Exists,
+                FileNeed::ExistsOrCopied | FileNeed::MinimumLengthOrCopied => {
+                    FileMatch::ExistsOrCarried
+                }
+                FileNeed::Length => FileMatch::Length,
+                FileNeed::LengthOrCopied => FileMatch::LengthOrCarried,
+                FileNeed::Content => {
                     FileMatch::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?)
                 }
             };
-            let bytes = if matches!(need, Need::Exists | Need::ExistsOrCarried) {
+            let bytes = if matches!(need, FileNeed::Exists | FileNeed::ExistsOrCopied) {
                 0
             } else {
                 bytes
@@ -597,17 +638,18 @@ fn file_facts(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::facts::{ThisHost, compare};
+    use crate::facts::{ThisHost, judge_task};
     use std::process::{Child, Command, Stdio};
     use std::sync::Arc;
 
     /// A task whose file list exceeds the limit is refused; many files with short paths fit.
     #[test]
     fn too_long_file_list_is_refused() {
-        let mut findings = Findings::default();
+        let mut findings = InspectionFindings::default();
         let long = "x".repeat(4000);
         let path = |n: u64| PathBuf::from(format!("/{n}/{long}"));
-        let refused = (0..65_530).find_map(|n| findings.need(&path(n), 1, Need::Content).err());
+        let refused =
+            (0..65_530).find_map(|n| findings.require(&path(n), 1, FileNeed::Content).err());
         let Some(Refusal::FilesTooMany { files, limit }) = refused else {
             panic!("{refused:?}")
         };
@@ -616,29 +658,29 @@ mod tests {
             "{files}"
         );
         assert_eq!(
-            findings.need(&path(0), 1, Need::Content),
+            findings.require(&path(0), 1, FileNeed::Content),
             Ok(()),
             "what is known is not named again"
         );
-        let mut short = Findings::default();
+        let mut short = InspectionFindings::default();
         (0..65_530).for_each(|n| {
             short
-                .need(&PathBuf::from(format!("/data/{n}")), 1, Need::Length)
+                .require(&PathBuf::from(format!("/data/{n}")), 1, FileNeed::Length)
                 .expect("there is room")
         });
     }
 
     /// Returns findings with `files` files of `bytes` bytes each that must be copied.
-    fn carried(files: usize, bytes: u64) -> Findings {
-        let mut findings = Findings::default();
+    fn findings_with_copied_files(files: usize, bytes: u64) -> InspectionFindings {
+        let mut findings = InspectionFindings::default();
         let needs = [
-            Need::ExistsOrCarried,
-            Need::NoShorterOrCarried,
-            Need::LengthOrCarried,
+            FileNeed::ExistsOrCopied,
+            FileNeed::MinimumLengthOrCopied,
+            FileNeed::LengthOrCopied,
         ];
         for (n, need) in (0..files).zip(needs.into_iter().cycle()) {
             findings
-                .need(&PathBuf::from(format!("/data/{n}")), bytes, need)
+                .require(&PathBuf::from(format!("/data/{n}")), bytes, need)
                 .expect("there is room");
         }
         findings
@@ -654,15 +696,24 @@ mod tests {
                 limit: 1 << 30,
             })
         };
-        assert_eq!(carried(1024, 1 << 20).measure(), Ok(()));
-        assert_eq!(carried(1025, 0).measure(), refused(1025, 0));
         assert_eq!(
-            carried(1, (1 << 30) + 1).measure(),
+            findings_with_copied_files(1024, 1 << 20).check_copied_files(),
+            Ok(())
+        );
+        assert_eq!(
+            findings_with_copied_files(1025, 0).check_copied_files(),
+            refused(1025, 0)
+        );
+        assert_eq!(
+            findings_with_copied_files(1, (1 << 30) + 1).check_copied_files(),
             refused(1, (1 << 30) + 1)
         );
-        assert_eq!(carried(3, 1 << 29).measure(), refused(3, 3 << 29));
         assert_eq!(
-            carried(3, u64::MAX / 2).measure(),
+            findings_with_copied_files(3, 1 << 29).check_copied_files(),
+            refused(3, 3 << 29)
+        );
+        assert_eq!(
+            findings_with_copied_files(3, u64::MAX / 2).check_copied_files(),
             refused(3, u64::MAX),
             "a sum that is too large for any number"
         );
@@ -671,39 +722,39 @@ mod tests {
     /// Files that must exist at the target may be large.
     #[test]
     fn files_not_copied_are_unlimited() {
-        let mut findings = carried(1024, 1 << 20);
+        let mut findings = findings_with_copied_files(1024, 1 << 20);
         let stay = [
-            Need::Directory,
-            Need::Exists,
-            Need::NoShorter,
-            Need::Length,
-            Need::Content,
+            FileNeed::Directory,
+            FileNeed::Exists,
+            FileNeed::MinimumLength,
+            FileNeed::Length,
+            FileNeed::Content,
         ];
         for (n, need) in stay.into_iter().enumerate() {
             findings
-                .need(&PathBuf::from(format!("/lib/{n}")), 1 << 40, need)
+                .require(&PathBuf::from(format!("/lib/{n}")), 1 << 40, need)
                 .expect("there is room");
         }
-        assert_eq!(findings.measure(), Ok(()));
+        assert_eq!(findings.check_copied_files(), Ok(()));
         // A file that is also mapped as a program is not copied.
-        let mut findings = carried(1, 1 << 40);
+        let mut findings = findings_with_copied_files(1, 1 << 40);
         findings
-            .need(Path::new("/data/0"), 1 << 40, Need::Content)
+            .require(Path::new("/data/0"), 1 << 40, FileNeed::Content)
             .expect("it is known");
-        assert_eq!(findings.measure(), Ok(()));
+        assert_eq!(findings.check_copied_files(), Ok(()));
     }
 
     /// A child process that is killed at the end of the test.
-    struct Running(Child);
+    struct RunningChild(Child);
 
-    impl Drop for Running {
+    impl Drop for RunningChild {
         fn drop(&mut self) {
             let _ = self.0.kill();
             let _ = self.0.wait();
         }
     }
 
-    fn sleeping(command: &mut Command) -> (Running, Subject) {
+    fn start_and_wait_until_mapped(command: &mut Command) -> (RunningChild, TaskProcesses) {
         let child = command
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -719,8 +770,8 @@ mod tests {
             std::thread::yield_now();
         }
         (
-            Running(child),
-            Subject {
+            RunningChild(child),
+            TaskProcesses {
                 root,
                 processes: vec![root],
             },
@@ -731,7 +782,7 @@ mod tests {
     #[test]
     fn own_host_accepts_plain_program() {
         let place = std::env::temp_dir().canonicalize().expect("there");
-        let (_child, subject) = sleeping(
+        let (_child, subject) = start_and_wait_until_mapped(
             Command::new("sleep")
                 .arg("1000")
                 .current_dir(&place)
@@ -754,18 +805,19 @@ mod tests {
         );
         assert!(matches!(must("sleep"), Some(FileMatch::Content(_))));
         assert!(matches!(must("libc.so.6"), Some(FileMatch::Content(_))));
-        assert_eq!(compare(&facts, &ThisHost::new(hashes, 0)), []);
+        assert_eq!(judge_task(&facts, &ThisHost::new(hashes, 0)), []);
     }
 
     #[test]
     fn foreign_socket_is_refused() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
         let stdin = std::os::fd::OwnedFd::from(theirs);
-        let (_child, subject) = sleeping(Command::new("sleep").arg("1000").stdin(stdin));
+        let (_child, subject) =
+            start_and_wait_until_mapped(Command::new("sleep").arg("1000").stdin(stdin));
         let refused = inspect(&subject, "1".into(), &HashCache::default());
         assert_eq!(
             refused,
-            Err(holds("a Unix socket connected to another process"))
+            Err(unsupported("a Unix socket connected to another process"))
         );
         drop(ours);
     }
@@ -776,7 +828,7 @@ mod tests {
         let forks = "while :; do (:); done";
         let place = std::env::temp_dir().canonicalize().expect("there");
         let mut shell = Command::new("sh");
-        let (_child, subject) = sleeping(
+        let (_child, subject) = start_and_wait_until_mapped(
             shell
                 .args(["-c", forks])
                 .current_dir(place)
@@ -792,7 +844,7 @@ mod tests {
                 .map(|pid| pid.parse().expect("a number"))
                 .collect();
             seen += children.len();
-            let subject = Subject {
+            let subject = TaskProcesses {
                 root,
                 processes: [vec![root], children].concat(),
             };
@@ -802,7 +854,8 @@ mod tests {
 
     #[test]
     fn process_outside_the_tree_is_refused() {
-        let (child, mut subject) = sleeping(Command::new("sleep").arg("1000").stdin(Stdio::null()));
+        let (child, mut subject) =
+            start_and_wait_until_mapped(Command::new("sleep").arg("1000").stdin(Stdio::null()));
         subject.processes.push(std::process::id() as i32);
         let refused = inspect(&subject, "1".into(), &HashCache::default());
         assert!(

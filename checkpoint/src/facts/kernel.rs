@@ -5,14 +5,14 @@
 use std::ffi::{CStr, c_long};
 
 /// A system call that some kernels lack, with arguments for which it does nothing.
-struct Probe {
+struct SyscallProbe {
     name: &'static str,
     number: c_long,
     arguments: [c_long; 6],
 }
 
-const fn probe(name: &'static str, number: c_long, arguments: [c_long; 6]) -> Probe {
-    Probe {
+const fn syscall_probe(name: &'static str, number: c_long, arguments: [c_long; 6]) -> SyscallProbe {
+    SyscallProbe {
         name,
         number,
         arguments,
@@ -20,7 +20,7 @@ const fn probe(name: &'static str, number: c_long, arguments: [c_long; 6]) -> Pr
 }
 
 /// An invalid descriptor, flag or process.
-const NONE: c_long = -1;
+const INVALID: c_long = -1;
 
 /// Since Linux 5.1 new system calls have the same number on all architectures. Some C libraries
 /// have no names for these.
@@ -36,46 +36,62 @@ const EPOLL_PWAIT2: c_long = 441;
 /// System calls that C libraries and programs probe once and then use. The kernel rejects each call
 /// because of its arguments: an invalid descriptor, undefined flags, a structure of size 0, or an
 /// invalid address.
-const PROBES: [Probe; 20] = [
-    probe("cachestat", CACHESTAT, [NONE, 0, 0, NONE, 0, 0]),
-    probe("clone3", libc::SYS_clone3, [0, 0, 0, 0, 0, 0]),
-    probe("close_range", libc::SYS_close_range, [1, 0, 0, 0, 0, 0]),
-    probe(
+const PROBES: [SyscallProbe; 20] = [
+    syscall_probe("cachestat", CACHESTAT, [INVALID, 0, 0, INVALID, 0, 0]),
+    syscall_probe("clone3", libc::SYS_clone3, [0, 0, 0, 0, 0, 0]),
+    syscall_probe("close_range", libc::SYS_close_range, [1, 0, 0, 0, 0, 0]),
+    syscall_probe(
         "copy_file_range",
         libc::SYS_copy_file_range,
-        [NONE, 0, NONE, 0, 0, 0],
+        [INVALID, 0, INVALID, 0, 0, 0],
     ),
-    probe("epoll_pwait2", EPOLL_PWAIT2, [NONE, 0, 0, 0, 0, 0]),
-    probe("faccessat2", libc::SYS_faccessat2, [NONE, 0, 0, NONE, 0, 0]),
-    probe("fchmodat2", FCHMODAT2, [NONE, 0, 0, NONE, 0, 0]),
-    probe("futex_wait", FUTEX_WAIT, [0, 0, 0, NONE, 0, 0]),
-    probe("futex_waitv", FUTEX_WAITV, [0, 0, 0, 0, 0, 0]),
-    probe("futex_wake", FUTEX_WAKE, [0, 0, 0, NONE, 0, 0]),
-    probe("getrandom", libc::SYS_getrandom, [0, 0, NONE, 0, 0, 0]),
-    probe("membarrier", libc::SYS_membarrier, [0, NONE, 0, 0, 0, 0]),
-    probe(
+    syscall_probe("epoll_pwait2", EPOLL_PWAIT2, [INVALID, 0, 0, 0, 0, 0]),
+    syscall_probe(
+        "faccessat2",
+        libc::SYS_faccessat2,
+        [INVALID, 0, 0, INVALID, 0, 0],
+    ),
+    syscall_probe("fchmodat2", FCHMODAT2, [INVALID, 0, 0, INVALID, 0, 0]),
+    syscall_probe("futex_wait", FUTEX_WAIT, [0, 0, 0, INVALID, 0, 0]),
+    syscall_probe("futex_waitv", FUTEX_WAITV, [0, 0, 0, 0, 0, 0]),
+    syscall_probe("futex_wake", FUTEX_WAKE, [0, 0, 0, INVALID, 0, 0]),
+    syscall_probe("getrandom", libc::SYS_getrandom, [0, 0, INVALID, 0, 0, 0]),
+    syscall_probe("membarrier", libc::SYS_membarrier, [0, INVALID, 0, 0, 0, 0]),
+    syscall_probe(
         "memfd_create",
         libc::SYS_memfd_create,
-        [0, NONE, 0, 0, 0, 0],
+        [0, INVALID, 0, 0, 0, 0],
     ),
-    probe("mseal", MSEAL, [1, 0, NONE, 0, 0, 0]),
-    probe("openat2", libc::SYS_openat2, [NONE, 0, 0, 0, 0, 0]),
-    probe("pidfd_open", libc::SYS_pidfd_open, [NONE, NONE, 0, 0, 0, 0]),
-    probe("pkey_alloc", libc::SYS_pkey_alloc, [NONE, NONE, 0, 0, 0, 0]),
-    probe(
+    syscall_probe("mseal", MSEAL, [1, 0, INVALID, 0, 0, 0]),
+    syscall_probe("openat2", libc::SYS_openat2, [INVALID, 0, 0, 0, 0, 0]),
+    syscall_probe(
+        "pidfd_open",
+        libc::SYS_pidfd_open,
+        [INVALID, INVALID, 0, 0, 0, 0],
+    ),
+    syscall_probe(
+        "pkey_alloc",
+        libc::SYS_pkey_alloc,
+        [INVALID, INVALID, 0, 0, 0, 0],
+    ),
+    syscall_probe(
         "process_madvise",
         PROCESS_MADVISE,
-        [NONE, 0, 0, NONE, NONE, 0],
+        [INVALID, 0, 0, INVALID, INVALID, 0],
     ),
-    probe("rseq", libc::SYS_rseq, [0, 0, NONE, 0, 0, 0]),
-    probe("statx", libc::SYS_statx, [NONE, 0, NONE, NONE, 0, 0]),
+    syscall_probe("rseq", libc::SYS_rseq, [0, 0, INVALID, 0, 0, 0]),
+    syscall_probe(
+        "statx",
+        libc::SYS_statx,
+        [INVALID, 0, INVALID, INVALID, 0, 0],
+    ),
 ];
 
 /// Migrated tasks get a time namespace, which continues their clock.
 const TIME_NAMESPACE: (&str, &CStr) = ("time-namespaces", c"/proc/self/ns/time");
 
 /// Returns the names of this kernel's features, sorted.
-pub(super) fn features() -> Vec<String> {
+pub(super) fn kernel_features() -> Vec<String> {
     let calls = PROBES
         .iter()
         .filter(|probe| exists(probe))
@@ -87,7 +103,7 @@ pub(super) fn features() -> Vec<String> {
     features
 }
 
-fn exists(probe: &Probe) -> bool {
+fn exists(probe: &SyscallProbe) -> bool {
     let [a, b, c, d, e, f] = probe.arguments;
     // SAFETY: with these arguments none of the calls reads or writes memory, opens anything or
     // changes the process; see `PROBES`.
@@ -101,7 +117,7 @@ mod tests {
 
     #[test]
     fn only_existing_calls_are_found() {
-        let found = features();
+        let found = kernel_features();
         assert!(
             ["getrandom", "memfd_create", "statx"]
                 .iter()
@@ -109,14 +125,14 @@ mod tests {
             "{found:?}"
         );
         assert!(found.is_sorted());
-        assert!(!exists(&probe("no such call", 100_000, [0; 6])));
+        assert!(!exists(&syscall_probe("no such call", 100_000, [0; 6])));
     }
 
     #[test]
     fn probing_leaves_no_descriptors() {
         let descriptors = || std::fs::read_dir("/proc/self/fd").expect("there").count();
         let before = descriptors();
-        assert_eq!(features(), features());
+        assert_eq!(kernel_features(), kernel_features());
         // Other tests in this process may have opened descriptors meanwhile. Wait until they are
         // closed.
         let until = std::time::Instant::now() + std::time::Duration::from_secs(20);

@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 
 /// Buffer size for one netlink reply.
-const ANSWER_BYTES: usize = 64 << 10;
+const REPLY_BYTES: usize = 64 << 10;
 
 /// A Unix socket of this host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub(super) type UnixTable = BTreeMap<u64, UnixSocket>;
 
 /// Describes the first Unix socket of the task that is connected to another process. `own` are the
 /// inode numbers of the task's sockets.
-pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
+pub(super) fn foreign_unix_connection(own: &BTreeSet<u64>, table: &UnixTable) -> Option<String> {
     let outside = own
         .iter()
         .find_map(|inode| table.get(inode)?.peer.filter(|peer| !own.contains(peer)))?;
@@ -42,7 +42,7 @@ pub(super) fn foreign_unix(own: &BTreeSet<u64>, table: &UnixTable) -> Option<Str
 
 /// Returns the number of the library's connections to a daemon; each task has one. Direct routes
 /// are not in this table.
-pub(super) fn daemon_connections(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
+pub(super) fn daemon_connection_count(library: &BTreeSet<u64>, table: &UnixTable) -> usize {
     library
         .iter()
         .filter(|inode| table.contains_key(inode))
@@ -58,13 +58,13 @@ pub(super) fn tcp_connection(own: &BTreeSet<u64>, table: &str) -> Option<String>
         let fields: Vec<&str> = line.split_whitespace().collect();
         let inode: u64 = fields.get(9)?.parse().ok()?;
         let connected = own.contains(&inode) && !matches!(fields[3], CLOSED | LISTENING);
-        connected.then(|| format!("a TCP connection to {}", address(fields[2])))
+        connected.then(|| format!("a TCP connection to {}", parse_address(fields[2])))
     })
 }
 
 /// Converts an address from the kernel's format: 32-bit words in host byte order as hexadecimal
 /// digits, colon, port.
-fn address(text: &str) -> String {
+fn parse_address(text: &str) -> String {
     let parsed = text.split_once(':').and_then(|(host, port)| {
         let port = u16::from_str_radix(port, 16).ok()?;
         let word = |at: usize| {
@@ -90,25 +90,25 @@ fn address(text: &str) -> String {
 /// # Errors
 /// The kernel does not have this interface, which the engine needs, too.
 pub(super) fn unix_table() -> io::Result<UnixTable> {
-    let asked = socket(
+    let netlink = socket(
         AddressFamily::Netlink,
         SockType::Raw,
         SockFlag::SOCK_CLOEXEC,
         Some(SockProtocol::NetlinkSockDiag),
     )?;
-    send(asked.as_raw_fd(), &request(), MsgFlags::empty())?;
+    send(netlink.as_raw_fd(), &dump_request(), MsgFlags::empty())?;
     let mut table = UnixTable::new();
-    let mut bytes = vec![0u8; ANSWER_BYTES];
+    let mut bytes = vec![0u8; REPLY_BYTES];
     loop {
-        let read = recv(asked.as_raw_fd(), &mut bytes, MsgFlags::empty())?;
-        if read == 0 || take_answer(&bytes[..read], &mut table)? {
+        let read = recv(netlink.as_raw_fd(), &mut bytes, MsgFlags::empty())?;
+        if read == 0 || parse_reply(&bytes[..read], &mut table)? {
             return Ok(table);
         }
     }
 }
 
 /// Returns a dump request: a netlink header and a `struct unix_diag_req`.
-fn request() -> Vec<u8> {
+fn dump_request() -> Vec<u8> {
     const SOCK_DIAG_BY_FAMILY: u16 = 20;
     const REQUEST_AND_DUMP: u16 = 0x301;
     const SHOW_NAME_AND_PEER: u32 = 1 | 4;
@@ -126,7 +126,7 @@ fn request() -> Vec<u8> {
 }
 
 /// Adds the messages of one reply to the table. Returns true after the last one.
-fn take_answer(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
+fn parse_reply(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
     const HEAD: usize = 16;
     while let (Some(length), Some(kind)) = (u32_at(bytes, 0), u16_at(bytes, 4)) {
         let length = length as usize;
@@ -139,7 +139,7 @@ fn take_answer(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
                 let code = u32_at(bytes, HEAD).unwrap_or(0) as i32;
                 return Err(io::Error::from_raw_os_error(-code));
             }
-            _ => take_socket(&bytes[HEAD..length], table),
+            _ => parse_socket(&bytes[HEAD..length], table),
         }
         bytes = &bytes[length.next_multiple_of(4).min(bytes.len())..];
     }
@@ -147,7 +147,7 @@ fn take_answer(mut bytes: &[u8], table: &mut UnixTable) -> io::Result<bool> {
 }
 
 /// Adds one `struct unix_diag_msg` with its attributes.
-fn take_socket(message: &[u8], table: &mut UnixTable) {
+fn parse_socket(message: &[u8], table: &mut UnixTable) {
     const HEAD: usize = 16;
     const NAME: u16 = 0;
     const PEER: u16 = 2;
@@ -215,7 +215,7 @@ mod tests {
             (11, named("/run/other.sock")),
             (6, connected(12)),
         ]);
-        let foreign = |own: &[u64]| foreign_unix(&own.iter().copied().collect(), &table);
+        let foreign = |own: &[u64]| foreign_unix_connection(&own.iter().copied().collect(), &table);
         assert_eq!(foreign(&[1, 2, 4]), None);
         assert_eq!(
             foreign(&[4, 5]).as_deref(),
@@ -230,11 +230,11 @@ mod tests {
             Some("a Unix socket connected to another process")
         );
         assert_eq!(
-            daemon_connections(&BTreeSet::from([1, 3]), &table),
+            daemon_connection_count(&BTreeSet::from([1, 3]), &table),
             1,
             "3 is none of these: a direct route"
         );
-        assert_eq!(daemon_connections(&BTreeSet::from([1, 4]), &table), 2);
+        assert_eq!(daemon_connection_count(&BTreeSet::from([1, 4]), &table), 2);
     }
 
     #[test]
@@ -264,8 +264,11 @@ mod tests {
         let table = unix_table().expect("sock_diag");
         assert_eq!(table[&ours].peer, Some(theirs));
         assert_eq!(table[&theirs].name.as_deref(), path.to_str());
-        assert_eq!(foreign_unix(&BTreeSet::from([ours, theirs]), &table), None);
-        assert!(foreign_unix(&BTreeSet::from([ours]), &table).is_some());
+        assert_eq!(
+            foreign_unix_connection(&BTreeSet::from([ours, theirs]), &table),
+            None
+        );
+        assert!(foreign_unix_connection(&BTreeSet::from([ours]), &table).is_some());
         std::fs::remove_dir_all(&dir).expect("remove");
     }
 }

@@ -16,25 +16,25 @@ pub(super) fn used_by(processes: &[i32]) -> Option<String> {
     let own: BTreeSet<i32> = processes.iter().copied().collect();
     let read =
         |name: &str| std::fs::read_to_string(format!("/proc/sysvipc/{name}")).unwrap_or_default();
-    let named = |table: &str, columns: &[&str]| {
+    let mentions_own = |table: &str, columns: &[&str]| {
         rows(table, columns)
             .into_iter()
             .any(|row| row.iter().flatten().any(|pid| own.contains(pid)))
     };
-    if named(&read("shm"), &["cpid", "lpid"]) {
+    if mentions_own(&read("shm"), &["cpid", "lpid"]) {
         return Some("System V shared memory".into());
     }
-    if named(&read("msg"), &["lspid", "lrpid"]) {
+    if mentions_own(&read("msg"), &["lspid", "lrpid"]) {
         return Some("a System V message queue".into());
     }
     let sets = rows(&read("sem"), &["semid", "nsems"])
         .into_iter()
         .filter_map(|row| Some((row[0]?, row[1]?)));
-    let mut all = sets
+    let mut semaphores = sets
         .flat_map(|(set, count)| (0..count).map(move |number| (set, number)))
         .take(SEMAPHORES_MAX);
-    let is_used =
-        all.any(|(set, number)| last_user(set, number).is_some_and(|pid| own.contains(&pid)));
+    let is_used = semaphores
+        .any(|(set, number)| last_user(set, number).is_some_and(|pid| own.contains(&pid)));
     is_used.then(|| "System V semaphores".into())
 }
 
@@ -44,12 +44,17 @@ fn rows(table: &str, columns: &[&str]) -> Vec<Vec<Option<i32>>> {
         .lines()
         .map(|line| line.split_whitespace().collect::<Vec<&str>>());
     let heading = lines.next().unwrap_or_default();
-    let at: Vec<Option<usize>> = columns
+    let positions: Vec<Option<usize>> = columns
         .iter()
         .map(|name| heading.iter().position(|word| word == name))
         .collect();
     lines
-        .map(|line| at.iter().map(|at| line.get((*at)?)?.parse().ok()).collect())
+        .map(|line| {
+            positions
+                .iter()
+                .map(|position| line.get((*position)?)?.parse().ok())
+                .collect()
+        })
         .collect()
 }
 

@@ -13,12 +13,12 @@ use std::sync::Arc;
     allow(dead_code, reason = "only tests look at what is about to be done")
 )]
 #[derive(Debug)]
-pub(super) enum Step<'a> {
+pub(super) enum DiskStep<'a> {
     MakeDir(&'a Path),
     /// Create an empty file.
     MakeFile(&'a Path),
     /// Append to a file.
-    Write(&'a Path, &'a File, &'a [u8]),
+    Append(&'a Path, &'a File, &'a [u8]),
     /// Flush a file to the disk.
     Sync(&'a Path),
     /// Flush a directory to the disk.
@@ -33,43 +33,43 @@ pub(super) enum Step<'a> {
 }
 
 /// An observer of the steps.
-pub(super) trait Watch: Send + Sync {
+pub(super) trait DiskObserver: Send + Sync {
     /// Is called before each step. On an error the step is not made.
-    fn before(&self, step: &Step<'_>) -> io::Result<()>;
+    fn before(&self, step: &DiskStep<'_>) -> io::Result<()>;
 }
 
 /// The observer of production code: does nothing.
-struct Nobody;
+struct NoObserver;
 
-impl Watch for Nobody {
-    fn before(&self, _: &Step<'_>) -> io::Result<()> {
+impl DiskObserver for NoObserver {
+    fn before(&self, _: &DiskStep<'_>) -> io::Result<()> {
         Ok(())
     }
 }
 
 /// The disk. All clones have the same observer.
 #[derive(Clone)]
-pub(super) struct Disk(Arc<dyn Watch>);
+pub(super) struct Disk(Arc<dyn DiskObserver>);
 
 impl Disk {
     pub(super) fn new() -> Disk {
-        Disk(Arc::new(Nobody))
+        Disk(Arc::new(NoObserver))
     }
 
     #[cfg(test)]
-    pub(super) fn watched(watch: Arc<dyn Watch>) -> Disk {
-        Disk(watch)
+    pub(super) fn with_observer(observer: Arc<dyn DiskObserver>) -> Disk {
+        Disk(observer)
     }
 
     /// Creates a directory with mode 0700.
     pub(super) fn make_dir(&self, path: &Path) -> io::Result<()> {
-        self.0.before(&Step::MakeDir(path))?;
+        self.0.before(&DiskStep::MakeDir(path))?;
         DirBuilder::new().mode(0o700).create(path)
     }
 
     /// Creates a file with mode 0600. Fails if the file exists.
     pub(super) fn make_file(&self, path: &Path) -> io::Result<File> {
-        self.0.before(&Step::MakeFile(path))?;
+        self.0.before(&DiskStep::MakeFile(path))?;
         OpenOptions::new()
             .read(true)
             .write(true)
@@ -79,39 +79,39 @@ impl Disk {
     }
 
     /// Appends to a file.
-    pub(super) fn write(&self, path: &Path, mut file: &File, bytes: &[u8]) -> io::Result<()> {
-        self.0.before(&Step::Write(path, file, bytes))?;
+    pub(super) fn append(&self, path: &Path, mut file: &File, bytes: &[u8]) -> io::Result<()> {
+        self.0.before(&DiskStep::Append(path, file, bytes))?;
         file.write_all(bytes)
     }
 
     /// Returns when the content of the file is on the disk.
     pub(super) fn sync(&self, path: &Path, file: &File) -> io::Result<()> {
-        self.0.before(&Step::Sync(path))?;
+        self.0.before(&DiskStep::Sync(path))?;
         file.sync_all()
     }
 
     /// Returns when the entries of the directory are on the disk.
     pub(super) fn sync_dir(&self, path: &Path) -> io::Result<()> {
-        self.0.before(&Step::SyncDir(path))?;
+        self.0.before(&DiskStep::SyncDir(path))?;
         File::open(path)?.sync_all()
     }
 
     /// Renames a directory. The new name must not exist, or be an empty directory.
     pub(super) fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.0.before(&Step::Rename(from, to))?;
+        self.0.before(&DiskStep::Rename(from, to))?;
         std::fs::rename(from, to)
     }
 
     /// Adds a name to a file. Fails if the name exists.
     pub(super) fn link(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.0.before(&Step::Link(to))?;
+        self.0.before(&DiskStep::Link(to))?;
         std::fs::hard_link(from, to)
     }
 
     /// Removes a file. Succeeds if it does not exist.
     pub(super) fn remove_file(&self, path: &Path) -> io::Result<()> {
-        self.0.before(&Step::RemoveFile(path))?;
-        good_if_gone(std::fs::remove_file(path))
+        self.0.before(&DiskStep::RemoveFile(path))?;
+        ok_if_not_found(std::fs::remove_file(path))
     }
 
     /// Removes a directory and its content. Another process may do the same at the same time.
@@ -124,17 +124,19 @@ impl Disk {
             let entry = entry?;
             match entry.file_type() {
                 // The store creates no subdirectories here. Symbolic links are not followed.
-                Ok(kind) if kind.is_dir() => good_if_gone(std::fs::remove_dir_all(entry.path()))?,
+                Ok(kind) if kind.is_dir() => {
+                    ok_if_not_found(std::fs::remove_dir_all(entry.path()))?
+                }
                 _ => self.remove_file(&entry.path())?,
             }
         }
-        self.0.before(&Step::RemoveDir(path))?;
-        good_if_gone(std::fs::remove_dir(path))
+        self.0.before(&DiskStep::RemoveDir(path))?;
+        ok_if_not_found(std::fs::remove_dir(path))
     }
 }
 
 /// Treats "not found" as success.
-fn good_if_gone(result: io::Result<()>) -> io::Result<()> {
+fn ok_if_not_found(result: io::Result<()>) -> io::Result<()> {
     match result {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         result => result,

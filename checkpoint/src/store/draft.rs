@@ -2,13 +2,13 @@
 //! another name and is locked by the writing process. It gets the final name when all its content
 //! is on the disk.
 
-use super::error::{Act, StoreError, failed, io};
-use super::id::SetId;
-use super::manifest::{META_BYTES_MAX, Manifest, PARTS_MAX, Part, part_name};
-use super::part::Images;
-use super::seal::{Sealer, What};
-use super::shared::Shared;
-use super::{LOCK, MANIFEST, PartInfo, SetInfo};
+use super::encryption::{Encryptor, FileRole};
+use super::error::{StoreError, StoreOperation, io_error, write_error};
+use super::id::CheckpointId;
+use super::manifest::{META_BYTES_MAX, Manifest, PARTS_MAX, PartEntry, part_name};
+use super::part::ImageFiles;
+use super::shared::StoreState;
+use super::{CheckpointInfo, LOCK_FILE, MANIFEST_FILE, PartInfo};
 use nix::fcntl::{Flock, FlockArg};
 use sempa_proto::{Micros, Tid};
 use std::cell::Cell;
@@ -21,92 +21,98 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A checkpoint that is being written. Dropping it before it is finished removes it.
-pub struct Draft {
-    shared: Arc<Shared>,
+pub struct CheckpointDraft {
+    shared: Arc<StoreState>,
     vm: String,
-    id: SetId,
-    made: Micros,
+    id: CheckpointId,
+    started: Micros,
     dir: PathBuf,
     lock: Flock<File>,
     /// Bytes that the checkpoint may have.
-    room: u64,
+    bytes_max: u64,
     /// Bytes that it has.
-    used: AtomicU64,
+    bytes_used: AtomicU64,
     /// `None` while the part is being added.
-    parts: Mutex<BTreeMap<Tid, Option<Part>>>,
+    parts: Mutex<BTreeMap<Tid, Option<PartEntry>>>,
     finished: bool,
 }
 
-impl Draft {
+impl CheckpointDraft {
     /// Creates an empty draft.
     pub(super) fn begin(
-        shared: Arc<Shared>,
+        shared: Arc<StoreState>,
         vm: String,
         job: Tid,
         now: Micros,
-    ) -> Result<Draft, StoreError> {
-        Draft::make(shared, vm, (job, now, 1), |there| {
-            Ok(SetId::after(there.iter().copied(), job, now))
+    ) -> Result<CheckpointDraft, StoreError> {
+        CheckpointDraft::create(shared, vm, (job, now, 1), |existing| {
+            Ok(CheckpointId::next_id(existing.iter().copied(), job, now))
         })
     }
 
     /// Creates an empty draft for the copy of a checkpoint of another store with this name, start
     /// time and size.
-    pub(super) fn copy(
-        shared: Arc<Shared>,
+    pub(super) fn begin_copy(
+        shared: Arc<StoreState>,
         vm: String,
-        id: SetId,
-        (made, bytes): (Micros, u64),
-    ) -> Result<Draft, StoreError> {
-        Draft::make(shared, vm, (id.job(), made, bytes), |there| {
-            match there.contains(&id) {
-                true => Err(StoreError::There(id)),
+        id: CheckpointId,
+        (started, bytes): (Micros, u64),
+    ) -> Result<CheckpointDraft, StoreError> {
+        CheckpointDraft::create(
+            shared,
+            vm,
+            (id.job(), started, bytes),
+            |existing| match existing.contains(&id) {
+                true => Err(StoreError::CheckpointExists(id)),
                 false => Ok(id),
-            }
-        })
+            },
+        )
     }
 
-    /// Creates an empty draft for a checkpoint of this job that was started at `made` and has at
+    /// Creates an empty draft for a checkpoint of this job that was started at `started` and has at
     /// least `needed` bytes. `name` gets the existing names and chooses a new one.
-    fn make(
-        shared: Arc<Shared>,
+    fn create(
+        shared: Arc<StoreState>,
         vm: String,
-        (job, made, needed): (Tid, Micros, u64),
-        name: impl FnOnce(&[SetId]) -> Result<SetId, StoreError>,
-    ) -> Result<Draft, StoreError> {
-        let act = Act::Begin;
-        let _locked = shared.lock(act)?;
-        let room = shared.room(act, &vm, job, needed)?;
-        let entries = shared.entries(act)?;
-        let id = name(&[entries.sets, entries.drafts, entries.gone].concat())?;
+        (job, started, needed): (Tid, Micros, u64),
+        name: impl FnOnce(&[CheckpointId]) -> Result<CheckpointId, StoreError>,
+    ) -> Result<CheckpointDraft, StoreError> {
+        let operation = StoreOperation::Begin;
+        let _locked = shared.lock(operation)?;
+        let bytes_max = shared.bytes_available(operation, &vm, job, needed)?;
+        let entries = shared.entries(operation)?;
+        let id = name(&[entries.checkpoints, entries.drafts, entries.deleted].concat())?;
         let dir = shared.draft_dir(id);
-        shared.disk.make_dir(&dir).map_err(io(act, &dir))?;
-        let lock = match make_lock(&shared, &dir) {
+        shared
+            .disk
+            .make_dir(&dir)
+            .map_err(io_error(operation, &dir))?;
+        let lock = match create_lock(&shared, &dir) {
             Ok(lock) => lock,
             Err(e) => {
                 // The first error is reported. What remains is removed when the store is opened
                 // next.
                 let _ = shared.disk.remove_tree(&dir);
-                return Err(io(act, &dir)(e));
+                return Err(io_error(operation, &dir)(e));
             }
         };
-        let (used, parts) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
-        Ok(Draft {
+        let (bytes_used, parts) = (AtomicU64::new(0), Mutex::new(BTreeMap::new()));
+        Ok(CheckpointDraft {
             shared,
             vm,
             id,
-            made,
+            started,
             dir,
             lock,
-            room,
-            used,
+            bytes_max,
+            bytes_used,
             parts,
             finished: false,
         })
     }
 
     /// Returns the name that the checkpoint will have.
-    pub fn id(&self) -> SetId {
+    pub fn id(&self) -> CheckpointId {
         self.id
     }
 
@@ -117,29 +123,30 @@ impl Draft {
     /// # Errors
     /// Nothing of this task is kept. The other tasks are unaffected, and the call may be repeated.
     pub fn add(&self, tid: Tid, images: &Path) -> Result<PartInfo, StoreError> {
-        self.add_part(tid, |path, charged| {
-            let images = Images::of(images)?;
-            self.seal_part(tid, path, charged, images.bytes, |put| {
-                images.pour(path, put)
+        self.add_part(tid, |path, counted| {
+            let images = ImageFiles::list(images)?;
+            self.write_part(tid, path, counted, images.bytes, |put| {
+                images.write_stream(path, put)
             })
         })
     }
 
-    /// Adds the images of a task from another store. `pour` passes on the stream of
-    /// [`Set::pour`](super::Set::pour). `images_bytes` is the size of the unpacked images.
+    /// Adds the images of a task from another store. `write_stream` passes on the stream of
+    /// [`StoredCheckpoint::copy_part`](super::StoredCheckpoint::copy_part). `images_bytes` is the
+    /// size of the unpacked images.
     ///
     /// # Errors
-    /// As [`Draft::add`], or `pour` failed.
+    /// As [`CheckpointDraft::add`], or `write_stream` failed.
     pub fn add_copy(
         &self,
         tid: Tid,
         images_bytes: u64,
-        pour: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> std_io::Result<()>,
+        write_stream: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> std_io::Result<()>,
     ) -> Result<PartInfo, StoreError> {
-        self.add_part(tid, |path, charged| {
-            let wrong = |e| failed(Act::Add, path, e, Some(images_bytes));
-            self.seal_part(tid, path, charged, images_bytes, |put| {
-                pour(put).map_err(wrong)
+        self.add_part(tid, |path, counted| {
+            let wrong = |e| write_error(StoreOperation::Add, path, e, Some(images_bytes));
+            self.write_part(tid, path, counted, images_bytes, |put| {
+                write_stream(put).map_err(wrong)
             })
         })
     }
@@ -148,19 +155,19 @@ impl Draft {
     fn add_part(
         &self,
         tid: Tid,
-        seal: impl FnOnce(&Path, &Cell<u64>) -> Result<Part, StoreError>,
+        seal: impl FnOnce(&Path, &Cell<u64>) -> Result<PartEntry, StoreError>,
     ) -> Result<PartInfo, StoreError> {
         self.reserve(tid)?;
         let path = self.dir.join(part_name(tid));
-        let charged = Cell::new(0);
-        let part = seal(&path, &charged);
+        let counted = Cell::new(0);
+        let part = seal(&path, &counted);
         if part.is_err() {
-            self.used.fetch_sub(charged.get(), Ordering::Relaxed);
+            self.bytes_used.fetch_sub(counted.get(), Ordering::Relaxed);
             // The first error is reported. If the file cannot be removed, the task cannot be added
             // again.
             let _ = self.shared.disk.remove_file(&path);
         }
-        let mut parts = self.parts();
+        let mut parts = self.lock_parts();
         match part {
             Ok(part) => {
                 let info = part.info();
@@ -175,29 +182,30 @@ impl Draft {
     }
 
     /// Completes the checkpoint with the added tasks and the description of the caller. On return
-    /// it is on the disk and visible. Until [`Store::sweep`](super::Store::sweep) has removed old
+    /// it is on the disk and visible. Until
+    /// [`CheckpointStore::enforce_limits`](super::CheckpointStore::enforce_limits) has removed old
     /// checkpoints the limits of the store may be exceeded.
     ///
     /// # Errors
     /// The checkpoint is removed.
-    pub fn finish(mut self, meta: &[u8]) -> Result<SetInfo, StoreError> {
-        let act = Act::Finish;
+    pub fn finish(mut self, meta: &[u8]) -> Result<CheckpointInfo, StoreError> {
+        let operation = StoreOperation::Finish;
         if meta.len() > META_BYTES_MAX {
             let (count, max) = (meta.len() as u64, META_BYTES_MAX as u64);
             return Err(StoreError::TooMany {
-                act,
+                operation,
                 what: "the bytes that describe it",
                 count,
                 max,
             });
         }
-        let parts = std::mem::take(&mut *self.parts())
+        let parts = std::mem::take(&mut *self.lock_parts())
             .into_values()
             .flatten()
             .collect();
         let manifest = Manifest {
             vm: self.vm.clone(),
-            made: self.made,
+            started: self.started,
             parts,
             meta: meta.to_vec(),
         };
@@ -207,20 +215,20 @@ impl Draft {
         Ok(info)
     }
 
-    fn parts(&self) -> MutexGuard<'_, BTreeMap<Tid, Option<Part>>> {
+    fn lock_parts(&self) -> MutexGuard<'_, BTreeMap<Tid, Option<PartEntry>>> {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Reserves the entry of this task, so that it is not added twice.
     fn reserve(&self, tid: Tid) -> Result<(), StoreError> {
-        let mut parts = self.parts();
+        let mut parts = self.lock_parts();
         if parts.contains_key(&tid) {
-            return Err(StoreError::Twice(tid));
+            return Err(StoreError::TaskExists(tid));
         }
         if parts.len() >= PARTS_MAX {
             let (count, max) = (parts.len() as u64 + 1, PARTS_MAX as u64);
             return Err(StoreError::TooMany {
-                act: Act::Add,
+                operation: StoreOperation::Add,
                 what: "the tasks of the set",
                 count,
                 max,
@@ -231,102 +239,108 @@ impl Draft {
     }
 
     /// Counts bytes. Returns false, and counts nothing, if the checkpoint would become too large.
-    fn charge(&self, bytes: u64) -> bool {
-        let enough = |used: u64| used.checked_add(bytes).filter(|used| *used <= self.room);
-        self.used
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, enough)
+    fn count_bytes(&self, bytes: u64) -> bool {
+        let add_if_within = |used: u64| {
+            used.checked_add(bytes)
+                .filter(|used| *used <= self.bytes_max)
+        };
+        self.bytes_used
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add_if_within)
             .is_ok()
     }
 
-    /// Encrypts the stream that `pour` writes into a part file. `images_bytes` is the size of the
-    /// unpacked images.
-    fn seal_part(
+    /// Encrypts the stream that `write_stream` writes into a part file. `images_bytes` is the size
+    /// of the unpacked images.
+    fn write_part(
         &self,
         tid: Tid,
         path: &Path,
-        charged: &Cell<u64>,
+        counted: &Cell<u64>,
         images_bytes: u64,
-        pour: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> Result<(), StoreError>,
-    ) -> Result<Part, StoreError> {
+        write_stream: impl FnOnce(&mut dyn FnMut(&[u8]) -> std_io::Result<()>) -> Result<(), StoreError>,
+    ) -> Result<PartEntry, StoreError> {
         let disk = &self.shared.disk;
-        let wrong = |left: u64| move |e: std_io::Error| failed(Act::Add, path, e, Some(left));
+        let wrong = |left: u64| {
+            move |e: std_io::Error| write_error(StoreOperation::Add, path, e, Some(left))
+        };
         let file = disk.make_file(path).map_err(wrong(images_bytes))?;
         let too_large = Cell::new(false);
         let write = |bytes: &[u8]| {
             let count = bytes.len() as u64;
-            if !self.charge(count) {
+            if !self.count_bytes(count) {
                 too_large.set(true);
                 return Err(std_io::ErrorKind::FileTooLarge.into());
             }
-            charged.set(charged.get() + count);
-            disk.write(path, &file, bytes)
+            counted.set(counted.get() + count);
+            disk.append(path, &file, bytes)
         };
         let seal = || {
-            let sealer = Sealer::new(&self.shared.secret, What::Part(self.id, tid), write);
-            let mut sealer = sealer.map_err(wrong(images_bytes))?;
-            pour(&mut |bytes| sealer.put(bytes))?;
-            sealer.end().map_err(wrong(0))
+            let encryptor =
+                Encryptor::new(&self.shared.secret, FileRole::Part(self.id, tid), write);
+            let mut encryptor = encryptor.map_err(wrong(images_bytes))?;
+            write_stream(&mut |bytes| encryptor.append(bytes))?;
+            encryptor.finish().map_err(wrong(0))
         };
-        let sealed = seal().map_err(|why| match too_large.get() {
-            true => StoreError::TooLarge {
+        let encrypted = seal().map_err(|why| match too_large.get() {
+            true => StoreError::CheckpointTooLarge {
                 tid,
-                bytes_max: self.room,
+                bytes_max: self.bytes_max,
             },
             false => why,
         })?;
         disk.sync(path, &file).map_err(wrong(0))?;
-        Ok(Part {
+        Ok(PartEntry {
             tid,
-            bytes: sealed.bytes,
+            encrypted_bytes: encrypted.bytes,
             images_bytes,
-            blake3: sealed.blake3,
+            blake3: encrypted.blake3,
         })
     }
 
     /// Writes the manifest and flushes everything to the disk. Returns the size of the manifest.
     fn write_manifest(&self, manifest: &Manifest) -> Result<u64, StoreError> {
-        let (disk, path) = (&self.shared.disk, self.dir.join(MANIFEST));
-        let wrong = |e: std_io::Error| failed(Act::Finish, &path, e, None);
+        let (disk, path) = (&self.shared.disk, self.dir.join(MANIFEST_FILE));
+        let wrong = |e: std_io::Error| write_error(StoreOperation::Finish, &path, e, None);
         let file = disk.make_file(&path).map_err(wrong)?;
-        let write = |bytes: &[u8]| disk.write(&path, &file, bytes);
-        let sealed = manifest
+        let write = |bytes: &[u8]| disk.append(&path, &file, bytes);
+        let encrypted = manifest
             .seal(&self.shared.secret, self.id, write)
             .map_err(wrong)?;
         disk.sync(&path, &file).map_err(wrong)?;
         disk.sync_dir(&self.dir).map_err(wrong)?;
-        Ok(sealed.bytes)
+        Ok(encrypted.bytes)
     }
 
     /// Gives the directory its final name, unless the limits can no longer be kept.
-    fn publish(&mut self, info: &SetInfo) -> Result<(), StoreError> {
-        let (act, shared) = (Act::Finish, &self.shared);
-        let _locked = shared.lock(act)?;
+    fn publish(&mut self, info: &CheckpointInfo) -> Result<(), StoreError> {
+        let (operation, shared) = (StoreOperation::Finish, &self.shared);
+        let _locked = shared.lock(operation)?;
         // Others may have finished checkpoints since this one was started.
-        shared.room(act, &self.vm, self.id.job(), info.bytes)?;
-        let place = shared.set_dir(self.id);
+        shared.bytes_available(operation, &self.vm, self.id.job(), info.bytes)?;
+        let final_dir = shared.checkpoint_dir(self.id);
         // From now on readers may open the checkpoint, so the lock must be shared.
         self.lock
             .relock(FlockArg::LockSharedNonblock)
-            .map_err(|e| io(act, &place)(e.into()))?;
+            .map_err(|e| io_error(operation, &final_dir)(e.into()))?;
         shared
             .disk
-            .rename(&self.dir, &place)
-            .map_err(io(act, &place))?;
+            .rename(&self.dir, &final_dir)
+            .map_err(io_error(operation, &final_dir))?;
         if let Err(e) = shared.disk.sync_dir(&shared.dir) {
             // The checkpoint is complete. It must not be deleted while it is visible; if it cannot
             // be hidden, it stays.
-            match shared.retire(act, &place, self.id) {
+            match shared.hide(operation, &final_dir, self.id) {
                 Ok(gone) => self.dir = gone,
                 Err(_) => self.finished = true,
             }
-            return Err(io(act, &shared.dir)(e));
+            return Err(io_error(operation, &shared.dir)(e));
         }
         self.finished = true;
         Ok(())
     }
 }
 
-impl Drop for Draft {
+impl Drop for CheckpointDraft {
     fn drop(&mut self) {
         if !self.finished {
             // What remains is invisible, and is removed when the store is opened or swept next.
@@ -335,7 +349,7 @@ impl Drop for Draft {
     }
 }
 
-impl fmt::Debug for Draft {
+impl fmt::Debug for CheckpointDraft {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Draft")
             .field("id", &self.id)
@@ -345,7 +359,7 @@ impl fmt::Debug for Draft {
 }
 
 /// Creates and takes the lock of a new draft.
-fn make_lock(shared: &Shared, dir: &Path) -> std_io::Result<Flock<File>> {
-    let file = shared.disk.make_file(&dir.join(LOCK))?;
+fn create_lock(shared: &StoreState, dir: &Path) -> std_io::Result<Flock<File>> {
+    let file = shared.disk.make_file(&dir.join(LOCK_FILE))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| errno.into())
 }

@@ -1,8 +1,8 @@
 //! Errors of the store. Each message says what failed, what that means for the content of the
 //! store, and what can be done.
 
-use super::id::SetId;
-use crate::facts::room::free_bytes;
+use super::id::CheckpointId;
+use crate::facts::available_resources::free_bytes;
 use sempa_proto::Tid;
 use std::fmt;
 use std::io;
@@ -11,7 +11,7 @@ use thiserror::Error;
 
 /// The operation that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Act {
+pub enum StoreOperation {
     Open,
     Begin,
     Add,
@@ -25,44 +25,46 @@ pub enum Act {
     Mark,
 }
 
-impl Act {
-    fn what(self) -> &'static str {
+impl StoreOperation {
+    fn failure_text(self) -> &'static str {
         match self {
-            Act::Open => "cannot open the checkpoint store",
-            Act::Begin => "cannot begin a set of checkpoints",
-            Act::Add => "cannot add a task to a set of checkpoints",
-            Act::Finish => "cannot finish a set of checkpoints",
-            Act::List => "cannot look at the sets of checkpoints",
-            Act::Read => "cannot read a set of checkpoints",
-            Act::Unpack => "cannot unpack a checkpoint",
-            Act::Remove => "cannot remove a set of checkpoints",
-            Act::Sweep => "cannot remove superfluous sets of checkpoints",
-            Act::Mark => "cannot note in a set of checkpoints whether its job has ended",
+            StoreOperation::Open => "cannot open the checkpoint store",
+            StoreOperation::Begin => "cannot begin a set of checkpoints",
+            StoreOperation::Add => "cannot add a task to a set of checkpoints",
+            StoreOperation::Finish => "cannot finish a set of checkpoints",
+            StoreOperation::List => "cannot look at the sets of checkpoints",
+            StoreOperation::Read => "cannot read a set of checkpoints",
+            StoreOperation::Unpack => "cannot unpack a checkpoint",
+            StoreOperation::Remove => "cannot remove a set of checkpoints",
+            StoreOperation::Sweep => "cannot remove superfluous sets of checkpoints",
+            StoreOperation::Mark => "cannot note in a set of checkpoints whether its job has ended",
         }
     }
 
     /// Returns what the failure means for the content of the store.
-    fn means(self) -> &'static str {
+    fn consequence(self) -> &'static str {
         match self {
-            Act::Open => "no set was read or changed",
-            Act::Begin => "no set was begun; those that are there are as they were",
-            Act::Add => {
+            StoreOperation::Open => "no set was read or changed",
+            StoreOperation::Begin => "no set was begun; those that are there are as they were",
+            StoreOperation::Add => {
                 "nothing of this task was kept; the sets that are complete are as they were"
             }
-            Act::Finish => "this set was removed; those that were complete before are as they were",
-            Act::List | Act::Read => "nothing was changed",
-            Act::Mark => "it may be kept longer than it is needed",
-            Act::Unpack => "nothing was left where it was to go; the set is as it was",
-            Act::Remove | Act::Sweep => {
+            StoreOperation::Finish => {
+                "this set was removed; those that were complete before are as they were"
+            }
+            StoreOperation::List | StoreOperation::Read => "nothing was changed",
+            StoreOperation::Mark => "it may be kept longer than it is needed",
+            StoreOperation::Unpack => "nothing was left where it was to go; the set is as it was",
+            StoreOperation::Remove | StoreOperation::Sweep => {
                 "a set that was to go is either whole or no longer shown; what is left of it goes with the next sweep"
             }
         }
     }
 }
 
-impl fmt::Display for Act {
+impl fmt::Display for StoreOperation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.what())
+        f.write_str(self.failure_text())
     }
 }
 
@@ -73,59 +75,53 @@ pub enum StoreError {
         "cannot keep checkpoints in {path}: {why}; nothing was read or written. Name a directory that is yours alone \
          (mode 0700), or one that is not there yet"
     )]
-    Place {
-        path: PathBuf,
-        why: String,
-    },
+    UnusableDirectory { path: PathBuf, why: String },
     /// The key file cannot be used.
     #[error(
         "cannot use the key file {path}: {why}; nothing was read or written. It has to be a file of 32 bytes that only \
          you can read (mode 0600), outside the store; where there is none, one is made"
     )]
-    Key {
-        path: PathBuf,
-        why: String,
-    },
+    UnusableKey { path: PathBuf, why: String },
     /// The system reported an error.
-    #[error("{act}: {path}: {source}; {means}", means = act.means())]
+    #[error("{operation}: {path}: {source}; {means}", means = operation.consequence())]
     Io {
-        act: Act,
+        operation: StoreOperation,
         /// The file or directory that the operation accessed.
         path: PathBuf,
         source: io::Error,
     },
     /// The disk, or the quota of this user, is full.
     #[error(
-        "{act}: {path}: the disk is full{room}; {means}. Make room there, or remove sets that are not needed",
-        room = room(*missing, *free), means = act.means()
+        "{operation}: {path}: the disk is full{room}; {means}. Make room there, or remove sets that are not needed",
+        room = space_text(*unwritten, *free), means = operation.consequence()
     )]
-    Full {
-        act: Act,
+    DiskFull {
+        operation: StoreOperation,
         /// The file that was being written.
         path: PathBuf,
         /// Largest number of bytes that were still to be written, if known.
-        missing: Option<u64>,
+        unwritten: Option<u64>,
         /// Free bytes of the file system, if known.
         free: Option<u64>,
     },
     /// The limits do not permit another checkpoint, because the existing ones may not be removed.
     #[error(
-        "{act}: in {dir} the newest sets of other jobs, which are not removed by themselves, are {sets} with {bytes} bytes, \
-         this one needs {needed} bytes at least, and the limits are {sets_max} sets and {bytes_max} bytes; {means}. Remove \
+        "{operation}: in {dir} the newest sets of other jobs, which are not removed by themselves, are {checkpoints} with {bytes} bytes, \
+         this one needs {needed} bytes at least, and the limits are {checkpoints_max} sets and {bytes_max} bytes; {means}. Remove \
          sets of jobs that are not needed any more, or raise the limits",
-        means = act.means()
+        means = operation.consequence()
     )]
-    NoPlace {
-        act: Act,
+    LimitsExceeded {
+        operation: StoreOperation,
         /// The directory of the store.
         dir: PathBuf,
         /// Size of the checkpoint; 1 if not known.
         needed: u64,
         /// Number of the newest checkpoints of other jobs.
-        sets: usize,
+        checkpoints: usize,
         /// Total size of these checkpoints.
         bytes: u64,
-        sets_max: usize,
+        checkpoints_max: usize,
         bytes_max: u64,
     },
     /// The checkpoint exceeds the size that the limits permit.
@@ -134,7 +130,7 @@ pub enum StoreError {
          leave for it beside the newest sets of other jobs; nothing of this task was kept, and the sets that are \
          complete are as they were. Raise the limit, or remove sets that are not needed"
     )]
-    TooLarge {
+    CheckpointTooLarge {
         /// The task that was being added.
         tid: Tid,
         /// Largest size of the checkpoint.
@@ -144,7 +140,7 @@ pub enum StoreError {
     #[error(
         "cannot add the images in {path} to a set of checkpoints: {why}; nothing of this task was kept"
     )]
-    Images {
+    UnusableImages {
         /// The directory, or the file in it.
         path: PathBuf,
         why: String,
@@ -153,11 +149,11 @@ pub enum StoreError {
     #[error(
         "cannot add {0} to a set of checkpoints: it is in it already, and what is in it stays as it is"
     )]
-    Twice(Tid),
+    TaskExists(Tid),
     /// A limit of a checkpoint is exceeded.
-    #[error("{act}: {what} are {count}, and at most {max} are possible; {means}", means = act.means())]
+    #[error("{operation}: {what} are {count}, and at most {max} are possible; {means}", means = operation.consequence())]
     TooMany {
-        act: Act,
+        operation: StoreOperation,
         /// The limited quantity, in words.
         what: &'static str,
         count: u64,
@@ -167,24 +163,21 @@ pub enum StoreError {
     #[error(
         "there is no complete set of checkpoints {0}: it was removed, or never finished; nothing was changed"
     )]
-    NoSet(SetId),
+    NoCheckpoint(CheckpointId),
     /// The checkpoint to copy exists in this store.
     #[error(
         "the set of checkpoints {0} is in this store already: it is the store that the set was made in, or has a copy of it; nothing \
          was changed"
     )]
-    There(SetId),
+    CheckpointExists(CheckpointId),
     /// The checkpoint has no such task.
     #[error("the set of checkpoints {id} has no task {tid}; nothing was unpacked")]
-    NoPart {
-        id: SetId,
-        tid: Tid,
-    },
+    NoTask { id: CheckpointId, tid: Tid },
     /// A file in the store that is not a checkpoint.
     #[error(
         "{0} is in the checkpoint store and is not the name of a set; it is left alone. Move it elsewhere"
     )]
-    Stranger(PathBuf),
+    ForeignFile(PathBuf),
     /// A file that was encrypted with another key.
     #[error(
         "{path} was sealed with another key than that in {key}, so it can neither be read nor be trusted; nothing of it was \
@@ -210,11 +203,11 @@ pub enum StoreError {
     #[error(
         "the set of checkpoints {0} is being read, so it was not removed; try again when that has ended"
     )]
-    InUse(SetId),
+    InUse(CheckpointId),
     /// Another process holds the lock of the store.
-    #[error("{act}: another process has kept {dir} locked for {seconds} s; {means}", means = act.means())]
+    #[error("{operation}: another process has kept {dir} locked for {seconds} s; {means}", means = operation.consequence())]
     Busy {
-        act: Act,
+        operation: StoreOperation,
         /// The directory of the store.
         dir: PathBuf,
         /// How long this process waited.
@@ -222,12 +215,12 @@ pub enum StoreError {
     },
 }
 
-fn room(missing: Option<u64>, free: Option<u64>) -> String {
+fn space_text(unwritten: Option<u64>, free: Option<u64>) -> String {
     let free = free.map(|free| format!("{free} are free")).into_iter();
-    let missing = missing
-        .map(|missing| format!("up to {missing} bytes were still to be written"))
+    let unwritten = unwritten
+        .map(|unwritten| format!("up to {unwritten} bytes were still to be written"))
         .into_iter();
-    let text = missing.chain(free).collect::<Vec<_>>().join(", ");
+    let text = unwritten.chain(free).collect::<Vec<_>>().join(", ");
     if text.is_empty() {
         text
     } else {
@@ -236,29 +229,37 @@ fn room(missing: Option<u64>, free: Option<u64>) -> String {
 }
 
 /// Returns a function that converts an error of the system.
-pub(super) fn io(act: Act, path: &Path) -> impl FnOnce(io::Error) -> StoreError {
-    move |source| failed(act, path, source, None)
+pub(super) fn io_error(
+    operation: StoreOperation,
+    path: &Path,
+) -> impl FnOnce(io::Error) -> StoreError {
+    move |source| write_error(operation, path, source, None)
 }
 
-/// Converts an error of the system. `missing` is the number of bytes that were still to be written,
-/// if known.
-pub(super) fn failed(act: Act, path: &Path, source: io::Error, missing: Option<u64>) -> StoreError {
+/// Converts an error of the system. `unwritten` is the number of bytes that were still to be
+/// written, if known.
+pub(super) fn write_error(
+    operation: StoreOperation,
+    path: &Path,
+    source: io::Error,
+    unwritten: Option<u64>,
+) -> StoreError {
     if !matches!(
         source.kind(),
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded
     ) {
         return StoreError::Io {
-            act,
+            operation,
             path: path.to_path_buf(),
             source,
         };
     }
     // The file may not exist any more; its directory is on the same file system.
     let free = path.parent().and_then(|dir| free_bytes(dir).ok());
-    StoreError::Full {
-        act,
+    StoreError::DiskFull {
+        operation,
         path: path.to_path_buf(),
-        missing,
+        unwritten,
         free,
     }
 }

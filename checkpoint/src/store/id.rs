@@ -16,7 +16,7 @@ const DAY_SECONDS: u64 = 86_400;
 /// Names are ordered by age. The names of one job increase even if the clock is set back; then the
 /// time in the name is not that of the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SetId {
+pub struct CheckpointId {
     second: u64,
     count: u32,
     job: Tid,
@@ -25,25 +25,29 @@ pub struct SetId {
 /// A text that is not the name of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{0:?} is not the name of a set of checkpoints; those look like t40001-20261122T141503-1")]
-pub struct NotASetId(pub String);
+pub struct InvalidCheckpointId(pub String);
 
-impl SetId {
+impl CheckpointId {
     pub fn job(&self) -> Tid {
         self.job
     }
 
     /// Returns a name for a new checkpoint of this job that is greater than the existing names of
     /// the job.
-    pub(super) fn after(there: impl Iterator<Item = SetId>, job: Tid, now: Micros) -> SetId {
+    pub(super) fn next_id(
+        existing: impl Iterator<Item = CheckpointId>,
+        job: Tid,
+        now: Micros,
+    ) -> CheckpointId {
         let second = (now.0 / 1_000_000).min(SECOND_MAX);
-        let newest = there.filter(|id| id.job == job).max();
+        let newest = existing.filter(|id| id.job == job).max();
         match newest {
-            Some(newest) if newest.second >= second => SetId {
+            Some(newest) if newest.second >= second => CheckpointId {
                 second: newest.second,
                 count: newest.count.saturating_add(1),
                 job,
             },
-            _ => SetId {
+            _ => CheckpointId {
                 second,
                 count: 1,
                 job,
@@ -52,9 +56,9 @@ impl SetId {
     }
 }
 
-impl fmt::Display for SetId {
+impl fmt::Display for CheckpointId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (year, month, day) = date(self.second / DAY_SECONDS);
+        let (year, month, day) = date_from_days(self.second / DAY_SECONDS);
         let second = self.second % DAY_SECONDS;
         let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
         write!(
@@ -65,27 +69,27 @@ impl fmt::Display for SetId {
     }
 }
 
-impl FromStr for SetId {
-    type Err = NotASetId;
+impl FromStr for CheckpointId {
+    type Err = InvalidCheckpointId;
 
-    fn from_str(text: &str) -> Result<SetId, NotASetId> {
+    fn from_str(text: &str) -> Result<CheckpointId, InvalidCheckpointId> {
         // Accepts only the text that would be written: no signs, no leading zeros, no 31st of
         // February.
-        parse(text)
+        parse_id(text)
             .filter(|id| id.to_string() == text)
-            .ok_or_else(|| NotASetId(text.chars().take(64).collect()))
+            .ok_or_else(|| InvalidCheckpointId(text.chars().take(64).collect()))
     }
 }
 
-fn parse(text: &str) -> Option<SetId> {
+fn parse_id(text: &str) -> Option<CheckpointId> {
     let mut pieces = text.split('-');
     let job = u32::from_str_radix(pieces.next()?.strip_prefix('t')?, 16).ok()?;
     let (day, time) = pieces.next()?.split_once('T')?;
     let count = pieces.next()?.parse().ok()?;
     let number = |text: &str, from: usize, to: usize| text.get(from..to)?.parse::<u64>().ok();
-    let days = days(number(day, 0, 4)?, number(day, 4, 6)?, number(day, 6, 8)?)?;
+    let days = days_from_date(number(day, 0, 4)?, number(day, 4, 6)?, number(day, 6, 8)?)?;
     let second = number(time, 0, 2)? * 3600 + number(time, 2, 4)? * 60 + number(time, 4, 6)?;
-    Some(SetId {
+    Some(CheckpointId {
         second: days * DAY_SECONDS + second,
         count,
         job: Tid::from_raw(job as i32),
@@ -94,7 +98,7 @@ fn parse(text: &str) -> Option<SetId> {
 
 /// Converts the number of days since 1970 to year, month and day. In the computation years begin in
 /// March, so that the leap day is the last day of its year.
-fn date(days: u64) -> (u64, u64, u64) {
+fn date_from_days(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, day_of_era) = (days / 146_097, days % 146_097);
     let year = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
@@ -107,7 +111,7 @@ fn date(days: u64) -> (u64, u64, u64) {
 
 /// Converts a date to the number of days since 1970. An invalid date gives a wrong number or
 /// `None`.
-fn days(year: u64, month: u64, day: u64) -> Option<u64> {
+fn days_from_date(year: u64, month: u64, day: u64) -> Option<u64> {
     let year = if month <= 2 {
         year.checked_sub(1)?
     } else {
@@ -125,17 +129,23 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn first(second: u64) -> SetId {
-        SetId::after(std::iter::empty(), JOB, Micros::from_secs(second))
+    fn first_id(second: u64) -> CheckpointId {
+        CheckpointId::next_id(std::iter::empty(), JOB, Micros::from_secs(second))
     }
 
     #[test]
     fn name_contains_job_and_time() {
-        assert_eq!(first(1_795_356_903).to_string(), "t40001-20261122T141503-1");
-        assert_eq!(first(0).to_string(), "t40001-19700101T000000-1");
-        assert_eq!(first(951_782_400).to_string(), "t40001-20000229T000000-1");
         assert_eq!(
-            first(u64::MAX / 1_000_000).to_string(),
+            first_id(1_795_356_903).to_string(),
+            "t40001-20261122T141503-1"
+        );
+        assert_eq!(first_id(0).to_string(), "t40001-19700101T000000-1");
+        assert_eq!(
+            first_id(951_782_400).to_string(),
+            "t40001-20000229T000000-1"
+        );
+        assert_eq!(
+            first_id(u64::MAX / 1_000_000).to_string(),
             "t40001-99991231T235959-1"
         );
     }
@@ -143,7 +153,7 @@ mod tests {
     #[test]
     fn names_survive_formatting_and_parsing() {
         for second in (0..SECOND_MAX).step_by(86_399 * 7 + 1) {
-            let id = first(second);
+            let id = first_id(second);
             assert_eq!(id.to_string().parse(), Ok(id));
         }
     }
@@ -177,7 +187,7 @@ mod tests {
             "t40001-20261122T141503-4294967296",
             "t40001-2026112é14150-1",
         ] {
-            assert!(text.parse::<SetId>().is_err(), "{text:?}");
+            assert!(text.parse::<CheckpointId>().is_err(), "{text:?}");
         }
     }
 
@@ -186,12 +196,12 @@ mod tests {
     fn names_of_a_job_increase_despite_clock_changes() {
         let mut there = Vec::new();
         for second in [1000, 1000, 1000, 2000, 500, 2000, 2001] {
-            let id = SetId::after(there.iter().copied(), JOB, Micros::from_secs(second));
+            let id = CheckpointId::next_id(there.iter().copied(), JOB, Micros::from_secs(second));
             assert!(there.iter().all(|older| *older < id), "{id}");
             there.push(id);
         }
         let other = Tid::from_raw(0x40002);
-        let id = SetId::after(there.iter().copied(), other, Micros::from_secs(500));
+        let id = CheckpointId::next_id(there.iter().copied(), other, Micros::from_secs(500));
         assert_eq!(
             id.to_string(),
             "t40002-19700101T000820-1",

@@ -2,10 +2,10 @@
 //! and the description of its writer. It is written last and encrypted like the parts. A directory
 //! without a manifest is not a checkpoint.
 
-use super::error::{Act, StoreError, io};
-use super::id::SetId;
-use super::seal::{Broken, Opener, Sealed, Sealer, Secret, What};
-use super::{MANIFEST, PartInfo, SetInfo};
+use super::encryption::{DecryptError, Decryptor, EncryptedFile, Encryptor, FileRole, StoreKey};
+use super::error::{StoreError, StoreOperation, io_error};
+use super::id::CheckpointId;
+use super::{CheckpointInfo, MANIFEST_FILE, PartInfo};
 use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -25,18 +25,18 @@ const MANIFEST_BYTES_MAX: u64 = (META_BYTES_MAX + PARTS_MAX * 64 + (1 << 20)) as
 
 /// A part: the encrypted file with the images of one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Part {
+pub(super) struct PartEntry {
     pub(super) tid: Tid,
-    pub(super) bytes: u64,
+    pub(super) encrypted_bytes: u64,
     pub(super) images_bytes: u64,
     pub(super) blake3: [u8; 32],
 }
 
-impl Part {
+impl PartEntry {
     pub(super) fn info(&self) -> PartInfo {
         PartInfo {
             tid: self.tid,
-            bytes: self.bytes,
+            bytes: self.encrypted_bytes,
             images_bytes: self.images_bytes,
         }
     }
@@ -46,42 +46,42 @@ impl Part {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Manifest {
     pub(super) vm: String,
-    pub(super) made: Micros,
+    pub(super) started: Micros,
     /// Sorted by task ID.
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<PartEntry>,
     pub(super) meta: Vec<u8>,
 }
 
 impl Manifest {
     /// Returns the information about the checkpoint. `manifest_bytes` is the size of the encrypted
     /// manifest.
-    pub(super) fn info(&self, id: SetId, manifest_bytes: u64) -> SetInfo {
-        let parts: Vec<PartInfo> = self.parts.iter().map(Part::info).collect();
+    pub(super) fn info(&self, id: CheckpointId, manifest_bytes: u64) -> CheckpointInfo {
+        let parts: Vec<PartInfo> = self.parts.iter().map(PartEntry::info).collect();
         let bytes = parts
             .iter()
             .fold(manifest_bytes, |sum, part| sum.saturating_add(part.bytes));
-        SetInfo {
+        CheckpointInfo {
             id,
             vm: self.vm.clone(),
             job: id.job(),
-            made: self.made,
+            started: self.started,
             bytes,
             parts,
-            ended: None,
+            job_ended_at: None,
         }
     }
 
     /// Encrypts the manifest and passes the result to `write`.
     pub(super) fn seal(
         &self,
-        secret: &Secret,
-        id: SetId,
+        secret: &StoreKey,
+        id: CheckpointId,
         write: impl FnMut(&[u8]) -> std::io::Result<()>,
-    ) -> std::io::Result<Sealed> {
+    ) -> std::io::Result<EncryptedFile> {
         let content = postcard::to_allocvec(self).map_err(std::io::Error::other)?;
-        let mut sealer = Sealer::new(secret, What::Manifest(id), write)?;
-        sealer.put(&content)?;
-        sealer.end()
+        let mut encryptor = Encryptor::new(secret, FileRole::Manifest(id), write)?;
+        encryptor.append(&content)?;
+        encryptor.finish()
     }
 }
 
@@ -91,20 +91,29 @@ pub(super) fn part_name(tid: Tid) -> String {
 }
 
 /// Adds the file to the reason why it cannot be decrypted.
-pub(super) fn broken(act: Act, path: &Path, secret: &Secret, why: Broken) -> StoreError {
+pub(super) fn error_for(
+    operation: StoreOperation,
+    path: &Path,
+    secret: &StoreKey,
+    why: DecryptError,
+) -> StoreError {
     let path = path.to_path_buf();
     match why {
-        Broken::Io(source) => StoreError::Io { act, path, source },
-        Broken::OtherKey => StoreError::OtherKey {
+        DecryptError::Io(source) => StoreError::Io {
+            operation,
+            path,
+            source,
+        },
+        DecryptError::OtherKey => StoreError::OtherKey {
             path,
             key: secret.path.clone(),
         },
-        Broken::Changed(why) => StoreError::Changed { path, why },
+        DecryptError::Changed(why) => StoreError::Changed { path, why },
     }
 }
 
 /// Opens a file of a checkpoint and returns its length.
-pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError> {
+pub(super) fn open_file(operation: StoreOperation, path: &Path) -> Result<(File, u64), StoreError> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let changed = |why: &str| StoreError::Changed {
         path: PathBuf::from(path),
@@ -117,9 +126,9 @@ pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError
         .map_err(|e| match e.raw_os_error() {
             Some(libc::ENOENT) => changed("it is not there"),
             Some(libc::ELOOP) => changed("it is a symbolic link"),
-            _ => io(act, path)(e),
+            _ => io_error(operation, path)(e),
         })?;
-    let meta = file.metadata().map_err(io(act, path))?;
+    let meta = file.metadata().map_err(io_error(operation, path))?;
     if !meta.is_file() {
         return Err(changed("it is no plain file"));
     }
@@ -128,14 +137,14 @@ pub(super) fn open_file(act: Act, path: &Path) -> Result<(File, u64), StoreError
 
 /// Reads and verifies the manifest of the checkpoint in this directory, and checks that all parts
 /// exist with the right lengths. Returns the manifest and its encrypted size.
-pub(super) fn read(
-    act: Act,
+pub(super) fn read_manifest(
+    operation: StoreOperation,
     dir: &Path,
-    id: SetId,
-    secret: &Secret,
+    id: CheckpointId,
+    secret: &StoreKey,
 ) -> Result<(Manifest, u64), StoreError> {
-    let path = dir.join(MANIFEST);
-    let (file, bytes) = open_file(act, &path)?;
+    let path = dir.join(MANIFEST_FILE);
+    let (file, bytes) = open_file(operation, &path)?;
     let changed = |why: String| StoreError::Changed {
         path: path.clone(),
         why,
@@ -145,8 +154,8 @@ pub(super) fn read(
             "it has {bytes} bytes, and no manifest has more than {MANIFEST_BYTES_MAX}"
         )));
     }
-    let content =
-        content(secret, id, &file, bytes).map_err(|why| broken(act, &path, secret, why))?;
+    let content = decrypt(secret, id, &file, bytes)
+        .map_err(|why| error_for(operation, &path, secret, why))?;
     let manifest: Manifest = match postcard::take_from_bytes(&content) {
         Ok((manifest, [])) => manifest,
         Ok(_) => return Err(changed("there is more in it than belongs there".into())),
@@ -162,50 +171,55 @@ pub(super) fn read(
     }
     for part in &manifest.parts {
         let path = dir.join(part_name(part.tid));
-        let (_, bytes) = open_file(act, &path)?;
-        if bytes != part.bytes {
+        let (_, bytes) = open_file(operation, &path)?;
+        if bytes != part.encrypted_bytes {
             return Err(StoreError::Changed {
                 path,
-                why: format!("it has {bytes} bytes, not {}", part.bytes),
+                why: format!("it has {bytes} bytes, not {}", part.encrypted_bytes),
             });
         }
     }
     Ok((manifest, bytes))
 }
 
-fn content(secret: &Secret, id: SetId, file: &File, bytes: u64) -> Result<Vec<u8>, Broken> {
-    let mut opener = Opener::new(secret, What::Manifest(id), file, bytes)?;
+fn decrypt(
+    secret: &StoreKey,
+    id: CheckpointId,
+    file: &File,
+    bytes: u64,
+) -> Result<Vec<u8>, DecryptError> {
+    let mut decryptor = Decryptor::new(secret, FileRole::Manifest(id), file, bytes)?;
     let mut content = Vec::with_capacity(bytes as usize);
     loop {
-        match opener.next(usize::MAX)? {
+        match decryptor.next(usize::MAX)? {
             [] => break,
             piece => content.extend_from_slice(piece),
         }
     }
-    opener.end()?;
+    decryptor.finish()?;
     Ok(content)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::seal::KEY_BYTES;
+    use crate::store::encryption::KEY_BYTES;
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn part(tid: i32) -> Part {
-        Part {
+    fn part(tid: i32) -> PartEntry {
+        PartEntry {
             tid: Tid::from_raw(tid),
-            bytes: 3,
+            encrypted_bytes: 3,
             images_bytes: 5,
             blake3: [7; 32],
         }
     }
 
-    fn manifest(parts: Vec<Part>) -> Manifest {
+    fn manifest(parts: Vec<PartEntry>) -> Manifest {
         Manifest {
             vm: "vm".into(),
-            made: Micros(5),
+            started: Micros(5),
             parts,
             meta: b"meta".to_vec(),
         }
@@ -213,22 +227,22 @@ mod tests {
 
     /// Encrypts this content correctly and reads it as a manifest, in a directory with the part of
     /// task 1.
-    fn as_read(content: &[u8]) -> Result<Manifest, StoreError> {
-        let secret = Secret::new([1; KEY_BYTES], Path::new("key")).expect("a key");
-        let id = SetId::after(std::iter::empty(), JOB, Micros(0));
+    fn read_back(content: &[u8]) -> Result<Manifest, StoreError> {
+        let secret = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
+        let id = CheckpointId::next_id(std::iter::empty(), JOB, Micros(0));
         let dir = tempfile::tempdir().expect("a directory");
-        let mut sealed = Vec::new();
+        let mut encrypted = Vec::new();
         let write = |bytes: &[u8]| {
-            sealed.extend_from_slice(bytes);
+            encrypted.extend_from_slice(bytes);
             Ok(())
         };
-        let mut sealer = Sealer::new(&secret, What::Manifest(id), write).expect("sealed");
-        sealer.put(content).expect("sealed");
-        sealer.end().expect("sealed");
-        std::fs::write(dir.path().join(MANIFEST), &sealed).expect("written");
+        let mut encryptor = Encryptor::new(&secret, FileRole::Manifest(id), write).expect("sealed");
+        encryptor.append(content).expect("sealed");
+        encryptor.finish().expect("sealed");
+        std::fs::write(dir.path().join(MANIFEST_FILE), &encrypted).expect("written");
         std::fs::write(dir.path().join(part_name(Tid::from_raw(1))), "abc").expect("written");
-        let (manifest, bytes) = read(Act::Read, dir.path(), id, &secret)?;
-        assert_eq!(bytes, sealed.len() as u64);
+        let (manifest, bytes) = read_manifest(StoreOperation::Read, dir.path(), id, &secret)?;
+        assert_eq!(bytes, encrypted.len() as u64);
         Ok(manifest)
     }
 
@@ -237,7 +251,7 @@ mod tests {
     fn malformed_manifests_are_refused() {
         let bytes = |manifest: &Manifest| postcard::to_allocvec(manifest).expect("written");
         let good = manifest(vec![part(1)]);
-        assert_eq!(as_read(&bytes(&good)).expect("read"), good);
+        assert_eq!(read_back(&bytes(&good)).expect("read"), good);
         let long = Manifest {
             vm: "v".repeat(VM_BYTES_MAX + 1),
             ..manifest(vec![])
@@ -249,15 +263,15 @@ mod tests {
             [bytes(&good), vec![0]].concat(),
             bytes(&manifest(vec![part(1), part(1)])),
             bytes(&manifest(vec![part(2)])),
-            bytes(&manifest(vec![Part {
-                bytes: 4,
+            bytes(&manifest(vec![PartEntry {
+                encrypted_bytes: 4,
                 ..part(1)
             }])),
             bytes(&manifest((1..=PARTS_MAX as i32 + 1).map(part).collect())),
             bytes(&long),
         ];
         for case in cases {
-            let why = as_read(&case).expect_err("refused");
+            let why = read_back(&case).expect_err("refused");
             assert!(matches!(why, StoreError::Changed { .. }), "{why}");
         }
     }

@@ -11,100 +11,100 @@
 //! | module | content |
 //! | --- | --- |
 //! | `id` | names of checkpoints |
-//! | `seal` | encrypted files |
+//! | `encryption` | encrypted files |
 //! | `part` | the images of a task as one stream, which is encrypted |
 //! | `manifest` | the description of a checkpoint and its parts |
-//! | `draft`, `set` | a checkpoint while it is written, and while it is read |
+//! | `draft`, `stored_checkpoint` | a checkpoint while it is written, and while it is read |
 //! | `sweep` | selection of the checkpoints to remove |
-//! | `ended` | marks for jobs that have ended |
-//! | `place` | the store's directory and key file |
+//! | `end_mark` | marks for jobs that have ended |
+//! | `location` | the store's directory and key file |
 //! | `shared` | the entries of the directory, and its lock |
 //! | `disk` | all changes on the disk |
 
 mod disk;
 mod draft;
-mod ended;
+mod encryption;
+mod end_mark;
 mod error;
 mod id;
+mod location;
 mod manifest;
 mod part;
-mod place;
-mod seal;
-mod set;
 mod shared;
+mod stored_checkpoint;
 mod sweep;
 #[cfg(test)]
 mod tests;
 
-pub use draft::Draft;
-pub use error::{Act, StoreError};
-pub use id::{NotASetId, SetId};
+pub use draft::CheckpointDraft;
+pub use error::{StoreError, StoreOperation};
+pub use id::{CheckpointId, InvalidCheckpointId};
 pub use manifest::{META_BYTES_MAX, PARTS_MAX, VM_BYTES_MAX};
 pub use part::{FILES_MAX, IMAGES_BYTES_MAX};
-pub use set::Set;
-pub use shared::Unreadable;
-pub use sweep::Swept;
+pub use shared::UnreadableEntries;
+pub use stored_checkpoint::StoredCheckpoint;
+pub use sweep::SweepResult;
 
 use disk::Disk;
 use sempa_proto::{Micros, Tid};
-use shared::Shared;
+use shared::StoreState;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
-use sweep::{Total, superfluous};
+use sweep::{StoreUsage, removable};
 
 /// Default limit of the number of checkpoints.
-pub const SETS_MAX: usize = 64;
+pub const CHECKPOINTS_MAX: usize = 64;
 /// Default limit of the size of a store.
-pub const BYTES_MAX: u64 = 64 << 30;
+pub const STORE_BYTES_MAX: u64 = 64 << 30;
 
 /// Time after the final end of a job until its checkpoints are removed, unless their space is
 /// needed earlier.
-pub const ENDED_KEPT: Micros = Micros::from_secs(24 * 3600);
+pub const ENDED_RETENTION: Micros = Micros::from_secs(24 * 3600);
 
 /// Name of the lock file, in the store and in each checkpoint.
-const LOCK: &str = "lock";
+const LOCK_FILE: &str = "lock";
 /// Name of a checkpoint's manifest.
-const MANIFEST: &str = "manifest";
+const MANIFEST_FILE: &str = "manifest";
 /// Prefix of the directory of a checkpoint that is being written.
-const DRAFT: &str = ".draft-";
+const DRAFT_PREFIX: &str = ".draft-";
 /// Prefix of the directory of a checkpoint that is being deleted.
-const GONE: &str = ".gone-";
+const DELETED_PREFIX: &str = ".gone-";
 
 /// Limits of a store. A new checkpoint is completed before old ones are removed, so the disk must
 /// have space for one more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct StoreLimits {
     /// Number of complete checkpoints.
-    pub sets_max: usize,
+    pub checkpoints_max: usize,
     /// Bytes of all complete checkpoints on the disk.
     pub bytes_max: u64,
 }
 
-impl Default for Limits {
-    fn default() -> Limits {
-        Limits {
-            sets_max: SETS_MAX,
-            bytes_max: BYTES_MAX,
+impl Default for StoreLimits {
+    fn default() -> StoreLimits {
+        StoreLimits {
+            checkpoints_max: CHECKPOINTS_MAX,
+            bytes_max: STORE_BYTES_MAX,
         }
     }
 }
 
 /// A complete checkpoint, as listed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct SetInfo {
-    pub id: SetId,
-    /// The virtual machine that made it; see [`Store::of_vm`].
+pub struct CheckpointInfo {
+    pub id: CheckpointId,
+    /// The virtual machine that made it; see [`CheckpointStore::of_vm`].
     pub vm: String,
     pub job: Tid,
     /// When it was started, since 1970.
-    pub made: Micros,
+    pub started: Micros,
     /// Bytes on the disk, including the manifest.
     pub bytes: u64,
     /// Its tasks, sorted by ID.
     pub parts: Vec<PartInfo>,
-    /// When its job ended for good, if it did; see [`Store::mark`].
-    pub ended: Option<Micros>,
+    /// When its job ended for good, if it did; see [`CheckpointStore::mark_jobs_ended`].
+    pub job_ended_at: Option<Micros>,
 }
 
 /// A task in a checkpoint.
@@ -119,42 +119,46 @@ pub struct PartInfo {
 
 /// A store. All clones share one state.
 #[derive(Clone)]
-pub struct Store {
-    shared: Arc<Shared>,
+pub struct CheckpointStore {
+    shared: Arc<StoreState>,
     vm: String,
 }
 
-impl Store {
+impl CheckpointStore {
     /// Opens a store and removes the unfinished work of processes that have died. Creates the
     /// directory and the key file if they do not exist.
     ///
     /// # Errors
     /// The directory or the key file belongs to another user, or other users could read or write
     /// it, among others.
-    pub fn open(dir: &Path, key_file: &Path, limits: Limits) -> Result<Store, StoreError> {
-        Store::open_on(Disk::new(), dir, key_file, limits)
+    pub fn open(
+        dir: &Path,
+        key_file: &Path,
+        limits: StoreLimits,
+    ) -> Result<CheckpointStore, StoreError> {
+        CheckpointStore::open_on(Disk::new(), dir, key_file, limits)
     }
 
     fn open_on(
         disk: Disk,
         dir: &Path,
         key_file: &Path,
-        limits: Limits,
-    ) -> Result<Store, StoreError> {
-        let dir = place::directory(dir)?;
-        let secret = place::secret(key_file, &dir, &disk)?;
-        let shared = Shared {
+        limits: StoreLimits,
+    ) -> Result<CheckpointStore, StoreError> {
+        let dir = location::open_directory(dir)?;
+        let secret = location::read_key(key_file, &dir, &disk)?;
+        let shared = StoreState {
             dir,
             secret,
             limits,
             disk,
         };
         let gone = {
-            let _locked = shared.lock(Act::Open)?;
-            shared.abandoned(Act::Open)?
+            let _locked = shared.lock(StoreOperation::Open)?;
+            shared.hide_abandoned_drafts(StoreOperation::Open)?
         };
-        shared.delete(Act::Open, &gone)?;
-        Ok(Store {
+        shared.delete_hidden(StoreOperation::Open, &gone)?;
+        Ok(CheckpointStore {
             shared: Arc::new(shared),
             vm: String::new(),
         })
@@ -164,35 +168,45 @@ impl Store {
     /// jobs independently: equal numbers denote one job only within one virtual machine. At most
     /// [`VM_BYTES_MAX`] bytes of the name are used.
     #[must_use]
-    pub fn of_vm(&self, vm: &str) -> Store {
-        let whole = (0..=VM_BYTES_MAX.min(vm.len()))
+    pub fn of_vm(&self, vm: &str) -> CheckpointStore {
+        let end = (0..=VM_BYTES_MAX.min(vm.len()))
             .rev()
             .find(|end| vm.is_char_boundary(*end));
-        Store {
+        CheckpointStore {
             shared: Arc::clone(&self.shared),
-            vm: vm[..whole.unwrap_or(0)].to_string(),
+            vm: vm[..end.unwrap_or(0)].to_string(),
         }
     }
 
     /// Starts a checkpoint. `now` is the time since 1970.
     ///
     /// # Errors
-    /// [`StoreError::NoPlace`] if the limits could not be kept with this checkpoint, even after
-    /// removing everything that may be removed. The newest checkpoint of each other job stays
+    /// [`StoreError::LimitsExceeded`] if the limits could not be kept with this checkpoint, even
+    /// after removing everything that may be removed. The newest checkpoint of each other job stays
     /// unless the job has ended for good.
-    pub fn begin(&self, job: Tid, now: Micros) -> Result<Draft, StoreError> {
-        Draft::begin(Arc::clone(&self.shared), self.vm.clone(), job, now)
+    pub fn begin(&self, job: Tid, now: Micros) -> Result<CheckpointDraft, StoreError> {
+        CheckpointDraft::begin(Arc::clone(&self.shared), self.vm.clone(), job, now)
     }
 
     /// Starts a copy of a checkpoint of another store. The copy has the same name and is encrypted
-    /// with the key of this store. `made` is the start time of the original (since 1970), `bytes`
-    /// its size.
+    /// with the key of this store. `started` is the start time of the original (since 1970),
+    /// `bytes` its size.
     ///
     /// # Errors
-    /// [`StoreError::There`] if this store has a checkpoint of this name; otherwise as
-    /// [`Store::begin`].
-    pub fn begin_copy(&self, id: SetId, made: Micros, bytes: u64) -> Result<Draft, StoreError> {
-        Draft::copy(Arc::clone(&self.shared), self.vm.clone(), id, (made, bytes))
+    /// [`StoreError::CheckpointExists`] if this store has a checkpoint of this name; otherwise as
+    /// [`CheckpointStore::begin`].
+    pub fn begin_copy(
+        &self,
+        id: CheckpointId,
+        started: Micros,
+        bytes: u64,
+    ) -> Result<CheckpointDraft, StoreError> {
+        CheckpointDraft::begin_copy(
+            Arc::clone(&self.shared),
+            self.vm.clone(),
+            id,
+            (started, bytes),
+        )
     }
 
     /// Returns all complete checkpoints of all virtual machines, oldest first, and the unreadable
@@ -203,34 +217,34 @@ impl Store {
     ///
     /// # Errors
     /// The directory cannot be read.
-    pub fn list(&self) -> Result<(Vec<SetInfo>, Unreadable), StoreError> {
-        self.shared.read_all(Act::List)
+    pub fn list_checkpoints(&self) -> Result<(Vec<CheckpointInfo>, UnreadableEntries), StoreError> {
+        self.shared.read_all(StoreOperation::List)
     }
 
     /// Opens a complete checkpoint and verifies its manifest.
     ///
     /// # Errors
     /// It does not exist, or it was changed.
-    pub fn open_set(&self, id: &SetId) -> Result<Set, StoreError> {
-        Set::open(Arc::clone(&self.shared), *id)
+    pub fn open_checkpoint(&self, id: &CheckpointId) -> Result<StoredCheckpoint, StoreError> {
+        StoredCheckpoint::open(Arc::clone(&self.shared), *id)
     }
 
     /// Removes a checkpoint, even an unreadable one.
     ///
     /// # Errors
     /// [`StoreError::InUse`] while it is open for reading.
-    pub fn remove(&self, id: &SetId) -> Result<(), StoreError> {
-        let act = Act::Remove;
+    pub fn remove(&self, id: &CheckpointId) -> Result<(), StoreError> {
+        let operation = StoreOperation::Remove;
         let gone = {
-            let _locked = self.shared.lock(act)?;
-            self.shared.retire_set(act, *id)?
+            let _locked = self.shared.lock(operation)?;
+            self.shared.hide_checkpoint(operation, *id)?
         };
-        self.shared.delete(act, &[gone])
+        self.shared.delete_hidden(operation, &[gone])
     }
 
     /// True if the virtual machine of this handle made the checkpoint.
-    pub fn is_own(&self, set: &SetInfo) -> bool {
-        set.vm == self.vm
+    pub fn is_own_checkpoint(&self, checkpoint: &CheckpointInfo) -> bool {
+        checkpoint.vm == self.vm
     }
 
     /// Records when the jobs of these checkpoints ended for good, or with `None` that they have
@@ -239,29 +253,40 @@ impl Store {
     ///
     /// # Errors
     /// Checkpoints whose mark could not be written stay longer.
-    pub fn mark(&self, of: &[SetId], ended: Option<Micros>) -> Result<(), StoreError> {
-        let (act, shared) = (Act::Mark, &self.shared);
-        let _locked = shared.lock(act)?;
-        let (sets, _) = shared.read_all(act)?;
-        let jobs: Vec<(&str, Tid)> = sets
+    pub fn mark_jobs_ended(
+        &self,
+        ids: &[CheckpointId],
+        ended: Option<Micros>,
+    ) -> Result<(), StoreError> {
+        let (operation, shared) = (StoreOperation::Mark, &self.shared);
+        let _locked = shared.lock(operation)?;
+        let (checkpoints, _) = shared.read_all(operation)?;
+        let jobs: Vec<(&str, Tid)> = checkpoints
             .iter()
-            .filter(|set| of.contains(&set.id))
-            .map(|set| (&*set.vm, set.job))
+            .filter(|checkpoint| ids.contains(&checkpoint.id))
+            .map(|checkpoint| (&*checkpoint.vm, checkpoint.job))
             .collect();
-        let theirs = sets.iter().filter(|set| {
-            jobs.contains(&(&*set.vm, set.job)) && set.ended.is_some() != ended.is_some()
+        let marked = checkpoints.iter().filter(|checkpoint| {
+            jobs.contains(&(&*checkpoint.vm, checkpoint.job))
+                && checkpoint.job_ended_at.is_some() != ended.is_some()
         });
-        theirs
-            .map(|set| ended::write(&shared.disk, &shared.set_dir(set.id), ended))
+        marked
+            .map(|checkpoint| {
+                end_mark::write(&shared.disk, &shared.checkpoint_dir(checkpoint.id), ended)
+            })
             .fold(Ok(()), Result::and)
     }
 
-    /// Removes the checkpoints of jobs that ended for good [`ENDED_KEPT`] ago, then those that
-    /// [`Store::sweep`] removes.
+    /// Removes the checkpoints of jobs that ended for good [`ENDED_RETENTION`] ago, then those that
+    /// [`CheckpointStore::enforce_limits`] removes.
     ///
     /// # Errors
     /// Checkpoints that were not removed are unchanged.
-    pub fn tidy(&self, now: Micros, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
+    pub fn remove_expired(
+        &self,
+        now: Micros,
+        keep: impl Fn(&CheckpointInfo) -> bool,
+    ) -> Result<SweepResult, StoreError> {
         self.remove_superfluous(Some(now), keep)
     }
 
@@ -276,46 +301,52 @@ impl Store {
     ///
     /// # Errors
     /// Checkpoints that were not removed are unchanged.
-    pub fn sweep(&self, keep: impl Fn(&SetInfo) -> bool) -> Result<Swept, StoreError> {
+    pub fn enforce_limits(
+        &self,
+        keep: impl Fn(&CheckpointInfo) -> bool,
+    ) -> Result<SweepResult, StoreError> {
         self.remove_superfluous(None, keep)
     }
 
     fn remove_superfluous(
         &self,
         now: Option<Micros>,
-        keep: impl Fn(&SetInfo) -> bool,
-    ) -> Result<Swept, StoreError> {
-        let (act, shared) = (Act::Sweep, &self.shared);
-        let locked = shared.lock(act)?;
-        let mut gone = shared.abandoned(act)?;
-        let (sets, _) = shared.read_all(act)?;
-        let mut total = Total::of(&sets);
-        let mut swept = Swept::default();
-        for set in superfluous(&sets, keep) {
-            let is_old = |ended| now.is_some_and(|now: Micros| now.since(ended) >= ENDED_KEPT);
-            if total.over(&shared.limits) == (0, 0) && !set.ended.is_some_and(is_old) {
+        keep: impl Fn(&CheckpointInfo) -> bool,
+    ) -> Result<SweepResult, StoreError> {
+        let (operation, shared) = (StoreOperation::Sweep, &self.shared);
+        let locked = shared.lock(operation)?;
+        let mut gone = shared.hide_abandoned_drafts(operation)?;
+        let (checkpoints, _) = shared.read_all(operation)?;
+        let mut total = StoreUsage::of(&checkpoints);
+        let mut swept = SweepResult::default();
+        for checkpoint in removable(&checkpoints, keep) {
+            let is_expired =
+                |ended| now.is_some_and(|now: Micros| now.since(ended) >= ENDED_RETENTION);
+            if total.excess(&shared.limits) == (0, 0)
+                && !checkpoint.job_ended_at.is_some_and(is_expired)
+            {
                 // Expired checkpoints come first, so no other one has expired.
                 break;
             }
-            match shared.retire_set(act, set.id) {
+            match shared.hide_checkpoint(operation, checkpoint.id) {
                 Ok(dir) => gone.push(dir),
                 Err(StoreError::InUse(_)) => continue,
                 Err(why) => return Err(why),
             }
-            total = Total {
-                sets: total.sets - 1,
-                bytes: total.bytes.saturating_sub(set.bytes),
+            total = StoreUsage {
+                checkpoints: total.checkpoints - 1,
+                bytes: total.bytes.saturating_sub(checkpoint.bytes),
             };
-            swept.removed.push(set.clone());
+            swept.removed.push(checkpoint.clone());
         }
         drop(locked);
-        (swept.sets_over, swept.bytes_over) = total.over(&shared.limits);
-        shared.delete(act, &gone)?;
+        (swept.checkpoints_over_limit, swept.bytes_over_limit) = total.excess(&shared.limits);
+        shared.delete_hidden(operation, &gone)?;
         Ok(swept)
     }
 }
 
-impl fmt::Debug for Store {
+impl fmt::Debug for CheckpointStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the store in {}", self.shared.dir.display())
     }

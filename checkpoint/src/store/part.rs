@@ -3,8 +3,8 @@
 //! The stream contains for each file its name, length and content, and at the end the counts. Runs
 //! of zero blocks are only counted.
 
-use super::error::{Act, StoreError, failed};
-use super::seal::{Broken, Opener};
+use super::encryption::{DecryptError, Decryptor};
+use super::error::{StoreError, StoreOperation, write_error};
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, Metadata, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -19,75 +19,80 @@ pub const IMAGES_BYTES_MAX: u64 = 1 << 42;
 /// Largest length of a file name (NAME_MAX).
 const NAME_BYTES_MAX: usize = 255;
 /// Bytes that are read at a time.
-const PIECE_BYTES: usize = 1 << 20;
+const READ_BYTES: usize = 1 << 20;
 /// Zeros are detected in blocks of one memory page.
 const BLOCK_BYTES: usize = 4096;
-const BLOCK_OF_ZEROS: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
+const ZERO_BLOCK: [u8; BLOCK_BYTES] = [0; BLOCK_BYTES];
 
 /// Tags of the records in the stream.
-const END: u8 = 0;
-const FILE: u8 = 1;
-const DATA: u8 = 2;
-const ZEROS: u8 = 3;
+const TAG_END: u8 = 0;
+const TAG_FILE: u8 = 1;
+const TAG_DATA: u8 = 2;
+const TAG_ZEROS: u8 = 3;
 
 /// The files of a directory, listed before any is read.
 #[derive(Debug)]
-pub(super) struct Images {
+pub(super) struct ImageFiles {
     dir: PathBuf,
     files: Vec<(OsString, u64)>,
     /// Bytes of all files.
     pub(super) bytes: u64,
 }
 
-fn refused(path: &Path, why: impl Into<String>) -> StoreError {
-    StoreError::Images {
+fn unusable_images(path: &Path, why: impl Into<String>) -> StoreError {
+    StoreError::UnusableImages {
         path: path.to_path_buf(),
         why: why.into(),
     }
 }
 
-fn unreadable(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
-    move |e| refused(path, format!("it cannot be read: {e}"))
+fn unreadable_image(path: &Path) -> impl FnOnce(io::Error) -> StoreError {
+    move |e| unusable_images(path, format!("it cannot be read: {e}"))
 }
 
 /// Returns the length of a regular file; refuses other kinds.
-fn plain(path: &Path, meta: &Metadata) -> Result<u64, StoreError> {
+fn regular_file_length(path: &Path, meta: &Metadata) -> Result<u64, StoreError> {
     match meta.file_type() {
         kind if kind.is_file() => Ok(meta.len()),
-        kind if kind.is_symlink() => Err(refused(
+        kind if kind.is_symlink() => Err(unusable_images(
             path,
             "it is a symbolic link, and images are plain files",
         )),
-        kind if kind.is_dir() => Err(refused(
+        kind if kind.is_dir() => Err(unusable_images(
             path,
             "it is a directory, and images are plain files",
         )),
-        _ => Err(refused(
+        _ => Err(unusable_images(
             path,
             "it is a device, pipe or socket, and images are plain files",
         )),
     }
 }
 
-impl Images {
+impl ImageFiles {
     /// Lists a directory, which must contain regular files only.
-    pub(super) fn of(dir: &Path) -> Result<Images, StoreError> {
-        if !dir.symlink_metadata().map_err(unreadable(dir))?.is_dir() {
-            return Err(refused(dir, "it is no directory"));
+    pub(super) fn list(dir: &Path) -> Result<ImageFiles, StoreError> {
+        if !dir
+            .symlink_metadata()
+            .map_err(unreadable_image(dir))?
+            .is_dir()
+        {
+            return Err(unusable_images(dir, "it is no directory"));
         }
-        let mut images = Images {
+        let mut images = ImageFiles {
             dir: dir.to_path_buf(),
             files: Vec::new(),
             bytes: 0,
         };
-        for entry in dir.read_dir().map_err(unreadable(dir))? {
-            let entry = entry.map_err(unreadable(dir))?;
+        for entry in dir.read_dir().map_err(unreadable_image(dir))? {
+            let entry = entry.map_err(unreadable_image(dir))?;
             let path = entry.path();
-            let bytes = plain(&path, &entry.metadata().map_err(unreadable(&path))?)?;
+            let bytes =
+                regular_file_length(&path, &entry.metadata().map_err(unreadable_image(&path))?)?;
             images.files.push((entry.file_name(), bytes));
             images.bytes = images.bytes.saturating_add(bytes);
             if images.files.len() > FILES_MAX || images.bytes > IMAGES_BYTES_MAX {
-                return Err(refused(
+                return Err(unusable_images(
                     dir,
                     format!(
                         "there are more than {FILES_MAX} files or {IMAGES_BYTES_MAX} bytes in it"
@@ -100,7 +105,7 @@ impl Images {
     }
 
     /// Writes all files to the stream. `target` is the destination, for errors.
-    pub(super) fn pour(
+    pub(super) fn write_stream(
         &self,
         target: &Path,
         mut put: impl FnMut(&[u8]) -> io::Result<()>,
@@ -111,11 +116,11 @@ impl Images {
             let mut out = |record: &[u8], data: &[u8], left: u64| {
                 put(record)
                     .and_then(|()| put(data))
-                    .map_err(|e| failed(Act::Add, target, e, Some(left)))
+                    .map_err(|e| write_error(StoreOperation::Add, target, e, Some(left)))
             };
             let length = name.len() as u16;
             let head = [
-                &[FILE][..],
+                &[TAG_FILE][..],
                 &length.to_le_bytes(),
                 name.as_bytes(),
                 &bytes.to_le_bytes(),
@@ -123,20 +128,20 @@ impl Images {
             .concat();
             out(&head, &[], left)?;
             let mut file = open_image(&path, *bytes)?;
-            let mut piece = vec![0; PIECE_BYTES.min(*bytes as usize)];
+            let mut piece = vec![0; READ_BYTES.min(*bytes as usize)];
             let mut file_left = *bytes;
             while file_left > 0 {
-                let piece = &mut piece[..PIECE_BYTES.min(file_left as usize)];
-                file.read_exact(piece).map_err(unreadable(&path))?;
-                for (zeros, run) in runs(piece) {
+                let piece = &mut piece[..READ_BYTES.min(file_left as usize)];
+                file.read_exact(piece).map_err(unreadable_image(&path))?;
+                for (zeros, run) in split_zero_runs(piece) {
                     match zeros {
                         true => out(
-                            &[&[ZEROS][..], &(run.len() as u64).to_le_bytes()].concat(),
+                            &[&[TAG_ZEROS][..], &(run.len() as u64).to_le_bytes()].concat(),
                             &[],
                             left,
                         )?,
                         false => out(
-                            &[&[DATA][..], &(run.len() as u32).to_le_bytes()].concat(),
+                            &[&[TAG_DATA][..], &(run.len() as u32).to_le_bytes()].concat(),
                             run,
                             left,
                         )?,
@@ -145,17 +150,17 @@ impl Images {
                     file_left -= run.len() as u64;
                 }
             }
-            if file.read(&mut [0]).map_err(unreadable(&path))? > 0 {
-                return Err(refused(&path, "it grew while it was read"));
+            if file.read(&mut [0]).map_err(unreadable_image(&path))? > 0 {
+                return Err(unusable_images(&path, "it grew while it was read"));
             }
         }
         let end = [
-            &[END][..],
+            &[TAG_END][..],
             &(self.files.len() as u32).to_le_bytes(),
             &self.bytes.to_le_bytes(),
         ]
         .concat();
-        put(&end).map_err(|e| failed(Act::Add, target, e, Some(0)))
+        put(&end).map_err(|e| write_error(StoreOperation::Add, target, e, Some(0)))
     }
 }
 
@@ -167,9 +172,9 @@ fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
         .read(true)
         .custom_flags(flags)
         .open(path)
-        .map_err(unreadable(path))?;
-    if plain(path, &file.metadata().map_err(unreadable(path))?)? != bytes {
-        return Err(refused(
+        .map_err(unreadable_image(path))?;
+    if regular_file_length(path, &file.metadata().map_err(unreadable_image(path))?)? != bytes {
+        return Err(unusable_images(
             path,
             "its length changed while the images were read",
         ));
@@ -178,8 +183,8 @@ fn open_image(path: &Path, bytes: u64) -> Result<File, StoreError> {
 }
 
 /// Splits a piece of a file into runs of blocks that are all zeros (true) or not.
-fn runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
-    let zeros = |block: &[u8]| block == &BLOCK_OF_ZEROS[..block.len()];
+fn split_zero_runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
+    let zeros = |block: &[u8]| block == &ZERO_BLOCK[..block.len()];
     let mut rest = piece;
     std::iter::from_fn(move || {
         let first = zeros(rest.chunks(BLOCK_BYTES).next()?);
@@ -187,59 +192,59 @@ fn runs(piece: &[u8]) -> impl Iterator<Item = (bool, &[u8])> {
             .chunks(BLOCK_BYTES)
             .take_while(|block| zeros(block) == first)
             .count();
-        let (run, later) = rest.split_at((blocks * BLOCK_BYTES).min(rest.len()));
-        rest = later;
+        let (run, remaining) = rest.split_at((blocks * BLOCK_BYTES).min(rest.len()));
+        rest = remaining;
         Some((first, run))
     })
 }
 
 /// The reason why a stream was not unpacked.
 #[derive(Debug)]
-pub(super) enum Stopped {
+pub(super) enum UnpackError {
     /// The stream is damaged.
-    Broken(Broken),
+    Broken(DecryptError),
     /// A file could not be written. The last field is the number of bytes of all files that were
     /// written before.
     Write(PathBuf, io::Error, u64),
 }
 
-impl From<Broken> for Stopped {
-    fn from(broken: Broken) -> Stopped {
-        Stopped::Broken(broken)
+impl From<DecryptError> for UnpackError {
+    fn from(broken: DecryptError) -> UnpackError {
+        UnpackError::Broken(broken)
     }
 }
 
-fn changed(why: impl Into<String>) -> Stopped {
-    Stopped::Broken(Broken::Changed(why.into()))
+fn damaged(why: impl Into<String>) -> UnpackError {
+    UnpackError::Broken(DecryptError::Changed(why.into()))
 }
 
 /// Writes the files of a stream into an empty directory and returns their bytes. On an error the
 /// caller removes the directory.
-pub(super) fn unpack<R: Read>(stream: &mut Opener<R>, to: &Path) -> Result<u64, Stopped> {
-    let (mut files, mut all) = (0usize, 0u64);
+pub(super) fn unpack<R: Read>(stream: &mut Decryptor<R>, to: &Path) -> Result<u64, UnpackError> {
+    let (mut files, mut total_bytes) = (0usize, 0u64);
     loop {
-        match number::<_, 1>(stream)?[0] {
-            FILE => {
-                all = all.saturating_add(unpack_file(stream, to, all)?);
+        match read_bytes::<_, 1>(stream)?[0] {
+            TAG_FILE => {
+                total_bytes = total_bytes.saturating_add(unpack_file(stream, to, total_bytes)?);
                 files += 1;
-                if files > FILES_MAX || all > IMAGES_BYTES_MAX {
-                    return Err(changed("it has more files or bytes than are possible"));
+                if files > FILES_MAX || total_bytes > IMAGES_BYTES_MAX {
+                    return Err(damaged("it has more files or bytes than are possible"));
                 }
             }
-            END => {
+            TAG_END => {
                 let counts = (
-                    u32::from_le_bytes(number(stream)?) as usize,
-                    u64::from_le_bytes(number(stream)?),
+                    u32::from_le_bytes(read_bytes(stream)?) as usize,
+                    u64::from_le_bytes(read_bytes(stream)?),
                 );
-                if counts != (files, all) {
-                    return Err(changed(format!(
-                        "{files} files of {all} bytes are in it, and it says {counts:?}"
+                if counts != (files, total_bytes) {
+                    return Err(damaged(format!(
+                        "{files} files of {total_bytes} bytes are in it, and it says {counts:?}"
                     )));
                 }
-                return Ok(all);
+                return Ok(total_bytes);
             }
             other => {
-                return Err(changed(format!(
+                return Err(damaged(format!(
                     "a file or the end was expected, and {other} was found"
                 )));
             }
@@ -247,49 +252,54 @@ pub(super) fn unpack<R: Read>(stream: &mut Opener<R>, to: &Path) -> Result<u64, 
     }
 }
 
-fn number<R: Read, const N: usize>(stream: &mut Opener<R>) -> Result<[u8; N], Broken> {
+fn read_bytes<R: Read, const N: usize>(stream: &mut Decryptor<R>) -> Result<[u8; N], DecryptError> {
     let mut bytes = [0; N];
     stream.fill(&mut bytes)?;
     Ok(bytes)
 }
 
 /// Writes one file and returns its bytes. `before` is the number of bytes of the previous files.
-fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Result<u64, Stopped> {
-    let length = usize::from(u16::from_le_bytes(number(stream)?));
+fn unpack_file<R: Read>(
+    stream: &mut Decryptor<R>,
+    to: &Path,
+    before: u64,
+) -> Result<u64, UnpackError> {
+    let length = usize::from(u16::from_le_bytes(read_bytes(stream)?));
     if length > NAME_BYTES_MAX {
-        return Err(changed(format!("a file name of {length} bytes is in it")));
+        return Err(damaged(format!("a file name of {length} bytes is in it")));
     }
     let mut name = vec![0; length];
     stream.fill(&mut name)?;
-    let bytes = u64::from_le_bytes(number(stream)?);
-    let path = plain_name(&name).map(|name| to.join(name));
+    let bytes = u64::from_le_bytes(read_bytes(stream)?);
+    let path = checked_file_name(&name).map(|name| to.join(name));
     let path = path.ok_or_else(|| {
-        changed(format!(
+        damaged(format!(
             "{:?} is no plain file name",
             OsStr::from_bytes(&name)
         ))
     })?;
     if bytes > IMAGES_BYTES_MAX {
-        return Err(changed(format!("a file of {bytes} bytes is in it")));
+        return Err(damaged(format!("a file of {bytes} bytes is in it")));
     }
     let mut left = bytes;
-    let stopped = |e: io::Error, left: u64| Stopped::Write(path.clone(), e, before + bytes - left);
-    let mut file = new_file(&path).map_err(|e| stopped(e, left))?;
+    let stopped =
+        |e: io::Error, left: u64| UnpackError::Write(path.clone(), e, before + bytes - left);
+    let mut file = create_file(&path).map_err(|e| stopped(e, left))?;
     while left > 0 {
-        let kind = number::<_, 1>(stream)?[0];
+        let kind = read_bytes::<_, 1>(stream)?[0];
         let run = match kind {
-            DATA => u64::from(u32::from_le_bytes(number(stream)?)),
-            ZEROS => u64::from_le_bytes(number(stream)?),
+            TAG_DATA => u64::from(u32::from_le_bytes(read_bytes(stream)?)),
+            TAG_ZEROS => u64::from_le_bytes(read_bytes(stream)?),
             other => {
-                return Err(changed(format!(
+                return Err(damaged(format!(
                     "{left} bytes of a file were expected, and {other} was found"
                 )));
             }
         };
         if run == 0 || run > left {
-            return Err(changed("the pieces of a file are not as long as the file"));
+            return Err(damaged("the pieces of a file are not as long as the file"));
         }
-        if kind == ZEROS {
+        if kind == TAG_ZEROS {
             // A hole, which reads as zeros. A run is never longer than its file, so the position
             // cannot overflow.
             file.seek(SeekFrom::Current(run as i64))
@@ -299,7 +309,7 @@ fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Resul
             while rest > 0 {
                 let data = stream.next(rest)?;
                 if data.is_empty() {
-                    return Err(changed("its content ends in the middle"));
+                    return Err(damaged("its content ends in the middle"));
                 }
                 rest -= data.len();
                 file.write_all(data).map_err(|e| stopped(e, left))?;
@@ -312,7 +322,7 @@ fn unpack_file<R: Read>(stream: &mut Opener<R>, to: &Path, before: u64) -> Resul
     Ok(bytes)
 }
 
-fn new_file(path: &Path) -> io::Result<File> {
+fn create_file(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -321,7 +331,7 @@ fn new_file(path: &Path) -> io::Result<File> {
 }
 
 /// Returns the name unless it contains a path.
-fn plain_name(name: &[u8]) -> Option<OsString> {
+fn checked_file_name(name: &[u8]) -> Option<OsString> {
     let plain = !name.is_empty()
         && !name.contains(&b'/')
         && !name.contains(&0)
@@ -332,35 +342,38 @@ fn plain_name(name: &[u8]) -> Option<OsString> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::id::SetId;
-    use super::super::seal::{KEY_BYTES, Sealer, Secret, What};
+    use super::super::encryption::{Encryptor, FileRole, KEY_BYTES, StoreKey};
+    use super::super::id::CheckpointId;
     use super::*;
     use sempa_proto::{Micros, Tid};
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
     /// Unpacks a stream after encrypting it with the right key.
-    fn unpacked(stream: &[u8], to: &Path) -> Result<u64, Stopped> {
-        let secret = Secret::new([1; KEY_BYTES], Path::new("key")).expect("a key");
-        let what = What::Part(SetId::after(std::iter::empty(), JOB, Micros(0)), JOB);
-        let mut sealed = Vec::new();
+    fn unpacked(stream: &[u8], to: &Path) -> Result<u64, UnpackError> {
+        let secret = StoreKey::new([1; KEY_BYTES], Path::new("key")).expect("a key");
+        let what = FileRole::Part(
+            CheckpointId::next_id(std::iter::empty(), JOB, Micros(0)),
+            JOB,
+        );
+        let mut encrypted = Vec::new();
         let write = |bytes: &[u8]| {
-            sealed.extend_from_slice(bytes);
+            encrypted.extend_from_slice(bytes);
             Ok(())
         };
-        let mut sealer = Sealer::new(&secret, what, write).expect("sealed");
-        sealer.put(stream).expect("sealed");
-        sealer.end().expect("sealed");
-        let mut opener = Opener::new(&secret, what, &sealed[..], sealed.len() as u64)?;
-        let bytes = unpack(&mut opener, to)?;
-        opener.end()?;
+        let mut encryptor = Encryptor::new(&secret, what, write).expect("sealed");
+        encryptor.append(stream).expect("sealed");
+        encryptor.finish().expect("sealed");
+        let mut decryptor = Decryptor::new(&secret, what, &encrypted[..], encrypted.len() as u64)?;
+        let bytes = unpack(&mut decryptor, to)?;
+        decryptor.finish()?;
         Ok(bytes)
     }
 
     fn file(name: &[u8], bytes: u64, content: &[u8]) -> Vec<u8> {
         let length = name.len() as u16;
         [
-            &[FILE][..],
+            &[TAG_FILE][..],
             &length.to_le_bytes(),
             name,
             &bytes.to_le_bytes(),
@@ -370,15 +383,15 @@ mod tests {
     }
 
     fn data(bytes: &[u8]) -> Vec<u8> {
-        [&[DATA][..], &(bytes.len() as u32).to_le_bytes(), bytes].concat()
+        [&[TAG_DATA][..], &(bytes.len() as u32).to_le_bytes(), bytes].concat()
     }
 
     fn zeros(bytes: u64) -> Vec<u8> {
-        [&[ZEROS][..], &bytes.to_le_bytes()].concat()
+        [&[TAG_ZEROS][..], &bytes.to_le_bytes()].concat()
     }
 
     fn end(files: u32, bytes: u64) -> Vec<u8> {
-        [&[END][..], &files.to_le_bytes(), &bytes.to_le_bytes()].concat()
+        [&[TAG_END][..], &files.to_le_bytes(), &bytes.to_le_bytes()].concat()
     }
 
     /// A stream that is encrypted correctly but malformed is refused.
@@ -404,7 +417,7 @@ mod tests {
             let dir = tempfile::tempdir().expect("a directory");
             let result = unpacked(&stream, dir.path());
             assert!(
-                matches!(result, Err(Stopped::Broken(Broken::Changed(_)))),
+                matches!(result, Err(UnpackError::Broken(DecryptError::Changed(_)))),
                 "{stream:?}: {result:?}"
             );
         }
@@ -412,7 +425,7 @@ mod tests {
             let dir = tempfile::tempdir().expect("a directory");
             let result = unpacked(&[file(name, 0, &[]), end(1, 0)].concat(), dir.path());
             assert!(
-                matches!(result, Err(Stopped::Broken(Broken::Changed(_)))),
+                matches!(result, Err(UnpackError::Broken(DecryptError::Changed(_)))),
                 "{name:?}: {result:?}"
             );
             assert_eq!(
@@ -433,7 +446,7 @@ mod tests {
         ]
         .concat();
         assert!(
-            matches!(unpacked(&stream, dir.path()), Err(Stopped::Write(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
+            matches!(unpacked(&stream, dir.path()), Err(UnpackError::Write(_, e, 1)) if e.raw_os_error() == Some(libc::EEXIST))
         );
     }
 
@@ -441,7 +454,7 @@ mod tests {
     fn zero_runs_are_found_by_blocks() {
         let block = |byte: u8| vec![byte; BLOCK_BYTES];
         let piece = [block(0), block(0), block(1), block(0), vec![0; 5]].concat();
-        let found: Vec<(bool, usize)> = runs(&piece)
+        let found: Vec<(bool, usize)> = split_zero_runs(&piece)
             .map(|(zeros, run)| (zeros, run.len()))
             .collect();
         assert_eq!(
@@ -452,10 +465,12 @@ mod tests {
                 (true, BLOCK_BYTES + 5)
             ]
         );
-        assert_eq!(runs(&[]).count(), 0);
+        assert_eq!(split_zero_runs(&[]).count(), 0);
         let almost = [vec![0; BLOCK_BYTES - 1], vec![1]].concat();
         assert_eq!(
-            runs(&almost).map(|(zeros, _)| zeros).collect::<Vec<_>>(),
+            split_zero_runs(&almost)
+                .map(|(zeros, _)| zeros)
+                .collect::<Vec<_>>(),
             [false]
         );
     }

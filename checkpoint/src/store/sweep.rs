@@ -1,52 +1,54 @@
 //! Selects the checkpoints that may be removed. Pure.
 
-use super::id::SetId;
-use super::{Limits, SetInfo};
+use super::id::CheckpointId;
+use super::{CheckpointInfo, StoreLimits};
 use sempa_proto::Tid;
 use std::collections::HashMap;
 
 /// The result of a sweep.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Swept {
+pub struct SweepResult {
     /// The removed checkpoints, in the order of removal.
-    pub removed: Vec<SetInfo>,
+    pub removed: Vec<CheckpointInfo>,
     /// Checkpoints above the limit of the store that may not be removed.
-    pub sets_over: usize,
+    pub checkpoints_over_limit: usize,
     /// Bytes above the limit of the store that may not be removed.
-    pub bytes_over: u64,
+    pub bytes_over_limit: u64,
 }
 
 /// A number of checkpoints and their bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Total {
-    pub(super) sets: usize,
+pub(super) struct StoreUsage {
+    pub(super) checkpoints: usize,
     pub(super) bytes: u64,
 }
 
-impl Total {
-    pub(super) fn of<'a>(sets: impl IntoIterator<Item = &'a SetInfo>) -> Total {
-        let add = |sum: Total, set: &SetInfo| Total {
-            sets: sum.sets + 1,
-            bytes: sum.bytes.saturating_add(set.bytes),
+impl StoreUsage {
+    pub(super) fn of<'a>(checkpoints: impl IntoIterator<Item = &'a CheckpointInfo>) -> StoreUsage {
+        let add = |sum: StoreUsage, checkpoint: &CheckpointInfo| StoreUsage {
+            checkpoints: sum.checkpoints + 1,
+            bytes: sum.bytes.saturating_add(checkpoint.bytes),
         };
-        sets.into_iter().fold(Total::default(), add)
+        checkpoints.into_iter().fold(StoreUsage::default(), add)
     }
 
     /// Returns the checkpoints and bytes above the limits.
-    pub(super) fn over(self, limits: &Limits) -> (usize, u64) {
+    pub(super) fn excess(self, limits: &StoreLimits) -> (usize, u64) {
         (
-            self.sets.saturating_sub(limits.sets_max),
+            self.checkpoints.saturating_sub(limits.checkpoints_max),
             self.bytes.saturating_sub(limits.bytes_max),
         )
     }
 }
 
 /// Returns the newest checkpoint of each job. Virtual machines number their jobs independently.
-fn newest(sets: &[SetInfo]) -> HashMap<(&str, Tid), SetId> {
-    let mut newest: HashMap<(&str, Tid), SetId> = HashMap::new();
-    for set in sets {
-        let place = newest.entry((&set.vm, set.job)).or_insert(set.id);
-        *place = set.id.max(*place);
+fn newest(checkpoints: &[CheckpointInfo]) -> HashMap<(&str, Tid), CheckpointId> {
+    let mut newest: HashMap<(&str, Tid), CheckpointId> = HashMap::new();
+    for checkpoint in checkpoints {
+        let latest = newest
+            .entry((&checkpoint.vm, checkpoint.job))
+            .or_insert(checkpoint.id);
+        *latest = checkpoint.id.max(*latest);
     }
     newest
 }
@@ -54,26 +56,45 @@ fn newest(sets: &[SetInfo]) -> HashMap<(&str, Tid), SetId> {
 /// Returns the checkpoints that may be removed, in the order of removal: first those of jobs that
 /// have ended for good, in the order of these ends; then the others, oldest first. Excluded are the
 /// newest checkpoint of each job that has not ended, and those for which `keep` returns true.
-pub(super) fn superfluous(sets: &[SetInfo], keep: impl Fn(&SetInfo) -> bool) -> Vec<&SetInfo> {
-    let newest = newest(sets);
-    let is_newest = |set: &SetInfo| newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id);
-    let goes = |set: &&SetInfo| (set.ended.is_some() || !is_newest(set)) && !keep(set);
-    let mut superfluous: Vec<&SetInfo> = sets.iter().filter(goes).collect();
-    superfluous.sort_by_key(|set| (set.ended.is_none(), set.ended, set.id));
+pub(super) fn removable(
+    checkpoints: &[CheckpointInfo],
+    keep: impl Fn(&CheckpointInfo) -> bool,
+) -> Vec<&CheckpointInfo> {
+    let newest = newest(checkpoints);
+    let is_newest = |checkpoint: &CheckpointInfo| {
+        newest.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
+    };
+    let is_removable = |checkpoint: &&CheckpointInfo| {
+        (checkpoint.job_ended_at.is_some() || !is_newest(checkpoint)) && !keep(checkpoint)
+    };
+    let mut superfluous: Vec<&CheckpointInfo> = checkpoints.iter().filter(is_removable).collect();
+    superfluous.sort_by_key(|checkpoint| {
+        (
+            checkpoint.job_ended_at.is_none(),
+            checkpoint.job_ended_at,
+            checkpoint.id,
+        )
+    });
     superfluous
 }
 
 /// Returns what remains if this job gets a new checkpoint and everything is removed that may be:
 /// the newest checkpoints of the other jobs that have not ended for good.
-pub(super) fn others(sets: &[SetInfo], vm: &str, job: Tid) -> Total {
-    let newest = newest(sets);
-    let is_newest = |set: &&SetInfo| {
-        set.ended.is_none() && newest.get(&(set.vm.as_str(), set.job)) == Some(&set.id)
+pub(super) fn remaining_of_other_jobs(
+    checkpoints: &[CheckpointInfo],
+    vm: &str,
+    job: Tid,
+) -> StoreUsage {
+    let newest = newest(checkpoints);
+    let is_newest = |checkpoint: &&CheckpointInfo| {
+        checkpoint.job_ended_at.is_none()
+            && newest.get(&(checkpoint.vm.as_str(), checkpoint.job)) == Some(&checkpoint.id)
     };
-    Total::of(
-        sets.iter()
+    StoreUsage::of(
+        checkpoints
+            .iter()
             .filter(is_newest)
-            .filter(|set| set.vm != vm || set.job != job),
+            .filter(|checkpoint| checkpoint.vm != vm || checkpoint.job != job),
     )
 }
 
@@ -82,17 +103,17 @@ mod tests {
     use super::*;
     use sempa_proto::Micros;
 
-    fn set(vm: &str, job: i32, second: u64, bytes: u64) -> SetInfo {
-        let (job, made) = (Tid::from_raw(job), Micros::from_secs(second));
-        let id = SetId::after(std::iter::empty(), job, made);
-        SetInfo {
+    fn info(vm: &str, job: i32, second: u64, bytes: u64) -> CheckpointInfo {
+        let (job, started) = (Tid::from_raw(job), Micros::from_secs(second));
+        let id = CheckpointId::next_id(std::iter::empty(), job, started);
+        CheckpointInfo {
             id,
             vm: vm.into(),
             job,
-            made,
+            started,
             bytes,
             parts: vec![],
-            ended: None,
+            job_ended_at: None,
         }
     }
 
@@ -100,21 +121,23 @@ mod tests {
     /// first.
     #[test]
     fn newest_checkpoint_of_a_job_is_never_removable() {
-        let sets = [
-            set("a", 2, 9, 1),
-            set("a", 1, 5, 1),
-            set("a", 1, 3, 1),
-            set("a", 1, 4, 1),
-            set("a", 2, 1, 1),
+        let checkpoints = [
+            info("a", 2, 9, 1),
+            info("a", 1, 5, 1),
+            info("a", 1, 3, 1),
+            info("a", 1, 4, 1),
+            info("a", 2, 1, 1),
         ];
-        let seconds = |sets: Vec<&SetInfo>| {
-            sets.iter()
-                .map(|set| set.made.0 / 1_000_000)
+        let seconds = |checkpoints: Vec<&CheckpointInfo>| {
+            checkpoints
+                .iter()
+                .map(|checkpoint| checkpoint.started.0 / 1_000_000)
                 .collect::<Vec<_>>()
         };
-        assert_eq!(seconds(superfluous(&sets, |_| false)), [1, 3, 4]);
+        assert_eq!(seconds(removable(&checkpoints, |_| false)), [1, 3, 4]);
         assert_eq!(
-            seconds(superfluous(&sets, |set| set.made == Micros::from_secs(3))),
+            seconds(removable(&checkpoints, |checkpoint| checkpoint.started
+                == Micros::from_secs(3))),
             [1, 4]
         );
     }
@@ -122,59 +145,73 @@ mod tests {
     /// Checkpoints of ended jobs are removed first, beginning with the job that ended first.
     #[test]
     fn ended_jobs_are_removed_first() {
-        let ended = |set: SetInfo, second| SetInfo {
-            ended: Some(Micros::from_secs(second)),
-            ..set
+        let ended = |checkpoint: CheckpointInfo, second| CheckpointInfo {
+            job_ended_at: Some(Micros::from_secs(second)),
+            ..checkpoint
         };
-        let sets = [
-            set("a", 1, 1, 1),
-            set("a", 1, 2, 1),
-            ended(set("a", 2, 8, 1), 20),
-            ended(set("a", 3, 9, 1), 10),
-            ended(set("a", 3, 7, 1), 10),
+        let checkpoints = [
+            info("a", 1, 1, 1),
+            info("a", 1, 2, 1),
+            ended(info("a", 2, 8, 1), 20),
+            ended(info("a", 3, 9, 1), 10),
+            ended(info("a", 3, 7, 1), 10),
         ];
-        let seconds = |sets: Vec<&SetInfo>| {
-            sets.iter()
-                .map(|set| set.made.0 / 1_000_000)
+        let seconds = |checkpoints: Vec<&CheckpointInfo>| {
+            checkpoints
+                .iter()
+                .map(|checkpoint| checkpoint.started.0 / 1_000_000)
                 .collect::<Vec<_>>()
         };
-        assert_eq!(seconds(superfluous(&sets, |_| false)), [7, 9, 8, 1]);
+        assert_eq!(seconds(removable(&checkpoints, |_| false)), [7, 9, 8, 1]);
         assert_eq!(
-            seconds(superfluous(&sets, |set| set.job == Tid::from_raw(3))),
+            seconds(removable(&checkpoints, |checkpoint| checkpoint.job
+                == Tid::from_raw(3))),
             [8, 1]
         );
         assert_eq!(
-            others(&sets, "a", Tid::from_raw(9)),
-            Total { sets: 1, bytes: 1 }
+            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(9)),
+            StoreUsage {
+                checkpoints: 1,
+                bytes: 1
+            }
         );
     }
 
     #[test]
     fn equal_job_numbers_of_two_vms_are_two_jobs() {
-        let sets = [set("a", 1, 3, 10), set("b", 1, 5, 7)];
-        assert!(superfluous(&sets, |_| false).is_empty());
+        let checkpoints = [info("a", 1, 3, 10), info("b", 1, 5, 7)];
+        assert!(removable(&checkpoints, |_| false).is_empty());
         assert_eq!(
-            others(&sets, "a", Tid::from_raw(1)),
-            Total { sets: 1, bytes: 7 }
+            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(1)),
+            StoreUsage {
+                checkpoints: 1,
+                bytes: 7
+            }
         );
     }
 
     #[test]
     fn newest_checkpoint_of_each_other_job_remains() {
-        let sets = [
-            set("a", 1, 3, 1),
-            set("a", 1, 4, 2),
-            set("a", 2, 1, 4),
-            set("a", 2, 2, 8),
-            set("a", 3, 1, 16),
+        let checkpoints = [
+            info("a", 1, 3, 1),
+            info("a", 1, 4, 2),
+            info("a", 2, 1, 4),
+            info("a", 2, 2, 8),
+            info("a", 3, 1, 16),
         ];
         assert_eq!(
-            others(&sets, "a", Tid::from_raw(1)),
-            Total { sets: 2, bytes: 24 }
+            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(1)),
+            StoreUsage {
+                checkpoints: 2,
+                bytes: 24
+            }
         );
         assert_eq!(
-            others(&sets, "a", Tid::from_raw(9)),
-            Total { sets: 3, bytes: 26 }
+            remaining_of_other_jobs(&checkpoints, "a", Tid::from_raw(9)),
+            StoreUsage {
+                checkpoints: 3,
+                bytes: 26
+            }
         );
     }
 }

@@ -1,6 +1,6 @@
 //! The store under faults of the disk: a crash, or a full disk, at every step.
 
-use super::disk::{Disk, Step, Watch};
+use super::disk::{Disk, DiskObserver, DiskStep};
 use super::*;
 use std::collections::BTreeSet;
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ const TASK: Tid = Tid::from_raw(0x80001);
 
 /// The fault at a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fate {
+enum DiskFault {
     /// The process dies; no further step is made.
     Death,
     /// The process dies in the middle of a write.
@@ -23,60 +23,60 @@ enum Fate {
 }
 
 /// Counts the steps and injects the fault.
-struct Fates {
-    strike: Option<(usize, Fate)>,
-    steps: Mutex<Vec<String>>,
+struct FaultInjector {
+    fault: Option<(usize, DiskFault)>,
+    observed_steps: Mutex<Vec<String>>,
     dead: AtomicBool,
 }
 
-impl Fates {
-    fn new(strike: Option<(usize, Fate)>) -> Arc<Fates> {
-        Arc::new(Fates {
-            strike,
-            steps: Mutex::new(Vec::new()),
+impl FaultInjector {
+    fn new(fault: Option<(usize, DiskFault)>) -> Arc<FaultInjector> {
+        Arc::new(FaultInjector {
+            fault,
+            observed_steps: Mutex::new(Vec::new()),
             dead: AtomicBool::new(false),
         })
     }
 
     fn steps(&self) -> Vec<String> {
-        self.steps.lock().expect("unpoisoned").clone()
+        self.observed_steps.lock().expect("unpoisoned").clone()
     }
 }
 
-impl Watch for Fates {
-    fn before(&self, step: &Step<'_>) -> io::Result<()> {
-        let mut steps = self.steps.lock().expect("unpoisoned");
+impl DiskObserver for FaultInjector {
+    fn before(&self, step: &DiskStep<'_>) -> io::Result<()> {
+        let mut steps = self.observed_steps.lock().expect("unpoisoned");
         let name = |path: &Path| {
             path.file_name()
                 .expect("a name")
                 .to_string_lossy()
                 .into_owned()
         };
-        let strike = self.strike.filter(|(at, _)| *at == steps.len());
+        let fault = self.fault.filter(|(at, _)| *at == steps.len());
         steps.push(match step {
-            Step::MakeDir(path) => format!("make directory {}", name(path)),
-            Step::MakeFile(path) => format!("make {}", name(path)),
-            Step::Write(path, ..) => format!("write {}", name(path)),
-            Step::Sync(path) => format!("sync {}", name(path)),
-            Step::SyncDir(path) => format!("sync directory {}", name(path)),
-            Step::Rename(from, to) => format!("rename {} {}", name(from), name(to)),
-            Step::Link(to) => format!("link {}", name(to)),
-            Step::RemoveFile(path) => format!("remove {}", name(path)),
-            Step::RemoveDir(path) => format!("remove directory {}", name(path)),
+            DiskStep::MakeDir(path) => format!("make directory {}", name(path)),
+            DiskStep::MakeFile(path) => format!("make {}", name(path)),
+            DiskStep::Append(path, ..) => format!("write {}", name(path)),
+            DiskStep::Sync(path) => format!("sync {}", name(path)),
+            DiskStep::SyncDir(path) => format!("sync directory {}", name(path)),
+            DiskStep::Rename(from, to) => format!("rename {} {}", name(from), name(to)),
+            DiskStep::Link(to) => format!("link {}", name(to)),
+            DiskStep::RemoveFile(path) => format!("remove {}", name(path)),
+            DiskStep::RemoveDir(path) => format!("remove directory {}", name(path)),
         });
         if self.dead.load(Ordering::Relaxed) {
             return Err(io::Error::other("dead"));
         }
-        let Some((_, fate)) = strike else {
+        let Some((_, fate)) = fault else {
             return Ok(());
         };
-        let takes_room = !matches!(step, Step::RemoveFile(_) | Step::RemoveDir(_));
+        let takes_room = !matches!(step, DiskStep::RemoveFile(_) | DiskStep::RemoveDir(_));
         match (fate, step) {
-            (Fate::Full, _) if takes_room => {
+            (DiskFault::Full, _) if takes_room => {
                 return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
-            (Fate::Full, _) => return Ok(()),
-            (Fate::TornWrite, Step::Write(_, file, bytes)) => {
+            (DiskFault::Full, _) => return Ok(()),
+            (DiskFault::TornWrite, DiskStep::Append(_, file, bytes)) => {
                 let mut file: &std::fs::File = file;
                 file.write_all(&bytes[..bytes.len() / 2]).expect("written");
             }
@@ -104,11 +104,15 @@ impl Scratch {
         self.0.path().join(name)
     }
 
-    fn open(&self, disk: Disk, limits: Limits) -> Result<Store, StoreError> {
-        Store::open_on(disk, &self.at("store"), &self.at("keys/key"), limits)
+    fn open(&self, disk: Disk, limits: StoreLimits) -> Result<CheckpointStore, StoreError> {
+        CheckpointStore::open_on(disk, &self.at("store"), &self.at("keys/key"), limits)
     }
 
-    fn make(&self, store: &Store, second: u64) -> Result<SetInfo, StoreError> {
+    fn write_checkpoint(
+        &self,
+        store: &CheckpointStore,
+        second: u64,
+    ) -> Result<CheckpointInfo, StoreError> {
         let draft = store.begin(JOB, Micros::from_secs(second))?;
         draft.add(JOB, &self.at("images"))?;
         draft.add(TASK, &self.at("images"))?;
@@ -116,7 +120,7 @@ impl Scratch {
     }
 
     /// Returns the names of the entries in the store.
-    fn names(&self) -> BTreeSet<String> {
+    fn entry_names(&self) -> BTreeSet<String> {
         let entries = self.at("store").read_dir().expect("readable");
         entries
             .map(|entry| {
@@ -131,15 +135,15 @@ impl Scratch {
 
     /// Verifies that all visible checkpoints are complete, and returns their start times in
     /// seconds.
-    fn verify(&self, store: &Store) -> Vec<u64> {
-        let (sets, unreadable) = store.list().expect("listed");
+    fn verify_all(&self, store: &CheckpointStore) -> Vec<u64> {
+        let (checkpoints, unreadable) = store.list_checkpoints().expect("listed");
         assert!(unreadable.is_empty(), "{unreadable:?}");
-        for info in &sets {
-            let set = store.open_set(&info.id).expect("opened");
-            assert_eq!((set.info(), set.meta()), (info, &b"meta"[..]));
+        for info in &checkpoints {
+            let checkpoint = store.open_checkpoint(&info.id).expect("opened");
+            assert_eq!((checkpoint.info(), checkpoint.meta()), (info, &b"meta"[..]));
             for tid in [JOB, TASK] {
                 let to = self.at("unpacked");
-                set.unpack(tid, &to).expect("unpacked");
+                checkpoint.unpack(tid, &to).expect("unpacked");
                 assert_eq!(
                     std::fs::read(to.join("pages.img")).expect("there"),
                     content()
@@ -149,7 +153,10 @@ impl Scratch {
                 std::fs::remove_dir_all(to).expect("removed");
             }
         }
-        sets.iter().map(|set| set.made.0 / 1_000_000).collect()
+        checkpoints
+            .iter()
+            .map(|checkpoint| checkpoint.started.0 / 1_000_000)
+            .collect()
     }
 }
 
@@ -161,30 +168,37 @@ fn content() -> Vec<u8> {
 }
 
 /// Writes two checkpoints and removes the older one, with a fault at one step.
-fn story(scratch: &Scratch, fates: &Arc<Fates>) -> Result<(), StoreError> {
-    let limits = Limits {
-        sets_max: 1,
-        ..Limits::default()
+fn run_scenario(scratch: &Scratch, injector: &Arc<FaultInjector>) -> Result<(), StoreError> {
+    let limits = StoreLimits {
+        checkpoints_max: 1,
+        ..StoreLimits::default()
     };
-    let store = scratch.open(Disk::watched(Arc::clone(fates) as Arc<dyn Watch>), limits)?;
-    scratch.make(&store, 1)?;
-    scratch.make(&store, 2)?;
-    let swept = store.sweep(|_| false)?;
+    let store = scratch.open(
+        Disk::with_observer(Arc::clone(injector) as Arc<dyn DiskObserver>),
+        limits,
+    )?;
+    scratch.write_checkpoint(&store, 1)?;
+    scratch.write_checkpoint(&store, 2)?;
+    let swept = store.enforce_limits(|_| false)?;
     assert_eq!(
-        (swept.removed.len(), swept.sets_over, swept.bytes_over),
+        (
+            swept.removed.len(),
+            swept.checkpoints_over_limit,
+            swept.bytes_over_limit
+        ),
         (1, 0, 0)
     );
     Ok(())
 }
 
 /// Returns the steps of the scenario without a fault.
-fn whole_story() -> Vec<String> {
-    let (scratch, fates) = (Scratch::new(), Fates::new(None));
-    story(&scratch, &fates).expect("nothing happens");
+fn scenario_steps() -> Vec<String> {
+    let (scratch, fates) = (Scratch::new(), FaultInjector::new(None));
+    run_scenario(&scratch, &fates).expect("nothing happens");
     assert_eq!(
-        scratch.verify(
+        scratch.verify_all(
             &scratch
-                .open(Disk::new(), Limits::default())
+                .open(Disk::new(), StoreLimits::default())
                 .expect("opened")
         ),
         [2]
@@ -196,29 +210,32 @@ fn whole_story() -> Vec<String> {
 /// opening.
 #[test]
 fn crash_at_any_step_leaves_complete_checkpoints() {
-    let steps = whole_story();
-    for fate in [Fate::Death, Fate::TornWrite] {
+    let steps = scenario_steps();
+    for fault in [DiskFault::Death, DiskFault::TornWrite] {
         let mut seen = BTreeSet::new();
         for (at, step) in steps.iter().enumerate() {
-            let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, fate))));
-            story(&scratch, &fates).expect_err("it died");
+            let (scratch, fates) = (Scratch::new(), FaultInjector::new(Some((at, fault))));
+            run_scenario(&scratch, &fates).expect_err("it died");
             let store = scratch
-                .open(Disk::new(), Limits::default())
+                .open(Disk::new(), StoreLimits::default())
                 .expect("opened");
-            let sets = scratch.verify(&store);
+            let checkpoints = scratch.verify_all(&store);
             assert!(
-                [&[][..], &[1], &[1, 2], &[2]].contains(&&*sets),
-                "{step}: {sets:?}"
+                [&[][..], &[1], &[1, 2], &[2]].contains(&&*checkpoints),
+                "{step}: {checkpoints:?}"
             );
             assert!(
-                scratch.names().iter().all(|name| !name.starts_with('.')),
+                scratch
+                    .entry_names()
+                    .iter()
+                    .all(|name| !name.starts_with('.')),
                 "{step}: {:?}",
-                scratch.names()
+                scratch.entry_names()
             );
-            seen.insert(sets);
+            seen.insert(checkpoints);
             // The store must still be usable.
-            scratch.make(&store, 3).expect("made");
-            assert_eq!(scratch.verify(&store).last(), Some(&3), "{step}");
+            scratch.write_checkpoint(&store, 3).expect("made");
+            assert_eq!(scratch.verify_all(&store).last(), Some(&3), "{step}");
         }
         assert_eq!(seen.len(), 4, "all stages were met: {seen:?}");
     }
@@ -227,32 +244,42 @@ fn crash_at_any_step_leaves_complete_checkpoints() {
 /// A full disk at any step leaves the complete checkpoints and nothing else.
 #[test]
 fn full_disk_at_any_step_leaves_complete_checkpoints() {
-    let steps = whole_story();
+    let steps = scenario_steps();
     let mut full = 0;
     for (at, step) in steps.iter().enumerate() {
-        let (scratch, fates) = (Scratch::new(), Fates::new(Some((at, Fate::Full))));
-        let Err(why) = story(&scratch, &fates) else {
+        let (scratch, fates) = (
+            Scratch::new(),
+            FaultInjector::new(Some((at, DiskFault::Full))),
+        );
+        let Err(why) = run_scenario(&scratch, &fates) else {
             continue;
         };
         full += 1;
-        let StoreError::Full {
-            missing, free, act, ..
+        let StoreError::DiskFull {
+            unwritten,
+            free,
+            operation,
+            ..
         } = &why
         else {
             panic!("{step}: {why}")
         };
         assert!(free.is_some(), "{step}");
-        assert_eq!(missing.is_some(), *act == Act::Add, "{step}");
+        assert_eq!(
+            unwritten.is_some(),
+            *operation == StoreOperation::Add,
+            "{step}"
+        );
         // Before the store is opened again, which would clean up.
         let names = if scratch.at("store").is_dir() {
-            scratch.names()
+            scratch.entry_names()
         } else {
             BTreeSet::new()
         };
         let left = names.iter().filter(|name| name.starts_with('.')).count();
         assert_eq!(
             left,
-            usize::from(*act == Act::Sweep && step.starts_with("sync")),
+            usize::from(*operation == StoreOperation::Sweep && step.starts_with("sync")),
             "{step}: {names:?}"
         );
         let keys: Vec<_> = scratch
@@ -262,12 +289,12 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
             .unwrap_or_default();
         assert!(keys.len() <= 1, "{step}: {keys:?}");
         let store = scratch
-            .open(Disk::new(), Limits::default())
+            .open(Disk::new(), StoreLimits::default())
             .expect("opened");
-        let sets = scratch.verify(&store);
+        let checkpoints = scratch.verify_all(&store);
         assert!(
-            [&[][..], &[1], &[1, 2], &[2]].contains(&&*sets),
-            "{step}: {sets:?}"
+            [&[][..], &[1], &[1, 2], &[2]].contains(&&*checkpoints),
+            "{step}: {checkpoints:?}"
         );
     }
     assert!(full > 20, "{full}");
@@ -277,7 +304,7 @@ fn full_disk_at_any_step_leaves_complete_checkpoints() {
 /// files are deleted.
 #[test]
 fn checkpoint_is_durable_before_it_is_named() {
-    let steps = whole_story();
+    let steps = scenario_steps();
     let at = |step: &str| {
         steps
             .iter()
@@ -318,28 +345,28 @@ fn checkpoint_is_durable_before_it_is_named() {
 fn dropped_draft_leaves_nothing() {
     let scratch = Scratch::new();
     let store = scratch
-        .open(Disk::new(), Limits::default())
+        .open(Disk::new(), StoreLimits::default())
         .expect("opened");
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     draft.add(JOB, &scratch.at("images")).expect("added");
-    assert_eq!(scratch.names().len(), 2, "the draft and the lock");
+    assert_eq!(scratch.entry_names().len(), 2, "the draft and the lock");
     drop(draft);
-    assert_eq!(scratch.names(), BTreeSet::from([LOCK.into()]));
+    assert_eq!(scratch.entry_names(), BTreeSet::from([LOCK_FILE.into()]));
 }
 
 #[test]
 fn draft_of_living_process_is_kept() {
     let scratch = Scratch::new();
     let store = scratch
-        .open(Disk::new(), Limits::default())
+        .open(Disk::new(), StoreLimits::default())
         .expect("opened");
     let draft = store.begin(JOB, Micros(0)).expect("begun");
     let other = scratch
-        .open(Disk::new(), Limits::default())
+        .open(Disk::new(), StoreLimits::default())
         .expect("opened by another process");
-    other.sweep(|_| false).expect("swept");
+    other.enforce_limits(|_| false).expect("swept");
     draft.add(JOB, &scratch.at("images")).expect("added");
     draft.add(TASK, &scratch.at("images")).expect("added");
     draft.finish(b"meta").expect("finished");
-    assert_eq!(scratch.verify(&other), [0]);
+    assert_eq!(scratch.verify_all(&other), [0]);
 }

@@ -26,7 +26,9 @@ pub(super) use last_words::Ends;
 use super::asks::Asker;
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
-use checkpoint_protocol::{CutId, CutOutput, Cuts, RestartId, Restarts, SourceEvent};
+use checkpoint_protocol::{
+    RestartId, Restarts, SnapshotId, SnapshotOutput, Snapshots, SourceEvent,
+};
 use sempa_proto::checkpoint::{
     CutFailure, Pace, PartMeta, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry, SavedGroup,
     SetMeta, SetReport,
@@ -77,7 +79,7 @@ enum Doing {
     /// An inventory of its tasks is being taken, for a checkpoint.
     Counting,
     /// A snapshot is being taken.
-    Cutting(CutId),
+    Cutting(SnapshotId),
     /// The job rolls back to its newest checkpoint, and its remaining tasks are being killed. The
     /// restart waits until the lost host is out of the table and `not_before` has passed. `looks`
     /// counts the checks so far.
@@ -176,7 +178,7 @@ enum Purpose {
     /// Begin a checkpoint of this job.
     Begin(Tid),
     /// All known tasks are stopped: find those that the job has spawned meanwhile.
-    Verify(CutId),
+    Verify(SnapshotId),
     /// Check whether the last tasks of this job are gone.
     Gone(Tid),
     /// Check that none of the tasks to restart is alive.
@@ -212,7 +214,7 @@ struct Wanted {
 /// The master's state of all checkpoints and restarts.
 #[derive(Debug, Default)]
 pub(super) struct Keeping {
-    pub(super) cuts: Cuts,
+    pub(super) cuts: Snapshots,
     pub(super) restarts: Restarts,
     jobs: BTreeMap<Tid, Job>,
     counts: BTreeMap<u64, Count>,
@@ -221,7 +223,7 @@ pub(super) struct Keeping {
     last_wanted: u64,
     /// Parts that are being unpacked and sent to their hosts.
     unpacked: BTreeSet<MigrationId>,
-    contents: BTreeMap<CutId, Contents>,
+    contents: BTreeMap<SnapshotId, Contents>,
     /// The latest incarnation, and that of each restarted task.
     line: u16,
     lines: BTreeMap<Tid, u16>,
@@ -238,9 +240,9 @@ impl Keeping {
     /// Returns the time at which [`super::Event::Wake`] is needed, if at all.
     pub(super) fn next_wakeup(&self) -> Option<Micros> {
         self.cuts
-            .next_wakeup()
+            .next_deadline()
             .into_iter()
-            .chain(self.restarts.next_wakeup())
+            .chain(self.restarts.next_deadline())
             .min()
     }
 
@@ -268,7 +270,7 @@ impl Keeping {
         idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
     }
 
-    fn job_of_cut(&self, cut: CutId) -> Option<Tid> {
+    fn job_of_cut(&self, cut: SnapshotId) -> Option<Tid> {
         self.jobs
             .iter()
             .find(|(_, job)| job.doing == Doing::Cutting(cut))
@@ -436,7 +438,9 @@ impl Machine {
             (Purpose::Verify(cut), None) => self.verify_cut(cut, found),
             (Purpose::Verify(cut), Some(host)) => {
                 if let Some(keeping) = self.keeping() {
-                    keeping.cuts.not_counted(cut, CutFailure::HostLost(host));
+                    keeping
+                        .cuts
+                        .on_count_failed(cut, CutFailure::HostLost(host));
                 }
             }
             (Purpose::Gone(job), None) => self.look_whether_gone(job, &found.tasks),
@@ -502,16 +506,16 @@ impl Machine {
             return self.cut_over(job, Err(CutFailure::TooMany { tasks: all.len() }));
         }
         let (coordinator, cuts) = (&mut master.directing.coordinator, &keeping.cuts);
-        if entry.is_wanted() && !all.iter().any(|task| cuts.of_task(task.tid).is_some()) {
+        if entry.is_wanted() && !all.iter().any(|task| cuts.part_of(task.tid).is_some()) {
             // A task whose migration is still queued has not started to migrate. It is dumped first
             // and may migrate afterwards.
             let tids = all.iter().map(|task| task.tid).collect();
-            entry.drains |= coordinator.give_way(&tids);
+            entry.drains |= coordinator.cancel_queued(&tids);
         }
         let other = |tid: Tid| {
             coordinator
-                .of_task(tid)
-                .or_else(|| cuts.of_task(tid))
+                .migration_of(tid)
+                .or_else(|| cuts.part_of(tid))
                 .map(|of| of.id)
         };
         let moving = all
@@ -540,19 +544,19 @@ impl Machine {
     }
 
     /// Handles the store's reply whether it has room for a checkpoint.
-    pub(super) fn set_begun(&mut self, cut: CutId, result: Result<(), String>) {
+    pub(super) fn set_begun(&mut self, cut: SnapshotId, result: Result<(), String>) {
         let now = self.now;
         let Some(keeping) = self.keeping() else {
             return;
         };
-        if keeping.cuts.is_open(cut) {
-            keeping.cuts.room(now, cut, result);
+        if keeping.cuts.is_active(cut) {
+            keeping.cuts.on_space_reserved(now, cut, result);
         } else {
             self.out.push_back(Output::AbandonSet { cut });
         }
     }
 
-    fn verify_cut(&mut self, cut: CutId, found: Counted) {
+    fn verify_cut(&mut self, cut: SnapshotId, found: Counted) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
             return;
@@ -579,7 +583,11 @@ impl Machine {
         let ended: Vec<Tid> = ended.into_iter().collect();
         let mailbox = match master.mailbox.saved(&tids) {
             Ok(mailbox) => mailbox,
-            Err(bytes) => return keeping.cuts.not_counted(cut, CutFailure::Mailbox { bytes }),
+            Err(bytes) => {
+                return keeping
+                    .cuts
+                    .on_count_failed(cut, CutFailure::Mailbox { bytes });
+            }
         };
         // While all tasks are stopped, none enters or leaves a group, and none arrives at a
         // barrier.
@@ -603,7 +611,9 @@ impl Machine {
         for (tid, id) in master.groups.open().chain(master.mailbox.open()) {
             open.entry(tid).or_default().push(id);
         }
-        keeping.cuts.counted(now, cut, &tids, &open, &ended);
+        keeping
+            .cuts
+            .on_tasks_counted(now, cut, &tids, &open, &ended);
     }
 
     /// Carries out the outputs of the protocols. True if there were any.
@@ -620,35 +630,39 @@ impl Machine {
         busy
     }
 
-    fn cutter_does(&mut self, output: CutOutput) {
+    fn cutter_does(&mut self, output: SnapshotOutput) {
         let me = self.config.host;
         match output {
-            CutOutput::Order { host, of, order } => self.order_move(host, of, order),
-            CutOutput::Count(cut) => self.count(Purpose::Verify(cut)),
-            CutOutput::Expect(of) if of.from == me => {}
-            CutOutput::Expect(of) => self.out.push_back(Output::ExpectImages {
+            SnapshotOutput::Order {
+                host,
+                part: of,
+                order,
+            } => self.order_move(host, of, order),
+            SnapshotOutput::CountTasks(cut) => self.count(Purpose::Verify(cut)),
+            SnapshotOutput::ExpectImages(of) if of.from == me => {}
+            SnapshotOutput::ExpectImages(of) => self.out.push_back(Output::ExpectImages {
                 migration: of.id,
                 from: of.from,
             }),
-            CutOutput::Keep { cut, of } => {
+            SnapshotOutput::StoreImages { snapshot, part: of } => {
                 self.out.push_back(Output::KeepPart {
-                    cut,
+                    cut: snapshot,
                     migration: of.id,
                     tid: of.tid,
                 });
             }
-            CutOutput::Seal { cut, parts } => self.seal(cut, parts),
-            CutOutput::Abandon { cut, parts } => {
+            SnapshotOutput::Seal { snapshot, parts } => self.seal(snapshot, parts),
+            SnapshotOutput::Abandon { snapshot, parts } => {
                 for migration in parts {
                     self.out.push_back(Output::DropImages { migration });
                 }
-                self.out.push_back(Output::AbandonSet { cut });
+                self.out.push_back(Output::AbandonSet { cut: snapshot });
             }
-            CutOutput::Ended { cut, result } => self.cut_ended(cut, result),
+            SnapshotOutput::Ended { snapshot, result } => self.cut_ended(snapshot, result),
         }
     }
 
-    fn seal(&mut self, cut: CutId, parts: Vec<(Tid, HostId, TaskFacts)>) {
+    fn seal(&mut self, cut: SnapshotId, parts: Vec<(Tid, HostId, TaskFacts)>) {
         let name = |host: HostId| {
             self.table
                 .get(host)
@@ -673,7 +687,7 @@ impl Machine {
             return master
                 .keeping
                 .cuts
-                .sealed(cut, Err("the job goes back to an earlier one".into()));
+                .on_sealed(cut, Err("the job goes back to an earlier one".into()));
         };
         let Keeping {
             line, founded: vm, ..
@@ -724,7 +738,11 @@ impl Machine {
     }
 
     /// Handles the store's report that a checkpoint is sealed, or why it is not.
-    pub(super) fn set_sealed(&mut self, cut: CutId, mut result: Result<(String, u64), String>) {
+    pub(super) fn set_sealed(
+        &mut self,
+        cut: SnapshotId,
+        mut result: Result<(String, u64), String>,
+    ) {
         let Some(keeping) = self.master.as_deref_mut().map(|master| &mut master.keeping) else {
             return;
         };
@@ -741,10 +759,10 @@ impl Machine {
         let contents = keeping.contents.get_mut(&cut);
         let result =
             result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
-        keeping.cuts.sealed(cut, result);
+        keeping.cuts.on_sealed(cut, result);
     }
 
-    fn cut_ended(&mut self, cut: CutId, result: Result<Micros, CutFailure>) {
+    fn cut_ended(&mut self, cut: SnapshotId, result: Result<Micros, CutFailure>) {
         let Some(keeping) = self.keeping() else {
             return;
         };
@@ -939,7 +957,11 @@ impl Machine {
     /// Handles a task that has all replies. Its state is saved now, because it belongs to the same
     /// moment as the memory of all tasks; other tasks continue soon.
     pub(super) fn part_settled(&mut self, id: MigrationId) {
-        let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
+        let tid = self
+            .moves
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid);
         if let Some(task) = tid
             .and_then(|tid| self.tasks.get(tid))
             .filter(|task| task.closing.is_some())
@@ -950,7 +972,7 @@ impl Machine {
             let record = Box::new(self.part_of(task));
             self.moves.parts.insert(id, record);
         }
-        self.source_event(id, SourceEvent::Settled);
+        self.source_event(id, SourceEvent::RequestsSettled);
     }
 
     /// Removes the state of a checkpoint from this host.
@@ -1027,13 +1049,13 @@ impl Machine {
     pub(super) fn is_part_of_cut(&self, id: MigrationId) -> bool {
         self.master
             .as_ref()
-            .is_some_and(|master| master.keeping.cuts.of_part(id).is_some())
+            .is_some_and(|master| master.keeping.cuts.snapshot_of(id).is_some())
     }
 
     /// Handles the images of a part that have arrived, or failed to.
     pub(super) fn part_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
         if let Some(keeping) = self.keeping() {
-            keeping.cuts.received(id, result);
+            keeping.cuts.on_images_received(id, result);
         }
     }
 
@@ -1042,7 +1064,7 @@ impl Machine {
         let now = self.now;
         self.out.push_back(Output::DropImages { migration: id });
         if let Some(keeping) = self.keeping() {
-            keeping.cuts.kept(now, id, result);
+            keeping.cuts.on_images_stored(now, id, result);
         }
     }
 }

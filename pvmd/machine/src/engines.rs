@@ -22,7 +22,7 @@ use super::asks::Back;
 use super::notify::{daemons_message, ints};
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
-use checkpoint_protocol::{Inspected, SourceEvent, TargetEvent};
+use checkpoint_protocol::{InspectedTask, SourceEvent, TargetEvent};
 use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine, STATE_ENV};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Carried, Held};
@@ -304,7 +304,11 @@ impl Machine {
         result: Result<TaskFacts, Refusal>,
         memory: (bool, bool),
     ) {
-        let cause = self.moves.sources.get(&id).map(|source| &source.of().cause);
+        let cause = self
+            .moves
+            .sources
+            .get(&id)
+            .map(|source| &source.migration().cause);
         let signal = result
             .as_ref()
             .ok()
@@ -323,7 +327,12 @@ impl Machine {
     /// Handles the tasker's answer whether a program handles the signal that asks for its own
     /// checkpoint.
     pub(super) fn signal_looked_at(&mut self, id: MigrationId, minds: bool) {
-        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else {
+        let Some(tid) = self
+            .moves
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid)
+        else {
             return;
         };
         let facts = self.facts_written(tid).unwrap_or(Err(Refusal::NoSuchTask));
@@ -355,11 +364,11 @@ impl Machine {
         (memory_can_follow, can_pre_copy): (bool, bool),
     ) {
         let suspended = self.holds_of(tid);
-        let inspected = |facts| Inspected {
+        let inspected = |facts| InspectedTask {
             facts,
-            suspended,
-            memory_can_follow,
-            can_pre_copy,
+            suspensions: suspended,
+            supports_post_copy: memory_can_follow,
+            supports_pre_copy: can_pre_copy,
         };
         let result = self.with_program(tid, result).map(inspected);
         self.source_event(id, SourceEvent::Inspected(result));
@@ -410,7 +419,7 @@ impl Machine {
             id,
             TargetEvent::Prepared {
                 verdict,
-                memory_can_follow,
+                supports_post_copy: memory_can_follow,
                 engine,
             },
         );
@@ -651,7 +660,7 @@ impl Machine {
             .moves
             .sources
             .get(&away.migration)
-            .is_some_and(|source| source.is_ending());
+            .is_some_and(|source| source.awaits_exit());
         if waits {
             self.source_event(away.migration, SourceEvent::Stopped(Ok(())));
         } else {
@@ -806,7 +815,7 @@ impl Machine {
             return false;
         };
         let used = task.used_before;
-        self.source_event(id, SourceEvent::Gone(used));
+        self.source_event(id, SourceEvent::Killed(used));
         true
     }
 
@@ -917,7 +926,12 @@ impl Machine {
     /// Collects the state files that a program has written before it exited, before it is started
     /// again.
     fn keep_state(&mut self, world: &dyn World, id: MigrationId) {
-        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else {
+        let Some(tid) = self
+            .moves
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid)
+        else {
             return;
         };
         let Some(begin) = self.tasks.get(tid).and_then(|task| task.begin.as_ref()) else {
@@ -939,7 +953,11 @@ impl Machine {
 
     /// Handles the result of collecting state files.
     pub(super) fn state_collected(&mut self, id: MigrationId, result: Result<DumpReport, Failure>) {
-        let tid = self.moves.sources.get(&id).map(|source| source.of().tid);
+        let tid = self
+            .moves
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid);
         if let (Some(tid), Ok(DumpReport { files: 0, .. })) = (tid, &result) {
             let text = format!(
                 "{tid} has ended as one that has written its own checkpoint, and none of the files is there that {STATE_ENV} names: \

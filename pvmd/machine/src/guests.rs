@@ -408,7 +408,7 @@ impl Machine {
         }
         let leaving = self
             .source_of(tid)
-            .map(|source| (source.of().id, source.is_waking()));
+            .map(|source| (source.migration().id, source.awaits_reconnect()));
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
@@ -527,7 +527,7 @@ impl Machine {
         self.moves
             .sources
             .values()
-            .find(|source| source.of().tid == tid && source.holds())
+            .find(|source| source.migration().tid == tid && source.buffers_incoming())
     }
 
     /// Quiesces a spawned task that has just connected, if it must be paused.
@@ -702,7 +702,12 @@ impl Machine {
 
     /// Handles the tasker's report that it has stopped a task for a migration, or could not.
     pub(super) fn stopped_for_move(&mut self, id: MigrationId, result: &Result<(), Failure>) {
-        let Some(tid) = self.moves.sources.get(&id).map(|source| source.of().tid) else {
+        let Some(tid) = self
+            .moves
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid)
+        else {
             return;
         };
         if result.is_ok() {
@@ -790,13 +795,15 @@ impl Machine {
             return Ok(usize::MAX);
         };
         // A task that is dumped for a checkpoint does not leave.
-        let leaves = |source: &&Source| source.holds() && source.of().cause != Cause::Checkpoint;
+        let leaves = |source: &&Source| {
+            source.buffers_incoming() && source.migration().cause != Cause::Checkpoint
+        };
         let leaving: BTreeSet<Tid> = self
             .moves
             .sources
             .values()
             .filter(leaves)
-            .map(|source| source.of().tid)
+            .map(|source| source.migration().tid)
             .collect();
         let works = |task: &&Task| {
             let counts =

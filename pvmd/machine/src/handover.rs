@@ -148,7 +148,7 @@ impl Machine {
             .moves
             .sources
             .get(&migration)
-            .is_some_and(|s| s.of().tid == tid);
+            .is_some_and(|s| s.migration().tid == tid);
         let may =
             |t: &&mut Task| (moving || t.waits_for(migration)) && t.hold && t.phase != Phase::Left;
         let Some(task) = self.tasks.get_mut(tid).filter(may) else {

@@ -6,7 +6,7 @@
 //! different pairs of tasks may overtake each other.
 
 use bytes::Bytes;
-use checkpoint_protocol::CutId;
+use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
 use sempa_proto::host::PartRecord;
 use sempa_proto::host::{Carried, HostMsg};
@@ -220,7 +220,7 @@ pub enum Event {
     },
     /// Result of [`Output::BeginSet`]; success means that the store has room.
     SetBegun {
-        cut: CutId,
+        cut: SnapshotId,
         result: Result<(), String>,
     },
     /// Result of [`Output::KeepPart`]; success means that the part is in the store.
@@ -230,7 +230,7 @@ pub enum Event {
     },
     /// Result of [`Output::SealSet`]; success means that the checkpoint is complete.
     SetSealed {
-        cut: CutId,
+        cut: SnapshotId,
         /// Name of the checkpoint, and its size in the store in bytes.
         result: Result<(String, u64), String>,
     },
@@ -461,25 +461,25 @@ pub enum Output {
     },
     /// Master: reserve room for a checkpoint in the store. → [`Event::SetBegun`]
     BeginSet {
-        cut: CutId,
+        cut: SnapshotId,
         job: Tid,
     },
     /// Master: put the images of a snapshot part into the store. → [`Event::PartKept`]
     KeepPart {
-        cut: CutId,
+        cut: SnapshotId,
         migration: MigrationId,
         tid: Tid,
     },
     /// Master: complete a checkpoint. → [`Event::SetSealed`]
     SealSet {
-        cut: CutId,
+        cut: SnapshotId,
         meta: Box<SetMeta>,
         /// Names of checkpoints that must not be removed to make room.
         keep: Vec<String>,
     },
     /// Master: remove an incomplete checkpoint. Idempotent.
     AbandonSet {
-        cut: CutId,
+        cut: SnapshotId,
     },
     /// Master: read the metadata of a checkpoint. → [`Event::SetOpened`]
     OpenSet {

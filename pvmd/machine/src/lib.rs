@@ -373,7 +373,7 @@ impl Machine {
             Event::SetsRemoved { tid, id, result } => self.sets_removed(tid, id, result),
             Event::SetsSwept { sets } => self.sets_swept(sets),
             Event::ImagesSent { migration, result } => {
-                self.source_event(migration, SourceEvent::Sent(result.map(|_| ())));
+                self.source_event(migration, SourceEvent::ImagesSent(result.map(|_| ())));
             }
             Event::ImagesReceived { migration, result } => {
                 self.target_event(migration, TargetEvent::Received(result));
@@ -498,13 +498,13 @@ impl Machine {
         if master
             .directing
             .coordinator
-            .next_wakeup()
+            .next_deadline()
             .is_some_and(|at| at <= now)
         {
-            master.directing.coordinator.wake(now);
+            master.directing.coordinator.on_timer(now);
         }
-        master.keeping.cuts.wake(now);
-        master.keeping.restarts.wake(now);
+        master.keeping.cuts.on_timer(now);
+        master.keeping.restarts.on_timer(now);
     }
 
     /// Returns the next effect to carry out, or `None`.
@@ -517,7 +517,7 @@ impl Machine {
         let moves = self
             .master
             .as_ref()
-            .and_then(|m| m.directing.coordinator.next_wakeup());
+            .and_then(|m| m.directing.coordinator.next_deadline());
         let timer = self.timers.keys().next().map(|(at, _)| *at);
         let keeping = self.master.as_ref().and_then(|m| m.keeping.next_wakeup());
         timer

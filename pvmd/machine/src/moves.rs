@@ -142,20 +142,24 @@ impl Machine {
     }
 
     fn coordinate(&mut self, output: CoordinatorOutput) {
-        if let Some((tid, step)) = output.begins() {
+        if let Some((tid, step)) = output.started_step() {
             self.step_begins(tid, Some(step));
         }
         match output {
-            CoordinatorOutput::Order { host, of, order } => self.order_move(host, of, order),
-            CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
+            CoordinatorOutput::Order {
+                host,
+                migration: of,
+                order,
+            } => self.order_move(host, of, order),
+            CoordinatorOutput::RecordLocation(Move { id, tid, to, .. }) => {
                 self.out.push_back(Output::RecordMove {
                     migration: id,
                     tid,
                     to,
                 });
             }
-            CoordinatorOutput::Locate(of) => self.locate(&of),
-            CoordinatorOutput::Event(kind) => {
+            CoordinatorOutput::AnnounceLocation(of) => self.locate(&of),
+            CoordinatorOutput::LogEvent(kind) => {
                 // Neither end reports this step.
                 if let EventKind::Moving {
                     tid,
@@ -173,16 +177,16 @@ impl Machine {
             CoordinatorOutput::SuspendDecided {
                 host,
                 migration,
-                id,
-                suspended,
+                request: id,
+                suspensions: suspended,
             } if host == self.config.host => {
                 self.suspend_decided(migration, id, suspended);
             }
             CoordinatorOutput::SuspendDecided {
                 host,
                 migration,
-                id,
-                suspended,
+                request: id,
+                suspensions: suspended,
             } => {
                 self.tell_host(
                     host,
@@ -277,8 +281,8 @@ impl Machine {
         ) = (&mut master.directing, &mut master.keeping);
         locating.retain(|id, (_, _, waiting)| {
             if waiting.is_empty() {
-                coordinator.located(now, *id);
-                keeping.restarts.located(now, *id);
+                coordinator.on_location_announced(now, *id);
+                keeping.restarts.on_location_announced(now, *id);
             }
             !waiting.is_empty()
         });
@@ -290,9 +294,9 @@ impl Machine {
         let Some(master) = &mut self.master else {
             return;
         };
-        master.directing.coordinator.host_lost(now, host);
-        master.keeping.cuts.host_lost(host);
-        master.keeping.restarts.host_lost(host);
+        master.directing.coordinator.on_host_lost(now, host);
+        master.keeping.cuts.on_host_lost(host);
+        master.keeping.restarts.on_host_lost(host);
         master
             .directing
             .locating
@@ -310,15 +314,15 @@ impl Machine {
             return;
         };
         let coordinator = &mut master.directing.coordinator;
-        if master.keeping.cuts.of_part(migration).is_some() {
-            master.keeping.cuts.report(now, host, migration, report);
-        } else if master.keeping.restarts.of_part(migration).is_some() {
+        if master.keeping.cuts.snapshot_of(migration).is_some() {
+            master.keeping.cuts.on_report(now, host, migration, report);
+        } else if master.keeping.restarts.restart_of(migration).is_some() {
             master
                 .keeping
                 .restarts
-                .report(now, host, migration, report, || coordinator.next_id());
+                .on_report(now, host, migration, report, || coordinator.next_id());
         } else {
-            coordinator.report(now, host, migration, report);
+            coordinator.on_report(now, host, migration, report);
         }
     }
 
@@ -335,14 +339,17 @@ impl Machine {
             master
                 .directing
                 .coordinator
-                .suspend(host, id, number, order);
+                .on_suspend_request(host, id, number, order);
         }
     }
 
     /// The commit record was written to disk, or could not be written.
     pub(super) fn move_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if let Some(master) = &mut self.master {
-            master.directing.coordinator.recorded(migration, result);
+            master
+                .directing
+                .coordinator
+                .on_location_recorded(migration, result);
         }
     }
 
@@ -485,7 +492,7 @@ impl Machine {
     }
 
     fn source_does(&mut self, id: MigrationId, output: SourceOutput) {
-        let Some(of) = self.moves.sources.get(&id).map(|s| s.of().clone()) else {
+        let Some(of) = self.moves.sources.get(&id).map(|s| s.migration().clone()) else {
             return;
         };
         let tid = of.tid;
@@ -493,28 +500,31 @@ impl Machine {
             self.moves.next.insert(tid, id);
             return self.ease(tid);
         }
-        self.step_begins(tid, output.begins());
+        self.step_begins(tid, output.started_step());
         match output {
             SourceOutput::Report(report) => {
                 self.step_ended(tid, &report);
                 self.report(id, report);
             }
             SourceOutput::Inspect => self.inspect(id, &of),
-            SourceOutput::Hold => {
+            SourceOutput::BufferIncoming => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.hold = true;
                 }
             }
-            SourceOutput::Quiesce { token } => self.quiesce_for_move(id, tid, token),
-            SourceOutput::End { engine } => self.end_for_move(id, tid, engine),
+            SourceOutput::Quiesce { resume_token } => self.quiesce_for_move(id, tid, resume_token),
+            SourceOutput::RequestExit { engine } => self.end_for_move(id, tid, engine),
             SourceOutput::Stop => self.stop_for_move(id, tid),
-            SourceOutput::Settle => self.settle(id, tid, None),
-            SourceOutput::Close { open, ended } => {
+            SourceOutput::AwaitReplies => self.settle(id, tid, None),
+            SourceOutput::SaveTaskState {
+                open_requests: open,
+                ended_tasks: ended,
+            } => {
                 self.await_ends(id, tid, ended);
                 self.settle(id, tid, Some(open));
             }
-            SourceOutput::Collect => self.beginnings.push_back(Job::Collect(id)),
-            SourceOutput::Continue => {
+            SourceOutput::CopyStateFiles => self.beginnings.push_back(Job::Collect(id)),
+            SourceOutput::ResumeTask => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.leaving = None;
                 }
@@ -522,13 +532,13 @@ impl Machine {
                     self.tell_tasker(ToTasker::Continue { migration: id, tid });
                 }
             }
-            SourceOutput::WakeHere => {
+            SourceOutput::WriteResumeToken => {
                 if !self.never_let_go(id, tid) && !self.wake_guest(id, tid) {
                     self.write_token(id);
                 }
             }
-            SourceOutput::Release => self.release(tid),
-            SourceOutput::KillMoved => {
+            SourceOutput::DeliverBuffered => self.release(tid),
+            SourceOutput::KillSource => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.killing = true;
                 }
@@ -536,7 +546,7 @@ impl Machine {
                     self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
                 }
             }
-            SourceOutput::HandOver => self.hand_task_over(&of),
+            SourceOutput::TransferOwnership => self.hand_task_over(&of),
             SourceOutput::Done => {
                 self.moves.sources.remove(&id);
                 self.part_over(id, tid);
@@ -545,13 +555,13 @@ impl Machine {
                 });
                 self.settled(tid);
             }
-            SourceOutput::LendMemory
+            SourceOutput::OpenMemoryStream
             | SourceOutput::PreCopy
-            | SourceOutput::EndPreCopy
+            | SourceOutput::DiscardPreCopy
             | SourceOutput::Dump { .. }
-            | SourceOutput::Deposit
-            | SourceOutput::SendAhead
-            | SourceOutput::SendImages
+            | SourceOutput::Upload
+            | SourceOutput::StartSendingImages
+            | SourceOutput::FinishSendingImages
             | SourceOutput::SendRecord
             | SourceOutput::DropImages => self.source_writes(&of, &output),
         }
@@ -561,7 +571,7 @@ impl Machine {
     fn source_writes(&mut self, of: &Move, output: &SourceOutput) {
         let Move { id, tid, to, .. } = *of;
         match output {
-            SourceOutput::LendMemory => {
+            SourceOutput::OpenMemoryStream => {
                 self.out.push_back(Output::LendMemory { migration: id, to })
             }
             SourceOutput::PreCopy => {
@@ -572,10 +582,12 @@ impl Machine {
                     memory_way,
                 });
             }
-            SourceOutput::EndPreCopy => self.tell_tasker(ToTasker::EndPreCopy { migration: id }),
-            SourceOutput::Dump { memory_follows } => {
+            SourceOutput::DiscardPreCopy => {
+                self.tell_tasker(ToTasker::EndPreCopy { migration: id })
+            }
+            SourceOutput::Dump { post_copy } => {
                 let dir = self.config.place.images(id);
-                let memory_way = memory_follows.then(|| self.config.place.memory_way(id));
+                let memory_way = post_copy.then(|| self.config.place.memory_way(id));
                 self.tell_tasker(ToTasker::Dump {
                     migration: id,
                     tid,
@@ -583,9 +595,11 @@ impl Machine {
                     memory_way,
                 });
             }
-            SourceOutput::Deposit => self.deposit(id),
-            SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to }),
-            SourceOutput::SendImages => {
+            SourceOutput::Upload => self.deposit(id),
+            SourceOutput::StartSendingImages => {
+                self.out.push_back(Output::SendAhead { migration: id, to })
+            }
+            SourceOutput::FinishSendingImages => {
                 self.send_record(of, false);
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.leaving = Some(id);
@@ -604,7 +618,7 @@ impl Machine {
         // The source of a migration that was aborted before it held the task has not been removed.
         self.moves
             .sources
-            .retain(|other, s| *other == id || s.of().tid != tid || s.holds());
+            .retain(|other, s| *other == id || s.migration().tid != tid || s.buffers_incoming());
         let known = self.cannot_move(tid).map(Err);
         match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
             Some(result) => self.inspected(id, tid, result, (false, false)),
@@ -637,7 +651,9 @@ impl Machine {
     ///
     /// The coordinator's deadline bounds the wait.
     fn is_settling(&self, of: &Move) -> bool {
-        let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
+        let staying = |s: &Source| {
+            s.migration().tid == of.tid && s.migration().id != of.id && s.buffers_incoming()
+        };
         let comes_back = self
             .tasks
             .get(of.tid)
@@ -681,11 +697,11 @@ impl Machine {
     }
 
     fn target_does(&mut self, id: MigrationId, output: TargetOutput) {
-        let Some(of) = self.moves.targets.get(&id).map(|t| t.of().clone()) else {
+        let Some(of) = self.moves.targets.get(&id).map(|t| t.migration().clone()) else {
             return;
         };
         let tid = of.tid;
-        self.step_begins(tid, output.begins());
+        self.step_begins(tid, output.started_step());
         match output {
             TargetOutput::Report(report) => {
                 self.step_ended(tid, &report);
@@ -706,7 +722,7 @@ impl Machine {
                     });
                 }
             }
-            TargetOutput::TakePreCopy => {
+            TargetOutput::ReceivePreCopy => {
                 let memory_way = self.config.place.memory_way(id);
                 self.tell_tasker(ToTasker::TakePreCopy {
                     migration: id,
@@ -745,7 +761,7 @@ impl Machine {
                     _ => self.run(id, used),
                 }
             }
-            TargetOutput::WakeHere => {
+            TargetOutput::WriteResumeToken => {
                 // The library of a paused task is not woken. Such a task may have become a task of
                 // this host already.
                 if self
@@ -793,7 +809,7 @@ impl Machine {
                 self.run(id, Usage::default())
             }
             Ok(()) => {}
-            Err(why) => self.target_event(id, TargetEvent::Ran(Err(why))),
+            Err(why) => self.target_event(id, TargetEvent::RunCompleted(Err(why))),
         }
     }
 
@@ -804,7 +820,7 @@ impl Machine {
             .moves
             .targets
             .get(&id)
-            .map_or(Tid::NONE, |target| target.of().tid);
+            .map_or(Tid::NONE, |target| target.migration().tid);
         let refusal = self
             .no_guest(tid, &facts.program)
             .or_else(|| self.no_tasker());
@@ -816,7 +832,7 @@ impl Machine {
                     id,
                     TargetEvent::Prepared {
                         verdict,
-                        memory_can_follow: false,
+                        supports_post_copy: false,
                         engine,
                     },
                 );
@@ -828,7 +844,7 @@ impl Machine {
         self.moves
             .targets
             .get(&id)
-            .is_some_and(Target::memory_follows)
+            .is_some_and(Target::uses_post_copy)
     }
 
     /// Passes an event to a migration whose source is this host.
@@ -874,8 +890,11 @@ impl Machine {
                 memory_can_follow,
                 can_pre_copy,
             } => {
-                let Some(Move { tid, cause, .. }) =
-                    self.moves.sources.get(&migration).map(|s| s.of().clone())
+                let Some(Move { tid, cause, .. }) = self
+                    .moves
+                    .sources
+                    .get(&migration)
+                    .map(|s| s.migration().clone())
                 else {
                     return;
                 };
@@ -908,7 +927,7 @@ impl Machine {
                 self.source_event(migration, SourceEvent::Continued)
             }
             FromTasker::SourceGone { migration, used } => {
-                self.source_event(migration, SourceEvent::Gone(used))
+                self.source_event(migration, SourceEvent::Killed(used))
             }
             // The migration was aborted before the tasker started to prepare it. The tasker must
             // discard the preparations.
@@ -936,7 +955,7 @@ impl Machine {
             }
             FromTasker::Ran { migration, result } => self.ran(migration, result),
             FromTasker::Arrived { migration, result } => {
-                self.target_event(migration, TargetEvent::Arrived(result))
+                self.target_event(migration, TargetEvent::MemoryArrived(result))
             }
             FromTasker::Discarded { migration } => {
                 self.target_event(migration, TargetEvent::Discarded)
@@ -952,7 +971,7 @@ impl Machine {
                 arrival.lose();
             }
         }
-        self.target_event(migration, TargetEvent::Ran(result));
+        self.target_event(migration, TargetEvent::RunCompleted(result));
         // The target handles the event first: its output writes the token that wakes the library.
         let tids: Vec<Tid> = self
             .moves
@@ -990,15 +1009,15 @@ impl Machine {
             }];
             target.handle(TargetEvent::Prepared {
                 verdict,
-                memory_can_follow: false,
+                supports_post_copy: false,
                 engine: Engine::Criu,
             });
             // The tasker's end has discarded everything that it was ordered to discard.
             target.handle(TargetEvent::Discarded);
             target.handle(TargetEvent::PreCopyLost(failed()));
             target.handle(TargetEvent::Restored(Err(failed())));
-            target.handle(TargetEvent::Ran(Err(failed())));
-            target.handle(TargetEvent::Arrived(Err(failed())));
+            target.handle(TargetEvent::RunCompleted(Err(failed())));
+            target.handle(TargetEvent::MemoryArrived(Err(failed())));
         }
         let running: Vec<Tid> = self
             .moves
@@ -1028,7 +1047,7 @@ impl Machine {
             .moves
             .sources
             .get(&migration)
-            .is_some_and(|s| s.of().tid == tid);
+            .is_some_and(|s| s.migration().tid == tid);
         match self.tasks.get_mut(tid) {
             Some(task) if moving || task.waits_for(migration) => {
                 task.mark(marks);
@@ -1065,7 +1084,7 @@ impl Machine {
 
     /// A task has ended or left, so that it cannot migrate any more.
     pub(super) fn move_task_ended(&mut self, tid: Tid) {
-        self.each_source(tid, SourceEvent::Ended);
+        self.each_source(tid, SourceEvent::TaskExited);
     }
 
     /// Handles the exit of a task whose images are being transferred. If the migration is
@@ -1084,10 +1103,10 @@ impl Machine {
             return self.moves.open_ends.contains_key(&id);
         };
         if task.killing {
-            source.handle(SourceEvent::Gone(used));
+            source.handle(SourceEvent::Killed(used));
         } else {
-            let of = source.of().clone();
-            source.handle(SourceEvent::Ended);
+            let of = source.migration().clone();
+            source.handle(SourceEvent::TaskExited);
             self.moves.open_ends.insert(id, of);
         }
         true
@@ -1115,7 +1134,7 @@ impl Machine {
         self.moves
             .sources
             .values_mut()
-            .filter(|s| s.of().tid == tid)
+            .filter(|s| s.migration().tid == tid)
             .for_each(|s| s.handle(event.clone()));
     }
 }

@@ -223,9 +223,9 @@ impl Machine {
             .moves
             .sources
             .values()
-            .find(|source| source.of().tid == tid && source.leaves());
+            .find(|source| source.migration().tid == tid && source.is_departing());
         let refusal = moving
-            .map(|source| Refusal::AlreadyMoving(source.of().id))
+            .map(|source| Refusal::AlreadyMoving(source.migration().id))
             .or_else(|| self.cannot_move(tid));
         if let Some(refusal) = refusal {
             return self.answer(back, Answer::Facts(Err(refusal)));

@@ -113,7 +113,7 @@ impl Machine {
             .moves
             .sources
             .values()
-            .find(|s| s.of().tid == tid && s.is_decided_elsewhere());
+            .find(|s| s.migration().tid == tid && s.coordinator_decides_suspension());
         let arrival = || self.moves.arrivals.get(&tid)?.decided_by();
         // A later request must not overtake an earlier one.
         let passed_on = || {
@@ -124,7 +124,7 @@ impl Machine {
                 .map(|p| p.migration)
         };
         source
-            .map(|source| source.of().id)
+            .map(|source| source.migration().id)
             .or_else(arrival)
             .or_else(passed_on)
     }
@@ -147,7 +147,7 @@ impl Machine {
         // A source that never held its task is not notified of the end of the migration.
         self.moves
             .sources
-            .retain(|id, source| *id != migration || source.holds());
+            .retain(|id, source| *id != migration || source.buffers_incoming());
         let all = std::mem::take(&mut self.suspending.passed_on);
         let (over, open) = all
             .into_iter()

@@ -374,8 +374,12 @@ impl Machine {
         };
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
         let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
-            let source = self.moves.sources.values().find(|s| s.of().tid == t.tid);
-            let moving = source.is_some_and(Source::leaves)
+            let source = self
+                .moves
+                .sources
+                .values()
+                .find(|s| s.migration().tid == t.tid);
+            let moving = source.is_some_and(Source::is_departing)
                 || (t.hold && (t.still.is_none() || source.is_some()));
             info(t, moving, t.still.is_some(), t.suspended.is_some())
         });

@@ -10,7 +10,7 @@ use super::image_transfer::{
     send_mark,
 };
 use super::rate_limit::RateLimit;
-use checkpoint::store::{Draft, Set, StoreError};
+use checkpoint::store::{CheckpointDraft, StoreError, StoredCheckpoint};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::Failure;
 use sempa_proto::{Micros, Tid};
@@ -36,7 +36,7 @@ enum CopyMark {
 
 /// Sends a checkpoint, at most at this rate.
 pub(super) fn send_checkpoint<W: Write>(
-    set: &Set,
+    set: &StoredCheckpoint,
     mut out: RecordWriter<W>,
     rate: &RateLimit,
 ) -> Result<SentAmounts, Failure> {
@@ -45,7 +45,7 @@ pub(super) fn send_checkpoint<W: Write>(
     send_mark(
         &mut out,
         &CopyMark::Checkpoint {
-            made: info.made,
+            made: info.started,
             bytes: info.bytes,
         },
     )?;
@@ -58,7 +58,7 @@ pub(super) fn send_checkpoint<W: Write>(
             },
         )?;
         let mut bytes = 0;
-        let poured = set.pour(part.tid, |content| {
+        let poured = set.copy_part(part.tid, |content| {
             bytes += content.len() as u64;
             send_pieces(&mut out, rate, content)
         });
@@ -100,7 +100,7 @@ fn send_pieces<W: Write>(
 /// number of bytes received.
 pub(super) fn receive_checkpoint<R: Read>(
     incoming: &mut RecordReader<R>,
-    begin: impl FnOnce(Micros, u64) -> Result<Draft, StoreError>,
+    begin: impl FnOnce(Micros, u64) -> Result<CheckpointDraft, StoreError>,
 ) -> Result<u64, Failure> {
     let store = |why: StoreError| Failure::Io(why.to_string());
     let ReceivedRecord::Mark(CopyMark::Checkpoint { made, bytes }) =
@@ -187,21 +187,25 @@ fn invalid(what: &str) -> io::Error {
 mod tests {
     use super::super::bulk_tcp::ConnectionKeys;
     use super::*;
-    use checkpoint::store::{Limits, SetId, Store};
+    use checkpoint::store::{CheckpointId, CheckpointStore, StoreLimits};
     use std::path::Path;
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn store(dir: &Path, name: &str) -> Store {
+    fn store(dir: &Path, name: &str) -> CheckpointStore {
         let place = dir.join(name);
         std::fs::create_dir(&place).expect("made");
-        Store::open(&place.join("store"), &place.join("key"), Limits::default())
-            .expect("opened")
-            .of_vm("pvm")
+        CheckpointStore::open(
+            &place.join("store"),
+            &place.join("key"),
+            StoreLimits::default(),
+        )
+        .expect("opened")
+        .of_vm("pvm")
     }
 
     /// Creates a checkpoint of two tasks and returns its id.
-    fn made(dir: &Path, store: &Store) -> SetId {
+    fn made(dir: &Path, store: &CheckpointStore) -> CheckpointId {
         let draft = store.begin(JOB, Micros::from_secs(5)).expect("room");
         for tid in [0x40001, 0x80001] {
             let images = dir.join(format!("images-{tid}"));
@@ -216,11 +220,11 @@ mod tests {
         draft.finish(&[7; 600_000]).expect("complete").id
     }
 
-    fn sent(store: &Store, id: SetId) -> Vec<u8> {
+    fn sent(store: &CheckpointStore, id: CheckpointId) -> Vec<u8> {
         let mut bytes = Vec::new();
         let out = RecordWriter::new(&mut bytes, ConnectionKeys::for_test(1).for_listener().0);
         let sent = send_checkpoint(
-            &store.open_set(&id).expect("there"),
+            &store.open_checkpoint(&id).expect("there"),
             out,
             &RateLimit::default(),
         )
@@ -232,7 +236,7 @@ mod tests {
         bytes
     }
 
-    fn received(bytes: &[u8], into: &Store, id: SetId) -> Result<u64, Failure> {
+    fn received(bytes: &[u8], into: &CheckpointStore, id: CheckpointId) -> Result<u64, Failure> {
         let mut incoming = RecordReader::new(bytes, ConnectionKeys::for_test(1).for_connector().1);
         receive_checkpoint(&mut incoming, |made, bytes| {
             into.begin_copy(id, made, bytes)
@@ -249,12 +253,12 @@ mod tests {
         let id = made(scratch.path(), &here);
         received(&sent(&here, id), &there, id).expect("received");
         let (from, to) = (
-            here.open_set(&id).expect("there"),
-            there.open_set(&id).expect("there"),
+            here.open_checkpoint(&id).expect("there"),
+            there.open_checkpoint(&id).expect("there"),
         );
         assert_eq!(
-            (from.meta(), &from.info().vm, from.info().made),
-            (to.meta(), &to.info().vm, to.info().made)
+            (from.meta(), &from.info().vm, from.info().started),
+            (to.meta(), &to.info().vm, to.info().started)
         );
         for tid in from.info().parts.iter().map(|part| part.tid) {
             let unpacked = scratch.path().join(format!("unpacked-{tid}"));
@@ -300,7 +304,7 @@ mod tests {
             changed[cut] ^= 1;
             received(&changed, &there, id).expect_err("not what was sent");
         }
-        assert_eq!(there.list().expect("listed").0, []);
+        assert_eq!(there.list_checkpoints().expect("listed").0, []);
         assert_eq!(
             std::fs::read_dir(scratch.path().join("there/store"))
                 .expect("there")

@@ -28,9 +28,9 @@ use super::sys::{OpenFilesLimit, raise_files_limit};
 use super::tasker::TaskerProcess;
 use super::{address, task_listener};
 use anyhow::Context;
-use checkpoint::heap;
-use checkpoint::rights::{self, Capability};
-use checkpoint::status::Status;
+use checkpoint::allocator;
+use checkpoint::capabilities::{self, Capability};
+use checkpoint::status::ProcStatus;
 use pvmd_machine::{Machine, MachineConfig};
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros};
@@ -113,7 +113,8 @@ pub(crate) fn run(
         bind_udp(port.unwrap_or(0)).context("cannot open a UDP port for the other daemons")?;
     // Must happen before other threads start: capabilities belong to a thread. Programs that the
     // daemon starts as root get root's capabilities again by their exec.
-    rights::keep_only(rights::set(&NEEDED_CAPABILITIES)).context("cannot give up rights")?;
+    capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
+        .context("cannot give up rights")?;
     let log_path =
         env_var("SEMPA_LOG").map_or_else(|| setup.runtime_dir.paths().log(), PathBuf::from);
     let bytes_max = env_var("PVMDLOGMAX")
@@ -121,8 +122,8 @@ pub(crate) fn run(
         .unwrap_or(log::LOG_BYTES_MAX);
     let (log, log_thread) = log::open(&log_path, setup.host, bytes_max)
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
-    heap::keep_in_places(HEAP_ARENAS);
-    heap::keep_freed(HEAP_RETAINED_BYTES);
+    allocator::limit_arenas(HEAP_ARENAS);
+    allocator::keep_freed_bytes(HEAP_RETAINED_BYTES);
     sempa_socket::take_short_turns();
     // A single thread runs the loop and all streams: a message that comes in leaves again without
     // waking another thread, which would cost more than everything else. Disk access uses blocking
@@ -433,6 +434,8 @@ fn catch_signals() -> anyhow::Result<mpsc::Receiver<String>> {
 /// True if this process was started with a signal ignored, as nohup(1) does; the signal stays
 /// ignored then.
 fn is_ignored(signal: i32) -> bool {
-    let status = i32::try_from(std::process::id()).ok().and_then(Status::of);
+    let status = i32::try_from(std::process::id())
+        .ok()
+        .and_then(ProcStatus::of);
     status.is_some_and(|status| status.signals("SigIgn") & (1 << (signal - 1)) != 0)
 }

@@ -23,7 +23,7 @@ use super::sys::signal_process;
 use super::task_listener::{DISCONNECT_TIMEOUT, TASK_CONTROL_BYTES_MAX, TASK_READ_TIMEOUT};
 use super::tasker::TaskerProcess;
 use bytes::Bytes;
-use checkpoint::heap;
+use checkpoint::allocator;
 use pvmd_machine::{ConnId, Event, Machine, Output, World};
 use sempa_proto::frame::encode_control;
 use sempa_proto::host::Carried;
@@ -584,7 +584,7 @@ impl Driver {
         if self.last_heap_trim.elapsed() >= HEAP_TRIM_INTERVAL
             && self.parts.images.should_trim_heap()
         {
-            heap::give_back_freed();
+            allocator::trim_freed();
             self.last_heap_trim = Instant::now();
         }
         if self

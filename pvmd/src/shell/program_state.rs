@@ -3,7 +3,7 @@
 //! All disk access runs on blocking threads; each operation reports its end as an event.
 
 use super::input::{Input, InputSender};
-use checkpoint::state::{self, Room, Staged, StateError};
+use checkpoint::state_files::{self, SpaceReservations, StagedFiles, StateError};
 use pvmd_machine::io::Event;
 use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
@@ -16,17 +16,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Staged files by migration; `None` while they are being staged.
-type StagedFiles = Arc<Mutex<HashMap<MigrationId, Option<Staged>>>>;
+type StagedFiles = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
 /// The operations in progress on such files.
 pub(crate) struct ProgramStateFiles {
     place: Place,
     inputs: InputSender,
     staged: StagedFiles,
-    collect_room: Arc<Room>,
+    collect_room: Arc<SpaceReservations>,
 }
 
-fn lock(staged: &StagedFiles) -> MutexGuard<'_, HashMap<MigrationId, Option<Staged>>> {
+fn lock(staged: &StagedFiles) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
     staged.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -58,7 +58,7 @@ impl ProgramStateFiles {
         // drop. A failure shows when the directory is used.
         let _ = DirBuilder::new().mode(0o700).create(&images);
         self.spawn_work(move || {
-            let collected = state::collect(&files, &dir, &images, &room);
+            let collected = state_files::collect(&files, &dir, &images, &room);
             let result = collected
                 .map(|(files, bytes)| DumpReport { bytes, files })
                 .map_err(|e| io_failure(&e));
@@ -72,7 +72,7 @@ impl ProgramStateFiles {
         let (images, staged) = (self.place.images(migration), self.staged.clone());
         lock(&staged).insert(migration, None);
         self.spawn_work(move || {
-            let result = state::stage(&files, &dir, &images)
+            let result = state_files::stage(&files, &dir, &images)
                 .map_err(|e| io_failure(&e))
                 .map(|files_staged| {
                     // If the migration was dropped meanwhile, the staged files are dropped with
@@ -93,7 +93,7 @@ impl ProgramStateFiles {
             let dropped = || Failure::CalledOff("it was given up".into());
             let result = all
                 .ok_or_else(dropped)
-                .and_then(|all| all.name().map_err(|e| io_failure(&e)));
+                .and_then(|all| all.install().map_err(|e| io_failure(&e)));
             Event::StateNamed { migration, result }
         });
     }

@@ -7,7 +7,7 @@
 //! may find them later. If the runtime directory is on a disk, images go to a second private
 //! directory on a file system in memory.
 
-use checkpoint::carried;
+use checkpoint::file_transfer_journal;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
 use ring::digest::{SHA256, digest};
@@ -178,7 +178,7 @@ impl RuntimeDir {
     /// Undoes file transfers of tasks that never ran on this host. No task of this directory may be
     /// running.
     pub(crate) fn undo_file_transfers(&self) {
-        carried::undo_all(self.paths.all_images());
+        file_transfer_journal::undo_all(self.paths.all_images());
     }
 
     /// Recreates the second directory if it is missing; called before images are written. When the

@@ -102,7 +102,7 @@ impl Machine {
         self.tasks.ends.add(tid);
         // Few tasks are being dumped at a time, usually none.
         for source in self.moves.sources.values() {
-            let Some(task) = self.tasks.live.get_mut(&source.of().tid) else {
+            let Some(task) = self.tasks.live.get_mut(&source.migration().tid) else {
                 continue;
             };
             if task.awaits.remove(&tid) {

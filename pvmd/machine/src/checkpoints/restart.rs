@@ -7,7 +7,7 @@ use super::{Counted, Doing, Job, LINES_MAX, Purpose, TRIES_MAX, Wanted, pause, r
 use crate::asks::Asker;
 use crate::engines::Job as Again;
 use crate::{Machine, Output};
-use checkpoint_protocol::{Candidate, RestartOutput, TargetEvent};
+use checkpoint_protocol::{RestartOutput, RestartTask, TargetEvent};
 use sempa_proto::checkpoint::{RestartFailure, RestartReport, SET_VERSION, SetMeta};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::PartRecord;
@@ -120,7 +120,7 @@ impl Machine {
         &self,
         number: u64,
         found: &Counted,
-    ) -> Result<(Tid, Timeline, Vec<Candidate>), RestartFailure> {
+    ) -> Result<(Tid, Timeline, Vec<RestartTask>), RestartFailure> {
         let gone = || RestartFailure::Store("the set is not open any more".into());
         let keeping = self
             .master
@@ -140,7 +140,8 @@ impl Machine {
             return Err(RestartFailure::UnderWay);
         }
         // Checkpoints of a job and of a job within it have tasks in common.
-        let busy = |tid: Tid| keeping.restarts.has(tid) || keeping.cuts.of_task(tid).is_some();
+        let busy =
+            |tid: Tid| keeping.restarts.is_restarting(tid) || keeping.cuts.part_of(tid).is_some();
         if meta.parts.iter().any(|part| busy(part.tid)) {
             return Err(RestartFailure::UnderWay);
         }
@@ -176,7 +177,7 @@ impl Machine {
             // A host may be listed repeatedly, to become the first choice of more tasks.
             let mut known = BTreeSet::new();
             hosts.retain(|host| known.insert(*host));
-            candidates.push(Candidate {
+            candidates.push(RestartTask {
                 tid: part.tid,
                 facts: without_lengths(&part.facts),
                 hosts,
@@ -241,8 +242,12 @@ impl Machine {
     pub(super) fn restarter_does(&mut self, output: RestartOutput) {
         let me = self.config.host;
         match output {
-            RestartOutput::Order { host, of, order } => self.order_move(host, of, order),
-            RestartOutput::Send { restart, of } => {
+            RestartOutput::Order {
+                host,
+                part: of,
+                order,
+            } => self.order_move(host, of, order),
+            RestartOutput::SendImages { restart, part: of } => {
                 let Some(keeping) = self.keeping() else {
                     return;
                 };
@@ -260,7 +265,7 @@ impl Machine {
                     to,
                 });
             }
-            RestartOutput::Locate(of) => {
+            RestartOutput::AnnounceLocation(of) => {
                 self.belongs_again(of.id);
                 self.locate(&of);
             }
@@ -288,7 +293,7 @@ impl Machine {
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let restart = master.keeping.restarts.of_part(part);
+        let restart = master.keeping.restarts.restart_of(part);
         let number = restart.and_then(|restart| master.keeping.wanted_of(restart));
         let wanted = number.and_then(|number| master.keeping.wanted.get_mut(&number));
         let Some(Wanted {
@@ -332,7 +337,7 @@ impl Machine {
         };
         keeping.unpacked.remove(&id);
         if let Err(why) = result {
-            keeping.restarts.not_sent(id, why);
+            keeping.restarts.on_send_failed(id, why);
         }
         self.out.push_back(Output::DropImages { migration: id });
     }

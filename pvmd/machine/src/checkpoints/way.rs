@@ -30,8 +30,8 @@ impl Machine {
             // The task has no part of a snapshot yet, so the id is a new one.
             return Err(Refusal::AlreadyMoving(coordinator.next_id()));
         }
-        if let Some(part) = keeping.cuts.of_task(tid) {
-            let cut = keeping.cuts.of_part(part.id);
+        if let Some(part) = keeping.cuts.part_of(tid) {
+            let cut = keeping.cuts.snapshot_of(part.id);
             let job = cut
                 .and_then(|cut| keeping.job_of_cut(cut))
                 .and_then(|job| keeping.jobs.get(&job));
@@ -40,17 +40,19 @@ impl Machine {
                 return Err(Refusal::AlreadyMoving(part.id));
             }
             let first = drains && job.is_some_and(|job| job.drains);
-            if let Some((_, part)) = keeping.cuts.keeps(tid).filter(|_| first) {
+            if let Some((_, part)) = keeping.cuts.binding_part(tid).filter(|_| first) {
                 return Err(Refusal::AlreadyMoving(part));
             }
         }
-        while let Some((cut, part)) = keeping.cuts.keeps(tid) {
+        while let Some((cut, part)) = keeping.cuts.binding_part(tid) {
             if !matches!(cause, Cause::Owner { .. } | Cause::Drain { .. }) {
                 return Err(Refusal::AlreadyMoving(part));
             }
-            keeping
-                .cuts
-                .give_way(cut, tid, format!("it has to leave its host ({cause})"));
+            keeping.cuts.abort_for_migration(
+                cut,
+                tid,
+                format!("it has to leave its host ({cause})"),
+            );
         }
         Ok(())
     }

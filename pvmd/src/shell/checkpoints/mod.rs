@@ -11,13 +11,16 @@ use super::image_transfer::SentAmounts;
 use super::input::{Input, InputSender};
 use super::log::Log;
 use super::rate_limit::RateLimit;
-use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError};
-use checkpoint_protocol::CutId;
+use checkpoint::store::{
+    CheckpointDraft, CheckpointId, CheckpointStore, InvalidCheckpointId, StoreError, StoreLimits,
+    StoredCheckpoint,
+};
+use checkpoint_protocol::SnapshotId;
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, Copies};
-use sempa_proto::host::PartRecord;
 use sempa_proto::checkpoint::{SetEntry, SetMeta};
 use sempa_proto::frame::{from_bytes, to_bytes};
+use sempa_proto::host::PartRecord;
 use sempa_proto::migration::Failure;
 use sempa_proto::place::Place;
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
@@ -45,7 +48,7 @@ const STORE_LIMIT_BYTES_MIN: u64 = 1_000_000;
 pub(crate) struct StoreSettings {
     dir: PathBuf,
     key: PathBuf,
-    limits: Limits,
+    limits: StoreLimits,
     copies: Copies,
 }
 
@@ -96,8 +99,8 @@ impl StoreSettings {
         &self.copies
     }
 
-    fn open(&self, vm: &str) -> Result<Store, StoreError> {
-        Ok(Store::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
+    fn open(&self, vm: &str) -> Result<CheckpointStore, StoreError> {
+        Ok(CheckpointStore::open(&self.dir, &self.key, self.limits)?.of_vm(vm))
     }
 
     /// Returns the highest task number in stored checkpoints for each host; these tids must not be
@@ -117,8 +120,8 @@ impl StoreSettings {
         }
         let store = self.open(vm)?;
         // On failure the superfluous checkpoints stay listed.
-        let _ = store.tidy(now, |_| false);
-        let (sets, _) = store.list()?;
+        let _ = store.remove_expired(now, |_| false);
+        let (sets, _) = store.list_checkpoints()?;
         for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
             if let Some(home) = tid.home() {
                 let highest = spared.entry(home).or_insert(0);
@@ -129,14 +132,14 @@ impl StoreSettings {
     }
 }
 
-fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
-    let mut limits = Limits::default();
+fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, String> {
+    let mut limits = StoreLimits::default();
     if let Some(text) = env("SEMPA_STORE_SETS") {
         let sets = text
             .parse()
             .ok()
             .filter(|sets| (1..=CHECKPOINT_LIMIT_MAX).contains(sets));
-        limits.sets_max = sets.ok_or_else(|| {
+        limits.checkpoints_max = sets.ok_or_else(|| {
             format!("SEMPA_STORE_SETS={text:?} is no number of sets from 1 to {CHECKPOINT_LIMIT_MAX}: no checkpoint is written before it is")
         })?;
     }
@@ -192,9 +195,9 @@ pub(crate) struct CheckpointStore {
     settings: Result<StoreSettings, String>,
     inputs: InputSender,
     log: Log,
-    store: Arc<Mutex<Option<Store>>>,
-    drafts: Arc<Mutex<HashMap<CutId, Arc<Draft>>>>,
-    opened: Arc<Mutex<HashMap<u64, Arc<Set>>>>,
+    store: Arc<Mutex<Option<CheckpointStore>>>,
+    drafts: Arc<Mutex<HashMap<SnapshotId, Arc<CheckpointDraft>>>>,
+    opened: Arc<Mutex<HashMap<u64, Arc<StoredCheckpoint>>>>,
     /// Checkpoints whose jobs ended or run again, in the order in which that must be written.
     marks: removal::PendingMarks,
 }
@@ -230,7 +233,10 @@ impl CheckpointStore {
     }
 
     /// Runs work with the store on a blocking thread and sends the event that it returns.
-    fn spawn_reporting(&self, work: impl FnOnce(Result<Store, String>) -> Event + Send + 'static) {
+    fn spawn_reporting(
+        &self,
+        work: impl FnOnce(Result<CheckpointStore, String>) -> Event + Send + 'static,
+    ) {
         let inputs = self.inputs.clone();
         self.spawn(move |store| {
             let _ = inputs.blocking_send(Input::Event(work(store)));
@@ -238,7 +244,7 @@ impl CheckpointStore {
     }
 
     /// Runs work with the store on a blocking thread.
-    fn spawn(&self, work: impl FnOnce(Result<Store, String>) + Send + 'static) {
+    fn spawn(&self, work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static) {
         self.spawn_after(None, work);
     }
 
@@ -246,7 +252,7 @@ impl CheckpointStore {
     fn spawn_after(
         &self,
         after: Option<JoinHandle<()>>,
-        work: impl FnOnce(Result<Store, String>) + Send + 'static,
+        work: impl FnOnce(Result<CheckpointStore, String>) + Send + 'static,
     ) {
         let open = self.store_opener();
         let work = move || work(open());
@@ -260,7 +266,7 @@ impl CheckpointStore {
     }
 
     /// Returns a function that opens the store unless it is open. It may wait for the disk.
-    fn store_opener(&self) -> impl FnOnce() -> Result<Store, String> + Send + 'static {
+    fn store_opener(&self) -> impl FnOnce() -> Result<CheckpointStore, String> + Send + 'static {
         let (store, whereabouts) = (self.store.clone(), self.settings.clone());
         let vm = self.paths.vm().to_string();
         move || {
@@ -284,12 +290,12 @@ impl CheckpointStore {
     + 'static {
         let open = self.store_opener();
         move |out, rate| {
-            let id: SetId = name
+            let id: CheckpointId = name
                 .parse()
-                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+                .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
             let set = store
-                .open_set(&id)
+                .open_checkpoint(&id)
                 .map_err(|e| Failure::Io(e.to_string()))?;
             send_checkpoint(&set, out, rate)
         }
@@ -305,9 +311,9 @@ impl CheckpointStore {
     {
         let (open, inputs, log) = (self.store_opener(), self.inputs.clone(), self.log.clone());
         move |incoming| {
-            let id: SetId = name
+            let id: CheckpointId = name
                 .parse()
-                .map_err(|e: NotASetId| Failure::Io(e.to_string()))?;
+                .map_err(|e: InvalidCheckpointId| Failure::Io(e.to_string()))?;
             let store = open().map_err(Failure::Io)?;
             let bytes =
                 receive_checkpoint(incoming, |made, bytes| store.begin_copy(id, made, bytes))?;
@@ -317,7 +323,7 @@ impl CheckpointStore {
     }
 
     /// Starts a checkpoint in the store. Reports [`Event::SetBegun`].
-    pub(crate) fn begin(&self, snapshot: CutId, job: Tid, now: Micros) {
+    pub(crate) fn begin(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
@@ -333,7 +339,7 @@ impl CheckpointStore {
     }
 
     /// Adds the images of a task to a checkpoint. Reports [`Event::PartKept`].
-    pub(crate) fn add_part(&self, snapshot: CutId, migration: MigrationId, tid: Tid) {
+    pub(crate) fn add_part(&self, snapshot: SnapshotId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.paths.images(migration));
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
@@ -345,7 +351,13 @@ impl CheckpointStore {
     }
 
     /// Completes a checkpoint. Reports [`Event::SetSealed`].
-    pub(crate) fn seal(&self, snapshot: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
+    pub(crate) fn seal(
+        &self,
+        snapshot: SnapshotId,
+        meta: &SetMeta,
+        keep: Vec<String>,
+        now: Micros,
+    ) {
         let (drafts, log, meta) = (
             self.drafts.clone(),
             self.log.clone(),
@@ -371,7 +383,7 @@ impl CheckpointStore {
     }
 
     /// Removes an incomplete checkpoint.
-    pub(crate) fn abandon(&self, snapshot: CutId) {
+    pub(crate) fn abandon(&self, snapshot: SnapshotId) {
         let draft = lock(&self.drafts).remove(&snapshot);
         tokio::task::spawn_blocking(move || drop(draft));
     }
@@ -381,8 +393,10 @@ impl CheckpointStore {
         let open = self.opened.clone();
         self.spawn_reporting(move |store| {
             let result = store.and_then(|store| {
-                let id: SetId = name.parse().map_err(|e: NotASetId| e.to_string())?;
-                let set = store.open_set(&id).map_err(|e| e.to_string())?;
+                let id: CheckpointId = name
+                    .parse()
+                    .map_err(|e: InvalidCheckpointId| e.to_string())?;
+                let set = store.open_checkpoint(&id).map_err(|e| e.to_string())?;
                 let meta: SetMeta =
                     from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
                 lock(&open).insert(restart, Arc::new(set));
@@ -425,16 +439,17 @@ impl CheckpointStore {
             return;
         }
         self.spawn_reporting(move |store| {
-            let listed = store.and_then(|store| store.list().map_err(|e| e.to_string()));
+            let listed =
+                store.and_then(|store| store.list_checkpoints().map_err(|e| e.to_string()));
             let result = listed.map(|(sets, broken)| {
                 let whole = sets.into_iter().map(|set| SetEntry {
                     set: set.id.to_string(),
                     job: set.job,
-                    made: set.made,
+                    made: set.started,
                     tasks: u32::try_from(set.parts.len()).unwrap_or(u32::MAX),
                     bytes: set.bytes,
                     broken: None,
-                    ended: set.ended,
+                    ended: set.job_ended_at,
                     copies: Vec::new(),
                 });
                 let broken = broken.into_iter().map(|(set, why)| SetEntry {
@@ -563,8 +578,8 @@ mod tests {
         .expect("good");
         assert_eq!(
             at.limits,
-            Limits {
-                sets_max: 2,
+            StoreLimits {
+                checkpoints_max: 2,
                 bytes_max: 1_000_000
             }
         );
@@ -575,15 +590,15 @@ mod tests {
             draft.add(tid, &images).expect("added");
             draft.finish(b"").expect("complete");
             store
-                .tidy(Micros(second * 1_000_000), |_| false)
+                .remove_expired(Micros(second * 1_000_000), |_| false)
                 .expect("tidied");
         }
         let made: Vec<Micros> = store
-            .list()
+            .list_checkpoints()
             .expect("listed")
             .0
             .iter()
-            .map(|set| set.made)
+            .map(|set| set.started)
             .collect();
         assert_eq!(
             (made.len(), made.iter().min()),
@@ -598,7 +613,7 @@ mod tests {
         let usual = whereabouts(dir, &[]).expect("good");
         assert_eq!(
             (usual.limits, usual.copies),
-            (Limits::default(), Copies::Number(0))
+            (StoreLimits::default(), Copies::Number(0))
         );
         let wrong = [
             ("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]),

@@ -3,7 +3,9 @@
 use super::{CheckpointStore, lock};
 use crate::shell::input::{Input, InputSender};
 use crate::shell::log::Log;
-use checkpoint::store::{SetId, SetInfo, Store, StoreError, Unreadable};
+use checkpoint::store::{
+    CheckpointId, CheckpointInfo, CheckpointStore, StoreError, UnreadableEntries,
+};
 use pvmd_machine::io::Event;
 use sempa_proto::checkpoint::{Removed, Stays, Unwanted};
 use sempa_proto::{Micros, RequestId, Tid};
@@ -23,14 +25,14 @@ pub(super) struct PendingMarks {
 
 /// Removes what the store does not keep; reports it in the log and as [`Event::SetsSwept`].
 pub(super) fn remove_superfluous(
-    store: Result<Store, String>,
+    store: Result<CheckpointStore, String>,
     now: Micros,
     keep: &[String],
     inputs: &InputSender,
     log: &Log,
 ) {
-    let keep = |set: &SetInfo| keep.contains(&set.id.to_string());
-    match store.and_then(|store| store.tidy(now, keep).map_err(|e| e.to_string())) {
+    let keep = |set: &CheckpointInfo| keep.contains(&set.id.to_string());
+    match store.and_then(|store| store.remove_expired(now, keep).map_err(|e| e.to_string())) {
         Ok(swept) if swept.removed.is_empty() => {}
         Ok(swept) => {
             let sets: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
@@ -53,13 +55,13 @@ impl CheckpointStore {
         }
         self.spawn_after(after, move |store| {
             // Only checkpoints of this virtual machine, even if others have the same name.
-            let remove = |store: Store| -> Result<(), StoreError> {
-                let (there, _) = store.list()?;
-                let gone = there
-                    .iter()
-                    .filter(|set| store.is_own(set) && sets.contains(&set.id.to_string()));
+            let remove = |store: CheckpointStore| -> Result<(), StoreError> {
+                let (there, _) = store.list_checkpoints()?;
+                let gone = there.iter().filter(|set| {
+                    store.is_own_checkpoint(set) && sets.contains(&set.id.to_string())
+                });
                 gone.map(|set| store.remove(&set.id))
-                    .filter(|gone| !matches!(gone, Err(StoreError::NoSet(_))))
+                    .filter(|gone| !matches!(gone, Err(StoreError::NoCheckpoint(_))))
                     .collect()
             };
             let removed: Result<(), String> =
@@ -78,10 +80,12 @@ impl CheckpointStore {
             let Some((sets, ended)) = lock(&marks.queue).pop_front() else {
                 return;
             };
-            let ids: Vec<SetId> = sets.iter().filter_map(|set| set.parse().ok()).collect();
-            let marked = store
-                .clone()
-                .and_then(|store| store.mark(&ids, ended).map_err(|e| e.to_string()));
+            let ids: Vec<CheckpointId> = sets.iter().filter_map(|set| set.parse().ok()).collect();
+            let marked = store.clone().and_then(|store| {
+                store
+                    .mark_jobs_ended(&ids, ended)
+                    .map_err(|e| e.to_string())
+            });
             marked.unwrap_or_else(|why| log.write_line(why));
             if let Some(now) = ended {
                 remove_superfluous(store, now, &keep, &inputs, &log);
@@ -113,12 +117,12 @@ impl CheckpointStore {
 }
 
 fn remove(
-    store: &Store,
+    store: &CheckpointStore,
     which: Unwanted,
     any: bool,
     mut stay: BTreeMap<String, Stays>,
 ) -> Result<Removed, String> {
-    let (sets, broken) = store.list().map_err(|e| e.to_string())?;
+    let (sets, broken) = store.list_checkpoints().map_err(|e| e.to_string())?;
     let names: Vec<String> = match which {
         Unwanted::Sets(names) => {
             let mut known = BTreeSet::new();
@@ -130,7 +134,7 @@ fn remove(
         Unwanted::Job(job) => {
             let of_job = sets
                 .iter()
-                .filter(|set| set.job == job && (any || store.is_own(set)));
+                .filter(|set| set.job == job && (any || store.is_own_checkpoint(set)));
             of_job.map(|set| set.id.to_string()).collect()
         }
     };
@@ -145,25 +149,25 @@ fn remove(
 }
 
 fn remove_one(
-    store: &Store,
+    store: &CheckpointStore,
     name: &str,
     any: bool,
-    sets: &[SetInfo],
-    broken: &Unreadable,
+    sets: &[CheckpointInfo],
+    broken: &UnreadableEntries,
 ) -> Result<u64, Stays> {
-    let Ok(id) = name.parse::<SetId>() else {
+    let Ok(id) = name.parse::<CheckpointId>() else {
         // Not one of our names: another program may have created the entry.
         let unreadable = broken.iter().find(|(unreadable, _)| unreadable == name);
         return Err(unreadable.map_or(Stays::Unknown, |(_, why)| Stays::Store(why.to_string())));
     };
     let known = sets.iter().find(|set| set.id == id);
-    if let Some(set) = known.filter(|set| !any && !store.is_own(set)) {
+    if let Some(set) = known.filter(|set| !any && !store.is_own_checkpoint(set)) {
         return Err(Stays::Foreign(set.vm.clone()));
     }
     match store.remove(&id) {
         Ok(()) => Ok(known.map_or(0, |set| set.bytes)),
         Err(StoreError::InUse(_)) => Err(Stays::InUse),
-        Err(StoreError::NoSet(_)) => Err(Stays::Unknown),
+        Err(StoreError::NoCheckpoint(_)) => Err(Stays::Unknown),
         Err(why) => Err(Stays::Store(why.to_string())),
     }
 }
@@ -171,17 +175,17 @@ fn remove_one(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use checkpoint::store::Limits;
+    use checkpoint::store::StoreLimits;
 
     /// Checkpoints are removed by name or job; each one that stays has a reason.
     #[test]
     fn removal_by_name_or_job_reports_each_reason() {
         let scratch = tempfile::tempdir().expect("a directory");
         let (dir, key) = (scratch.path().join("store"), scratch.path().join("key"));
-        let store = Store::open(&dir, &key, Limits::default())
+        let store = CheckpointStore::open(&dir, &key, StoreLimits::default())
             .expect("opened")
             .of_vm("mine");
-        let make = |store: &Store, job: i32, second: u64| {
+        let make = |store: &CheckpointStore, job: i32, second: u64| {
             let draft = store
                 .begin(Tid::from_raw(job), Micros::from_secs(second))
                 .expect("begun");
@@ -203,7 +207,7 @@ mod tests {
             remove(&store, which, any, stay).expect("listed")
         };
         let unknown = "t40001-20000101T000000-1".to_string();
-        let bytes = store.list().expect("listed").0[0].bytes;
+        let bytes = store.list_checkpoints().expect("listed").0[0].bytes;
         let gone = go(
             sets(&[&a, &a, &unknown, &"nonsense".into(), &other]),
             false,
@@ -220,7 +224,9 @@ mod tests {
             matches!(&go(sets(&[&"mess".into()]), true, &[])[0].1, Err(Stays::Store(why)) if why.contains("mess"))
         );
         let job = Tid::from_raw(0x40001);
-        let open = store.open_set(&b.parse().expect("a name")).expect("opened");
+        let open = store
+            .open_checkpoint(&b.parse().expect("a name"))
+            .expect("opened");
         let gone = go(Unwanted::Job(job), false, &[(&c, Stays::Wanted(job))]);
         assert_eq!(
             gone,

@@ -16,7 +16,7 @@ fn is_written(sim: &Sim, tid: Tid) -> bool {
         .as_ref()
         .expect("it is the master");
     let cuts = &master.keeping.cuts;
-    cuts.of_task(tid).is_some() && cuts.keeps(tid).is_none()
+    cuts.part_of(tid).is_some() && cuts.binding_part(tid).is_none()
 }
 
 /// True if the checkpoint forbids the task to migrate.
@@ -26,7 +26,7 @@ fn is_kept(sim: &Sim, tid: Tid) -> bool {
         .master
         .as_ref()
         .expect("it is the master");
-    master.keeping.cuts.keeps(tid).is_some()
+    master.keeping.cuts.binding_part(tid).is_some()
 }
 
 /// True if the migration was refused because of a checkpoint.

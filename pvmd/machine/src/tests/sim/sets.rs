@@ -2,7 +2,7 @@
 
 use super::{Happening, Proc, Seen, Sim};
 use crate::{Event, Output};
-use checkpoint_protocol::CutId;
+use checkpoint_protocol::SnapshotId;
 use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::host::PartRecord;
@@ -33,7 +33,7 @@ pub(super) struct Part {
 #[derive(Debug, Default)]
 pub(in crate::tests) struct Sets {
     images: BTreeMap<(HostId, MigrationId), Part>,
-    drafts: BTreeMap<CutId, BTreeMap<Tid, Part>>,
+    drafts: BTreeMap<SnapshotId, BTreeMap<Tid, Part>>,
     sets: BTreeMap<String, (SetMeta, BTreeMap<Tid, Part>)>,
     open: BTreeMap<u64, String>,
     /// Checkpoints of jobs that have ended.
@@ -79,7 +79,7 @@ impl Sets {
         let number = |name: &&String| {
             name.rsplit('-')
                 .next()
-                .and_then(|number| number.parse::<CutId>().ok())
+                .and_then(|number| number.parse::<SnapshotId>().ok())
         };
         self.sets
             .keys()

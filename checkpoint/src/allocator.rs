@@ -6,26 +6,26 @@
 /// Limits the number of arenas, in which the allocator keeps freed memory and which threads share.
 ///
 /// By default there are eight for each processor; a daemon that had forwarded some hundred images
-/// kept 130 MB. [`give_back_freed`] trims the top of the first arena only.
-pub fn keep_in_places(count: i32) {
-    set(libc::M_ARENA_MAX, count);
+/// kept 130 MB. [`trim_freed`] trims the top of the first arena only.
+pub fn limit_arenas(count: i32) {
+    set_option(libc::M_ARENA_MAX, count);
 }
 
 /// Makes the allocator keep up to this amount of freed memory and serve larger buffers from it.
 /// Otherwise a process under load would obtain them from the kernel, page by page and zeroed, and
 /// return them, many times a second.
-pub fn keep_freed(bytes: i32) {
-    set(libc::M_MMAP_THRESHOLD, bytes);
-    set(libc::M_TRIM_THRESHOLD, bytes);
+pub fn keep_freed_bytes(bytes: i32) {
+    set_option(libc::M_MMAP_THRESHOLD, bytes);
+    set_option(libc::M_TRIM_THRESHOLD, bytes);
 }
 
 /// Returns the freed memory to the kernel, including pages between allocations.
-pub fn give_back_freed() {
+pub fn trim_freed() {
     // SAFETY: the call takes a number; the allocator uses its own locks.
     unsafe { libc::malloc_trim(0) };
 }
 
-fn set(setting: libc::c_int, value: libc::c_int) {
+fn set_option(setting: libc::c_int, value: libc::c_int) {
     // SAFETY: the call changes a number in the allocator, under the allocator's lock.
     unsafe { libc::mallopt(setting, value) };
 }

@@ -4,14 +4,14 @@
 //! - [`collect`] copies them into the image directory, numbered, with a list that says which of
 //!   them existed.
 //! - [`stage`] copies them back, next to their destinations under temporary names that a journal
-//!   records ([`crate::carried`]).
-//! - [`Staged::name`] gives all of them their final names before the program is restarted, and
-//!   deletes files that did not exist at the checkpoint.
+//!   records ([`crate::file_transfer_journal`]).
+//! - [`StagedFiles::install`] gives all of them their final names before the program is restarted,
+//!   and deletes files that did not exist at the checkpoint.
 //!
 //! No existing file is replaced before the copies of all files are complete.
 
-use crate::carried::{Note, Notes};
-use crate::facts::room;
+use crate::facts::available_resources;
+use crate::file_transfer_journal::{FileTransferJournal, JournalEntry};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, ErrorKind, Write};
@@ -21,7 +21,7 @@ use std::sync::{Mutex, MutexGuard};
 use thiserror::Error;
 
 /// Name of the list; the copies have this name with a number.
-const LIST: &str = "sempa-state";
+const LIST_FILE: &str = "sempa-state";
 /// Largest size of the list.
 const LIST_BYTES_MAX: u64 = 1 << 20;
 /// Bits of a file's mode that are kept: the permissions only.
@@ -29,17 +29,20 @@ const MODE_BITS: u32 = 0o777;
 
 /// A failed operation on a file.
 #[derive(Debug, Error)]
-#[error("cannot {act} {}: {why}", .path.display())]
+#[error("cannot {action} {}: {why}", .path.display())]
 pub struct StateError {
-    act: &'static str,
+    action: &'static str,
     path: PathBuf,
     why: io::Error,
 }
 
 /// Returns a function that converts the error of this operation.
-fn failed<'a>(act: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> StateError + 'a {
+fn error_for<'a>(
+    action: &'static str,
+    path: &'a Path,
+) -> impl FnOnce(io::Error) -> StateError + 'a {
     move |why| StateError {
-        act,
+        action,
         path: path.to_path_buf(),
         why,
     }
@@ -47,18 +50,18 @@ fn failed<'a>(act: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> St
 
 /// A file of the list. One that did not exist has no mode.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Entry {
+struct ListEntry {
     mode: Option<u32>,
     bytes: u64,
 }
 
 /// Returns the path of a copy in the image directory.
-fn copy_of(images: &Path, number: usize) -> PathBuf {
-    images.join(format!("{LIST}-{number}"))
+fn copy_path(images: &Path, number: usize) -> PathBuf {
+    images.join(format!("{LIST_FILE}-{number}"))
 }
 
 /// Creates a file that must not exist yet.
-fn made(path: &Path) -> io::Result<File> {
+fn create_new(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .write(true)
         .create_new(true)
@@ -68,7 +71,7 @@ fn made(path: &Path) -> io::Result<File> {
 
 /// Opens a regular file; `None` if there is none. Other kinds of files are refused; symbolic links
 /// are not followed, and the open never blocks.
-fn plain(path: &Path) -> io::Result<Option<File>> {
+fn open_regular(path: &Path) -> io::Result<Option<File>> {
     let opened = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
@@ -93,48 +96,48 @@ pub fn collect(
     files: &[PathBuf],
     dir: &Path,
     images: &Path,
-    room: &Room,
+    reservations: &SpaceReservations,
 ) -> Result<(u32, u64), StateError> {
-    let _promised = room.promise(files, dir, images)?;
+    let _reserved = reservations.reserve(files, dir, images)?;
     let (mut list, mut count, mut sum) = (Vec::new(), 0, 0);
     for (number, file) in files.iter().enumerate() {
         let path = dir.join(file);
-        let Some(mut from) = plain(&path).map_err(failed("keep", &path))? else {
-            list.push(Entry {
+        let Some(mut from) = open_regular(&path).map_err(error_for("keep", &path))? else {
+            list.push(ListEntry {
                 mode: None,
                 bytes: 0,
             });
             continue;
         };
-        let copied = made(&copy_of(images, number)).and_then(|mut to| {
+        let copied = create_new(&copy_path(images, number)).and_then(|mut to| {
             let mode = from.metadata()?.permissions().mode() & MODE_BITS;
-            Ok(Entry {
+            Ok(ListEntry {
                 mode: Some(mode),
                 bytes: io::copy(&mut from, &mut to)?,
             })
         });
-        let entry = copied.map_err(failed("keep a copy of", &path))?;
+        let entry = copied.map_err(error_for("keep a copy of", &path))?;
         (count, sum) = (count + 1, sum + entry.bytes);
         list.push(entry);
     }
-    let path = images.join(LIST);
+    let path = images.join(LIST_FILE);
     let written = postcard::to_allocvec(&list)
         .map_err(io::Error::other)
-        .and_then(|b| made(&path)?.write_all(&b));
-    written.map_err(failed("write", &path))?;
+        .and_then(|b| create_new(&path)?.write_all(&b));
+    written.map_err(error_for("write", &path))?;
     Ok((count, sum))
 }
 
 /// Space that is reserved for files that are being copied into images. Several tasks may need some
 /// at the same time.
 #[derive(Debug, Default)]
-pub struct Room(Mutex<u64>);
+pub struct SpaceReservations(Mutex<u64>);
 
-/// Reserved bytes of a [`Room`]. Dropping it frees them.
+/// Reserved bytes of a [`SpaceReservations`]. Dropping it frees them.
 #[derive(Debug)]
-struct Promised<'a>(&'a Room, u64);
+struct ReservedSpace<'a>(&'a SpaceReservations, u64);
 
-impl Room {
+impl SpaceReservations {
     fn lock(&self) -> MutexGuard<'_, u64> {
         self.0.lock().unwrap_or_else(|e| e.into_inner())
     }
@@ -144,33 +147,34 @@ impl Room {
     /// Refuses files that would fill the file system of the images or, if that is in memory, would
     /// use memory that other processes need. This happens before anything is copied: a host without
     /// memory kills unrelated processes.
-    fn promise(
+    fn reserve(
         &self,
         files: &[PathBuf],
         dir: &Path,
         images: &Path,
-    ) -> Result<Promised<'_>, StateError> {
+    ) -> Result<ReservedSpace<'_>, StateError> {
         // Files that cannot be read are reported when they are copied.
-        let length = |file: &PathBuf| Some(plain(&dir.join(file)).ok()??.metadata().ok()?.len());
+        let length =
+            |file: &PathBuf| Some(open_regular(&dir.join(file)).ok()??.metadata().ok()?.len());
         let need = files.iter().filter_map(length).fold(0, u64::saturating_add);
-        let mut promised = self.lock();
+        let mut reserved = self.lock();
         // Files that are being copied are partly counted twice.
-        let have = room::in_folder(images)
-            .map_err(failed("look for room in", images))?
-            .saturating_sub(*promised);
+        let have = available_resources::writable_bytes(images)
+            .map_err(error_for("look for room in", images))?
+            .saturating_sub(*reserved);
         if need <= have {
-            *promised += need;
-            return Ok(Promised(self, need));
+            *reserved += need;
+            return Ok(ReservedSpace(self, need));
         }
         let why = format!("its files need {need} bytes there on their way, and {have} are left");
-        Err(failed("keep files in", images)(io::Error::new(
+        Err(error_for("keep files in", images)(io::Error::new(
             ErrorKind::StorageFull,
             why,
         )))
     }
 }
 
-impl Drop for Promised<'_> {
+impl Drop for ReservedSpace<'_> {
     fn drop(&mut self) {
         *self.0.lock() -= self.1;
     }
@@ -178,10 +182,10 @@ impl Drop for Promised<'_> {
 
 /// Files next to their destinations under temporary names. Dropping it removes them.
 #[derive(Debug)]
-pub struct Staged {
+pub struct StagedFiles {
     /// The destination of each file and its temporary path; `None` if the file must not exist.
     files: Vec<(PathBuf, Option<PathBuf>)>,
-    notes: Notes,
+    journal: FileTransferJournal,
 }
 
 /// Copies the files of [`collect`] from the image directory to temporary names next to their
@@ -193,46 +197,49 @@ pub struct Staged {
 /// - A directory is missing.
 /// - An existing file at a destination is not a regular file, or belongs to another user.
 /// - There is not enough space.
-pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<Staged, StateError> {
+pub fn stage(files: &[PathBuf], dir: &Path, images: &Path) -> Result<StagedFiles, StateError> {
     let list = read_list(files.len(), images)?;
-    let notes = Notes::beside(images).map_err(failed("note files beside", images))?;
-    let mut staged = Staged {
+    let journal = FileTransferJournal::create_next_to(images)
+        .map_err(error_for("note files beside", images))?;
+    let mut staged = StagedFiles {
         files: Vec::new(),
-        notes,
+        journal,
     };
     for (number, (file, entry)) in files.iter().zip(list).enumerate() {
         let path = dir.join(file);
-        let there = plain(&path).and_then(|file| file.map(|file| file.metadata()).transpose());
+        let existing =
+            open_regular(&path).and_then(|file| file.map(|file| file.metadata()).transpose());
         let own = nix::unistd::geteuid().as_raw();
-        if there
-            .map_err(failed("replace", &path))?
-            .is_some_and(|there| there.uid() != own)
+        if existing
+            .map_err(error_for("replace", &path))?
+            .is_some_and(|existing| existing.uid() != own)
         {
             let why = io::Error::new(ErrorKind::PermissionDenied, "it belongs to somebody else");
-            return Err(failed("replace", &path)(why));
+            return Err(error_for("replace", &path)(why));
         }
         let Some(mode) = entry.mode else {
             staged.files.push((path, None));
             continue;
         };
-        let copy = copy_of(images, number);
-        let nameless = nameless(&path, number, images).map_err(failed("put back", &path))?;
-        let put = put(&copy, &nameless, (mode, entry.bytes), &mut staged.notes);
-        put.map_err(failed("put back", &path))?;
-        staged.files.push((path, Some(nameless)));
+        let copy = copy_path(images, number);
+        let temporary =
+            temporary_path(&path, number, images).map_err(error_for("put back", &path))?;
+        let copied = copy_to_temporary(&copy, &temporary, (mode, entry.bytes), &mut staged.journal);
+        copied.map_err(error_for("put back", &path))?;
+        staged.files.push((path, Some(temporary)));
     }
     Ok(staged)
 }
 
-fn read_list(files: usize, images: &Path) -> Result<Vec<Entry>, StateError> {
-    let path = images.join(LIST);
+fn read_list(files: usize, images: &Path) -> Result<Vec<ListEntry>, StateError> {
+    let path = images.join(LIST_FILE);
     let wrong = |why: &str| io::Error::new(ErrorKind::InvalidData, why.to_string());
     let read = || {
-        let file = plain(&path)?.ok_or_else(|| wrong("it is not there"))?;
+        let file = open_regular(&path)?.ok_or_else(|| wrong("it is not there"))?;
         if file.metadata()?.len() > LIST_BYTES_MAX {
             return Err(wrong("it is too long"));
         }
-        let list: Vec<Entry> =
+        let list: Vec<ListEntry> =
             postcard::from_bytes(&std::fs::read(&path)?).map_err(io::Error::other)?;
         if list.len() == files {
             Ok(list)
@@ -240,11 +247,11 @@ fn read_list(files: usize, images: &Path) -> Result<Vec<Entry>, StateError> {
             Err(wrong("it is about other files"))
         }
     };
-    read().map_err(failed("read", &path))
+    read().map_err(error_for("read", &path))
 }
 
 /// Returns the temporary path of a file, in the same directory as the destination.
-fn nameless(path: &Path, number: usize, images: &Path) -> io::Result<PathBuf> {
+fn temporary_path(path: &Path, number: usize, images: &Path) -> io::Result<PathBuf> {
     // The journal needs paths without symbolic links.
     let folder = path
         .parent()
@@ -258,15 +265,15 @@ fn nameless(path: &Path, number: usize, images: &Path) -> io::Result<PathBuf> {
 }
 
 /// Copies one file to its temporary name, with this mode, and checks its length.
-fn put(
+fn copy_to_temporary(
     copy: &Path,
-    nameless: &Path,
+    temporary: &Path,
     (mode, bytes): (u32, u64),
-    notes: &mut Notes,
+    journal: &mut FileTransferJournal,
 ) -> io::Result<()> {
-    let mut from = plain(copy)?.ok_or(ErrorKind::NotFound)?;
-    notes.add(Note::Nameless(nameless.to_path_buf()))?;
-    let mut to = made(nameless)?;
+    let mut from = open_regular(copy)?.ok_or(ErrorKind::NotFound)?;
+    journal.record(JournalEntry::Temporary(temporary.to_path_buf()))?;
+    let mut to = create_new(temporary)?;
     if io::copy(&mut from, &mut to)? != bytes {
         return Err(io::Error::new(
             ErrorKind::InvalidData,
@@ -276,23 +283,23 @@ fn put(
     to.set_permissions(Permissions::from_mode(mode & MODE_BITS))
 }
 
-impl Staged {
+impl StagedFiles {
     /// Gives all files their final names, and deletes those that did not exist at the checkpoint.
     ///
     /// # Errors
     /// The file system refuses. Some files may have their final names then.
-    pub fn name(self) -> Result<(), StateError> {
-        for (path, nameless) in &self.files {
-            let done = match nameless {
-                Some(nameless) => std::fs::rename(nameless, path),
+    pub fn install(self) -> Result<(), StateError> {
+        for (path, temporary) in &self.files {
+            let done = match temporary {
+                Some(temporary) => std::fs::rename(temporary, path),
                 None => match std::fs::remove_file(path) {
                     Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
                     done => done,
                 },
             };
-            done.map_err(failed("put back", path))?;
+            done.map_err(error_for("put back", path))?;
         }
-        self.notes.keep();
+        self.journal.keep_files();
         Ok(())
     }
 }
@@ -336,7 +343,7 @@ mod tests {
         fs::set_permissions(work.join("state"), Permissions::from_mode(0o640)).expect("set");
         fs::write(&other, "").expect("written");
         assert_eq!(
-            collect(&files, &work, &images, &Room::default()).expect("kept"),
+            collect(&files, &work, &images, &SpaceReservations::default()).expect("kept"),
             (2, 3)
         );
         fs::write(work.join("state"), "another one").expect("written");
@@ -348,7 +355,7 @@ mod tests {
             b"another one",
             "not yet"
         );
-        staged.name().expect("named");
+        staged.install().expect("named");
         assert_eq!(fs::read(work.join("state")).expect("read"), b"one");
         assert_eq!(
             fs::metadata(work.join("state"))
@@ -375,7 +382,7 @@ mod tests {
         let (_scratch, work, images) = scratch();
         let files = [PathBuf::from("state"), "later".into()];
         fs::write(work.join("state"), "one").expect("written");
-        collect(&files, &work, &images, &Room::default()).expect("kept");
+        collect(&files, &work, &images, &SpaceReservations::default()).expect("kept");
         fs::write(work.join("later"), "new").expect("written");
         let staged = stage(&files, &work, &images).expect("staged");
         assert_eq!(names(&work).len(), 3);
@@ -383,7 +390,7 @@ mod tests {
         assert_eq!(names(&work), ["later", "state"]);
         // Undoing the journal has the same effect as dropping.
         std::mem::forget(stage(&files, &work, &images).expect("staged"));
-        crate::carried::undo_all(images.parent().expect("a folder"));
+        crate::file_transfer_journal::undo_all(images.parent().expect("a folder"));
         assert_eq!(names(&work), ["later", "state"]);
         // The directory of one file is missing.
         let far = [PathBuf::from("state"), "nowhere/later".into()];
@@ -391,7 +398,7 @@ mod tests {
         fs::remove_file(images.join("sempa-state-0")).expect("removed");
         fs::create_dir(work.join("nowhere")).expect("made");
         fs::write(work.join("nowhere/later"), "new").expect("written");
-        collect(&far, &work, &images, &Room::default()).expect("kept");
+        collect(&far, &work, &images, &SpaceReservations::default()).expect("kept");
         fs::remove_dir_all(work.join("nowhere")).expect("removed");
         let why = stage(&far, &work, &images)
             .expect_err("no folder")
@@ -414,7 +421,7 @@ mod tests {
         File::create(work.join("large"))
             .and_then(|file| file.set_len(15 << 40))
             .expect("it takes no room");
-        let error = collect(&files, &work, &images, &Room::default())
+        let error = collect(&files, &work, &images, &SpaceReservations::default())
             .expect_err("no host has so much")
             .to_string();
         assert!(
@@ -423,21 +430,25 @@ mod tests {
         );
         assert_eq!(fs::read_dir(&images).expect("there").count(), 0);
         fs::remove_file(work.join("large")).expect("there");
-        let room = Room::default();
-        *room.lock() = u64::MAX;
-        let error = collect(&files, &work, &images, &room)
+        let reservations = SpaceReservations::default();
+        *reservations.lock() = u64::MAX;
+        let error = collect(&files, &work, &images, &reservations)
             .expect_err("all was promised to others")
             .to_string();
         assert!(
             error.ends_with("need 4 bytes there on their way, and 0 are left"),
             "{error}"
         );
-        *room.lock() = 0;
+        *reservations.lock() = 0;
         assert_eq!(
-            collect(&files, &work, &images, &room).expect("there is room for one"),
+            collect(&files, &work, &images, &reservations).expect("there is room for one"),
             (1, 4)
         );
-        assert_eq!(*room.lock(), 0, "nothing is promised to anybody any more");
+        assert_eq!(
+            *reservations.lock(),
+            0,
+            "nothing is promised to anybody any more"
+        );
     }
 
     /// Symbolic links and directories are neither collected nor replaced.
@@ -446,7 +457,7 @@ mod tests {
         let (_scratch, work, images) = scratch();
         let files = [PathBuf::from("state")];
         std::os::unix::fs::symlink("/etc/hostname", work.join("state")).expect("linked");
-        let why = collect(&files, &work, &images, &Room::default())
+        let why = collect(&files, &work, &images, &SpaceReservations::default())
             .expect_err("a link")
             .to_string();
         assert!(
@@ -454,7 +465,7 @@ mod tests {
             "{why}"
         );
         fs::remove_file(work.join("state")).expect("removed");
-        collect(&files, &work, &images, &Room::default()).expect("nothing to keep");
+        collect(&files, &work, &images, &SpaceReservations::default()).expect("nothing to keep");
         fs::create_dir(work.join("state")).expect("made");
         let why = stage(&files, &work, &images)
             .expect_err("a directory")

@@ -3,7 +3,7 @@
 //! checkpoint.
 
 use super::disk::Disk;
-use super::error::{Act, StoreError, io};
+use super::error::{StoreError, StoreOperation, io_error};
 use sempa_proto::Micros;
 use std::fs::OpenOptions;
 use std::io::Read;
@@ -11,9 +11,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Name of the file.
-const ENDED: &str = "ended";
+const MARK_FILE: &str = "ended";
 /// Largest size of a valid file: 20 digits and a newline.
-const BYTES_MAX: u64 = 21;
+const MARK_BYTES_MAX: u64 = 21;
 
 /// Returns when the job of the checkpoint in this directory ended. An unreadable file counts as
 /// missing, so that the checkpoint stays.
@@ -22,10 +22,12 @@ pub(super) fn read(dir: &Path) -> Option<Micros> {
     let file = OpenOptions::new()
         .read(true)
         .custom_flags(flags)
-        .open(dir.join(ENDED))
+        .open(dir.join(MARK_FILE))
         .ok()?;
     let mut text = String::new();
-    file.take(BYTES_MAX + 1).read_to_string(&mut text).ok()?;
+    file.take(MARK_BYTES_MAX + 1)
+        .read_to_string(&mut text)
+        .ok()?;
     // Without the final newline the number may be truncated.
     text.strip_suffix('\n')?.parse().ok().map(Micros)
 }
@@ -35,12 +37,12 @@ pub(super) fn write(disk: &Disk, dir: &Path, ended: Option<Micros>) -> Result<()
     if ended.is_some() && read(dir).is_some() {
         return Ok(());
     }
-    let path = dir.join(ENDED);
+    let path = dir.join(MARK_FILE);
     let written = disk.remove_file(&path).and_then(|()| {
         let Some(ended) = ended else { return Ok(()) };
         let file = disk.make_file(&path)?;
-        disk.write(&path, &file, format!("{}\n", ended.0).as_bytes())?;
+        disk.append(&path, &file, format!("{}\n", ended.0).as_bytes())?;
         disk.sync(&path, &file)
     });
-    written.map_err(io(Act::Mark, &path))
+    written.map_err(io_error(StoreOperation::Mark, &path))
 }

@@ -12,7 +12,7 @@
 //! chunk by chunk. Every byte that is returned is authentic at its place; that the file is complete
 //! is known only at the end.
 
-use super::id::SetId;
+use super::id::CheckpointId;
 use ring::aead::{AES_256_GCM, Aad, LessSafeKey, MAX_TAG_LEN, NONCE_LEN, Nonce, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, KeyType, Salt};
 use ring::rand::{SecureRandom, SystemRandom};
@@ -26,31 +26,31 @@ pub(super) const CHUNK_BYTES: usize = 1 << 20;
 /// Size of the key of a store.
 pub(super) const KEY_BYTES: usize = 32;
 /// Magic number of an encrypted file. The last byte is the version of the store's formats.
-const MARK: [u8; 8] = *b"sempack\x01";
-const NAME_BYTES: usize = 16;
+const MAGIC: [u8; 8] = *b"sempack\x01";
+const KEY_ID_BYTES: usize = 16;
 const SALT_BYTES: usize = 32;
-const HEAD_BYTES: usize = MARK.len() + NAME_BYTES + SALT_BYTES;
+const HEAD_BYTES: usize = MAGIC.len() + KEY_ID_BYTES + SALT_BYTES;
 
 /// The key of a store.
-pub(super) struct Secret {
+pub(super) struct StoreKey {
     key: [u8; KEY_BYTES],
-    name: [u8; NAME_BYTES],
+    key_id: [u8; KEY_ID_BYTES],
     /// Path of the key file, for errors.
     pub(super) path: PathBuf,
 }
 
-impl Secret {
+impl StoreKey {
     /// Derives the identifier of a key, which was read from this file.
-    pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<Secret> {
-        let mut name = [0; NAME_BYTES];
-        let derived = Salt::new(HKDF_SHA256, &MARK).extract(&key);
+    pub(super) fn new(key: [u8; KEY_BYTES], path: &Path) -> io::Result<StoreKey> {
+        let mut name = [0; KEY_ID_BYTES];
+        let derived = Salt::new(HKDF_SHA256, &MAGIC).extract(&key);
         derived
-            .expand(&[b"name of the key"], NameLength)
+            .expand(&[b"name of the key"], KeyIdLength)
             .and_then(|okm| okm.fill(&mut name))
-            .map_err(unspecified)?;
-        Ok(Secret {
+            .map_err(crypto_error)?;
+        Ok(StoreKey {
             key,
-            name,
+            key_id: name,
             path: path.to_path_buf(),
         })
     }
@@ -59,31 +59,31 @@ impl Secret {
         let derived = Salt::new(HKDF_SHA256, salt).extract(&self.key);
         let okm = derived
             .expand(&[b"key of a file"], &AES_256_GCM)
-            .map_err(unspecified)?;
+            .map_err(crypto_error)?;
         Ok(LessSafeKey::new(UnboundKey::from(okm)))
     }
 }
 
-impl fmt::Debug for Secret {
+impl fmt::Debug for StoreKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the key in {}", self.path.display())
     }
 }
 
-struct NameLength;
+struct KeyIdLength;
 
-impl KeyType for NameLength {
+impl KeyType for KeyIdLength {
     fn len(&self) -> usize {
-        NAME_BYTES
+        KEY_ID_BYTES
     }
 }
 
-fn unspecified(_: ring::error::Unspecified) -> io::Error {
+fn crypto_error(_: ring::error::Unspecified) -> io::Error {
     io::Error::other("the cryptographic library failed")
 }
 
 /// Returns random bytes from the kernel.
-pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
+pub(super) fn random_bytes<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     SystemRandom::new()
         .fill(&mut bytes)
@@ -93,18 +93,18 @@ pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
 
 /// The role of an encrypted file. A file that replaces one of another role cannot be decrypted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum What {
-    Manifest(SetId),
+pub(super) enum FileRole {
+    Manifest(CheckpointId),
     /// The images of a task in a checkpoint.
-    Part(SetId, Tid),
+    Part(CheckpointId, Tid),
 }
 
-impl What {
+impl FileRole {
     /// Returns the associated data of all chunks: the head and the role.
-    fn bind(self, head: &[u8; HEAD_BYTES]) -> Vec<u8> {
+    fn associated_data(self, head: &[u8; HEAD_BYTES]) -> Vec<u8> {
         let (kind, id, tid) = match self {
-            What::Manifest(id) => (1, id, Tid::NONE),
-            What::Part(id, tid) => (2, id, tid),
+            FileRole::Manifest(id) => (1, id, Tid::NONE),
+            FileRole::Part(id, tid) => (2, id, tid),
         };
         let mut bound = head.to_vec();
         bound.push(kind);
@@ -124,7 +124,7 @@ fn nonce(number: u64, last: bool) -> Nonce {
 
 /// The result of encrypting a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Sealed {
+pub(super) struct EncryptedFile {
     /// Length of the file.
     pub(super) bytes: u64,
     /// Hash of the encrypted file.
@@ -132,73 +132,73 @@ pub(super) struct Sealed {
 }
 
 /// Encrypts a stream and passes the result to `write`, in pieces.
-pub(super) struct Sealer<F> {
+pub(super) struct Encryptor<F> {
     write: F,
     key: LessSafeKey,
-    bound: Vec<u8>,
+    associated_data: Vec<u8>,
     chunk: Vec<u8>,
-    number: u64,
+    chunk_number: u64,
     hasher: blake3::Hasher,
     bytes: u64,
 }
 
-impl<F: FnMut(&[u8]) -> io::Result<()>> Sealer<F> {
+impl<F: FnMut(&[u8]) -> io::Result<()>> Encryptor<F> {
     /// Starts a file; `write` gets its bytes.
-    pub(super) fn new(secret: &Secret, what: What, write: F) -> io::Result<Sealer<F>> {
+    pub(super) fn new(secret: &StoreKey, what: FileRole, write: F) -> io::Result<Encryptor<F>> {
         let mut head = [0; HEAD_BYTES];
-        head[..MARK.len()].copy_from_slice(&MARK);
-        head[MARK.len()..][..NAME_BYTES].copy_from_slice(&secret.name);
-        let salt = random::<SALT_BYTES>()?;
+        head[..MAGIC.len()].copy_from_slice(&MAGIC);
+        head[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&secret.key_id);
+        let salt = random_bytes::<SALT_BYTES>()?;
         head[HEAD_BYTES - SALT_BYTES..].copy_from_slice(&salt);
-        let mut sealer = Sealer {
+        let mut encryptor = Encryptor {
             write,
             key: secret.file_key(&salt)?,
-            bound: what.bind(&head),
+            associated_data: what.associated_data(&head),
             chunk: Vec::with_capacity(CHUNK_BYTES + MAX_TAG_LEN),
-            number: 0,
+            chunk_number: 0,
             hasher: blake3::Hasher::new(),
             bytes: 0,
         };
-        sealer.out(&head)?;
-        Ok(sealer)
+        encryptor.write_out(&head)?;
+        Ok(encryptor)
     }
 
     /// Appends to the content.
-    pub(super) fn put(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    pub(super) fn append(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             if self.chunk.len() == CHUNK_BYTES {
-                self.seal(false)?;
+                self.encrypt_chunk(false)?;
             }
-            let (now, later) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
-            self.chunk.extend_from_slice(now);
-            bytes = later;
+            let (head, remaining) = bytes.split_at(bytes.len().min(CHUNK_BYTES - self.chunk.len()));
+            self.chunk.extend_from_slice(head);
+            bytes = remaining;
         }
         Ok(())
     }
 
     /// Encrypts the last chunk; returns length and hash of the file.
-    pub(super) fn end(mut self) -> io::Result<Sealed> {
-        self.seal(true)?;
-        Ok(Sealed {
+    pub(super) fn finish(mut self) -> io::Result<EncryptedFile> {
+        self.encrypt_chunk(true)?;
+        Ok(EncryptedFile {
             bytes: self.bytes,
             blake3: *self.hasher.finalize().as_bytes(),
         })
     }
 
-    fn seal(&mut self, last: bool) -> io::Result<()> {
+    fn encrypt_chunk(&mut self, last: bool) -> io::Result<()> {
         let mut chunk = std::mem::take(&mut self.chunk);
-        let nonce = nonce(self.number, last);
+        let nonce = nonce(self.chunk_number, last);
         self.key
-            .seal_in_place_append_tag(nonce, Aad::from(&self.bound), &mut chunk)
-            .map_err(unspecified)?;
-        self.number += 1;
-        self.out(&chunk)?;
+            .seal_in_place_append_tag(nonce, Aad::from(&self.associated_data), &mut chunk)
+            .map_err(crypto_error)?;
+        self.chunk_number += 1;
+        self.write_out(&chunk)?;
         chunk.clear();
         self.chunk = chunk;
         Ok(())
     }
 
-    fn out(&mut self, bytes: &[u8]) -> io::Result<()> {
+    fn write_out(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.hasher.update(bytes);
         self.bytes += bytes.len() as u64;
         (self.write)(bytes)
@@ -207,7 +207,7 @@ impl<F: FnMut(&[u8]) -> io::Result<()>> Sealer<F> {
 
 /// The reason why a file cannot be decrypted.
 #[derive(Debug)]
-pub(super) enum Broken {
+pub(super) enum DecryptError {
     Io(io::Error),
     /// It was encrypted with another key.
     OtherKey,
@@ -215,93 +215,95 @@ pub(super) enum Broken {
     Changed(String),
 }
 
-impl From<io::Error> for Broken {
-    fn from(error: io::Error) -> Broken {
-        Broken::Io(error)
+impl From<io::Error> for DecryptError {
+    fn from(error: io::Error) -> DecryptError {
+        DecryptError::Io(error)
     }
 }
 
 /// Decrypts a file chunk by chunk.
-pub(super) struct Opener<R> {
+pub(super) struct Decryptor<R> {
     input: R,
     /// Bytes of the file that have not been read.
-    left: u64,
+    bytes_left: u64,
     key: LessSafeKey,
-    bound: Vec<u8>,
+    associated_data: Vec<u8>,
     chunk: Vec<u8>,
     /// The part of the chunk that has not been returned.
-    fresh: std::ops::Range<usize>,
-    number: u64,
+    unread: std::ops::Range<usize>,
+    chunk_number: u64,
     hasher: blake3::Hasher,
 }
 
-impl<R: Read> Opener<R> {
+impl<R: Read> Decryptor<R> {
     /// Starts to read a file of `bytes` bytes.
     pub(super) fn new(
-        secret: &Secret,
-        what: What,
+        secret: &StoreKey,
+        what: FileRole,
         mut input: R,
         bytes: u64,
-    ) -> Result<Opener<R>, Broken> {
+    ) -> Result<Decryptor<R>, DecryptError> {
         let mut head = [0; HEAD_BYTES];
-        let Some(left) = bytes.checked_sub(HEAD_BYTES as u64) else {
-            return Err(Broken::Changed(format!(
+        let Some(bytes_left) = bytes.checked_sub(HEAD_BYTES as u64) else {
+            return Err(DecryptError::Changed(format!(
                 "it has {bytes} bytes, which is less than the head of a sealed file"
             )));
         };
-        read(&mut input, &mut head)?;
-        if head[..MARK.len()] != MARK {
-            return Err(Broken::Changed(
+        read_exactly(&mut input, &mut head)?;
+        if head[..MAGIC.len()] != MAGIC {
+            return Err(DecryptError::Changed(
                 "it does not begin like a sealed file of this version".into(),
             ));
         }
-        if head[MARK.len()..][..NAME_BYTES] != secret.name {
-            return Err(Broken::OtherKey);
+        if head[MAGIC.len()..][..KEY_ID_BYTES] != secret.key_id {
+            return Err(DecryptError::OtherKey);
         }
         let mut hasher = blake3::Hasher::new();
         hasher.update(&head);
         let key = secret.file_key(&head[HEAD_BYTES - SALT_BYTES..])?;
-        Ok(Opener {
+        Ok(Decryptor {
             input,
-            left,
+            bytes_left,
             key,
-            bound: what.bind(&head),
+            associated_data: what.associated_data(&head),
             chunk: Vec::new(),
-            fresh: 0..0,
-            number: 0,
+            unread: 0..0,
+            chunk_number: 0,
             hasher,
         })
     }
 
     /// Returns the next bytes of the content, at most `max`; empty at the end.
-    pub(super) fn next(&mut self, max: usize) -> Result<&[u8], Broken> {
-        if self.fresh.is_empty() && !self.at_end() {
-            self.open()?;
+    pub(super) fn next(&mut self, max: usize) -> Result<&[u8], DecryptError> {
+        if self.unread.is_empty() && !self.at_end() {
+            self.decrypt_chunk()?;
         }
-        let now = self.fresh.start..self.fresh.start + self.fresh.len().min(max);
-        self.fresh.start = now.end;
-        Ok(&self.chunk[now])
+        let range = self.unread.start..self.unread.start + self.unread.len().min(max);
+        self.unread.start = range.end;
+        Ok(&self.chunk[range])
     }
 
     /// Fills the buffer with the next bytes.
-    pub(super) fn fill(&mut self, mut room: &mut [u8]) -> Result<(), Broken> {
-        while !room.is_empty() {
-            let bytes = self.next(room.len())?;
+    pub(super) fn fill(&mut self, mut buffer: &mut [u8]) -> Result<(), DecryptError> {
+        while !buffer.is_empty() {
+            let bytes = self.next(buffer.len())?;
             if bytes.is_empty() {
-                return Err(Broken::Changed("its content ends in the middle".into()));
+                return Err(DecryptError::Changed(
+                    "its content ends in the middle".into(),
+                ));
             }
-            let (now, later) = std::mem::take(&mut room).split_at_mut(bytes.len());
-            now.copy_from_slice(bytes);
-            room = later;
+            let (target, remaining) = std::mem::take(&mut buffer).split_at_mut(bytes.len());
+            target.copy_from_slice(bytes);
+            buffer = remaining;
         }
         Ok(())
     }
 
     /// Checks that the file has ended and everything was returned. Returns the hash of the
     /// encrypted file.
-    pub(super) fn end(mut self) -> Result<[u8; 32], Broken> {
+    pub(super) fn finish(mut self) -> Result<[u8; 32], DecryptError> {
         if !self.next(1)?.is_empty() {
-            return Err(Broken::Changed(
+            return Err(DecryptError::Changed(
                 "there is more in it than belongs there".into(),
             ));
         }
@@ -310,37 +312,37 @@ impl<R: Read> Opener<R> {
 
     /// True if the last chunk was read; each file has at least one.
     fn at_end(&self) -> bool {
-        self.left == 0 && self.number > 0
+        self.bytes_left == 0 && self.chunk_number > 0
     }
 
-    fn open(&mut self) -> Result<(), Broken> {
-        let bytes = self.left.min((CHUNK_BYTES + MAX_TAG_LEN) as u64);
-        self.left -= bytes;
+    fn decrypt_chunk(&mut self) -> Result<(), DecryptError> {
+        let bytes = self.bytes_left.min((CHUNK_BYTES + MAX_TAG_LEN) as u64);
+        self.bytes_left -= bytes;
         self.chunk.resize(bytes as usize, 0);
-        read(&mut self.input, &mut self.chunk)?;
+        read_exactly(&mut self.input, &mut self.chunk)?;
         self.hasher.update(&self.chunk);
-        let nonce = nonce(self.number, self.left == 0);
+        let nonce = nonce(self.chunk_number, self.bytes_left == 0);
         let content = self
             .key
-            .open_in_place(nonce, Aad::from(&self.bound), &mut self.chunk)
+            .open_in_place(nonce, Aad::from(&self.associated_data), &mut self.chunk)
             .map_err(|_| {
-                Broken::Changed(format!(
+                DecryptError::Changed(format!(
                     "its piece {} was changed, cut or put there",
-                    self.number + 1
+                    self.chunk_number + 1
                 ))
             })?;
-        self.fresh = 0..content.len();
-        self.number += 1;
+        self.unread = 0..content.len();
+        self.chunk_number += 1;
         Ok(())
     }
 }
 
-fn read(input: &mut impl Read, room: &mut [u8]) -> Result<(), Broken> {
+fn read_exactly(input: &mut impl Read, room: &mut [u8]) -> Result<(), DecryptError> {
     input.read_exact(room).map_err(|e| match e.kind() {
         io::ErrorKind::UnexpectedEof => {
-            Broken::Changed("it became shorter while it was read".into())
+            DecryptError::Changed("it became shorter while it was read".into())
         }
-        _ => Broken::Io(e),
+        _ => DecryptError::Io(e),
     })
 }
 
@@ -351,28 +353,28 @@ mod tests {
 
     const JOB: Tid = Tid::from_raw(0x40001);
 
-    fn secret(byte: u8) -> Secret {
-        Secret::new([byte; KEY_BYTES], Path::new("key")).expect("a key")
+    fn secret(byte: u8) -> StoreKey {
+        StoreKey::new([byte; KEY_BYTES], Path::new("key")).expect("a key")
     }
 
-    fn id(second: u64) -> SetId {
-        SetId::after(std::iter::empty(), JOB, Micros::from_secs(second))
+    fn id(second: u64) -> CheckpointId {
+        CheckpointId::next_id(std::iter::empty(), JOB, Micros::from_secs(second))
     }
 
-    fn seal(secret: &Secret, what: What, content: &[u8]) -> Vec<u8> {
+    fn seal(secret: &StoreKey, what: FileRole, content: &[u8]) -> Vec<u8> {
         let mut file = Vec::new();
         let write = |bytes: &[u8]| {
             file.extend_from_slice(bytes);
             Ok(())
         };
-        let mut sealer = Sealer::new(secret, what, write).expect("sealed");
+        let mut encryptor = Encryptor::new(secret, what, write).expect("sealed");
         for piece in content.chunks(300_001) {
-            sealer.put(piece).expect("sealed");
+            encryptor.append(piece).expect("sealed");
         }
-        let sealed = sealer.end().expect("sealed");
+        let encrypted = encryptor.finish().expect("sealed");
         assert_eq!(
-            sealed,
-            Sealed {
+            encrypted,
+            EncryptedFile {
                 bytes: file.len() as u64,
                 blake3: *blake3::hash(&file).as_bytes()
             }
@@ -380,17 +382,17 @@ mod tests {
         file
     }
 
-    fn open(secret: &Secret, what: What, file: &[u8]) -> Result<Vec<u8>, Broken> {
-        let mut opener = Opener::new(secret, what, file, file.len() as u64)?;
+    fn open(secret: &StoreKey, what: FileRole, file: &[u8]) -> Result<Vec<u8>, DecryptError> {
+        let mut decryptor = Decryptor::new(secret, what, file, file.len() as u64)?;
         let mut content = Vec::new();
         loop {
-            let bytes = opener.next(70_000)?;
+            let bytes = decryptor.next(70_000)?;
             if bytes.is_empty() {
                 break;
             }
             content.extend_from_slice(bytes);
         }
-        assert_eq!(opener.end()?, *blake3::hash(file).as_bytes());
+        assert_eq!(decryptor.finish()?, *blake3::hash(file).as_bytes());
         Ok(content)
     }
 
@@ -409,7 +411,7 @@ mod tests {
             2 * CHUNK_BYTES,
             2 * CHUNK_BYTES + 7,
         ] {
-            let what = What::Part(id(1), JOB);
+            let what = FileRole::Part(id(1), JOB);
             let file = seal(&secret(1), what, &content(bytes));
             let chunks = bytes.div_ceil(CHUNK_BYTES).max(1);
             assert_eq!(file.len(), HEAD_BYTES + bytes + chunks * MAX_TAG_LEN);
@@ -424,10 +426,10 @@ mod tests {
     fn file_of_another_role_is_refused() {
         let other = Tid::from_raw(0x40002);
         let places = [
-            What::Manifest(id(1)),
-            What::Manifest(id(2)),
-            What::Part(id(1), JOB),
-            What::Part(id(1), other),
+            FileRole::Manifest(id(1)),
+            FileRole::Manifest(id(2)),
+            FileRole::Part(id(1), JOB),
+            FileRole::Part(id(1), other),
         ];
         for from in places {
             let file = seal(&secret(1), from, b"content");
@@ -440,23 +442,23 @@ mod tests {
 
     #[test]
     fn other_key_is_distinguished_from_change() {
-        let what = What::Manifest(id(1));
+        let what = FileRole::Manifest(id(1));
         let mut file = seal(&secret(1), what, b"content");
         assert!(matches!(
             open(&secret(2), what, &file),
-            Err(Broken::OtherKey)
+            Err(DecryptError::OtherKey)
         ));
         // An attacker without the key writes the identifier of the key into the file.
-        file[MARK.len()..][..NAME_BYTES].copy_from_slice(&secret(2).name);
+        file[MAGIC.len()..][..KEY_ID_BYTES].copy_from_slice(&secret(2).key_id);
         assert!(matches!(
             open(&secret(2), what, &file),
-            Err(Broken::Changed(_))
+            Err(DecryptError::Changed(_))
         ));
     }
 
     #[test]
     fn chunks_cannot_be_removed_swapped_repeated_or_added() {
-        let what = What::Part(id(1), JOB);
+        let what = FileRole::Part(id(1), JOB);
         let file = seal(&secret(1), what, &content(3 * CHUNK_BYTES));
         let (head, chunks) = file.split_at(HEAD_BYTES);
         let chunks: Vec<&[u8]> = chunks.chunks(CHUNK_BYTES + MAX_TAG_LEN).collect();
@@ -480,7 +482,10 @@ mod tests {
             ]
             .concat();
             assert!(
-                matches!(open(&secret(1), what, &changed), Err(Broken::Changed(_))),
+                matches!(
+                    open(&secret(1), what, &changed),
+                    Err(DecryptError::Changed(_))
+                ),
                 "{order:?}"
             );
         }
@@ -495,7 +500,7 @@ mod tests {
             assert!(
                 matches!(
                     open(&secret(1), what, &file[..bytes]),
-                    Err(Broken::Changed(_))
+                    Err(DecryptError::Changed(_))
                 ),
                 "{bytes} bytes"
             );
@@ -504,7 +509,7 @@ mod tests {
 
     #[test]
     fn equal_content_encrypts_differently() {
-        let what = What::Manifest(id(1));
+        let what = FileRole::Manifest(id(1));
         let (one, other) = (
             seal(&secret(1), what, b"content"),
             seal(&secret(1), what, b"content"),

@@ -49,32 +49,32 @@ impl Capability {
 }
 
 /// Returns the set of these capabilities.
-pub fn set(all: &[Capability]) -> u64 {
+pub fn capability_set(all: &[Capability]) -> u64 {
     all.iter().fold(0, |set, one| set | one.bit())
 }
 
 /// One half of the kernel's capability sets; the half with the low bits comes first.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Half {
+struct CapabilityHalf {
     effective: u32,
     permitted: u32,
     inheritable: u32,
 }
 
 #[repr(C)]
-struct Header {
+struct CapabilityHeader {
     version: u32,
     pid: i32,
 }
 
 /// Version 3 of the interface: each set has two halves.
-const VERSION: u32 = 0x2008_0522;
+const CAPABILITY_VERSION_3: u32 = 0x2008_0522;
 
-fn header() -> Header {
+fn header() -> CapabilityHeader {
     // PID 0 means the calling thread.
-    Header {
-        version: VERSION,
+    CapabilityHeader {
+        version: CAPABILITY_VERSION_3,
         pid: 0,
     }
 }
@@ -84,15 +84,18 @@ fn header() -> Header {
 ///
 /// # Errors
 /// The kernel refused.
-pub fn keep_only(set: u64) -> io::Result<()> {
-    let (mut header, mut halves) = (header(), [Half::default(); 2]);
+pub fn drop_capabilities_except(kept_set: u64) -> io::Result<()> {
+    let (mut header, mut halves) = (header(), [CapabilityHalf::default(); 2]);
     // SAFETY: both pointers refer to the structures that capget(2) reads and writes in this
     // version.
     let done = unsafe { libc::syscall(libc::SYS_capget, &raw mut header, halves.as_mut_ptr()) };
     if done != 0 {
         return Err(io::Error::last_os_error());
     }
-    for (half, kept) in halves.iter_mut().zip([set as u32, (set >> 32) as u32]) {
+    for (half, kept) in halves
+        .iter_mut()
+        .zip([kept_set as u32, (kept_set >> 32) as u32])
+    {
         half.permitted &= kept;
         half.effective &= kept;
     }
@@ -109,7 +112,7 @@ pub fn keep_only(set: u64) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::Status;
+    use crate::status::ProcStatus;
 
     /// Capabilities that are not kept are gone for this thread, but a program that it starts as
     /// root has them.
@@ -119,10 +122,10 @@ mod tests {
         let seen = std::thread::spawn(|| {
             // SAFETY: gettid takes no arguments and cannot fail.
             let thread = unsafe { libc::gettid() };
-            let before = Status::of(thread).expect("it runs");
-            let kept = set(&[Capability::KILL, Capability::SYS_PTRACE]);
-            keep_only(kept).expect("rights can always be given up");
-            let after = Status::of(thread).expect("it runs");
+            let before = ProcStatus::of(thread).expect("it runs");
+            let kept = capability_set(&[Capability::KILL, Capability::SYS_PTRACE]);
+            drop_capabilities_except(kept).expect("rights can always be given up");
+            let after = ProcStatus::of(thread).expect("it runs");
             let child = std::process::Command::new("cat")
                 .arg("/proc/self/status")
                 .output()

@@ -9,13 +9,13 @@ pub const MEMORY_SLACK_BYTES: u64 = 32 << 20;
 
 /// A file found at a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct FoundFile {
     pub bytes: u64,
     pub is_directory: bool,
 }
 
 /// Properties of a host on which its verdict depends.
-pub trait Host {
+pub trait HostProperties {
     /// Processor features, as named in /proc/cpuinfo.
     fn cpu_features(&self) -> Vec<String>;
     /// Kernel features, as named in [`TaskFacts::kernel_features`].
@@ -27,12 +27,12 @@ pub trait Host {
     /// Memory in bytes that new processes can get without swapping.
     fn memory_available_bytes(&self) -> u64;
     /// Part of it that is reserved for accepted tasks whose memory has not completely arrived.
-    fn memory_promised_bytes(&self) -> u64;
+    fn memory_reserved_bytes(&self) -> u64;
     /// Returns the file at this path.
     ///
     /// # Errors
     /// The system's error; mostly that no file exists.
-    fn look(&self, path: &Path) -> io::Result<Found>;
+    fn find_file(&self, path: &Path) -> io::Result<FoundFile>;
     /// Returns the BLAKE3 hash of a file's content in hexadecimal digits.
     ///
     /// # Errors
@@ -40,14 +40,14 @@ pub trait Host {
     fn hash(&self, path: &Path) -> io::Result<String>;
     /// Returns why no file could be created at this path for a task of this user; `None` if it
     /// could.
-    fn may_not_make(&self, path: &Path, uid: u32) -> Option<String>;
+    fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String>;
 }
 
 /// Returns all reasons why this host cannot take a task with these facts; empty if it can. Does not
 /// check whether the host has an engine.
-pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
+pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     let mut verdict = Verdict::new();
-    let lacks = |wanted: &[String], has: &[String]| -> Vec<String> {
+    let missing_of = |wanted: &[String], has: &[String]| -> Vec<String> {
         wanted
             .iter()
             .filter(|feature| !has.contains(feature))
@@ -56,53 +56,53 @@ pub fn compare(facts: &TaskFacts, here: &dyn Host) -> Verdict {
     };
     // The C library selects its routines by processor features when the program starts. A missing
     // feature would crash the program later.
-    let missing = lacks(&facts.cpu_features, &here.cpu_features());
+    let missing = missing_of(&facts.cpu_features, &host.cpu_features());
     if !missing.is_empty() {
         verdict.push(Refusal::CpuFeatures { missing });
     }
     // Programs also use kernel features that they have found once.
-    let missing = lacks(&facts.kernel_features, &here.kernel_features());
+    let missing = missing_of(&facts.kernel_features, &host.kernel_features());
     if !missing.is_empty() {
         verdict.push(Refusal::KernelFeatures {
             missing,
             source: facts.kernel.to_string(),
-            target: here.kernel(),
+            target: host.kernel(),
         });
     }
     let (need, have) = (
         facts.resident_bytes.saturating_add(MEMORY_SLACK_BYTES),
-        here.memory_available_bytes(),
+        host.memory_available_bytes(),
     );
-    let promised = here.memory_promised_bytes();
+    let reserved = host.memory_reserved_bytes();
     if have < need {
         verdict.push(Refusal::Memory { need, have });
-    } else if have.saturating_sub(promised) < need {
+    } else if have.saturating_sub(reserved) < need {
         verdict.push(Refusal::MemoryPromised {
             need,
             have,
-            promised,
+            promised: reserved,
         });
     }
     let need = u64::from(facts.threads);
-    if let Some(have) = here.threads_available().filter(|have| *have < need) {
+    if let Some(have) = host.threads_available().filter(|have| *have < need) {
         verdict.push(Refusal::Threads { need, have });
     }
-    let wrong = facts.files.iter().filter_map(|file| {
-        let why = difference(file, facts.uid, here)?;
+    let file_refusals = facts.files.iter().filter_map(|file| {
+        let why = difference(file, facts.uid, host)?;
         Some(Refusal::File {
             path: file.path.clone(),
             why,
         })
     });
-    verdict.extend(wrong);
+    verdict.extend(file_refusals);
     verdict
 }
 
-fn difference(file: &FileFact, uid: u32, here: &dyn Host) -> Option<String> {
-    let found = match here.look(&file.path) {
+fn difference(file: &FileFact, uid: u32, host: &dyn HostProperties) -> Option<String> {
+    let found = match host.find_file(&file.path) {
         Ok(found) => found,
         Err(e) if e.kind() == io::ErrorKind::NotFound && file.must.is_carried() => {
-            let why = here.may_not_make(&file.path, uid)?;
+            let why = host.creation_obstacle(&file.path, uid)?;
             return Some(format!(
                 "it does not exist on the target, and cannot be carried there: {why}"
             ));
@@ -129,7 +129,7 @@ fn difference(file: &FileFact, uid: u32, here: &dyn Host) -> Option<String> {
             length.filter(|_| found.bytes < file.bytes)
         }
         FileMatch::Length | FileMatch::LengthOrCarried => length,
-        FileMatch::Content(expected) => length.or_else(|| match here.hash(&file.path) {
+        FileMatch::Content(expected) => length.or_else(|| match host.hash(&file.path) {
             Ok(hash) => {
                 (hash != *expected).then(|| "its content is another one on the target".into())
             }
@@ -143,21 +143,21 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
 
-    struct Fake {
+    struct FakeHost {
         features: &'static str,
-        calls: &'static str,
+        kernel_features: &'static str,
         memory: u64,
-        promised: u64,
+        reserved: u64,
         threads: Option<u64>,
-        files: BTreeMap<&'static str, (Found, &'static str)>,
+        files: BTreeMap<&'static str, (FoundFile, &'static str)>,
     }
 
-    impl Host for Fake {
+    impl HostProperties for FakeHost {
         fn cpu_features(&self) -> Vec<String> {
             self.features.split(' ').map(String::from).collect()
         }
         fn kernel_features(&self) -> Vec<String> {
-            self.calls.split(' ').map(String::from).collect()
+            self.kernel_features.split(' ').map(String::from).collect()
         }
         fn kernel(&self) -> String {
             "6.1".into()
@@ -168,10 +168,10 @@ mod tests {
         fn memory_available_bytes(&self) -> u64 {
             self.memory
         }
-        fn memory_promised_bytes(&self) -> u64 {
-            self.promised
+        fn memory_reserved_bytes(&self) -> u64 {
+            self.reserved
         }
-        fn look(&self, path: &Path) -> io::Result<Found> {
+        fn find_file(&self, path: &Path) -> io::Result<FoundFile> {
             let file = self.files.get(path.to_str().expect("text"));
             file.map(|(found, _)| *found)
                 .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))
@@ -179,26 +179,26 @@ mod tests {
         fn hash(&self, path: &Path) -> io::Result<String> {
             Ok(self.files[path.to_str().expect("text")].1.to_string())
         }
-        fn may_not_make(&self, path: &Path, uid: u32) -> Option<String> {
+        fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String> {
             (!path.starts_with("/data") || uid != 1000).then(|| "its folder: EACCES".into())
         }
     }
 
-    fn host() -> Fake {
+    fn host() -> FakeHost {
         let file = |bytes, hash| {
             (
-                Found {
+                FoundFile {
                     bytes,
                     is_directory: false,
                 },
                 hash,
             )
         };
-        Fake {
+        FakeHost {
             features: "avx2 fma sse2",
-            calls: "clone3 openat2 rseq",
+            kernel_features: "clone3 openat2 rseq",
             memory: 1 << 30,
-            promised: 0,
+            reserved: 0,
             threads: None,
             files: BTreeMap::from([
                 ("/bin/prog", file(100, "aa")),
@@ -207,7 +207,7 @@ mod tests {
                 (
                     "/data",
                     (
-                        Found {
+                        FoundFile {
                             bytes: 4096,
                             is_directory: true,
                         },
@@ -249,11 +249,11 @@ mod tests {
     /// A host that has everything accepts the task, although its kernel has another release.
     #[test]
     fn sufficient_host_accepts_any_kernel_release() {
-        assert_eq!(compare(&facts(), &host()), []);
+        assert_eq!(judge_task(&facts(), &host()), []);
         assert_eq!(
-            compare(
+            judge_task(
                 &facts(),
-                &Fake {
+                &FakeHost {
                     threads: Some(3),
                     ..host()
                 }
@@ -265,9 +265,9 @@ mod tests {
     /// Missing processor and kernel features, memory and threads are all reported together.
     #[test]
     fn lacking_host_reports_all_reasons() {
-        let here = Fake {
+        let here = FakeHost {
             features: "sse2",
-            calls: "openat2 rseq",
+            kernel_features: "openat2 rseq",
             memory: 50 << 20,
             threads: Some(2),
             ..host()
@@ -287,31 +287,31 @@ mod tests {
             },
             Refusal::Threads { need: 3, have: 2 },
         ];
-        assert_eq!(compare(&facts(), &here), expected);
+        assert_eq!(judge_task(&facts(), &here), expected);
     }
 
     /// Memory that is reserved for other tasks is not available.
     #[test]
     fn reserved_memory_is_not_available() {
         let room = (100 << 20) + MEMORY_SLACK_BYTES;
-        let with = |promised| compare(&facts(), &Fake { promised, ..host() });
+        let with = |reserved| judge_task(&facts(), &FakeHost { reserved, ..host() });
         assert_eq!(with((1 << 30) - room), []);
-        let promised = (1 << 30) - room + 1;
+        let reserved = (1 << 30) - room + 1;
         assert_eq!(
-            with(promised),
+            with(reserved),
             [Refusal::MemoryPromised {
                 need: room,
                 have: 1 << 30,
-                promised
+                promised: reserved
             }]
         );
-        let small = Fake {
+        let small = FakeHost {
             memory: 5,
-            promised,
+            reserved,
             ..host()
         };
         assert_eq!(
-            compare(&facts(), &small),
+            judge_task(&facts(), &small),
             [Refusal::Memory {
                 need: room,
                 have: 5
@@ -328,7 +328,7 @@ mod tests {
             files: vec![fact(path, bytes, must)],
             ..facts()
         };
-        let say = |facts: &TaskFacts| match &compare(facts, &host())[..] {
+        let say = |facts: &TaskFacts| match &judge_task(facts, &host())[..] {
             [] => String::new(),
             [Refusal::File { why, .. }] => why.clone(),
             other => panic!("{other:?}"),
@@ -376,7 +376,7 @@ mod tests {
         here.files.insert(
             "/bin/prog",
             (
-                Found {
+                FoundFile {
                     bytes: 100,
                     is_directory: false,
                 },
@@ -386,7 +386,7 @@ mod tests {
         here.files.insert(
             "/data/in",
             (
-                Found {
+                FoundFile {
                     bytes: 8,
                     is_directory: false,
                 },
@@ -397,7 +397,7 @@ mod tests {
         here.files.insert(
             "/data",
             (
-                Found {
+                FoundFile {
                     bytes: 1,
                     is_directory: false,
                 },
@@ -414,6 +414,6 @@ mod tests {
             wrong("/data/log", "it does not exist on the target"),
             wrong("/data", "it is no directory on the target"),
         ];
-        assert_eq!(compare(&facts(), &here), expected);
+        assert_eq!(judge_task(&facts(), &here), expected);
     }
 }

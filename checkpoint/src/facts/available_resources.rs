@@ -1,7 +1,7 @@
 //! Memory, processes and disk space that are available on this host, including the limits of the
 //! control groups of this process.
 
-use super::compare::MEMORY_SLACK_BYTES;
+use super::verdict::MEMORY_SLACK_BYTES;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
 use sempa_proto::cgroup::{folder, mount_point};
@@ -10,39 +10,39 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// The files of a controller in one version of control groups.
-struct Files {
+struct ControllerFiles {
     limit: &'static str,
-    used: &'static str,
+    usage: &'static str,
     /// Field of `memory.stat` with memory that the kernel reclaims when it is needed; it counts as
     /// free.
-    given_up: Option<&'static str>,
+    reclaimable: Option<&'static str>,
 }
 
-const MEMORY_V2: Files = Files {
+const MEMORY_V2: ControllerFiles = ControllerFiles {
     limit: "memory.max",
-    used: "memory.current",
-    given_up: Some("inactive_file"),
+    usage: "memory.current",
+    reclaimable: Some("inactive_file"),
 };
-const MEMORY_V1: Files = Files {
+const MEMORY_V1: ControllerFiles = ControllerFiles {
     limit: "memory.limit_in_bytes",
-    used: "memory.usage_in_bytes",
-    given_up: Some("total_inactive_file"),
+    usage: "memory.usage_in_bytes",
+    reclaimable: Some("total_inactive_file"),
 };
-const THREADS: Files = Files {
+const PIDS: ControllerFiles = ControllerFiles {
     limit: "pids.max",
-    used: "pids.current",
-    given_up: None,
+    usage: "pids.current",
+    reclaimable: None,
 };
 
 /// Returns the bytes of memory that are available on this host and within the control groups of
 /// this process.
 pub fn memory_available_bytes() -> u64 {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let machine = memory_available(&text).unwrap_or(0);
-    memory().map_or(machine, |left| left.min(machine))
+    let machine = parse_memory_available(&text).unwrap_or(0);
+    cgroup_memory().map_or(machine, |left| left.min(machine))
 }
 
-fn memory_available(meminfo: &str) -> Option<u64> {
+fn parse_memory_available(meminfo: &str) -> Option<u64> {
     let line = meminfo
         .lines()
         .find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -52,14 +52,14 @@ fn memory_available(meminfo: &str) -> Option<u64> {
 
 /// Returns the bytes of memory that the control groups of this process leave; `None` if they set no
 /// limit.
-fn memory() -> Option<u64> {
-    tightest([(None, &MEMORY_V2), (Some("memory"), &MEMORY_V1)])
+fn cgroup_memory() -> Option<u64> {
+    smallest_remainder([(None, &MEMORY_V2), (Some("memory"), &MEMORY_V1)])
 }
 
 /// Returns the number of processes and threads that the control groups leave; `None` if they set no
 /// limit.
-pub(super) fn threads() -> Option<u64> {
-    tightest([(None, &THREADS), (Some("pids"), &THREADS)])
+pub(super) fn threads_available() -> Option<u64> {
+    smallest_remainder([(None, &PIDS), (Some("pids"), &PIDS)])
 }
 
 /// Returns the bytes that may be written in a directory: the free space of its file system and, if
@@ -67,7 +67,7 @@ pub(super) fn threads() -> Option<u64> {
 ///
 /// # Errors
 /// The directory cannot be accessed.
-pub(crate) fn in_folder(folder: &Path) -> io::Result<u64> {
+pub(crate) fn writable_bytes(folder: &Path) -> io::Result<u64> {
     let free = free_bytes(folder)?;
     match statfs(folder)?.filesystem_type() == TMPFS_MAGIC {
         true => Ok(free.min(memory_available_bytes().saturating_sub(MEMORY_SLACK_BYTES))),
@@ -87,31 +87,34 @@ pub(crate) fn free_bytes(folder: &Path) -> io::Result<u64> {
 }
 
 /// Returns the smallest remainder of all groups of this process in both versions.
-fn tightest(hierarchies: [(Option<&str>, &Files); 2]) -> Option<u64> {
+fn smallest_remainder(hierarchies: [(Option<&str>, &ControllerFiles); 2]) -> Option<u64> {
     let (mounts, groups) = (
         std::fs::read("/proc/self/mountinfo").ok()?,
         std::fs::read("/proc/self/cgroup").ok()?,
     );
-    let least = |(controller, files): (Option<&str>, &Files)| {
-        let place = folder(&mounts, &groups, controller)?;
-        least_left(&place, &mount_point(&mounts, controller)?, files)
+    let remainder_in = |(controller, files): (Option<&str>, &ControllerFiles)| {
+        let group = folder(&mounts, &groups, controller)?;
+        remainder_with_ancestors(&group, &mount_point(&mounts, controller)?, files)
     };
-    hierarchies.into_iter().filter_map(least).min()
+    hierarchies.into_iter().filter_map(remainder_in).min()
 }
 
 /// Returns the smallest remainder of this group and its ancestors, up to the mount point of the
 /// hierarchy.
-fn least_left(place: &Path, root: &Path, files: &Files) -> Option<u64> {
-    let around: Vec<PathBuf> = place
+fn remainder_with_ancestors(group: &Path, root: &Path, files: &ControllerFiles) -> Option<u64> {
+    let groups: Vec<PathBuf> = group
         .ancestors()
         .take_while(|at| at.starts_with(root))
         .map(Path::to_path_buf)
         .collect();
-    around.iter().filter_map(|group| left(group, files)).min()
+    groups
+        .iter()
+        .filter_map(|group| remainder(group, files))
+        .min()
 }
 
 /// Returns what one group leaves; `None` if it sets no limit.
-fn left(group: &Path, files: &Files) -> Option<u64> {
+fn remainder(group: &Path, files: &ControllerFiles) -> Option<u64> {
     let number = |name: &str| {
         read_to_string(group.join(name))
             .ok()?
@@ -121,15 +124,15 @@ fn left(group: &Path, files: &Files) -> Option<u64> {
     };
     // "max" is not a number. Version 1 reports a number close to 2^63 instead.
     let limit = number(files.limit).filter(|limit| *limit < 1 << 60)?;
-    let given_up = files.given_up.and_then(|field| {
+    let reclaimable = files.reclaimable.and_then(|field| {
         let text = read_to_string(group.join("memory.stat")).ok()?;
         text.lines()
             .find_map(|line| line.strip_prefix(field)?.trim().parse::<u64>().ok())
     });
     Some(
         limit
-            .saturating_add(given_up.unwrap_or(0))
-            .saturating_sub(number(files.used)?),
+            .saturating_add(reclaimable.unwrap_or(0))
+            .saturating_sub(number(files.usage)?),
     )
 }
 
@@ -152,24 +155,30 @@ mod tests {
         write(&root, "memory.stat", "anon 5\ninactive_file 100\n");
         write(&inner, "memory.max", "max\n");
         write(&inner, "memory.current", "700\n");
-        assert_eq!(least_left(&inner, &root, &MEMORY_V2), Some(300));
+        assert_eq!(
+            remainder_with_ancestors(&inner, &root, &MEMORY_V2),
+            Some(300)
+        );
         write(&inner, "memory.max", "750\n");
-        assert_eq!(least_left(&inner, &root, &MEMORY_V2), Some(50));
-        assert_eq!(least_left(&inner, &root, &THREADS), None);
+        assert_eq!(
+            remainder_with_ancestors(&inner, &root, &MEMORY_V2),
+            Some(50)
+        );
+        assert_eq!(remainder_with_ancestors(&inner, &root, &PIDS), None);
         write(&inner, "pids.max", "10\n");
         write(&inner, "pids.current", "12\n");
-        assert_eq!(least_left(&inner, &root, &THREADS), Some(0));
+        assert_eq!(remainder_with_ancestors(&inner, &root, &PIDS), Some(0));
         write(&inner, "memory.limit_in_bytes", "9223372036854771712\n");
-        assert_eq!(left(&inner, &MEMORY_V1), None);
+        assert_eq!(remainder(&inner, &MEMORY_V1), None);
     }
 
     /// MemAvailable is found in /proc/meminfo and converted from KiB.
     #[test]
     fn available_memory_is_read_from_meminfo() {
         assert_eq!(
-            memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"),
+            parse_memory_available("MemTotal:  10 kB\nMemAvailable:    3 kB\n"),
             Some(3072)
         );
-        assert_eq!(memory_available(""), None);
+        assert_eq!(parse_memory_available(""), None);
     }
 }

@@ -2,8 +2,8 @@
 //! time.
 
 use checkpoint_protocol::{
-    Coordinator, CoordinatorOutput, GATHER_TIME, LEAVE_AT_ONCE_MAX, LEAVE_AT_ONCE_WITH_SMALLER_MAX,
-    MOVES_OPEN_MAX,
+    Coordinator, CoordinatorOutput, DEPARTURES_MAX, DEPARTURES_WITH_SMALLER_MAX, MIGRATIONS_MAX,
+    SIZE_WAIT_MAX,
 };
 use proptest::prelude::*;
 use sempa_proto::engine::Engine;
@@ -22,23 +22,23 @@ fn host(index: u16) -> HostId {
 
 /// Migrations away from the second host, and their progress according to the coordinator's orders.
 #[derive(Default)]
-struct World {
+struct QueueWorld {
     coordinator: Coordinator,
     now: Micros,
     sizes: BTreeMap<MigrationId, u64>,
     /// The targets choose post-copy.
-    memory_follows: bool,
+    post_copy: bool,
     /// The sources support pre-copy.
-    pre_copies: bool,
+    pre_copy: bool,
     /// Sizes in MiB of the tasks that were admitted, in this order.
-    gone: Vec<u64>,
-    leaving: BTreeMap<MigrationId, u64>,
-    ended: BTreeMap<MigrationId, bool>,
+    admitted_mib: Vec<u64>,
+    departing: BTreeMap<MigrationId, u64>,
+    results: BTreeMap<MigrationId, bool>,
     /// Completed steps according to the events.
-    steps: Vec<(MigrationId, Step)>,
+    completed_steps: Vec<(MigrationId, Step)>,
 }
 
-impl World {
+impl QueueWorld {
     fn begin(&mut self, number: i32, mib: u64) -> MigrationId {
         self.begin_for(
             number,
@@ -56,31 +56,31 @@ impl World {
             .begin(self.now, tid, host(2), host(3), cause)
             .expect("there is room");
         self.sizes.insert(id, mib * MIB);
-        self.heed();
+        self.run_outputs();
         id
     }
 
-    fn heed(&mut self) {
+    fn run_outputs(&mut self) {
         while let Some(output) = self.coordinator.poll() {
             match output {
                 CoordinatorOutput::Order {
-                    of,
+                    migration,
                     order: Order::Prepare { facts, .. },
                     ..
                 } => {
-                    assert_eq!(facts.resident_bytes, self.sizes[&of.id]);
-                    self.gone.push(facts.resident_bytes / MIB);
-                    self.leaving.insert(of.id, facts.resident_bytes);
+                    assert_eq!(facts.resident_bytes, self.sizes[&migration.id]);
+                    self.admitted_mib.push(facts.resident_bytes / MIB);
+                    self.departing.insert(migration.id, facts.resident_bytes);
                 }
                 CoordinatorOutput::Ended { id, result } => {
-                    self.leaving.remove(&id);
-                    self.ended.insert(id, result.is_ok());
+                    self.departing.remove(&id);
+                    self.results.insert(id, result.is_ok());
                 }
-                CoordinatorOutput::Event(EventKind::MoveFailed { id, .. }) => {
-                    self.leaving.remove(&id);
+                CoordinatorOutput::LogEvent(EventKind::MoveFailed { id, .. }) => {
+                    self.departing.remove(&id);
                 }
-                CoordinatorOutput::Event(EventKind::Moving { id, step, .. }) => {
-                    self.steps.push((id, step))
+                CoordinatorOutput::LogEvent(EventKind::Moving { id, step, .. }) => {
+                    self.completed_steps.push((id, step))
                 }
                 _ => {}
             }
@@ -88,17 +88,17 @@ impl World {
     }
 
     fn report(&mut self, id: MigrationId, from: u16, report: Report) {
-        self.coordinator.report(self.now, host(from), id, report);
-        self.heed();
+        self.coordinator.on_report(self.now, host(from), id, report);
+        self.run_outputs();
     }
 
-    fn inspected(&mut self, id: MigrationId) {
+    fn report_inspected(&mut self, id: MigrationId) {
         let facts = TaskFacts {
             resident_bytes: self.sizes[&id],
             ..TaskFacts::default()
         };
         let (suspended, memory_can_follow, can_pre_copy) =
-            (Holds::default(), self.pre_copies, self.pre_copies);
+            (Holds::default(), self.pre_copy, self.pre_copy);
         self.report(
             id,
             2,
@@ -112,8 +112,8 @@ impl World {
     }
 
     /// Reports that the target accepts the task by this engine.
-    fn prepared(&mut self, id: MigrationId, engine: Engine) {
-        let (verdict, token, memory_follows) = (Vec::new(), PathBuf::new(), self.memory_follows);
+    fn report_prepared(&mut self, id: MigrationId, engine: Engine) {
+        let (verdict, token, memory_follows) = (Vec::new(), PathBuf::new(), self.post_copy);
         self.report(
             id,
             3,
@@ -127,10 +127,10 @@ impl World {
     }
 
     /// Reports that the images have arrived.
-    fn received(&mut self, id: MigrationId) {
-        self.prepared(id, Engine::Criu);
+    fn report_received(&mut self, id: MigrationId) {
+        self.report_prepared(id, Engine::Criu);
         self.report(id, 2, Report::Stopped);
-        self.leaving.remove(&id);
+        self.departing.remove(&id);
         self.report(
             id,
             3,
@@ -141,27 +141,27 @@ impl World {
     }
 
     /// Reports all remaining steps.
-    fn arrives(&mut self, id: MigrationId) {
-        self.runs(id);
+    fn report_remaining_steps(&mut self, id: MigrationId) {
+        self.report_until_running(id);
         self.report(id, 3, Report::Arrived);
     }
 
     /// Reports the steps until the task runs at the target; its memory may still be incomplete.
-    fn runs(&mut self, id: MigrationId) {
+    fn report_until_running(&mut self, id: MigrationId) {
         self.report(id, 3, Report::Restored);
-        self.coordinator.recorded(id, Ok(()));
-        self.coordinator.located(self.now, id);
+        self.coordinator.on_location_recorded(id, Ok(()));
+        self.coordinator.on_location_announced(self.now, id);
         self.report(id, 2, Report::SourceGone(Usage::default()));
         self.report(id, 3, Report::Running);
     }
 
-    fn wake(&mut self) -> bool {
-        let Some(at) = self.coordinator.next_wakeup() else {
+    fn advance_to_deadline(&mut self) -> bool {
+        let Some(at) = self.coordinator.next_deadline() else {
             return false;
         };
         self.now = self.now.max(at);
-        self.coordinator.wake(self.now);
-        self.heed();
+        self.coordinator.on_timer(self.now);
+        self.run_outputs();
         true
     }
 }
@@ -169,7 +169,7 @@ impl World {
 /// Of many tasks of one host the smallest depart first, a few at a time.
 #[test]
 fn smallest_tasks_depart_first() {
-    let mut world = World::default();
+    let mut world = QueueWorld::default();
     let sizes = [900, 3, 700, 1, 50, 2, 40, 30];
     let all: Vec<MigrationId> = (1..)
         .zip(sizes)
@@ -177,47 +177,47 @@ fn smallest_tasks_depart_first() {
         .collect();
     for id in &all {
         assert!(
-            world.gone.is_empty(),
+            world.admitted_mib.is_empty(),
             "not before it is known how large all are"
         );
-        world.inspected(*id);
+        world.report_inspected(*id);
     }
-    assert_eq!(world.gone, [1, 2, 3, 30]);
+    assert_eq!(world.admitted_mib, [1, 2, 3, 30]);
     for expected in [40, 50, 700, 900] {
         let next = *world
-            .leaving
+            .departing
             .iter()
             .min_by_key(|(_, bytes)| **bytes)
             .expect("somebody")
             .0;
-        world.received(next);
+        world.report_received(next);
         assert_eq!(
-            world.gone.last(),
+            world.admitted_mib.last(),
             Some(&expected),
             "as soon as the images of another one are there"
         );
-        world.arrives(next);
+        world.report_remaining_steps(next);
     }
-    assert_eq!(world.ended.len(), 4);
+    assert_eq!(world.results.len(), 4);
 }
 
 /// A task waits for the unknown size of another one at most for the gather time, and not at all if
 /// it is alone.
 #[test]
 fn unknown_size_delays_admission_briefly() {
-    let mut world = World::default();
+    let mut world = QueueWorld::default();
     let (_mute, known) = (world.begin(1, 5), world.begin(2, 7));
-    world.inspected(known);
-    assert_eq!(world.gone, [0; 0]);
-    assert_eq!(world.coordinator.next_wakeup(), Some(GATHER_TIME));
-    assert!(world.wake());
-    assert_eq!(world.gone, [7]);
-    let alone = World::default();
+    world.report_inspected(known);
+    assert_eq!(world.admitted_mib, [0; 0]);
+    assert_eq!(world.coordinator.next_deadline(), Some(SIZE_WAIT_MAX));
+    assert!(world.advance_to_deadline());
+    assert_eq!(world.admitted_mib, [7]);
+    let alone = QueueWorld::default();
     let mut world = alone;
     let id = world.begin(1, 5);
-    world.inspected(id);
+    world.report_inspected(id);
     assert_eq!(
-        (world.gone.as_slice(), world.now),
+        (world.admitted_mib.as_slice(), world.now),
         (&[5][..], Micros(0)),
         "who is alone waits for nobody"
     );
@@ -226,39 +226,39 @@ fn unknown_size_delays_admission_briefly() {
 /// Programs that write their own checkpoints occupy no slot.
 #[test]
 fn restarted_programs_occupy_no_slot() {
-    let mut world = World::default();
-    for number in 1..=2 * LEAVE_AT_ONCE_MAX as i32 {
+    let mut world = QueueWorld::default();
+    for number in 1..=2 * DEPARTURES_MAX as i32 {
         let id = world.begin(number, 1);
-        world.inspected(id);
-        world.prepared(id, Engine::Restart { wait: 3600 });
+        world.report_inspected(id);
+        world.report_prepared(id, Engine::Restart { wait: 3600 });
     }
     let id = world.begin(100, 4096);
-    world.inspected(id);
-    assert_eq!(world.gone.last(), Some(&4096));
+    world.report_inspected(id);
+    assert_eq!(world.admitted_mib.last(), Some(&4096));
 }
 
 /// Memory of post-copy occupies a slot, but a task that is paused for an owner does not wait for
 /// it.
 #[test]
 fn paused_task_ignores_post_copy_slots() {
-    let mut world = World {
-        memory_follows: true,
-        ..World::default()
+    let mut world = QueueWorld {
+        post_copy: true,
+        ..QueueWorld::default()
     };
-    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32)
+    let first: Vec<MigrationId> = (1..=DEPARTURES_MAX as i32)
         .map(|number| world.begin(number, 100))
         .collect();
-    first.iter().for_each(|id| world.inspected(*id));
+    first.iter().for_each(|id| world.report_inspected(*id));
     for id in &first {
-        world.received(*id);
-        world.runs(*id);
+        world.report_received(*id);
+        world.report_until_running(*id);
     }
     let large = world.begin(20, 200);
-    world.inspected(large);
+    world.report_inspected(large);
     let small = world.begin(21, 3);
-    world.inspected(small);
+    world.report_inspected(small);
     assert_eq!(
-        world.gone[LEAVE_AT_ONCE_MAX..],
+        world.admitted_mib[DEPARTURES_MAX..],
         [3],
         "the link is full of what is smaller than the large one"
     );
@@ -269,40 +269,40 @@ fn paused_task_ignores_post_copy_slots() {
             why: "olga is there".into(),
         },
     );
-    world.inspected(unwanted);
+    world.report_inspected(unwanted);
     assert_eq!(
-        world.gone.last(),
+        world.admitted_mib.last(),
         Some(&300),
         "who stands still for an owner runs again the sooner"
     );
     world.report(first[0], 3, Report::Arrived);
     assert_eq!(
-        world.gone.last(),
+        world.admitted_mib.last(),
         Some(&300),
         "the small one and three others are on the link"
     );
     world.report(first[1], 3, Report::Arrived);
-    assert_eq!(world.gone.last(), Some(&200));
+    assert_eq!(world.admitted_mib.last(), Some(&200));
 }
 
 /// Pre-copy occupies a slot like post-copy. A task that departs for an owner neither waits for that
 /// of others nor is pre-copied.
 #[test]
 fn eviction_skips_pre_copy() {
-    let mut world = World {
-        memory_follows: true,
-        pre_copies: true,
-        ..World::default()
+    let mut world = QueueWorld {
+        post_copy: true,
+        pre_copy: true,
+        ..QueueWorld::default()
     };
-    let first: Vec<MigrationId> = (1..=LEAVE_AT_ONCE_MAX as i32)
+    let first: Vec<MigrationId> = (1..=DEPARTURES_MAX as i32)
         .map(|number| world.begin(number, 100))
         .collect();
-    first.iter().for_each(|id| world.inspected(*id));
+    first.iter().for_each(|id| world.report_inspected(*id));
     first
         .iter()
-        .for_each(|id| world.prepared(*id, Engine::Criu));
+        .for_each(|id| world.report_prepared(*id, Engine::Criu));
     let large = world.begin(20, 200);
-    world.inspected(large);
+    world.report_inspected(large);
     let unwanted = world.begin_for(
         22,
         300,
@@ -310,18 +310,18 @@ fn eviction_skips_pre_copy() {
             why: "olga is there".into(),
         },
     );
-    world.inspected(unwanted);
+    world.report_inspected(unwanted);
     assert_eq!(
-        world.gone.last(),
+        world.admitted_mib.last(),
         Some(&300),
         "what goes ahead of the others is in nobody's way who stands still"
     );
-    world.prepared(unwanted, Engine::Criu);
+    world.report_prepared(unwanted, Engine::Criu);
     world.report(unwanted, 2, Report::PreCopied { bytes: 1 });
     world.report(unwanted, 2, Report::Quiesced);
-    let steps = |world: &World| {
+    let steps = |world: &QueueWorld| {
         world
-            .steps
+            .completed_steps
             .iter()
             .filter(|(_, step)| *step == Step::PreCopy)
             .map(|(id, _)| *id)
@@ -337,34 +337,37 @@ fn eviction_skips_pre_copy() {
 /// Small tasks do not wait for large ones that already depart, up to the second limit.
 #[test]
 fn small_tasks_do_not_wait_for_large_ones() {
-    let mut world = World::default();
-    for number in 1..=LEAVE_AT_ONCE_MAX as i32 {
+    let mut world = QueueWorld::default();
+    for number in 1..=DEPARTURES_MAX as i32 {
         let id = world.begin(number, 4096);
-        world.inspected(id);
+        world.report_inspected(id);
     }
     let large = world.begin(20, 4096);
-    world.inspected(large);
-    assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_MAX);
+    world.report_inspected(large);
+    assert_eq!(world.departing.len(), DEPARTURES_MAX);
     for number in 30..40 {
         let id = world.begin(number, 1);
-        world.inspected(id);
+        world.report_inspected(id);
     }
-    assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_WITH_SMALLER_MAX);
-    assert_eq!(world.gone[LEAVE_AT_ONCE_MAX..], [1; 4]);
+    assert_eq!(world.departing.len(), DEPARTURES_WITH_SMALLER_MAX);
+    assert_eq!(world.admitted_mib[DEPARTURES_MAX..], [1; 4]);
 }
 
 /// The loss of source or target fails the queued migrations as well.
 #[test]
 fn lost_host_fails_queued_migrations() {
     for lost in [2, 3] {
-        let mut world = World::default();
+        let mut world = QueueWorld::default();
         let all: Vec<MigrationId> = (1..=9).map(|number| world.begin(number, 9)).collect();
-        all.iter().for_each(|id| world.inspected(*id));
-        world.coordinator.host_lost(world.now, host(lost));
-        world.heed();
-        assert_eq!(world.ended, all.iter().map(|id| (*id, false)).collect());
+        all.iter().for_each(|id| world.report_inspected(*id));
+        world.coordinator.on_host_lost(world.now, host(lost));
+        world.run_outputs();
+        assert_eq!(world.results, all.iter().map(|id| (*id, false)).collect());
         assert_eq!(
-            (world.coordinator.next_wakeup(), world.coordinator.open()),
+            (
+                world.coordinator.next_deadline(),
+                world.coordinator.active_count()
+            ),
             (None, 0)
         );
     }
@@ -373,16 +376,16 @@ fn lost_host_fails_queued_migrations() {
 /// A cancelled migration frees its slot for the next one in the queue.
 #[test]
 fn cancelled_migration_frees_its_slot() {
-    let mut world = World::default();
+    let mut world = QueueWorld::default();
     let all: Vec<MigrationId> = (1..=5).map(|number| world.begin(number, 9)).collect();
-    all.iter().for_each(|id| world.inspected(*id));
-    assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_MAX);
-    world.coordinator.call_off(all[0], "nobody wants it");
-    world.heed();
-    assert!(world.wake());
+    all.iter().for_each(|id| world.report_inspected(*id));
+    assert_eq!(world.departing.len(), DEPARTURES_MAX);
+    world.coordinator.cancel(all[0], "nobody wants it");
+    world.run_outputs();
+    assert!(world.advance_to_deadline());
     assert_eq!(
-        (world.leaving.len(), world.gone.len(), world.now),
-        (LEAVE_AT_ONCE_MAX, 5, Micros(0))
+        (world.departing.len(), world.admitted_mib.len(), world.now),
+        (DEPARTURES_MAX, 5, Micros(0))
     );
 }
 
@@ -391,28 +394,28 @@ proptest! {
     /// at a time, no task is admitted before a smaller one in the queue, and every migration ends.
     #[test]
     fn every_migration_ends_within_the_limits(steps in proptest::collection::vec((0..6_u8, any::<u16>()), 1..300)) {
-        let (mut world, mut open, mut number) = (World::default(), Vec::<MigrationId>::new(), 0);
+        let (mut world, mut open, mut number) = (QueueWorld::default(), Vec::<MigrationId>::new(), 0);
         let mut inspected = BTreeMap::<MigrationId, bool>::new();
         for (step, dice) in steps {
-            let gone = world.gone.len();
-            let waiting = |world: &World, open: &[MigrationId], inspected: &BTreeMap<MigrationId, bool>| {
-                let waits = open.iter().filter(|id| inspected.contains_key(id) && !world.leaving.contains_key(id));
+            let gone = world.admitted_mib.len();
+            let waiting = |world: &QueueWorld, open: &[MigrationId], inspected: &BTreeMap<MigrationId, bool>| {
+                let waits = open.iter().filter(|id| inspected.contains_key(id) && !world.departing.contains_key(id));
                 waits.filter(|id| inspected[id]).map(|id| world.sizes[id] / MIB).min()
             };
             let which = (!open.is_empty()).then(|| open[usize::from(dice) % open.len()]);
             match (step, which) {
-                (0 | 1, _) if open.len() < MOVES_OPEN_MAX => {
+                (0 | 1, _) if open.len() < MIGRATIONS_MAX => {
                     number += 1;
                     open.push(world.begin(number, u64::from(dice % 512) + 1));
                 }
                 (2, Some(id)) if !inspected.contains_key(&id) => {
                     inspected.insert(id, true);
-                    world.inspected(id);
+                    world.report_inspected(id);
                 }
-                (3, Some(id)) if world.leaving.contains_key(&id) => {
+                (3, Some(id)) if world.departing.contains_key(&id) => {
                     inspected.insert(id, false);
-                    world.received(id);
-                    world.arrives(id);
+                    world.report_received(id);
+                    world.report_remaining_steps(id);
                 }
                 (4, Some(id)) => {
                     let why = Failure::Engine("dice".into());
@@ -421,24 +424,24 @@ proptest! {
                 }
                 (5, _) => {
                     world.now = world.now + Micros(u64::from(dice) * 10);
-                    world.coordinator.wake(world.now);
-                    world.heed();
+                    world.coordinator.on_timer(world.now);
+                    world.run_outputs();
                 }
                 _ => {}
             }
-            open.retain(|id| !world.ended.contains_key(id));
-            prop_assert!(world.leaving.len() <= LEAVE_AT_ONCE_WITH_SMALLER_MAX);
-            if let (Some(last), Some(waits)) = (world.gone[gone..].last(), waiting(&world, &open, &inspected)) {
+            open.retain(|id| !world.results.contains_key(id));
+            prop_assert!(world.departing.len() <= DEPARTURES_WITH_SMALLER_MAX);
+            if let (Some(last), Some(waits)) = (world.admitted_mib[gone..].last(), waiting(&world, &open, &inspected)) {
                 prop_assert!(*last <= waits, "{last} went before {waits}");
             }
         }
         // Migrations without reports end at their deadlines.
         for _ in 0..1000 {
-            if !world.wake() {
+            if !world.advance_to_deadline() {
                 break;
             }
         }
-        prop_assert_eq!(world.coordinator.open(), 0);
+        prop_assert_eq!(world.coordinator.active_count(), 0);
     }
 }
 
@@ -446,7 +449,7 @@ proptest! {
 /// checkpoint.
 #[test]
 fn only_queued_drain_migrations_are_cancelled() {
-    let mut world = World::default();
+    let mut world = QueueWorld::default();
     let by = HostId::MASTER.tid();
     let of = |numbers: &[i32]| {
         numbers
@@ -454,33 +457,39 @@ fn only_queued_drain_migrations_are_cancelled() {
             .map(|number| Tid::from_raw(0x80000 + number))
             .collect::<BTreeSet<_>>()
     };
-    for number in 0..=LEAVE_AT_ONCE_MAX as i32 {
+    for number in 0..=DEPARTURES_MAX as i32 {
         let id = world.begin_for(number, 100 + number as u64, Cause::Drain { by });
-        world.inspected(id);
+        world.report_inspected(id);
     }
     let asked = world.begin_for(50, 900, Cause::Asked { by });
-    world.inspected(asked);
-    world.now = world.now + GATHER_TIME;
-    world.coordinator.wake(world.now);
-    world.heed();
-    assert_eq!(world.leaving.len(), LEAVE_AT_ONCE_MAX);
-    let last = LEAVE_AT_ONCE_MAX as i32;
-    assert!(!world.coordinator.give_way(&of(&[0])), "it is on its way");
+    world.report_inspected(asked);
+    world.now = world.now + SIZE_WAIT_MAX;
+    world.coordinator.on_timer(world.now);
+    world.run_outputs();
+    assert_eq!(world.departing.len(), DEPARTURES_MAX);
+    let last = DEPARTURES_MAX as i32;
     assert!(
-        !world.coordinator.give_way(&of(&[50])),
+        !world.coordinator.cancel_queued(&of(&[0])),
+        "it is on its way"
+    );
+    assert!(
+        !world.coordinator.cancel_queued(&of(&[50])),
         "somebody wants it there"
     );
-    assert!(!world.coordinator.give_way(&of(&[60])), "it does not move");
     assert!(
-        !world.coordinator.give_way(&of(&[last, 0])),
+        !world.coordinator.cancel_queued(&of(&[60])),
+        "it does not move"
+    );
+    assert!(
+        !world.coordinator.cancel_queued(&of(&[last, 0])),
         "what for, if the other one goes?"
     );
-    assert!(world.coordinator.give_way(&of(&[last, 60])));
+    assert!(world.coordinator.cancel_queued(&of(&[last, 60])));
     assert!(
         of(&[last])
             .iter()
-            .all(|tid| world.coordinator.of_task(*tid).is_none())
+            .all(|tid| world.coordinator.migration_of(*tid).is_none())
     );
-    world.heed();
-    assert_eq!(world.ended.values().collect::<Vec<_>>(), [&false]);
+    world.run_outputs();
+    assert_eq!(world.results.values().collect::<Vec<_>>(), [&false]);
 }

@@ -1,8 +1,8 @@
 //! The properties of this host on which its verdicts depend.
 
-use super::compare::{Found, Host};
 use super::hash::HashCache;
-use super::{files, kernel, room};
+use super::verdict::{FoundFile, HostProperties};
+use super::{available_resources, files, kernel};
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,44 +10,44 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct ThisHost {
     hashes: Arc<HashCache>,
-    promised: u64,
+    reserved: u64,
 }
 
 impl ThisHost {
-    /// `promised` are the bytes of memory that are reserved for tasks that are migrating here.
-    pub fn new(hashes: Arc<HashCache>, promised: u64) -> ThisHost {
-        ThisHost { hashes, promised }
+    /// `reserved` are the bytes of memory that are reserved for tasks that are migrating here.
+    pub fn new(hashes: Arc<HashCache>, reserved: u64) -> ThisHost {
+        ThisHost { hashes, reserved }
     }
 }
 
-impl Host for ThisHost {
+impl HostProperties for ThisHost {
     fn cpu_features(&self) -> Vec<String> {
         cpu_features()
     }
 
     fn kernel_features(&self) -> Vec<String> {
-        kernel::features()
+        kernel::kernel_features()
     }
 
     fn kernel(&self) -> String {
-        release()
+        kernel_release()
     }
 
     fn memory_available_bytes(&self) -> u64 {
-        room::memory_available_bytes()
+        available_resources::memory_available_bytes()
     }
 
-    fn memory_promised_bytes(&self) -> u64 {
-        self.promised
+    fn memory_reserved_bytes(&self) -> u64 {
+        self.reserved
     }
 
     fn threads_available(&self) -> Option<u64> {
-        room::threads()
+        available_resources::threads_available()
     }
 
-    fn look(&self, path: &Path) -> io::Result<Found> {
+    fn find_file(&self, path: &Path) -> io::Result<FoundFile> {
         let meta = std::fs::metadata(path)?;
-        Ok(Found {
+        Ok(FoundFile {
             bytes: meta.len(),
             is_directory: meta.is_dir(),
         })
@@ -57,19 +57,19 @@ impl Host for ThisHost {
         self.hashes.hash(path)
     }
 
-    fn may_not_make(&self, path: &Path, uid: u32) -> Option<String> {
-        files::may_not_make(path, uid)
+    fn creation_obstacle(&self, path: &Path, uid: u32) -> Option<String> {
+        files::creation_obstacle(path, uid)
     }
 }
 
 /// Returns the features of this host's processor, sorted.
 pub(super) fn cpu_features() -> Vec<String> {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    features(&text)
+    parse_cpu_features(&text)
 }
 
 /// Returns the release of this host's kernel.
-pub(super) fn release() -> String {
+pub(super) fn kernel_release() -> String {
     std::fs::read_to_string("/proc/sys/kernel/osrelease")
         .unwrap_or_default()
         .trim()
@@ -77,7 +77,7 @@ pub(super) fn release() -> String {
 }
 
 /// Returns the features of the first processor: "flags" on x86, "Features" on ARM.
-fn features(cpuinfo: &str) -> Vec<String> {
+fn parse_cpu_features(cpuinfo: &str) -> Vec<String> {
     let line = cpuinfo
         .lines()
         .find(|line| line.starts_with("flags") || line.starts_with("Features"));
@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn processor_features_are_parsed() {
         let cpuinfo = "processor\t: 0\nflags\t\t: sse2 fma avx2 fma\nbugs\t\t: none\nprocessor\t: 1\nflags\t\t: sse2\n";
-        assert_eq!(features(cpuinfo), ["avx2", "fma", "sse2"]);
+        assert_eq!(parse_cpu_features(cpuinfo), ["avx2", "fma", "sse2"]);
     }
 
     #[test]
@@ -110,7 +110,7 @@ mod tests {
                 && !host.kernel_features().is_empty()
         );
         assert!(
-            host.look(Path::new("/proc"))
+            host.find_file(Path::new("/proc"))
                 .expect("it exists")
                 .is_directory
         );

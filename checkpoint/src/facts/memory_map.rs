@@ -5,17 +5,17 @@ use std::path::PathBuf;
 
 /// The meaning of one line of the map for a migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Mapped {
+pub(super) enum Mapping {
     /// A private file mapping: the process may read the content at any time, without a descriptor.
     Private(PathBuf),
     /// A shared file mapping: the content changes when other processes write the file.
     Shared(PathBuf),
     /// A mapping that cannot be migrated; its description.
-    Lost(String),
+    Unsupported(String),
 }
 
 /// Mappings that cannot be migrated, by the prefix of their name, with their descriptions.
-const LOST: [(&str, &str); 5] = [
+const UNSUPPORTED: [(&str, &str); 5] = [
     ("/SYSV", "System V shared memory"),
     ("anon_inode:[io_uring]", "an io_uring ring"),
     ("anon_inode:[perf_event]", "a perf event"),
@@ -24,20 +24,20 @@ const LOST: [(&str, &str); 5] = [
 ];
 
 /// Directory of named POSIX shared memory and semaphores, which exist in the memory of one host.
-pub(super) const SHARED_MEMORY_FOLDER: &str = "/dev/shm/";
+pub(super) const SHARED_MEMORY_DIR: &str = "/dev/shm/";
 
 /// Describes POSIX shared memory that still has its name. A file with the same name and length on
 /// another host would be other memory.
-pub(super) fn posix_memory(path: &str) -> String {
+pub(super) fn describe_posix_memory(path: &str) -> String {
     format!("POSIX shared memory ({path}), which is in the memory of this host")
 }
 
 /// Parses the text of /proc/PID/maps.
-pub(super) fn read(maps: &str) -> Vec<Mapped> {
-    maps.lines().filter_map(line).collect()
+pub(super) fn parse_maps(maps: &str) -> Vec<Mapping> {
+    maps.lines().filter_map(parse_line).collect()
 }
 
-fn line(line: &str) -> Option<Mapped> {
+fn parse_line(line: &str) -> Option<Mapping> {
     // Format: address perms offset device inode path. The path may contain spaces.
     let mut rest = line;
     let mut fields = [""; 5];
@@ -47,26 +47,30 @@ fn line(line: &str) -> Option<Mapped> {
         (*field, rest) = trimmed.split_at(end);
     }
     let path = rest.trim_start();
-    if let Some((_, what)) = LOST.iter().find(|(start, _)| path.starts_with(start)) {
-        return Some(Mapped::Lost((*what).to_string()));
+    if let Some((_, what)) = UNSUPPORTED
+        .iter()
+        .find(|(start, _)| path.starts_with(start))
+    {
+        return Some(Mapping::Unsupported((*what).to_string()));
     }
     // The names of deleted files, memfds and shared anonymous mappings end like this. The images
     // contain their content.
     if !path.starts_with('/') || path.ends_with(" (deleted)") {
         return None;
     }
-    if path.starts_with(SHARED_MEMORY_FOLDER) {
-        return Some(Mapped::Lost(posix_memory(path)));
+    if path.starts_with(SHARED_MEMORY_DIR) {
+        return Some(Mapping::Unsupported(describe_posix_memory(path)));
     }
     if path.starts_with("/dev/") {
         let harmless = path == "/dev/zero";
-        return (!harmless).then(|| Mapped::Lost(format!("a mapping of the device {path}")));
+        return (!harmless)
+            .then(|| Mapping::Unsupported(format!("a mapping of the device {path}")));
     }
     let shared = fields[1].ends_with('s');
     Some(if shared {
-        Mapped::Shared(path.into())
+        Mapping::Shared(path.into())
     } else {
-        Mapped::Private(path.into())
+        Mapping::Private(path.into())
     })
 }
 
@@ -92,16 +96,16 @@ mod tests {
 ffff0000-ffff1000 r-xp 00000000 00:00 0                          [vdso]
 ";
         let expected = [
-            Mapped::Private("/usr/bin/a program".into()),
-            Mapped::Private("/usr/bin/a program".into()),
-            Mapped::Shared("/data/shared table".into()),
-            Mapped::Lost(
+            Mapping::Private("/usr/bin/a program".into()),
+            Mapping::Private("/usr/bin/a program".into()),
+            Mapping::Shared("/data/shared table".into()),
+            Mapping::Unsupported(
                 "POSIX shared memory (/dev/shm/table), which is in the memory of this host".into(),
             ),
-            Mapped::Lost("System V shared memory".into()),
-            Mapped::Lost("an io_uring ring".into()),
-            Mapped::Lost("a mapping of the device /dev/dri/card0".into()),
+            Mapping::Unsupported("System V shared memory".into()),
+            Mapping::Unsupported("an io_uring ring".into()),
+            Mapping::Unsupported("a mapping of the device /dev/dri/card0".into()),
         ];
-        assert_eq!(read(maps), expected);
+        assert_eq!(parse_maps(maps), expected);
     }
 }

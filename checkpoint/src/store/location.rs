@@ -2,15 +2,15 @@
 //! inaccessible to others.
 
 use super::disk::Disk;
-use super::error::{Act, StoreError, io};
-use super::seal::{KEY_BYTES, Secret, random};
+use super::encryption::{KEY_BYTES, StoreKey, random_bytes};
+use super::error::{StoreError, StoreOperation, io_error};
 use std::fs::{DirBuilder, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Returns the reason if a file belongs to another user or other users have access.
-fn not_ours_alone(meta: &Metadata) -> Option<String> {
+fn access_problem(meta: &Metadata) -> Option<String> {
     let me = nix::unistd::geteuid().as_raw();
     if meta.uid() != me {
         return Some(format!(
@@ -23,8 +23,8 @@ fn not_ours_alone(meta: &Metadata) -> Option<String> {
 }
 
 /// Returns the real path of the directory; creates it if it does not exist.
-pub(super) fn directory(dir: &Path) -> Result<PathBuf, StoreError> {
-    let bad = |why: String| StoreError::Place {
+pub(super) fn open_directory(dir: &Path) -> Result<PathBuf, StoreError> {
+    let bad = |why: String| StoreError::UnusableDirectory {
         path: dir.to_path_buf(),
         why,
     };
@@ -35,15 +35,15 @@ pub(super) fn directory(dir: &Path) -> Result<PathBuf, StoreError> {
     if !meta.is_dir() {
         return Err(bad("it is no directory".into()));
     }
-    match not_ours_alone(&meta) {
+    match access_problem(&meta) {
         Some(why) => Err(bad(why)),
         None => Ok(real),
     }
 }
 
 /// Reads the key file; creates it if it does not exist. `store` is the real path of the directory.
-pub(super) fn secret(path: &Path, store: &Path, disk: &Disk) -> Result<Secret, StoreError> {
-    let bad = |why: String| StoreError::Key {
+pub(super) fn read_key(path: &Path, store: &Path, disk: &Disk) -> Result<StoreKey, StoreError> {
+    let bad = |why: String| StoreError::UnusableKey {
         path: path.to_path_buf(),
         why,
     };
@@ -65,13 +65,13 @@ pub(super) fn secret(path: &Path, store: &Path, disk: &Disk) -> Result<Secret, S
     if parent.canonicalize().map_err(io_bad)?.starts_with(store) {
         return Err(inside());
     }
-    let file = match open(&absolute) {
+    let file = match open_key_file(&absolute) {
         Err(e) if e.kind() == ErrorKind::NotFound => {
-            make(&absolute, parent, disk).map_err(|e| match e.kind() {
-                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => io_full(&absolute, e),
+            create_key_file(&absolute, parent, disk).map_err(|e| match e.kind() {
+                ErrorKind::StorageFull | ErrorKind::QuotaExceeded => disk_full_error(&absolute, e),
                 _ => bad(format!("it cannot be made: {e}")),
             })?;
-            open(&absolute)
+            open_key_file(&absolute)
         }
         file => file,
     };
@@ -80,7 +80,7 @@ pub(super) fn secret(path: &Path, store: &Path, disk: &Disk) -> Result<Secret, S
     if !meta.is_file() {
         return Err(bad("it is no plain file".into()));
     }
-    if let Some(why) = not_ours_alone(&meta) {
+    if let Some(why) = access_problem(&meta) {
         return Err(bad(why));
     }
     if meta.len() != KEY_BYTES as u64 {
@@ -88,14 +88,14 @@ pub(super) fn secret(path: &Path, store: &Path, disk: &Disk) -> Result<Secret, S
     }
     let mut key = [0; KEY_BYTES];
     file.read_exact(&mut key).map_err(io_bad)?;
-    Secret::new(key, path).map_err(io_bad)
+    StoreKey::new(key, path).map_err(io_bad)
 }
 
-fn io_full(path: &Path, e: io::Error) -> StoreError {
-    io(Act::Open, path)(e)
+fn disk_full_error(path: &Path, e: io::Error) -> StoreError {
+    io_error(StoreOperation::Open, path)(e)
 }
 
-fn open(path: &Path) -> io::Result<File> {
+fn open_key_file(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)
@@ -104,20 +104,20 @@ fn open(path: &Path) -> io::Result<File> {
 
 /// Creates a key file, which has its name only when it is complete. If several processes do so at
 /// the same time, the first one wins.
-fn make(path: &Path, parent: &Path, disk: &Disk) -> io::Result<()> {
-    let key = random::<KEY_BYTES>()?;
+fn create_key_file(path: &Path, parent: &Path, disk: &Disk) -> io::Result<()> {
+    let key = random_bytes::<KEY_BYTES>()?;
     let mut name = path
         .file_name()
         .ok_or(ErrorKind::InvalidInput)?
         .to_os_string();
-    name.push(format!(".{:016x}.new", u64::from_ne_bytes(random()?)));
-    let draft = parent.join(name);
-    let file = disk.make_file(&draft)?;
+    name.push(format!(".{:016x}.new", u64::from_ne_bytes(random_bytes()?)));
+    let temporary = parent.join(name);
+    let file = disk.make_file(&temporary)?;
     let linked = disk
-        .write(&draft, &file, &key)
-        .and_then(|()| disk.sync(&draft, &file))
-        .and_then(|()| disk.link(&draft, path));
-    let removed = disk.remove_file(&draft);
+        .append(&temporary, &file, &key)
+        .and_then(|()| disk.sync(&temporary, &file))
+        .and_then(|()| disk.link(&temporary, path));
+    let removed = disk.remove_file(&temporary);
     match linked {
         Err(e) if e.kind() != ErrorKind::AlreadyExists => return Err(e),
         _ => removed?,

@@ -8,7 +8,7 @@
 //! before. It gets its final name only after its content is complete and the final name is
 //! recorded. So only files that this migration has created are removed.
 
-use crate::facts::folder_of;
+use crate::facts::open_parent_dir;
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, RenameFlags, renameat2};
 use nix::sys::stat::fstatat;
@@ -22,34 +22,34 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Prefix of the journal's name; the name of the image directory follows.
-const NAME: &str = "carried-";
+const JOURNAL_PREFIX: &str = "carried-";
 /// Largest size of a journal that is read; more than the files of one task can need.
-const NOTES_BYTES_MAX: u64 = 32 << 20;
+const JOURNAL_BYTES_MAX: u64 = 32 << 20;
 /// Size of the length field before each entry.
-const HEAD_BYTES: usize = 4;
+const LENGTH_BYTES: usize = 4;
 
 /// A file of the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Note {
+pub enum JournalEntry {
     /// Being created, under a temporary name.
-    Nameless(PathBuf),
+    Temporary(PathBuf),
     /// Final name, with device and inode number.
-    Named(PathBuf, u64, u64),
+    Final(PathBuf, u64, u64),
 }
 
-impl Note {
+impl JournalEntry {
     /// Removes the file, unless another file has its name.
     fn undo(&self) {
-        let (Note::Nameless(path) | Note::Named(path, ..)) = self;
-        let Ok((folder, name)) = folder_of(path) else {
+        let (JournalEntry::Temporary(path) | JournalEntry::Final(path, ..)) = self;
+        let Ok((folder, name)) = open_parent_dir(path) else {
             return;
         };
-        let there = fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
+        let found = fstatat(&folder, name.as_os_str(), AtFlags::AT_SYMLINK_NOFOLLOW);
         let is_ours = match self {
-            Note::Nameless(_) => there.is_ok(),
+            JournalEntry::Temporary(_) => found.is_ok(),
             // Another program may have replaced the file.
-            Note::Named(_, device, inode) => {
-                there.is_ok_and(|is| (is.st_dev, is.st_ino) == (*device, *inode))
+            JournalEntry::Final(_, device, inode) => {
+                found.is_ok_and(|is| (is.st_dev, is.st_ino) == (*device, *inode))
             }
         };
         if is_ours {
@@ -60,33 +60,33 @@ impl Note {
 
 /// The journal of one migration. Dropping it removes the files, then the journal.
 #[derive(Debug)]
-pub struct Notes {
+pub struct FileTransferJournal {
     path: PathBuf,
     file: File,
-    all: Vec<Note>,
+    entries: Vec<JournalEntry>,
 }
 
-impl Notes {
+impl FileTransferJournal {
     /// Creates an empty journal next to this image directory. An existing one is of a previous
     /// attempt; its files are removed.
     ///
     /// # Errors
     /// The journal cannot be written.
-    pub fn beside(images: &Path) -> io::Result<Notes> {
+    pub fn create_next_to(images: &Path) -> io::Result<FileTransferJournal> {
         let name = images.file_name().ok_or(ErrorKind::InvalidInput)?;
-        let mut own = OsString::from(NAME);
+        let mut own = OsString::from(JOURNAL_PREFIX);
         own.push(name);
         let path = images.with_file_name(own);
-        undo(&path);
+        undo_journal(&path);
         let file = OpenOptions::new()
             .write(true)
             .create_new(true)
             .mode(0o600)
             .open(&path)?;
-        Ok(Notes {
+        Ok(FileTransferJournal {
             path,
             file,
-            all: Vec::new(),
+            entries: Vec::new(),
         })
     }
 
@@ -94,25 +94,25 @@ impl Notes {
     ///
     /// # Errors
     /// The entry cannot be written. Then the file must not be created.
-    pub fn add(&mut self, note: Note) -> io::Result<()> {
-        let body = postcard::to_allocvec(&note).map_err(io::Error::other)?;
+    pub fn record(&mut self, entry: JournalEntry) -> io::Result<()> {
+        let body = postcard::to_allocvec(&entry).map_err(io::Error::other)?;
         let head = u32::try_from(body.len())
             .map_err(io::Error::other)?
             .to_le_bytes();
         self.file.write_all(&[&head[..], &body].concat())?;
-        self.all.push(note);
+        self.entries.push(entry);
         Ok(())
     }
 
     /// Keeps the files: the task runs and owns them. The journal is removed.
-    pub fn keep(mut self) {
-        self.all.clear();
+    pub fn keep_files(mut self) {
+        self.entries.clear();
     }
 }
 
-impl Drop for Notes {
+impl Drop for FileTransferJournal {
     fn drop(&mut self) {
-        self.all.iter().rev().for_each(Note::undo);
+        self.entries.iter().rev().for_each(JournalEntry::undo);
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -121,11 +121,11 @@ impl Drop for Notes {
 ///
 /// # Errors
 /// The file system refuses.
-pub fn name_it(folder: impl AsFd, nameless: &OsStr, name: &OsStr) -> io::Result<bool> {
+pub fn rename_no_replace(folder: impl AsFd, temporary: &OsStr, name: &OsStr) -> io::Result<bool> {
     let folder = folder.as_fd();
-    match linkat(folder, nameless, folder, name, LinkatFlags::empty()) {
+    match linkat(folder, temporary, folder, name, LinkatFlags::empty()) {
         Ok(()) => {
-            let _ = unlinkat(folder, nameless, UnlinkatFlags::NoRemoveDir);
+            let _ = unlinkat(folder, temporary, UnlinkatFlags::NoRemoveDir);
             Ok(true)
         }
         Err(Errno::EEXIST) => Ok(false),
@@ -133,7 +133,7 @@ pub fn name_it(folder: impl AsFd, nameless: &OsStr, name: &OsStr) -> io::Result<
         Err(Errno::EPERM | Errno::EOPNOTSUPP | Errno::ENOSYS | Errno::EMLINK) => {
             match renameat2(
                 folder,
-                nameless,
+                temporary,
                 folder,
                 name,
                 RenameFlags::RENAME_NOREPLACE,
@@ -151,13 +151,17 @@ pub fn name_it(folder: impl AsFd, nameless: &OsStr, name: &OsStr) -> io::Result<
 /// run.
 pub fn undo_all(dir: &Path) {
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().starts_with(NAME) {
-            undo(&entry.path());
+        if entry
+            .file_name()
+            .to_string_lossy()
+            .starts_with(JOURNAL_PREFIX)
+        {
+            undo_journal(&entry.path());
         }
     }
 }
 
-fn undo(path: &Path) {
+fn undo_journal(path: &Path) {
     let open = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
@@ -165,27 +169,30 @@ fn undo(path: &Path) {
     let mut bytes = Vec::new();
     if let Ok(file) = open {
         // The part that could be read is used.
-        let _ = file.take(NOTES_BYTES_MAX).read_to_end(&mut bytes);
+        let _ = file.take(JOURNAL_BYTES_MAX).read_to_end(&mut bytes);
     }
-    read(&bytes).iter().rev().for_each(Note::undo);
+    parse_entries(&bytes)
+        .iter()
+        .rev()
+        .for_each(JournalEntry::undo);
     let _ = std::fs::remove_file(path);
 }
 
 /// Returns all complete entries. The last one may be truncated.
-fn read(mut bytes: &[u8]) -> Vec<Note> {
-    let mut all = Vec::new();
-    while let Some((head, rest)) = bytes.split_first_chunk::<HEAD_BYTES>() {
+fn parse_entries(mut bytes: &[u8]) -> Vec<JournalEntry> {
+    let mut entries = Vec::new();
+    while let Some((head, rest)) = bytes.split_first_chunk::<LENGTH_BYTES>() {
         let length = usize::try_from(u32::from_le_bytes(*head)).unwrap_or(usize::MAX);
         let Some((body, rest)) = rest.split_at_checked(length) else {
             break;
         };
-        let Ok(note) = postcard::from_bytes(body) else {
+        let Ok(entry) = postcard::from_bytes(body) else {
             break;
         };
-        all.push(note);
+        entries.push(entry);
         bytes = rest;
     }
-    all
+    entries
 }
 
 #[cfg(test)]
@@ -193,9 +200,9 @@ mod tests {
     use super::*;
     use std::os::unix::fs::MetadataExt;
 
-    fn named(path: &Path) -> Note {
+    fn named(path: &Path) -> JournalEntry {
         let meta = std::fs::metadata(path).expect("there");
-        Note::Named(path.into(), meta.dev(), meta.ino())
+        JournalEntry::Final(path.into(), meta.dev(), meta.ino())
     }
 
     /// Undoing a journal removes the recorded files and the journal, but no file that has replaced
@@ -209,26 +216,29 @@ mod tests {
             std::fs::write(&path, name).expect("written");
             path
         };
-        let (nameless, own, replaced, kept) = (
+        let (temporary, own, replaced, kept) = (
             file("nameless"),
             file("own"),
             file("replaced"),
             file("kept"),
         );
-        let mut notes = Notes::beside(&real.join("images-1")).expect("notes");
-        notes.add(Note::Nameless(nameless.clone())).expect("noted");
-        notes.add(named(&own)).expect("noted");
-        notes.add(named(&replaced)).expect("noted");
-        notes
-            .add(Note::Nameless(real.join("never made")))
+        let mut journal =
+            FileTransferJournal::create_next_to(&real.join("images-1")).expect("notes");
+        journal
+            .record(JournalEntry::Temporary(temporary.clone()))
+            .expect("noted");
+        journal.record(named(&own)).expect("noted");
+        journal.record(named(&replaced)).expect("noted");
+        journal
+            .record(JournalEntry::Temporary(real.join("never made")))
             .expect("noted");
         std::fs::rename(&replaced, real.join("elsewhere")).expect("renamed");
         std::fs::write(&replaced, "somebody else's").expect("written");
         // A truncated entry, as a killed tasker leaves it.
-        notes.file.write_all(&[200, 0, 0, 0, 1]).expect("written");
-        std::mem::forget(notes);
+        journal.file.write_all(&[200, 0, 0, 0, 1]).expect("written");
+        std::mem::forget(journal);
         undo_all(&real);
-        assert!(!nameless.exists() && !own.exists());
+        assert!(!temporary.exists() && !own.exists());
         assert!(replaced.exists() && kept.exists() && real.join("elsewhere").exists());
         assert!(
             !real.join("carried-images-1").exists(),
@@ -243,12 +253,13 @@ mod tests {
         let real = dir.path().canonicalize().expect("there");
         for keep in [false, true] {
             std::fs::write(real.join("file"), "").expect("written");
-            let mut notes = Notes::beside(&real.join("images-1")).expect("notes");
-            notes.add(named(&real.join("file"))).expect("noted");
+            let mut journal =
+                FileTransferJournal::create_next_to(&real.join("images-1")).expect("notes");
+            journal.record(named(&real.join("file"))).expect("noted");
             if keep {
-                notes.keep()
+                journal.keep_files()
             } else {
-                drop(notes)
+                drop(journal)
             }
             assert_eq!(real.join("file").exists(), keep);
             assert!(!real.join("carried-images-1").exists());
@@ -262,12 +273,16 @@ mod tests {
         let folder = File::open(dir.path()).expect("open");
         std::fs::write(dir.path().join("new"), "new").expect("written");
         std::fs::write(dir.path().join("old"), "old").expect("written");
-        assert!(!name_it(&folder, OsStr::new("new"), OsStr::new("old")).expect("it is told"));
+        assert!(
+            !rename_no_replace(&folder, OsStr::new("new"), OsStr::new("old")).expect("it is told")
+        );
         assert_eq!(
             std::fs::read(dir.path().join("old")).expect("there"),
             b"old"
         );
-        assert!(name_it(&folder, OsStr::new("new"), OsStr::new("free")).expect("it is named"));
+        assert!(
+            rename_no_replace(&folder, OsStr::new("new"), OsStr::new("free")).expect("it is named")
+        );
         assert!(!dir.path().join("new").exists() && dir.path().join("free").exists());
     }
 }

@@ -6,43 +6,43 @@
 //!
 //! A task may depart while
 //!
-//! - fewer than [`LEAVE_AT_ONCE_MAX`] tasks of at most its size occupy slots, so that larger ones
+//! - fewer than [`DEPARTURES_MAX`] tasks of at most its size occupy slots, so that larger ones
 //!   do not delay it, and
-//! - fewer than [`LEAVE_AT_ONCE_WITH_SMALLER_MAX`] tasks in all occupy slots.
+//! - fewer than [`DEPARTURES_WITH_SMALLER_MAX`] tasks in all occupy slots.
 //!
 //! Memory of post-copy occupies the link as well, but for a paused task it does not count.
 
 use sempa_proto::{Micros, MigrationId};
 
 /// Limit of the tasks that depart from one host at a time, not counting larger ones than the next.
-pub const LEAVE_AT_ONCE_MAX: usize = 4;
+pub const DEPARTURES_MAX: usize = 4;
 /// Limit of all tasks that depart from one host at a time.
-pub const LEAVE_AT_ONCE_WITH_SMALLER_MAX: usize = 8;
+pub const DEPARTURES_WITH_SMALLER_MAX: usize = 8;
 /// Longest time that a task waits until the sizes of the others are known.
-pub const GATHER_TIME: Micros = Micros::from_millis(50);
+pub const SIZE_WAIT_MAX: Micros = Micros::from_millis(50);
 
 /// The state of one migration away from the host, as far as the queue needs it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum QueueState {
     /// The source has not reported the size of the task.
-    Unknown,
+    SizeUnknown,
     /// The task is queued.
-    Waits {
+    Queued {
         id: MigrationId,
         /// Resident memory of the task.
         bytes: u64,
         /// When it was queued.
         since: Micros,
         /// The task is paused until it has departed, because its host's owner is present.
-        stands: bool,
+        paused: bool,
     },
     /// The images are being sent.
-    Leaves {
+    Departing {
         /// Resident memory of the task.
         bytes: u64,
     },
     /// The task has departed, and its memory is being sent (post-copy).
-    Follows {
+    SendingMemory {
         /// Resident memory of the task.
         bytes: u64,
     },
@@ -50,40 +50,46 @@ pub(super) enum Standing {
 
 /// Returns the queued migrations of one host that may depart now, the smallest first; and when to
 /// call again although nothing has happened.
-pub(super) fn turns(now: Micros, all: &[Standing]) -> (Vec<MigrationId>, Option<Micros>) {
-    let (mut leaving, mut following, mut waiting) = (Vec::new(), Vec::new(), Vec::new());
-    for one in all {
+pub(super) fn admit(now: Micros, states: &[QueueState]) -> (Vec<MigrationId>, Option<Micros>) {
+    let (mut departing, mut sending_memory, mut queued) = (Vec::new(), Vec::new(), Vec::new());
+    for one in states {
         match *one {
-            Standing::Unknown => {}
-            Standing::Waits {
+            QueueState::SizeUnknown => {}
+            QueueState::Queued {
                 id,
                 bytes,
                 since,
-                stands,
-            } => waiting.push((bytes, id, since, stands)),
-            Standing::Leaves { bytes } => leaving.push(bytes),
-            Standing::Follows { bytes } => following.push(bytes),
+                paused,
+            } => queued.push((bytes, id, since, paused)),
+            QueueState::Departing { bytes } => departing.push(bytes),
+            QueueState::SendingMemory { bytes } => sending_memory.push(bytes),
         }
     }
-    waiting.sort_unstable();
-    let gathered = waiting
+    queued.sort_unstable();
+    let gather_until = queued
         .iter()
-        .map(|(_, _, since, _)| *since + GATHER_TIME)
+        .map(|(_, _, since, _)| *since + SIZE_WAIT_MAX)
         .min();
-    if let Some(at) = gathered.filter(|at| *at > now && all.contains(&Standing::Unknown)) {
+    if let Some(at) =
+        gather_until.filter(|at| *at > now && states.contains(&QueueState::SizeUnknown))
+    {
         return (Vec::new(), Some(at));
     }
-    let mut go = Vec::new();
-    for (bytes, id, _, stands) in waiting {
-        let others = || leaving.iter().chain(following.iter().filter(|_| !stands));
-        let ahead = others().filter(|other| **other <= bytes).count();
-        if ahead >= LEAVE_AT_ONCE_MAX || others().count() >= LEAVE_AT_ONCE_WITH_SMALLER_MAX {
+    let mut admitted = Vec::new();
+    for (bytes, id, _, paused) in queued {
+        let others = || {
+            departing
+                .iter()
+                .chain(sending_memory.iter().filter(|_| !paused))
+        };
+        let smaller = others().filter(|other| **other <= bytes).count();
+        if smaller >= DEPARTURES_MAX || others().count() >= DEPARTURES_WITH_SMALLER_MAX {
             continue;
         }
-        leaving.push(bytes);
-        go.push(id);
+        departing.push(bytes);
+        admitted.push(id);
     }
-    (go, None)
+    (admitted, None)
 }
 
 #[cfg(test)]
@@ -92,17 +98,17 @@ mod tests {
 
     const NOW: Micros = Micros::from_secs(9);
 
-    fn waits(id: u64, bytes: u64) -> Standing {
-        Standing::Waits {
+    fn waits(id: u64, bytes: u64) -> QueueState {
+        QueueState::Queued {
             id: MigrationId(id),
             bytes,
             since: NOW,
-            stands: false,
+            paused: false,
         }
     }
 
-    fn go(all: &[Standing]) -> Vec<u64> {
-        turns(NOW, all).0.into_iter().map(|id| id.0).collect()
+    fn go(all: &[QueueState]) -> Vec<u64> {
+        admit(NOW, all).0.into_iter().map(|id| id.0).collect()
     }
 
     /// The smallest tasks depart first, four at a time.
@@ -120,7 +126,7 @@ mod tests {
             ]),
             [2, 5, 3, 4]
         );
-        let three = [Standing::Leaves { bytes: 5 }; 3];
+        let three = [QueueState::Departing { bytes: 5 }; 3];
         assert_eq!(
             go(&[&three[..], &[waits(7, 90), waits(8, 80)]].concat()),
             [8]
@@ -131,11 +137,11 @@ mod tests {
     /// limit.
     #[test]
     fn small_tasks_need_no_slot_of_large_ones() {
-        let large = [Standing::Leaves { bytes: 1 << 30 }; 4];
-        let small: Vec<Standing> = (1..=6).map(|id| waits(id, 1 << 20)).collect();
+        let large = [QueueState::Departing { bytes: 1 << 30 }; 4];
+        let small: Vec<QueueState> = (1..=6).map(|id| waits(id, 1 << 20)).collect();
         assert_eq!(go(&[&large[..], &small].concat()), [1, 2, 3, 4]);
         assert_eq!(go(&[&large[..], &[waits(9, 1 << 30)]].concat()), [0; 0]);
-        let all = [&large[..], &[Standing::Leaves { bytes: 1 << 10 }; 4]].concat();
+        let all = [&large[..], &[QueueState::Departing { bytes: 1 << 10 }; 4]].concat();
         assert_eq!(
             go(&[&all[..], &[waits(9, 1)]].concat()),
             [0; 0],
@@ -146,13 +152,13 @@ mod tests {
     /// Memory of post-copy occupies slots for running tasks, but not for paused ones.
     #[test]
     fn only_running_tasks_wait_for_post_copy() {
-        let stands = |id, bytes| Standing::Waits {
+        let stands = |id, bytes| QueueState::Queued {
             id: MigrationId(id),
             bytes,
             since: NOW,
-            stands: true,
+            paused: true,
         };
-        let follow = [Standing::Follows { bytes: 50 }; 4];
+        let follow = [QueueState::SendingMemory { bytes: 50 }; 4];
         assert_eq!(
             go(&[&follow[..], &[waits(1, 90), waits(2, 60), waits(3, 10)]].concat()),
             [3]
@@ -167,7 +173,7 @@ mod tests {
             [2],
             "the smaller one has the place that is left"
         );
-        let many = [Standing::Follows { bytes: 1 }; 20];
+        let many = [QueueState::SendingMemory { bytes: 1 }; 20];
         let all = [
             stands(1, 9),
             stands(2, 9),
@@ -185,10 +191,10 @@ mod tests {
     /// While the size of a task is unknown, the others wait for it, at most for the gather time.
     #[test]
     fn admission_waits_for_unknown_sizes() {
-        let all = [Standing::Unknown, waits(1, 90), waits(2, 10)];
-        assert_eq!(turns(NOW, &all), (vec![], Some(NOW + GATHER_TIME)));
+        let all = [QueueState::SizeUnknown, waits(1, 90), waits(2, 10)];
+        assert_eq!(admit(NOW, &all), (vec![], Some(NOW + SIZE_WAIT_MAX)));
         assert_eq!(
-            turns(NOW + GATHER_TIME, &all),
+            admit(NOW + SIZE_WAIT_MAX, &all),
             (vec![MigrationId(2), MigrationId(1)], None)
         );
     }

@@ -6,14 +6,14 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Returns device and inode number of a file, following symbolic links.
-pub(super) fn identity(path: &Path) -> Option<(u64, u64)> {
+pub(super) fn file_identity(path: &Path) -> Option<(u64, u64)> {
     let meta = std::fs::metadata(path).ok()?;
     Some((meta.dev(), meta.ino()))
 }
 
 /// Returns the first of these pipes that a process other than `own` has open. Processes that cannot
 /// be inspected are skipped.
-pub(super) fn pipe_elsewhere(
+pub(super) fn pipe_open_elsewhere(
     pipes: &BTreeMap<(u64, u64), PathBuf>,
     own: &[i32],
 ) -> Option<PathBuf> {
@@ -24,16 +24,16 @@ pub(super) fn pipe_elsewhere(
     let numbers = all.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     numbers
         .filter(|pid| !own.contains(pid))
-        .find_map(|pid| open_in(pid, pipes))
+        .find_map(|pid| pipe_open_in(pid, pipes))
 }
 
-fn open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
+fn pipe_open_in(pid: i32, pipes: &BTreeMap<(u64, u64), PathBuf>) -> Option<PathBuf> {
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
     open.flatten().find_map(|entry| {
         // Only descriptors with a path are inspected further: metadata of other files may block.
         let is_path = std::fs::read_link(entry.path()).is_ok_and(|link| link.is_absolute());
         let found = if is_path {
-            identity(&entry.path())
+            file_identity(&entry.path())
         } else {
             None
         };
@@ -51,15 +51,18 @@ mod tests {
         let dir = tempfile::tempdir().expect("dir");
         let path = dir.path().join("fifo");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("fifo");
-        let pipes = BTreeMap::from([(identity(&path).expect("it exists"), path.clone())]);
-        assert_eq!(pipe_elsewhere(&pipes, &[]), None);
+        let pipes = BTreeMap::from([(file_identity(&path).expect("it exists"), path.clone())]);
+        assert_eq!(pipe_open_elsewhere(&pipes, &[]), None);
         let end = std::fs::File::options()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(&path)
             .expect("open");
-        assert_eq!(pipe_elsewhere(&pipes, &[]), Some(path));
-        assert_eq!(pipe_elsewhere(&pipes, &[std::process::id() as i32]), None);
+        assert_eq!(pipe_open_elsewhere(&pipes, &[]), Some(path));
+        assert_eq!(
+            pipe_open_elsewhere(&pipes, &[std::process::id() as i32]),
+            None
+        );
         drop(end);
     }
 }

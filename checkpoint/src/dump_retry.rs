@@ -2,40 +2,40 @@
 //! directory.
 //!
 //! The delays grow exponentially and are random, so that colliding dumps do not collide again and
-//! again. Retrying ends after [`CROSSING_WITHIN`].
+//! again. Retrying ends after [`COLLISION_TIMEOUT`].
 
 use sempa_proto::Micros;
 
 /// Bound of the first delay. Each further bound is twice the previous one.
-const PAUSE_FIRST_MAX: Micros = Micros::from_millis(8);
+const FIRST_DELAY_MAX: Micros = Micros::from_millis(8);
 /// Bound of all delays.
-const PAUSE_MAX: Micros = Micros::from_millis(500);
+const DELAY_MAX: Micros = Micros::from_millis(500);
 /// Time from the first attempt after which a dump that still collides fails. Well below the dump
 /// timeout of a migration.
-pub const CROSSING_WITHIN: Micros = Micros::from_secs(30);
+pub const COLLISION_TIMEOUT: Micros = Micros::from_secs(30);
 
 /// The retry state of one dump.
 #[derive(Clone, Copy, Debug)]
-pub struct Again {
-    pause_max: Micros,
+pub struct DumpRetry {
+    delay_max: Micros,
 }
 
-impl Default for Again {
-    fn default() -> Again {
-        Again {
-            pause_max: PAUSE_FIRST_MAX,
+impl Default for DumpRetry {
+    fn default() -> DumpRetry {
+        DumpRetry {
+            delay_max: FIRST_DELAY_MAX,
         }
     }
 }
 
-impl Again {
+impl DumpRetry {
     /// Returns the delay before the next attempt, `spent` after the first one started; `None` if
     /// the dump must not be retried. `roll` is any random number.
-    pub fn pause(&mut self, spent: Micros, roll: u64) -> Option<Micros> {
-        let left = CROSSING_WITHIN.since(spent);
-        let pause = Micros(1 + roll % self.pause_max.0).min(left);
-        self.pause_max = Micros(self.pause_max.0 * 2).min(PAUSE_MAX);
-        (left > Micros(0)).then_some(pause)
+    pub fn next_delay(&mut self, elapsed: Micros, roll: u64) -> Option<Micros> {
+        let remaining = COLLISION_TIMEOUT.since(elapsed);
+        let delay = Micros(1 + roll % self.delay_max.0).min(remaining);
+        self.delay_max = Micros(self.delay_max.0 * 2).min(DELAY_MAX);
+        (remaining > Micros(0)).then_some(delay)
     }
 }
 
@@ -60,25 +60,25 @@ mod tests {
     /// one gives up.
     fn attempts(dumps: usize, start: Micros, hold: Micros, seed: u64) -> Vec<u32> {
         let mut dice = Dice(seed);
-        let mut waiting: Vec<(Micros, usize, Again, u32)> = (0..dumps)
-            .map(|dump| (start, dump, Again::default(), 1))
+        let mut waiting: Vec<(Micros, usize, DumpRetry, u32)> = (0..dumps)
+            .map(|dump| (start, dump, DumpRetry::default(), 1))
             .collect();
-        let (mut taken, mut free_at) = (vec![0; dumps], Micros(0));
+        let (mut attempts_of, mut free_at) = (vec![0; dumps], Micros(0));
         while let Some(at) = (0..waiting.len()).min_by_key(|at| waiting[*at].0) {
-            let (now, dump, again, count) = &mut waiting[at];
+            let (now, dump, retry, count) = &mut waiting[at];
             if free_at <= *now {
                 free_at = *now + hold;
-                taken[*dump] = *count;
+                attempts_of[*dump] = *count;
                 waiting.swap_remove(at);
                 continue;
             }
-            let pause = again
-                .pause(*now, dice.roll())
+            let delay = retry
+                .next_delay(*now, dice.roll())
                 .unwrap_or_else(|| panic!("dump {dump} of {dumps} gives up"));
-            *now = *now + pause + start;
+            *now = *now + delay + start;
             *count += 1;
         }
-        taken
+        attempts_of
     }
 
     /// Two dumps that start together both succeed within eight attempts.
@@ -109,18 +109,18 @@ mod tests {
     /// The delays double up to their bound, and the last one ends with the retry time.
     #[test]
     fn delays_grow_to_limit_and_end_in_time() {
-        let mut again = Again::default();
+        let mut retry = DumpRetry::default();
         let longest: Vec<u64> = (0..9)
-            .map_while(|_| again.pause(Micros(0), u64::MAX - u64::MAX % again.pause_max.0 - 1))
+            .map_while(|_| retry.next_delay(Micros(0), u64::MAX - u64::MAX % retry.delay_max.0 - 1))
             .map(|p| p.0)
             .collect();
         assert_eq!(longest[..3], [8_000, 16_000, 32_000]);
-        assert_eq!(longest[8], PAUSE_MAX.0);
+        assert_eq!(longest[8], DELAY_MAX.0);
         assert_eq!(
-            again.pause(CROSSING_WITHIN.since(Micros(5)), 77_777),
+            retry.next_delay(COLLISION_TIMEOUT.since(Micros(5)), 77_777),
             Some(Micros(5)),
             "the last one ends in time"
         );
-        assert_eq!(again.pause(CROSSING_WITHIN, 1), None);
+        assert_eq!(retry.next_delay(COLLISION_TIMEOUT, 1), None);
     }
 }

@@ -1,0 +1,651 @@
+//! Snapshots of jobs: all tasks of a job are paused at the same time and dumped. Each task resumes
+//! as soon as it is dumped. The result is a checkpoint.
+//!
+//! ```text
+//! coordinator            host of each task                      the master's store
+//!
+//! 1 Inspect  --------->  report facts                           reserve space
+//! 2 Pause    --------->  programs that write their own
+//!                       checkpoint do so and exit
+//! 3 Pause    --------->  all other tasks quiesce and stop
+//! 4 (all are paused: count the tasks of the job again)
+//! 5 Dump     --------->  dump, or copy the state files;
+//!                       resume or restart; upload  --------->  store the images
+//! 6 (all are stored)  -------------------------------------->  seal: the checkpoint exists
+//! ```
+//!
+//! **Consistency.** Links number the messages between tasks and keep each one until it has arrived.
+//! Tasks that are paused at the same moment therefore form a consistent cut, whatever is in transit
+//! between them. A process that has exited counts as paused: its daemon keeps the messages that
+//! were not acknowledged. Because writing its own checkpoint may take a program long, the other
+//! tasks run until then. Step 4 detects tasks that the job has spawned meanwhile.
+//!
+//! Tasks outside the job are never paused. If a step fails before the seal, every task continues
+//! and nothing of the checkpoint remains.
+
+use sempa_proto::checkpoint::CutFailure;
+use sempa_proto::migration::{Cause, Failure, Move, Order, Report, Step, TaskFacts};
+use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
+use std::collections::{BTreeMap, VecDeque};
+
+/// Timeout of the steps that do not depend on the size of the tasks.
+const STEP_TIMEOUT: Micros = Micros::from_secs(15);
+/// Timeout for pausing all tasks, including the replies to their requests. The first paused task
+/// waits all that time.
+const PAUSE_TIMEOUT: Micros = Micros::from_secs(5);
+/// Additional timeout for each GiB of all tasks together, to dump, upload and store.
+const TIMEOUT_PER_GIB: Micros = Micros::from_secs(90);
+
+/// Number of one snapshot of a job.
+pub type SnapshotId = u64;
+
+/// An instruction to the coordinator's daemon.
+#[derive(Clone, Debug, PartialEq)]
+pub enum SnapshotOutput {
+    /// Send this order to the host of a task.
+    Order {
+        host: HostId,
+        /// The task's part of the snapshot.
+        part: Move,
+        order: Order,
+    },
+    /// Ask all hosts for the tasks of the job, then call [`Snapshots::on_tasks_counted`] or
+    /// [`Snapshots::on_count_failed`].
+    CountTasks(SnapshotId),
+    /// Accept the images of this task from its host, then call [`Snapshots::on_images_received`].
+    ExpectImages(Move),
+    /// The images are at the master: add them to the store, then call
+    /// [`Snapshots::on_images_stored`].
+    StoreImages { snapshot: SnapshotId, part: Move },
+    /// The images of all tasks are in the store: seal the checkpoint, then call
+    /// [`Snapshots::on_sealed`].
+    Seal {
+        snapshot: SnapshotId,
+        /// Each task, its host, and its facts.
+        parts: Vec<(Tid, HostId, TaskFacts)>,
+    },
+    /// Remove everything of the snapshot: in the store, and images of these tasks that are on the
+    /// way.
+    Abandon {
+        snapshot: SnapshotId,
+        parts: Vec<MigrationId>,
+    },
+    /// The snapshot has ended.
+    Ended {
+        snapshot: SnapshotId,
+        /// The time for which tasks were paused, or the reason of the failure.
+        result: Result<Micros, CutFailure>,
+    },
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum SnapshotStage {
+    Inspecting,
+    /// The tasks that write their own checkpoints do so and exit.
+    SelfCheckpointing,
+    Pausing,
+    Counting,
+    Dumping,
+    Sealing,
+}
+
+/// Progress of one task.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum PartProgress {
+    Started,
+    Inspected,
+    Paused,
+    Dumped,
+    Stored,
+}
+
+#[derive(Debug)]
+struct SnapshotPart {
+    migration: Move,
+    progress: PartProgress,
+    facts: TaskFacts,
+}
+
+impl SnapshotPart {
+    /// Returns the seconds that the program has to write its own checkpoint; `None` if CRIU dumps
+    /// it.
+    fn self_checkpoint_secs(&self) -> Option<u32> {
+        self.facts
+            .anew()
+            .and_then(|engine| engine.asks())
+            .map(|(_, seconds)| seconds)
+    }
+}
+
+#[derive(Debug)]
+struct Snapshot {
+    stage: SnapshotStage,
+    /// The store has reserved space.
+    has_space: bool,
+    parts: BTreeMap<MigrationId, SnapshotPart>,
+    deadline: Micros,
+    timeout: Micros,
+    /// When the first task was paused, and when the last one was dumped.
+    first_paused_at: Option<Micros>,
+    last_dumped_at: Option<Micros>,
+}
+
+impl Snapshot {
+    /// Sets the timeout for dumping and storing, which depends on the size of all tasks together.
+    fn set_dump_timeout(&mut self) {
+        let bytes = self.parts.values().fold(0, |sum: u64, part| {
+            sum.saturating_add(part.facts.resident_bytes)
+        });
+        self.timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * ((bytes >> 30) + 1));
+    }
+}
+
+/// All snapshots in progress. Runs on the master.
+#[derive(Debug, Default)]
+pub struct Snapshots {
+    active: BTreeMap<SnapshotId, Snapshot>,
+    last_id: SnapshotId,
+    outputs: VecDeque<SnapshotOutput>,
+}
+
+impl Snapshots {
+    /// Returns the next output to execute.
+    pub fn poll(&mut self) -> Option<SnapshotOutput> {
+        self.outputs.pop_front()
+    }
+
+    /// Returns when [`Snapshots::on_timer`] must be called, if at all.
+    pub fn next_deadline(&self) -> Option<Micros> {
+        self.active
+            .values()
+            .filter(|snapshot| snapshot.stage != SnapshotStage::Sealing)
+            .map(|snapshot| snapshot.deadline)
+            .min()
+    }
+
+    /// Returns the snapshot to which this part belongs.
+    pub fn snapshot_of(&self, id: MigrationId) -> Option<SnapshotId> {
+        self.active
+            .iter()
+            .find(|(_, snapshot)| snapshot.parts.contains_key(&id))
+            .map(|(number, _)| *number)
+    }
+
+    /// Returns the part of this task in a snapshot in progress. It will pause the task, pauses it,
+    /// or has resumed it.
+    pub fn part_of(&self, tid: Tid) -> Option<&Move> {
+        let parts = self
+            .active
+            .values()
+            .flat_map(|snapshot| snapshot.parts.values());
+        parts
+            .map(|part| &part.migration)
+            .find(|migration| migration.tid == tid)
+    }
+
+    /// Returns the snapshot, and its part, that binds this task to its host. A task is bound until
+    /// it is dumped.
+    pub fn binding_part(&self, tid: Tid) -> Option<(SnapshotId, MigrationId)> {
+        let parts = self.active.iter().flat_map(|(number, snapshot)| {
+            snapshot
+                .parts
+                .iter()
+                .map(move |(id, part)| (*number, *id, part))
+        });
+        let keeps =
+            |part: &SnapshotPart| part.migration.tid == tid && part.progress < PartProgress::Dumped;
+        parts
+            .filter(|(_, _, part)| keeps(part))
+            .map(|(number, id, _)| (number, id))
+            .next()
+    }
+
+    /// Aborts a snapshot because one of its tasks must leave its host now. All tasks continue, and
+    /// the caller may retry.
+    pub fn abort_for_migration(&mut self, number: SnapshotId, tid: Tid, why: String) {
+        self.abort(
+            number,
+            CutFailure::Task {
+                tid,
+                step: Step::Dump,
+                why: Failure::CalledOff(why),
+            },
+        );
+    }
+
+    /// True while this snapshot is in progress.
+    pub fn is_active(&self, snapshot: SnapshotId) -> bool {
+        self.active.contains_key(&snapshot)
+    }
+
+    /// Starts a snapshot of these tasks, each with an unused id and its host.
+    pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> SnapshotId {
+        self.last_id += 1;
+        let part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
+            let migration = Move {
+                id,
+                tid,
+                from: host,
+                to: HostId::MASTER,
+                cause: Cause::Checkpoint,
+            };
+            (
+                id,
+                SnapshotPart {
+                    migration,
+                    progress: PartProgress::Started,
+                    facts: TaskFacts::default(),
+                },
+            )
+        };
+        let parts: BTreeMap<MigrationId, SnapshotPart> = tasks.iter().map(part).collect();
+        let (deadline, timeout) = (now + STEP_TIMEOUT, STEP_TIMEOUT);
+        let stage = SnapshotStage::Inspecting;
+        let snapshot = Snapshot {
+            stage,
+            has_space: false,
+            parts,
+            deadline,
+            timeout,
+            first_paused_at: None,
+            last_dumped_at: None,
+        };
+        self.active.insert(self.last_id, snapshot);
+        self.send_order(self.last_id, &Order::Inspect, |_| true);
+        self.last_id
+    }
+
+    /// Handles a report of a task's host. Reports that do not match belong to a snapshot that has
+    /// ended.
+    pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
+        let Some(number) = self.snapshot_of(id) else {
+            return;
+        };
+        let Some(snapshot) = self.active.get_mut(&number) else {
+            return;
+        };
+        let Some(part) = snapshot
+            .parts
+            .get_mut(&id)
+            .filter(|part| part.migration.from == host)
+        else {
+            return;
+        };
+        let tid = part.migration.tid;
+        match report {
+            Report::Inspected { facts, .. } if part.progress == PartProgress::Started => {
+                (part.facts, part.progress) = (facts, PartProgress::Inspected);
+            }
+            Report::Stopped if part.progress == PartProgress::Inspected => {
+                part.progress = PartProgress::Paused;
+                snapshot.first_paused_at.get_or_insert(now);
+            }
+            Report::Dumped { bytes } if part.progress == PartProgress::Paused => {
+                part.progress = PartProgress::Dumped;
+                snapshot.last_dumped_at = Some(now);
+                if part.self_checkpoint_secs().is_some() {
+                    // The size of a program's own checkpoint is known only when it is written.
+                    part.facts.resident_bytes = bytes;
+                    let before = snapshot.timeout;
+                    snapshot.set_dump_timeout();
+                    snapshot.deadline = snapshot.deadline + snapshot.timeout.since(before);
+                }
+            }
+            Report::Failed { step, why } => {
+                return self.abort(number, CutFailure::Task { tid, step, why });
+            }
+            _ => return,
+        }
+        self.advance(now, number);
+    }
+
+    /// Handles that the images of a task are at the master, or did not arrive.
+    pub fn on_images_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        let Some(snapshot) = self.snapshot_of(id) else {
+            return;
+        };
+        let Some(part) = self
+            .active
+            .get(&snapshot)
+            .and_then(|open| open.parts.get(&id))
+        else {
+            return;
+        };
+        let migration = part.migration.clone();
+        match result {
+            Ok(()) => self.outputs.push_back(SnapshotOutput::StoreImages {
+                snapshot,
+                part: migration,
+            }),
+            Err(why) => self.abort(
+                snapshot,
+                CutFailure::Task {
+                    tid: migration.tid,
+                    step: Step::Transfer,
+                    why,
+                },
+            ),
+        }
+    }
+
+    /// Handles that the images of a task are in the store, or could not be stored.
+    pub fn on_images_stored(&mut self, now: Micros, id: MigrationId, result: Result<(), String>) {
+        let Some(number) = self.snapshot_of(id) else {
+            return;
+        };
+        if let Err(why) = result {
+            return self.abort(number, CutFailure::Store(why));
+        }
+        if let Some(part) = self
+            .active
+            .get_mut(&number)
+            .and_then(|snapshot| snapshot.parts.get_mut(&id))
+        {
+            part.progress = PartProgress::Stored;
+            self.advance(now, number);
+        }
+    }
+
+    /// Handles the second count, which took place while all tasks were paused.
+    ///
+    /// - `tasks`: the tasks of the job.
+    /// - `open_requests`: the requests of each task with which it waits for other tasks.
+    /// - `ended_tasks`: tasks of the job that have ended since its last checkpoint.
+    pub fn on_tasks_counted(
+        &mut self,
+        now: Micros,
+        number: SnapshotId,
+        tasks: &[Tid],
+        open_requests: &BTreeMap<Tid, Vec<RequestId>>,
+        ended_tasks: &[Tid],
+    ) {
+        let Some(snapshot) = self
+            .active
+            .get_mut(&number)
+            .filter(|snapshot| snapshot.stage == SnapshotStage::Counting)
+        else {
+            return;
+        };
+        let known = |tid: &Tid| {
+            snapshot
+                .parts
+                .values()
+                .any(|part| part.migration.tid == *tid)
+        };
+        let new: Vec<Tid> = tasks.iter().copied().filter(|tid| !known(tid)).collect();
+        if !new.is_empty() {
+            return self.abort(number, CutFailure::Grew(new));
+        }
+        let waits_for_others = |part: &&SnapshotPart| {
+            part.self_checkpoint_secs().is_some()
+                && open_requests
+                    .get(&part.migration.tid)
+                    .is_some_and(|requests| !requests.is_empty())
+        };
+        if let Some(tid) = snapshot
+            .parts
+            .values()
+            .find(waits_for_others)
+            .map(|part| part.migration.tid)
+        {
+            // Its restarted program would not join the barrier again, and the others would wait
+            // forever.
+            let why = Failure::Engine(
+                "it has ended while it waited for others, in a barrier for example".into(),
+            );
+            return self.abort(
+                number,
+                CutFailure::Task {
+                    tid,
+                    step: Step::Dump,
+                    why,
+                },
+            );
+        }
+        snapshot.set_dump_timeout();
+        (snapshot.stage, snapshot.deadline) = (SnapshotStage::Dumping, now + snapshot.timeout);
+        // Expect the images before ordering the dumps: a host may send them before this function
+        // returns.
+        let parts: Vec<Move> = snapshot
+            .parts
+            .values()
+            .map(|part| part.migration.clone())
+            .collect();
+        self.outputs
+            .extend(parts.into_iter().map(SnapshotOutput::ExpectImages));
+        let dump_orders = snapshot.parts.values().map(|part| {
+            let open_requests = open_requests
+                .get(&part.migration.tid)
+                .cloned()
+                .unwrap_or_default();
+            let order = Order::Write {
+                open: open_requests,
+                ended: ended_tasks.to_vec(),
+            };
+            SnapshotOutput::Order {
+                host: part.migration.from,
+                part: part.migration.clone(),
+                order,
+            }
+        });
+        self.outputs.extend(dump_orders);
+    }
+
+    /// Handles that the second count failed, or found more than a checkpoint can hold.
+    pub fn on_count_failed(&mut self, number: SnapshotId, why: CutFailure) {
+        if self
+            .active
+            .get(&number)
+            .is_some_and(|snapshot| snapshot.stage == SnapshotStage::Counting)
+        {
+            self.abort(number, why);
+        }
+    }
+
+    /// Handles that the checkpoint is sealed, or could not be.
+    pub fn on_sealed(&mut self, number: SnapshotId, result: Result<(), String>) {
+        let Some(snapshot) = self
+            .active
+            .get(&number)
+            .filter(|snapshot| snapshot.stage == SnapshotStage::Sealing)
+        else {
+            return;
+        };
+        match result {
+            Ok(()) => {
+                let paused_for = snapshot
+                    .first_paused_at
+                    .zip(snapshot.last_dumped_at)
+                    .map(|(from, until)| until.since(from))
+                    .unwrap_or_default();
+                self.active.remove(&number);
+                self.outputs.push_back(SnapshotOutput::Ended {
+                    snapshot: number,
+                    result: Ok(paused_for),
+                });
+            }
+            Err(why) => self.abort(number, CutFailure::Store(why)),
+        }
+    }
+
+    /// Handles that the store has reserved space, or has none. No task is paused before.
+    pub fn on_space_reserved(
+        &mut self,
+        now: Micros,
+        number: SnapshotId,
+        result: Result<(), String>,
+    ) {
+        match result {
+            Ok(()) => {
+                if let Some(snapshot) = self.active.get_mut(&number) {
+                    snapshot.has_space = true;
+                    self.advance(now, number);
+                }
+            }
+            Err(why) => self.abort(number, CutFailure::Store(why)),
+        }
+    }
+
+    /// Handles that a host has left or was lost.
+    pub fn on_host_lost(&mut self, host: HostId) {
+        // Images in the store do not depend on the host that they came from.
+        let is_affected = |snapshot: &Snapshot| {
+            snapshot
+                .parts
+                .values()
+                .any(|p| p.migration.from == host && p.progress < PartProgress::Stored)
+        };
+        let lost: Vec<SnapshotId> = self
+            .active
+            .iter()
+            .filter(|(_, snapshot)| is_affected(snapshot))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in lost {
+            self.abort(number, CutFailure::HostLost(host));
+        }
+    }
+
+    /// Handles the time that [`Snapshots::next_deadline`] has returned.
+    pub fn on_timer(&mut self, now: Micros) {
+        // Sealing has no deadline: it waits only for the disk, and either succeeds or fails.
+        let late = self.active.iter().filter(|(_, snapshot)| {
+            snapshot.deadline <= now && snapshot.stage != SnapshotStage::Sealing
+        });
+        let late: Vec<(SnapshotId, Micros)> = late
+            .map(|(number, snapshot)| (*number, snapshot.timeout))
+            .collect();
+        for (number, allowed) in late {
+            self.abort(number, CutFailure::Deadline { allowed });
+        }
+    }
+
+    /// Enters the next stage when all tasks have reached the progress that it requires.
+    fn advance(&mut self, now: Micros, number: SnapshotId) {
+        let Some(snapshot) = self.active.get_mut(&number) else {
+            return;
+        };
+        let least_progress = snapshot
+            .parts
+            .values()
+            .map(|part| part.progress)
+            .min()
+            .unwrap_or(PartProgress::Stored);
+        let ended = |part: &SnapshotPart| {
+            part.self_checkpoint_secs().is_none() || part.progress >= PartProgress::Paused
+        };
+        match snapshot.stage {
+            SnapshotStage::Inspecting
+                if least_progress >= PartProgress::Inspected && snapshot.has_space =>
+            {
+                let longest = snapshot
+                    .parts
+                    .values()
+                    .filter_map(SnapshotPart::self_checkpoint_secs)
+                    .max()
+                    .unwrap_or_default();
+                // Before the program is asked to exit, its library reports the state of its links;
+                // that takes part of this time.
+                snapshot.timeout =
+                    PAUSE_TIMEOUT + PAUSE_TIMEOUT + Micros::from_secs(longest.into());
+                (snapshot.stage, snapshot.deadline) =
+                    (SnapshotStage::SelfCheckpointing, now + snapshot.timeout);
+                self.send_order(number, &Order::Stand, |part| {
+                    part.self_checkpoint_secs().is_some()
+                });
+                self.advance(now, number);
+            }
+            SnapshotStage::SelfCheckpointing if snapshot.parts.values().all(ended) => {
+                (snapshot.stage, snapshot.deadline, snapshot.timeout) =
+                    (SnapshotStage::Pausing, now + PAUSE_TIMEOUT, PAUSE_TIMEOUT);
+                self.send_order(number, &Order::Stand, |part| {
+                    part.self_checkpoint_secs().is_none()
+                });
+                self.advance(now, number);
+            }
+            SnapshotStage::Pausing if least_progress >= PartProgress::Paused => {
+                (snapshot.stage, snapshot.deadline, snapshot.timeout) =
+                    (SnapshotStage::Counting, now + STEP_TIMEOUT, STEP_TIMEOUT);
+                self.outputs.push_back(SnapshotOutput::CountTasks(number));
+            }
+            SnapshotStage::Dumping if least_progress >= PartProgress::Stored => {
+                snapshot.stage = SnapshotStage::Sealing;
+                let facts = |part: &SnapshotPart| {
+                    (part.migration.tid, part.migration.from, part.facts.clone())
+                };
+                let parts = snapshot.parts.values().map(facts).collect();
+                self.outputs.push_back(SnapshotOutput::Seal {
+                    snapshot: number,
+                    parts,
+                });
+            }
+            _ => {}
+        }
+    }
+
+    fn send_order(
+        &mut self,
+        number: SnapshotId,
+        order: &Order,
+        selects: impl Fn(&SnapshotPart) -> bool,
+    ) {
+        let Some(snapshot) = self.active.get(&number) else {
+            return;
+        };
+        let to = |part: &SnapshotPart| SnapshotOutput::Order {
+            host: part.migration.from,
+            part: part.migration.clone(),
+            order: order.clone(),
+        };
+        self.outputs
+            .extend(snapshot.parts.values().filter(|part| selects(part)).map(to));
+    }
+
+    /// Aborts a snapshot: all tasks continue. Those that are dumped already do.
+    fn abort(&mut self, number: SnapshotId, why: CutFailure) {
+        self.send_order(number, &Order::GoOn, |_| true);
+        let Some(snapshot) = self.active.remove(&number) else {
+            return;
+        };
+        self.outputs.push_back(SnapshotOutput::Abandon {
+            snapshot: number,
+            parts: snapshot.parts.into_keys().collect(),
+        });
+        self.outputs.push_back(SnapshotOutput::Ended {
+            snapshot: number,
+            result: Err(why),
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A snapshot that loses the host of one of its tasks fails with that host as the reason. Other
+    /// snapshots continue.
+    #[test]
+    fn lost_host_fails_its_snapshots_only() {
+        let host = |index| HostId::new(index).expect("an index");
+        let task = |index, number| Tid::task(host(index), number).expect("a task");
+        let mut snapshots = Snapshots::default();
+        let number = snapshots.begin(
+            Micros(0),
+            &[
+                (MigrationId(1), task(2, 1), host(2)),
+                (MigrationId(2), task(3, 1), host(3)),
+            ],
+        );
+        let other = snapshots.begin(Micros(0), &[(MigrationId(3), task(4, 1), host(4))]);
+        snapshots.on_host_lost(host(3));
+        let end = |output| match output {
+            SnapshotOutput::Ended { snapshot, result } => Some((snapshot, result)),
+            _ => None,
+        };
+        let ended: Vec<_> = std::iter::from_fn(|| snapshots.poll())
+            .filter_map(end)
+            .collect();
+        assert_eq!(ended, [(number, Err(CutFailure::HostLost(host(3))))]);
+        assert!(snapshots.is_active(other) && !snapshots.is_active(number));
+    }
+}
