@@ -4,7 +4,7 @@
 //! in how they report that they are ready.
 
 use super::bulk_fallback::BulkFallbacks;
-use super::checkpoints::{CheckpointStore, StoreSettings};
+use super::checkpoints::{CheckpointService, StoreSettings};
 use super::driver::{DaemonParts, Driver};
 use super::env::env_var;
 use super::failpoints::Failpoints;
@@ -259,7 +259,7 @@ async fn assemble_and_run(
         bulk_fallbacks,
         starter: HostStarter::new(starter, inputs.clone(), log.clone()),
         program_state: ProgramStateFiles::new(paths.clone(), inputs.clone()),
-        checkpoints: CheckpointStore::new(
+        checkpoints: CheckpointService::new(
             paths.clone(),
             store_location,
             inputs.clone(),

@@ -4,7 +4,7 @@
 //! never waits for a peer or a disk.
 
 use super::bulk_fallback::BulkFallbacks;
-use super::checkpoints::{CheckpointStore, write_part};
+use super::checkpoints::{CheckpointService, write_part};
 use super::failpoints::{Failpoints, StepEdge};
 use super::host_env::HostEnvironment;
 use super::host_start::HostStarter;
@@ -73,7 +73,7 @@ pub(crate) struct DaemonParts {
     pub(crate) bulk_fallbacks: BulkFallbacks,
     pub(crate) starter: HostStarter,
     pub(crate) migration_files: MigrationFiles,
-    pub(crate) checkpoints: CheckpointStore,
+    pub(crate) checkpoints: CheckpointService,
     pub(crate) program_state: ProgramStateFiles,
     pub(crate) failpoints: Failpoints,
     pub(crate) log: Log,

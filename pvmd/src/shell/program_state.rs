@@ -16,17 +16,17 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Staged files by migration; `None` while they are being staged.
-type StagedFiles = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
+type StagedByMigration = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
 /// The operations in progress on such files.
 pub(crate) struct ProgramStateFiles {
     place: Place,
     inputs: InputSender,
-    staged: StagedFiles,
+    staged: StagedByMigration,
     collect_room: Arc<SpaceReservations>,
 }
 
-fn lock(staged: &StagedFiles) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
+fn lock(staged: &StagedByMigration) -> MutexGuard<'_, HashMap<MigrationId, Option<StagedFiles>>> {
     staged.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -39,7 +39,7 @@ impl ProgramStateFiles {
         ProgramStateFiles {
             place,
             inputs,
-            staged: StagedFiles::default(),
+            staged: StagedByMigration::default(),
             collect_room: Arc::default(),
         }
     }

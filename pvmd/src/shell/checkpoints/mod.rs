@@ -190,7 +190,7 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
 }
 
 /// The store and the operations in progress on it.
-pub(crate) struct CheckpointStore {
+pub(crate) struct CheckpointService {
     paths: Place,
     settings: Result<StoreSettings, String>,
     inputs: InputSender,
@@ -206,16 +206,16 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     shared.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-impl CheckpointStore {
+impl CheckpointService {
     /// Opens nothing until the first operation.
     pub(crate) fn new(
         paths: Place,
         settings: Result<StoreSettings, String>,
         inputs: InputSender,
         log: Log,
-    ) -> CheckpointStore {
+    ) -> CheckpointService {
         let (store, drafts, opened, marks) = Default::default();
-        CheckpointStore {
+        CheckpointService {
             paths,
             settings,
             inputs,
@@ -248,7 +248,7 @@ impl CheckpointStore {
         self.spawn_after(None, work);
     }
 
-    /// As [`CheckpointStore::spawn`], but starts when another task has ended.
+    /// As [`CheckpointService::spawn`], but starts when another task has ended.
     fn spawn_after(
         &self,
         after: Option<JoinHandle<()>>,
@@ -421,7 +421,7 @@ impl CheckpointStore {
         }
     }
 
-    /// Closes a checkpoint opened by [`CheckpointStore::open`].
+    /// Closes a checkpoint opened by [`CheckpointService::open`].
     pub(crate) fn close(&self, restart: u64) {
         lock(&self.opened).remove(&restart);
     }

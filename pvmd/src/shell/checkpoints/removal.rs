@@ -1,6 +1,6 @@
 //! Removal of checkpoints: those that a user names, and those that the store does not keep.
 
-use super::{CheckpointStore, lock};
+use super::{CheckpointService, lock};
 use crate::shell::input::{Input, InputSender};
 use crate::shell::log::Log;
 use checkpoint::store::{
@@ -46,7 +46,7 @@ pub(super) fn remove_superfluous(
     }
 }
 
-impl CheckpointStore {
+impl CheckpointService {
     /// Removes checkpoints that must not be used, after another task has ended.
     pub(crate) fn discard(&self, sets: Vec<String>, after: Option<JoinHandle<()>>) {
         let log = self.log.clone();
