@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Debian packages, by name.
-pub(crate) const PACKAGES: [&str; 20] = [
+pub(crate) const PACKAGES: [&str; 22] = [
     "tablix2",
     "openssh-server",
     "openssh-client",
@@ -28,6 +28,8 @@ pub(crate) const PACKAGES: [&str; 20] = [
     "procps",
     "gcc",
     "gfortran",
+    "make",
+    "pkg-config",
     "libc6-dev",
     // Tasks in other languages that are moved; Perl is always there.
     "python3",

@@ -40,6 +40,8 @@ use Need::{
 
 const GCC: Need = Need::Program("gcc", "gcc");
 const GFORTRAN: Need = Need::Program("gfortran", "gfortran");
+const MAKE: Need = Need::Program("make", "make");
+const PKG_CONFIG: Need = Need::Program("pkg-config", "pkg-config");
 const PYTHON: Need = Need::Program("python3", "python3");
 const PVM: Need = Need::Program("/usr/bin/pvm", "pvm");
 const PVM_EXAMPLES: Need = Need::Program("/usr/bin/hello.pvm", "pvm-examples");
@@ -82,6 +84,8 @@ const TABLE: &[(&str, &str, &[Need])] = &[
     ("sempa-tests::on_the_way", "disk", &[Disk]),
     ("sempa-tests::outsiders", "", &[Criu]),
     ("sempa-tests::own_checkpoints", "", &[Criu]),
+    ("sempa-tests::own_examples", "", &[MAKE, PKG_CONFIG, GCC]),
+    ("sempa-tests::own_examples", "fortran", &[GFORTRAN]),
     ("sempa-tests::owner", "", &[Criu]),
     ("sempa-tests::owner_first", "", &[Criu]),
     ("sempa-tests::owner_policy", "", &[Criu]),

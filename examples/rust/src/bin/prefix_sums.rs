@@ -1,0 +1,107 @@
+//! The sums 1, 1 + 2, 1 + 2 + 3, … by a group of tasks with one number each.
+//!
+//! `rust-prefix-sums [MEMBERS]`
+//!
+//! The task that is started by hand is member 0. It spawns the others, which are this same program
+//! with the argument `member`. In each round every member adds what the member before it has: at
+//! first the next one before it, then the one two places before, four places, and so on.
+
+use anyhow::{Context, Result, bail};
+use libpvm::proto::Tid;
+use libpvm::{Content, Notices, Vm};
+
+/// Of a sum at the end. The messages of a round have the distance as their tag, which is 1 or more.
+const TAG_SUM: i32 = 0;
+
+fn main() -> Result<()> {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = args.iter().map(String::as_str).collect();
+    let vm = Vm::enroll()?;
+    match words[..] {
+        [] => lead(&vm, 8)?,
+        ["member", group, count] => {
+            let instance = vm.join_group(group)?;
+            take_part(&vm, group, instance, count.parse()?)?;
+        }
+        [count] => lead(&vm, count.parse().context("not a number of members")?)?,
+        _ => bail!("usage: rust-prefix-sums [MEMBERS]"),
+    }
+    Ok(vm.exit()?)
+}
+
+fn lead(vm: &Vm, count: u32) -> Result<()> {
+    if count < 2 {
+        bail!("a group has two members or more");
+    }
+    // No other run has a group of this name. The first who joins gets the instance number 0.
+    let group = format!("prefix-sums-{}", vm.tid());
+    let instance = vm.join_group(&group)?;
+    let spawned = vm
+        .spawner("rust-prefix-sums")
+        .args(["member", &group, &count.to_string()])
+        .count(count - 1)
+        .start()?;
+    if let Some(error) = spawned.failed.first() {
+        for member in &spawned.tasks {
+            member.kill()?;
+        }
+        return Err(*error).context("not all members were started");
+    }
+    let sums = take_part(vm, &group, instance, count)?;
+    let words: Vec<String> = sums.iter().map(i64::to_string).collect();
+    println!("{}", words.join(" "));
+    Ok(())
+}
+
+/// Does what a member has to do. Member 0 returns the sums of all members, the others return
+/// nothing.
+fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>> {
+    // After this barrier the group is complete.
+    vm.barrier(group, Some(count))?;
+    let members: Option<Vec<Tid>> = vm.group_members(group)?.into_iter().collect();
+    let members = members.context("a member has left the group")?;
+    let others: Vec<Tid> = members
+        .iter()
+        .copied()
+        .filter(|tid| *tid != vm.tid())
+        .collect();
+    let ends = vm.watch_tasks(&others)?;
+
+    let me = usize::try_from(instance)?;
+    let mut sum = i64::from(instance) + 1;
+    let mut distance = 1;
+    while distance < members.len() {
+        let tag = i32::try_from(distance)?;
+        if let Some(after) = members.get(me + distance) {
+            vm.task(*after).send_value(tag, &sum)?;
+        }
+        if let Some(before) = me.checked_sub(distance) {
+            sum += number_from(vm, members[before], tag, &ends)?;
+        }
+        distance *= 2;
+    }
+
+    let mut sums = vec![];
+    if me == 0 {
+        sums.push(sum);
+        for member in &members[1..] {
+            sums.push(number_from(vm, *member, TAG_SUM, &ends)?);
+        }
+    } else {
+        vm.task(members[0]).send_value(TAG_SUM, &sum)?;
+    }
+    // A member that ends before this barrier is lost to those who still wait for a message.
+    vm.barrier(group, Some(count))?;
+    vm.leave_group(group)?;
+    Ok(sums)
+}
+
+/// Waits for a number from a member.
+fn number_from(vm: &Vm, member: Tid, tag: i32, ends: &Notices) -> Result<i64> {
+    let is_wanted = |src, its_tag| src == member && its_tag == tag;
+    let message = vm.recv_where(|m| is_wanted(m.src, m.tag) || ends.are_in(m))?;
+    if ends.are_in(&message) {
+        bail!("a member has ended before the group has done its work");
+    }
+    Ok(message.value()?)
+}

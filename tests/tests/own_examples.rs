@@ -1,0 +1,230 @@
+//! The programs of the folder `examples` on two hosts: `make` builds those in C and Fortran, the
+//! build of the workspace those in Rust.
+
+use sempa_tests::needs::{build_folder, require, require_program, testbed};
+use sempa_tests::run::{Running, must, run};
+use sempa_tests::vm::Settings;
+use sempa_tests::{Done, Vm, eventually};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const LONG: Duration = Duration::from_secs(120);
+
+/// The result of every master with all workers of every language.
+const PI: &str = "pi is about 3.141659: 50266542 of 64000000 points";
+
+/// The masters, with the workers of the same language.
+const MASTERS: [(&str, &str); 3] = [
+    ("pi_master", "pi_worker"),
+    ("fpi_master", "fpi_worker"),
+    ("rust-pi-master", "rust-pi-worker"),
+];
+const RUST: [&str; 3] = ["rust-pi-master", "rust-pi-worker", "rust-prefix-sums"];
+
+/// A worker on h1, and a task that never answers on h2.
+const SILENT_ON_H2: &str = "#!/bin/sh
+case $(uname -n) in
+h2) exec tail -f /dev/null ;;
+*) exec PROGRAM ;;
+esac
+";
+
+/// Where spawn looks for programs.
+fn bin(vm: &Vm) -> PathBuf {
+    vm.home().join("pvm3/bin/LINUX64")
+}
+
+/// Builds programs in C or Fortran with `make`, which gets these words as well.
+fn make(vm: &Vm, words: &[&str], env: Option<(&str, &Path)>) {
+    for (name, package) in [("make", "make"), ("gcc", "gcc")] {
+        require_program(name, package);
+    }
+    let mut make = Command::new("make");
+    make.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples"))
+        .env_remove("PVM_ROOT")
+        .envs(env)
+        .arg(format!("BIN={}", bin(vm).display()))
+        .args(words);
+    must(make, LONG).expect("make builds the examples");
+}
+
+/// Puts the programs in Rust, which the build of the workspace has made, where spawn looks.
+fn put_rust(vm: &Vm) {
+    let built = build_folder().expect("a folder");
+    for name in RUST {
+        let program = built.join(name);
+        let lack = format!("{name} is not built: run cargo build -p sempa-examples");
+        require((!program.exists()).then_some(lack));
+        fs::copy(program, bin(vm).join(name)).expect("a copy");
+    }
+}
+
+/// Puts a worker where spawn looks that never answers on h2.
+fn put_silent(vm: &Vm, name: &str, worker: &str) {
+    let (place, worker) = (bin(vm).join(name), bin(vm).join(worker));
+    let text = SILENT_ON_H2.replace("PROGRAM", &worker.display().to_string());
+    fs::write(&place, text).expect("a file");
+    fs::set_permissions(&place, fs::Permissions::from_mode(0o755)).expect("may run");
+}
+
+fn command(vm: &Vm, words: &[&str]) -> Command {
+    let mut command = vm.command(vm.bed().host(1), bin(vm).join(words[0]));
+    command.args(&words[1..]);
+    command
+}
+
+/// Runs a program on h1 to its end.
+fn ran(vm: &Vm, words: &[&str]) -> Done {
+    run(command(vm, words), LONG).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()))
+}
+
+/// Asserts that a program on h1 succeeds and prints this.
+fn prints(vm: &Vm, words: &[&str], text: &str) {
+    let done = ran(vm, words);
+    assert!(
+        done.good() && done.out == text,
+        "{words:?}: {done:?}\n{}",
+        vm.logs()
+    );
+}
+
+fn on_two_hosts(test: impl FnOnce(&Vm)) {
+    let bed = testbed(2);
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2"]).expect("it joins");
+    fs::create_dir_all(bin(&vm)).expect("a folder");
+    test(&vm);
+    vm.halt().expect("halts");
+}
+
+/// Waits until so many processes of this kind run on a host.
+fn has_processes(vm: &Vm, host: usize, count: usize, is_one: impl Fn(&str) -> bool) {
+    let look = || {
+        let processes = vm.bed().host(host).processes();
+        match processes.iter().filter(|(_, line)| is_one(line)).count() {
+            found if found == count => Ok(()),
+            found => Err(format!("{found} of {count}: {processes:?}")),
+        }
+    };
+    eventually(LONG, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+}
+
+/// Starts a master with four workers, of which the two on h2 never answer; both run when this returns.
+fn start_with_silent(vm: &Vm, master: &str, workers: &str) -> Running {
+    let running =
+        Running::start(command(vm, &[master, "4", workers]), Stdio::null()).expect("it starts");
+    has_processes(vm, 2, 2, is_silent);
+    running
+}
+
+fn is_silent(line: &str) -> bool {
+    line.contains("tail -f")
+}
+
+/// Waits for the end of a master that has lost the workers on h2.
+fn ends_without_h2(vm: &Vm, master: Running) {
+    let done = master
+        .finish(LONG)
+        .unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
+    assert!(
+        done.good() && done.out == format!("{PI}, 2 of 4 workers lost\n"),
+        "{done:?}\n{}",
+        vm.logs()
+    );
+}
+
+/// With `pkg-config`: a task on each host says hello, and a token goes round a ring of tasks.
+#[test]
+#[ignore = "system tier: needs root, hosts and gcc"]
+fn hello_and_ring_print_their_results() {
+    require_program("pkg-config", "pkg-config");
+    on_two_hosts(|vm| {
+        let prefix = vm.bed().prefix().expect("installed");
+        let files = prefix.join("lib/pkgconfig");
+        let words = ["c", "CFLAGS=-O2 -Wall -Wextra -Werror"];
+        make(vm, &words, Some(("PKG_CONFIG_PATH", &files)));
+        prints(vm, &["hello"], "hello from h1\nhello from h2\n");
+        let said = "the token is 4000 after 1000 rounds of 4 members\n";
+        prints(vm, &["ring"], said);
+        let said = "the token is 21 after 3 rounds of 7 members\n";
+        prints(vm, &["ring", "7", "3"], said);
+        // A worker that no task has started says so.
+        let done = ran(vm, &["hello_worker"]);
+        assert!(!done.good() && done.err.contains("pvm_parent"), "{done:?}");
+    });
+}
+
+/// Every master in C, Fortran and Rust gets the same result of the workers in every language. A
+/// master goes on without workers that are killed or whose host is lost, and says so if it has none.
+#[test]
+#[ignore = "system tier: needs root, hosts and gfortran"]
+fn masters_in_c_fortran_and_rust_agree_on_pi() {
+    require_program("gfortran", "gfortran");
+    on_two_hosts(|vm| {
+        let prefix = vm.bed().prefix().expect("installed");
+        let root = format!("PVM_ROOT={}", prefix.display());
+        make(vm, &[&root, "FFLAGS=-O2 -Wall -Werror"], None);
+        put_rust(vm);
+        let said = format!("{PI}, 0 of 4 workers lost\n");
+        for (master, own) in MASTERS {
+            prints(vm, &[master], &said);
+            for (_, other) in MASTERS.iter().filter(|(_, worker)| *worker != own) {
+                prints(vm, &[master, "4", other], &said);
+            }
+            let done = ran(vm, &[master, "4", "no_such_program"]);
+            let is_told = done.err.contains(master) || done.err.contains("no_such_program");
+            assert!(!done.good() && is_told, "{done:?}");
+        }
+        put_silent(vm, "silent", "pi_worker");
+        for (master, _) in MASTERS {
+            let running = start_with_silent(vm, master, "silent");
+            vm.bed().host(2).kill_those(is_silent);
+            ends_without_h2(vm, running);
+        }
+        let running = start_with_silent(vm, "pi_master", "silent");
+        vm.bed().host(2).kill_all();
+        ends_without_h2(vm, running);
+    });
+}
+
+/// No worker waits for a master that is killed.
+#[test]
+#[ignore = "system tier: needs root, hosts and gfortran"]
+fn workers_in_c_fortran_and_rust_end_with_master() {
+    require_program("gfortran", "gfortran");
+    on_two_hosts(|vm| {
+        let prefix = vm.bed().prefix().expect("installed");
+        make(vm, &[&format!("PVM_ROOT={}", prefix.display())], None);
+        put_rust(vm);
+        for (master, worker) in MASTERS {
+            let silent = format!("silent-{master}");
+            put_silent(vm, &silent, worker);
+            let running = start_with_silent(vm, master, &silent);
+            let is_worker = |line: &str| line.contains(&format!("/{worker}"));
+            has_processes(vm, 1, 2, is_worker);
+            // The master waits for the results of the workers on h2.
+            running.end_inside().expect("it is killed");
+            has_processes(vm, 1, 0, is_worker);
+            vm.bed().host(2).kill_those(is_silent);
+        }
+    });
+}
+
+/// A group of tasks on both hosts adds up numbers.
+#[test]
+#[ignore = "system tier: needs root and hosts"]
+fn rust_group_prints_prefix_sums() {
+    on_two_hosts(|vm| {
+        put_rust(vm);
+        prints(vm, &["rust-prefix-sums"], "1 3 6 10 15 21 28 36\n");
+        prints(vm, &["rust-prefix-sums", "2"], "1 3\n");
+        let sums: Vec<String> = (1..=21)
+            .map(|n: i64| (n * (n + 1) / 2).to_string())
+            .collect();
+        let said = sums.join(" ") + "\n";
+        prints(vm, &["rust-prefix-sums", "21"], &said);
+    });
+}
