@@ -16,7 +16,7 @@ use crate::ease::{self, Lowered};
 use crate::stop;
 use crate::supervisor::Supervisor;
 use crate::task::{Phase, Task};
-use checkpoint::criu::Pinned;
+use checkpoint::criu::FrozenThreads;
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
@@ -67,7 +67,7 @@ pub(crate) enum Alone {
         /// When the program may run.
         until: Instant,
         /// Dropping it lets the program's threads run.
-        _pinned: Pinned,
+        _pinned: FrozenThreads,
     },
     /// The time of the library alone is over: it needs something that the program's threads hold.
     Over,
@@ -219,12 +219,12 @@ impl Task {
 
     /// Freezes the program's threads; `None` if that is impossible. Processes that had been stopped
     /// before are left out: they do not run, and must be found in that state.
-    fn pin_program(&self) -> Option<Pinned> {
+    fn pin_program(&self) -> Option<FrozenThreads> {
         let threads = ease::of_programs(&stop::that_ran(self.members(), &self.stopped_before));
         if threads.is_empty() {
             None
         } else {
-            Pinned::threads(threads).ok()
+            FrozenThreads::freeze(threads).ok()
         }
     }
 

@@ -10,7 +10,9 @@ use crate::supervisor::Supervisor;
 use crate::target::Stage;
 use crate::task::{Phase, Task};
 use crate::workers::Outcome;
-use checkpoint::engine::{Cancel, Limits, Missing, ReceivedPages, ServedMemory, Serving, Whole};
+use checkpoint::engine::{
+    CallLimits, Cancel, FetchCompletion, MemoryServer, ReceivedPages, ServedMemory, UffdGuard,
+};
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
@@ -73,7 +75,7 @@ fn read_setting(value: &str) -> Result<Option<Said>, &str> {
 struct Coming {
     worker: u64,
     /// Whether any of it is missing.
-    whole: Whole,
+    whole: FetchCompletion,
     /// The task, once it runs.
     runs: Option<Tid>,
     complete: bool,
@@ -147,13 +149,13 @@ impl Following {
     /// Keeps the memory of a task that is about to be killed because it runs on another host.
     pub(crate) fn outlive(&self, migration: MigrationId) {
         if let Some(memory) = self.going.get(&migration) {
-            memory.outlive();
+            memory.keep_after_kill();
         }
     }
 
     /// Stops serving all memory; called when the tasker ends.
     pub(crate) fn withhold_all(&self) {
-        self.going.values().for_each(ServedMemory::withhold);
+        self.going.values().for_each(ServedMemory::stop_serving);
     }
 }
 
@@ -169,10 +171,10 @@ pub(crate) fn shut(way: &OwnedFd) {
     let _ = shutdown(way.as_raw_fd(), Shutdown::Both);
 }
 
-fn limits() -> Result<Limits, Failure> {
+fn limits() -> Result<CallLimits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-    Ok(Limits {
-        allowed: TRANSFER_ALLOWED,
+    Ok(CallLimits {
+        timeout: TRANSFER_ALLOWED,
         cancel,
     })
 }
@@ -185,9 +187,9 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        serving: Box<dyn Serving>,
+        serving: Box<dyn MemoryServer>,
     ) -> Result<(), Failure> {
-        let (limits, memory) = (limits()?, serving.memory());
+        let (limits, memory) = (limits()?, serving.handle());
         let cancel = limits.cancel.clone();
         let work = move || Outcome::Served {
             migration,
@@ -209,7 +211,7 @@ impl Supervisor {
     /// Stops serving memory, because the migration was aborted or its task has exited.
     pub(crate) fn withhold(&self, migration: MigrationId, worker: u64) {
         if let Some(memory) = self.moves.following.going.get(&migration) {
-            memory.withhold();
+            memory.stop_serving();
         }
         self.moves.workers.cancel(worker);
     }
@@ -265,8 +267,8 @@ impl Supervisor {
             }
             None => (connect(way)?, ReceivedPages::empty()),
         };
-        let arriving = engine.start_arrival(dir, stream, store)?;
-        let (limits, pid, whole) = (limits()?, arriving.engine_pid(), arriving.whole());
+        let arriving = engine.start_fetch(dir, stream, store)?;
+        let (limits, pid, whole) = (limits()?, arriving.engine_pid(), arriving.completion());
         let cancel = limits.cancel.clone();
         let work = move || Outcome::Arrived {
             migration,
@@ -338,7 +340,7 @@ impl Supervisor {
             });
         }
         let coming = self.moves.following.coming.get_mut(&migration);
-        let Some(coming) = coming.filter(|coming| !coming.whole.without_more()) else {
+        let Some(coming) = coming.filter(|coming| !coming.whole.close_if_complete()) else {
             return;
         };
         coming.lost = Some(Failure::Images(why));
@@ -354,7 +356,7 @@ impl Supervisor {
     pub(crate) fn arrived(
         &mut self,
         migration: MigrationId,
-        result: Result<(), (Failure, Missing)>,
+        result: Result<(), (Failure, UffdGuard)>,
     ) {
         let Some(mut coming) = self.moves.following.coming.remove(&migration) else {
             return;
@@ -395,7 +397,7 @@ impl Supervisor {
 
     /// Keeps `missing` until these killed processes are dead. One of them may be in a long system
     /// call, and must not read zeros in place of the missing memory.
-    fn keep_until_dead(&mut self, missing: Missing, needs: Vec<i32>) {
+    fn keep_until_dead(&mut self, missing: UffdGuard, needs: Vec<i32>) {
         let Ok(cancel) = Cancel::new() else { return };
         let work = move || {
             let until = Instant::now() + END_ALLOWED;

@@ -21,7 +21,7 @@ use crate::task::{Phase, Task, micros};
 use crate::trial::Trial;
 use crate::verdict::{self, For};
 use crate::workers::{Outcome, Workers};
-use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Serving};
+use checkpoint::engine::{CallLimits, Cancel, DumpJob, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAt;
@@ -427,7 +427,7 @@ impl Supervisor {
         );
         let mut limits = limits_for(memory)?;
         if attempt.is_first {
-            limits.allowed -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
+            limits.timeout -= ENGINE_ALLOWED_BASE - FIRST_DUMP_BASE;
         }
         let dir = attempt.dir.clone();
         let asked_on = attempt
@@ -440,8 +440,8 @@ impl Supervisor {
             processes: processes.clone(),
             dir: dir.clone(),
             pid_namespace: namespace.inode(),
-            asked_on: asked_on.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
-            sent: attempt.sent.clone(),
+            page_stream: asked_on.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
+            pre_copied: attempt.sent.clone(),
         };
         let dumping = engine.start_dump(job)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
@@ -481,7 +481,7 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return self.say(&FromTasker::Dumped {
@@ -542,7 +542,7 @@ impl Supervisor {
         if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
             return self.dump_anew(migration, tid, attempt);
         }
-        if !engine.may_try_again(root, failure) {
+        if !engine.is_retryable(root, failure) {
             return false;
         }
         let Some(pause) = attempt
@@ -720,10 +720,10 @@ pub(crate) fn redirect(
 }
 
 /// Returns the time limit of a dump or restore of this size, with a new cancellation handle.
-pub(crate) fn limits_for(bytes: u64) -> Result<Limits, Failure> {
+pub(crate) fn limits_for(bytes: u64) -> Result<CallLimits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-    Ok(Limits {
-        allowed: ENGINE_ALLOWED_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
+    Ok(CallLimits {
+        timeout: ENGINE_ALLOWED_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
         cancel,
     })
 }

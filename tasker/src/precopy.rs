@@ -222,7 +222,7 @@ impl Supervisor {
             let (stream, hurry) = (stream.clone(), hurry.clone());
             move || Outcome::PreCopied {
                 migration,
-                result: engine.send_ahead(&processes, &stream, &hurry),
+                result: engine.send_pre_copy(&processes, &stream, &hurry),
             }
         };
         // The worker ends when the socket is shut down; the same holds below.
@@ -289,7 +289,7 @@ impl Supervisor {
         let comes = stream.clone();
         let work = move || Outcome::PreCopyCame {
             migration,
-            result: engine.take_ahead(&comes, bytes_max),
+            result: engine.receive_pre_copy(&comes, bytes_max),
         };
         self.begin_uncancelled(work)?;
         self.moves.pre_copies.coming.insert(

@@ -11,7 +11,7 @@ use crate::sys::{self, Child};
 use crate::task::{self, Output, Phase, Task};
 use crate::workers::{Outcome, Workers};
 use crate::written;
-use checkpoint::engine::{Cancel, Outside, RestoreJob};
+use checkpoint::engine::{Cancel, ExternalResources, RestoreJob};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, Redirection, StartTask};
 use sempa_proto::{MigrationId, Tid};
@@ -262,7 +262,7 @@ impl Supervisor {
         let carry = Carry::read(dir)?;
         // The images determine the rights of the restored processes, so they must belong to this
         // user.
-        checkpoint::criu::belong_to(dir, nix::unistd::geteuid().as_raw())?;
+        checkpoint::criu::check_owner(dir, nix::unistd::geteuid().as_raw())?;
         if again.is_some() {
             written::cut_back(&carry.written)?;
         }
@@ -271,18 +271,18 @@ impl Supervisor {
         let limits = limits_for(carry.image_bytes())?;
         let job = RestoreJob {
             dir: dir.into(),
-            outside: Outside {
+            external: ExternalResources {
                 output_pipe: carry.output_pipe,
             },
             pid_namespace: namespace.open().map_err(io)?,
             output: theirs,
-            memory_follows,
+            post_copy: memory_follows,
         };
         let restoring = engine.start_restore(job)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
         // The images contain a stopped task, so it stays stopped when the engine releases it.
         let build = move || {
-            let built = restoring.hold(&limits).and_then(|held| {
+            let built = restoring.wait_until_restored(&limits).and_then(|held| {
                 let process = held.pid();
                 held.release(&limits).map(|()| process)
             });

@@ -9,8 +9,8 @@ use crate::namespace::Namespace;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::Outcome;
-use checkpoint::criu::{Criu, HOW_TO_GET};
-use checkpoint::engine::{DumpJob, Engine, Held, Outside, RestoreJob};
+use checkpoint::criu::{Criu, INSTALL_HINT};
+use checkpoint::engine::{DumpJob, Engine, ExternalResources, RestoreJob, RestoredTask};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker};
 use std::ffi::CString;
@@ -100,7 +100,7 @@ impl Supervisor {
             .map_err(io)?
             .pid;
         let engine = self.moves.engine.clone().ok_or_else(|| self.broken())?;
-        let (checking, limits) = (engine.start_check(&dir)?, limits_for(0)?);
+        let (checking, limits) = (engine.start_post_copy_check(&dir)?, limits_for(0)?);
         self.moves.trial = Some(trial);
         let (cancel, pid) = (limits.cancel.clone(), checking.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || {
@@ -128,8 +128,8 @@ impl Supervisor {
             processes: Vec::new(),
             dir,
             pid_namespace,
-            asked_on: None,
-            sent: None,
+            page_stream: None,
+            pre_copied: None,
         })?;
         let limits = limits_for(0)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
@@ -151,7 +151,7 @@ impl Supervisor {
             return Err(Failure::CalledOff("the tasker ends".into()));
         };
         let source = std::mem::replace(&mut trial.namespace, Namespace::new(None).map_err(io)?);
-        let outside = Outside {
+        let outside = ExternalResources {
             output_pipe: trial.output.inode(),
         };
         let (output, theirs) = Output::new().map_err(io)?;
@@ -159,24 +159,24 @@ impl Supervisor {
         let pid_namespace = trial.namespace.open().map_err(io)?;
         let job = RestoreJob {
             dir: trial.dir.clone(),
-            outside,
+            external: outside,
             pid_namespace,
             output: theirs,
-            memory_follows: false,
+            post_copy: false,
         };
         let restoring = engine.start_restore(job)?;
         let limits = limits_for(0)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
         self.moves.workers.start(&cancel, Some(pid), move || {
-            Outcome::TrialHeld(restoring.hold(&limits))
+            Outcome::TrialHeld(restoring.wait_until_restored(&limits))
         })?;
         self.when_ended(source, Vec::new());
         Ok(())
     }
 
     /// Handles the result of the restore; the restored process is not needed.
-    pub(crate) fn trial_held(&mut self, result: Result<Box<dyn Held>, Failure>) {
-        let result = result.map(|held| held.refuse());
+    pub(crate) fn trial_held(&mut self, result: Result<Box<dyn RestoredTask>, Failure>) {
+        let result = result.map(|held| held.abort());
         self.end_trial(result);
     }
 
@@ -193,7 +193,7 @@ impl Supervisor {
             let why = why
                 .to_string()
                 .replace(dir.as_deref().unwrap_or(DIR_NAME), "its directory");
-            format!("the dump engine failed its trial here: {why}; {HOW_TO_GET}")
+            format!("the dump engine failed its trial here: {why}; {INSTALL_HINT}")
         };
         match (self.moves.state.clone(), result) {
             (EngineState::Trying(version), Ok(())) => {

@@ -6,7 +6,7 @@
 
 use crate::files::Made;
 use crate::verdict::For;
-use checkpoint::engine::{Cancel, Held, Missing, ReceivedPages, SentPages, Serving};
+use checkpoint::engine::{Cancel, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::DumpReport;
@@ -27,7 +27,7 @@ pub(crate) enum Outcome {
         migration: MigrationId,
         tid: Tid,
         /// The report, and the server of memory that is not in the images.
-        result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     },
     /// Pre-copying the memory of a running task has ended, at the source.
     PreCopied {
@@ -50,7 +50,7 @@ pub(crate) enum Outcome {
     /// The post-copied memory of a restored task is complete, or the rest will not arrive.
     Arrived {
         migration: MigrationId,
-        result: Result<(), (Failure, Missing)>,
+        result: Result<(), (Failure, UffdGuard)>,
     },
     /// Processes that were killed because their memory is lost are dead.
     Outlived,
@@ -74,26 +74,20 @@ pub(crate) enum Outcome {
         result: Result<i32, Failure>,
     },
     /// The processes of a restored task have joined their control group, or failed to.
-    BroughtIn {
-        migration: MigrationId,
-        done: bool,
-    },
+    BroughtIn { migration: MigrationId, done: bool },
     /// A task was inspected.
     Seen {
         by: For,
         result: Result<TaskFacts, Refusal>,
     },
     /// A task's facts were compared with this host.
-    Judged {
-        by: For,
-        verdict: Verdict,
-    },
+    Judged { by: For, verdict: Verdict },
     /// The check for post-copy support, the first part of the probe.
     TrialChecked(Result<(), Failure>),
     /// The dump of the probe.
     TrialDumped(Result<DumpReport, Failure>),
     /// The restore of the probe.
-    TrialHeld(Result<Box<dyn Held>, Failure>),
+    TrialHeld(Result<Box<dyn RestoredTask>, Failure>),
 }
 
 /// A running worker as the loop knows it.
