@@ -51,15 +51,15 @@
 #define SET_SYSCALL_USER_DISPATCH 0x4210
 #define GET_SYSCALL_USER_DISPATCH 0x4211
 /* Not a request of the kernel: wait for the thread. `address` has the options. */
-#define WAIT 0xffffffffffffffffULL
+#define WAIT_REQUEST 0xffffffffffffffffULL
 /* Use of the memory that `data` points to. */
 enum {
     /* It is passed through an iovec, whose length is set to the number of bytes written. */
-    BY_VECTOR = 1,
+    BY_IOVEC = 1,
     /* The kernel reads it: it follows the request. */
-    READ = 2,
+    KERNEL_READS = 2,
     /* The kernel writes it: it follows the reply. */
-    WRITTEN = 4,
+    KERNEL_WRITES = 4,
     /* Not about memory: `data` and `address` are in swapped positions. */
     SWAPPED = 8,
 };
@@ -103,7 +103,7 @@ static int relay_socket(void)
 static int exchange(int socket, const struct request_message *request_message, const void *address,
                     const void *data, struct reply_message *reply_message)
 {
-    size_t data_sent = request_message->flags & READ ? request_message->data_bytes : 0;
+    size_t data_sent = request_message->flags & KERNEL_READS ? request_message->data_bytes : 0;
     size_t length = sizeof *request_message + request_message->address_bytes + data_sent;
     ssize_t got;
 
@@ -134,7 +134,7 @@ static int exchange(int socket, const struct request_message *request_message, c
  */
 static void describe_memory(struct request_message *request_message, void *address, void *data)
 {
-    request_message->flags = WRITTEN;
+    request_message->flags = KERNEL_WRITES;
     switch (request_message->request) {
     case PTRACE_PEEKTEXT:
     case PTRACE_PEEKDATA:
@@ -144,26 +144,26 @@ static void describe_memory(struct request_message *request_message, void *addre
         break;
 #ifdef __x86_64__
     case PTRACE_SETREGS:
-        request_message->flags = READ; /* fall through */
+        request_message->flags = KERNEL_READS; /* fall through */
     case PTRACE_GETREGS:
         request_message->data_bytes = sizeof(struct user_regs_struct);
         break;
     case PTRACE_SETFPREGS:
     case PTRACE_SETFPXREGS:
-        request_message->flags = READ; /* fall through */
+        request_message->flags = KERNEL_READS; /* fall through */
     case PTRACE_GETFPREGS:
     case PTRACE_GETFPXREGS:
         request_message->data_bytes = sizeof(struct user_fpregs_struct);
         break;
 #endif
     case PTRACE_SETREGSET:
-        request_message->flags = READ; /* fall through */
+        request_message->flags = KERNEL_READS; /* fall through */
     case PTRACE_GETREGSET:
-        request_message->flags |= BY_VECTOR;
+        request_message->flags |= BY_IOVEC;
         request_message->data_bytes = ((struct iovec *)data)->iov_len;
         break;
     case PTRACE_SETSIGINFO:
-        request_message->flags = READ; /* fall through */
+        request_message->flags = KERNEL_READS; /* fall through */
     case PTRACE_GETSIGINFO:
         request_message->data_bytes = sizeof(siginfo_t);
         break;
@@ -175,12 +175,12 @@ static void describe_memory(struct request_message *request_message, void *addre
         request_message->data_bytes = data ? FILTER_BYTES : 0;
         break;
     case PTRACE_SECCOMP_GET_METADATA:
-        request_message->flags = READ | WRITTEN;
+        request_message->flags = KERNEL_READS | KERNEL_WRITES;
         request_message->data_bytes = request_message->address;
         break;
     case PTRACE_SETSIGMASK:
     case SET_SYSCALL_USER_DISPATCH:
-        request_message->flags = READ; /* fall through */
+        request_message->flags = KERNEL_READS; /* fall through */
     case PTRACE_GETSIGMASK:
     case GET_SYSCALL_INFO:
     case GET_RSEQ_CONFIGURATION:
@@ -202,7 +202,7 @@ static void describe_arch_prctl(struct request_message *request_message)
     request_message->address = what;
     request_message->flags = SWAPPED;
     if (what == ARCH_GET_FS || what == ARCH_GET_GS || what == SHADOW_STACK_STATUS) {
-        request_message->flags |= WRITTEN;
+        request_message->flags |= KERNEL_WRITES;
         request_message->data_bytes = sizeof(uint64_t);
     }
 }
@@ -221,13 +221,13 @@ static int relay_request(int socket, long request, pid_t pid, void *address, voi
         data = address;
     }
 #endif
-    struct iovec *vector = request_message.flags & BY_VECTOR ? data : NULL;
+    struct iovec *vector = request_message.flags & BY_IOVEC ? data : NULL;
     void *memory = vector ? vector->iov_base : data;
     if (!exchange(socket, &request_message, address, memory, &reply_message))
         return 0;
     if (reply_message.data_bytes)
         memcpy(memory, received + sizeof reply_message, reply_message.data_bytes);
-    if (vector && !reply_message.error && request_message.flags & WRITTEN)
+    if (vector && !reply_message.error && request_message.flags & KERNEL_WRITES)
         vector->iov_len = reply_message.data_bytes;
     errno = reply_message.error;
     *result = reply_message.error ? -1 : reply_message.result;
@@ -259,7 +259,7 @@ __attribute__((visibility("default"))) long ptrace(enum __ptrace_request request
 
 __attribute__((visibility("default"))) pid_t wait4(pid_t pid, int *status, int options, struct rusage *usage)
 {
-    struct request_message request_message = { .request = WAIT, .pid = pid, .address = (uint32_t)options };
+    struct request_message request_message = { .request = WAIT_REQUEST, .pid = pid, .address = (uint32_t)options };
     struct reply_message reply_message;
     int socket = relay_socket();
 

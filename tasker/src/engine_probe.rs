@@ -9,8 +9,8 @@ use crate::namespace::Namespace;
 use crate::supervisor::Supervisor;
 use crate::task::Output;
 use crate::workers::WorkerResult;
-use checkpoint::criu::{Criu, HOW_TO_GET};
-use checkpoint::engine::{DumpJob, Engine, Held, Outside, RestoreJob};
+use checkpoint::criu::{Criu, INSTALL_HINT};
+use checkpoint::engine::{DumpJob, Engine, ExternalResources, RestoreJob, RestoredTask};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::{DumpReport, FromTasker};
 use std::ffi::CString;
@@ -104,7 +104,7 @@ impl Supervisor {
             .engine
             .clone()
             .ok_or_else(|| self.engine_failure())?;
-        let (checking, limits) = (engine.start_check(&dir)?, engine_limits(0)?);
+        let (checking, limits) = (engine.start_post_copy_check(&dir)?, engine_limits(0)?);
         self.migrations.probe = Some(probe);
         let (cancel, pid) = (limits.cancel.clone(), checking.engine_pid());
         self.migrations.workers.start(&cancel, Some(pid), move || {
@@ -132,8 +132,8 @@ impl Supervisor {
             processes: Vec::new(),
             dir,
             pid_namespace,
-            asked_on: None,
-            sent: None,
+            page_stream: None,
+            pre_copied: None,
         })?;
         let limits = engine_limits(0)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
@@ -157,7 +157,7 @@ impl Supervisor {
             return Err(Failure::CalledOff("the tasker ends".into()));
         };
         let source = std::mem::replace(&mut probe.namespace, Namespace::new(None).map_err(io)?);
-        let outside = Outside {
+        let outside = ExternalResources {
             output_pipe: probe.output.inode(),
         };
         let (output, theirs) = Output::new().map_err(io)?;
@@ -165,24 +165,24 @@ impl Supervisor {
         let pid_namespace = probe.namespace.open().map_err(io)?;
         let job = RestoreJob {
             dir: probe.dir.clone(),
-            outside,
+            external: outside,
             pid_namespace,
             output: theirs,
-            memory_follows: false,
+            post_copy: false,
         };
         let restoring = engine.start_restore(job)?;
         let limits = engine_limits(0)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
         self.migrations.workers.start(&cancel, Some(pid), move || {
-            WorkerResult::ProbeRestored(restoring.hold(&limits))
+            WorkerResult::ProbeRestored(restoring.wait_until_restored(&limits))
         })?;
         self.kill_namespace(source, Vec::new());
         Ok(())
     }
 
     /// Handles the result of the restore; the restored process is not needed.
-    pub(crate) fn on_probe_restored(&mut self, result: Result<Box<dyn Held>, Failure>) {
-        let result = result.map(|held| held.refuse());
+    pub(crate) fn on_probe_restored(&mut self, result: Result<Box<dyn RestoredTask>, Failure>) {
+        let result = result.map(|held| held.abort());
         self.finish_probe(result);
     }
 
@@ -199,7 +199,7 @@ impl Supervisor {
             let why = why
                 .to_string()
                 .replace(dir.as_deref().unwrap_or(PROBE_DIR_PREFIX), "its directory");
-            format!("the dump engine failed its trial here: {why}; {HOW_TO_GET}")
+            format!("the dump engine failed its trial here: {why}; {INSTALL_HINT}")
         };
         match (self.migrations.engine_status.clone(), result) {
             (EngineStatus::Probing(version), Ok(())) => {

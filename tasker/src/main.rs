@@ -101,7 +101,7 @@ fn run() -> anyhow::Result<()> {
     ignore_terminal_signals()?;
     capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
         .context("cannot give up rights")?;
-    let _notes = checkpoint::criu::KernelNotes::look();
+    let _notes = checkpoint::criu::KdatCleanup::arm();
     // The owner waits for this thread to stop the guests. It never computes for long, and its
     // children start with normal priority.
     sempa_socket::come_first();

@@ -21,7 +21,7 @@ use crate::sys;
 use crate::target::{IncomingTask, TargetStage};
 use crate::task::{Task, TaskPhase, micros};
 use crate::workers::{WorkerResult, Workers};
-use checkpoint::engine::{Cancel, DumpJob, Engine, Limits, Serving};
+use checkpoint::engine::{CallLimits, Cancel, DumpJob, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::task::RedirectAt;
@@ -453,7 +453,7 @@ impl Supervisor {
         );
         let mut limits = engine_limits(memory)?;
         if attempt.is_first {
-            limits.allowed -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
+            limits.timeout -= ENGINE_TIMEOUT_BASE - FIRST_DUMP_TIMEOUT_BASE;
         }
         let dir = attempt.dir.clone();
         let page_socket = attempt
@@ -466,8 +466,8 @@ impl Supervisor {
             processes: processes.clone(),
             dir: dir.clone(),
             pid_namespace: namespace.inode(),
-            asked_on: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
-            sent: attempt.pre_copied.clone(),
+            page_stream: page_socket.map_err(|e| Failure::Io(format!("no descriptor: {e}")))?,
+            pre_copied: attempt.pre_copied.clone(),
         };
         let dumping = engine.start_dump(job)?;
         let (cancel, pid) = (limits.cancel.clone(), dumping.engine_pid());
@@ -514,7 +514,7 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     ) {
         let Some(task) = self.tasks.get_mut(&tid) else {
             return self.send(&FromTasker::Dumped {
@@ -575,7 +575,7 @@ impl Supervisor {
         if attempt.is_first && matches!(failure, Failure::Deadline { .. }) {
             return self.restart_dump(migration, tid, attempt);
         }
-        if !engine.may_try_again(root, failure) {
+        if !engine.is_retryable(root, failure) {
             return false;
         }
         let Some(pause) = attempt
@@ -756,10 +756,10 @@ pub(crate) fn write_redirection(
 }
 
 /// Returns the time limit of a dump or restore of this size, with a new cancellation handle.
-pub(crate) fn engine_limits(bytes: u64) -> Result<Limits, Failure> {
+pub(crate) fn engine_limits(bytes: u64) -> Result<CallLimits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-    Ok(Limits {
-        allowed: ENGINE_TIMEOUT_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
+    Ok(CallLimits {
+        timeout: ENGINE_TIMEOUT_BASE + Duration::from_secs(bytes / ENGINE_BYTES_PER_SECOND),
         cancel,
     })
 }

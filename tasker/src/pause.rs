@@ -16,7 +16,7 @@ use crate::nice::{self, DeprioritizedThreads};
 use crate::stop;
 use crate::supervisor::Supervisor;
 use crate::task::{Task, TaskPhase};
-use checkpoint::criu::Pinned;
+use checkpoint::criu::FrozenThreads;
 use sempa_proto::tasker::FromTasker;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeSet;
@@ -67,7 +67,7 @@ pub(crate) enum LibraryOnly {
         /// When the program may run.
         until: Instant,
         /// Dropping it lets the program's threads run.
-        _frozen_threads: Pinned,
+        _frozen_threads: FrozenThreads,
     },
     /// The time of the library alone is over: it needs something that the program's threads hold.
     Expired,
@@ -236,7 +236,7 @@ impl Task {
 
     /// Freezes the program's threads; `None` if that is impossible. Processes that had been stopped
     /// before are left out: they do not run, and must be found in that state.
-    fn freeze_program_threads(&self) -> Option<Pinned> {
+    fn freeze_program_threads(&self) -> Option<FrozenThreads> {
         let threads = nice::program_threads(&stop::without_stopped_before(
             self.members(),
             &self.stopped_before,
@@ -244,7 +244,7 @@ impl Task {
         if threads.is_empty() {
             None
         } else {
-            Pinned::threads(threads).ok()
+            FrozenThreads::freeze(threads).ok()
         }
     }
 

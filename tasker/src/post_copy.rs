@@ -10,7 +10,9 @@ use crate::supervisor::Supervisor;
 use crate::target::TargetStage;
 use crate::task::{Task, TaskPhase};
 use crate::workers::WorkerResult;
-use checkpoint::engine::{Cancel, Limits, Missing, ReceivedPages, ServedMemory, Serving, Whole};
+use checkpoint::engine::{
+    CallLimits, Cancel, FetchCompletion, MemoryServer, ReceivedPages, ServedMemory, UffdGuard,
+};
 use nix::sys::socket::{Shutdown, shutdown};
 use sempa_proto::migration::{Failure, TaskFacts};
 use sempa_proto::tasker::FromTasker;
@@ -73,7 +75,7 @@ fn parse_mode(value: &str) -> Result<Option<ModeOverride>, &str> {
 struct ArrivingMemory {
     worker: u64,
     /// Whether any of it is missing.
-    completeness: Whole,
+    completeness: FetchCompletion,
     /// The task, once it runs.
     running_tid: Option<Tid>,
     complete: bool,
@@ -149,13 +151,13 @@ impl PostCopies {
     /// Keeps the memory of a task that is about to be killed because it runs on another host.
     pub(crate) fn keep_after_kill(&self, migration: MigrationId) {
         if let Some(memory) = self.outgoing.get(&migration) {
-            memory.outlive();
+            memory.keep_after_kill();
         }
     }
 
     /// Stops serving all memory; called when the tasker ends.
     pub(crate) fn stop_serving_all(&self) {
-        self.outgoing.values().for_each(ServedMemory::withhold);
+        self.outgoing.values().for_each(ServedMemory::stop_serving);
     }
 }
 
@@ -171,10 +173,10 @@ pub(crate) fn shut_down_socket(socket: &OwnedFd) {
     let _ = shutdown(socket.as_raw_fd(), Shutdown::Both);
 }
 
-fn limits() -> Result<Limits, Failure> {
+fn limits() -> Result<CallLimits, Failure> {
     let cancel = Cancel::new().map_err(|e| Failure::Io(format!("no descriptor: {e}")))?;
-    Ok(Limits {
-        allowed: TRANSFER_TIMEOUT,
+    Ok(CallLimits {
+        timeout: TRANSFER_TIMEOUT,
         cancel,
     })
 }
@@ -187,9 +189,9 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         tid: Tid,
-        serving: Box<dyn Serving>,
+        serving: Box<dyn MemoryServer>,
     ) -> Result<(), Failure> {
-        let (limits, memory) = (limits()?, serving.memory());
+        let (limits, memory) = (limits()?, serving.handle());
         let cancel = limits.cancel.clone();
         let work = move || WorkerResult::Served {
             migration,
@@ -214,7 +216,7 @@ impl Supervisor {
     /// Stops serving memory, because the migration was aborted or its task has exited.
     pub(crate) fn stop_serving(&self, migration: MigrationId, worker: u64) {
         if let Some(memory) = self.migrations.post_copies.outgoing.get(&migration) {
-            memory.withhold();
+            memory.stop_serving();
         }
         self.migrations.workers.cancel(worker);
     }
@@ -274,8 +276,8 @@ impl Supervisor {
             }
             None => (connect(path)?, ReceivedPages::empty()),
         };
-        let arriving = engine.start_arrival(dir, stream, store)?;
-        let (limits, pid, completeness) = (limits()?, arriving.engine_pid(), arriving.whole());
+        let arriving = engine.start_fetch(dir, stream, store)?;
+        let (limits, pid, completeness) = (limits()?, arriving.engine_pid(), arriving.completion());
         let cancel = limits.cancel.clone();
         let work = move || WorkerResult::MemoryArrived {
             migration,
@@ -350,7 +352,7 @@ impl Supervisor {
             });
         }
         let arriving = self.migrations.post_copies.arriving.get_mut(&migration);
-        let Some(arriving) = arriving.filter(|arriving| !arriving.completeness.without_more())
+        let Some(arriving) = arriving.filter(|arriving| !arriving.completeness.close_if_complete())
         else {
             return;
         };
@@ -367,7 +369,7 @@ impl Supervisor {
     pub(crate) fn on_fetch_ended(
         &mut self,
         migration: MigrationId,
-        result: Result<(), (Failure, Missing)>,
+        result: Result<(), (Failure, UffdGuard)>,
     ) {
         let Some(mut arriving) = self.migrations.post_copies.arriving.remove(&migration) else {
             return;
@@ -413,7 +415,7 @@ impl Supervisor {
 
     /// Keeps `missing` until these killed processes are dead. One of them may be in a long system
     /// call, and must not read zeros in place of the missing memory.
-    fn keep_until_dead(&mut self, missing: Missing, pids: Vec<i32>) {
+    fn keep_until_dead(&mut self, missing: UffdGuard, pids: Vec<i32>) {
         let Ok(cancel) = Cancel::new() else { return };
         let work = move || {
             let deadline = Instant::now() + EXIT_TIMEOUT;

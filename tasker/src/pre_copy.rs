@@ -233,7 +233,7 @@ impl Supervisor {
             let (stream, stop) = (stream.clone(), stop.clone());
             move || WorkerResult::PreCopied {
                 migration,
-                result: engine.send_ahead(&processes, &stream, &stop),
+                result: engine.send_pre_copy(&processes, &stream, &stop),
             }
         };
         // The worker ends when the socket is shut down; the same holds below.
@@ -304,7 +304,7 @@ impl Supervisor {
         let comes = stream.clone();
         let work = move || WorkerResult::PreCopyReceived {
             migration,
-            result: engine.take_ahead(&comes, bytes_max),
+            result: engine.receive_pre_copy(&comes, bytes_max),
         };
         self.start_uncancelled(work)?;
         self.migrations.pre_copies.incoming.insert(

@@ -11,7 +11,7 @@ use crate::sys::{self, Child};
 use crate::task::{self, Output, Task, TaskPhase};
 use crate::workers::{WorkerResult, Workers};
 use crate::written_files;
-use checkpoint::engine::{Cancel, Outside, RestoreJob};
+use checkpoint::engine::{Cancel, ExternalResources, RestoreJob};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, Redirection, StartTask};
 use sempa_proto::{MigrationId, Tid};
@@ -279,7 +279,7 @@ impl Supervisor {
         let manifest = ImageManifest::read(dir)?;
         // The images determine the rights of the restored processes, so they must belong to this
         // user.
-        checkpoint::criu::belong_to(dir, nix::unistd::geteuid().as_raw())?;
+        checkpoint::criu::check_owner(dir, nix::unistd::geteuid().as_raw())?;
         if redirection.is_some() {
             written_files::truncate_grown(&manifest.written_files)?;
         }
@@ -288,18 +288,18 @@ impl Supervisor {
         let limits = engine_limits(manifest.image_bytes())?;
         let job = RestoreJob {
             dir: dir.into(),
-            outside: Outside {
+            external: ExternalResources {
                 output_pipe: manifest.output_pipe,
             },
             pid_namespace: namespace.open().map_err(io)?,
             output: theirs,
-            memory_follows,
+            post_copy: memory_follows,
         };
         let restoring = engine.start_restore(job)?;
         let (cancel, pid) = (limits.cancel.clone(), restoring.engine_pid());
         // The images contain a stopped task, so it stays stopped when the engine releases it.
         let build = move || {
-            let built = restoring.hold(&limits).and_then(|held| {
+            let built = restoring.wait_until_restored(&limits).and_then(|held| {
                 let process = held.pid();
                 held.release(&limits).map(|()| process)
             });

@@ -6,7 +6,7 @@
 
 use crate::feasibility::Requester;
 use crate::file_transfer::PlacedFiles;
-use checkpoint::engine::{Cancel, Held, Missing, ReceivedPages, SentPages, Serving};
+use checkpoint::engine::{Cancel, MemoryServer, ReceivedPages, RestoredTask, SentPages, UffdGuard};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Verdict};
 use sempa_proto::tasker::DumpReport;
@@ -27,7 +27,7 @@ pub(crate) enum WorkerResult {
         migration: MigrationId,
         tid: Tid,
         /// The report, and the server of memory that is not in the images.
-        result: Result<(DumpReport, Option<Box<dyn Serving>>), Failure>,
+        result: Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>,
     },
     /// Pre-copying the memory of a running task has ended, at the source.
     PreCopied {
@@ -50,7 +50,7 @@ pub(crate) enum WorkerResult {
     /// The post-copied memory of a restored task is complete, or the rest will not arrive.
     MemoryArrived {
         migration: MigrationId,
-        result: Result<(), (Failure, Missing)>,
+        result: Result<(), (Failure, UffdGuard)>,
     },
     /// Processes that were killed because their memory is lost are dead.
     KilledProcessesGone,
@@ -90,7 +90,7 @@ pub(crate) enum WorkerResult {
     /// The dump of the probe.
     ProbeDumped(Result<DumpReport, Failure>),
     /// The restore of the probe.
-    ProbeRestored(Result<Box<dyn Held>, Failure>),
+    ProbeRestored(Result<Box<dyn RestoredTask>, Failure>),
 }
 
 /// A running worker as the loop knows it.

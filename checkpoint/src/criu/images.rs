@@ -13,24 +13,24 @@ use std::path::Path;
 
 pub(super) const INVENTORY: &str = "inventory.img";
 /// Prefix of the names of pagemaps.
-pub(super) const MAP: &str = "pagemap-";
+pub(super) const PAGEMAP_PREFIX: &str = "pagemap-";
 /// Length of the magic number: eight bytes, in the inventory four.
-pub(super) const KIND: usize = 8;
-pub(super) const KIND_OF_INVENTORY: usize = 4;
+pub(super) const MAGIC_BYTES: usize = 8;
+pub(super) const INVENTORY_MAGIC_BYTES: usize = 4;
 /// Field numbers of `pagemap_entry`: address; number of pages until CRIU 4; true if the pages are
 /// in a parent image; flags; number of pages since CRIU 4.
 const MAP_ADDRESS: u32 = 1;
-const MAP_PAGES_BEFORE: u32 = 2;
+const MAP_PAGES_COMPAT: u32 = 2;
 const MAP_IN_PARENT: u32 = 3;
 const MAP_FLAGS: u32 = 4;
 const MAP_PAGES: u32 = 5;
-/// PE_LAZY: the pages are transferred on request.
-const LAZY: u64 = 1 << 1;
-/// PE_PRESENT: the pages are in the file of pages.
-const PRESENT: u64 = 1 << 2;
+/// The pages are transferred on request.
+const PE_LAZY: u64 = 1 << 1;
+/// The pages are in the file of pages.
+const PE_PRESENT: u64 = 1 << 2;
 
 /// Maximum number of pages of one lazy entry, as in CRIU.
-const PORTION_PAGES: u64 = 512;
+const LAZY_ENTRY_PAGES_MAX: u64 = 512;
 
 /// The varint fields of an entry: field number and value.
 pub(super) type Fields = Vec<(u32, u64)>;
@@ -53,15 +53,15 @@ fn read(dir: &Path, name: &str) -> Result<Vec<u8>, Failure> {
 /// Returns the entries of an image: their varint fields, and their bytes including the length.
 fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Failure> {
     let short = || {
-        wrong(
+        damaged(
             name,
             &format!("ends within an entry, at {} bytes", file.len()),
         )
     };
     let kind = if name == INVENTORY {
-        KIND_OF_INVENTORY
+        INVENTORY_MAGIC_BYTES
     } else {
-        KIND
+        MAGIC_BYTES
     };
     let mut rest = file.get(kind..).ok_or_else(short)?;
     let mut all = Vec::new();
@@ -69,7 +69,8 @@ fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Fail
         let (length, behind) = rest.split_first_chunk().ok_or_else(short)?;
         let length = u32::from_le_bytes(*length) as usize;
         let (entry, _) = behind.split_at_checked(length).ok_or_else(short)?;
-        let fields = numbers(entry).map_err(|e| wrong(name, &format!("is damaged: {e}")))?;
+        let fields =
+            varint_fields(entry).map_err(|e| damaged(name, &format!("is damaged: {e}")))?;
         let (whole, behind) = rest.split_at(rest.len() - behind.len() + length);
         all.push((fields, whole));
         rest = behind;
@@ -77,7 +78,7 @@ fn parse<'a>(file: &'a [u8], name: &str) -> Result<Vec<(Fields, &'a [u8])>, Fail
     Ok(all)
 }
 
-pub(super) fn first(fields: &Fields, wanted: u32) -> Option<u64> {
+pub(super) fn first_value(fields: &Fields, wanted: u32) -> Option<u64> {
     fields
         .iter()
         .find(|(field, _)| *field == wanted)
@@ -88,7 +89,7 @@ pub(super) fn first(fields: &Fields, wanted: u32) -> Option<u64> {
 ///
 /// # Errors
 /// The bytes are not a message.
-pub(super) fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
+pub(super) fn varint_fields(entry: &[u8]) -> protobuf::Result<Fields> {
     // `Empty` knows no fields, so all fields of the message are unknown fields of it.
     let message = Empty::parse_from_bytes(entry)?;
     let number = |(field, value)| match value {
@@ -105,31 +106,31 @@ pub(super) fn numbers(entry: &[u8]) -> protobuf::Result<Fields> {
 
 /// A run of pages in a pagemap.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pages {
+pub(super) struct PageRun {
     /// Address in the task's memory.
     pub(super) address: u64,
-    pub(super) number: u64,
+    pub(super) count: u64,
     /// The pages are in the file of pages.
     pub(super) present: bool,
     /// The pages are lazy: not in the file, but transferred on request.
-    pub(super) missing: bool,
+    pub(super) lazy: bool,
 }
 
-impl Pages {
+impl PageRun {
     /// Decodes an entry of a pagemap. The first entry of a pagemap is a header and must not be
     /// passed.
-    pub(super) fn of(entry: &Fields) -> Pages {
-        let flags = first(entry, MAP_FLAGS);
-        let before = first(entry, MAP_PAGES_BEFORE).unwrap_or_default();
+    pub(super) fn decode(entry: &Fields) -> PageRun {
+        let flags = first_value(entry, MAP_FLAGS);
+        let before = first_value(entry, MAP_PAGES_COMPAT).unwrap_or_default();
         let present = match flags {
-            Some(flags) => flags & PRESENT != 0,
-            None => first(entry, MAP_IN_PARENT).unwrap_or_default() == 0,
+            Some(flags) => flags & PE_PRESENT != 0,
+            None => first_value(entry, MAP_IN_PARENT).unwrap_or_default() == 0,
         };
-        Pages {
-            address: first(entry, MAP_ADDRESS).unwrap_or_default(),
-            number: first(entry, MAP_PAGES).unwrap_or(before),
+        PageRun {
+            address: first_value(entry, MAP_ADDRESS).unwrap_or_default(),
+            count: first_value(entry, MAP_PAGES).unwrap_or(before),
             present,
-            missing: !present && flags.unwrap_or_default() & LAZY != 0,
+            lazy: !present && flags.unwrap_or_default() & PE_LAZY != 0,
         }
     }
 }
@@ -138,11 +139,11 @@ impl Pages {
 ///
 /// # Errors
 /// It cannot be read or is truncated.
-pub(super) fn pages_of(dir: &Path, number: u64) -> Result<Vec<Pages>, Failure> {
-    Ok(entries(dir, &map_name(number))?
+pub(super) fn read_pagemap(dir: &Path, number: u64) -> Result<Vec<PageRun>, Failure> {
+    Ok(entries(dir, &pagemap_name(number))?
         .iter()
         .skip(1)
-        .map(Pages::of)
+        .map(PageRun::decode)
         .collect())
 }
 
@@ -151,38 +152,38 @@ pub(super) fn pages_of(dir: &Path, number: u64) -> Result<Vec<Pages>, Failure> {
 ///
 /// # Errors
 /// The pagemap cannot be read or written, or is truncated.
-pub(super) fn note_missing(
+pub(super) fn add_lazy_pages(
     dir: &Path,
     number: u64,
     stretches: &[(u64, u64)],
 ) -> Result<(), Failure> {
-    let name = map_name(number);
+    let name = pagemap_name(number);
     let file = read(dir, &name)?;
     let entries = parse(&file, &name)?;
     let Some(((_, head), known)) = entries.split_first() else {
-        return Err(wrong(&name, "is empty"));
+        return Err(damaged(&name, "is empty"));
     };
-    let mut whole = [&file[..KIND], head].concat();
+    let mut whole = [&file[..MAGIC_BYTES], head].concat();
     let mut known = known.iter().peekable();
     for (address, pages) in stretches.iter().flat_map(|stretch| portions(*stretch)) {
         while let Some((_, bytes)) =
-            known.next_if(|(fields, _)| Pages::of(fields).address < address)
+            known.next_if(|(fields, _)| PageRun::decode(fields).address < address)
         {
             whole.extend_from_slice(bytes);
         }
-        whole.extend(missing_entry(address, pages));
+        whole.extend(encode_lazy_entry(address, pages));
     }
     known.for_each(|(_, bytes)| whole.extend_from_slice(bytes));
     fs::write(dir.join(&name), whole).map_err(|e| Failure::Io(format!("cannot change {name}: {e}")))
 }
 
-fn map_name(number: u64) -> String {
-    format!("{MAP}{number}.img")
+fn pagemap_name(number: u64) -> String {
+    format!("{PAGEMAP_PREFIX}{number}.img")
 }
 
 /// Splits a range into portions for lazy entries: address and number of pages.
 fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
-    let bytes = PORTION_PAGES * page_size();
+    let bytes = LAZY_ENTRY_PAGES_MAX * page_size();
     let first = std::iter::successors(Some(start), move |at| at.checked_add(bytes));
     first
         .take_while(move |at| *at < end)
@@ -191,23 +192,23 @@ fn portions((start, end): (u64, u64)) -> impl Iterator<Item = (u64, u64)> {
 
 /// Encodes a pagemap entry for lazy pages. The number of pages is written for CRIU before and since
 /// version 4.
-fn missing_entry(address: u64, pages: u64) -> Vec<u8> {
+fn encode_lazy_entry(address: u64, pages: u64) -> Vec<u8> {
     let fields = [
         (MAP_ADDRESS, address),
-        (MAP_PAGES_BEFORE, pages),
-        (MAP_FLAGS, LAZY),
+        (MAP_PAGES_COMPAT, pages),
+        (MAP_FLAGS, PE_LAZY),
         (MAP_PAGES, pages),
     ];
     let mut message = Vec::new();
     for (field, number) in fields {
         message.push((field << 3) as u8);
-        varint(&mut message, number);
+        write_varint(&mut message, number);
     }
     [&(message.len() as u32).to_le_bytes()[..], &message].concat()
 }
 
 /// Encodes a protobuf varint: seven bits per byte, the lowest first.
-fn varint(out: &mut Vec<u8>, mut number: u64) {
+fn write_varint(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         out.push(number as u8 | 0x80);
         number >>= 7;
@@ -215,7 +216,7 @@ fn varint(out: &mut Vec<u8>, mut number: u64) {
     out.push(number as u8);
 }
 
-pub(super) fn wrong(name: &str, what: &str) -> Failure {
+pub(super) fn damaged(name: &str, what: &str) -> Failure {
     Failure::Images(format!("{name} {what}"))
 }
 
@@ -231,14 +232,14 @@ mod tests {
             let mut message = Vec::new();
             for (field, number) in fields {
                 message.push((field << 3) as u8);
-                varint(&mut message, *number);
+                write_varint(&mut message, *number);
             }
             [&(message.len() as u32).to_le_bytes()[..], &message].concat()
         };
         let present = |address, pages| {
             entry(&[
                 (MAP_ADDRESS, address),
-                (MAP_FLAGS, PRESENT),
+                (MAP_FLAGS, PE_PRESENT),
                 (MAP_PAGES, pages),
             ])
         };
@@ -250,7 +251,7 @@ mod tests {
         .concat();
         fs::write(
             dir.path().join("pagemap-2.img"),
-            [&[7; KIND][..], &known].concat(),
+            [&[7; MAGIC_BYTES][..], &known].concat(),
         )
         .expect("written");
         let stretches = [
@@ -258,11 +259,11 @@ mod tests {
             (100 * page, 1100 * page),
             (6000 * page, 6001 * page),
         ];
-        note_missing(dir.path(), 2, &stretches).expect("it is whole");
-        let all = pages_of(dir.path(), 2).expect("readable");
+        add_lazy_pages(dir.path(), 2, &stretches).expect("it is whole");
+        let all = read_pagemap(dir.path(), 2).expect("readable");
         let said: Vec<_> = all
             .iter()
-            .map(|of| (of.address / page, of.number, of.present, of.missing))
+            .map(|of| (of.address / page, of.count, of.present, of.lazy))
             .collect();
         let expected = [
             (1, 3, false, true),
@@ -273,7 +274,7 @@ mod tests {
             (6000, 1, false, true),
         ];
         assert_eq!(said, expected);
-        fs::write(dir.path().join("pagemap-2.img"), [7; KIND]).expect("written");
-        assert!(note_missing(dir.path(), 2, &stretches).is_err());
+        fs::write(dir.path().join("pagemap-2.img"), [7; MAGIC_BYTES]).expect("written");
+        assert!(add_lazy_pages(dir.path(), 2, &stretches).is_err());
     }
 }

@@ -23,38 +23,39 @@
 //! | Missing pages become zeros when `criu lazy-pages` dies | `uffd_keeper`: copies of the userfaultfd descriptors |
 //! | CRIU may report success although its images are truncated | `image_check` |
 
-mod ahead;
-mod arrival;
-mod complete;
-mod crossing;
+mod criu_log;
+mod dump_lock;
+mod image_check;
+mod image_owner;
 mod images;
-mod log;
-mod notes;
+mod kdat;
+mod lazy_pages_daemon;
+mod lazy_pages_filter;
 mod options;
-mod owner;
+mod page_server;
+mod page_server_wire;
 mod pagemap;
-mod pinned;
-mod precopy;
+mod pre_copy;
+mod prefetch;
 mod process;
 mod ptrace;
-mod relay;
-mod rescue;
-mod serving;
+mod ptrace_relay;
+mod thread_freezer;
+mod trap_cleanup;
 mod uffd_keeper;
-mod withheld;
-mod words;
 
-pub use notes::KernelNotes;
-pub use owner::belong_to;
-pub use pinned::Pinned;
-pub use precopy::acknowledge as acknowledge_pre_copy;
+pub use image_owner::check_owner;
+pub use kdat::KdatCleanup;
+pub use pre_copy::acknowledge as acknowledge_pre_copy;
+pub use thread_freezer::FrozenThreads;
 
 use crate::engine::{
-    Arriving, Checking, DumpJob, Dumping, Engine, Held, Limits, PreCopyStop, ReceivedPages,
-    RestoreJob, Restoring, SentPages, Serving,
+    CallLimits, DumpJob, Engine, MemoryFetch, MemoryServer, PostCopyCheck, PreCopyStop,
+    ReceivedPages, RestoreJob, RestoredTask, RunningDump, RunningRestore, SentPages,
 };
+use lazy_pages_filter::LazyPages;
 use nix::fcntl::{FallocateFlags, fallocate};
-use process::{Program, Swrk, Word};
+use process::{CriuCommand, Swrk, SwrkMessage};
 use sempa_proto::migration::Failure;
 use sempa_proto::tasker::DumpReport;
 use std::ffi::OsString;
@@ -64,16 +65,15 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
-use withheld::Withheld;
 
 /// Paths where CRIU is looked for, after SEMPA_CRIU and before PATH.
-const USUAL_PLACES: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
+const DEFAULT_PATHS: [&str; 2] = ["/opt/sempa/criu/sbin/criu", "/opt/criu/sbin/criu"];
 /// Advice in error messages: how to get a working engine.
-pub const HOW_TO_GET: &str = "get one with `cargo xtask criu`, which is found within five minutes, or start the daemon with \
+pub const INSTALL_HINT: &str = "get one with `cargo xtask criu`, which is found within five minutes, or start the daemon with \
      SEMPA_CRIU set to the path of a working criu";
 
 /// Time that a canceled dump may take to end regularly before it is killed.
-const CALLED_OFF_GRACE: Duration = Duration::from_secs(2);
+const CANCEL_GRACE_TIMEOUT: Duration = Duration::from_secs(2);
 
 const DUMP_LOG: &str = "dump.log";
 const RESTORE_LOG: &str = "restore.log";
@@ -81,7 +81,7 @@ const CHECK_LOG: &str = "check.log";
 /// Name of the file that receives CRIU's standard error, which it uses until its log is open.
 const STDERR: &str = "criu.stderr";
 /// Name of a temporary file that tests whether the file system can punch holes.
-const HOLE: &str = "hole";
+const HOLE_TEST_FILE: &str = "hole";
 
 /// An installed CRIU program.
 #[derive(Clone, Debug)]
@@ -108,7 +108,7 @@ impl Criu {
         }
         let path = env("PATH").unwrap_or_default();
         let in_path = std::env::split_paths(&path).map(|dir| dir.join("criu"));
-        USUAL_PLACES
+        DEFAULT_PATHS
             .iter()
             .map(PathBuf::from)
             .chain(in_path)
@@ -116,8 +116,8 @@ impl Criu {
             .map(|program| Criu { program })
             .ok_or_else(|| {
                 format!(
-                    "no dump engine in {} or PATH: {HOW_TO_GET}",
-                    USUAL_PLACES.join(", ")
+                    "no dump engine in {} or PATH: {INSTALL_HINT}",
+                    DEFAULT_PATHS.join(", ")
                 )
             })
     }
@@ -161,135 +161,142 @@ impl Engine for Criu {
     fn probe(&self) -> Result<String, String> {
         process::version(&self.program).map_err(|why| {
             format!(
-                "the dump engine {} does not run: {why}; {HOW_TO_GET}",
+                "the dump engine {} does not run: {why}; {INSTALL_HINT}",
                 self.program.display()
             )
         })
     }
 
-    fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure> {
+    fn start_dump(&self, job: DumpJob) -> Result<Box<dyn RunningDump>, Failure> {
         // Both are optional: without them the dump is equally good, but an engine that is killed
         // may damage the task.
-        let before = rescue::Snapshot::take(&job.processes).ok();
-        let (relay, ends) = relay::Relay::start(job.pid, &job.processes).ok().unzip();
-        let mut inherit = ends
+        let task_snapshot = trap_cleanup::TaskSnapshot::take(&job.processes).ok();
+        let (relay, criu_end) = ptrace_relay::Relay::start(job.pid, &job.processes)
+            .ok()
+            .unzip();
+        let mut inherit = criu_end
             .as_ref()
-            .map_or(Vec::new(), |ends| ends.descriptors().to_vec());
-        let mut variables = ends.as_ref().map_or(Vec::new(), relay::Ends::variables);
+            .map_or(Vec::new(), |criu_end| criu_end.descriptors().to_vec());
+        let mut variables = criu_end
+            .as_ref()
+            .map_or(Vec::new(), ptrace_relay::CriuEnd::environment);
         let unknown = |e| Failure::Engine(format!("nobody knows which memory could follow: {e}"));
-        let follows = job
-            .asked_on
+        let post_copy = job
+            .page_stream
             .as_ref()
-            .map(|_| Withheld::of(&job.processes))
+            .map(|_| LazyPages::choose(&job.processes))
             .transpose()
             .map_err(unknown)?;
-        let list = follows
+        let list = post_copy
             .as_ref()
-            .map(Withheld::list)
+            .map(LazyPages::filter_list)
             .transpose()
             .map_err(unknown)?;
         inherit.extend(&list);
-        variables.extend(list.as_ref().map(relay::withheld));
+        variables.extend(list.as_ref().map(ptrace_relay::hidden_areas_variable));
         let request = |images| options::dump(&job, images, DUMP_LOG);
         let mut swrk = self.start(&job.dir, DUMP_LOG, &inherit, &variables, request)?;
-        swrk.hurry();
-        swrk.end_by_itself_within(CALLED_OFF_GRACE);
-        let follows = follows.zip(job.asked_on.map(Arc::new));
-        Ok(Box::new(Dump {
+        swrk.raise_priority();
+        swrk.set_cancel_grace(CANCEL_GRACE_TIMEOUT);
+        let post_copy = post_copy.zip(job.page_stream.map(Arc::new));
+        Ok(Box::new(CriuDump {
             swrk,
             relay,
             dir: job.dir,
-            before,
-            follows,
-            sent: job.sent,
+            task_snapshot,
+            post_copy,
+            pre_copied: job.pre_copied,
         }))
     }
 
-    fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure> {
+    fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure> {
         let unknown = |e| {
             Failure::Engine(format!(
                 "the kernel does not tell which memory is there: {e}"
             ))
         };
-        withheld::possible().map_err(unknown)?;
+        lazy_pages_filter::check_pagemap_scan().map_err(unknown)?;
         let io = |e: std::io::Error| Failure::Io(format!("no descriptor for the engine: {e}"));
-        let (loaded, tells) = std::io::pipe().map_err(io)?;
-        let (library, tells) = (relay::library().map_err(io)?, OwnedFd::from(tells));
+        let (library_loaded, tells) = std::io::pipe().map_err(io)?;
+        let (library, tells) = (
+            ptrace_relay::library_file().map_err(io)?,
+            OwnedFd::from(tells),
+        );
         let arguments = ["check", "--feature", "uffd-noncoop"]
             .into_iter()
             .map(AsRef::as_ref);
         let inherit = [library.as_fd(), tells.as_fd()];
-        let program = Program::start(
+        let program = CriuCommand::start(
             &self.program,
             arguments,
             dir,
             &inherit,
-            &relay::tells_of_loading(&library, &tells),
+            &ptrace_relay::load_report_variables(&library, &tells),
         )?;
-        Ok(Box::new(Check {
+        Ok(Box::new(CriuPostCopyCheck {
             program,
             log: dir.join(CHECK_LOG),
-            loaded,
+            library_loaded,
         }))
     }
 
-    fn may_try_again(&self, root: i32, failure: &Failure) -> bool {
-        crossing::may_try_again(root, failure)
+    fn is_retryable(&self, root: i32, failure: &Failure) -> bool {
+        dump_lock::is_retryable(root, failure)
     }
 
-    fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure> {
+    fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn RunningRestore>, Failure> {
         let inherit = [&job.pid_namespace, &job.output];
         // With hole punching, images in a memory file system and the restored task never need twice
         // the memory: CRIU frees each page of the image after reading it.
-        let uses_up = can_shrink(&job.dir);
+        let uses_up = can_punch_holes(&job.dir);
         let request = |images| options::restore(&job, images, RESTORE_LOG, uses_up);
         let swrk = self.start(&job.dir, RESTORE_LOG, &inherit, &[], request)?;
-        Ok(Box::new(Restore { swrk }))
+        Ok(Box::new(CriuRestore { swrk }))
     }
 
-    fn send_ahead(
+    fn send_pre_copy(
         &self,
         processes: &[i32],
         stream: &OwnedFd,
         stop: &PreCopyStop,
     ) -> Result<SentPages, Failure> {
-        precopy::send(processes, stream, stop)
+        pre_copy::send(processes, stream, stop)
     }
 
-    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure> {
-        precopy::receive(stream, bytes_max)
+    fn receive_pre_copy(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure> {
+        pre_copy::receive(stream, bytes_max)
     }
 
-    fn start_arrival(
+    fn start_fetch(
         &self,
         dir: &Path,
-        ask_on: OwnedFd,
-        ahead: ReceivedPages,
-    ) -> Result<Box<dyn Arriving>, Failure> {
-        Ok(Box::new(arrival::Arrival::start(
+        page_stream: OwnedFd,
+        pre_copied: ReceivedPages,
+    ) -> Result<Box<dyn MemoryFetch>, Failure> {
+        Ok(Box::new(lazy_pages_daemon::LazyPagesDaemon::start(
             &self.program,
             dir,
-            ask_on,
-            ahead,
+            page_stream,
+            pre_copied,
         )?))
     }
 }
 
-struct Check {
-    program: Program,
+struct CriuPostCopyCheck {
+    program: CriuCommand,
     log: PathBuf,
     /// Receives one byte when CRIU has loaded our library; end of file when CRIU has exited.
-    loaded: PipeReader,
+    library_loaded: PipeReader,
 }
 
-impl Checking for Check {
+impl PostCopyCheck for CriuPostCopyCheck {
     fn engine_pid(&self) -> i32 {
         self.program.pid()
     }
 
-    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
+    fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
         self.program.finish(limits, &self.log)?;
-        match self.loaded.read(&mut [0]) {
+        match self.library_loaded.read(&mut [0]) {
             Ok(1) => Ok(()),
             _ => Err(Failure::Engine(
                 "the engine does not load the libraries by which memory follows: is it linked statically?".into(),
@@ -298,78 +305,82 @@ impl Checking for Check {
     }
 }
 
-struct Dump {
+struct CriuDump {
     // Field order matters: CRIU must have ended before the relay is dropped.
     swrk: Swrk,
-    relay: Option<relay::Relay>,
+    relay: Option<ptrace_relay::Relay>,
     dir: PathBuf,
     /// State of the task before the dump, to undo CRIU's changes.
-    before: Option<rescue::Snapshot>,
+    task_snapshot: Option<trap_cleanup::TaskSnapshot>,
     /// With post-copy: the memory that is not in the images, and the stream on which the target
     /// will request it.
-    follows: Option<(Withheld, Arc<OwnedFd>)>,
+    post_copy: Option<(LazyPages, Arc<OwnedFd>)>,
     /// Pages that the target already has.
-    sent: Option<Arc<SentPages>>,
+    pre_copied: Option<Arc<SentPages>>,
 }
 
-impl Dump {
+impl CriuDump {
     /// Waits until CRIU has exited, then completes and checks the images.
-    fn wait_for_images(&mut self, limits: &Limits) -> Result<(), Failure> {
+    fn finish_images(&mut self, limits: &CallLimits) -> Result<(), Failure> {
         self.swrk.finish(limits)?;
-        if let Some((withheld, _)) = &self.follows {
-            withheld.note_in(&self.dir)?;
+        if let Some((lazy_pages, _)) = &self.post_copy {
+            lazy_pages.add_to_images(&self.dir)?;
         }
-        complete::check(&self.dir)
+        image_check::check(&self.dir)
     }
 }
 
-impl Dumping for Dump {
+impl RunningDump for CriuDump {
     fn engine_pid(&self) -> i32 {
         self.swrk.pid()
     }
 
     fn finish(
         mut self: Box<Self>,
-        limits: &Limits,
-    ) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure> {
-        let done = self.wait_for_images(limits);
+        limits: &CallLimits,
+    ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure> {
+        let done = self.finish_images(limits);
         if done.is_err() {
             self.swrk.kill();
         }
         // When this returns, everything that CRIU left pending for the task is removed and the task
         // is stopped.
         drop(self.relay.take());
-        if let (Err(why), Some(before)) = (&done, &self.before) {
-            before.put_back_if(why);
+        if let (Err(why), Some(before)) = (&done, &self.task_snapshot) {
+            before.restore_after(why);
         }
         done?;
         // The logs matter only after a failure. The images are transferred without them.
         for log in [DUMP_LOG, STDERR] {
             let _ = std::fs::remove_file(self.dir.join(log));
         }
-        let report = measure(&self.dir);
+        let report = count_files(&self.dir);
         let report =
             report.map_err(|e| Failure::Io(format!("cannot read {}: {e}", self.dir.display())))?;
-        let sent = self.sent.take();
-        let serve = |(withheld, asked_on)| {
-            Ok(Box::new(serving::Serve::start(withheld, asked_on, sent)?) as Box<dyn Serving>)
+        let sent = self.pre_copied.take();
+        let server = |(lazy_pages, page_stream)| {
+            Ok(Box::new(page_server::PageServer::start(
+                lazy_pages,
+                page_stream,
+                sent,
+            )?) as Box<dyn MemoryServer>)
         };
-        Ok((report, self.follows.take().map(serve).transpose()?))
+        Ok((report, self.post_copy.take().map(server).transpose()?))
     }
 }
 
 /// True if parts of files in this directory can be freed (`FALLOC_FL_PUNCH_HOLE`). CRIU treats a
 /// failure to do so as its own failure.
-fn can_shrink(dir: &Path) -> bool {
+fn can_punch_holes(dir: &Path) -> bool {
     let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-    let path = dir.join(HOLE);
+    let path = dir.join(HOLE_TEST_FILE);
     let shrinks = File::create(&path).is_ok_and(|file| fallocate(&file, flags, 0, 1).is_ok());
     let _ = std::fs::remove_file(path);
     shrinks
 }
 
 /// Returns number and size of the files in a directory.
-fn measure(dir: &Path) -> std::io::Result<DumpReport> {
+fn count_files(dir: &Path) -> std::io::Result<DumpReport> {
     let mut report = DumpReport::default();
     for entry in std::fs::read_dir(dir)? {
         let meta = entry?.metadata()?;
@@ -381,26 +392,29 @@ fn measure(dir: &Path) -> std::io::Result<DumpReport> {
     Ok(report)
 }
 
-struct Restore {
+struct CriuRestore {
     swrk: Swrk,
 }
 
-impl Restoring for Restore {
+impl RunningRestore for CriuRestore {
     fn engine_pid(&self) -> i32 {
         self.swrk.pid()
     }
 
-    fn hold(mut self: Box<Self>, limits: &Limits) -> Result<Box<dyn Held>, Failure> {
+    fn wait_until_restored(
+        mut self: Box<Self>,
+        limits: &CallLimits,
+    ) -> Result<Box<dyn RestoredTask>, Failure> {
         loop {
-            match self.swrk.hear(limits)? {
-                Word::Notify { script, pid } if script == "post-restore" => {
-                    return Ok(Box::new(HeldTask {
+            match self.swrk.receive(limits)? {
+                SwrkMessage::Notify { script, pid } if script == "post-restore" => {
+                    return Ok(Box::new(CriuRestoredTask {
                         swrk: self.swrk,
                         pid,
                     }));
                 }
-                Word::Notify { .. } => self.swrk.answer(true),
-                Word::Done => {
+                SwrkMessage::Notify { .. } => self.swrk.acknowledge(true),
+                SwrkMessage::Done => {
                     let why = "the engine let the task run without asking".to_string();
                     self.swrk.kill();
                     return Err(Failure::Engine(why));
@@ -410,23 +424,23 @@ impl Restoring for Restore {
     }
 }
 
-struct HeldTask {
+struct CriuRestoredTask {
     swrk: Swrk,
     pid: i32,
 }
 
-impl Held for HeldTask {
+impl RestoredTask for CriuRestoredTask {
     fn pid(&self) -> i32 {
         self.pid
     }
 
-    fn release(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
-        self.swrk.begin();
-        self.swrk.answer(true);
+    fn release(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
+        self.swrk.restart_timeout();
+        self.swrk.acknowledge(true);
         self.swrk.finish(limits)
     }
 
-    fn refuse(mut self: Box<Self>) {
+    fn abort(mut self: Box<Self>) {
         // The caller kills the init of the namespace that contains what CRIU has built, so CRIU
         // need not clean up.
         self.swrk.kill();
@@ -458,9 +472,9 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         // Whether holes are supported depends on the file system under test. A directory that does
         // not exist never supports them.
-        can_shrink(dir.path());
+        can_punch_holes(dir.path());
         assert_eq!(std::fs::read_dir(dir.path()).expect("readable").count(), 0);
-        assert!(!can_shrink(&dir.path().join("none")));
+        assert!(!can_punch_holes(&dir.path().join("none")));
     }
 
     /// Probing a program that is not CRIU fails with its path and an advice.

@@ -55,7 +55,7 @@ pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool)
     let mut opts = common(images, log);
     opts.rst_sibling = Some(true);
     opts.auto_dedup = Some(uses_up);
-    opts.lazy_pages = job.memory_follows.then_some(true);
+    opts.lazy_pages = job.post_copy.then_some(true);
     let mut inherit = |key: String, fd: RawFd| {
         let mut entry = Inherit_fd::new();
         entry.key = Some(key);
@@ -64,7 +64,7 @@ pub(super) fn restore(job: &RestoreJob, images: RawFd, log: &str, uses_up: bool)
     };
     inherit(NAMESPACE_KEY.to_string(), job.pid_namespace.as_raw_fd());
     inherit(
-        format!("pipe:[{}]", job.outside.output_pipe),
+        format!("pipe:[{}]", job.external.output_pipe),
         job.output.as_raw_fd(),
     );
     encode(Criu_req_type::RESTORE, opts)

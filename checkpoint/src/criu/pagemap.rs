@@ -15,13 +15,13 @@ struct Scan {
     start: u64,
     end: u64,
     walk_end: u64,
-    found: u64,
-    found_max: u64,
+    regions: u64,
+    regions_max: u64,
     pages_max: u64,
     inverted: u64,
     all_of: u64,
     any_of: u64,
-    told: u64,
+    returned: u64,
 }
 
 /// Adjacent pages of the same categories: `struct page_region` of linux/fs.h.
@@ -34,19 +34,18 @@ struct Region {
 }
 
 /// The request code: `_IOWR('f', 16, struct pm_scan_arg)`.
-const SCAN: libc::c_ulong =
+const PAGEMAP_SCAN: libc::c_ulong =
     3 << 30 | (size_of::<Scan>() as libc::c_ulong) << 16 | (b'f' as libc::c_ulong) << 8 | 16;
-const PRESENT: u64 = 1 << 3;
-const SWAPPED: u64 = 1 << 4;
-/// The shared page of zeros, which is mapped where memory was read but never written
-/// (PAGE_IS_PFNZERO).
-const ZERO: u64 = 1 << 5;
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+/// The shared page of zeros, which is mapped where memory was read but never written.
+const PAGE_IS_PFNZERO: u64 = 1 << 5;
 /// Maximum number of regions that one call returns.
-const REGIONS: usize = 512;
+const REGIONS_MAX: usize = 512;
 
 /// Selects pages to find.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Wanted {
+pub(super) enum PageFilter {
     /// All pages that the process has written, including swapped-out ones.
     All,
     /// Without swapped-out pages.
@@ -58,37 +57,37 @@ pub(super) enum Wanted {
 ///
 /// # Errors
 /// The process has exited, or the kernel does not know the call (ENOTTY).
-pub(super) fn present(
+pub(super) fn scan_pages(
     map: &File,
     (start, end): (u64, u64),
-    wanted: Wanted,
+    wanted: PageFilter,
 ) -> io::Result<Vec<(u64, u64)>> {
-    let any_of = if wanted == Wanted::All {
-        PRESENT | SWAPPED
+    let any_of = if wanted == PageFilter::All {
+        PAGE_IS_PRESENT | PAGE_IS_SWAPPED
     } else {
-        PRESENT
+        PAGE_IS_PRESENT
     };
     let mut all: Vec<(u64, u64)> = Vec::new();
     let mut at = start;
     while at < end {
-        let mut found = [Region::default(); REGIONS];
+        let mut found = [Region::default(); REGIONS_MAX];
         let mut scan = Scan {
             size: size_of::<Scan>() as u64,
             start: at,
             end,
-            found: found.as_mut_ptr() as u64,
-            found_max: REGIONS as u64,
-            inverted: ZERO,
-            all_of: ZERO,
+            regions: found.as_mut_ptr() as u64,
+            regions_max: REGIONS_MAX as u64,
+            inverted: PAGE_IS_PFNZERO,
+            all_of: PAGE_IS_PFNZERO,
             any_of,
             // No categories are returned, so adjacent pages form one region whether they are
             // swapped out or not.
-            told: ZERO,
+            returned: PAGE_IS_PFNZERO,
             ..Scan::default()
         };
         // SAFETY: the kernel reads and writes `scan`, whose size it is given, and writes at most
-        // `found_max` regions at `found`. Both live until the call returns.
-        let regions = unsafe { libc::ioctl(map.as_raw_fd(), SCAN, &raw mut scan) };
+        // `regions_max` regions at `regions`. Both live until the call returns.
+        let regions = unsafe { libc::ioctl(map.as_raw_fd(), PAGEMAP_SCAN, &raw mut scan) };
         let regions = usize::try_from(regions).map_err(|_| io::Error::last_os_error())?;
         for region in found.iter().take(regions) {
             match all.last_mut() {
@@ -122,10 +121,10 @@ mod tests {
         assert_eq!(std::hint::black_box(&*memory)[page], 0);
         let own = File::open("/proc/self/pagemap").expect("everybody may read his own");
         let all = (start, start + (page * pages) as u64);
-        let found = present(&own, all, Wanted::InMemory).expect("Linux 6.7");
+        let found = scan_pages(&own, all, PageFilter::InMemory).expect("Linux 6.7");
         assert_eq!(
             found,
-            present(&own, all, Wanted::All).expect("Linux 6.7"),
+            scan_pages(&own, all, PageFilter::All).expect("Linux 6.7"),
             "nothing is swapped out"
         );
         assert_eq!(

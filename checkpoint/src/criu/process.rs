@@ -1,11 +1,11 @@
-//! Processes of CRIU: [`Swrk`] for requests over a socket, [`Program`] for command lines.
+//! Processes of CRIU: [`Swrk`] for requests over a socket, [`CriuCommand`] for command lines.
 //!
 //! Each runs in its own process group, which is killed as a whole. It is never waited for without a
 //! deadline.
 #![allow(unsafe_code)] // What a child does between fork and exec has no safe interface.
 
-use super::{STDERR, log, options};
-use crate::engine::Limits;
+use super::{STDERR, criu_log, options};
+use crate::engine::CallLimits;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
@@ -23,18 +23,18 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Maximum length of a reply, in bytes. Real ones have a few hundred.
-const ANSWER_BYTES_MAX: usize = 64 << 10;
+const REPLY_BYTES_MAX: usize = 64 << 10;
 /// The highest priority of ordinary scheduling.
-const HURRY_NICE: i32 = -20;
+const HIGH_PRIORITY_NICE: i32 = -20;
 /// Nice value for work that nothing waits for. Not the lowest priority, because a thread without
 /// CPU time may hold locks of the kernel.
-const LATE_NICE: i32 = 10;
+const LOW_PRIORITY_NICE: i32 = 10;
 /// Timeout for `criu --version`.
-const VERSION_ALLOWED: Duration = Duration::from_secs(5);
+const VERSION_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A message from CRIU.
 #[derive(Debug)]
-pub(super) enum Word {
+pub(super) enum SwrkMessage {
     /// CRIU waits for an acknowledgement at this point.
     Notify {
         /// Name of the point.
@@ -57,11 +57,11 @@ pub(super) struct Swrk {
     log: PathBuf,
     stderr: PathBuf,
     /// Start of the current call.
-    since: Instant,
+    call_started: Instant,
     /// Time that CRIU may take to exit after a cancellation, before it is killed.
-    grace: Duration,
+    cancel_grace: Duration,
     /// Time of the cancellation.
-    called_off: Option<Instant>,
+    canceled_at: Option<Instant>,
     reaped: bool,
 }
 
@@ -111,9 +111,9 @@ impl Swrk {
             _images: images,
             log: dir.join(log),
             stderr,
-            since: Instant::now(),
-            grace: Duration::ZERO,
-            called_off: None,
+            call_started: Instant::now(),
+            cancel_grace: Duration::ZERO,
+            canceled_at: None,
             reaped: false,
         };
         send(swrk.socket.as_raw_fd(), request, MsgFlags::MSG_NOSIGNAL)
@@ -123,14 +123,14 @@ impl Swrk {
 
     /// Raises CRIU's priority above all ordinary processes, so that it does not wait for CPU time
     /// while it has the task seized.
-    pub(super) fn hurry(&self) {
+    pub(super) fn raise_priority(&self) {
         // SAFETY: no memory is involved. Without the privilege the priority remains as it is.
-        unsafe { libc::setpriority(libc::PRIO_PGRP, self.child.id(), HURRY_NICE) };
+        unsafe { libc::setpriority(libc::PRIO_PGRP, self.child.id(), HIGH_PRIORITY_NICE) };
     }
 
     /// Sets the time that CRIU may take to exit after a cancellation, before it is killed.
-    pub(super) fn end_by_itself_within(&mut self, grace: Duration) {
-        self.grace = grace;
+    pub(super) fn set_cancel_grace(&mut self, grace: Duration) {
+        self.cancel_grace = grace;
     }
 
     /// Returns CRIU's PID, which is also its process group.
@@ -139,25 +139,25 @@ impl Swrk {
     }
 
     /// Starts a new call, with a new timeout.
-    pub(super) fn begin(&mut self) {
-        self.since = Instant::now();
+    pub(super) fn restart_timeout(&mut self) {
+        self.call_started = Instant::now();
     }
 
     /// Waits for the next message. After an error the process is dead and reaped.
-    pub(super) fn hear(&mut self, limits: &Limits) -> Result<Word, Failure> {
-        let heard = self.hear_or_fail(limits);
+    pub(super) fn receive(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
+        let heard = self.try_receive(limits);
         if heard.is_err() {
             self.kill();
         }
         heard
     }
 
-    fn hear_or_fail(&mut self, limits: &Limits) -> Result<Word, Failure> {
+    fn try_receive(&mut self, limits: &CallLimits) -> Result<SwrkMessage, Failure> {
         let socket = self.socket.as_raw_fd();
         self.wait(limits, true)?;
-        let mut bytes = vec![0u8; ANSWER_BYTES_MAX];
+        let mut bytes = vec![0u8; REPLY_BYTES_MAX];
         let read = match recv(socket, &mut bytes, MsgFlags::MSG_DONTWAIT) {
-            Ok(0) | Err(Errno::EAGAIN | Errno::ECONNRESET) => return Err(self.died(limits)),
+            Ok(0) | Err(Errno::EAGAIN | Errno::ECONNRESET) => return Err(self.exit_failure(limits)),
             Ok(read) => read,
             Err(e) => return Err(Failure::Engine(format!("cannot read from the engine: {e}"))),
         };
@@ -165,23 +165,24 @@ impl Swrk {
             .map_err(|e| Failure::Engine(format!("the engine's answer cannot be read: {e}")))?;
         if answer.type_() == Criu_req_type::NOTIFY {
             let notify = answer.notify.get_or_default();
-            return Ok(Word::Notify {
+            return Ok(SwrkMessage::Notify {
                 script: notify.script().to_string(),
                 pid: notify.pid(),
             });
         }
         // The error text may be set in case of success, too; only this field counts.
         match answer.success() {
-            true => Ok(Word::Done),
+            true => Ok(SwrkMessage::Done),
             false => {
-                Err(self.explain(format!("it failed with error number {}", answer.cr_errno())))
+                Err(self
+                    .failure_from_log(format!("it failed with error number {}", answer.cr_errno())))
             }
         }
     }
 
     /// Replies to a notification. If it cannot be sent CRIU is exiting, which the next
-    /// [`hear`](Self::hear) reports.
-    pub(super) fn answer(&mut self, success: bool) {
+    /// [`receive`](Self::receive) reports.
+    pub(super) fn acknowledge(&mut self, success: bool) {
         let _ = send(
             self.socket.as_raw_fd(),
             &options::acknowledgement(success),
@@ -190,15 +191,15 @@ impl Swrk {
     }
 
     /// Acknowledges all further notifications until CRIU has exited.
-    pub(super) fn finish(&mut self, limits: &Limits) -> Result<(), Failure> {
-        while let Word::Notify { .. } = self.hear(limits)? {
-            self.answer(true);
+    pub(super) fn finish(&mut self, limits: &CallLimits) -> Result<(), Failure> {
+        while let SwrkMessage::Notify { .. } = self.receive(limits)? {
+            self.acknowledge(true);
         }
-        self.end(limits)
+        self.wait_for_exit(limits)
     }
 
-    /// Waits for the exit after [`Word::Done`].
-    pub(super) fn end(&mut self, limits: &Limits) -> Result<(), Failure> {
+    /// Waits for the exit after [`SwrkMessage::Done`].
+    pub(super) fn wait_for_exit(&mut self, limits: &CallLimits) -> Result<(), Failure> {
         let ended = self.wait(limits, false);
         if ended.is_err() {
             self.kill();
@@ -207,7 +208,7 @@ impl Swrk {
         // The exit status does not count: CRIU has reported success.
         self.reap()
             .map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
-        self.called_off.map_or(Ok(()), |_| Err(called_off()))
+        self.canceled_at.map_or(Ok(()), |_| Err(canceled()))
     }
 
     /// Kills the process group and reaps CRIU.
@@ -225,12 +226,12 @@ impl Swrk {
     }
 
     /// Waits until CRIU has exited or, with `or_word`, has sent a message.
-    fn wait(&mut self, limits: &Limits, or_word: bool) -> Result<(), Failure> {
+    fn wait(&mut self, limits: &CallLimits, or_word: bool) -> Result<(), Failure> {
         loop {
-            let mut until = self.since + limits.allowed;
+            let mut until = self.call_started + limits.timeout;
             let mut fds = vec![PollFd::new(self.pidfd.as_fd(), PollFlags::POLLIN)];
-            match self.called_off {
-                Some(at) => until = until.min(at + self.grace),
+            match self.canceled_at {
+                Some(at) => until = until.min(at + self.cancel_grace),
                 None => fds.push(PollFd::new(limits.cancel.fd(), PollFlags::POLLIN)),
             }
             if or_word {
@@ -245,10 +246,10 @@ impl Swrk {
             ) {
                 Ok(0) if left.is_zero() => {
                     let allowed =
-                        Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
+                        Micros(u64::try_from(limits.timeout.as_micros()).unwrap_or(u64::MAX));
                     return Err(self
-                        .called_off
-                        .map_or(Failure::Deadline { allowed }, |_| called_off()));
+                        .canceled_at
+                        .map_or(Failure::Deadline { allowed }, |_| canceled()));
                 }
                 Ok(0) | Err(Errno::EINTR) => {}
                 Err(e) => return Err(Failure::Engine(format!("cannot wait for the engine: {e}"))),
@@ -256,18 +257,18 @@ impl Swrk {
                     let ready =
                         |index: usize| fds.get(index).is_some_and(|fd| fd.any().unwrap_or(true));
                     let (ended, second, third) = (ready(0), ready(1), ready(2));
-                    let is_cancel = self.called_off.is_none() && second;
+                    let is_cancel = self.canceled_at.is_none() && second;
                     if ended || third || (second && !is_cancel) {
                         return Ok(());
                     }
-                    self.called_off = Some(Instant::now());
+                    self.canceled_at = Some(Instant::now());
                 }
             }
         }
     }
 
     /// Returns why CRIU closed the socket or exited without a reply.
-    fn died(&mut self, limits: &Limits) -> Failure {
+    fn exit_failure(&mut self, limits: &CallLimits) -> Failure {
         if let Err(failure) = self.wait(limits, false) {
             return failure;
         }
@@ -275,13 +276,13 @@ impl Swrk {
             Err(e) => Failure::Engine(format!("cannot wait for the engine: {e}")),
             Ok(status) => match status.signal() {
                 Some(signal) => Failure::Killed { signal },
-                None => self.explain(format!("it ended without an answer, {status}")),
+                None => self.failure_from_log(format!("it ended without an answer, {status}")),
             },
         }
     }
 
-    fn explain(&self, otherwise: String) -> Failure {
-        Failure::Engine(log::reason(&self.log, &self.stderr).unwrap_or(otherwise))
+    fn failure_from_log(&self, otherwise: String) -> Failure {
+        Failure::Engine(criu_log::failure_reason(&self.log, &self.stderr).unwrap_or(otherwise))
     }
 }
 
@@ -292,18 +293,18 @@ impl Drop for Swrk {
 }
 
 /// Raises the priority of the calling thread above all ordinary threads.
-pub(super) fn hurry_thread() {
+pub(super) fn raise_thread_priority() {
     // SAFETY: no memory is involved. Without the privilege the priority remains as it is.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, HURRY_NICE) };
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, HIGH_PRIORITY_NICE) };
 }
 
 /// Lowers the priority of the calling thread.
-pub(super) fn come_late() {
+pub(super) fn lower_thread_priority() {
     // SAFETY: no memory is involved. Lowering needs no privilege.
-    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LATE_NICE) };
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOW_PRIORITY_NICE) };
 }
 
-fn called_off() -> Failure {
+fn canceled() -> Failure {
     Failure::CalledOff("the move was given up".into())
 }
 
@@ -363,20 +364,20 @@ fn pidfd_of(child: &Child) -> io::Result<OwnedFd> {
 }
 
 /// Takes ownership of a descriptor that was received in a message.
-pub(super) fn own(descriptor: RawFd) -> OwnedFd {
+pub(super) fn own_descriptor(descriptor: RawFd) -> OwnedFd {
     // SAFETY: the kernel has just created this descriptor for this process, and nothing else knows
     // its number.
     unsafe { OwnedFd::from_raw_fd(descriptor) }
 }
 
 /// A CRIU that executes its command line and exits. Dropping it kills and reaps it.
-pub(super) struct Program {
+pub(super) struct CriuCommand {
     child: Child,
     pidfd: OwnedFd,
     reaped: bool,
 }
 
-impl Program {
+impl CriuCommand {
     /// Starts CRIU. Its standard error goes to a file in `dir`. It inherits the descriptors
     /// `inherit`, and no others.
     pub(super) fn start<'a>(
@@ -385,7 +386,7 @@ impl Program {
         dir: &Path,
         inherit: &[BorrowedFd<'_>],
         variables: &[(&'static str, String)],
-    ) -> Result<Program, Failure> {
+    ) -> Result<CriuCommand, Failure> {
         let failed = |e: io::Error| {
             Failure::Engine(format!("cannot start the engine: {}: {e}", criu.display()))
         };
@@ -402,7 +403,7 @@ impl Program {
         // SAFETY: as for `Swrk::start`.
         unsafe { command.pre_exec(move || prepare_child(&keep)) };
         let (child, pidfd) = spawn(&mut command).map_err(failed)?;
-        Ok(Program {
+        Ok(CriuCommand {
             child,
             pidfd,
             reaped: false,
@@ -418,14 +419,14 @@ impl Program {
     ///
     /// # Errors
     /// No file descriptor is available.
-    pub(super) fn end_seen(&self) -> io::Result<OwnedFd> {
+    pub(super) fn exit_descriptor(&self) -> io::Result<OwnedFd> {
         self.pidfd.try_clone()
     }
 
     /// Waits for the exit, and kills CRIU at the deadline or on cancellation. `log` is CRIU's log
     /// file.
-    pub(super) fn finish(&mut self, limits: &Limits, log: &Path) -> Result<(), Failure> {
-        let why = wait_for(&self.pidfd, limits, "the engine").err();
+    pub(super) fn finish(&mut self, limits: &CallLimits, log: &Path) -> Result<(), Failure> {
+        let why = wait_readable(&self.pidfd, limits, "the engine").err();
         let status = self
             .reap()
             .map_err(|e| Failure::Engine(format!("cannot wait for the engine: {e}")))?;
@@ -436,7 +437,8 @@ impl Program {
             (None, None) => {
                 let stderr = log.with_file_name(STDERR);
                 Err(Failure::Engine(
-                    log::reason(log, &stderr).unwrap_or_else(|| format!("it failed, {status}")),
+                    criu_log::failure_reason(log, &stderr)
+                        .unwrap_or_else(|| format!("it failed, {status}")),
                 ))
             }
         }
@@ -450,7 +452,7 @@ impl Program {
     }
 }
 
-impl Drop for Program {
+impl Drop for CriuCommand {
     fn drop(&mut self) {
         if !self.reaped {
             // The error cannot be reported to anyone.
@@ -463,8 +465,12 @@ impl Drop for Program {
 ///
 /// # Errors
 /// The timeout has expired, or the call was canceled.
-pub(super) fn wait_for(readable: impl AsFd, limits: &Limits, what: &str) -> Result<(), Failure> {
-    let until = Instant::now() + limits.allowed;
+pub(super) fn wait_readable(
+    readable: impl AsFd,
+    limits: &CallLimits,
+    what: &str,
+) -> Result<(), Failure> {
+    let until = Instant::now() + limits.timeout;
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let mut fds =
@@ -475,13 +481,13 @@ pub(super) fn wait_for(readable: impl AsFd, limits: &Limits, what: &str) -> Resu
             PollTimeout::try_from(left_ms).unwrap_or(PollTimeout::MAX),
         ) {
             Ok(0) if left.is_zero() => {
-                let allowed = Micros(u64::try_from(limits.allowed.as_micros()).unwrap_or(u64::MAX));
+                let allowed = Micros(u64::try_from(limits.timeout.as_micros()).unwrap_or(u64::MAX));
                 return Err(Failure::Deadline { allowed });
             }
             Ok(0) | Err(Errno::EINTR) => {}
             Err(e) => return Err(Failure::Engine(format!("cannot wait for {what}: {e}"))),
             Ok(_) if fds[0].any().unwrap_or(true) => return Ok(()),
-            Ok(_) => return Err(called_off()),
+            Ok(_) => return Err(canceled()),
         }
     }
 }
@@ -511,12 +517,12 @@ pub(super) fn version(program: &Path) -> Result<String, String> {
     let pidfd = pidfd_of(&child);
     let ended = pidfd.and_then(|pidfd| {
         let mut fds = [PollFd::new(pidfd.as_fd(), PollFlags::POLLIN)];
-        let allowed = PollTimeout::try_from(VERSION_ALLOWED).unwrap_or(PollTimeout::MAX);
+        let allowed = PollTimeout::try_from(VERSION_TIMEOUT).unwrap_or(PollTimeout::MAX);
         Ok(poll(&mut fds, allowed)? > 0)
     });
     if !matches!(ended, Ok(true)) {
         let _ = reap_group(&mut child);
-        return Err(format!("no answer within {} s", VERSION_ALLOWED.as_secs()));
+        return Err(format!("no answer within {} s", VERSION_TIMEOUT.as_secs()));
     }
     let output = child.wait_with_output().map_err(|e| e.to_string())?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -10,9 +10,9 @@ const GENERAL_BYTES: usize = 1024;
 /// Size of a buffer for the floating-point and vector registers, in bytes.
 const VECTOR_BYTES: usize = 32 << 10;
 /// Timeout for a stopped thread to report its stop to a new tracer.
-const ATTACH_ALLOWED: Duration = Duration::from_millis(500);
+const ATTACH_TIMEOUT: Duration = Duration::from_millis(500);
 /// PTRACE_EVENT_STOP: a stop by PTRACE_INTERRUPT, or the group stop of a stopped process.
-const EVENT_STOP: i32 = 128;
+const PTRACE_EVENT_STOP: i32 = 128;
 
 /// A set of registers.
 #[derive(Clone, Copy, Debug)]
@@ -43,17 +43,17 @@ impl Registers {
 
 /// A traced thread of a stopped process. Dropping it detaches; the thread remains stopped with its
 /// process.
-pub(super) struct Attached {
+pub(super) struct TracedThread {
     tid: i32,
 }
 
-impl Attached {
+impl TracedThread {
     /// Attaches to a thread of a stopped process.
-    pub(super) fn to(tid: i32) -> io::Result<Attached> {
+    pub(super) fn attach(tid: i32) -> io::Result<TracedThread> {
         seize(tid)?;
-        let attached = Attached { tid };
+        let attached = TracedThread { tid };
         interrupt(tid)?;
-        let until = Instant::now() + ATTACH_ALLOWED;
+        let until = Instant::now() + ATTACH_TIMEOUT;
         loop {
             match take_stop(tid) {
                 Ok(Some(_)) => return Ok(attached),
@@ -71,7 +71,7 @@ impl Attached {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
-        ask(
+        ptrace_request(
             libc::PTRACE_GETREGSET,
             self.tid,
             which.set(),
@@ -88,7 +88,7 @@ impl Attached {
             iov_base: bytes.as_mut_ptr().cast(),
             iov_len: bytes.len(),
         };
-        ask(
+        ptrace_request(
             libc::PTRACE_SETREGSET,
             self.tid,
             which.set(),
@@ -97,9 +97,9 @@ impl Attached {
     }
 
     /// Returns the blocked signals; signal 1 is the lowest bit.
-    pub(super) fn blocked(&self) -> io::Result<u64> {
+    pub(super) fn blocked_signals(&self) -> io::Result<u64> {
         let mut mask = 0u64;
-        ask(
+        ptrace_request(
             libc::PTRACE_GETSIGMASK,
             self.tid,
             size_of::<u64>(),
@@ -115,7 +115,7 @@ impl Attached {
         /// user`.
         const CONTROL_AT: usize =
             std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
-        ask(
+        ptrace_request(
             libc::PTRACE_POKEUSER,
             self.tid,
             CONTROL_AT,
@@ -144,13 +144,13 @@ impl Attached {
 
     /// Makes the thread stop at PTRACE_EVENT_EXIT when it is killed. There it keeps its memory and
     /// executes nothing until it is detached.
-    pub(super) fn stay_at_its_end(&self) -> io::Result<()> {
+    pub(super) fn stop_at_exit(&self) -> io::Result<()> {
         let options = std::ptr::without_provenance_mut(libc::PTRACE_O_TRACEEXIT as usize);
-        ask(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
+        ptrace_request(libc::PTRACE_SETOPTIONS, self.tid, 0, options)
     }
 
-    pub(super) fn set_blocked(&self, mut mask: u64) -> io::Result<()> {
-        ask(
+    pub(super) fn set_blocked_signals(&self, mut mask: u64) -> io::Result<()> {
+        ptrace_request(
             libc::PTRACE_SETSIGMASK,
             self.tid,
             size_of::<u64>(),
@@ -159,31 +159,31 @@ impl Attached {
     }
 }
 
-impl Drop for Attached {
+impl Drop for TracedThread {
     fn drop(&mut self) {
         // Fails only if the thread has exited.
-        let _ = let_go(self.tid, 0);
+        let _ = detach(self.tid, 0);
     }
 }
 
 /// Starts to trace a thread, which continues to run.
 pub(super) fn seize(tid: i32) -> io::Result<()> {
-    ask(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())
+    ptrace_request(libc::PTRACE_SEIZE, tid, 0, std::ptr::null_mut())
 }
 
 /// Requests a traced thread to stop.
 pub(super) fn interrupt(tid: i32) -> io::Result<()> {
-    ask(libc::PTRACE_INTERRUPT, tid, 0, std::ptr::null_mut())
+    ptrace_request(libc::PTRACE_INTERRUPT, tid, 0, std::ptr::null_mut())
 }
 
 /// Continues a stopped thread under its tracer and suppresses the signal that it stopped for.
-pub(super) fn go_on(tid: i32) -> io::Result<()> {
-    ask(libc::PTRACE_CONT, tid, 0, std::ptr::null_mut())
+pub(super) fn resume(tid: i32) -> io::Result<()> {
+    ptrace_request(libc::PTRACE_CONT, tid, 0, std::ptr::null_mut())
 }
 
 /// Detaches from a stopped thread and delivers a signal to it (0: none).
-pub(super) fn let_go(tid: i32, signal: i32) -> io::Result<()> {
-    ask(
+pub(super) fn detach(tid: i32, signal: i32) -> io::Result<()> {
+    ptrace_request(
         libc::PTRACE_DETACH,
         tid,
         0,
@@ -193,9 +193,9 @@ pub(super) fn let_go(tid: i32, signal: i32) -> io::Result<()> {
 
 /// Why a traced thread has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cause {
+pub(super) enum StopCause {
     /// It was interrupted by the tracer, or its process is stopped.
-    Asked,
+    Interrupt,
     /// SIGTRAP from the kernel: a trap instruction or the end of a system call.
     Trap,
     /// A signal from another process is about to be delivered.
@@ -206,22 +206,22 @@ pub(super) enum Cause {
 ///
 /// # Errors
 /// ESRCH: the thread is not stopped, or has exited.
-pub(super) fn cause(tid: i32) -> io::Result<Cause> {
+pub(super) fn stop_cause(tid: i32) -> io::Result<StopCause> {
     // SAFETY: all zeros is a valid `siginfo_t`.
     let mut info = unsafe { std::mem::zeroed::<libc::siginfo_t>() };
-    ask(libc::PTRACE_GETSIGINFO, tid, 0, (&raw mut info).cast())?;
+    ptrace_request(libc::PTRACE_GETSIGINFO, tid, 0, (&raw mut info).cast())?;
     Ok(match (info.si_signo, info.si_code) {
-        (_, code) if code >> 8 == EVENT_STOP => Cause::Asked,
-        (libc::SIGTRAP, code) if code > 0 => Cause::Trap,
-        (signal, _) => Cause::Signal(signal),
+        (_, code) if code >> 8 == PTRACE_EVENT_STOP => StopCause::Interrupt,
+        (libc::SIGTRAP, code) if code > 0 => StopCause::Trap,
+        (signal, _) => StopCause::Signal(signal),
     })
 }
 
 /// An event of a child or traced thread, with its wait status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum News {
+pub(super) enum ThreadEvent {
     Stopped(i32),
-    Ended(i32),
+    Exited(i32),
 }
 
 /// Returns the next event of a traced thread. A stop is consumed; an exit is left for the parent to
@@ -229,24 +229,29 @@ pub(super) enum News {
 ///
 /// # Errors
 /// ECHILD: the thread is neither traced by the caller nor its child.
-pub(super) fn hear(tid: i32) -> io::Result<Option<News>> {
-    match wait(tid, libc::WEXITED | libc::WNOWAIT)? {
-        Some((libc::CLD_EXITED, status)) => return Ok(Some(News::Ended((status & 0xff) << 8))),
-        Some((libc::CLD_KILLED, status)) => return Ok(Some(News::Ended(status))),
-        Some((libc::CLD_DUMPED, status)) => return Ok(Some(News::Ended(status | 0x80))),
+pub(super) fn poll_event(tid: i32) -> io::Result<Option<ThreadEvent>> {
+    match wait_nonblocking(tid, libc::WEXITED | libc::WNOWAIT)? {
+        Some((libc::CLD_EXITED, status)) => {
+            return Ok(Some(ThreadEvent::Exited((status & 0xff) << 8)));
+        }
+        Some((libc::CLD_KILLED, status)) => return Ok(Some(ThreadEvent::Exited(status))),
+        Some((libc::CLD_DUMPED, status)) => return Ok(Some(ThreadEvent::Exited(status | 0x80))),
         _ => {}
     }
-    Ok(take_stop(tid)?.map(News::Stopped))
+    Ok(take_stop(tid)?.map(ThreadEvent::Stopped))
 }
 
 /// Consumes a stop of a traced thread and returns its wait status. `None` if it is running or the
 /// stop was consumed already.
 fn take_stop(tid: i32) -> io::Result<Option<i32>> {
-    Ok(wait(tid, libc::WSTOPPED)?.map(|(_, status)| status << 8 | 0x7f))
+    Ok(wait_nonblocking(tid, libc::WSTOPPED)?.map(|(_, status)| status << 8 | 0x7f))
 }
 
 /// Calls `waitid` without blocking and returns the code and status.
-fn wait(tid: i32, flags: libc::c_int) -> io::Result<Option<(libc::c_int, libc::c_int)>> {
+fn wait_nonblocking(
+    tid: i32,
+    flags: libc::c_int,
+) -> io::Result<Option<(libc::c_int, libc::c_int)>> {
     // SAFETY: all zeros is a valid `siginfo_t`; the kernel fills it through a valid pointer, and
     // the fields that are read are always present.
     let (result, pid, code, status) = unsafe {
@@ -262,7 +267,12 @@ fn wait(tid: i32, flags: libc::c_int) -> io::Result<Option<(libc::c_int, libc::c
     }
 }
 
-fn ask(request: libc::c_uint, tid: i32, address: usize, data: *mut libc::c_void) -> io::Result<()> {
+fn ptrace_request(
+    request: libc::c_uint,
+    tid: i32,
+    address: usize,
+    data: *mut libc::c_void,
+) -> io::Result<()> {
     // SAFETY: for its request every caller passes null, a plain value, or a pointer to a live local
     // of the size that the request reads or writes.
     match unsafe { libc::ptrace(request, tid, address, data) } {
@@ -272,25 +282,25 @@ fn ask(request: libc::c_uint, tid: i32, address: usize, data: *mut libc::c_void)
 }
 
 /// PTRACE_SECCOMP_GET_FILTER. Its result is a number of instructions of eight bytes.
-pub(super) const GET_FILTER: u64 = 0x420c;
+pub(super) const PTRACE_SECCOMP_GET_FILTER: u64 = 0x420c;
 /// Maximum number of bytes that one request reads or writes.
 pub(super) const MEMORY_MAX: usize = 64 << 10;
 
 /// Memory for a relayed request. It always has [`MEMORY_MAX`] bytes and is aligned for all
 /// structures of the kernel.
 #[derive(Debug)]
-pub(super) struct Memory(Vec<u64>);
+pub(super) struct RequestMemory(Vec<u64>);
 
-impl Memory {
+impl RequestMemory {
     /// Creates memory that begins with these bytes. The rest is zero.
-    pub(super) fn beginning_with(begin: &[u8]) -> Memory {
+    pub(super) fn beginning_with(begin: &[u8]) -> RequestMemory {
         let mut words = vec![0u64; MEMORY_MAX / 8];
         for (word, bytes) in words.iter_mut().zip(begin.chunks(8)) {
             let mut whole = [0; 8];
             whole[..bytes.len()].copy_from_slice(bytes);
             *word = u64::from_ne_bytes(whole);
         }
-        Memory(words)
+        RequestMemory(words)
     }
 
     /// Returns the first `length` bytes.
@@ -307,52 +317,52 @@ impl Memory {
     }
 }
 
-/// A request of another process, relayed by [`super::relay`].
+/// A request of another process, relayed by [`super::ptrace_relay`].
 #[derive(Debug)]
-pub(super) struct Foreign {
+pub(super) struct RelayedRequest {
     /// Number of the ptrace request.
     pub(super) request: u64,
     /// A plain value, or the memory that the argument points to.
-    pub(super) address: Result<u64, Memory>,
+    pub(super) address: Result<u64, RequestMemory>,
     /// A plain value, or the memory that the argument points to.
-    pub(super) data: Result<u64, Memory>,
+    pub(super) data: Result<u64, RequestMemory>,
     /// The data is passed through an iovec of this length.
-    pub(super) vector: Option<usize>,
+    pub(super) iovec_len: Option<usize>,
     /// The request has address and data in swapped positions.
-    pub(super) exchanged: bool,
+    pub(super) swapped: bool,
 }
 
-impl Foreign {
+impl RelayedRequest {
     /// Executes the request on a thread. Returns the result and the length of the iovec afterwards.
     ///
     /// # Errors
     /// The error of the kernel, or EIO for a request whose use of memory is unknown.
-    pub(super) fn carry_out(&mut self, tid: i32) -> io::Result<(i64, usize)> {
-        if !self.is_sound() {
+    pub(super) fn execute(&mut self, tid: i32) -> io::Result<(i64, usize)> {
+        if !self.uses_only_own_memory() {
             return Err(Errno::EIO.into());
         }
         let address = self
             .address
             .as_mut()
-            .map_or_else(Memory::pointer, |value| *value);
+            .map_or_else(RequestMemory::pointer, |value| *value);
         let mut data = self
             .data
             .as_mut()
-            .map_or_else(Memory::pointer, |value| *value);
+            .map_or_else(RequestMemory::pointer, |value| *value);
         let mut vector = libc::iovec {
             iov_base: data as *mut libc::c_void,
-            iov_len: self.vector.unwrap_or(0),
+            iov_len: self.iovec_len.unwrap_or(0),
         };
-        if self.vector.is_some() {
+        if self.iovec_len.is_some() {
             data = (&raw mut vector) as u64;
         }
-        let (address, data) = if self.exchanged {
+        let (address, data) = if self.swapped {
             (data, address)
         } else {
             (address, data)
         };
-        // SAFETY: `is_sound` has checked that each pointer argument refers to as much memory as the
-        // request can use. The memory lives until the call has returned.
+        // SAFETY: `uses_only_own_memory` has checked that each pointer argument refers to as much
+        // memory as the request can use. The memory lives until the call has returned.
         let result = unsafe { libc::syscall(libc::SYS_ptrace, self.request, tid, address, data) };
         match result {
             -1 => Err(io::Error::last_os_error()),
@@ -361,7 +371,7 @@ impl Foreign {
     }
 
     /// True if the kernel will access only memory that comes with the request.
-    fn is_sound(&self) -> bool {
+    fn uses_only_own_memory(&self) -> bool {
         const PEEK_TEXT: u64 = libc::PTRACE_PEEKTEXT as u64;
         const PEEK_USER: u64 = libc::PTRACE_PEEKUSER as u64;
         const POKE_TEXT: u64 = libc::PTRACE_POKETEXT as u64;
@@ -383,7 +393,7 @@ impl Foreign {
         const SET_MASK: u64 = libc::PTRACE_SETSIGMASK as u64;
         // PTRACE_SECCOMP_GET_METADATA, PTRACE_GET_SYSCALL_INFO, PTRACE_GET_RSEQ_CONFIGURATION, and
         // the two requests for the dispatch of system calls.
-        const LATER: std::ops::RangeInclusive<u64> = GET_FILTER + 1..=0x4211;
+        const LATER: std::ops::RangeInclusive<u64> = PTRACE_SECCOMP_GET_FILTER + 1..=0x4211;
         // PTRACE_GETREGS to PTRACE_SETFPXREGS of x86-64: general, floating-point and vector
         // registers.
         const REGISTERS: [u64; 6] = [12, 13, 14, 15, 18, 19];
@@ -400,9 +410,9 @@ impl Foreign {
             } else {
                 SET.as_slice()
             };
-            return self.exchanged && self.address.as_ref().is_ok_and(|what| known.contains(what));
+            return self.swapped && self.address.as_ref().is_ok_and(|what| known.contains(what));
         }
-        if self.exchanged {
+        if self.swapped {
             return false;
         }
         match self.request {
@@ -418,15 +428,15 @@ impl Foreign {
                 has_memory
             }
             GET_SET | SET_SET => {
-                has_memory && self.vector.is_some_and(|length| length <= MEMORY_MAX)
+                has_memory && self.iovec_len.is_some_and(|length| length <= MEMORY_MAX)
             }
-            GET_FILTER => has_memory || matches!(self.data, Ok(0)),
+            PTRACE_SECCOMP_GET_FILTER => has_memory || matches!(self.data, Ok(0)),
             PEEK_SIGNALS => {
                 has_memory
                     && self
                         .address
                         .as_ref()
-                        .is_err_and(|wanted| signals_fit(&wanted.bytes(16)))
+                        .is_err_and(|wanted| siginfo_fits(&wanted.bytes(16)))
             }
             request if LATER.contains(&request) => {
                 has_memory && self.address.as_ref().is_ok_and(|&n| n <= MEMORY_MAX as u64)
@@ -437,7 +447,7 @@ impl Foreign {
 }
 
 /// True if the requested signals (offset, flags, count) fit into [`MEMORY_MAX`].
-fn signals_fit(wanted: &[u8]) -> bool {
+fn siginfo_fits(wanted: &[u8]) -> bool {
     let count = wanted
         .get(12..16)
         .and_then(|bytes| bytes.try_into().ok())

@@ -14,10 +14,10 @@
 //! Memory may be transferred outside the images:
 //!
 //! - Post-copy: most memory is transferred after the task has resumed at the target. The dump then
-//!   ends with a [`Serving`], which serves the memory at the source. At the target an [`Arriving`]
-//!   requests it while the restore runs.
+//!   ends with a [`MemoryServer`], which serves the memory at the source. At the target a
+//!   [`MemoryFetch`] requests it while the restore runs.
 //! - Pre-copy: with post-copy, memory may also be sent while the task still runs at the source, by
-//!   [`Engine::send_ahead`] at the source and [`Engine::take_ahead`] at the target.
+//!   [`Engine::send_pre_copy`] at the source and [`Engine::receive_pre_copy`] at the target.
 
 pub(crate) mod pages;
 mod received_pages;
@@ -75,9 +75,9 @@ impl Cancel {
 
 /// Limits of a blocking call.
 #[derive(Clone, Debug)]
-pub struct Limits {
+pub struct CallLimits {
     /// When this has passed the engine is killed and the call fails with [`Failure::Deadline`].
-    pub allowed: Duration,
+    pub timeout: Duration,
     /// When this fires the engine is killed and the call fails with [`Failure::CalledOff`].
     pub cancel: Cancel,
 }
@@ -97,14 +97,14 @@ pub struct DumpJob {
     pub pid_namespace: u64,
     /// With post-copy: a connected stream on which the target will request memory. `None`: the
     /// images contain all memory.
-    pub asked_on: Option<OwnedFd>,
+    pub page_stream: Option<OwnedFd>,
     /// Pages that pre-copy has sent on that stream.
-    pub sent: Option<Arc<SentPages>>,
+    pub pre_copied: Option<Arc<SentPages>>,
 }
 
 /// Resources outside the images that they refer to, as identified at the source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outside {
+pub struct ExternalResources {
     /// Inode number of the pipe that received the task's output.
     pub output_pipe: u64,
 }
@@ -114,13 +114,13 @@ pub struct Outside {
 pub struct RestoreJob {
     pub dir: PathBuf,
     /// External resources of the images in `dir`.
-    pub outside: Outside,
+    pub external: ExternalResources,
     /// The empty PID namespace that receives the task.
     pub pid_namespace: OwnedFd,
     /// Write end of the pipe that will receive the task's output.
     pub output: OwnedFd,
-    /// With post-copy. An [`Arriving`] for this directory must have been started before.
-    pub memory_follows: bool,
+    /// With post-copy. A [`MemoryFetch`] for this directory must have been started before.
+    pub post_copy: bool,
 }
 
 /// A dump engine.
@@ -137,25 +137,25 @@ pub trait Engine: Send + Sync {
     ///
     /// # Errors
     /// The engine's process could not be created.
-    fn start_check(&self, dir: &Path) -> Result<Box<dyn Checking>, Failure>;
+    fn start_post_copy_check(&self, dir: &Path) -> Result<Box<dyn PostCopyCheck>, Failure>;
 
     /// Starts a dump.
     ///
     /// # Errors
     /// The engine's process could not be created. The task is unchanged.
-    fn start_dump(&self, job: DumpJob) -> Result<Box<dyn Dumping>, Failure>;
+    fn start_dump(&self, job: DumpJob) -> Result<Box<dyn RunningDump>, Failure>;
 
     /// True if a dump failed only because another dump ran at the same moment, so that a retry may
     /// succeed. `root` is the root process of the task. Also removes what a killed engine left
     /// behind and what would make every retry fail.
-    fn may_try_again(&self, root: i32, failure: &Failure) -> bool;
+    fn is_retryable(&self, root: i32, failure: &Failure) -> bool;
 
     /// Starts a restore. The root of the restored task becomes a child of the calling process. The
     /// restore may consume the images, so they can be restored only once.
     ///
     /// # Errors
     /// The engine's process could not be created. Nothing of the task exists.
-    fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn Restoring>, Failure>;
+    fn start_restore(&self, job: RestoreJob) -> Result<Box<dyn RunningRestore>, Failure>;
 
     /// Pre-copies the memory of these running processes on a connected stream. Ends when a round
     /// finds few changed pages, or when `stop` requires it. Blocks as long as the target accepts
@@ -163,7 +163,7 @@ pub trait Engine: Send + Sync {
     ///
     /// # Errors
     /// The target has not received the memory. The processes are unchanged.
-    fn send_ahead(
+    fn send_pre_copy(
         &self,
         processes: &[i32],
         stream: &OwnedFd,
@@ -176,24 +176,24 @@ pub trait Engine: Send + Sync {
     ///
     /// # Errors
     /// The memory did not arrive, or the source violated the protocol.
-    fn take_ahead(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure>;
+    fn receive_pre_copy(&self, stream: &OwnedFd, bytes_max: u64) -> Result<ReceivedPages, Failure>;
 
-    /// Starts the process that requests the memory of a task on the connected stream `ask_on`.
-    /// `dir` contains the images, `ahead` the pages that were pre-copied. Must be called before the
-    /// restore is started.
+    /// Starts the process that requests the memory of a task on the connected stream `page_stream`.
+    /// `dir` contains the images, `pre_copied` the pages that were pre-copied. Must be called
+    /// before the restore is started.
     ///
     /// # Errors
     /// The engine's process could not be created.
-    fn start_arrival(
+    fn start_fetch(
         &self,
         dir: &Path,
-        ask_on: OwnedFd,
-        ahead: ReceivedPages,
-    ) -> Result<Box<dyn Arriving>, Failure>;
+        page_stream: OwnedFd,
+        pre_copied: ReceivedPages,
+    ) -> Result<Box<dyn MemoryFetch>, Failure>;
 }
 
 /// A running check of the kernel's support for post-copy.
-pub trait Checking: Send {
+pub trait PostCopyCheck: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
     /// [`finish`](Self::finish) may wait for it.
     fn engine_pid(&self) -> i32;
@@ -202,57 +202,57 @@ pub trait Checking: Send {
     ///
     /// # Errors
     /// The kernel does not support post-copy, or the check failed.
-    fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
+    fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 }
 
 /// A running dump.
-pub trait Dumping: Send {
+pub trait RunningDump: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
     /// [`finish`](Self::finish) may wait for it.
     fn engine_pid(&self) -> i32;
 
     /// Waits until the images are complete. When this returns the engine's process has been reaped.
-    /// The [`Serving`] has the memory that is not in the images. A canceled dump may get a grace
-    /// period to end regularly, because that is safer for the task than killing the engine.
+    /// The [`MemoryServer`] has the memory that is not in the images. A canceled dump may get a
+    /// grace period to end regularly, because that is safer for the task than killing the engine.
     ///
     /// # Errors
     /// The dump failed. The task still exists and is still stopped, unless it has exited.
     fn finish(
         self: Box<Self>,
-        limits: &Limits,
-    ) -> Result<(DumpReport, Option<Box<dyn Serving>>), Failure>;
+        limits: &CallLimits,
+    ) -> Result<(DumpReport, Option<Box<dyn MemoryServer>>), Failure>;
 }
 
 /// The memory of a dumped task at the source of a post-copy migration. The task still exists and is
 /// stopped.
-pub trait Serving: Send {
+pub trait MemoryServer: Send {
     /// Returns a handle for other threads.
-    fn memory(&self) -> ServedMemory;
+    fn handle(&self) -> ServedMemory;
 
     /// Serves page requests until the target closes its stream. When this returns the task is
     /// stopped as before, or gone if it was killed.
     ///
     /// # Errors
     /// Memory could not be served. Only the target knows whether it has received everything.
-    fn finish(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
+    fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 }
 
 /// The memory of a restored task that is being fetched from the source.
-pub trait Arriving: Send {
+pub trait MemoryFetch: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only
     /// [`finish`](Self::finish) may wait for it.
     fn engine_pid(&self) -> i32;
 
     /// Returns a handle that tells while the fetch runs whether all memory has arrived.
-    fn whole(&self) -> Whole;
+    fn completion(&self) -> FetchCompletion;
 
     /// Waits until all memory has arrived. When this returns the engine's process has been reaped.
     ///
     /// # Errors
     /// Some memory is missing and will not arrive. The caller must kill the processes first and
-    /// drop [`Missing`] afterwards: as long as it exists the processes block when they access a
+    /// drop [`UffdGuard`] afterwards: as long as it exists the processes block when they access a
     /// missing page; without it they would read zeros.
-    fn finish(self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)>;
+    fn finish(self: Box<Self>, limits: &CallLimits) -> Result<(), (Failure, UffdGuard)>;
 }
 
 /// Tells whether all memory of a task has arrived. All clones share one state.
@@ -260,50 +260,50 @@ pub trait Arriving: Send {
 /// The engine reports this before it exits, which may take long if it gets no CPU time or is
 /// stopped.
 #[derive(Clone, Debug)]
-pub struct Whole {
-    is: Arc<AtomicBool>,
+pub struct FetchCompletion {
+    complete: Arc<AtomicBool>,
     /// The stream to the source.
-    way: Arc<UnixStream>,
+    stream: Arc<UnixStream>,
 }
 
-impl Whole {
+impl FetchCompletion {
     /// Creates the state "not complete" for memory that arrives on this stream.
-    pub(crate) fn new(way: Arc<UnixStream>) -> Whole {
-        Whole {
-            is: Arc::default(),
-            way,
+    pub(crate) fn new(stream: Arc<UnixStream>) -> FetchCompletion {
+        FetchCompletion {
+            complete: Arc::default(),
+            stream,
         }
     }
 
-    pub(crate) fn becomes(&self) {
-        self.is.store(true, Ordering::Release);
+    pub(crate) fn mark_complete(&self) {
+        self.complete.store(true, Ordering::Release);
     }
 
     /// Handles that the source will send nothing more. Returns true if no memory is missing; then
     /// the stream is closed, so that the engine stops waiting and succeeds.
-    pub fn without_more(&self) -> bool {
-        let is = self.is_so();
-        if is {
+    pub fn close_if_complete(&self) -> bool {
+        let complete = self.is_complete();
+        if complete {
             // The source may have closed the stream already.
-            let _ = self.way.shutdown(net::Shutdown::Both);
+            let _ = self.stream.shutdown(net::Shutdown::Both);
         }
-        is
+        complete
     }
 
-    pub(crate) fn is_so(&self) -> bool {
-        self.is.load(Ordering::Acquire)
+    pub(crate) fn is_complete(&self) -> bool {
+        self.complete.load(Ordering::Acquire)
     }
 }
 
 /// Descriptors that make processes block, instead of reading zeros, where their memory has not
 /// arrived.
 #[derive(Debug)]
-pub struct Missing(
+pub struct UffdGuard(
     #[expect(dead_code, reason = "held for its being open")] pub(crate) Vec<OwnedFd>,
 );
 
 /// A running restore.
-pub trait Restoring: Send {
+pub trait RunningRestore: Send {
     /// Returns the PID of the engine's process, a child of the caller. Only the other methods of
     /// this trait may wait for it.
     fn engine_pid(&self) -> i32;
@@ -313,11 +313,14 @@ pub trait Restoring: Send {
     /// # Errors
     /// The engine's process is dead and reaped. Parts of the task may remain in its PID namespace:
     /// kill the namespace's init.
-    fn hold(self: Box<Self>, limits: &Limits) -> Result<Box<dyn Held>, Failure>;
+    fn wait_until_restored(
+        self: Box<Self>,
+        limits: &CallLimits,
+    ) -> Result<Box<dyn RestoredTask>, Failure>;
 }
 
 /// A restored task that is held before its first instruction.
-pub trait Held: Send {
+pub trait RestoredTask: Send {
     /// Returns the PID of the task's root, in the caller's PID namespace.
     fn pid(&self) -> i32;
 
@@ -325,10 +328,11 @@ pub trait Held: Send {
     /// dumped.
     ///
     /// # Errors
-    /// As for [`Restoring::hold`]; if the engine died late the task may have run.
-    fn release(self: Box<Self>, limits: &Limits) -> Result<(), Failure>;
+    /// As for [`RunningRestore::wait_until_restored`]; if the engine died late the task may have
+    /// run.
+    fn release(self: Box<Self>, limits: &CallLimits) -> Result<(), Failure>;
 
     /// Aborts the restore: the engine is killed, or removes what it has built and exits. Does not
     /// block for long.
-    fn refuse(self: Box<Self>);
+    fn abort(self: Box<Self>);
 }

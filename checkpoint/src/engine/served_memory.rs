@@ -18,21 +18,22 @@ pub(crate) enum TracerOrder {
 #[derive(Clone, Debug)]
 pub struct ServedMemory {
     /// The stream on which the target requests pages.
-    pub(crate) asked_on: Arc<OwnedFd>,
+    pub(crate) page_stream: Arc<OwnedFd>,
     pub(crate) orders: SyncSender<TracerOrder>,
 }
 
 impl ServedMemory {
     /// Stops serving. The processes are released, still stopped.
-    pub fn withhold(&self) {
+    pub fn stop_serving(&self) {
         // The stream may be closed already.
-        let _ = shutdown(self.asked_on.as_raw_fd(), Shutdown::Both);
+        let _ = shutdown(self.page_stream.as_raw_fd(), Shutdown::Both);
     }
 
     /// Makes the memory survive the death of its processes. Must be called before they are killed.
     ///
-    /// A killed process executes nothing any more, but exits only when its memory is no longer needed.
-    pub fn outlive(&self) {
+    /// A killed process executes nothing any more, but exits only when its memory is no longer
+    /// needed.
+    pub fn keep_after_kill(&self) {
         let (answer, answered) = sync_channel(1);
         if self.orders.send(TracerOrder::KeepKilled(answer)).is_ok() {
             // Fails if the tracer has just ended.

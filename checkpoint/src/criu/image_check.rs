@@ -5,7 +5,7 @@
 //! task has. The content of pages has no structure; only their number is checked against the
 //! pagemaps.
 
-use super::images::{Fields, INVENTORY, MAP, Pages, entries, first, wrong};
+use super::images::{Fields, INVENTORY, PAGEMAP_PREFIX, PageRun, damaged, entries, first_value};
 use crate::engine::pages::page_size;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeSet;
@@ -13,7 +13,7 @@ use std::fs;
 use std::path::Path;
 
 /// Images that consist of entries up to the end of the file.
-const OF_ENTRIES: [&str; 12] = [
+const ENTRY_IMAGES: [&str; 12] = [
     "core-",
     "fdinfo-",
     "files.img",
@@ -30,10 +30,10 @@ const OF_ENTRIES: [&str; 12] = [
 const TREE: &str = "pstree.img";
 const CORE: &str = "core-";
 /// Images that every task has.
-const ALWAYS: [&str; 3] = [INVENTORY, "files.img", TREE];
+const REQUIRED_IMAGES: [&str; 3] = [INVENTORY, "files.img", TREE];
 /// Images that every process has except a zombie, which has none of them. The PID follows the
 /// prefix.
-const OF_LIVING: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
+const LIVE_PROCESS_IMAGES: [&str; 4] = ["ids-", "mm-", "pagemap-", "fs-"];
 /// Field numbers of `pstree_entry`.
 const TREE_PID: u32 = 1;
 const TREE_THREADS: u32 = 5;
@@ -57,15 +57,17 @@ pub(super) fn check(dir: &Path) -> Result<(), Failure> {
         names.extend(entry.map_err(unreadable)?.file_name().into_string());
     }
     let images = Images { dir, names };
-    ALWAYS.iter().try_for_each(|name| images.has(name))?;
+    REQUIRED_IMAGES
+        .iter()
+        .try_for_each(|name| images.require(name))?;
     let of_entries = |name: &&String| {
-        name.ends_with(".img") && OF_ENTRIES.iter().any(|begin| name.starts_with(begin))
+        name.ends_with(".img") && ENTRY_IMAGES.iter().any(|begin| name.starts_with(begin))
     };
     for name in images.names.iter().filter(of_entries) {
         let entries = entries(images.dir, name)?;
         if name == TREE {
             images.check_tree(&entries)?;
-        } else if name.starts_with(MAP) {
+        } else if name.starts_with(PAGEMAP_PREFIX) {
             images.check_pages(name, &entries)?;
         }
     }
@@ -73,10 +75,10 @@ pub(super) fn check(dir: &Path) -> Result<(), Failure> {
 }
 
 impl Images<'_> {
-    fn has(&self, name: &str) -> Result<(), Failure> {
+    fn require(&self, name: &str) -> Result<(), Failure> {
         match self.names.contains(name) {
             true => Ok(()),
-            false => Err(wrong(
+            false => Err(damaged(
                 name,
                 "is missing although the engine said that all was written",
             )),
@@ -88,24 +90,24 @@ impl Images<'_> {
     fn check_tree(&self, tree: &[Fields]) -> Result<(), Failure> {
         let mut cores = BTreeSet::new();
         for process in tree {
-            let Some(pid) = first(process, TREE_PID) else {
-                return Err(wrong(TREE, "has a process without a number"));
+            let Some(pid) = first_value(process, TREE_PID) else {
+                return Err(damaged(TREE, "has a process without a number"));
             };
             cores.insert(format!("{CORE}{pid}.img"));
-            let own = OF_LIVING.map(|kind| format!("{kind}{pid}.img"));
+            let own = LIVE_PROCESS_IMAGES.map(|kind| format!("{kind}{pid}.img"));
             if own.iter().any(|name| self.names.contains(name)) {
-                own.iter().try_for_each(|name| self.has(name))?;
+                own.iter().try_for_each(|name| self.require(name))?;
                 let threads = process.iter().filter(|(field, _)| *field == TREE_THREADS);
                 cores.extend(threads.map(|(_, thread)| format!("{CORE}{thread}.img")));
             }
         }
-        cores.iter().try_for_each(|name| self.has(name))?;
+        cores.iter().try_for_each(|name| self.require(name))?;
         match self
             .names
             .iter()
             .find(|name| name.starts_with(CORE) && !cores.contains(*name))
         {
-            Some(name) => Err(wrong(TREE, &format!("has nobody whose image is {name}"))),
+            Some(name) => Err(damaged(TREE, &format!("has nobody whose image is {name}"))),
             None => Ok(()),
         }
     }
@@ -113,14 +115,17 @@ impl Images<'_> {
     /// Checks that the file of pages has as many pages as this pagemap says.
     fn check_pages(&self, name: &str, map: &[Fields]) -> Result<(), Failure> {
         let Some((head, maps)) = map.split_first() else {
-            return Err(wrong(name, "is empty"));
+            return Err(damaged(name, "is empty"));
         };
-        let Some(id) = first(head, MAP_PAGES_ID) else {
-            return Err(wrong(name, "does not say where its pages are"));
+        let Some(id) = first_value(head, MAP_PAGES_ID) else {
+            return Err(damaged(name, "does not say where its pages are"));
         };
-        let present = maps.iter().map(Pages::of).filter(|pages| pages.present);
+        let present = maps
+            .iter()
+            .map(PageRun::decode)
+            .filter(|pages| pages.present);
         let pages = present
-            .map(|pages| pages.number)
+            .map(|pages| pages.count)
             .fold(0_u64, u64::saturating_add);
         let file = format!("pages-{id}.img");
         let wanted = pages.saturating_mul(page_size());
@@ -128,7 +133,7 @@ impl Images<'_> {
         let found = fs::metadata(self.dir.join(&file)).map_or(0, |meta| meta.len());
         match found == wanted {
             true => Ok(()),
-            false => Err(wrong(
+            false => Err(damaged(
                 &file,
                 &format!("has {found} bytes, and {name} has {pages} pages in it, {wanted} bytes"),
             )),
@@ -138,7 +143,7 @@ impl Images<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::images::{KIND, KIND_OF_INVENTORY};
+    use super::super::images::{INVENTORY_MAGIC_BYTES, MAGIC_BYTES};
     use super::*;
 
     /// Encodes an entry from number, value pairs below 128.
@@ -151,12 +156,12 @@ mod tests {
     }
 
     fn image(entries: &[Vec<u8>]) -> Vec<u8> {
-        [&[7; KIND][..], &entries.concat()].concat()
+        [&[7; MAGIC_BYTES][..], &entries.concat()].concat()
     }
 
     /// Writes images of a process with one thread, a process with two threads, and a zombie.
     /// Returns the file names.
-    fn whole() -> (tempfile::TempDir, Vec<&'static str>) {
+    fn complete_images() -> (tempfile::TempDir, Vec<&'static str>) {
         let dir = tempfile::tempdir().expect("a directory");
         let page = page_size() as usize;
         let process = |pid, threads: &[u8]| {
@@ -177,7 +182,7 @@ mod tests {
         let mut images = vec![
             (
                 "inventory.img",
-                [&[7; KIND_OF_INVENTORY][..], &entry(&[(1, 2)])].concat(),
+                [&[7; INVENTORY_MAGIC_BYTES][..], &entry(&[(1, 2)])].concat(),
             ),
             ("files.img", plain()),
             (
@@ -219,14 +224,14 @@ mod tests {
 
     #[test]
     fn complete_images_are_accepted() {
-        let (dir, _) = whole();
+        let (dir, _) = complete_images();
         assert_eq!(check(dir.path()), Ok(()));
     }
 
     /// Every image that is truncated, extended or missing is named in the error.
     #[test]
     fn damaged_image_is_named() {
-        let (dir, names) = whole();
+        let (dir, names) = complete_images();
         for name in names.iter().filter(|name| **name != "pipes-data.img") {
             let path = dir.path().join(name);
             let bytes = fs::read(&path).expect("readable");

@@ -12,8 +12,8 @@
 //!
 //! A statically linked CRIU does not load the library and traces for itself.
 
-use super::crossing::{self, Turn};
-use super::ptrace::{self, Cause, Foreign, MEMORY_MAX, Memory, News};
+use super::dump_lock::{self, DumpLock};
+use super::ptrace::{self, MEMORY_MAX, RelayedRequest, RequestMemory, StopCause, ThreadEvent};
 use crate::status::ProcStatus;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -32,38 +32,38 @@ use std::time::{Duration, Instant};
 /// The library that CRIU loads.
 const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/relay.so"));
 /// Request number of a wait for a thread, in place of a ptrace request.
-const WAIT: u64 = u64::MAX;
+const WAIT_REQUEST: u64 = u64::MAX;
 /// Error number for a thread that does not belong to the dumped task.
-const NOT_MEANT: i32 = -1;
-const BY_VECTOR: u32 = 1;
-const READ: u32 = 2;
-const WRITTEN: u32 = 4;
-const EXCHANGED: u32 = 8;
+const NOT_DUMPED: i32 = -1;
+const BY_IOVEC: u32 = 1;
+const KERNEL_READS: u32 = 2;
+const KERNEL_WRITES: u32 = 4;
+const SWAPPED: u32 = 8;
 /// Length of a request without the memory that follows it.
-const QUESTION_BYTES: usize = 48;
+const REQUEST_BYTES: usize = 48;
 /// Number of polls for a thread's event without a pause. Most threads stop within microseconds.
-const ROUNDS_WITHOUT_PAUSE: u32 = 100;
+const SPIN_ROUNDS: u32 = 100;
 /// Pause between polls after that, in milliseconds.
-const PAUSE_MS: u8 = 1;
+const POLL_INTERVAL_MS: u8 = 1;
 /// Timeout for a thread to stop after CRIU has ended.
-const SETTLE_ALLOWED: Duration = Duration::from_secs(2);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What CRIU inherits.
 #[derive(Debug)]
-pub(super) struct Ends {
+pub(super) struct CriuEnd {
     /// The library sends its requests here.
     socket: OwnedFd,
     library: OwnedFd,
 }
 
-impl Ends {
+impl CriuEnd {
     /// Returns the descriptors that CRIU must inherit with the same numbers.
     pub(super) fn descriptors(&self) -> [&OwnedFd; 2] {
         [&self.socket, &self.library]
     }
 
     /// Returns the environment variables for CRIU.
-    pub(super) fn variables(&self) -> Vec<(&'static str, String)> {
+    pub(super) fn environment(&self) -> Vec<(&'static str, String)> {
         vec![
             preload(&self.library),
             ("SEMPA_RELAY", self.socket.as_raw_fd().to_string()),
@@ -80,13 +80,16 @@ pub(super) struct Relay {
 
 /// Returns the environment variable that tells the library the file with the list of memory areas
 /// to hide from CRIU.
-pub(super) fn withheld(list: &OwnedFd) -> (&'static str, String) {
+pub(super) fn hidden_areas_variable(list: &OwnedFd) -> (&'static str, String) {
     ("SEMPA_WITHHELD", list.as_raw_fd().to_string())
 }
 
 /// Returns the environment variables that make the library report that it was loaded: it writes a
 /// byte to `tells`.
-pub(super) fn tells_of_loading(library: &OwnedFd, tells: &OwnedFd) -> [(&'static str, String); 2] {
+pub(super) fn load_report_variables(
+    library: &OwnedFd,
+    tells: &OwnedFd,
+) -> [(&'static str, String); 2] {
     [
         preload(library),
         ("SEMPA_LOADED", tells.as_raw_fd().to_string()),
@@ -104,7 +107,7 @@ fn preload(library: &OwnedFd) -> (&'static str, String) {
 ///
 /// # Errors
 /// No file descriptor or memory is available.
-pub(super) fn library() -> io::Result<OwnedFd> {
+pub(super) fn library_file() -> io::Result<OwnedFd> {
     let library = memfd_create(c"sempa-relay", MFdFlags::MFD_CLOEXEC)?;
     File::from(library.try_clone()?).write_all(LIBRARY)?;
     Ok(library)
@@ -115,8 +118,8 @@ impl Relay {
     ///
     /// # Errors
     /// No file descriptor or thread is available.
-    pub(super) fn start(root: i32, processes: &[i32]) -> io::Result<(Relay, Ends)> {
-        let library = library()?;
+    pub(super) fn start(root: i32, processes: &[i32]) -> io::Result<(Relay, CriuEnd)> {
+        let library = library_file()?;
         let (ours, theirs) = socketpair(
             AddressFamily::Unix,
             SockType::SeqPacket,
@@ -133,7 +136,7 @@ impl Relay {
                 socket,
                 thread: Some(thread),
             },
-            Ends {
+            CriuEnd {
                 socket: theirs,
                 library,
             },
@@ -153,7 +156,7 @@ impl Drop for Relay {
 
 /// A request of the library.
 #[derive(Debug)]
-struct Question {
+struct LibraryRequest {
     request: u64,
     pid: i64,
     address: u64,
@@ -165,12 +168,12 @@ struct Question {
     memory: Vec<u8>,
 }
 
-impl Question {
-    fn read(packet: &[u8]) -> Option<Question> {
-        let (head, memory) = packet.split_at_checked(QUESTION_BYTES)?;
+impl LibraryRequest {
+    fn read(packet: &[u8]) -> Option<LibraryRequest> {
+        let (head, memory) = packet.split_at_checked(REQUEST_BYTES)?;
         let long = |at: usize| Some(u64::from_ne_bytes(head.get(at..at + 8)?.try_into().ok()?));
         let short = |at: usize| Some(u32::from_ne_bytes(head.get(at..at + 4)?.try_into().ok()?));
-        let question = Question {
+        let request = LibraryRequest {
             request: long(0)?,
             pid: long(8)? as i64,
             address: long(16)?,
@@ -180,55 +183,55 @@ impl Question {
             flags: short(40)?,
             memory: memory.to_vec(),
         };
-        let data_sent = if question.flags & READ != 0 {
-            question.data_bytes
+        let data_sent = if request.flags & KERNEL_READS != 0 {
+            request.data_bytes
         } else {
             0
         };
-        let fits = question.data_bytes <= MEMORY_MAX
-            && question.address_bytes.checked_add(data_sent)? == memory.len();
-        fits.then_some(question)
+        let fits = request.data_bytes <= MEMORY_MAX
+            && request.address_bytes.checked_add(data_sent)? == memory.len();
+        fits.then_some(request)
     }
 
     /// Converts the request for execution.
-    fn foreign(&self) -> Foreign {
+    fn to_relayed(&self) -> RelayedRequest {
         let (address, data) = self.memory.split_at(self.address_bytes);
         let memory = |bytes: usize, value: u64, begin: &[u8]| match bytes {
             0 => Ok(value),
-            _ => Err(Memory::beginning_with(begin)),
+            _ => Err(RequestMemory::beginning_with(begin)),
         };
-        let vector = (self.flags & BY_VECTOR != 0).then_some(self.data_bytes);
-        Foreign {
+        let iovec_len = (self.flags & BY_IOVEC != 0).then_some(self.data_bytes);
+        RelayedRequest {
             request: self.request,
             address: memory(self.address_bytes, self.address, address),
             data: memory(self.data_bytes, self.data, data),
-            vector,
-            exchanged: self.flags & EXCHANGED != 0,
+            iovec_len,
+            swapped: self.flags & SWAPPED != 0,
         }
     }
 }
 
 /// A reply to the library.
 #[derive(Debug, Default)]
-struct Answer {
+struct LibraryReply {
     result: i64,
     error: i32,
     status: i32,
     data: Vec<u8>,
 }
 
-impl Answer {
-    fn failed(error: &io::Error) -> Answer {
-        Answer {
+impl LibraryReply {
+    fn failed(error: &io::Error) -> LibraryReply {
+        LibraryReply {
             error: error.raw_os_error().unwrap_or(libc::EIO),
-            ..Answer::default()
+            ..LibraryReply::default()
         }
     }
 
-    fn not_meant() -> Answer {
-        Answer {
-            error: NOT_MEANT,
-            ..Answer::default()
+    fn not_dumped() -> LibraryReply {
+        LibraryReply {
+            error: NOT_DUMPED,
+            ..LibraryReply::default()
         }
     }
 
@@ -249,7 +252,7 @@ struct Tracer {
     traced: BTreeSet<i32>,
     /// The lock of the working directory: from the seizing of the root until CRIU no longer needs
     /// the directory.
-    turn: Option<Turn>,
+    directory_lock: Option<DumpLock>,
 }
 
 impl Tracer {
@@ -259,28 +262,28 @@ impl Tracer {
             root,
             processes,
             traced: BTreeSet::new(),
-            turn: None,
+            directory_lock: None,
         }
     }
 
     fn run(mut self) {
-        super::process::hurry_thread();
-        let mut packet = vec![0u8; QUESTION_BYTES + 2 * MEMORY_MAX];
+        super::process::raise_thread_priority();
+        let mut packet = vec![0u8; REQUEST_BYTES + 2 * MEMORY_MAX];
         loop {
-            self.wait_for_question();
+            self.wait_for_request();
             let length = match recv(self.socket.as_raw_fd(), &mut packet, MsgFlags::empty()) {
                 Ok(0) => break,
                 Ok(length) => length,
                 Err(Errno::EINTR) => continue,
                 Err(_) => break,
             };
-            let answer = match Question::read(&packet[..length]) {
-                Some(question) => self.answer(&question),
-                None => Answer::failed(&Errno::EINVAL.into()),
+            let reply = match LibraryRequest::read(&packet[..length]) {
+                Some(request) => self.handle_request(&request),
+                None => LibraryReply::failed(&Errno::EINVAL.into()),
             };
             if send(
                 self.socket.as_raw_fd(),
-                &answer.write(),
+                &reply.write(),
                 MsgFlags::MSG_NOSIGNAL,
             )
             .is_err()
@@ -289,65 +292,67 @@ impl Tracer {
             }
         }
         // CRIU has ended. The threads that it left running are stopped.
-        settle(
+        stop_and_detach(
             &self.traced.into_iter().collect::<Vec<i32>>(),
-            SETTLE_ALLOWED,
+            SETTLE_TIMEOUT,
         );
     }
 
-    fn answer(&mut self, question: &Question) -> Answer {
+    fn handle_request(&mut self, question: &LibraryRequest) -> LibraryReply {
         let Ok(tid) = i32::try_from(question.pid) else {
-            return Answer::not_meant();
+            return LibraryReply::not_dumped();
         };
-        if question.request == WAIT {
+        if question.request == WAIT_REQUEST {
             return self.wait(tid, question.address as i32);
         }
         let seizes = question.request == u64::from(libc::PTRACE_SEIZE);
-        let is_ours = self.traced.contains(&tid) || (seizes && self.is_meant(tid));
+        let is_ours = self.traced.contains(&tid) || (seizes && self.is_dumped(tid));
         if !is_ours {
-            return Answer::not_meant();
+            return LibraryReply::not_dumped();
         }
         if seizes {
-            self.wait_until_it_stands(tid);
+            self.wait_for_group_stop(tid);
             if tid == self.root {
-                self.wait_for_turn();
+                self.lock_directory();
             }
         }
-        let mut request = question.foreign();
-        let (result, vector) = match request.carry_out(tid) {
+        let mut request = question.to_relayed();
+        let (result, vector) = match request.execute(tid) {
             Ok(done) => done,
-            Err(error) => return Answer::failed(&error),
+            Err(error) => return LibraryReply::failed(&error),
         };
         if seizes {
             self.traced.insert(tid);
         } else if question.request == u64::from(libc::PTRACE_DETACH) {
             self.traced.remove(&tid);
         }
-        let written = match (request.vector.is_some(), question.request) {
+        let written = match (request.iovec_len.is_some(), question.request) {
             (true, _) => vector,
-            (_, ptrace::GET_FILTER) => usize::try_from(result).unwrap_or(0).saturating_mul(8),
+            (_, ptrace::PTRACE_SECCOMP_GET_FILTER) => {
+                usize::try_from(result).unwrap_or(0).saturating_mul(8)
+            }
             _ => question.data_bytes,
         };
-        let data = match (&request.data, question.flags & WRITTEN) {
-            (Err(memory), WRITTEN) => memory.bytes(written.min(question.data_bytes)),
+        let data = match (&request.data, question.flags & KERNEL_WRITES) {
+            (Err(memory), KERNEL_WRITES) => memory.bytes(written.min(question.data_bytes)),
             _ => Vec::new(),
         };
-        Answer {
+        LibraryReply {
             result,
             data,
-            ..Answer::default()
+            ..LibraryReply::default()
         }
     }
 
     /// Waits for the next request. Meanwhile observes the end of the lock, because other dumps wait
     /// for it.
-    fn wait_for_question(&mut self) {
-        while let Some(seen) = self.turn.as_ref().and_then(Turn::fd) {
+    fn wait_for_request(&mut self) {
+        while let Some(seen) = self.directory_lock.as_ref().and_then(DumpLock::fd) {
             let mut fds = [self.socket.as_fd(), seen].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             // After an interruption the events are checked as well.
             let _ = poll(&mut fds, PollTimeout::NONE);
             let asked = fds[0].any().unwrap_or(true);
-            self.turn.take_if(|turn| turn.is_over());
+            self.directory_lock.take_if(|turn| turn.is_released());
             if asked {
                 break;
             }
@@ -355,40 +360,40 @@ impl Tracer {
     }
 
     /// Waits until no other dump uses the task's working directory.
-    fn wait_for_turn(&mut self) {
-        if self.turn.is_some() {
+    fn lock_directory(&mut self) {
+        if self.directory_lock.is_some() {
             return;
         }
-        let Some(place) = crossing::Place::of(self.root) else {
+        let Some(working_dir) = dump_lock::WorkingDir::of(self.root) else {
             return;
         };
-        let until = Instant::now() + crossing::WAIT_MAX;
+        let until = Instant::now() + dump_lock::LOCK_WAIT_TIMEOUT;
         for round in 0u32.. {
             let now = Instant::now();
-            self.turn = place.take_turn(now);
-            if self.turn.is_some() || now >= until || self.pause(round) {
+            self.directory_lock = working_dir.try_lock(now);
+            if self.directory_lock.is_some() || now >= until || self.pause_unless_gone(round) {
                 return;
             }
         }
     }
 
     /// Waits until a thread has returned to its group stop. It was just traced to record its
-    /// registers ([`super::rescue`]), and returns to the stop only when it gets CPU time.
+    /// registers ([`super::trap_cleanup`]), and returns to the stop only when it gets CPU time.
     ///
     /// CRIU seizes and interrupts a thread, continues it if it finds a group stop, and then waits
     /// for the stop of the interrupt. If the interrupt arrives while the thread is on its way to
     /// the group stop, that stop consumes it: the thread would run, and CRIU would wait for ever.
-    fn wait_until_it_stands(&self, tid: i32) {
-        let until = Instant::now() + SETTLE_ALLOWED;
+    fn wait_for_group_stop(&self, tid: i32) {
+        let until = Instant::now() + SETTLE_TIMEOUT;
         for round in 0u32.. {
-            if stands(tid) || Instant::now() >= until || self.pause(round) {
+            if is_group_stopped(tid) || Instant::now() >= until || self.pause_unless_gone(round) {
                 return;
             }
         }
     }
 
     /// True for threads of the dumped processes.
-    fn is_meant(&self, tid: i32) -> bool {
+    fn is_dumped(&self, tid: i32) -> bool {
         self.processes.contains(&tid)
             || self
                 .processes
@@ -398,85 +403,88 @@ impl Tracer {
 
     /// Waits for one thread. For any thread (-1) it waits only briefly, because CRIU may also wait
     /// for its own children; the library then repeats the request.
-    fn wait(&mut self, tid: i32, options: i32) -> Answer {
+    fn wait(&mut self, tid: i32, options: i32) -> LibraryReply {
         let wanted: Vec<i32> = match tid {
             -1 => self.traced.iter().copied().collect(),
             tid => self.traced.get(&tid).copied().into_iter().collect(),
         };
         if wanted.is_empty() {
-            return Answer::not_meant();
+            return LibraryReply::not_dumped();
         }
         for round in 0u32.. {
             for &tid in &wanted {
-                match ptrace::hear(tid) {
+                match ptrace::poll_event(tid) {
                     Ok(None) => {}
-                    Ok(Some(News::Stopped(status))) => {
-                        return Answer {
+                    Ok(Some(ThreadEvent::Stopped(status))) => {
+                        return LibraryReply {
                             result: tid.into(),
                             status,
-                            ..Answer::default()
+                            ..LibraryReply::default()
                         };
                     }
-                    Ok(Some(News::Ended(status))) => {
+                    Ok(Some(ThreadEvent::Exited(status))) => {
                         self.traced.remove(&tid);
-                        return Answer {
+                        return LibraryReply {
                             result: tid.into(),
                             status,
-                            ..Answer::default()
+                            ..LibraryReply::default()
                         };
                     }
-                    Err(error) => return Answer::failed(&error),
+                    Err(error) => return LibraryReply::failed(&error),
                 }
             }
-            let is_late = tid == -1 && round > ROUNDS_WITHOUT_PAUSE;
-            if options & libc::WNOHANG != 0 || is_late || self.pause(round) {
+            let is_late = tid == -1 && round > SPIN_ROUNDS;
+            if options & libc::WNOHANG != 0 || is_late || self.pause_unless_gone(round) {
                 break;
             }
         }
-        Answer::default()
+        LibraryReply::default()
     }
 
     /// Pauses between polls. Returns true if CRIU has ended.
-    fn pause(&self, round: u32) -> bool {
-        if round < ROUNDS_WITHOUT_PAUSE {
+    fn pause_unless_gone(&self, round: u32) -> bool {
+        if round < SPIN_ROUNDS {
             std::thread::yield_now();
             return false;
         }
         let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::empty())];
-        matches!(poll(&mut fds, PollTimeout::from(PAUSE_MS)), Ok(ready) if ready > 0)
+        matches!(poll(&mut fds, PollTimeout::from(POLL_INTERVAL_MS)), Ok(ready) if ready > 0)
     }
 }
 
 /// Stops these traced threads and detaches from them. `allowed` is the time for a thread to stop.
-pub(super) fn settle(tids: &[i32], allowed: Duration) {
+pub(super) fn stop_and_detach(tids: &[i32], allowed: Duration) {
     for &tid in tids {
         // Fails only if the thread has exited.
         let _ = ptrace::interrupt(tid);
     }
     let until = Instant::now() + allowed;
     for &tid in tids {
-        while !settled(tid) && Instant::now() < until {
+        while !try_detach(tid) && Instant::now() < until {
             std::thread::yield_now();
         }
     }
 }
 
 /// Detaches from a thread if it is stopped. True if nothing remains to be done.
-fn settled(tid: i32) -> bool {
-    match ptrace::cause(tid) {
+fn try_detach(tid: i32) -> bool {
+    match ptrace::stop_cause(tid) {
         // A trap is pending after the requested stop. It must be consumed before the thread is
         // detached.
-        Ok(Cause::Asked) if has_trap_pending(tid) => ptrace::go_on(tid).is_err(),
-        Ok(Cause::Asked | Cause::Trap) => ptrace::let_go(tid, 0).is_ok(),
+        Ok(StopCause::Interrupt) if has_trap_pending(tid) => ptrace::resume(tid).is_err(),
+        Ok(StopCause::Interrupt | StopCause::Trap) => ptrace::detach(tid, 0).is_ok(),
         // The signal is from another process and must be delivered.
-        Ok(Cause::Signal(signal)) => ptrace::let_go(tid, signal).is_ok(),
+        Ok(StopCause::Signal(signal)) => ptrace::detach(tid, signal).is_ok(),
         // The thread is running or has exited.
-        Err(_) => !matches!(ptrace::hear(tid), Ok(None | Some(News::Stopped(_)))),
+        Err(_) => !matches!(
+            ptrace::poll_event(tid),
+            Ok(None | Some(ThreadEvent::Stopped(_)))
+        ),
     }
 }
 
 /// True for a thread that has completed its group stop, and for one that has exited.
-fn stands(tid: i32) -> bool {
+fn is_group_stopped(tid: i32) -> bool {
     ProcStatus::of(tid).is_none_or(|status| {
         status
             .field("State")
@@ -494,15 +502,15 @@ fn has_trap_pending(tid: i32) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::rescue::Snapshot;
+    use super::super::trap_cleanup::TaskSnapshot;
     use super::*;
     use std::process::{Child, Command};
 
     /// Timeout for anything that a test waits for.
-    const SOON: Duration = Duration::from_secs(20);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
     fn wait<T>(what: &str, look: impl Fn() -> Option<T>) -> T {
-        let until = Instant::now() + SOON;
+        let until = Instant::now() + TEST_TIMEOUT;
         loop {
             match look() {
                 Some(seen) => return seen,
@@ -518,7 +526,7 @@ mod tests {
         let pid = child.id() as i32;
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGSTOP)
             .expect("it is there");
-        wait("it is stopped", || stands(pid).then_some(()));
+        wait("it is stopped", || is_group_stopped(pid).then_some(()));
         child
     }
 
@@ -526,7 +534,7 @@ mod tests {
     fn packet(request: libc::c_uint, pid: i32) -> Vec<u8> {
         let mut packet = u64::from(request).to_ne_bytes().to_vec();
         packet.extend(i64::from(pid).to_ne_bytes());
-        packet.resize(QUESTION_BYTES, 0);
+        packet.resize(REQUEST_BYTES, 0);
         packet
     }
 
@@ -545,15 +553,16 @@ mod tests {
         let (socket, processes) = (Arc::new(ours), vec![pid]);
         let mut tracer = Tracer::new(socket, pid, processes);
         let mut ask = |request: libc::c_uint| {
-            let answer = tracer.answer(&Question::read(&packet(request, pid)).expect("a question"));
-            assert_eq!(answer.error, 0, "{answer:?}");
+            let reply = tracer
+                .handle_request(&LibraryRequest::read(&packet(request, pid)).expect("a question"));
+            assert_eq!(reply.error, 0, "{reply:?}");
         };
-        let halts = || match ptrace::hear(pid).expect("it is traced") {
-            Some(News::Stopped(status)) => Some(status >> 8 & 0xff),
+        let halts = || match ptrace::poll_event(pid).expect("it is traced") {
+            Some(ThreadEvent::Stopped(status)) => Some(status >> 8 & 0xff),
             _ => None,
         };
         for _ in 0..200 {
-            Snapshot::take(&[pid]).expect("it stands still");
+            TaskSnapshot::take(&[pid]).expect("it stands still");
             // These are CRIU's steps in their order.
             ask(libc::PTRACE_SEIZE);
             ask(libc::PTRACE_INTERRUPT);
@@ -562,7 +571,9 @@ mod tests {
                 wait("it halts again", halts);
             }
             ask(libc::PTRACE_DETACH);
-            wait("it is stopped again", || stands(pid).then_some(()));
+            wait("it is stopped again", || {
+                is_group_stopped(pid).then_some(())
+            });
         }
         child.kill().expect("it is there");
         child.wait().expect("it ends");
@@ -575,35 +586,39 @@ mod tests {
         let mut child = stopped(Command::new("sleep").current_dir(dir.path()));
         let pid = child.id() as i32;
         // By this clock no lock has timed out.
-        let (place, then) = (
-            crossing::Place::of(pid).expect("it is there"),
+        let (working_dir, then) = (
+            dump_lock::WorkingDir::of(pid).expect("it is there"),
             Instant::now(),
         );
         let seize = || {
-            let (relay, ends) = Relay::start(pid, &[pid]).expect("descriptors");
+            let (relay, criu_end) = Relay::start(pid, &[pid]).expect("descriptors");
             send(
-                ends.socket.as_raw_fd(),
+                criu_end.socket.as_raw_fd(),
                 &packet(libc::PTRACE_SEIZE, pid),
                 MsgFlags::empty(),
             )
             .expect("it listens");
             assert!(
-                recv(ends.socket.as_raw_fd(), &mut [0; 64], MsgFlags::empty()).expect("an answer")
+                recv(criu_end.socket.as_raw_fd(), &mut [0; 64], MsgFlags::empty())
+                    .expect("an answer")
                     > 0
             );
-            assert!(place.take_turn(then).is_none(), "it is the task's turn");
-            (relay, ends)
+            assert!(
+                working_dir.try_lock(then).is_none(),
+                "it is the task's turn"
+            );
+            (relay, criu_end)
         };
-        let (relay, ends) = seize();
+        let (relay, criu_end) = seize();
         for _ in 0..2 {
             std::fs::create_dir(dir.path().join("proc.crtools")).expect("dir");
             std::fs::remove_dir(dir.path().join("proc.crtools")).expect("dir");
         }
-        drop(wait("it is over", || place.take_turn(then)));
-        drop((ends, relay));
-        let (_relay, ends) = seize();
-        drop(ends);
-        drop(wait("it is over", || place.take_turn(then)));
+        drop(wait("it is over", || working_dir.try_lock(then)));
+        drop((criu_end, relay));
+        let (_relay, criu_end) = seize();
+        drop(criu_end);
+        drop(wait("it is over", || working_dir.try_lock(then)));
         child.kill().expect("it is there");
         child.wait().expect("it ends");
     }

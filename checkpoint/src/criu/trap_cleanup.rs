@@ -7,9 +7,9 @@
 //! the dump, and restored if CRIU ends without doing so.
 //!
 //! That the task is still stopped then and has no pending trap is ensured by
-//! [`relay`](super::relay).
+//! [`ptrace_relay`](super::ptrace_relay).
 
-use super::ptrace::{Attached, Registers};
+use super::ptrace::{Registers, TracedThread};
 use sempa_proto::migration::Failure;
 use std::fs::File;
 use std::io;
@@ -23,20 +23,20 @@ const CODE_BYTES: usize = 32;
 /// blocked.
 const ALL_BLOCKED: u64 = !(1 << 8 | 1 << 18);
 /// SIGTRAP, which the kernel unblocks when it forces a trap.
-const TRAP: u64 = 1 << 4;
+const SIGTRAP_BIT: u64 = 1 << 4;
 /// Maximum number of threads that are recorded. A task with more threads is dumped without this
 /// protection.
 const THREADS_MAX: usize = 4096;
 
 /// Offset of the instruction pointer in the general registers, in bytes.
 #[cfg(target_arch = "x86_64")]
-const POINTER_AT: usize = 16 * 8;
+const INSTRUCTION_POINTER_OFFSET: usize = 16 * 8;
 #[cfg(target_arch = "aarch64")]
-const POINTER_AT: usize = 32 * 8;
+const INSTRUCTION_POINTER_OFFSET: usize = 32 * 8;
 
 /// The recorded state of a stopped task.
 #[derive(Debug)]
-pub(super) struct Snapshot {
+pub(super) struct TaskSnapshot {
     processes: Vec<Process>,
 }
 
@@ -56,40 +56,40 @@ struct Thread {
     blocked: u64,
 }
 
-impl Snapshot {
+impl TaskSnapshot {
     /// Records the state of these stopped processes.
     ///
     /// # Errors
     /// A thread cannot be traced. Nothing has changed.
-    pub(super) fn take(pids: &[i32]) -> io::Result<Snapshot> {
+    pub(super) fn take(pids: &[i32]) -> io::Result<TaskSnapshot> {
         let mut threads_left = THREADS_MAX;
         let processes = pids
             .iter()
-            .map(|&pid| Process::note(pid, &mut threads_left))
+            .map(|&pid| Process::record(pid, &mut threads_left))
             .collect::<io::Result<_>>()?;
-        Ok(Snapshot { processes })
+        Ok(TaskSnapshot { processes })
     }
 
     /// Restores the state if the engine was killed, and so has not done it.
-    pub(super) fn put_back_if(&self, why: &Failure) {
+    pub(super) fn restore_after(&self, why: &Failure) {
         if matches!(
             why,
             Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)
         ) {
-            self.put_back();
+            self.restore();
         }
     }
 
     /// Restores what differs from the recorded state. Processes that have exited are skipped.
-    pub(super) fn put_back(&self) {
+    pub(super) fn restore(&self) {
         for process in &self.processes {
-            process.put_back();
+            process.restore();
         }
     }
 }
 
 impl Process {
-    fn note(pid: i32, threads_left: &mut usize) -> io::Result<Process> {
+    fn record(pid: i32, threads_left: &mut usize) -> io::Result<Process> {
         let memory = File::open(format!("/proc/{pid}/mem"))?;
         let (mut mappings, mut code) = (Vec::new(), Vec::new());
         for (range, executable) in read_mappings(pid)? {
@@ -101,11 +101,11 @@ impl Process {
             mappings.push(range);
         }
         let mut threads = Vec::new();
-        for tid in tids(pid)? {
+        for tid in thread_ids(pid)? {
             *threads_left = threads_left
                 .checked_sub(1)
                 .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
-            let attached = Attached::to(tid)?;
+            let attached = TracedThread::attach(tid)?;
             let (general, vector) = (
                 attached.registers(Registers::General)?,
                 attached.registers(Registers::Vector)?,
@@ -114,7 +114,7 @@ impl Process {
                 tid,
                 general,
                 vector,
-                blocked: attached.blocked()?,
+                blocked: attached.blocked_signals()?,
             });
         }
         Ok(Process {
@@ -125,48 +125,50 @@ impl Process {
         })
     }
 
-    fn place(&self, at: u64) -> Place {
+    fn locate(&self, at: u64) -> CodeLocation {
         if self
             .code
             .iter()
             .any(|(start, bytes)| (*start..*start + bytes.len() as u64).contains(&at))
         {
-            return Place::Overwritten;
+            return CodeLocation::Overwritten;
         }
         match self.mappings.iter().any(|range| range.contains(&at)) {
-            true => Place::OwnCode,
-            false => Place::Foreign,
+            true => CodeLocation::OwnCode,
+            false => CodeLocation::Parasite,
         }
     }
 
-    fn put_back(&self) {
+    fn restore(&self) {
         for thread in &self.threads {
-            let Ok(attached) = Attached::to(thread.tid) else {
+            let Ok(attached) = TracedThread::attach(thread.tid) else {
                 continue;
             };
-            let (Ok(now), Ok(blocked)) =
-                (attached.registers(Registers::General), attached.blocked())
-            else {
+            let (Ok(now), Ok(blocked)) = (
+                attached.registers(Registers::General),
+                attached.blocked_signals(),
+            ) else {
                 continue;
             };
             // Fails only if the thread was killed meanwhile.
             let _ = attached.clear_breakpoint();
-            let place = pointer(&now).map_or(Place::OwnCode, |at| self.place(at));
+            let place =
+                instruction_pointer(&now).map_or(CodeLocation::OwnCode, |at| self.locate(at));
             // Registers are restored only at places where CRIU leaves a thread: a thread in its own
             // code may have continued from there already.
             let caught = match place {
-                Place::Overwritten => true,
+                CodeLocation::Overwritten => true,
                 // CRIU's code in the main thread notices the loss of CRIU and cleans up; in other
                 // threads it does not.
-                Place::Foreign => thread.tid != self.pid,
-                Place::OwnCode => false,
+                CodeLocation::Parasite => thread.tid != self.pid,
+                CodeLocation::OwnCode => false,
             };
             if caught {
                 let _ = attached.set_registers(Registers::General, &thread.general);
                 let _ = attached.set_registers(Registers::Vector, &thread.vector);
             }
-            if caught || (place == Place::OwnCode && blocked | TRAP == ALL_BLOCKED) {
-                let _ = attached.set_blocked(thread.blocked);
+            if caught || (place == CodeLocation::OwnCode && blocked | SIGTRAP_BIT == ALL_BLOCKED) {
+                let _ = attached.set_blocked_signals(thread.blocked);
             }
         }
         let Ok(memory) = File::options()
@@ -187,16 +189,16 @@ impl Process {
 
 /// The location of an instruction pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum CodeLocation {
     /// In code that CRIU overwrites.
     Overwritten,
     /// In memory that was not mapped before the dump: CRIU's parasite code.
-    Foreign,
+    Parasite,
     /// In the task's own code.
     OwnCode,
 }
 
-fn tids(pid: i32) -> io::Result<Vec<i32>> {
+fn thread_ids(pid: i32) -> io::Result<Vec<i32>> {
     let threads = std::fs::read_dir(format!("/proc/{pid}/task"))?;
     Ok(threads
         .flatten()
@@ -219,9 +221,12 @@ fn read_mappings(pid: i32) -> io::Result<Vec<(Range<u64>, bool)>> {
         .collect())
 }
 
-fn pointer(registers: &[u8]) -> Option<u64> {
+fn instruction_pointer(registers: &[u8]) -> Option<u64> {
     Some(u64::from_ne_bytes(
-        registers.get(POINTER_AT..POINTER_AT + 8)?.try_into().ok()?,
+        registers
+            .get(INSTRUCTION_POINTER_OFFSET..INSTRUCTION_POINTER_OFFSET + 8)?
+            .try_into()
+            .ok()?,
     ))
 }
 
@@ -265,7 +270,7 @@ mod tests {
             |signal| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), signal).expect("kill");
         send(nix::sys::signal::SIGSTOP);
         wait(&|| field("State").starts_with('T'));
-        let snapshot = Snapshot::take(&[pid]).expect("it stands still");
+        let snapshot = TaskSnapshot::take(&[pid]).expect("it stands still");
         wait(&|| field("State").starts_with('T'));
 
         let (address, code) = snapshot.processes[0].code[0].clone();
@@ -276,15 +281,16 @@ mod tests {
             .expect("mem");
         memory.write_all_at(&[0xcc; 8], address).expect("a trap");
         {
-            let attached = Attached::to(pid).expect("attach");
+            let attached = TracedThread::attach(pid).expect("attach");
             let mut registers = attached.registers(Registers::General).expect("registers");
-            registers[POINTER_AT..POINTER_AT + 8].copy_from_slice(&address.to_ne_bytes());
+            registers[INSTRUCTION_POINTER_OFFSET..INSTRUCTION_POINTER_OFFSET + 8]
+                .copy_from_slice(&address.to_ne_bytes());
             attached
                 .set_registers(Registers::General, &registers)
                 .expect("set");
-            attached.set_blocked(u64::MAX).expect("set");
+            attached.set_blocked_signals(u64::MAX).expect("set");
         }
-        snapshot.put_back();
+        snapshot.restore();
         let mut now = vec![0; code.len()];
         memory.read_exact_at(&mut now, address).expect("read");
         assert_eq!(now, code);

@@ -1,6 +1,6 @@
 //! The target of a pre-copy: receives pages and keeps them until the restored task needs them.
 
-use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
+use super::super::page_server_wire::{HeaderLayout, PRE_COPY_COUNT, PRE_COPY_PAGES, PageHeader};
 use crate::engine::ReceivedPages;
 use crate::engine::pages::BLOCK_PAGES;
 use sempa_proto::migration::Failure;
@@ -9,9 +9,9 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 
 /// Sends a page count to the source.
-fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
-    stream.write_all(&Form::Long.write(&Head {
-        command: ALL_AHEAD,
+fn send_count(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
+    stream.write_all(&HeaderLayout::Long.write(&PageHeader {
+        command: PRE_COPY_COUNT,
         pages,
         address: 0,
         process: 0,
@@ -23,7 +23,7 @@ fn say(stream: &mut UnixStream, pages: u64) -> io::Result<()> {
 /// # Errors
 /// The source does not read from the stream any more.
 pub fn acknowledge(received: &ReceivedPages, stream: &OwnedFd) -> io::Result<()> {
-    say(&mut UnixStream::from(stream.try_clone()?), received.pages())
+    send_count(&mut UnixStream::from(stream.try_clone()?), received.pages())
 }
 
 /// Receives pre-copied pages on this stream until the source reports the end. First sends the
@@ -38,36 +38,36 @@ pub(in super::super) fn receive(
     let failed =
         |what: String| Failure::Images(format!("memory that is to go ahead does not come: {what}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(|e| failed(e.to_string()))?);
-    let mut store = ReceivedPages::empty();
-    let mut content = vec![0; (BLOCK_PAGES * store.page_size()) as usize];
-    say(&mut stream, bytes_max / store.page_size()).map_err(|e| failed(e.to_string()))?;
+    let mut received = ReceivedPages::empty();
+    let mut content = vec![0; (BLOCK_PAGES * received.page_size()) as usize];
+    send_count(&mut stream, bytes_max / received.page_size()).map_err(|e| failed(e.to_string()))?;
     loop {
-        let mut head = [0; Form::Long.bytes()];
+        let mut head = [0; HeaderLayout::Long.bytes()];
         stream
             .read_exact(&mut head)
             .map_err(|e| failed(e.to_string()))?;
-        let Head {
+        let PageHeader {
             command,
             pages,
             address,
             process,
-        } = Form::Long.read(&head);
+        } = HeaderLayout::Long.read(&head);
         match command {
-            ALL_AHEAD => return Ok(store),
-            AHEAD => {
-                let length = store.bytes_within_block(address, pages);
+            PRE_COPY_COUNT => return Ok(received),
+            PRE_COPY_PAGES => {
+                let length = received.bytes_within_block(address, pages);
                 let length =
                     length.ok_or_else(|| failed(format!("{pages} pages at {address:#x}")))?;
                 stream
                     .read_exact(&mut content[..length])
                     .map_err(|e| failed(e.to_string()))?;
-                store
+                received
                     .insert(process, address, &content[..length])
                     .map_err(|e| failed(e.to_string()))?;
             }
             other => return Err(failed(format!("the source says {other:#x}"))),
         }
-        if store.bytes() > bytes_max {
+        if received.bytes() > bytes_max {
             return Err(failed(format!(
                 "there is more of it than {bytes_max} bytes, which it was told"
             )));
@@ -87,19 +87,19 @@ mod tests {
         let say = |words: &[(u32, u64, u64)], bytes_max| {
             let (mut theirs, ours) = UnixStream::pair().expect("descriptors");
             for (command, pages, address) in words {
-                let head = Head {
+                let head = PageHeader {
                     command: *command,
                     pages: *pages,
                     address: *address,
                     process: 7,
                 };
                 theirs
-                    .write_all(&Form::Long.write(&head))
+                    .write_all(&HeaderLayout::Long.write(&head))
                     .expect("there is room");
                 theirs
                     .write_all(&vec![
                         5;
-                        if *command == AHEAD {
+                        if *command == PRE_COPY_PAGES {
                             (pages.min(&2) * page) as usize
                         } else {
                             0
@@ -112,15 +112,19 @@ mod tests {
                 .expect("it is open");
             receive(&ours.into(), bytes_max).map(|store| store.bytes())
         };
-        let good = [(AHEAD, 2, 0), (AHEAD, 1, page), (ALL_AHEAD, 0, 0)];
+        let good = [
+            (PRE_COPY_PAGES, 2, 0),
+            (PRE_COPY_PAGES, 1, page),
+            (PRE_COPY_COUNT, 0, 0),
+        ];
         assert_eq!(say(&good, 2 * page), Ok(2 * page));
         assert!(
             matches!(say(&good, page), Err(Failure::Images(why)) if why.contains("more of it"))
         );
         for bad in [
             &good[..2],
-            &[(AHEAD, 1, 5)],
-            &[(AHEAD, 1 << 60, 0)],
+            &[(PRE_COPY_PAGES, 1, 5)],
+            &[(PRE_COPY_PAGES, 1 << 60, 0)],
             &[(7, 1, 0)],
             &[],
         ] {

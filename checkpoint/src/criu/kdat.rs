@@ -9,26 +9,26 @@ const PATH: &str = "/run/criu.kdat";
 
 /// Removes the file when dropped, unless it existed when this value was created.
 #[derive(Debug)]
-pub struct KernelNotes {
-    ours: Option<PathBuf>,
+pub struct KdatCleanup {
+    remove: Option<PathBuf>,
 }
 
-impl KernelNotes {
+impl KdatCleanup {
     /// Checks whether the file exists.
-    pub fn look() -> KernelNotes {
-        KernelNotes::at(PathBuf::from(PATH))
+    pub fn arm() -> KdatCleanup {
+        KdatCleanup::at(PathBuf::from(PATH))
     }
 
-    fn at(path: PathBuf) -> KernelNotes {
-        KernelNotes {
-            ours: (!path.exists()).then_some(path),
+    fn at(path: PathBuf) -> KdatCleanup {
+        KdatCleanup {
+            remove: (!path.exists()).then_some(path),
         }
     }
 }
 
-impl Drop for KernelNotes {
+impl Drop for KdatCleanup {
     fn drop(&mut self) {
-        if let Some(path) = &self.ours {
+        if let Some(path) = &self.remove {
             // Fails if the file does not exist, or if it belongs to another user.
             let _ = std::fs::remove_file(path);
         }
@@ -43,12 +43,12 @@ mod tests {
     #[test]
     fn existing_file_is_kept() {
         let path = std::env::temp_dir().join(format!("criu-notes-{}", std::process::id()));
-        let notes = KernelNotes::at(path.clone());
+        let cleanup = KdatCleanup::at(path.clone());
         std::fs::write(&path, "x").expect("writable");
-        drop(notes);
+        drop(cleanup);
         assert!(!path.exists());
         std::fs::write(&path, "x").expect("writable");
-        drop(KernelNotes::at(path.clone()));
+        drop(KdatCleanup::at(path.clone()));
         assert!(path.exists());
         std::fs::remove_file(&path).expect("removable");
     }

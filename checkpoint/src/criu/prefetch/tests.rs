@@ -17,71 +17,74 @@ fn content(process: u64, address: u64) -> [u8; PAGE as usize] {
 
 /// The pre-copied state of a page: none, its current content, or older content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Before {
+enum PreCopyState {
     Nothing,
     Same,
     Older,
 }
 
 /// Distributes these states over the pages.
-fn before(process: u64, address: u64) -> Before {
+fn pre_copy_state(process: u64, address: u64) -> PreCopyState {
     [
-        Before::Same,
-        Before::Same,
-        Before::Older,
-        Before::Same,
-        Before::Nothing,
+        PreCopyState::Same,
+        PreCopyState::Same,
+        PreCopyState::Older,
+        PreCopyState::Same,
+        PreCopyState::Nothing,
     ][((address / PAGE * 7 + process) % 5) as usize]
 }
 
 /// Returns the pre-copied pages of this memory.
 fn store(missing: &BTreeMap<u64, BTreeMap<u64, u64>>) -> ReceivedPages {
-    let mut store = ReceivedPages::with_page_size(PAGE);
-    let stretches = missing
+    let mut pre_copied = ReceivedPages::with_page_size(PAGE);
+    let ranges = missing
         .iter()
-        .flat_map(|(process, stretches)| stretches.iter().map(|stretch| (*process, stretch)));
-    for (process, address) in stretches.flat_map(|(process, (from, to))| {
+        .flat_map(|(process, ranges)| ranges.iter().map(|stretch| (*process, stretch)));
+    for (process, address) in ranges.flat_map(|(process, (from, to))| {
         (*from..*to)
             .step_by(PAGE as usize)
             .map(move |at| (process, at))
     }) {
         let was = content(
             process,
-            if before(process, address) == Before::Same {
+            if pre_copy_state(process, address) == PreCopyState::Same {
                 address
             } else {
                 !address
             },
         );
-        if before(process, address) != Before::Nothing {
-            store
+        if pre_copy_state(process, address) != PreCopyState::Nothing {
+            pre_copied
                 .insert(process, address, &was)
                 .expect("there is memory");
         }
     }
-    store
+    pre_copied
 }
 
 /// A model of the source. It panics if a page is requested that is not missing, and never answers
 /// beyond the end of a range.
 struct Source {
     missing: BTreeMap<u64, BTreeMap<u64, u64>>,
-    form: Form,
+    form: HeaderLayout,
     /// Maximum number of pages in a reply.
     pages_max: u64,
-    asked: Vec<Head>,
+    asked: Vec<PageHeader>,
     says: VecDeque<u8>,
 }
 
 impl Source {
     fn hear(&mut self, questions: &[u8]) {
-        let form = self.form;
-        for head in questions.chunks(form.bytes()).map(|bytes| form.read(bytes)) {
-            if head.command == CLOSE {
-                self.says.extend(PARTING);
+        let layout = self.form;
+        for head in questions
+            .chunks(layout.bytes())
+            .map(|bytes| layout.read(bytes))
+        {
+            if head.command == PS_IOV_CLOSE {
+                self.says.extend(CLOSE_REPLY);
                 continue;
             }
-            assert!(matches!(head.command, GET | GET_CHANGED));
+            assert!(matches!(head.command, PS_IOV_GET | GET_CHANGED));
             let stretch = self.missing[&head.process]
                 .range(..=head.address)
                 .next_back();
@@ -98,8 +101,8 @@ impl Source {
                 .min((end - head.address) / PAGE)
                 .min(self.pages_max);
             self.asked.push(head);
-            self.says.extend(self.form.write(&Head {
-                command: PRESENT << FLAGS_SHIFT | ADD,
+            self.says.extend(self.form.write(&PageHeader {
+                command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
                 pages,
                 ..head
             }));
@@ -110,14 +113,19 @@ impl Source {
         }
     }
 
-    fn says_what_has_changed(&mut self, head: &Head) {
-        self.says.extend(self.form.write(&Head {
-            command: CHANGED,
+    fn says_what_has_changed(&mut self, head: &PageHeader) {
+        self.says.extend(self.form.write(&PageHeader {
+            command: CHANGED_PAGES,
             ..*head
         }));
         let addresses = (0..head.pages).map(|page| head.address + page * PAGE);
         let comes: Vec<(u64, bool)> = addresses
-            .map(|address| (address, before(head.process, address) != Before::Same))
+            .map(|address| {
+                (
+                    address,
+                    pre_copy_state(head.process, address) != PreCopyState::Same,
+                )
+            })
             .collect();
         for eight in comes.chunks(8) {
             self.says.push_back(
@@ -136,30 +144,30 @@ impl Source {
 /// A model of CRIU: a background transfer from low to high addresses, with one open request for
 /// each process, and requests for single pages meanwhile.
 struct Engine {
-    form: Form,
+    form: HeaderLayout,
     /// Pages of each process that were not requested yet.
     left: BTreeMap<u64, BTreeSet<u64>>,
     /// Unanswered requests in their order.
-    open: VecDeque<Head>,
+    open: VecDeque<PageHeader>,
     heard: Vec<u8>,
     pages_at_once: u64,
     got: BTreeSet<(u64, u64)>,
 }
 
 impl Engine {
-    fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, form: Form) -> Engine {
-        let pages = |stretches: &BTreeMap<u64, u64>| {
-            stretches
+    fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, layout: HeaderLayout) -> Engine {
+        let pages = |ranges: &BTreeMap<u64, u64>| {
+            ranges
                 .iter()
                 .flat_map(|(start, end)| (*start..*end).step_by(PAGE as usize))
                 .collect()
         };
         let left = missing
             .iter()
-            .map(|(process, stretches)| (*process, pages(stretches)))
+            .map(|(process, ranges)| (*process, pages(ranges)))
             .collect();
         Engine {
-            form,
+            form: layout,
             left,
             open: VecDeque::new(),
             heard: Vec::new(),
@@ -169,8 +177,8 @@ impl Engine {
     }
 
     fn ask(&mut self, process: u64, address: u64, pages: u64) -> Vec<u8> {
-        let head = Head {
-            command: GET,
+        let head = PageHeader {
+            command: PS_IOV_GET,
             pages,
             address,
             process,
@@ -184,7 +192,7 @@ impl Engine {
     }
 
     /// Returns the next request of the background transfer.
-    fn in_turn(&mut self, process: u64) -> Option<Vec<u8>> {
+    fn background_request(&mut self, process: u64) -> Option<Vec<u8>> {
         let is_open = self
             .open
             .iter()
@@ -199,7 +207,7 @@ impl Engine {
     }
 
     /// Returns the request for a page fault.
-    fn need(&mut self, process: u64, which: usize) -> Option<Vec<u8>> {
+    fn fault_request(&mut self, process: u64, which: usize) -> Option<Vec<u8>> {
         let left = &self.left[&process];
         let address = *left.iter().nth(which % left.len().max(1))?;
         self.pages_at_once = 4;
@@ -215,7 +223,7 @@ impl Engine {
                 return;
             }
             let open = self.open.pop_front().expect("it has asked");
-            assert_eq!(head.command, PRESENT << FLAGS_SHIFT | ADD);
+            assert_eq!(head.command, PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F);
             assert_eq!((head.process, head.address), (open.process, open.address));
             assert!(
                 (1..=open.pages).contains(&head.pages),
@@ -261,7 +269,7 @@ impl Write for Socket {
 }
 
 struct Pair {
-    ahead: Ahead,
+    ahead: Prefetcher,
     engine: Engine,
     source: Source,
     /// Maximum number of bytes that CRIU accepts at once.
@@ -269,33 +277,42 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(missing: &BTreeMap<u64, BTreeMap<u64, u64>>, form: Form, pages_max: u64) -> Pair {
+    fn new(
+        missing: &BTreeMap<u64, BTreeMap<u64, u64>>,
+        layout: HeaderLayout,
+        pages_max: u64,
+    ) -> Pair {
         Pair::with(
             missing,
             ReceivedPages::with_page_size(PAGE),
-            form,
+            layout,
             pages_max,
         )
     }
 
     fn with(
         missing: &BTreeMap<u64, BTreeMap<u64, u64>>,
-        store: ReceivedPages,
-        form: Form,
+        pre_copied: ReceivedPages,
+        layout: HeaderLayout,
         pages_max: u64,
     ) -> Pair {
-        let ahead = Ahead::new(Missing(missing.clone()), store, PAGE, Instant::now());
+        let prefetcher = Prefetcher::new(
+            MissingMemory(missing.clone()),
+            pre_copied,
+            PAGE,
+            Instant::now(),
+        );
         let (asked, says) = (Vec::new(), VecDeque::new());
         let source = Source {
             missing: missing.clone(),
-            form,
+            form: layout,
             pages_max,
             asked,
             says,
         };
         Pair {
-            ahead,
-            engine: Engine::new(missing, form),
+            ahead: prefetcher,
+            engine: Engine::new(missing, layout),
             source,
             room: usize::MAX,
         }
@@ -303,7 +320,7 @@ impl Pair {
 
     fn engine_says(&mut self, words: Option<Vec<u8>>) {
         if let Some(words) = words {
-            self.ahead.engine_says(&words);
+            self.ahead.receive_from_engine(&words);
             self.pass();
         }
     }
@@ -311,14 +328,16 @@ impl Pair {
     /// Delivers this number of bytes from the source to the proxy, and advances the clock.
     fn arrives(&mut self, bytes: usize) {
         self.ahead
-            .tell_time(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
+            .set_now(self.ahead.now + Duration::from_micros(bytes as u64 % 20_000));
         self.pass();
         let mut left = bytes.min(self.source.says.len());
         while left > 0 {
-            let room = self.ahead.room();
+            let room = self.ahead.receive_buffer();
             let now = room.len().min(left);
             room[..now].fill_with(|| self.source.says.pop_front().expect("it was counted"));
-            self.ahead.came(now).expect("it says what it was asked");
+            self.ahead
+                .receive_from_source(now)
+                .expect("it says what it was asked");
             left -= now;
             self.pass();
         }
@@ -330,23 +349,24 @@ impl Pair {
                 bytes: Vec::new(),
                 room: self.room,
             };
-            self.ahead.answer(&mut said).expect("it is memory");
+            self.ahead.write_replies(&mut said).expect("it is memory");
             self.engine.hear(&said.bytes);
-            self.source.hear(&std::mem::take(self.ahead.questions()));
+            self.source
+                .hear(&std::mem::take(self.ahead.bytes_for_source()));
             if !self.ahead.is_blocked() {
                 break;
             }
         }
         let in_turn = self.engine.open.iter().filter(|head| head.pages > 1);
         let may: u64 = in_turn.map(|head| head.pages).sum();
-        assert!(self.ahead.pieces.len() as u64 <= PIECES_MAX as u64 + may);
+        assert!(self.ahead.chunks.len() as u64 <= CHUNKS_MAX as u64 + may);
         let pieces = self
             .ahead
-            .asked
+            .in_flight
             .iter()
-            .filter(|asked| asked.is_piece)
+            .filter(|asked| asked.is_chunk)
             .count();
-        assert!(pieces <= UNDER_WAY_MAX + 1);
+        assert!(pieces <= IN_FLIGHT_MAX + 1);
     }
 
     /// Runs until CRIU has everything and has sent PS_IOV_CLOSE.
@@ -355,28 +375,28 @@ impl Pair {
         while self.engine.left.values().any(|left| !left.is_empty()) || !self.engine.open.is_empty()
         {
             for process in &processes {
-                let words = self.engine.in_turn(*process);
+                let words = self.engine.background_request(*process);
                 self.engine_says(words);
             }
             self.arrives(usize::MAX);
         }
-        let close = Head {
-            command: CLOSE,
+        let close = PageHeader {
+            command: PS_IOV_CLOSE,
             pages: 0,
             address: 0,
             process: 0,
         };
-        assert!(!self.ahead.has_all());
+        assert!(!self.ahead.engine_has_all());
         self.engine_says(Some(self.source.form.write(&close)));
-        assert!(self.ahead.has_all() && !self.ahead.has_parted());
-        assert_eq!(self.ahead.rest_of_parting(), PARTING);
+        assert!(self.ahead.engine_has_all() && !self.ahead.is_finished());
+        assert_eq!(self.ahead.missing_close_reply(), CLOSE_REPLY);
         self.arrives(usize::MAX);
-        assert_eq!(self.engine.heard, PARTING);
-        assert!(self.ahead.has_parted());
+        assert_eq!(self.engine.heard, CLOSE_REPLY);
+        assert!(self.ahead.is_finished());
     }
 }
 
-fn stretches(lengths: &[(u64, u64)], begin: u64) -> BTreeMap<u64, u64> {
+fn ranges(lengths: &[(u64, u64)], begin: u64) -> BTreeMap<u64, u64> {
     let mut at = begin;
     let stretch = |(gap, pages): &(u64, u64)| {
         let start = at + gap * PAGE;
@@ -387,17 +407,17 @@ fn stretches(lengths: &[(u64, u64)], begin: u64) -> BTreeMap<u64, u64> {
 }
 
 #[derive(Clone, Debug)]
-enum Happens {
-    InTurn(u64),
-    Needed(u64, usize),
+enum Step {
+    Background(u64),
+    Fault(u64, usize),
     Arrives(usize),
 }
 
-fn happens() -> impl Strategy<Value = Happens> {
+fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        3 => (1..=3u64).prop_map(Happens::InTurn),
-        2 => (1..=3u64, any::<usize>()).prop_map(|(process, which)| Happens::Needed(process, which)),
-        4 => (1..5000usize).prop_map(Happens::Arrives),
+        3 => (1..=3u64).prop_map(Step::Background),
+        2 => (1..=3u64, any::<usize>()).prop_map(|(process, which)| Step::Fault(process, which)),
+        4 => (1..5000usize).prop_map(Step::Arrives),
     ]
 }
 
@@ -409,30 +429,30 @@ proptest! {
         lengths in prop::collection::vec(prop::collection::vec((0..3u64, 1..300u64), 1..6), 3),
         long in any::<bool>(),
         pages_max in prop_oneof![3 => Just(u64::MAX), 1 => 1..80u64],
-        steps in prop::collection::vec(happens(), 0..200),
+        steps in prop::collection::vec(step(), 0..200),
         room in prop_oneof![2 => Just(usize::MAX), 1 => 1..3000usize],
         came_before in any::<bool>(),
     ) {
-        let missing = (1..).zip(lengths.iter().map(|lengths| stretches(lengths, 7 * PAGE))).collect();
-        let form = if long { Form::Long } else { Form::Short };
-        let store = if came_before { store(&missing) } else { ReceivedPages::with_page_size(PAGE) };
-        let mut pair = Pair::with(&missing, store, form, pages_max);
+        let missing = (1..).zip(lengths.iter().map(|lengths| ranges(lengths, 7 * PAGE))).collect();
+        let layout = if long { HeaderLayout::Long } else { HeaderLayout::Short };
+        let pre_copied = if came_before { store(&missing) } else { ReceivedPages::with_page_size(PAGE) };
+        let mut pair = Pair::with(&missing, pre_copied, layout, pages_max);
         pair.room = room;
         for step in steps {
             match step {
-                Happens::InTurn(process) => {
-                    let words = pair.engine.in_turn(process);
+                Step::Background(process) => {
+                    let words = pair.engine.background_request(process);
                     pair.engine_says(words);
                 }
-                Happens::Needed(process, which) => {
-                    let words = pair.engine.need(process, which);
+                Step::Fault(process, which) => {
+                    let words = pair.engine.fault_request(process, which);
                     pair.engine_says(words);
                 }
-                Happens::Arrives(bytes) => pair.arrives(bytes),
+                Step::Arrives(bytes) => pair.arrives(bytes),
             }
         }
         pair.finish();
-        let pages = |stretches: &BTreeMap<u64, u64>| stretches.iter().map(|(start, end)| (end - start) / PAGE).sum::<u64>();
+        let pages = |ranges: &BTreeMap<u64, u64>| ranges.iter().map(|(start, end)| (end - start) / PAGE).sum::<u64>();
         prop_assert_eq!(pair.engine.got.len() as u64, missing.values().map(pages).sum::<u64>());
     }
 }
@@ -440,20 +460,20 @@ proptest! {
 /// Background requests are answered at once, even while page faults interrupt them.
 #[test]
 fn background_requests_are_answered_at_once() {
-    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
-    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
-    let words = pair.engine.in_turn(1);
+    let missing = BTreeMap::from([(1, ranges(&[(0, 4000)], 64))]);
+    let mut pair = Pair::new(&missing, HeaderLayout::Long, u64::MAX);
+    let words = pair.engine.background_request(1);
     pair.engine_says(words);
     pair.arrives(usize::MAX);
     let mut waits = 0;
     for round in 0.. {
         if round % 3 == 0 {
             // A page fault in memory beyond the chunks in flight.
-            let words = pair.engine.need(1, 1000);
+            let words = pair.engine.fault_request(1, 1000);
             pair.engine_says(words);
             pair.arrives(usize::MAX);
         }
-        let Some(words) = pair.engine.in_turn(1) else {
+        let Some(words) = pair.engine.background_request(1) else {
             break;
         };
         pair.engine_says(Some(words));
@@ -470,9 +490,9 @@ fn background_requests_are_answered_at_once() {
 #[test]
 fn long_background_requests_are_fetched_once() {
     let missing = (1..=20)
-        .map(|process| (process, stretches(&[(0, 3000)], 64)))
+        .map(|process| (process, ranges(&[(0, 3000)], 64)))
         .collect();
-    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
+    let mut pair = Pair::new(&missing, HeaderLayout::Long, u64::MAX);
     pair.engine.pages_at_once = 1500;
     pair.finish();
     let asked: u64 = pair.source.asked.iter().map(|head| head.pages).sum();
@@ -482,10 +502,10 @@ fn long_background_requests_are_fetched_once() {
 /// Before the background transfer has started, only pages of page faults are requested.
 #[test]
 fn no_prefetch_before_background_transfer() {
-    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 64))]);
-    let mut pair = Pair::new(&missing, Form::Long, u64::MAX);
+    let missing = BTreeMap::from([(1, ranges(&[(0, 4000)], 64))]);
+    let mut pair = Pair::new(&missing, HeaderLayout::Long, u64::MAX);
     for _ in 0..5 {
-        let words = pair.engine.need(1, 1000);
+        let words = pair.engine.fault_request(1, 1000);
         pair.engine_says(words);
         pair.arrives(usize::MAX);
     }
@@ -502,74 +522,76 @@ fn unknown_messages_pass_unchanged() {
     for words in [
         &b"anything"[..],
         &[7; 100],
-        &Form::Long.write(&Head {
-            command: GET,
+        &HeaderLayout::Long.write(&PageHeader {
+            command: PS_IOV_GET,
             pages: 1,
             address: 0,
             process: 9,
         }),
     ] {
-        let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
-        let mut ahead = Ahead::new(
-            Missing(missing),
+        let missing = BTreeMap::from([(1, ranges(&[(0, 40)], 64))]);
+        let mut prefetcher = Prefetcher::new(
+            MissingMemory(missing),
             ReceivedPages::with_page_size(PAGE),
             PAGE,
             Instant::now(),
         );
         for _ in 0..2 {
-            ahead.engine_says(words);
-            assert_eq!(std::mem::take(ahead.questions()), words);
-            ahead.room()[..3].copy_from_slice(b"yes");
-            ahead.came(3).expect("it passes");
+            prefetcher.receive_from_engine(words);
+            assert_eq!(std::mem::take(prefetcher.bytes_for_source()), words);
+            prefetcher.receive_buffer()[..3].copy_from_slice(b"yes");
+            prefetcher.receive_from_source(3).expect("it passes");
             let mut said = Vec::new();
-            ahead.answer(&mut said).expect("it is memory");
+            prefetcher.write_replies(&mut said).expect("it is memory");
             assert_eq!(said, b"yes");
         }
-        assert!(ahead.has_taken_leave() && !ahead.has_all());
+        assert!(prefetcher.engine_is_done() && !prefetcher.engine_has_all());
     }
 }
 
 /// A reply that does not fit the request is an error.
 #[test]
 fn unexpected_reply_is_an_error() {
-    let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 64))]);
-    let asked = Head {
-        command: GET,
+    let missing = BTreeMap::from([(1, ranges(&[(0, 40)], 64))]);
+    let asked = PageHeader {
+        command: PS_IOV_GET,
         pages: 4,
         address: 64,
         process: 1,
     };
-    let right = Head {
-        command: PRESENT << FLAGS_SHIFT | ADD,
+    let right = PageHeader {
+        command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
         pages: 40,
         ..asked
     };
     for wrong in [
-        Head {
-            command: ADD,
+        PageHeader {
+            command: PS_IOV_ADD_F,
             ..right
         },
-        Head {
+        PageHeader {
             address: 80,
             ..right
         },
-        Head {
+        PageHeader {
             process: 2,
             ..right
         },
-        Head { pages: 41, ..right },
-        Head { pages: 0, ..right },
+        PageHeader { pages: 41, ..right },
+        PageHeader { pages: 0, ..right },
     ] {
-        let mut ahead = Ahead::new(
-            Missing(missing.clone()),
+        let mut prefetcher = Prefetcher::new(
+            MissingMemory(missing.clone()),
             ReceivedPages::with_page_size(PAGE),
             PAGE,
             Instant::now(),
         );
-        ahead.engine_says(&Form::Long.write(&asked));
-        ahead.room().copy_from_slice(&Form::Long.write(&wrong));
-        ahead
-            .came(Form::Long.bytes())
+        prefetcher.receive_from_engine(&HeaderLayout::Long.write(&asked));
+        prefetcher
+            .receive_buffer()
+            .copy_from_slice(&HeaderLayout::Long.write(&wrong));
+        prefetcher
+            .receive_from_source(HeaderLayout::Long.bytes())
             .expect_err("it was not asked that");
     }
 }
@@ -577,8 +599,8 @@ fn unexpected_reply_is_an_error() {
 /// After a pre-copy only changed pages are requested, and pre-copied memory is freed after use.
 #[test]
 fn only_changed_pages_are_transferred_again() {
-    let missing = BTreeMap::from([(1, stretches(&[(0, 4000)], 0))]);
-    let mut pair = Pair::with(&missing, store(&missing), Form::Long, u64::MAX);
+    let missing = BTreeMap::from([(1, ranges(&[(0, 4000)], 0))]);
+    let mut pair = Pair::with(&missing, store(&missing), HeaderLayout::Long, u64::MAX);
     let said = |pair: &Pair| {
         pair.source
             .asked
@@ -586,7 +608,7 @@ fn only_changed_pages_are_transferred_again() {
             .map(|head| (head.command, head.pages))
             .collect::<Vec<_>>()
     };
-    let words = pair.engine.need(1, 17);
+    let words = pair.engine.fault_request(1, 17);
     pair.engine_says(words);
     pair.arrives(usize::MAX);
     assert_eq!(
@@ -601,7 +623,7 @@ fn only_changed_pages_are_transferred_again() {
         "{all:?}"
     );
     assert!(
-        pair.ahead.store.bytes() < BLOCK_PAGES * PAGE,
+        pair.ahead.pre_copied.bytes() < BLOCK_PAGES * PAGE,
         "nothing is kept that was used"
     );
     assert_eq!(pair.engine.got.len(), 4000);
@@ -610,28 +632,37 @@ fn only_changed_pages_are_transferred_again() {
 /// A reply to a request for changed pages that does not fit the request is an error.
 #[test]
 fn unexpected_changed_reply_is_an_error() {
-    let missing = BTreeMap::from([(1, stretches(&[(0, 40)], 0))]);
-    let asked = Head {
-        command: GET,
+    let missing = BTreeMap::from([(1, ranges(&[(0, 40)], 0))]);
+    let asked = PageHeader {
+        command: PS_IOV_GET,
         pages: 4,
         address: 0,
         process: 1,
     };
-    let right = Head {
-        command: CHANGED,
+    let right = PageHeader {
+        command: CHANGED_PAGES,
         ..asked
     };
-    let ask = |store: ReceivedPages, answer: Head| {
-        let mut ahead = Ahead::new(Missing(missing.clone()), store, PAGE, Instant::now());
-        ahead.engine_says(&Form::Long.write(&asked));
-        let first = Form::Long.read(ahead.questions());
-        ahead.room().copy_from_slice(&Form::Long.write(&Head {
-            pages: answer.pages.min(first.pages),
-            ..answer
-        }));
-        ahead.came(Form::Long.bytes()).map(|()| first)
+    let ask = |pre_copied: ReceivedPages, answer: PageHeader| {
+        let mut prefetcher = Prefetcher::new(
+            MissingMemory(missing.clone()),
+            pre_copied,
+            PAGE,
+            Instant::now(),
+        );
+        prefetcher.receive_from_engine(&HeaderLayout::Long.write(&asked));
+        let first = HeaderLayout::Long.read(prefetcher.bytes_for_source());
+        prefetcher
+            .receive_buffer()
+            .copy_from_slice(&HeaderLayout::Long.write(&PageHeader {
+                pages: answer.pages.min(first.pages),
+                ..answer
+            }));
+        prefetcher
+            .receive_from_source(HeaderLayout::Long.bytes())
+            .map(|()| first)
     };
-    let whole = Head {
+    let whole = PageHeader {
         pages: u64::MAX,
         ..right
     };
@@ -640,13 +671,13 @@ fn unexpected_changed_reply_is_an_error() {
         GET_CHANGED
     );
     for wrong in [
-        Head { pages: 1, ..right },
-        Head {
+        PageHeader { pages: 1, ..right },
+        PageHeader {
             address: 16,
             ..whole
         },
-        Head {
-            command: PRESENT << FLAGS_SHIFT | ADD,
+        PageHeader {
+            command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
             ..whole
         },
     ] {

@@ -16,7 +16,7 @@ const LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/uffd_batching.s
 
 /// What `criu lazy-pages` inherits.
 #[derive(Debug)]
-pub(in super::super) struct Asking {
+pub(in super::super) struct LazyPagesConnection {
     /// CRIU requests pages on this stream.
     stream: UnixStream,
     /// The library reports closed userfaultfds on this socket.
@@ -24,10 +24,10 @@ pub(in super::super) struct Asking {
     library: File,
 }
 
-impl Asking {
+impl LazyPagesConnection {
     /// Creates the connection for requests on this stream, and the receiver of the library's
     /// reports.
-    pub(super) fn new(stream: UnixStream) -> io::Result<(Asking, Closed)> {
+    pub(super) fn new(stream: UnixStream) -> io::Result<(LazyPagesConnection, ClosedUffds)> {
         let mut library = File::from(memfd_create(c"sempa-uffd-batching", MFdFlags::MFD_CLOEXEC)?);
         library.write_all(LIBRARY)?;
         let (ours, closed) = socketpair(
@@ -37,12 +37,12 @@ impl Asking {
             SockFlag::SOCK_CLOEXEC,
         )?;
         Ok((
-            Asking {
+            LazyPagesConnection {
                 stream,
                 closed,
                 library,
             },
-            Closed(ours),
+            ClosedUffds(ours),
         ))
     }
 
@@ -61,7 +61,7 @@ impl Asking {
     }
 
     /// Returns the environment variables for CRIU.
-    pub(in super::super) fn variables(&self) -> [(&'static str, String); 3] {
+    pub(in super::super) fn environment(&self) -> [(&'static str, String); 3] {
         [
             (
                 "LD_PRELOAD",
@@ -75,18 +75,18 @@ impl Asking {
 
 /// Receives reports of userfaultfds that CRIU has closed.
 #[derive(Debug)]
-pub(super) struct Closed(OwnedFd);
+pub(super) struct ClosedUffds(OwnedFd);
 
-impl AsFd for Closed {
+impl AsFd for ClosedUffds {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
 
-impl Closed {
+impl ClosedUffds {
     /// Returns the inodes of the userfaultfds that were closed since the last call; `None` if CRIU
     /// has ended.
-    pub(super) fn inodes(&self) -> Option<Vec<u64>> {
+    pub(super) fn take_inodes(&self) -> Option<Vec<u64>> {
         let mut inodes = Vec::new();
         loop {
             let mut inode = [0; size_of::<u64>()];

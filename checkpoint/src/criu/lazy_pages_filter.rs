@@ -6,14 +6,14 @@
 //! 1. Before the dump it chooses the hidden areas: all private anonymous memory, which is what CRIU
 //!    itself would treat as lazy. They are always whole mappings, because CRIU requests the whole
 //!    of a mapping of which any part is lazy.
-//! 2. During the dump a library in CRIU ([`super::relay`]) removes these areas from the results of
-//!    PAGEMAP_SCAN, so CRIU finds no pages there.
+//! 2. During the dump a library in CRIU ([`super::ptrace_relay`]) removes these areas from the
+//!    results of PAGEMAP_SCAN, so CRIU finds no pages there.
 //! 3. After the dump the hidden pages are added to the images as lazy (PE_LAZY).
 //!
-//! The pages are served by [`super::serving`].
+//! The pages are served by [`super::page_server`].
 
-use super::images::{note_missing, pages_of};
-use super::pagemap::{Wanted, present};
+use super::images::{add_lazy_pages, read_pagemap};
+use super::pagemap::{PageFilter, scan_pages};
 use crate::engine::pages::page_size;
 use crate::status::ProcStatus;
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -24,18 +24,18 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 
 /// Names of the mappings that the kernel creates in each process.
-const OF_THE_KERNEL: [&str; 4] = ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"];
+const KERNEL_MAPPINGS: [&str; 4] = ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"];
 /// `VmFlags` in smaps of mappings that CRIU never treats as lazy: locked memory, and reserved huge
 /// pages.
-const NEVER_FOLLOW: [&str; 2] = ["lo", "ht"];
+const NEVER_LAZY_FLAGS: [&str; 2] = ["lo", "ht"];
 
 /// The hidden memory of one process.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Kept {
+pub(super) struct ProcessLazyPages {
     /// PID in our PID namespace.
     pub(super) pid: i32,
     /// PID in the task's PID namespace, as in the images.
-    pub(super) number: u64,
+    pub(super) namespace_pid: u64,
     /// The areas that CRIU must not see, as (start, end).
     areas: Vec<(u64, u64)>,
     /// The ranges of populated pages in these areas.
@@ -44,30 +44,30 @@ pub(super) struct Kept {
 
 /// The hidden memory of a task. Its processes must remain stopped.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Withheld {
-    pub(super) processes: Vec<Kept>,
+pub(super) struct LazyPages {
+    pub(super) processes: Vec<ProcessLazyPages>,
 }
 
 /// Checks that the kernel has PAGEMAP_SCAN.
 ///
 /// # Errors
 /// The error of the system call.
-pub(super) fn possible() -> io::Result<()> {
+pub(super) fn check_pagemap_scan() -> io::Result<()> {
     let map = File::open("/proc/self/pagemap")?;
-    present(&map, (page_size(), 2 * page_size()), Wanted::All).map(drop)
+    scan_pages(&map, (page_size(), 2 * page_size()), PageFilter::All).map(drop)
 }
 
-impl Withheld {
+impl LazyPages {
     /// Chooses the hidden memory of these processes, which must be stopped.
     ///
     /// # Errors
     /// A process has exited, or the kernel does not support PAGEMAP_SCAN.
-    pub(super) fn of(processes: &[i32]) -> io::Result<Withheld> {
+    pub(super) fn choose(processes: &[i32]) -> io::Result<LazyPages> {
         let kept = processes
             .iter()
-            .map(|pid| Kept::of(*pid))
+            .map(|pid| ProcessLazyPages::choose(*pid))
             .filter(|kept| !matches!(kept, Ok(None)));
-        Ok(Withheld {
+        Ok(LazyPages {
             processes: kept
                 .filter_map(Result::transpose)
                 .collect::<io::Result<_>>()?,
@@ -79,9 +79,9 @@ impl Withheld {
     ///
     /// # Errors
     /// No file descriptor or memory is available.
-    pub(super) fn list(&self) -> io::Result<OwnedFd> {
+    pub(super) fn filter_list(&self) -> io::Result<OwnedFd> {
         let list = memfd_create(c"sempa-withheld", MFdFlags::MFD_CLOEXEC)?;
-        let of = |kept: &Kept| -> Vec<[u64; 3]> {
+        let of = |kept: &ProcessLazyPages| -> Vec<[u64; 3]> {
             kept.areas
                 .iter()
                 .map(|(start, end)| [kept.pid.cast_unsigned().into(), *start, *end])
@@ -102,12 +102,12 @@ impl Withheld {
     ///
     /// # Errors
     /// An image is damaged, or CRIU has dumped hidden memory.
-    pub(super) fn note_in(&self, dir: &Path) -> Result<(), Failure> {
+    pub(super) fn add_to_images(&self, dir: &Path) -> Result<(), Failure> {
         for kept in &self.processes {
-            for written in pages_of(dir, kept.number)? {
+            for written in read_pagemap(dir, kept.namespace_pid)? {
                 let end = written
                     .address
-                    .saturating_add(written.number.saturating_mul(page_size()));
+                    .saturating_add(written.count.saturating_mul(page_size()));
                 if kept
                     .areas
                     .iter()
@@ -118,39 +118,42 @@ impl Withheld {
                     ));
                 }
             }
-            note_missing(dir, kept.number, &kept.pages)?;
+            add_lazy_pages(dir, kept.namespace_pid, &kept.pages)?;
         }
         Ok(())
     }
 
     /// True if this page is hidden memory of the process with this PID in the images.
     pub(super) fn has(&self, number: u64, address: u64) -> bool {
-        self.stretch(number, address).is_some()
+        self.range_at(number, address).is_some()
     }
 
     /// Returns the process that has this hidden page, by its PID in our namespace, and the end of
     /// the range of pages.
-    pub(super) fn stretch(&self, number: u64, address: u64) -> Option<(i32, u64)> {
-        let kept = self.processes.iter().find(|kept| kept.number == number)?;
+    pub(super) fn range_at(&self, number: u64, address: u64) -> Option<(i32, u64)> {
+        let kept = self
+            .processes
+            .iter()
+            .find(|kept| kept.namespace_pid == number)?;
         let behind = kept.pages.partition_point(|(start, _)| *start <= address);
         let (_, end) = kept.pages.get(behind.checked_sub(1)?)?;
         (address < *end).then_some((kept.pid, *end))
     }
 }
 
-impl Kept {
+impl ProcessLazyPages {
     /// Returns `None` if the process has no memory to hide.
-    fn of(pid: i32) -> io::Result<Option<Kept>> {
-        let number = number(pid).ok_or_else(gone)?;
-        let areas = own_areas(pid)?;
+    fn choose(pid: i32) -> io::Result<Option<ProcessLazyPages>> {
+        let namespace_pid = namespace_pid(pid).ok_or_else(gone)?;
+        let areas = lazy_areas(pid)?;
         // A zombie has no memory; its `pagemap` cannot be read.
         if areas.is_empty() {
             return Ok(None);
         }
-        let pages = pages(pid, &areas, Wanted::All)?;
-        Ok(Some(Kept {
+        let pages = populated_ranges(pid, &areas, PageFilter::All)?;
+        Ok(Some(ProcessLazyPages {
             pid,
-            number,
+            namespace_pid,
             areas,
             pages,
         }))
@@ -162,7 +165,7 @@ fn gone() -> io::Error {
 }
 
 /// Returns the PID of a process in its own PID namespace. `None` if it has exited.
-pub(super) fn number(pid: i32) -> Option<u64> {
+pub(super) fn namespace_pid(pid: i32) -> Option<u64> {
     ProcStatus::of(pid)?
         .field("NSpid")?
         .split_whitespace()
@@ -175,7 +178,7 @@ pub(super) fn number(pid: i32) -> Option<u64> {
 ///
 /// # Errors
 /// The process has exited, or its mappings cannot be read.
-pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
+pub(super) fn lazy_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     let status = ProcStatus::of(pid).ok_or_else(gone)?;
     let some = |name| {
         status
@@ -189,7 +192,7 @@ pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
     } else {
         "maps"
     };
-    Ok(areas(&std::fs::read_to_string(format!(
+    Ok(parse_lazy_areas(&std::fs::read_to_string(format!(
         "/proc/{pid}/{file}"
     ))?))
 }
@@ -197,18 +200,22 @@ pub(super) fn own_areas(pid: i32) -> io::Result<Vec<(u64, u64)>> {
 /// Returns the ranges of populated pages in these areas.
 ///
 /// # Errors
-/// As for [`own_areas`].
-pub(super) fn pages(pid: i32, areas: &[(u64, u64)], wanted: Wanted) -> io::Result<Vec<(u64, u64)>> {
+/// As for [`lazy_areas`].
+pub(super) fn populated_ranges(
+    pid: i32,
+    areas: &[(u64, u64)],
+    wanted: PageFilter,
+) -> io::Result<Vec<(u64, u64)>> {
     let map = File::open(format!("/proc/{pid}/pagemap"))?;
     let mut pages = Vec::new();
     for area in areas {
-        pages.extend(present(&map, *area, wanted)?);
+        pages.extend(scan_pages(&map, *area, wanted)?);
     }
     Ok(pages)
 }
 
 /// Parses `/proc/PID/maps` or `smaps` and returns the private anonymous areas that can be lazy.
-fn areas(maps: &str) -> Vec<(u64, u64)> {
+fn parse_lazy_areas(maps: &str) -> Vec<(u64, u64)> {
     let mut areas = Vec::new();
     let mut is_last = false;
     for line in maps.lines() {
@@ -216,12 +223,12 @@ fn areas(maps: &str) -> Vec<(u64, u64)> {
             if is_last
                 && flags
                     .split_whitespace()
-                    .any(|flag| NEVER_FOLLOW.contains(&flag))
+                    .any(|flag| NEVER_LAZY_FLAGS.contains(&flag))
             {
                 areas.pop();
             }
-        } else if let Some((start, end, rest)) = mapping(line) {
-            is_last = is_own(rest);
+        } else if let Some((start, end, rest)) = parse_mapping(line) {
+            is_last = is_private_anonymous(rest);
             if is_last {
                 areas.push((start, end));
             }
@@ -231,7 +238,7 @@ fn areas(maps: &str) -> Vec<(u64, u64)> {
 }
 
 /// Parses the line that begins a mapping into start, end, and the rest of the line.
-fn mapping(line: &str) -> Option<(u64, u64, &str)> {
+fn parse_mapping(line: &str) -> Option<(u64, u64, &str)> {
     let (range, rest) = line.split_once(' ')?;
     let (start, end) = range.split_once('-')?;
     let number = |hex| u64::from_str_radix(hex, 16).ok();
@@ -239,12 +246,12 @@ fn mapping(line: &str) -> Option<(u64, u64, &str)> {
 }
 
 /// True for private anonymous memory. `rest` is the line of `maps` after the addresses.
-fn is_own(rest: &str) -> bool {
+fn is_private_anonymous(rest: &str) -> bool {
     // `rest` has the fields: permissions, offset, device, inode, name.
     let mut fields = rest.split_whitespace();
     let (perms, inode) = (fields.next().unwrap_or_default(), fields.nth(2));
     let name = fields.next().unwrap_or_default();
-    perms.ends_with('p') && inode == Some("0") && !OF_THE_KERNEL.contains(&name)
+    perms.ends_with('p') && inode == Some("0") && !KERNEL_MAPPINGS.contains(&name)
 }
 
 #[cfg(test)]
@@ -269,7 +276,10 @@ mod tests {
     /// Only private memory without a file is hidden; kernel mappings are not.
     #[test]
     fn private_anonymous_memory_is_hidden() {
-        let starts: Vec<u64> = areas(MAPS).iter().map(|(start, _)| *start).collect();
+        let starts: Vec<u64> = parse_lazy_areas(MAPS)
+            .iter()
+            .map(|(start, _)| *start)
+            .collect();
         assert_eq!(
             starts,
             [
@@ -291,23 +301,23 @@ mod tests {
 7f300000-7f400000 rw-p 00000000 00:00 0 \nVmFlags: rd wr mr mw me ac\n\
 7f400000-7f410000 rw-p 00000000 00:00 0 \nVmFlags: rd wr lo\n\
 7f500000-7f600000 rw-p 00000000 00:00 0 \nVmFlags: rd ht\n";
-        assert_eq!(areas(smaps), [(0x7f30_0000, 0x7f40_0000)]);
+        assert_eq!(parse_lazy_areas(smaps), [(0x7f30_0000, 0x7f40_0000)]);
     }
 
     /// A range is found by any address in it, and by no other.
     #[test]
     fn ranges_are_found_by_any_address() {
-        let kept = Kept {
+        let kept = ProcessLazyPages {
             pid: 77,
-            number: 2,
+            namespace_pid: 2,
             areas: vec![(0x1000, 0x9000)],
             pages: vec![(0x1000, 0x3000), (0x5000, 0x6000)],
         };
-        let withheld = Withheld {
+        let lazy_pages = LazyPages {
             processes: vec![kept],
         };
         let found = [0xfff, 0x1000, 0x2fff, 0x3000, 0x5000, 0x6000]
-            .map(|address| withheld.stretch(2, address));
+            .map(|address| lazy_pages.range_at(2, address));
         assert_eq!(
             found,
             [
@@ -319,19 +329,19 @@ mod tests {
                 None
             ]
         );
-        assert!(!withheld.has(3, 0x1000));
+        assert!(!lazy_pages.has(3, 0x1000));
     }
 
     /// A buffer of this process is found as memory that can be hidden.
     #[test]
     fn own_buffer_is_hidden_memory() {
         let memory = vec![7_u8; 4 << 20];
-        let own = Withheld::of(&[std::process::id() as i32]).expect("it is there");
+        let own = LazyPages::choose(&[std::process::id() as i32]).expect("it is there");
         let (start, end) = (
             memory.as_ptr() as u64 & !(page_size() - 1),
             memory.as_ptr() as u64 + (4 << 20) - 1,
         );
-        let number = own.processes[0].number;
+        let number = own.processes[0].namespace_pid;
         assert!(own.has(number, start) && own.has(number, end), "{own:?}");
     }
 }

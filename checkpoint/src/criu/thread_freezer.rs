@@ -5,62 +5,62 @@
 //! thread can be held only by a tracer.
 
 use super::ptrace;
-use super::relay;
+use super::ptrace_relay;
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Timeout for attaching to all threads. A thread in the middle of an exec may never stop.
-const BEGIN_ALLOWED: Duration = Duration::from_millis(20);
+const ATTACH_ALL_TIMEOUT: Duration = Duration::from_millis(20);
 /// Interval of checks whether a frozen thread has exited: only its tracer sees that, and its parent
 /// cannot reap it meanwhile.
-const LOOK: Duration = Duration::from_millis(5);
+const EXIT_CHECK_INTERVAL: Duration = Duration::from_millis(5);
 /// Timeout for the threads to reach a stop from which they can be detached; the caller waits for
 /// this. The kernel detaches the others when the tracer has ended.
-const END_ALLOWED: Duration = Duration::from_millis(10);
+const DETACH_TIMEOUT: Duration = Duration::from_millis(10);
 
 /// Frozen threads. Dropping it releases them. Threads of processes that are stopped or frozen by
 /// then remain so.
 #[derive(Debug)]
-pub struct Pinned {
+pub struct FrozenThreads {
     /// Closing this channel orders the tracer to detach. No message is ever sent.
-    over: Option<Sender<()>>,
+    release: Option<Sender<()>>,
     /// The tracer; only it can detach. `None` if it did not attach in time; it then ends without
     /// being joined.
     tracer: Option<JoinHandle<()>>,
 }
 
-impl Pinned {
+impl FrozenThreads {
     /// Freezes these threads, preferably of stopped processes. A thread that cannot be traced will
     /// run with the others.
     ///
     /// # Errors
     /// No thread is available for tracing. Nothing is frozen.
-    pub fn threads(tids: Vec<i32>) -> io::Result<Pinned> {
-        let ((over, until), (begins, begun)) = (channel(), channel());
+    pub fn freeze(tids: Vec<i32>) -> io::Result<FrozenThreads> {
+        let ((release, until), (begins, begun)) = (channel(), channel());
         let tracer = std::thread::Builder::new()
             .name("pins".into())
-            .spawn(move || pin(tids, &begins, &until))?;
-        let in_time = begun.recv_timeout(BEGIN_ALLOWED).is_ok();
-        Ok(Pinned {
-            over: Some(over),
+            .spawn(move || run_tracer(tids, &begins, &until))?;
+        let in_time = begun.recv_timeout(ATTACH_ALL_TIMEOUT).is_ok();
+        Ok(FrozenThreads {
+            release: Some(release),
             tracer: in_time.then_some(tracer),
         })
     }
 }
 
-impl Drop for Pinned {
+impl Drop for FrozenThreads {
     fn drop(&mut self) {
-        drop(self.over.take());
+        drop(self.release.take());
         if let Some(tracer) = self.tracer.take() {
             tracer.join().expect("it does not panic");
         }
     }
 }
 
-fn pin(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
-    super::process::hurry_thread();
+fn run_tracer(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
+    super::process::raise_thread_priority();
     // The caller may have given up while a thread was attached.
     let is_over = || until.try_recv() == Err(TryRecvError::Disconnected);
     // Fails for threads that have exited or have another tracer.
@@ -74,18 +74,18 @@ fn pin(mut tids: Vec<i32>, begins: &Sender<()>, until: &Receiver<()>) {
     let _ = begins.send(());
     let has_ended = |tid: &i32| {
         !matches!(
-            ptrace::hear(*tid),
-            Ok(None | Some(ptrace::News::Stopped(_)))
+            ptrace::poll_event(*tid),
+            Ok(None | Some(ptrace::ThreadEvent::Stopped(_)))
         )
     };
-    while until.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+    while until.recv_timeout(EXIT_CHECK_INTERVAL) == Err(RecvTimeoutError::Timeout) {
         // Then all threads are detached, so that the parent of the exited one need not wait for the
         // others.
         if tids.iter().any(has_ended) {
             break;
         }
     }
-    relay::settle(&tids, END_ALLOWED);
+    ptrace_relay::stop_and_detach(&tids, DETACH_TIMEOUT);
 }
 
 #[cfg(test)]
@@ -97,7 +97,7 @@ mod tests {
     use std::process::{Child, Command};
     use std::time::Instant;
 
-    const SOON: Duration = Duration::from_secs(20);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
     /// Starts a process that computes, and stops it.
     fn stopped() -> Child {
@@ -115,7 +115,7 @@ mod tests {
     }
 
     fn wait_for(child: &Child, state: char) {
-        let until = Instant::now() + SOON;
+        let until = Instant::now() + TEST_TIMEOUT;
         let is = || {
             ProcStatus::of(child.id() as i32)?
                 .field("State")
@@ -136,12 +136,12 @@ mod tests {
     #[test]
     fn frozen_thread_runs_only_after_release() {
         let child = stopped();
-        let pinned = Pinned::threads(vec![child.id() as i32]).expect("a thread");
+        let frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
         tell(&child, Signal::SIGCONT);
         wait_for(&child, 't');
         std::thread::sleep(Duration::from_millis(50));
         wait_for(&child, 't');
-        drop(pinned);
+        drop(frozen);
         wait_for(&child, 'R');
         end(child);
     }
@@ -151,10 +151,10 @@ mod tests {
     fn released_thread_of_stopped_process_stays_put() {
         let child = stopped();
         for _ in 0..50 {
-            let pinned = Pinned::threads(vec![child.id() as i32]).expect("a thread");
+            let frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
             tell(&child, Signal::SIGCONT);
             tell(&child, Signal::SIGSTOP);
-            drop(pinned);
+            drop(frozen);
             wait_for(&child, 'T');
         }
         end(child);
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn frozen_process_can_be_killed_and_reaped() {
         let mut child = stopped();
-        let _pinned = Pinned::threads(vec![child.id() as i32]).expect("a thread");
+        let _frozen = FrozenThreads::freeze(vec![child.id() as i32]).expect("a thread");
         child.kill().expect("it is there");
         assert_eq!(
             std::os::unix::process::ExitStatusExt::signal(&child.wait().expect("it ends")),
@@ -176,8 +176,8 @@ mod tests {
     fn exited_and_traced_threads_are_skipped() {
         let child = stopped();
         let tid = child.id() as i32;
-        let first = Pinned::threads(vec![tid]).expect("a thread");
-        drop(Pinned::threads(vec![tid, i32::MAX]).expect("a thread"));
+        let first = FrozenThreads::freeze(vec![tid]).expect("a thread");
+        drop(FrozenThreads::freeze(vec![tid, i32::MAX]).expect("a thread"));
         tell(&child, Signal::SIGCONT);
         wait_for(&child, 't');
         drop(first);

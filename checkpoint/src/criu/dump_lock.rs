@@ -5,11 +5,11 @@
 //! immediately. Two tasks with the same working directory that are dumped at the same time disturb
 //! each other.
 //!
-//! - Dumps of one tasker take a [`Turn`], a lock per working directory.
+//! - Dumps of one tasker take a [`DumpLock`], a lock per working directory.
 //! - Dumps by others, for example on another host that shares the directory, may still collide.
-//!   Then CRIU fails with one of [`SIGNS`], and a retry helps.
+//!   Then CRIU fails with one of [`COLLISION_ERRORS`], and a retry helps.
 //! - If CRIU and the task are both killed at this moment, the directory remains and would make
-//!   every further dump fail. [`may_try_again`] removes it.
+//!   every further dump fail. [`is_retryable`] removes it.
 
 use nix::mount::{MntFlags, umount2};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify, InotifyEvent};
@@ -26,72 +26,73 @@ use std::time::{Duration, Instant};
 const MOUNT_POINT: &str = "proc.crtools";
 /// Errors in CRIU's log if the directory exists already (EEXIST), or was removed before the mount
 /// (ENOENT) or before the unmount (EINVAL).
-const SIGNS: [&str; 3] = [
+const COLLISION_ERRORS: [&str; 3] = [
     "Can't create a directory (-17)",
     "mount failed (-2)",
     "Can't detach mount proc.crtools: -22",
 ];
 /// Age from which the directory counts as left behind. In a running dump it exists for less than a
 /// millisecond.
-const LEFT_BEHIND_AGE: Duration = Duration::from_secs(2);
+const STALE_AGE: Duration = Duration::from_secs(2);
 
 /// Maximum time for which a lock excludes others. It usually lasts milliseconds, but CRIU dumps
 /// memory in the middle of it, and a dump may hang.
-const TURN_MAX: Duration = Duration::from_millis(500);
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 /// Maximum time to wait for the lock, however often others take it meanwhile.
-pub(super) const WAIT_MAX: Duration = Duration::from_secs(2);
+pub(super) const LOCK_WAIT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The locked working directories, by device and inode, with the time of locking.
-static TAKEN: Mutex<BTreeMap<(u64, u64), Instant>> = Mutex::new(BTreeMap::new());
+static LOCKED_DIRS: Mutex<BTreeMap<(u64, u64), Instant>> = Mutex::new(BTreeMap::new());
 
-fn taken() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
-    TAKEN.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked_dirs() -> MutexGuard<'static, BTreeMap<(u64, u64), Instant>> {
+    LOCKED_DIRS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The working directory of a task that is about to be dumped.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct WorkingDir {
     root: i32,
     id: (u64, u64),
     /// How many times CRIU will create the directory.
-    visits: usize,
+    expected_visits: usize,
 }
 
-impl Place {
+impl WorkingDir {
     /// Returns the working directory of a task's root process. `None` if it cannot be determined.
-    pub(super) fn of(root: i32) -> Option<Place> {
+    pub(super) fn of(root: i32) -> Option<WorkingDir> {
         let about = std::fs::metadata(cwd(root)).ok()?;
         // Observed with CRIU 4.1 and 4.2: once at the beginning, and once for the control groups of
         // each thread of the root process.
         let threads = std::fs::read_dir(format!("/proc/{root}/task")).map_or(1, Iterator::count);
-        Some(Place {
+        Some(WorkingDir {
             root,
             id: (about.dev(), about.ino()),
-            visits: 1 + threads,
+            expected_visits: 1 + threads,
         })
     }
 
-    /// Locks the directory. `None` if another dump locked it less than [`TURN_MAX`] ago.
-    pub(super) fn take_turn(&self, now: Instant) -> Option<Turn> {
+    /// Locks the directory. `None` if another dump locked it less than [`LOCK_TIMEOUT`] ago.
+    pub(super) fn try_lock(&self, now: Instant) -> Option<DumpLock> {
         {
-            let mut taken = taken();
-            let others = taken.get(&self.id);
-            if others.is_some_and(|since| now.saturating_duration_since(*since) < TURN_MAX) {
+            let mut locked = locked_dirs();
+            let others = locked.get(&self.id);
+            if others.is_some_and(|since| now.saturating_duration_since(*since) < LOCK_TIMEOUT) {
                 return None;
             }
-            taken.insert(self.id, now);
+            locked.insert(self.id, now);
         }
-        let seen = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
-        let watched = |seen: &Inotify| {
-            seen.add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE)
+        let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK).ok();
+        let watched = |watch: &Inotify| {
+            watch
+                .add_watch(cwd(self.root).as_str(), AddWatchFlags::IN_DELETE)
                 .is_ok()
         };
         // Without the watch the lock lasts until the dump has ended.
-        Some(Turn {
+        Some(DumpLock {
             id: self.id,
             since: now,
-            seen: seen.filter(watched),
-            expected: self.visits,
+            watch: watch.filter(watched),
+            visits_left: self.expected_visits,
         })
     }
 }
@@ -99,43 +100,44 @@ impl Place {
 /// The lock of one dump. It ends when CRIU has created the directory for the last time, or when it
 /// is dropped.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(super) struct DumpLock {
     id: (u64, u64),
     since: Instant,
-    seen: Option<Inotify>,
+    watch: Option<Inotify>,
     /// How many more times CRIU will create the directory.
-    expected: usize,
+    visits_left: usize,
 }
 
-impl Turn {
-    /// Returns a descriptor that is readable when [`is_over`](Self::is_over) may have changed.
+impl DumpLock {
+    /// Returns a descriptor that is readable when [`is_released`](Self::is_released) may have
+    /// changed.
     pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.seen.as_ref().map(AsFd::as_fd)
+        self.watch.as_ref().map(AsFd::as_fd)
     }
 
     /// True if CRIU no longer needs the directory, or if its accesses cannot be observed.
-    pub(super) fn is_over(&mut self) -> bool {
+    pub(super) fn is_released(&mut self) -> bool {
         let events = self
-            .seen
+            .watch
             .as_ref()
-            .and_then(|seen| seen.read_events().ok())
+            .and_then(|watch| watch.read_events().ok())
             .unwrap_or_default();
         let is_visit =
             |event: &&InotifyEvent| event.name.as_deref() == Some(OsStr::new(MOUNT_POINT));
-        self.expected = self
-            .expected
+        self.visits_left = self
+            .visits_left
             .saturating_sub(events.iter().filter(is_visit).count());
         let unseen = AddWatchFlags::IN_Q_OVERFLOW | AddWatchFlags::IN_IGNORED;
-        self.expected == 0 || events.iter().any(|event| event.mask.intersects(unseen))
+        self.visits_left == 0 || events.iter().any(|event| event.mask.intersects(unseen))
     }
 }
 
-impl Drop for Turn {
+impl Drop for DumpLock {
     fn drop(&mut self) {
-        let mut taken = taken();
+        let mut locked = locked_dirs();
         // After a timeout the lock may belong to another dump.
-        if taken.get(&self.id) == Some(&self.since) {
-            taken.remove(&self.id);
+        if locked.get(&self.id) == Some(&self.since) {
+            locked.remove(&self.id);
         }
     }
 }
@@ -146,23 +148,23 @@ fn cwd(pid: i32) -> String {
 
 /// True if a dump failed because of another one in the same directory. Then also removes a
 /// directory that was left behind.
-pub(super) fn may_try_again(root: i32, failure: &Failure) -> bool {
+pub(super) fn is_retryable(root: i32, failure: &Failure) -> bool {
     let Failure::Engine(why) = failure else {
         return false;
     };
-    let crossed = SIGNS.iter().any(|sign| why.contains(sign));
+    let crossed = COLLISION_ERRORS.iter().any(|sign| why.contains(sign));
     if crossed && let Ok(cwd) = std::fs::read_link(cwd(root)) {
-        clear(&cwd.join(MOUNT_POINT));
+        remove_if_stale(&cwd.join(MOUNT_POINT));
     }
     crossed
 }
 
 /// Removes the directory if it was left behind.
-fn clear(path: &Path) {
+fn remove_if_stale(path: &Path) {
     let changed = std::fs::symlink_metadata(path).and_then(|meta| meta.modified());
     let in_mount = std::fs::read_to_string("/proc/self/mounts")
         .is_ok_and(|mounts| mounts.lines().any(|m| m.split(' ').nth(1) == path.to_str()));
-    let old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > LEFT_BEHIND_AGE));
+    let old = changed.is_ok_and(|at| at.elapsed().is_ok_and(|age| age > STALE_AGE));
     if in_mount {
         // Times inside a mounted proc file system mean nothing. A dump that uses it has it open
         // already, or retries.
@@ -179,7 +181,7 @@ mod tests {
 
     #[test]
     fn only_colliding_dumps_are_retried() {
-        let again = |why: &str| may_try_again(i32::MAX, &Failure::Engine(why.into()));
+        let again = |why: &str| is_retryable(i32::MAX, &Failure::Engine(why.into()));
         assert!(again(
             "Error (criu/pie/parasite.c:634): Can't create a directory (-17)"
         ));
@@ -190,18 +192,18 @@ mod tests {
             "Error (criu/pie/parasite.c:634): Can't create a directory (-30)"
         ));
         assert!(!again("Error (criu/sk-unix.c:9): External socket is used"));
-        assert!(!may_try_again(i32::MAX, &Failure::Killed { signal: 9 }));
+        assert!(!is_retryable(i32::MAX, &Failure::Killed { signal: 9 }));
     }
 
     /// Starts a process in this working directory.
-    fn process_in(dir: &Path) -> (std::process::Child, Place) {
+    fn process_in(dir: &Path) -> (std::process::Child, WorkingDir) {
         let child = std::process::Command::new("sleep")
             .arg("1000")
             .current_dir(dir)
             .spawn()
             .expect("it starts");
-        let place = Place::of(child.id().cast_signed()).expect("it is there");
-        (child, place)
+        let working_dir = WorkingDir::of(child.id().cast_signed()).expect("it is there");
+        (child, working_dir)
     }
 
     /// A dump gets the lock when the previous one has made its last visit to the directory, or
@@ -221,32 +223,32 @@ mod tests {
             std::fs::create_dir(here.path().join(MOUNT_POINT)).expect("dir");
             std::fs::remove_dir(here.path().join(MOUNT_POINT)).expect("dir");
         });
-        let mut turn = first.1.take_turn(now).expect("nobody has it");
-        assert!(second.1.take_turn(now).is_none());
-        assert!(other.1.take_turn(now).is_some(), "it is in another place");
+        let mut lock = first.1.try_lock(now).expect("nobody has it");
+        assert!(second.1.try_lock(now).is_none());
+        assert!(other.1.try_lock(now).is_some(), "it is in another place");
         std::fs::write(here.path().join("file"), "").expect("the test's own file");
         std::fs::remove_file(here.path().join("file")).expect("the test's own file");
-        assert!(!turn.is_over(), "that is the task's own affair");
+        assert!(!lock.is_released(), "that is the task's own affair");
         visit();
         assert!(
-            !turn.is_over() && second.1.take_turn(now).is_none(),
+            !lock.is_released() && second.1.try_lock(now).is_none(),
             "there is another visit"
         );
         visit();
-        assert!(turn.is_over());
-        drop(turn);
-        let late = second.1.take_turn(now).expect("nobody has it any more");
+        assert!(lock.is_released());
+        drop(lock);
+        let late = second.1.try_lock(now).expect("nobody has it any more");
         let next = first
             .1
-            .take_turn(now + TURN_MAX)
+            .try_lock(now + LOCK_TIMEOUT)
             .expect("it has taken too long");
         drop(late);
         assert!(
-            second.1.take_turn(now + TURN_MAX).is_none(),
+            second.1.try_lock(now + LOCK_TIMEOUT).is_none(),
             "it is the next one's"
         );
         drop(next);
-        drop(second.1.take_turn(now).expect("nobody has it any more"));
+        drop(second.1.try_lock(now).expect("nobody has it any more"));
         for (mut child, _) in [first, second, other] {
             child.kill().expect("it is there");
             child.wait().expect("it ends");
@@ -258,7 +260,7 @@ mod tests {
     fn recent_directory_is_kept() {
         let dir = std::env::temp_dir().join(format!("sempa-crossing-{}", std::process::id()));
         std::fs::create_dir_all(dir.join(MOUNT_POINT)).expect("dir");
-        clear(&dir.join(MOUNT_POINT));
+        remove_if_stale(&dir.join(MOUNT_POINT));
         assert!(dir.join(MOUNT_POINT).exists());
         std::fs::remove_dir_all(&dir).expect("remove");
     }

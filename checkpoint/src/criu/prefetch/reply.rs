@@ -1,54 +1,58 @@
 //! Reads a reply of the source in parts.
 
-use super::super::words::{Form, Head, marks_bytes};
+use super::super::page_server_wire::{HeaderLayout, PageHeader, bitmap_bytes};
 use std::collections::VecDeque;
 use std::ops::Range;
 
 #[derive(Debug)]
-pub(super) enum Coming {
-    Head {
-        bytes: [u8; Form::BYTES_MAX],
-        have: usize,
+pub(super) enum IncomingReply {
+    Header {
+        bytes: [u8; HeaderLayout::BYTES_MAX],
+        filled: usize,
     },
     /// The bitmap of a reply with changed pages. It tells which of `pages` pages follow; `known`
     /// has the pre-copied content of all of them.
-    Marks {
+    Bitmap {
         known: Vec<u8>,
         pages: u64,
-        marks: Vec<u8>,
-        have: usize,
+        bitmap: Vec<u8>,
+        filled: usize,
     },
-    Body {
+    Pages {
         bytes: Vec<u8>,
         /// The unfilled parts of `bytes`, in order.
         rest: VecDeque<Range<usize>>,
     },
 }
 
-impl Default for Coming {
-    fn default() -> Coming {
-        Coming::Head {
-            bytes: [0; Form::BYTES_MAX],
-            have: 0,
+impl Default for IncomingReply {
+    fn default() -> IncomingReply {
+        IncomingReply::Header {
+            bytes: [0; HeaderLayout::BYTES_MAX],
+            filled: 0,
         }
     }
 }
 
-impl Coming {
+impl IncomingReply {
     /// Returns the buffer for the next bytes. `head_bytes` is the size of a header.
-    pub(super) fn room(&mut self, head_bytes: usize) -> &mut [u8] {
+    pub(super) fn buffer(&mut self, head_bytes: usize) -> &mut [u8] {
         match self {
-            Coming::Head { bytes, have } => &mut bytes[*have..head_bytes],
-            Coming::Marks { marks, have, .. } => &mut marks[*have..],
-            Coming::Body { bytes, rest } => &mut bytes[rest.front().cloned().unwrap_or_default()],
+            IncomingReply::Header { bytes, filled } => &mut bytes[*filled..head_bytes],
+            IncomingReply::Bitmap { bitmap, filled, .. } => &mut bitmap[*filled..],
+            IncomingReply::Pages { bytes, rest } => {
+                &mut bytes[rest.front().cloned().unwrap_or_default()]
+            }
         }
     }
 
     /// Processes bytes that were read into this buffer.
-    pub(super) fn came(&mut self, bytes: usize) {
+    pub(super) fn advance(&mut self, bytes: usize) {
         match self {
-            Coming::Head { have, .. } | Coming::Marks { have, .. } => *have += bytes,
-            Coming::Body { rest, .. } => {
+            IncomingReply::Header { filled, .. } | IncomingReply::Bitmap { filled, .. } => {
+                *filled += bytes
+            }
+            IncomingReply::Pages { rest, .. } => {
                 if let Some(first) = rest.front_mut() {
                     first.start += bytes;
                 }
@@ -60,26 +64,28 @@ impl Coming {
     }
 
     /// Returns the complete header, until the caller has decided what to expect after it.
-    pub(super) fn head(&self, form: Form) -> Option<Head> {
+    pub(super) fn header(&self, form: HeaderLayout) -> Option<PageHeader> {
         match self {
-            Coming::Head { bytes, have } if *have == form.bytes() => Some(form.read(bytes)),
+            IncomingReply::Header { bytes, filled } if *filled == form.bytes() => {
+                Some(form.read(bytes))
+            }
             _ => None,
         }
     }
 
     /// Expects the content of all pages of `body`.
-    pub(super) fn expect_all(&mut self, body: Vec<u8>) {
+    pub(super) fn expect_pages(&mut self, body: Vec<u8>) {
         let rest = std::iter::once(0..body.len()).collect();
-        *self = Coming::Body { bytes: body, rest };
+        *self = IncomingReply::Pages { bytes: body, rest };
     }
 
     /// Expects a bitmap and then the changed ones of these pages.
-    pub(super) fn expect_marks(&mut self, known: Vec<u8>, pages: u64) {
-        *self = Coming::Marks {
+    pub(super) fn expect_bitmap(&mut self, known: Vec<u8>, pages: u64) {
+        *self = IncomingReply::Bitmap {
             known,
             pages,
-            marks: vec![0; marks_bytes(pages)],
-            have: 0,
+            bitmap: vec![0; bitmap_bytes(pages)],
+            filled: 0,
         };
     }
 
@@ -87,22 +93,22 @@ impl Coming {
     ///
     /// # Errors
     /// The bitmap has bits beyond the requested pages.
-    pub(super) fn look_at_marks(&mut self, page: u64) -> Result<(), String> {
-        let Coming::Marks {
+    pub(super) fn apply_bitmap(&mut self, page: u64) -> Result<(), String> {
+        let IncomingReply::Bitmap {
             known,
             pages,
-            marks,
-            have,
+            bitmap,
+            filled,
         } = self
         else {
             return Ok(());
         };
-        if *have < marks.len() {
+        if *filled < bitmap.len() {
             return Ok(());
         }
         let (count, page) = (*pages as usize, page as usize);
-        let comes = |number: usize| marks[number / 8] & (1 << (number % 8)) != 0;
-        if (count..marks.len() * 8).any(comes) {
+        let comes = |number: usize| bitmap[number / 8] & (1 << (number % 8)) != 0;
+        if (count..bitmap.len() * 8).any(comes) {
             return Err(format!(
                 "asked for what has changed of {count} pages the source has more"
             ));
@@ -115,7 +121,7 @@ impl Coming {
                 _ => rest.push_back(start..end),
             }
         }
-        *self = Coming::Body {
+        *self = IncomingReply::Pages {
             bytes: std::mem::take(known),
             rest,
         };
@@ -123,11 +129,11 @@ impl Coming {
     }
 
     /// Returns the pages if all of them have arrived. The next reply follows.
-    pub(super) fn body(&mut self) -> Option<Vec<u8>> {
+    pub(super) fn take_pages(&mut self) -> Option<Vec<u8>> {
         match self {
-            Coming::Body { bytes, rest } if rest.is_empty() => {
+            IncomingReply::Pages { bytes, rest } if rest.is_empty() => {
                 let bytes = std::mem::take(bytes);
-                *self = Coming::default();
+                *self = IncomingReply::default();
                 Some(bytes)
             }
             _ => None,
@@ -141,43 +147,43 @@ mod tests {
 
     const PAGE: u64 = 4;
 
-    fn put(coming: &mut Coming, bytes: &[u8]) {
+    fn put(coming: &mut IncomingReply, bytes: &[u8]) {
         for byte in bytes {
-            coming.room(24)[0] = *byte;
-            coming.came(1);
-            coming.look_at_marks(PAGE).expect("they are no more");
+            coming.buffer(24)[0] = *byte;
+            coming.advance(1);
+            coming.apply_bitmap(PAGE).expect("they are no more");
         }
     }
 
     /// Changed pages replace the pre-copied content of exactly those pages.
     #[test]
     fn changed_pages_replace_known_pages() {
-        let mut coming = Coming::default();
-        coming.expect_marks(vec![1; 40], 10);
+        let mut coming = IncomingReply::default();
+        coming.expect_bitmap(vec![1; 40], 10);
         put(&mut coming, &[0b1000_0110, 0b10]);
-        assert_eq!(coming.body(), None);
+        assert_eq!(coming.take_pages(), None);
         put(&mut coming, &[2; 15]);
-        assert_eq!(coming.body(), None);
+        assert_eq!(coming.take_pages(), None);
         put(&mut coming, &[2]);
-        let body = coming.body().expect("all is here");
+        let body = coming.take_pages().expect("all is here");
         let pages: Vec<u8> = body
             .chunks(PAGE as usize)
             .map(|page| page[0] * page[3])
             .collect();
         assert_eq!(pages, [1, 4, 4, 1, 1, 1, 1, 4, 1, 4]);
-        assert!(matches!(coming, Coming::Head { have: 0, .. }));
+        assert!(matches!(coming, IncomingReply::Header { filled: 0, .. }));
     }
 
     /// An empty bitmap completes the reply; bits beyond the requested pages are an error.
     #[test]
     fn bits_beyond_the_range_are_an_error() {
-        let mut coming = Coming::default();
-        coming.expect_marks(vec![1; 12], 3);
+        let mut coming = IncomingReply::default();
+        coming.expect_bitmap(vec![1; 12], 3);
         put(&mut coming, &[0]);
-        assert_eq!(coming.body(), Some(vec![1; 12]));
-        coming.expect_marks(vec![1; 12], 3);
-        coming.room(24)[0] = 0b1000;
-        coming.came(1);
-        assert!(coming.look_at_marks(PAGE).is_err());
+        assert_eq!(coming.take_pages(), Some(vec![1; 12]));
+        coming.expect_bitmap(vec![1; 12], 3);
+        coming.buffer(24)[0] = 0b1000;
+        coming.advance(1);
+        assert!(coming.apply_bitmap(PAGE).is_err());
     }
 }

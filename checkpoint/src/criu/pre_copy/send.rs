@@ -1,9 +1,9 @@
 //! The source of a pre-copy: reads the memory of a running task and sends it.
 
-use super::super::pagemap::Wanted;
-use super::super::process::{come_late, hurry_thread};
-use super::super::withheld;
-use super::super::words::{AHEAD, ALL_AHEAD, Form, Head};
+use super::super::lazy_pages_filter;
+use super::super::page_server_wire::{HeaderLayout, PRE_COPY_COUNT, PRE_COPY_PAGES, PageHeader};
+use super::super::pagemap::PageFilter;
+use super::super::process::{lower_thread_priority, raise_thread_priority};
 use crate::engine::pages::{BLOCK_PAGES, page_size};
 use crate::engine::{PreCopyStop, SentPages};
 use sempa_proto::migration::Failure;
@@ -19,43 +19,45 @@ use std::time::{Duration, Instant};
 /// round before.
 const ROUNDS_MAX: u32 = 4;
 /// Pre-copy ends after a round that sent at most this number of pages.
-const ENOUGH_PAGES: u64 = 1024;
+const CONVERGED_PAGES: u64 = 1024;
 /// Pre-copy ends after a round that sent more pages than those of the round before divided by this:
 /// the task writes too fast.
-const WORTH_WHILE: u64 = 2;
+const MIN_SHRINK_FACTOR: u64 = 2;
 /// Timeout for the target to accept data or to reply.
-const SILENCE_MAX: Duration = Duration::from_secs(60);
+const STREAM_TIMEOUT: Duration = Duration::from_secs(60);
 /// Bytes at the beginning that are not measured, because buffers on the path take them at any rate.
-const BUFFERED_BYTES: u64 = 16 << 20;
+const UNMEASURED_BYTES: u64 = 16 << 20;
 /// Bytes per rate measurement. Measurements follow each other without a gap.
-const JUDGED_BYTES: u64 = 32 << 20;
+const MEASURED_BYTES: u64 = 32 << 20;
 
 /// A process of the task that is being read.
-struct Subject {
+struct SourceProcess {
     pid: i32,
-    number: u64,
+    namespace_pid: u64,
     /// `/proc/PID/mem`, which remains bound to the current address space: after an exit or exec,
     /// reads return nothing.
     memory: File,
 }
 
-impl Subject {
+impl SourceProcess {
     /// Opens a process. `None` if it no longer exists.
-    fn of(pid: i32) -> Option<Subject> {
-        let number = withheld::number(pid)?;
+    fn open(pid: i32) -> Option<SourceProcess> {
+        let namespace_pid = lazy_pages_filter::namespace_pid(pid)?;
         let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
-        Some(Subject {
+        Some(SourceProcess {
             pid,
-            number,
+            namespace_pid,
             memory,
         })
     }
 
     /// Returns the populated ranges of the process's private memory; none if it no longer exists.
     /// Swapped-out pages are left to the post-copy.
-    fn pages(&self) -> Vec<(u64, u64)> {
-        let pages = |areas: Vec<_>| withheld::pages(self.pid, &areas, Wanted::InMemory);
-        withheld::own_areas(self.pid)
+    fn populated_ranges(&self) -> Vec<(u64, u64)> {
+        let pages = |areas: Vec<_>| {
+            lazy_pages_filter::populated_ranges(self.pid, &areas, PageFilter::InMemory)
+        };
+        lazy_pages_filter::lazy_areas(self.pid)
             .and_then(pages)
             .unwrap_or_default()
     }
@@ -72,39 +74,43 @@ pub(in super::super) fn send(
     stream: &OwnedFd,
     stop: &PreCopyStop,
 ) -> Result<SentPages, Failure> {
-    come_late();
+    lower_thread_priority();
     let failed = |e: io::Error| Failure::Io(format!("its memory cannot go ahead: {e}"));
     let mut stream = UnixStream::from(stream.try_clone().map_err(failed)?);
     stream
-        .set_write_timeout(Some(SILENCE_MAX))
+        .set_write_timeout(Some(STREAM_TIMEOUT))
         .map_err(failed)?;
-    stream.set_read_timeout(Some(SILENCE_MAX)).map_err(failed)?;
-    let pages_max = heard(&mut stream)?.pages;
-    let subjects: Vec<Subject> = processes
+    stream
+        .set_read_timeout(Some(STREAM_TIMEOUT))
+        .map_err(failed)?;
+    let pages_max = receive_count(&mut stream)?.pages;
+    let sources: Vec<SourceProcess> = processes
         .iter()
-        .filter_map(|pid| Subject::of(*pid))
+        .filter_map(|pid| SourceProcess::open(*pid))
         .collect();
-    let (sent, pace) = (SentPages::new(page_size()), Pace::new(Instant::now()));
+    let (sent, rate_meter) = (SentPages::new(page_size()), RateMeter::new(Instant::now()));
     let mut sender = Sender {
         sent,
         stream: &stream,
         stop,
-        room: Vec::new(),
+        buffer: Vec::new(),
         pages_max,
-        pace,
+        rate_meter,
     };
-    sender.rounds(&subjects).map_err(failed)?;
+    sender.rounds(&sources).map_err(failed)?;
     let sent = sender.sent;
     // From here on the migration waits for this thread.
-    hurry_thread();
-    let end = Head {
-        command: ALL_AHEAD,
+    raise_thread_priority();
+    let end = PageHeader {
+        command: PRE_COPY_COUNT,
         pages: sent.pages(),
         address: 0,
         process: 0,
     };
-    stream.write_all(&Form::Long.write(&end)).map_err(failed)?;
-    heard(&mut stream)?;
+    stream
+        .write_all(&HeaderLayout::Long.write(&end))
+        .map_err(failed)?;
+    receive_count(&mut stream)?;
     stream
         .set_read_timeout(None)
         .and_then(|()| stream.set_write_timeout(None))
@@ -114,17 +120,18 @@ pub(in super::super) fn send(
 
 /// Receives a page count from the target: at the beginning the number of pages that it accepts, at
 /// the end the number that it has received.
-fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
-    let mut word = [0; Form::Long.bytes()];
+fn receive_count(stream: &mut UnixStream) -> Result<PageHeader, Failure> {
+    let mut word = [0; HeaderLayout::Long.bytes()];
     let failed = |e: io::Error| {
         Failure::Io(format!(
             "its memory cannot go ahead: the target does not take it: {e}"
         ))
     };
     stream.read_exact(&mut word).map_err(failed)?;
-    match Form::Long.read(&word) {
-        head @ Head {
-            command: ALL_AHEAD, ..
+    match HeaderLayout::Long.read(&word) {
+        head @ PageHeader {
+            command: PRE_COPY_COUNT,
+            ..
         } => Ok(head),
         other => Err(Failure::Images(format!(
             "the target says {other:?} to memory that goes ahead"
@@ -135,36 +142,36 @@ fn heard(stream: &mut UnixStream) -> Result<Head, Failure> {
 /// Measures the transfer rate, including the time for reading the pages. A link that is faster than
 /// this thread appears as fast as the thread.
 #[derive(Debug)]
-struct Pace {
+struct RateMeter {
     /// Bytes left before the measurement starts.
-    before: u64,
+    unmeasured_left: u64,
     bytes: u64,
     since: Instant,
 }
 
-impl Pace {
-    fn new(now: Instant) -> Pace {
-        Pace {
-            before: BUFFERED_BYTES,
+impl RateMeter {
+    fn new(now: Instant) -> RateMeter {
+        RateMeter {
+            unmeasured_left: UNMEASURED_BYTES,
             bytes: 0,
             since: now,
         }
     }
 
     /// Counts sent bytes. Returns the rate in bytes per second when a measurement is complete.
-    fn passed(&mut self, bytes: u64, now: Instant) -> Option<u64> {
-        if self.before > 0 {
-            (self.before, self.since) = (self.before.saturating_sub(bytes), now);
+    fn record(&mut self, bytes: u64, now: Instant) -> Option<u64> {
+        if self.unmeasured_left > 0 {
+            (self.unmeasured_left, self.since) = (self.unmeasured_left.saturating_sub(bytes), now);
             return None;
         }
         self.bytes += bytes;
-        if self.bytes < JUDGED_BYTES {
+        if self.bytes < MEASURED_BYTES {
             return None;
         }
         let micros = now.saturating_duration_since(self.since).as_micros().max(1) as u64;
         let rate = self.bytes.saturating_mul(1_000_000) / micros;
-        *self = Pace {
-            before: 0,
+        *self = RateMeter {
+            unmeasured_left: 0,
             bytes: 0,
             since: now,
         };
@@ -176,54 +183,58 @@ struct Sender<'a> {
     sent: SentPages,
     stream: &'a UnixStream,
     stop: &'a PreCopyStop,
-    room: Vec<u8>,
+    buffer: Vec<u8>,
     pages_max: u64,
-    pace: Pace,
+    rate_meter: RateMeter,
 }
 
 impl Sender<'_> {
-    fn rounds(&mut self, subjects: &[Subject]) -> io::Result<()> {
-        let mut before = u64::MAX;
+    fn rounds(&mut self, sources: &[SourceProcess]) -> io::Result<()> {
+        let mut previous = u64::MAX;
         for _ in 0..ROUNDS_MAX {
-            let begun = self.sent.bytes();
-            for subject in subjects {
+            let bytes_before = self.sent.bytes();
+            for process in sources {
                 if !self.stop.is_due() {
-                    subject
-                        .pages()
+                    process
+                        .populated_ranges()
                         .into_iter()
-                        .try_for_each(|stretch| self.stretch(subject, stretch))?;
+                        .try_for_each(|range| self.send_range(process, range))?;
                 }
             }
-            let pages = (self.sent.bytes() - begun) / self.sent.page_size();
-            if self.stop.is_due() || pages <= ENOUGH_PAGES || pages > before / WORTH_WHILE {
+            let pages = (self.sent.bytes() - bytes_before) / self.sent.page_size();
+            if self.stop.is_due()
+                || pages <= CONVERGED_PAGES
+                || pages > previous / MIN_SHRINK_FACTOR
+            {
                 break;
             }
-            before = pages;
+            previous = pages;
         }
         Ok(())
     }
 
-    fn stretch(&mut self, subject: &Subject, (start, end): (u64, u64)) -> io::Result<()> {
+    fn send_range(&mut self, process: &SourceProcess, (start, end): (u64, u64)) -> io::Result<()> {
         let page = self.sent.page_size();
         let block_bytes = BLOCK_PAGES * page;
         let mut at = start;
         while at < end && !self.stop.is_due() {
             let until = end.min((at / block_bytes + 1) * block_bytes);
-            self.room.resize((until - at) as usize, 0);
+            self.buffer.resize((until - at) as usize, 0);
             // Pages that the process has unmapped meanwhile are skipped.
-            let read = subject.memory.read_at(&mut self.room, at).unwrap_or(0) as u64;
-            self.block(subject.number, at, (read / page) as usize)?;
+            let read = process.memory.read_at(&mut self.buffer, at).unwrap_or(0) as u64;
+            self.send_block(process.namespace_pid, at, (read / page) as usize)?;
             at = until;
         }
         Ok(())
     }
 
     /// Sends the new pages among those that were just read, which belong to one block.
-    fn block(&mut self, process: u64, address: u64, pages: usize) -> io::Result<()> {
+    fn send_block(&mut self, process: u64, address: u64, pages: usize) -> io::Result<()> {
         let page = self.sent.page_size() as usize;
         let mut run: Range<usize> = 0..0;
         for number in 0..=pages {
-            let content = (number < pages).then(|| &self.room[number * page..(number + 1) * page]);
+            let content =
+                (number < pages).then(|| &self.buffer[number * page..(number + 1) * page]);
             let at = address + (number * page) as u64;
             if content.is_some_and(|content| self.sent.record(process, at, content, self.pages_max))
             {
@@ -236,15 +247,18 @@ impl Sender<'_> {
             }
             if !run.is_empty() {
                 let (pages, address) = (run.len() as u64, address + (run.start * page) as u64);
-                self.stream.write_all(&Form::Long.write(&Head {
-                    command: AHEAD,
-                    pages,
-                    address,
-                    process,
-                }))?;
                 self.stream
-                    .write_all(&self.room[run.start * page..run.end * page])?;
-                let rate = self.pace.passed((run.len() * page) as u64, Instant::now());
+                    .write_all(&HeaderLayout::Long.write(&PageHeader {
+                        command: PRE_COPY_PAGES,
+                        pages,
+                        address,
+                        process,
+                    }))?;
+                self.stream
+                    .write_all(&self.buffer[run.start * page..run.end * page])?;
+                let rate = self
+                    .rate_meter
+                    .record((run.len() * page) as u64, Instant::now());
                 if let Some(rate) = rate {
                     self.stop.observe_rate(rate);
                 }
@@ -262,7 +276,7 @@ mod tests {
     use std::sync::mpsc::channel;
 
     /// Allocates memory of this process. Returns it with the address of its first whole page.
-    fn own(pages: usize) -> (Vec<u8>, u64) {
+    fn own_memory(pages: usize) -> (Vec<u8>, u64) {
         let page = page_size() as usize;
         let memory: Vec<u8> = (0..(pages + 1) * page)
             .map(|at| (at / page + at) as u8)
@@ -279,11 +293,11 @@ mod tests {
     #[test]
     fn later_writes_make_sent_pages_outdated() {
         let page = page_size();
-        let (mut memory, first) = own(300);
+        let (mut memory, first) = own_memory(300);
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
         let pid = std::process::id() as i32;
-        let number = withheld::number(pid).expect("it is there");
+        let number = lazy_pages_filter::namespace_pid(pid).expect("it is there");
         let (tell, told) = channel();
         let taking = std::thread::spawn(move || {
             let store = receive(&theirs, u64::MAX).expect("all comes");
@@ -344,11 +358,11 @@ mod tests {
     fn rate_is_measured_after_buffers_are_full() {
         let (mib, second) = (1 << 20, Duration::from_secs(1));
         let mut now = Instant::now();
-        let mut pace = Pace::new(now);
+        let mut rate_meter = RateMeter::new(now);
         let mut pass = |mibs: u64, each: Duration| {
             let mut one = || {
                 now += each;
-                pace.passed(mib, now)
+                rate_meter.record(mib, now)
             };
             (0..mibs).filter_map(|_| one()).collect::<Vec<u64>>()
         };
@@ -368,7 +382,7 @@ mod tests {
         let sent_where = |fast| {
             let (ours, theirs) = UnixStream::pair().expect("descriptors");
             let (ours, theirs) = (OwnedFd::from(ours), OwnedFd::from(theirs));
-            let (memory, _) = own(200 << 20 >> 12);
+            let (memory, _) = own_memory(200 << 20 >> 12);
             let taking = std::thread::spawn(move || {
                 let store = receive(&theirs, u64::MAX).expect("all comes");
                 acknowledge(&store, &theirs).expect("it listens");
@@ -383,7 +397,7 @@ mod tests {
             drop(memory);
             sent.bytes()
         };
-        let (bytes, enough) = (sent_where(0), BUFFERED_BYTES + JUDGED_BYTES);
+        let (bytes, enough) = (sent_where(0), UNMEASURED_BYTES + MEASURED_BYTES);
         assert!((enough..enough + (4 << 20)).contains(&bytes), "{bytes}");
         assert!(sent_where(u64::MAX) > 200 << 20);
     }
@@ -392,7 +406,7 @@ mod tests {
     /// error.
     #[test]
     fn closed_stream_is_an_error() {
-        assert!(Subject::of(i32::MAX).is_none());
+        assert!(SourceProcess::open(i32::MAX).is_none());
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
         drop(theirs);
         let sent = send(&[std::process::id() as i32], &ours.into(), &later());

@@ -1,7 +1,7 @@
 //! Checks as which users the processes in images would run. A restore gives them the credentials
 //! that the images contain.
 
-use super::images::{KIND, first, wrong};
+use super::images::{MAGIC_BYTES, damaged, first_value};
 use protobuf::well_known_types::empty::Empty;
 use protobuf::{Message, UnknownValueRef};
 use sempa_proto::migration::{Failure, Refusal};
@@ -10,7 +10,7 @@ use std::io::Read;
 use std::path::Path;
 
 /// Prefix and suffix of the images with credentials: one for each thread.
-const CORE: (&str, &str) = ("core-", ".img");
+const CORE_IMAGE: (&str, &str) = ("core-", ".img");
 /// Maximum length of an entry, in bytes. Real ones have some thousand.
 const ENTRY_BYTES_MAX: u64 = 1 << 20;
 /// Field number in `core_entry`: the part that is independent of the architecture.
@@ -18,15 +18,15 @@ const CORE_THREAD: u32 = 5;
 /// Field number in `thread_core_entry`.
 const THREAD_CREDENTIALS: u32 = 10;
 /// Field numbers in `creds_entry`: real, effective, saved and file system user.
-const USERS: [u32; 4] = [1, 3, 5, 7];
-const EFFECTIVE: u32 = 3;
+const USER_FIELDS: [u32; 4] = [1, 3, 5, 7];
+const EFFECTIVE_USER_FIELD: u32 = 3;
 
 /// Checks that all processes in a directory of images belong to `user`, who restores them. For root
 /// only the effective user is checked: processes of root may have other user ids as well.
 ///
 /// # Errors
 /// A process belongs to another user, or an image cannot be read.
-pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
+pub fn check_owner(dir: &Path, user: u32) -> Result<(), Failure> {
     let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
     for entry in fs::read_dir(dir).map_err(unreadable)? {
         let name = entry
@@ -34,18 +34,22 @@ pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
             .file_name()
             .to_string_lossy()
             .into_owned();
-        if !name.starts_with(CORE.0) || !name.ends_with(CORE.1) {
+        if !name.starts_with(CORE_IMAGE.0) || !name.ends_with(CORE_IMAGE.1) {
             continue;
         }
-        let which = if user == 0 { &[EFFECTIVE][..] } else { &USERS };
+        let which = if user == 0 {
+            &[EFFECTIVE_USER_FIELD][..]
+        } else {
+            &USER_FIELDS
+        };
         // A zombie has no credentials.
-        for found in users_in(&dir.join(&name), &name)?
+        for found in read_users(&dir.join(&name), &name)?
             .iter()
             .filter(|(field, _)| which.contains(field))
         {
             if found.1 != u64::from(user) {
                 let found = u32::try_from(found.1)
-                    .map_err(|_| wrong(&name, "names a user that cannot be"))?;
+                    .map_err(|_| damaged(&name, "names a user that cannot be"))?;
                 return Err(Failure::Refused(vec![Refusal::OtherUser {
                     found,
                     expected: user,
@@ -57,36 +61,37 @@ pub fn belong_to(dir: &Path, user: u32) -> Result<(), Failure> {
 }
 
 /// Returns the user ids of a thread, by field number.
-fn users_in(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
+fn read_users(path: &Path, name: &str) -> Result<Vec<(u32, u64)>, Failure> {
     let file = File::open(path).map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
     let mut bytes = Vec::new();
     file.take(ENTRY_BYTES_MAX)
         .read_to_end(&mut bytes)
         .map_err(|e| Failure::Io(format!("cannot read {name}: {e}")))?;
-    let entry = bytes.get(KIND..).and_then(|rest| {
+    let entry = bytes.get(MAGIC_BYTES..).and_then(|rest| {
         let (length, rest) = rest.split_first_chunk()?;
         rest.get(..u32::from_le_bytes(*length) as usize)
     });
-    let entry = entry.ok_or_else(|| wrong(name, "ends within its first entry"))?;
-    let damaged = |e: protobuf::Error| wrong(name, &format!("is damaged: {e}"));
-    let Some(thread) = part(entry, CORE_THREAD).map_err(damaged)? else {
+    let entry = entry.ok_or_else(|| damaged(name, "ends within its first entry"))?;
+    let malformed = |e: protobuf::Error| damaged(name, &format!("is damaged: {e}"));
+    let Some(thread) = embedded_message(entry, CORE_THREAD).map_err(malformed)? else {
         return Ok(Vec::new());
     };
-    let Some(credentials) = part(&thread, THREAD_CREDENTIALS).map_err(damaged)? else {
-        return Err(wrong(name, "does not say whose it is"));
+    let Some(credentials) = embedded_message(&thread, THREAD_CREDENTIALS).map_err(malformed)?
+    else {
+        return Err(damaged(name, "does not say whose it is"));
     };
-    let numbers = super::images::numbers(&credentials).map_err(damaged)?;
+    let fields = super::images::varint_fields(&credentials).map_err(malformed)?;
     // An absent field means 0. If a field occurs more than once, every value must be right.
-    let left_out = USERS
+    let left_out = USER_FIELDS
         .iter()
-        .filter(|field| first(&numbers, **field).is_none())
+        .filter(|field| first_value(&fields, **field).is_none())
         .map(|field| (*field, 0));
-    Ok(numbers.iter().copied().chain(left_out).collect())
+    Ok(fields.iter().copied().chain(left_out).collect())
 }
 
 /// Returns an embedded message. If the field occurs more than once, the parts are concatenated, as
 /// protobuf merges them.
-fn part(message: &[u8], wanted: u32) -> protobuf::Result<Option<Vec<u8>>> {
+fn embedded_message(message: &[u8], wanted: u32) -> protobuf::Result<Option<Vec<u8>>> {
     let message = Empty::parse_from_bytes(message)?;
     let fields = message.special_fields.unknown_fields().iter();
     let parts = fields.filter_map(|(field, value)| match value {
@@ -134,7 +139,12 @@ mod tests {
     }
 
     fn image(entry: &[u8]) -> Vec<u8> {
-        [&[7; KIND][..], &(entry.len() as u32).to_le_bytes(), entry].concat()
+        [
+            &[7; MAGIC_BYTES][..],
+            &(entry.len() as u32).to_le_bytes(),
+            entry,
+        ]
+        .concat()
     }
 
     fn judged(images: &[Vec<u8>], user: u32) -> Result<(), Failure> {
@@ -143,7 +153,7 @@ mod tests {
             fs::write(dir.path().join(format!("core-{number}.img")), image).expect("written");
         }
         fs::write(dir.path().join("pages-1.img"), "of no matter").expect("written");
-        belong_to(dir.path(), user)
+        check_owner(dir.path(), user)
     }
 
     fn other(found: u32, expected: u32) -> Result<(), Failure> {

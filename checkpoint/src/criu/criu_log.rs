@@ -11,18 +11,18 @@ const LINE_BYTES_MAX: usize = 400;
 
 /// How a line of the log ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+enum LineEnd {
     /// With a line break.
-    Whole,
+    Newline,
     /// With the end of the log.
-    OfLog,
+    EndOfLog,
     /// In the middle, followed by another line: the disk was full, and later had space again.
-    Gap,
+    Truncated,
 }
 
 /// Returns the first line that contains an error, without its time stamp, and how it ends. Skips
 /// errors about resource limits, which also appear in successful runs.
-fn first_error(log: impl BufRead) -> Option<(String, End)> {
+fn first_error(log: impl BufRead) -> Option<(String, LineEnd)> {
     let mut log = log.take(LOG_BYTES_MAX);
     let mut line = Vec::new();
     while log
@@ -32,14 +32,14 @@ fn first_error(log: impl BufRead) -> Option<(String, End)> {
         let text = String::from_utf8_lossy(&line);
         if let Some(at) = text.find("Error").filter(|_| !text.contains("rlimit")) {
             let text = &text[at..];
-            return Some(match time_stamp(text) {
-                Some(next) => (shorten(text[..next].trim()), End::Gap),
+            return Some(match find_time_stamp(text) {
+                Some(next) => (shorten(text[..next].trim()), LineEnd::Truncated),
                 None => (
                     shorten(text.trim()),
                     if text.ends_with('\n') {
-                        End::Whole
+                        LineEnd::Newline
                     } else {
-                        End::OfLog
+                        LineEnd::EndOfLog
                     },
                 ),
             });
@@ -50,7 +50,7 @@ fn first_error(log: impl BufRead) -> Option<(String, End)> {
 }
 
 /// Returns the position of a time stamp like `(00.060959)`, which begins each line of a log.
-fn time_stamp(text: &str) -> Option<usize> {
+fn find_time_stamp(text: &str) -> Option<usize> {
     let is_stamp = |rest: &str| {
         let inner = rest
             .strip_prefix('(')
@@ -69,7 +69,7 @@ fn time_stamp(text: &str) -> Option<usize> {
 
 /// Returns the error that prevents writing to the log, if it persists. One page does not fit into
 /// the free part of the log's last block.
-fn what_cuts(log: &Path) -> Option<io::Error> {
+fn write_error(log: &Path) -> Option<io::Error> {
     const PAGE: [u8; 4096] = [b'\n'; 4096];
     std::fs::OpenOptions::new()
         .append(true)
@@ -79,13 +79,13 @@ fn what_cuts(log: &Path) -> Option<io::Error> {
 }
 
 /// Returns the first error in a log. If the line is truncated, the error of the disk is appended.
-fn error_in(log: &Path) -> Option<String> {
-    let (line, end) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
-    let why = match end {
-        End::Whole => None,
-        End::OfLog => what_cuts(log),
+fn first_error_in_file(log: &Path) -> Option<String> {
+    let (line, line_end) = first_error(BufReader::new(std::fs::File::open(log).ok()?))?;
+    let why = match line_end {
+        LineEnd::Newline => None,
+        LineEnd::EndOfLog => write_error(log),
         // Only a full disk, for a while, truncates a write to a file.
-        End::Gap => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
+        LineEnd::Truncated => Some(io::Error::from_raw_os_error(libc::ENOSPC)),
     };
     Some(why.map_or_else(
         || line.clone(),
@@ -94,8 +94,8 @@ fn error_in(log: &Path) -> Option<String> {
 }
 
 /// Returns why an engine failed, from its log or else from the first line of its standard error.
-pub(super) fn reason(log: &Path, stderr: &Path) -> Option<String> {
-    error_in(log).or_else(|| {
+pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
+    first_error_in_file(log).or_else(|| {
         let stderr = std::fs::File::open(stderr).ok()?;
         let text = BufReader::new(stderr)
             .take(LOG_BYTES_MAX)
@@ -134,12 +134,12 @@ mod tests {
     fn truncated_last_line_is_recognized() {
         let log = "(00.000100) Error (criu/page-xfer.c:263): No space left on de";
         assert_eq!(
-            first_error(log.as_bytes()).map(|(_, end)| end),
-            Some(End::OfLog)
+            first_error(log.as_bytes()).map(|(_, line_end)| line_end),
+            Some(LineEnd::EndOfLog)
         );
         assert_eq!(
-            first_error(format!("{log}vice\n").as_bytes()).map(|(_, end)| end),
-            Some(End::Whole)
+            first_error(format!("{log}vice\n").as_bytes()).map(|(_, line_end)| line_end),
+            Some(LineEnd::Newline)
         );
     }
 
@@ -149,7 +149,7 @@ mod tests {
         let log = tempfile::NamedTempFile::new().expect("a file");
         let text = "(00.060958) Error (criu/page-xfer.c:26(00.060959) ----------------------------------------\n";
         std::fs::write(log.path(), text).expect("written");
-        let why = error_in(log.path()).expect("an error");
+        let why = first_error_in_file(log.path()).expect("an error");
         assert!(
             why.starts_with("Error (criu/page-xfer.c:26… (")
                 && why.contains("No space left on device"),
@@ -161,8 +161,8 @@ mod tests {
             "Error (1.12345)\n",
         ] {
             assert_eq!(
-                first_error(whole.as_bytes()).map(|(_, end)| end),
-                Some(End::Whole),
+                first_error(whole.as_bytes()).map(|(_, line_end)| line_end),
+                Some(LineEnd::Newline),
                 "{whole}"
             );
         }
@@ -171,12 +171,12 @@ mod tests {
     /// The error of the disk is found only while the disk is full.
     #[test]
     fn full_disk_is_named_as_the_cause() {
-        let why = what_cuts(Path::new("/dev/full")).expect("it is always full");
+        let why = write_error(Path::new("/dev/full")).expect("it is always full");
         assert!(why.to_string().contains("No space left on device"), "{why}");
         let free = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(free.path(), "(00.1) Error (criu/x.c:1): cut here").expect("written");
         assert_eq!(
-            error_in(free.path()).as_deref(),
+            first_error_in_file(free.path()).as_deref(),
             Some("Error (criu/x.c:1): cut here"),
             "this disk has room"
         );

@@ -1,7 +1,7 @@
 //! The missing memory of a restored task, and the progress of CRIU's background transfer through
 //! it.
 
-use super::super::images::{MAP, Pages, entries};
+use super::super::images::{PAGEMAP_PREFIX, PageRun, entries};
 use crate::engine::pages::page_size;
 use sempa_proto::migration::Failure;
 use std::collections::BTreeMap;
@@ -9,26 +9,26 @@ use std::path::Path;
 
 /// Maximum number of page-fault requests of one process that are remembered until the background
 /// transfer has passed them.
-const OUT_OF_TURN_MAX: usize = 65_536;
+const FAULTS_MAX: usize = 65_536;
 
 /// The missing memory of all processes of a task: by PID in the images, ranges from start to end
 /// address.
 #[derive(Debug, Default)]
-pub(super) struct Missing(pub(super) BTreeMap<u64, BTreeMap<u64, u64>>);
+pub(super) struct MissingMemory(pub(super) BTreeMap<u64, BTreeMap<u64, u64>>);
 
-impl Missing {
+impl MissingMemory {
     /// Reads the missing memory from the images in this directory.
     ///
     /// # Errors
     /// An image is damaged or cannot be read.
-    pub(super) fn in_images(dir: &Path) -> Result<Missing, Failure> {
+    pub(super) fn in_images(dir: &Path) -> Result<MissingMemory, Failure> {
         let unreadable = |e| Failure::Io(format!("cannot read {}: {e}", dir.display()));
-        let mut missing = Missing::default();
+        let mut missing = MissingMemory::default();
         for entry in std::fs::read_dir(dir).map_err(unreadable)? {
             let name = entry.map_err(unreadable)?.file_name();
             let name = name.to_string_lossy();
             let number = name
-                .strip_prefix(MAP)
+                .strip_prefix(PAGEMAP_PREFIX)
                 .and_then(|rest| rest.strip_suffix(".img"));
             // Shared memory is never lazy; its pagemaps have other names.
             let Some(process) = number.and_then(|number| number.parse().ok()) else {
@@ -37,14 +37,14 @@ impl Missing {
             let pages = entries(dir, &name)?
                 .into_iter()
                 .skip(1)
-                .map(|entry| Pages::of(&entry));
-            let missed = pages.filter(|pages| pages.missing && pages.number > 0);
-            let stretch = |pages: Pages| {
+                .map(|entry| PageRun::decode(&entry));
+            let missed = pages.filter(|pages| pages.lazy && pages.count > 0);
+            let stretch = |pages: PageRun| {
                 (
                     pages.address,
                     pages
                         .address
-                        .saturating_add(pages.number.saturating_mul(page_size())),
+                        .saturating_add(pages.count.saturating_mul(page_size())),
                 )
             };
             let stretches: BTreeMap<u64, u64> = missed.map(stretch).collect();
@@ -55,45 +55,45 @@ impl Missing {
         Ok(missing)
     }
 
-    pub(super) fn into_processes(self) -> BTreeMap<u64, Process> {
-        let process = |stretches: BTreeMap<u64, u64>| Process {
-            front: stretches.keys().next().copied(),
-            stretches,
-            has_begun: false,
-            out_of_turn: BTreeMap::new(),
+    pub(super) fn into_processes(self) -> BTreeMap<u64, ProcessProgress> {
+        let process = |ranges: BTreeMap<u64, u64>| ProcessProgress {
+            next_background: ranges.keys().next().copied(),
+            ranges,
+            background_started: false,
+            faulted: BTreeMap::new(),
         };
         self.0
             .into_iter()
-            .map(|(number, stretches)| (number, process(stretches)))
+            .map(|(number, ranges)| (number, process(ranges)))
             .collect()
     }
 }
 
 /// The missing memory of one process.
 #[derive(Debug)]
-pub(super) struct Process {
-    stretches: BTreeMap<u64, u64>,
+pub(super) struct ProcessProgress {
+    ranges: BTreeMap<u64, u64>,
     /// The first missing page that CRIU has not requested. The background transfer goes from low to
     /// high addresses.
-    front: Option<u64>,
+    next_background: Option<u64>,
     /// True once the background transfer has started.
-    has_begun: bool,
+    background_started: bool,
     /// Page-fault requests that the background transfer has not reached yet, from start to end
     /// address.
-    out_of_turn: BTreeMap<u64, u64>,
+    faulted: BTreeMap<u64, u64>,
 }
 
-impl Process {
+impl ProcessProgress {
     /// Returns the range of missing memory that contains this address.
-    pub(super) fn misses(&self, address: u64) -> Option<(u64, u64)> {
-        let (&start, &end) = self.stretches.range(..=address).next_back()?;
+    pub(super) fn missing_range_at(&self, address: u64) -> Option<(u64, u64)> {
+        let (&start, &end) = self.ranges.range(..=address).next_back()?;
         (address < end).then_some((start, end))
     }
 
     /// True if all of this range is missing.
-    pub(super) fn misses_all(&self, mut address: u64, end: u64) -> bool {
+    pub(super) fn is_missing(&self, mut address: u64, end: u64) -> bool {
         while address < end {
-            match self.misses(address) {
+            match self.missing_range_at(address) {
                 Some((_, until)) => address = until,
                 None => return false,
             }
@@ -102,41 +102,37 @@ impl Process {
     }
 
     /// Returns the first missing address that is not below `address`.
-    pub(super) fn missing_from(&self, address: u64) -> Option<u64> {
-        match self.misses(address) {
+    pub(super) fn next_missing(&self, address: u64) -> Option<u64> {
+        match self.missing_range_at(address) {
             Some(_) => Some(address),
-            None => self
-                .stretches
-                .range(address..)
-                .next()
-                .map(|(start, _)| *start),
+            None => self.ranges.range(address..).next().map(|(start, _)| *start),
         }
     }
 
     /// Records a request of CRIU. Returns true if it belongs to the background transfer, which then
     /// continues at `end`: the request begins at the expected page, or is longer than the single
     /// page of a page fault.
-    pub(super) fn turn(&mut self, address: u64, end: u64, page: u64) -> bool {
-        if self.front != Some(address) && end - address <= page {
-            if self.out_of_turn.len() < OUT_OF_TURN_MAX {
-                self.out_of_turn.insert(address, end);
+    pub(super) fn record_request(&mut self, address: u64, end: u64, page: u64) -> bool {
+        if self.next_background != Some(address) && end - address <= page {
+            if self.faulted.len() < FAULTS_MAX {
+                self.faulted.insert(address, end);
             }
             return false;
         }
-        self.has_begun = true;
-        let mut front = self.missing_from(end);
-        while let Some(end) = front.and_then(|front| self.out_of_turn.remove(&front)) {
-            front = self.missing_from(end);
+        self.background_started = true;
+        let mut front = self.next_missing(end);
+        while let Some(end) = front.and_then(|front| self.faulted.remove(&front)) {
+            front = self.next_missing(end);
         }
         if let Some(front) = front {
-            self.out_of_turn = self.out_of_turn.split_off(&front);
+            self.faulted = self.faulted.split_off(&front);
         }
-        self.front = front;
+        self.next_background = front;
         true
     }
 
     /// Returns where the background transfer continues, if it has started.
-    pub(super) fn next(&self) -> Option<u64> {
-        self.front.filter(|_| self.has_begun)
+    pub(super) fn background_position(&self) -> Option<u64> {
+        self.next_background.filter(|_| self.background_started)
     }
 }

@@ -7,12 +7,12 @@
 //!
 //! A thread therefore stands between the two. It copies each descriptor that passes
 //! ([`UffdKeeper`]); the copies stay open until all memory has arrived or the processes are dead.
-//! The requests of `criu lazy-pages` for pages pass through [`super::ahead`].
+//! The requests of `criu lazy-pages` for pages pass through [`super::prefetch`].
 
-use super::ahead::{self, Carrying};
-use super::process::{Program, own};
+use super::prefetch::{self, PrefetchThread};
+use super::process::{CriuCommand, own_descriptor};
 use super::uffd_keeper::UffdKeeper;
-use crate::engine::{Arriving, Limits, Missing, ReceivedPages, Whole};
+use crate::engine::{CallLimits, FetchCompletion, MemoryFetch, ReceivedPages, UffdGuard};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use sempa_proto::migration::Failure;
@@ -28,52 +28,53 @@ use std::time::Duration;
 /// directory of each. The restore's is the image directory.
 const SOCKET: &str = "lazy-pages.socket";
 /// Working directory of `criu lazy-pages`, a subdirectory of the image directory.
-const OWN_DIR: &str = "arriving";
+const LAZY_PAGES_DIR: &str = "arriving";
 const LOG: &str = "arriving.log";
 /// Maximum number of descriptors in one message. CRIU sends one.
 const DESCRIPTORS_MAX: usize = 4;
 /// Bytes that are forwarded at once: the size of a PID, which CRIU sends before each descriptor. A
 /// descriptor must be forwarded with the byte that carried it; a longer read would return that byte
 /// together with the PID.
-const BYTES_MAX: usize = 4;
+const FORWARD_BYTES_MAX: usize = 4;
 /// Interval of attempts to connect to `criu lazy-pages` until it listens.
-const LOOK_PAUSE: Duration = Duration::from_millis(1);
+const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
 
 /// A running fetch of a restored task's memory.
-pub(super) struct Arrival {
-    program: Program,
+pub(super) struct LazyPagesDaemon {
+    program: CriuCommand,
     /// Forwards descriptors until the restore has ended.
-    passing: JoinHandle<()>,
+    forwarder: JoinHandle<()>,
     /// Copies of the forwarded descriptors.
-    kept: UffdKeeper,
+    uffds: UffdKeeper,
     /// Prefetches pages.
-    carrying: Carrying,
-    whole: Whole,
+    prefetcher: PrefetchThread,
+    completion: FetchCompletion,
     log: PathBuf,
 }
 
-impl Arrival {
+impl LazyPagesDaemon {
     pub(super) fn start(
         criu: &Path,
         dir: &Path,
-        ask_on: OwnedFd,
-        store: ReceivedPages,
-    ) -> Result<Arrival, Failure> {
+        page_stream: OwnedFd,
+        pre_copied: ReceivedPages,
+    ) -> Result<LazyPagesDaemon, Failure> {
         let io = |what: &str, e: io::Error| {
             Failure::Io(format!(
                 "cannot fetch memory into {}: {what}: {e}",
                 dir.display()
             ))
         };
-        let theirs = dir.join(OWN_DIR);
-        std::fs::create_dir(&theirs).map_err(|e| io(OWN_DIR, e))?;
+        let theirs = dir.join(LAZY_PAGES_DIR);
+        std::fs::create_dir(&theirs).map_err(|e| io(LAZY_PAGES_DIR, e))?;
         let folder = File::open(dir).map_err(|e| io("its directory", e))?;
         // The path of the directory may be longer than a socket address allows.
-        let listener =
-            UnixListener::bind(in_folder(&folder, Path::new(SOCKET))).map_err(|e| io(SOCKET, e))?;
-        let kept = UffdKeeper::default();
-        let (carrying, asks, whole) = ahead::start(dir, ask_on, store, kept.clone())?;
-        let number = asks.stream().to_string();
+        let listener = UnixListener::bind(short_path(&folder, Path::new(SOCKET)))
+            .map_err(|e| io(SOCKET, e))?;
+        let uffds = UffdKeeper::default();
+        let (prefetcher, connection, completion) =
+            prefetch::start(dir, page_stream, pre_copied, uffds.clone())?;
+        let number = connection.stream().to_string();
         let (images, work) = (dir.as_os_str(), theirs.as_os_str());
         let arguments = [
             "lazy-pages".as_ref(),
@@ -86,87 +87,89 @@ impl Arrival {
         ];
         let more = ["--page-server", "--ps-socket", &number, "-v2"].map(AsRef::as_ref);
         let arguments = arguments.into_iter().chain(more);
-        let program = Program::start(
+        let program = CriuCommand::start(
             criu,
             arguments,
             &theirs,
-            &asks.descriptors(),
-            &asks.variables(),
+            &connection.descriptors(),
+            &connection.environment(),
         )?;
-        let ended = program.end_seen().map_err(|e| io("no descriptor", e))?;
-        let passing = std::thread::Builder::new()
+        let ended = program
+            .exit_descriptor()
+            .map_err(|e| io("no descriptor", e))?;
+        let forwarder = std::thread::Builder::new()
             .name("passing".into())
             .spawn({
-                let kept = kept.clone();
-                move || pass_on(&folder, &listener, &ended, &kept)
+                let uffds = uffds.clone();
+                move || forward_messages(&folder, &listener, &ended, &uffds)
             })
             .map_err(|e| io("no thread", e))?;
-        Ok(Arrival {
+        Ok(LazyPagesDaemon {
             program,
-            passing,
-            kept,
-            carrying,
-            whole,
+            forwarder,
+            uffds,
+            prefetcher,
+            completion,
             log: theirs.join(LOG),
         })
     }
 }
 
-impl Arriving for Arrival {
+impl MemoryFetch for LazyPagesDaemon {
     fn engine_pid(&self) -> i32 {
         self.program.pid()
     }
 
-    fn whole(&self) -> Whole {
-        self.whole.clone()
+    fn completion(&self) -> FetchCompletion {
+        self.completion.clone()
     }
 
-    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), (Failure, Missing)> {
+    fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), (Failure, UffdGuard)> {
         let ended = self.program.finish(limits, &self.log);
         let broken = |what: &str| Failure::Engine(format!("the thread that {what} has panicked"));
         let passed = self
-            .passing
+            .forwarder
             .join()
             .map_err(|_| broken("passes descriptors on"));
         let carried = self
-            .carrying
+            .prefetcher
             .join()
             .unwrap_or_else(|_| Err(broken("fetches memory ahead")));
         let ended = match (ended, &carried) {
             // CRIU's failure has no consequences: it already has all memory.
-            (Err(_), Ok(true)) if self.whole.is_so() => Ok(()),
+            (Err(_), Ok(true)) if self.completion.is_complete() => Ok(()),
             (Ok(()), Ok(false)) => Err(Failure::Engine(
                 "it ended as if all memory were there, and it is not".into(),
             )),
             (ended, _) => ended,
         };
         ended.map_err(|why| {
-            let kept = self.kept.take();
-            (carried.and(passed).err().unwrap_or(why), Missing(kept))
+            let kept = self.uffds.take();
+            (carried.and(passed).err().unwrap_or(why), UffdGuard(kept))
         })
     }
 }
 
 /// Returns a path below an open directory that is short enough for a socket address.
-fn in_folder(folder: &File, name: &Path) -> PathBuf {
+fn short_path(folder: &File, name: &Path) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd())).join(name)
 }
 
 /// Forwards messages between the restore and `criu lazy-pages` until either has ended. Keeps copies
 /// of the descriptors.
-fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &UffdKeeper) {
+fn forward_messages(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &UffdKeeper) {
     let Some(fetches) = connect(folder, ended) else {
         return;
     };
-    if !ready(&[listener.as_fd()], ended) {
+    if !wait_readable(&[listener.as_fd()], ended) {
         return;
     }
     let Ok((restore, _)) = listener.accept() else {
         return;
     };
-    while ready(&[restore.as_fd(), fetches.as_fd()], ended) {
+    while wait_readable(&[restore.as_fd(), fetches.as_fd()], ended) {
         let passed =
-            [(&restore, &fetches), (&fetches, &restore)].map(|(from, to)| pass(from, to, kept));
+            [(&restore, &fetches), (&fetches, &restore)].map(|(from, to)| forward(from, to, kept));
         if passed.iter().any(|passed| !matches!(passed, Ok(true))) {
             break;
         }
@@ -175,7 +178,7 @@ fn pass_on(folder: &File, listener: &UnixListener, ended: &OwnedFd, kept: &UffdK
 
 /// Connects to `criu lazy-pages` as soon as it listens. Returns `None` if it has exited.
 fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
-    let path = in_folder(folder, &Path::new(OWN_DIR).join(SOCKET));
+    let path = short_path(folder, &Path::new(LAZY_PAGES_DIR).join(SOCKET));
     loop {
         if let Ok(stream) = UnixStream::connect(&path) {
             return Some(stream);
@@ -183,13 +186,13 @@ fn connect(folder: &File, ended: &OwnedFd) -> Option<UnixStream> {
         if has_ended(ended) {
             return None;
         }
-        std::thread::sleep(LOOK_PAUSE);
+        std::thread::sleep(CONNECT_INTERVAL);
     }
 }
 
 /// Forwards what can be read now, with its descriptors. Returns false at the end of the stream.
-fn pass(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<bool> {
-    let mut bytes = [0; BYTES_MAX];
+fn forward(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<bool> {
+    let mut bytes = [0; FORWARD_BYTES_MAX];
     let mut room = nix::cmsg_space!([RawFd; DESCRIPTORS_MAX]);
     let mut parts = [IoSliceMut::new(&mut bytes)];
     let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
@@ -201,7 +204,7 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<boo
     let mut came = Vec::new();
     for message in got.cmsgs()? {
         if let ControlMessageOwned::ScmRights(numbers) = message {
-            came.extend(numbers.into_iter().map(own));
+            came.extend(numbers.into_iter().map(own_descriptor));
         }
     }
     let length = got.bytes;
@@ -229,7 +232,7 @@ fn pass(from: &UnixStream, to: &UnixStream, kept: &UffdKeeper) -> io::Result<boo
 }
 
 /// Waits until one of the streams is readable. Returns false if `criu lazy-pages` has exited.
-fn ready(streams: &[BorrowedFd<'_>], ended: &OwnedFd) -> bool {
+fn wait_readable(streams: &[BorrowedFd<'_>], ended: &OwnedFd) -> bool {
     loop {
         let all = streams.iter().copied().chain([ended.as_fd()]);
         let mut fds: Vec<PollFd<'_>> = all.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();

@@ -13,15 +13,15 @@
 //!    process then exits; any other process remains stopped. The kernel does the same if this
 //!    program ends for any reason.
 
-use super::process::{hurry_thread, wait_for};
-use super::ptrace::Attached;
-use super::withheld::Withheld;
-use super::words::{
-    ADD, CHANGED, CLOSE, CLOSE_ALL_THE_SAME, FLAGS_SHIFT, Form, GET, GET_CHANGED, Head, PRESENT,
-    marks_bytes,
+use super::lazy_pages_filter::LazyPages;
+use super::page_server_wire::{
+    CHANGED_PAGES, GET_CHANGED, HeaderLayout, PE_PRESENT, PS_CMD_BITS, PS_IOV_ADD_F, PS_IOV_CLOSE,
+    PS_IOV_FORCE_CLOSE, PS_IOV_GET, PageHeader, bitmap_bytes,
 };
+use super::process::{raise_thread_priority, wait_readable};
+use super::ptrace::TracedThread;
 use crate::engine::pages::{BLOCK_PAGES, page_size};
-use crate::engine::{Limits, SentPages, ServedMemory, Serving, TracerOrder};
+use crate::engine::{CallLimits, MemoryServer, SentPages, ServedMemory, TracerOrder};
 use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -37,115 +37,116 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 
 /// Maximum number of bytes that are read from a process and written to the stream at once.
-const PIECE_BYTES: u64 = 1 << 20;
+const READ_BYTES_MAX: u64 = 1 << 20;
 /// Maximum number of bytes of requests that are read at once.
-const QUESTIONS_BYTES: usize = 4 << 10;
+const REQUEST_BUFFER_BYTES: usize = 4 << 10;
 /// Capacity of the queue of orders to the tracer. Senders wait for each order to be carried out.
-const ORDERS_MAX: usize = 4;
+const ORDER_QUEUE_LEN: usize = 4;
 
 /// A page server for the memory of a dumped task.
-pub(super) struct Serve {
-    memory: ServedMemory,
+pub(super) struct PageServer {
+    handle: ServedMemory,
     tracer: Option<JoinHandle<()>>,
-    handing: Option<JoinHandle<Result<(), Failure>>>,
+    server: Option<JoinHandle<Result<(), Failure>>>,
     /// Readable when serving has ended.
-    over: Arc<EventFd>,
+    ended: Arc<EventFd>,
 }
 
-impl Serve {
-    /// Attaches to the processes and starts to serve their memory on the stream `asked_on`. `sent`
-    /// records the pages that the target already has.
+impl PageServer {
+    /// Attaches to the processes and starts to serve their memory on the stream `page_stream`.
+    /// `sent` records the pages that the target already has.
     ///
     /// # Errors
     /// A process cannot be traced, or no thread is available. The processes remain stopped.
     pub(super) fn start(
-        withheld: Withheld,
-        asked_on: Arc<OwnedFd>,
+        lazy_pages: LazyPages,
+        page_stream: Arc<OwnedFd>,
         sent: Option<Arc<SentPages>>,
-    ) -> Result<Serve, Failure> {
+    ) -> Result<PageServer, Failure> {
         let io = |what: &str, e: io::Error| {
             Failure::Engine(format!("its memory cannot be handed out: {what}: {e}"))
         };
-        let pids: Vec<i32> = withheld.processes.iter().map(|kept| kept.pid).collect();
-        let (orders, to_tracer) = sync_channel(ORDERS_MAX);
+        let pids: Vec<i32> = lazy_pages.processes.iter().map(|kept| kept.pid).collect();
+        let (orders, to_tracer) = sync_channel(ORDER_QUEUE_LEN);
         let (begun, begins) = sync_channel(1);
         let tracer = std::thread::Builder::new()
             .name("keeper".into())
-            .spawn(move || trace(&pids, &begun, &to_tracer))
+            .spawn(move || run_tracer(&pids, &begun, &to_tracer))
             .map_err(|e| io("no thread", e))?;
-        let memory = ServedMemory {
-            asked_on: asked_on.clone(),
+        let handle = ServedMemory {
+            page_stream: page_stream.clone(),
             orders,
         };
-        let over = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
-        let over = Arc::new(over.map_err(|e| io("no descriptor", e.into()))?);
-        let mut serve = Serve {
-            memory,
+        let ended = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let ended = Arc::new(ended.map_err(|e| io("no descriptor", e.into()))?);
+        let mut server = PageServer {
+            handle,
             tracer: Some(tracer),
-            handing: None,
-            over,
+            server: None,
+            ended,
         };
         let traced = begins.recv().unwrap_or_else(|_| Err(Errno::ESRCH.into()));
         traced.map_err(|e| io("a process cannot be traced", e))?;
-        let stream = asked_on
+        let stream = page_stream
             .try_clone()
             .map(UnixStream::from)
             .map_err(|e| io("no descriptor", e))?;
-        let over = serve.over.clone();
+        let ended = server.ended.clone();
         let handing = std::thread::Builder::new()
             .name("handing".into())
             .spawn(move || {
-                hurry_thread();
-                let done = hand_out(&stream, &withheld, sent.as_deref());
+                raise_thread_priority();
+                let done = serve_requests(&stream, &lazy_pages, sent.as_deref());
                 // The shutdown also notifies a target that requested a page that is not served. The
                 // write fails only if the counter is full.
                 let _ = stream.shutdown(std::net::Shutdown::Both);
-                let _ = over.write(1);
+                let _ = ended.write(1);
                 done
             });
-        serve.handing = Some(handing.map_err(|e| io("no thread", e))?);
-        Ok(serve)
+        server.server = Some(handing.map_err(|e| io("no thread", e))?);
+        Ok(server)
     }
 
     /// Stops serving and detaches from the processes. Returns the result of serving.
-    fn end(&mut self) -> Result<(), Failure> {
-        self.memory.withhold();
+    fn stop(&mut self) -> Result<(), Failure> {
+        self.handle.stop_serving();
         let broken = || Failure::Engine("the thread that hands memory out has panicked".into());
-        let handed = self.handing.take().map_or(Ok(()), |handing| {
+        let handed = self.server.take().map_or(Ok(()), |handing| {
             handing.join().unwrap_or_else(|_| Err(broken()))
         });
         if let Some(tracer) = self.tracer.take() {
             // The tracer has already ended if it could not attach.
-            let _ = self.memory.orders.send(TracerOrder::Detach);
+            let _ = self.handle.orders.send(TracerOrder::Detach);
             tracer.join().expect("the tracer does not panic");
         }
         handed
     }
 }
 
-impl Serving for Serve {
-    fn memory(&self) -> ServedMemory {
-        self.memory.clone()
+impl MemoryServer for PageServer {
+    fn handle(&self) -> ServedMemory {
+        self.handle.clone()
     }
 
-    fn finish(mut self: Box<Self>, limits: &Limits) -> Result<(), Failure> {
-        let waited = wait_for(&*self.over, limits, "its memory to be handed out");
-        let handed = self.end();
+    fn finish(mut self: Box<Self>, limits: &CallLimits) -> Result<(), Failure> {
+        let waited = wait_readable(&*self.ended, limits, "its memory to be handed out");
+        let handed = self.stop();
         waited.and(handed)
     }
 }
 
-impl Drop for Serve {
+impl Drop for PageServer {
     fn drop(&mut self) {
         // After `finish` this does nothing. Otherwise no one waits for the result.
-        let _ = self.end();
+        let _ = self.stop();
     }
 }
 
 /// Traces these processes until it is ordered to detach. Sends to `begun` whether they could be
 /// attached.
-fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<TracerOrder>) {
-    let attached: io::Result<Vec<Attached>> = pids.iter().map(|pid| Attached::to(*pid)).collect();
+fn run_tracer(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<TracerOrder>) {
+    let attached: io::Result<Vec<TracedThread>> =
+        pids.iter().map(|pid| TracedThread::attach(*pid)).collect();
     let attached = match attached {
         Ok(attached) => attached,
         Err(e) => return drop(begun.send(Err(e))),
@@ -158,55 +159,57 @@ fn trace(pids: &[i32], begun: &SyncSender<io::Result<()>>, orders: &Receiver<Tra
         // pages will fail.
         attached
             .iter()
-            .for_each(|process| drop(process.stay_at_its_end()));
+            .for_each(|process| drop(process.stop_at_exit()));
         let _ = answer.send(());
     }
 }
 
 /// Answers requests until the target reports the end or closes the stream.
-fn hand_out(
+fn serve_requests(
     mut stream: &UnixStream,
-    withheld: &Withheld,
+    lazy_pages: &LazyPages,
     sent: Option<&SentPages>,
 ) -> Result<(), Failure> {
     let failed =
         |what: &str| Failure::Engine(format!("its memory is not handed out any more: {what}"));
-    let (mut heard, mut form, mut room) = (Vec::new(), None, Vec::new());
-    let mut bytes = [0; QUESTIONS_BYTES];
+    let (mut received, mut layout, mut buffer) = (Vec::new(), None, Vec::new());
+    let mut bytes = [0; REQUEST_BUFFER_BYTES];
     loop {
         match stream.read(&mut bytes) {
             Ok(0) => return Ok(()),
-            Ok(length) => heard.extend_from_slice(&bytes[..length]),
+            Ok(length) => received.extend_from_slice(&bytes[..length]),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             // The stream was shut down. A write fails for the same reason.
             Err(_) => return Ok(()),
         }
-        while let Some(command) = heard
+        while let Some(command) = received
             .first_chunk()
             .map(|command| u32::from_ne_bytes(*command))
         {
-            if matches!(command, CLOSE | CLOSE_ALL_THE_SAME) {
+            if matches!(command, PS_IOV_CLOSE | PS_IOV_FORCE_CLOSE) {
                 let _ = stream.write_all(&0_i32.to_ne_bytes());
                 return Ok(());
             }
-            form = form.or_else(|| {
-                Form::of_question(&heard, |number, address| withheld.has(number, address))
+            layout = layout.or_else(|| {
+                HeaderLayout::detect(&received, |number, address| lazy_pages.has(number, address))
             });
-            let Some(known) = form else {
-                match heard.len() < Form::BYTES_MAX {
+            let Some(known) = layout else {
+                match received.len() < HeaderLayout::BYTES_MAX {
                     true => break,
                     false => return Err(failed("it was asked for what is not missing")),
                 }
             };
-            if heard.len() < known.bytes() {
+            if received.len() < known.bytes() {
                 break;
             }
-            let head = known.read(&heard);
-            heard.drain(..known.bytes());
+            let head = known.read(&received);
+            received.drain(..known.bytes());
             let answered = match (head.command, sent) {
-                (GET, _) if head.pages > 0 => answer(stream, withheld, known, &head, &mut room),
+                (PS_IOV_GET, _) if head.pages > 0 => {
+                    send_pages(stream, lazy_pages, known, &head, &mut buffer)
+                }
                 (GET_CHANGED, Some(sent)) if (1..=BLOCK_PAGES).contains(&head.pages) => {
-                    answer_changed(stream, (withheld, sent), known, &head, &mut room)
+                    send_changed_pages(stream, (lazy_pages, sent), known, &head, &mut buffer)
                 }
                 _ => {
                     return Err(failed(&format!(
@@ -232,62 +235,62 @@ fn is_closed(error: &io::Error) -> bool {
 }
 
 /// Sends all requested pages.
-fn answer(
+fn send_pages(
     mut stream: &UnixStream,
-    withheld: &Withheld,
-    form: Form,
-    asked: &Head,
-    room: &mut Vec<u8>,
+    lazy_pages: &LazyPages,
+    layout: HeaderLayout,
+    asked: &PageHeader,
+    buffer: &mut Vec<u8>,
 ) -> io::Result<()> {
-    let end = end_of(asked)?;
+    let end = request_end(asked)?;
     let mut at = asked.address;
     // The header and the first piece are sent by one write.
-    room.clear();
-    room.extend(form.write(&Head {
-        command: PRESENT << FLAGS_SHIFT | ADD,
+    buffer.clear();
+    buffer.extend(layout.write(&PageHeader {
+        command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
         ..*asked
     }));
     while at < end {
-        let (pid, until) = missing_at(withheld, asked.process, at)?;
-        let piece = (until.min(end) - at).min(PIECE_BYTES);
-        let begin = room.len();
-        room.resize(begin + piece as usize, 0);
-        read_memory(pid, at, &mut room[begin..])?;
-        stream.write_all(room)?;
-        room.clear();
-        at += piece;
+        let (pid, until) = served_range_at(lazy_pages, asked.process, at)?;
+        let length = (until.min(end) - at).min(READ_BYTES_MAX);
+        let begin = buffer.len();
+        buffer.resize(begin + length as usize, 0);
+        read_memory(pid, at, &mut buffer[begin..])?;
+        stream.write_all(buffer)?;
+        buffer.clear();
+        at += length;
     }
     Ok(())
 }
 
 /// Sends those of the requested pages whose content has changed since the pre-copy.
-fn answer_changed(
+fn send_changed_pages(
     mut stream: &UnixStream,
-    (withheld, sent): (&Withheld, &SentPages),
-    form: Form,
-    asked: &Head,
-    room: &mut Vec<u8>,
+    (lazy_pages, sent): (&LazyPages, &SentPages),
+    layout: HeaderLayout,
+    asked: &PageHeader,
+    buffer: &mut Vec<u8>,
 ) -> io::Result<()> {
-    let (end, page) = (end_of(asked)?, page_size() as usize);
+    let (end, page) = (request_end(asked)?, page_size() as usize);
     let mut at = asked.address;
-    room.resize((end - at) as usize, 0);
+    buffer.resize((end - at) as usize, 0);
     while at < end {
-        let (pid, until) = missing_at(withheld, asked.process, at)?;
+        let (pid, until) = served_range_at(lazy_pages, asked.process, at)?;
         let until = until.min(end);
         read_memory(
             pid,
             at,
-            &mut room[(at - asked.address) as usize..(until - asked.address) as usize],
+            &mut buffer[(at - asked.address) as usize..(until - asked.address) as usize],
         )?;
         at = until;
     }
-    let mut words = form.write(&Head {
-        command: CHANGED,
+    let mut words = layout.write(&PageHeader {
+        command: CHANGED_PAGES,
         ..*asked
     });
     let marks = words.len();
-    words.resize(marks + marks_bytes(asked.pages), 0);
-    for (number, content) in room.chunks(page).enumerate() {
+    words.resize(marks + bitmap_bytes(asked.pages), 0);
+    for (number, content) in buffer.chunks(page).enumerate() {
         if !sent.has(
             asked.process,
             asked.address + (number * page) as u64,
@@ -300,7 +303,7 @@ fn answer_changed(
     stream.write_all(&words)
 }
 
-fn end_of(asked: &Head) -> io::Result<u64> {
+fn request_end(asked: &PageHeader) -> io::Result<u64> {
     let length = asked
         .pages
         .checked_mul(page_size())
@@ -313,9 +316,9 @@ fn end_of(asked: &Head) -> io::Result<u64> {
 
 /// Returns the PID of the process that has the page at this address, and the end of the range of
 /// served pages.
-fn missing_at(withheld: &Withheld, process: u64, at: u64) -> io::Result<(i32, u64)> {
+fn served_range_at(lazy_pages: &LazyPages, process: u64, at: u64) -> io::Result<(i32, u64)> {
     let not_missing = || io::Error::other(format!("nothing is missing at {at:#x}"));
-    withheld.stretch(process, at).ok_or_else(not_missing)
+    lazy_pages.range_at(process, at).ok_or_else(not_missing)
 }
 
 /// Reads all of this memory, including areas without read permission.
@@ -351,7 +354,7 @@ fn read_readable(pid: i32, address: u64, into: &mut [u8]) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::precopy::{acknowledge, receive, send};
+    use super::super::pre_copy::{acknowledge, receive, send};
     use super::*;
     use crate::engine::{Cancel, PreCopyStop};
     use nix::sys::signal::{Signal, kill};
@@ -359,11 +362,11 @@ mod tests {
     use std::time::{Duration, Instant};
 
     /// Timeout for anything that a test waits for.
-    const SOON: Duration = Duration::from_secs(60);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
     /// Starts a process with a known pattern in its memory and stops it. Returns it with the
     /// pattern's address.
-    fn holder() -> (Child, u64) {
+    fn stopped_process_with_pattern() -> (Child, u64) {
         let code = "import ctypes, time\nheld = ctypes.create_string_buffer(bytes(range(256)) * 16384)\n\
                     print(ctypes.addressof(held), flush=True)\ntime.sleep(1000)";
         let mut child = Command::new("python3")
@@ -378,33 +381,33 @@ mod tests {
         (child, line.trim().parse().expect("a number"))
     }
 
-    fn pair() -> (UnixStream, Arc<OwnedFd>) {
+    fn stream_pair() -> (UnixStream, Arc<OwnedFd>) {
         let (ours, theirs) = UnixStream::pair().expect("descriptors");
-        ours.set_read_timeout(Some(SOON)).expect("a socket");
+        ours.set_read_timeout(Some(TEST_TIMEOUT)).expect("a socket");
         (ours, Arc::new(theirs.into()))
     }
 
     fn ask(mut stream: &UnixStream, process: u64, address: u64, pages: u64) -> Option<Vec<u8>> {
-        let question = Form::Long.write(&Head {
-            command: GET,
+        let request = HeaderLayout::Long.write(&PageHeader {
+            command: PS_IOV_GET,
             pages,
             address,
             process,
         });
-        stream.write_all(&question).ok()?;
-        let mut answer = vec![0; question.len() + (pages * page_size()) as usize];
+        stream.write_all(&request).ok()?;
+        let mut answer = vec![0; request.len() + (pages * page_size()) as usize];
         stream.read_exact(&mut answer).ok()?;
-        let head = Form::Long.read(&answer);
+        let head = HeaderLayout::Long.read(&answer);
         assert_eq!(
             head,
-            Head {
-                command: PRESENT << FLAGS_SHIFT | ADD,
+            PageHeader {
+                command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
                 pages,
                 address,
                 process
             }
         );
-        Some(answer.split_off(question.len()))
+        Some(answer.split_off(request.len()))
     }
 
     fn state(pid: u32) -> Option<char> {
@@ -413,7 +416,7 @@ mod tests {
     }
 
     fn wait_for(what: &str, look: impl Fn() -> bool) {
-        let until = Instant::now() + SOON;
+        let until = Instant::now() + TEST_TIMEOUT;
         while !look() {
             assert!(Instant::now() < until, "{what}");
             std::thread::yield_now();
@@ -425,13 +428,13 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn memory_of_killed_process_is_served() {
-        let (mut child, address) = holder();
+        let (mut child, address) = stopped_process_with_pattern();
         let pid = child.id();
-        let withheld = Withheld::of(&[pid as i32]).expect("it is there");
-        let number = withheld.processes[0].number;
+        let lazy_pages = LazyPages::choose(&[pid as i32]).expect("it is there");
+        let number = lazy_pages.processes[0].namespace_pid;
         let first = (address + page_size() - 1) & !(page_size() - 1);
-        let (stream, asked_on) = pair();
-        let serve = Serve::start(withheld, asked_on, None).expect("it can be traced");
+        let (stream, page_stream) = stream_pair();
+        let server = PageServer::start(lazy_pages, page_stream, None).expect("it can be traced");
         let skipped = (first - address) as usize;
         let expected: Vec<u8> = (0..=255_u8)
             .cycle()
@@ -443,7 +446,7 @@ mod tests {
             Some(&expected[..]),
             "while it stands still"
         );
-        serve.memory().outlive();
+        server.handle().keep_after_kill();
         // Twice, because a second signal must not release a process at its exit stop.
         for _ in 0..2 {
             child.kill().expect("it is there");
@@ -455,11 +458,11 @@ mod tests {
             "when it was killed"
         );
         drop(stream);
-        let limits = Limits {
-            allowed: SOON,
+        let limits = CallLimits {
+            timeout: TEST_TIMEOUT,
             cancel: Cancel::new().expect("a descriptor"),
         };
-        assert_eq!(Box::new(serve).finish(&limits), Ok(()));
+        assert_eq!(Box::new(server).finish(&limits), Ok(()));
         assert!(!child.wait().expect("it ends").success());
     }
 
@@ -467,12 +470,12 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn only_pages_changed_since_pre_copy_are_sent() {
-        let (mut child, address) = holder();
+        let (mut child, address) = stopped_process_with_pattern();
         let pid = child.id() as i32;
         let first = address.next_multiple_of(page_size());
-        let (stream, asked_on) = pair();
+        let (stream, page_stream) = stream_pair();
         let sent = std::thread::scope(|scope| {
-            let target = asked_on.clone();
+            let target = page_stream.clone();
             let taking = scope.spawn({
                 let stream = OwnedFd::from(stream.try_clone().expect("a descriptor"));
                 move || {
@@ -481,8 +484,12 @@ mod tests {
                     })
                 }
             });
-            let sent = send(&[pid], &target, &PreCopyStop::at(Instant::now() + SOON))
-                .expect("it is taken");
+            let sent = send(
+                &[pid],
+                &target,
+                &PreCopyStop::at(Instant::now() + TEST_TIMEOUT),
+            )
+            .expect("it is taken");
             taking.join().expect("no panic").expect("all comes");
             sent
         });
@@ -493,40 +500,40 @@ mod tests {
         memory
             .write_all_at(b"new", first + 9 * page_size() + 5)
             .expect("it is stopped");
-        let withheld = Withheld::of(&[pid]).expect("it is there");
-        let number = withheld.processes[0].number;
-        let serve =
-            Serve::start(withheld, asked_on, Some(Arc::new(sent))).expect("it can be traced");
-        let question = Form::Long.write(&Head {
+        let lazy_pages = LazyPages::choose(&[pid]).expect("it is there");
+        let number = lazy_pages.processes[0].namespace_pid;
+        let server = PageServer::start(lazy_pages, page_stream, Some(Arc::new(sent)))
+            .expect("it can be traced");
+        let request = HeaderLayout::Long.write(&PageHeader {
             command: GET_CHANGED,
             pages: 12,
             address: first,
             process: number,
         });
-        (&stream).write_all(&question).expect("it listens");
-        let mut answer = vec![0; question.len() + marks_bytes(12) + page_size() as usize];
+        (&stream).write_all(&request).expect("it listens");
+        let mut answer = vec![0; request.len() + bitmap_bytes(12) + page_size() as usize];
         (&stream).read_exact(&mut answer).expect("it answers");
         assert_eq!(
-            Form::Long.read(&answer),
-            Head {
-                command: CHANGED,
+            HeaderLayout::Long.read(&answer),
+            PageHeader {
+                command: CHANGED_PAGES,
                 pages: 12,
                 address: first,
                 process: number
             }
         );
-        assert_eq!(answer[question.len()..][..2], [0, 0b10]);
-        assert_eq!(answer[question.len() + 2..][5..8], *b"new");
+        assert_eq!(answer[request.len()..][..2], [0, 0b10]);
+        assert_eq!(answer[request.len() + 2..][5..8], *b"new");
         assert_eq!(
             ask(&stream, number, first + page_size(), 2).map(|pages| pages.len() as u64),
             Some(2 * page_size())
         );
         drop(stream);
-        let limits = Limits {
-            allowed: SOON,
+        let limits = CallLimits {
+            timeout: TEST_TIMEOUT,
             cancel: Cancel::new().expect("a descriptor"),
         };
-        assert_eq!(Box::new(serve).finish(&limits), Ok(()));
+        assert_eq!(Box::new(server).finish(&limits), Ok(()));
         child.kill().expect("it is there");
         child.wait().expect("it ends");
     }
@@ -535,21 +542,21 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn process_without_server_remains_stopped() {
-        let (mut child, _) = holder();
+        let (mut child, _) = stopped_process_with_pattern();
         let pid = child.id();
-        let (stream, asked_on) = pair();
-        let serve = Serve::start(
-            Withheld::of(&[pid as i32]).expect("it is there"),
-            asked_on,
+        let (stream, page_stream) = stream_pair();
+        let server = PageServer::start(
+            LazyPages::choose(&[pid as i32]).expect("it is there"),
+            page_stream,
             None,
         )
         .expect("traced");
-        serve.memory().withhold();
-        let limits = Limits {
-            allowed: SOON,
+        server.handle().stop_serving();
+        let limits = CallLimits {
+            timeout: TEST_TIMEOUT,
             cancel: Cancel::new().expect("a descriptor"),
         };
-        assert_eq!(Box::new(serve).finish(&limits), Ok(()));
+        assert_eq!(Box::new(server).finish(&limits), Ok(()));
         wait_for("it is stopped", || state(pid) == Some('T'));
         assert_eq!(ask(&stream, 1, 4096, 1), None);
         kill(Pid::from_raw(pid as i32), Signal::SIGCONT).expect("it is there");
@@ -562,28 +569,32 @@ mod tests {
     #[test]
     #[ignore = "system tier: needs python3"]
     fn request_for_other_pages_is_an_error() {
-        let (mut child, address) = holder();
-        let withheld = Withheld::of(&[child.id() as i32]).expect("it is there");
-        let (number, page) = (withheld.processes[0].number, address & !(page_size() - 1));
+        let (mut child, address) = stopped_process_with_pattern();
+        let lazy_pages = LazyPages::choose(&[child.id() as i32]).expect("it is there");
+        let (number, page) = (
+            lazy_pages.processes[0].namespace_pid,
+            address & !(page_size() - 1),
+        );
         for (process, address, pages) in [
             (number + 1, page, 1),
             (number, page + (1 << 40), 1),
             (number, page, u64::MAX / 4096),
         ] {
-            let (stream, asked_on) = pair();
-            let serve = Serve::start(withheld.clone(), asked_on, None).expect("it can be traced");
-            let question = Form::Long.write(&Head {
-                command: GET,
+            let (stream, page_stream) = stream_pair();
+            let server =
+                PageServer::start(lazy_pages.clone(), page_stream, None).expect("it can be traced");
+            let request = HeaderLayout::Long.write(&PageHeader {
+                command: PS_IOV_GET,
                 pages,
                 address,
                 process,
             });
-            (&stream).write_all(&question).expect("it listens");
-            let limits = Limits {
-                allowed: SOON,
+            (&stream).write_all(&request).expect("it listens");
+            let limits = CallLimits {
+                timeout: TEST_TIMEOUT,
                 cancel: Cancel::new().expect("a descriptor"),
             };
-            let why = Box::new(serve)
+            let why = Box::new(server)
                 .finish(&limits)
                 .expect_err("it was asked for nonsense")
                 .to_string();
@@ -599,13 +610,13 @@ mod tests {
     /// A page server ends when it is canceled.
     #[test]
     fn canceled_server_ends() {
-        let (_stream, asked_on) = pair();
-        let serve =
-            Serve::start(Withheld::default(), asked_on, None).expect("nothing is to be traced");
+        let (_stream, page_stream) = stream_pair();
+        let server = PageServer::start(LazyPages::default(), page_stream, None)
+            .expect("nothing is to be traced");
         let cancel = Cancel::new().expect("a descriptor");
         cancel.fire();
-        let done = Box::new(serve).finish(&Limits {
-            allowed: SOON,
+        let done = Box::new(server).finish(&CallLimits {
+            timeout: TEST_TIMEOUT,
             cancel,
         });
         assert!(matches!(done, Err(Failure::CalledOff(_))), "{done:?}");

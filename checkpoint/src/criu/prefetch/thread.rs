@@ -1,11 +1,11 @@
 //! The thread that runs the proxy between `criu lazy-pages` and the source.
 
-use super::super::process::hurry_thread;
+use super::super::process::raise_thread_priority;
 use super::super::uffd_keeper::UffdKeeper;
-use super::patience::{Asking, Closed};
-use super::{Ahead, Missing, write_from};
+use super::uffd_batching::{ClosedUffds, LazyPagesConnection};
+use super::{MissingMemory, Prefetcher, write_from};
 use crate::engine::pages::page_size;
-use crate::engine::{ReceivedPages, Whole};
+use crate::engine::{FetchCompletion, ReceivedPages};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use sempa_proto::migration::Failure;
 use std::io::{self, Read, Write};
@@ -18,105 +18,105 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// Size of the buffer for CRIU's requests.
-const QUESTIONS_BYTES: usize = 4 << 10;
+const REQUEST_BUFFER_BYTES: usize = 4 << 10;
 
 /// The proxy's thread. It ends when CRIU has all memory and the reply to its PS_IOV_CLOSE, when
 /// CRIU closes its end, or when the source closes the stream.
 ///
 /// Returns true if CRIU was done or no memory was missing, false if CRIU still lacks memory. An
 /// error means that the source has violated the protocol, or that the images are damaged.
-pub(in super::super) type Carrying = JoinHandle<Result<bool, Failure>>;
+pub(in super::super) type PrefetchThread = JoinHandle<Result<bool, Failure>>;
 
-/// Starts the proxy for the task whose images are in `dir`. `other` is the stream to the source,
-/// `store` the pre-copied memory. When CRIU closes a userfaultfd, its copy in `copies` is closed as
-/// well.
+/// Starts the proxy for the task whose images are in `dir`. `source` is the stream to the source,
+/// `pre_copied` the pre-copied memory. When CRIU closes a userfaultfd, its copy in `uffds` is
+/// closed as well.
 ///
 /// # Errors
 /// No file descriptor or thread is available.
 pub(in super::super) fn start(
     dir: &Path,
-    other: OwnedFd,
-    store: ReceivedPages,
-    copies: UffdKeeper,
-) -> Result<(Carrying, Asking, Whole), Failure> {
+    source: OwnedFd,
+    pre_copied: ReceivedPages,
+    uffds: UffdKeeper,
+) -> Result<(PrefetchThread, LazyPagesConnection, FetchCompletion), Failure> {
     let io = |e: io::Error| Failure::Io(format!("cannot fetch memory ahead: {e}"));
     let (ours, stream) = UnixStream::pair().map_err(io)?;
-    let other = Arc::new(UnixStream::from(other));
+    let source = Arc::new(UnixStream::from(source));
     // Nonblocking, so that neither side delays the other.
     ours.set_nonblocking(true)
-        .and_then(|()| other.set_nonblocking(true))
+        .and_then(|()| source.set_nonblocking(true))
         .map_err(io)?;
-    let (asking, closed) = Asking::new(stream).map_err(io)?;
-    let whole = Whole::new(other.clone());
-    let told = whole.clone();
+    let (asking, closed) = LazyPagesConnection::new(stream).map_err(io)?;
+    let completion = FetchCompletion::new(source.clone());
+    let told = completion.clone();
     let thread = std::thread::Builder::new().name("ahead".into());
     let dir = dir.to_path_buf();
     let carrying = thread.spawn(move || {
-        hurry_thread();
+        raise_thread_priority();
         // CRIU's requests wait in the socket meanwhile.
-        let ahead = Ahead::new(
-            Missing::in_images(&dir)?,
-            store,
+        let prefetcher = Prefetcher::new(
+            MissingMemory::in_images(&dir)?,
+            pre_copied,
             page_size(),
             Instant::now(),
         );
-        let carried = carry(ahead, ours, &other, (closed, copies), &told);
+        let carried = run(prefetcher, ours, &source, (closed, uffds), &told);
         // A shutdown, because other handles have the stream open.
-        let _ = other.shutdown(Shutdown::Both);
+        let _ = source.shutdown(Shutdown::Both);
         carried.map_err(Failure::Engine)
     });
-    Ok((carrying.map_err(io)?, asking, whole))
+    Ok((carrying.map_err(io)?, asking, completion))
 }
 
-fn carry(
-    mut ahead: Ahead,
+fn run(
+    mut prefetcher: Prefetcher,
     mut engine: UnixStream,
-    mut other: &UnixStream,
-    (closed, copies): (Closed, UffdKeeper),
-    whole: &Whole,
+    mut source: &UnixStream,
+    (closed, uffds): (ClosedUffds, UffdKeeper),
+    completion: &FetchCompletion,
 ) -> Result<bool, String> {
-    let mut questions = [0; QUESTIONS_BYTES];
+    let mut requests = [0; REQUEST_BUFFER_BYTES];
     let mut closes = Some(closed);
     loop {
-        let [asks, answers] = ready(&mut ahead, &engine, other, closes.as_ref());
-        ahead.tell_time(Instant::now());
-        match closes.as_ref().map(Closed::inodes) {
-            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| copies.close(inode)),
+        let [asks, answers] = wait_ready(&mut prefetcher, &engine, source, closes.as_ref());
+        prefetcher.set_now(Instant::now());
+        match closes.as_ref().map(ClosedUffds::take_inodes) {
+            Some(Some(inodes)) => inodes.into_iter().for_each(|inode| uffds.close(inode)),
             Some(None) => closes = None,
             None => {}
         }
         if asks {
-            match heard(engine.read(&mut questions)) {
-                Some(0) => return Ok(ahead.has_taken_leave()),
-                Some(bytes) => ahead.engine_says(&questions[..bytes]),
+            match bytes_read(engine.read(&mut requests)) {
+                Some(0) => return Ok(prefetcher.engine_is_done()),
+                Some(bytes) => prefetcher.receive_from_engine(&requests[..bytes]),
                 None => {}
             }
-            if ahead.has_all() {
-                whole.becomes();
+            if prefetcher.engine_has_all() {
+                completion.mark_complete();
             }
         }
         if answers {
-            match heard(other.read(ahead.room())) {
-                Some(0) if ahead.has_all() => {
+            match bytes_read(source.read(prefetcher.receive_buffer())) {
+                Some(0) if prefetcher.engine_has_all() => {
                     // Only the reply to PS_IOV_CLOSE is missing, and CRIU waits for it. The socket
                     // has room for four bytes, or CRIU has exited.
-                    let _ = engine.write(ahead.rest_of_parting());
+                    let _ = engine.write(prefetcher.missing_close_reply());
                     return Ok(true);
                 }
-                Some(0) => return Ok(ahead.has_taken_leave()),
-                Some(bytes) => ahead.came(bytes)?,
+                Some(0) => return Ok(prefetcher.engine_is_done()),
+                Some(bytes) => prefetcher.receive_from_source(bytes)?,
                 None => {}
             }
         }
-        let done = ahead
-            .answer(&mut engine)
-            .and_then(|()| write_from(&mut other, ahead.questions()));
+        let done = prefetcher
+            .write_replies(&mut engine)
+            .and_then(|()| write_from(&mut source, prefetcher.bytes_for_source()));
         if done.is_err() {
             // One side has closed its stream. The other side notices by the end of its own stream.
-            return Ok(ahead.has_taken_leave());
+            return Ok(prefetcher.engine_is_done());
         }
         // CRIU may need long until it gets CPU time to exit. Neither host waits for that.
-        if ahead.has_parted() {
+        if prefetcher.is_finished() {
             return Ok(true);
         }
     }
@@ -124,7 +124,7 @@ fn carry(
 
 /// Returns the number of bytes read, 0 at the end of the stream or after an error, `None` if
 /// nothing can be read now.
-fn heard(read: io::Result<usize>) -> Option<usize> {
+fn bytes_read(read: io::Result<usize>) -> Option<usize> {
     match read {
         Err(e)
             if matches!(
@@ -140,21 +140,24 @@ fn heard(read: io::Result<usize>) -> Option<usize> {
 
 /// Waits until CRIU or the source can be read, either accepts more data, or CRIU has closed a
 /// userfaultfd. Returns whether CRIU and the source can be read.
-fn ready(
-    ahead: &mut Ahead,
+fn wait_ready(
+    prefetcher: &mut Prefetcher,
     engine: &UnixStream,
-    other: &UnixStream,
-    closes: Option<&Closed>,
+    source: &UnixStream,
+    closes: Option<&ClosedUffds>,
 ) -> [bool; 2] {
     let wants = |reads, writes| {
         let when = |is: bool, flag| if is { flag } else { PollFlags::empty() };
         when(reads, PollFlags::POLLIN) | when(writes, PollFlags::POLLOUT)
     };
-    let of_engine = wants(ahead.takes_questions(), ahead.is_blocked());
-    let of_other = wants(ahead.takes_answers(), !ahead.questions().is_empty());
+    let of_engine = wants(prefetcher.accepts_requests(), prefetcher.is_blocked());
+    let of_other = wants(
+        prefetcher.accepts_replies(),
+        !prefetcher.bytes_for_source().is_empty(),
+    );
     let mut fds = vec![
         PollFd::new(engine.as_fd(), of_engine),
-        PollFd::new(other.as_fd(), of_other),
+        PollFd::new(source.as_fd(), of_other),
     ];
     fds.extend(closes.map(|closes| PollFd::new(closes.as_fd(), PollFlags::POLLIN)));
     // If `poll` fails the caller tries again.

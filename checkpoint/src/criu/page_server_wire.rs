@@ -1,0 +1,111 @@
+//! The wire format of CRIU's page server (`page-xfer.c`), with four commands of our own for
+//! pre-copy.
+//!
+//! A request is a header (`struct page_server_iov`). A reply is a header followed by the pages. All
+//! numbers are in host byte order.
+
+/// The commands PS_IOV_GET and PS_IOV_ADD_F. They occupy the lower half of the header's first
+/// field; the upper half has the flags of the pages.
+pub(super) const PS_IOV_GET: u32 = 7;
+pub(super) const PS_IOV_ADD_F: u32 = 6;
+/// Commands of a pre-copy, unknown to CRIU ([`super::pre_copy`]). [`PRE_COPY_PAGES`] is followed by
+/// pages. [`PRE_COPY_COUNT`] has a page count: first from the target, the number of pages that it
+/// accepts; then from the source, the number that it has sent, as the end of the pre-copy; last
+/// from the target, the number that it has received.
+pub(super) const PRE_COPY_PAGES: u32 = 0x5e01;
+pub(super) const PRE_COPY_COUNT: u32 = 0x5e02;
+/// Commands after a pre-copy. [`GET_CHANGED`] requests those pages of a range whose content differs
+/// from what was pre-copied. The reply [`CHANGED_PAGES`] has a bitmap of the range (lowest bit of
+/// each byte first), followed by the pages whose bit is set.
+pub(super) const GET_CHANGED: u32 = 0x5e03;
+pub(super) const CHANGED_PAGES: u32 = 0x5e04;
+/// PS_IOV_CLOSE and PS_IOV_FORCE_CLOSE: no more requests follow. The reply is a status of four
+/// bytes. CRIU sends the second on a socket that it has inherited, because its caller may hold that
+/// socket open.
+pub(super) const PS_IOV_CLOSE: u32 = 0x1023;
+pub(super) const PS_IOV_FORCE_CLOSE: u32 = 0x1024;
+pub(super) const CLOSE_REPLY: [u8; 4] = [0; 4];
+pub(super) const PS_CMD_BITS: u32 = 16;
+pub(super) const PE_PRESENT: u32 = 1 << 2;
+
+/// The layout of a header. Fields: command (4 bytes), number of pages, address (8 bytes), process
+/// (8 bytes).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum HeaderLayout {
+    /// The number of pages has 4 bytes.
+    Short,
+    /// Since CRIU 4.2: the number of pages has 8 bytes, after 4 bytes of padding.
+    Long,
+}
+
+impl HeaderLayout {
+    pub(super) const BYTES_MAX: usize = HeaderLayout::Long.bytes();
+
+    pub(super) const fn bytes(self) -> usize {
+        match self {
+            HeaderLayout::Short => 24,
+            HeaderLayout::Long => 32,
+        }
+    }
+
+    /// Detects the layout from a first request. The right layout is the one in which the request is
+    /// for a missing page; `misses` tells that for a process and an address.
+    pub(super) fn detect(
+        received: &[u8],
+        misses: impl Fn(u64, u64) -> bool,
+    ) -> Option<HeaderLayout> {
+        [HeaderLayout::Long, HeaderLayout::Short]
+            .into_iter()
+            .find(|layout| {
+                let head = (received.len() >= layout.bytes()).then(|| layout.read(received));
+                let asks = |head: PageHeader| {
+                    matches!(head.command, PS_IOV_GET | GET_CHANGED)
+                        && misses(head.process, head.address)
+                };
+                head.is_some_and(asks)
+            })
+    }
+
+    pub(super) fn read(self, head: &[u8]) -> PageHeader {
+        let short =
+            |at: usize| u32::from_ne_bytes(head[at..at + 4].try_into().expect("four bytes"));
+        let long =
+            |at: usize| u64::from_ne_bytes(head[at..at + 8].try_into().expect("eight bytes"));
+        let (pages, rest) = match self {
+            HeaderLayout::Short => (short(4).into(), 8),
+            HeaderLayout::Long => (long(8), 16),
+        };
+        PageHeader {
+            command: short(0),
+            pages,
+            address: long(rest),
+            process: long(rest + 8),
+        }
+    }
+
+    pub(super) fn write(self, head: &PageHeader) -> Vec<u8> {
+        let mut bytes = head.command.to_ne_bytes().to_vec();
+        match self {
+            HeaderLayout::Short => bytes.extend((head.pages as u32).to_ne_bytes()),
+            HeaderLayout::Long => bytes.extend([&[0; 4][..], &head.pages.to_ne_bytes()].concat()),
+        }
+        bytes.extend(head.address.to_ne_bytes());
+        bytes.extend(head.process.to_ne_bytes());
+        bytes
+    }
+}
+
+/// Returns the length of the bitmap of a [`CHANGED_PAGES`] reply.
+pub(super) fn bitmap_bytes(pages: u64) -> usize {
+    pages.div_ceil(8) as usize
+}
+
+/// Header of a request or reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PageHeader {
+    pub(super) command: u32,
+    pub(super) pages: u64,
+    pub(super) address: u64,
+    /// PID in the task's PID namespace.
+    pub(super) process: u64,
+}

@@ -1,0 +1,682 @@
+//! A proxy between `criu lazy-pages` and the source, which requests memory before CRIU does.
+//!
+//! `criu lazy-pages` has two kinds of requests (PS_IOV_GET):
+//!
+//! - The background transfer goes through each process's missing memory from low to high addresses,
+//!   one range at a time. After every page fault it starts again with short ranges.
+//! - For a page fault of the task it requests a single page.
+//!
+//! Without the proxy each request takes a round trip between the hosts. The proxy splits the range
+//! ahead of the background transfer into chunks and keeps some of them in flight, so that most of
+//! CRIU's requests are answered at once.
+//!
+//! Rules:
+//!
+//! - Only pages that the images mark as lazy are requested. The source treats any other request as
+//!   a protocol error.
+//! - On either side, requests are answered in their order.
+//! - If pages were pre-copied ([`super::pre_copy`]), the source is asked which of them have
+//!   changed, and CRIU receives the merged pages.
+//! - After the first message that is not a page request (in particular PS_IOV_CLOSE), all bytes
+//!   pass unchanged in both directions.
+
+mod missing_memory;
+mod reply;
+mod thread;
+mod uffd_batching;
+
+pub(super) use thread::{PrefetchThread, start};
+
+use super::page_server_wire::{
+    CHANGED_PAGES, CLOSE_REPLY, GET_CHANGED, HeaderLayout, PE_PRESENT, PS_CMD_BITS, PS_IOV_ADD_F,
+    PS_IOV_CLOSE, PS_IOV_FORCE_CLOSE, PS_IOV_GET, PageHeader,
+};
+use crate::engine::ReceivedPages;
+use missing_memory::{MissingMemory, ProcessProgress};
+use reply::IncomingReply;
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{self, IoSlice, Write};
+use std::time::{Duration, Instant};
+
+/// Minimum and maximum size of a chunk. The size starts at the minimum and adapts to the round-trip
+/// time.
+const CHUNK_PAGES_MIN: u64 = 16;
+const CHUNK_PAGES_MAX: u64 = 128;
+/// Maximum number of chunks in flight, plus one if CRIU waits for it. Low, because the request for
+/// a page fault queues after them.
+const IN_FLIGHT_MAX: usize = 2;
+/// Bounds of the round-trip time for adapting the chunk size: above the first the size is halved,
+/// below the second it is doubled.
+const SLOW_ROUND_TRIP: Duration = Duration::from_millis(25);
+const FAST_ROUND_TRIP: Duration = Duration::from_millis(10);
+/// Maximum number of chunks of one process that are in flight or in memory ahead of CRIU's
+/// requests.
+const CHUNKS_PER_PROCESS_MAX: usize = 4;
+/// Maximum number of chunks of all processes, not counting those that CRIU has requested.
+const CHUNKS_MAX: usize = 32;
+/// Maximum number of unanswered requests of CRIU; further ones remain in the socket. Only as many
+/// page faults can be pending as the task has threads.
+const PENDING_MAX: usize = 65_536;
+/// Maximum number of unused buffers that are kept for further chunks.
+const SPARE_BUFFERS_MAX: usize = 8;
+/// Maximum number of bytes that are forwarded unchanged at once.
+const PASSTHROUGH_BYTES_MAX: usize = 64 << 10;
+
+/// Where the reply to a request of CRIU comes from.
+#[derive(Debug)]
+enum ReplySource {
+    Chunks,
+    /// The same request was sent to the source. Contains the pages once they have arrived.
+    OwnRequest(Option<Vec<u8>>),
+}
+
+/// An unanswered request of CRIU.
+#[derive(Debug)]
+struct PendingRequest {
+    head: PageHeader,
+    /// True for the background transfer, false for a page fault.
+    is_background: bool,
+    from: ReplySource,
+}
+
+/// A range that the background transfer has requested and that is not yet requested from the
+/// source.
+#[derive(Clone, Copy, Debug)]
+struct BackgroundRange {
+    process: u64,
+    address: u64,
+    end: u64,
+}
+
+/// A request to the source that is not answered yet.
+#[derive(Debug)]
+struct SourceRequest {
+    process: u64,
+    address: u64,
+    pages: u64,
+    is_chunk: bool,
+    sent_at: Instant,
+    /// The pre-copied pages of the range. Only changed pages are requested.
+    pre_copied: Option<Vec<u8>>,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    end: u64,
+    /// `None` while the chunk is in flight.
+    bytes: Option<Vec<u8>>,
+}
+
+/// State of the proxy.
+#[derive(Debug)]
+struct Prefetcher {
+    page: u64,
+    now: Instant,
+    processes: BTreeMap<u64, ProcessProgress>,
+    /// Pages that were pre-copied.
+    pre_copied: ReceivedPages,
+    /// Known from CRIU's first request.
+    layout: Option<HeaderLayout>,
+    /// What CRIU sends is forwarded unchanged.
+    passthrough: bool,
+    /// After CRIU has sent PS_IOV_CLOSE: number of bytes of the reply that the source has sent.
+    close_reply_bytes: Option<usize>,
+    received: Vec<u8>,
+    pending: VecDeque<PendingRequest>,
+    /// Number of bytes of the reply to the first pending request that CRIU has accepted.
+    accepted_bytes: usize,
+    /// CRIU's socket buffer is full.
+    is_blocked: bool,
+    background: VecDeque<BackgroundRange>,
+    in_flight: VecDeque<SourceRequest>,
+    /// Keyed by process and start address.
+    chunks: BTreeMap<(u64, u64), Chunk>,
+    /// Size of the next chunk.
+    chunk_pages: u64,
+    reply: IncomingReply,
+    spare_buffers: Vec<Vec<u8>>,
+    to_source: Vec<u8>,
+    passthrough_bytes: Vec<u8>,
+    passthrough_buffer: Vec<u8>,
+}
+
+impl Prefetcher {
+    fn new(
+        missing: MissingMemory,
+        pre_copied: ReceivedPages,
+        page: u64,
+        now: Instant,
+    ) -> Prefetcher {
+        Prefetcher {
+            page,
+            now,
+            processes: missing.into_processes(),
+            pre_copied,
+            layout: None,
+            passthrough: false,
+            close_reply_bytes: None,
+            received: Vec::new(),
+            pending: VecDeque::new(),
+            accepted_bytes: 0,
+            is_blocked: false,
+            background: VecDeque::new(),
+            in_flight: VecDeque::new(),
+            chunks: BTreeMap::new(),
+            chunk_pages: CHUNK_PAGES_MIN,
+            reply: IncomingReply::default(),
+            spare_buffers: Vec::new(),
+            to_source: Vec::new(),
+            passthrough_bytes: Vec::new(),
+            passthrough_buffer: Vec::new(),
+        }
+    }
+
+    /// Sets the current time. Must be called before any other step.
+    fn set_now(&mut self, now: Instant) {
+        self.now = now;
+    }
+
+    /// True if CRIU has sent something other than a page request, as it does before it exits
+    /// successfully, or if no memory is missing.
+    fn engine_is_done(&self) -> bool {
+        self.passthrough || self.processes.is_empty()
+    }
+
+    /// True if CRIU has reported that it has all memory (PS_IOV_CLOSE).
+    fn engine_has_all(&self) -> bool {
+        self.close_reply_bytes.is_some()
+    }
+
+    /// Returns the part of the reply to PS_IOV_CLOSE that has not arrived from the source.
+    fn missing_close_reply(&self) -> &'static [u8] {
+        &CLOSE_REPLY[self.close_reply_bytes.unwrap_or(0).min(CLOSE_REPLY.len())..]
+    }
+
+    /// True if CRIU has received the whole reply to PS_IOV_CLOSE, so that the proxy may end.
+    fn is_finished(&self) -> bool {
+        self.engine_has_all()
+            && self.missing_close_reply().is_empty()
+            && self.passthrough_bytes.is_empty()
+    }
+
+    /// True if more requests of CRIU may be read.
+    fn accepts_requests(&self) -> bool {
+        self.pending.len() < PENDING_MAX
+    }
+
+    /// True if more data of the source may be read.
+    fn accepts_replies(&self) -> bool {
+        self.passthrough_bytes.len() < PASSTHROUGH_BYTES_MAX
+    }
+
+    /// True if there is more data for CRIU than it accepts.
+    fn is_blocked(&self) -> bool {
+        self.is_blocked
+    }
+
+    /// Returns the bytes to be sent to the source. The caller removes those that were sent.
+    fn bytes_for_source(&mut self) -> &mut Vec<u8> {
+        &mut self.to_source
+    }
+
+    // ---- CRIU's side
+
+    fn receive_from_engine(&mut self, bytes: &[u8]) {
+        self.received.extend(bytes);
+        if !self.passthrough && self.layout.is_none() {
+            self.layout = self.detect_layout();
+            self.passthrough = self.layout.is_none();
+        }
+        while let (false, Some(layout)) = (self.passthrough, self.layout) {
+            if self.received.len() < layout.bytes() {
+                break;
+            }
+            let head = layout.read(&self.received);
+            self.passthrough = head.command != PS_IOV_GET || head.pages == 0;
+            if !self.passthrough {
+                self.received.drain(..layout.bytes());
+                self.add_request(head);
+            }
+        }
+        if self.passthrough {
+            if self.pending.is_empty() && is_close(&self.received) {
+                self.close_reply_bytes.get_or_insert(0);
+            }
+            // Replies must follow the order of the requests, so all pending ranges are requested
+            // first.
+            while self.request_background_chunk() {}
+            self.to_source.append(&mut self.received);
+        }
+        self.prefetch();
+    }
+
+    /// Detects the header layout by a request for a missing page.
+    fn detect_layout(&self) -> Option<HeaderLayout> {
+        let misses = |process, address| {
+            self.processes
+                .get(&process)
+                .is_some_and(|of| of.missing_range_at(address).is_some())
+        };
+        HeaderLayout::detect(&self.received, misses)
+    }
+
+    fn add_request(&mut self, head: PageHeader) {
+        let end = self.request_end(&head);
+        let page = self.page;
+        let mut is_background = false;
+        if let Some(process) = self.processes.get_mut(&head.process) {
+            is_background = process.record_request(head.address, end, page)
+                && process.is_missing(head.address, end);
+        }
+        if is_background {
+            self.background.push_back(BackgroundRange {
+                process: head.process,
+                address: head.address,
+                end,
+            });
+        }
+        let from = match is_background || self.is_covered(head.process, head.address, end) {
+            true => ReplySource::Chunks,
+            false => self.request_directly(&head),
+        };
+        self.pending.push_back(PendingRequest {
+            head,
+            is_background,
+            from,
+        });
+    }
+
+    fn request_end(&self, head: &PageHeader) -> u64 {
+        head.address
+            .saturating_add(head.pages.saturating_mul(self.page))
+    }
+
+    /// True if the whole range is in chunks that are in memory or in flight.
+    fn is_covered(&self, process: u64, address: u64, end: u64) -> bool {
+        self.first_uncovered(process, address, end).is_none()
+    }
+
+    /// Returns the first address of the range that is in no chunk.
+    fn first_uncovered(&self, process: u64, mut address: u64, end: u64) -> Option<u64> {
+        while address < end {
+            match self.chunk_at(process, address) {
+                Some((_, chunk)) => address = chunk.end,
+                None => return Some(address),
+            }
+        }
+        None
+    }
+
+    fn chunk_at(&self, process: u64, address: u64) -> Option<(u64, &Chunk)> {
+        let (&(of, start), chunk) = self.chunks.range(..=(process, address)).next_back()?;
+        (of == process && address < chunk.end).then_some((start, chunk))
+    }
+
+    /// Writes the replies that are available, as far as CRIU accepts them.
+    fn write_replies(&mut self, out: &mut impl Write) -> io::Result<()> {
+        self.is_blocked = false;
+        while self.write_first_reply(out)? {}
+        self.prefetch();
+        if self.pending.is_empty() {
+            self.is_blocked = !write_from(out, &mut self.passthrough_bytes)?;
+        }
+        Ok(())
+    }
+
+    /// Answers the first pending request. True if more may be answered.
+    fn write_first_reply(&mut self, out: &mut impl Write) -> io::Result<bool> {
+        let (Some(layout), Some(first)) = (self.layout, self.pending.front()) else {
+            return Ok(false);
+        };
+        let (head, is_background) = (first.head, first.is_background);
+        let mut found: Vec<&[u8]> = Vec::new();
+        match &first.from {
+            ReplySource::OwnRequest(None) => return Ok(false),
+            ReplySource::OwnRequest(Some(bytes)) => found.push(bytes),
+            ReplySource::Chunks => {
+                let end = self.request_end(&head);
+                let mut at = head.address;
+                while at < end {
+                    let Some((start, chunk)) = self.chunk_at(head.process, at) else {
+                        self.request_rest(&head, is_background, at);
+                        return Ok(false);
+                    };
+                    let Some(bytes) = &chunk.bytes else {
+                        return Ok(false);
+                    };
+                    let until = end.min(chunk.end);
+                    found.push(&bytes[(at - start) as usize..(until - start) as usize]);
+                    at = until;
+                }
+            }
+        }
+        let bytes: usize = found.iter().map(|part| part.len()).sum();
+        let answer = PageHeader {
+            command: PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F,
+            pages: bytes as u64 / self.page,
+            ..head
+        };
+        let answer = layout.write(&answer);
+        found.insert(0, &answer);
+        let whole = answer.len() + bytes;
+        self.accepted_bytes += write_parts(out, &found, self.accepted_bytes)?;
+        if self.accepted_bytes < whole {
+            self.is_blocked = true;
+            return Ok(false);
+        }
+        self.accepted_bytes = 0;
+        let Some(done) = self.pending.pop_front() else {
+            return Ok(false);
+        };
+        self.pre_copied
+            .mark_delivered(head.process, head.address, bytes as u64 / self.page);
+        if let ReplySource::OwnRequest(Some(bytes)) = done.from {
+            self.recycle(bytes);
+        }
+        if done.is_background {
+            self.drop_chunks_before(head.process, head.address + bytes as u64);
+        }
+        Ok(true)
+    }
+
+    /// Requests what the first pending request of CRIU lacks at address `at`: the page was not
+    /// requested from the source yet, or the source's reply for its chunk was shorter than
+    /// requested.
+    fn request_rest(&mut self, head: &PageHeader, is_background: bool, at: u64) {
+        if !is_background {
+            let from = self.request_directly(head);
+            self.pending.front_mut().expect("it was looked at").from = from;
+            return;
+        }
+        let (process, end) = (head.process, self.request_end(head));
+        let comes = |turn: &BackgroundRange| {
+            turn.process == process && (turn.address..turn.end).contains(&at)
+        };
+        if !self.background.iter().any(comes) {
+            self.background.push_front(BackgroundRange {
+                process,
+                address: at,
+                end,
+            });
+        }
+    }
+
+    /// Drops the chunks before this address, which the background transfer has passed.
+    fn drop_chunks_before(&mut self, process: u64, address: u64) {
+        let behind = self.chunks.range((process, 0)..(process, address));
+        let behind = behind.filter(|(_, chunk)| chunk.bytes.is_some() && chunk.end <= address);
+        let behind: Vec<(u64, u64)> = behind.map(|(key, _)| *key).collect();
+        for key in behind {
+            if let Some(bytes) = self.chunks.remove(&key).and_then(|chunk| chunk.bytes) {
+                self.recycle(bytes);
+            }
+        }
+    }
+
+    fn recycle(&mut self, bytes: Vec<u8>) {
+        if self.spare_buffers.len() < SPARE_BUFFERS_MAX
+            && bytes.capacity() as u64 <= CHUNK_PAGES_MAX * self.page
+        {
+            self.spare_buffers.push(bytes);
+        }
+    }
+
+    // ---- The source's side
+
+    fn request(&mut self, process: u64, address: u64, pages: u64, is_chunk: bool) {
+        let Some(layout) = self.layout else { return };
+        let pre_copied = self.pre_copied.get(process, address, pages);
+        let command = if pre_copied.is_some() {
+            GET_CHANGED
+        } else {
+            PS_IOV_GET
+        };
+        self.to_source.extend(layout.write(&PageHeader {
+            command,
+            pages,
+            address,
+            process,
+        }));
+        self.in_flight.push_back(SourceRequest {
+            process,
+            address,
+            pages,
+            is_chunk,
+            sent_at: self.now,
+            pre_copied,
+        });
+    }
+
+    fn request_directly(&mut self, head: &PageHeader) -> ReplySource {
+        let &PageHeader {
+            process,
+            address,
+            pages,
+            ..
+        } = head;
+        self.request(process, address, pages, false);
+        ReplySource::OwnRequest(None)
+    }
+
+    /// Requests the next chunk of the pending background ranges. False if there is none.
+    fn request_background_chunk(&mut self) -> bool {
+        while let Some(BackgroundRange {
+            process,
+            address,
+            end,
+        }) = self.background.pop_front()
+        {
+            let Some(at) = self.first_uncovered(process, address, end) else {
+                continue;
+            };
+            let Some(until) = self.request_chunk(process, at) else {
+                continue;
+            };
+            self.background.push_front(BackgroundRange {
+                process,
+                address: until,
+                end,
+            });
+            return true;
+        }
+        false
+    }
+
+    /// Requests a chunk that begins at an address that is in no chunk. Returns the chunk's end.
+    fn request_chunk(&mut self, process: u64, address: u64) -> Option<u64> {
+        let (_, end) = self.processes.get(&process)?.missing_range_at(address)?;
+        let end = end.min(address + self.chunk_pages * self.page);
+        let next = self
+            .chunks
+            .range((process, address)..)
+            .next()
+            .filter(|((of, _), _)| *of == process);
+        let end = next.map_or(end, |((_, start), _)| end.min(*start));
+        self.chunks
+            .insert((process, address), Chunk { end, bytes: None });
+        self.request(process, address, (end - address) / self.page, true);
+        Some(end)
+    }
+
+    /// Keeps chunks in flight, those that CRIU waits for first.
+    fn prefetch(&mut self) {
+        while self.in_flight.len() <= IN_FLIGHT_MAX && self.request_background_chunk() {}
+        if self.passthrough {
+            return;
+        }
+        let begun: Vec<(u64, u64)> = self
+            .processes
+            .iter()
+            .filter_map(|(number, process)| Some((*number, process.background_position()?)))
+            .collect();
+        for (process, mut address) in begun {
+            for _ in 0..CHUNKS_PER_PROCESS_MAX {
+                let known = self.chunk_at(process, address).map(|(_, chunk)| chunk.end);
+                if known.is_none()
+                    && (self.in_flight.len() >= IN_FLIGHT_MAX || self.chunks.len() >= CHUNKS_MAX)
+                {
+                    return;
+                }
+                let Some(end) = known.or_else(|| self.request_chunk(process, address)) else {
+                    break;
+                };
+                match self
+                    .processes
+                    .get(&process)
+                    .and_then(|p| p.next_missing(end))
+                {
+                    Some(next) => address = next,
+                    None => break,
+                }
+            }
+        }
+    }
+
+    /// True if data from the source is forwarded unchanged.
+    fn source_passes_through(&self) -> bool {
+        self.in_flight.is_empty() && (self.passthrough || self.layout.is_none())
+    }
+
+    /// Returns the buffer for the next bytes from the source.
+    fn receive_buffer(&mut self) -> &mut [u8] {
+        if self.source_passes_through() {
+            self.passthrough_buffer.resize(PASSTHROUGH_BYTES_MAX, 0);
+            return &mut self.passthrough_buffer;
+        }
+        self.reply
+            .buffer(self.layout.map_or(0, HeaderLayout::bytes))
+    }
+
+    /// Processes bytes that were read into this buffer.
+    ///
+    /// # Errors
+    /// The source has sent something other than the expected reply.
+    fn receive_from_source(&mut self, bytes: usize) -> Result<(), String> {
+        if self.source_passes_through() {
+            self.passthrough_bytes
+                .extend(&self.passthrough_buffer[..bytes]);
+            self.close_reply_bytes = self.close_reply_bytes.map(|came| came + bytes);
+            return Ok(());
+        }
+        let Some(layout) = self.layout else {
+            return Ok(());
+        };
+        self.reply.advance(bytes);
+        if let Some(head) = self.reply.header(layout) {
+            self.handle_header(&head)?;
+        }
+        self.reply.apply_bitmap(self.page)?;
+        if let Some(body) = self.reply.take_pages() {
+            self.handle_pages(body);
+        }
+        self.prefetch();
+        Ok(())
+    }
+
+    fn handle_header(&mut self, head: &PageHeader) -> Result<(), String> {
+        let unfit = |asked| format!("asked for {asked} the engine at the source says {head:?}");
+        let asked = self
+            .in_flight
+            .front_mut()
+            .ok_or_else(|| unfit("nothing".to_string()))?;
+        let &mut SourceRequest {
+            process,
+            address,
+            pages,
+            ..
+        } = asked;
+        let is_of_it = (head.process, head.address) == (process, address);
+        match (&mut asked.pre_copied, head.command, head.pages) {
+            (Some(known), CHANGED_PAGES, answered) if is_of_it && answered == pages => {
+                self.reply.expect_bitmap(std::mem::take(known), pages);
+            }
+            (None, command, answered)
+                if is_of_it
+                    && command == PE_PRESENT << PS_CMD_BITS | PS_IOV_ADD_F
+                    && (1..=pages).contains(&answered) =>
+            {
+                let mut body = self.spare_buffers.pop().unwrap_or_default();
+                body.resize((answered * self.page) as usize, 0);
+                self.reply.expect_pages(body);
+            }
+            _ => {
+                return Err(unfit(format!(
+                    "{pages} pages at {address:#x} of process {process}"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn handle_pages(&mut self, body: Vec<u8>) {
+        let Some(asked) = self.in_flight.pop_front() else {
+            return;
+        };
+        if asked.is_chunk {
+            self.chunk_pages = match self.now.saturating_duration_since(asked.sent_at) {
+                took if took > SLOW_ROUND_TRIP => (self.chunk_pages / 2).max(CHUNK_PAGES_MIN),
+                took if took < FAST_ROUND_TRIP => (self.chunk_pages * 2).min(CHUNK_PAGES_MAX),
+                _ => self.chunk_pages,
+            };
+            if let Some(chunk) = self.chunks.get_mut(&(asked.process, asked.address)) {
+                chunk.end = asked.address + body.len() as u64;
+                chunk.bytes = Some(body);
+            }
+        } else {
+            let is_its = |wanted: &&mut PendingRequest| {
+                let PageHeader {
+                    process,
+                    address,
+                    pages,
+                    ..
+                } = wanted.head;
+                let is_same =
+                    (process, address, pages) == (asked.process, asked.address, asked.pages);
+                is_same && matches!(wanted.from, ReplySource::OwnRequest(None))
+            };
+            if let Some(waits) = self.pending.iter_mut().find(is_its) {
+                waits.from = ReplySource::OwnRequest(Some(body));
+            }
+        }
+    }
+}
+
+/// True if this is the message that CRIU sends before it exits successfully.
+fn is_close(words: &[u8]) -> bool {
+    let command = words
+        .first_chunk()
+        .map(|command| u32::from_ne_bytes(*command));
+    matches!(command, Some(PS_IOV_CLOSE | PS_IOV_FORCE_CLOSE))
+}
+
+/// Writes the concatenation of `parts` from byte `skipped` on. Returns the number of bytes that
+/// were accepted.
+fn write_parts(out: &mut impl Write, parts: &[&[u8]], skipped: usize) -> io::Result<usize> {
+    let mut slices: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
+    let mut left = &mut slices[..];
+    IoSlice::advance_slices(&mut left, skipped);
+    let mut taken = 0;
+    while !left.is_empty() {
+        match out.write_vectored(left) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => {
+                taken += written;
+                IoSlice::advance_slices(&mut left, written);
+            }
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => break,
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(taken)
+}
+
+/// Writes these bytes and removes those that were accepted. True if nothing remains.
+fn write_from(out: &mut impl Write, bytes: &mut Vec<u8>) -> io::Result<bool> {
+    let taken = write_parts(out, &[bytes], 0)?;
+    bytes.drain(..taken);
+    Ok(bytes.is_empty())
+}
+
+#[cfg(test)]
+mod tests;
