@@ -1,18 +1,18 @@
 //! Forwarding of a data frame between two tasks in the daemon: the state machine from the event to
 //! the output and, between hosts, also the queues and pair streams of the data channel. No I/O.
 
-#[path = "../../pvmd/machine/tests/one_of_two/mod.rs"]
-mod one_of_two;
+#[path = "../../pvmd/machine/tests/two_host_daemon/mod.rs"]
+mod two_host_daemon;
 
 use bytes::{Bytes, BytesMut};
 use divan::counter::ItemsCount;
 use divan::{AllocProfiler, Bencher};
-use one_of_two::{Daemon, elsewhere, frame};
 use pvmd::shell::passage::{Receiving, Sending};
 use pvmd_machine::{Event, Output};
 use sempa_proto::host::Carried;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
+use two_host_daemon::{Daemon, frame, remote_task};
 
 /// Numbers of tasks on the host. The cost of forwarding must not depend on it.
 const TASKS: [usize; 3] = [2, 32, 512];
@@ -81,7 +81,7 @@ fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = TASKS)]
 fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
-    let frame = data((daemon.tids[0], elsewhere()), PAYLOAD);
+    let frame = data((daemon.tids[0], remote_task()), PAYLOAD);
     let event = || Event::TaskLink {
         conn: Daemon::conn(0),
         frame: frame.clone(),
@@ -94,7 +94,7 @@ fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = TASKS)]
 fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
-    let frame = data((elsewhere(), daemon.tids[tasks - 1]), PAYLOAD);
+    let frame = data((remote_task(), daemon.tids[tasks - 1]), PAYLOAD);
     let event = || Event::HostCarried {
         host: HostId::MASTER,
         carried: Carried::Link(frame.clone()),
@@ -108,7 +108,7 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = PAYLOADS)]
 fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending) = (Daemon::new(1), Sending::default());
-    let frame = data((daemon.tids[0], elsewhere()), bytes);
+    let frame = data((daemon.tids[0], remote_task()), bytes);
     measure(bencher, || {
         daemon.handle(Event::TaskLink {
             conn: Daemon::conn(0),
@@ -134,7 +134,7 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending, mut receiving) =
         (Daemon::new(1), Sending::default(), Receiving::default());
-    let frame = data((elsewhere(), daemon.tids[0]), bytes);
+    let frame = data((remote_task(), daemon.tids[0]), bytes);
     for _ in 0..WARM {
         sending.send(frame.clone());
     }

@@ -304,8 +304,7 @@ mod tests {
     /// Long entries are kept up to a total size. An entry that is too long is refused and gets no
     /// number.
     #[test]
-    fn log_limits_bytes_and_refuses_long_entries()
-     {
+    fn log_limits_bytes_and_refuses_long_entries() {
         let mut log = EventLog::default();
         let (long, too_long) = (
             "x".repeat(EVENT_BYTES_MAX - 100),

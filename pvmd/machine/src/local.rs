@@ -30,7 +30,9 @@ pub(super) const CONNECTIONS_MAX: usize = 100_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Conn {
     /// No message has arrived yet. `pid` is from the socket's peer credentials.
-    Fresh { pid: i32 },
+    Fresh {
+        pid: i32,
+    },
     Task(Tid),
     /// A migrated task that connected before its record arrived.
     Parked(Tid),

@@ -72,7 +72,10 @@ pub(super) struct Spawns {
 pub(super) enum ExecBack {
     Answer(Back),
     /// A resource manager, with the wait id of its request.
-    Rm { rm: Tid, wid: i32 },
+    Rm {
+        rm: Tid,
+        wid: i32,
+    },
     /// No requester: a command from this daemon's configuration.
     Startup,
 }

@@ -1,6 +1,6 @@
 //! Tasks migrate while they exchange messages.
 
-use super::sim::{Seen, Sim, host, seeds};
+use super::sim::{Received, Sim, host, seeds};
 use crate::{Event, HostId};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
@@ -12,7 +12,7 @@ use sempa_proto::task::{
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
-fn migrate(tid: Tid, to: &str) -> Request {
+fn migrate_request(tid: Tid, to: &str) -> Request {
     Request::Migrate {
         tid,
         to: to.into(),
@@ -26,7 +26,7 @@ fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Vec<usize> {
         panic!("no tasks")
     };
     let tids: Vec<Tid> = results.into_iter().flatten().collect();
-    sim.until("all are there", |s| {
+    sim.run_until("all are there", |s| {
         tids.iter()
             .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
     });
@@ -44,7 +44,7 @@ fn children(count: u32) -> SpawnRequest {
 /// Begins to migrate a task from h2 to h3 and lets a random time pass, at most `longest`
 /// microseconds. The console is notified of the task's exit with tag 1. Returns the simulation, the
 /// processes of console and task, and the request.
-fn on_its_way(seed: u64, hosts: usize, longest: u64) -> (Sim, usize, usize, RequestId) {
+fn migrating_task(seed: u64, hosts: usize, max_micros: u64) -> (Sim, usize, usize, RequestId) {
     let (mut sim, console) = Sim::cluster(seed, hosts);
     let mover = spawn(
         &mut sim,
@@ -66,24 +66,24 @@ fn on_its_way(seed: u64, hosts: usize, longest: u64) -> (Sim, usize, usize, Requ
             cancel: false,
         }),
     );
-    let moving = sim.request(console, migrate(tid, "h3"));
-    let wait = Micros(sim.dice.roll(longest));
-    sim.pass(wait);
+    let moving = sim.request(console, migrate_request(tid, "h3"));
+    let wait = Micros(sim.rng.roll(max_micros));
+    sim.advance(wait);
     (sim, console, mover, moving)
 }
 
 /// Waits until a migration is over. Returns the task's list entry, the number of exit
 /// notifications, and whether it migrated.
-fn end_of_move(
+fn await_migration(
     sim: &mut Sim,
     console: usize,
     tid: Tid,
     moving: RequestId,
 ) -> (Vec<TaskInfo>, usize, bool) {
-    sim.until("the end of the move", |s| {
+    sim.run_until("the end of the move", |s| {
         s.procs[console].replies.contains_key(&moving)
     });
-    sim.pass(Micros::from_secs(10));
+    sim.advance(Micros::from_secs(10));
     let list = match sim.ask(console, Request::Tasks { selector: tid }) {
         Reply::Tasks(list) => list,
         // The host is lost, and the task with it.
@@ -94,16 +94,16 @@ fn end_of_move(
         other => panic!("no list: {other:?}"),
     };
     let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
-    (list, sim.procs[console].notes(1).len(), moved)
+    (list, sim.procs[console].notifications(1).len(), moved)
 }
 
 /// Asserts that the messages of every pair came once and in order. Returns their number.
-fn check(sim: &Sim, procs: &[usize]) -> usize {
+fn assert_in_order(sim: &Sim, procs: &[usize]) -> usize {
     let mut total = 0;
     for p in procs {
         let mut next: BTreeMap<Tid, i32> = BTreeMap::new();
-        for seen in &sim.procs[*p].seen {
-            if let Seen::Message(src, body) = seen {
+        for seen in &sim.procs[*p].received {
+            if let Received::Message(src, body) = seen {
                 let number = i32::from_be_bytes(body[..4].try_into().expect("four bytes"));
                 let expected = next.entry(*src).or_default();
                 assert_eq!(number, *expected, "from {src} (seed {})", sim.seed);
@@ -123,31 +123,31 @@ fn random_migrations_keep_message_order() {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let procs = spawn(&mut sim, console, children(6));
         let tids: Vec<Tid> = procs.iter().map(|p| sim.procs[*p].tid()).collect();
-        sim.faults.step_fails_percent = if seed % 2 == 0 { 15 } else { 0 };
+        sim.random_faults.failed_steps_percent = if seed % 2 == 0 { 15 } else { 0 };
         let (mut sent, mut moves, mut open) = (0, 0, Vec::new());
         let mut numbers: BTreeMap<(usize, Tid), u32> = BTreeMap::new();
         for round in 0..400 {
             let (from, to) = (
-                procs[sim.dice.roll(6) as usize],
-                tids[sim.dice.roll(6) as usize],
+                procs[sim.rng.roll(6) as usize],
+                tids[sim.rng.roll(6) as usize],
             );
             if sim.procs[from].tid() != to {
                 let number = numbers.entry((from, to)).or_default();
                 let body = number.to_be_bytes();
                 *number += 1;
                 sent += 1;
-                sim.tell(from, to, &body);
+                sim.send_message(from, to, &body);
             }
             if round % 10 == 0 {
-                let (tid, to) = (tids[sim.dice.roll(6) as usize], 1 + sim.dice.roll(4));
-                open.push(sim.request(console, migrate(tid, &format!("h{to}"))));
+                let (tid, to) = (tids[sim.rng.roll(6) as usize], 1 + sim.rng.roll(4));
+                open.push(sim.request(console, migrate_request(tid, &format!("h{to}"))));
                 moves += 1;
             }
-            let wait = Micros(sim.dice.roll(8_000));
-            sim.pass(wait);
+            let wait = Micros(sim.rng.roll(8_000));
+            sim.advance(wait);
         }
-        sim.until("all messages", |s| check(s, &procs) == sent);
-        sim.until("all moves", |s| {
+        sim.run_until("all messages", |s| assert_in_order(s, &procs) == sent);
+        sim.run_until("all moves", |s| {
             open.iter()
                 .all(|id| s.procs[console].replies.contains_key(id))
         });
@@ -161,7 +161,7 @@ fn random_migrations_keep_message_order() {
             sim.lanes_opened() > 0,
             "all went down one stream (seed {seed})"
         );
-        sim.pass(Micros::from_secs(1));
+        sim.advance(Micros::from_secs(1));
         let Reply::Tasks(list) = sim.ask(
             console,
             Request::Tasks {
@@ -225,7 +225,7 @@ fn replies_notifications_and_output_follow_task() {
                 flags: 32,
             }),
         );
-        sim.pass(Micros::from_millis(20));
+        sim.advance(Micros::from_millis(20));
         // The new host may join before, during or after the migration.
         let adding = sim.request(
             console,
@@ -233,15 +233,15 @@ fn replies_notifications_and_output_follow_task() {
                 lines: vec!["h4".to_string()],
             },
         );
-        let wait = Micros(sim.dice.roll(330_000));
-        sim.pass(wait);
-        let moving = sim.request(console, migrate(tid, "t40000"));
-        let wait = Micros(sim.dice.roll(40_000));
-        sim.pass(wait);
+        let wait = Micros(sim.rng.roll(330_000));
+        sim.advance(wait);
+        let moving = sim.request(console, migrate_request(tid, "t40000"));
+        let wait = Micros(sim.rng.roll(40_000));
+        sim.advance(wait);
         // The following happens at a random moment of the migration.
         for (n, p) in dying.iter().enumerate() {
             for k in 0..5i32 {
-                sim.tell(*p, tid, &k.to_be_bytes());
+                sim.send_message(*p, tid, &k.to_be_bytes());
             }
             sim.exit(*p, n as i32);
         }
@@ -262,7 +262,7 @@ fn replies_notifications_and_output_follow_task() {
                 message,
             }),
         );
-        sim.until("the move, the hosts", |s| {
+        sim.run_until("the move, the hosts", |s| {
             [moving, adding]
                 .iter()
                 .all(|id| s.procs[console].replies.contains_key(id))
@@ -271,35 +271,38 @@ fn replies_notifications_and_output_follow_task() {
             matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
             "seed {seed}"
         );
-        sim.until("what was asked before", |s| {
+        sim.run_until("what was asked before", |s| {
             s.procs[mover].replies.contains_key(&open)
         });
-        sim.until("both ends", |s| s.procs[mover].notes(1).len() == 2);
-        sim.until("the new host", |s| s.procs[mover].notes(2).len() == 1);
-        sim.pass(Micros::from_secs(1));
+        sim.run_until("both ends", |s| s.procs[mover].notifications(1).len() == 2);
+        sim.run_until("the new host", |s| {
+            s.procs[mover].notifications(2).len() == 1
+        });
+        sim.advance(Micros::from_secs(1));
         assert_eq!(
             (
-                sim.procs[mover].notes(1).len(),
-                sim.procs[mover].notes(2).len()
+                sim.procs[mover].notifications(1).len(),
+                sim.procs[mover].notifications(2).len()
             ),
             (2, 1),
             "seed {seed}"
         );
-        for (src, at) in sim.procs[mover]
-            .seen
-            .iter()
-            .enumerate()
-            .filter_map(|(at, s)| match s {
-                Seen::Note(m) if m.tag == 1 => Some((
-                    Tid::from_raw(i32::from_be_bytes(m.body[..4].try_into().ok()?)),
-                    at,
-                )),
-                _ => None,
-            })
-        {
-            let before = sim.procs[mover].seen[..at]
+        for (src, at) in
+            sim.procs[mover]
+                .received
                 .iter()
-                .filter(|s| matches!(s, Seen::Message(t, _) if *t == src));
+                .enumerate()
+                .filter_map(|(at, s)| match s {
+                    Received::Notification(m) if m.tag == 1 => Some((
+                        Tid::from_raw(i32::from_be_bytes(m.body[..4].try_into().ok()?)),
+                        at,
+                    )),
+                    _ => None,
+                })
+        {
+            let before = sim.procs[mover].received[..at]
+                .iter()
+                .filter(|s| matches!(s, Received::Message(t, _) if *t == src));
             assert_eq!(before.count(), 5, "its last words came first (seed {seed})");
         }
         // The source can be removed now; output, exit and messages still arrive.
@@ -312,14 +315,15 @@ fn replies_notifications_and_output_follow_task() {
             ),
             Reply::HostsDeleted(vec![Ok(())])
         );
-        sim.tell(console, tid, &0i32.to_be_bytes());
-        sim.until("a message", |s| {
-            matches!(s.procs[mover].seen.last(), Some(Seen::Message(..)))
+        sim.send_message(console, tid, &0i32.to_be_bytes());
+        sim.run_until("a message", |s| {
+            matches!(s.procs[mover].received.last(), Some(Received::Message(..)))
         });
         sim.ask(console, note(NotifyWhat::TaskExit(vec![tid]), 3));
         sim.exit(mover, 0);
-        sim.until("its end", |s| {
-            s.procs[console].notes(3).len() == 1 && s.procs[console].notes(44).len() == 3
+        sim.run_until("its end", |s| {
+            s.procs[console].notifications(3).len() == 1
+                && s.procs[console].notifications(44).len() == 3
         });
     }
 }
@@ -338,13 +342,14 @@ fn immovable_task_is_refused_with_reason() {
     let debugged = spawn(&mut sim, console, on_h2(SPAWN_DEBUG))[0];
     let debugged = sim.procs[debugged].tid();
     let shell = sim.procs[console].tid();
-    let refused = |sim: &mut Sim, tid: Tid, to: &str| match sim.ask(console, migrate(tid, to)) {
-        Reply::Moved(Err(error)) => match (error.step, error.why) {
-            (Step::Inspect, Failure::Refused(why)) => why[0].clone(),
+    let refused =
+        |sim: &mut Sim, tid: Tid, to: &str| match sim.ask(console, migrate_request(tid, to)) {
+            Reply::Moved(Err(error)) => match (error.step, error.why) {
+                (Step::Inspect, Failure::Refused(why)) => why[0].clone(),
+                other => panic!("{other:?}"),
+            },
             other => panic!("{other:?}"),
-        },
-        other => panic!("{other:?}"),
-    };
+        };
     assert_eq!(refused(&mut sim, shell, "h2"), Refusal::NotSpawned);
     assert_eq!(refused(&mut sim, pinned, "h1"), Refusal::Pinned);
     assert_eq!(refused(&mut sim, debugged, "h3"), Refusal::Debugged);
@@ -377,11 +382,11 @@ fn immovable_task_is_refused_with_reason() {
 fn lost_host_during_migration_never_doubles_task() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
     for seed in seeds(400) {
-        let (mut sim, console, mover, moving) = on_its_way(seed, 4, 60_000);
+        let (mut sim, console, mover, moving) = migrating_task(seed, 4, 60_000);
         let tid = sim.procs[mover].tid();
-        let lost = host(2 + sim.dice.roll(3) as u16);
+        let lost = host(2 + sim.rng.roll(3) as u16);
         sim.kill_host(lost);
-        let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
+        let (list, dead, moved) = await_migration(&mut sim, console, tid, moving);
         assert_eq!(
             list.len() + dead,
             1,
@@ -396,8 +401,8 @@ fn lost_host_during_migration_never_doubles_task() {
         } += 1;
         if let Some(task) = list.first() {
             assert_ne!(task.host, lost);
-            sim.tell(console, tid, &0i32.to_be_bytes());
-            sim.until("it answers", |s| s.procs[mover].seen.len() == 1);
+            sim.send_message(console, tid, &0i32.to_be_bytes());
+            sim.run_until("it answers", |s| s.procs[mover].received.len() == 1);
         }
     }
     assert!(
@@ -411,11 +416,11 @@ fn lost_host_during_migration_never_doubles_task() {
 fn tasker_death_during_migration_never_doubles_task() {
     let (mut moves, mut deaths, mut stays) = (0, 0, 0);
     for seed in seeds(300) {
-        let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
+        let (mut sim, console, mover, moving) = migrating_task(seed, 3, 40_000);
         let tid = sim.procs[mover].tid();
-        let victim = host(2 + sim.dice.roll(2) as u16);
+        let victim = host(2 + sim.rng.roll(2) as u16);
         sim.kill_tasker(victim);
-        let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
+        let (list, dead, moved) = await_migration(&mut sim, console, tid, moving);
         assert_eq!(
             list.len() + dead,
             1,
@@ -425,8 +430,8 @@ fn tasker_death_during_migration_never_doubles_task() {
             deaths += 1;
         } else {
             *if moved { &mut moves } else { &mut stays } += 1;
-            sim.tell(console, tid, &0i32.to_be_bytes());
-            sim.until("it answers", |s| s.procs[mover].seen.len() == 1);
+            sim.send_message(console, tid, &0i32.to_be_bytes());
+            sim.run_until("it answers", |s| s.procs[mover].received.len() == 1);
         }
     }
     assert!(
@@ -440,18 +445,18 @@ fn tasker_death_during_migration_never_doubles_task() {
 fn killed_task_during_migration_ends_once() {
     let mut moves = 0;
     for seed in seeds(200) {
-        let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
+        let (mut sim, console, mover, moving) = migrating_task(seed, 3, 40_000);
         let tid = sim.procs[mover].tid();
         assert_eq!(
             sim.ask(console, Request::Signal { tid, signal: 15 }),
             Reply::Done
         );
-        sim.until("the end of the move", |s| {
+        sim.run_until("the end of the move", |s| {
             s.procs[console].replies.contains_key(&moving)
         });
-        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
-        sim.pass(Micros::from_secs(5));
-        assert_eq!(sim.procs[console].notes(1).len(), 1, "seed {seed}");
+        sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
+        sim.advance(Micros::from_secs(5));
+        assert_eq!(sim.procs[console].notifications(1).len(), 1, "seed {seed}");
         moves += usize::from(matches!(
             sim.procs[console].replies[&moving],
             Reply::Moved(Ok(_))
@@ -482,39 +487,38 @@ fn exit_watermarks_delay_notification() {
         end: 5,
     }];
     sim.ask(leaver, Request::Exit { marks });
-    sim.pass(Micros::from_secs(5));
+    sim.advance(Micros::from_secs(5));
     assert!(
-        sim.procs[watcher].notes(1).is_empty(),
+        sim.procs[watcher].notifications(1).is_empty(),
         "what it sent is not here yet"
     );
     // The announced message never comes; the watcher is notified after a timeout.
-    sim.until("the note", |s| s.procs[watcher].notes(1).len() == 1);
+    sim.run_until("the note", |s| s.procs[watcher].notifications(1).len() == 1);
     let _ = console;
 }
 
 /// A task arrives although the session of source and target breaks during its migration.
 #[test]
-fn broken_session_does_not_strand_task()
-{
+fn broken_session_does_not_strand_task() {
     let mut moves = 0;
     for seed in seeds(200) {
-        let (mut sim, console, mover, moving) = on_its_way(seed, 4, 12_000);
+        let (mut sim, console, mover, moving) = migrating_task(seed, 4, 12_000);
         let tid = sim.procs[mover].tid();
-        sim.tell(console, tid, &0u32.to_be_bytes());
-        let long = Micros(1_000 + sim.dice.roll(400_000));
+        sim.send_message(console, tid, &0u32.to_be_bytes());
+        let long = Micros(1_000 + sim.rng.roll(400_000));
         // With every third seed, messages of another host are in flight to the source.
         let other = if seed % 3 == 0 { 4 } else { 3 };
-        sim.part(host(2), host(other), long);
-        sim.tell(console, tid, &1u32.to_be_bytes());
-        let (list, told, moved) = end_of_move(&mut sim, console, tid, moving);
+        sim.separate(host(2), host(other), long);
+        sim.send_message(console, tid, &1u32.to_be_bytes());
+        let (list, told, moved) = await_migration(&mut sim, console, tid, moving);
         assert_eq!((list.len(), told), (1, 0), "seed {seed}");
         assert!(
             !list[0].moving,
             "it has not arrived (seed {seed}): {list:?}"
         );
-        assert_eq!(check(&sim, &[mover]), 2, "seed {seed}");
+        assert_eq!(assert_in_order(&sim, &[mover]), 2, "seed {seed}");
         moves += usize::from(moved);
-        let again = sim.ask(console, migrate(tid, "h4"));
+        let again = sim.ask(console, migrate_request(tid, "h4"));
         assert!(
             matches!(again, Reply::Moved(Ok(_))),
             "seed {seed}: {again:?}"
@@ -542,15 +546,15 @@ fn tasker_death_at_target_fails_migration_at_once() {
             .get_mut(&host(3))
             .expect("in the table")
             .tasker_dead = true;
-        let (begun, moving) = (sim.now, sim.request(console, migrate(tid, "h3")));
-        sim.pass(Micros::from_millis(100));
+        let (begun, moving) = (sim.now, sim.request(console, migrate_request(tid, "h3")));
+        sim.advance(Micros::from_millis(100));
         assert!(
             !sim.procs[console].replies.contains_key(&moving),
             "nobody has judged it (seed {seed})"
         );
         let (now, why) = (sim.now, "killed by signal 9".to_string());
-        sim.at(now, Event::TaskerGone { why }, host(3));
-        sim.until("the end of the move", |s| {
+        sim.schedule_event(now, Event::TaskerGone { why }, host(3));
+        sim.run_until("the end of the move", |s| {
             s.procs[console].replies.contains_key(&moving)
         });
         let Reply::Moved(Err(why)) = &sim.procs[console].replies[&moving] else {

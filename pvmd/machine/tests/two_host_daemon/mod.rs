@@ -14,9 +14,9 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// A world without programs.
-struct Nowhere;
+struct EmptyWorld;
 
-impl World for Nowhere {
+impl World for EmptyWorld {
     fn find_program(&self, _name: &str, _dir: Option<&str>) -> Result<PathBuf, PvmError> {
         Err(PvmError::NoFile)
     }
@@ -54,7 +54,7 @@ fn entry(id: HostId) -> HostEntry {
 }
 
 /// Returns the tid of a task on the other host.
-pub(crate) fn elsewhere() -> Tid {
+pub(crate) fn remote_task() -> Tid {
     Tid::task(HostId::MASTER, 7).expect("a small number")
 }
 
@@ -162,7 +162,7 @@ impl Daemon {
     }
 
     pub(crate) fn handle(&mut self, event: Event) {
-        self.machine.handle(Micros(2), &mut Nowhere, event);
+        self.machine.handle(Micros(2), &mut EmptyWorld, event);
     }
 
     pub(crate) fn poll(&mut self) -> Option<Output> {

@@ -1,7 +1,7 @@
 //! Tasks that migrate by restarting their programs at the target.
 
-use super::scene::stopped;
-use super::sim::{Seen, Sim, host, seeds};
+use super::scenario::stop_guests;
+use super::sim::{Received, Sim, host, seeds};
 use crate::HostId;
 use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::engine::{Asked, Engine};
@@ -11,7 +11,7 @@ use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
-pub(super) const OWN: Engine = Engine::Own {
+pub(super) const OWN_ENGINE: Engine = Engine::Own {
     asked: Asked::Signal(10),
     exit: 85,
     wait: 3,
@@ -39,11 +39,11 @@ pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Tid
         panic!("no task")
     };
     let tid = results[0].expect("started");
-    sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+    sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
     tid
 }
 
-pub(super) fn watch(sim: &mut Sim, console: usize, tid: Tid) {
+pub(super) fn notify_exit(sim: &mut Sim, console: usize, tid: Tid) {
     let what = NotifyWhat::TaskExit(vec![tid]);
     sim.ask(
         console,
@@ -56,7 +56,7 @@ pub(super) fn watch(sim: &mut Sim, console: usize, tid: Tid) {
     );
 }
 
-pub(super) fn start_move(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> RequestId {
+pub(super) fn begin_migration(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> RequestId {
     sim.request(
         console,
         Request::Migrate {
@@ -68,12 +68,12 @@ pub(super) fn start_move(sim: &mut Sim, console: usize, tid: Tid, to: &str) -> R
     )
 }
 
-pub(super) fn end_of_move(
+pub(super) fn await_migration(
     sim: &mut Sim,
     console: usize,
     moving: RequestId,
 ) -> Result<Engine, (Step, Failure)> {
-    sim.until("the end of the move", |s| {
+    sim.run_until("the end of the move", |s| {
         s.procs[console].replies.contains_key(&moving)
     });
     match sim.procs[console].replies[&moving].clone() {
@@ -89,11 +89,11 @@ pub(super) fn migrate(
     tid: Tid,
     to: &str,
 ) -> Result<Engine, (Step, Failure)> {
-    let moving = start_move(sim, console, tid, to);
-    end_of_move(sim, console, moving)
+    let moving = begin_migration(sim, console, tid, to);
+    await_migration(sim, console, moving)
 }
 
-pub(super) fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
+pub(super) fn list_task(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
     match sim.ask(console, Request::Tasks { selector: tid }) {
         Reply::Tasks(list) => list,
         // The host is lost, and the task with it.
@@ -106,66 +106,70 @@ pub(super) fn listed(sim: &mut Sim, console: usize, tid: Tid) -> Vec<TaskInfo> {
 }
 
 /// Returns the numbers in the messages that a process has received.
-pub(super) fn heard(sim: &Sim, proc: usize) -> Vec<i32> {
-    let of = |seen: &Seen| match seen {
-        Seen::Message(_, body) => Some(i32::from_be_bytes(
+pub(super) fn received_numbers(sim: &Sim, proc: usize) -> Vec<i32> {
+    let number = |seen: &Received| match seen {
+        Received::Message(_, body) => Some(i32::from_be_bytes(
             body[..4].try_into().expect("four bytes"),
         )),
-        Seen::Note(_) => None,
+        Received::Notification(_) => None,
     };
-    sim.procs[proc].seen.iter().filter_map(of).collect()
+    sim.procs[proc].received.iter().filter_map(number).collect()
 }
 
 /// Asserts that the newest process of the task receives a message.
-pub(super) fn answers(sim: &mut Sim, console: usize, tid: Tid) {
-    sim.until("it is connected", |s| {
+pub(super) fn assert_reachable(sim: &mut Sim, console: usize, tid: Tid) {
+    sim.run_until("it is connected", |s| {
         s.procs[s.proc_of(tid)].welcome.is_some()
     });
     let proc = sim.proc_of(tid);
-    let before = heard(sim, proc).len();
-    sim.tell(console, tid, &4711i32.to_be_bytes());
-    sim.until("it hears", |s| heard(s, proc).len() > before);
-    assert_eq!(heard(sim, proc).last(), Some(&4711), "seed {}", sim.seed);
+    let before = received_numbers(sim, proc).len();
+    sim.send_message(console, tid, &4711i32.to_be_bytes());
+    sim.run_until("it hears", |s| received_numbers(s, proc).len() > before);
+    assert_eq!(
+        received_numbers(sim, proc).last(),
+        Some(&4711),
+        "seed {}",
+        sim.seed
+    );
 }
 
 /// A program that is restarted elsewhere has its tid, arguments and environment, and the messages
 /// sent meanwhile.
 #[test]
-fn restarted_program_keeps_tid_env_and_messages()
- {
+fn restarted_program_keeps_tid_env_and_messages() {
     for (engine, by) in [
-        ("own:wait=3", OWN),
+        ("own:wait=3", OWN_ENGINE),
         ("restart", Engine::Restart { wait: 5 }),
     ] {
         for seed in seeds(60) {
             let (mut sim, console) = Sim::cluster(seed, 3);
             let tid = spawn(&mut sim, console, request("child", engine, "h2"));
-            watch(&mut sim, console, tid);
+            notify_exit(&mut sim, console, tid);
             let old = sim.proc_of(tid);
-            let (first, count) = (sim.dice.roll(5) as i32, 25);
-            (0..first).for_each(|n| sim.tell(console, tid, &n.to_be_bytes()));
-            sim.until("what came before", |s| {
-                heard(s, old).len() == first as usize
+            let (first, count) = (sim.rng.roll(5) as i32, 25);
+            (0..first).for_each(|n| sim.send_message(console, tid, &n.to_be_bytes()));
+            sim.run_until("what came before", |s| {
+                received_numbers(s, old).len() == first as usize
             });
-            sim.pass(Micros::from_millis(30));
-            let moving = start_move(&mut sim, console, tid, "h3");
+            sim.advance(Micros::from_millis(30));
+            let moving = begin_migration(&mut sim, console, tid, "h3");
             for n in first..first + count {
-                let wait = Micros(sim.dice.roll(4_000));
-                sim.pass(wait);
-                sim.tell(console, tid, &n.to_be_bytes());
+                let wait = Micros(sim.rng.roll(4_000));
+                sim.advance(wait);
+                sim.send_message(console, tid, &n.to_be_bytes());
             }
             assert_eq!(
-                end_of_move(&mut sim, console, moving),
+                await_migration(&mut sim, console, moving),
                 Ok(by),
                 "seed {seed}"
             );
             let new = sim.proc_of(tid);
             assert_ne!(old, new);
-            sim.until("all of it", |s| {
-                heard(s, new).last() == Some(&(first + count - 1))
+            sim.run_until("all of it", |s| {
+                received_numbers(s, new).last() == Some(&(first + count - 1))
             });
             // The new process has what the old one had not received, once and in order.
-            let (had, has) = (heard(&sim, old), heard(&sim, new));
+            let (had, has) = (received_numbers(&sim, old), received_numbers(&sim, new));
             let both = had.into_iter().chain(has).collect::<Vec<i32>>();
             assert_eq!(
                 both,
@@ -181,14 +185,14 @@ fn restarted_program_keeps_tid_env_and_messages()
             );
             assert_eq!(
                 (
-                    sim.procs[console].notes(1).len(),
-                    listed(&mut sim, console, tid).len()
+                    sim.procs[console].notifications(1).len(),
+                    list_task(&mut sim, console, tid).len()
                 ),
                 (0, 1)
             );
             // The task migrates back and is restarted once more.
             assert_eq!(migrate(&mut sim, console, tid, "h2"), Ok(by));
-            answers(&mut sim, console, tid);
+            assert_reachable(&mut sim, console, tid);
             assert!(
                 sim.procs[sim.proc_of(tid)]
                     .env
@@ -200,24 +204,23 @@ fn restarted_program_keeps_tid_env_and_messages()
 
 /// Messages of the old process arrive before those of the new one, however long they are in flight.
 #[test]
-fn old_process_messages_arrive_before_new_ones()
-{
+fn old_process_messages_arrive_before_new_ones() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         let (old, to) = (sim.proc_of(tid), sim.procs[console].tid());
         // The console must know the task's first incarnation.
-        sim.tell(old, to, &0i32.to_be_bytes());
-        sim.until("a first word", |s| heard(s, console).len() == 1);
-        (1..10i32).for_each(|n| sim.tell(old, to, &n.to_be_bytes()));
-        sim.slow_down(host(2), HostId::MASTER, Micros::from_millis(400));
-        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN));
-        sim.until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        sim.send_message(old, to, &0i32.to_be_bytes());
+        sim.run_until("a first word", |s| received_numbers(s, console).len() == 1);
+        (1..10i32).for_each(|n| sim.send_message(old, to, &n.to_be_bytes()));
+        sim.delay_data(host(2), HostId::MASTER, Micros::from_millis(400));
+        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN_ENGINE));
+        sim.run_until("it is back", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         let new = sim.proc_of(tid);
-        (10..20i32).for_each(|n| sim.tell(new, to, &n.to_be_bytes()));
-        sim.until("all", |s| heard(s, console).len() >= 20);
+        (10..20i32).for_each(|n| sim.send_message(new, to, &n.to_be_bytes()));
+        sim.run_until("all", |s| received_numbers(s, console).len() >= 20);
         assert_eq!(
-            heard(&sim, console),
+            received_numbers(&sim, console),
             (0..20).collect::<Vec<i32>>(),
             "seed {seed}"
         );
@@ -237,10 +240,10 @@ fn new_process_gets_no_replies_to_old_requests() {
                 lines: vec!["h4".into()],
             },
         );
-        let wait = Micros(sim.dice.roll(40_000));
-        sim.pass(wait);
-        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN));
-        answers(&mut sim, console, tid);
+        let wait = Micros(sim.rng.roll(40_000));
+        sim.advance(wait);
+        assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN_ENGINE));
+        assert_reachable(&mut sim, console, tid);
         let new = sim.proc_of(tid);
         assert!(
             matches!(
@@ -249,7 +252,7 @@ fn new_process_gets_no_replies_to_old_requests() {
             ),
             "seed {seed}"
         );
-        sim.pass(Micros::from_secs(2));
+        sim.advance(Micros::from_secs(2));
         let late = sim.procs[new].replies.keys().all(|id| *id == open);
         assert!(late, "{:?} (seed {seed})", sim.procs[new].replies);
     }
@@ -258,11 +261,10 @@ fn new_process_gets_no_replies_to_old_requests() {
 /// A program that does not exit within its timeout continues; if it exits later as agreed, it is
 /// restarted at the source.
 #[test]
-fn late_exit_restarts_program_at_source()
- {
+fn late_exit_restarts_program_at_source() {
     let (mut sim, console) = Sim::cluster(5, 3);
     let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
-    watch(&mut sim, console, tid);
+    notify_exit(&mut sim, console, tid);
     let Err((Step::Quiesce, Failure::Engine(why))) = migrate(&mut sim, console, tid, "h3") else {
         panic!("it moved")
     };
@@ -271,24 +273,24 @@ fn late_exit_restarts_program_at_source()
         "{why}"
     );
     let old = sim.proc_of(tid);
-    assert_eq!(sim.deaf, [old]);
-    answers(&mut sim, console, tid);
-    sim.end_in_order(old, 85 << 8);
-    sim.until("it is back", |s| {
+    assert_eq!(sim.exit_ignored_by, [old]);
+    assert_reachable(&mut sim, console, tid);
+    sim.exit_gracefully(old, 85 << 8);
+    sim.run_until("it is back", |s| {
         s.proc_of(tid) != old && s.procs[s.proc_of(tid)].conn.is_some()
     });
-    answers(&mut sim, console, tid);
+    assert_reachable(&mut sim, console, tid);
     assert_eq!(
         (
             sim.procs[sim.proc_of(tid)].host,
-            sim.procs[console].notes(1).len()
+            sim.procs[console].notifications(1).len()
         ),
         (host(2), 0)
     );
     // The request was used up: the next exit ends the task.
     let again = sim.proc_of(tid);
     sim.exit(again, 85 << 8);
-    sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
+    sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
 }
 
 /// A program that may still exit because of an earlier request is not checkpointed.
@@ -317,7 +319,7 @@ fn program_with_open_exit_request_is_not_checkpointed() {
         panic!("{reply:?}")
     };
     assert_eq!((of, told), (tid, why));
-    answers(&mut sim, console, tid);
+    assert_reachable(&mut sim, console, tid);
 }
 
 /// A program that exits with another status than agreed has ended.
@@ -326,13 +328,13 @@ fn unagreed_exit_status_ends_task() {
     for seed in seeds(40) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("done", "own:wait=3", "h2"));
-        watch(&mut sim, console, tid);
+        notify_exit(&mut sim, console, tid);
         assert_eq!(
             migrate(&mut sim, console, tid, "h3"),
             Err((Step::Quiesce, Failure::TaskEnded))
         );
-        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
-        assert_eq!(listed(&mut sim, console, tid), []);
+        sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
+        assert_eq!(list_task(&mut sim, console, tid), []);
     }
 }
 
@@ -344,11 +346,11 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         host: host(3),
         why: "none".into(),
     }];
-    sim.refuses.insert(host(3), no_engine);
+    sim.verdicts.insert(host(3), no_engine);
     let restart = Engine::Restart { wait: 5 };
     for (list, taken) in [
-        ("criu,own:wait=3", OWN),
-        ("own:wait=3,criu", OWN),
+        ("criu,own:wait=3", OWN_ENGINE),
+        ("own:wait=3,criu", OWN_ENGINE),
         ("restart", restart),
         ("criu,restart,own", restart),
     ] {
@@ -402,26 +404,26 @@ fn paused_guest_leaves_by_own_checkpoint() {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         let speaker = sim.enrol(host(2));
-        sim.ask(speaker, stopped());
-        let wait = Micros(sim.dice.roll(60_000));
-        sim.pass(wait);
+        sim.ask(speaker, stop_guests());
+        let wait = Micros(sim.rng.roll(60_000));
+        sim.advance(wait);
         let old = sim.proc_of(tid);
-        (0..5i32).for_each(|n| sim.tell(console, tid, &n.to_be_bytes()));
+        (0..5i32).for_each(|n| sim.send_message(console, tid, &n.to_be_bytes()));
         assert_eq!(
             migrate(&mut sim, console, tid, "h3"),
-            Ok(OWN),
+            Ok(OWN_ENGINE),
             "seed {seed}"
         );
         let new = sim.proc_of(tid);
-        sim.until("all of it", |s| {
-            heard(s, old).len() + heard(s, new).len() >= 5
+        sim.run_until("all of it", |s| {
+            received_numbers(s, old).len() + received_numbers(s, new).len() >= 5
         });
-        let both: Vec<i32> = heard(&sim, old)
+        let both: Vec<i32> = received_numbers(&sim, old)
             .into_iter()
-            .chain(heard(&sim, new))
+            .chain(received_numbers(&sim, new))
             .collect();
         assert_eq!(both, (0..5).collect::<Vec<i32>>(), "seed {seed}");
-        answers(&mut sim, console, tid);
+        assert_reachable(&mut sim, console, tid);
         assert_eq!(sim.procs[new].host, host(3));
     }
 }
@@ -429,8 +431,7 @@ fn paused_guest_leaves_by_own_checkpoint() {
 /// A suspended task cannot write its own checkpoint; one that is restarted elsewhere stays
 /// suspended there.
 #[test]
-fn suspended_task_is_restarted_suspended()
- {
+fn suspended_task_is_restarted_suspended() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let own = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
@@ -448,15 +449,15 @@ fn suspended_task_is_restarted_suspended()
                 Reply::Done
             );
         }
-        sim.pass(Micros::from_secs(1));
+        sim.advance(Micros::from_secs(1));
         let refused = Err((Step::Inspect, Failure::Refused(vec![Refusal::Suspended])));
         assert_eq!(migrate(&mut sim, console, own, "h3"), refused);
         assert_eq!(
             migrate(&mut sim, console, other, "h3"),
             Ok(Engine::Restart { wait: 5 })
         );
-        sim.pass(Micros::from_secs(5));
-        let list = listed(&mut sim, console, other);
+        sim.advance(Micros::from_secs(5));
+        let list = list_task(&mut sim, console, other);
         assert!(list[0].suspended && list[0].host == host(3), "{list:?}");
         assert!(
             sim.procs[sim.proc_of(other)].conn.is_none(),
@@ -470,7 +471,7 @@ fn suspended_task_is_restarted_suspended()
                 cause: None,
             },
         );
-        answers(&mut sim, console, other);
+        assert_reachable(&mut sim, console, other);
     }
 }
 
@@ -493,12 +494,15 @@ fn invalid_engine_list_fails_spawn() {
 }
 
 /// Index of the outcome "dead" in the results of [`fate`].
-const DEAD: usize = 2;
+const DEAD_OUTCOME: usize = 2;
 
 /// Returns whether the task has migrated (0), has stayed (1), or is [`DEAD`]. Asserts that it
 /// exists once at most and answers if it lives.
-fn fate(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
-    let (list, dead) = (listed(sim, console, tid), sim.procs[console].notes(1).len());
+fn outcome(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
+    let (list, dead) = (
+        list_task(sim, console, tid),
+        sim.procs[console].notifications(1).len(),
+    );
     assert_eq!(
         list.len() + dead,
         1,
@@ -506,9 +510,9 @@ fn fate(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
         sim.seed
     );
     if dead > 0 {
-        return DEAD;
+        return DEAD_OUTCOME;
     }
-    answers(sim, console, tid);
+    assert_reachable(sim, console, tid);
     usize::from(!moved)
 }
 
@@ -519,18 +523,18 @@ fn lost_host_during_restart_never_doubles_task() {
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        watch(&mut sim, console, tid);
-        let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(40_000));
-        sim.pass(wait);
-        let lost = host(2 + sim.dice.roll(3) as u16);
+        notify_exit(&mut sim, console, tid);
+        let moving = begin_migration(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.rng.roll(40_000));
+        sim.advance(wait);
+        let lost = host(2 + sim.rng.roll(3) as u16);
         sim.kill_host(lost);
-        let moved = end_of_move(&mut sim, console, moving).is_ok();
-        sim.pass(Micros::from_secs(10));
-        let fate = fate(&mut sim, console, tid, moved);
+        let moved = await_migration(&mut sim, console, moving).is_ok();
+        sim.advance(Micros::from_secs(10));
+        let fate = outcome(&mut sim, console, tid, moved);
         counts[fate] += 1;
-        if fate != DEAD {
-            assert_ne!(listed(&mut sim, console, tid)[0].host, lost);
+        if fate != DEAD_OUTCOME {
+            assert_ne!(list_task(&mut sim, console, tid)[0].host, lost);
         }
     }
     assert!(
@@ -541,8 +545,7 @@ fn lost_host_during_restart_never_doubles_task() {
 
 /// When a tasker dies or a step fails during a restart, the task runs once or is reported dead.
 #[test]
-fn tasker_death_during_restart_never_doubles_task()
- {
+fn tasker_death_during_restart_never_doubles_task() {
     let mut counts = [0; 3];
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 3);
@@ -552,18 +555,18 @@ fn tasker_death_during_restart_never_doubles_task()
             "own:wait=3"
         };
         let tid = spawn(&mut sim, console, request("child", engine, "h2"));
-        watch(&mut sim, console, tid);
-        sim.faults.step_fails_percent = if seed % 2 == 0 { 40 } else { 0 };
-        let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(25_000));
-        sim.pass(wait);
+        notify_exit(&mut sim, console, tid);
+        sim.random_faults.failed_steps_percent = if seed % 2 == 0 { 40 } else { 0 };
+        let moving = begin_migration(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.rng.roll(25_000));
+        sim.advance(wait);
         if seed % 2 == 1 {
-            let victim = host(2 + sim.dice.roll(2) as u16);
+            let victim = host(2 + sim.rng.roll(2) as u16);
             sim.kill_tasker(victim);
         }
-        let moved = end_of_move(&mut sim, console, moving).is_ok();
-        sim.pass(Micros::from_secs(10));
-        counts[fate(&mut sim, console, tid, moved)] += 1;
+        let moved = await_migration(&mut sim, console, moving).is_ok();
+        sim.advance(Micros::from_secs(10));
+        counts[outcome(&mut sim, console, tid, moved)] += 1;
     }
     assert!(
         counts.iter().all(|count| *count > 20),
@@ -577,23 +580,23 @@ fn killed_task_during_restart_ends_once() {
     for seed in seeds(200) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        watch(&mut sim, console, tid);
-        let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(25_000));
-        sim.pass(wait);
+        notify_exit(&mut sim, console, tid);
+        let moving = begin_migration(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.rng.roll(25_000));
+        sim.advance(wait);
         sim.ask(console, Request::Signal { tid, signal: 9 });
-        let _ = end_of_move(&mut sim, console, moving);
-        sim.pass(Micros::from_secs(5));
-        if !listed(&mut sim, console, tid).is_empty() {
+        let _ = await_migration(&mut sim, console, moving);
+        sim.advance(Micros::from_secs(5));
+        if !list_task(&mut sim, console, tid).is_empty() {
             // The task had just left, as a task that migrates by CRIU may have.
             sim.ask(console, Request::Signal { tid, signal: 9 });
         }
-        sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
-        sim.pass(Micros::from_secs(5));
+        sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
+        sim.advance(Micros::from_secs(5));
         assert_eq!(
             (
-                sim.procs[console].notes(1).len(),
-                listed(&mut sim, console, tid).len()
+                sim.procs[console].notifications(1).len(),
+                list_task(&mut sim, console, tid).len()
             ),
             (1, 0),
             "seed {seed}"
@@ -607,12 +610,12 @@ fn halt_completes_during_restart() {
     for seed in seeds(60) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
-        start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(25_000));
-        sim.pass(wait);
+        begin_migration(&mut sim, console, tid, "h3");
+        let wait = Micros(sim.rng.roll(25_000));
+        sim.advance(wait);
         let begun = sim.now;
         sim.request(console, Request::Halt);
-        sim.until("all have ended", |s| {
+        sim.run_until("all have ended", |s| {
             s.nodes.values().all(|node| !node.alive)
         });
         assert!(sim.now.since(begun) < Micros::from_secs(4), "seed {seed}");

@@ -1,7 +1,7 @@
 //! Jobs with programs that write their own checkpoints, alone or together with others.
 
-use super::{Scene, lost, spawn_as};
-use crate::tests::scene::{stopped_until, welcome};
+use super::{JobScenario, rebuild_virtual_machine, spawn_as};
+use crate::tests::scenario::{stop_guests_until, welcome_guests};
 use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::checkpoint::CutFailure;
 use sempa_proto::engine::Engine;
@@ -23,7 +23,7 @@ fn request(file: &str, env: &[&str]) -> SpawnRequest {
 }
 
 /// A program that saves in a file what it has received and sent.
-fn keeper() -> SpawnRequest {
+fn state_keeper() -> SpawnRequest {
     request(
         "keeper",
         &["SEMPA_ENGINE=own:wait=3", "SEMPA_STATE=state-{tid}"],
@@ -31,34 +31,34 @@ fn keeper() -> SpawnRequest {
 }
 
 /// A job of these programs. The first one spawns all others.
-fn job_of(seed: u64, hosts: usize, requests: Vec<SpawnRequest>) -> Scene {
+fn spawn_job(seed: u64, hosts: usize, requests: Vec<SpawnRequest>) -> JobScenario {
     let (mut sim, console) = Sim::cluster(seed, hosts);
     let mut tids: Vec<Tid> = Vec::new();
     for request in requests {
         let by = tids.first().map_or(console, |root| sim.proc_of(*root));
         tids.extend(spawn_as(&mut sim, by, request));
     }
-    Scene { sim, console, tids }
+    JobScenario { sim, console, tids }
 }
 
 /// A job in which at least one task keeps its own state. Returns these tasks, too.
-fn mixed(seed: u64, hosts: usize, tasks: usize) -> (Scene, Vec<Tid>) {
-    let keeps = |n: usize| n as u64 == seed % tasks as u64 || (seed >> n) & 1 == 1;
+fn mixed_job(seed: u64, hosts: usize, tasks: usize) -> (JobScenario, Vec<Tid>) {
+    let keeps_state = |n: usize| n as u64 == seed % tasks as u64 || (seed >> n) & 1 == 1;
     let requests = (0..tasks)
         .map(|n| {
-            if keeps(n) {
-                keeper()
+            if keeps_state(n) {
+                state_keeper()
             } else {
                 request("child", &[])
             }
         })
         .collect();
-    let scene = job_of(seed, hosts, requests);
+    let scene = spawn_job(seed, hosts, requests);
     let mut keepers: Vec<Tid> = scene
         .tids
         .iter()
         .enumerate()
-        .filter(|(n, _)| keeps(*n))
+        .filter(|(n, _)| keeps_state(*n))
         .map(|(_, tid)| *tid)
         .collect();
     keepers.sort_unstable();
@@ -68,15 +68,14 @@ fn mixed(seed: u64, hosts: usize, tasks: usize) -> (Scene, Vec<Tid>) {
 /// A job of programs that write their own checkpoints continues from them without a lost or
 /// repeated message.
 #[test]
-fn own_checkpoints_restart_without_message_loss()
- {
+fn own_checkpoints_restart_without_message_loss() {
     for seed in seeds(80) {
-        let (mut scene, keepers) = mixed(seed, 4, 6);
-        scene.chatter(60);
+        let (mut scene, keepers) = mixed_job(seed, 4, 6);
+        scene.exchange_messages(60);
         let asked = scene.begin_checkpoint(None);
-        scene.chatter(120);
+        scene.exchange_messages(120);
         let report = scene
-            .answer(asked)
+            .await_checkpoint(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert_eq!(
             (report.tasks.len(), &report.own),
@@ -84,15 +83,19 @@ fn own_checkpoints_restart_without_message_loss()
             "seed {seed}"
         );
         // The job continues and has lost nothing.
-        scene.until_all_are_back();
-        scene.chatter(40);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
+        scene.run_until_all_connected();
+        scene.exchange_messages(40);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
         // The restart undoes all messages that the tasks send after the checkpoint.
-        scene.chatter(40);
-        scene.end_all();
-        let mut scene = if seed % 2 == 0 { scene } else { lost(scene) };
-        scene.restarts_and_talks(&report.set);
+        scene.exchange_messages(40);
+        scene.kill_all();
+        let mut scene = if seed % 2 == 0 {
+            scene
+        } else {
+            rebuild_virtual_machine(scene)
+        };
+        scene.restart_and_exchange(&report.set);
     }
 }
 
@@ -102,8 +105,8 @@ fn own_checkpoints_restart_without_message_loss()
 fn failed_own_checkpoint_leaves_programs_running() {
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(100) {
-        let (mut scene, _) = mixed(seed, 3, 5);
-        *(if scene.checkpoint_may_fail() {
+        let (mut scene, _) = mixed_job(seed, 3, 5);
+        *(if scene.checkpoint_with_faults() {
             &mut good
         } else {
             &mut bad
@@ -117,20 +120,20 @@ fn failed_own_checkpoint_leaves_programs_running() {
 fn failed_restart_with_own_states_is_repeatable() {
     let mut bad = 0;
     for seed in seeds(60) {
-        let (mut scene, _) = mixed(seed, 3, 4);
-        scene.chatter(30);
+        let (mut scene, _) = mixed_job(seed, 3, 4);
+        scene.exchange_messages(30);
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
-        scene.end_all();
-        bad += scene.restart_may_fail(&report.set);
-        scene.until_all_are_back();
-        scene.chatter(60);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
-        scene.sim.pass(Micros::from_secs(2));
-        assert_eq!(scene.sim.sets.left(), (0, 0), "seed {seed}");
+        scene.run_until_all_connected();
+        scene.kill_all();
+        bad += scene.restart_with_faults(&report.set);
+        scene.run_until_all_connected();
+        scene.exchange_messages(60);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
+        scene.sim.advance(Micros::from_secs(2));
+        assert_eq!(scene.sim.image_store.leftovers(), (0, 0), "seed {seed}");
     }
     assert!(bad > 10, "{bad} restarts failed");
 }
@@ -139,17 +142,17 @@ fn failed_restart_with_own_states_is_repeatable() {
 #[test]
 fn job_with_own_states_survives_host_losses() {
     for seed in seeds(80) {
-        let (mut scene, _) = mixed(seed, 5, 6);
+        let (mut scene, _) = mixed_job(seed, 5, 6);
         let first = scene.checkpoint(Some(Micros::from_millis(500)));
         first.unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut hosts: Vec<u16> = (2..=5).collect();
         for _ in 0..3 {
-            let rounds = scene.sim.dice.roll(300);
-            scene.chatter(rounds);
-            let which = scene.sim.dice.roll(hosts.len() as u64) as usize;
+            let rounds = scene.sim.rng.roll(300);
+            scene.exchange_messages(rounds);
+            let which = scene.sim.rng.roll(hosts.len() as u64) as usize;
             scene.sim.kill_host(host(hosts.remove(which)));
         }
-        scene.sim.pass(Micros::from_secs(8));
+        scene.sim.advance(Micros::from_secs(8));
         let job = scene.job();
         let never = Request::Checkpoint {
             job,
@@ -158,14 +161,18 @@ fn job_with_own_states_survives_host_losses() {
             wait: true,
         };
         assert_eq!(scene.sim.ask(scene.console, never), Reply::Done);
-        scene.sim.pass(Micros::from_secs(8));
-        scene.until_all_are_back();
-        scene.chatter(60);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
-        scene.sim.pass(Micros::from_secs(2));
+        scene.sim.advance(Micros::from_secs(8));
+        scene.run_until_all_connected();
+        scene.exchange_messages(60);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
+        scene.sim.advance(Micros::from_secs(2));
         let is_alive = |at: HostId| scene.sim.nodes[&at].alive;
-        assert_eq!(scene.sim.sets.left_on(is_alive), 0, "seed {seed}");
+        assert_eq!(
+            scene.sim.image_store.leftovers_on(is_alive),
+            0,
+            "seed {seed}"
+        );
     }
 }
 
@@ -178,45 +185,43 @@ fn messages_sent_after_snapshot_are_not_included() {
             place: host.into(),
             ..request
         };
-        let mut scene = job_of(
+        let mut scene = spawn_job(
             seed,
             3,
-            vec![at(request("child", &[]), "h2"), at(keeper(), "h3")],
+            vec![at(request("child", &[]), "h2"), at(state_keeper(), "h3")],
         );
         let [root, own] = scene.tids[..] else {
             panic!("two")
         };
-        scene.chatter(20);
+        scene.exchange_messages(20);
         let asked = scene.begin_checkpoint(None);
         scene
             .sim
-            .until("it is asked", |sim| sim.procs[sim.proc_of(own)].exited);
-        scene.sim.until("the other one stands", |sim| {
+            .run_until("it is asked", |sim| sim.procs[sim.proc_of(own)].exited);
+        scene.sim.run_until("the other one stands", |sim| {
             sim.procs[sim.proc_of(root)].is_frozen()
         });
-        let moment = Micros(scene.sim.dice.roll(8_000));
-        scene.sim.pass(moment);
-        scene
-            .sim
-            .slow_down_orders(host(3), Micros::from_millis(100));
+        let moment = Micros(scene.sim.rng.roll(8_000));
+        scene.sim.advance(moment);
+        scene.sim.delay_orders(host(3), Micros::from_millis(100));
         let console = scene.console;
         while !scene.sim.procs[console].replies.contains_key(&asked) {
-            scene.talk(root, own);
-            scene.sim.pass(Micros::from_millis(2));
+            scene.send_number(root, own);
+            scene.sim.advance(Micros::from_millis(2));
         }
         let report = scene
-            .answer(asked)
+            .await_checkpoint(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
-        scene.end_all();
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
+        scene.kill_all();
         scene
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
         // The checkpoint does not contain the messages sent meanwhile.
-        scene.sim.pass(Micros::from_millis(500));
-        scene.until_all_is_heard();
+        scene.sim.advance(Micros::from_millis(500));
+        scene.run_until_all_received();
     }
 }
 
@@ -225,45 +230,45 @@ fn messages_sent_after_snapshot_are_not_included() {
 fn owner_may_come_and_go_during_own_checkpoint() {
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(120) {
-        let (mut scene, _) = mixed(seed, 3, 5);
-        scene.chatter(20);
+        let (mut scene, _) = mixed_job(seed, 3, 5);
+        scene.exchange_messages(20);
         let speaker = scene.sim.enrol(host(2));
         let asked = scene.begin_checkpoint(None);
-        let moment = Micros(scene.sim.dice.roll(60_000));
-        scene.sim.pass(moment);
+        let moment = Micros(scene.sim.rng.roll(60_000));
+        scene.sim.advance(moment);
         assert_eq!(
             scene
                 .sim
-                .ask(speaker, stopped_until(None, Leave::Checkpoint)),
+                .ask(speaker, stop_guests_until(None, Leave::Checkpoint)),
             Reply::Done
         );
-        let while_he_is_there = Micros(scene.sim.dice.roll(9_000_000));
-        scene.sim.pass(while_he_is_there);
-        assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
-        let result = scene.answer(asked);
-        scene.until_all_are_back();
-        scene.chatter(40);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
+        let while_he_is_there = Micros(scene.sim.rng.roll(9_000_000));
+        scene.sim.advance(while_he_is_there);
+        assert_eq!(scene.sim.ask(speaker, welcome_guests()), Reply::Done);
+        let result = scene.await_checkpoint(asked);
+        scene.run_until_all_connected();
+        scene.exchange_messages(40);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
         let Ok(report) = result else {
             bad += 1;
             continue;
         };
         good += 1;
-        scene.end_all();
+        scene.kill_all();
         scene
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
-        scene.chatter(40);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
+        scene.run_until_all_connected();
+        scene.exchange_messages(40);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
     }
     assert!(good > 20, "{good} went well, {bad} failed");
 }
 
 /// Returns why a checkpoint of the job fails.
-fn why_not(scene: &mut Scene) -> (Tid, Step, Failure) {
+fn checkpoint_error(scene: &mut JobScenario) -> (Tid, Step, Failure) {
     match scene.checkpoint(None) {
         Err(CutFailure::Task { tid, step, why }) => (tid, step, why),
         other => panic!("{other:?}"),
@@ -288,19 +293,19 @@ fn obstacles_are_reported_before_programs_are_asked() {
         (no_files, Refusal::NoState),
         (heedless, not_minded),
     ] {
-        let mut scene = job_of(3, 2, vec![keeper(), request]);
+        let mut scene = spawn_job(3, 2, vec![state_keeper(), request]);
         let second = scene.tids[1];
         assert_eq!(
-            why_not(&mut scene),
+            checkpoint_error(&mut scene),
             (second, Step::Inspect, Failure::Refused(vec![refusal]))
         );
         let asked = scene
             .tids
             .iter()
-            .filter(|tid| scene.sim.was_asked(scene.sim.proc_of(**tid)));
+            .filter(|tid| scene.sim.handed_off_links(scene.sim.proc_of(**tid)));
         assert_eq!(asked.count(), 0);
     }
-    let mut scene = job_of(3, 2, vec![keeper()]);
+    let mut scene = spawn_job(3, 2, vec![state_keeper()]);
     let job = scene.job();
     let hold = Request::Suspend {
         tid: job,
@@ -309,7 +314,7 @@ fn obstacles_are_reported_before_programs_are_asked() {
     };
     assert_eq!(scene.sim.ask(scene.console, hold), Reply::Done);
     assert_eq!(
-        why_not(&mut scene),
+        checkpoint_error(&mut scene),
         (
             job,
             Step::Inspect,
@@ -331,12 +336,12 @@ fn first_usable_engine_is_chosen() {
             &*format!("SEMPA_ENGINE={engines}"),
             "SEMPA_STATE=state-{tid}",
         ];
-        let mut scene = job_of(4, 2, vec![request("keeper", &env)]);
+        let mut scene = spawn_job(4, 2, vec![request("keeper", &env)]);
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{engines}: {why}"));
         assert_eq!(report.own == report.tasks, by_itself, "{engines}");
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
     }
 }
 
@@ -345,20 +350,20 @@ fn first_usable_engine_is_chosen() {
 fn exit_timeout_fails_checkpoint_and_all_continue() {
     let deaf = SpawnRequest {
         file: "deaf".into(),
-        ..keeper()
+        ..state_keeper()
     };
-    let mut scene = job_of(5, 3, vec![keeper(), request("child", &[]), deaf]);
-    scene.chatter(30);
-    let (tid, step, why) = why_not(&mut scene);
+    let mut scene = spawn_job(5, 3, vec![state_keeper(), request("child", &[]), deaf]);
+    scene.exchange_messages(30);
+    let (tid, step, why) = checkpoint_error(&mut scene);
     assert_eq!((tid, step), (scene.tids[2], Step::Quiesce));
     assert!(why.to_string().contains("within 3 s"), "{why}");
-    scene.until_all_are_back();
-    scene.chatter(60);
-    scene.until_all_are_back();
-    scene.until_all_is_heard();
+    scene.run_until_all_connected();
+    scene.exchange_messages(60);
+    scene.run_until_all_connected();
+    scene.run_until_all_received();
     // The program may still exit later: it is asked again when the first request has expired.
     let before = scene.sim.now;
-    let (tid, _, why) = why_not(&mut scene);
+    let (tid, _, why) = checkpoint_error(&mut scene);
     assert_eq!(tid, scene.tids[2]);
     assert!(scene.sim.now.since(before) > Micros::from_secs(50), "{why}");
 }
@@ -369,34 +374,34 @@ fn checkpoint_succeeds_after_slow_program_exits() {
     for seed in seeds(20) {
         let deaf = SpawnRequest {
             file: "deaf keeper".into(),
-            ..keeper()
+            ..state_keeper()
         };
-        let mut scene = job_of(seed, 3, vec![keeper(), deaf]);
+        let mut scene = spawn_job(seed, 3, vec![state_keeper(), deaf]);
         let slow = scene.sim.proc_of(scene.tids[1]);
-        let first = why_not(&mut scene);
+        let first = checkpoint_error(&mut scene);
         assert_eq!(first.1, Step::Quiesce);
         let asked = scene.begin_checkpoint(None);
-        scene.sim.pass(Micros::from_secs(8));
+        scene.sim.advance(Micros::from_secs(8));
         // The program exits late, with the agreed status. It is started again, and the next process
         // exits at once.
-        scene.sim.end_in_order(slow, 85 << 8);
+        scene.sim.exit_gracefully(slow, 85 << 8);
         scene
             .sim
-            .until("another process", |sim| sim.proc_of(scene.tids[1]) != slow);
+            .run_until("another process", |sim| sim.proc_of(scene.tids[1]) != slow);
         let new = scene.sim.proc_of(scene.tids[1]);
-        scene.sim.call_program(new, "keeper");
+        scene.sim.set_program(new, "keeper");
         let report = scene
-            .answer(asked)
+            .await_checkpoint(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert_eq!(report.own.len(), 2, "seed {seed}");
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
     }
 }
 
 /// A program that waits in a barrier when it exits fails the checkpoint.
 #[test]
 fn program_in_barrier_fails_checkpoint() {
-    let mut scene = job_of(6, 2, vec![keeper(), request("child", &[])]);
+    let mut scene = spawn_job(6, 2, vec![state_keeper(), request("child", &[])]);
     for tid in scene.tids.clone() {
         let proc = scene.sim.proc_of(tid);
         scene.sim.ask(
@@ -417,11 +422,11 @@ fn program_in_barrier_fails_checkpoint() {
         })
     };
     scene.sim.request(root, barrier());
-    scene.sim.pass(Micros::from_millis(20));
-    let (tid, step, why) = why_not(&mut scene);
+    scene.sim.advance(Micros::from_millis(20));
+    let (tid, step, why) = checkpoint_error(&mut scene);
     assert_eq!((tid, step), (scene.tids[0], Step::Dump));
     assert!(why.to_string().contains("barrier"), "{why}");
-    scene.until_all_are_back();
+    scene.run_until_all_connected();
     // The task's barrier entry stays, as in a migration.
     assert!(matches!(
         scene.sim.ask(other, barrier()),
@@ -432,20 +437,20 @@ fn program_in_barrier_fails_checkpoint() {
 /// A program that has written none of the files named at its spawn is reported.
 #[test]
 fn missing_state_files_are_reported() {
-    let mut scene = job_of(
+    let mut scene = spawn_job(
         7,
         2,
         vec![
-            keeper(),
+            state_keeper(),
             SpawnRequest {
                 file: "forgetful".into(),
-                ..keeper()
+                ..state_keeper()
             },
         ],
     );
     scene.checkpoint(None).expect("nothing stands in the way");
-    scene.until_all_are_back();
-    let log = scene.sim.nodes[&HostId::MASTER].log.join("\n") + &scene.sim.story();
+    scene.run_until_all_connected();
+    let log = scene.sim.nodes[&HostId::MASTER].log.join("\n") + &scene.sim.history();
     let told = format!(
         "{} has ended as one that has written its own checkpoint, and none of the files",
         scene.tids[1]
@@ -462,8 +467,8 @@ fn missing_state_files_are_reported() {
 #[test]
 fn written_program_may_migrate_and_restart() {
     for seed in seeds(30) {
-        let (mut scene, keepers) = mixed(seed, 4, 4);
-        scene.chatter(30);
+        let (mut scene, keepers) = mixed_job(seed, 4, 4);
+        scene.exchange_messages(30);
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
@@ -479,11 +484,11 @@ fn written_program_may_migrate_and_restart() {
             matches!(reply, Reply::Moved(Ok(_))) || there == host(4),
             "{reply:?} (seed {seed})"
         );
-        scene.until_all_are_back();
-        scene.chatter(30);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
-        scene.end_all();
+        scene.run_until_all_connected();
+        scene.exchange_messages(30);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
+        scene.kill_all();
         let places = scene
             .restart(&report.set, &["h1", "h2"])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
@@ -493,9 +498,9 @@ fn written_program_may_migrate_and_restart() {
                 .all(|(_, at)| [HostId::MASTER, host(2)].contains(at)),
             "{places:?}"
         );
-        scene.until_all_are_back();
-        scene.chatter(60);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
+        scene.run_until_all_connected();
+        scene.exchange_messages(60);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
     }
 }

@@ -1,7 +1,7 @@
 //! Tasks that exchange messages and migrate while the owners of their hosts come and go and a user
 //! suspends some of them.
 
-use super::sim::{Seen, Sim, host};
+use super::sim::{Received, Sim, host};
 use crate::HostId;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
@@ -13,16 +13,16 @@ use std::collections::BTreeMap;
 
 /// Time after which every guest must be paused in the simulation. The simulated taskers take up to
 /// 2 ms to receive an order.
-pub(super) const PROMISE: Micros = Micros::from_millis(50);
+pub(super) const GUEST_PAUSE_MAX: Micros = Micros::from_millis(50);
 /// Time after which a suspended task must be paused. Longer than [`PROMISE`], because no owner
 /// waits for it.
-const PATIENCE: Micros = Micros::from_millis(220);
+const SUSPEND_PAUSE_MAX: Micros = Micros::from_millis(220);
 
-pub(super) fn stopped() -> Request {
-    stopped_until(None, Leave::Move)
+pub(super) fn stop_guests() -> Request {
+    stop_guests_until(None, Leave::Move)
 }
 
-pub(super) fn stopped_until(leave_at: Option<Micros>, then: Leave) -> Request {
+pub(super) fn stop_guests_until(leave_at: Option<Micros>, then: Leave) -> Request {
     let guests = Guests::Stopped { leave_at, then };
     Request::Guests(GuestsWord {
         guests,
@@ -31,12 +31,12 @@ pub(super) fn stopped_until(leave_at: Option<Micros>, then: Leave) -> Request {
     })
 }
 
-pub(super) fn welcome() -> Request {
-    welcome_with(GuestLimits::default())
+pub(super) fn welcome_guests() -> Request {
+    welcome_guests_with(GuestLimits::default())
 }
 
 /// The owner has left and sets these limits for guests.
-pub(super) fn welcome_with(limits: GuestLimits) -> Request {
+pub(super) fn welcome_guests_with(limits: GuestLimits) -> Request {
     Request::Guests(GuestsWord {
         guests: Guests::Welcome,
         why: "olga has left".into(),
@@ -44,7 +44,7 @@ pub(super) fn welcome_with(limits: GuestLimits) -> Request {
     })
 }
 
-pub(super) fn migrate(tid: Tid, to: &str) -> Request {
+pub(super) fn migrate_request(tid: Tid, to: &str) -> Request {
     Request::Migrate {
         tid,
         to: to.into(),
@@ -53,7 +53,7 @@ pub(super) fn migrate(tid: Tid, to: &str) -> Request {
     }
 }
 
-pub(super) fn on(place: &str, file: &str, count: u32) -> SpawnRequest {
+pub(super) fn spawn_on(place: &str, file: &str, count: u32) -> SpawnRequest {
     SpawnRequest {
         file: file.into(),
         count,
@@ -68,14 +68,14 @@ pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Vec
         panic!("no tasks")
     };
     let tids: Vec<Tid> = results.into_iter().flatten().collect();
-    sim.until("all are there", |s| {
+    sim.run_until("all are there", |s| {
         tids.iter()
             .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
     });
     tids.iter().map(|t| sim.proc_of(*t)).collect()
 }
 
-pub(super) fn listed(sim: &mut Sim, console: usize) -> Vec<TaskInfo> {
+pub(super) fn list_tasks(sim: &mut Sim, console: usize) -> Vec<TaskInfo> {
     match sim.ask(
         console,
         Request::Tasks {
@@ -83,11 +83,11 @@ pub(super) fn listed(sim: &mut Sim, console: usize) -> Vec<TaskInfo> {
         },
     ) {
         Reply::Tasks(list) => list,
-        other => panic!("no list: {other:?}"),
+        reply => panic!("no list: {reply:?}"),
     }
 }
 
-pub(super) fn events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
+pub(super) fn list_events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
     match sim.ask(
         console,
         Request::Events {
@@ -96,28 +96,33 @@ pub(super) fn events(sim: &mut Sim, console: usize) -> Vec<EventKind> {
         },
     ) {
         Reply::Events(events) => events.into_iter().map(|event| event.kind).collect(),
-        other => panic!("no events: {other:?}"),
+        reply => panic!("no events: {reply:?}"),
     }
 }
 
 /// Sends a numbered message from one process to another, if its program runs.
-pub(super) fn talk(sim: &mut Sim, sent: &mut BTreeMap<(usize, Tid), u32>, from: usize, to: Tid) {
+pub(super) fn send_numbered(
+    sim: &mut Sim,
+    sent: &mut BTreeMap<(usize, Tid), u32>,
+    from: usize,
+    to: Tid,
+) {
     if sim.procs[from].is_frozen() || sim.procs[from].exited {
         return;
     }
     let number = sent.entry((from, to)).or_default();
-    sim.tell(from, to, &number.to_be_bytes());
+    sim.send_message(from, to, &number.to_be_bytes());
     *number += 1;
 }
 
 /// Asserts that every message arrived once and in order. Returns the number of messages.
-pub(super) fn came(sim: &Sim, procs: &[usize]) -> u32 {
+pub(super) fn assert_in_order(sim: &Sim, procs: &[usize]) -> u32 {
     let mut total = 0;
     for p in procs {
         let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
-        for (src, body) in sim.procs[*p].seen.iter().filter_map(|s| match s {
-            Seen::Message(src, body) => Some((*src, body)),
-            Seen::Note(_) => None,
+        for (src, body) in sim.procs[*p].received.iter().filter_map(|s| match s {
+            Received::Message(src, body) => Some((*src, body)),
+            Received::Notification(_) => None,
         }) {
             let expected = next.entry(src).or_default();
             assert_eq!(
@@ -134,60 +139,60 @@ pub(super) fn came(sim: &Sim, procs: &[usize]) -> u32 {
 }
 
 /// Two tasks on each of three hosts, and an owner agent on each host.
-pub(super) struct Scene {
+pub(super) struct Scenario {
     pub(super) sim: Sim,
     pub(super) console: usize,
     pub(super) procs: Vec<usize>,
     pub(super) tids: Vec<Tid>,
-    pub(super) speakers: Vec<usize>,
-    pub(super) sent: BTreeMap<(usize, Tid), u32>,
+    pub(super) owner_agents: Vec<usize>,
+    pub(super) sent_counts: BTreeMap<(usize, Tid), u32>,
     /// Time since when the guests of a host must be paused.
     pub(super) stopped_at: BTreeMap<HostId, Micros>,
     /// Time since when a task is suspended.
     pub(super) suspended_at: BTreeMap<Tid, Micros>,
-    pub(super) open: Vec<(Tid, RequestId)>,
+    pub(super) open_migrations: Vec<(Tid, RequestId)>,
 }
 
-impl Scene {
-    pub(super) fn new(seed: u64) -> Scene {
+impl Scenario {
+    pub(super) fn new(seed: u64) -> Scenario {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let procs: Vec<usize> = (1..=3)
-            .flat_map(|n| spawn(&mut sim, console, on(&format!("h{n}"), "child", 2)))
+            .flat_map(|n| spawn(&mut sim, console, spawn_on(&format!("h{n}"), "child", 2)))
             .collect();
         let tids = procs.iter().map(|p| sim.procs[*p].tid()).collect();
-        let speakers = (1..=3).map(|n| sim.enrol(host(n))).collect();
-        let (sent, stopped_at, suspended_at, open) = Default::default();
-        Scene {
+        let owner_agents = (1..=3).map(|n| sim.enrol(host(n))).collect();
+        let (sent_counts, stopped_at, suspended_at, open_migrations) = Default::default();
+        Scenario {
             sim,
             console,
             procs,
             tids,
-            speakers,
-            sent,
+            owner_agents,
+            sent_counts,
             stopped_at,
             suspended_at,
-            open,
+            open_migrations,
         }
     }
 
     /// A scene in which quiescing is slow; with every second seed, steps of migrations fail.
-    pub(super) fn unlucky(seed: u64) -> Scene {
-        let mut scene = Scene::new(seed);
-        scene.sim.faults.late_percent = 25;
-        scene.sim.faults.step_fails_percent = if seed.is_multiple_of(2) { 8 } else { 0 };
+    pub(super) fn with_faults(seed: u64) -> Scenario {
+        let mut scene = Scenario::new(seed);
+        scene.sim.random_faults.slow_quiesce_percent = 25;
+        scene.sim.random_faults.failed_steps_percent = if seed.is_multiple_of(2) { 8 } else { 0 };
         scene
     }
 
-    pub(super) fn say(&mut self, n: usize, word: Request) {
-        let (sim, at) = (&mut self.sim, host(n as u16 + 1));
-        match &word {
+    pub(super) fn send_directive(&mut self, n: usize, directive: Request) {
+        let (sim, host_id) = (&mut self.sim, host(n as u16 + 1));
+        match &directive {
             Request::Guests(GuestsWord {
                 guests: Guests::Welcome,
                 ..
-            }) => drop(self.stopped_at.remove(&at)),
-            _ => drop(self.stopped_at.entry(at).or_insert(sim.now)),
+            }) => drop(self.stopped_at.remove(&host_id)),
+            _ => drop(self.stopped_at.entry(host_id).or_insert(sim.now)),
         }
-        assert_eq!(sim.ask(self.speakers[n], word), Reply::Done);
+        assert_eq!(sim.ask(self.owner_agents[n], directive), Reply::Done);
     }
 
     /// Suspends or resumes a task.
@@ -209,27 +214,24 @@ impl Scene {
     }
 
     /// Sends some messages and lets some time pass.
-    pub(super) fn go_on(&mut self) {
+    pub(super) fn exchange_messages(&mut self) {
         for _ in 0..5 {
-            let (from, to) = (
-                self.sim.dice.roll(6) as usize,
-                self.sim.dice.roll(6) as usize,
-            );
-            talk(
+            let (from, to) = (self.sim.rng.roll(6) as usize, self.sim.rng.roll(6) as usize);
+            send_numbered(
                 &mut self.sim,
-                &mut self.sent,
+                &mut self.sent_counts,
                 self.procs[from],
                 self.tids[to],
             );
         }
-        let wait = Micros(self.sim.dice.roll(10_000));
-        self.sim.pass(wait);
+        let wait = Micros(self.sim.rng.roll(10_000));
+        self.sim.advance(wait);
     }
 
     /// The console asks to be notified when the tasks of h2 exit; then tasks exchange messages.
-    pub(super) fn watched(seed: u64) -> Scene {
-        let mut scene = Scene::new(seed);
-        scene.sim.faults.late_percent = 25;
+    pub(super) fn with_exit_notification(seed: u64) -> Scenario {
+        let mut scene = Scenario::new(seed);
+        scene.sim.random_faults.slow_quiesce_percent = 25;
         let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
         scene.sim.ask(
             scene.console,
@@ -240,27 +242,27 @@ impl Scene {
                 cancel: false,
             }),
         );
-        scene.go_on();
+        scene.exchange_messages();
         scene
     }
 
     /// Waits a random time and, with every second seed, starts a migration.
-    pub(super) fn some_time_after(&mut self, longest: u64) {
-        let wait = Micros(self.sim.dice.roll(longest));
-        self.sim.pass(wait);
+    pub(super) fn wait_randomly(&mut self, max_micros: u64) {
+        let wait = Micros(self.sim.rng.roll(max_micros));
+        self.sim.advance(wait);
         if self.sim.seed.is_multiple_of(2) {
-            self.move_one();
+            self.migrate_one();
         }
     }
 
     /// Waits and asserts that each task of h2 is either listed or reported dead, exactly once.
     /// Returns the list of tasks.
-    pub(super) fn told_once(&mut self) -> Vec<TaskInfo> {
-        self.sim.pass(Micros::from_secs(20));
-        let list = listed(&mut self.sim, self.console);
+    pub(super) fn assert_exits_reported_once(&mut self) -> Vec<TaskInfo> {
+        self.sim.advance(Micros::from_secs(20));
+        let list = list_tasks(&mut self.sim, self.console);
         for tid in &self.tids[2..4] {
             let alive = list.iter().filter(|t| t.tid == *tid).count();
-            let dead = self.sim.procs[self.console].notes(1);
+            let dead = self.sim.procs[self.console].notifications(1);
             let dead = dead
                 .iter()
                 .filter(|m| m.body[..4] == tid.raw().to_be_bytes())
@@ -272,7 +274,7 @@ impl Scene {
 
     /// Waits and asserts that every task that has not exited runs.
     pub(super) fn assert_all_run(&mut self) {
-        self.sim.pass(Micros::from_secs(3));
+        self.sim.advance(Micros::from_secs(3));
         for p in &self.procs {
             let proc = &self.sim.procs[*p];
             assert!(
@@ -283,23 +285,23 @@ impl Scene {
         }
     }
 
-    pub(super) fn move_one(&mut self) {
+    pub(super) fn migrate_one(&mut self) {
         let (tid, to) = (
-            self.tids[self.sim.dice.roll(6) as usize],
-            1 + self.sim.dice.roll(3),
+            self.tids[self.sim.rng.roll(6) as usize],
+            1 + self.sim.rng.roll(3),
         );
         let id = self
             .sim
-            .request(self.console, migrate(tid, &format!("h{to}")));
-        self.open.push((tid, id));
+            .request(self.console, migrate_request(tid, &format!("h{to}")));
+        self.open_migrations.push((tid, id));
     }
 
     /// Asserts that each task that is not migrating is paused if the owner of its host or a
     /// suspension requires that.
-    pub(super) fn assert_still(&mut self) {
+    pub(super) fn assert_paused(&mut self) {
         let replies = &self.sim.procs[self.console].replies;
         let moving: Vec<Tid> = self
-            .open
+            .open_migrations
             .iter()
             .filter(|(_, id)| !replies.contains_key(id))
             .map(|(tid, _)| *tid)
@@ -314,11 +316,11 @@ impl Scene {
             let since = self
                 .stopped_at
                 .get(&proc.host)
-                .filter(|since| **since + PROMISE < self.sim.now);
+                .filter(|since| **since + GUEST_PAUSE_MAX < self.sim.now);
             let suspended = self
                 .suspended_at
                 .get(tid)
-                .filter(|since| **since + PATIENCE < self.sim.now);
+                .filter(|since| **since + SUSPEND_PAUSE_MAX < self.sim.now);
             let may_run = since.is_none() && suspended.is_none();
             assert!(
                 may_run || proc.is_frozen() || proc.exited,
@@ -331,18 +333,18 @@ impl Scene {
     /// Lets all owners leave, checks that suspended tasks stay paused, and resumes them. Then
     /// asserts that all tasks run and that no message was lost. Returns the number of successful
     /// migrations.
-    pub(super) fn end(&mut self) -> usize {
-        let (console, open) = (self.console, std::mem::take(&mut self.open));
-        self.sim.until("all moves", |s| {
+    pub(super) fn finish(&mut self) -> usize {
+        let (console, open) = (self.console, std::mem::take(&mut self.open_migrations));
+        self.sim.run_until("all moves", |s| {
             open.iter()
                 .all(|(_, id)| s.procs[console].replies.contains_key(id))
         });
         for n in 0..3 {
-            self.say(n, welcome());
+            self.send_directive(n, welcome_guests());
         }
-        self.sim.pass(Micros::from_secs(1));
-        self.assert_still();
-        for task in listed(&mut self.sim, console)
+        self.sim.advance(Micros::from_secs(1));
+        self.assert_paused();
+        for task in list_tasks(&mut self.sim, console)
             .iter()
             .filter(|t| self.tids.contains(&t.tid))
         {
@@ -356,13 +358,14 @@ impl Scene {
         while let Some(tid) = self.suspended_at.keys().next().copied() {
             self.suspend(tid, false);
         }
-        let (procs, total) = (self.procs.clone(), self.sent.values().sum::<u32>());
-        self.sim.until("everybody", |s| {
+        let (procs, total) = (self.procs.clone(), self.sent_counts.values().sum::<u32>());
+        self.sim.run_until("everybody", |s| {
             procs.iter().all(|p| s.procs[*p].conn.is_some())
         });
-        self.sim.until("all messages", |s| came(s, &procs) == total);
-        self.sim.pass(Micros::from_secs(3));
-        let list = listed(&mut self.sim, console);
+        self.sim
+            .run_until("all messages", |s| assert_in_order(s, &procs) == total);
+        self.sim.advance(Micros::from_secs(3));
+        let list = list_tasks(&mut self.sim, console);
         for tid in &self.tids {
             let proc = &self.sim.procs[self.sim.proc_of(*tid)];
             assert!(

@@ -7,14 +7,14 @@ use std::path::PathBuf;
 #[derive(Debug)]
 pub(super) struct FakeWorld {
     pub(super) secret: i32,
-    pub(super) unix: Micros,
+    pub(super) unix_time: Micros,
     /// A program that has been removed.
-    pub(super) lacks: Option<&'static str>,
+    pub(super) missing_program: Option<&'static str>,
 }
 
 impl World for FakeWorld {
     fn find_program(&self, name: &str, _dir: Option<&str>) -> Result<PathBuf, PvmError> {
-        if name.contains("missing") || self.lacks == Some(name) {
+        if name.contains("missing") || self.missing_program == Some(name) {
             Err(PvmError::NoFile)
         } else {
             Ok(PathBuf::from(format!("/bin/{name}")))
@@ -27,7 +27,7 @@ impl World for FakeWorld {
         vec![b"HOME=/home".to_vec(), b"PVMEPID=7".to_vec()]
     }
     fn unix_time(&self) -> Micros {
-        self.unix
+        self.unix_time
     }
     fn secret(&mut self) -> i32 {
         self.secret += 1;

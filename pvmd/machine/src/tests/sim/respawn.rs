@@ -10,21 +10,21 @@ use sempa_proto::tasker::{FromTasker, StartTask};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
 /// Tag of the message that asks a program to exit.
-pub(in crate::tests) const ASK_TAG: i32 = 77;
+pub(in crate::tests) const EXIT_REQUEST_TAG: i32 = 77;
 
 impl Sim {
     /// Makes a library hand off its links for a migration (`by` is set), or cancels that.
-    pub(super) fn takes_nothing(&mut self, proc: usize, by: Option<MigrationId>) {
+    pub(super) fn prepare_exit(&mut self, proc: usize, by: Option<MigrationId>) {
         let now = self.now;
         let p = &mut self.procs[proc];
-        let (Some(conn), on, line) = (p.conn, p.host, p.line) else {
+        let (Some(conn), on, line) = (p.conn, p.host, p.incarnation) else {
             return;
         };
         let Some(by) = by else {
-            if p.ends.is_none() {
+            if p.exiting_with.is_none() {
                 p.links.values_mut().for_each(Link::restore_window);
-                if let Some(by) = p.parted.take() {
-                    self.proc_says(
+                if let Some(by) = p.handed_off_for.take() {
+                    self.send_from_proc(
                         conn,
                         on,
                         Event::TaskControl {
@@ -36,10 +36,10 @@ impl Sim {
             }
             return;
         };
-        (p.parted, p.asked) = (Some(by), true);
+        (p.handed_off_for, p.exit_requested) = (Some(by), true);
         let parts: Vec<(Talk, Vec<LinkFrame>)> =
             p.links.values_mut().map(|link| link.part(now)).collect();
-        let later = std::mem::take(&mut p.waiting);
+        let later = std::mem::take(&mut p.deferred_notifications);
         let talks = parts.iter().map(|(talk, _)| *talk).collect();
         let first = ToDaemon::Parting {
             by,
@@ -47,7 +47,7 @@ impl Sim {
             talks,
             later,
         };
-        self.proc_says(
+        self.send_from_proc(
             conn,
             on,
             Event::TaskControl {
@@ -57,9 +57,9 @@ impl Sim {
         );
         for frame in parts.into_iter().flat_map(|(_, frames)| frames) {
             let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-            self.proc_says(conn, on, Event::TaskLink { conn, frame: bytes });
+            self.send_from_proc(conn, on, Event::TaskLink { conn, frame: bytes });
         }
-        self.proc_says(
+        self.send_from_proc(
             conn,
             on,
             Event::TaskControl {
@@ -70,10 +70,10 @@ impl Sim {
     }
 
     /// Lets a new process continue the links of its predecessor.
-    pub(super) fn succeed(&mut self, proc: usize, successor: &Successor) {
+    pub(super) fn adopt_links(&mut self, proc: usize, successor: &Successor) {
         let p = &mut self.procs[proc];
         let tid = p.tid();
-        (p.line, p.next_request) = (successor.line, u64::from(successor.count) << 40);
+        (p.incarnation, p.next_request) = (successor.line, u64::from(successor.count) << 40);
         p.links.extend(
             successor
                 .talks
@@ -84,69 +84,69 @@ impl Sim {
 
     /// Accepts a message that the previous process had sent and that comes back. Returns false if
     /// the frame is of another kind.
-    pub(super) fn takes_back(&mut self, proc: usize, frame: &LinkFrame) -> bool {
+    pub(super) fn accept_returned(&mut self, proc: usize, frame: &LinkFrame) -> bool {
         let p = &mut self.procs[proc];
-        let own = frame.dst != frame.src
+        let is_returned = frame.dst != frame.src
             && p.welcome
                 .as_ref()
                 .is_some_and(|welcome| welcome.tid == frame.src);
-        if own {
+        if is_returned {
             p.links
                 .get_mut(&frame.dst)
                 .expect("it was told of this one")
                 .take_back(frame);
-            self.pump(proc);
+            self.run_links(proc);
         }
-        own
+        is_returned
     }
 
     /// Delays task data from one host to another by at least `time`.
-    pub(in crate::tests) fn slow_down(&mut self, from: HostId, to: HostId, time: Micros) {
+    pub(in crate::tests) fn delay_data(&mut self, from: HostId, to: HostId, time: Micros) {
         self.channels
             .insert(Channel::Data(from, to), self.now + time);
     }
 
     /// Delays the master's messages to a host by at least `time`.
-    pub(in crate::tests) fn slow_down_orders(&mut self, to: HostId, time: Micros) {
+    pub(in crate::tests) fn delay_orders(&mut self, to: HostId, time: Micros) {
         self.channels
             .insert(Channel::Control(HostId::MASTER, to), self.now + time);
     }
 
     /// Renames the program of a process.
-    pub(in crate::tests) fn call_program(&mut self, proc: usize, program: &str) {
+    pub(in crate::tests) fn set_program(&mut self, proc: usize, program: &str) {
         self.procs[proc].program = program.to_string();
     }
 
     /// Asks a program to exit. A program whose name contains `deaf` does not; one whose name
     /// contains `done` exits with status 0.
-    pub(super) fn asked_to_end(&mut self, on: HostId, tid: Tid, engine: Engine) {
+    pub(super) fn request_exit(&mut self, on: HostId, tid: Tid, engine: Engine) {
         let Some(proc) = self.find_spawned(on, tid) else {
             return;
         };
-        if let (true, Some((_, wait))) = (self.procs[proc].held, engine.asks()) {
+        if let (true, Some((_, wait))) = (self.procs[proc].paused, engine.asks()) {
             // A paused program may run to exit.
-            self.hold(on, proc, Micros::from_secs(wait.into()));
+            self.pause_after(on, proc, Micros::from_secs(wait.into()));
         }
         let program = self.procs[proc].program.clone();
         let by_message = matches!(engine.asks(), Some((Asked::Message(_), _)));
         if by_message {
-            let before = self.procs[proc].notes(ASK_TAG).len();
-            self.pass(Micros::from_millis(20));
+            let before = self.procs[proc].notifications(EXIT_REQUEST_TAG).len();
+            self.advance(Micros::from_millis(20));
             assert_eq!(
-                self.procs[proc].notes(ASK_TAG).len(),
+                self.procs[proc].notifications(EXIT_REQUEST_TAG).len(),
                 before,
                 "its end is not expected yet"
             );
-            self.tasker(on, FromTasker::ExpectsEnd { tid });
+            self.send_from_tasker(on, FromTasker::ExpectsEnd { tid });
         }
         if program.contains("deaf") {
-            self.deaf.push(proc);
+            self.exit_ignored_by.push(proc);
             return;
         }
         if by_message {
-            let before = self.procs[proc].notes(ASK_TAG).len();
-            self.until("it is asked", |s| {
-                s.procs[proc].notes(ASK_TAG).len() > before || s.procs[proc].exited
+            let before = self.procs[proc].notifications(EXIT_REQUEST_TAG).len();
+            self.run_until("it is asked", |s| {
+                s.procs[proc].notifications(EXIT_REQUEST_TAG).len() > before || s.procs[proc].exited
             });
         }
         let status = match engine {
@@ -154,31 +154,31 @@ impl Sim {
             Engine::Own { exit, .. } => i32::from(exit) << 8,
             Engine::Criu | Engine::Restart { .. } => 15,
         };
-        self.end_in_order(proc, status);
+        self.exit_gracefully(proc, status);
     }
 
     /// True if the library has handed off its links, so that the program can be asked.
-    pub(in crate::tests) fn was_asked(&self, proc: usize) -> bool {
-        self.procs[proc].asked
+    pub(in crate::tests) fn handed_off_links(&self, proc: usize) -> bool {
+        self.procs[proc].exit_requested
     }
 
     /// Ends a process whose library has time for its last messages.
-    pub(in crate::tests) fn end_in_order(&mut self, proc: usize, status: i32) {
-        self.procs[proc].ends = Some(status);
+    pub(in crate::tests) fn exit_gracefully(&mut self, proc: usize, status: i32) {
+        self.procs[proc].exiting_with = Some(status);
         let p = &self.procs[proc];
-        if p.asked && p.parted.is_none() && p.conn.is_some() {
-            let words = self.request(proc, Request::LastWords);
-            self.until("it may end", |s| {
-                s.procs[proc].replies.contains_key(&words) || s.procs[proc].exited
+        if p.exit_requested && p.handed_off_for.is_none() && p.conn.is_some() {
+            let request = self.request(proc, Request::LastWords);
+            self.run_until("it may end", |s| {
+                s.procs[proc].replies.contains_key(&request) || s.procs[proc].exited
             });
         }
-        self.pump(proc);
+        self.run_links(proc);
         self.write_state(proc);
         self.exit(proc, status);
     }
 
     /// Starts a program that waits before its first instruction.
-    pub(super) fn build_anew(
+    pub(super) fn prepare_respawn(
         &mut self,
         on: HostId,
         migration: MigrationId,
@@ -186,23 +186,23 @@ impl Sim {
     ) -> FromTasker {
         let result = self.step_result_of(on, 4343);
         if result.is_ok() {
-            let proc = self.process_of(on, start);
-            self.procs[proc].stopped = true;
+            let proc = self.create_process(on, start);
+            self.procs[proc].stopped_for_migration = true;
             // The process does not count as the task yet.
             self.procs[proc].spawned = None;
-            self.anew.insert((on, migration), (proc, start.tid));
+            self.respawned.insert((on, migration), (proc, start.tid));
         }
         FromTasker::Restored { migration, result }
     }
 
     /// Lets a waiting program run. Returns `None` if there is none.
-    pub(super) fn run_anew(
+    pub(super) fn run_respawned(
         &mut self,
         on: HostId,
         migration: MigrationId,
         held: bool,
     ) -> Option<FromTasker> {
-        let (proc, tid) = self.anew.remove(&(on, migration))?;
+        let (proc, tid) = self.respawned.remove(&(on, migration))?;
         let twice = self
             .procs
             .iter()
@@ -214,20 +214,20 @@ impl Sim {
             Ok(())
         };
         let p = &mut self.procs[proc];
-        (p.spawned, p.stopped, p.held) = (Some(tid), false, held);
-        self.begin_if_it_may(proc);
+        (p.spawned, p.stopped_for_migration, p.paused) = (Some(tid), false, held);
+        self.connect_if_runnable(proc);
         Some(FromTasker::Ran { migration, result })
     }
 
     /// Discards a program that was started for a migration.
-    pub(super) fn discard_anew(&mut self, on: HostId, migration: MigrationId) {
-        if let Some((proc, _)) = self.anew.remove(&(on, migration)) {
+    pub(super) fn discard_respawned(&mut self, on: HostId, migration: MigrationId) {
+        if let Some((proc, _)) = self.respawned.remove(&(on, migration)) {
             self.procs[proc].exited = true;
         }
     }
 
     /// Creates the process of a start order. It has not connected.
-    pub(super) fn process_of(&mut self, on: HostId, start: &StartTask) -> usize {
+    pub(super) fn create_process(&mut self, on: HostId, start: &StartTask) -> usize {
         let env: Vec<String> = start
             .env
             .iter()
@@ -244,7 +244,7 @@ impl Sim {
     }
 
     /// Connects a new process if it may run.
-    pub(super) fn begin_if_it_may(&mut self, proc: usize) {
+    pub(super) fn connect_if_runnable(&mut self, proc: usize) {
         let p = &mut self.procs[proc];
         if p.is_frozen() || p.exited || p.program.contains("sleep") {
             return;

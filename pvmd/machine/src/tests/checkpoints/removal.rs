@@ -4,7 +4,7 @@ use super::*;
 use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
 use sempa_proto::event::EventKind;
 
-impl Scene {
+impl JobScenario {
     pub(super) fn remove(&mut self, which: Unwanted) -> Removed {
         let reply = self
             .sim
@@ -19,7 +19,7 @@ impl Scene {
         self.remove(Unwanted::Sets(vec![set.into()])).remove(0).1
     }
 
-    pub(super) fn sets(&mut self) -> Vec<SetEntry> {
+    pub(super) fn list_checkpoints(&mut self) -> Vec<SetEntry> {
         let reply = self.sim.ask(self.console, Request::Sets);
         let Reply::Sets(Ok(sets)) = reply else {
             panic!("{reply:?}")
@@ -27,7 +27,7 @@ impl Scene {
         sets
     }
 
-    pub(super) fn made(&mut self, pace: Option<Pace>) -> String {
+    pub(super) fn make_checkpoint(&mut self, pace: Option<Pace>) -> String {
         let reply = self.sim.ask(
             self.console,
             Request::Checkpoint {
@@ -45,7 +45,7 @@ impl Scene {
 
     /// Ends all tasks with these wait statuses, the first task last. True if the store was notified
     /// that the job is over.
-    pub(super) fn ends(&mut self, first: i32, others: i32) -> bool {
+    pub(super) fn exit_all(&mut self, first: i32, others: i32) -> bool {
         for tid in self.tids.clone().into_iter().rev() {
             let (proc, status) = (
                 self.sim.proc_of(tid),
@@ -53,18 +53,18 @@ impl Scene {
             );
             self.sim.exit(proc, status);
         }
-        self.over()
+        self.await_end()
     }
 
-    fn over(&mut self) -> bool {
+    fn await_end(&mut self) -> bool {
         let tids = self.tids.clone();
-        self.sim.until("all have ended", |sim| {
+        self.sim.run_until("all have ended", |sim| {
             tids.iter().all(|tid| !is_listed(sim, *tid))
         });
-        self.sim.pass(Micros::from_secs(2));
-        let ended = self.sim.sets.ended();
+        self.sim.advance(Micros::from_secs(2));
+        let ended = self.sim.image_store.ended();
         assert!(
-            ended.is_empty() || ended.len() == self.sim.sets.count(),
+            ended.is_empty() || ended.len() == self.sim.image_store.count(),
             "all sets of it (seed {})",
             self.sim.seed
         );
@@ -76,18 +76,26 @@ impl Scene {
 #[test]
 fn unneeded_checkpoints_can_be_removed() {
     for seed in seeds(20) {
-        let mut scene = Scene::new(seed, 3, 4);
-        let (a, b, c) = (scene.made(None), scene.made(None), scene.made(None));
+        let mut scene = JobScenario::new(seed, 3, 4);
+        let (a, b, c) = (
+            scene.make_checkpoint(None),
+            scene.make_checkpoint(None),
+            scene.make_checkpoint(None),
+        );
         assert_eq!(scene.remove_set(&a), Ok(1));
         assert_eq!(scene.remove_set(&a), Err(Stays::Unknown));
-        let listed: Vec<String> = scene.sets().into_iter().map(|set| set.set).collect();
+        let listed: Vec<String> = scene
+            .list_checkpoints()
+            .into_iter()
+            .map(|set| set.set)
+            .collect();
         assert!(
             listed.len() == 2 && listed.contains(&b) && listed.contains(&c),
             "{listed:?}"
         );
         let job = scene.job();
         let every = Some(Pace::Every(Micros::from_secs(3600)));
-        let newest = scene.made(every);
+        let newest = scene.make_checkpoint(every);
         let mut gone = scene.remove(Unwanted::Job(job));
         gone.sort_by_key(|(set, _)| *set == newest);
         assert_eq!(gone.len(), 3);
@@ -131,9 +139,9 @@ fn unneeded_checkpoints_can_be_removed() {
 #[test]
 fn checkpoint_in_use_is_not_removed() {
     for seed in seeds(20) {
-        let mut scene = Scene::new(seed, 3, 4);
-        let set = scene.made(None);
-        scene.end_all();
+        let mut scene = JobScenario::new(seed, 3, 4);
+        let set = scene.make_checkpoint(None);
+        scene.kill_all();
         let asked = scene.sim.request(
             scene.console,
             Request::Restart {
@@ -144,7 +152,7 @@ fn checkpoint_in_use_is_not_removed() {
         );
         assert_eq!(scene.remove_set(&set), Err(Stays::InUse), "seed {seed}");
         let console = scene.console;
-        scene.sim.until("it runs", |sim| {
+        scene.sim.run_until("it runs", |sim| {
             sim.procs[console].replies.contains_key(&asked)
         });
         assert!(
@@ -163,19 +171,19 @@ fn checkpoint_in_use_is_not_removed() {
 fn success_or_kill_ends_need_for_checkpoints() {
     for seed in seeds(30) {
         for every in [None, Some(Pace::Every(Micros::from_secs(1)))] {
-            let mut scene = Scene::new(seed, 3, 4);
-            scene.made(every);
+            let mut scene = JobScenario::new(seed, 3, 4);
+            scene.make_checkpoint(every);
             assert!(
-                scene.ends(0, 0x100),
+                scene.exit_all(0, 0x100),
                 "its first task has succeeded (seed {seed})"
             );
-            let mut scene = Scene::new(seed, 3, 4);
-            scene.made(every);
-            scene.chatter(30);
+            let mut scene = JobScenario::new(seed, 3, 4);
+            scene.make_checkpoint(every);
+            scene.exchange_messages(30);
             for tid in scene.tids.clone() {
                 scene.signal(tid, 15);
             }
-            assert!(scene.over(), "it was killed (seed {seed})");
+            assert!(scene.await_end(), "it was killed (seed {seed})");
         }
     }
 }
@@ -184,20 +192,20 @@ fn success_or_kill_ends_need_for_checkpoints() {
 #[test]
 fn crashed_or_lost_job_keeps_checkpoints() {
     for seed in seeds(30) {
-        let mut scene = Scene::new(seed, 3, 4);
-        scene.made(None);
-        assert!(!scene.ends(11, 0), "it crashed (seed {seed})");
-        let mut scene = Scene::new(seed, 3, 4);
-        scene.made(None);
+        let mut scene = JobScenario::new(seed, 3, 4);
+        scene.make_checkpoint(None);
+        assert!(!scene.exit_all(11, 0), "it crashed (seed {seed})");
+        let mut scene = JobScenario::new(seed, 3, 4);
+        scene.make_checkpoint(None);
         assert!(
-            !scene.ends(15, 0),
+            !scene.exit_all(15, 0),
             "somebody outside has killed it (seed {seed})"
         );
-        let mut scene = Scene::new(seed, 3, 4);
-        scene.made(None);
+        let mut scene = JobScenario::new(seed, 3, 4);
+        scene.make_checkpoint(None);
         scene.signal(scene.job(), 10);
-        assert!(!scene.ends(10, 0), "no signal to end (seed {seed})");
-        let mut scene = Scene::new(seed, 3, 4);
+        assert!(!scene.exit_all(10, 0), "no signal to end (seed {seed})");
+        let mut scene = JobScenario::new(seed, 3, 4);
         let ends = Request::Checkpoint {
             job: scene.job(),
             pace: None,
@@ -209,9 +217,12 @@ fn crashed_or_lost_job_keeps_checkpoints() {
             matches!(reply, Reply::Checkpointed(Ok(_))),
             "{reply:?} (seed {seed})"
         );
-        assert!(!scene.over(), "it is to be started again (seed {seed})");
-        let mut scene = Scene::new(seed, 3, 6);
-        scene.made(None);
+        assert!(
+            !scene.await_end(),
+            "it is to be started again (seed {seed})"
+        );
+        let mut scene = JobScenario::new(seed, 3, 6);
+        scene.make_checkpoint(None);
         let away = scene
             .tids
             .iter()
@@ -227,9 +238,9 @@ fn crashed_or_lost_job_keeps_checkpoints() {
                 scene.sim.exit(proc, 0);
             }
         }
-        scene.sim.pass(Micros::from_secs(60));
+        scene.sim.advance(Micros::from_secs(60));
         assert_eq!(
-            scene.sim.sets.ended(),
+            scene.sim.image_store.ended(),
             [""; 0],
             "some of it were lost with their host (seed {seed})"
         );
@@ -240,16 +251,16 @@ fn crashed_or_lost_job_keeps_checkpoints() {
 #[test]
 fn halt_does_not_end_jobs() {
     for seed in seeds(20) {
-        let mut scene = Scene::new(seed, 3, 2);
-        scene.made(None);
+        let mut scene = JobScenario::new(seed, 3, 2);
+        scene.make_checkpoint(None);
         assert_eq!(scene.sim.ask(scene.console, Request::Halt), Reply::Done);
         // Tasks exit successfully when they are asked to.
         for tid in scene.tids.clone() {
             let proc = scene.sim.proc_of(tid);
             scene.sim.exit(proc, 0);
         }
-        scene.sim.pass(Micros::from_secs(10));
-        assert_eq!(scene.sim.sets.ended(), [""; 0], "seed {seed}");
+        scene.sim.advance(Micros::from_secs(10));
+        assert_eq!(scene.sim.image_store.ended(), [""; 0], "seed {seed}");
     }
 }
 
@@ -257,21 +268,24 @@ fn halt_does_not_end_jobs() {
 #[test]
 fn restarted_job_needs_its_checkpoints_again() {
     for seed in seeds(20) {
-        let mut scene = Scene::new(seed, 3, 4);
-        scene.made(None);
-        let second = scene.made(None);
-        assert!(scene.ends(0, 0), "seed {seed}");
+        let mut scene = JobScenario::new(seed, 3, 4);
+        scene.make_checkpoint(None);
+        let second = scene.make_checkpoint(None);
+        assert!(scene.exit_all(0, 0), "seed {seed}");
         assert!(
-            scene.sets().iter().all(|set| set.ended.is_some()),
+            scene
+                .list_checkpoints()
+                .iter()
+                .all(|set| set.ended.is_some()),
             "and the list tells"
         );
         scene
             .restart(&second, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
-        assert_eq!(scene.sim.sets.ended(), [""; 0], "seed {seed}");
-        scene.made(None);
-        assert!(scene.ends(0, 0), "seed {seed}");
-        assert_eq!(scene.sim.sets.ended().len(), 3, "seed {seed}");
+        scene.run_until_all_connected();
+        assert_eq!(scene.sim.image_store.ended(), [""; 0], "seed {seed}");
+        scene.make_checkpoint(None);
+        assert!(scene.exit_all(0, 0), "seed {seed}");
+        assert_eq!(scene.sim.image_store.ended().len(), 3, "seed {seed}");
     }
 }

@@ -1,7 +1,7 @@
 //! The data channels between the simulated hosts. The streams are split and joined by the daemon's
 //! own code; each stream has its own delays.
 
-use super::{Channel, Happening, Sim, pair};
+use super::{Channel, Sim, SimEvent, pair};
 use crate::Event;
 use crate::lanes::{Fork, Join, Lane, LaneId, Main, Way, ends_of};
 use sempa_proto::HostId;
@@ -10,50 +10,50 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
 /// One direction of one session: sender, receiver, number of the session.
-pub(super) type WireId = (HostId, HostId, u64);
+pub(super) type ChannelId = (HostId, HostId, u64);
 
 /// Messages that wait for a session, in order.
 pub(super) type Unsent = VecDeque<(Channel, Event)>;
 
 /// An item of one of the streams.
 #[derive(Clone, Debug)]
-pub(super) enum Parcel {
+pub(super) enum StreamItem {
     Main(Main<Carried>),
     Lane(LaneId, Lane<Carried>),
 }
 
 /// All data channels that ever existed.
 #[derive(Debug)]
-pub(super) struct Wires {
-    begin: Instant,
-    wires: BTreeMap<WireId, (Fork, Join<Carried>)>,
+pub(super) struct DataChannels {
+    epoch: Instant,
+    channels: BTreeMap<ChannelId, (Fork, Join<Carried>)>,
     sessions: BTreeMap<(HostId, HostId), u64>,
     lanes_opened: usize,
 }
 
-impl Default for Wires {
-    fn default() -> Wires {
-        Wires {
-            begin: Instant::now(),
-            wires: BTreeMap::new(),
+impl Default for DataChannels {
+    fn default() -> DataChannels {
+        DataChannels {
+            epoch: Instant::now(),
+            channels: BTreeMap::new(),
             sessions: BTreeMap::new(),
             lanes_opened: 0,
         }
     }
 }
 
-impl Wires {
+impl DataChannels {
     /// Begins a new session, which shares nothing with an older one.
-    pub(super) fn begin(&mut self, from: HostId, to: HostId) {
+    pub(super) fn begin_session(&mut self, from: HostId, to: HostId) {
         *self.sessions.entry((from, to)).or_default() += 1;
     }
 
     /// Handles the arrival of an item. Returns the events that can be delivered.
-    pub(super) fn arrived(&mut self, wire: WireId, parcel: Parcel) -> Vec<Event> {
-        let (_, join) = self.wires.entry(wire).or_default();
+    pub(super) fn on_arrival(&mut self, wire: ChannelId, parcel: StreamItem) -> Vec<Event> {
+        let (_, join) = self.channels.entry(wire).or_default();
         match parcel {
-            Parcel::Main(parcel) => join.take_main(parcel),
-            Parcel::Lane(lane, parcel) => join.take_lane(lane, parcel),
+            StreamItem::Main(parcel) => join.take_main(parcel),
+            StreamItem::Lane(lane, parcel) => join.take_lane(lane, parcel),
         }
         std::iter::from_fn(|| join.pop())
             .map(|carried| Event::HostCarried {
@@ -66,7 +66,13 @@ impl Wires {
 
 impl Sim {
     /// Sends a message of one daemon to another, or stores it until there is a session.
-    pub(super) fn between(&mut self, channel: Channel, from: HostId, to: HostId, event: Event) {
+    pub(super) fn send_or_store(
+        &mut self,
+        channel: Channel,
+        from: HostId,
+        to: HostId,
+        event: Event,
+    ) {
         if !self.sessions.contains(&pair(from, to)) {
             return self
                 .unsent
@@ -76,16 +82,16 @@ impl Sim {
         }
         match event {
             Event::HostCarried { carried, .. } => self.carry(from, to, carried),
-            event => self.send(channel, Happening::Event(to, event)),
+            event => self.send_in_order(channel, SimEvent::Machine(to, event)),
         }
     }
 
     /// Returns how many pair streams were opened.
     pub(in crate::tests) fn lanes_opened(&self) -> usize {
-        self.wires.lanes_opened
+        self.data_channels.lanes_opened
     }
 
-    pub(super) fn session(&mut self, a: HostId, b: HostId) {
+    pub(super) fn connect_hosts(&mut self, a: HostId, b: HostId) {
         let both_live = [a, b]
             .iter()
             .all(|h| self.nodes.get(h).is_some_and(|n| n.alive));
@@ -93,13 +99,13 @@ impl Sim {
             return;
         }
         for (from, to) in [(a, b), (b, a)] {
-            self.send(
+            self.send_in_order(
                 Channel::Control(from, to),
-                Happening::Event(to, Event::HostConnected { host: from }),
+                SimEvent::Machine(to, Event::HostConnected { host: from }),
             );
-            self.wires.begin(from, to);
+            self.data_channels.begin_session(from, to);
             for (channel, event) in self.unsent.remove(&(from, to)).unwrap_or_default() {
-                self.between(channel, from, to, event);
+                self.send_or_store(channel, from, to, event);
             }
         }
     }
@@ -110,10 +116,14 @@ impl Sim {
         let wire = (
             from,
             to,
-            self.wires.sessions.get(&(from, to)).copied().unwrap_or(0),
+            self.data_channels
+                .sessions
+                .get(&(from, to))
+                .copied()
+                .unwrap_or(0),
         );
-        let now = self.wires.begin + Duration::from_micros(self.now.0);
-        let (fork, _) = self.wires.wires.entry(wire).or_default();
+        let now = self.data_channels.epoch + Duration::from_micros(self.now.0);
+        let (fork, _) = self.data_channels.channels.entry(wire).or_default();
         let mut parcels = Vec::new();
         let ends = match &carried {
             Carried::Link(body) => ends_of(body),
@@ -121,9 +131,9 @@ impl Sim {
         };
         match ends.map(|ends| (ends, fork.way(ends, now))) {
             Some((ends, Way::Lane { lane, new, behind })) => {
-                self.wires.lanes_opened += usize::from(new);
-                parcels.extend(behind.map(|words| Parcel::Lane(lane, Lane::Behind(words))));
-                parcels.push(Parcel::Lane(lane, Lane::Item(carried)));
+                self.data_channels.lanes_opened += usize::from(new);
+                parcels.extend(behind.map(|words| StreamItem::Lane(lane, Lane::Behind(words))));
+                parcels.push(StreamItem::Lane(lane, Lane::Item(carried)));
                 fork.sent(ends);
             }
             _ => {
@@ -132,28 +142,28 @@ impl Sim {
                 } else {
                     None
                 };
-                let mut put = |fork: &mut Fork, parcel| {
-                    parcels.push(Parcel::Main(parcel));
+                let mut put_main = |fork: &mut Fork, parcel| {
+                    parcels.push(StreamItem::Main(parcel));
                     fork.sent_main();
                 };
-                if let Some(marks) = fork.fence(&carried) {
-                    put(fork, Main::After(marks));
+                if let Some(barriers) = fork.fence(&carried) {
+                    put_main(fork, Main::After(barriers));
                 }
-                put(fork, Main::Item(carried));
-                for mark in ended
+                put_main(fork, Main::Item(carried));
+                for lane_end in ended
                     .map(|task| fork.close(now, Some(task)))
                     .unwrap_or_default()
                 {
-                    put(fork, Main::End(mark));
+                    put_main(fork, Main::End(lane_end));
                 }
             }
         }
         for parcel in parcels {
             let channel = match &parcel {
-                Parcel::Main(_) => Channel::Data(from, to),
-                Parcel::Lane(lane, _) => Channel::Lane(wire, *lane),
+                StreamItem::Main(_) => Channel::Data(from, to),
+                StreamItem::Lane(lane, _) => Channel::Lane(wire, *lane),
             };
-            self.send(channel, Happening::Data(wire, parcel));
+            self.send_in_order(channel, SimEvent::Data(wire, parcel));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Images of processes, and the checkpoint store of the simulation.
 
-use super::{Happening, Proc, Seen, Sim};
+use super::{Proc, Received, Sim, SimEvent};
 use crate::{Event, Output};
 use checkpoint_protocol::CutId;
 use sempa_proto::checkpoint::{PartRecord, Removed, SetEntry, SetMeta, Stays, Unwanted};
@@ -15,72 +15,75 @@ use std::path::PathBuf;
 /// What a program whose name contains `keeper` saves when it exits and reads when it is started
 /// again: received messages and counts of sent ones.
 #[derive(Clone, Debug, Default)]
-pub(super) struct State {
-    seen: Vec<Seen>,
-    said: BTreeMap<Tid, u32>,
+pub(super) struct ProgramState {
+    received: Vec<Received>,
+    sent_counts: BTreeMap<Tid, u32>,
 }
 
 /// A dumped process or a program's own state, and the record stored with it.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Part {
+pub(super) struct StoredImage {
     proc: Option<Proc>,
-    state: Option<State>,
+    state: Option<ProgramState>,
     record: Option<PartRecord>,
 }
 
 /// Image directories, checkpoints, and processes that are built and do not run yet.
 #[derive(Debug, Default)]
-pub(in crate::tests) struct Sets {
-    images: BTreeMap<(HostId, MigrationId), Part>,
-    drafts: BTreeMap<CutId, BTreeMap<Tid, Part>>,
-    sets: BTreeMap<String, (SetMeta, BTreeMap<Tid, Part>)>,
-    open: BTreeMap<u64, String>,
+pub(in crate::tests) struct ImageStore {
+    images: BTreeMap<(HostId, MigrationId), StoredImage>,
+    drafts: BTreeMap<CutId, BTreeMap<Tid, StoredImage>>,
+    checkpoints: BTreeMap<String, (SetMeta, BTreeMap<Tid, StoredImage>)>,
+    open_checkpoints: BTreeMap<u64, String>,
     /// Checkpoints of jobs that have ended.
-    ended: BTreeSet<String>,
+    ended_jobs: BTreeSet<String>,
     pub(super) built: BTreeMap<(HostId, MigrationId), Proc>,
     /// Saved states of programs, in files that all hosts share.
-    files: BTreeMap<Tid, State>,
+    state_files: BTreeMap<Tid, ProgramState>,
     /// Saved states from a checkpoint, before they get their file names.
-    staged: BTreeMap<(HostId, MigrationId), (Tid, Option<State>)>,
+    staged_states: BTreeMap<(HostId, MigrationId), (Tid, Option<ProgramState>)>,
     /// Target hosts do not report why a copy failed.
-    pub(in crate::tests) silent: bool,
+    pub(in crate::tests) hides_copy_errors: bool,
     /// Copies of checkpoints in the stores of other hosts.
     copies: BTreeSet<(HostId, String)>,
 }
 
-impl Sets {
+impl ImageStore {
     pub(super) fn drop_images(&mut self, on: HostId, migration: MigrationId) {
         self.images.remove(&(on, migration));
-        self.staged.remove(&(on, migration));
+        self.staged_states.remove(&(on, migration));
     }
 
     /// Returns the numbers of drafts and of images that were not removed.
-    pub(in crate::tests) fn left(&self) -> (usize, usize) {
-        (self.drafts.len(), self.images.len() + self.staged.len())
+    pub(in crate::tests) fn leftovers(&self) -> (usize, usize) {
+        (
+            self.drafts.len(),
+            self.images.len() + self.staged_states.len(),
+        )
     }
 
     /// Returns the number of images and unnamed state files on the matching hosts.
-    pub(in crate::tests) fn left_on(&self, is_one: impl Fn(HostId) -> bool) -> usize {
+    pub(in crate::tests) fn leftovers_on(&self, matches: impl Fn(HostId) -> bool) -> usize {
         self.images
             .keys()
-            .chain(self.staged.keys())
-            .filter(|(on, _)| is_one(*on))
+            .chain(self.staged_states.keys())
+            .filter(|(on, _)| matches(*on))
             .count()
     }
 
     /// Returns the number of complete checkpoints.
     pub(in crate::tests) fn count(&self) -> usize {
-        self.sets.len()
+        self.checkpoints.len()
     }
 
     /// Returns the name of the newest checkpoint.
-    pub(in crate::tests) fn newest(&self) -> String {
+    pub(in crate::tests) fn newest_name(&self) -> String {
         let number = |name: &&String| {
             name.rsplit('-')
                 .next()
                 .and_then(|number| number.parse::<CutId>().ok())
         };
-        self.sets
+        self.checkpoints
             .keys()
             .max_by_key(number)
             .expect("there is one")
@@ -89,24 +92,25 @@ impl Sets {
 
     /// Returns the checkpoints whose jobs have ended for good.
     pub(in crate::tests) fn ended(&self) -> Vec<String> {
-        self.ended.iter().cloned().collect()
+        self.ended_jobs.iter().cloned().collect()
     }
 
     fn entries(&self) -> Vec<SetEntry> {
-        let entry = |(set, (meta, parts)): (&String, &(SetMeta, BTreeMap<Tid, Part>))| SetEntry {
-            set: set.clone(),
-            job: meta.job,
-            made: Micros(0),
-            tasks: parts.len() as u32,
-            bytes: 1,
-            broken: None,
-            ended: self.ended.contains(set).then_some(Micros(1)),
-            copies: Vec::new(),
-        };
-        self.sets.iter().map(entry).collect()
+        let entry =
+            |(set, (meta, parts)): (&String, &(SetMeta, BTreeMap<Tid, StoredImage>))| SetEntry {
+                set: set.clone(),
+                job: meta.job,
+                made: Micros(0),
+                tasks: parts.len() as u32,
+                bytes: 1,
+                broken: None,
+                ended: self.ended_jobs.contains(set).then_some(Micros(1)),
+                copies: Vec::new(),
+            };
+        self.checkpoints.iter().map(entry).collect()
     }
 
-    fn remove(&mut self, which: Unwanted, stay: &BTreeMap<String, Stays>) -> Removed {
+    fn remove(&mut self, which: Unwanted, in_use: &BTreeMap<String, Stays>) -> Removed {
         let names = match which {
             Unwanted::Sets(names) => names,
             Unwanted::Job(job) => self
@@ -116,14 +120,18 @@ impl Sets {
                 .map(|set| set.set)
                 .collect(),
         };
-        let mut one = |name: &String| match stay.get(name) {
+        let mut remove_one = |name: &String| match in_use.get(name) {
             Some(why) => Err(why.clone()),
-            None if self.open.values().any(|open| open == name) => Err(Stays::InUse),
-            None => self.sets.remove(name).map(|_| 1).ok_or(Stays::Unknown),
+            None if self.open_checkpoints.values().any(|open| open == name) => Err(Stays::InUse),
+            None => self
+                .checkpoints
+                .remove(name)
+                .map(|_| 1)
+                .ok_or(Stays::Unknown),
         };
         names
             .into_iter()
-            .map(|name| (name.clone(), one(&name)))
+            .map(|name| (name.clone(), remove_one(&name)))
             .collect()
     }
 
@@ -133,13 +141,16 @@ impl Sets {
     }
 
     /// Takes over the checkpoints of another virtual machine.
-    pub(in crate::tests) fn take_sets(&mut self, from: Sets) {
-        self.sets = from.sets;
+    pub(in crate::tests) fn adopt_checkpoints(&mut self, from: ImageStore) {
+        self.checkpoints = from.checkpoints;
     }
 
     /// Returns the highest task number of each host in all checkpoints.
-    pub(in crate::tests) fn spared(&self) -> BTreeMap<HostId, u32> {
-        let tids = self.sets.values().flat_map(|(_, parts)| parts.keys());
+    pub(in crate::tests) fn highest_task_numbers(&self) -> BTreeMap<HostId, u32> {
+        let tids = self
+            .checkpoints
+            .values()
+            .flat_map(|(_, parts)| parts.keys());
         let mut spared = BTreeMap::new();
         for tid in tids {
             let highest = spared.entry(tid.home().expect("a task")).or_insert(0);
@@ -161,64 +172,69 @@ impl Sim {
                 "only who has let go is dumped (seed {})",
                 self.seed
             );
-            let part = Part {
+            let part = StoredImage {
                 proc: Some(Proc {
-                    mail: Vec::new(),
+                    deferred_events: Vec::new(),
                     ..proc.clone()
                 }),
-                ..Part::default()
+                ..StoredImage::default()
             };
-            self.sets.images.insert((on, migration), part);
+            self.image_store.images.insert((on, migration), part);
         }
     }
 
     /// Builds a process from images. It stays stopped.
-    pub(super) fn build(&mut self, on: HostId, migration: MigrationId, redirection: &Redirection) {
+    pub(super) fn build_from_images(
+        &mut self,
+        on: HostId,
+        migration: MigrationId,
+        redirection: &Redirection,
+    ) {
         let part = self
-            .sets
+            .image_store
             .images
             .get(&(on, migration))
             .expect("images come before");
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
         let mut proc = part.proc.clone().expect("a process");
         proc.quiesced = Some((redirect.migration, redirect.tokens));
-        (proc.host, proc.stopped, proc.held) = (on, true, false);
-        self.sets.built.insert((on, migration), proc);
+        (proc.host, proc.stopped_for_migration, proc.paused) = (on, true, false);
+        self.image_store.built.insert((on, migration), proc);
     }
 
     /// Lets a built process run. Returns false if there is none.
     pub(super) fn run_built(&mut self, on: HostId, migration: MigrationId, held: bool) -> bool {
-        let Some(mut proc) = self.sets.built.remove(&(on, migration)) else {
+        let Some(mut proc) = self.image_store.built.remove(&(on, migration)) else {
             return false;
         };
         let tid = proc.spawned;
         let twice = self
             .procs
             .iter()
-            .any(|p| p.spawned == tid && !p.exited && !self.is_out(p.host));
+            .any(|p| p.spawned == tid && !p.exited && !self.is_removed(p.host));
         assert!(!twice, "two live copies of {tid:?} (seed {})", self.seed);
-        (proc.stopped, proc.held) = (false, held);
+        (proc.stopped_for_migration, proc.paused) = (false, held);
         self.procs.push(proc);
         true
     }
 
     /// Models what a library does after a restart.
-    pub(super) fn begin_again(&mut self, proc: usize, restart: &Restart) {
+    pub(super) fn resume_after_restart(&mut self, proc: usize, restart: &Restart) {
         let p = &mut self.procs[proc];
-        p.line = restart.timeline.line;
+        p.incarnation = restart.timeline.line;
         for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
             let before = restart.timeline.before(*peer);
             before.map(|before| link.follow(before));
             link.begin_timeline(restart.timeline.line, before.is_some());
         }
-        let again: Vec<_> = restart
+        let repeated_requests: Vec<_> = restart
             .again
             .iter()
-            .filter_map(|id| Some((*id, p.open.get(id)?.clone())))
+            .filter_map(|id| Some((*id, p.pending_requests.get(id)?.clone())))
             .collect();
         let (conn, on) = (p.conn.expect("just connected"), p.host);
-        for (id, what) in again {
-            self.proc_says(
+        for (id, what) in repeated_requests {
+            self.send_from_proc(
                 conn,
                 on,
                 Event::TaskControl {
@@ -233,11 +249,11 @@ impl Sim {
     pub(super) fn write_state(&mut self, proc: usize) {
         let p = &self.procs[proc];
         if let (true, Some(tid)) = (p.program.contains("keeper"), p.spawned) {
-            self.sets.files.insert(
+            self.image_store.state_files.insert(
                 tid,
-                State {
-                    seen: p.seen.clone(),
-                    said: p.said.clone(),
+                ProgramState {
+                    received: p.received.clone(),
+                    sent_counts: p.sent_counts.clone(),
                 },
             );
         }
@@ -248,14 +264,22 @@ impl Sim {
         let p = &mut self.procs[proc];
         let again = p.env.iter().any(|entry| entry.starts_with("SEMPA_AGAIN="));
         if let (true, true, Some(tid)) = (again, p.program.contains("keeper"), p.spawned) {
-            let State { seen, said } = self.sets.files.get(&tid).cloned().unwrap_or_default();
-            (p.seen, p.said) = (seen, said);
+            let ProgramState {
+                received,
+                sent_counts,
+            } = self
+                .image_store
+                .state_files
+                .get(&tid)
+                .cloned()
+                .unwrap_or_default();
+            (p.received, p.sent_counts) = (received, sent_counts);
         }
     }
 
     /// Carries out outputs about the files of programs that write their own checkpoints.
-    fn keep_states(&mut self, on: HostId, output: Output) {
-        let named = |files: &[PathBuf]| {
+    fn carry_out_for_states(&mut self, on: HostId, output: Output) {
+        let tid_of_file = |files: &[PathBuf]| {
             let name = files[0].to_string_lossy().into_owned();
             let tid = name
                 .strip_prefix("state-t")
@@ -266,64 +290,68 @@ impl Sim {
             Output::CollectState {
                 migration, files, ..
             } => {
-                let state = self.sets.files.get(&named(&files)).cloned();
+                let state = self
+                    .image_store
+                    .state_files
+                    .get(&tid_of_file(&files))
+                    .cloned();
                 let count = u32::from(state.is_some());
-                self.sets.images.insert(
+                self.image_store.images.insert(
                     (on, migration),
-                    Part {
+                    StoredImage {
                         state,
-                        ..Part::default()
+                        ..StoredImage::default()
                     },
                 );
-                let result = self.thrown().map(|()| DumpReport {
+                let result = self.random_failure().map(|()| DumpReport {
                     bytes: 10,
                     files: count,
                 });
-                self.later(on, Event::StateCollected { migration, result });
+                self.schedule_soon(on, Event::StateCollected { migration, result });
             }
             Output::StageState {
                 migration, files, ..
             } => {
                 let state = self
-                    .sets
+                    .image_store
                     .images
                     .get(&(on, migration))
                     .expect("images come before")
                     .state
                     .clone();
-                let result = self.thrown();
+                let result = self.random_failure();
                 if result.is_ok() {
-                    self.sets
-                        .staged
-                        .insert((on, migration), (named(&files), state));
+                    self.image_store
+                        .staged_states
+                        .insert((on, migration), (tid_of_file(&files), state));
                 }
-                self.later(on, Event::StateStaged { migration, result });
+                self.schedule_soon(on, Event::StateStaged { migration, result });
             }
             Output::NameState { migration } => {
-                let staged = self.sets.staged.remove(&(on, migration));
-                let result = self.thrown();
+                let staged = self.image_store.staged_states.remove(&(on, migration));
+                let result = self.random_failure();
                 if let (true, Some((tid, state))) = (result.is_ok(), staged) {
                     match state {
-                        Some(state) => self.sets.files.insert(tid, state),
-                        None => self.sets.files.remove(&tid),
+                        Some(state) => self.image_store.state_files.insert(tid, state),
+                        None => self.image_store.state_files.remove(&tid),
                     };
                 }
-                self.later(on, Event::StateNamed { migration, result });
+                self.schedule_soon(on, Event::StateNamed { migration, result });
             }
-            other => self.store_keeps(on, other),
+            other => self.carry_out_for_checkpoints(on, other),
         }
     }
 
-    fn later(&mut self, on: HostId, event: Event) {
-        let at = self.now + Micros(200 + self.dice.roll(2_000));
-        self.push(at, Happening::Event(on, event));
+    fn schedule_soon(&mut self, on: HostId, event: Event) {
+        let at = self.now + Micros(200 + self.rng.roll(2_000));
+        self.schedule(at, SimEvent::Machine(on, event));
     }
 
-    fn thrown(&mut self) -> Result<(), Failure> {
+    fn random_failure(&mut self) -> Result<(), Failure> {
         self.step_result(())
     }
 
-    pub(super) fn store_gets(&mut self, on: HostId, output: Output) {
+    pub(super) fn carry_out_for_store(&mut self, on: HostId, output: Output) {
         match output {
             Output::Deposit {
                 migration,
@@ -331,12 +359,12 @@ impl Sim {
                 to,
             } => {
                 let part = self
-                    .sets
+                    .image_store
                     .images
                     .get_mut(&(on, migration))
                     .expect("just dumped");
                 part.record = Some(*record);
-                self.bring(on, migration, to);
+                self.deliver_images(on, migration, to);
             }
             Output::SendPart {
                 restart,
@@ -344,26 +372,27 @@ impl Sim {
                 tid,
                 to,
             } => {
-                let (_, parts) = &self.sets.sets[&self.sets.open[&restart]];
+                let (_, parts) =
+                    &self.image_store.checkpoints[&self.image_store.open_checkpoints[&restart]];
                 let part = parts[&tid].clone();
-                self.sets.images.insert((on, migration), part);
-                self.bring(on, migration, to);
+                self.image_store.images.insert((on, migration), part);
+                self.deliver_images(on, migration, to);
             }
             Output::ReadPart { migration } => {
                 let record = self
-                    .sets
+                    .image_store
                     .images
                     .get(&(on, migration))
                     .and_then(|part| part.record.clone());
                 let result = record.ok_or(Failure::Images("nothing lies there".into()));
-                self.later(on, Event::PartRead { migration, result });
+                self.schedule_soon(on, Event::PartRead { migration, result });
             }
             Output::BeginSet { cut, .. } => {
-                let result = self.thrown().map_err(|e| e.to_string());
+                let result = self.random_failure().map_err(|e| e.to_string());
                 if result.is_ok() {
-                    self.sets.drafts.insert(cut, BTreeMap::new());
+                    self.image_store.drafts.insert(cut, BTreeMap::new());
                 }
-                self.later(on, Event::SetBegun { cut, result });
+                self.schedule_soon(on, Event::SetBegun { cut, result });
             }
             Output::KeepPart {
                 cut,
@@ -371,39 +400,45 @@ impl Sim {
                 tid,
             } => {
                 let part = self
-                    .sets
+                    .image_store
                     .images
                     .get(&(on, migration))
                     .expect("received")
                     .clone();
-                let result = self.thrown().map_err(|e| e.to_string());
-                if let Some(draft) = self.sets.drafts.get_mut(&cut) {
+                let result = self.random_failure().map_err(|e| e.to_string());
+                if let Some(draft) = self.image_store.drafts.get_mut(&cut) {
                     draft.insert(tid, part);
                 }
-                self.later(on, Event::PartKept { migration, result });
+                self.schedule_soon(on, Event::PartKept { migration, result });
             }
             Output::SealSet { cut, meta, .. } => {
-                let draft = self.sets.drafts.remove(&cut).expect("begun");
+                let draft = self.image_store.drafts.remove(&cut).expect("begun");
                 assert_eq!(
                     draft.len(),
                     meta.parts.len(),
                     "all of it is there (seed {})",
                     self.seed
                 );
-                let result = self.thrown().map_err(|e| e.to_string()).map(|()| {
+                let result = self.random_failure().map_err(|e| e.to_string()).map(|()| {
                     let name = format!("set-{cut}");
-                    self.sets.sets.insert(name.clone(), (*meta, draft));
+                    self.image_store
+                        .checkpoints
+                        .insert(name.clone(), (*meta, draft));
                     (name, 1)
                 });
-                self.later(on, Event::SetSealed { cut, result });
+                self.schedule_soon(on, Event::SetSealed { cut, result });
             }
             Output::AbandonSet { cut } => {
-                self.sets.drafts.remove(&cut);
+                self.image_store.drafts.remove(&cut);
             }
             Output::OpenSet { restart, set } => {
-                let meta = self.sets.sets.get(&set).map(|(meta, _)| meta.clone());
-                self.sets.open.insert(restart, set);
-                self.later(
+                let meta = self
+                    .image_store
+                    .checkpoints
+                    .get(&set)
+                    .map(|(meta, _)| meta.clone());
+                self.image_store.open_checkpoints.insert(restart, set);
+                self.schedule_soon(
                     on,
                     Event::SetOpened {
                         restart,
@@ -412,30 +447,34 @@ impl Sim {
                 );
             }
             Output::CloseSet { restart } => {
-                self.sets.open.remove(&restart);
+                self.image_store.open_checkpoints.remove(&restart);
             }
-            other => self.keep_states(on, other),
+            other => self.carry_out_for_states(on, other),
         }
     }
 
     /// Carries out outputs about whole checkpoints.
-    fn store_keeps(&mut self, on: HostId, output: Output) {
+    fn carry_out_for_checkpoints(&mut self, on: HostId, output: Output) {
         match output {
-            Output::MarkSets { sets, ended, .. } => {
-                let jobs: Vec<Tid> = sets
+            Output::MarkSets {
+                sets: checkpoints,
+                ended,
+                ..
+            } => {
+                let jobs: Vec<Tid> = checkpoints
                     .iter()
-                    .filter_map(|set| Some(self.sets.sets.get(set)?.0.job))
+                    .filter_map(|set| Some(self.image_store.checkpoints.get(set)?.0.job))
                     .collect();
                 for SetEntry { set, .. } in self
-                    .sets
+                    .image_store
                     .entries()
                     .into_iter()
                     .filter(|set| jobs.contains(&set.job))
                 {
                     if ended {
-                        self.sets.ended.insert(set)
+                        self.image_store.ended_jobs.insert(set)
                     } else {
-                        self.sets.ended.remove(&set)
+                        self.image_store.ended_jobs.remove(&set)
                     };
                 }
             }
@@ -446,8 +485,8 @@ impl Sim {
                 stay,
                 ..
             } => {
-                let removed = self.sets.remove(which, &stay);
-                self.later(
+                let removed = self.image_store.remove(which, &stay);
+                self.schedule_soon(
                     on,
                     Event::SetsRemoved {
                         tid,
@@ -457,22 +496,22 @@ impl Sim {
                 );
             }
             Output::SendCopy { migration, set, to } => {
-                let result = self.thrown().map(|()| 1);
+                let result = self.random_failure().map(|()| 1);
                 let expected = self
                     .nodes
                     .get(&to)
-                    .is_some_and(|n| n.alive && n.expected.contains(&migration));
+                    .is_some_and(|n| n.alive && n.expected_images.contains(&migration));
                 if expected && result.is_ok() {
-                    self.sets.copies.insert((to, set));
+                    self.image_store.copies.insert((to, set));
                 }
                 // Only the target knows the reason.
                 let unsent = result
                     .clone()
                     .map_err(|_| Failure::Images("nothing more was taken".into()));
-                if expected && !(self.sets.silent && result.is_err()) {
-                    self.later(to, Event::ImagesReceived { migration, result });
+                if expected && !(self.image_store.hides_copy_errors && result.is_err()) {
+                    self.schedule_soon(to, Event::ImagesReceived { migration, result });
                 }
-                self.later(
+                self.schedule_soon(
                     on,
                     Event::ImagesSent {
                         migration,
@@ -484,25 +523,27 @@ impl Sim {
                 self.nodes
                     .get_mut(&on)
                     .expect("it speaks")
-                    .expected
+                    .expected_images
                     .remove(&migration);
-                self.sets.copies.remove(&(on, set));
+                self.image_store.copies.remove(&(on, set));
             }
-            Output::DropSets { sets } => {
-                self.sets
+            Output::DropSets { sets: checkpoints } => {
+                self.image_store
                     .copies
-                    .retain(|(at, set)| *at != on || !sets.contains(set));
+                    .retain(|(at, set)| *at != on || !checkpoints.contains(set));
                 if on == HostId::MASTER {
-                    self.sets.sets.retain(|set, _| !sets.contains(set));
+                    self.image_store
+                        .checkpoints
+                        .retain(|set, _| !checkpoints.contains(set));
                 }
             }
             Output::ListSets { tid, id } => {
-                self.later(
+                self.schedule_soon(
                     on,
                     Event::SetsListed {
                         tid,
                         id,
-                        result: Ok(self.sets.entries()),
+                        result: Ok(self.image_store.entries()),
                     },
                 );
             }
@@ -511,19 +552,19 @@ impl Sim {
     }
 
     /// Sends images to another host, or reports them as received if they stay here.
-    fn bring(&mut self, on: HostId, migration: MigrationId, to: Option<HostId>) {
-        let result = self.thrown().map(|()| 1);
+    fn deliver_images(&mut self, on: HostId, migration: MigrationId, to: Option<HostId>) {
+        let result = self.random_failure().map(|()| 1);
         let Some(to) = to else {
-            return self.later(on, Event::ImagesReceived { migration, result });
+            return self.schedule_soon(on, Event::ImagesReceived { migration, result });
         };
         let expected = self
             .nodes
             .get(&to)
-            .is_some_and(|n| n.alive && n.expected.contains(&migration));
+            .is_some_and(|n| n.alive && n.expected_images.contains(&migration));
         if expected {
-            let part = self.sets.images[&(on, migration)].clone();
-            self.sets.images.insert((to, migration), part);
-            self.later(
+            let part = self.image_store.images[&(on, migration)].clone();
+            self.image_store.images.insert((to, migration), part);
+            self.schedule_soon(
                 to,
                 Event::ImagesReceived {
                     migration,
@@ -531,6 +572,6 @@ impl Sim {
                 },
             );
         }
-        self.later(on, Event::ImagesSent { migration, result });
+        self.schedule_soon(on, Event::ImagesSent { migration, result });
     }
 }

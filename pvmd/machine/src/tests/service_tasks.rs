@@ -1,8 +1,8 @@
 //! Tasks that work for daemons: taskers, hosters and the tracer.
 
-use super::hosts::codes;
+use super::hosts::add_results;
 use super::sim::{Sim, host, seeds};
-use super::tasks::{send_to_daemon, spawn, tids, words};
+use super::tasks::{integers, send_to_daemon, spawn_request, spawned_tids};
 use crate::HostId;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::sm::{SM_STHOST, SM_STHOSTACK, SM_STTASK, SM_TASKX};
@@ -10,7 +10,7 @@ use sempa_proto::table::{TASK_CONNECTED, TASK_TASKER, TASK_TRACER};
 use sempa_proto::task::{Claim, Reply, Request, Service, Sink, TracerSettings};
 use sempa_proto::{PvmError, Tid};
 
-fn failure(reply: Reply) -> PvmError {
+fn expect_failure(reply: Reply) -> PvmError {
     match reply {
         Reply::Failed { error, .. } => error,
         other => panic!("{other:?}"),
@@ -18,8 +18,8 @@ fn failure(reply: Reply) -> PvmError {
 }
 
 /// Returns the spawn token by which the ordered task may claim its tid.
-fn epid_in(order: &sempa_proto::Message) -> i32 {
-    let mut body = Unpacker::xdr(order.body.clone());
+fn spawn_token_in(start_order: &sempa_proto::Message) -> i32 {
+    let mut body = Unpacker::xdr(start_order.body.clone());
     let (_tid, _flags, _path) = (body.int(), body.int(), body.string());
     let argv = body.strings().expect("arguments");
     assert_eq!(argv, ["/bin/child"]);
@@ -47,17 +47,19 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
             Reply::Serving(true)
         );
         assert_eq!(
-            failure(sim.ask(console, Request::Serve(Service::Tasker))),
+            expect_failure(sim.ask(console, Request::Serve(Service::Tasker))),
             PvmError::Already
         );
         let mut children = Vec::new();
         for n in 0..3 {
-            let tid =
-                tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("ordered");
-            sim.until("the order", |s| s.procs[tasker].notes(SM_STTASK).len() > n);
-            let epid = epid_in(&sim.procs[tasker].notes(SM_STTASK)[n]);
+            let tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+                .expect("ordered");
+            sim.run_until("the order", |s| {
+                s.procs[tasker].notifications(SM_STTASK).len() > n
+            });
+            let epid = spawn_token_in(&sim.procs[tasker].notifications(SM_STTASK)[n]);
             let child = sim.claim(HostId::MASTER, Claim::Spawned { epid });
-            sim.until("it is welcome", |s| s.procs[child].welcome.is_some());
+            sim.run_until("it is welcome", |s| s.procs[child].welcome.is_some());
             assert_eq!(sim.procs[child].tid(), tid);
             children.push((child, tid));
         }
@@ -68,10 +70,10 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
             )
         };
         sim.close(children[0].0);
-        sim.until("the first has left", |s| {
+        sim.run_until("the first has left", |s| {
             s.procs[children[0].0].conn.is_none()
         });
-        sim.pass(sempa_proto::Micros::from_millis(50));
+        sim.advance(sempa_proto::Micros::from_millis(50));
         assert!(gone(&mut sim, children[0].1), "closing is its end");
         sim.ask(
             console,
@@ -80,7 +82,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
                 signal: 15,
             },
         );
-        sim.until("the signal", |s| s.signalled == [(children[1].0, 15)]);
+        sim.run_until("the signal", |s| s.signalled == [(children[1].0, 15)]);
         let end = |tid: Tid| {
             let mut body = Packer::new(Encoding::Xdr);
             body.items([tid.raw(), 9, 0, 0, 0, 0]);
@@ -94,7 +96,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
             0,
             end(children[1].1),
         );
-        sim.until("the word of a stranger is dropped", |s| {
+        sim.run_until("the word of a stranger is dropped", |s| {
             s.nodes[&HostId::MASTER]
                 .log
                 .iter()
@@ -110,7 +112,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
             end(children[1].1),
         );
         sim.close(children[1].0);
-        sim.pass(sempa_proto::Micros::from_millis(50));
+        sim.advance(sempa_proto::Micros::from_millis(50));
         assert!(gone(&mut sim, children[1].1));
         let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: me }) else {
             panic!("no list")
@@ -125,7 +127,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
             "a tasker that only stops serving keeps its tasks"
         );
         sim.close(tasker);
-        sim.pass(sempa_proto::Micros::from_millis(50));
+        sim.advance(sempa_proto::Micros::from_millis(50));
         assert!(
             gone(&mut sim, children[2].1),
             "with their tasker its tasks end"
@@ -145,11 +147,11 @@ fn hoster_death_leaves_remaining_hosts_to_daemon() {
         );
         let lines = ["h2", "h3 so=pw", "h4"].map(String::from).to_vec();
         let id = sim.request(console, Request::AddHosts { lines });
-        sim.until("the order", |s| {
-            !s.procs[hoster].notes(SM_STHOST).is_empty()
+        sim.run_until("the order", |s| {
+            !s.procs[hoster].notifications(SM_STHOST).is_empty()
         });
-        let order = sim.procs[hoster].notes(SM_STHOST)[0].clone();
-        assert_eq!(words(&order.body)[..2], [3, host(2).tid().raw()]);
+        let order = sim.procs[hoster].notifications(SM_STHOST)[0].clone();
+        assert_eq!(integers(&order.body)[..2], [3, host(2).tid().raw()]);
         let mut answer = Packer::new(Encoding::Xdr);
         answer
             .int(2)
@@ -165,10 +167,10 @@ fn hoster_death_leaves_remaining_hosts_to_daemon() {
             order.wid,
             answer.finish(),
         );
-        sim.until("it is heard", |s| s.nodes.contains_key(&host(2)));
+        sim.run_until("it is heard", |s| s.nodes.contains_key(&host(2)));
         sim.close(hoster);
-        sim.until("the reply", |s| s.procs[console].replies.contains_key(&id));
-        let added = codes(sim.procs[console].replies[&id].clone());
+        sim.run_until("the reply", |s| s.procs[console].replies.contains_key(&id));
+        let added = add_results(sim.procs[console].replies[&id].clone());
         assert_eq!(
             added,
             [Ok("h2".into()), Err(PvmError::DupHost), Ok("h4".into())],
@@ -176,11 +178,11 @@ fn hoster_death_leaves_remaining_hosts_to_daemon() {
         );
         let elsewhere = sim.enrol(host(2));
         assert_eq!(
-            failure(sim.ask(elsewhere, Request::Serve(Service::Hoster))),
+            expect_failure(sim.ask(elsewhere, Request::Serve(Service::Hoster))),
             PvmError::HosterNotMaster
         );
         let lines = ["h5 so=pw", "h6 so=ms"].map(String::from).to_vec();
-        let added = codes(sim.ask(console, Request::AddHosts { lines }));
+        let added = add_results(sim.ask(console, Request::AddHosts { lines }));
         assert_eq!(
             added,
             [Err(PvmError::NotImpl), Ok("h6".into())],
@@ -210,7 +212,7 @@ fn tracer_is_default_sink_on_every_host() {
         Reply::Serving(true)
     );
     assert_eq!(
-        failure(sim.ask(console, Request::ServeTracer(settings.clone()))),
+        expect_failure(sim.ask(console, Request::ServeTracer(settings.clone()))),
         PvmError::Already
     );
     sim.ask(
@@ -245,10 +247,10 @@ fn tracer_is_default_sink_on_every_host() {
         ctx: 7,
         tag: 8,
     };
-    let mut request = spawn("child", 1);
+    let mut request = spawn_request("child", 1);
     (request.output, request.trace) = (own, own);
-    let child = tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
-    sim.until("it runs", |s| {
+    let child = spawned_tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
+    sim.run_until("it runs", |s| {
         s.procs
             .iter()
             .any(|p| p.welcome.as_ref().is_some_and(|w| w.tid == child))
@@ -264,7 +266,7 @@ fn tracer_is_default_sink_on_every_host() {
     };
     assert_eq!(list[0].flags, TASK_CONNECTED | TASK_TRACER);
     sim.close(tracer);
-    sim.pass(sempa_proto::Micros::from_millis(50));
+    sim.advance(sempa_proto::Micros::from_millis(50));
     let late = sim.enrol(host(3));
     assert_eq!(
         sim.procs[late].welcome.as_ref().map(|w| w.trace),

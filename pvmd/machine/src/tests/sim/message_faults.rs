@@ -3,27 +3,27 @@
 //! are named after their types.
 
 use super::Sim;
-use super::strikes::{Blow, Edge, Party};
+use super::fault_injection::{Fault, StepEdge, Victim};
 use crate::Event;
 use sempa_proto::HostId;
 use sempa_proto::host::HostMsg;
 use std::collections::BTreeMap;
 
 /// The name of a message and whether the daemon is about to handle it or has done so.
-pub(in crate::tests) type Spot = (String, Edge);
+pub(in crate::tests) type MessagePoint = (String, StepEdge);
 
 /// One planned fault, and counts of all points.
 #[derive(Debug, Default)]
-pub(in crate::tests) struct Words {
-    listens: bool,
-    wanted: Option<(Spot, usize, Party, Blow)>,
+pub(in crate::tests) struct MessageFaults {
+    is_counting: bool,
+    planned: Option<(MessagePoint, usize, Victim, Fault)>,
     /// How often each point was reached.
-    pub(in crate::tests) said: BTreeMap<Spot, usize>,
+    pub(in crate::tests) times_reached: BTreeMap<MessagePoint, usize>,
 }
 
 /// Returns the name of a message between daemons, or from tasker or store. Messages of tasks have
 /// none.
-fn name_of(event: &Event) -> Option<String> {
+fn message_name(event: &Event) -> Option<String> {
     let text = match event {
         Event::HostControl {
             message: HostMsg::Order { order, .. },
@@ -40,7 +40,7 @@ fn name_of(event: &Event) -> Option<String> {
             return None;
         }
         Event::TaskLink { .. } | Event::TaskClosed { .. } => return None,
-        served => format!("disk {served:?}"),
+        store_event => format!("disk {store_event:?}"),
     };
     let is_name = |c: char| c.is_alphanumeric() || c == ' ';
     let end = text.find(|c| !is_name(c)).unwrap_or(text.len());
@@ -50,37 +50,45 @@ fn name_of(event: &Event) -> Option<String> {
 impl Sim {
     /// Starts counting the points. Injects `fault` when its point is reached for the `nth` time,
     /// counted from 0.
-    pub(in crate::tests) fn listen(&mut self, fault: Option<(Spot, usize, Party, Blow)>) {
-        self.words = Words {
-            listens: true,
-            wanted: fault,
-            said: BTreeMap::new(),
+    pub(in crate::tests) fn count_points(
+        &mut self,
+        fault: Option<(MessagePoint, usize, Victim, Fault)>,
+    ) {
+        self.message_faults = MessageFaults {
+            is_counting: true,
+            planned: fault,
+            times_reached: BTreeMap::new(),
         };
     }
 
     /// Returns the name of an event that a running daemon is about to handle, if points are
     /// counted.
-    pub(super) fn word(&self, on: HostId, event: &Event) -> Option<String> {
-        let hears = self.words.listens
+    pub(super) fn counted_message(&self, on: HostId, event: &Event) -> Option<String> {
+        let hears = self.message_faults.is_counting
             && self
                 .nodes
                 .get(&on)
-                .is_some_and(|node| node.alive && node.stands.is_none());
-        hears.then(|| name_of(event)).flatten()
+                .is_some_and(|node| node.alive && node.deferred_events.is_none());
+        hears.then(|| message_name(event)).flatten()
     }
 
     /// Counts a point, and injects the fault planned for it.
-    pub(super) fn hears(&mut self, word: Option<&String>, edge: Edge) {
-        let Some(word) = word else { return };
-        let spot = (word.clone(), edge);
-        let times = self.words.said.entry(spot.clone()).or_default();
+    pub(super) fn reach_message_point(&mut self, message: Option<&String>, edge: StepEdge) {
+        let Some(message) = message else { return };
+        let spot = (message.clone(), edge);
+        let times = self
+            .message_faults
+            .times_reached
+            .entry(spot.clone())
+            .or_default();
         *times += 1;
         let times = *times;
-        let is_it =
-            |(wanted, nth, ..): &mut (Spot, usize, Party, Blow)| *wanted == spot && times > *nth;
-        if let Some((_, _, party, blow)) = self.words.wanted.take_if(is_it) {
-            self.strikes.struck = true;
-            self.strike(party, blow);
+        let is_due = |(wanted, nth, ..): &mut (MessagePoint, usize, Victim, Fault)| {
+            *wanted == spot && times > *nth
+        };
+        if let Some((_, _, victim, fault)) = self.message_faults.planned.take_if(is_due) {
+            self.injection.triggered = true;
+            self.inject(victim, fault);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Queries which hosts would accept a task. Nothing changes on any host.
 
-use super::scene::{Scene, migrate, stopped};
+use super::scenario::{Scenario, migrate_request, stop_guests};
 use super::sim::{Sim, host, seeds};
 use sempa_proto::migration::{Refusal, Survey, Verdict};
 use sempa_proto::task::{Reply, Request, SPAWN_DEBUG, SPAWN_PINNED, SpawnRequest};
@@ -13,7 +13,7 @@ fn can_migrate(tid: Tid, to: Option<&str>) -> Request {
     }
 }
 
-fn asked(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Survey, Refusal> {
+fn query(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Survey, Refusal> {
     match sim.ask(console, can_migrate(tid, to)) {
         Reply::Survey(result) => result,
         other => panic!("{other:?}"),
@@ -21,7 +21,7 @@ fn asked(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Su
 }
 
 /// Spawns a task on h2 and waits until it has enrolled.
-fn child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
+fn spawn_child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
     let request = SpawnRequest {
         file: "child".into(),
         count: 1,
@@ -33,11 +33,11 @@ fn child(sim: &mut Sim, console: usize, flags: i32) -> Tid {
         panic!("no task")
     };
     let tid = results[0].expect("it starts");
-    sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+    sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
     tid
 }
 
-fn file(path: &str) -> Refusal {
+fn missing_file(path: &str) -> Refusal {
     Refusal::File {
         path: path.into(),
         why: "it does not exist on the target".into(),
@@ -48,16 +48,17 @@ fn file(path: &str) -> Refusal {
 #[test]
 fn query_lists_refusals_and_nearest_host() {
     let (mut sim, console) = Sim::cluster(1, 5);
-    let tid = child(&mut sim, console, 0);
-    let against: Verdict = vec![file("/a"), Refusal::Memory { need: 2, have: 1 }];
+    let tid = spawn_child(&mut sim, console, 0);
+    let against: Verdict = vec![missing_file("/a"), Refusal::Memory { need: 2, have: 1 }];
     let no_engine = |host| Refusal::NoEngine {
         host,
         why: "none".into(),
     };
-    sim.refuses.insert(HostId::MASTER, against.clone());
+    sim.verdicts.insert(HostId::MASTER, against.clone());
     // A tasker does not know the host it runs on.
-    sim.refuses.insert(host(4), vec![no_engine(HostId::MASTER)]);
-    let survey = asked(&mut sim, console, tid, None).expect("it could move");
+    sim.verdicts
+        .insert(host(4), vec![no_engine(HostId::MASTER)]);
+    let survey = query(&mut sim, console, tid, None).expect("it could move");
     assert_eq!(
         (survey.tid, survey.from, survey.resident_bytes),
         (tid, host(2), 4096)
@@ -71,29 +72,29 @@ fn query_lists_refusals_and_nearest_host() {
     assert_eq!(survey.verdicts, expected);
     assert_eq!(survey.nearest(), Some(host(3)));
     for (to, takes) in [("h1", false), ("h3", true), ("h4", false), ("h5", true)] {
-        let one = asked(&mut sim, console, tid, Some(to)).expect("it could move");
+        let one = query(&mut sim, console, tid, Some(to)).expect("it could move");
         assert_eq!(
             (one.verdicts.len(), one.nearest().is_some()),
             (1, takes),
             "{to}"
         );
-        let moved = sim.ask(console, migrate(tid, to));
+        let moved = sim.ask(console, migrate_request(tid, to));
         assert_eq!(
             matches!(moved, Reply::Moved(Ok(_))),
             takes,
             "{to}: {moved:?}"
         );
-        sim.ask(console, migrate(tid, "h2"));
+        sim.ask(console, migrate_request(tid, "h2"));
     }
     assert_eq!(
-        asked(&mut sim, console, tid, Some("h2"))
+        query(&mut sim, console, tid, Some("h2"))
             .expect("it is there")
             .verdicts,
         []
     );
     // The order as seen from the other network.
-    sim.ask(console, migrate(tid, "h5"));
-    let survey = asked(&mut sim, console, tid, None).expect("it could move");
+    sim.ask(console, migrate_request(tid, "h5"));
+    let survey = query(&mut sim, console, tid, None).expect("it could move");
     let order: Vec<HostId> = survey.verdicts.iter().map(|(host, _)| *host).collect();
     assert_eq!(order, [host(4), HostId::MASTER, host(2), host(3)]);
 }
@@ -101,40 +102,43 @@ fn query_lists_refusals_and_nearest_host() {
 /// The presence of an owner is listed with the other refusals.
 #[test]
 fn owner_presence_is_listed_as_refusal() {
-    let mut scene = Scene::new(5);
-    scene.sim.refuses.insert(host(2), vec![file("/a")]);
-    scene.say(1, stopped());
+    let mut scene = Scenario::new(5);
+    scene.sim.verdicts.insert(host(2), vec![missing_file("/a")]);
+    scene.send_directive(1, stop_guests());
     let (console, tid) = (scene.console, scene.tids[0]);
-    let survey = asked(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
+    let survey = query(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
     let owner = Refusal::OwnerThere {
         host: host(2),
         why: "olga is there".into(),
     };
-    assert_eq!(survey.verdicts, [(host(2), vec![owner, file("/a")])]);
+    assert_eq!(
+        survey.verdicts,
+        [(host(2), vec![owner, missing_file("/a")])]
+    );
 }
 
 /// A task that cannot migrate at all is refused by its own host.
 #[test]
 fn immovable_task_is_refused_by_its_host() {
     let (mut sim, console) = Sim::cluster(2, 3);
-    let pinned = child(&mut sim, console, SPAWN_PINNED);
+    let pinned = spawn_child(&mut sim, console, SPAWN_PINNED);
     let shell = sim.procs[console].tid();
     assert_eq!(
-        asked(&mut sim, console, shell, None),
+        query(&mut sim, console, shell, None),
         Err(Refusal::NotSpawned)
     );
-    assert_eq!(asked(&mut sim, console, pinned, None), Err(Refusal::Pinned));
-    let debugged = child(&mut sim, console, SPAWN_DEBUG);
+    assert_eq!(query(&mut sim, console, pinned, None), Err(Refusal::Pinned));
+    let debugged = spawn_child(&mut sim, console, SPAWN_DEBUG);
     assert_eq!(
-        asked(&mut sim, console, debugged, None),
+        query(&mut sim, console, debugged, None),
         Err(Refusal::Debugged)
     );
     assert_eq!(
-        asked(&mut sim, console, Tid::from_raw(0x40999), None),
+        query(&mut sim, console, Tid::from_raw(0x40999), None),
         Err(Refusal::NoSuchTask)
     );
     assert_eq!(
-        asked(&mut sim, console, host(2).tid(), None),
+        query(&mut sim, console, host(2).tid(), None),
         Err(Refusal::NoSuchTask)
     );
     let nowhere = sim.ask(console, can_migrate(pinned, Some("h7")));
@@ -154,11 +158,11 @@ fn immovable_task_is_refused_by_its_host() {
 #[test]
 fn lost_host_refuses_or_fails_the_query() {
     let (mut sim, console) = Sim::cluster(3, 4);
-    let tid = child(&mut sim, console, 0);
+    let tid = spawn_child(&mut sim, console, 0);
     let with_dead = |sim: &mut Sim, dead: u16| {
         let asking = sim.request(console, can_migrate(tid, None));
         sim.kill_host(host(dead));
-        sim.until("an answer", |s| {
+        sim.run_until("an answer", |s| {
             s.procs[console].replies.contains_key(&asking)
         });
         sim.procs[console].replies[&asking].clone()
@@ -187,19 +191,19 @@ fn every_query_is_answered() {
     let (mut answered, mut refused) = (0, 0);
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let tid = child(&mut sim, console, 0);
-        let from = host(1 + sim.dice.roll(4) as u16);
+        let tid = spawn_child(&mut sim, console, 0);
+        let from = host(1 + sim.rng.roll(4) as u16);
         let asker = sim.enrol(from);
         let asking = sim.request(asker, can_migrate(tid, None));
-        let wait = Micros(sim.dice.roll(3_000));
-        sim.pass(wait);
-        let victim = host(2 + sim.dice.roll(3) as u16);
-        match sim.dice.roll(3) {
+        let wait = Micros(sim.rng.roll(3_000));
+        sim.advance(wait);
+        let victim = host(2 + sim.rng.roll(3) as u16);
+        match sim.rng.roll(3) {
             0 if sim.procs[asker].host != victim => sim.kill_host(victim),
             1 => sim.kill_tasker(victim),
-            _ => drop(sim.request(console, migrate(tid, "h3"))),
+            _ => drop(sim.request(console, migrate_request(tid, "h3"))),
         }
-        sim.until("an answer", |s| {
+        sim.run_until("an answer", |s| {
             s.procs[asker].replies.contains_key(&asking)
         });
         match &sim.procs[asker].replies[&asking] {
