@@ -87,7 +87,7 @@ fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
         frame: frame.clone(),
     };
     forward(bencher, daemon, event, |output| {
-        matches!(output, Output::Carry { .. })
+        matches!(output, Output::SendData { .. })
     });
 }
 
@@ -95,9 +95,9 @@ fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
 fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
     let frame = data((remote_task(), daemon.tids[tasks - 1]), PAYLOAD);
-    let event = || Event::HostCarried {
+    let event = || Event::HostData {
         host: HostId::MASTER,
-        carried: Carried::Link(frame.clone()),
+        message: Carried::Link(frame.clone()),
     };
     forward(bencher, daemon, event, |output| {
         matches!(output, Output::LinkToTask { .. })
@@ -115,8 +115,8 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
             frame: frame.clone(),
         });
         match daemon.poll() {
-            Some(Output::Carry {
-                carried: Carried::Link(frame),
+            Some(Output::SendData {
+                message: Carried::Link(frame),
                 ..
             }) => sending.send(frame).len(),
             other => panic!("it is forwarded: {other:?}"),
@@ -140,10 +140,10 @@ fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
     }
     let chunks = sending.send(frame).to_vec();
     measure(bencher, || {
-        let carried = receiving.receive(&chunks).expect("a whole frame");
-        daemon.handle(Event::HostCarried {
+        let message = receiving.receive(&chunks).expect("a whole frame");
+        daemon.handle(Event::HostData {
             host: HostId::MASTER,
-            carried,
+            message,
         });
         let output = daemon.poll();
         assert!(

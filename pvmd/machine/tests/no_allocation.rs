@@ -81,9 +81,9 @@ fn outgoing_frames_allocate_nothing() {
         frame,
     };
     let forwarded = |output: &Output, sent: &Bytes| match output {
-        Output::Carry {
+        Output::SendData {
             host: HostId::MASTER,
-            carried: Carried::Link(frame),
+            message: Carried::Link(frame),
         } => frame == sent,
         _ => false,
     };
@@ -95,9 +95,9 @@ fn outgoing_frames_allocate_nothing() {
 fn incoming_frames_allocate_nothing() {
     let mut daemon = Daemon::new(1);
     let ends = (remote_task(), daemon.tids[0]);
-    let event = |frame| Event::HostCarried {
+    let event = |frame| Event::HostData {
         host: HostId::MASTER,
-        carried: Carried::Link(frame),
+        message: Carried::Link(frame),
     };
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::LinkToTask { conn, frame } => *conn == Daemon::conn(0) && frame == sent,

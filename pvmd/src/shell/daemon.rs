@@ -212,9 +212,9 @@ async fn assemble_and_run(
             None
         },
         server_commands: server_commands(is_master)?,
-        place: place.clone(),
+        paths: place.clone(),
         hostfile,
-        spared,
+        reserved_ids_max: spared,
         copies: whereabouts
             .as_ref()
             .map(|at| at.copies().clone())

@@ -225,9 +225,9 @@ impl Driver {
                 parcel,
             }) => {
                 self.parts.net.take_data(host, number, parcel);
-                while let Some(carried) = self.parts.net.carried(host, number) {
-                    self.vigil.heard(&carried, Instant::now());
-                    self.feed(Event::HostCarried { host, carried });
+                while let Some(message) = self.parts.net.carried(host, number) {
+                    self.vigil.heard(&message, Instant::now());
+                    self.feed(Event::HostData { host, message });
                 }
             }
             Input::Net(NetInput::Images(announced)) => self.parts.images.arrived(announced),
@@ -299,7 +299,7 @@ impl Driver {
     fn carry_out(&mut self, output: Output) {
         match output {
             Output::ToTask { conn, message } => self.tell(conn, &message, Parcel::Sure),
-            Output::RouteToTask {
+            Output::ToTaskWithFds {
                 conn,
                 message,
                 descriptors,
@@ -307,22 +307,22 @@ impl Driver {
                 self.tell(conn, &message, |frame| Parcel::With(frame, descriptors));
             }
             Output::LinkToTask { conn, frame } => self.hand_over(conn, frame),
-            Output::HearOut { conn } => {
+            Output::DrainConnection { conn } => {
                 if let Some(task) = self.tasks.get(&conn) {
                     task.line.socket.hear_out();
                 }
             }
             Output::CloseTask { conn } => self.dismiss(conn),
             Output::ToHost { host, message } => self.parts.net.send(host, &message),
-            Output::Carry { host, carried } => self.carry(host, carried),
+            Output::SendData { host, message } => self.carry(host, message),
             Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
-            Output::Forget { host } => {
+            Output::Disconnect { host } => {
                 self.parts.net.forget(host);
                 self.parts.memory.host_lost(host);
             }
             Output::StartHost { start, plan } => self.parts.starter.start(start, plan),
             Output::PrepareHosts { plans } => self.parts.starter.prepare(plans),
-            Output::HosterHeard { start, line } => {
+            Output::HosterReported { start, line } => {
                 let event = self.parts.starter.heard(start, &line);
                 self.handle(event);
             }
@@ -337,7 +337,7 @@ impl Driver {
                     self.handle(Event::Tasker(answer));
                 }
             }
-            Output::SendAhead { migration, to } => {
+            Output::SendImagesEarly { migration, to } => {
                 self.parts
                     .images
                     .send_ahead(migration, to, &mut self.parts.net)
@@ -349,16 +349,16 @@ impl Driver {
                 self.parts.place.see_to_images();
                 self.parts.images.expect(migration, from);
             }
-            Output::LendMemory { migration, to } => {
+            Output::ServeMemory { migration, to } => {
                 self.parts.memory.lend(migration, to, &mut self.parts.net)
             }
-            Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
+            Output::FetchMemory { migration, from } => self.parts.memory.expect(migration, from),
             Output::DropImages { migration } => {
                 drop(self.parts.images.drop_images(migration));
                 self.parts.memory.give_up_unused(migration);
                 self.parts.states.drop_staged(migration);
             }
-            Output::Deposit {
+            Output::UploadPart {
                 migration,
                 record,
                 to,
@@ -392,42 +392,60 @@ impl Driver {
                 files,
                 dir,
             } => self.parts.states.stage(migration, files, dir),
-            Output::NameState { migration } => self.parts.states.name(migration),
+            Output::InstallState { migration } => self.parts.states.name(migration),
             Output::ReadPart { migration } => self.parts.sets.read_part(migration),
-            Output::BeginSet { cut, job } => {
+            Output::BeginCheckpoint { snapshot, job } => {
                 self.parts
                     .sets
-                    .begin(cut, job, self.parts.world.unix_time())
+                    .begin(snapshot, job, self.parts.world.unix_time())
             }
-            Output::KeepPart {
-                cut,
+            Output::StorePart {
+                snapshot,
                 migration,
                 tid,
-            } => self.parts.sets.keep(cut, migration, tid),
-            Output::SealSet { cut, meta, keep } => {
-                self.parts
-                    .sets
-                    .seal(cut, &meta, keep, self.parts.world.unix_time())
+            } => self.parts.sets.keep(snapshot, migration, tid),
+            Output::SealCheckpoint {
+                snapshot,
+                meta,
+                protected,
+            } => self
+                .parts
+                .sets
+                .seal(snapshot, &meta, protected, self.parts.world.unix_time()),
+            Output::AbandonCheckpoint { snapshot } => self.parts.sets.abandon(snapshot),
+            Output::OpenCheckpoint {
+                restart,
+                checkpoint,
+            } => self.parts.sets.open(restart, checkpoint),
+            Output::CloseCheckpoint { restart } => self.parts.sets.close(restart),
+            Output::MarkCheckpoints {
+                checkpoints,
+                ended,
+                protected,
+            } => {
+                self.parts.sets.mark(
+                    checkpoints,
+                    ended.then(|| self.parts.world.unix_time()),
+                    protected,
+                );
             }
-            Output::AbandonSet { cut } => self.parts.sets.abandon(cut),
-            Output::OpenSet { restart, set } => self.parts.sets.open(restart, set),
-            Output::CloseSet { restart } => self.parts.sets.close(restart),
-            Output::MarkSets { sets, ended, keep } => {
-                self.parts
-                    .sets
-                    .mark(sets, ended.then(|| self.parts.world.unix_time()), keep);
-            }
-            Output::RemoveSets {
+            Output::RemoveCheckpoints {
                 tid,
                 id,
-                which,
-                any,
-                stay,
+                selection,
+                include_foreign,
+                refused,
             } => {
-                self.parts.sets.remove((tid, id), which, any, stay);
+                self.parts
+                    .sets
+                    .remove((tid, id), selection, include_foreign, refused);
             }
-            Output::SendCopy { migration, set, to } => {
-                let copy = self.parts.sets.send_copy(set);
+            Output::SendCopy {
+                migration,
+                checkpoint,
+                to,
+            } => {
+                let copy = self.parts.sets.send_copy(checkpoint);
                 self.parts
                     .images
                     .send_copy(migration, to, &mut self.parts.net, copy);
@@ -435,25 +453,31 @@ impl Driver {
             Output::ExpectCopy {
                 migration,
                 from,
-                set,
+                checkpoint,
             } => {
-                let take = self.parts.sets.take_copy(set, self.parts.world.unix_time());
+                let take = self
+                    .parts
+                    .sets
+                    .take_copy(checkpoint, self.parts.world.unix_time());
                 self.parts.images.expect_with(migration, from, take);
             }
-            Output::GiveUpCopy { migration, set } => {
+            Output::DiscardCopy {
+                migration,
+                checkpoint,
+            } => {
                 let over = self.parts.images.drop_images(migration);
-                self.parts.sets.discard(vec![set], Some(over));
+                self.parts.sets.discard(vec![checkpoint], Some(over));
             }
-            Output::DropSets { sets } => self.parts.sets.discard(sets, None),
-            Output::ListSets { tid, id } => self.parts.sets.list(tid, id),
+            Output::DropCheckpoints { checkpoints } => self.parts.sets.discard(checkpoints, None),
+            Output::ListCheckpoints { tid, id } => self.parts.sets.list(tid, id),
             Output::WriteToken { path, token } => {
                 self.parts.moves.write_token(&path, &token, &self.parts.log)
             }
             Output::RemoveToken { path } => self.parts.moves.remove_token(&path),
-            Output::RecordMove { migration, tid, to } => {
+            Output::RecordMigration { migration, tid, to } => {
                 self.parts.moves.record(migration, tid, to)
             }
-            Output::StepBegins { tid, step } => self.parts.halts.at(tid, Edge::Before, step),
+            Output::StepStarting { tid, step } => self.parts.halts.at(tid, Edge::Before, step),
             Output::StepEnded { tid, step } => self.parts.halts.at(tid, Edge::After, step),
             Output::Log { text } => self.parts.log.line(text),
             Output::LogTaskOutput { tid, bytes } => self.parts.log.task_output(tid, &bytes),

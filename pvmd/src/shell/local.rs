@@ -196,7 +196,7 @@ impl Door {
         }
         let mut writer = tokio::spawn(write_frames(socket.clone(), queue));
         let mut reading = std::pin::pin!(self.forward(conn, &socket, &mut incoming));
-        let garbage = tokio::select! {
+        let protocol_error = tokio::select! {
             garbage = &mut reading => garbage,
             why = cut_reason(&mut is_cut) => Some(why),
             dismissed = &mut writer => {
@@ -212,7 +212,7 @@ impl Door {
             }
         };
         writer.abort();
-        if let Some(why) = &garbage
+        if let Some(why) = &protocol_error
             && self.strangers.allows()
         {
             self.log
@@ -220,7 +220,10 @@ impl Door {
         }
         let _ = self
             .inputs
-            .send(Input::Event(Event::TaskClosed { conn, garbage }))
+            .send(Input::Event(Event::TaskClosed {
+                conn,
+                protocol_error,
+            }))
             .await;
     }
 
@@ -240,12 +243,12 @@ impl Door {
             };
             let event = match frame.kind {
                 FrameKind::Control => match frame.control::<ToDaemon>() {
-                    Ok(ToDaemon::Route { to, word }) => {
-                        match incoming.descriptors(word.descriptors()) {
+                    Ok(ToDaemon::Route { to, word: message }) => {
+                        match incoming.descriptors(message.descriptors()) {
                             Ok(descriptors) => Event::TaskRoute {
                                 conn,
                                 to,
-                                word,
+                                message,
                                 descriptors,
                             },
                             Err(e) => return Some(e),

@@ -16,7 +16,9 @@ use super::session::{
 };
 use bytes::Bytes;
 use pvmd_machine::Event;
-use pvmd_machine::lanes::{Fork, Join, LANES_MAX, Lane, LaneId, Main, Way, ends_of};
+use pvmd_machine::pair_streams::{
+    FenceReceiver, FenceSender, LANES_MAX, LaneEntry, LaneId, MainEntry, StreamChoice, ends_of,
+};
 use quinn::congestion::CubicConfig;
 use quinn::{
     ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig,
@@ -168,14 +170,14 @@ struct Session {
     number: u64,
     connection: Connection,
     channels: Option<Channels>,
-    fork: Fork,
+    fork: FenceSender,
     lanes: FxHashMap<LaneId, Outbox>,
-    join: Join<Carried>,
+    join: FenceReceiver<Carried>,
 }
 
 impl Session {
     fn new(number: u64, connection: Connection, channels: Option<Channels>) -> Session {
-        let (fork, join) = (Fork::default(), Join::default());
+        let (fork, join) = (FenceSender::default(), FenceReceiver::default());
         Session {
             number,
             connection,
@@ -193,15 +195,15 @@ impl Session {
             .as_ref()
             .is_some_and(|channels| channels.data.put(parcel))
         {
-            self.fork.sent_main();
+            self.fork.count_main_entry();
         }
     }
 
     /// Queues a link frame on its pair's stream or on the main stream. `pair` is called if a stream
     /// must be opened.
     fn put_link(&mut self, pair: impl FnOnce(u64) -> Pair, body: Bytes) {
-        let way = ends_of(&body).map(|ends| (ends, self.fork.way(ends, Instant::now())));
-        let Some((ends, Way::Lane { lane, new, behind })) = way else {
+        let way = ends_of(&body).map(|ends| (ends, self.fork.choose_stream(ends, Instant::now())));
+        let Some((ends, StreamChoice::Lane { lane, new, barrier })) = way else {
             return self.put_data(Parcel::Link(body));
         };
         if new {
@@ -217,21 +219,21 @@ impl Session {
         let Some(queue) = self.lanes.get(&lane) else {
             return;
         };
-        if let Some(words) = behind {
+        if let Some(words) = barrier {
             queue.put(Parcel::Sure(
-                encode_control(&Lane::<()>::Behind(words)).expect("one number"),
+                encode_control(&LaneEntry::<()>::Barrier(words)).expect("one number"),
             ));
         }
         if queue.put(Parcel::Link(body)) {
-            self.fork.sent(ends);
+            self.fork.count_frame(ends);
         }
     }
 
     /// Sends a control item, preceded by the barrier it needs.
     fn put_word(&mut self, word: &Carried, frame: Bytes) {
-        if let Some(marks) = self.fork.fence(word) {
+        if let Some(marks) = self.fork.barrier_for(word) {
             self.put_data(Parcel::Sure(
-                encode_control(&Main::<()>::After(marks)).expect("a fence is short"),
+                encode_control(&MainEntry::<()>::Barrier(marks)).expect("a fence is short"),
             ));
         }
         self.put_data(Parcel::Sure(frame));
@@ -242,12 +244,12 @@ impl Session {
 
     /// Closes pair streams that are idle, or those of `task` if it is given.
     fn close_lanes(&mut self, task: Option<Tid>) {
-        for mark in self.fork.close(Instant::now(), task) {
+        for mark in self.fork.end_lanes(Instant::now(), task) {
             if let Some(lane) = self.lanes.remove(&mark.lane) {
                 lane.put(Parcel::End);
             }
             self.put_data(Parcel::Sure(
-                encode_control(&Main::<()>::End(mark)).expect("two numbers"),
+                encode_control(&MainEntry::<()>::End(mark)).expect("two numbers"),
             ));
         }
     }
@@ -451,7 +453,7 @@ impl Net {
             }
             return;
         }
-        let frame = match encode_control(&Main::Item(&carried)) {
+        let frame = match encode_control(&MainEntry::Item(&carried)) {
             Ok(frame) => frame,
             Err(e) => {
                 return self.log.line(format!(
@@ -665,8 +667,8 @@ impl Net {
             return;
         };
         match parcel {
-            DataParcel::Main(parcel) => session.join.take_main(parcel),
-            DataParcel::Lane(lane, parcel) => session.join.take_lane(lane, parcel),
+            DataParcel::Main(parcel) => session.join.push_main(parcel),
+            DataParcel::Lane(lane, parcel) => session.join.push_lane(lane, parcel),
         }
     }
 
@@ -819,7 +821,9 @@ async fn accept(endpoint: Endpoint, vm: String, inputs: Inputs) {
                 }
                 Err(why) if limit.allows() => {
                     let text = format!("refused a connection from {from}: {why}");
-                    let _ = inputs.send(Input::Event(Event::Stranger { text })).await;
+                    let _ = inputs
+                        .send(Input::Event(Event::Unauthenticated { text }))
+                        .await;
                 }
                 Err(_) => {}
             }

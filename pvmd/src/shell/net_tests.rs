@@ -10,7 +10,7 @@ use super::pki::{Authority, Identity};
 use super::session::{Purpose, both_ways};
 use bytes::Bytes;
 use pvmd_machine::Event;
-use pvmd_machine::lanes::LANES_MAX;
+use pvmd_machine::pair_streams::LANES_MAX;
 use quinn::crypto::rustls::QuicClientConfig;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
@@ -137,7 +137,7 @@ impl Daemon {
         loop {
             match timeout(DEADLINE, self.next()).await {
                 Ok(Seen::News(NetNews::Connected(host))) if host == other => return,
-                Ok(Seen::Event(Event::Stranger { .. })) => {}
+                Ok(Seen::Event(Event::Unauthenticated { .. })) => {}
                 seen => panic!(
                     "{} waited for a session with {other}, saw {seen:?}",
                     self.me
@@ -438,7 +438,7 @@ async fn foreign_certificate_fails_handshake() {
     let mut one = Daemon::start("foreign", 1, &ours.admit(host(1)).expect("a key"), lease);
     let mut stranger = Daemon::start("foreign", 2, &theirs.admit(host(2)).expect("a key"), lease);
     stranger.net.connect(one.me, vec![one.address()]);
-    let is_refusal = |seen: &Seen| matches!(seen, Seen::Event(Event::Stranger { text }) if text.starts_with("refused a connection from"));
+    let is_refusal = |seen: &Seen| matches!(seen, Seen::Event(Event::Unauthenticated { text }) if text.starts_with("refused a connection from"));
     let seen = timeout(DEADLINE, one.next()).await.expect("in time");
     assert!(is_refusal(&seen), "{seen:?}");
     let quiet = Duration::from_millis(200);
@@ -541,7 +541,7 @@ async fn client_without_valid_certificate_is_refused() {
             "{ended:?}"
         );
         match timeout(DEADLINE, one.next()).await.expect("in time") {
-            Seen::Event(Event::Stranger { text }) => {
+            Seen::Event(Event::Unauthenticated { text }) => {
                 assert!(
                     text.contains("no certificate of this virtual machine"),
                     "{text}"
@@ -701,8 +701,7 @@ async fn unexpected_bulk_stream_is_refused() {
 
 /// Images wait for a session that is being established; for an unknown host they fail at once.
 #[tokio::test(flavor = "multi_thread")]
-async fn images_wait_for_pending_session()
- {
+async fn images_wait_for_pending_session() {
     let authority = Authority::new("pvm").expect("a key");
     let mut one = Daemon::start(
         "soon",

@@ -6,7 +6,9 @@
 use super::outbox::{Heads, LINK_BYTES_MAX, Outbox, OutboxReader, Parcel, outbox};
 use super::session::lane_parcel;
 use bytes::Bytes;
-use pvmd_machine::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
+use pvmd_machine::pair_streams::{
+    FenceReceiver, FenceSender, LaneEntry, LaneId, StreamChoice, ends_of,
+};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::host::Carried;
 use std::future::Future;
@@ -23,7 +25,7 @@ const TAKEN_MAX: usize = 64;
 /// written to the stream.
 #[derive(Debug)]
 pub struct Sending {
-    fork: Fork,
+    fork: FenceSender,
     fill: Outbox,
     queue: OutboxReader,
     batch: Vec<Parcel>,
@@ -54,10 +56,10 @@ impl Sending {
         self.batch.clear();
         self.chunks.clear();
         if let Some(ends) = ends_of(&body)
-            && let Way::Lane { .. } = self.fork.way(ends, Instant::now())
+            && let StreamChoice::Lane { .. } = self.fork.choose_stream(ends, Instant::now())
             && self.fill.put(Parcel::Link(body))
         {
-            self.fork.sent(ends);
+            self.fork.count_frame(ends);
             self.take();
             self.heads.cut(&self.batch, &mut self.chunks);
             self.batch.iter().for_each(|parcel| self.queue.done(parcel));
@@ -76,7 +78,7 @@ impl Sending {
 #[derive(Debug, Default)]
 pub struct Receiving {
     decoder: FrameDecoder,
-    join: Join<Carried>,
+    join: FenceReceiver<Carried>,
 }
 
 impl Receiving {
@@ -86,8 +88,8 @@ impl Receiving {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;
         match lane_parcel(frame) {
-            Ok(parcel @ Lane::Item(_)) => self.join.take_lane(LANE, parcel),
-            Ok(Lane::Behind(_)) | Err(_) => return None,
+            Ok(parcel @ LaneEntry::Item(_)) => self.join.push_lane(LANE, parcel),
+            Ok(LaneEntry::Barrier(_)) | Err(_) => return None,
         }
         self.join.pop()
     }

@@ -14,7 +14,7 @@ use super::travel::Sent;
 use checkpoint::store::{Draft, Limits, NotASetId, Set, SetId, Store, StoreError};
 use checkpoint_protocol::CutId;
 use pvmd_machine::io::Event;
-use pvmd_machine::{COPIES_MAX, Copies};
+use pvmd_machine::{COPIES_MAX, CopyPolicy};
 use sempa_proto::checkpoint::{PartRecord, SetEntry, SetMeta};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::migration::Failure;
@@ -45,7 +45,7 @@ pub(crate) struct Whereabouts {
     dir: PathBuf,
     key: PathBuf,
     limits: Limits,
-    copies: Copies,
+    copies: CopyPolicy,
 }
 
 impl Whereabouts {
@@ -91,7 +91,7 @@ impl Whereabouts {
         })
     }
 
-    pub(crate) fn copies(&self) -> &Copies {
+    pub(crate) fn copies(&self) -> &CopyPolicy {
         &self.copies
     }
 
@@ -151,9 +151,9 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<Limits, String> {
 /// Longest host name (HOST_NAME_MAX).
 const HOST_NAME_MAX: usize = 64;
 
-fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
+fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, String> {
     let Some(text) = env("SEMPA_STORE_COPIES") else {
-        return Ok(Copies::default());
+        return Ok(CopyPolicy::default());
     };
     let names: Vec<String> = text
         .split(',')
@@ -167,13 +167,13 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
     };
     let different: BTreeSet<&String> = names.iter().collect();
     match text.trim().parse() {
-        Ok(number) if number <= COPIES_MAX => Ok(Copies::Number(number)),
+        Ok(number) if number <= COPIES_MAX => Ok(CopyPolicy::Count(number)),
         Err(_)
             if names.iter().all(plain)
                 && different.len() == names.len()
                 && names.len() <= COPIES_MAX =>
         {
-            Ok(Copies::Hosts(names))
+            Ok(CopyPolicy::Hosts(names))
         }
         _ => Err(format!(
             "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {COPIES_MAX} nor at most so many names of hosts with commas \
@@ -308,20 +308,20 @@ impl Sets {
         }
     }
 
-    /// Starts a checkpoint in the store. Reports [`Event::SetBegun`].
-    pub(crate) fn begin(&self, cut: CutId, job: Tid, now: Micros) {
+    /// Starts a checkpoint in the store. Reports [`Event::CheckpointBegun`].
+    pub(crate) fn begin(&self, snapshot: CutId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
         self.work(move |store| {
             let result = store.and_then(|store| {
                 let draft = store.begin(job, now).map_err(|e| e.to_string())?;
-                lock(&drafts).insert(cut, Arc::new(draft));
+                lock(&drafts).insert(snapshot, Arc::new(draft));
                 Ok(())
             });
-            Event::SetBegun { cut, result }
+            Event::CheckpointBegun { snapshot, result }
         });
     }
 
-    /// Adds the images of a task to a checkpoint. Reports [`Event::PartKept`].
+    /// Adds the images of a task to a checkpoint. Reports [`Event::PartStored`].
     pub(crate) fn keep(&self, cut: CutId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.place.images(migration));
         self.work(move |_| {
@@ -329,12 +329,12 @@ impl Sets {
             let added = draft.ok_or("the set was given up".to_string());
             let result =
                 added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
-            Event::PartKept { migration, result }
+            Event::PartStored { migration, result }
         });
     }
 
-    /// Completes a checkpoint. Reports [`Event::SetSealed`].
-    pub(crate) fn seal(&self, cut: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
+    /// Completes a checkpoint. Reports [`Event::CheckpointSealed`].
+    pub(crate) fn seal(&self, snapshot: CutId, meta: &SetMeta, keep: Vec<String>, now: Micros) {
         let (drafts, log, meta) = (
             self.drafts.clone(),
             self.log.clone(),
@@ -342,7 +342,7 @@ impl Sets {
         );
         let inputs = self.inputs.clone();
         self.work(move |store| {
-            let draft = lock(&drafts).remove(&cut).and_then(Arc::into_inner);
+            let draft = lock(&drafts).remove(&snapshot).and_then(Arc::into_inner);
             let result = draft
                 .ok_or("the set was given up".to_string())
                 .and_then(|draft| {
@@ -352,7 +352,7 @@ impl Sets {
                     unwanted::tidy(store, now, &keep, &inputs, &log);
                     Ok((info.id.to_string(), info.bytes))
                 });
-            Event::SetSealed { cut, result }
+            Event::CheckpointSealed { snapshot, result }
         });
     }
 
@@ -362,7 +362,7 @@ impl Sets {
         tokio::task::spawn_blocking(move || drop(draft));
     }
 
-    /// Opens a checkpoint for reading. Reports [`Event::SetOpened`].
+    /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
         let open = self.open.clone();
         self.work(move |store| {
@@ -374,7 +374,7 @@ impl Sets {
                 lock(&open).insert(restart, Arc::new(set));
                 Ok(meta)
             });
-            Event::SetOpened { restart, result }
+            Event::CheckpointOpened { restart, result }
         });
     }
 
@@ -398,10 +398,10 @@ impl Sets {
         lock(&self.open).remove(&restart);
     }
 
-    /// Lists all checkpoints. Reports [`Event::SetsListed`].
+    /// Lists all checkpoints. Reports [`Event::CheckpointsListed`].
     pub(crate) fn list(&self, tid: Tid, id: RequestId) {
         if !self.is_there() {
-            let event = Event::SetsListed {
+            let event = Event::CheckpointsListed {
                 tid,
                 id,
                 result: Ok(Vec::new()),
@@ -435,7 +435,7 @@ impl Sets {
                 });
                 whole.chain(broken).collect()
             });
-            Event::SetsListed { tid, id, result }
+            Event::CheckpointsListed { tid, id, result }
         });
     }
 
@@ -584,7 +584,7 @@ mod tests {
         let usual = whereabouts(dir, &[]).expect("good");
         assert_eq!(
             (usual.limits, usual.copies),
-            (Limits::default(), Copies::Number(0))
+            (Limits::default(), CopyPolicy::Count(0))
         );
         let wrong = [
             ("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]),
@@ -605,11 +605,11 @@ mod tests {
         let dir = Path::new("/nowhere");
         let copies =
             |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);
-        assert_eq!(copies("2"), Ok(Copies::Number(2)));
-        assert_eq!(copies("0"), Ok(Copies::Number(0)));
+        assert_eq!(copies("2"), Ok(CopyPolicy::Count(2)));
+        assert_eq!(copies("0"), Ok(CopyPolicy::Count(0)));
         assert_eq!(
             copies("h2, h3.lab"),
-            Ok(Copies::Hosts(vec!["h2".into(), "h3.lab".into()]))
+            Ok(CopyPolicy::Hosts(vec!["h2".into(), "h3.lab".into()]))
         );
         assert!(copies("h2,h2").is_err() && copies("").is_err() && copies("h 2").is_err());
     }

@@ -13,7 +13,7 @@ use super::manual;
 use super::pki::Authority;
 use super::ssh::Ssh;
 use super::sys::FilesLimit;
-use pvmd_machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
+use pvmd_machine::io::{Event, HostPlan, HosterOrder, StartId, StartedHost};
 use sempa_proto::PvmError;
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -113,7 +113,7 @@ impl Starter {
                         plan: &plan,
                         log: &log,
                     };
-                    let ready = if plan.by_hand() {
+                    let ready = if plan.is_manual() {
                         attempt.by_hand(&terminal).await
                     } else {
                         let _turn = turns.acquire().await;
@@ -163,7 +163,7 @@ impl Starter {
                     Ok((order, listener, sealed)) => {
                         let _ = tell.send((start, Ok(order)));
                         // An upper bound: the state machine usually ends the attempt earlier.
-                        let within = if plan.by_hand() {
+                        let within = if plan.is_manual() {
                             OFFER_BY_HAND_WITHIN
                         } else {
                             OFFER_WITHIN
@@ -286,7 +286,7 @@ impl Attempt<'_> {
 
     /// Creates the order for a hoster or a person, and the listener and encrypted line for the new
     /// daemon.
-    async fn offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
+    async fn offer(&self) -> Result<(HosterOrder, TcpListener, Vec<u8>), String> {
         let secret = Secret::new();
         let sealed = secret.seal(&self.bootstrap()?.line());
         let listener = join::listen()
@@ -307,7 +307,7 @@ impl Attempt<'_> {
             .as_ref()
             .map_or_else(|| contact.clone(), |user| format!("{user}@{contact}"));
         Ok((
-            StartOrder {
+            HosterOrder {
                 login,
                 command: self.command(&option),
                 secret: secret.text(),
@@ -350,7 +350,7 @@ impl Attempt<'_> {
     /// exists there; else `pvmd` from the search path. A person gets only the path, because the
     /// script would be long to type.
     fn command(&self, more: &str) -> String {
-        let by_hand = self.plan.by_hand();
+        let by_hand = self.plan.is_manual();
         let slave = if by_hand { "-S" } else { "-s" };
         if let Some(command) = self
             .plan

@@ -86,7 +86,7 @@ impl States {
         });
     }
 
-    /// Renames the staged files to their final names. Reports [`Event::StateNamed`].
+    /// Renames the staged files to their final names. Reports [`Event::StateInstalled`].
     pub(crate) fn name(&self, migration: MigrationId) {
         let all = lock(&self.staged).remove(&migration).flatten();
         self.work(move || {
@@ -94,7 +94,7 @@ impl States {
             let result = all
                 .ok_or_else(gone)
                 .and_then(|all| all.name().map_err(|e| io(&e)));
-            Event::StateNamed { migration, result }
+            Event::StateInstalled { migration, result }
         });
     }
 

@@ -269,7 +269,7 @@ impl World for DaemonWorld {
         unix_time()
     }
 
-    fn secret(&mut self) -> i32 {
+    fn random_secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
         // TLS would have failed earlier if the kernel gave no random numbers.
         self.random

@@ -520,7 +520,9 @@ fn rebuild_virtual_machine(scene: JobScenario) -> JobScenario {
         ..
     } = scene;
     let spared = old.highest_task_numbers();
-    let mut sim = Sim::with(seed + 1000, |config| config.spared = spared.clone());
+    let mut sim = Sim::with(seed + 1000, |config| {
+        config.reserved_ids_max = spared.clone()
+    });
     sim.image_store.adopt_checkpoints(old);
     let console = sim.enrol(HostId::MASTER);
     assert!(
@@ -659,7 +661,7 @@ fn restart_refused_on_mailbox_or_context_conflict() {
         .expect("there")
         .machine;
     let other = Tid::from_raw(0x40999);
-    machine.hold_contexts(vec![(ctx, other)]);
+    machine.reserve_contexts(vec![(ctx, other)]);
     assert_eq!(
         scene.restart(&report.set, &[]),
         Err(RestartFailure::Contexts(vec![ctx]))

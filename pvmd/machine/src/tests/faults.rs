@@ -39,7 +39,7 @@ fn unidentified_connection_is_refused() {
         HostId::MASTER,
         Event::TaskClosed {
             conn,
-            garbage: Some("a frame of 4 GiB".into()),
+            protocol_error: Some("a frame of 4 GiB".into()),
         },
     );
     for (magic, version) in [(*b"HTTP", WIRE_VERSION), (TASK_MAGIC, WIRE_VERSION + 1)] {
@@ -173,9 +173,9 @@ fn invalid_daemon_messages_change_nothing() {
         for on in [HostId::MASTER, host(2)] {
             sim.handle(
                 on,
-                Event::HostCarried {
+                Event::HostData {
                     host: host(3),
-                    carried: carried.clone(),
+                    message: carried.clone(),
                 },
             );
         }

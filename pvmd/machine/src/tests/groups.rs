@@ -27,7 +27,7 @@ impl GroupClient {
 
     /// Returns all answers so far: the task, and the number or PVM error code.
     fn answers(&mut self) -> Vec<(i32, i32)> {
-        let code = |result: Result<GroupReply, Failed>| match result {
+        let code = |result: Result<GroupReply, GroupError>| match result {
             Ok(GroupReply::Number(number)) => number,
             Ok(other) => panic!("{other:?}"),
             Err((error, _)) => error.code(),
@@ -99,7 +99,7 @@ impl GroupClient {
     }
 
     fn end_task(&mut self, task: i32) -> Vec<(i32, i32)> {
-        self.groups.ended(tid(task));
+        self.groups.remove_ended_task(tid(task));
         self.answers()
     }
 
@@ -344,7 +344,7 @@ fn assert_invariants(groups: &Groups) {
         assert!(!group.instances.is_empty(), "an empty group does not exist");
         for (tid, instance) in &group.instances {
             assert_eq!(group.members[*instance], *tid);
-            assert!(groups.of[tid].contains(name));
+            assert!(groups.groups_of_task[tid].contains(name));
         }
         let holes = group
             .members
@@ -352,15 +352,15 @@ fn assert_invariants(groups: &Groups) {
             .enumerate()
             .filter(|(_, tid)| **tid == Tid::NONE)
             .map(|(i, _)| i);
-        assert_eq!(holes.collect::<BTreeSet<_>>(), group.free);
+        assert_eq!(holes.collect::<BTreeSet<_>>(), group.free_instances);
         assert_eq!(
             group.members.len(),
-            group.instances.len() + group.free.len()
+            group.instances.len() + group.free_instances.len()
         );
         for meeting in [&group.barrier, &group.freeze].into_iter().flatten() {
             assert!(!meeting.waiting.is_empty(), "a meeting of nobody is none");
             assert!(
-                meeting.waiting.len() < meeting.wanted,
+                meeting.waiting.len() < meeting.required,
                 "who is complete does not wait"
             );
             assert!(
@@ -378,7 +378,11 @@ fn assert_invariants(groups: &Groups) {
         }
     }
     assert_eq!(
-        groups.of.values().map(BTreeSet::len).sum::<usize>(),
+        groups
+            .groups_of_task
+            .values()
+            .map(BTreeSet::len)
+            .sum::<usize>(),
         memberships
     );
     assert_eq!(groups.memberships, memberships);
@@ -399,7 +403,7 @@ proptest! {
                 Action::Barrier(who, count) => (who, GroupRequest::Barrier { group: group(), count }),
                 Action::Freeze(who, count) => (who, GroupRequest::Freeze { group: group(), count }),
                 Action::End(who) => {
-                    s.groups.ended(tid(who));
+                    s.groups.remove_ended_task(tid(who));
                     open.retain(|_, asker| *asker != tid(who));
                     (99, GroupRequest::List)
                 }

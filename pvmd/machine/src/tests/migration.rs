@@ -41,7 +41,7 @@ fn children(count: u32) -> SpawnRequest {
     }
 }
 
-/// Begins to migrate a task from h2 to h3 and lets a random time pass, at most `longest`
+/// Begins to migrate a task from h2 to h3 and lets a random time pass, at most `max_micros`
 /// microseconds. The console is notified of the task's exit with tag 1. Returns the simulation, the
 /// processes of console and task, and the request.
 fn migrating_task(seed: u64, hosts: usize, max_micros: u64) -> (Sim, usize, usize, RequestId) {

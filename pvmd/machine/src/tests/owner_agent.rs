@@ -6,7 +6,7 @@ use super::scenario::{
 };
 use super::sim::{Sim, host, seeds};
 use crate::HostId;
-use crate::speaker::SPEAKER_TIME;
+use crate::owner_agent::OWNER_AGENT_TIMEOUT;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM};
 use sempa_proto::task::{Reply, Request};
@@ -92,7 +92,7 @@ fn guests_stay_paused_until_new_watcher_resumes_them() {
         let mut guarded = WatchedHost::new(seed);
         let dead = guarded.watcher;
         guarded.sim.exit(dead, SIGTERM);
-        guarded.sim.advance(Micros(SPEAKER_TIME.0 * 9 / 10));
+        guarded.sim.advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
         assert_eq!(
             running_watcher(&guarded.sim),
             None,
@@ -131,7 +131,7 @@ fn dead_watcher_is_restarted_unless_it_exited_well() {
     guarded.sim.advance(GUEST_PAUSE_MAX);
     guarded.assert_paused();
     guarded.sim.exit(second, 0);
-    guarded.sim.advance(Micros(SPEAKER_TIME.0 * 9 / 10));
+    guarded.sim.advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
     guarded.assert_paused();
     guarded.run_until_guests_resume();
     guarded.sim.advance(LONG_WAIT);
@@ -215,7 +215,7 @@ fn directive_outlives_its_program_for_a_while() {
     scene.assert_paused();
     let speaker = scene.owner_agents[1];
     scene.sim.close(speaker);
-    scene.sim.advance(Micros(SPEAKER_TIME.0 * 9 / 10));
+    scene.sim.advance(Micros(OWNER_AGENT_TIMEOUT.0 * 9 / 10));
     scene.assert_paused();
     let theirs = scene.procs[2..4].to_vec();
     scene.sim.run_until("they go on", |s| {

@@ -493,11 +493,11 @@ fn invalid_engine_list_fails_spawn() {
     );
 }
 
-/// Index of the outcome "dead" in the results of [`fate`].
+/// Index of the outcome "dead" in the results of [`outcome`].
 const DEAD_OUTCOME: usize = 2;
 
-/// Returns whether the task has migrated (0), has stayed (1), or is [`DEAD`]. Asserts that it
-/// exists once at most and answers if it lives.
+/// Returns whether the task has migrated (0), has stayed (1), or is [`DEAD_OUTCOME`]. Asserts that
+/// it exists once at most and answers if it lives.
 fn outcome(sim: &mut Sim, console: usize, tid: Tid, moved: bool) -> usize {
     let (list, dead) = (
         list_task(sim, console, tid),

@@ -3,19 +3,19 @@
 use super::sim::{Sim, host, seeds};
 use crate::Event;
 use crate::io::Descriptors;
-use crate::pairs::PARTNERS_MAX;
+use crate::ring_peers::RING_PEERS_MAX;
 use sempa_proto::route::{OFFER_ADDRESSES_MAX, OfferId, RouteWord};
 use sempa_proto::task::{Reply, Request, SpawnRequest, ToTask};
 use sempa_proto::{Micros, Tid};
 use std::fs::File;
 
 /// Sends a route message with the number of descriptors that it announces.
-fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, word: RouteWord) {
+fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, message: RouteWord) {
     let Some(conn) = sim.procs[proc].conn else {
         return;
     };
     let null = || File::open("/dev/null").expect("there is one").into();
-    let descriptors = Descriptors::new((0..word.descriptors()).map(|_| null()).collect());
+    let descriptors = Descriptors::new((0..message.descriptors()).map(|_| null()).collect());
     let on = sim.procs[proc].host;
     sim.send_from_proc(
         conn,
@@ -23,7 +23,7 @@ fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, word: RouteWord) {
         Event::TaskRoute {
             conn,
             to,
-            word,
+            message,
             descriptors,
         },
     );
@@ -242,7 +242,7 @@ fn only_ring_peers_are_notified_of_exit_or_migration() {
             "seed {seed}"
         );
         assert!(
-            sim.nodes.values().all(|n| n.machine.pairs.is_empty()),
+            sim.nodes.values().all(|n| n.machine.ring_peers.is_empty()),
             "seed {seed}"
         );
     }
@@ -294,7 +294,7 @@ fn unanswered_offer_is_reported_on_exit() {
     }
     sim.advance(Micros::from_secs(1));
     assert_eq!(sim.procs[procs[2]].daemon_messages.len(), 1);
-    assert!(sim.nodes.values().all(|n| n.machine.pairs.is_empty()));
+    assert!(sim.nodes.values().all(|n| n.machine.ring_peers.is_empty()));
 }
 
 /// An offer with too many addresses is dropped.
@@ -334,8 +334,8 @@ fn ring_peer_limit_refuses_new_offers() {
         .get_mut(&host(1))
         .expect("the master")
         .machine
-        .pairs;
-    (1..PARTNERS_MAX as i32).for_each(|n| pairs.join(tids[0], Tid::from_raw(0x8_0000 + n)));
+        .ring_peers;
+    (1..RING_PEERS_MAX as i32).for_each(|n| pairs.add_pair(tids[0], Tid::from_raw(0x8_0000 + n)));
     send_route_message(&mut sim, procs[2], tids[0], ring_offer(2));
     assert_eq!(
         await_messages(&mut sim, procs[2], 1),

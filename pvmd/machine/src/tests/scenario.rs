@@ -14,8 +14,8 @@ use std::collections::BTreeMap;
 /// Time after which every guest must be paused in the simulation. The simulated taskers take up to
 /// 2 ms to receive an order.
 pub(super) const GUEST_PAUSE_MAX: Micros = Micros::from_millis(50);
-/// Time after which a suspended task must be paused. Longer than [`PROMISE`], because no owner
-/// waits for it.
+/// Time after which a suspended task must be paused. Longer than [`GUEST_PAUSE_MAX`], because no
+/// owner waits for it.
 const SUSPEND_PAUSE_MAX: Micros = Micros::from_millis(220);
 
 pub(super) fn stop_guests() -> Request {

@@ -17,9 +17,9 @@ mod procs;
 mod respawn;
 mod taskers;
 
-use crate::lanes::LaneId;
+use crate::pair_streams::LaneId;
 use crate::{
-    ConnId, Copies, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
+    ConnId, CopyPolicy, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
 };
 use bytes::Bytes;
 use dice::Dice;
@@ -174,11 +174,11 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         lease: LEASE,
         rm_command: None,
         server_commands: Vec::new(),
-        place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
+        paths: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
             .expect("a good place"),
         hostfile: Vec::new(),
-        spared: BTreeMap::new(),
-        copies: Copies::default(),
+        reserved_ids_max: BTreeMap::new(),
+        copies: CopyPolicy::default(),
     }
 }
 
@@ -372,8 +372,8 @@ impl Sim {
         });
     }
 
-    /// Separates two hosts for the time `long` and drops the messages in flight between them. Other
-    /// hosts still reach both.
+    /// Separates two hosts for the time `duration` and drops the messages in flight between them.
+    /// Other hosts still reach both.
     pub(super) fn separate(&mut self, a: HostId, b: HostId, duration: Micros) {
         if !self.sessions.remove(&pair(a, b)) {
             return;
@@ -517,7 +517,7 @@ impl Sim {
                 on,
                 Event::TaskClosed {
                     conn,
-                    garbage: None,
+                    protocol_error: None,
                 },
             );
         }

@@ -977,7 +977,7 @@ fn lease_reports_are_batched_in_order() {
             Reply::Done
         );
         let giver = sim.procs[rm].tid();
-        let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.news.waited;
+        let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.rm_batch.batched_total;
         let mut tids_taken = Vec::new();
         for n in 1..=GRANT_HOSTS_MAX {
             let grant = GrantOf {

@@ -2,7 +2,7 @@
 //! tests of frame forwarding.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use pvmd_machine::{ConnId, Copies, Event, Machine, MachineConfig, Output, World};
+use pvmd_machine::{ConnId, CopyPolicy, Event, Machine, MachineConfig, Output, World};
 use sempa_proto::host::HostMsg;
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::message::DSIG_X86_64;
@@ -29,7 +29,7 @@ impl World for EmptyWorld {
     fn unix_time(&self) -> Micros {
         Micros(1)
     }
-    fn secret(&mut self) -> i32 {
+    fn random_secret(&mut self) -> i32 {
         1
     }
 }
@@ -97,10 +97,10 @@ impl Daemon {
             lease: Micros::from_secs(10),
             rm_command: None,
             server_commands: Vec::new(),
-            place: Place::of(1, |_| None).expect("a place without any variables"),
+            paths: Place::of(1, |_| None).expect("a place without any variables"),
             hostfile: Vec::new(),
-            spared: BTreeMap::new(),
-            copies: Copies::default(),
+            reserved_ids_max: BTreeMap::new(),
+            copies: CopyPolicy::default(),
         };
         let mut daemon = Daemon {
             machine: Machine::new(config, Micros(1)),

@@ -21,7 +21,8 @@ pub(super) struct Marks {
     turn: Arc<Mutex<()>>,
 }
 
-/// Removes what the store does not keep; reports it in the log and as [`Event::SetsSwept`].
+/// Removes what the store does not keep; reports it in the log and as
+/// [`Event::CheckpointsExpired`].
 pub(super) fn tidy(
     store: Result<Store, String>,
     now: Micros,
@@ -33,12 +34,13 @@ pub(super) fn tidy(
     match store.and_then(|store| store.tidy(now, keep).map_err(|e| e.to_string())) {
         Ok(swept) if swept.removed.is_empty() => {}
         Ok(swept) => {
-            let sets: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
+            let checkpoints: Vec<String> =
+                swept.removed.iter().map(|set| set.id.to_string()).collect();
             log.line(format!(
                 "checkpoints removed that the store does not keep: {}",
-                sets.join(" ")
+                checkpoints.join(" ")
             ));
-            let _ = inputs.blocking_send(Input::Event(Event::SetsSwept { sets }));
+            let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired { checkpoints }));
         }
         Err(why) => log.line(why),
     }
@@ -89,7 +91,7 @@ impl Sets {
         });
     }
 
-    /// Removes checkpoints. Reports [`Event::SetsRemoved`].
+    /// Removes checkpoints. Reports [`Event::CheckpointsRemoved`].
     pub(crate) fn remove(
         &self,
         (tid, id): (Tid, RequestId),
@@ -107,7 +109,7 @@ impl Sets {
                     .map(|set| (set, Err(Stays::Unknown)))
                     .collect()),
             };
-            Event::SetsRemoved { tid, id, result }
+            Event::CheckpointsRemoved { tid, id, result }
         });
     }
 }

@@ -15,7 +15,7 @@ fn is_written(sim: &Sim, tid: Tid) -> bool {
         .master
         .as_ref()
         .expect("it is the master");
-    let cuts = &master.keeping.cuts;
+    let cuts = &master.checkpoints.snapshots;
     cuts.of_task(tid).is_some() && cuts.keeps(tid).is_none()
 }
 
@@ -26,7 +26,7 @@ fn may_not_migrate(sim: &Sim, tid: Tid) -> bool {
         .master
         .as_ref()
         .expect("it is the master");
-    master.keeping.cuts.keeps(tid).is_some()
+    master.checkpoints.snapshots.keeps(tid).is_some()
 }
 
 /// True if the migration was refused because of a checkpoint.

@@ -1,13 +1,13 @@
 //! Copies of checkpoints in the stores of other hosts.
 
 use super::*;
-use crate::Copies;
+use crate::CopyPolicy;
 use crate::tests::scenario::list_events;
 use sempa_proto::checkpoint::Unwanted;
 use sempa_proto::event::EventKind;
 
 impl JobScenario {
-    fn with_copies(seed: u64, hosts: usize, copies: Copies) -> JobScenario {
+    fn with_copies(seed: u64, hosts: usize, copies: CopyPolicy) -> JobScenario {
         JobScenario::with(seed, hosts, 4, |config| config.copies = copies.clone())
     }
 
@@ -58,7 +58,7 @@ impl JobScenario {
 #[test]
 fn copies_are_made_and_older_ones_removed() {
     for seed in seeds(20) {
-        let mut scene = JobScenario::with_copies(seed, 5, Copies::Number(2));
+        let mut scene = JobScenario::with_copies(seed, 5, CopyPolicy::Count(2));
         let (first, hosts, missing, why) = scene.checkpoint_with_copies();
         assert_eq!(
             (hosts.len(), missing, why.as_str()),
@@ -97,7 +97,7 @@ fn copies_are_made_and_older_ones_removed() {
 #[test]
 fn only_named_hosts_get_copies() {
     for seed in seeds(10) {
-        let names = Copies::Hosts(vec!["h3".into(), "h9".into(), "h1".into()]);
+        let names = CopyPolicy::Hosts(vec!["h3".into(), "h9".into(), "h1".into()]);
         let mut scene = JobScenario::with_copies(seed, 3, names);
         let (set, hosts, missing, why) = scene.checkpoint_with_copies();
         assert_eq!((hosts, missing), (vec![host(3)], 2));
@@ -128,7 +128,7 @@ fn no_copies_by_default() {
 #[test]
 fn present_owner_gets_no_new_copy() {
     for seed in seeds(10) {
-        let mut scene = JobScenario::with_copies(seed, 3, Copies::Number(1));
+        let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Count(1));
         let (set, hosts, ..) = scene.checkpoint_with_copies();
         let (owned, other) = if hosts[0] == host(2) {
             (host(2), host(3))
@@ -158,7 +158,7 @@ fn present_owner_gets_no_new_copy() {
 fn owner_arrival_cancels_copy() {
     let mut seen = 0;
     for seed in seeds(40) {
-        let mut scene = JobScenario::with_copies(seed, 3, Copies::Hosts(vec!["h2".into()]));
+        let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Hosts(vec!["h2".into()]));
         let speaker = scene.sim.enrol(host(2));
         scene.make_checkpoint(None);
         scene
@@ -183,7 +183,7 @@ fn owner_arrival_cancels_copy() {
 #[test]
 fn lost_copies_are_replaced() {
     for seed in seeds(20) {
-        let mut scene = JobScenario::with_copies(seed, 4, Copies::Number(1));
+        let mut scene = JobScenario::with_copies(seed, 4, CopyPolicy::Count(1));
         let (set, hosts, ..) = scene.checkpoint_with_copies();
         let lost = hosts[0];
         // Depending on the seed, a host is lost before its loss is known, during another
@@ -207,7 +207,7 @@ fn lost_copies_are_replaced() {
         assert_eq!(scene.list_checkpoints()[0].copies.len(), 1, "of {set}");
     }
     for seed in seeds(10) {
-        let mut scene = JobScenario::with_copies(seed, 2, Copies::Number(2));
+        let mut scene = JobScenario::with_copies(seed, 2, CopyPolicy::Count(2));
         let (set, hosts, missing, _) = scene.checkpoint_with_copies();
         assert_eq!((hosts, missing), (vec![host(2)], 1));
         let reply = scene.sim.ask(
@@ -230,7 +230,7 @@ fn lost_copies_are_replaced() {
 #[test]
 fn copies_are_removed_with_checkpoint_or_job() {
     for seed in seeds(20) {
-        let mut scene = JobScenario::with_copies(seed, 3, Copies::Number(1));
+        let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Count(1));
         let (set, ..) = scene.checkpoint_with_copies();
         assert_eq!(scene.remove(Unwanted::Sets(vec![set])).len(), 1);
         scene.sim.advance(Micros::from_secs(1));
@@ -261,7 +261,7 @@ fn copies_are_removed_with_checkpoint_or_job() {
 fn target_reports_why_copy_failed() {
     for seed in seeds(20) {
         for silent in [false, true] {
-            let mut scene = JobScenario::with_copies(seed, 3, Copies::Number(2));
+            let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Count(2));
             scene.make_checkpoint(None);
             scene.sim.random_faults.failed_steps_percent = 100;
             scene.sim.image_store.hides_copy_errors = silent;
@@ -287,7 +287,7 @@ fn target_reports_why_copy_failed() {
 #[test]
 fn failed_copy_goes_to_next_host() {
     for seed in seeds(40) {
-        let mut scene = JobScenario::with_copies(seed, 4, Copies::Number(1));
+        let mut scene = JobScenario::with_copies(seed, 4, CopyPolicy::Count(1));
         scene.make_checkpoint(None);
         let wait = Micros(scene.sim.rng.roll(5_000));
         scene.sim.advance(wait);

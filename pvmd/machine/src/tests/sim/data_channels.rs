@@ -3,7 +3,9 @@
 
 use super::{Channel, Sim, SimEvent, pair};
 use crate::Event;
-use crate::lanes::{Fork, Join, Lane, LaneId, Main, Way, ends_of};
+use crate::pair_streams::{
+    FenceReceiver, FenceSender, LaneEntry, LaneId, MainEntry, StreamChoice, ends_of,
+};
 use sempa_proto::HostId;
 use sempa_proto::host::Carried;
 use std::collections::{BTreeMap, VecDeque};
@@ -18,15 +20,15 @@ pub(super) type Unsent = VecDeque<(Channel, Event)>;
 /// An item of one of the streams.
 #[derive(Clone, Debug)]
 pub(super) enum StreamItem {
-    Main(Main<Carried>),
-    Lane(LaneId, Lane<Carried>),
+    Main(MainEntry<Carried>),
+    Lane(LaneId, LaneEntry<Carried>),
 }
 
 /// All data channels that ever existed.
 #[derive(Debug)]
 pub(super) struct DataChannels {
     epoch: Instant,
-    channels: BTreeMap<ChannelId, (Fork, Join<Carried>)>,
+    channels: BTreeMap<ChannelId, (FenceSender, FenceReceiver<Carried>)>,
     sessions: BTreeMap<(HostId, HostId), u64>,
     lanes_opened: usize,
 }
@@ -52,13 +54,13 @@ impl DataChannels {
     pub(super) fn on_arrival(&mut self, wire: ChannelId, parcel: StreamItem) -> Vec<Event> {
         let (_, join) = self.channels.entry(wire).or_default();
         match parcel {
-            StreamItem::Main(parcel) => join.take_main(parcel),
-            StreamItem::Lane(lane, parcel) => join.take_lane(lane, parcel),
+            StreamItem::Main(parcel) => join.push_main(parcel),
+            StreamItem::Lane(lane, parcel) => join.push_lane(lane, parcel),
         }
         std::iter::from_fn(|| join.pop())
-            .map(|carried| Event::HostCarried {
+            .map(|message| Event::HostData {
                 host: wire.0,
-                carried,
+                message,
             })
             .collect()
     }
@@ -81,7 +83,7 @@ impl Sim {
                 .push_back((channel, event));
         }
         match event {
-            Event::HostCarried { carried, .. } => self.carry(from, to, carried),
+            Event::HostData { message, .. } => self.carry(from, to, message),
             event => self.send_in_order(channel, SimEvent::Machine(to, event)),
         }
     }
@@ -129,12 +131,13 @@ impl Sim {
             Carried::Link(body) => ends_of(body),
             _ => None,
         };
-        match ends.map(|ends| (ends, fork.way(ends, now))) {
-            Some((ends, Way::Lane { lane, new, behind })) => {
+        match ends.map(|ends| (ends, fork.choose_stream(ends, now))) {
+            Some((ends, StreamChoice::Lane { lane, new, barrier })) => {
                 self.data_channels.lanes_opened += usize::from(new);
-                parcels.extend(behind.map(|words| StreamItem::Lane(lane, Lane::Behind(words))));
-                parcels.push(StreamItem::Lane(lane, Lane::Item(carried)));
-                fork.sent(ends);
+                parcels
+                    .extend(barrier.map(|words| StreamItem::Lane(lane, LaneEntry::Barrier(words))));
+                parcels.push(StreamItem::Lane(lane, LaneEntry::Item(carried)));
+                fork.count_frame(ends);
             }
             _ => {
                 let ended = if let Carried::Ended { dst, .. } = &carried {
@@ -142,19 +145,19 @@ impl Sim {
                 } else {
                     None
                 };
-                let mut put_main = |fork: &mut Fork, parcel| {
+                let mut put_main = |fork: &mut FenceSender, parcel| {
                     parcels.push(StreamItem::Main(parcel));
-                    fork.sent_main();
+                    fork.count_main_entry();
                 };
-                if let Some(barriers) = fork.fence(&carried) {
-                    put_main(fork, Main::After(barriers));
+                if let Some(barriers) = fork.barrier_for(&carried) {
+                    put_main(fork, MainEntry::Barrier(barriers));
                 }
-                put_main(fork, Main::Item(carried));
+                put_main(fork, MainEntry::Item(carried));
                 for lane_end in ended
-                    .map(|task| fork.close(now, Some(task)))
+                    .map(|task| fork.end_lanes(now, Some(task)))
                     .unwrap_or_default()
                 {
-                    put_main(fork, Main::End(lane_end));
+                    put_main(fork, MainEntry::End(lane_end));
                 }
             }
         }

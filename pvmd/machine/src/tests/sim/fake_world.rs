@@ -29,7 +29,7 @@ impl World for FakeWorld {
     fn unix_time(&self) -> Micros {
         self.unix_time
     }
-    fn secret(&mut self) -> i32 {
+    fn random_secret(&mut self) -> i32 {
         self.secret += 1;
         self.secret
     }

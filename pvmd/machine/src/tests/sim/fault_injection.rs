@@ -242,7 +242,7 @@ impl Sim {
         }
     }
 
-    /// Delays everything that is sent on these sessions by `long`.
+    /// Delays everything that is sent on these sessions by `duration`.
     fn delay_sessions(&mut self, is_affected: impl Fn((HostId, HostId)) -> bool, duration: Micros) {
         let at = self.now + duration;
         for (a, b) in self

@@ -327,7 +327,7 @@ impl Sim {
                 }
                 self.schedule_soon(on, Event::StateStaged { migration, result });
             }
-            Output::NameState { migration } => {
+            Output::InstallState { migration } => {
                 let staged = self.image_store.staged_states.remove(&(on, migration));
                 let result = self.random_failure();
                 if let (true, Some((tid, state))) = (result.is_ok(), staged) {
@@ -336,7 +336,7 @@ impl Sim {
                         None => self.image_store.state_files.remove(&tid),
                     };
                 }
-                self.schedule_soon(on, Event::StateNamed { migration, result });
+                self.schedule_soon(on, Event::StateInstalled { migration, result });
             }
             other => self.carry_out_for_checkpoints(on, other),
         }
@@ -353,7 +353,7 @@ impl Sim {
 
     pub(super) fn carry_out_for_store(&mut self, on: HostId, output: Output) {
         match output {
-            Output::Deposit {
+            Output::UploadPart {
                 migration,
                 record,
                 to,
@@ -387,15 +387,15 @@ impl Sim {
                 let result = record.ok_or(Failure::Images("nothing lies there".into()));
                 self.schedule_soon(on, Event::PartRead { migration, result });
             }
-            Output::BeginSet { cut, .. } => {
+            Output::BeginCheckpoint { snapshot, .. } => {
                 let result = self.random_failure().map_err(|e| e.to_string());
                 if result.is_ok() {
-                    self.image_store.drafts.insert(cut, BTreeMap::new());
+                    self.image_store.drafts.insert(snapshot, BTreeMap::new());
                 }
-                self.schedule_soon(on, Event::SetBegun { cut, result });
+                self.schedule_soon(on, Event::CheckpointBegun { snapshot, result });
             }
-            Output::KeepPart {
-                cut,
+            Output::StorePart {
+                snapshot,
                 migration,
                 tid,
             } => {
@@ -406,13 +406,13 @@ impl Sim {
                     .expect("received")
                     .clone();
                 let result = self.random_failure().map_err(|e| e.to_string());
-                if let Some(draft) = self.image_store.drafts.get_mut(&cut) {
+                if let Some(draft) = self.image_store.drafts.get_mut(&snapshot) {
                     draft.insert(tid, part);
                 }
-                self.schedule_soon(on, Event::PartKept { migration, result });
+                self.schedule_soon(on, Event::PartStored { migration, result });
             }
-            Output::SealSet { cut, meta, .. } => {
-                let draft = self.image_store.drafts.remove(&cut).expect("begun");
+            Output::SealCheckpoint { snapshot, meta, .. } => {
+                let draft = self.image_store.drafts.remove(&snapshot).expect("begun");
                 assert_eq!(
                     draft.len(),
                     meta.parts.len(),
@@ -420,33 +420,38 @@ impl Sim {
                     self.seed
                 );
                 let result = self.random_failure().map_err(|e| e.to_string()).map(|()| {
-                    let name = format!("set-{cut}");
+                    let name = format!("set-{snapshot}");
                     self.image_store
                         .checkpoints
                         .insert(name.clone(), (*meta, draft));
                     (name, 1)
                 });
-                self.schedule_soon(on, Event::SetSealed { cut, result });
+                self.schedule_soon(on, Event::CheckpointSealed { snapshot, result });
             }
-            Output::AbandonSet { cut } => {
-                self.image_store.drafts.remove(&cut);
+            Output::AbandonCheckpoint { snapshot } => {
+                self.image_store.drafts.remove(&snapshot);
             }
-            Output::OpenSet { restart, set } => {
+            Output::OpenCheckpoint {
+                restart,
+                checkpoint,
+            } => {
                 let meta = self
                     .image_store
                     .checkpoints
-                    .get(&set)
+                    .get(&checkpoint)
                     .map(|(meta, _)| meta.clone());
-                self.image_store.open_checkpoints.insert(restart, set);
+                self.image_store
+                    .open_checkpoints
+                    .insert(restart, checkpoint);
                 self.schedule_soon(
                     on,
-                    Event::SetOpened {
+                    Event::CheckpointOpened {
                         restart,
                         result: meta.ok_or("there is no such set".into()),
                     },
                 );
             }
-            Output::CloseSet { restart } => {
+            Output::CloseCheckpoint { restart } => {
                 self.image_store.open_checkpoints.remove(&restart);
             }
             other => self.carry_out_for_states(on, other),
@@ -456,10 +461,8 @@ impl Sim {
     /// Carries out outputs about whole checkpoints.
     fn carry_out_for_checkpoints(&mut self, on: HostId, output: Output) {
         match output {
-            Output::MarkSets {
-                sets: checkpoints,
-                ended,
-                ..
+            Output::MarkCheckpoints {
+                checkpoints, ended, ..
             } => {
                 let jobs: Vec<Tid> = checkpoints
                     .iter()
@@ -478,31 +481,35 @@ impl Sim {
                     };
                 }
             }
-            Output::RemoveSets {
+            Output::RemoveCheckpoints {
                 tid,
                 id,
-                which,
-                stay,
+                selection,
+                refused,
                 ..
             } => {
-                let removed = self.image_store.remove(which, &stay);
+                let removed = self.image_store.remove(selection, &refused);
                 self.schedule_soon(
                     on,
-                    Event::SetsRemoved {
+                    Event::CheckpointsRemoved {
                         tid,
                         id,
                         result: Ok(removed),
                     },
                 );
             }
-            Output::SendCopy { migration, set, to } => {
+            Output::SendCopy {
+                migration,
+                checkpoint,
+                to,
+            } => {
                 let result = self.random_failure().map(|()| 1);
                 let expected = self
                     .nodes
                     .get(&to)
                     .is_some_and(|n| n.alive && n.expected_images.contains(&migration));
                 if expected && result.is_ok() {
-                    self.image_store.copies.insert((to, set));
+                    self.image_store.copies.insert((to, checkpoint));
                 }
                 // Only the target knows the reason.
                 let unsent = result
@@ -519,15 +526,18 @@ impl Sim {
                     },
                 );
             }
-            Output::GiveUpCopy { migration, set } => {
+            Output::DiscardCopy {
+                migration,
+                checkpoint,
+            } => {
                 self.nodes
                     .get_mut(&on)
                     .expect("it speaks")
                     .expected_images
                     .remove(&migration);
-                self.image_store.copies.remove(&(on, set));
+                self.image_store.copies.remove(&(on, checkpoint));
             }
-            Output::DropSets { sets: checkpoints } => {
+            Output::DropCheckpoints { checkpoints } => {
                 self.image_store
                     .copies
                     .retain(|(at, set)| *at != on || !checkpoints.contains(set));
@@ -537,10 +547,10 @@ impl Sim {
                         .retain(|set, _| !checkpoints.contains(set));
                 }
             }
-            Output::ListSets { tid, id } => {
+            Output::ListCheckpoints { tid, id } => {
                 self.schedule_soon(
                     on,
-                    Event::SetsListed {
+                    Event::CheckpointsListed {
                         tid,
                         id,
                         result: Ok(self.image_store.entries()),

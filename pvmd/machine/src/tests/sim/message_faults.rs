@@ -35,7 +35,7 @@ fn message_name(event: &Event) -> Option<String> {
         } => format!("report {report:?}"),
         Event::HostControl { message, .. } => format!("host {message:?}"),
         Event::Tasker(message) => format!("tasker {message:?}"),
-        Event::HostCarried { .. } | Event::HostLost { .. } | Event::Wake => return None,
+        Event::HostData { .. } | Event::HostLost { .. } | Event::Wake => return None,
         Event::TaskConnected { .. } | Event::TaskControl { .. } | Event::TaskRoute { .. } => {
             return None;
         }

@@ -2,7 +2,7 @@
 
 use super::fault_injection::StepEdge;
 use super::{Channel, Sim, SimEvent, pair};
-use crate::io::StartOrder;
+use crate::io::HosterOrder;
 use crate::{ConnId, Event, HostPlan, Output};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::migration::Failure;
@@ -23,7 +23,7 @@ impl Sim {
                 }
                 self.send_to_proc(conn, |proc| SimEvent::ToProc(proc, conn, message));
             }
-            Output::RouteToTask {
+            Output::ToTaskWithFds {
                 conn,
                 message,
                 descriptors,
@@ -37,7 +37,7 @@ impl Sim {
             Output::LinkToTask { conn, frame } => {
                 self.send_to_proc(conn, |proc| SimEvent::LinkToProc(proc, conn, frame))
             }
-            Output::HearOut { conn } => self.close_exited(conn),
+            Output::DrainConnection { conn } => self.close_exited(conn),
             Output::CloseTask { conn } => self.send_to_proc(conn, |_| SimEvent::CloseProc(conn)),
             Output::Signal { conn, signal } => {
                 if let Some(p) = self.conns.get(&conn) {
@@ -90,22 +90,22 @@ impl Sim {
                 };
                 self.send_or_store(Channel::Control(on, host), on, host, event);
             }
-            Output::Carry { host, carried } => {
-                let event = Event::HostCarried {
+            Output::SendData { host, message } => {
+                let event = Event::HostData {
                     host: on,
-                    carried: round_trip_carried(&carried),
+                    message: round_trip_carried(&message),
                 };
                 self.send_or_store(Channel::Data(on, host), on, host, event);
             }
             Output::Connect { host, .. } => self.connect_hosts(on, host),
-            Output::Forget { host } => {
+            Output::Disconnect { host } => {
                 if self.sessions.remove(&pair(on, host)) {
                     self.schedule(self.now + Micros(1000), SimEvent::LossNoticed(host, on));
                 }
             }
             Output::StartHost { start, plan } => self.start_host(start, plan),
             Output::PrepareHosts { plans } => {
-                let hoster_order = |plan: &HostPlan| StartOrder {
+                let hoster_order = |plan: &HostPlan| HosterOrder {
                     login: plan.name.clone(),
                     command: format!("pvmd {}", plan.name),
                     secret: "secret".into(),
@@ -120,7 +120,7 @@ impl Sim {
                     SimEvent::Machine(on, Event::HostsPrepared { orders }),
                 );
             }
-            Output::HosterHeard { start, line } => {
+            Output::HosterReported { start, line } => {
                 let plan = self
                     .prepared_starts
                     .iter()
@@ -146,7 +146,7 @@ impl Sim {
 
     fn carry_out_for_migrations(&mut self, on: HostId, output: Output) {
         match output {
-            Output::SendAhead { migration, to } => self.start_pre_copy(on, migration, to),
+            Output::SendImagesEarly { migration, to } => self.start_pre_copy(on, migration, to),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
             Output::ExpectImages { migration, .. } | Output::ExpectCopy { migration, .. } => {
                 self.nodes
@@ -156,7 +156,7 @@ impl Sim {
                     .insert(migration);
             }
             // How engines exchange memory is not simulated.
-            Output::LendMemory { .. } | Output::ExpectMemory { .. } => {}
+            Output::ServeMemory { .. } | Output::FetchMemory { .. } => {}
             Output::DropImages { migration } => {
                 self.nodes
                     .get_mut(&on)
@@ -171,17 +171,17 @@ impl Sim {
             Output::RemoveToken { path } => {
                 self.tokens.remove(&(on, path));
             }
-            Output::RecordMove { migration, tid, to } => {
+            Output::RecordMigration { migration, tid, to } => {
                 let result = self.step_result(());
                 if result.is_ok() {
                     self.recorded_moves.push((migration, tid, to));
                 }
                 self.schedule(
                     self.now + Micros(500),
-                    SimEvent::Machine(on, Event::MoveRecorded { migration, result }),
+                    SimEvent::Machine(on, Event::MigrationRecorded { migration, result }),
                 );
             }
-            Output::StepBegins { step, .. } => self.reach_point((step, StepEdge::Before)),
+            Output::StepStarting { step, .. } => self.reach_point((step, StepEdge::Before)),
             Output::StepEnded { step, .. } => self.reach_point((step, StepEdge::After)),
             output => self.carry_out_for_store(on, output),
         }

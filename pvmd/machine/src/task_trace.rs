@@ -16,51 +16,57 @@ use std::collections::{BTreeSet, VecDeque};
 
 /// Largest number of tracers that are remembered to have the item table. A tracer that was
 /// forgotten gets the table again.
-const TOLD_MAX: usize = 1024;
+const INFORMED_TRACERS_MAX: usize = 1024;
 
 /// The tracers that have received the item table, and their order.
 #[derive(Debug, Default)]
-pub(super) struct Traces {
-    told: BTreeSet<Tid>,
+pub(super) struct InformedTracers {
+    informed: BTreeSet<Tid>,
     order: VecDeque<Tid>,
 }
 
 impl Machine {
     /// Sends a tracer the item table, which must precede all records.
-    fn tell_items(&mut self, sink: Sink) {
-        if !self.traces.told.insert(sink.tid) {
+    fn send_item_table(&mut self, sink: Sink) {
+        if !self.informed_tracers.informed.insert(sink.tid) {
             return;
         }
-        self.traces.order.push_back(sink.tid);
-        if self.traces.order.len() > TOLD_MAX
-            && let Some(oldest) = self.traces.order.pop_front()
+        self.informed_tracers.order.push_back(sink.tid);
+        if self.informed_tracers.order.len() > INFORMED_TRACERS_MAX
+            && let Some(oldest) = self.informed_tracers.order.pop_front()
         {
-            self.traces.told.remove(&oldest);
+            self.informed_tracers.informed.remove(&oldest);
         }
         let mut body = Packer::new(Encoding::Xdr);
         pack_item_table(&mut body);
-        self.send_made(sink.tid, sink.ctx, sink.tag, 0, body.finish());
+        self.send_daemon_message(sink.tid, sink.ctx, sink.tag, 0, body.finish());
     }
 
-    fn trace(&mut self, sink: Sink, of: Tid, (event, name): (i32, &str), items: Vec<Item>) {
+    fn send_trace_record(
+        &mut self,
+        sink: Sink,
+        of: Tid,
+        (event, name): (i32, &str),
+        items: Vec<Item>,
+    ) {
         if !sink.tid.is_task() || sink.tid == of {
             return;
         }
-        self.tell_items(sink);
+        self.send_item_table(sink);
         let mut all = head(
-            (self.unix.0 / 1_000_000) as i32,
-            (self.unix.0 % 1_000_000) as i32,
+            (self.unix_time.0 / 1_000_000) as i32,
+            (self.unix_time.0 % 1_000_000) as i32,
             of.raw(),
         );
         all.extend(items);
         let mut body = Packer::new(Encoding::Xdr);
         // Every record contains its own description: the daemon sends only a few.
         pack_record(&mut body, event, Some(name), &all);
-        self.send_made(sink.tid, sink.ctx, sink.tag, 0, body.finish());
+        self.send_daemon_message(sink.tid, sink.ctx, sink.tag, 0, body.finish());
     }
 
     /// Sends the record of a task's start.
-    pub(super) fn trace_new_task(&mut self, task: &Task) {
+    pub(super) fn trace_task_start(&mut self, task: &Task) {
         // PVM uses −1 for an unknown value and a dash for a task without a name.
         let or_none = |n: i32| if n == 0 { -1 } else { n };
         let name = if task.name.is_empty() {
@@ -73,27 +79,27 @@ impl Machine {
             int("TF", task.flags),
             text("TN", name),
         ];
-        self.trace(task.trace, task.tid, NEW_TASK, items);
+        self.send_trace_record(task.trace, task.tid, NEW_TASK, items);
     }
 
     /// Sends the record of a requested task.
-    pub(super) fn trace_spawn(&mut self, sink: Sink, tid: Tid, parent: Tid) {
-        self.trace(sink, tid, SPAWN_TASK, vec![int("PT", parent.raw())]);
+    pub(super) fn trace_task_request(&mut self, sink: Sink, tid: Tid, parent: Tid) {
+        self.send_trace_record(sink, tid, SPAWN_TASK, vec![int("PT", parent.raw())]);
     }
 
     /// Sends the record of a task's end.
-    pub(super) fn trace_end(&mut self, task: &Task, status: i32, used: Usage) {
-        let (seconds, rest) = (
+    pub(super) fn trace_task_end(&mut self, task: &Task, status: i32, used: Usage) {
+        let (seconds, micros) = (
             |t: u64| (t / 1_000_000) as i32,
             |t: u64| (t % 1_000_000) as i32,
         );
         let items = vec![
             int("TST", status),
             int("TUS", seconds(used.user.0)),
-            int("TUU", rest(used.user.0)),
+            int("TUU", micros(used.user.0)),
             int("TSS", seconds(used.system.0)),
-            int("TSU", rest(used.system.0)),
+            int("TSU", micros(used.system.0)),
         ];
-        self.trace(task.trace, task.tid, END_TASK, items);
+        self.send_trace_record(task.trace, task.tid, END_TASK, items);
     }
 }

@@ -27,17 +27,17 @@ pub(super) struct Locations {
 
 impl Locations {
     /// Returns the host where the task runs, as far as this daemon knows.
-    pub(super) fn host(&self, tid: Tid) -> Option<HostId> {
+    pub(super) fn host_of(&self, tid: Tid) -> Option<HostId> {
         self.by_tid.get(&tid).map(|l| l.host).or_else(|| tid.home())
     }
 
     /// Returns the epoch of the task's location; 0 for a task on its birth host.
-    pub(super) fn epoch(&self, tid: Tid) -> Epoch {
+    pub(super) fn epoch_of(&self, tid: Tid) -> Epoch {
         self.by_tid.get(&tid).map(|l| l.epoch).unwrap_or_default()
     }
 
     /// Stores a location. Returns false if the known one is not older.
-    pub(super) fn set(&mut self, location: Location) -> bool {
+    pub(super) fn update(&mut self, location: Location) -> bool {
         if self
             .by_tid
             .get(&location.tid)
@@ -66,41 +66,46 @@ impl Locations {
 impl Machine {
     /// Returns the host where the task runs, as far as this daemon knows.
     pub(super) fn location(&self, tid: Tid) -> Option<HostId> {
-        self.locations.host(tid)
+        self.locations.host_of(tid)
     }
 
     /// Delivers or forwards a frame or an item. Returns false if the task is gone for good.
-    pub(super) fn route(&mut self, dst: Tid, held: Held) -> bool {
+    pub(super) fn route_to_task(&mut self, dst: Tid, held: Held) -> bool {
         if let Some(task) = self.tasks.get_mut(dst) {
             if task.phase == super::tasks::Phase::Left {
                 return false;
             }
             if let Held::Item(ToTask::Reply { id, .. }) = &held {
-                task.answered(*id);
-                self.moves.settled.extend(task.take_settled());
+                task.remove_request(*id);
+                self.migrations
+                    .settled_parts
+                    .extend(task.take_settled_part());
             }
-            match task.conn().filter(|_| !task.hold || task.passes(&held)) {
-                Some(conn) => self.hand(conn, held),
+            match task
+                .conn()
+                .filter(|_| !task.holds_items || task.accepts_during_handoff(&held))
+            {
+                Some(conn) => self.deliver_now(conn, held),
                 None => task.inbox.push(held),
             }
             return true;
         }
-        if let Some(departed) = self.moves.departed.get(&dst) {
+        if let Some(departed) = self.migrations.forwarding.get(&dst) {
             let (to, migration) = (departed.to, departed.migration);
-            self.hand_on(dst, to, migration, held);
+            self.forward(dst, to, migration, held);
             return true;
         }
-        if let Some(arrival) = self.moves.arrivals.get_mut(&dst).filter(|a| a.located) {
-            arrival.own.push(held);
+        if let Some(arrival) = self.migrations.arrivals.get_mut(&dst).filter(|a| a.located) {
+            arrival.direct.push(held);
             return true;
         }
         match self.location(dst) {
             Some(host) if host != self.config.host && self.table.get(host).is_some() => {
-                let carried = match held {
+                let message = match held {
                     Held::Link(frame) => Carried::Link(frame),
                     Held::Item(item) => Carried::Item { dst, item },
                 };
-                self.out.push_back(Output::Carry { host, carried });
+                self.outputs.push_back(Output::SendData { host, message });
                 true
             }
             _ => false,
@@ -110,12 +115,12 @@ impl Machine {
     /// Sends an item to a task, wherever it runs. If the task has ended, an item of a daemon is
     /// dropped; the sender of a route message receives [`ToTask::PeerGone`].
     pub(super) fn deliver(&mut self, dst: Tid, item: ToTask) {
-        let Some(item) = self.unless_news(dst, item) else {
+        let Some(item) = self.batch_for_rm(dst, item) else {
             return;
         };
         let held = Held::Item(item);
-        let sender = super::pairs::sender_of(&held);
-        if !self.route(dst, held)
+        let sender = super::ring_peers::sender_of(&held);
+        if !self.route_to_task(dst, held)
             && let Some(src) = sender
         {
             self.deliver(src, ToTask::PeerGone { tid: dst });
@@ -147,15 +152,15 @@ impl Machine {
 
     /// Forwards a link frame. If the receiver is gone, the sender receives [`ToTask::PeerGone`].
     pub(super) fn forward_link(&mut self, src: Tid, dst: Tid, frame: Bytes) {
-        if !self.route(dst, Held::Link(frame)) {
+        if !self.route_to_task(dst, Held::Link(frame)) {
             self.deliver(src, ToTask::PeerGone { tid: dst });
         }
     }
 
     /// Handles a link frame from a task of this host. A task may send frames only under its own
     /// tid; the exception are the partial messages of a handoff.
-    pub(super) fn link_from_task(&mut self, conn: super::ConnId, bytes: Bytes) {
-        let Some(tid) = self.conns.task(conn) else {
+    pub(super) fn handle_link_frame(&mut self, conn: super::ConnId, bytes: Bytes) {
+        let Some(tid) = self.conns.task_of(conn) else {
             return;
         };
         let Some(frame) = LinkFrame::decode(bytes.clone()) else {
@@ -163,7 +168,7 @@ impl Machine {
                 "{tid} sent a link frame that cannot be read; it was dropped"
             ));
         };
-        if self.is_half(tid, &frame, &bytes) {
+        if self.is_partial_fragment(tid, &frame, &bytes) {
             return;
         }
         if frame.src != tid {
@@ -172,11 +177,11 @@ impl Machine {
                 frame.src
             ));
         }
-        self.said(tid, &frame, bytes);
+        self.forward_or_log(tid, &frame, bytes);
     }
 
     /// Handles a message from the data channel of another host.
-    pub(super) fn host_carried(&mut self, host: HostId, carried: Carried) {
+    pub(super) fn handle_data_message(&mut self, host: HostId, carried: Carried) {
         match carried {
             Carried::Link(bytes) => match LinkFrame::decode(bytes.clone()) {
                 Some(frame) => self.forward_link(frame.src, frame.dst, bytes),
@@ -185,25 +190,25 @@ impl Machine {
                 )),
             },
             Carried::Item { dst, item } => self.deliver(dst, item),
-            Carried::Ended { dst, marks } => self.task_ended_somewhere(dst, &marks),
-            Carried::Passed { dst, epoch } => self.passed(host, dst, epoch),
+            Carried::Ended { dst, marks } => self.handle_task_end(dst, &marks),
+            Carried::Passed { dst, epoch } => self.drained_by(host, dst, epoch),
             Carried::Record {
                 dst,
                 migration,
                 record,
                 complete,
-            } => self.record_came(dst, migration, *record, complete),
+            } => self.handle_record(dst, migration, *record, complete),
             Carried::Handed {
                 dst,
                 migration,
                 held,
-            } => self.handed(dst, migration, held),
-            Carried::HandedAll { dst, migration } => self.handed_all(dst, migration),
+            } => self.handle_forwarded(dst, migration, held),
+            Carried::HandedAll { dst, migration } => self.handle_forwarded_all(dst, migration),
         }
     }
 
-    pub(super) fn tell_host(&mut self, host: HostId, message: HostMsg) {
-        self.out.push_back(Output::ToHost { host, message });
+    pub(super) fn send_to_host(&mut self, host: HostId, message: HostMsg) {
+        self.outputs.push_back(Output::ToHost { host, message });
     }
 
     /// Returns all hosts of the table except this one.
@@ -218,13 +223,13 @@ impl Machine {
 
     /// Notifies the tasks of this host that have sent to this task, or share rings with it, that it
     /// has migrated.
-    pub(super) fn tell_peers_of_move(&mut self, tid: Tid) {
-        let mut peers = self.pairs.take(tid);
+    pub(super) fn notify_peers_of_migration(&mut self, tid: Tid) {
+        let mut peers = self.ring_peers.remove_task(tid);
         let senders = self
             .tasks
             .live
             .values()
-            .filter(|t| t.tid != tid && t.marks.contains_key(&tid));
+            .filter(|t| t.tid != tid && t.watermarks.contains_key(&tid));
         peers.extend(senders.map(|t| t.tid));
         for peer in peers {
             self.deliver(peer, ToTask::PeerMoved { tid });
@@ -233,7 +238,7 @@ impl Machine {
 }
 
 /// Returns the output by which the shell delivers a frame or an item to a connected task.
-pub(super) fn hand_over(conn: super::ConnId, held: Held) -> Output {
+pub(super) fn delivery_output(conn: super::ConnId, held: Held) -> Output {
     match held {
         Held::Link(frame) => Output::LinkToTask { conn, frame },
         Held::Item(message) => Output::ToTask { conn, message },

@@ -7,7 +7,7 @@
 //! - Before a host is drained, jobs with a schedule are checkpointed, so that a task that is lost
 //!   during the drain loses no work.
 
-use super::{Doing, Job};
+use super::{CheckpointedJob, JobActivity};
 use crate::Machine;
 use sempa_proto::migration::{Cause, Refusal};
 use sempa_proto::{HostId, Tid};
@@ -18,61 +18,68 @@ impl Machine {
     ///
     /// # Errors
     /// The checkpoint has priority.
-    pub(crate) fn make_way(&mut self, tid: Tid, cause: &Cause) -> Result<(), Refusal> {
+    pub(crate) fn admit_migration(&mut self, tid: Tid, cause: &Cause) -> Result<(), Refusal> {
         let Some(master) = self.master.as_deref_mut() else {
             return Ok(());
         };
-        let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
+        let (job_checkpoints, coordinator) =
+            (&mut master.checkpoints, &mut master.migrations.coordinator);
         let drains = matches!(cause, Cause::Drain { .. });
-        let counts =
-            |job: &Job| job.drains && job.doing == Doing::Counting && job.members.contains(&tid);
-        if drains && keeping.jobs.values().any(counts) {
+        let takes_inventory = |job: &CheckpointedJob| {
+            job.is_draining
+                && job.activity == JobActivity::TakingInventory
+                && job.members.contains(&tid)
+        };
+        if drains && job_checkpoints.jobs.values().any(takes_inventory) {
             // The task has no part of a snapshot yet, so the id is a new one.
             return Err(Refusal::AlreadyMoving(coordinator.next_id()));
         }
-        if let Some(part) = keeping.cuts.of_task(tid) {
-            let cut = keeping.cuts.of_part(part.id);
+        if let Some(part) = job_checkpoints.snapshots.of_task(tid) {
+            let cut = job_checkpoints.snapshots.of_part(part.id);
             let job = cut
-                .and_then(|cut| keeping.job_of_cut(cut))
-                .and_then(|job| keeping.jobs.get(&job));
+                .and_then(|cut| job_checkpoints.job_of_snapshot(cut))
+                .and_then(|job| job_checkpoints.jobs.get(&job));
             // The whole job ends with this checkpoint.
-            if job.is_some_and(|job| job.ends) {
+            if job.is_some_and(|job| job.ends_after_checkpoint) {
                 return Err(Refusal::AlreadyMoving(part.id));
             }
-            let first = drains && job.is_some_and(|job| job.drains);
-            if let Some((_, part)) = keeping.cuts.keeps(tid).filter(|_| first) {
+            let first = drains && job.is_some_and(|job| job.is_draining);
+            if let Some((_, part)) = job_checkpoints.snapshots.keeps(tid).filter(|_| first) {
                 return Err(Refusal::AlreadyMoving(part));
             }
         }
-        while let Some((cut, part)) = keeping.cuts.keeps(tid) {
+        while let Some((cut, part)) = job_checkpoints.snapshots.keeps(tid) {
             if !matches!(cause, Cause::Owner { .. } | Cause::Drain { .. }) {
                 return Err(Refusal::AlreadyMoving(part));
             }
-            keeping
-                .cuts
-                .give_way(cut, tid, format!("it has to leave its host ({cause})"));
+            job_checkpoints.snapshots.give_way(
+                cut,
+                tid,
+                format!("it has to leave its host ({cause})"),
+            );
         }
         Ok(())
     }
 
     /// Master: checkpoints the jobs on a host that is being drained.
-    pub(crate) fn write_before_drain(&mut self, host: HostId) {
-        let Some(keeping) = self.master.as_ref().map(|master| &master.keeping) else {
+    pub(crate) fn checkpoint_before_drain(&mut self, host: HostId) {
+        let Some(job_checkpoints) = self.master.as_ref().map(|master| &master.checkpoints) else {
             return;
         };
-        let may_begin = |job: &Job| {
+        let may_begin = |job: &CheckpointedJob| {
             matches!(
-                job.doing,
-                Doing::Nothing | Doing::Counting | Doing::Cutting(_)
+                job.activity,
+                JobActivity::Idle | JobActivity::TakingInventory | JobActivity::TakingSnapshot(_)
             )
         };
-        let is_there = |job: &Job| {
+        let is_there = |job: &CheckpointedJob| {
             job.members
                 .iter()
                 .any(|tid| self.location(*tid) == Some(host))
         };
-        let wanted = |job: &Job| job.pace.is_some() && may_begin(job) && is_there(job);
-        let jobs: Vec<Tid> = keeping
+        let wanted =
+            |job: &CheckpointedJob| job.schedule.is_some() && may_begin(job) && is_there(job);
+        let jobs: Vec<Tid> = job_checkpoints
             .jobs
             .iter()
             .filter(|(_, job)| wanted(job))
@@ -80,14 +87,14 @@ impl Machine {
             .collect();
         for job in jobs {
             let Some(entry) = self
-                .keeping()
-                .and_then(|keeping| keeping.jobs.get_mut(&job))
+                .job_checkpoints()
+                .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
             else {
                 continue;
             };
-            entry.drains = true;
-            if entry.doing == Doing::Nothing {
-                self.begin_count(job);
+            entry.is_draining = true;
+            if entry.activity == JobActivity::Idle {
+                self.begin_checkpoint(job);
             }
         }
     }

@@ -11,8 +11,8 @@
 //! remembers for a while what it has forwarded. When a new session is established, both daemons
 //! repeat these messages.
 
-use super::engines::{DEADLY, Other};
-use super::suspend::Suspended;
+use super::restart_engine::{RestartVerdict, TERMINATING_SIGNALS};
+use super::suspension::TaskSuspension;
 use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::TargetEvent;
@@ -26,22 +26,22 @@ use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
 
 /// Wait status of a task that was killed by signal 9.
-const KILLED: i32 = 9;
+const KILLED_STATUS: i32 = 9;
 
 /// A task on its way to this host.
 #[derive(Debug)]
-pub(super) struct Arrival {
+pub(super) struct ArrivingTask {
     pub(super) tid: Tid,
     pub(super) migration: MigrationId,
     from: HostId,
     /// State of the task; complete when the source has given it up.
     pub(super) record: Option<TaskRecord>,
-    complete: bool,
+    record_complete: bool,
     /// Items that waited at the source.
-    handed: Inbox,
-    all_handed: bool,
+    forwarded: Inbox,
+    all_forwarded: bool,
     /// Items that came here directly.
-    pub(super) own: Inbox,
+    pub(super) direct: Inbox,
     /// This host is the task's location.
     pub(super) located: bool,
     /// Its process runs, or has exited.
@@ -54,117 +54,119 @@ pub(super) struct Arrival {
     /// Connection on which its library has reconnected.
     pub(super) conn: Option<ConnId>,
     /// The tasker was ordered to pause it.
-    pub(super) held: bool,
+    pub(super) paused: bool,
     /// Suspensions as far as known. Until the task is ordered to run, the coordinator's state takes
     /// precedence.
-    pub(super) suspended: Option<Suspended>,
+    pub(super) suspension: Option<TaskSuspension>,
     /// The task has not run here yet: its library waits for the resume token.
-    pub(super) waits: bool,
+    pub(super) library_quiesced: bool,
     /// Signals that arrived before the task ran.
     pub(super) signals: Vec<i32>,
     pub(super) pid: i32,
     /// Set if the task does not migrate, but is restarted from a checkpoint.
-    pub(super) begins: Option<Timeline>,
+    pub(super) restart_group: Option<Timeline>,
     /// Verdict on a restart engine, for the case that CRIU is not possible.
-    pub(super) other: Other,
+    pub(super) restart_verdict: RestartVerdict,
     /// Its program is started again here.
-    pub(super) anew: bool,
+    pub(super) by_restart: bool,
     /// Spawn token by which that program claims its tid.
-    pub(super) epid: Option<i32>,
+    pub(super) spawn_token: Option<i32>,
 }
 
 /// A task that has left. Items that still come for it are forwarded until all daemons use its new
 /// location.
 #[derive(Debug)]
-pub(super) struct Departed {
+pub(super) struct Forwarding {
     pub(super) migration: MigrationId,
     pub(super) to: HostId,
     epoch: Epoch,
-    awaiting: BTreeSet<HostId>,
+    awaited_hosts: BTreeSet<HostId>,
 }
 
 /// What was forwarded to the target, for as long as the session may turn out to have broken.
 #[derive(Debug)]
-pub(super) struct HandedOver {
+pub(super) struct ForwardedItems {
     to: HostId,
     migration: MigrationId,
     record: Box<TaskRecord>,
     /// Without the frames of links, which retransmit.
     items: Vec<Held>,
-    all: bool,
+    all_sent: bool,
     /// Time until which this is kept. `None`: until the target is connected again.
-    until: Option<Micros>,
+    kept_until: Option<Micros>,
 }
 
-impl HandedOver {
-    fn counts(&self, now: Micros) -> bool {
-        self.until.is_none_or(|until| until > now)
+impl ForwardedItems {
+    fn is_needed(&self, now: Micros) -> bool {
+        self.kept_until.is_none_or(|until| until > now)
     }
 }
 
 impl Machine {
     /// True if this is the spawn token of a program that is started again here.
-    pub(super) fn is_beginning(&self, epid: i32) -> bool {
-        self.moves
+    pub(super) fn is_respawn_token(&self, spawn_token: i32) -> bool {
+        self.migrations
             .arrivals
             .values()
-            .any(|arrival| arrival.epid == Some(epid))
+            .any(|arrival| arrival.spawn_token == Some(spawn_token))
     }
 
     /// Handles the connection of an arriving task's program, which was started again here.
-    pub(super) fn comes_anew(&mut self, conn: ConnId, epid: i32) {
+    pub(super) fn connect_respawned(&mut self, conn: ConnId, spawn_token: i32) {
         let Some(arrival) = self
-            .moves
+            .migrations
             .arrivals
             .values_mut()
-            .find(|arrival| arrival.epid == Some(epid))
+            .find(|arrival| arrival.spawn_token == Some(spawn_token))
         else {
             return;
         };
         // Another process that presents the same token is refused.
-        arrival.epid = None;
+        arrival.spawn_token = None;
         arrival.conn = Some(conn);
         let tid = arrival.tid;
-        self.conns.park(conn, tid);
-        self.arrival_step(tid);
+        self.conns.bind_when_record_arrives(conn, tid);
+        self.advance_arrival(tid);
     }
 
     /// Handles the return of a library that had quiesced.
-    pub(super) fn resume(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
+    pub(super) fn reconnect_library(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self
-            .moves
+            .migrations
             .arrivals
             .get_mut(&tid)
             .filter(|a| a.migration == migration && a.located)
         {
             if let Some(older) = arrival.conn.replace(conn) {
                 self.conns.retire(older);
-                self.out.push_back(Output::CloseTask { conn: older });
+                self.outputs.push_back(Output::CloseTask { conn: older });
             }
-            self.conns.park(conn, tid);
-            return self.arrival_step(tid);
+            self.conns.bind_when_record_arrives(conn, tid);
+            return self.advance_arrival(tid);
         }
-        let moving = self
-            .moves
+        let is_migrating = self
+            .migrations
             .sources
             .get(&migration)
             .is_some_and(|s| s.of().tid == tid);
-        let may =
-            |t: &&mut Task| (moving || t.waits_for(migration)) && t.hold && t.phase != Phase::Left;
+        let may = |t: &&mut Task| {
+            (is_migrating || t.has_resume_id(migration)) && t.holds_items && t.phase != Phase::Left
+        };
         let Some(task) = self.tasks.get_mut(tid).filter(may) else {
-            return self.refuse(conn, format!("{tid} is not waited for here ({migration})"));
+            return self
+                .refuse_connection(conn, format!("{tid} is not waited for here ({migration})"));
         };
         task.quiesced = false;
         if let Some(older) = task.conn() {
             self.conns.retire(older);
         }
         self.welcome(conn, tid);
-        self.move_task_came_back(tid);
-        self.guest_came_back(tid);
+        self.notify_sources_reconnected(tid);
+        self.handle_guest_reconnected(tid);
     }
 
     /// Handles the master's order that sets the location of a task.
-    pub(super) fn located_order(&mut self, location: Location) {
+    pub(super) fn handle_location(&mut self, location: Location) {
         let Location { tid, epoch, .. } = location;
         if epoch <= self.epoch {
             return self.log(format!(
@@ -174,7 +176,7 @@ impl Machine {
         }
         self.epoch = epoch;
         self.apply_location(location);
-        self.tell_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
+        self.send_to_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
     }
 
     pub(super) fn apply_location(&mut self, location: Location) {
@@ -184,32 +186,32 @@ impl Machine {
             from,
             epoch,
         } = location;
-        if !self.locations.set(location) {
+        if !self.locations.update(location) {
             return;
         }
         // A task that has ended may have been restarted.
-        self.tasks.ends.forget(tid);
+        self.tasks.known_exits.forget(tid);
         let me = self.config.host;
         if tid.home() == Some(me) {
             // A task from a checkpoint may have a number that this daemon has not allocated.
-            self.tasks.spare(tid.local());
+            self.tasks.reserve_ids_up_to(tid.local());
         }
         if host == me {
             if self.tasks.get(tid).is_none() {
-                let arrival = self.moves.arrivals.entry(tid);
+                let arrival = self.migrations.arrivals.entry(tid);
                 arrival
-                    .or_insert_with(|| Arrival::new(tid, MigrationId(0), from))
+                    .or_insert_with(|| ArrivingTask::new(tid, MigrationId(0), from))
                     .located = true;
             }
         } else if self
-            .moves
+            .migrations
             .arrivals
             .get(&tid)
             .is_some_and(|a| a.located && (!a.ran || a.lost))
-            && let Some(mut arrival) = self.moves.arrivals.remove(&tid)
+            && let Some(mut arrival) = self.migrations.arrivals.remove(&tid)
         {
             // The commit was revoked.
-            for held in arrival.own.drain() {
+            for held in arrival.direct.drain() {
                 match held {
                     Held::Item(item) => self.deliver(tid, item),
                     // Dropped, because links retransmit.
@@ -220,92 +222,92 @@ impl Machine {
         if from == me {
             let others = self.other_hosts();
             if let Some(task) = self.tasks.get_mut(tid) {
-                task.awaiting = others;
+                task.undrained_hosts = others;
             }
         } else if from != host && self.table.get(from).is_some() {
-            self.out.push_back(Output::Carry {
+            self.outputs.push_back(Output::SendData {
                 host: from,
-                carried: Carried::Passed { dst: tid, epoch },
+                message: Carried::Passed { dst: tid, epoch },
             });
         }
-        self.tell_peers_of_move(tid);
+        self.notify_peers_of_migration(tid);
     }
 
     pub(super) fn send_record(&mut self, of: &Move, complete: bool) {
         if let Some(task) = self.tasks.get(of.tid) {
-            let record = Box::new(self.record_of(task));
-            let carried = Carried::Record {
+            let record = Box::new(self.task_record(task));
+            let message = Carried::Record {
                 dst: of.tid,
                 migration: of.id,
                 record,
                 complete,
             };
-            self.out.push_back(Output::Carry {
+            self.outputs.push_back(Output::SendData {
                 host: of.to,
-                carried,
+                message,
             });
         }
     }
 
-    pub(super) fn hand_task_over(&mut self, of: &Move) {
+    pub(super) fn transfer_ownership(&mut self, of: &Move) {
         let (dst, migration, to) = (of.tid, of.id, of.to);
         self.send_record(of, true);
         let Some(mut task) = self.tasks.live.remove(&dst) else {
             return;
         };
-        self.remember_handing(of, Box::new(self.record_of(&task)));
-        self.guest_gone(&task);
+        self.remember_forwarding(of, Box::new(self.task_record(&task)));
+        self.forget_guest(&task);
         for held in task.inbox.drain() {
-            self.hand_on(dst, to, migration, held);
+            self.forward(dst, to, migration, held);
         }
-        let epoch = self.locations.epoch(dst);
+        let epoch = self.locations.epoch_of(dst);
         // A host that joined later has never used the old location.
         let open = |host: &HostId| {
-            self.table.get(*host).is_some() && !task.passed.contains(&(epoch, *host))
+            self.table.get(*host).is_some() && !task.drained_by.contains(&(epoch, *host))
         };
-        let awaiting = task.awaiting.iter().copied().filter(open).collect();
-        self.moves.departed.insert(
+        let awaited_hosts = task.undrained_hosts.iter().copied().filter(open).collect();
+        self.migrations.forwarding.insert(
             dst,
-            Departed {
+            Forwarding {
                 migration,
                 to,
                 epoch,
-                awaiting,
+                awaited_hosts,
             },
         );
-        self.departed_step(dst);
+        self.advance_forwarding(dst);
         // A daemon that is shutting down may have waited only for this task.
-        self.stop_step();
+        self.advance_stop();
     }
 
-    fn remember_handing(&mut self, of: &Move, record: Box<TaskRecord>) {
-        let (now, until) = (self.now, Some(self.handing_doubtful_until()));
-        self.moves
-            .handed_over
-            .retain(|_, handed| handed.counts(now));
-        let handed = HandedOver {
+    fn remember_forwarding(&mut self, of: &Move, record: Box<TaskRecord>) {
+        let (now, kept_until) = (self.now, Some(self.delivery_known_at()));
+        self.migrations
+            .unconfirmed_transfers
+            .retain(|_, handed| handed.is_needed(now));
+        let handed = ForwardedItems {
             to: of.to,
             migration: of.id,
             record,
             items: Vec::new(),
-            all: false,
-            until,
+            all_sent: false,
+            kept_until,
         };
-        self.moves.handed_over.insert(of.tid, handed);
+        self.migrations.unconfirmed_transfers.insert(of.tid, handed);
     }
 
     /// Returns the time at which everything sent now has arrived, or the session is known to be
     /// broken.
-    fn handing_doubtful_until(&self) -> Micros {
+    fn delivery_known_at(&self) -> Micros {
         self.now + self.config.lease + self.config.lease
     }
 
     /// Forwards an item for a task that has left.
-    pub(super) fn hand_on(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
-        let until = self.handing_doubtful_until();
+    pub(super) fn forward(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
+        let until = self.delivery_known_at();
         let remembered = self
-            .moves
-            .handed_over
+            .migrations
+            .unconfirmed_transfers
             .get_mut(&dst)
             .filter(|handed| handed.migration == migration);
         // Link frames are retransmitted, except those of a process that has exited.
@@ -313,11 +315,11 @@ impl Machine {
             .filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
         if let Some(handed) = remembered {
             handed.items.push(held.clone());
-            handed.until = handed.until.map(|_| until);
+            handed.kept_until = handed.kept_until.map(|_| until);
         }
-        self.out.push_back(Output::Carry {
+        self.outputs.push_back(Output::SendData {
             host: to,
-            carried: Carried::Handed {
+            message: Carried::Handed {
                 dst,
                 migration,
                 held,
@@ -327,32 +329,32 @@ impl Machine {
 
     /// Keeps what was forwarded to a live daemon whose session has broken, because messages in
     /// transit may be lost.
-    pub(super) fn handing_broke(&mut self, host: HostId) {
+    pub(super) fn keep_forwarded_for(&mut self, host: HostId) {
         let now = self.now;
         for handed in self
-            .moves
-            .handed_over
+            .migrations
+            .unconfirmed_transfers
             .values_mut()
-            .filter(|handed| handed.to == host && handed.counts(now))
+            .filter(|handed| handed.to == host && handed.is_needed(now))
         {
-            handed.until = None;
+            handed.kept_until = None;
         }
     }
 
     /// Handles a new session with a daemon. If there was an earlier session, repeats what may have
     /// been lost with it.
-    pub(super) fn hand_over_again(&mut self, host: HostId) {
-        if self.moves.heard.insert(host) {
+    pub(super) fn repeat_forwarded(&mut self, host: HostId) {
+        if self.migrations.known_hosts.insert(host) {
             return;
         }
-        let (now, until) = (self.now, Some(self.handing_doubtful_until()));
-        for (dst, handed) in &mut self.moves.handed_over {
-            if handed.to != host || !handed.counts(now) {
+        let (now, until) = (self.now, Some(self.delivery_known_at()));
+        for (dst, handed) in &mut self.migrations.unconfirmed_transfers {
+            if handed.to != host || !handed.is_needed(now) {
                 continue;
             }
-            handed.until = until;
+            handed.kept_until = until;
             let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
-            let mut say = |carried| self.out.push_back(Output::Carry { host, carried });
+            let mut say = |message| self.outputs.push_back(Output::SendData { host, message });
             say(Carried::Record {
                 dst,
                 migration,
@@ -366,7 +368,7 @@ impl Machine {
                     held,
                 });
             }
-            if handed.all {
+            if handed.all_sent {
                 say(Carried::HandedAll { dst, migration });
             }
         }
@@ -378,53 +380,53 @@ impl Machine {
         } in self.locations.all()
         {
             if from == host && to != host {
-                self.out.push_back(Output::Carry {
+                self.outputs.push_back(Output::SendData {
                     host,
-                    carried: Carried::Passed { dst: tid, epoch },
+                    message: Carried::Passed { dst: tid, epoch },
                 });
             }
         }
     }
 
     /// Notes that a host sends nothing more to the old location of a task.
-    pub(super) fn passed(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
-        if let Some(departed) = self.moves.departed.get_mut(&tid) {
+    pub(super) fn drained_by(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+        if let Some(departed) = self.migrations.forwarding.get_mut(&tid) {
             if departed.epoch == epoch {
-                departed.awaiting.remove(&host);
+                departed.awaited_hosts.remove(&host);
             }
-            self.departed_step(tid);
+            self.advance_forwarding(tid);
         } else if let Some(task) = self.tasks.get_mut(tid) {
-            task.passed.retain(|(older, _)| *older >= epoch);
-            task.passed.insert((epoch, host));
+            task.drained_by.retain(|(older, _)| *older >= epoch);
+            task.drained_by.insert((epoch, host));
         }
     }
 
-    fn departed_step(&mut self, dst: Tid) {
+    fn advance_forwarding(&mut self, dst: Tid) {
         if self
-            .moves
-            .departed
+            .migrations
+            .forwarding
             .get(&dst)
-            .is_some_and(|d| d.awaiting.is_empty())
-            && let Some(Departed { migration, to, .. }) = self.moves.departed.remove(&dst)
+            .is_some_and(|d| d.awaited_hosts.is_empty())
+            && let Some(Forwarding { migration, to, .. }) = self.migrations.forwarding.remove(&dst)
         {
-            self.out.push_back(Output::Carry {
+            self.outputs.push_back(Output::SendData {
                 host: to,
-                carried: Carried::HandedAll { dst, migration },
+                message: Carried::HandedAll { dst, migration },
             });
-            let until = self.handing_doubtful_until();
+            let until = self.delivery_known_at();
             let handed = self
-                .moves
-                .handed_over
+                .migrations
+                .unconfirmed_transfers
                 .get_mut(&dst)
                 .filter(|handed| handed.migration == migration);
             if let Some(handed) = handed {
-                (handed.all, handed.until) = (true, handed.until.map(|_| until));
+                (handed.all_sent, handed.kept_until) = (true, handed.kept_until.map(|_| until));
             }
         }
     }
 
     /// Handles the record of an arriving task.
-    pub(super) fn record_came(
+    pub(super) fn handle_record(
         &mut self,
         tid: Tid,
         migration: MigrationId,
@@ -432,38 +434,38 @@ impl Machine {
         complete: bool,
     ) {
         let Some(arrival) = self
-            .moves
+            .migrations
             .arrivals
             .get_mut(&tid)
             .filter(|a| a.migration == migration)
         else {
             return;
         };
-        let begins = arrival.anew && arrival.record.is_none();
+        let is_first_record = arrival.by_restart && arrival.record.is_none();
         if complete {
             // A repeated record is followed by all forwarded items again.
-            (arrival.handed, arrival.all_handed) = (Inbox::default(), false);
+            (arrival.forwarded, arrival.all_forwarded) = (Inbox::default(), false);
         }
-        if complete || !arrival.complete {
+        if complete || !arrival.record_complete {
             arrival.record = Some(record);
-            arrival.complete |= complete;
+            arrival.record_complete |= complete;
         }
-        if begins {
+        if is_first_record {
             // With a restart engine, the record takes the place of the images.
             self.target_event(migration, TargetEvent::Received(Ok(0)));
         }
-        self.arrival_step(tid);
+        self.advance_arrival(tid);
     }
 
     /// Keeps an item that waited at the source.
-    pub(super) fn handed(&mut self, tid: Tid, migration: MigrationId, held: Held) {
+    pub(super) fn handle_forwarded(&mut self, tid: Tid, migration: MigrationId, held: Held) {
         match self
-            .moves
+            .migrations
             .arrivals
             .get_mut(&tid)
             .filter(|a| a.migration == migration)
         {
-            Some(arrival) => arrival.handed.push(held),
+            Some(arrival) => arrival.forwarded.push(held),
             None => self.log(format!(
                 "something was handed over for {tid}, which is not on its way here; dropped"
             )),
@@ -471,47 +473,50 @@ impl Machine {
     }
 
     /// Notes that no more items wait at the source.
-    pub(super) fn handed_all(&mut self, tid: Tid, migration: MigrationId) {
+    pub(super) fn handle_forwarded_all(&mut self, tid: Tid, migration: MigrationId) {
         if let Some(arrival) = self
-            .moves
+            .migrations
             .arrivals
             .get_mut(&tid)
             .filter(|a| a.migration == migration)
         {
-            arrival.all_handed = true;
+            arrival.all_forwarded = true;
         }
-        self.arrival_step(tid);
+        self.advance_arrival(tid);
     }
 
     /// Makes an arriving task a task of this host when everything is here: its record, the items
     /// that waited, its process, and its library unless the task has exited meanwhile.
-    pub(super) fn arrival_step(&mut self, tid: Tid) {
-        let Some(arrival) = self.moves.arrivals.get_mut(&tid) else {
+    pub(super) fn advance_arrival(&mut self, tid: Tid) {
+        let Some(arrival) = self.migrations.arrivals.get_mut(&tid) else {
             return;
         };
         if arrival.ran && arrival.exited.is_none() {
             // A program that is just starting has no signal handlers yet: signals that it would
             // handle must not end it.
-            let anew = arrival.anew;
-            let counts = |signal: &i32| !anew || DEADLY.contains(signal);
+            let anew = arrival.by_restart;
+            let counts = |signal: &i32| !anew || TERMINATING_SIGNALS.contains(signal);
             for signal in std::mem::take(&mut arrival.signals)
                 .into_iter()
                 .filter(counts)
             {
-                self.out
+                self.outputs
                     .push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
             }
         }
-        let here = arrival.located && arrival.complete && arrival.all_handed && arrival.ran;
-        if !here || (arrival.conn.is_none() && arrival.exited.is_none() && !arrival.waits) {
+        let here =
+            arrival.located && arrival.record_complete && arrival.all_forwarded && arrival.ran;
+        if !here
+            || (arrival.conn.is_none() && arrival.exited.is_none() && !arrival.library_quiesced)
+        {
             return;
         }
-        let Some(mut arrival) = self.moves.arrivals.remove(&tid) else {
+        let Some(mut arrival) = self.migrations.arrivals.remove(&tid) else {
             return;
         };
-        if !arrival.waits {
-            self.out.push_back(Output::RemoveToken {
-                path: self.config.place.token(arrival.migration),
+        if !arrival.library_quiesced {
+            self.outputs.push_back(Output::RemoveToken {
+                path: self.config.paths.token(arrival.migration),
             });
         }
         let Some(record) = arrival.record.take() else {
@@ -519,16 +524,16 @@ impl Machine {
         };
         let (hosts, epoch) = (record.hosts.clone(), record.epoch);
         let mut task = Task::from_record(record);
-        (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
-        if arrival.anew {
-            (task.phase, task.epid, task.returning) =
-                (Phase::Expected, arrival.epid, arrival.conn.is_none());
+        (task.pid, task.suspension) = (arrival.pid, arrival.suspension);
+        if arrival.by_restart {
+            (task.phase, task.spawn_token, task.restarted) =
+                (Phase::Expected, arrival.spawn_token, arrival.conn.is_none());
         }
         for held in arrival
-            .handed
+            .forwarded
             .drain()
             .into_iter()
-            .chain(arrival.own.drain())
+            .chain(arrival.direct.drain())
         {
             task.inbox.push(held);
         }
@@ -545,100 +550,107 @@ impl Machine {
         self.tasks.insert(task);
         if let Some(conn) = arrival.conn {
             self.welcome(conn, tid);
-            self.open_inbox(tid);
+            self.flush_inbox(tid);
         }
         if let Some((status, used)) = arrival.exited {
             self.process_exited(tid, status, used);
-            return self.settled(tid);
+            return self.start_queued_migration(tid);
         }
-        if arrival.anew {
-            self.stand_if_it_has_to(tid);
+        if arrival.by_restart {
+            self.pause_if_required(tid);
         } else {
-            self.guest_arrived(tid, Some(arrival.migration).filter(|_| arrival.waits));
+            self.adopt_arrived_guest(
+                tid,
+                Some(arrival.migration).filter(|_| arrival.library_quiesced),
+            );
         }
-        self.go_on_without_rm();
-        self.recheck_watches(tid, &hosts, epoch);
-        self.settled(tid);
+        self.expire_preemptions();
+        self.recheck_notifies(tid, &hosts, epoch);
+        self.start_queued_migration(tid);
     }
 
     /// Handles the removal of a host from the host table.
-    pub(super) fn moves_host_gone(&mut self, host: HostId) {
-        self.coordinator_lost(host);
-        self.moves.handed_over.retain(|_, handed| handed.to != host);
-        self.moves.heard.remove(&host);
-        let departed: Vec<Tid> = self.moves.departed.keys().copied().collect();
-        self.moves.departed.retain(|_, d| d.to != host);
+    pub(super) fn forget_migration_host(&mut self, host: HostId) {
+        self.notify_coordinators_of_lost_host(host);
+        self.migrations
+            .unconfirmed_transfers
+            .retain(|_, handed| handed.to != host);
+        self.migrations.known_hosts.remove(&host);
+        let departed: Vec<Tid> = self.migrations.forwarding.keys().copied().collect();
+        self.migrations.forwarding.retain(|_, d| d.to != host);
         for tid in departed {
-            if let Some(d) = self.moves.departed.get_mut(&tid) {
-                d.awaiting.remove(&host);
+            if let Some(d) = self.migrations.forwarding.get_mut(&tid) {
+                d.awaited_hosts.remove(&host);
             }
-            self.departed_step(tid);
+            self.advance_forwarding(tid);
         }
         let orphans: Vec<Tid> = self
-            .moves
+            .migrations
             .arrivals
             .values()
             .filter(|a| a.from == host && a.located)
             .map(|a| a.tid)
             .collect();
         for tid in orphans {
-            if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
+            if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
                 // Items that the source had kept are lost with it. Links retransmit, and what an
                 // exited process had left has come with the record. The rest is part of the loss of
                 // that host.
-                (arrival.complete, arrival.all_handed) = (true, true);
+                (arrival.record_complete, arrival.all_forwarded) = (true, true);
                 arrival
                     .record
-                    .get_or_insert_with(|| Arrival::bare_record(tid));
+                    .get_or_insert_with(|| ArrivingTask::bare_record(tid));
             }
-            self.arrival_step(tid);
+            self.advance_arrival(tid);
         }
     }
 }
 
-impl Arrival {
-    pub(super) fn new(tid: Tid, migration: MigrationId, from: HostId) -> Arrival {
-        Arrival {
+impl ArrivingTask {
+    pub(super) fn new(tid: Tid, migration: MigrationId, from: HostId) -> ArrivingTask {
+        ArrivingTask {
             tid,
             migration,
             from,
             record: None,
-            complete: false,
-            handed: Inbox::default(),
-            all_handed: false,
-            own: Inbox::default(),
+            record_complete: false,
+            forwarded: Inbox::default(),
+            all_forwarded: false,
+            direct: Inbox::default(),
             located: false,
             ran: false,
             run_ordered: false,
             lost: false,
             exited: None,
             conn: None,
-            held: false,
-            suspended: None,
-            waits: false,
+            paused: false,
+            suspension: None,
+            library_quiesced: false,
             signals: Vec::new(),
             pid: 0,
-            begins: None,
-            other: None,
-            anew: false,
-            epid: None,
+            restart_group: None,
+            restart_verdict: None,
+            by_restart: false,
+            spawn_token: None,
         }
     }
 
     /// Takes the state that was stored next to the task's images.
-    pub(super) fn take_whole(&mut self, record: TaskRecord, waiting: Vec<Held>) {
-        (self.record, self.complete, self.all_handed) = (Some(record), true, true);
-        waiting.into_iter().for_each(|held| self.handed.push(held));
+    pub(super) fn take_saved_state(&mut self, record: TaskRecord, waiting: Vec<Held>) {
+        (self.record, self.record_complete, self.all_forwarded) = (Some(record), true, true);
+        waiting
+            .into_iter()
+            .for_each(|held| self.forwarded.push(held));
     }
 
     /// Notes the order to run: the copy at the source is gone. A suspended task stays paused.
-    pub(super) fn may_run(&mut self, now: Micros, suspended: Holds) {
-        (self.run_ordered, self.suspended) = (true, Suspended::from(None, now, suspended));
+    pub(super) fn order_run(&mut self, now: Micros, suspended: Holds) {
+        (self.run_ordered, self.suspension) = (true, TaskSuspension::updated(None, now, suspended));
     }
 
     /// Returns the migration whose coordinator decides on suspensions of the task; `None` if this
     /// host decides.
-    pub(super) fn decided_by(&self) -> Option<MigrationId> {
+    pub(super) fn deciding_migration(&self) -> Option<MigrationId> {
         (self.located && !self.run_ordered && !self.lost).then_some(self.migration)
     }
 
@@ -649,15 +661,15 @@ impl Arrival {
 
     /// Ends a pause of the task. Returns the id under which its library must be resumed, if it is
     /// quiesced.
-    pub(super) fn free(&mut self) -> Option<MigrationId> {
-        self.held = false;
-        (std::mem::take(&mut self.waits) && !self.anew).then_some(self.migration)
+    pub(super) fn end_pause(&mut self) -> Option<MigrationId> {
+        self.paused = false;
+        (std::mem::take(&mut self.library_quiesced) && !self.by_restart).then_some(self.migration)
     }
 
     /// Marks its copy here as dead.
-    pub(super) fn lose(&mut self) {
+    pub(super) fn mark_lost(&mut self) {
         (self.ran, self.lost) = (true, true);
-        self.exited.get_or_insert((KILLED, Usage::default()));
+        self.exited.get_or_insert((KILLED_STATUS, Usage::default()));
     }
 
     /// Returns a minimal record, for a task whose source was lost before it sent one.

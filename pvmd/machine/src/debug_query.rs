@@ -18,7 +18,7 @@ impl Machine {
     /// | 6 | sets the debug mask |
     /// | 7 | sets a window in PVM; without effect here |
     /// | 8 | declares a host lost |
-    pub(super) fn tickle(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
+    pub(super) fn debug_query(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
         if words.is_empty() || words.len() > TICKLE_WORDS_MAX {
             let reason = format!("a question has 1 to {TICKLE_WORDS_MAX} numbers");
             return self.fail(tid, id, PvmError::BadParam, reason);
@@ -26,19 +26,19 @@ impl Machine {
         let argument = words.get(1).copied().unwrap_or(0);
         let numbers = match words[0] {
             0 | 9 => {
-                self.list_sizes();
+                self.log_sizes();
                 vec![]
             }
             1 => {
-                self.list_hosts();
+                self.log_hosts();
                 vec![]
             }
             2 => {
-                self.list_all_tasks();
+                self.log_tasks();
                 vec![]
             }
             3 => {
-                let lines = self.asks.lines();
+                let lines = self.rpcs.log_lines();
                 self.log_list("questions without an answer", lines);
                 vec![]
             }
@@ -46,7 +46,7 @@ impl Machine {
                 let lines = self
                     .master
                     .as_ref()
-                    .map(|m| m.mailbox.lines())
+                    .map(|m| m.mailbox.log_lines())
                     .unwrap_or_default();
                 self.log_list("mailbox", lines);
                 vec![]
@@ -56,7 +56,9 @@ impl Machine {
                 self.debug_mask = argument;
                 vec![]
             }
-            8 => vec![i32::from(self.take_for_lost(tid, Tid::from_raw(argument)))],
+            8 => vec![i32::from(
+                self.declare_host_lost(tid, Tid::from_raw(argument)),
+            )],
             // The window, and unknown numbers.
             _ => vec![],
         };
@@ -64,16 +66,16 @@ impl Machine {
     }
 
     /// Longer lists are truncated to this number of lines, so that a query cannot fill the log.
-    const LINES_MAX: usize = 1000;
+    const LIST_LINES_MAX: usize = 1000;
 
     fn log_list(&mut self, title: &str, lines: Vec<String>) {
         self.log(format!("{title}: {}", lines.len()));
-        for line in lines.into_iter().take(Self::LINES_MAX) {
+        for line in lines.into_iter().take(Self::LIST_LINES_MAX) {
             self.log(format!("  {line}"));
         }
     }
 
-    fn list_hosts(&mut self) {
+    fn log_hosts(&mut self) {
         let line = |h: &sempa_proto::table::HostEntry| {
             format!("{:x} {} {} {}", h.id.tid(), h.name, h.arch, h.speed)
         };
@@ -81,7 +83,7 @@ impl Machine {
         self.log_list("hosts", lines);
     }
 
-    fn list_all_tasks(&mut self) {
+    fn log_tasks(&mut self) {
         let line = |t: &super::tasks::Task| {
             format!(
                 "{} parent {} process {} flags {:#x} {}",
@@ -92,7 +94,7 @@ impl Machine {
         self.log_list("tasks", lines);
     }
 
-    fn list_sizes(&mut self) {
+    fn log_sizes(&mut self) {
         let lines = vec![
             format!("{} tasks", self.tasks.live.len()),
             format!("{} contexts", self.contexts.len()),
@@ -103,8 +105,8 @@ impl Machine {
     }
 
     /// Treats a host as lost that the caller considers dead. Only the master can do this.
-    fn take_for_lost(&mut self, tid: Tid, host: Tid) -> bool {
-        let host = super::requests::host_of(host).filter(|host| *host != HostId::MASTER);
+    fn declare_host_lost(&mut self, tid: Tid, host: Tid) -> bool {
+        let host = super::requests::named_host(host).filter(|host| *host != HostId::MASTER);
         let Some(host) =
             host.filter(|host| self.master.is_some() && self.table.get(*host).is_some())
         else {

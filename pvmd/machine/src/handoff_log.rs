@@ -10,7 +10,7 @@
 //! 4. The next process receives the recorded state and frames as its [`Successor`], followed by the
 //!    items that waited.
 
-use super::engines::Stage;
+use super::restart_engine::ExitStage;
 use super::tasks::Task;
 use super::{Machine, Output};
 use bytes::Bytes;
@@ -22,21 +22,21 @@ use std::collections::{BTreeMap, VecDeque};
 
 /// The log of a process that is about to exit.
 #[derive(Debug, Default)]
-pub(super) struct Parting {
-    line: u16,
-    talks: BTreeMap<Tid, Talk>,
+pub(super) struct HandoffLog {
+    incarnation: u16,
+    links: BTreeMap<Tid, Talk>,
     /// Fragments of messages that the process has received only partially.
-    halves: Vec<Bytes>,
+    partial_messages: Vec<Bytes>,
     /// Notifications that wait for the last messages of peers.
-    later: Vec<(LinkMark, Message)>,
+    deferred_notifications: Vec<(LinkMark, Message)>,
     /// Frames of complete messages that the process has sent and no peer is known to have received.
-    said: Vec<Bytes>,
+    unacknowledged: Vec<Bytes>,
     /// Per receiver, the first fragments of a message whose last one has not arrived.
-    open: BTreeMap<Tid, Vec<Bytes>>,
+    incomplete: BTreeMap<Tid, Vec<Bytes>>,
 }
 
 /// Returns the notifications as items for the task.
-fn item(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
+fn notification_items(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
     later.into_iter().map(|(mark, message)| {
         Held::Item(ToTask::Deliver {
             message,
@@ -45,184 +45,206 @@ fn item(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
     })
 }
 
-impl Parting {
+impl HandoffLog {
     /// Appends a frame of the task to the log. Returns the frames that can be forwarded: those of a
     /// complete message. A retransmission is forwarded, but not logged a second time.
-    fn say(&mut self, frame: &LinkFrame, bytes: Bytes) -> Vec<Bytes> {
+    fn append(&mut self, frame: &LinkFrame, bytes: Bytes) -> Vec<Bytes> {
         let LinkKind::Data { last } = frame.kind else {
             return vec![bytes];
         };
-        let open = self.open.entry(frame.dst).or_default();
-        open.push(bytes);
+        let fragments = self.incomplete.entry(frame.dst).or_default();
+        fragments.push(bytes);
         if !last {
             return Vec::new();
         }
-        let whole = self.open.remove(&frame.dst).unwrap_or_default();
-        let talk = self
-            .talks
+        let complete = self.incomplete.remove(&frame.dst).unwrap_or_default();
+        let link = self
+            .links
             .entry(frame.dst)
             .or_insert_with(|| Talk::new(frame.dst, frame.line));
-        if frame.seq + 1 == talk.end + whole.len() as u64 {
-            talk.end = frame.seq + 1;
-            self.said.extend(whole.iter().cloned());
+        if frame.seq + 1 == link.end + complete.len() as u64 {
+            link.end = frame.seq + 1;
+            self.unacknowledged.extend(complete.iter().cloned());
         }
-        whole
+        complete
     }
 
     /// Returns the state for the next process, the items that the old process has left for it, and
     /// the rest of the items that waited. The left ones must be delivered first.
-    pub(super) fn inherit(
+    pub(super) fn into_handoff(
         self,
         count: u32,
-        waited: VecDeque<Held>,
+        waiting: VecDeque<Held>,
     ) -> (Successor, Vec<Held>, Vec<Held>) {
         // The process that made the requests has ended.
-        let waited = waited
+        let waiting = waiting
             .into_iter()
             .filter(|held| !matches!(held, Held::Item(ToTask::Reply { .. })));
-        let first = self.said.into_iter().chain(self.halves).map(Held::Link);
-        let left = first.chain(item(self.later)).collect();
+        let first = self
+            .unacknowledged
+            .into_iter()
+            .chain(self.partial_messages)
+            .map(Held::Link);
+        let left = first
+            .chain(notification_items(self.deferred_notifications))
+            .collect();
         (
             Successor {
-                line: self.line,
+                line: self.incarnation,
                 count,
-                talks: self.talks.into_values().collect(),
+                talks: self.links.into_values().collect(),
             },
             left,
-            waited.collect(),
+            waiting.collect(),
         )
     }
 }
 
 impl Task {
     /// True for an item that the old process may still receive.
-    pub(super) fn passes(&self, held: &Held) -> bool {
+    pub(super) fn accepts_during_handoff(&self, held: &Held) -> bool {
         // A library that must reconnect first has quiesced, or is about to.
-        let listens = self
-            .ending
-            .is_some_and(|ending| ending.stage != Stage::Waking)
-            && self.is_ending();
-        listens && matches!(held, Held::Item(ToTask::Reply { .. }))
+        let is_connected = self
+            .graceful_exit
+            .is_some_and(|ending| ending.stage != ExitStage::Reconnecting)
+            && self.is_exiting();
+        is_connected && matches!(held, Held::Item(ToTask::Reply { .. }))
     }
 }
 
 impl Machine {
     /// Requests the handoff of a task's library. From now on items for the task are kept.
-    pub(super) fn ask_to_part(&mut self, tid: Tid) {
+    pub(super) fn request_handoff(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let (Some(conn), Some(ending)) = (task.conn(), task.ending.as_mut()) else {
+        let (Some(conn), Some(ending)) = (task.conn(), task.graceful_exit.as_mut()) else {
             return;
         };
-        ending.stage = Stage::Hearing;
+        ending.stage = ExitStage::AwaitingHandoff;
         let by = Some(ending.migration);
-        task.parting = None;
+        task.handoff_log = None;
         // The program must have received everything that arrived before its exit was requested.
-        task.hold = false;
-        self.open_inbox(tid);
+        task.holds_items = false;
+        self.flush_inbox(tid);
         if let Some(task) = self.tasks.get_mut(tid) {
-            task.hold = true;
+            task.holds_items = true;
         }
-        self.out.push_back(Output::ToTask {
+        self.outputs.push_back(Output::ToTask {
             conn,
             message: ToTask::TakeNothing { by },
         });
     }
 
     /// Starts the log with the state that a library has sent.
-    pub(super) fn parts(
+    pub(super) fn start_handoff_log(
         &mut self,
         tid: Tid,
         by: MigrationId,
-        parting: (u16, Vec<Talk>, Vec<(LinkMark, Message)>),
+        link_states: (u16, Vec<Talk>, Vec<(LinkMark, Message)>),
     ) {
-        let (line, talks, later) = parting;
+        let (incarnation, talks, deferred_notifications) = link_states;
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
         if task
-            .ending
-            .is_none_or(|ending| ending.migration != by || !task.is_ending())
+            .graceful_exit
+            .is_none_or(|ending| ending.migration != by || !task.is_exiting())
         {
             // The migration that requested the handoff has been aborted.
-            return later.into_iter().for_each(|(mark, message)| {
-                self.deliver(
-                    tid,
-                    ToTask::Deliver {
-                        message,
-                        after: Some(mark),
-                    },
-                );
-            });
+            return deferred_notifications
+                .into_iter()
+                .for_each(|(mark, message)| {
+                    self.deliver(
+                        tid,
+                        ToTask::Deliver {
+                            message,
+                            after: Some(mark),
+                        },
+                    );
+                });
         }
-        let talks: BTreeMap<Tid, Talk> = talks.into_iter().map(|talk| (talk.peer, talk)).collect();
-        task.parting = Some(Box::new(Parting {
-            line,
-            talks,
-            later,
-            ..Parting::default()
+        let links: BTreeMap<Tid, Talk> = talks.into_iter().map(|talk| (talk.peer, talk)).collect();
+        task.handoff_log = Some(Box::new(HandoffLog {
+            incarnation,
+            links,
+            deferred_notifications,
+            ..HandoffLog::default()
         }));
     }
 
     /// Stores a link frame in the name of another task: a partial message that the next process
     /// must receive. Returns false if the frame is not such a fragment.
-    pub(super) fn is_half(&mut self, tid: Tid, frame: &LinkFrame, bytes: &Bytes) -> bool {
+    pub(super) fn is_partial_fragment(
+        &mut self,
+        tid: Tid,
+        frame: &LinkFrame,
+        bytes: &Bytes,
+    ) -> bool {
         let is_half = frame.dst == tid && frame.src != tid;
         if is_half
-            && let Some(parting) = self
+            && let Some(log) = self
                 .tasks
                 .get_mut(tid)
-                .and_then(|task| task.parting.as_mut())
+                .and_then(|task| task.handoff_log.as_mut())
         {
-            parting.halves.push(bytes.clone());
+            log.partial_messages.push(bytes.clone());
         }
         is_half
     }
 
     /// Forwards a link frame of a task of this host: immediately, or, during a handoff, with the
     /// rest of its message.
-    pub(super) fn said(&mut self, tid: Tid, frame: &LinkFrame, bytes: Bytes) {
+    pub(super) fn forward_or_log(&mut self, tid: Tid, frame: &LinkFrame, bytes: Bytes) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        match &mut task.parting {
-            None => self.mark_and_forward(frame, bytes),
-            Some(parting) => parting
-                .say(frame, bytes)
+        match &mut task.handoff_log {
+            None => self.record_and_forward(frame, bytes),
+            Some(log) => log
+                .append(frame, bytes)
                 .into_iter()
-                .for_each(|bytes| self.forward_said(bytes)),
+                .for_each(|bytes| self.forward_logged(bytes)),
         }
     }
 
     /// Ends a handoff whose process continues. The fragments that it has sent are forwarded to its
     /// peers.
-    pub(super) fn part_no_more(&mut self, tid: Tid) {
-        let Some(parting) = self.tasks.get_mut(tid).and_then(|task| task.parting.take()) else {
+    pub(super) fn cancel_handoff(&mut self, tid: Tid) {
+        let Some(log) = self
+            .tasks
+            .get_mut(tid)
+            .and_then(|task| task.handoff_log.take())
+        else {
             return;
         };
-        let Parting { open, later, .. } = *parting;
-        open.into_values()
+        let HandoffLog {
+            incomplete,
+            deferred_notifications,
+            ..
+        } = *log;
+        incomplete
+            .into_values()
             .flatten()
-            .for_each(|bytes| self.forward_said(bytes));
+            .for_each(|bytes| self.forward_logged(bytes));
         if let Some(task) = self.tasks.get_mut(tid) {
             let waited = task.inbox.drain();
-            item(later)
+            notification_items(deferred_notifications)
                 .chain(waited)
                 .for_each(|held| task.inbox.push(held));
         }
     }
 
     /// Forwards a frame that was kept in the log.
-    fn forward_said(&mut self, bytes: Bytes) {
+    fn forward_logged(&mut self, bytes: Bytes) {
         if let Some(frame) = LinkFrame::decode(bytes.clone()) {
-            self.mark_and_forward(&frame, bytes);
+            self.record_and_forward(&frame, bytes);
         }
     }
 
-    fn mark_and_forward(&mut self, frame: &LinkFrame, bytes: Bytes) {
+    fn record_and_forward(&mut self, frame: &LinkFrame, bytes: Bytes) {
         if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(frame.src)) {
-            task.mark([LinkMark {
+            task.raise_watermarks([LinkMark {
                 peer: frame.dst,
                 end: frame.seq.saturating_add(1),
             }]);

@@ -9,7 +9,7 @@
 //! - [`Claim::Spawned`] with the number of a task that is migrating here by a restart of its
 //!   program: the connection waits until the task's record has arrived.
 //! - [`Claim::Spawned`] with any other number: treated as [`Claim::New`].
-//! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `handover`).
+//! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `relocation`).
 //! - [`Claim::Nobody`]: a probe for a running daemon. It is refused; a daemon that is halting
 //!   closes the connection without an answer.
 
@@ -28,92 +28,95 @@ pub(super) const CONNECTIONS_MAX: usize = 100_000;
 
 /// State of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Conn {
+enum ConnState {
     /// No message has arrived yet. `pid` is from the socket's peer credentials.
-    Fresh {
+    Unidentified {
         pid: i32,
     },
     Task(Tid),
     /// A migrated task that connected before its record arrived.
-    Parked(Tid),
+    AwaitingRecord(Tid),
     /// Refused or replaced by another connection; all further input is ignored.
     Retired,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Conns {
-    all: BTreeMap<ConnId, Conn>,
+pub(super) struct TaskConnections {
+    states: BTreeMap<ConnId, ConnState>,
 }
 
-impl Conns {
+impl TaskConnections {
     /// Returns the task that the connection belongs to, if any.
-    pub(super) fn task(&self, conn: ConnId) -> Option<Tid> {
-        match self.all.get(&conn) {
-            Some(Conn::Task(tid)) => Some(*tid),
+    pub(super) fn task_of(&self, conn: ConnId) -> Option<Tid> {
+        match self.states.get(&conn) {
+            Some(ConnState::Task(tid)) => Some(*tid),
             _ => None,
         }
     }
 
     /// Marks the connection as retired: all further input from it is ignored.
     pub(super) fn retire(&mut self, conn: ConnId) {
-        if let Some(state) = self.all.get_mut(&conn) {
-            *state = Conn::Retired;
+        if let Some(state) = self.states.get_mut(&conn) {
+            *state = ConnState::Retired;
         }
     }
 
     pub(super) fn bind(&mut self, conn: ConnId, tid: Tid) {
-        self.all.insert(conn, Conn::Task(tid));
+        self.states.insert(conn, ConnState::Task(tid));
     }
 
     /// Keeps the connection until the record of this task has arrived.
-    pub(super) fn park(&mut self, conn: ConnId, tid: Tid) {
-        self.all.insert(conn, Conn::Parked(tid));
+    pub(super) fn bind_when_record_arrives(&mut self, conn: ConnId, tid: Tid) {
+        self.states.insert(conn, ConnState::AwaitingRecord(tid));
     }
 
     pub(super) fn ids(&self) -> Vec<ConnId> {
-        self.all.keys().copied().collect()
+        self.states.keys().copied().collect()
     }
 }
 
 impl Machine {
     /// A process has connected. Above [`CONNECTIONS_MAX`] it is refused.
     pub(super) fn task_connected(&mut self, conn: ConnId, pid: i32) {
-        if self.conns.all.len() >= CONNECTIONS_MAX {
-            self.conns.all.insert(conn, Conn::Retired);
-            return self.refuse(
+        if self.conns.states.len() >= CONNECTIONS_MAX {
+            self.conns.states.insert(conn, ConnState::Retired);
+            return self.refuse_connection(
                 conn,
                 format!("{CONNECTIONS_MAX} connections are open already; end some tasks"),
             );
         }
-        self.conns.all.insert(conn, Conn::Fresh { pid });
+        self.conns
+            .states
+            .insert(conn, ConnState::Unidentified { pid });
     }
 
     /// Handles a control message from a connection. The first one must be [`ToDaemon::Hello`].
-    pub(super) fn task_control(&mut self, conn: ConnId, message: ToDaemon) {
-        match self.conns.all.get(&conn).copied() {
-            Some(Conn::Fresh { pid }) => match message {
-                ToDaemon::Hello(hello) => self.hello(conn, pid, hello),
-                _ => self.refuse(conn, "the first message has to say who is calling".into()),
+    pub(super) fn handle_task_control(&mut self, conn: ConnId, message: ToDaemon) {
+        match self.conns.states.get(&conn).copied() {
+            Some(ConnState::Unidentified { pid }) => match message {
+                ToDaemon::Hello(hello) => self.handle_hello(conn, pid, hello),
+                _ => self
+                    .refuse_connection(conn, "the first message has to say who is calling".into()),
             },
-            Some(Conn::Task(tid)) => self.task_says(conn, tid, message),
-            Some(Conn::Parked(_) | Conn::Retired) | None => {}
+            Some(ConnState::Task(tid)) => self.dispatch_task_message(conn, tid, message),
+            Some(ConnState::AwaitingRecord(_) | ConnState::Retired) | None => {}
         }
     }
 
-    fn task_says(&mut self, conn: ConnId, tid: Tid, message: ToDaemon) {
+    fn dispatch_task_message(&mut self, conn: ConnId, tid: Tid, message: ToDaemon) {
         match message {
             ToDaemon::Hello(_) => {
                 self.log(format!(
                     "{tid} said twice who it is; its connection was closed"
                 ));
-                self.out.push_back(Output::CloseTask { conn });
+                self.outputs.push_back(Output::CloseTask { conn });
                 self.conns.retire(conn);
                 self.detach(tid);
             }
-            ToDaemon::Request { id, what } => self.request(tid, id, what),
+            ToDaemon::Request { id, what } => self.handle_request(tid, id, what),
             ToDaemon::Message(mut message) => {
                 message.src = tid;
-                self.message_to_daemon(message);
+                self.forward_to_daemon(message);
             }
             ToDaemon::Quiesced {
                 migration,
@@ -121,37 +124,39 @@ impl Machine {
                 redirect_at,
             } => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.redirect_at = redirect_at;
+                    task.redirect_address = redirect_at;
                 }
-                self.task_quiesced(tid, migration, marks);
+                self.library_quiesced(tid, migration, marks);
             }
             ToDaemon::Parting {
                 by,
                 line,
                 talks,
                 later,
-            } => self.parts(tid, by, (line, talks, later)),
-            ToDaemon::TakesNothing { by } => self.ask_to_end(tid, by),
-            ToDaemon::TakesAgain { by } => self.takes_again(tid, by),
-            ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
+            } => self.start_handoff_log(tid, by, (line, talks, later)),
+            ToDaemon::TakesNothing { by } => self.request_exit(tid, by),
+            ToDaemon::TakesAgain { by } => self.handle_exit_cancelled(tid, by),
+            ToDaemon::Route { to, word } => {
+                self.forward_route_message(conn, to, word, Descriptors::default())
+            }
         }
     }
 
-    /// A connection has closed. `garbage` describes a violation of the protocol, if that was the
-    /// reason.
+    /// A connection has closed. `protocol_error` describes a violation of the protocol, if that was
+    /// the reason.
     ///
     /// A task that quiesced is expected back. A task that was asked to exit for a restart may be
     /// about to exit. Any other task has left.
-    pub(super) fn task_closed(&mut self, conn: ConnId, garbage: Option<String>) {
-        let state = self.conns.all.remove(&conn);
-        if let Some(what) = garbage {
+    pub(super) fn task_closed(&mut self, conn: ConnId, protocol_error: Option<String>) {
+        let state = self.conns.states.remove(&conn);
+        if let Some(what) = protocol_error {
             self.log(match state {
-                Some(Conn::Task(tid)) => format!("{tid} did not keep to the protocol ({what}); it was disconnected"),
+                Some(ConnState::Task(tid)) => format!("{tid} did not keep to the protocol ({what}); it was disconnected"),
                 _ => format!("a process on the socket did not keep to the protocol ({what}); it was disconnected"),
             });
         }
         match state {
-            Some(Conn::Task(tid)) => {
+            Some(ConnState::Task(tid)) => {
                 let Some(task) = self
                     .tasks
                     .get_mut(tid)
@@ -161,21 +166,21 @@ impl Machine {
                 };
                 if std::mem::take(&mut task.quiesced) {
                     task.phase = Phase::Detached;
-                    self.guest_let_go(tid);
-                    self.task_let_go(tid);
-                } else if task.is_ending() {
+                    self.handle_guest_quiesced(tid);
+                    self.quiesce_completed(tid);
+                } else if task.is_exiting() {
                     task.phase = Phase::Detached;
                     match task.exited {
                         Some((status, used)) => self.end_task(tid, status, used),
-                        None => self.ending_left(tid),
+                        None => self.handle_leave_while_exiting(tid),
                     }
                 } else {
                     self.detach(tid);
                 }
             }
-            Some(Conn::Parked(tid)) => {
+            Some(ConnState::AwaitingRecord(tid)) => {
                 if let Some(arrival) = self
-                    .moves
+                    .migrations
                     .arrivals
                     .get_mut(&tid)
                     .filter(|a| a.conn == Some(conn))
@@ -183,66 +188,69 @@ impl Machine {
                     arrival.conn = None;
                 }
             }
-            Some(Conn::Fresh { .. } | Conn::Retired) | None => {}
+            Some(ConnState::Unidentified { .. } | ConnState::Retired) | None => {}
         }
     }
 
-    pub(super) fn refuse(&mut self, conn: ConnId, reason: String) {
+    pub(super) fn refuse_connection(&mut self, conn: ConnId, reason: String) {
         self.conns.retire(conn);
-        self.out.push_back(Output::ToTask {
+        self.outputs.push_back(Output::ToTask {
             conn,
             message: ToTask::Refused { reason },
         });
-        self.out.push_back(Output::CloseTask { conn });
+        self.outputs.push_back(Output::CloseTask { conn });
     }
 
-    fn hello(&mut self, conn: ConnId, pid: i32, hello: Hello) {
+    fn handle_hello(&mut self, conn: ConnId, pid: i32, hello: Hello) {
         if hello.magic != TASK_MAGIC || hello.version != WIRE_VERSION {
-            let theirs = hello.version;
-            return self.refuse(
+            let library_version = hello.version;
+            return self.refuse_connection(
                 conn,
                 format!(
-                    "this daemon speaks version {WIRE_VERSION}, the program's library {theirs}; install one version"
+                    "this daemon speaks version {WIRE_VERSION}, the program's library {library_version}; install one version"
                 ),
             );
         }
         if self.stop.is_some() {
             if hello.claim == Claim::Nobody {
                 self.conns.retire(conn);
-                return self.out.push_back(Output::CloseTask { conn });
+                return self.outputs.push_back(Output::CloseTask { conn });
             }
-            return self.refuse(conn, "the virtual machine is being halted".into());
+            return self.refuse_connection(conn, "the virtual machine is being halted".into());
         }
         if self.table.hosts.is_empty() {
-            return self.refuse(
+            return self.refuse_connection(
                 conn,
                 "this host is still joining the virtual machine; try again in a moment".into(),
             );
         }
         match hello.claim {
-            Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => {
+            Claim::Spawned { epid } if self.tasks.by_spawn_token.contains_key(&epid) => {
                 self.bind_spawned(conn, pid, epid)
             }
-            Claim::Spawned { epid } if self.is_beginning(epid) => self.comes_anew(conn, epid),
+            Claim::Spawned { epid } if self.is_respawn_token(epid) => {
+                self.connect_respawned(conn, epid)
+            }
             // A task that has connected or left already, or one of another virtual machine, has
             // this number. It gives no claim.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
-            Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
-            Claim::Nobody => self.refuse(conn, "nobody has nothing to say here".into()),
+            Claim::Resume { tid, migration } => self.reconnect_library(conn, tid, migration),
+            Claim::Nobody => self.refuse_connection(conn, "nobody has nothing to say here".into()),
         }
     }
 
     /// Accepts a process that the virtual machine did not start, under a new tid.
     fn enrol(&mut self, conn: ConnId, pid: i32, hello: &Hello) {
         let Some(tid) = self.tasks.allocate(self.config.host) else {
-            return self.refuse(conn, "this host has as many tasks as it can have".into());
+            return self
+                .refuse_connection(conn, "this host has as many tasks as it can have".into());
         };
         let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
-        task.at_end = hello.at_end;
-        self.default_sinks(&mut task.output, &mut task.trace);
-        self.trace_new_task(&task);
+        task.on_daemon_exit = hello.at_end;
+        self.apply_tracer_sinks(&mut task.output, &mut task.trace);
+        self.trace_task_start(&task);
         self.tasks.insert(task);
         self.log(format!("{tid} is process {pid} ({})", hello.program));
         let user = self.config.uid;
@@ -253,12 +261,12 @@ impl Machine {
             user,
         });
         self.welcome(conn, tid);
-        self.tell_rm_of_newcomer(tid);
+        self.report_enrolled_task_to_rm(tid);
     }
 
     /// Accepts a process that this daemon started, under the tid of its spawn.
-    fn bind_spawned(&mut self, conn: ConnId, pid: i32, epid: i32) {
-        let Some(tid) = self.tasks.expected.remove(&epid) else {
+    fn bind_spawned(&mut self, conn: ConnId, pid: i32, spawn_token: i32) {
+        let Some(tid) = self.tasks.by_spawn_token.remove(&spawn_token) else {
             return;
         };
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -271,9 +279,9 @@ impl Machine {
             task.pid = pid;
         }
         self.welcome(conn, tid);
-        self.open_inbox(tid);
-        self.guest_connected(tid);
-        self.came_again(tid);
+        self.flush_inbox(tid);
+        self.handle_guest_connected(tid);
+        self.handle_respawn_connected(tid);
     }
 
     /// Binds the connection to the task and sends [`ToTask::Welcome`]. Items that wait for the task
@@ -288,7 +296,7 @@ impl Machine {
         };
         task.phase = Phase::Connected(conn);
         task.rm = task.rm.or(rm.map(|rm| rm.tid));
-        let (restart, successor) = (task.restart.take(), task.successor.take());
+        let (restart, successor) = (task.restart.take(), task.handoff.take());
         let welcome = Welcome {
             tid,
             parent: task.parent,
@@ -298,9 +306,9 @@ impl Machine {
             output: task.output,
             trace: task.trace,
             dsig: self.config.dsig,
-            spawned: task.spawned(),
+            spawned: task.is_spawned(),
             tracer: self
-                .servers
+                .service_tasks
                 .tracer
                 .as_ref()
                 .filter(|t| t.trace() == task.trace)
@@ -308,7 +316,7 @@ impl Machine {
             restart,
             successor,
         };
-        self.out.push_back(Output::ToTask {
+        self.outputs.push_back(Output::ToTask {
             conn,
             message: ToTask::Welcome(welcome),
         });
@@ -316,19 +324,21 @@ impl Machine {
 
     /// Delivers the items that wait for a connected task, in order. Does nothing while items for
     /// the task must be kept.
-    pub(super) fn open_inbox(&mut self, tid: Tid) {
+    pub(super) fn flush_inbox(&mut self, tid: Tid) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let Some(conn) = task.conn().filter(|_| !task.hold) else {
+        let Some(conn) = task.conn().filter(|_| !task.holds_items) else {
             return;
         };
-        let waited = task.inbox.drain();
-        for held in &waited {
+        let items = task.inbox.drain();
+        for held in &items {
             if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = held {
-                task.answered(*id);
+                task.remove_request(*id);
             }
         }
-        waited.into_iter().for_each(|held| self.hand(conn, held));
+        items
+            .into_iter()
+            .for_each(|held| self.deliver_now(conn, held));
     }
 }

@@ -5,7 +5,7 @@
 //! machine or migrates.
 
 use super::io::Descriptors;
-use super::route::hand_over;
+use super::routing::delivery_output;
 use super::tasks::Task;
 use super::{ConnId, Machine, Output};
 use sempa_proto::Tid;
@@ -16,65 +16,65 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Largest number of tasks with which one task may share rings. Messages of further pairs are
 /// carried by the daemon.
-pub(super) const PARTNERS_MAX: usize = 8192;
+pub(super) const RING_PEERS_MAX: usize = 8192;
 
 /// The pairs of tasks of this host that share rings or are about to, and the unanswered offers of
 /// direct routes.
 #[derive(Debug, Default)]
-pub(super) struct Pairs {
-    partners: BTreeMap<Tid, BTreeSet<Tid>>,
+pub(super) struct RingPeers {
+    peers: BTreeMap<Tid, BTreeSet<Tid>>,
     /// For each task of this host: the tasks of any host whose offers of a direct route it has not
     /// answered.
-    asked: BTreeMap<Tid, BTreeSet<Tid>>,
+    direct_offers: BTreeMap<Tid, BTreeSet<Tid>>,
 }
 
-impl Pairs {
-    /// True if the two tasks share rings, or can do so within [`PARTNERS_MAX`].
-    fn have_room(&self, a: Tid, b: Tid) -> bool {
-        let partners = |tid| self.partners.get(&tid);
+impl RingPeers {
+    /// True if the two tasks share rings, or can do so within [`RING_PEERS_MAX`].
+    fn can_share_rings(&self, a: Tid, b: Tid) -> bool {
+        let partners = |tid| self.peers.get(&tid);
         partners(a).is_some_and(|p| p.contains(&b))
             || [a, b]
                 .into_iter()
-                .all(|tid| partners(tid).is_none_or(|p| p.len() < PARTNERS_MAX))
+                .all(|tid| partners(tid).is_none_or(|p| p.len() < RING_PEERS_MAX))
     }
 
     /// Records a pair when an offer is forwarded. The offering task must be notified of the other
     /// one's end whether or not the offer is accepted.
-    pub(super) fn join(&mut self, a: Tid, b: Tid) {
-        self.partners.entry(a).or_default().insert(b);
-        self.partners.entry(b).or_default().insert(a);
+    pub(super) fn add_pair(&mut self, a: Tid, b: Tid) {
+        self.peers.entry(a).or_default().insert(b);
+        self.peers.entry(b).or_default().insert(a);
     }
 
     /// Removes a task. Returns the tasks that shared rings with it and those that wait for its
     /// answer.
-    pub(super) fn take(&mut self, tid: Tid) -> BTreeSet<Tid> {
-        let mut partners = self.partners.remove(&tid).unwrap_or_default();
+    pub(super) fn remove_task(&mut self, tid: Tid) -> BTreeSet<Tid> {
+        let mut partners = self.peers.remove(&tid).unwrap_or_default();
         for partner in &partners {
-            if let Some(theirs) = self.partners.get_mut(partner) {
-                theirs.remove(&tid);
-                if theirs.is_empty() {
-                    self.partners.remove(partner);
+            if let Some(peers_of_other) = self.peers.get_mut(partner) {
+                peers_of_other.remove(&tid);
+                if peers_of_other.is_empty() {
+                    self.peers.remove(partner);
                 }
             }
         }
-        partners.extend(self.asked.remove(&tid).unwrap_or_default());
+        partners.extend(self.direct_offers.remove(&tid).unwrap_or_default());
         partners
     }
 
     /// Records that an offer of a direct route was delivered to this task.
-    fn ask(&mut self, to: Tid, from: Tid) {
-        let askers = self.asked.entry(to).or_default();
-        if askers.len() < PARTNERS_MAX {
-            askers.insert(from);
+    fn add_direct_offer(&mut self, to: Tid, from: Tid) {
+        let offerers = self.direct_offers.entry(to).or_default();
+        if offerers.len() < RING_PEERS_MAX {
+            offerers.insert(from);
         }
     }
 
     /// Records that the task has answered such an offer.
-    fn answered(&mut self, by: Tid, asker: Tid) {
-        if let Some(askers) = self.asked.get_mut(&by) {
-            askers.remove(&asker);
-            if askers.is_empty() {
-                self.asked.remove(&by);
+    fn remove_direct_offer(&mut self, by: Tid, offerer: Tid) {
+        if let Some(offerers) = self.direct_offers.get_mut(&by) {
+            offerers.remove(&offerer);
+            if offerers.is_empty() {
+                self.direct_offers.remove(&by);
             }
         }
     }
@@ -82,7 +82,7 @@ impl Pairs {
     /// True if no pair and no offer is recorded.
     #[cfg(test)]
     pub(super) fn is_empty(&self) -> bool {
-        self.partners.is_empty() && self.asked.is_empty()
+        self.peers.is_empty() && self.direct_offers.is_empty()
     }
 }
 
@@ -91,18 +91,18 @@ impl Machine {
     ///
     /// A message without descriptors is routed like any other item. One with descriptors is
     /// delivered only to a connected task of this host; otherwise it is dropped (see
-    /// `word_came_to_nothing`).
-    pub(super) fn task_route(
+    /// `route_message_undeliverable`).
+    pub(super) fn forward_route_message(
         &mut self,
         conn: ConnId,
         to: Tid,
-        word: RouteWord,
+        route_message: RouteWord,
         descriptors: Descriptors,
     ) {
-        let Some(from) = self.conns.task(conn) else {
+        let Some(from) = self.conns.task_of(conn) else {
             return;
         };
-        if let RouteWord::DirectOffer { addresses, .. } = &word
+        if let RouteWord::DirectOffer { addresses, .. } = &route_message
             && addresses.len() > OFFER_ADDRESSES_MAX
         {
             return self.log(format!(
@@ -110,48 +110,48 @@ impl Machine {
                 addresses.len()
             ));
         }
-        if let RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } = word {
-            self.pairs.answered(from, to);
+        if let RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } = route_message {
+            self.ring_peers.remove_direct_offer(from, to);
         }
-        if word.descriptors() == 0 && descriptors.count() == 0 {
+        if route_message.descriptors() == 0 && descriptors.count() == 0 {
             return self.deliver(
                 to,
                 ToTask::Route {
                     from,
                     near: false,
-                    word,
+                    word: route_message,
                 },
             );
         }
-        let listens = self
+        let receiver = self
             .tasks
             .get(to)
-            .filter(|t| to != from && !t.hold)
+            .filter(|t| to != from && !t.holds_items)
             .and_then(Task::conn);
-        let complete = word.descriptors() == descriptors.count();
-        match listens.filter(|_| complete && self.pairs.have_room(from, to)) {
+        let complete = route_message.descriptors() == descriptors.count();
+        match receiver.filter(|_| complete && self.ring_peers.can_share_rings(from, to)) {
             Some(conn) => {
-                self.pairs.join(from, to);
+                self.ring_peers.add_pair(from, to);
                 let message = ToTask::Route {
                     from,
                     near: true,
-                    word,
+                    word: route_message,
                 };
-                self.out.push_back(Output::RouteToTask {
+                self.outputs.push_back(Output::ToTaskWithFds {
                     conn,
                     message,
                     descriptors,
                 });
             }
-            None => self.word_came_to_nothing(from, to, &word),
+            None => self.route_message_undeliverable(from, to, &route_message),
         }
     }
 
     /// Handles a route message with descriptors that could not be delivered. An offer is refused.
     /// The sender of an acceptance is notified that the peer has migrated or ended, so that it does
     /// not use the rings.
-    fn word_came_to_nothing(&mut self, from: Tid, to: Tid, word: &RouteWord) {
-        match *word {
+    fn route_message_undeliverable(&mut self, from: Tid, to: Tid, message: &RouteWord) {
+        match *message {
             RouteWord::RingOffer { id, .. } => {
                 self.deliver(
                     from,
@@ -171,26 +171,26 @@ impl Machine {
 
     /// A task has ended or left: notifies the tasks that share rings with it or wait for its
     /// answer.
-    pub(super) fn rings_end(&mut self, tid: Tid) {
-        for partner in self.pairs.take(tid) {
+    pub(super) fn end_peer_routes(&mut self, tid: Tid) {
+        for partner in self.ring_peers.remove_task(tid) {
             self.deliver(partner, ToTask::PeerGone { tid });
         }
     }
 
     /// Delivers a frame or an item on a task's connection. Whether the sender of a route message
     /// runs on the same host is decided only here.
-    pub(super) fn hand(&mut self, conn: ConnId, mut held: Held) {
+    pub(super) fn deliver_now(&mut self, conn: ConnId, mut held: Held) {
         if let Held::Item(ToTask::Route { from, near, word }) = &mut held {
             *near = match word {
                 // A task that is still arriving will be able to use rings soon.
                 RouteWord::RingRefuse { .. } => self.is_alive(*from),
                 _ => self.tasks.get(*from).is_some(),
             };
-            if let (RouteWord::DirectOffer { .. }, Some(tid)) = (word, self.conns.task(conn)) {
-                self.pairs.ask(tid, *from);
+            if let (RouteWord::DirectOffer { .. }, Some(tid)) = (word, self.conns.task_of(conn)) {
+                self.ring_peers.add_direct_offer(tid, *from);
             }
         }
-        self.out.push_back(hand_over(conn, held));
+        self.outputs.push_back(delivery_output(conn, held));
     }
 }
 

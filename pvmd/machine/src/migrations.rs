@@ -5,13 +5,13 @@
 //!
 //! - passes events to them: orders, reports, messages of the tasker, connections and exits of
 //!   tasks;
-//! - executes their outputs ([`Machine::pump_moves`]);
+//! - executes their outputs ([`Machine::run_protocol_outputs`]);
 //! - keeps a new migration waiting until the previous one of the same task is over on this host;
 //! - makes the new location of a task known to all hosts (master only).
 
-use super::engines::Job;
-use super::handover::{Arrival, Departed, HandedOver};
-use super::suspend::Suspended;
+use super::relocation::{ArrivingTask, ForwardedItems, Forwarding};
+use super::restart_engine::WorldCall;
+use super::suspension::TaskSuspension;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output};
 use checkpoint_protocol::{
@@ -35,28 +35,28 @@ use std::path::PathBuf;
 
 /// State of the migrations in which this host is source or target.
 #[derive(Debug, Default)]
-pub(super) struct Moves {
+pub(super) struct LocalMigrations {
     pub(super) sources: BTreeMap<MigrationId, Source>,
     /// Images of checkpoints that are being uploaded to the master. Their tasks run again already.
-    pub(super) deposits: BTreeSet<MigrationId>,
+    pub(super) uploads: BTreeSet<MigrationId>,
     /// Parts of checkpoints whose tasks have received the replies to their requests.
-    pub(super) settled: Vec<MigrationId>,
+    pub(super) settled_parts: Vec<MigrationId>,
     /// Records of tasks, taken while all tasks of their jobs were paused.
-    pub(super) parts: BTreeMap<MigrationId, Box<PartRecord>>,
+    pub(super) part_records: BTreeMap<MigrationId, Box<PartRecord>>,
     targets: BTreeMap<MigrationId, Target>,
     /// Migrations whose task has exited here while its images were being transferred. The
     /// coordinator has not decided yet whether the task has ended.
-    open_ends: BTreeMap<MigrationId, Move>,
-    pub(super) arrivals: BTreeMap<Tid, Arrival>,
-    pub(super) departed: BTreeMap<Tid, Departed>,
-    pub(super) handed_over: BTreeMap<Tid, HandedOver>,
+    undecided_exits: BTreeMap<MigrationId, Move>,
+    pub(super) arrivals: BTreeMap<Tid, ArrivingTask>,
+    pub(super) forwarding: BTreeMap<Tid, Forwarding>,
+    pub(super) unconfirmed_transfers: BTreeMap<Tid, ForwardedItems>,
     /// Hosts whose daemons have connected before.
-    pub(super) heard: BTreeSet<HostId>,
+    pub(super) known_hosts: BTreeSet<HostId>,
     /// Migrations that wait until the previous one of the same task is over on this host.
-    next: BTreeMap<Tid, MigrationId>,
+    queued: BTreeMap<Tid, MigrationId>,
 }
 
-impl Moves {
+impl LocalMigrations {
     /// True while the task is being restored here.
     pub(super) fn is_restoring(&self, id: MigrationId) -> bool {
         self.targets.get(&id).is_some_and(Target::is_restoring)
@@ -65,63 +65,63 @@ impl Moves {
 
 /// The master's state of all migrations.
 #[derive(Debug, Default)]
-pub(super) struct Directing {
+pub(super) struct CoordinatedMigrations {
     pub(super) coordinator: Coordinator,
     /// Requests that are answered when the migration ends.
     waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
     /// The task, the epoch and the hosts that have not acknowledged its new location.
-    locating: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
+    unacknowledged_locations: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
 }
 
 impl Machine {
     // ---- on the master only
 
     /// Starts a migration that a task has requested.
-    pub(super) fn begin_move(
+    pub(super) fn begin_migration(
         &mut self,
-        by: Tid,
+        requester: Tid,
         id: RequestId,
         tid: Tid,
         to: &str,
         cause: Option<Cause>,
         wait: bool,
     ) {
-        let begun = self.check_move(tid, to).and_then(|(from, to)| {
-            let cause = cause.unwrap_or(Cause::Asked { by });
+        let started = self.resolve_migration(tid, to).and_then(|(from, to)| {
+            let cause = cause.unwrap_or(Cause::Asked { by: requester });
             let now = self.now;
-            self.make_way(tid, &cause)?;
+            self.admit_migration(tid, &cause)?;
             let master = self
                 .master
                 .as_mut()
                 .expect("requests to move come to the master");
             master
-                .directing
+                .migrations
                 .coordinator
                 .begin(now, tid, from, to, cause)
         });
-        match begun {
+        match started {
             Ok(migration) if wait => {
                 if let Some(master) = &mut self.master {
-                    master.directing.waiters.insert(migration, (by, id));
+                    master.migrations.waiters.insert(migration, (requester, id));
                 }
             }
-            Ok(migration) => self.reply(by, id, Reply::MoveStarted(migration)),
+            Ok(migration) => self.reply(requester, id, Reply::MoveStarted(migration)),
             Err(refusal) if wait => {
                 let error = MoveError {
                     step: Step::Inspect,
                     why: Failure::Refused(vec![refusal]),
                 };
-                self.reply(by, id, Reply::Moved(Err(error)));
+                self.reply(requester, id, Reply::Moved(Err(error)));
             }
             Err(refusal) => {
                 let reason = format!("{tid} was not moved to {to}: {refusal}");
-                self.fail(by, id, code_of(&refusal), reason);
+                self.fail(requester, id, refusal_code(&refusal), reason);
             }
         }
     }
 
-    fn check_move(&self, tid: Tid, to: &str) -> Result<(HostId, HostId), Refusal> {
-        let to = self.host_named(to).ok_or(Refusal::NoSuchHost)?;
+    fn resolve_migration(&self, tid: Tid, to: &str) -> Result<(HostId, HostId), Refusal> {
+        let to = self.host_by_name(to).ok_or(Refusal::NoSuchHost)?;
         let from = self
             .location(tid)
             .filter(|host| tid.is_task() && self.table.get(*host).is_some());
@@ -129,32 +129,34 @@ impl Machine {
     }
 
     /// Returns the host with this name or host tid.
-    pub(super) fn host_named(&self, name: &str) -> Option<HostId> {
+    pub(super) fn host_by_name(&self, name: &str) -> Option<HostId> {
         let by_tid = || {
             let digits = name
                 .strip_prefix('t')
                 .or_else(|| name.strip_prefix("0x"))
                 .unwrap_or(name);
             let tid = Tid::from_raw(i32::from_str_radix(digits, 16).ok()?);
-            self.table.get(super::requests::host_of(tid)?)
+            self.table.get(super::requests::named_host(tid)?)
         };
         self.table.by_name(name).or_else(by_tid).map(|host| host.id)
     }
 
-    fn coordinate(&mut self, output: CoordinatorOutput) {
+    fn run_coordinator_output(&mut self, output: CoordinatorOutput) {
         if let Some((tid, step)) = output.begins() {
-            self.step_begins(tid, Some(step));
+            self.output_step_start(tid, Some(step));
         }
         match output {
-            CoordinatorOutput::Order { host, of, order } => self.order_move(host, of, order),
+            CoordinatorOutput::Order { host, of, order } => {
+                self.send_migration_order(host, of, order)
+            }
             CoordinatorOutput::Record(Move { id, tid, to, .. }) => {
-                self.out.push_back(Output::RecordMove {
+                self.outputs.push_back(Output::RecordMigration {
                     migration: id,
                     tid,
                     to,
                 });
             }
-            CoordinatorOutput::Locate(of) => self.locate(&of),
+            CoordinatorOutput::Locate(of) => self.publish_location(&of),
             CoordinatorOutput::Event(kind) => {
                 // Neither end reports this step.
                 if let EventKind::Moving {
@@ -163,7 +165,7 @@ impl Machine {
                     ..
                 } = kind
                 {
-                    self.out.push_back(Output::StepEnded {
+                    self.outputs.push_back(Output::StepEnded {
                         tid,
                         step: Step::Commit,
                     });
@@ -176,7 +178,7 @@ impl Machine {
                 id,
                 suspended,
             } if host == self.config.host => {
-                self.suspend_decided(migration, id, suspended);
+                self.handle_suspend_decision(migration, id, suspended);
             }
             CoordinatorOutput::SuspendDecided {
                 host,
@@ -184,7 +186,7 @@ impl Machine {
                 id,
                 suspended,
             } => {
-                self.tell_host(
+                self.send_to_host(
                     host,
                     HostMsg::SuspendDecided {
                         migration,
@@ -197,7 +199,7 @@ impl Machine {
                 let waiter = self
                     .master
                     .as_mut()
-                    .and_then(|master| master.directing.waiters.remove(&id));
+                    .and_then(|master| master.migrations.waiters.remove(&id));
                 if let Some((tid, request)) = waiter {
                     self.reply(tid, request, Reply::Moved(result));
                 }
@@ -206,16 +208,16 @@ impl Machine {
     }
 
     /// Sends an order to one end of a migration.
-    pub(super) fn order_move(&mut self, host: HostId, of: Move, order: Order) {
+    pub(super) fn send_migration_order(&mut self, host: HostId, of: Move, order: Order) {
         if host == self.config.host {
-            self.move_order(of, order);
+            self.handle_migration_order(of, order);
         } else {
-            self.tell_host(host, HostMsg::Order { of, order });
+            self.send_to_host(host, HostMsg::Order { of, order });
         }
     }
 
     /// Makes the new location of a task known to all hosts.
-    pub(super) fn locate(&mut self, of: &Move) {
+    pub(super) fn publish_location(&mut self, of: &Move) {
         let epoch = self.next_epoch();
         let from = if of.to == of.from {
             self.location(of.tid).unwrap_or(of.from)
@@ -236,85 +238,95 @@ impl Machine {
         };
         let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
         if let Some(master) = &mut self.master {
-            waiting.extend(master.hosts.joining());
+            waiting.extend(master.host_changes.joining_hosts());
             master
-                .directing
-                .locating
+                .migrations
+                .unacknowledged_locations
                 .insert(of.id, (of.tid, epoch, waiting.clone()));
         }
         for host in waiting {
-            self.tell_host(host, HostMsg::Located(location));
+            self.send_to_host(host, HostMsg::Located(location));
         }
         self.apply_location(location);
-        self.locating_step();
+        self.complete_acknowledged_locations();
     }
 
     /// A host has acknowledged the new location of a task.
-    pub(super) fn located_heard(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+    pub(super) fn location_acknowledged(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
         let Some(master) = &mut self.master else {
             return;
         };
-        for (who, when, waiting) in master.directing.locating.values_mut() {
-            if (*who, *when) == (tid, epoch) {
+        for (task, location_epoch, waiting) in
+            master.migrations.unacknowledged_locations.values_mut()
+        {
+            if (*task, *location_epoch) == (tid, epoch) {
                 waiting.remove(&host);
             }
         }
-        self.locating_step();
+        self.complete_acknowledged_locations();
     }
 
-    fn locating_step(&mut self) {
+    fn complete_acknowledged_locations(&mut self) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
         let (
-            Directing {
+            CoordinatedMigrations {
                 coordinator,
-                locating,
+                unacknowledged_locations,
                 ..
             },
-            keeping,
-        ) = (&mut master.directing, &mut master.keeping);
-        locating.retain(|id, (_, _, waiting)| {
+            job_checkpoints,
+        ) = (&mut master.migrations, &mut master.checkpoints);
+        unacknowledged_locations.retain(|id, (_, _, waiting)| {
             if waiting.is_empty() {
                 coordinator.located(now, *id);
-                keeping.restarts.located(now, *id);
+                job_checkpoints.restarts.located(now, *id);
             }
             !waiting.is_empty()
         });
     }
 
     /// Notifies the coordinators of migrations, checkpoints and restarts that a host is lost.
-    pub(super) fn coordinator_lost(&mut self, host: HostId) {
+    pub(super) fn notify_coordinators_of_lost_host(&mut self, host: HostId) {
         let now = self.now;
         let Some(master) = &mut self.master else {
             return;
         };
-        master.directing.coordinator.host_lost(now, host);
-        master.keeping.cuts.host_lost(host);
-        master.keeping.restarts.host_lost(host);
+        master.migrations.coordinator.host_lost(now, host);
+        master.checkpoints.snapshots.host_lost(host);
+        master.checkpoints.restarts.host_lost(host);
         master
-            .directing
-            .locating
+            .migrations
+            .unacknowledged_locations
             .values_mut()
             .for_each(|(_, _, waiting)| {
                 waiting.remove(&host);
             });
-        self.locating_step();
+        self.complete_acknowledged_locations();
     }
 
     /// Passes the report of one end to the coordinator of its migration, checkpoint or restart.
-    pub(super) fn move_reported(&mut self, host: HostId, migration: MigrationId, report: Report) {
+    pub(super) fn handle_step_report(
+        &mut self,
+        host: HostId,
+        migration: MigrationId,
+        report: Report,
+    ) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let coordinator = &mut master.directing.coordinator;
-        if master.keeping.cuts.of_part(migration).is_some() {
-            master.keeping.cuts.report(now, host, migration, report);
-        } else if master.keeping.restarts.of_part(migration).is_some() {
+        let coordinator = &mut master.migrations.coordinator;
+        if master.checkpoints.snapshots.of_part(migration).is_some() {
             master
-                .keeping
+                .checkpoints
+                .snapshots
+                .report(now, host, migration, report);
+        } else if master.checkpoints.restarts.of_part(migration).is_some() {
+            master
+                .checkpoints
                 .restarts
                 .report(now, host, migration, report, || coordinator.next_id());
         } else {
@@ -324,77 +336,77 @@ impl Machine {
 
     /// Passes a request to suspend or resume a migrating task to the coordinator, which decides. It
     /// was made at the host `host`.
-    pub(super) fn coordinate_suspend(
+    pub(super) fn pass_suspend_to_coordinator(
         &mut self,
         host: HostId,
         id: MigrationId,
-        number: RequestId,
+        request: RequestId,
         order: &suspend::Order,
     ) {
         if let Some(master) = &mut self.master {
             master
-                .directing
+                .migrations
                 .coordinator
-                .suspend(host, id, number, order);
+                .suspend(host, id, request, order);
         }
     }
 
     /// The commit record was written to disk, or could not be written.
-    pub(super) fn move_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+    pub(super) fn commit_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if let Some(master) = &mut self.master {
-            master.directing.coordinator.recorded(migration, result);
+            master.migrations.coordinator.recorded(migration, result);
         }
     }
 
     // ---- on every host
 
     /// Executes all outputs of the protocol. Returns true if there were any.
-    pub(super) fn pump_moves(&mut self) -> bool {
+    pub(super) fn run_protocol_outputs(&mut self) -> bool {
         let mut busy = false;
         while let Some(output) = self
             .master
             .as_mut()
-            .and_then(|m| m.directing.coordinator.poll())
+            .and_then(|m| m.migrations.coordinator.poll())
         {
             busy = true;
-            self.coordinate(output);
+            self.run_coordinator_output(output);
         }
-        busy |= self.pump_keeping();
-        for part in std::mem::take(&mut self.moves.settled) {
+        busy |= self.pump_checkpoints();
+        for part in std::mem::take(&mut self.migrations.settled_parts) {
             busy = true;
-            self.part_settled(part);
+            self.handle_part_settled(part);
         }
-        for id in self.moves.sources.keys().copied().collect::<Vec<_>>() {
-            while let Some(output) = self.moves.sources.get_mut(&id).and_then(Source::poll) {
+        for id in self.migrations.sources.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.migrations.sources.get_mut(&id).and_then(Source::poll) {
                 busy = true;
-                self.source_does(id, output);
+                self.run_source_output(id, output);
             }
         }
-        for id in self.moves.targets.keys().copied().collect::<Vec<_>>() {
-            while let Some(output) = self.moves.targets.get_mut(&id).and_then(Target::poll) {
+        for id in self.migrations.targets.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.migrations.targets.get_mut(&id).and_then(Target::poll) {
                 busy = true;
-                self.target_does(id, output);
+                self.run_target_output(id, output);
             }
         }
         busy
     }
 
-    pub(super) fn report(&mut self, migration: MigrationId, report: Report) {
+    pub(super) fn send_step_report(&mut self, migration: MigrationId, report: Report) {
         if self.master.is_some() {
-            self.move_reported(self.config.host, migration, report);
+            self.handle_step_report(self.config.host, migration, report);
         } else {
-            self.tell_host(HostId::MASTER, HostMsg::Report { migration, report });
+            self.send_to_host(HostId::MASTER, HostMsg::Report { migration, report });
         }
     }
 
-    fn step_begins(&mut self, tid: Tid, step: Option<Step>) {
-        self.out
-            .extend(step.map(|step| Output::StepBegins { tid, step }));
+    fn output_step_start(&mut self, tid: Tid, step: Option<Step>) {
+        self.outputs
+            .extend(step.map(|step| Output::StepStarting { tid, step }));
     }
 
-    fn step_ended(&mut self, tid: Tid, report: &Report) {
+    fn output_step_end(&mut self, tid: Tid, report: &Report) {
         if !matches!(report, Report::Failed { .. }) {
-            self.out.push_back(Output::StepEnded {
+            self.outputs.push_back(Output::StepEnded {
                 tid,
                 step: report.step(),
             });
@@ -402,11 +414,11 @@ impl Machine {
     }
 
     /// Handles an order of the coordinator.
-    pub(super) fn move_order(&mut self, of: Move, order: Order) {
+    pub(super) fn handle_migration_order(&mut self, of: Move, order: Order) {
         let id = of.id;
         match order {
             Order::Inspect => {
-                self.moves.sources.insert(id, Source::new(of));
+                self.migrations.sources.insert(id, Source::new(of));
             }
             Order::Prepare {
                 facts,
@@ -415,24 +427,24 @@ impl Machine {
                 memory_can_follow,
                 pre_copies,
             } => {
-                let token = self.config.place.token(id);
-                let mut arrival = Arrival::new(of.tid, id, of.from);
-                arrival.begins = timeline;
-                arrival.suspended = Suspended::from(None, self.now, suspended);
-                self.moves.arrivals.insert(of.tid, arrival);
-                self.moves.targets.insert(
+                let token = self.config.paths.token(id);
+                let mut arrival = ArrivingTask::new(of.tid, id, of.from);
+                arrival.restart_group = timeline;
+                arrival.suspension = TaskSuspension::updated(None, self.now, suspended);
+                self.migrations.arrivals.insert(of.tid, arrival);
+                self.migrations.targets.insert(
                     id,
                     Target::new(of, facts, token, memory_can_follow, pre_copies),
                 );
             }
-            Order::GoOn if self.moves.deposits.remove(&id) => {
-                self.out.push_back(Output::DropImages { migration: id })
+            Order::GoOn if self.migrations.uploads.remove(&id) => {
+                self.outputs.push_back(Output::DropImages { migration: id })
             }
             Order::Stand | Order::Write { .. } | Order::GoOn => {
-                match self.moves.sources.get_mut(&id) {
+                match self.migrations.sources.get_mut(&id) {
                     Some(_) => self.source_event(id, SourceEvent::Order(order)),
                     None if order == Order::GoOn => {}
-                    None => self.report(
+                    None => self.send_step_report(
                         id,
                         Report::Failed {
                             step: Step::Quiesce,
@@ -442,14 +454,16 @@ impl Machine {
                 }
             }
             Order::Leave { .. } | Order::Resume { .. } | Order::Yield => {
-                match self.moves.sources.get_mut(&id) {
+                match self.migrations.sources.get_mut(&id) {
                     Some(_) => {
                         if let Order::Resume { suspended } = order {
-                            self.hold_as(of.tid, suspended);
+                            self.apply_suspensions(of.tid, suspended);
                         }
                         self.source_event(id, SourceEvent::Order(order));
                     }
-                    None if self.moves.open_ends.contains_key(&id) => self.close_end(id, &order),
+                    None if self.migrations.undecided_exits.contains_key(&id) => {
+                        self.resolve_deferred_exit(id, &order)
+                    }
                     None if matches!(order, Order::Resume { .. }) => {}
                     None => {
                         let step = if order == Order::Yield {
@@ -457,7 +471,7 @@ impl Machine {
                         } else {
                             Step::Quiesce
                         };
-                        self.report(
+                        self.send_step_report(
                             id,
                             Report::Failed {
                                 step,
@@ -467,12 +481,12 @@ impl Machine {
                     }
                 }
             }
-            Order::Discard | Order::Run { .. } => match self.moves.targets.get_mut(&id) {
+            Order::Discard | Order::Run { .. } => match self.migrations.targets.get_mut(&id) {
                 Some(target) => target.handle(TargetEvent::Order(order)),
                 None if order == Order::Discard => {}
                 None => {
                     let why = Failure::CalledOff("the target has thrown it away".into());
-                    self.report(
+                    self.send_step_report(
                         id,
                         Report::Failed {
                             step: Step::Run,
@@ -484,66 +498,66 @@ impl Machine {
         }
     }
 
-    fn source_does(&mut self, id: MigrationId, output: SourceOutput) {
-        let Some(of) = self.moves.sources.get(&id).map(|s| s.of().clone()) else {
+    fn run_source_output(&mut self, id: MigrationId, output: SourceOutput) {
+        let Some(of) = self.migrations.sources.get(&id).map(|s| s.of().clone()) else {
             return;
         };
         let tid = of.tid;
-        if matches!(output, SourceOutput::Inspect) && self.is_settling(&of) {
-            self.moves.next.insert(tid, id);
-            return self.ease(tid);
+        if matches!(output, SourceOutput::Inspect) && self.must_wait_for_previous(&of) {
+            self.migrations.queued.insert(tid, id);
+            return self.resume_to_quiesce(tid);
         }
-        self.step_begins(tid, output.begins());
+        self.output_step_start(tid, output.begins());
         match output {
             SourceOutput::Report(report) => {
-                self.step_ended(tid, &report);
-                self.report(id, report);
+                self.output_step_end(tid, &report);
+                self.send_step_report(id, report);
             }
-            SourceOutput::Inspect => self.inspect(id, &of),
+            SourceOutput::Inspect => self.inspect_for_migration(id, &of),
             SourceOutput::Hold => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.hold = true;
+                    task.holds_items = true;
                 }
             }
-            SourceOutput::Quiesce { token } => self.quiesce_for_move(id, tid, token),
-            SourceOutput::End { engine } => self.end_for_move(id, tid, engine),
-            SourceOutput::Stop => self.stop_for_move(id, tid),
-            SourceOutput::Settle => self.settle(id, tid, None),
+            SourceOutput::Quiesce { token } => self.quiesce_for_migration(id, tid, token),
+            SourceOutput::End { engine } => self.begin_graceful_exit(id, tid, engine),
+            SourceOutput::Stop => self.stop_for_migration(id, tid),
+            SourceOutput::Settle => self.await_replies(id, tid, None),
             SourceOutput::Close { open, ended } => {
-                self.await_ends(id, tid, ended);
-                self.settle(id, tid, Some(open));
+                self.await_exit_notices(id, tid, ended);
+                self.await_replies(id, tid, Some(open));
             }
-            SourceOutput::Collect => self.beginnings.push_back(Job::Collect(id)),
+            SourceOutput::Collect => self.world_calls.push_back(WorldCall::CollectState(id)),
             SourceOutput::Continue => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.leaving = None;
+                    task.transferring = None;
                 }
-                if !self.end_called_off(id, tid) {
-                    self.tell_tasker(ToTasker::Continue { migration: id, tid });
+                if !self.abort_graceful_exit(id, tid) {
+                    self.send_to_tasker(ToTasker::Continue { migration: id, tid });
                 }
             }
             SourceOutput::WakeHere => {
-                if !self.never_let_go(id, tid) && !self.wake_guest(id, tid) {
-                    self.write_token(id);
+                if !self.resume_without_token(id, tid) && !self.resume_after_abort(id, tid) {
+                    self.write_resume_token(id);
                 }
             }
-            SourceOutput::Release => self.release(tid),
+            SourceOutput::Release => self.release_inbox(tid),
             SourceOutput::KillMoved => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.killing = true;
+                    task.being_killed = true;
                 }
-                if !self.has_no_copy(id, tid) {
-                    self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
+                if !self.report_absent_copy(id, tid) {
+                    self.send_to_tasker(ToTasker::KillMoved { migration: id, tid });
                 }
             }
-            SourceOutput::HandOver => self.hand_task_over(&of),
+            SourceOutput::HandOver => self.transfer_ownership(&of),
             SourceOutput::Done => {
-                self.moves.sources.remove(&id);
-                self.part_over(id, tid);
-                self.out.push_back(Output::RemoveToken {
-                    path: self.config.place.token(id),
+                self.migrations.sources.remove(&id);
+                self.forget_part(id, tid);
+                self.outputs.push_back(Output::RemoveToken {
+                    path: self.config.paths.token(id),
                 });
-                self.settled(tid);
+                self.start_queued_migration(tid);
             }
             SourceOutput::LendMemory
             | SourceOutput::PreCopy
@@ -553,78 +567,83 @@ impl Machine {
             | SourceOutput::SendAhead
             | SourceOutput::SendImages
             | SourceOutput::SendRecord
-            | SourceOutput::DropImages => self.source_writes(&of, &output),
+            | SourceOutput::DropImages => self.run_source_transfer(&of, &output),
         }
     }
 
     /// Executes the outputs of the source that concern memory and images.
-    fn source_writes(&mut self, of: &Move, output: &SourceOutput) {
+    fn run_source_transfer(&mut self, of: &Move, output: &SourceOutput) {
         let Move { id, tid, to, .. } = *of;
         match output {
-            SourceOutput::LendMemory => {
-                self.out.push_back(Output::LendMemory { migration: id, to })
-            }
+            SourceOutput::LendMemory => self
+                .outputs
+                .push_back(Output::ServeMemory { migration: id, to }),
             SourceOutput::PreCopy => {
-                let memory_way = self.config.place.memory_way(id);
-                self.tell_tasker(ToTasker::PreCopy {
+                let memory_way = self.config.paths.memory_way(id);
+                self.send_to_tasker(ToTasker::PreCopy {
                     migration: id,
                     tid,
                     memory_way,
                 });
             }
-            SourceOutput::EndPreCopy => self.tell_tasker(ToTasker::EndPreCopy { migration: id }),
+            SourceOutput::EndPreCopy => self.send_to_tasker(ToTasker::EndPreCopy { migration: id }),
             SourceOutput::Dump { memory_follows } => {
-                let dir = self.config.place.images(id);
-                let memory_way = memory_follows.then(|| self.config.place.memory_way(id));
-                self.tell_tasker(ToTasker::Dump {
+                let dir = self.config.paths.images(id);
+                let memory_way = memory_follows.then(|| self.config.paths.memory_way(id));
+                self.send_to_tasker(ToTasker::Dump {
                     migration: id,
                     tid,
                     dir,
                     memory_way,
                 });
             }
-            SourceOutput::Deposit => self.deposit(id),
-            SourceOutput::SendAhead => self.out.push_back(Output::SendAhead { migration: id, to }),
+            SourceOutput::Deposit => self.upload_part(id),
+            SourceOutput::SendAhead => self
+                .outputs
+                .push_back(Output::SendImagesEarly { migration: id, to }),
             SourceOutput::SendImages => {
                 self.send_record(of, false);
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.leaving = Some(id);
+                    task.transferring = Some(id);
                 }
-                self.out.push_back(Output::SendImages { migration: id, to });
+                self.outputs
+                    .push_back(Output::SendImages { migration: id, to });
             }
-            SourceOutput::SendRecord => self.send_away(of),
-            SourceOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
+            SourceOutput::SendRecord => self.send_task_without_process(of),
+            SourceOutput::DropImages => {
+                self.outputs.push_back(Output::DropImages { migration: id })
+            }
             _ => {}
         }
     }
 
     /// Inspects a task for a migration, by itself or through the tasker.
-    fn inspect(&mut self, id: MigrationId, of: &Move) {
+    fn inspect_for_migration(&mut self, id: MigrationId, of: &Move) {
         let tid = of.tid;
         // The source of a migration that was aborted before it held the task has not been removed.
-        self.moves
+        self.migrations
             .sources
             .retain(|other, s| *other == id || s.of().tid != tid || s.holds());
-        let known = self.cannot_move(tid).map(Err);
-        match known.or_else(|| self.facts_without_criu(tid, Some(&of.cause))) {
-            Some(result) => self.inspected(id, tid, result, (false, false)),
-            None => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
+        let known = self.migration_refusal(tid).map(Err);
+        match known.or_else(|| self.inspect_without_criu(tid, Some(&of.cause))) {
+            Some(result) => self.handle_inspection(id, tid, result, (false, false)),
+            None => self.send_to_tasker(ToTasker::Inspect { migration: id, tid }),
         }
     }
 
     /// Quiesces the library of a task for a migration.
-    fn quiesce_for_move(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
-        let tokens: Vec<_> = std::iter::once(self.config.place.token(id))
+    fn quiesce_for_migration(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
+        let tokens: Vec<_> = std::iter::once(self.config.paths.token(id))
             .chain(token)
             .collect();
-        if !self.quiesce_guest(id, tid, &tokens)
+        if !self.quiesce_paused_guest(id, tid, &tokens)
             && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
         {
             let message = ToTask::Quiesce {
                 migration: id,
                 tokens,
             };
-            self.out.push_back(Output::ToTask { conn, message });
+            self.outputs.push_back(Output::ToTask { conn, message });
         }
     }
 
@@ -636,95 +655,107 @@ impl Machine {
     /// - The task must be paused and its program has just been restarted.
     ///
     /// The coordinator's deadline bounds the wait.
-    fn is_settling(&self, of: &Move) -> bool {
+    fn must_wait_for_previous(&self, of: &Move) -> bool {
         let staying = |s: &Source| s.of().tid == of.tid && s.of().id != of.id && s.holds();
-        let comes_back = self
+        let reconnecting = self
             .tasks
             .get(of.tid)
-            .is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking));
-        let comes = self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located);
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.resuming));
+        let arriving = self
+            .migrations
+            .arrivals
+            .get(&of.tid)
+            .is_some_and(|a| a.located);
         // Other tasks in this phase may never connect.
-        let again = |t: &Task| {
-            t.phase == Phase::Expected && t.begin.as_ref().is_some_and(|begin| begin.count > 0)
+        let restarted = |t: &Task| {
+            t.phase == Phase::Expected && t.launch.as_ref().is_some_and(|begin| begin.count > 0)
         };
-        let begins = self.tasks.get(of.tid).is_some_and(again) && self.has_to_stand(of.tid);
-        comes || comes_back || begins || self.moves.sources.values().any(staying)
+        let restarting_paused =
+            self.tasks.get(of.tid).is_some_and(restarted) && self.must_pause(of.tid);
+        arriving
+            || reconnecting
+            || restarting_paused
+            || self.migrations.sources.values().any(staying)
     }
 
     /// The previous migration of the task is over: starts the one that waits.
-    pub(super) fn settled(&mut self, tid: Tid) {
-        if let Some(id) = self.moves.next.remove(&tid) {
-            self.source_does(id, SourceOutput::Inspect);
+    pub(super) fn start_queued_migration(&mut self, tid: Tid) {
+        if let Some(id) = self.migrations.queued.remove(&tid) {
+            self.run_source_output(id, SourceOutput::Inspect);
         }
     }
 
     /// Returns why the task cannot migrate at all, as far as its daemon knows.
-    pub(super) fn cannot_move(&self, tid: Tid) -> Option<Refusal> {
-        if let Some(refusal) = self.no_tasker() {
+    pub(super) fn migration_refusal(&self, tid: Tid) -> Option<Refusal> {
+        if let Some(refusal) = self.no_tasker_refusal() {
             return Some(refusal);
         }
         let Some(task) = self.tasks.get(tid) else {
             return Some(Refusal::NoSuchTask);
         };
-        if !task.spawned() {
+        if !task.is_spawned() {
             Some(Refusal::NotSpawned)
         } else if task.pinned || task.flags & TASK_SERVES != 0 {
             Some(Refusal::Pinned)
         } else if task.debugged {
             // Even before its debugger attaches, and while the debugger is detached.
             Some(Refusal::Debugged)
-        } else if (task.conn().is_none() && !task.has_let_go()) || task.exited.is_some() {
+        } else if (task.conn().is_none() && !task.is_quiesced()) || task.exited.is_some() {
             Some(Refusal::NotConnected)
         } else {
             None
         }
     }
 
-    fn target_does(&mut self, id: MigrationId, output: TargetOutput) {
-        let Some(of) = self.moves.targets.get(&id).map(|t| t.of().clone()) else {
+    fn run_target_output(&mut self, id: MigrationId, output: TargetOutput) {
+        let Some(of) = self.migrations.targets.get(&id).map(|t| t.of().clone()) else {
             return;
         };
         let tid = of.tid;
-        self.step_begins(tid, output.begins());
+        self.output_step_start(tid, output.begins());
         match output {
             TargetOutput::Report(report) => {
-                self.step_ended(tid, &report);
-                self.report(id, report);
+                self.output_step_end(tid, &report);
+                self.send_step_report(id, report);
             }
-            TargetOutput::Prepare(facts) => self.prepare_move(id, facts),
+            TargetOutput::Prepare(facts) => self.prepare_target(id, facts),
             // Images from the store of this host need no transfer.
             TargetOutput::ExpectImages if of.from == self.config.host => {}
             TargetOutput::ExpectImages => {
-                self.out.push_back(Output::ExpectImages {
+                self.outputs.push_back(Output::ExpectImages {
                     migration: id,
                     from: of.from,
                 });
-                if self.memory_follows(id) {
-                    self.out.push_back(Output::ExpectMemory {
+                if self.uses_post_copy(id) {
+                    self.outputs.push_back(Output::FetchMemory {
                         migration: id,
                         from: of.from,
                     });
                 }
             }
             TargetOutput::TakePreCopy => {
-                let memory_way = self.config.place.memory_way(id);
-                self.tell_tasker(ToTasker::TakePreCopy {
+                let memory_way = self.config.paths.memory_way(id);
+                self.send_to_tasker(ToTasker::TakePreCopy {
                     migration: id,
                     memory_way,
                 });
             }
             TargetOutput::Restore if of.cause == Cause::Restart => {
-                self.out.push_back(Output::ReadPart { migration: id });
+                self.outputs.push_back(Output::ReadPart { migration: id });
             }
-            TargetOutput::Restore if self.arrival_of(id).is_some_and(|arrival| arrival.anew) => {
-                self.beginnings.push_back(Job::Build(id));
+            TargetOutput::Restore
+                if self
+                    .arrival_of(id)
+                    .is_some_and(|arrival| arrival.by_restart) =>
+            {
+                self.world_calls.push_back(WorldCall::Prepare(id));
             }
             TargetOutput::Restore => {
-                let dir = self.config.place.images(id);
+                let dir = self.config.paths.images(id);
                 let memory_way = self
-                    .memory_follows(id)
-                    .then(|| self.config.place.memory_way(id));
-                self.tell_tasker(ToTasker::Restore {
+                    .uses_post_copy(id)
+                    .then(|| self.config.paths.memory_way(id));
+                self.send_to_tasker(ToTasker::Restore {
                     migration: id,
                     tid,
                     dir,
@@ -735,14 +766,14 @@ impl Machine {
             TargetOutput::Run(Parting { used, suspended }) => {
                 let now = self.now;
                 let arrival = self.arrival_of(id).map(|arrival| {
-                    arrival.may_run(now, suspended);
-                    arrival.anew
+                    arrival.order_run(now, suspended);
+                    arrival.by_restart
                 });
                 match arrival {
-                    Some(true) if of.cause == Cause::Restart => {
-                        self.out.push_back(Output::NameState { migration: id })
-                    }
-                    _ => self.run(id, used),
+                    Some(true) if of.cause == Cause::Restart => self
+                        .outputs
+                        .push_back(Output::InstallState { migration: id }),
+                    _ => self.run_restored_task(id, used),
                 }
             }
             TargetOutput::WakeHere => {
@@ -750,35 +781,37 @@ impl Machine {
                 // this host already.
                 if self
                     .arrival_of(id)
-                    .is_some_and(|arrival| !arrival.waits && !arrival.anew)
+                    .is_some_and(|arrival| !arrival.library_quiesced && !arrival.by_restart)
                 {
-                    self.write_token(id);
+                    self.write_resume_token(id);
                 }
             }
-            TargetOutput::Discard => self.tell_tasker(ToTasker::Discard { migration: id }),
-            TargetOutput::DropImages => self.out.push_back(Output::DropImages { migration: id }),
+            TargetOutput::Discard => self.send_to_tasker(ToTasker::Discard { migration: id }),
+            TargetOutput::DropImages => {
+                self.outputs.push_back(Output::DropImages { migration: id })
+            }
             TargetOutput::Done => {
-                self.moves.targets.remove(&id);
-                self.moves
+                self.migrations.targets.remove(&id);
+                self.migrations
                     .arrivals
                     .retain(|_, a| a.migration != id || a.located);
                 if let Some(arrival) = self.arrival_of(id).filter(|a| !a.ran) {
-                    arrival.lose();
+                    arrival.mark_lost();
                 }
-                self.arrival_step(tid);
+                self.advance_arrival(tid);
             }
         }
     }
 
     /// Requests the tasker to run a restored task. It stays paused while guests are paused or while
     /// it is suspended.
-    fn run(&mut self, id: MigrationId, used: Usage) {
-        let mut held = self.hosting.is_stopped();
+    fn run_restored_task(&mut self, id: MigrationId, used: Usage) {
+        let mut held = self.owner_control.pauses_guests();
         if let Some(arrival) = self.arrival_of(id) {
-            held |= arrival.suspended.is_some();
-            (arrival.held, arrival.waits) = (held, held);
+            held |= arrival.suspension.is_some();
+            (arrival.paused, arrival.library_quiesced) = (held, held);
         }
-        self.tell_tasker(ToTasker::Run {
+        self.send_to_tasker(ToTasker::Run {
             migration: id,
             used,
             held,
@@ -786,11 +819,17 @@ impl Machine {
     }
 
     /// The state files of a restarted program were installed under their names, or this failed.
-    pub(super) fn state_named(&mut self, id: MigrationId, result: Result<(), Failure>) {
+    pub(super) fn state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
         match result {
             // The tasker may have ended in the meantime, and the task with it.
-            Ok(()) if self.moves.targets.get(&id).is_some_and(Target::is_starting) => {
-                self.run(id, Usage::default())
+            Ok(())
+                if self
+                    .migrations
+                    .targets
+                    .get(&id)
+                    .is_some_and(Target::is_starting) =>
+            {
+                self.run_restored_task(id, Usage::default())
             }
             Ok(()) => {}
             Err(why) => self.target_event(id, TargetEvent::Ran(Err(why))),
@@ -799,17 +838,19 @@ impl Machine {
 
     /// Obtains this host's verdict on a task that is to migrate here. Refuses immediately if the
     /// host's owner does not permit the guest or if there is no tasker.
-    fn prepare_move(&mut self, id: MigrationId, facts: TaskFacts) {
+    fn prepare_target(&mut self, id: MigrationId, facts: TaskFacts) {
         let tid = self
-            .moves
+            .migrations
             .targets
             .get(&id)
             .map_or(Tid::NONE, |target| target.of().tid);
         let refusal = self
-            .no_guest(tid, &facts.program)
-            .or_else(|| self.no_tasker());
+            .guest_refusal(tid, &facts.program)
+            .or_else(|| self.no_tasker_refusal());
         match refusal {
-            None => self.beginnings.push_back(Job::JudgeMove(id, facts)),
+            None => self
+                .world_calls
+                .push_back(WorldCall::JudgeMigration(id, facts)),
             Some(refusal) => {
                 let (verdict, engine) = (vec![refusal], Engine::Criu);
                 self.target_event(
@@ -824,8 +865,8 @@ impl Machine {
         }
     }
 
-    fn memory_follows(&self, id: MigrationId) -> bool {
-        self.moves
+    fn uses_post_copy(&self, id: MigrationId) -> bool {
+        self.migrations
             .targets
             .get(&id)
             .is_some_and(Target::memory_follows)
@@ -833,20 +874,20 @@ impl Machine {
 
     /// Passes an event to a migration whose source is this host.
     pub(super) fn source_event(&mut self, id: MigrationId, event: SourceEvent) {
-        if let Some(source) = self.moves.sources.get_mut(&id) {
+        if let Some(source) = self.migrations.sources.get_mut(&id) {
             source.handle(event);
         }
     }
 
     /// Passes an event to a migration whose target is this host.
     pub(super) fn target_event(&mut self, id: MigrationId, event: TargetEvent) {
-        if let Some(target) = self.moves.targets.get_mut(&id) {
+        if let Some(target) = self.migrations.targets.get_mut(&id) {
             target.handle(event);
         }
     }
 
     /// Returns the refusal of all migrations from and to this host if its tasker has ended.
-    pub(super) fn no_tasker(&self) -> Option<Refusal> {
+    pub(super) fn no_tasker_refusal(&self) -> Option<Refusal> {
         let why = || "its tasker has ended".into();
         self.tasker_gone.then(|| Refusal::NoEngine {
             host: self.config.host,
@@ -855,7 +896,7 @@ impl Machine {
     }
 
     /// Sets the host in a refusal of the tasker, which does not know its host.
-    pub(super) fn named(&self, refusal: Refusal) -> Refusal {
+    pub(super) fn set_refusal_host(&self, refusal: Refusal) -> Refusal {
         match refusal {
             Refusal::NoEngine { why, .. } => Refusal::NoEngine {
                 host: self.config.host,
@@ -866,7 +907,7 @@ impl Machine {
     }
 
     /// Handles a message of the tasker about a migration.
-    pub(super) fn tasker_on_move(&mut self, message: FromTasker) {
+    pub(super) fn handle_tasker_migration_message(&mut self, message: FromTasker) {
         match message {
             FromTasker::Inspected {
                 migration,
@@ -874,23 +915,26 @@ impl Machine {
                 memory_can_follow,
                 can_pre_copy,
             } => {
-                let Some(Move { tid, cause, .. }) =
-                    self.moves.sources.get(&migration).map(|s| s.of().clone())
+                let Some(Move { tid, cause, .. }) = self
+                    .migrations
+                    .sources
+                    .get(&migration)
+                    .map(|s| s.of().clone())
                 else {
                     return;
                 };
-                let result = result.map_err(|refusal| self.named(refusal));
-                let unheeding = self
+                let result = result.map_err(|refusal| self.set_refusal_host(refusal));
+                let ignores_signal = self
                     .tasks
                     .get(tid)
-                    .is_some_and(|task| task.unheeding == Some(migration));
-                let result = match unheeding {
+                    .is_some_and(|task| task.ignores_checkpoint_signal == Some(migration));
+                let result = match ignores_signal {
                     true => result,
-                    false => self.facts_with_criu(tid, Some(&cause), result),
+                    false => self.merge_criu_facts(tid, Some(&cause), result),
                 };
-                self.inspected(migration, tid, result, (memory_can_follow, can_pre_copy));
+                self.handle_inspection(migration, tid, result, (memory_can_follow, can_pre_copy));
             }
-            FromTasker::Minds { migration, minds } => self.signal_looked_at(migration, minds),
+            FromTasker::Minds { migration, minds } => self.handle_signal_check(migration, minds),
             FromTasker::PreCopied { migration, result } => {
                 self.source_event(migration, SourceEvent::PreCopied(result))
             }
@@ -898,7 +942,7 @@ impl Machine {
                 self.target_event(migration, TargetEvent::PreCopyLost(why))
             }
             FromTasker::Stopped { migration, result } => {
-                self.stopped_for_move(migration, &result);
+                self.handle_stopped_for_migration(migration, &result);
                 self.source_event(migration, SourceEvent::Stopped(result));
             }
             FromTasker::Dumped { migration, result } => {
@@ -913,9 +957,9 @@ impl Machine {
             // The migration was aborted before the tasker started to prepare it. The tasker must
             // discard the preparations.
             FromTasker::Prepared { migration, .. }
-                if !self.moves.targets.contains_key(&migration) =>
+                if !self.migrations.targets.contains_key(&migration) =>
             {
-                self.tell_tasker(ToTasker::Discard { migration });
+                self.send_to_tasker(ToTasker::Discard { migration });
             }
             FromTasker::Prepared {
                 migration,
@@ -924,9 +968,9 @@ impl Machine {
             } => {
                 let verdict = verdict
                     .into_iter()
-                    .map(|refusal| self.named(refusal))
+                    .map(|refusal| self.set_refusal_host(refusal))
                     .collect();
-                self.prepared(migration, verdict, memory_can_follow);
+                self.handle_criu_verdict(migration, verdict, memory_can_follow);
             }
             FromTasker::Restored { migration, result } => {
                 if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
@@ -934,7 +978,7 @@ impl Machine {
                 }
                 self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
             }
-            FromTasker::Ran { migration, result } => self.ran(migration, result),
+            FromTasker::Ran { migration, result } => self.run_completed(migration, result),
             FromTasker::Arrived { migration, result } => {
                 self.target_event(migration, TargetEvent::Arrived(result))
             }
@@ -945,32 +989,32 @@ impl Machine {
         }
     }
 
-    fn ran(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+    fn run_completed(&mut self, migration: MigrationId, result: Result<(), Failure>) {
         if let Some(arrival) = self.arrival_of(migration) {
             arrival.ran = true;
             if result.is_err() {
-                arrival.lose();
+                arrival.mark_lost();
             }
         }
         self.target_event(migration, TargetEvent::Ran(result));
         // The target handles the event first: its output writes the token that wakes the library.
         let tids: Vec<Tid> = self
-            .moves
+            .migrations
             .arrivals
             .values()
             .filter(|a| a.migration == migration)
             .map(|a| a.tid)
             .collect();
-        tids.into_iter().for_each(|tid| self.arrival_step(tid));
+        tids.into_iter().for_each(|tid| self.advance_arrival(tid));
     }
 
     /// Cancels all pre-copies to this host: arriving guests would be paused immediately.
-    pub(super) fn call_off_pre_copies(&mut self, why: &str) {
+    pub(super) fn cancel_pre_copies(&mut self, why: &str) {
         let refusal = Refusal::OwnerThere {
             host: self.config.host,
             why: why.to_string(),
         };
-        for target in self.moves.targets.values_mut() {
+        for target in self.migrations.targets.values_mut() {
             target.handle(TargetEvent::PreCopyLost(Failure::Refused(vec![
                 refusal.clone(),
             ])));
@@ -979,10 +1023,10 @@ impl Machine {
 
     /// The tasker has ended, and with it everything that it was restoring or holding for migrations
     /// to this host.
-    pub(super) fn moves_tasker_gone(&mut self, why: &str) {
+    pub(super) fn fail_incoming_migrations(&mut self, why: &str) {
         let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
         let host = self.config.host;
-        for target in self.moves.targets.values_mut() {
+        for target in self.migrations.targets.values_mut() {
             // No other verdict will come. The requester can try the next host immediately.
             let verdict = vec![Refusal::NoEngine {
                 host,
@@ -1001,37 +1045,42 @@ impl Machine {
             target.handle(TargetEvent::Arrived(Err(failed())));
         }
         let running: Vec<Tid> = self
-            .moves
+            .migrations
             .arrivals
             .values()
             .filter(|a| a.run_ordered)
             .map(|a| a.tid)
             .collect();
         for tid in running {
-            if let Some(arrival) = self.moves.arrivals.get_mut(&tid) {
-                arrival.lose();
+            if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
+                arrival.mark_lost();
             }
-            self.arrival_step(tid);
+            self.advance_arrival(tid);
         }
     }
 
-    pub(super) fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut Arrival> {
-        self.moves
+    pub(super) fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut ArrivingTask> {
+        self.migrations
             .arrivals
             .values_mut()
             .find(|a| a.migration == migration)
     }
 
     /// The library has reported that it is quiesced; its socket closes next.
-    pub(super) fn task_quiesced(&mut self, tid: Tid, migration: MigrationId, marks: Vec<LinkMark>) {
-        let moving = self
-            .moves
+    pub(super) fn library_quiesced(
+        &mut self,
+        tid: Tid,
+        migration: MigrationId,
+        marks: Vec<LinkMark>,
+    ) {
+        let migrating = self
+            .migrations
             .sources
             .get(&migration)
             .is_some_and(|s| s.of().tid == tid);
         match self.tasks.get_mut(tid) {
-            Some(task) if moving || task.waits_for(migration) => {
-                task.mark(marks);
+            Some(task) if migrating || task.has_resume_id(migration) => {
+                task.raise_watermarks(marks);
                 task.quiesced = true;
             }
             _ => self.log(format!(
@@ -1041,78 +1090,78 @@ impl Machine {
     }
 
     /// The socket of a quiesced library has closed.
-    pub(super) fn task_let_go(&mut self, tid: Tid) {
+    pub(super) fn quiesce_completed(&mut self, tid: Tid) {
         // A guest that is being resumed finds its token immediately. It reconnects and then
         // quiesces for the migration.
         if !self
             .tasks
             .get(tid)
-            .is_some_and(|t| t.still.as_ref().is_some_and(|still| still.waking))
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.resuming))
         {
-            self.each_source(tid, SourceEvent::Quiesced);
+            self.notify_sources(tid, SourceEvent::Quiesced);
         }
     }
 
     /// The library has connected again.
-    pub(super) fn move_task_came_back(&mut self, tid: Tid) {
-        self.each_source(tid, SourceEvent::Reconnected);
+    pub(super) fn notify_sources_reconnected(&mut self, tid: Tid) {
+        self.notify_sources(tid, SourceEvent::Reconnected);
     }
 
     /// A migration of the task was aborted, and its process continues.
-    pub(super) fn move_task_continued(&mut self, tid: Tid) {
-        self.each_source(tid, SourceEvent::Continued);
+    pub(super) fn notify_sources_continued(&mut self, tid: Tid) {
+        self.notify_sources(tid, SourceEvent::Continued);
     }
 
     /// A task has ended or left, so that it cannot migrate any more.
-    pub(super) fn move_task_ended(&mut self, tid: Tid) {
-        self.each_source(tid, SourceEvent::Ended);
+    pub(super) fn notify_sources_ended(&mut self, tid: Tid) {
+        self.notify_sources(tid, SourceEvent::Ended);
     }
 
     /// Handles the exit of a task whose images are being transferred. If the migration is
     /// committed, the task continues at the target; if not, it has ended. Only the coordinator
     /// knows. Returns true if its decision must be awaited.
-    pub(super) fn defer_end(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
+    pub(super) fn defer_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
         let stopping = self.stop.is_some();
         let Some(task) = self.tasks.get_mut(tid) else {
             return false;
         };
-        let Some(id) = task.leaving.filter(|_| !stopping) else {
+        let Some(id) = task.transferring.filter(|_| !stopping) else {
             return false;
         };
         task.exited = Some((status, used));
-        let Some(source) = self.moves.sources.get_mut(&id) else {
-            return self.moves.open_ends.contains_key(&id);
+        let Some(source) = self.migrations.sources.get_mut(&id) else {
+            return self.migrations.undecided_exits.contains_key(&id);
         };
-        if task.killing {
+        if task.being_killed {
             source.handle(SourceEvent::Gone(used));
         } else {
             let of = source.of().clone();
             source.handle(SourceEvent::Ended);
-            self.moves.open_ends.insert(id, of);
+            self.migrations.undecided_exits.insert(id, of);
         }
         true
     }
 
     /// The coordinator has decided whether the migration of a task that has exited here continues.
-    fn close_end(&mut self, id: MigrationId, order: &Order) {
-        let Some(of) = self.moves.open_ends.remove(&id) else {
+    fn resolve_deferred_exit(&mut self, id: MigrationId, order: &Order) {
+        let Some(of) = self.migrations.undecided_exits.remove(&id) else {
             return;
         };
         let Some(task) = self.tasks.get_mut(of.tid) else {
             return;
         };
         let (status, used) = task.exited.unwrap_or_default();
-        task.leaving = None;
+        task.transferring = None;
         if *order == Order::Yield {
-            self.report(id, Report::SourceGone(used));
-            self.hand_task_over(&of);
+            self.send_step_report(id, Report::SourceGone(used));
+            self.transfer_ownership(&of);
         } else {
             self.end_task(of.tid, status, used);
         }
     }
 
-    fn each_source(&mut self, tid: Tid, event: SourceEvent) {
-        self.moves
+    fn notify_sources(&mut self, tid: Tid, event: SourceEvent) {
+        self.migrations
             .sources
             .values_mut()
             .filter(|s| s.of().tid == tid)
@@ -1120,7 +1169,7 @@ impl Machine {
     }
 }
 
-fn code_of(refusal: &Refusal) -> PvmError {
+fn refusal_code(refusal: &Refusal) -> PvmError {
     match refusal {
         Refusal::NoSuchTask => PvmError::NoTask,
         Refusal::NoSuchHost => PvmError::NoHost,

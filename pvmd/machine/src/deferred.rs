@@ -1,7 +1,7 @@
 //! Defers work that follows from an event until the reply to the event has been sent, so that no
 //! task waits for it.
 //!
-//! Deferred actions run at the start of the next event, or after [`LATE_MAX`] at the latest.
+//! Deferred actions run at the start of the next event, or after [`DEFERRAL_MAX`] at the latest.
 
 use super::Machine;
 use sempa_proto::event::EventKind;
@@ -9,25 +9,25 @@ use sempa_proto::sm::{SM_GRANT_TAKEN, Taken, pack_taken};
 use sempa_proto::{Micros, Tid};
 
 /// Longest time for which work is deferred.
-const LATE_MAX: Micros = Micros::from_millis(1);
+const DEFERRAL_MAX: Micros = Micros::from_millis(1);
 
 #[derive(Debug)]
-pub(super) enum Duty {
+pub(super) enum DeferredAction {
     /// An entry of the event log, with the time of day at which the event happened.
     Record(Micros, EventKind),
     /// A report to a resource manager: tasks have taken places that it had leased under this wait
     /// id.
-    Tell { rm: Tid, wid: i32, taken: Taken },
+    ReportTaken { rm: Tid, wid: i32, taken: Taken },
 }
 
 /// Deferred actions, in order. There are never more than follow from one event.
 #[derive(Debug, Default)]
-pub(super) struct Late {
-    duties: Vec<Duty>,
+pub(super) struct Deferred {
+    actions: Vec<DeferredAction>,
     due: Option<Micros>,
 }
 
-impl Late {
+impl Deferred {
     /// Returns the latest time at which the actions must run.
     pub(super) fn due(&self) -> Option<Micros> {
         self.due
@@ -36,26 +36,26 @@ impl Late {
 
 impl Machine {
     /// Defers an action until the reply to the current event has been sent.
-    pub(super) fn after_answers(&mut self, duty: Duty) {
-        self.late.due.get_or_insert(self.now + LATE_MAX);
-        self.late.duties.push(duty);
+    pub(super) fn defer(&mut self, duty: DeferredAction) {
+        self.deferred.due.get_or_insert(self.now + DEFERRAL_MAX);
+        self.deferred.actions.push(duty);
     }
 
     /// Defers an entry of the event log about this host. It keeps the current time.
-    pub(super) fn record_after_answers(&mut self, kind: EventKind) {
-        self.after_answers(Duty::Record(self.unix, kind));
+    pub(super) fn record_deferred(&mut self, kind: EventKind) {
+        self.defer(DeferredAction::Record(self.unix_time, kind));
     }
 
     /// Runs all deferred actions.
-    pub(super) fn catch_up(&mut self) {
-        if self.late.due.take().is_none() {
+    pub(super) fn run_deferred(&mut self) {
+        if self.deferred.due.take().is_none() {
             return;
         }
-        for duty in std::mem::take(&mut self.late.duties) {
+        for duty in std::mem::take(&mut self.deferred.actions) {
             match duty {
-                Duty::Record(at, kind) => self.record_at(at, kind),
-                Duty::Tell { rm, wid, taken } => {
-                    self.send_made(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&taken))
+                DeferredAction::Record(at, kind) => self.record_at(at, kind),
+                DeferredAction::ReportTaken { rm, wid, taken } => {
+                    self.send_daemon_message(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&taken))
                 }
             }
         }

@@ -10,11 +10,11 @@
 //! "Tasker" in this module means such a task; the daemon's own tasker is reached by
 //! [`super::io::Output::ToTasker`].
 
-use super::io::Refused;
+use super::io::StartError;
 use super::spawn::ExecJob;
 use super::tasks::Task;
 use super::{Machine, Output, StartId};
-use crate::io::{HostPlan, StartOrder};
+use crate::io::{HostPlan, HosterOrder};
 use sempa_proto::host::HostMsg;
 use sempa_proto::sm::{
     HostOrder, SM_STHOST, SM_STTASK, TaskOrder, pack_host_orders, pack_task_order,
@@ -27,26 +27,26 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Starts of daemons that were requested from a hoster in one message.
 #[derive(Debug)]
-struct HostOrders {
+struct HosterRequest {
     hoster: Tid,
     starts: BTreeMap<Tid, StartId>,
 }
 
 /// The tasks that work for this daemon.
 #[derive(Debug, Default)]
-pub(super) struct Servers {
+pub(super) struct ServiceTasks {
     tasker: Option<Tid>,
     /// Tasks that have started others on this host. If one ends, the tasks that it has started end,
     /// too.
-    starters: BTreeSet<Tid>,
+    task_starters: BTreeSet<Tid>,
     hoster: Option<Tid>,
-    orders: BTreeMap<i32, HostOrders>,
+    hoster_requests: BTreeMap<i32, HosterRequest>,
     last_wid: i32,
     pub(super) tracer: Option<TracerInfo>,
 }
 
-impl Servers {
-    fn place(&mut self, service: Service) -> (&mut Option<Tid>, i32) {
+impl ServiceTasks {
+    fn slot(&mut self, service: Service) -> (&mut Option<Tid>, i32) {
         match service {
             Service::Hoster => (&mut self.hoster, TASK_HOSTER),
             Service::Tasker => (&mut self.tasker, TASK_TASKER),
@@ -61,27 +61,27 @@ impl Servers {
 
 impl Machine {
     /// Registers a task for a service, or unregisters it if it is registered.
-    pub(super) fn serve(&mut self, tid: Tid, id: RequestId, service: Service) {
+    pub(super) fn toggle_service(&mut self, tid: Tid, id: RequestId, service: Service) {
         if service == Service::Hoster && self.master.is_none() {
             let reason = "a hoster serves the master, so it has to run on the master's host";
             return self.fail(tid, id, PvmError::HosterNotMaster, reason);
         }
-        let (place, flag) = self.servers.place(service);
-        let begins = match *place {
+        let (slot, flag) = self.service_tasks.slot(service);
+        let begins = match *slot {
             Some(other) if other != tid => {
                 let reason = format!("{other} does this already");
                 return self.fail(tid, id, PvmError::Already, reason);
             }
             before => before.is_none(),
         };
-        *place = begins.then_some(tid);
+        *slot = begins.then_some(tid);
         self.set_flag(tid, flag, begins);
-        let what = if begins {
+        let change = if begins {
             "serves this daemon from now on"
         } else {
             "does not serve this daemon any more"
         };
-        self.note(format!("{tid} {what} ({service:?})"));
+        self.log_and_record(format!("{tid} {change} ({service:?})"));
         self.reply(tid, id, Reply::Serving(begins));
     }
 
@@ -96,8 +96,8 @@ impl Machine {
     }
 
     /// Registers the tracer of the virtual machine, or unregisters it (master only).
-    pub(super) fn serve_tracer(&mut self, tid: Tid, id: RequestId, settings: TracerSettings) {
-        let begins = match &self.servers.tracer {
+    pub(super) fn toggle_tracer(&mut self, tid: Tid, id: RequestId, settings: TracerSettings) {
+        let begins = match &self.service_tasks.tracer {
             Some(other) if other.tid != tid => {
                 let reason = format!("{} is the tracer of this virtual machine", other.tid);
                 return self.fail(tid, id, PvmError::Already, reason);
@@ -110,7 +110,7 @@ impl Machine {
 
     fn announce_tracer(&mut self, tracer: Option<TracerInfo>) {
         for host in self.other_hosts() {
-            self.tell_host(
+            self.send_to_host(
                 host,
                 HostMsg::Tracer {
                     tracer: tracer.clone(),
@@ -121,17 +121,17 @@ impl Machine {
     }
 
     /// Sends the tracer to a host that joins (master only).
-    pub(super) fn tell_of_tracer(&mut self, host: sempa_proto::HostId) {
-        if self.master.is_some() && self.servers.tracer.is_some() {
-            let tracer = self.servers.tracer.clone();
-            self.tell_host(host, HostMsg::Tracer { tracer });
+    pub(super) fn send_tracer_to(&mut self, host: sempa_proto::HostId) {
+        if self.master.is_some() && self.service_tasks.tracer.is_some() {
+            let tracer = self.service_tasks.tracer.clone();
+            self.send_to_host(host, HostMsg::Tracer { tracer });
         }
     }
 
     /// Stores the tracer. Tasks that run already keep their destinations.
     pub(super) fn set_tracer(&mut self, tracer: Option<TracerInfo>) {
-        let before = std::mem::replace(&mut self.servers.tracer, tracer);
-        for (info, on) in [(before, false), (self.servers.tracer.clone(), true)] {
+        let before = std::mem::replace(&mut self.service_tasks.tracer, tracer);
+        for (info, on) in [(before, false), (self.service_tasks.tracer.clone(), true)] {
             if let Some(info) = info {
                 self.set_flag(info.tid, TASK_TRACER, on);
             }
@@ -139,8 +139,8 @@ impl Machine {
     }
 
     /// Directs output and trace records without a destination to the tracer.
-    pub(super) fn default_sinks(&self, output: &mut Sink, trace: &mut Sink) {
-        let Some(tracer) = &self.servers.tracer else {
+    pub(super) fn apply_tracer_sinks(&self, output: &mut Sink, trace: &mut Sink) {
+        let Some(tracer) = &self.service_tasks.tracer else {
             return;
         };
         if !output.tid.is_task() {
@@ -152,55 +152,61 @@ impl Machine {
     }
 
     /// Handles the end of a task that may have provided a service. This daemon does its work again.
-    pub(super) fn server_gone(&mut self, tid: Tid) {
+    pub(super) fn service_task_ended(&mut self, tid: Tid) {
         for service in [Service::Hoster, Service::Tasker] {
-            let (place, flag) = self.servers.place(service);
-            if *place == Some(tid) {
-                *place = None;
+            let (slot, flag) = self.service_tasks.slot(service);
+            if *slot == Some(tid) {
+                *slot = None;
                 self.set_flag(tid, flag, false);
-                self.note(format!(
+                self.log_and_record(format!(
                     "{tid} is gone; this daemon does its work again ({service:?})"
                 ));
             }
         }
-        if self.servers.starters.remove(&tid) {
-            let theirs: Vec<Tid> = self
+        if self.service_tasks.task_starters.remove(&tid) {
+            let started_tasks: Vec<Tid> = self
                 .tasks
                 .live
                 .values()
-                .filter(|t| t.by_tasker == Some(tid))
+                .filter(|t| t.tasker == Some(tid))
                 .map(|t| t.tid)
                 .collect();
-            for task in theirs {
+            for task in started_tasks {
                 self.end_task(task, 9, Default::default());
             }
         }
-        let (lost, kept) = std::mem::take(&mut self.servers.orders)
+        let (lost, kept) = std::mem::take(&mut self.service_tasks.hoster_requests)
             .into_iter()
             .partition(|(_, o)| o.hoster == tid);
-        let lost: BTreeMap<i32, HostOrders> = lost;
-        self.servers.orders = kept;
+        let lost: BTreeMap<i32, HosterRequest> = lost;
+        self.service_tasks.hoster_requests = kept;
         for start in lost
             .into_values()
             .flat_map(|orders| orders.starts.into_values())
         {
-            self.start_by_daemon(start);
+            self.start_without_hoster(start);
         }
-        if self.master.is_some() && self.servers.tracer.as_ref().is_some_and(|t| t.tid == tid) {
+        if self.master.is_some()
+            && self
+                .service_tasks
+                .tracer
+                .as_ref()
+                .is_some_and(|t| t.tid == tid)
+        {
             self.announce_tracer(None);
         }
     }
 
     /// Requests a task from a tasker.
-    pub(super) fn order_task(&mut self, tasker: Tid, task: &Task, order: TaskOrder) {
-        self.servers.starters.insert(tasker);
-        debug_assert_eq!(task.by_tasker, Some(tasker), "it ends with its tasker");
-        self.send_made(tasker, 0, SM_STTASK, 0, pack_task_order(&order));
+    pub(super) fn request_task_start(&mut self, tasker: Tid, task: &Task, order: TaskOrder) {
+        self.service_tasks.task_starters.insert(tasker);
+        debug_assert_eq!(task.tasker, Some(tasker), "it ends with its tasker");
+        self.send_daemon_message(tasker, 0, SM_STTASK, 0, pack_task_order(&order));
     }
 
     /// Returns the variables that a tasker must add to its own environment for a task.
-    pub(super) fn tasker_environment(&self, job: &ExecJob, epid: i32) -> Vec<Vec<u8>> {
-        let mut env = vec![format!("PVMEPID={epid}").into_bytes()];
+    pub(super) fn tasker_environment(&self, job: &ExecJob, spawn_token: i32) -> Vec<Vec<u8>> {
+        let mut env = vec![format!("PVMEPID={spawn_token}").into_bytes()];
         env.extend(
             job.request()
                 .env
@@ -208,15 +214,15 @@ impl Machine {
                 .filter(|entry| !entry.starts_with(b"PVMEPID="))
                 .cloned(),
         );
-        env.extend(self.own_environment(job.request()));
+        env.extend(self.daemon_environment(job.request()));
         env
     }
 
     /// Handles a tasker's report that one of its tasks has ended.
-    pub(super) fn task_end_heard(&mut self, src: Tid, body: bytes::Bytes) -> PvmResult<()> {
+    pub(super) fn handle_task_end_report(&mut self, src: Tid, body: bytes::Bytes) -> PvmResult<()> {
         let end = unpack_task_end(body)?;
         match self.tasks.get(end.tid) {
-            Some(task) if task.by_tasker == Some(src) => {
+            Some(task) if task.tasker == Some(src) => {
                 self.process_exited(end.tid, end.status, end.used)
             }
             Some(_) => self.log(format!(
@@ -231,48 +237,51 @@ impl Machine {
 
     /// Starts these daemons, by the hoster if there is one.
     pub(super) fn start_daemons(&mut self, plans: Vec<(StartId, HostPlan)>) {
-        if self.servers.hoster.is_some() && !plans.is_empty() {
-            return self.out.push_back(Output::PrepareHosts { plans });
+        if self.service_tasks.hoster.is_some() && !plans.is_empty() {
+            return self.outputs.push_back(Output::PrepareHosts { plans });
         }
         for (start, plan) in plans {
-            self.start_one_daemon(start, plan);
+            self.start_daemon(start, plan);
         }
     }
 
-    fn start_by_daemon(&mut self, start: StartId) {
-        if let Some(plan) = self.plan_of(start) {
-            self.start_one_daemon(start, plan);
+    fn start_without_hoster(&mut self, start: StartId) {
+        if let Some(plan) = self.plan_of_start(start) {
+            self.start_daemon(start, plan);
         }
     }
 
-    fn start_one_daemon(&mut self, start: StartId, plan: HostPlan) {
+    fn start_daemon(&mut self, start: StartId, plan: HostPlan) {
         match &plan.start_option {
-            Some(option) if !plan.by_hand() => {
+            Some(option) if !plan.is_manual() => {
                 let reason = format!(
                     "so={option} is for hosters, and there is none: this daemon starts others over ssh with keys, see \
                      PVM_RSH, or has you do it by hand with so=ms"
                 );
-                self.host_started(start, Err((PvmError::NotImpl, reason)));
+                self.handle_host_started(start, Err((PvmError::NotImpl, reason)));
             }
-            _ => self.out.push_back(Output::StartHost { start, plan }),
+            _ => self.outputs.push_back(Output::StartHost { start, plan }),
         }
     }
 
     /// Sends prepared starts to the hoster. If the hoster has ended meanwhile, this daemon starts
     /// them itself.
-    pub(super) fn hosts_prepared(&mut self, orders: Vec<(StartId, Result<StartOrder, Refused>)>) {
-        let Some(hoster) = self.servers.hoster else {
+    pub(super) fn send_starts_to_hoster(
+        &mut self,
+        orders: Vec<(StartId, Result<HosterOrder, StartError>)>,
+    ) {
+        let Some(hoster) = self.service_tasks.hoster else {
             return orders
                 .into_iter()
-                .for_each(|(start, _)| self.start_by_daemon(start));
+                .for_each(|(start, _)| self.start_without_hoster(start));
         };
         let (mut list, mut starts) = (Vec::new(), BTreeMap::new());
         for (start, order) in orders {
-            let Some(plan) = self.plan_of(start) else {
+            let Some(plan) = self.plan_of_start(start) else {
                 continue;
             };
             match order {
-                Ok(StartOrder {
+                Ok(HosterOrder {
                     login,
                     command,
                     secret,
@@ -287,25 +296,30 @@ impl Machine {
                     });
                     starts.insert(host, start);
                 }
-                Err(refused) => self.host_started(start, Err(refused)),
+                Err(refused) => self.handle_host_started(start, Err(refused)),
             }
         }
         if !list.is_empty() {
-            self.servers.last_wid = self.servers.last_wid.wrapping_add(1).max(1);
-            let wid = self.servers.last_wid;
-            self.servers
-                .orders
-                .insert(wid, HostOrders { hoster, starts });
-            self.send_made(hoster, 0, SM_STHOST, wid, pack_host_orders(&list));
+            self.service_tasks.last_wid = self.service_tasks.last_wid.wrapping_add(1).max(1);
+            let wid = self.service_tasks.last_wid;
+            self.service_tasks
+                .hoster_requests
+                .insert(wid, HosterRequest { hoster, starts });
+            self.send_daemon_message(hoster, 0, SM_STHOST, wid, pack_host_orders(&list));
         }
     }
 
     /// Handles a hoster's answer.
-    pub(super) fn hosts_heard(&mut self, src: Tid, wid: i32, body: bytes::Bytes) -> PvmResult<()> {
+    pub(super) fn handle_hoster_answer(
+        &mut self,
+        src: Tid,
+        wid: i32,
+        body: bytes::Bytes,
+    ) -> PvmResult<()> {
         let answers = unpack_host_answers(body)?;
         let Some(orders) = self
-            .servers
-            .orders
+            .service_tasks
+            .hoster_requests
             .get_mut(&wid)
             .filter(|o| o.hoster == src)
         else {
@@ -319,10 +333,11 @@ impl Machine {
             .filter_map(|(host, line)| Some((orders.starts.remove(&host)?, line)))
             .collect();
         if orders.starts.is_empty() {
-            self.servers.orders.remove(&wid);
+            self.service_tasks.hoster_requests.remove(&wid);
         }
         for (start, line) in heard {
-            self.out.push_back(Output::HosterHeard { start, line });
+            self.outputs
+                .push_back(Output::HosterReported { start, line });
         }
         Ok(())
     }

@@ -10,9 +10,9 @@
 //! slots of a lease are being used, the messages are therefore kept, not yet encoded, until one of
 //! these happens:
 //!
-//! - `NEWS_PAUSE` has passed since the first one.
-//! - `NEWS_MAX` of them are waiting.
-//! - `UNTOLD_MAX` used slots have not been reported.
+//! - `BATCH_DELAY_MAX` has passed since the first one.
+//! - `BATCH_ITEMS_MAX` of them are waiting.
+//! - `UNREPORTED_SLOTS_MAX` used slots have not been reported.
 //! - Any other message to the resource manager is due. Batching never changes the order of its
 //!   messages.
 
@@ -24,42 +24,42 @@ use sempa_proto::task::ToTask;
 use sempa_proto::{Micros, Tid};
 
 /// Time after the use of a leased slot during which another use is likely.
-const TAKING_SPAN: Micros = Micros::from_secs(1);
+const LEASE_USE_WINDOW: Micros = Micros::from_secs(1);
 /// Largest number of used slots that may be unreported. A resource manager issues a new lease when
 /// half of one is used.
-const UNTOLD_MAX: usize = GRANT_HOSTS_MAX / 2;
+const UNREPORTED_SLOTS_MAX: usize = GRANT_HOSTS_MAX / 2;
 /// Longest delay of a batched message.
-const NEWS_PAUSE: Micros = Micros::from_millis(100);
+const BATCH_DELAY_MAX: Micros = Micros::from_millis(100);
 /// Largest number of messages in a batch.
-const NEWS_MAX: usize = 256;
+const BATCH_ITEMS_MAX: usize = 256;
 
 #[derive(Debug)]
-enum Waiting {
+enum BatchedItem {
     /// The event with this number in the event log.
     Event(u64),
     /// A control message of a daemon.
-    Word(ToTask),
+    Control(ToTask),
 }
 
 /// The batch, and the use of leases that keeps batching enabled.
 #[derive(Debug, Default)]
-pub(super) struct News {
+pub(super) struct RmBatch {
     /// The resource manager whose lease was used last, and the end of the batching window.
-    taking: Option<(Tid, Micros)>,
+    lease_in_use: Option<(Tid, Micros)>,
     /// Used slots that were batched since the last report that was not delayed.
-    untold: usize,
+    unreported_slots: usize,
     /// Receiver of the batched messages.
-    whom: Tid,
-    waiting: Vec<Waiting>,
+    receiver: Tid,
+    items: Vec<BatchedItem>,
     /// A timer for the batch is running.
-    timed: bool,
+    timer_running: bool,
     /// Total number of messages batched so far.
     #[cfg(test)]
-    pub(super) waited: usize,
+    pub(super) batched_total: usize,
 }
 
 /// True for events about single tasks, which may be batched.
-pub(super) fn is_news(kind: &EventKind) -> bool {
+pub(super) fn is_batchable(kind: &EventKind) -> bool {
     matches!(
         kind,
         EventKind::Placed { .. } | EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. }
@@ -68,7 +68,7 @@ pub(super) fn is_news(kind: &EventKind) -> bool {
 
 /// Returns the number of used slots that a daemon reports to the issuer of a lease, if the item is
 /// such a report.
-fn taken_places(item: &ToTask) -> Option<usize> {
+fn used_slots(item: &ToTask) -> Option<usize> {
     let ToTask::Deliver { message, .. } = item else {
         return None;
     };
@@ -81,69 +81,69 @@ fn taken_places(item: &ToTask) -> Option<usize> {
 
 impl Machine {
     /// True while events for this task, a resource manager on this host, are batched.
-    pub(super) fn hears_later(&self, dst: Tid) -> bool {
-        self.news
-            .taking
+    pub(super) fn is_batching_for(&self, dst: Tid) -> bool {
+        self.rm_batch
+            .lease_in_use
             .is_some_and(|(rm, until)| rm == dst && self.now < until)
             && self.tasks.get(dst).is_some()
     }
 
     /// Adds an event to the batch.
-    pub(super) fn event_later(&mut self, dst: Tid, number: u64) {
-        self.wait_with(dst, Waiting::Event(number));
+    pub(super) fn batch_event(&mut self, dst: Tid, number: u64) {
+        self.add_to_batch(dst, BatchedItem::Event(number));
     }
 
     /// Adds a report of used slots to the batch, unless too many are unreported. Returns any item
     /// that must be sent now; the batch for its receiver has been sent before it.
-    pub(super) fn unless_news(&mut self, dst: Tid, item: ToTask) -> Option<ToTask> {
-        if let Some(places) = taken_places(&item).filter(|_| self.tasks.get(dst).is_some()) {
-            self.news.taking = Some((dst, self.now + TAKING_SPAN));
-            self.news.untold += places;
-            if self.news.untold < UNTOLD_MAX {
-                self.wait_with(dst, Waiting::Word(item));
+    pub(super) fn batch_for_rm(&mut self, dst: Tid, item: ToTask) -> Option<ToTask> {
+        if let Some(slots) = used_slots(&item).filter(|_| self.tasks.get(dst).is_some()) {
+            self.rm_batch.lease_in_use = Some((dst, self.now + LEASE_USE_WINDOW));
+            self.rm_batch.unreported_slots += slots;
+            if self.rm_batch.unreported_slots < UNREPORTED_SLOTS_MAX {
+                self.add_to_batch(dst, BatchedItem::Control(item));
                 return None;
             }
-            self.news.untold = 0;
+            self.rm_batch.unreported_slots = 0;
         }
-        if dst == self.news.whom {
-            self.tell_news();
+        if dst == self.rm_batch.receiver {
+            self.flush_rm_batch();
         }
         Some(item)
     }
 
-    fn wait_with(&mut self, dst: Tid, what: Waiting) {
-        if dst != self.news.whom {
-            self.tell_news();
-            self.news.whom = dst;
+    fn add_to_batch(&mut self, dst: Tid, item: BatchedItem) {
+        if dst != self.rm_batch.receiver {
+            self.flush_rm_batch();
+            self.rm_batch.receiver = dst;
         }
-        self.news.waiting.push(what);
+        self.rm_batch.items.push(item);
         #[cfg(test)]
         {
-            self.news.waited += 1;
+            self.rm_batch.batched_total += 1;
         }
-        if self.news.waiting.len() >= NEWS_MAX {
-            self.tell_news();
-        } else if !std::mem::replace(&mut self.news.timed, true) {
-            self.timer(NEWS_PAUSE, Timer::News);
+        if self.rm_batch.items.len() >= BATCH_ITEMS_MAX {
+            self.flush_rm_batch();
+        } else if !std::mem::replace(&mut self.rm_batch.timer_running, true) {
+            self.set_timer(BATCH_DELAY_MAX, Timer::RmBatch);
         }
     }
 
     /// The delay of the first batched message has expired.
-    pub(super) fn news_due(&mut self) {
-        self.news.timed = false;
-        self.tell_news();
+    pub(super) fn rm_batch_due(&mut self) {
+        self.rm_batch.timer_running = false;
+        self.flush_rm_batch();
     }
 
     /// Sends the batch. Events for a receiver that has ended meanwhile are dropped.
-    fn tell_news(&mut self) {
-        let whom = self.news.whom;
-        for waiting in std::mem::take(&mut self.news.waiting) {
+    fn flush_rm_batch(&mut self) {
+        let receiver = self.rm_batch.receiver;
+        for waiting in std::mem::take(&mut self.rm_batch.items) {
             let item = match waiting {
-                Waiting::Word(item) => Some(item),
-                Waiting::Event(number) => self.told_event(whom, number),
+                BatchedItem::Control(item) => Some(item),
+                BatchedItem::Event(number) => self.event_for_subscriber(receiver, number),
             };
             if let Some(item) = item {
-                self.route(whom, Held::Item(item));
+                self.route_to_task(receiver, Held::Item(item));
             }
         }
     }

@@ -12,7 +12,7 @@ use sempa_proto::{Epoch, HostId, Tid};
 
 impl Machine {
     /// Handles a control message of another daemon. Orders are accepted only from the master.
-    pub(super) fn host_control(&mut self, host: HostId, message: HostMsg) {
+    pub(super) fn handle_host_message(&mut self, host: HostId, message: HostMsg) {
         match message {
             HostMsg::Prepare { .. }
             | HostMsg::Commit { .. }
@@ -26,19 +26,19 @@ impl Machine {
             | HostMsg::DropCopies { .. }
             | HostMsg::Order { .. } => {
                 if host == HostId::MASTER {
-                    self.master_orders(message);
+                    self.handle_master_order(message);
                 } else {
                     self.log(format!(
                         "{host} gave an order that only the master gives; it was ignored"
                     ));
                 }
             }
-            HostMsg::Prepared { epoch } => self.change_heard(host, epoch, false),
-            HostMsg::Committed { epoch } => self.change_heard(host, epoch, true),
-            HostMsg::LocatedAck { tid, epoch } => self.located_heard(host, tid, epoch),
-            HostMsg::Leaving { why } => self.host_leaving(host, &why),
+            HostMsg::Prepared { epoch } => self.handle_change_ack(host, epoch, false),
+            HostMsg::Committed { epoch } => self.handle_change_ack(host, epoch, true),
+            HostMsg::LocatedAck { tid, epoch } => self.location_acknowledged(host, tid, epoch),
+            HostMsg::Leaving { why } => self.handle_host_leaving(host, &why),
             HostMsg::Request { tid, id, what } if self.master.is_some() => {
-                self.master_request(tid, id, what)
+                self.handle_master_request(tid, id, what)
             }
             HostMsg::Request { tid, .. } => {
                 self.log(format!(
@@ -46,98 +46,102 @@ impl Machine {
                 ));
             }
             HostMsg::Ask { id, question } => {
-                self.question(super::asks::Back { host, id }, question)
+                self.serve_host_request(super::rpc::ReplyAddress { host, id }, question)
             }
-            HostMsg::Answer { id, answer } => self.answered(host, id, answer),
-            HostMsg::Message(message) => self.daemon_message(message),
+            HostMsg::Answer { id, answer } => self.handle_host_reply(host, id, answer),
+            HostMsg::Message(message) => self.handle_daemon_message(message),
             HostMsg::Event { at, kind } => self.append_event(host, at, kind),
             HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => {
                 self.log_output(tid, bytes)
             }
             HostMsg::TaskOutput { .. } => {}
-            HostMsg::Left { tid } => self.task_left(tid),
-            HostMsg::Report { migration, report } => self.move_reported(host, migration, report),
+            HostMsg::Left { tid } => self.remove_from_services(tid),
+            HostMsg::Report { migration, report } => {
+                self.handle_step_report(host, migration, report)
+            }
             HostMsg::SuspendMoving {
                 migration,
                 id,
                 order,
-            } => self.coordinate_suspend(host, migration, id, &order),
+            } => self.pass_suspend_to_coordinator(host, migration, id, &order),
             HostMsg::CopyKept {
                 migration,
                 set,
                 result,
-            } => self.copy_kept(host, migration, set, result),
-            HostMsg::ToldToEnd { tid, signal } => self.told_to_end(tid, signal),
+            } => self.handle_copy_stored(host, migration, set, result),
+            HostMsg::ToldToEnd { tid, signal } => self.note_end_signal(tid, signal),
         }
     }
 
-    fn master_orders(&mut self, message: HostMsg) {
+    fn handle_master_order(&mut self, message: HostMsg) {
         match message {
             HostMsg::Prepare {
                 table,
                 locations,
                 rm,
                 spared,
-            } => self.prepare(table, locations, rm, spared),
-            HostMsg::Commit { epoch } => self.commit(epoch),
-            HostMsg::Located(location) => self.located_order(location),
-            HostMsg::Halt { why } => self.end_by_order(&why),
-            HostMsg::Shutdown => self.shut_down("the master says so"),
-            HostMsg::DropCopies { sets } => self.out.push_back(Output::DropSets { sets }),
-            HostMsg::Rm { rm } => self.set_wide_rm(rm),
+            } => self.prepare_table(table, locations, rm, spared),
+            HostMsg::Commit { epoch } => self.commit_table(epoch),
+            HostMsg::Located(location) => self.handle_location(location),
+            HostMsg::Halt { why } => self.shut_down_orderly(&why),
+            HostMsg::Shutdown => self.shut_down_now("the master says so"),
+            HostMsg::DropCopies { sets: checkpoints } => self
+                .outputs
+                .push_back(Output::DropCheckpoints { checkpoints }),
+            HostMsg::Rm { rm } => self.set_vm_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
             HostMsg::EndTasks { spare } => self.end_tasks(&spare),
-            HostMsg::Order { of, order } => self.move_order(of, order),
+            HostMsg::Order { of, order } => self.handle_migration_order(of, order),
             HostMsg::SuspendDecided {
                 migration,
                 id,
                 suspended,
-            } => self.suspend_decided(migration, id, suspended),
+            } => self.handle_suspend_decision(migration, id, suspended),
             _ => {}
         }
     }
 
     /// True if the order is newer than all earlier ones. An older one is refused.
-    fn is_news(&mut self, epoch: Epoch, what: &str) -> bool {
+    fn accept_epoch(&mut self, epoch: Epoch, order: &str) -> bool {
         if epoch > self.epoch {
             self.epoch = epoch;
             return true;
         }
         self.log(format!(
-            "{what} of epoch {epoch} is older than {}; it was refused",
+            "{order} of epoch {epoch} is older than {}; it was refused",
             self.epoch
         ));
         false
     }
 
-    fn prepare(
+    fn prepare_table(
         &mut self,
         table: HostTable,
         locations: Vec<Location>,
         rm: Option<RmInfo>,
-        spared: u32,
+        reserved_ids_max: u32,
     ) {
         let epoch = table.epoch;
-        if !self.is_news(epoch, "a host table") {
+        if !self.accept_epoch(epoch, "a host table") {
             return;
         }
-        self.tasks.spare(spared);
+        self.tasks.reserve_ids_up_to(reserved_ids_max);
         for location in locations {
             if location.tid.home() == Some(self.config.host) {
-                self.tasks.spare(location.tid.local());
+                self.tasks.reserve_ids_up_to(location.tid.local());
             }
-            self.locations.set(location);
+            self.locations.update(location);
         }
-        self.set_wide_rm(rm);
-        self.prepared = Some(table);
-        self.tell_host(HostId::MASTER, HostMsg::Prepared { epoch });
+        self.set_vm_rm(rm);
+        self.prepared_table = Some(table);
+        self.send_to_host(HostId::MASTER, HostMsg::Prepared { epoch });
     }
 
-    fn commit(&mut self, epoch: Epoch) {
-        match self.prepared.take_if(|table| table.epoch == epoch) {
+    fn commit_table(&mut self, epoch: Epoch) {
+        match self.prepared_table.take_if(|table| table.epoch == epoch) {
             Some(table) => {
                 self.apply_table(table);
-                self.tell_host(HostId::MASTER, HostMsg::Committed { epoch });
+                self.send_to_host(HostId::MASTER, HostMsg::Committed { epoch });
             }
             None => self.log(format!(
                 "the host table of epoch {epoch} was not prepared here; it was refused"
@@ -162,7 +166,7 @@ impl Machine {
             .cloned()
             .collect();
         for host in gone {
-            self.host_gone(host);
+            self.host_removed(host);
         }
         let joined = old.hosts.is_empty();
         for entry in &new {
@@ -170,14 +174,14 @@ impl Machine {
             // exists already.
             if entry.id < self.config.host && entry.id != HostId::MASTER {
                 let addresses = entry.addresses.clone();
-                self.out.push_back(Output::Connect {
+                self.outputs.push_back(Output::Connect {
                     host: entry.id,
                     addresses,
                 });
             }
         }
         if joined {
-            self.out.push_back(Output::StartTasker);
+            self.outputs.push_back(Output::StartTasker);
             self.start_commands();
         }
         let added: Vec<HostId> = new.iter().map(|h| h.id).collect();
@@ -187,47 +191,47 @@ impl Machine {
     }
 
     /// A host was removed from the table: its tasks count as dead.
-    fn host_gone(&mut self, host: HostId) {
+    fn host_removed(&mut self, host: HostId) {
         if self.master.is_none() {
-            self.out.push_back(Output::Forget { host });
+            self.outputs.push_back(Output::Disconnect { host });
         }
-        self.notify_host_gone(host);
-        self.rm_host_gone(host);
-        self.fail_asks(host);
-        self.moves_host_gone(host);
+        self.notify_host_lost(host);
+        self.handle_rm_host_lost(host);
+        self.fail_requests_to(host);
+        self.forget_migration_host(host);
         if let Some(master) = &self.master {
-            let mut concerned = master.mailbox.concerned();
-            concerned.extend(master.events.followers());
-            concerned.extend(master.groups.members());
-            concerned.sort_unstable();
-            concerned.dedup();
-            let dead: Vec<Tid> = concerned
+            let mut involved = master.mailbox.involved_tasks();
+            involved.extend(master.events.subscriber_tids());
+            involved.extend(master.groups.members());
+            involved.sort_unstable();
+            involved.dedup();
+            let dead: Vec<Tid> = involved
                 .into_iter()
                 .filter(|tid| self.location(*tid) == Some(host))
                 .collect();
             for tid in dead {
-                self.task_left(tid);
+                self.remove_from_services(tid);
             }
         }
     }
 
     /// The session with a host has ended, or the host was silent for the duration of the lease.
     pub(super) fn host_lost(&mut self, host: HostId, why: &str) {
-        self.fail_asks(host);
+        self.fail_requests_to(host);
         if self.master.is_some() {
             self.log(format!("{host} is lost: {why}"));
-            self.lost_while_stopping(host);
-            self.coordinator_lost(host);
+            self.stop_awaiting_host(host);
+            self.notify_coordinators_of_lost_host(host);
             // The remaining tasks of its jobs are ended before the loss is announced.
-            self.jobs_lost_host(host);
+            self.roll_back_for_lost_host(host);
             if self.stop.is_none() {
-                self.host_out(host, why);
+                self.remove_lost_host(host, why);
             }
         } else if host == HostId::MASTER {
-            self.shut_down(&format!("the master is lost: {why}"));
+            self.shut_down_now(&format!("the master is lost: {why}"));
         } else {
             self.log(format!("the session with {host} broke: {why}"));
-            self.handing_broke(host);
+            self.keep_forwarded_for(host);
         }
     }
 }
