@@ -1,18 +1,18 @@
 //! Forwarding of a data frame between two tasks in the daemon: the state machine from the event to
 //! the output and, between hosts, also the queues and pair streams of the data channel. No I/O.
 
-#[path = "../../pvmd/machine/tests/one_of_two/mod.rs"]
-mod one_of_two;
+#[path = "../../pvmd/machine/tests/two_host_daemon/mod.rs"]
+mod two_host_daemon;
 
 use bytes::{Bytes, BytesMut};
 use divan::counter::ItemsCount;
 use divan::{AllocProfiler, Bencher};
-use one_of_two::{Daemon, elsewhere, frame};
 use pvmd::shell::bench_hooks::{BenchReceiver, BenchSender};
 use pvmd_machine::{Event, Output};
 use sempa_proto::host::Carried;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
+use two_host_daemon::{Daemon, frame, remote_task};
 
 /// Numbers of tasks on the host. The cost of forwarding must not depend on it.
 const TASKS: [usize; 3] = [2, 32, 512];
@@ -81,23 +81,23 @@ fn a_frame_between_two_tasks(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = TASKS)]
 fn a_frame_to_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
-    let frame = data_frame((daemon.tids[0], elsewhere()), SMALL_PAYLOAD);
+    let frame = data_frame((daemon.tids[0], remote_task()), SMALL_PAYLOAD);
     let event = || Event::TaskLink {
         conn: Daemon::conn(0),
         frame: frame.clone(),
     };
     measure_forwarding(bencher, daemon, event, |output| {
-        matches!(output, Output::Carry { .. })
+        matches!(output, Output::SendData { .. })
     });
 }
 
 #[divan::bench(args = TASKS)]
 fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     let daemon = Daemon::new(tasks);
-    let frame = data_frame((elsewhere(), daemon.tids[tasks - 1]), SMALL_PAYLOAD);
-    let event = || Event::HostCarried {
+    let frame = data_frame((remote_task(), daemon.tids[tasks - 1]), SMALL_PAYLOAD);
+    let event = || Event::HostData {
         host: HostId::MASTER,
-        carried: Carried::Link(frame.clone()),
+        message: Carried::Link(frame.clone()),
     };
     measure_forwarding(bencher, daemon, event, |output| {
         matches!(output, Output::LinkToTask { .. })
@@ -108,15 +108,15 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
 #[divan::bench(args = PAYLOADS)]
 fn queued_to_another_host(bencher: Bencher, bytes: usize) {
     let (mut daemon, mut sending) = (Daemon::new(1), BenchSender::default());
-    let frame = data_frame((daemon.tids[0], elsewhere()), bytes);
+    let frame = data_frame((daemon.tids[0], remote_task()), bytes);
     measure(bencher, || {
         daemon.handle(Event::TaskLink {
             conn: Daemon::conn(0),
             frame: frame.clone(),
         });
         match daemon.poll() {
-            Some(Output::Carry {
-                carried: Carried::Link(frame),
+            Some(Output::SendData {
+                message: Carried::Link(frame),
                 ..
             }) => sending.send(frame).len(),
             other => panic!("it is forwarded: {other:?}"),
@@ -132,18 +132,21 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
 /// From the stream of a pair to the task's socket.
 #[divan::bench(args = PAYLOADS)]
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending, mut receiving) =
-        (Daemon::new(1), BenchSender::default(), BenchReceiver::default());
-    let frame = data_frame((elsewhere(), daemon.tids[0]), bytes);
+    let (mut daemon, mut sending, mut receiving) = (
+        Daemon::new(1),
+        BenchSender::default(),
+        BenchReceiver::default(),
+    );
+    let frame = data_frame((remote_task(), daemon.tids[0]), bytes);
     for _ in 0..WARM_UP_FRAMES {
         sending.send(frame.clone());
     }
     let chunks = sending.send(frame).to_vec();
     measure(bencher, || {
-        let carried = receiving.receive(&chunks).expect("a whole frame");
-        daemon.handle(Event::HostCarried {
+        let message = receiving.receive(&chunks).expect("a whole frame");
+        daemon.handle(Event::HostData {
             host: HostId::MASTER,
-            carried,
+            message,
         });
         let output = daemon.poll();
         assert!(

@@ -11,19 +11,19 @@
 //!   tasks are killed before any task is notified of the loss. When none is left, the job is
 //!   restarted from its newest checkpoint.
 
-mod back;
+mod admission;
 mod copies;
-mod ends;
-mod fallen;
-mod last_words;
+mod job_end;
+mod last_messages;
+mod recently_dead;
+mod removal;
 mod restart;
-mod unwanted;
-mod way;
+mod rollback;
 
-pub use copies::{COPIES_MAX, Copies};
-pub(super) use last_words::Ends;
+pub use copies::{COPIES_MAX, CopyPolicy};
+pub(super) use last_messages::KnownExits;
 
-use super::asks::Asker;
+use super::rpc::RpcCaller;
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use checkpoint_protocol::{
@@ -47,199 +47,199 @@ use std::collections::{BTreeMap, BTreeSet};
 const JOBS_MAX: usize = 1024;
 /// Largest number of attempts at a checkpoint of a job that is changing, and of attempts at short
 /// intervals to restart a job after a rollback.
-const TRIES_MAX: u32 = 10;
+const ATTEMPTS_MAX: u32 = 10;
 /// Interval between attempts at a checkpoint.
-const TRY_PAUSE: Micros = Micros::from_millis(200);
+const RETRY_INTERVAL: Micros = Micros::from_millis(200);
 /// The same while a program is still writing a checkpoint that was requested before. All attempts
 /// together take as long as a program has for that by default.
-const WRITING_PAUSE: Micros = Micros::from_secs(6);
-/// Interval between attempts to restart a job after a rollback. After [`TRIES_MAX`] attempts it
+const WRITING_RETRY_INTERVAL: Micros = Micros::from_secs(6);
+/// Interval between attempts to restart a job after a rollback. After [`ATTEMPTS_MAX`] attempts it
 /// doubles each time, up to the maximum: there may be no user who restarts the job, and the missing
 /// host may come back days later.
-const RESTART_PAUSE: Micros = Micros::from_secs(2);
-const RESTART_PAUSE_MAX: Micros = Micros::from_secs(600);
+const RESTART_RETRY_INTERVAL: Micros = Micros::from_secs(2);
+const RESTART_RETRY_INTERVAL_MAX: Micros = Micros::from_secs(600);
 /// Largest number of restarted tasks whose incarnations are remembered.
-const LINES_MAX: usize = 1 << 20;
+const INCARNATIONS_MAX: usize = 1 << 20;
 /// Margin for killing the tasks of a lost host. Its daemon has already exited after its own,
 /// shorter lease, and the tasker with it.
-const FENCE_TIME: Micros = Micros::from_secs(2);
+const HOST_FENCE_TIMEOUT: Micros = Micros::from_secs(2);
 /// Interval between checks whether the last tasks of a job are gone.
-const GONE_PAUSE: Micros = Micros::from_millis(20);
+const EXIT_CHECK_INTERVAL: Micros = Micros::from_millis(20);
 /// Largest number of such checks.
-const GONE_LOOKS_MAX: u32 = 1000;
+const EXIT_CHECKS_MAX: u32 = 1000;
 /// Shortest time between the end of a checkpoint of a job and the start of the next one.
-const PAUSE_MIN: Micros = Micros::from_millis(500);
+const CHECKPOINT_INTERVAL_MIN: Micros = Micros::from_millis(500);
 const SIGKILL: i32 = 9;
 
 /// What is in progress for a job.
 #[derive(Debug, Default, PartialEq)]
-enum Doing {
+enum JobActivity {
     #[default]
-    Nothing,
+    Idle,
     /// An inventory of its tasks is being taken, for a checkpoint.
-    Counting,
+    TakingInventory,
     /// A snapshot is being taken.
-    Cutting(SnapshotId),
+    TakingSnapshot(SnapshotId),
     /// The job rolls back to its newest checkpoint, and its remaining tasks are being killed. The
-    /// restart waits until the lost host is out of the table and `not_before` has passed. `looks`
+    /// restart waits until the lost host is out of the table and `not_before` has passed. `checks`
     /// counts the checks so far.
-    Ending {
+    RollingBack {
         lost: Option<HostId>,
         not_before: Micros,
         why: String,
-        looks: u32,
+        checks: u32,
     },
-    /// Its checkpoint is complete, and its tasks are being killed. `looks` counts the checks so
+    /// Its checkpoint is complete, and its tasks are being killed. `checks` counts the checks so
     /// far.
-    Leaving { report: SetReport, looks: u32 },
+    EndingJob { report: SetReport, checks: u32 },
     /// It is being restarted from a checkpoint.
     Restarting,
 }
 
 /// A job with checkpoints.
 #[derive(Debug, Default)]
-struct Job {
-    doing: Doing,
+struct CheckpointedJob {
+    activity: JobActivity,
     /// Schedule of its checkpoints; `None` if they are only taken on request.
-    pace: Option<Pace>,
+    schedule: Option<Pace>,
     /// Start of the first attempt at the current checkpoint.
-    began: Micros,
+    started_at: Micros,
     waiters: Vec<(Tid, RequestId)>,
     /// The job must end when its checkpoint is complete.
-    ends: bool,
+    ends_after_checkpoint: bool,
     /// The resource manager requested that, and will restart the job when there is room.
-    parks: bool,
+    vacates: bool,
     /// One of its hosts is being drained. Its tasks leave when they have been dumped.
-    drains: bool,
+    is_draining: bool,
     /// The event log contains that its checkpoints take too long for the requested bound.
-    said_late: bool,
+    lateness_reported: bool,
     /// Duration of its last checkpoint.
-    took: Micros,
+    last_duration: Micros,
     /// Time of the next check. Earlier timers are ignored.
-    due: Micros,
-    tries: u32,
+    next_check: Micros,
+    attempts: u32,
     /// All tasks that ever belonged to it, and those of them that have ended.
     members: BTreeSet<Tid>,
     ended: BTreeSet<Tid>,
     /// Tasks that may have died with their host.
-    fallen: fallen::Fallen,
+    recently_dead: recently_dead::RecentlyDead,
     /// Name of its newest checkpoint.
-    newest: Option<String>,
+    newest_checkpoint: Option<String>,
     /// Name of the checkpoint from which it was restarted.
-    origin: Option<String>,
+    restarted_from: Option<String>,
     /// How its first task has ended.
-    end: ends::End,
-    copied: copies::Copied,
+    first_task_end: job_end::FirstTaskEnd,
+    copies: copies::JobCopies,
 }
 
-impl Job {
+impl CheckpointedJob {
     /// True if a requested checkpoint is not complete yet.
-    fn is_wanted(&self) -> bool {
-        self.ends || !self.waiters.is_empty()
+    fn has_open_request(&self) -> bool {
+        self.ends_after_checkpoint || !self.waiters.is_empty()
     }
 
     /// True if no task of it runs and it could not be restarted.
     fn is_stuck(&self) -> bool {
-        matches!(self.doing, Doing::Ending { .. }) && self.tries > 0
+        matches!(self.activity, JobActivity::RollingBack { .. }) && self.attempts > 0
     }
 }
 
 /// Contents of a checkpoint in progress besides the tasks' images, as of the moment when all tasks
 /// were stopped.
 #[derive(Debug, Default)]
-struct Contents {
+struct SnapshotContents {
     groups: Vec<SavedGroup>,
     mailbox: Vec<SavedEntry>,
     contexts: Vec<(i32, Tid)>,
     /// Tasks of the checkpoint that is being sealed.
     members: Vec<Tid>,
     /// Those of them that have written their own checkpoints.
-    own: Vec<Tid>,
+    self_checkpointed: Vec<Tid>,
     /// Name and size in bytes, after sealing.
     sealed: Option<(String, u64)>,
 }
 
 /// Tasks, and contexts with their owners, that hosts have reported.
 #[derive(Debug, Default)]
-pub(super) struct Counted {
+pub(super) struct Inventory {
     tasks: Vec<TaskInfo>,
     contexts: Vec<(i32, Tid)>,
 }
 
-impl Counted {
-    pub(super) fn new(tasks: Vec<TaskInfo>, contexts: Vec<(i32, Tid)>) -> Counted {
-        Counted { tasks, contexts }
+impl Inventory {
+    pub(super) fn new(tasks: Vec<TaskInfo>, contexts: Vec<(i32, Tid)>) -> Inventory {
+        Inventory { tasks, contexts }
     }
 }
 
 /// Purpose of an inventory of all hosts.
 #[derive(Clone, Debug, PartialEq)]
-enum Purpose {
+enum InventoryPurpose {
     /// Begin a checkpoint of this job.
-    Begin(Tid),
+    BeginCheckpoint(Tid),
     /// All known tasks are stopped: find those that the job has spawned meanwhile.
-    Verify(SnapshotId),
+    VerifySnapshot(SnapshotId),
     /// Check whether the last tasks of this job are gone.
-    Gone(Tid),
+    CheckGone(Tid),
     /// Check that none of the tasks to restart is alive.
-    Restart(u64),
+    BeginRestart(u64),
     /// Check whether this job has ended.
-    Over(Tid),
+    CheckEnded(Tid),
 }
 
 #[derive(Debug)]
-struct Count {
-    purpose: Purpose,
-    missing: usize,
-    found: Counted,
+struct OpenInventory {
+    purpose: InventoryPurpose,
+    missing_replies: usize,
+    found: Inventory,
     /// A host that has not replied, so that its tasks are unknown.
-    mute: Option<HostId>,
+    silent_host: Option<HostId>,
 }
 
 /// A restart from a checkpoint that was requested or is in progress.
 #[derive(Debug)]
-struct Wanted {
-    set: String,
+struct OpenRestart {
+    checkpoint: String,
     /// The job that rolls back. `None` if a task requested the restart.
-    job: Option<Tid>,
-    on: Vec<String>,
+    rollback_job: Option<Tid>,
+    hosts: Vec<String>,
     waiter: Option<(Tid, RequestId)>,
     why: String,
     meta: Option<SetMeta>,
-    begun: Option<RestartId>,
+    restart_id: Option<RestartId>,
     /// Contexts that were assigned to the restarted tasks.
-    held: Vec<(i32, Tid)>,
+    assigned_contexts: Vec<(i32, Tid)>,
 }
 
 /// The master's state of all checkpoints and restarts.
 #[derive(Debug, Default)]
-pub(super) struct Keeping {
-    pub(super) cuts: Snapshots,
+pub(super) struct JobCheckpoints {
+    pub(super) snapshots: Snapshots,
     pub(super) restarts: Restarts,
-    jobs: BTreeMap<Tid, Job>,
-    counts: BTreeMap<u64, Count>,
-    last_count: u64,
-    wanted: BTreeMap<u64, Wanted>,
-    last_wanted: u64,
+    jobs: BTreeMap<Tid, CheckpointedJob>,
+    inventories: BTreeMap<u64, OpenInventory>,
+    last_inventory: u64,
+    open_restarts: BTreeMap<u64, OpenRestart>,
+    last_restart: u64,
     /// Parts that are being unpacked and sent to their hosts.
-    unpacked: BTreeSet<MigrationId>,
-    contents: BTreeMap<SnapshotId, Contents>,
+    parts_in_transfer: BTreeSet<MigrationId>,
+    contents: BTreeMap<SnapshotId, SnapshotContents>,
     /// The latest incarnation, and that of each restarted task.
-    line: u16,
-    lines: BTreeMap<Tid, u16>,
+    latest_incarnation: u16,
+    incarnations: BTreeMap<Tid, u16>,
     /// Creation time of this virtual machine, as time of day.
-    founded: Micros,
+    created_at: Micros,
     /// Jobs whose known tasks have all ended.
-    quiet: Vec<Tid>,
+    maybe_ended: Vec<Tid>,
     /// Tasks of the whole virtual machine that have ended recently.
-    recent: last_words::Recent,
-    copying: copies::Copying,
+    recent_exits: last_messages::RecentExits,
+    copy_queue: copies::CopyQueue,
 }
 
-impl Keeping {
+impl JobCheckpoints {
     /// Returns the time at which [`super::Event::Wake`] is needed, if at all.
     pub(super) fn next_wakeup(&self) -> Option<Micros> {
-        self.cuts
+        self.snapshots
             .next_deadline()
             .into_iter()
             .chain(self.restarts.next_deadline())
@@ -247,20 +247,22 @@ impl Keeping {
     }
 
     /// Sets the creation time of the virtual machine, if it is not set.
-    pub(super) fn found(&mut self, now: Micros) {
-        if self.founded == Micros(0) {
-            self.founded = now;
+    pub(super) fn set_creation_time(&mut self, now: Micros) {
+        if self.created_at == Micros(0) {
+            self.created_at = now;
         }
     }
 
     /// Makes room for another job: forgets an idle one if there are too many. False if there is
     /// none.
-    fn has_room_for(&mut self, job: Tid) -> bool {
+    fn make_room_for(&mut self, job: Tid) -> bool {
         if self.jobs.len() < JOBS_MAX || self.jobs.contains_key(&job) {
             return true;
         }
-        let idle = |entry: &Job| {
-            entry.pace.is_none() && entry.doing == Doing::Nothing && !entry.is_wanted()
+        let idle = |entry: &CheckpointedJob| {
+            entry.schedule.is_none()
+                && entry.activity == JobActivity::Idle
+                && !entry.has_open_request()
         };
         let idle = self
             .jobs
@@ -270,79 +272,79 @@ impl Keeping {
         idle.is_some_and(|idle| self.jobs.remove(&idle).is_some())
     }
 
-    fn job_of_cut(&self, cut: SnapshotId) -> Option<Tid> {
+    fn job_of_snapshot(&self, cut: SnapshotId) -> Option<Tid> {
         self.jobs
             .iter()
-            .find(|(_, job)| job.doing == Doing::Cutting(cut))
+            .find(|(_, job)| job.activity == JobActivity::TakingSnapshot(cut))
             .map(|(tid, _)| *tid)
     }
 
-    fn wanted_of(&self, restart: RestartId) -> Option<u64> {
-        self.wanted
+    fn open_restart_of(&self, restart: RestartId) -> Option<u64> {
+        self.open_restarts
             .iter()
-            .find(|(_, wanted)| wanted.begun == Some(restart))
+            .find(|(_, wanted)| wanted.restart_id == Some(restart))
             .map(|(number, _)| *number)
     }
 }
 
 impl Machine {
     /// Returns the highest task number of a host that occurs in a checkpoint.
-    pub(super) fn spared_on(&self, host: HostId) -> u32 {
+    pub(super) fn reserved_ids_of(&self, host: HostId) -> u32 {
         // At least 1 if there are checkpoints, so that every host knows of them: they may contain
         // contexts of hosts without tasks.
-        let least = u32::from(!self.config.spared.is_empty());
+        let least = u32::from(!self.config.reserved_ids_max.is_empty());
         self.config
-            .spared
+            .reserved_ids_max
             .get(&host)
             .copied()
             .unwrap_or_default()
             .max(least)
     }
 
-    fn keeping(&mut self) -> Option<&mut Keeping> {
-        self.master.as_mut().map(|master| &mut master.keeping)
+    fn job_checkpoints(&mut self) -> Option<&mut JobCheckpoints> {
+        self.master.as_mut().map(|master| &mut master.checkpoints)
     }
 
     // ---- Requests for checkpoints
 
     /// Master: handles a request for a checkpoint.
-    pub(super) fn checkpoint_wanted(
+    pub(super) fn handle_checkpoint_request(
         &mut self,
         (tid, id): (Tid, RequestId),
         job: Tid,
-        pace: Option<Pace>,
+        schedule: Option<Pace>,
         end: bool,
         wait: bool,
     ) {
-        let Some(keeping) = self.keeping() else {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        if !keeping.has_room_for(job) {
+        if !job_checkpoints.make_room_for(job) {
             let reason =
                 format!("{JOBS_MAX} jobs are checkpointed again and again already, the limit");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
-        let entry = keeping.jobs.entry(job).or_default();
-        match pace {
+        let entry = job_checkpoints.jobs.entry(job).or_default();
+        match schedule {
             Some(Pace::Never) => {
-                entry.pace = None;
+                entry.schedule = None;
                 if entry.is_stuck() {
                     self.forget_job(job);
                 }
                 return self.reply(tid, id, Reply::Done);
             }
-            Some(pace) => (entry.pace, entry.said_late) = (Some(pace), false),
+            Some(schedule) => (entry.schedule, entry.lateness_reported) = (Some(schedule), false),
             None => {}
         }
         // A request during an inventory gets the same checkpoint. A snapshot with stopped tasks may
         // be too old for a later request.
-        let begins = match entry.doing {
-            Doing::Nothing => true,
-            Doing::Counting => false,
-            Doing::Cutting(_)
-            | Doing::Ending { .. }
-            | Doing::Leaving { .. }
-            | Doing::Restarting => {
+        let begins = match entry.activity {
+            JobActivity::Idle => true,
+            JobActivity::TakingInventory => false,
+            JobActivity::TakingSnapshot(_)
+            | JobActivity::RollingBack { .. }
+            | JobActivity::EndingJob { .. }
+            | JobActivity::Restarting => {
                 return match wait {
                     true => self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay))),
                     false => {
@@ -351,52 +353,52 @@ impl Machine {
                 };
             }
         };
-        entry.ends |= end;
-        entry.parks |= end && !wait;
+        entry.ends_after_checkpoint |= end;
+        entry.vacates |= end && !wait;
         if wait {
             entry.waiters.push((tid, id));
         } else {
             self.reply(tid, id, Reply::Done);
         }
         if begins {
-            self.begin_count(job);
+            self.begin_checkpoint(job);
         }
     }
 
-    fn begin_count(&mut self, job: Tid) {
+    fn begin_checkpoint(&mut self, job: Tid) {
         let now = self.now;
-        if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-            entry.doing = Doing::Counting;
-            if entry.tries == 0 {
-                entry.began = now;
+        if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
+            entry.activity = JobActivity::TakingInventory;
+            if entry.attempts == 0 {
+                entry.started_at = now;
             }
-            self.count(Purpose::Begin(job));
+            self.take_inventory(InventoryPurpose::BeginCheckpoint(job));
         }
     }
 
     /// Takes an inventory: requests the tasks of all hosts.
-    fn count(&mut self, purpose: Purpose) {
+    fn take_inventory(&mut self, purpose: InventoryPurpose) {
         let hosts: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
-        let Some(keeping) = self.keeping() else {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        keeping.last_count += 1;
-        let number = keeping.last_count;
-        keeping.counts.insert(
+        job_checkpoints.last_inventory += 1;
+        let number = job_checkpoints.last_inventory;
+        job_checkpoints.inventories.insert(
             number,
-            Count {
+            OpenInventory {
                 purpose,
-                missing: hosts.len(),
-                found: Counted::default(),
-                mute: None,
+                missing_replies: hosts.len(),
+                found: Inventory::default(),
+                silent_host: None,
             },
         );
         for host in hosts {
-            self.ask(
+            self.call_host(
                 host,
                 Question::Count,
-                Asker::Count {
-                    count: number,
+                RpcCaller::Inventory {
+                    inventory: number,
                     host,
                 },
             );
@@ -404,11 +406,11 @@ impl Machine {
     }
 
     /// Handles the inventory of one host, or the loss of that host.
-    pub(super) fn counted(&mut self, number: u64, found: Result<Counted, HostId>) {
-        let Some(keeping) = self.keeping() else {
+    pub(super) fn handle_inventory(&mut self, number: u64, found: Result<Inventory, HostId>) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let Some(count) = keeping.counts.get_mut(&number) else {
+        let Some(count) = job_checkpoints.inventories.get_mut(&number) else {
             return;
         };
         match found {
@@ -416,101 +418,110 @@ impl Machine {
                 count.found.tasks.extend(found.tasks);
                 count.found.contexts.extend(found.contexts);
             }
-            Err(host) => count.mute = Some(host),
+            Err(host) => count.silent_host = Some(host),
         }
-        count.missing -= 1;
-        if count.missing > 0 {
+        count.missing_replies -= 1;
+        if count.missing_replies > 0 {
             return;
         }
-        let Some(Count {
+        let Some(OpenInventory {
             purpose,
             found,
-            mute,
+            silent_host,
             ..
-        }) = keeping.counts.remove(&number)
+        }) = job_checkpoints.inventories.remove(&number)
         else {
             return;
         };
-        match (purpose, mute) {
-            (Purpose::Begin(job), None) => self.begin_cut(job, &found.tasks),
+        match (purpose, silent_host) {
+            (InventoryPurpose::BeginCheckpoint(job), None) => {
+                self.begin_snapshot(job, &found.tasks)
+            }
             // A checkpoint without the tasks of that host would be incomplete.
-            (Purpose::Begin(job), Some(host)) => self.not_counted(job, host),
-            (Purpose::Verify(cut), None) => self.verify_cut(cut, found),
-            (Purpose::Verify(cut), Some(host)) => {
-                if let Some(keeping) = self.keeping() {
-                    keeping
-                        .cuts
+            (InventoryPurpose::BeginCheckpoint(job), Some(host)) => {
+                self.handle_incomplete_inventory(job, host)
+            }
+            (InventoryPurpose::VerifySnapshot(cut), None) => self.verify_snapshot(cut, found),
+            (InventoryPurpose::VerifySnapshot(cut), Some(host)) => {
+                if let Some(job_checkpoints) = self.job_checkpoints() {
+                    job_checkpoints
+                        .snapshots
                         .on_count_failed(cut, CutFailure::HostLost(host));
                 }
             }
-            (Purpose::Gone(job), None) => self.look_whether_gone(job, &found.tasks),
-            (Purpose::Gone(job), Some(_)) => self.schedule(job, GONE_PAUSE),
-            (Purpose::Restart(wanted), None) => self.begin_restart(wanted, &found),
-            (Purpose::Restart(wanted), Some(host)) => {
-                self.restart_over(wanted, Err(RestartFailure::HostLost(host)));
+            (InventoryPurpose::CheckGone(job), None) => self.check_job_gone(job, &found.tasks),
+            (InventoryPurpose::CheckGone(job), Some(_)) => {
+                self.schedule_check(job, EXIT_CHECK_INTERVAL)
             }
-            (Purpose::Over(job), None) => self.look_whether_over(job, &found.tasks),
+            (InventoryPurpose::BeginRestart(wanted), None) => self.begin_restart(wanted, &found),
+            (InventoryPurpose::BeginRestart(wanted), Some(host)) => {
+                self.finish_restart(wanted, Err(RestartFailure::HostLost(host)));
+            }
+            (InventoryPurpose::CheckEnded(job), None) => self.check_job_ended(job, &found.tasks),
             // That host may have tasks of the job, so its checkpoints stay.
-            (Purpose::Over(_), Some(_)) => {}
+            (InventoryPurpose::CheckEnded(_), Some(_)) => {}
         }
     }
 
-    fn not_counted(&mut self, job: Tid, host: HostId) {
+    fn handle_incomplete_inventory(&mut self, job: Tid, host: HostId) {
         let counting = self
-            .keeping()
+            .job_checkpoints()
             .and_then(|k| k.jobs.get(&job))
-            .is_some_and(|job| job.doing == Doing::Counting);
+            .is_some_and(|job| job.activity == JobActivity::TakingInventory);
         if counting {
-            self.cut_over(job, Err(CutFailure::HostLost(host)));
+            self.finish_checkpoint(job, Err(CutFailure::HostLost(host)));
         }
     }
 
     /// Schedules the next check of a job. It replaces earlier ones.
-    fn schedule(&mut self, job: Tid, after: Micros) {
+    fn schedule_check(&mut self, job: Tid, after: Micros) {
         let due = self.now + after;
-        if let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) {
-            entry.due = due;
-            self.timer(after, Timer::Job(job));
+        if let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) {
+            entry.next_check = due;
+            self.set_timer(after, Timer::Job(job));
         }
     }
 
     // ---- Taking a checkpoint
 
-    fn begin_cut(&mut self, job: Tid, tasks: &[TaskInfo]) {
+    fn begin_snapshot(&mut self, job: Tid, tasks: &[TaskInfo]) {
         let (now, lease) = (self.now, self.config.lease);
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let keeping = &mut master.keeping;
-        let Some(entry) = keeping
+        let job_checkpoints = &mut master.checkpoints;
+        let Some(entry) = job_checkpoints
             .jobs
             .get_mut(&job)
-            .filter(|entry| entry.doing == Doing::Counting)
+            .filter(|entry| entry.activity == JobActivity::TakingInventory)
         else {
             return;
         };
         if let Some(until) = entry
-            .fallen
+            .recently_dead
             .unknown_until(now, lease)
-            .filter(|_| !entry.is_wanted() && !entry.drains)
+            .filter(|_| !entry.has_open_request() && !entry.is_draining)
         {
             // A checkpoint without the tasks that may be lost would be incomplete.
-            entry.doing = Doing::Nothing;
-            return self.schedule(job, until.since(now));
+            entry.activity = JobActivity::Idle;
+            return self.schedule_check(job, until.since(now));
         }
-        let all = members(job, &mut entry.members, tasks);
+        let all = job_members(job, &mut entry.members, tasks);
         if all.is_empty() {
-            return self.cut_over(job, Err(CutFailure::NoSuchJob(job)));
+            return self.finish_checkpoint(job, Err(CutFailure::NoSuchJob(job)));
         }
         if all.len() > SET_TASKS_MAX {
-            return self.cut_over(job, Err(CutFailure::TooMany { tasks: all.len() }));
+            return self.finish_checkpoint(job, Err(CutFailure::TooMany { tasks: all.len() }));
         }
-        let (coordinator, cuts) = (&mut master.directing.coordinator, &keeping.cuts);
-        if entry.is_wanted() && !all.iter().any(|task| cuts.part_of(task.tid).is_some()) {
+        let (coordinator, cuts) = (
+            &mut master.migrations.coordinator,
+            &job_checkpoints.snapshots,
+        );
+        if entry.has_open_request() && !all.iter().any(|task| cuts.part_of(task.tid).is_some()) {
             // A task whose migration is still queued has not started to migrate. It is dumped first
             // and may migrate afterwards.
             let tids = all.iter().map(|task| task.tid).collect();
-            entry.drains |= coordinator.cancel_queued(&tids);
+            entry.is_draining |= coordinator.cancel_queued(&tids);
         }
         let other = |tid: Tid| {
             coordinator
@@ -523,7 +534,7 @@ impl Machine {
             .find_map(|task| Some((task.tid, other(task.tid)?)));
         if let Some((tid, id)) = moving {
             let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMoving(id)]);
-            return self.cut_over(
+            return self.finish_checkpoint(
                 job,
                 Err(CutFailure::Task {
                     tid,
@@ -536,140 +547,161 @@ impl Machine {
             .iter()
             .map(|task| (coordinator.next_id(), task.tid, task.host))
             .collect();
-        let cut = keeping.cuts.begin(now, &parts);
-        if let Some(entry) = keeping.jobs.get_mut(&job) {
-            entry.doing = Doing::Cutting(cut);
+        let snapshot = job_checkpoints.snapshots.begin(now, &parts);
+        if let Some(entry) = job_checkpoints.jobs.get_mut(&job) {
+            entry.activity = JobActivity::TakingSnapshot(snapshot);
         }
-        self.out.push_back(Output::BeginSet { cut, job });
+        self.outputs
+            .push_back(Output::BeginCheckpoint { snapshot, job });
     }
 
     /// Handles the store's reply whether it has room for a checkpoint.
-    pub(super) fn set_begun(&mut self, cut: SnapshotId, result: Result<(), String>) {
+    pub(super) fn handle_checkpoint_begun(
+        &mut self,
+        snapshot: SnapshotId,
+        result: Result<(), String>,
+    ) {
         let now = self.now;
-        let Some(keeping) = self.keeping() else {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        if keeping.cuts.is_active(cut) {
-            keeping.cuts.on_space_reserved(now, cut, result);
+        if job_checkpoints.snapshots.is_active(snapshot) {
+            job_checkpoints
+                .snapshots
+                .on_space_reserved(now, snapshot, result);
         } else {
-            self.out.push_back(Output::AbandonSet { cut });
+            self.outputs
+                .push_back(Output::AbandonCheckpoint { snapshot });
         }
     }
 
-    fn verify_cut(&mut self, cut: SnapshotId, found: Counted) {
+    fn verify_snapshot(&mut self, cut: SnapshotId, found: Inventory) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let keeping = &mut master.keeping;
-        let Some(job) = keeping.job_of_cut(cut) else {
+        let job_checkpoints = &mut master.checkpoints;
+        let Some(job) = job_checkpoints.job_of_snapshot(cut) else {
             return;
         };
-        let Some(entry) = keeping.jobs.get_mut(&job) else {
+        let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
             return;
         };
-        let tids: Vec<Tid> = members(job, &mut entry.members, &found.tasks)
+        let tids: Vec<Tid> = job_members(job, &mut entry.members, &found.tasks)
             .iter()
             .map(|task| task.tid)
             .collect();
         let mut ended = entry.ended.clone();
-        if entry.newest.is_none() {
+        if entry.newest_checkpoint.is_none() {
             // Before the first checkpoint the master does not know which ended tasks belonged to
             // the job, so all recent ones count.
-            ended.extend(keeping.recent.all(now));
+            ended.extend(job_checkpoints.recent_exits.tids(now));
             let lives: BTreeSet<Tid> = found.tasks.iter().map(|task| task.tid).collect();
             ended.retain(|tid| !lives.contains(tid));
         }
         let ended: Vec<Tid> = ended.into_iter().collect();
-        let mailbox = match master.mailbox.saved(&tids) {
+        let mailbox = match master.mailbox.entries_of(&tids) {
             Ok(mailbox) => mailbox,
             Err(bytes) => {
-                return keeping
-                    .cuts
+                return job_checkpoints
+                    .snapshots
                     .on_count_failed(cut, CutFailure::Mailbox { bytes });
             }
         };
         // While all tasks are stopped, none enters or leaves a group, and none arrives at a
         // barrier.
-        let groups = master.groups.saved(&tids);
+        let groups = master.groups.save(&tids);
         let members: BTreeSet<Tid> = tids.iter().copied().collect();
         let contexts = found
             .contexts
             .into_iter()
             .filter(|(_, owner)| members.contains(owner))
             .collect();
-        keeping.contents.insert(
+        job_checkpoints.contents.insert(
             cut,
-            Contents {
+            SnapshotContents {
                 groups,
                 mailbox,
                 contexts,
-                ..Contents::default()
+                ..SnapshotContents::default()
             },
         );
         let mut open = BTreeMap::<Tid, Vec<RequestId>>::new();
-        for (tid, id) in master.groups.open().chain(master.mailbox.open()) {
+        for (tid, id) in master
+            .groups
+            .open_requests()
+            .chain(master.mailbox.waiting_requests())
+        {
             open.entry(tid).or_default().push(id);
         }
-        keeping
-            .cuts
+        job_checkpoints
+            .snapshots
             .on_tasks_counted(now, cut, &tids, &open, &ended);
     }
 
     /// Carries out the outputs of the protocols. True if there were any.
-    pub(super) fn pump_keeping(&mut self) -> bool {
-        let mut busy = self.look_at_quiet();
-        while let Some(output) = self.keeping().and_then(|k| k.cuts.poll()) {
+    pub(super) fn pump_checkpoints(&mut self) -> bool {
+        let mut busy = self.check_maybe_ended_jobs();
+        while let Some(output) = self.job_checkpoints().and_then(|k| k.snapshots.poll()) {
             busy = true;
-            self.cutter_does(output);
+            self.execute_snapshot_output(output);
         }
-        while let Some(output) = self.keeping().and_then(|k| k.restarts.poll()) {
+        while let Some(output) = self.job_checkpoints().and_then(|k| k.restarts.poll()) {
             busy = true;
-            self.restarter_does(output);
+            self.execute_restart_output(output);
         }
         busy
     }
 
-    fn cutter_does(&mut self, output: SnapshotOutput) {
+    fn execute_snapshot_output(&mut self, output: SnapshotOutput) {
         let me = self.config.host;
         match output {
             SnapshotOutput::Order {
                 host,
                 part: of,
                 order,
-            } => self.order_move(host, of, order),
-            SnapshotOutput::CountTasks(cut) => self.count(Purpose::Verify(cut)),
+            } => self.send_migration_order(host, of, order),
+            SnapshotOutput::CountTasks(cut) => {
+                self.take_inventory(InventoryPurpose::VerifySnapshot(cut))
+            }
             SnapshotOutput::ExpectImages(of) if of.from == me => {}
-            SnapshotOutput::ExpectImages(of) => self.out.push_back(Output::ExpectImages {
+            SnapshotOutput::ExpectImages(of) => self.outputs.push_back(Output::ExpectImages {
                 migration: of.id,
                 from: of.from,
             }),
             SnapshotOutput::StoreImages { snapshot, part: of } => {
-                self.out.push_back(Output::KeepPart {
-                    cut: snapshot,
+                self.outputs.push_back(Output::StorePart {
+                    snapshot,
                     migration: of.id,
                     tid: of.tid,
                 });
             }
-            SnapshotOutput::Seal { snapshot, parts } => self.seal(snapshot, parts),
+            SnapshotOutput::Seal { snapshot, parts } => self.seal_checkpoint(snapshot, parts),
             SnapshotOutput::Abandon { snapshot, parts } => {
                 for migration in parts {
-                    self.out.push_back(Output::DropImages { migration });
+                    self.outputs.push_back(Output::DropImages { migration });
                 }
-                self.out.push_back(Output::AbandonSet { cut: snapshot });
+                self.outputs
+                    .push_back(Output::AbandonCheckpoint { snapshot });
             }
-            SnapshotOutput::Ended { snapshot, result } => self.cut_ended(snapshot, result),
+            SnapshotOutput::Ended { snapshot, result } => {
+                self.handle_snapshot_end(snapshot, result)
+            }
         }
     }
 
-    fn seal(&mut self, cut: SnapshotId, parts: Vec<(Tid, HostId, TaskFacts)>) {
+    fn seal_checkpoint(&mut self, snapshot: SnapshotId, parts: Vec<(Tid, HostId, TaskFacts)>) {
         let name = |host: HostId| {
             self.table
                 .get(host)
                 .map(|entry| entry.name.clone())
                 .unwrap_or_default()
         };
-        let Some(lines) = self.master.as_ref().map(|master| &master.keeping.lines) else {
+        let Some(lines) = self
+            .master
+            .as_ref()
+            .map(|master| &master.checkpoints.incarnations)
+        else {
             return;
         };
         let line = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
@@ -683,96 +715,106 @@ impl Machine {
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let Some(job) = master.keeping.job_of_cut(cut) else {
+        let Some(job) = master.checkpoints.job_of_snapshot(snapshot) else {
             return master
-                .keeping
-                .cuts
-                .on_sealed(cut, Err("the job goes back to an earlier one".into()));
+                .checkpoints
+                .snapshots
+                .on_sealed(snapshot, Err("the job goes back to an earlier one".into()));
         };
-        let Keeping {
-            line, founded: vm, ..
-        } = master.keeping;
+        let JobCheckpoints {
+            latest_incarnation,
+            created_at: vm,
+            ..
+        } = master.checkpoints;
         let members = parts.iter().map(|part| part.tid).collect();
-        let own = parts
+        let self_checkpointed = parts
             .iter()
             .filter(|part| part.facts.anew().is_some())
             .map(|part| part.tid)
             .collect();
         // The rest becomes part of the checkpoint.
-        let kept = Contents {
+        let kept = SnapshotContents {
             members,
-            own,
-            ..Contents::default()
+            self_checkpointed,
+            ..SnapshotContents::default()
         };
         let known = master
-            .keeping
+            .checkpoints
             .contents
-            .insert(cut, kept)
+            .insert(snapshot, kept)
             .unwrap_or_default();
-        let Contents {
+        let SnapshotContents {
             groups,
             mailbox,
             contexts,
             ..
         } = known;
-        let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
+        let pace = master
+            .checkpoints
+            .jobs
+            .get(&job)
+            .and_then(|entry| entry.schedule);
         let (version, wire) = (SET_VERSION, WIRE_VERSION);
         let meta = SetMeta {
             version,
             wire,
             vm,
             job,
-            line,
+            line: latest_incarnation,
             parts,
             groups,
             mailbox,
             contexts,
             pace,
         };
-        let keep = master.keeping.needed();
-        self.out.push_back(Output::SealSet {
-            cut,
+        let protected = master.checkpoints.needed_checkpoints();
+        self.outputs.push_back(Output::SealCheckpoint {
+            snapshot,
             meta: Box::new(meta),
-            keep,
+            protected,
         });
     }
 
     /// Handles the store's report that a checkpoint is sealed, or why it is not.
-    pub(super) fn set_sealed(
+    pub(super) fn handle_checkpoint_sealed(
         &mut self,
         cut: SnapshotId,
         mut result: Result<(String, u64), String>,
     ) {
-        let Some(keeping) = self.master.as_deref_mut().map(|master| &mut master.keeping) else {
+        let Some(job_checkpoints) = self
+            .master
+            .as_deref_mut()
+            .map(|master| &mut master.checkpoints)
+        else {
             return;
         };
         if let Ok((set, _)) = &result
-            && keeping.job_of_cut(cut).is_none()
+            && job_checkpoints.job_of_snapshot(cut).is_none()
         {
             // The checkpoint was reported as failed, and the job rolls back to an earlier one,
             // whose files it restores.
-            self.out.push_back(Output::DropSets {
-                sets: vec![set.clone()],
+            self.outputs.push_back(Output::DropCheckpoints {
+                checkpoints: vec![set.clone()],
             });
             result = Err("its checkpoint was over before".into());
         }
-        let contents = keeping.contents.get_mut(&cut);
+        let contents = job_checkpoints.contents.get_mut(&cut);
         let result =
             result.map(|sealed| contents.map_or((), |contents| contents.sealed = Some(sealed)));
-        keeping.cuts.on_sealed(cut, result);
+        job_checkpoints.snapshots.on_sealed(cut, result);
     }
 
-    fn cut_ended(&mut self, cut: SnapshotId, result: Result<Micros, CutFailure>) {
-        let Some(keeping) = self.keeping() else {
+    fn handle_snapshot_end(&mut self, cut: SnapshotId, result: Result<Micros, CutFailure>) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let Contents {
+        let SnapshotContents {
             members: tasks,
-            own,
+            self_checkpointed,
             sealed,
             ..
-        } = keeping.contents.remove(&cut).unwrap_or_default();
-        let Some(job) = keeping.job_of_cut(cut) else {
+        } = job_checkpoints.contents.remove(&cut).unwrap_or_default();
+        let Some(job) = job_checkpoints.job_of_snapshot(cut) else {
             return;
         };
         let result = result.and_then(|frozen| {
@@ -784,50 +826,50 @@ impl Machine {
                 tasks,
                 bytes,
                 frozen,
-                own,
+                own: self_checkpointed,
             })
         });
-        self.cut_over(job, result);
+        self.finish_checkpoint(job, result);
     }
 
     /// Finishes a checkpoint that is complete, has failed or did not begin.
-    fn cut_over(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
+    fn finish_checkpoint(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
         let (now, lease) = (self.now, self.config.lease);
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
+        let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
         };
-        entry.doing = Doing::Nothing;
-        entry.tries += 1;
+        entry.activity = JobActivity::Idle;
+        entry.attempts += 1;
         let unknown_until = entry
-            .fallen
+            .recently_dead
             .unknown_until(now, lease)
-            .filter(|_| entry.pace.is_some());
+            .filter(|_| entry.schedule.is_some());
         if let Some(why) = result
             .as_ref()
             .err()
-            .filter(|why| why.may_try_again() && entry.tries < TRIES_MAX)
+            .filter(|why| why.may_try_again() && entry.attempts < ATTEMPTS_MAX)
         {
-            return self.schedule(
+            return self.schedule_check(
                 job,
                 if why.is_being_written() {
-                    WRITING_PAUSE
+                    WRITING_RETRY_INTERVAL
                 } else {
-                    TRY_PAUSE
+                    RETRY_INTERVAL
                 },
             );
         }
-        (entry.tries, entry.drains) = (0, false);
+        (entry.attempts, entry.is_draining) = (0, false);
         if result.is_ok() {
-            entry.took = now.since(entry.began);
+            entry.last_duration = now.since(entry.started_at);
         }
-        let parked = std::mem::take(&mut entry.parks) && entry.ends;
-        let ends = std::mem::take(&mut entry.ends) && result.is_ok();
+        let vacated = std::mem::take(&mut entry.vacates) && entry.ends_after_checkpoint;
+        let ends = std::mem::take(&mut entry.ends_after_checkpoint) && result.is_ok();
         if let (Ok(report), true) = (&result, ends) {
             // The request is answered when the job has ended.
-            (entry.doing, entry.pace) = (
-                Doing::Leaving {
+            (entry.activity, entry.schedule) = (
+                JobActivity::EndingJob {
                     report: report.clone(),
-                    looks: 0,
+                    checks: 0,
                 },
                 None,
             );
@@ -838,26 +880,26 @@ impl Machine {
             std::mem::take(&mut entry.waiters)
         };
         if let Ok(report) = &result {
-            entry.newest = Some(report.set.clone());
+            entry.newest_checkpoint = Some(report.set.clone());
             let ended = std::mem::take(&mut entry.ended);
             entry.members.retain(|tid| !ended.contains(tid));
-            entry.fallen.forget_all_but(&report.tasks);
-        } else if entry.doing == Doing::Nothing && entry.is_quiet() {
+            entry.recently_dead.retain_tasks(&report.tasks);
+        } else if entry.activity == JobActivity::Idle && entry.has_only_ended_tasks() {
             let quiet = job;
-            self.keeping()
+            self.job_checkpoints()
                 .into_iter()
-                .for_each(|keeping| keeping.quiet.push(quiet));
+                .for_each(|job_checkpoints| job_checkpoints.maybe_ended.push(quiet));
         }
         if let (Err(CutFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
-            self.schedule(job, until.since(now));
+            self.schedule_check(job, until.since(now));
         } else if matches!(result, Err(CutFailure::NoSuchJob(_))) {
-            self.job_over(job);
+            self.handle_job_end(job);
             self.forget_job(job);
         } else {
-            self.schedule_next(job, result.is_ok());
+            self.schedule_next_checkpoint(job, result.is_ok());
         }
         if ends {
-            self.count(Purpose::Gone(job));
+            self.take_inventory(InventoryPurpose::CheckGone(job));
         }
         self.record(match &result {
             Ok(SetReport {
@@ -872,7 +914,7 @@ impl Machine {
                 tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
                 bytes: *bytes,
                 frozen: *frozen,
-                parked,
+                parked: vacated,
             },
             Err(why) => EventKind::CheckpointFailed {
                 job,
@@ -883,29 +925,29 @@ impl Machine {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
         }
         if let Ok(report) = &result {
-            self.copy_wanted(job, &report.set);
+            self.queue_copy(job, &report.set);
         }
     }
 
-    /// Schedules the next checkpoint of a job, if it has a schedule. `good`: the last one was
-    /// complete.
-    fn schedule_next(&mut self, job: Tid, good: bool) {
-        let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
+    /// Schedules the next checkpoint of a job, if it has a schedule. `is_complete`: the last one
+    /// was complete.
+    fn schedule_next_checkpoint(&mut self, job: Tid, is_complete: bool) {
+        let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
         };
-        let (took, Some(pace)) = (entry.took, entry.pace) else {
+        let (took, Some(checkpoint_schedule)) = (entry.last_duration, entry.schedule) else {
             return;
         };
-        let pause = pause(pace, good.then_some(took));
+        let pause = checkpoint_interval(checkpoint_schedule, is_complete.then_some(took));
         let mut late = None;
-        if let Pace::Loss(bound) | Pace::Every(bound) = pace
-            && good
+        if let Pace::Loss(bound) | Pace::Every(bound) = checkpoint_schedule
+            && is_complete
             && took + took + pause > bound
-            && !std::mem::replace(&mut entry.said_late, true)
+            && !std::mem::replace(&mut entry.lateness_reported, true)
         {
             late = Some(bound);
         }
-        self.schedule(job, pause);
+        self.schedule_check(job, pause);
         if let Some(bound) = late {
             let text = format!(
                 "a checkpoint of job {job} took {:.1} s: as often as it is made, more than {:.1} s of work may be lost",
@@ -917,25 +959,29 @@ impl Machine {
     }
 
     fn forget_job(&mut self, job: Tid) {
-        if let Some(keeping) = self.keeping() {
-            keeping.jobs.remove(&job);
+        if let Some(job_checkpoints) = self.job_checkpoints() {
+            job_checkpoints.jobs.remove(&job);
         }
     }
 
     /// Handles the timer of a job: begins the next checkpoint or attempt, or checks whether its
     /// last tasks are gone.
-    pub(super) fn job_due(&mut self, job: Tid) {
+    pub(super) fn handle_job_timer(&mut self, job: Tid) {
         let now = self.now;
         let Some(entry) = self
-            .keeping()
+            .job_checkpoints()
             .and_then(|k| k.jobs.get(&job))
-            .filter(|job| job.due <= now)
+            .filter(|job| job.next_check <= now)
         else {
             return;
         };
-        match entry.doing {
-            Doing::Nothing if entry.pace.is_some() || entry.is_wanted() => self.begin_count(job),
-            Doing::Ending { .. } | Doing::Leaving { .. } => self.count(Purpose::Gone(job)),
+        match entry.activity {
+            JobActivity::Idle if entry.schedule.is_some() || entry.has_open_request() => {
+                self.begin_checkpoint(job)
+            }
+            JobActivity::RollingBack { .. } | JobActivity::EndingJob { .. } => {
+                self.take_inventory(InventoryPurpose::CheckGone(job))
+            }
             _ => {}
         }
     }
@@ -945,47 +991,57 @@ impl Machine {
     /// Waits until a task that is being stopped for a checkpoint has the replies to its requests.
     /// With `open` all other tasks of its job are stopped as well, and only these requests may
     /// remain open.
-    pub(super) fn settle(&mut self, id: MigrationId, tid: Tid, open: Option<Vec<RequestId>>) {
+    pub(super) fn await_replies(
+        &mut self,
+        id: MigrationId,
+        tid: Tid,
+        open: Option<Vec<RequestId>>,
+    ) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.closing = open.map(|open| open.into_iter().collect());
-        task.settling = Some(id);
-        self.moves.settled.extend(task.take_settled());
+        task.permitted_open = open.map(|open| open.into_iter().collect());
+        task.settling_part = Some(id);
+        self.migrations
+            .settled_parts
+            .extend(task.take_settled_part());
     }
 
     /// Handles a task that has all replies. Its state is saved now, because it belongs to the same
     /// moment as the memory of all tasks; other tasks continue soon.
-    pub(super) fn part_settled(&mut self, id: MigrationId) {
+    pub(super) fn handle_part_settled(&mut self, id: MigrationId) {
         let tid = self
-            .moves
+            .migrations
             .sources
             .get(&id)
             .map(|source| source.migration().tid);
         if let Some(task) = tid
             .and_then(|tid| self.tasks.get(tid))
-            .filter(|task| task.closing.is_some())
+            .filter(|task| task.permitted_open.is_some())
         {
-            if let Err(why) = self.has_heard_the_dead(task) {
+            if let Err(why) = self.check_last_messages_received(task) {
                 return self.source_event(id, SourceEvent::Dumped(Err(why)));
             }
-            let record = Box::new(self.part_of(task));
-            self.moves.parts.insert(id, record);
+            let record = Box::new(self.saved_task(task));
+            self.migrations.part_records.insert(id, record);
         }
         self.source_event(id, SourceEvent::RequestsSettled);
     }
 
     /// Removes the state of a checkpoint from this host.
-    pub(super) fn part_over(&mut self, id: MigrationId, tid: Tid) {
-        self.moves.parts.remove(&id);
+    pub(super) fn forget_part(&mut self, id: MigrationId, tid: Tid) {
+        self.migrations.part_records.remove(&id);
         if let Some(task) = self.tasks.get_mut(tid) {
-            (task.settling, task.closing) = (None, None);
-            task.awaits.clear();
+            (task.settling_part, task.permitted_open) = (None, None);
+            task.awaited_exits.clear();
         }
     }
 
-    fn part_of(&self, task: &Task) -> PartRecord {
-        let left = task.away.as_ref().map_or(0, |away| away.left);
+    fn saved_task(&self, task: &Task) -> PartRecord {
+        let left = task
+            .respawning
+            .as_ref()
+            .map_or(0, |respawning| respawning.left_items);
         let keeps = |(place, held): &(usize, &Held)| match held {
             // Messages about routes and resource managers refer to the time of the checkpoint. The
             // restarted library is informed of the current resource manager.
@@ -1005,22 +1061,22 @@ impl Machine {
             .collect();
         PartRecord {
             version: SET_VERSION,
-            record: self.record_of(task),
+            record: self.task_record(task),
             waiting,
         }
     }
 
     /// Sends the images of a dumped task to the store. The task continues, or is about to be
     /// started again.
-    pub(super) fn deposit(&mut self, id: MigrationId) {
-        let Some(record) = self.moves.parts.remove(&id) else {
+    pub(super) fn upload_part(&mut self, id: MigrationId) {
+        let Some(record) = self.migrations.part_records.remove(&id) else {
             return;
         };
         let to = self.master.is_none().then_some(HostId::MASTER);
         if to.is_some() {
-            self.moves.deposits.insert(id);
+            self.migrations.uploads.insert(id);
         }
-        self.out.push_back(Output::Deposit {
+        self.outputs.push_back(Output::UploadPart {
             migration: id,
             record,
             to,
@@ -1028,11 +1084,11 @@ impl Machine {
     }
 
     /// Handles the result of sending a part to the master.
-    pub(super) fn deposited(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        if self.moves.deposits.remove(&id) {
-            self.out.push_back(Output::DropImages { migration: id });
+    pub(super) fn handle_part_uploaded(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        if self.migrations.uploads.remove(&id) {
+            self.outputs.push_back(Output::DropImages { migration: id });
             if let Err(why) = result {
-                self.report(
+                self.send_step_report(
                     id,
                     Report::Failed {
                         step: Step::Transfer,
@@ -1046,57 +1102,57 @@ impl Machine {
     // ---- Part of the store
 
     /// True for the images of a part of a snapshot in progress.
-    pub(super) fn is_part_of_cut(&self, id: MigrationId) -> bool {
+    pub(super) fn is_snapshot_part(&self, id: MigrationId) -> bool {
         self.master
             .as_ref()
-            .is_some_and(|master| master.keeping.cuts.snapshot_of(id).is_some())
+            .is_some_and(|master| master.checkpoints.snapshots.snapshot_of(id).is_some())
     }
 
     /// Handles the images of a part that have arrived, or failed to.
-    pub(super) fn part_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        if let Some(keeping) = self.keeping() {
-            keeping.cuts.on_images_received(id, result);
+    pub(super) fn handle_part_received(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        if let Some(job_checkpoints) = self.job_checkpoints() {
+            job_checkpoints.snapshots.on_images_received(id, result);
         }
     }
 
     /// Handles the store's report that it has a part, or why it has not.
-    pub(super) fn part_kept(&mut self, id: MigrationId, result: Result<(), String>) {
+    pub(super) fn handle_part_stored(&mut self, id: MigrationId, result: Result<(), String>) {
         let now = self.now;
-        self.out.push_back(Output::DropImages { migration: id });
-        if let Some(keeping) = self.keeping() {
-            keeping.cuts.on_images_stored(now, id, result);
+        self.outputs.push_back(Output::DropImages { migration: id });
+        if let Some(job_checkpoints) = self.job_checkpoints() {
+            job_checkpoints.snapshots.on_images_stored(now, id, result);
         }
     }
 }
 
 /// Returns the time until the next checkpoint. `took` is the duration of the last one; `None` if it
 /// failed.
-fn pause(pace: Pace, took: Option<Micros>) -> Micros {
-    let pause = match (pace, took) {
+fn checkpoint_interval(schedule: Pace, took: Option<Micros>) -> Micros {
+    let pause = match (schedule, took) {
         // In the worst case, all work since the start of the last checkpoint is lost until the next
         // one is stored, which may take half as long again.
         (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
         // The same, but the job must not spend all its time on checkpoints.
         (Pace::Every(every), Some(took)) => {
-            pause(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2))
+            checkpoint_interval(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2))
         }
         (Pace::Every(every), None) => every,
         // Work is at risk while there is no checkpoint.
-        (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
+        (Pace::Loss(_) | Pace::Never, _) => RETRY_INTERVAL,
     };
-    pause.max(PAUSE_MIN)
+    pause.max(CHECKPOINT_INTERVAL_MIN)
 }
 
 /// Returns the time until the next attempt to restart a job after a rollback.
-fn restart_pause(tries: u32) -> Micros {
+fn restart_retry_interval(tries: u32) -> Micros {
     // Further doublings change nothing.
-    let doublings = tries.saturating_sub(TRIES_MAX).min(16);
-    Micros(RESTART_PAUSE.0 << doublings).min(RESTART_PAUSE_MAX)
+    let doublings = tries.saturating_sub(ATTEMPTS_MAX).min(16);
+    Micros(RESTART_RETRY_INTERVAL.0 << doublings).min(RESTART_RETRY_INTERVAL_MAX)
 }
 
 /// Returns the tasks of a job: its first task, known members, and everything that any of them has
 /// spawned. Tasks that serve the virtual machine belong to no job.
-fn members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskInfo> {
+fn job_members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskInfo> {
     known.insert(job);
     loop {
         let before = known.len();

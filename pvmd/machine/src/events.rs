@@ -24,9 +24,9 @@ const EVENTS_BYTES_MAX: usize = FRAME_BYTES_MAX / 2;
 /// Largest size of one entry. The entry of the largest possible spawn has a fifth of that.
 const EVENT_BYTES_MAX: usize = 1 << 20;
 /// Entries are stored and dropped in blocks of this size. A larger entry has a block of its own.
-const BLOCK_BYTES: usize = 64 << 10;
+const BLOCK_BYTES_MAX: usize = 64 << 10;
 /// Number of entries for which a new block reserves room.
-const BLOCK_ENTRIES: usize = 512;
+const BLOCK_ENTRIES_RESERVED: usize = 512;
 
 /// Consecutive entries in one piece of memory.
 #[derive(Debug)]
@@ -42,8 +42,8 @@ impl Block {
     fn new(first: u64) -> Block {
         Block {
             first,
-            bytes: Vec::with_capacity(BLOCK_BYTES),
-            ends: Vec::with_capacity(BLOCK_ENTRIES),
+            bytes: Vec::with_capacity(BLOCK_BYTES_MAX),
+            ends: Vec::with_capacity(BLOCK_ENTRIES_RESERVED),
         }
     }
 
@@ -62,9 +62,9 @@ impl Block {
 /// The log and its subscribers.
 #[derive(Debug, Default)]
 pub(super) struct EventLog {
-    kept: VecDeque<Block>,
+    blocks: VecDeque<Block>,
     bytes: usize,
-    last: u64,
+    last_number: u64,
     subscribers: BTreeMap<Tid, (i32, i32)>,
 }
 
@@ -73,28 +73,28 @@ impl EventLog {
     pub(super) fn since(&self, from: u64, limit: u32) -> Vec<Event> {
         let from = from.max(self.oldest());
         let numbers = from..=self
-            .last
+            .last_number
             .min(from.saturating_add(u64::from(limit.min(EVENTS_PER_REPLY_MAX))) - 1);
         let event = |packed| from_bytes(packed).expect("it was packed here");
         numbers
-            .filter_map(|number| self.packed(number))
+            .filter_map(|number| self.packed_entry(number))
             .map(event)
             .collect()
     }
 
     /// Returns the number of the oldest entry.
     fn oldest(&self) -> u64 {
-        let first = self.kept.front().map_or(1, |block| block.first);
-        first.max((self.last + 1).saturating_sub(EVENTS_MAX as u64))
+        let first = self.blocks.front().map_or(1, |block| block.first);
+        first.max((self.last_number + 1).saturating_sub(EVENTS_MAX as u64))
     }
 
     /// Returns an entry in wire format.
-    fn packed(&self, number: u64) -> Option<&[u8]> {
+    fn packed_entry(&self, number: u64) -> Option<&[u8]> {
         let block = self
-            .kept
+            .blocks
             .partition_point(|block| block.first <= number)
             .checked_sub(1)?;
-        self.kept[block]
+        self.blocks[block]
             .entry(number)
             .filter(|_| number >= self.oldest())
     }
@@ -105,7 +105,7 @@ impl EventLog {
     }
 
     /// Returns the tasks that receive every new event.
-    pub(super) fn followers(&self) -> Vec<Tid> {
+    pub(super) fn subscriber_tids(&self) -> Vec<Tid> {
         self.subscribers.keys().copied().collect()
     }
 
@@ -116,7 +116,7 @@ impl EventLog {
         at: Micros,
         kind: EventKind,
     ) -> Result<(u64, Bytes), String> {
-        let number = self.last + 1;
+        let number = self.last_number + 1;
         let packed = to_bytes(&Event {
             number,
             at,
@@ -131,28 +131,28 @@ impl EventLog {
             ));
         }
         if self
-            .kept
+            .blocks
             .back()
-            .is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES)
+            .is_none_or(|block| block.bytes.len() + packed.len() > BLOCK_BYTES_MAX)
         {
-            self.kept.push_back(Block::new(number));
+            self.blocks.push_back(Block::new(number));
         }
-        self.kept.back_mut().expect("there is one").push(&packed);
+        self.blocks.back_mut().expect("there is one").push(&packed);
         self.bytes += packed.len();
-        self.last = number;
-        self.throw_away();
+        self.last_number = number;
+        self.drop_old_blocks();
         Ok((number, packed.into()))
     }
 
     /// Drops blocks that are not needed any more.
-    fn throw_away(&mut self) {
+    fn drop_old_blocks(&mut self) {
         let oldest = self.oldest();
         while self
-            .kept
+            .blocks
             .get(1)
             .is_some_and(|next| next.first <= oldest || self.bytes > EVENTS_BYTES_MAX)
         {
-            let gone = self.kept.pop_front().expect("there are two");
+            let gone = self.blocks.pop_front().expect("there are two");
             self.bytes -= gone.bytes.len();
         }
     }
@@ -161,8 +161,8 @@ impl EventLog {
 impl Machine {
     /// Records an event of this host.
     pub(super) fn record(&mut self, kind: EventKind) {
-        self.catch_up();
-        self.record_at(self.unix, kind);
+        self.run_deferred();
+        self.record_at(self.unix_time, kind);
     }
 
     /// Records an event of this host with its time of day. The log must not contain a later event
@@ -172,25 +172,27 @@ impl Machine {
         if self.master.is_some() {
             self.append_event(me, at, kind);
         } else {
-            self.tell_host(HostId::MASTER, HostMsg::Event { at, kind });
+            self.send_to_host(HostId::MASTER, HostMsg::Event { at, kind });
         }
     }
 
     /// Master: appends an entry and sends it to all subscribers.
     pub(super) fn append_event(&mut self, host: HostId, at: Micros, kind: EventKind) {
         // False if tasks end because their host, or the whole virtual machine, ends.
-        let by_itself = self.stop.is_none() && !self.is_leaving(host);
+        let spontaneous = self.stop.is_none() && !self.is_leaving(host);
         match kind {
-            EventKind::DrainBegun { host, .. } => self.write_before_drain(host),
-            EventKind::TaskerGone { host, .. } if by_itself => self.jobs_lost_tasker(host),
+            EventKind::DrainBegun { host, .. } => self.checkpoint_before_drain(host),
+            EventKind::TaskerGone { host, .. } if spontaneous => {
+                self.roll_back_for_lost_tasker(host)
+            }
             _ => {}
         }
         let now = self.now;
         let Some(master) = &mut self.master else {
             return;
         };
-        master.keeping.happened(now, host, &kind, by_itself);
-        let news = super::news::is_news(&kind);
+        master.checkpoints.note_event(now, host, &kind, spontaneous);
+        let batchable = super::rm_batching::is_batchable(&kind);
         let (number, body) = match master.events.append(host, at, kind) {
             Ok(entry) => entry,
             Err(why) => {
@@ -199,10 +201,10 @@ impl Machine {
                 ));
             }
         };
-        for dst in master.events.followers() {
-            if news && self.hears_later(dst) {
-                self.event_later(dst, number);
-            } else if let Some(item) = self.to_follower(dst, body.clone()) {
+        for dst in master.events.subscriber_tids() {
+            if batchable && self.is_batching_for(dst) {
+                self.batch_event(dst, number);
+            } else if let Some(item) = self.to_subscriber(dst, body.clone()) {
                 self.deliver(dst, item);
             }
         }
@@ -210,15 +212,15 @@ impl Machine {
 
     /// Returns the message by which a subscriber receives an entry. `None` if the log has dropped
     /// the entry or the task is not subscribed.
-    pub(super) fn told_event(&self, dst: Tid, number: u64) -> Option<ToTask> {
-        let packed = self.master.as_ref()?.events.packed(number)?;
-        self.to_follower(dst, Bytes::copy_from_slice(packed))
+    pub(super) fn event_for_subscriber(&self, dst: Tid, number: u64) -> Option<ToTask> {
+        let packed = self.master.as_ref()?.events.packed_entry(number)?;
+        self.to_subscriber(dst, Bytes::copy_from_slice(packed))
     }
 
-    fn to_follower(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
+    fn to_subscriber(&self, dst: Tid, body: Bytes) -> Option<ToTask> {
         let (ctx, tag) = *self.master.as_ref()?.events.subscribers.get(&dst)?;
         let message = Message {
-            src: self.source_for(dst),
+            src: self.daemon_address_for(dst),
             dst,
             ctx,
             tag,
@@ -251,7 +253,7 @@ impl Machine {
 mod tests {
     use super::*;
 
-    fn said(text: &str) -> EventKind {
+    fn note(text: &str) -> EventKind {
         EventKind::Note {
             text: text.to_string(),
         }
@@ -273,9 +275,9 @@ mod tests {
         for number in 1..=all {
             let at = Micros::from_secs(number);
             let (given, body) = log
-                .append(HostId::MASTER, at, said(&number.to_string()))
+                .append(HostId::MASTER, at, note(&number.to_string()))
                 .expect("it is short");
-            assert_eq!((given, log.packed(number)), (number, Some(&body[..])));
+            assert_eq!((given, log.packed_entry(number)), (number, Some(&body[..])));
         }
         let oldest = all - EVENTS_MAX as u64 + 1;
         assert_eq!(numbers(&log, 0, 2), [oldest, oldest + 1]);
@@ -286,15 +288,19 @@ mod tests {
             let (number, at, kind) = (event.number, event.at, event.kind);
             assert_eq!(
                 (at, kind),
-                (Micros::from_secs(number), said(&number.to_string()))
+                (Micros::from_secs(number), note(&number.to_string()))
             );
         }
         assert_eq!(
-            (log.packed(oldest - 1), log.packed(all + 1), log.packed(0)),
+            (
+                log.packed_entry(oldest - 1),
+                log.packed_entry(all + 1),
+                log.packed_entry(0)
+            ),
             (None, None, None)
         );
-        let kept: usize = log.kept.iter().map(|block| block.ends.len()).sum();
-        let of_oldest = log.kept[0].ends.len();
+        let kept: usize = log.blocks.iter().map(|block| block.ends.len()).sum();
+        let of_oldest = log.blocks[0].ends.len();
         assert!(
             (EVENTS_MAX..EVENTS_MAX + of_oldest).contains(&kept),
             "{kept} entries are kept"
@@ -313,11 +319,11 @@ mod tests {
         let fit = (EVENTS_BYTES_MAX / long.len()) as u64;
         for number in 1..=fit + 20 {
             let given = log
-                .append(HostId::MASTER, Micros(0), said(&long))
+                .append(HostId::MASTER, Micros(0), note(&long))
                 .map(|(given, _)| given);
             assert_eq!(given, Ok(number));
             assert!(
-                log.append(HostId::MASTER, Micros(0), said(&too_long))
+                log.append(HostId::MASTER, Micros(0), note(&too_long))
                     .is_err()
             );
         }

@@ -6,7 +6,7 @@
 //! not affect a barrier, because another task may take its place.
 
 use super::Machine;
-use super::asks::Asker;
+use super::rpc::RpcCaller;
 use sempa_proto::checkpoint::SavedGroup;
 use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, Meeting};
 use sempa_proto::host::Question;
@@ -20,30 +20,30 @@ pub(super) const MEMBERSHIPS_MAX: usize = 1 << 20;
 /// Largest total size of all group names, in bytes.
 pub(super) const NAMES_BYTES_MAX: usize = 16 << 20;
 
-type Failed = (PvmError, String);
-type Name = Arc<[u8]>;
+type GroupError = (PvmError, String);
+type GroupName = Arc<[u8]>;
 
 /// The reply to a group request.
 #[derive(Debug, PartialEq)]
-pub(super) struct Answer {
+pub(super) struct GroupAnswer {
     pub(super) tid: Tid,
     pub(super) id: RequestId,
-    pub(super) result: Result<GroupReply, Failed>,
+    pub(super) result: Result<GroupReply, GroupError>,
 }
 
 /// Members that wait for each other in a barrier or a freeze.
 #[derive(Debug)]
-struct Waiters {
-    wanted: usize,
+struct Rendezvous {
+    required: usize,
     /// The barrier includes all current members: it does not wait for a member that leaves.
-    all: bool,
+    all_members: bool,
     waiting: BTreeMap<Tid, RequestId>,
 }
 
-impl Waiters {
+impl Rendezvous {
     fn info(&self) -> Meeting {
         Meeting {
-            wanted: self.wanted as u32,
+            wanted: self.required as u32,
             waiting: self.waiting.keys().copied().collect(),
         }
     }
@@ -51,7 +51,7 @@ impl Waiters {
 
 /// The two requests in which members wait for each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum RendezvousKind {
     Barrier,
     Freeze,
 }
@@ -60,26 +60,29 @@ enum Kind {
 struct Group {
     state: GroupState,
     /// Number of members at the time of the freeze.
-    frozen: usize,
+    frozen_size: usize,
     /// Indexed by instance; NONE for a free instance. In a dynamic group the last instance is
     /// always taken.
     members: Vec<Tid>,
     instances: BTreeMap<Tid, usize>,
-    free: BTreeSet<usize>,
-    barrier: Option<Waiters>,
-    freeze: Option<Waiters>,
+    free_instances: BTreeSet<usize>,
+    barrier: Option<Rendezvous>,
+    freeze: Option<Rendezvous>,
 }
 
 impl Group {
-    fn meeting(&mut self, kind: Kind) -> &mut Option<Waiters> {
+    fn rendezvous(&mut self, kind: RendezvousKind) -> &mut Option<Rendezvous> {
         match kind {
-            Kind::Barrier => &mut self.barrier,
-            Kind::Freeze => &mut self.freeze,
+            RendezvousKind::Barrier => &mut self.barrier,
+            RendezvousKind::Freeze => &mut self.freeze,
         }
     }
 
     fn add(&mut self, tid: Tid) -> usize {
-        let instance = self.free.pop_first().unwrap_or(self.members.len());
+        let instance = self
+            .free_instances
+            .pop_first()
+            .unwrap_or(self.members.len());
         if instance == self.members.len() {
             self.members.push(tid);
         } else {
@@ -95,14 +98,14 @@ impl Group {
             return;
         };
         self.members[instance] = Tid::NONE;
-        self.free.insert(instance);
+        self.free_instances.insert(instance);
         if self.state != GroupState::Dynamic {
             self.state = GroupState::Broken;
             return;
         }
         while self.members.last() == Some(&Tid::NONE) {
             self.members.pop();
-            self.free.remove(&self.members.len());
+            self.free_instances.remove(&self.members.len());
         }
     }
 
@@ -111,45 +114,45 @@ impl Group {
         if self.state == GroupState::Dynamic {
             self.instances.len()
         } else {
-            self.frozen
+            self.frozen_size
         }
     }
 
-    fn info(&self, name: &Name) -> GroupInfo {
+    fn info(&self, name: &GroupName) -> GroupInfo {
         GroupInfo {
             name: name.to_vec(),
             state: self.state,
             members: self.members.clone(),
-            barrier: self.barrier.as_ref().map(Waiters::info),
-            freeze: self.freeze.as_ref().map(Waiters::info),
+            barrier: self.barrier.as_ref().map(Rendezvous::info),
+            freeze: self.freeze.as_ref().map(Rendezvous::info),
         }
     }
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Groups {
-    groups: BTreeMap<Name, Group>,
-    of: BTreeMap<Tid, BTreeSet<Name>>,
+    groups: BTreeMap<GroupName, Group>,
+    groups_of_task: BTreeMap<Tid, BTreeSet<GroupName>>,
     memberships: usize,
     names_bytes: usize,
-    out: VecDeque<Answer>,
+    out: VecDeque<GroupAnswer>,
 }
 
 impl Groups {
     /// Returns all tasks that are in a group.
     pub(super) fn members(&self) -> impl Iterator<Item = Tid> {
-        self.of.keys().copied()
+        self.groups_of_task.keys().copied()
     }
 
     /// Returns the groups of these tasks, for a checkpoint. Waiting barriers and freezes are not
     /// included, because the tasks repeat these requests after a restart.
-    pub(super) fn saved(&self, tasks: &[Tid]) -> Vec<SavedGroup> {
+    pub(super) fn save(&self, tasks: &[Tid]) -> Vec<SavedGroup> {
         let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
         let member = |tid: &Tid| if tasks.contains(tid) { *tid } else { Tid::NONE };
-        let save = |(name, group): (&Name, &Group)| SavedGroup {
+        let save = |(name, group): (&GroupName, &Group)| SavedGroup {
             name: name.to_vec(),
             state: group.state,
-            frozen: u32::try_from(group.frozen).unwrap_or(u32::MAX),
+            frozen: u32::try_from(group.frozen_size).unwrap_or(u32::MAX),
             members: group.members.iter().map(member).collect(),
         };
         let has_some = |group: &SavedGroup| group.members.iter().any(|tid| *tid != Tid::NONE);
@@ -157,7 +160,7 @@ impl Groups {
     }
 
     /// Returns the requests that wait for other members.
-    pub(super) fn open(&self) -> impl Iterator<Item = (Tid, RequestId)> {
+    pub(super) fn open_requests(&self) -> impl Iterator<Item = (Tid, RequestId)> {
         let meetings = self
             .groups
             .values()
@@ -168,11 +171,11 @@ impl Groups {
 
     /// Returns the names of those groups that already exist. Their members could not get their
     /// instance numbers back.
-    pub(super) fn taken(&self, saved: &[SavedGroup]) -> Vec<String> {
+    pub(super) fn existing_names(&self, saved: &[SavedGroup]) -> Vec<String> {
         let taken = saved
             .iter()
             .filter(|group| self.groups.contains_key(&group.name[..]));
-        taken.map(|group| shown(&group.name)).collect()
+        taken.map(|group| display_name(&group.name)).collect()
     }
 
     /// Creates groups as they were saved. A group that exists meanwhile is left unchanged.
@@ -187,26 +190,29 @@ impl Groups {
             let count = members.iter().filter(|tid| **tid != Tid::NONE).count();
             let fits =
                 self.memberships + count <= MEMBERSHIPS_MAX && !self.groups.contains_key(&name[..]);
-            let Some(name) = fits.then(|| self.found(name).ok()).flatten() else {
+            let Some(name) = fits.then(|| self.reserve_name(name).ok()).flatten() else {
                 continue;
             };
             let mut group = Group {
                 state: *state,
-                frozen: *frozen as usize,
+                frozen_size: *frozen as usize,
                 ..Group::default()
             };
             for (instance, tid) in members.iter().enumerate() {
                 group.members.push(*tid);
                 if *tid == Tid::NONE {
-                    group.free.insert(instance);
+                    group.free_instances.insert(instance);
                 } else {
                     group.instances.insert(*tid, instance);
-                    self.of.entry(*tid).or_default().insert(name.clone());
+                    self.groups_of_task
+                        .entry(*tid)
+                        .or_default()
+                        .insert(name.clone());
                 }
             }
             while group.state == GroupState::Dynamic && group.members.last() == Some(&Tid::NONE) {
                 group.members.pop();
-                group.free.remove(&group.members.len());
+                group.free_instances.remove(&group.members.len());
             }
             self.memberships += count;
             self.groups.insert(name, group);
@@ -223,10 +229,10 @@ impl Groups {
                 Ok(GroupReply::Number(0))
             }
             GroupRequest::Barrier { group, count } => {
-                return self.meet(Kind::Barrier, (tid, id), &group, count);
+                return self.enter_rendezvous(RendezvousKind::Barrier, (tid, id), &group, count);
             }
             GroupRequest::Freeze { group, count } => {
-                return self.meet(Kind::Freeze, (tid, id), &group, count);
+                return self.enter_rendezvous(RendezvousKind::Freeze, (tid, id), &group, count);
             }
             GroupRequest::Instance { group, tid } => self.instance(tid, &group),
             GroupRequest::Member { group, instance } => self.member(instance, &group),
@@ -244,36 +250,36 @@ impl Groups {
     }
 
     /// Returns the next reply, or `None`.
-    pub(super) fn poll(&mut self) -> Option<Answer> {
+    pub(super) fn poll(&mut self) -> Option<GroupAnswer> {
         self.out.pop_front()
     }
 
     /// Removes a task that has ended from all its groups.
-    pub(super) fn ended(&mut self, tid: Tid) {
+    pub(super) fn remove_ended_task(&mut self, tid: Tid) {
         self.leave_all(
             tid,
             Some(&format!("{tid}, a member of the group, has ended")),
         );
     }
 
-    fn answer(&mut self, tid: Tid, id: RequestId, result: Result<GroupReply, Failed>) {
-        self.out.push_back(Answer { tid, id, result });
+    fn answer(&mut self, tid: Tid, id: RequestId, result: Result<GroupReply, GroupError>) {
+        self.out.push_back(GroupAnswer { tid, id, result });
     }
 
-    fn get(&self, name: &[u8]) -> Result<(&Name, &Group), Failed> {
+    fn get(&self, name: &[u8]) -> Result<(&GroupName, &Group), GroupError> {
         self.groups.get_key_value(name).ok_or_else(|| {
             if name.is_empty() {
                 (PvmError::NullGroup, "a group needs a name".to_string())
             } else {
                 (
                     PvmError::NoGroup,
-                    format!("there is no group {}", shown(name)),
+                    format!("there is no group {}", display_name(name)),
                 )
             }
         })
     }
 
-    fn join(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, Failed> {
+    fn join(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
         let known = match self.get(name) {
             Ok((name, group)) => Some((name.clone(), group)),
             Err((PvmError::NoGroup, _)) => None,
@@ -283,13 +289,13 @@ impl Groups {
             if group.state != GroupState::Dynamic {
                 return Err((
                     PvmError::NotInGroup,
-                    format!("group {} is frozen: nobody can join", shown(name)),
+                    format!("group {} is frozen: nobody can join", display_name(name)),
                 ));
             }
             if group.instances.contains_key(&tid) {
                 return Err((
                     PvmError::DupGroup,
-                    format!("{tid} is in group {} already", shown(name)),
+                    format!("{tid} is in group {} already", display_name(name)),
                 ));
             }
         }
@@ -301,16 +307,19 @@ impl Groups {
         }
         let name = match known {
             Some((name, _)) => name,
-            None => self.found(name)?,
+            None => self.reserve_name(name)?,
         };
         self.memberships += 1;
-        self.of.entry(tid).or_default().insert(name.clone());
+        self.groups_of_task
+            .entry(tid)
+            .or_default()
+            .insert(name.clone());
         let instance = self.groups.entry(name).or_default().add(tid);
         Ok(GroupReply::Number(instance as i32))
     }
 
     /// Checks the name of a new group against the limits and reserves its bytes.
-    fn found(&mut self, name: &[u8]) -> Result<Name, Failed> {
+    fn reserve_name(&mut self, name: &[u8]) -> Result<GroupName, GroupError> {
         if name.len() > NAME_BYTES_MAX {
             return Err((
                 PvmError::OutOfRes,
@@ -326,10 +335,10 @@ impl Groups {
         Ok(name.into())
     }
 
-    fn leave(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, Failed> {
+    fn leave(&mut self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
         let (name, group) = self.get(name)?;
         if !group.instances.contains_key(&tid) {
-            return Err(not_in(tid, name));
+            return Err(not_in_group(tid, name));
         }
         let name = name.clone();
         self.remove(tid, &name, None);
@@ -337,26 +346,26 @@ impl Groups {
     }
 
     fn leave_all(&mut self, tid: Tid, ended: Option<&str>) {
-        for name in self.of.get(&tid).cloned().unwrap_or_default() {
+        for name in self.groups_of_task.get(&tid).cloned().unwrap_or_default() {
             self.remove(tid, &name, ended);
         }
     }
 
     /// Removes a member. `ended` describes how it ended; `None` if it left the group by request.
-    fn remove(&mut self, tid: Tid, name: &Name, ended: Option<&str>) {
+    fn remove(&mut self, tid: Tid, name: &GroupName, ended: Option<&str>) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
         };
         group.remove(tid);
         self.memberships -= 1;
-        if let Some(names) = self.of.get_mut(&tid) {
+        if let Some(names) = self.groups_of_task.get_mut(&tid) {
             names.remove(name);
             if names.is_empty() {
-                self.of.remove(&tid);
+                self.groups_of_task.remove(&tid);
             }
         }
-        for kind in [Kind::Barrier, Kind::Freeze] {
-            self.member_less(tid, name, kind, ended);
+        for kind in [RendezvousKind::Barrier, RendezvousKind::Freeze] {
+            self.update_rendezvous(tid, name, kind, ended);
         }
         if self
             .groups
@@ -369,22 +378,28 @@ impl Groups {
     }
 
     /// Updates a barrier or a freeze after a member was removed.
-    fn member_less(&mut self, tid: Tid, name: &Name, kind: Kind, ended: Option<&str>) {
+    fn update_rendezvous(
+        &mut self,
+        tid: Tid,
+        name: &GroupName,
+        kind: RendezvousKind,
+        ended: Option<&str>,
+    ) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
         };
         let (broken, left) = (group.state == GroupState::Broken, group.instances.len());
-        let Some(meeting) = group.meeting(kind) else {
+        let Some(meeting) = group.rendezvous(kind) else {
             return;
         };
-        let own = meeting.waiting.remove(&tid);
-        if meeting.all && ended.is_none() {
-            meeting.wanted = meeting.wanted.min(left);
+        let own_request = meeting.waiting.remove(&tid);
+        if meeting.all_members && ended.is_none() {
+            meeting.required = meeting.required.min(left);
         }
-        let wanted = meeting.wanted;
+        let wanted = meeting.required;
         // A task that has ended needs no reply.
-        if let (Some(id), None) = (own, ended) {
-            self.answer(tid, id, Err(not_in(tid, name)));
+        if let (Some(id), None) = (own_request, ended) {
+            self.answer(tid, id, Err(not_in_group(tid, name)));
         }
         if broken || (ended.is_some() && left < wanted) {
             let what = ended.map_or_else(
@@ -393,32 +408,35 @@ impl Groups {
             );
             let reason = format!(
                 "group {}: {what}; {left} are left of the {wanted} that were wanted",
-                shown(name)
+                display_name(name)
             );
-            self.close(name, kind, &Err((PvmError::NoGroup, reason)));
+            self.finish(name, kind, &Err((PvmError::NoGroup, reason)));
         } else {
-            self.close_if_complete(name, kind);
-            self.forget_if_empty(name, kind);
+            self.finish_if_complete(name, kind);
+            self.remove_if_empty(name, kind);
         }
     }
 
     /// Removes a barrier or a freeze without waiting members, so that the next one may require
     /// another number.
-    fn forget_if_empty(&mut self, name: &Name, kind: Kind) {
+    fn remove_if_empty(&mut self, name: &GroupName, kind: RendezvousKind) {
         if let Some(group) = self.groups.get_mut(name) {
             group
-                .meeting(kind)
+                .rendezvous(kind)
                 .take_if(|meeting| meeting.waiting.is_empty());
         }
     }
 
-    fn instance(&self, tid: Tid, name: &[u8]) -> Result<GroupReply, Failed> {
+    fn instance(&self, tid: Tid, name: &[u8]) -> Result<GroupReply, GroupError> {
         let (name, group) = self.get(name)?;
-        let instance = group.instances.get(&tid).ok_or_else(|| not_in(tid, name))?;
+        let instance = group
+            .instances
+            .get(&tid)
+            .ok_or_else(|| not_in_group(tid, name))?;
         Ok(GroupReply::Number(*instance as i32))
     }
 
-    fn member(&self, instance: i32, name: &[u8]) -> Result<GroupReply, Failed> {
+    fn member(&self, instance: i32, name: &[u8]) -> Result<GroupReply, GroupError> {
         let (name, group) = self.get(name)?;
         let member = usize::try_from(instance)
             .ok()
@@ -427,50 +445,59 @@ impl Groups {
         let tid = member.ok_or_else(|| {
             (
                 PvmError::NoInst,
-                format!("group {} has no instance {instance}", shown(name)),
+                format!("group {} has no instance {instance}", display_name(name)),
             )
         })?;
         Ok(GroupReply::Number(tid.raw()))
     }
 
     /// Adds a member to a barrier or a freeze.
-    fn meet(&mut self, kind: Kind, (tid, id): (Tid, RequestId), name: &[u8], count: i32) {
-        match self.enter(kind, (tid, id), name, count) {
-            Ok(name) => self.close_if_complete(&name, kind),
+    fn enter_rendezvous(
+        &mut self,
+        kind: RendezvousKind,
+        (tid, id): (Tid, RequestId),
+        name: &[u8],
+        count: i32,
+    ) {
+        match self.add_waiter(kind, (tid, id), name, count) {
+            Ok(name) => self.finish_if_complete(&name, kind),
             Err(failed) => self.answer(tid, id, Err(failed)),
         }
     }
 
-    fn enter(
+    fn add_waiter(
         &mut self,
-        kind: Kind,
+        kind: RendezvousKind,
         (tid, id): (Tid, RequestId),
         name: &[u8],
         count: i32,
-    ) -> Result<Name, Failed> {
+    ) -> Result<GroupName, GroupError> {
         let (name, group) = self.get(name)?;
         let name = name.clone();
         if !group.instances.contains_key(&tid) {
-            return Err(not_in(tid, &name));
+            return Err(not_in_group(tid, &name));
         }
         match (kind, group.state) {
-            (Kind::Freeze, GroupState::Static | GroupState::Broken) => {
+            (RendezvousKind::Freeze, GroupState::Static | GroupState::Broken) => {
                 return Err((
                     PvmError::DupGroup,
-                    format!("group {} is frozen already", shown(&name)),
+                    format!("group {} is frozen already", display_name(&name)),
                 ));
             }
-            (Kind::Barrier, GroupState::Broken) => {
+            (RendezvousKind::Barrier, GroupState::Broken) => {
                 return Err((
                     PvmError::NoGroup,
-                    format!("a member of the frozen group {} is missing", shown(&name)),
+                    format!(
+                        "a member of the frozen group {} is missing",
+                        display_name(&name)
+                    ),
                 ));
             }
             _ => {}
         }
-        let all = kind == Kind::Barrier && count == ALL_MEMBERS;
+        let all_members = kind == RendezvousKind::Barrier && count == ALL_MEMBERS;
         let size = group.instances.len();
-        let wanted = if all {
+        let wanted = if all_members {
             Some(size)
         } else {
             usize::try_from(count).ok().filter(|count| *count > 0)
@@ -478,59 +505,64 @@ impl Groups {
         let mismatch = |reason: String| {
             (
                 PvmError::Mismatch,
-                format!("group {}: {reason}", shown(&name)),
+                format!("group {}: {reason}", display_name(&name)),
             )
         };
-        let wanted = wanted.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
+        let required = wanted.ok_or_else(|| mismatch(format!("{count} members cannot meet")))?;
         let group = self.groups.get_mut(&name).expect("just found");
-        let meeting = group.meeting(kind).get_or_insert(Waiters {
-            wanted,
-            all,
+        let meeting = group.rendezvous(kind).get_or_insert(Rendezvous {
+            required,
+            all_members,
             waiting: BTreeMap::new(),
         });
         if meeting.waiting.contains_key(&tid) {
             return Err((
                 PvmError::Already,
-                format!("{tid} waits in group {} already", shown(&name)),
+                format!("{tid} waits in group {} already", display_name(&name)),
             ));
         }
-        if meeting.wanted != wanted && !(all && meeting.all) {
+        if meeting.required != required && !(all_members && meeting.all_members) {
             return Err(mismatch(format!(
-                "{} members are waited for, not {wanted}",
-                meeting.wanted
+                "{} members are waited for, not {required}",
+                meeting.required
             )));
         }
         meeting.waiting.insert(tid, id);
         Ok(name)
     }
 
-    fn close_if_complete(&mut self, name: &Name, kind: Kind) {
+    fn finish_if_complete(&mut self, name: &GroupName, kind: RendezvousKind) {
         let Some(group) = self.groups.get_mut(name) else {
             return;
         };
         let Some(meeting) = group
-            .meeting(kind)
+            .rendezvous(kind)
             .as_ref()
-            .filter(|m| m.waiting.len() >= m.wanted)
+            .filter(|m| m.waiting.len() >= m.required)
         else {
             return;
         };
         let number = match kind {
-            Kind::Barrier => 0,
-            Kind::Freeze => meeting.wanted as i32,
+            RendezvousKind::Barrier => 0,
+            RendezvousKind::Freeze => meeting.required as i32,
         };
-        if kind == Kind::Freeze {
-            (group.state, group.frozen) = (GroupState::Static, group.instances.len());
+        if kind == RendezvousKind::Freeze {
+            (group.state, group.frozen_size) = (GroupState::Static, group.instances.len());
         }
-        self.close(name, kind, &Ok(GroupReply::Number(number)));
+        self.finish(name, kind, &Ok(GroupReply::Number(number)));
     }
 
     /// Replies to all members that wait.
-    fn close(&mut self, name: &Name, kind: Kind, result: &Result<GroupReply, Failed>) {
+    fn finish(
+        &mut self,
+        name: &GroupName,
+        kind: RendezvousKind,
+        result: &Result<GroupReply, GroupError>,
+    ) {
         let Some(meeting) = self
             .groups
             .get_mut(name)
-            .and_then(|group| group.meeting(kind).take())
+            .and_then(|group| group.rendezvous(kind).take())
         else {
             return;
         };
@@ -540,14 +572,14 @@ impl Groups {
     }
 }
 
-fn shown(name: &[u8]) -> String {
+fn display_name(name: &[u8]) -> String {
     String::from_utf8_lossy(name).into_owned()
 }
 
-fn not_in(tid: Tid, name: &[u8]) -> Failed {
+fn not_in_group(tid: Tid, name: &[u8]) -> GroupError {
     (
         PvmError::NotInGroup,
-        format!("{tid} is not in group {}", shown(name)),
+        format!("{tid} is not in group {}", display_name(name)),
     )
 }
 
@@ -559,29 +591,29 @@ impl Machine {
         };
         let joins = matches!(request, GroupRequest::Join { .. });
         master.groups.handle(tid, id, request);
-        self.answer_groups();
+        self.send_group_replies();
         if joins {
             // The notice of the task's exit comes on another channel and may have overtaken this
             // request.
-            self.ask_about(
+            self.call_host_of_task(
                 tid,
                 Question::Watch { tid, watcher: tid },
-                Asker::Member { tid },
+                RpcCaller::GroupMember { tid },
             );
         }
     }
 
     /// Master: removes a task that has ended from its groups.
-    pub(super) fn member_ended(&mut self, tid: Tid) {
+    pub(super) fn remove_ended_member(&mut self, tid: Tid) {
         let Some(master) = &mut self.master else {
             return;
         };
-        master.groups.ended(tid);
-        self.answer_groups();
+        master.groups.remove_ended_task(tid);
+        self.send_group_replies();
     }
 
-    fn answer_groups(&mut self) {
-        while let Some(Answer { tid, id, result }) =
+    fn send_group_replies(&mut self) {
+        while let Some(GroupAnswer { tid, id, result }) =
             self.master.as_mut().and_then(|m| m.groups.poll())
         {
             match result {

@@ -16,11 +16,11 @@ pub(super) const LINE_BYTES_MAX: usize = 4096;
 /// Relative speed of a host for which the user gives none.
 const SPEED_DEFAULT: i32 = 1000;
 
-type Refused = (PvmError, String);
+type LineError = (PvmError, String);
 
 /// Options on a line; `None` for an option that is not given.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Options {
+pub(super) struct HostOptions {
     login: Option<String>,
     command: Option<String>,
     search_path: Option<String>,
@@ -31,10 +31,10 @@ pub(super) struct Options {
     debugger: Option<String>,
 }
 
-impl Options {
+impl HostOptions {
     /// Returns these options, completed by those of `other`.
-    fn over(self, other: &Options) -> Options {
-        Options {
+    fn with_defaults(self, other: &HostOptions) -> HostOptions {
+        HostOptions {
             login: self.login.or_else(|| other.login.clone()),
             command: self.command.or_else(|| other.command.clone()),
             search_path: self.search_path.or_else(|| other.search_path.clone()),
@@ -47,7 +47,7 @@ impl Options {
     }
 
     /// Returns the plan for a host with these options.
-    fn plan(self, name: String, id: HostId) -> HostPlan {
+    fn into_plan(self, name: String, id: HostId) -> HostPlan {
         HostPlan {
             id,
             contact: self.contact.unwrap_or_else(|| name.clone()),
@@ -65,12 +65,12 @@ impl Options {
 
 /// Content of one line of the host file.
 #[derive(Debug, PartialEq, Eq)]
-enum Line {
-    Nothing,
-    Defaults(Options),
+enum ParsedLine {
+    Empty,
+    Defaults(HostOptions),
     Host {
         name: String,
-        options: Options,
+        options: HostOptions,
         start: bool,
     },
 }
@@ -78,29 +78,29 @@ enum Line {
 /// Options of the hosts in the host file. They also apply when a host is added later.
 #[derive(Debug, Default)]
 pub(super) struct HostFile {
-    known: BTreeMap<String, Options>,
-    defaults: Options,
+    hosts: BTreeMap<String, HostOptions>,
+    defaults: HostOptions,
 }
 
 impl HostFile {
     /// Parses the lines. Also returns the hosts to start immediately, and each line that is not
     /// valid, with the reason.
-    pub(super) fn read(
+    pub(super) fn parse_lines(
         lines: &[String],
         own_name: &str,
     ) -> (HostFile, Vec<String>, Vec<(String, String)>) {
         let (mut file, mut start_now, mut ignored) = (HostFile::default(), Vec::new(), Vec::new());
         for line in lines {
-            match parse(line) {
-                Ok(Line::Nothing) => {}
-                Ok(Line::Defaults(options)) => file.defaults = options,
-                Ok(Line::Host {
+            match parse_line(line) {
+                Ok(ParsedLine::Empty) => {}
+                Ok(ParsedLine::Defaults(options)) => file.defaults = options,
+                Ok(ParsedLine::Host {
                     name,
                     options,
                     start,
                 }) => {
-                    file.known
-                        .insert(name.clone(), options.over(&file.defaults));
+                    file.hosts
+                        .insert(name.clone(), options.with_defaults(&file.defaults));
                     if start && name != own_name {
                         start_now.push(name);
                     }
@@ -112,21 +112,21 @@ impl HostFile {
     }
 
     /// Returns the options of a host, or the defaults if the file does not name the host.
-    pub(super) fn options(&self, name: &str) -> &Options {
-        self.known.get(name).unwrap_or(&self.defaults)
+    pub(super) fn options(&self, name: &str) -> &HostOptions {
+        self.hosts.get(name).unwrap_or(&self.defaults)
     }
 
     /// Returns the plan for the host on a line, which gets this index.
     ///
     /// # Errors
     /// A PVM error code and a sentence for a line that is not valid.
-    pub(super) fn plan(&self, line: &str, id: HostId) -> Result<HostPlan, Refused> {
-        match parse(line)? {
-            Line::Host { name, options, .. } => {
-                let options = options.over(self.options(&name));
-                Ok(options.plan(name, id))
+    pub(super) fn plan(&self, line: &str, id: HostId) -> Result<HostPlan, LineError> {
+        match parse_line(line)? {
+            ParsedLine::Host { name, options, .. } => {
+                let options = options.with_defaults(self.options(&name));
+                Ok(options.into_plan(name, id))
             }
-            Line::Nothing | Line::Defaults(_) => {
+            ParsedLine::Empty | ParsedLine::Defaults(_) => {
                 Err((PvmError::BadParam, format!("{line:?} names no host")))
             }
         }
@@ -135,14 +135,14 @@ impl HostFile {
 
 /// Returns the plan for the master itself: from its own line in the host file, or from the
 /// defaults.
-pub fn own_plan(lines: &[String], own_name: &str) -> HostPlan {
-    let (file, ..) = HostFile::read(lines, own_name);
+pub fn master_plan(lines: &[String], own_name: &str) -> HostPlan {
+    let (file, ..) = HostFile::parse_lines(lines, own_name);
     file.options(own_name)
         .clone()
-        .plan(own_name.to_string(), HostId::MASTER)
+        .into_plan(own_name.to_string(), HostId::MASTER)
 }
 
-fn parse(line: &str) -> Result<Line, Refused> {
+fn parse_line(line: &str) -> Result<ParsedLine, LineError> {
     let bad = |reason: String| (PvmError::BadParam, reason);
     if line.len() > LINE_BYTES_MAX {
         return Err(bad(format!("it is longer than {LINE_BYTES_MAX} bytes")));
@@ -153,9 +153,9 @@ fn parse(line: &str) -> Result<Line, Refused> {
         .unwrap_or_default()
         .split_whitespace();
     let Some(first) = words.next() else {
-        return Ok(Line::Nothing);
+        return Ok(ParsedLine::Empty);
     };
-    let mut options = Options::default();
+    let mut options = HostOptions::default();
     // A space may separate a prefix from the name.
     let (prefix, mut name) = match first.chars().next() {
         Some(c @ ('&' | '$' | '*')) => (Some(c), first[1..].to_string()),
@@ -201,8 +201,8 @@ fn parse(line: &str) -> Result<Line, Refused> {
         }
     }
     Ok(match prefix {
-        Some('*') => Line::Defaults(options),
-        prefix => Line::Host {
+        Some('*') => ParsedLine::Defaults(options),
+        prefix => ParsedLine::Host {
             name,
             options,
             start: prefix != Some('&'),
@@ -214,7 +214,7 @@ fn parse(line: &str) -> Result<Line, Refused> {
 mod tests {
     use super::*;
 
-    fn plan(file: &HostFile, line: &str) -> Result<HostPlan, Refused> {
+    fn plan(file: &HostFile, line: &str) -> Result<HostPlan, LineError> {
         file.plan(line, HostId::MASTER)
     }
 
@@ -231,7 +231,7 @@ mod tests {
             "",
         ]
         .map(String::from);
-        let (file, start, ignored) = HostFile::read(&lines, "h1");
+        let (file, start, ignored) = HostFile::parse_lines(&lines, "h1");
         assert_eq!(start, ["h3"]);
         assert_eq!(ignored.len(), 1);
         let h2 = plan(&file, "h2 wd=/tmp ip=10.0.0.2 # comment").expect("good");
@@ -250,7 +250,7 @@ mod tests {
     #[test]
     fn master_plan_uses_own_line_or_last_defaults() {
         let lines = ["* wd=/a ep=/e", "h1 wd=/b ip=10.0.0.1 bx=/d", "* wd=/c"].map(String::from);
-        let own = own_plan(&lines, "h1");
+        let own = master_plan(&lines, "h1");
         assert_eq!(
             (own.work_dir.as_deref(), own.search_path.as_deref()),
             (Some("/b"), Some("/e"))
@@ -259,7 +259,7 @@ mod tests {
             (own.debugger.as_deref(), own.contact.as_str()),
             (Some("/d"), "10.0.0.1")
         );
-        let own = own_plan(&lines, "h2");
+        let own = master_plan(&lines, "h2");
         assert_eq!(
             (
                 own.work_dir.as_deref(),

@@ -17,20 +17,20 @@ use sempa_proto::{Epoch, HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Time from the order to start a daemon until it must have started.
-const START_TIME: Micros = Micros::from_secs(120);
+const START_TIMEOUT: Micros = Micros::from_secs(120);
 /// The same for a daemon that a person starts. Such daemons are requested one at a time, so each
 /// one that waits adds this time.
-const HAND_TIME: Micros = Micros::from_secs(660);
+const MANUAL_START_TIMEOUT: Micros = Micros::from_secs(660);
 /// Time for a started daemon to establish its session. The daemon itself gives up slightly earlier.
-const CONNECT_TIME: Micros = Micros::from_secs(40);
+const CONNECT_TIMEOUT: Micros = Micros::from_secs(40);
 /// Time for a deleted host to end its tasks.
-const DISMISS_TIME: Micros = Micros::from_secs(10);
+const REMOVAL_TIMEOUT: Micros = Micros::from_secs(10);
 /// Largest number of open requests to add hosts.
-const ADDS_OPEN_MAX: usize = 1024;
+const ADD_REQUESTS_MAX: usize = 1024;
 
 /// Origin of a request to add hosts.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Wanting {
+pub(super) enum AddRequester {
     Task {
         tid: Tid,
         id: RequestId,
@@ -47,47 +47,47 @@ pub(super) enum Wanting {
 
 /// Requests from the host file, served at the start.
 #[derive(Debug)]
-pub(super) struct HostFileBegin {
-    pub(super) start: Vec<String>,
+pub(super) struct HostFileStart {
+    pub(super) hosts: Vec<String>,
     /// Lines that are not valid, with the reason.
-    pub(super) ignored: Vec<(String, String)>,
+    pub(super) invalid_lines: Vec<(String, String)>,
 }
 
 #[derive(Debug)]
-struct Starting {
-    job: u64,
+struct StartAttempt {
+    request: u64,
     slot: usize,
     plan: HostPlan,
     started: Option<StartedHost>,
     connected: bool,
     /// Deadline of the current phase.
-    until: Micros,
+    deadline: Micros,
 }
 
 /// A started host that is waiting for the next table change.
 #[derive(Clone, Debug)]
-struct Joining {
-    job: u64,
+struct JoiningHost {
+    request: u64,
     slot: usize,
     entry: HostEntry,
 }
 
 #[derive(Debug)]
-struct AddJob {
-    wanting: Wanting,
+struct AddRequest {
+    requester: AddRequester,
     names: Vec<String>,
-    slots: Vec<Option<AddedHost>>,
+    results: Vec<Option<AddedHost>>,
     /// Number of attempts in progress.
-    starting: usize,
-    ready: Vec<Joining>,
+    starting_count: usize,
+    ready: Vec<JoiningHost>,
 }
 
 #[derive(Debug)]
-struct DelJob {
+struct DeleteRequest {
     tid: Tid,
     id: RequestId,
     results: Vec<Result<(), PvmError>>,
-    open: BTreeSet<HostId>,
+    remaining: BTreeSet<HostId>,
 }
 
 #[derive(Clone, Debug)]
@@ -95,67 +95,67 @@ struct Removal {
     host: HostId,
     why: String,
     /// The host is alive and must be told to end.
-    dismiss: bool,
+    must_halt: bool,
 }
 
 /// A table change in progress.
 #[derive(Debug)]
-struct Change {
+struct TableChange {
     table: HostTable,
-    add: Vec<Joining>,
-    remove: Vec<Removal>,
+    added: Vec<JoiningHost>,
+    removed: Vec<Removal>,
     committed: bool,
     /// Hosts that have not acknowledged the current phase.
-    waiting: BTreeSet<HostId>,
+    awaited_hosts: BTreeSet<HostId>,
 }
 
 /// Hosts that are being added to the virtual machine or removed from it.
 #[derive(Debug, Default)]
-pub(super) struct Hosts {
+pub(super) struct HostChanges {
     pub(super) file: HostFile,
     /// Processed with the first event, which brings the time of day.
-    begin: Option<HostFileBegin>,
+    host_file_start: Option<HostFileStart>,
     last_index: u16,
     last_start: u64,
-    last_job: u64,
-    starting: BTreeMap<StartId, Starting>,
-    adds: BTreeMap<u64, AddJob>,
-    dels: Vec<DelJob>,
-    wanted_add: Vec<Joining>,
-    wanted_remove: Vec<Removal>,
-    change: Option<Change>,
+    last_request: u64,
+    starting: BTreeMap<StartId, StartAttempt>,
+    add_requests: BTreeMap<u64, AddRequest>,
+    delete_requests: Vec<DeleteRequest>,
+    pending_adds: Vec<JoiningHost>,
+    pending_removals: Vec<Removal>,
+    change: Option<TableChange>,
     /// Hosts that are out of the table and were told to end, but have not ended yet.
     leaving: BTreeSet<HostId>,
 }
 
-impl Hosts {
+impl HostChanges {
     /// Creates the state for a table that contains only the master, host 1.
-    pub(super) fn new(file: HostFile, begin: Option<HostFileBegin>) -> Hosts {
-        Hosts {
+    pub(super) fn new(file: HostFile, host_file_start: Option<HostFileStart>) -> HostChanges {
+        HostChanges {
             file,
-            begin,
+            host_file_start,
             last_index: HostId::MASTER.index(),
-            ..Hosts::default()
+            ..HostChanges::default()
         }
     }
 
     /// Returns the hosts that have a session, or will soon, but are not in the table in force.
-    pub(super) fn outside(&self) -> Vec<HostId> {
+    pub(super) fn hosts_outside_table(&self) -> Vec<HostId> {
         let starting = self
             .starting
             .values()
             .filter(|s| s.connected)
             .map(|s| s.plan.id);
         let ready = self
-            .adds
+            .add_requests
             .values()
             .flat_map(|a| a.ready.iter())
-            .chain(&self.wanted_add);
+            .chain(&self.pending_adds);
         let changing = self
             .change
             .iter()
             .filter(|c| !c.committed)
-            .flat_map(|c| c.add.iter());
+            .flat_map(|c| c.added.iter());
         starting
             .chain(ready.chain(changing).map(|j| j.entry.id))
             .chain(self.leaving.iter().copied())
@@ -164,68 +164,68 @@ impl Hosts {
 
     /// Returns the new hosts of a change that is not committed. They must be notified of migrations
     /// as well.
-    pub(super) fn joining(&self) -> Vec<HostId> {
+    pub(super) fn joining_hosts(&self) -> Vec<HostId> {
         self.change
             .iter()
             .filter(|c| !c.committed)
-            .flat_map(|c| c.add.iter().map(|j| j.entry.id))
+            .flat_map(|c| c.added.iter().map(|j| j.entry.id))
             .collect()
     }
 
-    fn is_named(&self, name: &str) -> bool {
+    fn is_name_taken(&self, name: &str) -> bool {
         let joining = self
-            .adds
+            .add_requests
             .values()
             .flat_map(|a| a.ready.iter())
-            .chain(&self.wanted_add);
-        let changing = self.change.iter().flat_map(|c| c.add.iter());
+            .chain(&self.pending_adds);
+        let changing = self.change.iter().flat_map(|c| c.added.iter());
         self.starting.values().any(|s| s.plan.name == name)
             || joining.chain(changing).any(|j| j.entry.name == name)
     }
 }
 
 impl Machine {
-    fn hosts(&mut self) -> &mut Hosts {
+    fn host_changes(&mut self) -> &mut HostChanges {
         &mut self
             .master
             .as_mut()
             .expect("only the master changes the host table")
-            .hosts
+            .host_changes
     }
 
     /// Master: reports the lines of the host file that are not valid, and starts the hosts on the
     /// others.
-    pub(super) fn begin_host_file(&mut self) {
+    pub(super) fn process_host_file(&mut self) {
         let Some(begin) = self
             .master
             .as_mut()
-            .and_then(|master| master.hosts.begin.take())
+            .and_then(|master| master.host_changes.host_file_start.take())
         else {
             return;
         };
-        let refused = begin.ignored.len() as u32;
-        for (line, why) in begin.ignored {
+        let refused = begin.invalid_lines.len() as u32;
+        for (line, why) in begin.invalid_lines {
             self.log(format!("the host file's line {line:?} was ignored: {why}"));
             self.record(EventKind::HostRefused { name: line, why });
         }
-        self.add_hosts(&begin.start, Wanting::HostFile { refused });
+        self.add_hosts(&begin.hosts, AddRequester::HostFile { refused });
     }
 
     /// Starts the daemons of these hosts and adds them to the table.
-    pub(super) fn add_hosts(&mut self, lines: &[String], wanting: Wanting) {
+    pub(super) fn add_hosts(&mut self, lines: &[String], requester: AddRequester) {
         let stopping = self.stop.is_some();
-        let hosts = self.hosts();
-        hosts.last_job += 1;
-        let number = hosts.last_job;
-        let full = hosts.adds.len() >= ADDS_OPEN_MAX;
-        let job = AddJob {
-            wanting,
+        let hosts = self.host_changes();
+        hosts.last_request += 1;
+        let number = hosts.last_request;
+        let full = hosts.add_requests.len() >= ADD_REQUESTS_MAX;
+        let job = AddRequest {
+            requester,
             names: lines.to_vec(),
-            slots: vec![None; lines.len()],
-            starting: 0,
+            results: vec![None; lines.len()],
+            starting_count: 0,
             ready: Vec::new(),
         };
-        hosts.adds.insert(number, job);
+        hosts.add_requests.insert(number, job);
         let mut plans = Vec::new();
         for (slot, line) in lines.iter().enumerate() {
             let planned = if stopping {
@@ -236,23 +236,23 @@ impl Machine {
             } else if full {
                 Err((
                     PvmError::OutOfRes,
-                    format!("{ADDS_OPEN_MAX} requests to add hosts are open already"),
+                    format!("{ADD_REQUESTS_MAX} requests to add hosts are open already"),
                 ))
             } else {
                 self.plan_host(line)
             };
             match planned {
                 Ok(plan) => plans.push(self.start_host(number, slot, plan)),
-                Err((error, reason)) => self.slot_failed(number, slot, error, reason),
+                Err((error, reason)) => self.fail_slot(number, slot, error, reason),
             }
         }
         self.start_daemons(plans);
-        self.add_step(number);
+        self.advance_add(number);
     }
 
     /// Returns the plan of a start attempt that has not produced a result.
-    pub(super) fn plan_of(&self, start: StartId) -> Option<HostPlan> {
-        let starting = &self.master.as_ref()?.hosts.starting;
+    pub(super) fn plan_of_start(&self, start: StartId) -> Option<HostPlan> {
+        let starting = &self.master.as_ref()?.host_changes.starting;
         starting
             .get(&start)
             .filter(|s| s.started.is_none())
@@ -260,63 +260,64 @@ impl Machine {
     }
 
     fn plan_host(&mut self, line: &str) -> Result<HostPlan, (PvmError, String)> {
-        let index = self.hosts().last_index + 1;
+        let index = self.host_changes().last_index + 1;
         let Some(id) = HostId::new(index) else {
             return Err((
                 PvmError::OutOfRes,
                 format!("{HOSTS_MAX} hosts have been added; that is all a tid can name"),
             ));
         };
-        let plan = self.hosts().file.plan(line, id)?;
-        if self.table.by_name(&plan.name).is_some() || self.hosts().is_named(&plan.name) {
+        let plan = self.host_changes().file.plan(line, id)?;
+        if self.table.by_name(&plan.name).is_some() || self.host_changes().is_name_taken(&plan.name)
+        {
             return Err((
                 PvmError::DupHost,
                 format!("{} is in the virtual machine already", plan.name),
             ));
         }
-        self.hosts().last_index = index;
+        self.host_changes().last_index = index;
         Ok(plan)
     }
 
-    fn start_host(&mut self, job: u64, slot: usize, plan: HostPlan) -> (StartId, HostPlan) {
+    fn start_host(&mut self, request: u64, slot: usize, plan: HostPlan) -> (StartId, HostPlan) {
         let now = self.now;
-        let hosts = self.hosts();
+        let hosts = self.host_changes();
         let before = hosts
             .starting
             .values()
-            .filter(|s| s.plan.by_hand() && s.started.is_none())
+            .filter(|s| s.plan.is_manual() && s.started.is_none())
             .count() as u64;
-        let time = if plan.by_hand() {
-            Micros(HAND_TIME.0 * (before + 1))
+        let time = if plan.is_manual() {
+            Micros(MANUAL_START_TIMEOUT.0 * (before + 1))
         } else {
-            START_TIME
+            START_TIMEOUT
         };
-        let until = now + time;
+        let deadline = now + time;
         hosts.last_start += 1;
         let start = StartId(hosts.last_start);
-        if let Some(add) = hosts.adds.get_mut(&job) {
-            add.starting += 1;
+        if let Some(add) = hosts.add_requests.get_mut(&request) {
+            add.starting_count += 1;
             add.names[slot] = plan.name.clone();
         }
-        let attempt = Starting {
-            job,
+        let attempt = StartAttempt {
+            request,
             slot,
             plan: plan.clone(),
             started: None,
             connected: false,
-            until,
+            deadline,
         };
         hosts.starting.insert(start, attempt);
-        self.timer(time, Timer::Start(start));
+        self.set_timer(time, Timer::HostStart(start));
         (start, plan)
     }
 
-    fn slot_failed(&mut self, job: u64, slot: usize, error: PvmError, reason: String) {
-        let Some(add) = self.hosts().adds.get_mut(&job) else {
+    fn fail_slot(&mut self, job: u64, slot: usize, error: PvmError, reason: String) {
+        let Some(add) = self.host_changes().add_requests.get_mut(&job) else {
             return;
         };
         let name = add.names[slot].clone();
-        add.slots[slot] = Some(AddedHost {
+        add.results[slot] = Some(AddedHost {
             result: Err(error),
             reason: reason.clone(),
         });
@@ -325,7 +326,7 @@ impl Machine {
     }
 
     /// Handles the result of an attempt to start a daemon.
-    pub(super) fn host_started(
+    pub(super) fn handle_host_started(
         &mut self,
         start: StartId,
         result: Result<StartedHost, (PvmError, String)>,
@@ -335,47 +336,49 @@ impl Machine {
         }
         match result {
             Ok(started) => {
-                let until = self.now + CONNECT_TIME;
-                if let Some(s) = self.hosts().starting.get_mut(&start) {
-                    (s.started, s.until) = (Some(started), until);
-                    self.timer(CONNECT_TIME, Timer::Start(start));
-                    self.start_step(start);
+                let until = self.now + CONNECT_TIMEOUT;
+                if let Some(s) = self.host_changes().starting.get_mut(&start) {
+                    (s.started, s.deadline) = (Some(started), until);
+                    self.set_timer(CONNECT_TIMEOUT, Timer::HostStart(start));
+                    self.advance_start(start);
                 }
             }
-            Err((error, reason)) => self.start_over(start, error, reason),
+            Err((error, reason)) => self.fail_start(start, error, reason),
         }
     }
 
     /// Handles a new session with a host.
-    pub(super) fn host_connected(&mut self, host: HostId) {
-        self.ask_again(host);
-        self.hand_over_again(host);
+    pub(super) fn handle_host_connected(&mut self, host: HostId) {
+        self.resend_requests_to(host);
+        self.repeat_forwarded(host);
         if self.master.is_some() && self.stop.is_some() && self.table.get(host).is_none() {
-            return self.tell_host(host, HostMsg::Shutdown);
+            return self.send_to_host(host, HostMsg::Shutdown);
         }
-        self.tell_of_tracer(host);
+        self.send_tracer_to(host);
         let Some(master) = &mut self.master else {
             return;
         };
         let start = master
-            .hosts
+            .host_changes
             .starting
             .iter_mut()
             .find(|(_, s)| s.plan.id == host);
         if let Some((start, s)) = start {
             s.connected = true;
             let start = *start;
-            self.start_step(start);
-        } else if self.table.get(host).is_none() && !self.hosts().outside().contains(&host) {
+            self.advance_start(start);
+        } else if self.table.get(host).is_none()
+            && !self.host_changes().hosts_outside_table().contains(&host)
+        {
             self.log(format!(
                 "{host} connected, but nobody wants it in; its session was ended"
             ));
-            self.out.push_back(Output::Forget { host });
+            self.outputs.push_back(Output::Disconnect { host });
         }
     }
 
-    fn start_step(&mut self, start: StartId) {
-        let hosts = self.hosts();
+    fn advance_start(&mut self, start: StartId) {
+        let hosts = self.host_changes();
         if !hosts
             .starting
             .get(&start)
@@ -383,8 +386,8 @@ impl Machine {
         {
             return;
         }
-        let Some(Starting {
-            job,
+        let Some(StartAttempt {
+            request,
             slot,
             plan,
             started: Some(started),
@@ -401,84 +404,103 @@ impl Machine {
             dsig: started.dsig,
             addresses: started.addresses,
         };
-        if let Some(add) = hosts.adds.get_mut(&job) {
-            add.starting -= 1;
-            add.ready.push(Joining { job, slot, entry });
+        if let Some(add) = hosts.add_requests.get_mut(&request) {
+            add.starting_count -= 1;
+            add.ready.push(JoiningHost {
+                request,
+                slot,
+                entry,
+            });
         }
-        self.add_step(job);
+        self.advance_add(request);
     }
 
     /// Ends a failed start attempt.
-    fn start_over(&mut self, start: StartId, error: PvmError, reason: String) {
-        let Some(s) = self.hosts().starting.remove(&start) else {
+    fn fail_start(&mut self, start: StartId, error: PvmError, reason: String) {
+        let Some(s) = self.host_changes().starting.remove(&start) else {
             return;
         };
         if s.connected {
-            self.out.push_back(Output::Forget { host: s.plan.id });
+            self.outputs
+                .push_back(Output::Disconnect { host: s.plan.id });
         }
-        if let Some(add) = self.hosts().adds.get_mut(&s.job) {
-            add.starting -= 1;
+        if let Some(add) = self.host_changes().add_requests.get_mut(&s.request) {
+            add.starting_count -= 1;
         }
-        self.slot_failed(s.job, s.slot, error, reason);
-        self.add_step(s.job);
+        self.fail_slot(s.request, s.slot, error, reason);
+        self.advance_add(s.request);
     }
 
     /// Fails a start attempt whose deadline has passed.
-    pub(super) fn start_deadline(&mut self, start: StartId) {
+    pub(super) fn handle_start_timeout(&mut self, start: StartId) {
         let attempt = self
             .master
             .as_ref()
-            .and_then(|m| m.hosts.starting.get(&start));
-        let Some(s) = attempt.filter(|s| s.until <= self.now) else {
+            .and_then(|m| m.host_changes.starting.get(&start));
+        let Some(s) = attempt.filter(|s| s.deadline <= self.now) else {
             return;
         };
         let (name, seconds) = (s.plan.name.clone(), |time: Micros| time.0 / 1_000_000);
         let reason = if s.started.is_some() {
-            let seconds = seconds(CONNECT_TIME);
+            let seconds = seconds(CONNECT_TIMEOUT);
             format!(
                 "the daemon on {name} started, but did not connect within {seconds} s: its UDP way to here is closed, \
                  or somebody else answers at its end"
             )
-        } else if s.plan.by_hand() {
+        } else if s.plan.is_manual() {
             format!("nobody has started the daemon on {name} by hand in time")
         } else {
             format!(
                 "the daemon on {name} did not start within {} s",
-                seconds(START_TIME)
+                seconds(START_TIMEOUT)
             )
         };
-        self.out.push_back(Output::AbandonStart { start });
-        self.start_over(start, PvmError::CantStart, reason);
+        self.outputs.push_back(Output::AbandonStart { start });
+        self.fail_start(start, PvmError::CantStart, reason);
     }
 
     /// Continues a request to add hosts.
-    fn add_step(&mut self, job: u64) {
-        let hosts = self.hosts();
-        let others =
-            hosts.begin.is_some() || hosts.adds.keys().next().is_some_and(|first| *first != job);
-        let Some(add) = hosts.adds.get_mut(&job).filter(|add| add.starting == 0) else {
+    fn advance_add(&mut self, job: u64) {
+        let hosts = self.host_changes();
+        let is_not_first = hosts.host_file_start.is_some()
+            || hosts
+                .add_requests
+                .keys()
+                .next()
+                .is_some_and(|first| *first != job);
+        let Some(add) = hosts
+            .add_requests
+            .get_mut(&job)
+            .filter(|add| add.starting_count == 0)
+        else {
             return;
         };
-        if others && add.slots.is_empty() && matches!(add.wanting, Wanting::Task { .. }) {
+        if is_not_first
+            && add.results.is_empty()
+            && matches!(add.requester, AddRequester::Task { .. })
+        {
             // An empty request is answered after all earlier ones.
             return;
         }
         let ready = std::mem::take(&mut add.ready);
         if !ready.is_empty() {
-            hosts.wanted_add.extend(ready);
-            return self.try_change();
+            hosts.pending_adds.extend(ready);
+            return self.begin_table_change();
         }
-        if add.slots.iter().any(Option::is_none) {
+        if add.results.iter().any(Option::is_none) {
             return;
         }
-        let Some(AddJob { wanting, slots, .. }) = hosts.adds.remove(&job) else {
+        let Some(AddRequest {
+            requester, results, ..
+        }) = hosts.add_requests.remove(&job)
+        else {
             return;
         };
-        let added: Vec<AddedHost> = slots.into_iter().flatten().collect();
-        match wanting {
-            Wanting::Task { tid, id } => self.reply(tid, id, Reply::HostsAdded(added)),
-            Wanting::Rm { rm, wid } => self.rm_added(rm, wid, &added),
-            Wanting::HostFile { refused } => {
+        let added: Vec<AddedHost> = results.into_iter().flatten().collect();
+        match requester {
+            AddRequester::Task { tid, id } => self.reply(tid, id, Reply::HostsAdded(added)),
+            AddRequester::Rm { rm, wid } => self.reply_hosts_added_to_rm(rm, wid, &added),
+            AddRequester::HostFile { refused } => {
                 let joined = added.iter().filter(|added| added.result.is_ok()).count() as u32;
                 let refused = refused + added.len() as u32 - joined;
                 self.record(EventKind::HostFileDone {
@@ -487,20 +509,20 @@ impl Machine {
                 });
             }
         }
-        let waits = self
-            .hosts()
-            .adds
+        let empty_request = self
+            .host_changes()
+            .add_requests
             .first_key_value()
-            .filter(|(_, add)| add.slots.is_empty())
+            .filter(|(_, add)| add.results.is_empty())
             .map(|(job, _)| *job);
-        if let Some(job) = waits {
-            self.add_step(job);
+        if let Some(job) = empty_request {
+            self.advance_add(job);
         }
     }
 
     /// Removes hosts for a task.
     pub(super) fn delete_hosts(&mut self, tid: Tid, id: RequestId, names: &[String]) {
-        let mut open = BTreeSet::new();
+        let mut remaining = BTreeSet::new();
         let mut results = Vec::new();
         for (n, name) in names.iter().enumerate() {
             // As in PVM, a dot stands for the daemon that deletes hosts, whichever task requests
@@ -515,32 +537,32 @@ impl Machine {
                 Some(HostId::MASTER) => Err(PvmError::BadParam),
                 Some(_) if names[..n].contains(name) => Err(PvmError::DupHost),
                 Some(host) => {
-                    open.insert(host);
+                    remaining.insert(host);
                     Ok(())
                 }
             });
         }
-        for host in &open {
-            self.jobs_lost_host(*host);
-            self.want_out(*host, format!("deleted by {tid}"), true);
+        for host in &remaining {
+            self.roll_back_for_lost_host(*host);
+            self.queue_removal(*host, format!("deleted by {tid}"), true);
         }
-        self.hosts().dels.push(DelJob {
+        self.host_changes().delete_requests.push(DeleteRequest {
             tid,
             id,
             results,
-            open,
+            remaining,
         });
-        self.delete_step();
-        self.try_change();
+        self.finish_deletes();
+        self.begin_table_change();
     }
 
-    fn delete_step(&mut self) {
-        let done: Vec<DelJob> = self
-            .hosts()
-            .dels
-            .extract_if(.., |d| d.open.is_empty())
+    fn finish_deletes(&mut self) {
+        let done: Vec<DeleteRequest> = self
+            .host_changes()
+            .delete_requests
+            .extract_if(.., |d| d.remaining.is_empty())
             .collect();
-        for DelJob {
+        for DeleteRequest {
             tid, id, results, ..
         } in done
         {
@@ -549,77 +571,82 @@ impl Machine {
     }
 
     /// Adds the removal of a host to the next table change.
-    fn want_out(&mut self, host: HostId, why: String, dismiss: bool) {
-        let hosts = self.hosts();
+    fn queue_removal(&mut self, host: HostId, why: String, must_halt: bool) {
+        let hosts = self.host_changes();
         let under_way = hosts
             .change
             .iter_mut()
             .filter(|c| !c.committed)
-            .flat_map(|c| c.remove.iter_mut());
+            .flat_map(|c| c.removed.iter_mut());
         match hosts
-            .wanted_remove
+            .pending_removals
             .iter_mut()
             .chain(under_way)
             .find(|r| r.host == host)
         {
-            Some(removal) => removal.dismiss &= dismiss,
-            None => hosts.wanted_remove.push(Removal { host, why, dismiss }),
+            Some(removal) => removal.must_halt &= must_halt,
+            None => hosts.pending_removals.push(Removal {
+                host,
+                why,
+                must_halt,
+            }),
         }
     }
 
     /// Begins the next change if one is needed and none is in progress.
-    fn try_change(&mut self) {
-        let hosts = self.hosts();
-        if hosts.change.is_some() || (hosts.wanted_add.is_empty() && hosts.wanted_remove.is_empty())
+    fn begin_table_change(&mut self) {
+        let hosts = self.host_changes();
+        if hosts.change.is_some()
+            || (hosts.pending_adds.is_empty() && hosts.pending_removals.is_empty())
         {
             return;
         }
-        let (add, mut remove) = (
-            std::mem::take(&mut hosts.wanted_add),
-            std::mem::take(&mut hosts.wanted_remove),
+        let (added, mut removed) = (
+            std::mem::take(&mut hosts.pending_adds),
+            std::mem::take(&mut hosts.pending_removals),
         );
-        remove.retain(|r| self.table.get(r.host).is_some());
+        removed.retain(|r| self.table.get(r.host).is_some());
         let mut table = HostTable {
             epoch: self.next_epoch(),
             hosts: self.table.hosts.clone(),
         };
         table
             .hosts
-            .retain(|h| !remove.iter().any(|r| r.host == h.id));
-        table.hosts.extend(add.iter().map(|j| j.entry.clone()));
+            .retain(|h| !removed.iter().any(|r| r.host == h.id));
+        table.hosts.extend(added.iter().map(|j| j.entry.clone()));
         table.hosts.sort_by_key(|h| h.id);
-        let waiting: BTreeSet<HostId> = table
+        let awaited_hosts: BTreeSet<HostId> = table
             .hosts
             .iter()
             .map(|h| h.id)
             .filter(|id| *id != HostId::MASTER)
             .collect();
-        for host in &waiting {
-            let new = add.iter().any(|j| j.entry.id == *host);
+        for host in &awaited_hosts {
+            let new = added.iter().any(|j| j.entry.id == *host);
             let locations = if new {
                 self.locations.all()
             } else {
                 Vec::new()
             };
-            let spared = self.spared_on(*host);
-            self.tell_host(
+            let spared = self.reserved_ids_of(*host);
+            self.send_to_host(
                 *host,
                 HostMsg::Prepare {
                     table: table.clone(),
                     locations,
-                    rm: self.rm.wide,
+                    rm: self.rm.vm_wide,
                     spared,
                 },
             );
         }
-        self.hosts().change = Some(Change {
+        self.host_changes().change = Some(TableChange {
             table,
-            add,
-            remove,
+            added,
+            removed,
             committed: false,
-            waiting,
+            awaited_hosts,
         });
-        self.change_step();
+        self.advance_table_change();
     }
 
     /// Returns the epoch of the next order to all daemons.
@@ -629,44 +656,44 @@ impl Machine {
     }
 
     /// Handles a host's acknowledgement of the prepare phase or the commit phase.
-    pub(super) fn change_heard(&mut self, host: HostId, epoch: Epoch, committed: bool) {
+    pub(super) fn handle_change_ack(&mut self, host: HostId, epoch: Epoch, committed: bool) {
         let Some(master) = &mut self.master else {
             return;
         };
         let change = master
-            .hosts
+            .host_changes
             .change
             .as_mut()
             .filter(|c| c.table.epoch == epoch && c.committed == committed);
-        if change.is_some_and(|c| c.waiting.remove(&host)) {
-            self.change_step();
+        if change.is_some_and(|c| c.awaited_hosts.remove(&host)) {
+            self.advance_table_change();
         }
     }
 
     /// Continues the current change when all hosts have acknowledged its phase.
-    fn change_step(&mut self) {
+    fn advance_table_change(&mut self) {
         let Some(change) = self
-            .hosts()
+            .host_changes()
             .change
             .as_mut()
-            .filter(|c| c.waiting.is_empty())
+            .filter(|c| c.awaited_hosts.is_empty())
         else {
             return;
         };
         if change.committed {
-            return self.change_done();
+            return self.finish_table_change();
         }
         change.committed = true;
-        let (table, remove) = (change.table.clone(), change.remove.clone());
-        change.waiting = table
+        let (table, remove) = (change.table.clone(), change.removed.clone());
+        change.awaited_hosts = table
             .hosts
             .iter()
             .map(|h| h.id)
             .filter(|id| *id != HostId::MASTER)
             .collect();
-        let (waiting, epoch) = (change.waiting.clone(), table.epoch);
+        let (waiting, epoch) = (change.awaited_hosts.clone(), table.epoch);
         for host in waiting {
-            self.tell_host(host, HostMsg::Commit { epoch });
+            self.send_to_host(host, HostMsg::Commit { epoch });
         }
         let names: BTreeMap<HostId, String> = self
             .table
@@ -674,50 +701,60 @@ impl Machine {
             .iter()
             .map(|h| (h.id, h.name.clone()))
             .collect();
-        self.hosts()
+        self.host_changes()
             .leaving
-            .extend(remove.iter().filter(|r| r.dismiss).map(|r| r.host));
+            .extend(remove.iter().filter(|r| r.must_halt).map(|r| r.host));
         self.apply_table(table);
-        for Removal { host, why, dismiss } in remove {
+        for Removal {
+            host,
+            why,
+            must_halt,
+        } in remove
+        {
             let name = names.get(&host).cloned().unwrap_or_default();
             self.record(EventKind::HostGone {
                 host,
                 name,
                 why: why.clone(),
             });
-            self.tell_rm_of_host(host);
-            if dismiss {
-                self.tell_host(host, HostMsg::Halt { why });
-                self.timer(DISMISS_TIME, Timer::Dismissed(host));
+            self.report_lost_host_to_rm(host);
+            if must_halt {
+                self.send_to_host(host, HostMsg::Halt { why });
+                self.set_timer(REMOVAL_TIMEOUT, Timer::HostRemoval(host));
             } else {
-                self.host_finished(host);
+                self.finish_removal(host);
             }
         }
-        self.change_step();
+        self.advance_table_change();
     }
 
-    fn change_done(&mut self) {
-        let Some(change) = self.hosts().change.take() else {
+    fn finish_table_change(&mut self) {
+        let Some(change) = self.host_changes().change.take() else {
             return;
         };
-        if !change.add.is_empty() {
-            self.jobs_got_hosts();
+        if !change.added.is_empty() {
+            self.retry_stuck_jobs();
         }
-        for Joining { job, slot, entry } in change.add {
-            self.tell_of_ends(entry.id);
+        for JoiningHost {
+            request,
+            slot,
+            entry,
+        } in change.added
+        {
+            self.send_recent_exits(entry.id);
             self.record(EventKind::HostAdded {
                 host: entry.id,
                 name: entry.name.clone(),
             });
-            if let Some(add) = self.hosts().adds.get_mut(&job) {
-                add.slots[slot] = Some(AddedHost {
+            if let Some(add) = self.host_changes().add_requests.get_mut(&request) {
+                add.results[slot] = Some(AddedHost {
                     result: Ok(entry),
                     reason: String::new(),
                 });
             }
-            self.add_step(job);
+            self.advance_add(request);
         }
-        self.try_change();
+        self.begin_table_change();
     }
 
     /// True for a deleted host whose session still exists. A daemon closes its session as the last
@@ -725,95 +762,98 @@ impl Machine {
     pub(super) fn is_leaving(&self, host: HostId) -> bool {
         self.master
             .as_ref()
-            .is_some_and(|master| master.hosts.leaving.contains(&host))
+            .is_some_and(|master| master.host_changes.leaving.contains(&host))
     }
 
     /// Ends the removal of a host.
-    pub(super) fn host_finished(&mut self, host: HostId) {
-        self.hosts().leaving.remove(&host);
-        self.out.push_back(Output::Forget { host });
-        self.hosts().dels.iter_mut().for_each(|d| {
-            d.open.remove(&host);
-        });
-        self.delete_step();
+    pub(super) fn finish_removal(&mut self, host: HostId) {
+        self.host_changes().leaving.remove(&host);
+        self.outputs.push_back(Output::Disconnect { host });
+        self.host_changes()
+            .delete_requests
+            .iter_mut()
+            .for_each(|d| {
+                d.remaining.remove(&host);
+            });
+        self.finish_deletes();
     }
 
     /// Ends the removal of a host that has not ended in time.
-    pub(super) fn dismissed_deadline(&mut self, host: HostId) {
+    pub(super) fn handle_removal_timeout(&mut self, host: HostId) {
         if self.is_leaving(host) {
             self.log(format!(
                 "{host} did not end in time; it ends by itself when it hears nothing from here"
             ));
-            self.host_finished(host);
+            self.finish_removal(host);
         }
     }
 
     /// Master: removes a host that was lost or has left.
-    pub(super) fn host_out(&mut self, host: HostId, why: &str) {
+    pub(super) fn remove_lost_host(&mut self, host: HostId, why: &str) {
         if self.is_leaving(host) {
-            return self.host_finished(host);
+            return self.finish_removal(host);
         }
         let start = self
-            .hosts()
+            .host_changes()
             .starting
             .iter()
             .find(|(_, s)| s.plan.id == host)
             .map(|(start, _)| *start);
         if let Some(start) = start {
-            self.out.push_back(Output::AbandonStart { start });
-            return self.start_over(
+            self.outputs.push_back(Output::AbandonStart { start });
+            return self.fail_start(
                 start,
                 PvmError::CantStart,
                 format!("its daemon was lost: {why}"),
             );
         }
-        self.drop_joining(host, why);
-        if let Some(change) = &mut self.hosts().change {
+        self.drop_joining_host(host, why);
+        if let Some(change) = &mut self.host_changes().change {
             if change.committed {
-                change.waiting.remove(&host);
+                change.awaited_hosts.remove(&host);
             } else {
                 // The host cannot acknowledge the change any more, so the change begins again
                 // without it.
-                let change = self.hosts().change.take().expect("just seen");
-                let hosts = self.hosts();
-                hosts.wanted_add.splice(..0, change.add);
-                hosts.wanted_remove.splice(..0, change.remove);
-                self.drop_joining(host, why);
+                let change = self.host_changes().change.take().expect("just seen");
+                let hosts = self.host_changes();
+                hosts.pending_adds.splice(..0, change.added);
+                hosts.pending_removals.splice(..0, change.removed);
+                self.drop_joining_host(host, why);
             }
         }
         if self.table.get(host).is_some() {
-            self.want_out(host, why.to_string(), false);
+            self.queue_removal(host, why.to_string(), false);
         }
-        self.change_step();
-        self.try_change();
+        self.advance_table_change();
+        self.begin_table_change();
     }
 
     /// Drops a lost host that was started but is in no table yet.
-    fn drop_joining(&mut self, host: HostId, why: &str) {
-        let hosts = self.hosts();
-        let waiting = hosts.wanted_add.extract_if(.., |j| j.entry.id == host);
+    fn drop_joining_host(&mut self, host: HostId, why: &str) {
+        let hosts = self.host_changes();
+        let waiting = hosts.pending_adds.extract_if(.., |j| j.entry.id == host);
         let ready = hosts
-            .adds
+            .add_requests
             .values_mut()
             .flat_map(|a| a.ready.extract_if(.., |j| j.entry.id == host));
-        let dropped: Vec<Joining> = waiting.chain(ready).collect();
-        for Joining { job, slot, .. } in dropped {
-            self.out.push_back(Output::Forget { host });
-            self.slot_failed(
-                job,
+        let dropped: Vec<JoiningHost> = waiting.chain(ready).collect();
+        for JoiningHost { request, slot, .. } in dropped {
+            self.outputs.push_back(Output::Disconnect { host });
+            self.fail_slot(
+                request,
                 slot,
                 PvmError::CantStart,
                 format!("its daemon was lost: {why}"),
             );
-            self.add_step(job);
+            self.advance_add(request);
         }
     }
 
     /// Abandons all starts in progress, because the virtual machine ends.
     pub(super) fn abandon_starts(&mut self) {
-        let starts: Vec<StartId> = self.hosts().starting.keys().copied().collect();
+        let starts: Vec<StartId> = self.host_changes().starting.keys().copied().collect();
         for start in starts {
-            self.out.push_back(Output::AbandonStart { start });
+            self.outputs.push_back(Output::AbandonStart { start });
         }
     }
 }

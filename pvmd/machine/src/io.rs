@@ -67,7 +67,7 @@ pub trait World {
     /// Returns the time in microseconds since 1970, for events and clocks that other hosts see.
     fn unix_time(&self) -> Micros;
     /// Returns an unpredictable number in 1..=i32::MAX.
-    fn secret(&mut self) -> i32;
+    fn random_secret(&mut self) -> i32;
 }
 
 /// Description of a daemon to start on another host. The comments name the host file options.
@@ -90,7 +90,7 @@ pub struct HostPlan {
     /// Relative speed (`sp=`); the default is 1000.
     pub speed: i32,
     /// The way to start the daemon (`so=`). Hosters may interpret it; this daemon only knows
-    /// [`HostPlan::by_hand`].
+    /// [`HostPlan::is_manual`].
     pub start_option: Option<String>,
     /// Command that debugs tasks there (`bx=`), unless `PVM_DEBUGGER` is set there.
     pub debugger: Option<String>,
@@ -98,14 +98,14 @@ pub struct HostPlan {
 
 impl HostPlan {
     /// True if a person starts the daemon.
-    pub fn by_hand(&self) -> bool {
+    pub fn is_manual(&self) -> bool {
         self.start_option.as_deref() == Some("ms")
     }
 }
 
 /// Instructions for a hoster that starts a daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct StartOrder {
+pub struct HosterOrder {
     /// Login target: `host` or `user@host`.
     pub login: String,
     /// Command to run on that host.
@@ -115,7 +115,7 @@ pub struct StartOrder {
 }
 
 /// A PVM error code and one sentence for the user.
-pub type Refused = (PvmError, String);
+pub type StartError = (PvmError, String);
 
 /// Properties that a started daemon has reported.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -144,7 +144,7 @@ pub enum Event {
     TaskRoute {
         conn: ConnId,
         to: Tid,
-        word: RouteWord,
+        message: RouteWord,
         /// As many as the message announces.
         descriptors: Descriptors,
     },
@@ -158,7 +158,7 @@ pub enum Event {
     TaskClosed {
         conn: ConnId,
         /// The violation, if the peer did not follow the protocol.
-        garbage: Option<String>,
+        protocol_error: Option<String>,
     },
     /// A session with another daemon is established. The daemon has proved by its certificate that
     /// it is this host.
@@ -171,9 +171,9 @@ pub enum Event {
         message: HostMsg,
     },
     /// A message on the data channel from another daemon, for a task of this host.
-    HostCarried {
+    HostData {
         host: HostId,
-        carried: Carried,
+        message: Carried,
     },
     /// The session has ended, or the host was silent for the lease.
     HostLost {
@@ -189,7 +189,7 @@ pub enum Event {
     },
     /// Result of [`Output::PrepareHosts`], for each attempt.
     HostsPrepared {
-        orders: Vec<(StartId, Result<StartOrder, Refused>)>,
+        orders: Vec<(StartId, Result<HosterOrder, StartError>)>,
     },
     Tasker(FromTasker),
     /// The tasker's process has ended. All tasks that it had started are dead.
@@ -213,29 +213,30 @@ pub enum Event {
         migration: MigrationId,
         why: String,
     },
-    /// Result of [`Output::RecordMove`]; success means that the record is on disk.
-    MoveRecorded {
+    /// Result of [`Output::RecordMigration`]; success means that the record is on disk.
+    MigrationRecorded {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Result of [`Output::BeginSet`]; success means that the store has room.
-    SetBegun {
-        cut: SnapshotId,
+    /// Result of [`Output::BeginCheckpoint`]; success means that the store has room.
+    CheckpointBegun {
+        snapshot: SnapshotId,
         result: Result<(), String>,
     },
-    /// Result of [`Output::KeepPart`]; success means that the part is in the store.
-    PartKept {
+    /// Result of [`Output::StorePart`]; success means that the part is in the store.
+    PartStored {
         migration: MigrationId,
         result: Result<(), String>,
     },
-    /// Result of [`Output::SealSet`]; success means that the checkpoint is complete.
-    SetSealed {
-        cut: SnapshotId,
+    /// Result of [`Output::SealCheckpoint`]; success means that the checkpoint is complete.
+    CheckpointSealed {
+        snapshot: SnapshotId,
         /// Name of the checkpoint, and its size in the store in bytes.
         result: Result<(String, u64), String>,
     },
-    /// Result of [`Output::OpenSet`]: metadata, or the reason why the checkpoint is unusable.
-    SetOpened {
+    /// Result of [`Output::OpenCheckpoint`]: metadata, or the reason why the checkpoint is
+    /// unusable.
+    CheckpointOpened {
         /// Id from the request.
         restart: u64,
         result: Result<SetMeta, String>,
@@ -255,13 +256,13 @@ pub enum Event {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Result of [`Output::NameState`]; success means that all files have their final names.
-    StateNamed {
+    /// Result of [`Output::InstallState`]; success means that all files have their final names.
+    StateInstalled {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
-    /// Result of [`Output::RemoveSets`], for each checkpoint.
-    SetsRemoved {
+    /// Result of [`Output::RemoveCheckpoints`], for each checkpoint.
+    CheckpointsRemoved {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
@@ -269,18 +270,18 @@ pub enum Event {
     },
     /// The store has removed these checkpoints to stay within its limits, or because their jobs
     /// ended long ago.
-    SetsSwept {
-        sets: Vec<String>,
+    CheckpointsExpired {
+        checkpoints: Vec<String>,
     },
-    /// Result of [`Output::ListSets`]: all checkpoints in the store.
-    SetsListed {
+    /// Result of [`Output::ListCheckpoints`]: all checkpoints in the store.
+    CheckpointsListed {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
         result: Result<Vec<SetEntry>, String>,
     },
     /// A peer without a certificate of this virtual machine was rejected.
-    Stranger {
+    Unauthenticated {
         /// The peer and the reason, in one sentence.
         text: String,
     },
@@ -301,7 +302,7 @@ pub enum Output {
         message: ToTask,
     },
     /// Send a control message with file descriptors to a task.
-    RouteToTask {
+    ToTaskWithFds {
         conn: ConnId,
         message: ToTask,
         descriptors: Descriptors,
@@ -316,7 +317,7 @@ pub enum Output {
     /// The process that opened this connection has exited. Read what it has written, and ignore
     /// what other holders of the socket write. [`Event::TaskClosed`] follows after all of that
     /// data.
-    HearOut {
+    DrainConnection {
         conn: ConnId,
     },
     /// Close a task's connection after everything that was sent before.
@@ -331,19 +332,19 @@ pub enum Output {
     },
     /// Send on the data channel of a session. Over the limit, link frames may be dropped; other
     /// messages may not.
-    Carry {
+    SendData {
         host: HostId,
-        carried: Carried,
+        message: Carried,
     },
     /// Maintain a session with this host: dial until one is established, and again when it breaks,
-    /// until [`Output::Forget`].
+    /// until [`Output::Disconnect`].
     Connect {
         host: HostId,
         /// Addresses on which the host listens.
         addresses: Vec<SocketAddr>,
     },
     /// End the session and refuse new sessions of this host.
-    Forget {
+    Disconnect {
         host: HostId,
     },
     /// Start a daemon over the remote shell and pass it its certificate on standard input. →
@@ -358,7 +359,7 @@ pub enum Output {
         plans: Vec<(StartId, HostPlan)>,
     },
     /// Evaluate the line that a hoster got from a daemon that it started. → [`Event::HostStarted`]
-    HosterHeard {
+    HosterReported {
         start: StartId,
         /// Output line of the daemon, or the name of an error.
         line: String,
@@ -379,7 +380,7 @@ pub enum Output {
     /// Send the images of a migration to the target while the tasker is still writing them;
     /// [`Output::SendImages`] marks them as complete. If the transfer fails earlier: →
     /// [`Event::ImagesSent`], at the target [`Event::ImagesReceived`]
-    SendAhead {
+    SendImagesEarly {
         migration: MigrationId,
         to: HostId,
     },
@@ -398,13 +399,13 @@ pub enum Output {
     /// Source: start to serve memory for post-copy. The tasker offers it at
     /// [`Place::memory_way`](sempa_proto::place::Place::memory_way); requests of the target are
     /// forwarded until either side closes.
-    LendMemory {
+    ServeMemory {
         migration: MigrationId,
         to: HostId,
     },
     /// Target: start to fetch memory for post-copy from this host. The tasker requests it at that
     /// socket. If the connection breaks before the tasker closes it: → [`Event::MemoryLost`]
-    ExpectMemory {
+    FetchMemory {
         migration: MigrationId,
         from: HostId,
     },
@@ -424,7 +425,7 @@ pub enum Output {
     },
     /// Source: store the record next to the images of a snapshot part, and send them to the master.
     /// → [`Event::ImagesSent`], on the master [`Event::ImagesReceived`]
-    Deposit {
+    UploadPart {
         migration: MigrationId,
         /// State that this daemon has of the task.
         record: Box<PartRecord>,
@@ -450,8 +451,8 @@ pub enum Output {
         dir: PathBuf,
     },
     /// Target of a restart: give the staged files their final names. From then on they belong to
-    /// the task. → [`Event::StateNamed`]
-    NameState {
+    /// the task. → [`Event::StateInstalled`]
+    InstallState {
         migration: MigrationId,
     },
     /// Target of a restart: read the record that is stored next to the images. →
@@ -459,33 +460,33 @@ pub enum Output {
     ReadPart {
         migration: MigrationId,
     },
-    /// Master: reserve room for a checkpoint in the store. → [`Event::SetBegun`]
-    BeginSet {
-        cut: SnapshotId,
+    /// Master: reserve room for a checkpoint in the store. → [`Event::CheckpointBegun`]
+    BeginCheckpoint {
+        snapshot: SnapshotId,
         job: Tid,
     },
-    /// Master: put the images of a snapshot part into the store. → [`Event::PartKept`]
-    KeepPart {
-        cut: SnapshotId,
+    /// Master: put the images of a snapshot part into the store. → [`Event::PartStored`]
+    StorePart {
+        snapshot: SnapshotId,
         migration: MigrationId,
         tid: Tid,
     },
-    /// Master: complete a checkpoint. → [`Event::SetSealed`]
-    SealSet {
-        cut: SnapshotId,
+    /// Master: complete a checkpoint. → [`Event::CheckpointSealed`]
+    SealCheckpoint {
+        snapshot: SnapshotId,
         meta: Box<SetMeta>,
         /// Names of checkpoints that must not be removed to make room.
-        keep: Vec<String>,
+        protected: Vec<String>,
     },
     /// Master: remove an incomplete checkpoint. Idempotent.
-    AbandonSet {
-        cut: SnapshotId,
+    AbandonCheckpoint {
+        snapshot: SnapshotId,
     },
-    /// Master: read the metadata of a checkpoint. → [`Event::SetOpened`]
-    OpenSet {
+    /// Master: read the metadata of a checkpoint. → [`Event::CheckpointOpened`]
+    OpenCheckpoint {
         /// Id of the restart, chosen by the machine.
         restart: u64,
-        set: String,
+        checkpoint: String,
     },
     /// Master: unpack a part of an open checkpoint and send it to this host. →
     /// [`Event::ImagesSent`], on that host [`Event::ImagesReceived`]
@@ -498,36 +499,36 @@ pub enum Output {
         to: Option<HostId>,
     },
     /// Master: the checkpoint is not needed by this restart any more. Idempotent.
-    CloseSet {
+    CloseCheckpoint {
         /// Id under which the checkpoint was opened.
         restart: u64,
     },
     /// Master: mark checkpoints whose jobs have ended, or run again. Orders of this kind are
     /// carried out in order.
-    MarkSets {
-        sets: Vec<String>,
+    MarkCheckpoints {
+        checkpoints: Vec<String>,
         /// True if the jobs have ended.
         ended: bool,
         /// Names of checkpoints that must not be removed to make room.
-        keep: Vec<String>,
+        protected: Vec<String>,
     },
-    /// Master: remove checkpoints. → [`Event::SetsRemoved`]
-    RemoveSets {
+    /// Master: remove checkpoints. → [`Event::CheckpointsRemoved`]
+    RemoveCheckpoints {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        which: Unwanted,
+        selection: Unwanted,
         /// Include checkpoints of other virtual machines.
-        any: bool,
+        include_foreign: bool,
         /// Checkpoints that must stay, with the reason.
-        stay: BTreeMap<String, Stays>,
+        refused: BTreeMap<String, Stays>,
     },
     /// Master: send a copy of a checkpoint to this host, which expects it. → [`Event::ImagesSent`],
     /// on that host [`Event::ImagesReceived`]
     SendCopy {
         /// Id of the transfer.
         migration: MigrationId,
-        set: String,
+        checkpoint: String,
         to: HostId,
     },
     /// Receive a copy of a checkpoint from this host into the store. Copies that are not expected
@@ -536,35 +537,35 @@ pub enum Output {
         /// Id of the transfer.
         migration: MigrationId,
         from: HostId,
-        set: String,
+        checkpoint: String,
     },
     /// Abort the transfer of a copy, or remove the copy that has just been received.
-    GiveUpCopy {
+    DiscardCopy {
         /// Id of the transfer.
         migration: MigrationId,
-        set: String,
+        checkpoint: String,
     },
     /// Remove checkpoints from this host's store: copies, or a checkpoint that was completed too
     /// late. Idempotent.
-    DropSets {
-        sets: Vec<String>,
+    DropCheckpoints {
+        checkpoints: Vec<String>,
     },
-    /// Master: list the checkpoints in the store. → [`Event::SetsListed`]
-    ListSets {
+    /// Master: list the checkpoints in the store. → [`Event::CheckpointsListed`]
+    ListCheckpoints {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
     },
     /// Append to the durable record of committed migrations, and sync it to disk. →
-    /// [`Event::MoveRecorded`]
-    RecordMove {
+    /// [`Event::MigrationRecorded`]
+    RecordMigration {
         migration: MigrationId,
         tid: Tid,
         /// Host where the task runs from now on.
         to: HostId,
     },
     /// A migration step is about to begin. Tests halt the daemon here.
-    StepBegins {
+    StepStarting {
         tid: Tid,
         step: Step,
     },

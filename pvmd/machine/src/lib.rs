@@ -13,19 +13,19 @@
 //!
 //! | Modules | Part |
 //! | --- | --- |
-//! | `local`, `tasks`, `requests` | connections of tasks, the task table, requests of tasks |
-//! | `route`, `notify`, `output` | delivery of link frames, items, notifications and output |
-//! | `pairs` | direct routes between two tasks of this host |
+//! | `task_connections`, `tasks`, `requests` | connections of tasks, the task table, requests of tasks |
+//! | `routing`, `notify`, `output` | delivery of link frames, items, notifications and output |
+//! | `ring_peers` | direct routes between two tasks of this host |
 //! | `hosts`, `hostfile` | adding hosts to the host table and removing them (master) |
-//! | `table`, `halt` | every daemon's part in the host table and in a shutdown |
-//! | `asks` | requests between daemons |
-//! | `spawn`, `rm`, `servers` | starting tasks, resource managers, hosters, taskers and tracers |
+//! | `host_table`, `halt` | every daemon's part in the host table and in a shutdown |
+//! | `rpc` | requests between daemons |
+//! | `spawn`, `rm`, `service_tasks` | starting tasks, resource managers, hosters, taskers and tracers |
 //! | `mailbox`, `groups`, `events` | state that the master keeps for the virtual machine |
-//! | `guests`, `suspend` | pausing tasks for the owner of this host, or on request |
-//! | `speaker` | owner agents, and what applies when one has died |
+//! | `guests`, `suspension` | pausing tasks for the owner of this host, or on request |
+//! | `owner_agent` | owner agents, and what applies when one has died |
 //! | `checkpoints` | checkpoints of jobs, and restarts from them |
-//! | `engines` | migration without CRIU: the program exits and is started again |
-//! | `moves`, `handover` | glue to the migration protocol, message order during migrations |
+//! | `restart_engine` | migration without CRIU: the program exits and is started again |
+//! | `migrations`, `relocation` | glue to the migration protocol, message order during migrations |
 
 #![cfg_attr(
     test,
@@ -36,45 +36,45 @@
     )
 )]
 
-mod asks;
 mod checkpoints;
-mod engines;
+mod debug_query;
+mod deferred;
 mod events;
 mod groups;
 mod guests;
 mod halt;
-mod handover;
+mod handoff_log;
+mod host_table;
 mod hostfile;
 mod hosts;
 pub mod io;
-#[allow(missing_docs)]
-pub mod lanes;
-mod late;
-mod local;
 mod mailbox;
-mod moves;
-mod news;
+mod migrations;
 mod notify;
 mod output;
-mod pairs;
-mod parting;
+mod owner_agent;
+#[allow(missing_docs)]
+pub mod pair_streams;
+mod placement_query;
+mod relocation;
 mod requests;
+mod restart_engine;
+mod ring_peers;
 mod rm;
-mod route;
-mod servers;
+mod rm_batching;
+mod routing;
+mod rpc;
+mod service_tasks;
 mod spawn;
-mod speaker;
-mod survey;
-mod suspend;
-mod table;
+mod suspension;
+mod task_connections;
+mod task_trace;
 mod tasks;
 #[cfg(test)]
 mod tests;
-mod tickle;
-mod trace;
 
-pub use checkpoints::{COPIES_MAX, Copies};
-pub use hostfile::own_plan;
+pub use checkpoints::{COPIES_MAX, CopyPolicy};
+pub use hostfile::master_plan;
 pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
 use checkpoint_protocol::{SourceEvent, TargetEvent};
@@ -111,13 +111,13 @@ pub struct MachineConfig {
     /// Commands that start a tasker, a tracer and a hoster, split into words.
     pub server_commands: Vec<Vec<String>>,
     /// Paths of the daemon's socket and files.
-    pub place: Place,
+    pub paths: Place,
     pub hostfile: Vec<String>,
     /// Highest task number of each host that occurs in a checkpoint. New tasks get higher numbers
     /// (master only).
-    pub spared: BTreeMap<HostId, u32>,
+    pub reserved_ids_max: BTreeMap<HostId, u32>,
     /// Hosts to which checkpoints are copied (master only).
-    pub copies: Copies,
+    pub copies: CopyPolicy,
 }
 
 /// An action that may be necessary at a later time. Timers are never cancelled, so each handler
@@ -125,59 +125,59 @@ pub struct MachineConfig {
 #[derive(Clone, Copy, Debug)]
 enum Timer {
     /// The start of a daemon has timed out.
-    Start(StartId),
+    HostStart(StartId),
     /// A deleted host must have ended its tasks.
-    Dismissed(HostId),
+    HostRemoval(HostId),
     /// The grace period of tasks that were asked to exit is over.
-    Grace,
+    ExitGrace,
     /// This daemon must exit, even if tasks or hosts remain.
-    Stop,
+    DaemonStop,
     /// A process exited, but its connection is still open. The number is the spawn token of the
     /// process.
-    Drain(Tid, Option<i32>),
+    SocketDrain(Tid, Option<i32>),
     /// A program that was asked to exit for this migration must have exited.
-    Ending(Tid, MigrationId),
+    ExitTimeout(Tid, MigrationId),
     /// The library of a task must have reported its link states, so that its program can be asked
     /// to exit for this migration.
-    AskToEnd(Tid, MigrationId),
+    HandoffTimeout(Tid, MigrationId),
     /// A program was asked to exit for this migration, which was aborted. From now on its exit ends
     /// the task.
-    EndsLate(Tid, MigrationId),
+    LateExitTimeout(Tid, MigrationId),
     /// The dump of a task for this part of a snapshot waits no longer for exit notices of other
     /// tasks.
-    AwaitsEnds(Tid, MigrationId),
+    ExitNoticeTimeout(Tid, MigrationId),
     /// The eviction of guests may be due.
-    GuestsLeave,
+    Eviction,
     /// Guests that were asked to exit must be killed.
-    GuestsEnd,
+    GuestKill,
     /// The last directive of an owner agent that has died expires.
-    Speaker(Tid),
+    OwnerAgentExpiry(Tid),
     /// The load watcher of this host has died and may need to be started again.
-    Watcher,
+    WatcherRestart,
     /// Preempted tasks resume if there has been no resource manager for long.
-    NoRm,
+    PreemptionExpiry,
     /// Batched reports to the resource manager are due.
-    News,
+    RmBatch,
     /// A placement query has timed out.
-    Survey(u64),
+    PlacementQuery(u64),
     /// The next checkpoint of a job, a retry of it, or a check whether the job's last tasks are
     /// gone is due.
     Job(Tid),
     /// The receiver of a checkpoint copy has not explained why the transfer failed.
-    CopyUnsent(MigrationId),
+    CopySendFailed(MigrationId),
     /// The last messages of an exited task have arrived at a task that watches it, or never will.
-    LastWords { watcher: Tid, dead: Tid },
+    LastMessages { watcher: Tid, exited: Tid },
 }
 
 /// State that only the master has.
 #[derive(Debug, Default)]
 struct Master {
-    hosts: hosts::Hosts,
+    host_changes: hosts::HostChanges,
     mailbox: mailbox::Mailbox,
     groups: groups::Groups,
     events: events::EventLog,
-    directing: moves::Directing,
-    keeping: checkpoints::Keeping,
+    migrations: migrations::CoordinatedMigrations,
+    checkpoints: checkpoints::JobCheckpoints,
 }
 
 /// State machine of one daemon.
@@ -186,43 +186,43 @@ pub struct Machine {
     config: MachineConfig,
     now: Micros,
     /// Time of day at which the current event is handled.
-    unix: Micros,
-    out: VecDeque<Output>,
+    unix_time: Micros,
+    outputs: VecDeque<Output>,
     timers: BTreeMap<(Micros, u64), Timer>,
     last_timer: u64,
-    conns: local::Conns,
+    conns: task_connections::TaskConnections,
     tasks: tasks::Tasks,
     /// Message contexts that this daemon has allocated, with their owners.
     contexts: BTreeMap<i32, Tid>,
     last_context: u32,
     table: HostTable,
-    prepared: Option<HostTable>,
+    prepared_table: Option<HostTable>,
     /// Epoch of the newest order; older orders are refused.
     epoch: Epoch,
-    locations: route::Locations,
-    pairs: pairs::Pairs,
-    asks: asks::Asks,
-    gathers: requests::Gathers,
-    spawns: spawn::Spawns,
-    execs: VecDeque<spawn::ExecJob>,
-    beginnings: engines::Jobs,
+    locations: routing::Locations,
+    ring_peers: ring_peers::RingPeers,
+    rpcs: rpc::OpenRequests,
+    scatter_gathers: requests::ScatterGathers,
+    spawns: spawn::PendingSpawns,
+    pending_execs: VecDeque<spawn::ExecJob>,
+    world_calls: restart_engine::WorldCalls,
     tasker_gone: bool,
     /// Whether the tasker pauses guests by the cgroup freezer; `None` until it has reported that.
     freezer: Option<Result<(), String>>,
     rm: rm::RmState,
-    servers: servers::Servers,
-    moves: moves::Moves,
+    service_tasks: service_tasks::ServiceTasks,
+    migrations: migrations::LocalMigrations,
     /// Transfer id and name of the checkpoint whose copy is being received from the master.
-    coming_copy: Option<(MigrationId, String)>,
-    news: news::News,
-    late: late::Late,
-    hosting: guests::Hosting,
-    suspending: suspend::Suspending,
-    surveys: survey::Surveys,
-    stop: Option<halt::Stop>,
+    incoming_copy: Option<(MigrationId, String)>,
+    rm_batch: rm_batching::RmBatch,
+    deferred: deferred::Deferred,
+    owner_control: guests::OwnerControl,
+    forwarded_suspends: suspension::ForwardedOrders,
+    placement_queries: placement_query::PlacementQueries,
+    stop: Option<halt::ShutdownState>,
     /// Debug mask that a task has set with `pvm_tickle`. It is only displayed and has no effect.
     debug_mask: i32,
-    traces: trace::Traces,
+    informed_tracers: task_trace::InformedTracers,
     master: Option<Box<Master>>,
 }
 
@@ -232,63 +232,67 @@ impl Machine {
     pub fn new(config: MachineConfig, now: Micros) -> Machine {
         let mut machine = Machine {
             now,
-            unix: Micros::default(),
-            out: VecDeque::new(),
+            unix_time: Micros::default(),
+            outputs: VecDeque::new(),
             timers: BTreeMap::new(),
             last_timer: 0,
-            conns: local::Conns::default(),
+            conns: task_connections::TaskConnections::default(),
             tasks: tasks::Tasks::default(),
             contexts: BTreeMap::new(),
             last_context: 0,
             table: HostTable::default(),
-            prepared: None,
+            prepared_table: None,
             epoch: Epoch::default(),
-            locations: route::Locations::default(),
-            pairs: pairs::Pairs::default(),
-            asks: asks::Asks::default(),
-            gathers: requests::Gathers::default(),
-            spawns: spawn::Spawns::default(),
-            execs: VecDeque::new(),
-            beginnings: engines::Jobs::new(),
+            locations: routing::Locations::default(),
+            ring_peers: ring_peers::RingPeers::default(),
+            rpcs: rpc::OpenRequests::default(),
+            scatter_gathers: requests::ScatterGathers::default(),
+            spawns: spawn::PendingSpawns::default(),
+            pending_execs: VecDeque::new(),
+            world_calls: restart_engine::WorldCalls::new(),
             tasker_gone: false,
             freezer: None,
             rm: rm::RmState::default(),
-            servers: servers::Servers::default(),
-            moves: moves::Moves::default(),
-            coming_copy: None,
-            news: news::News::default(),
-            late: late::Late::default(),
-            hosting: guests::Hosting::default(),
-            suspending: suspend::Suspending::default(),
-            surveys: survey::Surveys::default(),
+            service_tasks: service_tasks::ServiceTasks::default(),
+            migrations: migrations::LocalMigrations::default(),
+            incoming_copy: None,
+            rm_batch: rm_batching::RmBatch::default(),
+            deferred: deferred::Deferred::default(),
+            owner_control: guests::OwnerControl::default(),
+            forwarded_suspends: suspension::ForwardedOrders::default(),
+            placement_queries: placement_query::PlacementQueries::default(),
             stop: None,
             debug_mask: 0,
-            traces: trace::Traces::default(),
+            informed_tracers: task_trace::InformedTracers::default(),
             master: None,
             config,
         };
         if machine.config.host == HostId::MASTER {
-            machine.found();
+            machine.bootstrap_master();
         }
         machine
     }
 
     /// Creates the virtual machine on the master: a host table with the master itself, and the list
     /// of hosts to start from the host file.
-    fn found(&mut self) {
+    fn bootstrap_master(&mut self) {
         let lines = std::mem::take(&mut self.config.hostfile);
-        let (file, start, ignored) = hostfile::HostFile::read(&lines, &self.config.name);
+        let (file, hosts, invalid_lines) =
+            hostfile::HostFile::parse_lines(&lines, &self.config.name);
         let speed = file
             .options(&self.config.name)
             .speed
             .unwrap_or(self.config.speed);
-        let begin = (!lines.is_empty()).then_some(hosts::HostFileBegin { start, ignored });
+        let start = (!lines.is_empty()).then_some(hosts::HostFileStart {
+            hosts,
+            invalid_lines,
+        });
         self.master = Some(Box::new(Master {
-            hosts: hosts::Hosts::new(file, begin),
+            host_changes: hosts::HostChanges::new(file, start),
             ..Master::default()
         }));
-        let own = self.spared_on(self.config.host);
-        self.tasks.spare(own);
+        let own = self.reserved_ids_of(self.config.host);
+        self.tasks.reserve_ids_up_to(own);
         let config = &self.config;
         let entry = HostEntry {
             id: config.host,
@@ -307,71 +311,93 @@ impl Machine {
     /// Handles an event. `now` is monotonic.
     pub fn handle(&mut self, now: Micros, world: &mut dyn World, event: Event) {
         self.now = now;
-        self.unix = world.unix_time();
-        self.catch_up();
+        self.unix_time = world.unix_time();
+        self.run_deferred();
         if let Some(master) = &mut self.master {
-            master.keeping.found(self.unix);
+            master.checkpoints.set_creation_time(self.unix_time);
         }
-        self.begin_host_file();
+        self.process_host_file();
         self.dispatch(event);
         self.run_timers();
         loop {
-            if self.pump_moves() || self.begin_again(world) {
+            if self.run_protocol_outputs() || self.run_world_call(world) {
                 continue;
             }
-            let Some(job) = self.execs.pop_front() else {
+            let Some(job) = self.pending_execs.pop_front() else {
                 break;
             };
-            self.exec(world, job);
+            self.start_tasks(world, job);
         }
     }
 
     fn dispatch(&mut self, event: Event) {
         match event {
             Event::TaskConnected { conn, pid } => self.task_connected(conn, pid),
-            Event::TaskControl { conn, message } => self.task_control(conn, message),
+            Event::TaskControl { conn, message } => self.handle_task_control(conn, message),
             Event::TaskRoute {
                 conn,
                 to,
-                word,
+                message,
                 descriptors,
-            } => self.task_route(conn, to, word, descriptors),
-            Event::TaskLink { conn, frame } => self.link_from_task(conn, frame),
-            Event::TaskClosed { conn, garbage } => self.task_closed(conn, garbage),
-            Event::HostConnected { host } => self.host_connected(host),
-            Event::HostControl { host, message } => self.host_control(host, message),
-            Event::HostCarried { host, carried } => self.host_carried(host, carried),
+            } => self.forward_route_message(conn, to, message, descriptors),
+            Event::TaskLink { conn, frame } => self.handle_link_frame(conn, frame),
+            Event::TaskClosed {
+                conn,
+                protocol_error,
+            } => self.task_closed(conn, protocol_error),
+            Event::HostConnected { host } => self.handle_host_connected(host),
+            Event::HostControl { host, message } => self.handle_host_message(host, message),
+            Event::HostData { host, message } => self.handle_data_message(host, message),
             Event::HostLost { host, why } => self.host_lost(host, &why),
-            Event::HostStarted { start, result } => self.host_started(start, result),
-            Event::HostsPrepared { orders } => self.hosts_prepared(orders),
-            Event::Tasker(message) => self.tasker_says(message),
-            Event::TaskerGone { why } => self.tasker_ended(&why),
-            Event::ImagesSent { migration, result } if self.moves.deposits.contains(&migration) => {
-                self.deposited(migration, result.map(|_| ()));
+            Event::HostStarted { start, result } => self.handle_host_started(start, result),
+            Event::HostsPrepared { orders } => self.send_starts_to_hoster(orders),
+            Event::Tasker(message) => self.handle_tasker_message(message),
+            Event::TaskerGone { why } => self.handle_tasker_exit(&why),
+            Event::ImagesSent { migration, result }
+                if self.migrations.uploads.contains(&migration) =>
+            {
+                self.handle_part_uploaded(migration, result.map(|_| ()));
             }
-            Event::ImagesSent { migration, result } if self.is_unpacked_here(migration) => {
-                self.part_sent(migration, result.map(|_| ()));
+            Event::ImagesSent { migration, result } if self.is_part_in_transfer(migration) => {
+                self.handle_part_sent(migration, result.map(|_| ()));
             }
-            Event::ImagesReceived { migration, result } if self.is_part_of_cut(migration) => {
-                self.part_received(migration, result.map(|_| ()));
+            Event::ImagesReceived { migration, result } if self.is_snapshot_part(migration) => {
+                self.handle_part_received(migration, result.map(|_| ()));
             }
-            Event::ImagesSent { migration, result } if self.is_copy(migration) => {
-                self.copy_sent(migration, result.map(|_| ()).map_err(|why| why.to_string()));
+            Event::ImagesSent { migration, result } if self.is_outgoing_copy(migration) => {
+                self.handle_copy_sent(migration, result.map(|_| ()).map_err(|why| why.to_string()));
             }
-            Event::ImagesReceived { migration, result } if self.is_coming_copy(migration) => {
-                self.copy_received(migration, result.map(|_| ()).map_err(|why| why.to_string()));
+            Event::ImagesReceived { migration, result } if self.is_incoming_copy(migration) => {
+                self.handle_copy_received(
+                    migration,
+                    result.map(|_| ()).map_err(|why| why.to_string()),
+                );
             }
-            Event::SetBegun { cut, result } => self.set_begun(cut, result),
-            Event::PartKept { migration, result } => self.part_kept(migration, result),
-            Event::SetSealed { cut, result } => self.set_sealed(cut, result),
-            Event::SetOpened { restart, result } => self.set_opened(restart, result),
-            Event::PartRead { migration, result } => self.part_read(migration, result),
-            Event::StateCollected { migration, result } => self.state_collected(migration, result),
-            Event::StateStaged { migration, result } => self.state_staged(migration, result),
-            Event::StateNamed { migration, result } => self.state_named(migration, result),
-            Event::SetsListed { tid, id, result } => self.sets_listed(tid, id, result),
-            Event::SetsRemoved { tid, id, result } => self.sets_removed(tid, id, result),
-            Event::SetsSwept { sets } => self.sets_swept(sets),
+            Event::CheckpointBegun { snapshot, result } => {
+                self.handle_checkpoint_begun(snapshot, result)
+            }
+            Event::PartStored { migration, result } => self.handle_part_stored(migration, result),
+            Event::CheckpointSealed { snapshot, result } => {
+                self.handle_checkpoint_sealed(snapshot, result)
+            }
+            Event::CheckpointOpened { restart, result } => {
+                self.handle_checkpoint_opened(restart, result)
+            }
+            Event::PartRead { migration, result } => self.handle_part_read(migration, result),
+            Event::StateCollected { migration, result } => {
+                self.handle_state_collected(migration, result)
+            }
+            Event::StateStaged { migration, result } => self.handle_state_staged(migration, result),
+            Event::StateInstalled { migration, result } => self.state_installed(migration, result),
+            Event::CheckpointsListed { tid, id, result } => {
+                self.handle_checkpoints_listed(tid, id, result)
+            }
+            Event::CheckpointsRemoved { tid, id, result } => {
+                self.handle_checkpoints_removed(tid, id, result)
+            }
+            Event::CheckpointsExpired { checkpoints } => {
+                self.handle_checkpoints_expired(checkpoints)
+            }
             Event::ImagesSent { migration, result } => {
                 self.source_event(migration, SourceEvent::ImagesSent(result.map(|_| ())));
             }
@@ -379,19 +405,21 @@ impl Machine {
                 self.target_event(migration, TargetEvent::Received(result));
             }
             Event::MemoryLost { migration, why } => {
-                self.tell_tasker(ToTasker::MemoryLost { migration, why })
+                self.send_to_tasker(ToTasker::MemoryLost { migration, why })
             }
-            Event::MoveRecorded { migration, result } => self.move_recorded(migration, result),
-            Event::Stranger { text } => {
+            Event::MigrationRecorded { migration, result } => {
+                self.commit_recorded(migration, result)
+            }
+            Event::Unauthenticated { text } => {
                 self.log(text.clone());
                 self.record(EventKind::Note { text });
             }
             Event::Wake => {}
-            Event::Stop { why } => self.stop_asked(&why),
+            Event::Stop { why } => self.handle_stop_request(&why),
         }
     }
 
-    fn tasker_says(&mut self, message: FromTasker) {
+    fn handle_tasker_message(&mut self, message: FromTasker) {
         match message {
             FromTasker::Ready(capabilities) => {
                 // The tasker repeats this message when it has learned more about its engine.
@@ -420,21 +448,21 @@ impl Machine {
                     task.pid = pid;
                 }
             }
-            FromTasker::ExpectsEnd { tid } => self.ask_by_message(tid),
-            FromTasker::NotAsked { tid, why } => self.not_asked(tid, why),
+            FromTasker::ExpectsEnd { tid } => self.send_exit_message(tid),
+            FromTasker::NotAsked { tid, why } => self.handle_exit_not_requested(tid, why),
             FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
-            FromTasker::Held { tid } => self.guest_held(tid),
-            FromTasker::Seen { question, result } => self.task_seen(question, result),
-            FromTasker::Judged { question, verdict } => self.task_judged(question, verdict),
+            FromTasker::Held { tid } => self.handle_guest_paused(tid),
+            FromTasker::Seen { question, result } => self.tasker_inspected(question, result),
+            FromTasker::Judged { question, verdict } => self.tasker_judged(question, verdict),
             FromTasker::Exited { tid, status, used } => self.process_exited(tid, status, used),
-            message => self.tasker_on_move(message),
+            message => self.handle_tasker_migration_message(message),
         }
     }
 
     /// Ends all tasks that the tasker had started, because they died with it. No task can be
     /// started here until there is a new tasker.
-    fn tasker_ended(&mut self, why: &str) {
+    fn handle_tasker_exit(&mut self, why: &str) {
         self.tasker_gone = true;
         if self.stop.is_none() {
             self.log(format!(
@@ -449,17 +477,17 @@ impl Machine {
             .tasks
             .live
             .values()
-            .filter(|t| t.spawned())
-            .map(|t| (t.tid, t.used_before));
+            .filter(|t| t.is_spawned())
+            .map(|t| (t.tid, t.earlier_usage));
         for (tid, used) in dead.collect::<Vec<_>>() {
             self.end_task(tid, 9, used);
         }
-        self.moves_tasker_gone(why);
-        self.surveys_tasker_gone();
-        self.stop_step();
+        self.fail_incoming_migrations(why);
+        self.fail_tasker_requests();
+        self.advance_stop();
     }
 
-    fn timer(&mut self, after: Micros, timer: Timer) {
+    fn set_timer(&mut self, after: Micros, timer: Timer) {
         self.last_timer += 1;
         self.timers
             .insert((self.now + after, self.last_timer), timer);
@@ -470,25 +498,33 @@ impl Machine {
             && entry.key().0 <= self.now
         {
             match entry.remove() {
-                Timer::Start(start) => self.start_deadline(start),
-                Timer::Dismissed(host) => self.dismissed_deadline(host),
-                Timer::Grace => self.grace_over(),
-                Timer::Stop => self.stop_deadline(),
-                Timer::AskToEnd(tid, migration) => self.not_heard(tid, migration),
-                Timer::EndsLate(tid, migration) => self.ends_no_more(tid, migration),
-                Timer::Ending(tid, migration) => self.ending_over(tid, migration),
-                Timer::AwaitsEnds(tid, migration) => self.await_no_longer(tid, migration),
-                Timer::GuestsLeave => self.guests_leave(),
-                Timer::GuestsEnd => self.guests_end(),
-                Timer::Speaker(tid) => self.speaker_time_over(tid),
-                Timer::Watcher => self.watcher_due(),
-                Timer::NoRm => self.go_on_without_rm(),
-                Timer::News => self.news_due(),
-                Timer::Survey(survey) => self.survey_deadline(survey),
-                Timer::Job(job) => self.job_due(job),
-                Timer::CopyUnsent(migration) => self.copy_unsent(migration),
-                Timer::Drain(tid, epid) => self.drain_over(tid, epid),
-                Timer::LastWords { watcher, dead } => self.last_words_over(watcher, dead),
+                Timer::HostStart(start) => self.handle_start_timeout(start),
+                Timer::HostRemoval(host) => self.handle_removal_timeout(host),
+                Timer::ExitGrace => self.kill_remaining_tasks(),
+                Timer::DaemonStop => self.handle_stop_timeout(),
+                Timer::HandoffTimeout(tid, migration) => {
+                    self.handle_handoff_timeout(tid, migration)
+                }
+                Timer::LateExitTimeout(tid, migration) => {
+                    self.handle_late_exit_timeout(tid, migration)
+                }
+                Timer::ExitTimeout(tid, migration) => self.handle_exit_timeout(tid, migration),
+                Timer::ExitNoticeTimeout(tid, migration) => {
+                    self.stop_awaiting_exits(tid, migration)
+                }
+                Timer::Eviction => self.evict_guests(),
+                Timer::GuestKill => self.kill_evicted_guests(),
+                Timer::OwnerAgentExpiry(tid) => self.owner_agent_expired(tid),
+                Timer::WatcherRestart => self.ensure_watcher(),
+                Timer::PreemptionExpiry => self.expire_preemptions(),
+                Timer::RmBatch => self.rm_batch_due(),
+                Timer::PlacementQuery(query) => self.placement_query_expired(query),
+                Timer::Job(job) => self.handle_job_timer(job),
+                Timer::CopySendFailed(migration) => self.fail_unsent_copy(migration),
+                Timer::SocketDrain(tid, spawn_token) => self.socket_drain_due(tid, spawn_token),
+                Timer::LastMessages { watcher, exited } => {
+                    self.last_messages_overdue(watcher, exited)
+                }
             }
         }
         let now = self.now;
@@ -496,20 +532,20 @@ impl Machine {
             return;
         };
         if master
-            .directing
+            .migrations
             .coordinator
             .next_deadline()
             .is_some_and(|at| at <= now)
         {
-            master.directing.coordinator.on_timer(now);
+            master.migrations.coordinator.on_timer(now);
         }
-        master.keeping.cuts.on_timer(now);
-        master.keeping.restarts.on_timer(now);
+        master.checkpoints.snapshots.on_timer(now);
+        master.checkpoints.restarts.on_timer(now);
     }
 
     /// Returns the next effect to carry out, or `None`.
     pub fn poll(&mut self) -> Option<Output> {
-        self.out.pop_front()
+        self.outputs.pop_front()
     }
 
     /// Returns the time at which [`Event::Wake`] is needed, if at all.
@@ -517,14 +553,17 @@ impl Machine {
         let moves = self
             .master
             .as_ref()
-            .and_then(|m| m.directing.coordinator.next_deadline());
+            .and_then(|m| m.migrations.coordinator.next_deadline());
         let timer = self.timers.keys().next().map(|(at, _)| *at);
-        let keeping = self.master.as_ref().and_then(|m| m.keeping.next_wakeup());
+        let job_checkpoints = self
+            .master
+            .as_ref()
+            .and_then(|m| m.checkpoints.next_wakeup());
         timer
             .into_iter()
             .chain(moves)
-            .chain(keeping)
-            .chain(self.late.due())
+            .chain(job_checkpoints)
+            .chain(self.deferred.due())
             .min()
     }
 

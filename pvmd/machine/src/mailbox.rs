@@ -12,11 +12,11 @@ use sempa_proto::{Message, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Largest number of entries in all classes.
-pub(super) const ENTRIES_MAX: usize = 262_144;
+pub(super) const MAILBOX_ENTRIES_MAX: usize = 262_144;
 /// Largest total size of all stored messages.
-pub(super) const STORED_BYTES_MAX: usize = 1 << 30;
+pub(super) const MAILBOX_BYTES_MAX: usize = 1 << 30;
 /// Largest number of requests that may wait for an entry.
-pub(super) const WAITING_MAX: usize = 65_536;
+pub(super) const WAITING_TAKES_MAX: usize = 65_536;
 
 const PERSISTENT: i32 = 1;
 const MULTI_INSTANCE: i32 = 2;
@@ -25,19 +25,19 @@ const FIRST_AVAILABLE: i32 = 8;
 const READ_AND_DELETE: i32 = 16;
 const WAIT: i32 = 32;
 /// Position of a requested index in the flags.
-const DIRECT_SHIFT: i32 = 10;
+const DIRECT_INDEX_SHIFT: i32 = 10;
 
-type Failed = (PvmError, String);
+type MailboxError = (PvmError, String);
 
 #[derive(Debug)]
-struct Entry {
+struct MailboxEntry {
     owner: Tid,
     flags: i32,
     message: Message,
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct WaitingTake {
     tid: Tid,
     id: RequestId,
     name: String,
@@ -47,29 +47,36 @@ struct Waiting {
 
 #[derive(Debug, Default)]
 pub(super) struct Mailbox {
-    classes: BTreeMap<String, BTreeMap<i32, Entry>>,
+    classes: BTreeMap<String, BTreeMap<i32, MailboxEntry>>,
     entries: usize,
     stored_bytes: usize,
-    waiting: Vec<Waiting>,
+    waiting_takes: Vec<WaitingTake>,
 }
 
 impl Mailbox {
-    fn put(&mut self, owner: Tid, name: &str, flags: i32, message: Message) -> Result<i32, Failed> {
+    fn put(
+        &mut self,
+        owner: Tid,
+        name: &str,
+        flags: i32,
+        message: Message,
+    ) -> Result<i32, MailboxError> {
         if name.is_empty() || name.len() > NAME_BYTES_MAX {
             return Err((
                 PvmError::BadParam,
                 format!("a mailbox class needs a name of 1 to {NAME_BYTES_MAX} bytes"),
             ));
         }
-        if self.entries >= ENTRIES_MAX || self.stored_bytes + message.body.len() > STORED_BYTES_MAX
+        if self.entries >= MAILBOX_ENTRIES_MAX
+            || self.stored_bytes + message.body.len() > MAILBOX_BYTES_MAX
         {
             let limits = format!(
-                "the mailbox holds {ENTRIES_MAX} entries and {STORED_BYTES_MAX} bytes at most"
+                "the mailbox holds {MAILBOX_ENTRIES_MAX} entries and {MAILBOX_BYTES_MAX} bytes at most"
             );
             return Err((PvmError::OutOfRes, limits));
         }
         let class = self.classes.entry(name.to_string()).or_default();
-        let mut index = (flags >> DIRECT_SHIFT).max(0);
+        let mut index = (flags >> DIRECT_INDEX_SHIFT).max(0);
         if flags & MULTI_INSTANCE != 0 {
             while class.contains_key(&index) {
                 index += 1;
@@ -85,7 +92,7 @@ impl Mailbox {
         self.stored_bytes += message.body.len();
         if let Some(old) = class.insert(
             index,
-            Entry {
+            MailboxEntry {
                 owner,
                 flags,
                 message,
@@ -97,7 +104,7 @@ impl Mailbox {
         Ok(index)
     }
 
-    fn find(&self, name: &str, index: i32, flags: i32) -> Option<i32> {
+    fn find_index(&self, name: &str, index: i32, flags: i32) -> Option<i32> {
         let class = self.classes.get(name)?;
         if flags & FIRST_AVAILABLE != 0 {
             class.range(index..).next().map(|(found, _)| *found)
@@ -106,12 +113,18 @@ impl Mailbox {
         }
     }
 
-    fn take(&mut self, tid: Tid, name: &str, index: i32, flags: i32) -> Result<Message, Failed> {
+    fn take(
+        &mut self,
+        tid: Tid,
+        name: &str,
+        index: i32,
+        flags: i32,
+    ) -> Result<Message, MailboxError> {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
         }
-        let Some(found) = self.find(name, index, flags) else {
-            return Err(nothing(name, index));
+        let Some(found) = self.find_index(name, index, flags) else {
+            return Err(not_found(name, index));
         };
         if flags & READ_AND_DELETE != 0 {
             return self.remove(tid, name, found).map(|entry| entry.message);
@@ -119,19 +132,19 @@ impl Mailbox {
         let entry = self.classes.get(name).and_then(|class| class.get(&found));
         entry
             .map(|e| e.message.clone())
-            .ok_or_else(|| nothing(name, index))
+            .ok_or_else(|| not_found(name, index))
     }
 
     /// Removes an entry. Only its owner may, unless the entry is overwritable.
-    fn remove(&mut self, tid: Tid, name: &str, index: i32) -> Result<Entry, Failed> {
+    fn remove(&mut self, tid: Tid, name: &str, index: i32) -> Result<MailboxEntry, MailboxError> {
         if index < 0 {
             return Err((PvmError::BadParam, "a mailbox index is not negative".into()));
         }
         let class = self
             .classes
             .get_mut(name)
-            .ok_or_else(|| nothing(name, index))?;
-        let entry = class.get(&index).ok_or_else(|| nothing(name, index))?;
+            .ok_or_else(|| not_found(name, index))?;
+        let entry = class.get(&index).ok_or_else(|| not_found(name, index))?;
         if entry.owner != tid && entry.flags & OVERWRITABLE == 0 {
             return Err((
                 PvmError::Denied,
@@ -164,9 +177,9 @@ impl Mailbox {
     }
 
     /// Returns one line per entry, for the daemon's log.
-    pub(super) fn lines(&self) -> Vec<String> {
-        let class = |(name, entries): (&String, &BTreeMap<i32, Entry>)| {
-            let entry = |(index, e): (&i32, &Entry)| {
+    pub(super) fn log_lines(&self) -> Vec<String> {
+        let class = |(name, entries): (&String, &BTreeMap<i32, MailboxEntry>)| {
+            let entry = |(index, e): (&i32, &MailboxEntry)| {
                 format!("{name} {index} owner {} flags {:#x}", e.owner, e.flags)
             };
             entries.iter().map(entry).collect::<Vec<_>>()
@@ -183,24 +196,28 @@ impl Mailbox {
     }
 
     /// Returns all tasks that own an entry or wait for one, with repetitions.
-    pub(super) fn concerned(&self) -> Vec<Tid> {
+    pub(super) fn involved_tasks(&self) -> Vec<Tid> {
         let owners = self
             .classes
             .values()
             .flat_map(|class| class.values().map(|e| e.owner));
-        owners.chain(self.waiting.iter().map(|w| w.tid)).collect()
+        owners
+            .chain(self.waiting_takes.iter().map(|w| w.tid))
+            .collect()
     }
 
     /// Returns the requests that wait for an entry to be stored.
-    pub(super) fn open(&self) -> impl Iterator<Item = (Tid, RequestId)> {
-        self.waiting.iter().map(|waiting| (waiting.tid, waiting.id))
+    pub(super) fn waiting_requests(&self) -> impl Iterator<Item = (Tid, RequestId)> {
+        self.waiting_takes
+            .iter()
+            .map(|waiting| (waiting.tid, waiting.id))
     }
 
     /// Returns the entries that these tasks own, for a checkpoint.
     ///
     /// # Errors
     /// The size of the entries in bytes, if it exceeds [`SAVED_MAILBOX_BYTES_MAX`].
-    pub(super) fn saved(&self, tasks: &[Tid]) -> Result<Vec<SavedEntry>, usize> {
+    pub(super) fn entries_of(&self, tasks: &[Tid]) -> Result<Vec<SavedEntry>, usize> {
         let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
         let all = self
             .classes
@@ -216,7 +233,7 @@ impl Mailbox {
         if bytes > SAVED_MAILBOX_BYTES_MAX {
             return Err(bytes);
         }
-        let save = |(name, index, entry): (&String, &i32, &Entry)| SavedEntry {
+        let save = |(name, index, entry): (&String, &i32, &MailboxEntry)| SavedEntry {
             name: name.clone(),
             index: *index,
             owner: entry.owner,
@@ -229,32 +246,34 @@ impl Mailbox {
     /// Returns the class and index of each saved entry that conflicts with an entry of another
     /// owner. Entries without an owner do not conflict: the saved tasks themselves may have left
     /// them.
-    pub(super) fn taken(&self, saved: &[SavedEntry]) -> Vec<String> {
-        let taken = saved.iter().filter(|entry| self.is_taken(entry));
+    pub(super) fn conflicts(&self, saved: &[SavedEntry]) -> Vec<String> {
+        let taken = saved.iter().filter(|entry| self.is_conflict(entry));
         taken
             .map(|entry| format!("{} {}", entry.name, entry.index))
             .collect()
     }
 
-    fn is_taken(&self, entry: &SavedEntry) -> bool {
-        let there = self
+    fn is_conflict(&self, entry: &SavedEntry) -> bool {
+        let existing = self
             .classes
             .get(&entry.name)
             .and_then(|class| class.get(&entry.index));
-        there.is_some_and(|there| there.owner != Tid::NONE && there.owner != entry.owner)
+        existing
+            .is_some_and(|existing| existing.owner != Tid::NONE && existing.owner != entry.owner)
     }
 
     /// True if all these entries can be added within the limits.
     pub(super) fn has_room_for(&self, saved: &[SavedEntry]) -> bool {
         let bytes: usize = saved.iter().map(|entry| entry.message.body.len()).sum();
-        self.entries + saved.len() <= ENTRIES_MAX && self.stored_bytes + bytes <= STORED_BYTES_MAX
+        self.entries + saved.len() <= MAILBOX_ENTRIES_MAX
+            && self.stored_bytes + bytes <= MAILBOX_BYTES_MAX
     }
 
     /// Stores saved entries again. An entry that another owner has stored in the meantime is not
     /// replaced.
     fn restore(&mut self, saved: Vec<SavedEntry>) {
         for entry in saved {
-            if self.is_taken(&entry) {
+            if self.is_conflict(&entry) {
                 continue;
             }
             let SavedEntry {
@@ -268,7 +287,7 @@ impl Mailbox {
             self.stored_bytes += message.body.len();
             if let Some(old) = self.classes.entry(name).or_default().insert(
                 index,
-                Entry {
+                MailboxEntry {
                     owner,
                     flags,
                     message,
@@ -282,8 +301,8 @@ impl Mailbox {
 
     /// Handles the exit of a task: removes its requests and its entries. Its persistent entries
     /// stay without an owner.
-    pub(super) fn owner_gone(&mut self, tid: Tid) {
-        self.waiting.retain(|w| w.tid != tid);
+    pub(super) fn remove_owner(&mut self, tid: Tid) {
+        self.waiting_takes.retain(|w| w.tid != tid);
         self.retain(|_, _, entry| {
             if entry.owner != tid {
                 return true;
@@ -293,11 +312,11 @@ impl Mailbox {
         });
     }
 
-    /// Removes persistent entries without an owner. `spare` lists the tasks that a reset does not
-    /// end; if given, the persistent entries of all other tasks are removed, too.
-    pub(super) fn reset(&mut self, spare: Option<&[Tid]>) {
+    /// Removes persistent entries without an owner. `survivors` lists the tasks that a reset does
+    /// not end; if given, the persistent entries of all other tasks are removed, too.
+    pub(super) fn reset(&mut self, survivors: Option<&[Tid]>) {
         self.retain(|_, _, entry| {
-            let doomed = spare.is_some_and(|spare| !spare.contains(&entry.owner));
+            let doomed = survivors.is_some_and(|survivors| !survivors.contains(&entry.owner));
             entry.flags & PERSISTENT == 0 || !(entry.owner == Tid::NONE || doomed)
         });
     }
@@ -311,7 +330,7 @@ impl Mailbox {
         });
     }
 
-    fn retain(&mut self, mut keep: impl FnMut(&str, i32, &mut Entry) -> bool) {
+    fn retain(&mut self, mut keep: impl FnMut(&str, i32, &mut MailboxEntry) -> bool) {
         let (mut entries, mut bytes) = (0, 0);
         for (name, class) in &mut self.classes {
             class.retain(|index, entry| keep(name, *index, entry));
@@ -324,7 +343,7 @@ impl Mailbox {
 }
 
 /// True if a request with these flags may wait until the entry is stored.
-pub(super) fn waits(flags: i32) -> bool {
+pub(super) fn may_wait(flags: i32) -> bool {
     flags & WAIT != 0
 }
 
@@ -349,9 +368,9 @@ impl Machine {
             MailboxRequest::Take { name, index, flags } => {
                 match mailbox.take(tid, &name, index, flags) {
                     Err((PvmError::NotFound, _))
-                        if flags & WAIT != 0 && mailbox.waiting.len() < WAITING_MAX =>
+                        if flags & WAIT != 0 && mailbox.waiting_takes.len() < WAITING_TAKES_MAX =>
                     {
-                        mailbox.waiting.push(Waiting {
+                        mailbox.waiting_takes.push(WaitingTake {
                             tid,
                             id,
                             name,
@@ -394,14 +413,20 @@ impl Machine {
     fn serve_waiting(&mut self) {
         let mut at = 0;
         while let Some(master) = &mut self.master
-            && at < master.mailbox.waiting.len()
+            && at < master.mailbox.waiting_takes.len()
         {
-            let w = &master.mailbox.waiting[at];
-            let (tid, id, name, index, flags) = (w.tid, w.id, w.name.clone(), w.index, w.flags);
+            let request = &master.mailbox.waiting_takes[at];
+            let (tid, id, name, index, flags) = (
+                request.tid,
+                request.id,
+                request.name.clone(),
+                request.index,
+                request.flags,
+            );
             match master.mailbox.take(tid, &name, index, flags) {
                 Err((PvmError::NotFound, _)) => at += 1,
                 taken => {
-                    master.mailbox.waiting.remove(at);
+                    master.mailbox.waiting_takes.remove(at);
                     match taken {
                         Ok(message) => self.reply(tid, id, Reply::Mailbox(message)),
                         Err((error, reason)) => self.fail(tid, id, error, reason),
@@ -412,7 +437,7 @@ impl Machine {
     }
 }
 
-fn nothing(name: &str, index: i32) -> Failed {
+fn not_found(name: &str, index: i32) -> MailboxError {
     (
         PvmError::NotFound,
         format!("the mailbox has no entry {index} of {name}"),
@@ -465,7 +490,12 @@ mod tests {
         assert_eq!(m.take(a, "x", 0, 0), Ok(message("4")));
         assert_eq!(m.put(a, "x", MULTI_INSTANCE, message("5")), Ok(1));
         assert_eq!(
-            m.put(a, "x", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("6")),
+            m.put(
+                a,
+                "x",
+                MULTI_INSTANCE | (7 << DIRECT_INDEX_SHIFT),
+                message("6")
+            ),
             Ok(7)
         );
         assert_eq!(
@@ -487,7 +517,7 @@ mod tests {
         let mut m = Mailbox::default();
         m.put(a, "x", 0, message("1")).expect("free");
         m.put(a, "y", PERSISTENT, message("2")).expect("free");
-        m.owner_gone(a);
+        m.remove_owner(a);
         assert_eq!(
             m.list("")
                 .iter()
@@ -510,10 +540,15 @@ mod tests {
         let (a, b) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
         let mut m = Mailbox::default();
         m.put(a, "x", PERSISTENT, message("1")).expect("free");
-        m.put(a, "y", MULTI_INSTANCE | (7 << DIRECT_SHIFT), message("2"))
-            .expect("free");
+        m.put(
+            a,
+            "y",
+            MULTI_INSTANCE | (7 << DIRECT_INDEX_SHIFT),
+            message("2"),
+        )
+        .expect("free");
         m.put(b, "y", MULTI_INSTANCE, message("3")).expect("free");
-        let saved = m.saved(&[a]).expect("little");
+        let saved = m.entries_of(&[a]).expect("little");
         assert_eq!(
             saved
                 .iter()
@@ -522,18 +557,18 @@ mod tests {
             [("x", 0), ("y", 7)]
         );
         m.put(a, "x", 0, message("later")).expect("its own");
-        m.owner_gone(a);
-        assert_eq!(m.taken(&saved), [""; 0]);
+        m.remove_owner(a);
+        assert_eq!(m.conflicts(&saved), [""; 0]);
         m.restore(saved.clone());
         assert_eq!(
             (m.take(b, "x", 0, 0), m.take(b, "y", 7, 0)),
             (Ok(message("1")), Ok(message("2")))
         );
         assert_eq!((m.entries, m.stored_bytes), (3, 3));
-        m.owner_gone(a);
-        m.put(b, "y", 7 << DIRECT_SHIFT, message("4"))
+        m.remove_owner(a);
+        m.put(b, "y", 7 << DIRECT_INDEX_SHIFT, message("4"))
             .expect("free");
-        assert_eq!(m.taken(&saved), ["y 7"]);
+        assert_eq!(m.conflicts(&saved), ["y 7"]);
         m.restore(saved);
         assert_eq!(m.take(a, "y", 7, 0), Ok(message("4")));
         m.put(
@@ -546,7 +581,7 @@ mod tests {
             },
         )
         .expect("free");
-        assert_eq!(m.saved(&[a]), Err(SAVED_MAILBOX_BYTES_MAX + 3));
+        assert_eq!(m.entries_of(&[a]), Err(SAVED_MAILBOX_BYTES_MAX + 3));
     }
 
     /// Cleaning removes only entries without an owner, and only those of the selected class and
@@ -563,7 +598,7 @@ mod tests {
         }
         m.put(b, "x", PERSISTENT | MULTI_INSTANCE, message("3"))
             .expect("free");
-        m.owner_gone(a);
+        m.remove_owner(a);
         let left = |m: &Mailbox| -> Vec<usize> {
             m.list("").iter().map(|class| class.entries.len()).collect()
         };

@@ -6,11 +6,11 @@
 //! The exit of a task must be reported after everything that the task sent. The notification
 //! therefore carries the watermark of the dead task's link to the receiver, and the receiver's
 //! library delivers it only when it has received everything up to that watermark. If the last
-//! messages have not arrived after `LAST_WORDS_TIME`, they are lost, and the notification is
+//! messages have not arrived after `LAST_MESSAGES_TIMEOUT`, they are lost, and the notification is
 //! delivered without them.
 
-use super::asks::Asker;
-use super::tasks::mark_of;
+use super::rpc::RpcCaller;
+use super::tasks::watermark_for;
 use super::{Machine, Timer};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
@@ -20,10 +20,10 @@ use sempa_proto::task::{LinkMark, NotifyRequest, NotifyWhat, Reply, ToTask};
 use sempa_proto::{Epoch, HostId, Message, Micros, PvmError, RequestId, Tid};
 
 /// Largest number of pending notifications of one task.
-pub(super) const WATCHES_MAX: usize = 65_536;
+pub(super) const PENDING_NOTIFIES_MAX: usize = 65_536;
 /// Time after which the last messages of a dead task count as lost. Tasks that wait for them are
 /// then notified of the exit.
-const LAST_WORDS_TIME: Micros = Micros::from_secs(30);
+const LAST_MESSAGES_TIMEOUT: Micros = Micros::from_secs(30);
 
 impl Machine {
     /// Handles a request of `pvm_notify`.
@@ -52,7 +52,7 @@ impl Machine {
                 .map(|h| watch(WatchKind::HostDelete(h)))
                 .collect(),
             NotifyWhat::HostAdd { count } => {
-                self.watch_hosts(
+                self.set_host_add_notify(
                     tid,
                     watch(WatchKind::HostAdd {
                         count: if cancel { 0 } else { count },
@@ -64,125 +64,143 @@ impl Machine {
         if cancel {
             watches
                 .iter()
-                .for_each(|watch| self.cancel_watch(tid, watch));
+                .for_each(|watch| self.cancel_notify(tid, watch));
             return self.reply(tid, id, Reply::Done);
         }
-        let open = self.tasks.get(tid).map_or(0, |t| t.watches.len());
-        if open + watches.len() > WATCHES_MAX {
-            let reason = format!("a task can wait for {WATCHES_MAX} notifications at most");
+        let pending = self.tasks.get(tid).map_or(0, |t| t.notifications.len());
+        if pending + watches.len() > PENDING_NOTIFIES_MAX {
+            let reason =
+                format!("a task can wait for {PENDING_NOTIFIES_MAX} notifications at most");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         self.reply(tid, id, Reply::Done);
         for watch in watches {
-            self.add_watch(tid, watch);
+            self.add_notify(tid, watch);
         }
     }
 
-    fn watch_hosts(&mut self, tid: Tid, watch: Watch) {
+    fn set_host_add_notify(&mut self, tid: Tid, watch: Watch) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
         let same = |w: &Watch| {
             matches!(w.kind, WatchKind::HostAdd { .. }) && (w.ctx, w.tag) == (watch.ctx, watch.tag)
         };
-        task.watches.retain(|w| !same(w));
+        task.notifications.retain(|w| !same(w));
         if watch.kind != (WatchKind::HostAdd { count: 0 }) {
-            task.watches.push(watch);
+            task.notifications.push(watch);
         }
     }
 
-    fn cancel_watch(&mut self, tid: Tid, watch: &Watch) {
+    fn cancel_notify(&mut self, tid: Tid, watch: &Watch) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let Some(at) = task.watches.iter().position(|w| w == watch) else {
+        let Some(at) = task.notifications.iter().position(|w| w == watch) else {
             return;
         };
-        task.watches.remove(at);
-        self.fire(tid, watch);
+        task.notifications.remove(at);
+        self.send_tid_notification(tid, watch);
     }
 
-    fn add_watch(&mut self, tid: Tid, watch: Watch) {
+    fn add_notify(&mut self, tid: Tid, watch: Watch) {
         match watch.kind {
             WatchKind::HostDelete(host)
                 if host.home().is_none_or(|h| self.table.get(h).is_none()) =>
             {
-                return self.fire(tid, &watch);
+                return self.send_tid_notification(tid, &watch);
             }
             // Registered before the check: the report of the task's exit may arrive before the
             // answer.
             _ => {
                 if let Some(task) = self.tasks.get_mut(tid) {
-                    task.watches.push(watch.clone());
+                    task.notifications.push(watch.clone());
                 }
             }
         }
-        self.check_watch(tid, &watch);
+        self.check_watched_task(tid, &watch);
     }
 
     /// Asks the daemon of a watched task whether the task is alive. It may have ended already, or
     /// may never have existed.
-    fn check_watch(&mut self, watcher: Tid, watch: &Watch) {
+    fn check_watched_task(&mut self, watcher: Tid, watch: &Watch) {
         if let WatchKind::TaskExit(tid) = watch.kind
             && tid != watcher
         {
-            self.ask_about(
+            self.call_host_of_task(
                 tid,
                 Question::Watch { tid, watcher },
-                Asker::Watch { watcher },
+                RpcCaller::Watch { watcher },
             );
         }
     }
 
     /// Sends a task the notifications of an exit that it requested. `after` is the dead task's
     /// watermark towards it.
-    pub(super) fn watched_is_gone(&mut self, watcher: Tid, tid: Tid, after: Option<LinkMark>) {
+    pub(super) fn notify_watcher_of_exit(
+        &mut self,
+        watcher: Tid,
+        tid: Tid,
+        after: Option<LinkMark>,
+    ) {
         let Some(task) = self.tasks.get_mut(watcher) else {
             return;
         };
         let fired: Vec<Watch> = task
-            .watches
+            .notifications
             .extract_if(.., |w| w.kind == WatchKind::TaskExit(tid))
             .collect();
         for watch in fired {
-            self.send_exit_note(watcher, tid, &watch, after);
+            self.send_exit_notification(watcher, tid, &watch, after);
         }
     }
 
     /// Sends the notifications of an exit to all tasks of this host that requested them.
-    pub(super) fn notify_task_exit(&mut self, tid: Tid, marks: &[LinkMark]) {
+    pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, marks: &[LinkMark]) {
         let waits = |w: &Watch| w.kind == WatchKind::TaskExit(tid);
         let watchers: Vec<Tid> = self
             .tasks
             .live
             .values()
-            .filter(|t| t.watches.iter().any(waits))
+            .filter(|t| t.notifications.iter().any(waits))
             .map(|t| t.tid)
             .collect();
         for watcher in watchers {
-            self.watched_is_gone(watcher, tid, mark_of(tid, marks, watcher));
+            self.notify_watcher_of_exit(watcher, tid, watermark_for(tid, marks, watcher));
         }
     }
 
     /// Sends a notification of an exit. The receiver's library delivers it after the dead task's
     /// last message.
-    pub(super) fn send_exit_note(
+    pub(super) fn send_exit_notification(
         &mut self,
         watcher: Tid,
         tid: Tid,
         watch: &Watch,
         after: Option<LinkMark>,
     ) {
-        self.send_behind(note(watcher, watch, ints(&[tid.raw()])), tid, after);
+        self.send_after_last_messages(
+            notification_message(watcher, watch, pack_ints(&[tid.raw()])),
+            tid,
+            after,
+        );
     }
 
     /// Sends a message of this daemon that the receiver's library delivers only after everything
-    /// that `dead` has sent.
-    pub(super) fn send_behind(&mut self, message: Message, dead: Tid, after: Option<LinkMark>) {
+    /// that `exited` has sent.
+    pub(super) fn send_after_last_messages(
+        &mut self,
+        message: Message,
+        exited: Tid,
+        after: Option<LinkMark>,
+    ) {
         let watcher = message.dst;
         // Daemons do not see the frames on a direct route between the two tasks. The receiver's
         // library knows its position.
-        let after = after.unwrap_or(LinkMark { peer: dead, end: 1 });
+        let after = after.unwrap_or(LinkMark {
+            peer: exited,
+            end: 1,
+        });
         self.deliver(
             watcher,
             ToTask::Deliver {
@@ -190,27 +208,30 @@ impl Machine {
                 after: Some(after),
             },
         );
-        self.timer(LAST_WORDS_TIME, Timer::LastWords { watcher, dead });
+        self.set_timer(
+            LAST_MESSAGES_TIMEOUT,
+            Timer::LastMessages { watcher, exited },
+        );
     }
 
     /// The time for the last messages of a dead task is over: the receiver must not wait for them
     /// any more.
-    pub(super) fn last_words_over(&mut self, watcher: Tid, dead: Tid) {
+    pub(super) fn last_messages_overdue(&mut self, watcher: Tid, dead: Tid) {
         self.deliver(watcher, ToTask::PeerGone { tid: dead });
     }
 
-    fn fire(&mut self, watcher: Tid, watch: &Watch) {
-        let (WatchKind::TaskExit(who) | WatchKind::HostDelete(who)) = watch.kind else {
+    fn send_tid_notification(&mut self, watcher: Tid, watch: &Watch) {
+        let (WatchKind::TaskExit(subject) | WatchKind::HostDelete(subject)) = watch.kind else {
             return;
         };
-        self.send_note(watcher, watch, ints(&[who.raw()]));
+        self.send_notification(watcher, watch, pack_ints(&[subject.raw()]));
     }
 
-    fn send_note(&mut self, dst: Tid, watch: &Watch, body: Bytes) {
+    fn send_notification(&mut self, dst: Tid, watch: &Watch, body: Bytes) {
         self.deliver(
             dst,
             ToTask::Deliver {
-                message: note(dst, watch, body),
+                message: notification_message(dst, watch, body),
                 after: None,
             },
         );
@@ -218,16 +239,16 @@ impl Machine {
 
     /// A host is lost: sends the notifications of the host's loss first, then those of the exit of
     /// its tasks.
-    pub(super) fn notify_host_gone(&mut self, host: HostId) {
+    pub(super) fn notify_host_lost(&mut self, host: HostId) {
         let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
         for watcher in &tids {
             let Some(task) = self.tasks.get_mut(*watcher) else {
                 continue;
             };
             let lost = |w: &mut Watch| matches!(w.kind, WatchKind::HostDelete(h) if h.home() == Some(host));
-            let fired: Vec<Watch> = task.watches.extract_if(.., lost).collect();
+            let fired: Vec<Watch> = task.notifications.extract_if(.., lost).collect();
             for watch in fired {
-                self.fire(*watcher, &watch);
+                self.send_tid_notification(*watcher, &watch);
             }
         }
         for watcher in tids {
@@ -235,14 +256,14 @@ impl Machine {
                 .tasks
                 .get(watcher)
                 .map(|t| {
-                    t.watches
+                    t.notifications
                         .iter()
-                        .filter_map(|w| exit_of(w).filter(|d| self.location(*d) == Some(host)))
+                        .filter_map(|w| exit_subject(w).filter(|d| self.location(*d) == Some(host)))
                         .collect()
                 })
                 .unwrap_or_default();
             for tid in dead {
-                self.watched_is_gone(watcher, tid, None);
+                self.notify_watcher_of_exit(watcher, tid, None);
             }
         }
     }
@@ -251,16 +272,16 @@ impl Machine {
     pub(super) fn notify_hosts_added(&mut self, added: &[HostId]) {
         let tids: Vec<Tid> = self.tasks.live.keys().copied().collect();
         for tid in tids {
-            self.notify_task_of_hosts(tid, added);
+            self.notify_task_of_added_hosts(tid, added);
         }
     }
 
-    fn notify_task_of_hosts(&mut self, tid: Tid, added: &[HostId]) {
+    fn notify_task_of_added_hosts(&mut self, tid: Tid, added: &[HostId]) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
         let mut fired = Vec::new();
-        for watch in &mut task.watches {
+        for watch in &mut task.notifications {
             if let WatchKind::HostAdd { count } = &mut watch.kind {
                 if *count > 0 {
                     *count -= 1;
@@ -268,29 +289,29 @@ impl Machine {
                 fired.push(watch.clone());
             }
         }
-        task.watches
+        task.notifications
             .retain(|w| w.kind != WatchKind::HostAdd { count: 0 });
         let mut words = vec![added.len() as i32];
         words.extend(added.iter().map(|h| h.tid().raw()));
         for watch in fired {
-            self.send_note(tid, &watch, ints(&words));
+            self.send_notification(tid, &watch, pack_ints(&words));
         }
     }
 
     /// Checks the pending notifications of a task that has arrived from another host, and sends
     /// those whose event happened during its migration.
-    pub(super) fn recheck_watches(&mut self, tid: Tid, known: &[HostId], epoch: Epoch) {
+    pub(super) fn recheck_notifies(&mut self, tid: Tid, known: &[HostId], epoch: Epoch) {
         let Some(task) = self.tasks.get(tid) else {
             return;
         };
-        for watch in task.watches.clone() {
+        for watch in task.notifications.clone() {
             match watch.kind {
                 WatchKind::HostDelete(host)
                     if host.home().is_none_or(|h| self.table.get(h).is_none()) =>
                 {
-                    self.cancel_watch(tid, &watch);
+                    self.cancel_notify(tid, &watch);
                 }
-                _ => self.check_watch(tid, &watch),
+                _ => self.check_watched_task(tid, &watch),
             }
         }
         if self.table.epoch > epoch {
@@ -300,13 +321,13 @@ impl Machine {
                 .filter(|h| !known.contains(h))
                 .collect();
             if !added.is_empty() {
-                self.notify_task_of_hosts(tid, &added);
+                self.notify_task_of_added_hosts(tid, &added);
             }
         }
     }
 }
 
-fn exit_of(watch: &Watch) -> Option<Tid> {
+fn exit_subject(watch: &Watch) -> Option<Tid> {
     match watch.kind {
         WatchKind::TaskExit(tid) => Some(tid),
         _ => None,
@@ -314,12 +335,12 @@ fn exit_of(watch: &Watch) -> Option<Tid> {
 }
 
 /// Builds a notification message in PVM's format.
-fn note(dst: Tid, watch: &Watch, body: Bytes) -> Message {
-    daemons_message(dst, (watch.ctx, watch.tag), body)
+fn notification_message(dst: Tid, watch: &Watch, body: Bytes) -> Message {
+    own_daemon_message(dst, (watch.ctx, watch.tag), body)
 }
 
 /// Builds a message whose source is the receiver's own daemon.
-pub(super) fn daemons_message(dst: Tid, (ctx, tag): (i32, i32), body: Bytes) -> Message {
+pub(super) fn own_daemon_message(dst: Tid, (ctx, tag): (i32, i32), body: Bytes) -> Message {
     Message {
         src: Tid::MY_DAEMON,
         dst,
@@ -331,7 +352,7 @@ pub(super) fn daemons_message(dst: Tid, (ctx, tag): (i32, i32), body: Bytes) -> 
     }
 }
 
-pub(super) fn ints(words: &[i32]) -> Bytes {
+pub(super) fn pack_ints(words: &[i32]) -> Bytes {
     let mut body = Packer::new(Encoding::Xdr);
     body.items(words.iter().copied());
     body.finish()

@@ -15,14 +15,14 @@ use sempa_proto::{HostId, Message, Tid};
 /// Mark for the end of a task's output.
 const OUTPUT_EOF: i32 = 0;
 /// Mark for a task that was requested (PVM's `TO_SPAWN`).
-const OUTPUT_SPAWNED: i32 = -1;
+const OUTPUT_REQUESTED: i32 = -1;
 /// Mark for a task that was started (PVM's `TO_NEW`).
-const OUTPUT_NEW: i32 = -2;
+const OUTPUT_STARTED: i32 = -2;
 
 impl Machine {
     /// Returns the address of this daemon as `dst` knows it. For a task of this host it is
     /// [`Tid::MY_DAEMON`].
-    pub(super) fn source_for(&self, dst: Tid) -> Tid {
+    pub(super) fn daemon_address_for(&self, dst: Tid) -> Tid {
         let me = self.config.host;
         if self.location(dst) == Some(me) {
             Tid::MY_DAEMON
@@ -32,8 +32,15 @@ impl Machine {
     }
 
     /// Sends a message from this daemon in the default encoding.
-    pub(super) fn send_made(&mut self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) {
-        let message = self.made(dst, ctx, tag, wid, body);
+    pub(super) fn send_daemon_message(
+        &mut self,
+        dst: Tid,
+        ctx: i32,
+        tag: i32,
+        wid: i32,
+        body: Bytes,
+    ) {
+        let message = self.build_daemon_message(dst, ctx, tag, wid, body);
         self.deliver(
             dst,
             ToTask::Deliver {
@@ -44,9 +51,16 @@ impl Machine {
     }
 
     /// Builds a message from this daemon in the default encoding.
-    pub(super) fn made(&self, dst: Tid, ctx: i32, tag: i32, wid: i32, body: Bytes) -> Message {
+    pub(super) fn build_daemon_message(
+        &self,
+        dst: Tid,
+        ctx: i32,
+        tag: i32,
+        wid: i32,
+        body: Bytes,
+    ) -> Message {
         Message {
-            src: self.source_for(dst),
+            src: self.daemon_address_for(dst),
             dst,
             ctx,
             tag,
@@ -56,9 +70,9 @@ impl Machine {
         }
     }
 
-    fn collect(&mut self, sink: Sink, body: Bytes) {
+    fn send_to_collector(&mut self, sink: Sink, body: Bytes) {
         if sink.tid.is_task() {
-            self.send_made(sink.tid, sink.ctx, sink.tag, 0, body);
+            self.send_daemon_message(sink.tid, sink.ctx, sink.tag, 0, body);
         }
     }
 
@@ -66,32 +80,32 @@ impl Machine {
     ///
     /// The daemon that knows all tasks of a spawn reports them all at once: a collector assumes
     /// that the reported tasks are all of them.
-    pub(super) fn output_asked(&mut self, tid: Tid, parent: Tid, sink: Sink) {
-        self.output_mark(tid, OUTPUT_SPAWNED, parent, sink);
+    pub(super) fn report_output_requested(&mut self, tid: Tid, parent: Tid, sink: Sink) {
+        self.send_output_mark(tid, OUTPUT_REQUESTED, parent, sink);
     }
 
     /// Reports to the collector that a task was started.
-    pub(super) fn output_begin(&mut self, tid: Tid, parent: Tid, sink: Sink) {
-        self.output_mark(tid, OUTPUT_NEW, parent, sink);
+    pub(super) fn report_output_started(&mut self, tid: Tid, parent: Tid, sink: Sink) {
+        self.send_output_mark(tid, OUTPUT_STARTED, parent, sink);
     }
 
-    fn output_mark(&mut self, tid: Tid, mark: i32, parent: Tid, sink: Sink) {
+    fn send_output_mark(&mut self, tid: Tid, mark: i32, parent: Tid, sink: Sink) {
         let mut body = Packer::new(Encoding::Xdr);
         body.items([tid.raw(), mark, parent.raw()]);
-        self.collect(sink, body.finish());
+        self.send_to_collector(sink, body.finish());
     }
 
     /// Reports the end of a task's output to the collector.
-    pub(super) fn output_end(&mut self, tid: Tid, sink: Sink) {
+    pub(super) fn report_output_ended(&mut self, tid: Tid, sink: Sink) {
         let mut body = Packer::new(Encoding::Xdr);
         body.items([tid.raw(), OUTPUT_EOF]);
-        self.collect(sink, body.finish());
+        self.send_to_collector(sink, body.finish());
     }
 
     /// Forwards output of a task to its collector, or to the log if it has none.
     pub(super) fn task_output(&mut self, tid: Tid, bytes: Vec<u8>) {
         let arriving = self
-            .moves
+            .migrations
             .arrivals
             .get(&tid)
             .and_then(|a| a.record.as_ref())
@@ -107,7 +121,7 @@ impl Machine {
             body.int(tid.raw())
                 .int(i32::try_from(bytes.len()).unwrap_or(i32::MAX))
                 .bytes(&bytes);
-            self.collect(sink, body.finish());
+            self.send_to_collector(sink, body.finish());
         } else {
             self.log_output(tid, bytes.into());
         }
@@ -116,9 +130,9 @@ impl Machine {
     /// Writes output without a collector to the master's log.
     pub(super) fn log_output(&mut self, tid: Tid, bytes: Bytes) {
         if self.master.is_some() {
-            self.out.push_back(Output::LogTaskOutput { tid, bytes });
+            self.outputs.push_back(Output::LogTaskOutput { tid, bytes });
         } else {
-            self.tell_host(HostId::MASTER, HostMsg::TaskOutput { tid, bytes });
+            self.send_to_host(HostId::MASTER, HostMsg::TaskOutput { tid, bytes });
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Dispatches the requests of tasks. Requests that only the master can serve are forwarded to it;
 //! it sends the reply directly to the task.
 
-use super::asks::Asker;
+use super::rpc::RpcCaller;
 use super::{Machine, Output};
 use sempa_proto::group::GroupRequest;
 use sempa_proto::host::{HostMsg, Question};
@@ -19,22 +19,22 @@ const SIGTERM: i32 = 15;
 
 /// A list of tasks that is collected from several hosts.
 #[derive(Debug)]
-pub(super) struct Gather {
+pub(super) struct ScatterGather {
     tid: Tid,
     id: RequestId,
-    missing: usize,
+    unanswered: usize,
     tasks: Vec<TaskInfo>,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Gathers {
-    open: BTreeMap<u64, Gather>,
+pub(super) struct ScatterGathers {
+    pending: BTreeMap<u64, ScatterGather>,
     last: u64,
 }
 
 impl Machine {
     /// Handles a request of a task of this host.
-    pub(super) fn request(&mut self, tid: Tid, id: RequestId, what: Request) {
+    pub(super) fn handle_request(&mut self, tid: Tid, id: RequestId, what: Request) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
@@ -43,17 +43,17 @@ impl Machine {
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
         task.requests.insert(id);
-        if waits_for_others(&what) {
-            task.meetings.insert(id);
+        if is_untimed(&what) {
+            task.untimed_requests.insert(id);
         }
         let me = self.config.host;
         match what {
-            Request::Exit { marks } => self.leave(tid, id, marks),
-            Request::LastWords => self.last_words(tid, id),
+            Request::Exit { marks } => self.leave_vm(tid, id, marks),
+            Request::LastWords => self.handle_about_to_exit(tid, id),
             Request::Config => self.reply(tid, id, Reply::Hosts(self.table.clone())),
-            Request::Tasks { selector } => self.list(tid, id, selector),
+            Request::Tasks { selector } => self.query_task_list(tid, id, selector),
             Request::Spawn(request) => self.spawn(tid, id, request, None),
-            Request::SpawnGranted { request, grant } => self.spawn_granted(tid, id, request, grant),
+            Request::SpawnGranted { request, grant } => self.spawn_leased(tid, id, request, grant),
             Request::HostStatus { name } => {
                 let host = if name == "." {
                     Some(me)
@@ -61,32 +61,32 @@ impl Machine {
                     self.table.by_name(&name).map(|h| h.id)
                 };
                 match host {
-                    Some(host) => self.ask(host, Question::Ping, Asker::Task { tid, id }),
-                    None => self.fail(tid, id, PvmError::NoHost, no_host(&name)),
+                    Some(host) => self.call_host(host, Question::Ping, RpcCaller::Task { tid, id }),
+                    None => self.fail(tid, id, PvmError::NoHost, no_host_message(&name)),
                 }
             }
             Request::TaskStatus { tid: other } if !other.is_task() => {
-                self.not_a_task(tid, id, other)
+                self.fail_not_a_task(tid, id, other)
             }
             Request::TaskStatus { tid: other } => {
-                self.ask_about(
+                self.call_host_of_task(
                     other,
                     Question::TaskStatus { tid: other },
-                    Asker::Task { tid, id },
+                    RpcCaller::Task { tid, id },
                 );
             }
             Request::Signal { tid: other, .. } if !other.is_task() => {
-                self.not_a_task(tid, id, other)
+                self.fail_not_a_task(tid, id, other)
             }
             Request::Signal { tid: other, signal } => {
-                self.ask_about(
+                self.call_host_of_task(
                     other,
                     Question::Signal { tid: other, signal },
-                    Asker::Task { tid, id },
+                    RpcCaller::Task { tid, id },
                 );
             }
             Request::Suspend { tid: other, .. } if !other.is_task() => {
-                self.not_a_task(tid, id, other)
+                self.fail_not_a_task(tid, id, other)
             }
             Request::Suspend {
                 tid: other,
@@ -99,24 +99,37 @@ impl Machine {
                     suspend,
                     cause,
                 };
-                self.ask_about(other, Question::Suspend(order), Asker::Task { tid, id });
+                self.call_host_of_task(
+                    other,
+                    Question::Suspend(order),
+                    RpcCaller::Task { tid, id },
+                );
             }
-            Request::CanMigrate { tid: of, to } => self.can_migrate(tid, id, of, to.as_deref()),
+            Request::CanMigrate { tid: of, to } => {
+                self.start_placement_query(tid, id, of, to.as_deref())
+            }
             Request::Notify(request) => self.notify_request(tid, id, request),
             Request::RegisterRm(serves) => self.register_rm(tid, id, serves),
-            Request::NewContext => self.new_context(tid, id),
+            Request::NewContext => self.allocate_context(tid, id),
             Request::FreeContext { ctx } => {
-                let host = self.holder_of(ctx);
-                self.ask(
+                let host = self.context_holder(ctx);
+                self.call_host(
                     host,
                     Question::FreeContext { owner: tid, ctx },
-                    Asker::Task { tid, id },
+                    RpcCaller::Task { tid, id },
                 );
             }
             Request::HostSync { host } => {
                 match host.home().filter(|host| self.table.get(*host).is_some()) {
-                    Some(host) => self.ask(host, Question::Clock, Asker::Task { tid, id }),
-                    None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
+                    Some(host) => {
+                        self.call_host(host, Question::Clock, RpcCaller::Task { tid, id })
+                    }
+                    None => self.fail(
+                        tid,
+                        id,
+                        PvmError::NoHost,
+                        no_host_message(&host.to_string()),
+                    ),
                 }
             }
             Request::SetOutput(sink) => self.set_output(tid, id, sink),
@@ -126,28 +139,35 @@ impl Machine {
                 }
                 self.reply(tid, id, Reply::Done);
             }
-            Request::Tickle(words) => self.tickle(tid, id, &words),
-            Request::Guests(word) => self.guests_word(tid, id, word),
-            Request::Serve(service) => self.serve(tid, id, service),
+            Request::Tickle(words) => self.debug_query(tid, id, &words),
+            Request::Guests(word) => self.handle_guest_directive(tid, id, word),
+            Request::Serve(service) => self.toggle_service(tid, id, service),
             Request::Freezer => self.reply(tid, id, Reply::Freezer(self.freezer.clone())),
-            what => self.ask_master(tid, id, what),
+            what => self.forward_to_master(tid, id, what),
         }
     }
 
     /// Forwards a request to the master, which sends the reply directly to the task.
-    fn ask_master(&mut self, tid: Tid, id: RequestId, what: Request) {
+    fn forward_to_master(&mut self, tid: Tid, id: RequestId, request: Request) {
         if self.master.is_some() {
-            self.master_request(tid, id, what);
+            self.handle_master_request(tid, id, request);
         } else {
-            self.tell_host(HostId::MASTER, HostMsg::Request { tid, id, what });
+            self.send_to_host(
+                HostId::MASTER,
+                HostMsg::Request {
+                    tid,
+                    id,
+                    what: request,
+                },
+            );
         }
     }
 
     /// Handles a request that only the master can serve, from a task of any host.
-    pub(super) fn master_request(&mut self, tid: Tid, id: RequestId, what: Request) {
+    pub(super) fn handle_master_request(&mut self, tid: Tid, id: RequestId, what: Request) {
         match what {
             Request::AddHosts { lines } => {
-                self.add_hosts(&lines, super::hosts::Wanting::Task { tid, id })
+                self.add_hosts(&lines, super::hosts::AddRequester::Task { tid, id })
             }
             Request::DelHosts { names } => self.delete_hosts(tid, id, &names),
             Request::Mailbox(request) => self.mailbox_request(tid, id, request),
@@ -157,16 +177,18 @@ impl Machine {
                 pace,
                 end,
                 wait,
-            } => self.checkpoint_wanted((tid, id), job, pace, end, wait),
-            Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
-            Request::Restart { set, on, wait } => self.restart_wanted((tid, id), set, on, wait),
-            Request::RemoveSets { which, any } => self.sets_unwanted(tid, id, which, any),
+            } => self.handle_checkpoint_request((tid, id), job, pace, end, wait),
+            Request::Sets => self.outputs.push_back(Output::ListCheckpoints { tid, id }),
+            Request::Restart { set, on, wait } => {
+                self.handle_restart_request((tid, id), set, on, wait)
+            }
+            Request::RemoveSets { which, any } => self.handle_removal_request(tid, id, which, any),
             Request::Migrate {
                 tid: task,
                 to,
                 cause,
                 wait,
-            } => self.begin_move(tid, id, task, &to, cause, wait),
+            } => self.begin_migration(tid, id, task, &to, cause, wait),
             Request::Events { from, limit } => {
                 let events = self
                     .master
@@ -181,8 +203,8 @@ impl Machine {
                 self.append_event(host, at, kind);
                 self.reply(tid, id, Reply::Done);
             }
-            Request::ServeTracer(settings) => self.serve_tracer(tid, id, settings),
-            Request::Reset { kill } => self.reset(tid, id, kill),
+            Request::ServeTracer(settings) => self.toggle_tracer(tid, id, settings),
+            Request::Reset { kill } => self.reset_vm(tid, id, kill),
             Request::Halt => {
                 self.reply(tid, id, Reply::Done);
                 self.halt(&format!("{tid} asked for it"));
@@ -196,51 +218,62 @@ impl Machine {
         }
     }
 
-    fn list(&mut self, tid: Tid, id: RequestId, selector: Tid) {
+    fn query_task_list(&mut self, tid: Tid, id: RequestId, selector: Tid) {
         let hosts: Vec<HostId> = match self
             .location(selector)
             .filter(|host| self.table.get(*host).is_some())
         {
             None if selector == Tid::NONE => self.table.hosts.iter().map(|h| h.id).collect(),
-            None => return self.fail(tid, id, PvmError::NoHost, no_host(&selector.to_string())),
+            None => {
+                return self.fail(
+                    tid,
+                    id,
+                    PvmError::NoHost,
+                    no_host_message(&selector.to_string()),
+                );
+            }
             Some(_) if selector.local() != 0 => {
                 let question = Question::Tasks {
                     only: Some(selector),
                 };
-                return self.ask_about(selector, question, Asker::Task { tid, id });
+                return self.call_host_of_task(selector, question, RpcCaller::Task { tid, id });
             }
             Some(host) => vec![host],
         };
-        self.gathers.last += 1;
-        let gather = self.gathers.last;
-        self.gathers.open.insert(
+        self.scatter_gathers.last += 1;
+        let gather = self.scatter_gathers.last;
+        self.scatter_gathers.pending.insert(
             gather,
-            Gather {
+            ScatterGather {
                 tid,
                 id,
-                missing: hosts.len(),
+                unanswered: hosts.len(),
                 tasks: Vec::new(),
             },
         );
         for host in hosts {
-            self.ask(host, Question::Tasks { only: None }, Asker::Gather(gather));
+            self.call_host(
+                host,
+                Question::Tasks { only: None },
+                RpcCaller::ScatterGather(gather),
+            );
         }
     }
 
     /// Adds the tasks of one host to a list; an empty list for a lost host. When all hosts have
     /// answered, the requesting task gets the reply.
-    pub(super) fn gathered(&mut self, number: u64, tasks: Vec<TaskInfo>) {
-        let Some(gather) = self.gathers.open.get_mut(&number) else {
+    pub(super) fn add_to_task_list(&mut self, query: u64, tasks: Vec<TaskInfo>) {
+        let Some(gather) = self.scatter_gathers.pending.get_mut(&query) else {
             return;
         };
         gather.tasks.extend(tasks);
-        gather.missing -= 1;
-        if gather.missing > 0 {
+        gather.unanswered -= 1;
+        if gather.unanswered > 0 {
             return;
         }
-        let Some(Gather {
+        let Some(ScatterGather {
             tid, id, mut tasks, ..
-        }) = self.gathers.open.remove(&number)
+        }) = self.scatter_gathers.pending.remove(&query)
         else {
             return;
         };
@@ -251,7 +284,7 @@ impl Machine {
         self.reply(tid, id, Reply::Tasks(tasks));
     }
 
-    fn new_context(&mut self, tid: Tid, id: RequestId) {
+    fn allocate_context(&mut self, tid: Tid, id: RequestId) {
         if self.contexts.len() as u32 >= CONTEXTS_MAX {
             return self.fail(
                 tid,
@@ -261,11 +294,11 @@ impl Machine {
             );
         }
         let base = self.config.host.tid().raw();
-        if self.last_context == 0 && self.tasks.are_spared() {
+        if self.last_context == 0 && self.tasks.has_reserved_ids() {
             // Does not start at 1, where another virtual machine has started: a restarted job may
             // bring contexts from there that are in use.
             self.last_context =
-                (self.unix.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
+                (self.unix_time.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % CONTEXTS_MAX;
         }
         loop {
             self.last_context = if self.last_context >= CONTEXTS_MAX {
@@ -284,7 +317,7 @@ impl Machine {
     /// Returns the host that knows the owner of a context: the host that allocated it, or the
     /// master if that host is not in the table. The latter applies to contexts that a restarted job
     /// has brought from another virtual machine.
-    pub(super) fn holder_of(&self, ctx: i32) -> HostId {
+    pub(super) fn context_holder(&self, ctx: i32) -> HostId {
         Tid::from_raw(ctx)
             .home()
             .filter(|host| self.table.get(*host).is_some())
@@ -292,7 +325,7 @@ impl Machine {
     }
 
     /// Assigns contexts again to tasks that are restarted from a checkpoint.
-    pub(super) fn hold_contexts(&mut self, contexts: Vec<(i32, Tid)>) {
+    pub(super) fn reserve_contexts(&mut self, contexts: Vec<(i32, Tid)>) {
         for (ctx, owner) in contexts {
             if (self.contexts.len() as u32) < CONTEXTS_MAX {
                 self.contexts.entry(ctx).or_insert(owner);
@@ -309,14 +342,14 @@ impl Machine {
         let old = std::mem::replace(&mut task.output, sink);
         let parent = task.parent;
         if old != sink {
-            self.output_end(tid, old);
-            self.output_asked(tid, parent, sink);
-            self.output_begin(tid, parent, sink);
+            self.report_output_ended(tid, old);
+            self.report_output_requested(tid, parent, sink);
+            self.report_output_started(tid, parent, sink);
         }
         self.reply(tid, id, Reply::Done);
     }
 
-    fn not_a_task(&mut self, tid: Tid, id: RequestId, other: Tid) {
+    fn fail_not_a_task(&mut self, tid: Tid, id: RequestId, other: Tid) {
         self.fail(
             tid,
             id,
@@ -327,41 +360,44 @@ impl Machine {
 
     /// Resets the virtual machine (master only). Not ended are the caller, the resource manager,
     /// pinned tasks and tasks that requested exemption.
-    fn reset(&mut self, tid: Tid, id: RequestId, kill: bool) {
+    fn reset_vm(&mut self, tid: Tid, id: RequestId, kill: bool) {
         let Some(master) = &mut self.master else {
             return;
         };
-        let mut spare = master.mailbox.owners(sempa_proto::sm::NO_RESET_CLASS);
-        spare.push(tid);
-        spare.extend(self.rm.current().map(|rm| rm.tid));
-        master.mailbox.reset(if kill { Some(&spare) } else { None });
+        let mut survivors = master.mailbox.owners(sempa_proto::sm::NO_RESET_CLASS);
+        survivors.push(tid);
+        survivors.extend(self.rm.current().map(|rm| rm.tid));
+        master
+            .mailbox
+            .reset(if kill { Some(&survivors) } else { None });
         if kill {
-            master.keeping.reset(&spare);
+            master.checkpoints.note_reset(&survivors);
             for host in self.other_hosts() {
-                self.tell_host(
+                self.send_to_host(
                     host,
                     HostMsg::EndTasks {
-                        spare: spare.clone(),
+                        spare: survivors.clone(),
                     },
                 );
             }
-            self.end_tasks(&spare);
+            self.end_tasks(&survivors);
         }
         self.reply(tid, id, Reply::Done);
     }
 
-    /// Requests the spawned tasks of this host to exit, except pinned ones and those in `spare`.
-    pub(super) fn end_tasks(&mut self, spare: &[Tid]) {
+    /// Requests the spawned tasks of this host to exit, except pinned ones and those in
+    /// `survivors`.
+    pub(super) fn end_tasks(&mut self, survivors: &[Tid]) {
         let ending: Vec<Tid> = self
             .tasks
             .live
             .values()
-            .filter(|t| t.spawned() && !t.pinned && !spare.contains(&t.tid))
+            .filter(|t| t.is_spawned() && !t.pinned && !survivors.contains(&t.tid))
             .map(|t| t.tid)
             .collect();
         for tid in ending {
-            if !self.signal_away(tid, SIGTERM) {
-                self.tell_tasker(ToTasker::Signal {
+            if !self.signal_without_process(tid, SIGTERM) {
+                self.send_to_tasker(ToTasker::Signal {
                     tid,
                     signal: SIGTERM,
                 });
@@ -369,26 +405,26 @@ impl Machine {
         }
     }
 
-    pub(super) fn tell_tasker(&mut self, message: ToTasker) {
-        self.out.push_back(Output::ToTasker(message));
+    pub(super) fn send_to_tasker(&mut self, message: ToTasker) {
+        self.outputs.push_back(Output::ToTasker(message));
     }
 }
 
 /// True for a request that is answered only when other tasks have acted, without a time limit. It
 /// can be repeated after a restart.
-fn waits_for_others(what: &Request) -> bool {
-    match what {
+fn is_untimed(request: &Request) -> bool {
+    match request {
         Request::Group(GroupRequest::Barrier { .. } | GroupRequest::Freeze { .. }) => true,
-        Request::Mailbox(MailboxRequest::Take { flags, .. }) => super::mailbox::waits(*flags),
+        Request::Mailbox(MailboxRequest::Take { flags, .. }) => super::mailbox::may_wait(*flags),
         _ => false,
     }
 }
 
 /// Returns the host that a host tid or a daemon's address names.
-pub(super) fn host_of(tid: Tid) -> Option<HostId> {
+pub(super) fn named_host(tid: Tid) -> Option<HostId> {
     if tid.local() == 0 { tid.home() } else { None }
 }
 
-fn no_host(name: &str) -> String {
+fn no_host_message(name: &str) -> String {
     format!("there is no host {name} in the virtual machine; `pvm conf` lists them")
 }

@@ -5,9 +5,9 @@
 //! which serves the hosts without one of their own. Without any, the daemons place tasks
 //! themselves.
 
-use super::hosts::Wanting;
-use super::spawn::ExecBack;
-use super::tasks::{Task, mark_of};
+use super::hosts::AddRequester;
+use super::spawn::ExecRequester;
+use super::tasks::{Task, watermark_for};
 use super::{Machine, Output};
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{EventKind, describe_status};
@@ -24,18 +24,18 @@ use sempa_proto::task::{
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
 use std::collections::VecDeque;
 
-/// Deaths within [`RM_DEATHS_SPAN`] after which a resource manager is restarted; after a further
+/// Deaths within [`RM_DEATHS_WINDOW`] after which a resource manager is restarted; after a further
 /// one it is not.
 const RM_DEATHS_MAX: usize = 5;
-const RM_DEATHS_SPAN: Micros = Micros::from_secs(60);
+const RM_DEATHS_WINDOW: Micros = Micros::from_secs(60);
 
 /// True for an unintended end: by a signal that kills instead of requesting an exit, or by a panic.
 fn has_crashed(status: i32) -> bool {
-    const PANICKED: i32 = 101;
-    const ASKING: [i32; 3] = [1, 2, 15];
+    const PANIC_STATUS: i32 = 101;
+    const EXIT_REQUEST_SIGNALS: [i32; 3] = [1, 2, 15];
     match status & 0x7f {
-        0 => (status >> 8) & 0xff == PANICKED,
-        signal => !ASKING.contains(&signal),
+        0 => (status >> 8) & 0xff == PANIC_STATUS,
+        signal => !EXIT_REQUEST_SIGNALS.contains(&signal),
     }
 }
 
@@ -53,30 +53,30 @@ pub(super) struct RmState {
     own: Option<RmInfo>,
     /// Registered with the master, for hosts without a resource manager of their own. One that
     /// serves everything serves only the hosts that join after its registration, as in PVM.
-    pub(super) wide: Option<RmInfo>,
+    pub(super) vm_wide: Option<RmInfo>,
     /// The master's, even if tasks of this host do not ask it.
-    masters: Option<RmInfo>,
+    of_master: Option<RmInfo>,
     /// Time since which no resource manager is known here.
-    none_since: Option<Micros>,
+    absent_since: Option<Micros>,
 }
 
 impl RmState {
     /// Returns the resource manager that tasks of this host must ask.
     pub(super) fn current(&self) -> Option<RmInfo> {
-        self.own.or(self.wide)
+        self.own.or(self.vm_wide)
     }
 
     /// Returns the time since which there is no resource manager; `None` while there is one.
-    pub(super) fn none_since(&self) -> Option<Micros> {
-        self.none_since
+    pub(super) fn absent_since(&self) -> Option<Micros> {
+        self.absent_since
     }
 
-    fn obeys(&self, tid: Tid) -> bool {
-        self.known(tid).is_some()
+    fn is_accepted(&self, tid: Tid) -> bool {
+        self.find(tid).is_some()
     }
 
-    fn known(&self, tid: Tid) -> Option<RmInfo> {
-        [self.own, self.wide, self.masters]
+    fn find(&self, tid: Tid) -> Option<RmInfo> {
+        [self.own, self.vm_wide, self.of_master]
             .into_iter()
             .flatten()
             .find(|rm| rm.tid == tid)
@@ -103,45 +103,45 @@ impl Machine {
         }
         self.rm.own = rm;
         if self.master.is_some() {
-            self.rm.wide = rm;
+            self.rm.vm_wide = rm;
             for host in self.other_hosts() {
-                self.tell_host(host, HostMsg::Rm { rm });
+                self.send_to_host(host, HostMsg::Rm { rm });
             }
         }
-        self.tell_tasks_of_rm(false);
-        self.rm_came_or_went();
+        self.notify_tasks_of_rm(false);
+        self.update_rm_absence();
     }
 
-    fn rm_came_or_went(&mut self) {
+    fn update_rm_absence(&mut self) {
         let (serves, now) = (
-            self.rm.current().is_some() || self.rm.masters.is_some(),
+            self.rm.current().is_some() || self.rm.of_master.is_some(),
             self.now,
         );
-        self.rm.none_since = if serves {
+        self.rm.absent_since = if serves {
             None
         } else {
-            self.rm.none_since.or(Some(now))
+            self.rm.absent_since.or(Some(now))
         };
-        self.go_on_without_rm();
+        self.expire_preemptions();
     }
 
     /// Handles the master's notice of the virtual machine's resource manager.
-    pub(super) fn set_wide_rm(&mut self, rm: Option<RmInfo>) {
+    pub(super) fn set_vm_rm(&mut self, rm: Option<RmInfo>) {
         let before = self.rm.current();
-        self.rm.masters = rm;
+        self.rm.of_master = rm;
         if self.table.hosts.is_empty() || rm.is_none_or(|rm| !rm.serves.others) {
-            self.rm.wide = rm;
+            self.rm.vm_wide = rm;
         }
         if self.rm.current() != before {
-            self.tell_tasks_of_rm(false);
+            self.notify_tasks_of_rm(false);
         }
-        self.rm_came_or_went();
+        self.update_rm_absence();
     }
 
     /// Notifies the connected tasks of a change. A death is always reported. A new resource manager
     /// is reported only if it only places spawns: one that serves everything serves the tasks that
     /// connect from now on, as in PVM.
-    fn tell_tasks_of_rm(&mut self, death: bool) {
+    fn notify_tasks_of_rm(&mut self, death: bool) {
         let rm = self.rm.current();
         if !death && rm.is_some_and(|rm| rm.serves.others) {
             return;
@@ -157,7 +157,7 @@ impl Machine {
             if let Some(task) = self
                 .tasks
                 .get_mut(tid)
-                .filter(|t| t.conn().is_some() || t.hold)
+                .filter(|t| t.conn().is_some() || t.holds_items)
             {
                 task.rm = task.rm.or(rm.map(|rm| rm.tid));
                 self.deliver(tid, ToTask::RmChanged { rm });
@@ -167,35 +167,35 @@ impl Machine {
 
     /// Handles the end of a task that may have been a resource manager. Without one, the daemons
     /// place tasks themselves.
-    pub(super) fn rm_gone(&mut self, tid: Tid) {
-        if !self.rm.obeys(tid) {
+    pub(super) fn handle_rm_exit(&mut self, tid: Tid) {
+        if !self.rm.is_accepted(tid) {
             return;
         }
         if self.rm.own.is_some_and(|rm| rm.tid == tid) {
             self.record(EventKind::RmGone { tid });
         }
         self.rm.own = self.rm.own.filter(|rm| rm.tid != tid);
-        self.rm.wide = self.rm.wide.filter(|rm| rm.tid != tid);
-        self.rm.masters = self.rm.masters.filter(|rm| rm.tid != tid);
+        self.rm.vm_wide = self.rm.vm_wide.filter(|rm| rm.tid != tid);
+        self.rm.of_master = self.rm.of_master.filter(|rm| rm.tid != tid);
         for task in self.tasks.live.values_mut() {
             task.rm = task.rm.filter(|rm| *rm != tid);
         }
-        self.tell_tasks_of_rm(true);
-        self.rm_came_or_went();
+        self.notify_tasks_of_rm(true);
+        self.update_rm_absence();
     }
 
     /// Handles the loss of a host on which a resource manager may have run.
-    pub(super) fn rm_host_gone(&mut self, host: HostId) {
-        for rm in [self.rm.own, self.rm.wide].into_iter().flatten() {
+    pub(super) fn handle_rm_host_lost(&mut self, host: HostId) {
+        for rm in [self.rm.own, self.rm.vm_wide].into_iter().flatten() {
             if self.location(rm.tid) == Some(host) {
-                self.rm_gone(rm.tid);
+                self.handle_rm_exit(rm.tid);
             }
         }
     }
 
     /// Reports the end of a task to its resource manager, if that requested such reports. The
     /// report is delivered after the task's last message to it.
-    pub(super) fn tell_rm_of_end(
+    pub(super) fn report_exit_to_rm(
         &mut self,
         task: &Task,
         marks: &[LinkMark],
@@ -203,7 +203,7 @@ impl Machine {
         used: Usage,
     ) {
         let wants =
-            |rm: &Tid| *rm != task.tid && self.rm.known(*rm).is_some_and(|rm| rm.serves.ends);
+            |rm: &Tid| *rm != task.tid && self.rm.find(*rm).is_some_and(|rm| rm.serves.ends);
         let Some(rm) = task.rm.filter(wants) else {
             return;
         };
@@ -212,37 +212,37 @@ impl Machine {
             status,
             used,
         });
-        let message = self.made(rm, 0, SM_TASKX, 0, body);
-        self.send_behind(message, task.tid, mark_of(task.tid, marks, rm));
+        let message = self.build_daemon_message(rm, 0, SM_TASKX, 0, body);
+        self.send_after_last_messages(message, task.tid, watermark_for(task.tid, marks, rm));
     }
 
     /// Reports a task that was not spawned to the resource manager.
-    pub(super) fn tell_rm_of_newcomer(&mut self, tid: Tid) {
+    pub(super) fn report_enrolled_task_to_rm(&mut self, tid: Tid) {
         if let Some(rm) = self.rm.current().filter(|rm| rm.tid != tid) {
-            self.send_made(rm.tid, 0, SM_EXECACK, 0, pack_tids(&[Ok(tid)]));
+            self.send_daemon_message(rm.tid, 0, SM_EXECACK, 0, pack_tids(&[Ok(tid)]));
         }
     }
 
     /// Reports the loss of a host to the master's resource manager.
-    pub(super) fn tell_rm_of_host(&mut self, host: HostId) {
-        if let (true, Some(rm)) = (self.master.is_some(), self.rm.wide) {
+    pub(super) fn report_lost_host_to_rm(&mut self, host: HostId) {
+        if let (true, Some(rm)) = (self.master.is_some(), self.rm.vm_wide) {
             let mut body = Packer::new(Encoding::Xdr);
             body.int(host.daemon().raw());
-            self.send_made(rm.tid, 0, SM_HOSTX, 0, body.finish());
+            self.send_daemon_message(rm.tid, 0, SM_HOSTX, 0, body.finish());
         }
     }
 
     /// Handles a task's message to the address of a daemon.
-    pub(super) fn message_to_daemon(&mut self, message: Message) {
+    pub(super) fn forward_to_daemon(&mut self, message: Message) {
         let host = if message.dst == Tid::MY_DAEMON {
             Some(self.config.host)
         } else {
-            super::requests::host_of(message.dst)
+            super::requests::named_host(message.dst)
         };
         match host.filter(|_| message.dst.is_daemon()) {
-            Some(host) if host == self.config.host => self.daemon_message(message),
+            Some(host) if host == self.config.host => self.handle_daemon_message(message),
             Some(host) if self.table.get(host).is_some() => {
-                self.tell_host(host, HostMsg::Message(message))
+                self.send_to_host(host, HostMsg::Message(message))
             }
             _ => self.log(format!(
                 "{} sent a message to {}, where no daemon is; dropped",
@@ -252,7 +252,7 @@ impl Machine {
     }
 
     /// Handles a message to this daemon. Only resource managers, taskers and hosters may send one.
-    pub(super) fn daemon_message(&mut self, message: Message) {
+    pub(super) fn handle_daemon_message(&mut self, message: Message) {
         let Message {
             src,
             tag,
@@ -261,12 +261,12 @@ impl Machine {
             ..
         } = message;
         let server_says = match tag {
-            SM_TASKX => Some(self.task_end_heard(src, body.clone())),
-            SM_STHOSTACK => Some(self.hosts_heard(src, wid, body.clone())),
+            SM_TASKX => Some(self.handle_task_end_report(src, body.clone())),
+            SM_STHOSTACK => Some(self.handle_hoster_answer(src, wid, body.clone())),
             _ => None,
         };
-        if let Some(understood) = server_says {
-            return understood.unwrap_or_else(|error| {
+        if let Some(decoded) = server_says {
+            return decoded.unwrap_or_else(|error| {
                 self.log(format!(
                     "a message {tag:#x} of {src} cannot be read: {error}"
                 ))
@@ -277,37 +277,37 @@ impl Machine {
                 "{src} sent a message with tag {tag:#x} to this daemon; nobody here reads it"
             ));
         }
-        if !self.rm.obeys(src) {
+        if !self.rm.is_accepted(src) {
             return self.log(format!(
                 "{src} is not the resource manager of this daemon; its message {tag:#x} was dropped"
             ));
         }
-        let understood = match tag {
+        let decoded = match tag {
             SM_EXEC => unpack_exec(body).map(|(parent, request)| {
-                self.queue_exec(parent, request, ExecBack::Rm { rm: src, wid });
+                self.queue_exec(parent, request, ExecRequester::Rm { rm: src, wid });
             }),
             SM_ADD => Unpacker::xdr(body)
                 .strings()
-                .map(|lines| self.rm_adds(src, wid, &lines)),
+                .map(|lines| self.add_hosts_for_rm(src, wid, &lines)),
             _ => Unpacker::xdr(body)
                 .int()
-                .map(|tid| self.hand_off(src, Tid::from_raw(tid))),
+                .map(|tid| self.hand_over_rm_role(src, Tid::from_raw(tid))),
         };
-        if let Err(error) = understood {
+        if let Err(error) = decoded {
             self.log(format!(
                 "a message {tag:#x} of resource manager {src} cannot be read: {error}"
             ));
             let mut body = Packer::new(Encoding::Xdr);
             body.int(error.code());
             match tag {
-                SM_EXEC => self.send_made(src, 0, SM_EXECACK, wid, body.finish()),
-                SM_ADD => self.send_made(src, 0, SM_ADDACK, wid, body.finish()),
+                SM_EXEC => self.send_daemon_message(src, 0, SM_EXECACK, wid, body.finish()),
+                SM_ADD => self.send_daemon_message(src, 0, SM_ADDACK, wid, body.finish()),
                 _ => {}
             }
         }
     }
 
-    fn hand_off(&mut self, from: Tid, to: Tid) {
+    fn hand_over_rm_role(&mut self, from: Tid, to: Tid) {
         let serves = self.rm.current().map(|rm| rm.serves).unwrap_or_default();
         self.record(EventKind::RmGone { tid: from });
         if to.is_task() {
@@ -316,17 +316,17 @@ impl Machine {
         self.set_own_rm(to.is_task().then_some(RmInfo { tid: to, serves }));
     }
 
-    fn rm_adds(&mut self, rm: Tid, wid: i32, lines: &[String]) {
+    fn add_hosts_for_rm(&mut self, rm: Tid, wid: i32, lines: &[String]) {
         if self.master.is_none() {
             return self.log(format!(
                 "{rm} wants to add hosts, which only the master can; its message was dropped"
             ));
         }
-        self.add_hosts(lines, Wanting::Rm { rm, wid });
+        self.add_hosts(lines, AddRequester::Rm { rm, wid });
     }
 
     /// Reports to a resource manager which of its requested hosts were added.
-    pub(super) fn rm_added(&mut self, rm: Tid, wid: i32, added: &[AddedHost]) {
+    pub(super) fn reply_hosts_added_to_rm(&mut self, rm: Tid, wid: i32, added: &[AddedHost]) {
         let mut body = Packer::new(Encoding::Xdr);
         body.int(added.len() as i32).int(0);
         for host in added {
@@ -340,7 +340,7 @@ impl Machine {
                 Err(error) => body.int(error.code()).str(b"").str(b"").int(0).int(0),
             };
         }
-        self.send_made(rm, 0, SM_ADDACK, wid, body.finish());
+        self.send_daemon_message(rm, 0, SM_ADDACK, wid, body.finish());
     }
 
     /// Starts the configured programs: taskers, tracers and hosters first, then the resource
@@ -363,7 +363,7 @@ impl Machine {
             count: 1,
             ..SpawnRequest::default()
         };
-        self.queue_exec(Tid::NONE, request, ExecBack::Startup);
+        self.queue_exec(Tid::NONE, request, ExecRequester::Startup);
     }
 
     /// Handles the end of a task that may be the resource manager started by this daemon. After a
@@ -380,37 +380,39 @@ impl Machine {
         if self.stop.is_some() || task.parent.is_task() || !task.pinned {
             return;
         }
-        let (name, how) = (&task.name, describe_status(status));
+        let (name, cause) = (&task.name, describe_status(status));
         if !has_crashed(status) {
             if has_failed(status) {
-                self.note(format!(
-                    "{name} has ended ({how}), and why is in this host's log; it is not started again: 'pvm spawn {name}' starts one, \
+                self.log_and_record(format!(
+                    "{name} has ended ({cause}), and why is in this host's log; it is not started again: 'pvm spawn {name}' starts one, \
                      and as long as none serves spawns are placed round robin"
                 ));
             }
             return;
         }
         let now = self.now;
-        self.rm.deaths.retain(|at| now.since(*at) < RM_DEATHS_SPAN);
+        self.rm
+            .deaths
+            .retain(|at| now.since(*at) < RM_DEATHS_WINDOW);
         if self.rm.deaths.len() >= RM_DEATHS_MAX {
             let text = format!(
-                "{name} has died ({how}), {RM_DEATHS_MAX} times within {} s before; it is not started again, and spawns are \
+                "{name} has died ({cause}), {RM_DEATHS_MAX} times within {} s before; it is not started again, and spawns are \
                  placed round robin: start one with 'pvm spawn {name}'",
-                RM_DEATHS_SPAN.0 / 1_000_000
+                RM_DEATHS_WINDOW.0 / 1_000_000
             );
-            return self.note(text);
+            return self.log_and_record(text);
         }
-        self.note(format!("{name} has died ({how}); it is started again"));
+        self.log_and_record(format!("{name} has died ({cause}); it is started again"));
         self.rm.deaths.push_back(now);
         self.start_command(words);
     }
 
     pub(super) fn log(&mut self, text: String) {
-        self.out.push_back(Output::Log { text });
+        self.outputs.push_back(Output::Log { text });
     }
 
     /// Adds a text to the daemon's log and to the event log.
-    pub(super) fn note(&mut self, text: String) {
+    pub(super) fn log_and_record(&mut self, text: String) {
         self.log(text.clone());
         self.record(EventKind::Note { text });
     }

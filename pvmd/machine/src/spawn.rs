@@ -8,10 +8,10 @@
 //!    request names a host or an architecture or uses a lease.
 //! 4. When all results are there, the spawner gets the reply.
 
-use super::asks::{Asker, Back};
-use super::late::Duty;
+use super::deferred::DeferredAction;
+use super::rpc::{ReplyAddress, RpcCaller};
 use super::tasks::{Phase, Task};
-use super::{Machine, World, engines};
+use super::{Machine, World, restart_engine};
 use sempa_proto::engine::Begin;
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{Answer, Question};
@@ -31,46 +31,46 @@ use std::path::Path;
 /// Largest number of tasks in one spawn.
 pub(super) const SPAWN_COUNT_MAX: u32 = 65_536;
 /// Debugger under which a task is started on request, unless `PVM_DEBUGGER` names another one.
-const DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
+const DEFAULT_DEBUGGER: &str = "/usr/lib/pvm3/lib/debugger";
 
 /// Interval in which the same reason for not starting tasks is logged only once.
-const NOT_STARTED_PAUSE: Micros = Micros::from_secs(10);
+const REFUSAL_LOG_INTERVAL: Micros = Micros::from_secs(10);
 
-type Started = Vec<Result<Tid, PvmError>>;
+type SpawnResults = Vec<Result<Tid, PvmError>>;
 
 /// Hosts, each with the positions of its tasks in the result of the spawn.
 type Blocks = Vec<(HostId, Vec<usize>)>;
 
 #[derive(Debug)]
-struct Spawn {
+struct PendingSpawn {
     tid: Tid,
     id: RequestId,
     request: SpawnRequest,
     results: Vec<Option<Result<Tid, PvmError>>>,
     /// For each part without an answer: its host and the positions of its tasks in the result.
-    parts: BTreeMap<u64, (HostId, Vec<usize>)>,
+    open_parts: BTreeMap<u64, (HostId, Vec<usize>)>,
     last_part: u64,
     /// Hosts that have failed or refused; they get no further task of this spawn.
-    lost: Vec<HostId>,
+    excluded_hosts: Vec<HostId>,
     /// The placement lease that determines the hosts.
-    grant: Option<GrantOf>,
+    lease: Option<GrantOf>,
 }
 
 /// Spawns whose tasks are being started, and the position of the round robin.
 #[derive(Debug, Default)]
-pub(super) struct Spawns {
-    open: BTreeMap<u64, Spawn>,
+pub(super) struct PendingSpawns {
+    pending: BTreeMap<u64, PendingSpawn>,
     last: u64,
     /// The host that got the last task.
     last_host: Option<HostId>,
     /// The last logged refusal of this host's owner, and its time.
-    not_started: Option<(Micros, String)>,
+    last_refusal: Option<(Micros, String)>,
 }
 
 /// The requester of a start of tasks on this host.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum ExecBack {
-    Answer(Back),
+pub(super) enum ExecRequester {
+    Answer(ReplyAddress),
     /// A resource manager, with the wait id of its request.
     Rm {
         rm: Tid,
@@ -85,17 +85,17 @@ pub(super) enum ExecBack {
 pub(super) struct ExecJob {
     parent: Tid,
     request: SpawnRequest,
-    back: ExecBack,
+    requester: ExecRequester,
 }
 
 impl ExecJob {
     /// True for tasks that the daemon or the resource manager starts for its own purposes. The
     /// policy of the host's owner does not apply to them.
-    fn is_servant(&self) -> bool {
-        let own = match self.back {
-            ExecBack::Startup => true,
-            ExecBack::Rm { rm, .. } => self.parent == rm,
-            ExecBack::Answer(_) => false,
+    fn is_service(&self) -> bool {
+        let own = match self.requester {
+            ExecRequester::Startup => true,
+            ExecRequester::Rm { rm, .. } => self.parent == rm,
+            ExecRequester::Answer(_) => false,
         };
         own && self.request.flags & SPAWN_PINNED != 0
     }
@@ -115,7 +115,7 @@ fn split_place(place: &str) -> (&str, Option<&str>) {
 
 impl Machine {
     /// Handles a spawn on the hosts of a placement lease.
-    pub(super) fn spawn_granted(
+    pub(super) fn spawn_leased(
         &mut self,
         tid: Tid,
         id: RequestId,
@@ -150,7 +150,7 @@ impl Machine {
         tid: Tid,
         id: RequestId,
         request: SpawnRequest,
-        grant: Option<GrantOf>,
+        lease: Option<GrantOf>,
     ) {
         if request.count == 0 {
             return self.fail(
@@ -167,24 +167,24 @@ impl Machine {
             );
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
-        if let Err(why) = engines::begin_of(&request) {
+        if let Err(why) = restart_engine::launch_info_of(&request) {
             return self.fail(tid, id, PvmError::BadParam, why);
         }
         let count = request.count as usize;
         self.spawns.last += 1;
         let number = self.spawns.last;
-        let spawn = Spawn {
+        let spawn = PendingSpawn {
             tid,
             id,
             request,
             results: vec![None; count],
-            parts: BTreeMap::new(),
+            open_parts: BTreeMap::new(),
             last_part: 0,
-            lost: Vec::new(),
-            grant,
+            excluded_hosts: Vec::new(),
+            lease,
         };
-        self.spawns.open.insert(number, spawn);
-        self.assign(number, (0..count).collect(), PvmError::NoHost);
+        self.spawns.pending.insert(number, spawn);
+        self.assign_hosts(number, (0..count).collect(), PvmError::NoHost);
     }
 
     /// Returns the hosts that the request permits, in the order of the table.
@@ -211,34 +211,34 @@ impl Machine {
     }
 
     /// Assigns tasks of a spawn to the hosts of its lease, or in blocks to the permitted hosts.
-    /// Tasks without a host fail with the error `none`.
-    fn assign(&mut self, number: u64, indices: Vec<usize>, none: PvmError) {
-        let Some(spawn) = self.spawns.open.get(&number) else {
+    /// Tasks without a host fail with the error `error_without_host`.
+    fn assign_hosts(&mut self, number: u64, indices: Vec<usize>, error_without_host: PvmError) {
+        let Some(spawn) = self.spawns.pending.get(&number) else {
             return;
         };
-        if let Some(grant) = &spawn.grant {
+        if let Some(grant) = &spawn.lease {
             let mut blocks: BTreeMap<HostId, Vec<usize>> = BTreeMap::new();
             indices
                 .iter()
                 .for_each(|index| blocks.entry(grant.hosts[*index]).or_default().push(*index));
-            let (there, gone): (Blocks, Blocks) = blocks
+            let (available, gone): (Blocks, Blocks) = blocks
                 .into_iter()
                 .partition(|(host, _)| self.table.get(*host).is_some());
-            return self.ask_hosts(
+            return self.request_parts(
                 number,
-                there,
+                available,
                 gone.into_iter().flat_map(|(_, block)| block),
-                none,
+                error_without_host,
             );
         }
         let mut hosts = self.candidates(&spawn.request);
-        hosts.retain(|host| !spawn.lost.contains(host));
+        hosts.retain(|host| !spawn.excluded_hosts.contains(host));
         let from = self.spawns.last_host.unwrap_or(self.config.host);
         let start = hosts.iter().position(|host| *host > from).unwrap_or(0);
         hosts.rotate_left(start);
         hosts.truncate(indices.len());
         if hosts.is_empty() {
-            return self.ask_hosts(number, Vec::new(), indices, none);
+            return self.request_parts(number, Vec::new(), indices, error_without_host);
         }
         // A request that names a host does not advance the round robin, as in PVM.
         if !spawn.request.names_host() {
@@ -252,18 +252,18 @@ impl Machine {
             .enumerate()
             .map(|(n, host)| (host, block(n)))
             .collect();
-        self.ask_hosts(number, blocks, [], none);
+        self.request_parts(number, blocks, [], error_without_host);
     }
 
     /// Requests each host to start its tasks of a spawn. The `failed` tasks get the error.
-    fn ask_hosts(
+    fn request_parts(
         &mut self,
         number: u64,
         blocks: Blocks,
         failed: impl IntoIterator<Item = usize>,
         error: PvmError,
     ) {
-        let Some(spawn) = self.spawns.open.get_mut(&number) else {
+        let Some(spawn) = self.spawns.pending.get_mut(&number) else {
             return;
         };
         for index in failed {
@@ -284,16 +284,16 @@ impl Machine {
                     request,
                 },
             ));
-            spawn.parts.insert(spawn.last_part, (host, block));
+            spawn.open_parts.insert(spawn.last_part, (host, block));
         }
         if questions.is_empty() {
-            return self.spawn_step(number);
+            return self.reply_if_spawned(number);
         }
         for (host, part, question) in questions {
-            self.ask(
+            self.call_host(
                 host,
                 question,
-                Asker::Spawn {
+                RpcCaller::Spawn {
                     spawn: number,
                     part,
                 },
@@ -306,68 +306,68 @@ impl Machine {
         &mut self,
         number: u64,
         part: u64,
-        results: Result<Started, PvmError>,
+        results: Result<SpawnResults, PvmError>,
     ) {
-        let Some(spawn) = self.spawns.open.get_mut(&number) else {
+        let Some(spawn) = self.spawns.pending.get_mut(&number) else {
             return;
         };
-        let Some((host, block)) = spawn.parts.remove(&part) else {
+        let Some((host, block)) = spawn.open_parts.remove(&part) else {
             return;
         };
         // With a lease, only the resource manager may choose another host.
-        let anywhere = spawn.grant.is_none() && !spawn.request.is_bound();
+        let anywhere = spawn.lease.is_none() && !spawn.request.is_bound();
         let started = match results {
             Ok(started) => started,
             Err(_) if anywhere => {
-                spawn.lost.push(host);
-                return self.assign(number, block, PvmError::HostFail);
+                spawn.excluded_hosts.push(host);
+                return self.assign_hosts(number, block, PvmError::HostFail);
             }
             Err(error) => vec![Err(error); block.len()],
         };
-        let (mut started, mut elsewhere) = (started.into_iter(), Vec::new());
+        let (mut started, mut reassigned) = (started.into_iter(), Vec::new());
         for index in block {
             match started.next().unwrap_or(Err(PvmError::DSysErr)) {
-                Err(NO_GUESTS) if anywhere => elsewhere.push(index),
+                Err(NO_GUESTS) if anywhere => reassigned.push(index),
                 result => spawn.results[index] = Some(result),
             }
         }
-        if elsewhere.is_empty() {
-            return self.spawn_step(number);
+        if reassigned.is_empty() {
+            return self.reply_if_spawned(number);
         }
-        spawn.lost.push(host);
-        self.assign(number, elsewhere, NO_GUESTS);
+        spawn.excluded_hosts.push(host);
+        self.assign_hosts(number, reassigned, NO_GUESTS);
     }
 
     /// Replies to the spawner if all results are there.
-    fn spawn_step(&mut self, number: u64) {
+    fn reply_if_spawned(&mut self, number: u64) {
         if self
             .spawns
-            .open
+            .pending
             .get(&number)
-            .is_none_or(|s| !s.parts.is_empty() || s.results.contains(&None))
+            .is_none_or(|s| !s.open_parts.is_empty() || s.results.contains(&None))
         {
             return;
         }
-        let Some(Spawn {
+        let Some(PendingSpawn {
             tid,
             id,
             request,
             results,
-            grant,
+            lease,
             ..
-        }) = self.spawns.open.remove(&number)
+        }) = self.spawns.pending.remove(&number)
         else {
             return;
         };
-        let results: Started = results.into_iter().flatten().collect();
+        let results: SpawnResults = results.into_iter().flatten().collect();
         let (mut output, mut trace) = (request.output, request.trace);
-        self.default_sinks(&mut output, &mut trace);
+        self.apply_tracer_sinks(&mut output, &mut trace);
         for child in results.iter().flatten() {
-            let parent = parent_of(tid, request.flags);
-            self.output_asked(*child, parent, output);
-            self.trace_spawn(trace, *child, parent);
+            let parent = visible_parent(tid, request.flags);
+            self.report_output_requested(*child, parent, output);
+            self.trace_task_request(trace, *child, parent);
         }
-        let granted = grant.map(|GrantOf { rm, wid, hosts }| {
+        let granted = lease.map(|GrantOf { rm, wid, hosts }| {
             let tasks = hosts
                 .into_iter()
                 .zip(&results)
@@ -377,14 +377,14 @@ impl Machine {
         self.reply(tid, id, Reply::Spawned(results));
         if let Some((rm, wid, tasks)) = granted.filter(|(_, _, tasks)| !tasks.is_empty()) {
             let hosts = tasks.iter().map(|(host, _)| *host).collect();
-            self.after_answers(Duty::Tell {
+            self.defer(DeferredAction::ReportTaken {
                 rm,
                 wid,
                 taken: Taken { by: tid, tasks },
             });
             // The resource manager knows why it chose these hosts.
             let why = "the resource manager has said so beforehand".to_string();
-            self.record_after_answers(EventKind::Placed {
+            self.record_deferred(EventKind::Placed {
                 name: request.file,
                 hosts,
                 why,
@@ -393,23 +393,28 @@ impl Machine {
     }
 
     /// Queues a start of tasks on this host for the end of the current event.
-    pub(super) fn queue_exec(&mut self, parent: Tid, request: SpawnRequest, back: ExecBack) {
-        self.execs.push_back(ExecJob {
+    pub(super) fn queue_exec(
+        &mut self,
+        parent: Tid,
+        request: SpawnRequest,
+        requester: ExecRequester,
+    ) {
+        self.pending_execs.push_back(ExecJob {
             parent,
             request,
-            back,
+            requester,
         });
     }
 
     /// Starts tasks on this host and answers the requester.
-    pub(super) fn exec(&mut self, world: &mut dyn World, mut job: ExecJob) {
-        self.default_sinks(&mut job.request.output, &mut job.request.trace);
+    pub(super) fn start_tasks(&mut self, world: &mut dyn World, mut job: ExecJob) {
+        self.apply_tracer_sinks(&mut job.request.output, &mut job.request.trace);
         let count = job.request.count.min(SPAWN_COUNT_MAX);
-        let begin = engines::begin_of(&job.request);
-        let places = self.places(&job);
+        let begin = restart_engine::launch_info_of(&job.request);
+        let places = self.permitted_count(&job);
         let program = if let Err(why) = &begin {
             // A request of the resource manager has not been checked before.
-            self.note(format!("{} was not started: {why}", job.request.file));
+            self.log_and_record(format!("{} was not started: {why}", job.request.file));
             Err(PvmError::BadParam)
         } else if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
@@ -419,7 +424,7 @@ impl Machine {
             find_program(world, &job.request)
         };
         let mut orders = Vec::new();
-        let started: Started = match program {
+        let started: SpawnResults = match program {
             Ok((path, argv)) => {
                 let base = StartTask {
                     tid: Tid::NONE,
@@ -432,7 +437,7 @@ impl Machine {
                 let begin = begin.unwrap_or_default();
                 let start = |n| match (n as usize) < places {
                     true => {
-                        self.start_one(world, &job, n, (base.clone(), begin.clone()), &mut orders)
+                        self.start_task(world, &job, n, (base.clone(), begin.clone()), &mut orders)
                     }
                     false => Err(NO_GUESTS),
                 };
@@ -441,33 +446,40 @@ impl Machine {
             Err(error) => vec![Err(error); count as usize],
         };
         if started.contains(&Err(NO_GUESTS))
-            && let Some(refusal) = self.no_guest(Tid::NONE, &job.request.file)
+            && let Some(refusal) = self.guest_refusal(Tid::NONE, &job.request.file)
         {
-            self.note_not_started(format!("{} not started: {refusal}", job.request.file));
+            self.log_refusal(format!("{} not started: {refusal}", job.request.file));
         }
-        match job.back {
-            ExecBack::Answer(back) => {
-                self.answer(back, Answer::Reply(Reply::Spawned(started.clone())))
+        match job.requester {
+            ExecRequester::Answer(back) => {
+                self.send_host_reply(back, Answer::Reply(Reply::Spawned(started.clone())))
             }
-            ExecBack::Rm { rm, wid } => self.send_made(rm, 0, SM_EXECACK, wid, pack_tids(&started)),
-            ExecBack::Startup => {
+            ExecRequester::Rm { rm, wid } => {
+                self.send_daemon_message(rm, 0, SM_EXECACK, wid, pack_tids(&started))
+            }
+            ExecRequester::Startup => {
                 let file = &job.request.file;
                 if let Some(Err(error)) = started.first().filter(|_| is_watcher(file)) {
-                    self.no_watcher(*error);
+                    self.watcher_start_failed(*error);
                 } else if let Some(Err(error)) = started.first() {
                     let text = format!(
                         "{file} could not be started: {error}; this daemon does its work itself"
                     );
-                    self.note(text);
+                    self.log_and_record(text);
                 }
             }
         }
         // After the answer: the tasker has a higher priority. On the same processor it would delay
         // the answer until the first process exists.
-        orders.into_iter().for_each(|order| self.tell_tasker(order));
-        let (parent, user) = (parent_of(job.parent, job.request.flags), self.config.uid);
+        orders
+            .into_iter()
+            .for_each(|order| self.send_to_tasker(order));
+        let (parent, user) = (
+            visible_parent(job.parent, job.request.flags),
+            self.config.uid,
+        );
         for tid in started.into_iter().flatten() {
-            self.record_after_answers(EventKind::TaskStarted {
+            self.record_deferred(EventKind::TaskStarted {
                 tid,
                 parent,
                 name: job.request.file.clone(),
@@ -477,27 +489,28 @@ impl Machine {
     }
 
     /// Returns the number of tasks of this kind that the owner of this host permits at present.
-    fn places(&self, job: &ExecJob) -> usize {
-        match job.is_servant() {
+    fn permitted_count(&self, job: &ExecJob) -> usize {
+        match job.is_service() {
             true => usize::MAX,
-            false => self.places_for(Tid::NONE, &job.request.file).unwrap_or(0),
+            false => self
+                .free_slots_for(Tid::NONE, &job.request.file)
+                .unwrap_or(0),
         }
     }
 
     /// Logs why tasks were not started. A repeated reason is logged at most once in
-    /// [`NOT_STARTED_PAUSE`].
-    fn note_not_started(&mut self, text: String) {
-        let said = &self.spawns.not_started;
-        if said
-            .as_ref()
-            .is_none_or(|(at, before)| *before != text || self.now.since(*at) >= NOT_STARTED_PAUSE)
-        {
-            self.spawns.not_started = Some((self.now, text.clone()));
-            self.note(text);
+    /// [`REFUSAL_LOG_INTERVAL`].
+    fn log_refusal(&mut self, text: String) {
+        let last = &self.spawns.last_refusal;
+        if last.as_ref().is_none_or(|(at, before)| {
+            *before != text || self.now.since(*at) >= REFUSAL_LOG_INTERVAL
+        }) {
+            self.spawns.last_refusal = Some((self.now, text.clone()));
+            self.log_and_record(text);
         }
     }
 
-    fn start_one(
+    fn start_task(
         &mut self,
         world: &mut dyn World,
         job: &ExecJob,
@@ -509,30 +522,36 @@ impl Machine {
             .tasks
             .allocate(self.config.host)
             .ok_or(PvmError::OutOfRes)?;
-        let mut epid = world.secret();
-        while self.tasks.expected.contains_key(&epid) {
-            epid = world.secret();
+        let mut spawn_token = world.random_secret();
+        while self.tasks.by_spawn_token.contains_key(&spawn_token) {
+            spawn_token = world.random_secret();
         }
         start.tid = tid;
-        start.env.push(format!("PVMEPID={epid}").into_bytes());
+        start
+            .env
+            .push(format!("PVMEPID={spawn_token}").into_bytes());
         let request = &job.request;
-        let mut task = Task::new(tid, parent_of(job.parent, request.flags), Phase::Expected);
+        let mut task = Task::new(
+            tid,
+            visible_parent(job.parent, request.flags),
+            Phase::Expected,
+        );
         task.name = request.file.clone();
-        task.epid = Some(epid);
+        task.spawn_token = Some(spawn_token);
         task.pinned = request.flags & SPAWN_PINNED != 0;
         task.debugged = request.flags & SPAWN_DEBUG != 0;
-        task.servant = job.is_servant();
-        task.begin = begin;
+        task.is_service = job.is_service();
+        task.launch = begin;
         (task.output, task.trace) = (request.output, request.trace);
         // The daemon starts its own programs itself.
         let tasker = self
-            .servers
+            .service_tasks
             .tasker()
-            .filter(|_| !matches!(job.back, ExecBack::Startup));
-        task.by_tasker = tasker;
+            .filter(|_| !matches!(job.requester, ExecRequester::Startup));
+        task.tasker = tasker;
         task.flags = if tasker.is_some() { 0 } else { TASK_FORKED };
-        let by_rm = match job.back {
-            ExecBack::Rm { rm, .. } => Some(rm),
+        let by_rm = match job.requester {
+            ExecRequester::Rm { rm, .. } => Some(rm),
             _ => None,
         };
         task.rm = by_rm;
@@ -545,27 +564,27 @@ impl Machine {
                     flags: request.flags,
                     path: start.path.as_os_str().as_bytes().to_vec(),
                     argv: start.argv,
-                    env: self.tasker_environment(job, epid),
+                    env: self.tasker_environment(job, spawn_token),
                     position: [instance as i32, request.count as i32, request.count as i32],
                 };
-                self.order_task(tasker, &task, order);
+                self.request_task_start(tasker, &task, order);
             }
             None => orders.push(ToTasker::Start(start)),
         }
-        self.trace_new_task(&task);
+        self.trace_task_start(&task);
         self.tasks.insert(task);
         if by_rm.is_some() {
             // The spawner's daemon does not know this task.
-            self.output_asked(tid, parent, request.output);
+            self.report_output_requested(tid, parent, request.output);
         }
-        self.output_begin(tid, parent, request.output);
+        self.report_output_started(tid, parent, request.output);
         Ok(tid)
     }
 
     /// Returns the variables that this daemon sets for a new task.
-    pub(super) fn own_environment(&self, request: &SpawnRequest) -> Vec<Vec<u8>> {
+    pub(super) fn daemon_environment(&self, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let mut own = vec![
-            format!("PVMSOCK={}", self.config.place.socket().display()).into_bytes(),
+            format!("PVMSOCK={}", self.config.paths.socket().display()).into_bytes(),
             format!("PVM_ARCH={}", self.config.arch).into_bytes(),
         ];
         if let (_, Some(dir)) = split_place(&request.place) {
@@ -577,7 +596,7 @@ impl Machine {
     /// Returns the environment of a new task except its `PVMEPID`: the variables of the host, the
     /// spawner and this daemon. The last entry for a name counts.
     pub(super) fn environment(&self, world: &dyn World, request: &SpawnRequest) -> Vec<Vec<u8>> {
-        let own = self.own_environment(request);
+        let own = self.daemon_environment(request);
         let name = |entry: &[u8]| entry.iter().position(|b| *b == b'=').unwrap_or(entry.len());
         let all: Vec<Vec<u8>> = world
             .base_env()
@@ -591,35 +610,35 @@ impl Machine {
             .map(|(n, entry)| (&entry[..name(entry)], n))
             .collect();
         let is_last = |n: usize, entry: &[u8]| last.get(&entry[..name(entry)]) == Some(&n);
-        let keep: Vec<bool> = all
+        let is_kept: Vec<bool> = all
             .iter()
             .enumerate()
-            .map(|(n, entry)| is_last(n, entry) && &entry[..name(entry)] != STALE_NAME)
+            .map(|(n, entry)| is_last(n, entry) && &entry[..name(entry)] != SPAWN_TOKEN_VARIABLE)
             .collect();
         all.into_iter()
-            .zip(keep)
-            .filter_map(|(entry, keep)| keep.then_some(entry))
+            .zip(is_kept)
+            .filter_map(|(entry, is_kept)| is_kept.then_some(entry))
             .collect()
     }
 
     /// The tasker could not create the process. For other tasks it is a task that has ended
     /// immediately.
     pub(super) fn start_failed(&mut self, tid: Tid, why: &str) {
-        self.note(format!("{tid} could not be started: {why}"));
+        self.log_and_record(format!("{tid} could not be started: {why}"));
         let used = self
             .tasks
             .get(tid)
-            .map(|task| task.used_before)
+            .map(|task| task.earlier_usage)
             .unwrap_or_default();
         self.end_task(tid, 0x100, used);
     }
 }
 
 /// Variable that identifies the spawner's own process. Its children must not inherit it.
-const STALE_NAME: &[u8] = b"PVMEPID";
+const SPAWN_TOKEN_VARIABLE: &[u8] = b"PVMEPID";
 
 /// Returns the parent that a child is permitted to know.
-fn parent_of(parent: Tid, flags: i32) -> Tid {
+fn visible_parent(parent: Tid, flags: i32) -> Tid {
     if flags & SPAWN_NO_PARENT != 0 {
         Tid::from_raw(PvmError::ParentNotSet.code())
     } else {
@@ -645,7 +664,7 @@ pub(super) fn find_program(
         .into_iter()
         .find_map(|e| e.strip_prefix(b"PVM_DEBUGGER=").map(<[u8]>::to_vec));
     let debugger = named.map_or_else(
-        || DEBUGGER.to_string(),
+        || DEFAULT_DEBUGGER.to_string(),
         |d| String::from_utf8_lossy(&d).into_owned(),
     );
     let debugger = world.find_program(&debugger, None)?;

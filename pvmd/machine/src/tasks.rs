@@ -5,12 +5,12 @@
 //! When the process exits, the daemon first reads what it has written to its socket, then ends the
 //! task and notifies all hosts. The notification follows everything that the task has sent.
 
-use super::checkpoints::Ends;
-use super::engines::{Away, Ending};
-use super::guests::Still;
-use super::pairs::sender_of;
-use super::parting::Parting;
-use super::suspend::Suspended;
+use super::checkpoints::KnownExits;
+use super::guests::Pause;
+use super::handoff_log::HandoffLog;
+use super::restart_engine::{GracefulExit, Respawning};
+use super::ring_peers::sender_of;
+use super::suspension::TaskSuspension;
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::Source;
 use sempa_proto::engine::Begin;
@@ -28,32 +28,34 @@ pub(super) const TASKS_MAX: usize = 65_536;
 /// Largest total size of the link frames that are kept for one task; further ones are dropped.
 /// Running peers limit themselves by the windows of their links. Frames beyond the limit can only
 /// be the last messages of ended tasks, which are then lost.
-pub(super) const HELD_LINK_BYTES_MAX: usize = RETAINED_BYTES_MAX;
+pub(super) const INBOX_FRAME_BYTES_MAX: usize = RETAINED_BYTES_MAX;
 /// Largest number of route messages that are kept for one task. Further ones are dropped, as if the
 /// task had migrated in between.
-pub(super) const HELD_WORDS_MAX: usize = 4096;
+pub(super) const INBOX_ROUTE_MESSAGES_MAX: usize = 4096;
 /// Largest number of ended tasks whose watermarks are remembered.
-pub(super) const DEAD_MAX: usize = 4096;
+pub(super) const EXITED_MAX: usize = 4096;
 /// Time that the socket of an exited process may stay open, for example in a child of it, before
 /// the daemon drains and closes it.
-const DRAIN_TIME: Micros = Micros::from_secs(2);
+const SOCKET_DRAIN_TIMEOUT: Micros = Micros::from_secs(2);
 
 /// Frames and items that wait for a task, in order.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     pub(super) queue: VecDeque<Held>,
-    link_bytes: usize,
-    words: usize,
+    frame_bytes: usize,
+    route_messages: usize,
 }
 
 impl Inbox {
     /// Adds a frame or an item. A link frame or route message above the limit is dropped.
     pub(super) fn push(&mut self, held: Held) {
         match &held {
-            Held::Link(frame) if self.link_bytes + frame.len() > HELD_LINK_BYTES_MAX => return,
-            Held::Link(frame) => self.link_bytes += frame.len(),
-            Held::Item(ToTask::Route { .. }) if self.words >= HELD_WORDS_MAX => return,
-            Held::Item(ToTask::Route { .. }) => self.words += 1,
+            Held::Link(frame) if self.frame_bytes + frame.len() > INBOX_FRAME_BYTES_MAX => return,
+            Held::Link(frame) => self.frame_bytes += frame.len(),
+            Held::Item(ToTask::Route { .. }) if self.route_messages >= INBOX_ROUTE_MESSAGES_MAX => {
+                return;
+            }
+            Held::Item(ToTask::Route { .. }) => self.route_messages += 1,
             Held::Item(_) => {}
         }
         self.queue.push_back(held);
@@ -64,7 +66,7 @@ impl Inbox {
     }
 
     pub(super) fn drain(&mut self) -> VecDeque<Held> {
-        (self.link_bytes, self.words) = (0, 0);
+        (self.frame_bytes, self.route_messages) = (0, 0);
         std::mem::take(&mut self.queue)
     }
 }
@@ -88,79 +90,79 @@ pub(super) struct Task {
     pub(super) name: String,
     pub(super) flags: i32,
     pub(super) pid: i32,
-    pub(super) epid: Option<i32>,
+    pub(super) spawn_token: Option<i32>,
     pub(super) pinned: bool,
     /// It was spawned under a debugger.
     pub(super) debugged: bool,
     /// Started by the daemon or the resource manager for its own purposes. It must stay on this
     /// host.
-    pub(super) servant: bool,
+    pub(super) is_service: bool,
     pub(super) output: Sink,
     pub(super) trace: Sink,
     /// The task that has started it, if it was not the daemon's own tasker.
-    pub(super) by_tasker: Option<Tid>,
+    pub(super) tasker: Option<Tid>,
     /// Behavior of a task from a command line when this daemon ends.
-    pub(super) at_end: AtEnd,
+    pub(super) on_daemon_exit: AtEnd,
     /// The resource manager to notify of its end.
     pub(super) rm: Option<Tid>,
     pub(super) phase: Phase,
     /// Items for it stay in its inbox, even if it is connected.
-    pub(super) hold: bool,
+    pub(super) holds_items: bool,
     /// Its library has reported that it is quiesced.
     pub(super) quiesced: bool,
     /// Address at which its quiesced library looks for a redirect.
-    pub(super) redirect_at: RedirectAt,
+    pub(super) redirect_address: RedirectAt,
     /// It was requested to quiesce for the owner of this host or for a suspension, and has not
     /// reconnected since.
-    pub(super) still: Option<Still>,
-    pub(super) suspended: Option<Suspended>,
+    pub(super) pause: Option<Pause>,
+    pub(super) suspension: Option<TaskSuspension>,
     pub(super) inbox: Inbox,
     /// Watermark of its link to each peer: the number after the last fragment that it sent.
-    pub(super) marks: BTreeMap<Tid, u64>,
+    pub(super) watermarks: BTreeMap<Tid, u64>,
     pub(super) requests: BTreeSet<RequestId>,
     /// Requests that wait for other tasks without a time limit. They can be repeated after a
     /// restart.
-    pub(super) meetings: BTreeSet<RequestId>,
+    pub(super) untimed_requests: BTreeSet<RequestId>,
     /// The part of a checkpoint that waits until all other requests are answered.
-    pub(super) settling: Option<MigrationId>,
+    pub(super) settling_part: Option<MigrationId>,
     /// Ended tasks. Their ends must be known here before this task is dumped.
-    pub(super) awaits: BTreeSet<Tid>,
+    pub(super) awaited_exits: BTreeSet<Tid>,
     /// If set, only these requests may be unanswered when the task is dumped.
-    pub(super) closing: Option<BTreeSet<RequestId>>,
+    pub(super) permitted_open: Option<BTreeSet<RequestId>>,
     /// Information for its library after a restore from a checkpoint.
     pub(super) restart: Option<Restart>,
     /// Information for the library of its next process about the previous one.
-    pub(super) successor: Option<Box<Successor>>,
+    pub(super) handoff: Option<Box<Successor>>,
     /// The log of its process, which is about to exit.
-    pub(super) parting: Option<Box<Parting>>,
+    pub(super) handoff_log: Option<Box<HandoffLog>>,
     /// How it was started, if it permits engines that restart the program.
-    pub(super) begin: Option<Box<Begin>>,
+    pub(super) launch: Option<Box<Begin>>,
     /// The checkpoint for which it could not be asked to exit, because it does not handle the
     /// signal.
-    pub(super) unheeding: Option<MigrationId>,
+    pub(super) ignores_checkpoint_signal: Option<MigrationId>,
     /// Its program was asked to exit, for a restart.
-    pub(super) ending: Option<Ending>,
+    pub(super) graceful_exit: Option<GracefulExit>,
     /// Its process has exited for a restart.
-    pub(super) away: Option<Away>,
+    pub(super) respawning: Option<Respawning>,
     /// Its program was restarted and has not connected.
-    pub(super) returning: bool,
+    pub(super) restarted: bool,
     /// Resource usage of its earlier processes.
-    pub(super) used_before: Usage,
-    pub(super) watches: Vec<Watch>,
+    pub(super) earlier_usage: Usage,
+    pub(super) notifications: Vec<Watch>,
     /// Exit status and usage of its process. The task ends when its socket is drained, or when the
     /// coordinator of its migration decides.
     pub(super) exited: Option<(i32, Usage)>,
     /// The migration that is transferring its images. If its process exits here, the coordinator
     /// decides whether the task has ended.
-    pub(super) leaving: Option<MigrationId>,
+    pub(super) transferring: Option<MigrationId>,
     /// That migration is committed; the copy here is being killed.
-    pub(super) killing: bool,
+    pub(super) being_killed: bool,
     /// Hosts that have nothing in flight to its old location any more, with the epoch of the new
     /// location.
-    pub(super) passed: BTreeSet<(Epoch, HostId)>,
+    pub(super) drained_by: BTreeSet<(Epoch, HostId)>,
     /// Hosts that may have something in flight to its old location: those in the table when the new
     /// location became known.
-    pub(super) awaiting: Vec<HostId>,
+    pub(super) undrained_hosts: Vec<HostId>,
 }
 
 impl Task {
@@ -171,43 +173,43 @@ impl Task {
             name: String::new(),
             flags: 0,
             pid: 0,
-            epid: None,
+            spawn_token: None,
             pinned: false,
             debugged: false,
-            servant: false,
+            is_service: false,
             output: Sink::default(),
             trace: Sink::default(),
-            by_tasker: None,
-            at_end: AtEnd::default(),
+            tasker: None,
+            on_daemon_exit: AtEnd::default(),
             rm: None,
             phase,
-            hold: false,
+            holds_items: false,
             quiesced: false,
-            redirect_at: RedirectAt::default(),
-            still: None,
-            suspended: None,
+            redirect_address: RedirectAt::default(),
+            pause: None,
+            suspension: None,
             inbox: Inbox::default(),
-            marks: BTreeMap::new(),
+            watermarks: BTreeMap::new(),
             requests: BTreeSet::new(),
-            meetings: BTreeSet::new(),
-            settling: None,
-            awaits: BTreeSet::new(),
-            closing: None,
+            untimed_requests: BTreeSet::new(),
+            settling_part: None,
+            awaited_exits: BTreeSet::new(),
+            permitted_open: None,
             restart: None,
-            successor: None,
-            parting: None,
-            begin: None,
-            unheeding: None,
-            ending: None,
-            away: None,
-            returning: false,
-            used_before: Usage::default(),
-            watches: Vec::new(),
+            handoff: None,
+            handoff_log: None,
+            launch: None,
+            ignores_checkpoint_signal: None,
+            graceful_exit: None,
+            respawning: None,
+            restarted: false,
+            earlier_usage: Usage::default(),
+            notifications: Vec::new(),
             exited: None,
-            leaving: None,
-            killing: false,
-            passed: BTreeSet::new(),
-            awaiting: Vec::new(),
+            transferring: None,
+            being_killed: false,
+            drained_by: BTreeSet::new(),
+            undrained_hosts: Vec::new(),
         }
     }
 
@@ -216,24 +218,24 @@ impl Task {
         Task {
             name: record.name,
             flags: record.flags,
-            epid: record.epid,
+            spawn_token: record.epid,
             output: record.output,
             trace: record.trace,
             rm: record.rm,
-            marks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
+            watermarks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
             requests: record.requests.into_iter().collect(),
-            meetings: record.meetings.into_iter().collect(),
+            untimed_requests: record.meetings.into_iter().collect(),
             restart: record.restart,
-            begin: record.begin,
-            successor: record.successor,
-            watches: record.watches,
-            redirect_at: record.redirect_at,
+            launch: record.begin,
+            handoff: record.successor,
+            notifications: record.watches,
+            redirect_address: record.redirect_at,
             ..Task::new(record.tid, record.parent, Phase::Detached)
         }
     }
 
     /// True if this daemon's tasker has started it.
-    pub(super) fn spawned(&self) -> bool {
+    pub(super) fn is_spawned(&self) -> bool {
         self.flags & TASK_FORKED != 0
     }
 
@@ -245,37 +247,39 @@ impl Task {
     }
 
     /// True if all its requests are answered, except those that may stay open in a checkpoint.
-    pub(super) fn is_settled(&self) -> bool {
-        self.awaits.is_empty()
-            && self
-                .requests
-                .is_subset(self.closing.as_ref().unwrap_or(&self.meetings))
+    pub(super) fn has_settled(&self) -> bool {
+        self.awaited_exits.is_empty()
+            && self.requests.is_subset(
+                self.permitted_open
+                    .as_ref()
+                    .unwrap_or(&self.untimed_requests),
+            )
     }
 
-    /// Returns the part of a checkpoint that has waited for [`Task::is_settled`], if that is true.
-    pub(super) fn take_settled(&mut self) -> Option<MigrationId> {
-        if self.is_settled() {
-            self.settling.take()
+    /// Returns the part of a checkpoint that has waited for [`Task::has_settled`], if that is true.
+    pub(super) fn take_settled_part(&mut self) -> Option<MigrationId> {
+        if self.has_settled() {
+            self.settling_part.take()
         } else {
             None
         }
     }
 
-    pub(super) fn answered(&mut self, id: RequestId) {
+    pub(super) fn remove_request(&mut self, id: RequestId) {
         self.requests.remove(&id);
-        self.meetings.remove(&id);
+        self.untimed_requests.remove(&id);
     }
 
     /// Raises the watermarks of its links to at least these values.
-    pub(super) fn mark(&mut self, marks: impl IntoIterator<Item = LinkMark>) {
+    pub(super) fn raise_watermarks(&mut self, marks: impl IntoIterator<Item = LinkMark>) {
         for LinkMark { peer, end } in marks {
-            let seen = self.marks.entry(peer).or_default();
+            let seen = self.watermarks.entry(peer).or_default();
             *seen = end.max(*seen);
         }
     }
 
-    pub(super) fn link_marks(&self) -> Vec<LinkMark> {
-        self.marks
+    pub(super) fn link_watermarks(&self) -> Vec<LinkMark> {
+        self.watermarks
             .iter()
             .map(|(&peer, &end)| LinkMark { peer, end })
             .collect()
@@ -286,26 +290,26 @@ impl Task {
 pub(super) struct Tasks {
     pub(super) live: BTreeMap<Tid, Task>,
     /// Numbers by which started processes may claim their tids.
-    pub(super) expected: BTreeMap<i32, Tid>,
+    pub(super) by_spawn_token: BTreeMap<i32, Tid>,
     last_local: u32,
-    spared: bool,
+    has_reserved_ids: bool,
     /// Ended tasks with their watermarks, oldest first.
-    dead: VecDeque<(Tid, Vec<LinkMark>)>,
+    exited: VecDeque<(Tid, Vec<LinkMark>)>,
     /// Tasks of all hosts whose ends are known here.
-    pub(super) ends: Ends,
+    pub(super) known_exits: KnownExits,
 }
 
 impl Tasks {
     /// Reserves the task numbers up to `local`: they belong to tasks in checkpoints, or to
     /// restarted ones.
-    pub(super) fn spare(&mut self, local: u32) {
+    pub(super) fn reserve_ids_up_to(&mut self, local: u32) {
         self.last_local = self.last_local.max(local);
-        self.spared |= local > 0;
+        self.has_reserved_ids |= local > 0;
     }
 
     /// True if numbers are reserved for tasks in checkpoints.
-    pub(super) fn are_spared(&self) -> bool {
-        self.spared
+    pub(super) fn has_reserved_ids(&self) -> bool {
+        self.has_reserved_ids
     }
 
     /// Returns a tid that was never used, or `None` if there is none.
@@ -327,32 +331,32 @@ impl Tasks {
     }
 
     pub(super) fn insert(&mut self, task: Task) {
-        if let (Some(epid), Phase::Expected) = (task.epid, task.phase) {
-            self.expected.insert(epid, task.tid);
+        if let (Some(spawn_token), Phase::Expected) = (task.spawn_token, task.phase) {
+            self.by_spawn_token.insert(spawn_token, task.tid);
         }
         self.live.insert(task.tid, task);
     }
 
     /// Remembers the watermarks of an ended task.
-    pub(super) fn bury(&mut self, tid: Tid, marks: Vec<LinkMark>) {
-        if self.dead.len() >= DEAD_MAX {
-            self.dead.pop_front();
+    pub(super) fn record_exit(&mut self, tid: Tid, marks: Vec<LinkMark>) {
+        if self.exited.len() >= EXITED_MAX {
+            self.exited.pop_front();
         }
-        self.dead.push_back((tid, marks));
+        self.exited.push_back((tid, marks));
     }
 
     /// Returns the watermark of an ended task towards a peer.
-    pub(super) fn dead_mark(&self, tid: Tid, peer: Tid) -> Option<LinkMark> {
-        let marks = &self.dead.iter().rev().find(|(dead, _)| *dead == tid)?.1;
-        mark_of(tid, marks, peer)
+    pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<LinkMark> {
+        let marks = &self.exited.iter().rev().find(|(dead, _)| *dead == tid)?.1;
+        watermark_for(tid, marks, peer)
     }
 }
 
-/// Returns the watermark up to which `watcher` must receive messages of `dead` before a
+/// Returns the watermark up to which `watcher` must receive messages of `exited` before a
 /// notification of its end.
-pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<LinkMark> {
+pub(super) fn watermark_for(exited: Tid, marks: &[LinkMark], watcher: Tid) -> Option<LinkMark> {
     marks.iter().find(|m| m.peer == watcher).map(|m| LinkMark {
-        peer: dead,
+        peer: exited,
         end: m.end,
     })
 }
@@ -360,7 +364,7 @@ pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<Lin
 impl Machine {
     /// Lists the tasks of this host, for `pvm_tasks`.
     pub(super) fn list_tasks(&self, only: Option<Tid>) -> Vec<TaskInfo> {
-        let info = |task: &Task, moving: bool, stopped: bool, suspended: bool| TaskInfo {
+        let info = |task: &Task, migrating: bool, stopped: bool, suspended: bool| TaskInfo {
             tid: task.tid,
             parent: task.parent,
             host: self.config.host,
@@ -368,86 +372,86 @@ impl Machine {
             name: task.name.clone(),
             pid: task.pid,
             uid: self.config.uid,
-            moving,
-            stopped: stopped && self.hosting.is_stopped(),
+            moving: migrating,
+            stopped: stopped && self.owner_control.pauses_guests(),
             suspended,
         };
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
         let here = self.tasks.live.values().filter(|t| wanted(t.tid)).map(|t| {
             let source = self
-                .moves
+                .migrations
                 .sources
                 .values()
                 .find(|s| s.migration().tid == t.tid);
-            let moving = source.is_some_and(Source::is_departing)
-                || (t.hold && (t.still.is_none() || source.is_some()));
-            info(t, moving, t.still.is_some(), t.suspended.is_some())
+            let migrating = source.is_some_and(Source::is_departing)
+                || (t.holds_items && (t.pause.is_none() || source.is_some()));
+            info(t, migrating, t.pause.is_some(), t.suspension.is_some())
         });
-        let coming = self
-            .moves
+        let arriving = self
+            .migrations
             .arrivals
             .values()
             .filter(|a| a.located && wanted(a.tid));
-        let coming = coming.filter_map(|a| {
+        let arriving = arriving.filter_map(|a| {
             Some(info(
                 &Task::from_record(a.record.clone()?),
                 true,
-                a.held,
-                a.suspended.is_some(),
+                a.paused,
+                a.suspension.is_some(),
             ))
         });
-        here.chain(coming).collect()
+        here.chain(arriving).collect()
     }
 
     /// Returns everything that the next daemon must know of a task.
-    pub(super) fn record_of(&self, task: &Task) -> TaskRecord {
+    pub(super) fn task_record(&self, task: &Task) -> TaskRecord {
         TaskRecord {
             tid: task.tid,
             parent: task.parent,
             name: task.name.clone(),
             flags: task.flags,
-            epid: task.epid,
+            epid: task.spawn_token,
             output: task.output,
             trace: task.trace,
             rm: task.rm,
-            marks: task.link_marks(),
+            marks: task.link_watermarks(),
             requests: task.requests.iter().copied().collect(),
-            meetings: task.meetings.iter().copied().collect(),
+            meetings: task.untimed_requests.iter().copied().collect(),
             restart: task.restart.clone(),
-            begin: task.begin.clone(),
-            successor: task.successor.clone(),
-            watches: task.watches.clone(),
-            redirect_at: task.redirect_at,
+            begin: task.launch.clone(),
+            successor: task.handoff.clone(),
+            watches: task.notifications.clone(),
+            redirect_at: task.redirect_address,
             hosts: self.table.hosts.iter().map(|h| h.id).collect(),
             epoch: self.table.epoch,
         }
     }
 
     /// Handles a task's request to leave the virtual machine (`pvm_exit`).
-    pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
+    pub(super) fn leave_vm(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.mark(marks);
-        match task.ending {
+        task.raise_watermarks(marks);
+        match task.graceful_exit {
             // It was asked to exit for a restart, and leaves before it does.
-            Some(ending) if ending.is_agreed() && task.is_ending() => {
+            Some(ending) if ending.is_self_checkpoint() && task.is_exiting() => {
                 return self.reply(tid, id, sempa_proto::task::Reply::Done);
             }
             // It has finished its work and is not restarted.
             _ => {}
         }
-        self.asked_no_more(tid);
+        self.withdraw_exit_request(tid);
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        task.parting = None;
+        task.handoff_log = None;
         let own: Vec<Watch> = task
-            .watches
+            .notifications
             .extract_if(.., |w| w.kind == WatchKind::TaskExit(tid))
             .collect();
         for watch in own {
-            self.send_exit_note(tid, tid, &watch, None);
+            self.send_exit_notification(tid, tid, &watch, None);
         }
         self.reply(tid, id, sempa_proto::task::Reply::Done);
         self.detach(tid);
@@ -462,7 +466,7 @@ impl Machine {
         if let Some((status, used)) = task.exited {
             return self.end_task(tid, status, used);
         }
-        if !task.spawned() {
+        if !task.is_spawned() {
             return self.end_task(tid, 0, Usage::default());
         }
         if task.phase == Phase::Left {
@@ -473,32 +477,35 @@ impl Machine {
         }
         task.phase = Phase::Left;
         task.flags &= !(TASK_CONNECTED | TASK_RM);
-        task.watches.clear();
+        task.notifications.clear();
         let held = task.inbox.drain();
-        self.return_to_senders(tid, held);
-        self.rings_end(tid);
-        self.move_task_ended(tid);
+        self.notify_senders_of_end(tid, held);
+        self.end_peer_routes(tid);
+        self.notify_sources_ended(tid);
         for host in self.other_hosts() {
-            self.tell_host(host, HostMsg::Left { tid });
+            self.send_to_host(host, HostMsg::Left { tid });
         }
-        self.task_left(tid);
+        self.remove_from_services(tid);
     }
 
     /// Handles the exit of a spawned task's process. Its last output to the socket may not have
     /// been read yet.
     pub(super) fn process_exited(&mut self, tid: Tid, status: i32, used: Usage) {
-        if let Some(arrival) = self.moves.arrivals.get_mut(&tid).filter(|a| a.ran) {
+        if let Some(arrival) = self.migrations.arrivals.get_mut(&tid).filter(|a| a.ran) {
             arrival.exited = Some((status, used));
-            return self.arrival_step(tid);
+            return self.advance_arrival(tid);
         }
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let used = used.plus(task.used_before);
+        let used = used.plus(task.earlier_usage);
         task.exited = Some((status, used));
-        let epid = task.epid;
+        let spawn_token = task.spawn_token;
         if task.conn().is_some() && self.stop.is_none() {
-            self.timer(DRAIN_TIME, super::Timer::Drain(tid, epid));
+            self.set_timer(
+                SOCKET_DRAIN_TIMEOUT,
+                super::Timer::SocketDrain(tid, spawn_token),
+            );
         } else {
             self.end_task(tid, status, used);
         }
@@ -507,13 +514,17 @@ impl Machine {
     /// The socket of an exited process is still open: another process holds it, or this daemon has
     /// not read everything yet. No written message may be lost, so the shell reads the rest and
     /// then closes the socket.
-    pub(super) fn drain_over(&mut self, tid: Tid, epid: Option<i32>) {
+    pub(super) fn socket_drain_due(&mut self, tid: Tid, spawn_token: Option<i32>) {
         // The task has another process by now.
-        let Some(task) = self.tasks.get(tid).filter(|task| task.epid == epid) else {
+        let Some(task) = self
+            .tasks
+            .get(tid)
+            .filter(|task| task.spawn_token == spawn_token)
+        else {
             return;
         };
         match (task.exited, task.conn()) {
-            (Some(_), Some(conn)) => self.out.push_back(Output::HearOut { conn }),
+            (Some(_), Some(conn)) => self.outputs.push_back(Output::DrainConnection { conn }),
             (Some((status, used)), None) => self.end_task(tid, status, used),
             (None, _) => {}
         }
@@ -521,69 +532,71 @@ impl Machine {
 
     /// Ends a task and notifies all concerned, after everything that the task has sent.
     pub(super) fn end_task(&mut self, tid: Tid, status: i32, used: Usage) {
-        if self.comes_again(tid, status, used) || self.defer_end(tid, status, used) {
+        if self.continues_after_exit(tid, status, used) || self.defer_exit(tid, status, used) {
             return;
         }
         let Some(mut task) = self.tasks.live.remove(&tid) else {
             return;
         };
-        self.tasks.expected.retain(|_, expected| *expected != tid);
+        self.tasks
+            .by_spawn_token
+            .retain(|_, expected| *expected != tid);
         if let Some(conn) = task.conn() {
             self.conns.retire(conn);
-            self.out.push_back(Output::CloseTask { conn });
+            self.outputs.push_back(Output::CloseTask { conn });
         }
-        self.move_task_ended(tid);
-        self.guest_gone(&task);
-        if task.spawned() || task.by_tasker.is_some() {
-            self.output_end(tid, task.output);
+        self.notify_sources_ended(tid);
+        self.forget_guest(&task);
+        if task.is_spawned() || task.tasker.is_some() {
+            self.report_output_ended(tid, task.output);
         }
-        let marks = task.link_marks();
-        self.tell_rm_of_end(&task, &marks, status, used);
-        self.trace_end(&task, status, used);
+        let marks = task.link_watermarks();
+        self.report_exit_to_rm(&task, &marks, status, used);
+        self.trace_task_end(&task, status, used);
         let held = task.inbox.drain();
-        self.return_to_senders(tid, held);
-        self.rings_end(tid);
-        self.tasks.bury(tid, marks.clone());
+        self.notify_senders_of_end(tid, held);
+        self.end_peer_routes(tid);
+        self.tasks.record_exit(tid, marks.clone());
         if self.stop.is_none() {
             for host in self.other_hosts() {
-                let carried = Carried::Ended {
+                let message = Carried::Ended {
                     dst: tid,
                     marks: marks.clone(),
                 };
-                self.out.push_back(Output::Carry { host, carried });
+                self.outputs.push_back(Output::SendData { host, message });
             }
         }
         self.record(EventKind::TaskEnded { tid, status, used });
-        self.task_ended_somewhere(tid, &marks);
+        self.handle_task_end(tid, &marks);
         self.rm_command_ended(&task, status);
         self.watcher_ended(&task, status);
-        self.stop_step();
+        self.advance_stop();
     }
 
     /// Handles the end of a task of any host.
-    pub(super) fn task_ended_somewhere(&mut self, tid: Tid, marks: &[LinkMark]) {
-        self.end_is_known(tid);
-        self.notify_task_exit(tid, marks);
+    pub(super) fn handle_task_end(&mut self, tid: Tid, marks: &[LinkMark]) {
+        self.handle_exit_notice(tid);
+        self.notify_watchers_of_exit(tid, marks);
         self.contexts.retain(|_, owner| *owner != tid);
-        self.task_left(tid);
+        self.remove_from_services(tid);
     }
 
     /// Removes a task from all functions: its entries on the master, and the services that it
     /// provides for daemons.
-    pub(super) fn task_left(&mut self, tid: Tid) {
-        self.rm_gone(tid);
-        self.speaker_gone(tid);
-        self.server_gone(tid);
+    pub(super) fn remove_from_services(&mut self, tid: Tid) {
+        self.handle_rm_exit(tid);
+        self.owner_agent_ended(tid);
+        self.service_task_ended(tid);
         if let Some(master) = &mut self.master {
             master.events.unsubscribe(tid);
-            master.mailbox.owner_gone(tid);
+            master.mailbox.remove_owner(tid);
         }
-        self.member_ended(tid);
+        self.remove_ended_member(tid);
     }
 
     /// Notifies the senders of undeliverable frames and messages, so that they need not retain
     /// anything for this task.
-    pub(super) fn return_to_senders(&mut self, tid: Tid, held: VecDeque<Held>) {
+    pub(super) fn notify_senders_of_end(&mut self, tid: Tid, held: VecDeque<Held>) {
         let senders: BTreeSet<Tid> = held
             .iter()
             .filter_map(sender_of)

@@ -3,20 +3,20 @@
 
 #[path = "../../../libpvm/proto/tests/counting/mod.rs"]
 mod counting;
-mod one_of_two;
+mod two_host_daemon;
 
 use bytes::{Bytes, BytesMut};
-use one_of_two::{Daemon, elsewhere, frame};
 use pvmd_machine::{Event, Output};
 use sempa_proto::host::Carried;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 use std::ops::Range;
+use two_host_daemon::{Daemon, frame, remote_task};
 
 /// Number of counted frames.
-const FRAMES: u64 = 10_000;
+const COUNTED_FRAMES: u64 = 10_000;
 /// Frames sent before counting: the first messages of a pair create table entries.
-const WARM: u64 = 100;
+const WARM_UP_FRAMES: u64 = 100;
 
 /// Cycles through data frames, fragments and acknowledgements.
 fn kind(number: u64) -> LinkKind {
@@ -28,16 +28,16 @@ fn kind(number: u64) -> LinkKind {
 }
 
 /// Forwards frames between these tasks. Returns the number of allocations.
-fn allocations(
+fn count_allocations(
     daemon: &mut Daemon,
-    ends: (Tid, Tid),
+    src_dst: (Tid, Tid),
     event: impl Fn(Bytes) -> Event,
     forwarded: impl Fn(&Output, &Bytes) -> bool,
 ) -> usize {
     let mut buffer = BytesMut::new();
-    let mut pass = |range: Range<u64>| {
+    let mut forward_range = |range: Range<u64>| {
         let frames: Vec<Bytes> = range
-            .map(|n| frame(&mut buffer, ends, kind(n), n, &[7; 64]))
+            .map(|n| frame(&mut buffer, src_dst, kind(n), n, &[7; 64]))
             .collect();
         let before = counting::allocations();
         for frame in &frames {
@@ -51,8 +51,8 @@ fn allocations(
         }
         counting::allocations() - before
     };
-    pass(0..WARM);
-    pass(WARM..WARM + FRAMES)
+    forward_range(0..WARM_UP_FRAMES);
+    forward_range(WARM_UP_FRAMES..WARM_UP_FRAMES + COUNTED_FRAMES)
 }
 
 /// Frames between tasks of one host are forwarded without an allocation.
@@ -68,40 +68,40 @@ fn local_frames_allocate_nothing() {
         Output::LinkToTask { conn, frame } => *conn == Daemon::conn(1) && frame == sent,
         _ => false,
     };
-    assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
+    assert_eq!(count_allocations(&mut daemon, ends, event, forwarded), 0);
 }
 
 /// Frames to a task of another host are forwarded without an allocation.
 #[test]
 fn outgoing_frames_allocate_nothing() {
     let mut daemon = Daemon::new(1);
-    let ends = (daemon.tids[0], elsewhere());
+    let ends = (daemon.tids[0], remote_task());
     let event = |frame| Event::TaskLink {
         conn: Daemon::conn(0),
         frame,
     };
     let forwarded = |output: &Output, sent: &Bytes| match output {
-        Output::Carry {
+        Output::SendData {
             host: HostId::MASTER,
-            carried: Carried::Link(frame),
+            message: Carried::Link(frame),
         } => frame == sent,
         _ => false,
     };
-    assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
+    assert_eq!(count_allocations(&mut daemon, ends, event, forwarded), 0);
 }
 
 /// Frames from a task of another host are forwarded without an allocation.
 #[test]
 fn incoming_frames_allocate_nothing() {
     let mut daemon = Daemon::new(1);
-    let ends = (elsewhere(), daemon.tids[0]);
-    let event = |frame| Event::HostCarried {
+    let ends = (remote_task(), daemon.tids[0]);
+    let event = |frame| Event::HostData {
         host: HostId::MASTER,
-        carried: Carried::Link(frame),
+        message: Carried::Link(frame),
     };
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::LinkToTask { conn, frame } => *conn == Daemon::conn(0) && frame == sent,
         _ => false,
     };
-    assert_eq!(allocations(&mut daemon, ends, event, forwarded), 0);
+    assert_eq!(count_allocations(&mut daemon, ends, event, forwarded), 0);
 }

@@ -6,7 +6,9 @@
 use super::outbox::{ChunkEncoder, LINK_BYTES_MAX, Outbox, OutboxReader, Outgoing, outbox};
 use super::session::pair_stream_item;
 use bytes::Bytes;
-use pvmd_machine::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
+use pvmd_machine::pair_streams::{
+    FenceReceiver, FenceSender, LaneEntry, LaneId, StreamChoice, ends_of,
+};
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::host::Carried;
 use std::future::Future;
@@ -23,7 +25,7 @@ const BATCH_FRAMES_MAX: usize = 64;
 /// written to the stream.
 #[derive(Debug)]
 pub struct BenchSender {
-    fork: Fork,
+    fork: FenceSender,
     fill: Outbox,
     queue: OutboxReader,
     batch: Vec<Outgoing>,
@@ -54,10 +56,10 @@ impl BenchSender {
         self.batch.clear();
         self.chunks.clear();
         if let Some(ends) = ends_of(&body)
-            && let Way::Lane { .. } = self.fork.way(ends, Instant::now())
+            && let StreamChoice::Lane { .. } = self.fork.choose_stream(ends, Instant::now())
             && self.fill.enqueue(Outgoing::Link(body))
         {
-            self.fork.sent(ends);
+            self.fork.count_frame(ends);
             self.take_queued();
             self.heads.encode(&self.batch, &mut self.chunks);
             self.batch
@@ -78,7 +80,7 @@ impl BenchSender {
 #[derive(Debug, Default)]
 pub struct BenchReceiver {
     decoder: FrameDecoder,
-    join: Join<Carried>,
+    join: FenceReceiver<Carried>,
 }
 
 impl BenchReceiver {
@@ -88,8 +90,8 @@ impl BenchReceiver {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;
         match pair_stream_item(frame) {
-            Ok(item @ Lane::Item(_)) => self.join.take_lane(BENCH_STREAM, item),
-            Ok(Lane::Behind(_)) | Err(_) => return None,
+            Ok(item @ LaneEntry::Item(_)) => self.join.push_lane(BENCH_STREAM, item),
+            Ok(LaneEntry::Barrier(_)) | Err(_) => return None,
         }
         self.join.pop()
     }

@@ -9,7 +9,7 @@ use super::{address, slave, sys};
 use anyhow::{Context, bail};
 use clap::Parser;
 use nix::unistd::{gethostname, getuid};
-use pvmd_machine::own_plan;
+use pvmd_machine::master_plan;
 use sempa_proto::HostId;
 use sempa_proto::place::Place;
 use std::io::Write;
@@ -108,7 +108,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         }
     }
     let name = arguments.name.unwrap_or(own_name);
-    let plan = own_plan(&hostfile, &name);
+    let plan = master_plan(&hostfile, &name);
     if preferred.is_empty() && plan.contact != name {
         preferred = address::resolve(&plan.contact);
         if preferred.is_empty() {

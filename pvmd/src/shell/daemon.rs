@@ -212,9 +212,9 @@ async fn assemble_and_run(
             None
         },
         server_commands: server_commands(is_master)?,
-        place: paths.clone(),
+        paths: paths.clone(),
         hostfile,
-        spared: reserved_ids,
+        reserved_ids_max: reserved_ids,
         copies: store_location
             .as_ref()
             .map(|at| at.copies().clone())

@@ -231,9 +231,9 @@ impl Driver {
                 parcel: item,
             }) => {
                 self.parts.net.take_data(host, number, item);
-                while let Some(carried) = self.parts.net.next_data(host, number) {
-                    self.reply_spinner.on_reply(&carried, Instant::now());
-                    self.feed(Event::HostCarried { host, carried });
+                while let Some(message) = self.parts.net.next_data(host, number) {
+                    self.reply_spinner.on_reply(&message, Instant::now());
+                    self.feed(Event::HostData { host, message });
                 }
             }
             Input::Net(NetInput::Images(announced)) => self.parts.images.on_announcement(announced),
@@ -309,7 +309,7 @@ impl Driver {
             Output::ToTask { conn, message } => {
                 self.send_to_task(conn, &message, Outgoing::Reliable)
             }
-            Output::RouteToTask {
+            Output::ToTaskWithFds {
                 conn,
                 message,
                 descriptors,
@@ -319,22 +319,22 @@ impl Driver {
                 });
             }
             Output::LinkToTask { conn, frame } => self.send_link_frame(conn, frame),
-            Output::HearOut { conn } => {
+            Output::DrainConnection { conn } => {
                 if let Some(task) = self.tasks.get(&conn) {
                     task.connection.socket.shut_down_reads();
                 }
             }
             Output::CloseTask { conn } => self.disconnect(conn),
             Output::ToHost { host, message } => self.parts.net.send_control(host, &message),
-            Output::Carry { host, carried } => self.send_to_host(host, carried),
+            Output::SendData { host, message } => self.send_to_host(host, message),
             Output::Connect { host, addresses } => self.parts.net.connect(host, addresses),
-            Output::Forget { host } => {
+            Output::Disconnect { host } => {
                 self.parts.net.expel(host);
                 self.parts.memory.on_host_lost(host);
             }
             Output::StartHost { start, plan } => self.parts.starter.start(start, plan),
             Output::PrepareHosts { plans } => self.parts.starter.prepare_for_hoster(plans),
-            Output::HosterHeard { start, line } => {
+            Output::HosterReported { start, line } => {
                 let event = self.parts.starter.on_hoster_reply(start, &line);
                 self.pass_to_machine(event);
             }
@@ -349,7 +349,7 @@ impl Driver {
                     self.pass_to_machine(Event::Tasker(answer));
                 }
             }
-            Output::SendAhead { migration, to } => {
+            Output::SendImagesEarly { migration, to } => {
                 self.parts
                     .images
                     .start_streaming(migration, to, &mut self.parts.net)
@@ -361,16 +361,16 @@ impl Driver {
                 self.parts.runtime_dir.ensure_image_dir();
                 self.parts.images.expect(migration, from);
             }
-            Output::LendMemory { migration, to } => {
+            Output::ServeMemory { migration, to } => {
                 self.parts.memory.serve(migration, to, &mut self.parts.net)
             }
-            Output::ExpectMemory { migration, from } => self.parts.memory.expect(migration, from),
+            Output::FetchMemory { migration, from } => self.parts.memory.expect(migration, from),
             Output::DropImages { migration } => {
                 drop(self.parts.images.drop_images(migration));
                 self.parts.memory.abort_unused(migration);
                 self.parts.program_state.drop_staged(migration);
             }
-            Output::Deposit {
+            Output::UploadPart {
                 migration,
                 record,
                 to,
@@ -407,44 +407,62 @@ impl Driver {
                 files,
                 dir,
             } => self.parts.program_state.stage(migration, files, dir),
-            Output::NameState { migration } => self.parts.program_state.rename_staged(migration),
+            Output::InstallState { migration } => self.parts.program_state.rename_staged(migration),
             Output::ReadPart { migration } => self.parts.checkpoints.read_part(migration),
-            Output::BeginSet { cut, job } => {
+            Output::BeginCheckpoint { snapshot, job } => {
                 self.parts
                     .checkpoints
-                    .begin(cut, job, self.parts.world.unix_time())
+                    .begin(snapshot, job, self.parts.world.unix_time())
             }
-            Output::KeepPart {
-                cut,
+            Output::StorePart {
+                snapshot,
                 migration,
                 tid,
-            } => self.parts.checkpoints.add_part(cut, migration, tid),
-            Output::SealSet { cut, meta, keep } => {
-                self.parts
-                    .checkpoints
-                    .seal(cut, &meta, keep, self.parts.world.unix_time())
-            }
-            Output::AbandonSet { cut } => self.parts.checkpoints.abandon(cut),
-            Output::OpenSet { restart, set } => self.parts.checkpoints.open(restart, set),
-            Output::CloseSet { restart } => self.parts.checkpoints.close(restart),
-            Output::MarkSets { sets, ended, keep } => {
+            } => self.parts.checkpoints.add_part(snapshot, migration, tid),
+            Output::SealCheckpoint {
+                snapshot,
+                meta,
+                protected,
+            } => self.parts.checkpoints.seal(
+                snapshot,
+                &meta,
+                protected,
+                self.parts.world.unix_time(),
+            ),
+            Output::AbandonCheckpoint { snapshot } => self.parts.checkpoints.abandon(snapshot),
+            Output::OpenCheckpoint {
+                restart,
+                checkpoint,
+            } => self.parts.checkpoints.open(restart, checkpoint),
+            Output::CloseCheckpoint { restart } => self.parts.checkpoints.close(restart),
+            Output::MarkCheckpoints {
+                checkpoints,
+                ended,
+                protected,
+            } => {
                 self.parts.checkpoints.mark_job_end(
-                    sets,
+                    checkpoints,
                     ended.then(|| self.parts.world.unix_time()),
-                    keep,
+                    protected,
                 );
             }
-            Output::RemoveSets {
+            Output::RemoveCheckpoints {
                 tid,
                 id,
-                which,
-                any,
-                stay,
+                selection,
+                include_foreign,
+                refused,
             } => {
-                self.parts.checkpoints.remove((tid, id), which, any, stay);
+                self.parts
+                    .checkpoints
+                    .remove((tid, id), selection, include_foreign, refused);
             }
-            Output::SendCopy { migration, set, to } => {
-                let copy = self.parts.checkpoints.send_copy(set);
+            Output::SendCopy {
+                migration,
+                checkpoint,
+                to,
+            } => {
+                let copy = self.parts.checkpoints.send_copy(checkpoint);
                 self.parts
                     .images
                     .send_copy(migration, to, &mut self.parts.net, copy);
@@ -452,30 +470,35 @@ impl Driver {
             Output::ExpectCopy {
                 migration,
                 from,
-                set,
+                checkpoint,
             } => {
                 let take = self
                     .parts
                     .checkpoints
-                    .take_copy(set, self.parts.world.unix_time());
+                    .take_copy(checkpoint, self.parts.world.unix_time());
                 self.parts.images.expect_into(migration, from, take);
             }
-            Output::GiveUpCopy { migration, set } => {
+            Output::DiscardCopy {
+                migration,
+                checkpoint,
+            } => {
                 let over = self.parts.images.drop_images(migration);
-                self.parts.checkpoints.discard(vec![set], Some(over));
+                self.parts.checkpoints.discard(vec![checkpoint], Some(over));
             }
-            Output::DropSets { sets } => self.parts.checkpoints.discard(sets, None),
-            Output::ListSets { tid, id } => self.parts.checkpoints.list(tid, id),
+            Output::DropCheckpoints { checkpoints } => {
+                self.parts.checkpoints.discard(checkpoints, None)
+            }
+            Output::ListCheckpoints { tid, id } => self.parts.checkpoints.list(tid, id),
             Output::WriteToken { path, token } => {
                 self.parts
                     .migration_files
                     .write_token(&path, &token, &self.parts.log)
             }
             Output::RemoveToken { path } => self.parts.migration_files.remove_token(&path),
-            Output::RecordMove { migration, tid, to } => {
+            Output::RecordMigration { migration, tid, to } => {
                 self.parts.migration_files.record(migration, tid, to)
             }
-            Output::StepBegins { tid, step } => {
+            Output::StepStarting { tid, step } => {
                 self.parts
                     .failpoints
                     .stop_if_requested(tid, StepEdge::Before, step)

@@ -273,7 +273,7 @@ impl World for HostEnvironment {
         unix_time()
     }
 
-    fn secret(&mut self) -> i32 {
+    fn random_secret(&mut self) -> i32 {
         let mut bytes = [0; 4];
         // TLS would have failed earlier if the kernel gave no random numbers.
         self.random

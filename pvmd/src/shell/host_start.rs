@@ -13,7 +13,7 @@ use super::pki::Authority;
 use super::sealed_bootstrap::{self, BootstrapSecret};
 use super::ssh::SshCommand;
 use super::sys::OpenFilesLimit;
-use pvmd_machine::io::{Event, HostPlan, StartId, StartOrder, StartedHost};
+use pvmd_machine::io::{Event, HostPlan, HosterOrder, StartId, StartedHost};
 use sempa_proto::PvmError;
 use std::collections::{HashMap, VecDeque};
 use std::net::SocketAddr;
@@ -117,7 +117,7 @@ impl HostStarter {
                         plan: &plan,
                         log: &log,
                     };
-                    let ready = if plan.by_hand() {
+                    let ready = if plan.is_manual() {
                         attempt.run_manually(&terminal).await
                     } else {
                         let _turn = turns.acquire().await;
@@ -168,7 +168,7 @@ impl HostStarter {
                     Ok((order, listener, sealed)) => {
                         let _ = order_sender.send((start, Ok(order)));
                         // An upper bound: the state machine usually ends the attempt earlier.
-                        let within = if plan.by_hand() {
+                        let within = if plan.is_manual() {
                             MANUAL_OFFER_TIMEOUT
                         } else {
                             OFFER_TIMEOUT
@@ -294,7 +294,7 @@ impl HostStart<'_> {
 
     /// Creates the order for a hoster or a person, and the listener and encrypted line for the new
     /// daemon.
-    async fn create_offer(&self) -> Result<(StartOrder, TcpListener, Vec<u8>), String> {
+    async fn create_offer(&self) -> Result<(HosterOrder, TcpListener, Vec<u8>), String> {
         let secret = BootstrapSecret::new();
         let sealed = secret.seal(&self.bootstrap()?.to_line());
         let listener = sealed_bootstrap::listen_any()
@@ -315,7 +315,7 @@ impl HostStart<'_> {
             .as_ref()
             .map_or_else(|| contact.clone(), |user| format!("{user}@{contact}"));
         Ok((
-            StartOrder {
+            HosterOrder {
                 login,
                 command: self.remote_command(&option),
                 secret: secret.to_hex_text(),
@@ -358,7 +358,7 @@ impl HostStart<'_> {
     /// exists there; else `pvmd` from the search path. A person gets only the path, because the
     /// script would be long to type.
     fn remote_command(&self, extra_options: &str) -> String {
-        let by_hand = self.plan.by_hand();
+        let by_hand = self.plan.is_manual();
         let slave = if by_hand { "-S" } else { "-s" };
         if let Some(command) = self
             .plan

@@ -10,7 +10,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::{SFlag, fstat};
 use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
 use nix::unistd::{getpgrp, read, tcgetpgrp};
-use pvmd_machine::io::StartOrder;
+use pvmd_machine::io::HosterOrder;
 use sempa_proto::PvmError;
 use std::io::{BufRead, BufReader, IsTerminal, Read, Write, stderr, stdin};
 use std::os::fd::AsFd;
@@ -69,12 +69,12 @@ fn in_foreground() -> bool {
 ///
 /// # Errors
 /// The daemon's refusal, or that no reply was typed.
-pub(crate) async fn ask(order: &StartOrder) -> Result<ReadyReply, Refusal> {
+pub(crate) async fn ask(order: &HosterOrder) -> Result<ReadyReply, Refusal> {
     // Input typed before the question is not a reply to it.
     while let Some(bytes) = read_available()? {
         drop(bytes);
     }
-    let StartOrder {
+    let HosterOrder {
         login,
         command,
         secret,

@@ -49,7 +49,8 @@ impl MigrationFiles {
         }
     }
 
-    /// Appends one committed migration to the record and syncs it. Reports [`Event::MoveRecorded`].
+    /// Appends one committed migration to the record and syncs it. Reports
+    /// [`Event::MigrationRecorded`].
     pub(crate) fn record(&self, migration: MigrationId, tid: Tid, to: HostId) {
         let (path, inputs, turn) = (
             self.record.clone(),
@@ -64,7 +65,8 @@ impl MigrationFiles {
                     Failure::Io(format!("cannot record the move in {}: {e}", path.display()))
                 })
             };
-            let _ = inputs.blocking_send(Input::Event(Event::MoveRecorded { migration, result }));
+            let _ =
+                inputs.blocking_send(Input::Event(Event::MigrationRecorded { migration, result }));
         });
     }
 

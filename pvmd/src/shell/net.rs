@@ -16,7 +16,9 @@ use super::session_input::{DataItem, NetInput, SessionContext, SessionQueues};
 use super::udp_port::PortRuntime;
 use bytes::Bytes;
 use pvmd_machine::Event;
-use pvmd_machine::lanes::{Fork, Join, LANES_MAX, Lane, LaneId, Main, Way, ends_of};
+use pvmd_machine::pair_streams::{
+    FenceReceiver, FenceSender, LANES_MAX, LaneEntry, LaneId, MainEntry, StreamChoice, ends_of,
+};
 use quinn::congestion::CubicConfig;
 use quinn::{
     ClientConfig, Connection, Endpoint, EndpointConfig, Incoming, MtuDiscoveryConfig, ServerConfig,
@@ -108,14 +110,14 @@ struct Session {
     number: u64,
     connection: Connection,
     channels: Option<SessionQueues>,
-    fence_sender: Fork,
+    fence_sender: FenceSender,
     pair_streams: FxHashMap<LaneId, Outbox>,
-    fence_receiver: Join<Carried>,
+    fence_receiver: FenceReceiver<Carried>,
 }
 
 impl Session {
     fn new(number: u64, connection: Connection, queues: Option<SessionQueues>) -> Session {
-        let (fence_sender, fence_receiver) = (Fork::default(), Join::default());
+        let (fence_sender, fence_receiver) = (FenceSender::default(), FenceReceiver::default());
         Session {
             number,
             connection,
@@ -133,15 +135,16 @@ impl Session {
             .as_ref()
             .is_some_and(|queues| queues.data.enqueue(item))
         {
-            self.fence_sender.sent_main();
+            self.fence_sender.count_main_entry();
         }
     }
 
     /// Queues a link frame on its pair's stream or on the main stream. `context` is called if a
     /// stream must be opened.
     fn send_link(&mut self, context: impl FnOnce(u64) -> SessionContext, body: Bytes) {
-        let way = ends_of(&body).map(|ends| (ends, self.fence_sender.way(ends, Instant::now())));
-        let Some((ends, Way::Lane { lane, new, behind })) = way else {
+        let way = ends_of(&body)
+            .map(|ends| (ends, self.fence_sender.choose_stream(ends, Instant::now())));
+        let Some((ends, StreamChoice::Lane { lane, new, barrier })) = way else {
             return self.send_main(Outgoing::Link(body));
         };
         if new {
@@ -157,21 +160,21 @@ impl Session {
         let Some(queue) = self.pair_streams.get(&lane) else {
             return;
         };
-        if let Some(words) = behind {
+        if let Some(words) = barrier {
             queue.enqueue(Outgoing::Reliable(
-                encode_control(&Lane::<()>::Behind(words)).expect("one number"),
+                encode_control(&LaneEntry::<()>::Barrier(words)).expect("one number"),
             ));
         }
         if queue.enqueue(Outgoing::Link(body)) {
-            self.fence_sender.sent(ends);
+            self.fence_sender.count_frame(ends);
         }
     }
 
     /// Sends a control item, preceded by the barrier it needs.
     fn send_control_item(&mut self, word: &Carried, frame: Bytes) {
-        if let Some(marks) = self.fence_sender.fence(word) {
+        if let Some(marks) = self.fence_sender.barrier_for(word) {
             self.send_main(Outgoing::Reliable(
-                encode_control(&Main::<()>::After(marks)).expect("a fence is short"),
+                encode_control(&MainEntry::<()>::Barrier(marks)).expect("a fence is short"),
             ));
         }
         self.send_main(Outgoing::Reliable(frame));
@@ -182,12 +185,12 @@ impl Session {
 
     /// Closes pair streams that are idle, or those of `task` if it is given.
     fn close_pair_streams(&mut self, task: Option<Tid>) {
-        for mark in self.fence_sender.close(Instant::now(), task) {
+        for mark in self.fence_sender.end_lanes(Instant::now(), task) {
             if let Some(lane) = self.pair_streams.remove(&mark.lane) {
                 lane.enqueue(Outgoing::Close);
             }
             self.send_main(Outgoing::Reliable(
-                encode_control(&Main::<()>::End(mark)).expect("two numbers"),
+                encode_control(&MainEntry::<()>::End(mark)).expect("two numbers"),
             ));
         }
     }
@@ -393,7 +396,7 @@ impl Net {
             }
             return;
         }
-        let frame = match encode_control(&Main::Item(&carried)) {
+        let frame = match encode_control(&MainEntry::Item(&carried)) {
             Ok(frame) => frame,
             Err(e) => {
                 return self.log.write_line(format!(
@@ -626,8 +629,8 @@ impl Net {
             return;
         };
         match item {
-            DataItem::Main(item) => session.fence_receiver.take_main(item),
-            DataItem::Lane(lane, item) => session.fence_receiver.take_lane(lane, item),
+            DataItem::Main(item) => session.fence_receiver.push_main(item),
+            DataItem::Lane(lane, item) => session.fence_receiver.push_lane(lane, item),
         }
     }
 
@@ -788,7 +791,9 @@ async fn accept(endpoint: Endpoint, vm: String, inputs: InputSender) {
                 }
                 Err(why) if limit.try_acquire() => {
                     let text = format!("refused a connection from {from}: {why}");
-                    let _ = inputs.send(Input::Event(Event::Stranger { text })).await;
+                    let _ = inputs
+                        .send(Input::Event(Event::Unauthenticated { text }))
+                        .await;
                 }
                 Err(_) => {}
             }

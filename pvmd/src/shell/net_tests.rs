@@ -11,7 +11,7 @@ use super::session::{StreamPurpose, open_bidirectional};
 use super::session_input::{BulkContent, NetInput};
 use bytes::Bytes;
 use pvmd_machine::Event;
-use pvmd_machine::lanes::LANES_MAX;
+use pvmd_machine::pair_streams::LANES_MAX;
 use quinn::crypto::rustls::QuicClientConfig;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
@@ -141,7 +141,7 @@ impl Daemon {
         loop {
             match timeout(DEADLINE, self.next()).await {
                 Ok(DaemonInput::News(SessionChange::Connected(host))) if host == other => return,
-                Ok(DaemonInput::Event(Event::Stranger { .. })) => {}
+                Ok(DaemonInput::Event(Event::Unauthenticated { .. })) => {}
                 seen => panic!(
                     "{} waited for a session with {other}, saw {seen:?}",
                     self.own_host
@@ -451,7 +451,7 @@ async fn foreign_certificate_fails_handshake() {
     let mut one = Daemon::start("foreign", 1, &ours.issue(host(1)).expect("a key"), lease);
     let mut stranger = Daemon::start("foreign", 2, &theirs.issue(host(2)).expect("a key"), lease);
     stranger.net.connect(one.own_host, vec![one.address()]);
-    let is_refusal = |seen: &DaemonInput| matches!(seen, DaemonInput::Event(Event::Stranger { text }) if text.starts_with("refused a connection from"));
+    let is_refusal = |seen: &DaemonInput| matches!(seen, DaemonInput::Event(Event::Unauthenticated { text }) if text.starts_with("refused a connection from"));
     let seen = timeout(DEADLINE, one.next()).await.expect("in time");
     assert!(is_refusal(&seen), "{seen:?}");
     let quiet = Duration::from_millis(200);
@@ -554,7 +554,7 @@ async fn client_without_valid_certificate_is_refused() {
             "{ended:?}"
         );
         match timeout(DEADLINE, one.next()).await.expect("in time") {
-            DaemonInput::Event(Event::Stranger { text }) => {
+            DaemonInput::Event(Event::Unauthenticated { text }) => {
                 assert!(
                     text.contains("no certificate of this virtual machine"),
                     "{text}"

@@ -86,7 +86,7 @@ impl ProgramStateFiles {
         });
     }
 
-    /// Renames the staged files to their final names. Reports [`Event::StateNamed`].
+    /// Renames the staged files to their final names. Reports [`Event::StateInstalled`].
     pub(crate) fn rename_staged(&self, migration: MigrationId) {
         let all = lock(&self.staged).remove(&migration).flatten();
         self.spawn_work(move || {
@@ -94,7 +94,7 @@ impl ProgramStateFiles {
             let result = all
                 .ok_or_else(dropped)
                 .and_then(|all| all.install().map_err(|e| io_failure(&e)));
-            Event::StateNamed { migration, result }
+            Event::StateInstalled { migration, result }
         });
     }
 

@@ -11,7 +11,7 @@ use super::session_input::{
     BulkContent, DataItem, NetInput, SessionContext, SessionQueues, TransferAnnouncement,
 };
 use bytes::Bytes;
-use pvmd_machine::lanes::{Lane, LaneId, Main};
+use pvmd_machine::pair_streams::{LaneEntry, LaneId, MainEntry};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control};
 use sempa_proto::host::{Carried, HostMsg};
@@ -52,9 +52,9 @@ pub(crate) const CLOSE_SILENT: VarInt = VarInt::from_u32(5);
 pub(crate) enum StreamPurpose {
     /// Control messages between daemons ([`HostMsg`]).
     Control,
-    /// The main stream of the data channel: control items and link frames, as [`Main`].
+    /// The main stream of the data channel: control items and link frames, as [`MainEntry`].
     Data,
-    /// Link frames of one pair of tasks, as [`Lane`].
+    /// Link frames of one pair of tasks, as [`LaneEntry`].
     PairStream(LaneId),
     /// Announces an image transfer; open as long as the transfer lasts.
     Images(MigrationId),
@@ -443,25 +443,25 @@ async fn read_data(
     }
 }
 
-fn main_item(frame: Frame) -> Result<Main<Carried>, String> {
+fn main_item(frame: Frame) -> Result<MainEntry<Carried>, String> {
     match frame {
         Frame {
             kind: FrameKind::Link,
             body,
-        } => Ok(Main::Item(Carried::Link(body))),
+        } => Ok(MainEntry::Item(Carried::Link(body))),
         frame => frame.control().map_err(|e| e.to_string()),
     }
 }
 
-pub(super) fn pair_stream_item(frame: Frame) -> Result<Lane<Carried>, String> {
+pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<Carried>, String> {
     match frame {
         Frame {
             kind: FrameKind::Link,
             body,
-        } => Ok(Lane::Item(Carried::Link(body))),
-        frame => match frame.control::<Lane<()>>() {
-            Ok(Lane::Behind(words)) => Ok(Lane::Behind(words)),
-            Ok(Lane::Item(())) => {
+        } => Ok(LaneEntry::Item(Carried::Link(body))),
+        frame => match frame.control::<LaneEntry<()>>() {
+            Ok(LaneEntry::Barrier(words)) => Ok(LaneEntry::Barrier(words)),
+            Ok(LaneEntry::Item(())) => {
                 Err("it sent something on a lane that does not belong there".into())
             }
             Err(e) => Err(e.to_string()),

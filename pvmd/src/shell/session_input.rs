@@ -2,7 +2,7 @@
 //! [`super::session`] produces them, [`super::net`] handles them.
 
 use super::outbox::Outbox;
-use pvmd_machine::lanes::{Lane, LaneId, Main};
+use pvmd_machine::pair_streams::{LaneEntry, LaneId, MainEntry};
 use quinn::Connection;
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::host::{Carried, HostMsg};
@@ -84,9 +84,9 @@ pub(crate) struct SessionContext {
 #[derive(Debug)]
 pub(crate) enum DataItem {
     /// From the main stream.
-    Main(Main<Carried>),
+    Main(MainEntry<Carried>),
     /// From a pair stream.
-    Lane(LaneId, Lane<Carried>),
+    Lane(LaneId, LaneEntry<Carried>),
 }
 
 /// The queues of a session that is up.

@@ -207,7 +207,7 @@ impl TaskListener {
             .inputs
             .send(Input::Event(Event::TaskClosed {
                 conn,
-                garbage: protocol_error,
+                protocol_error,
             }))
             .await;
     }
@@ -228,12 +228,12 @@ impl TaskListener {
             };
             let event = match frame.kind {
                 FrameKind::Control => match frame.control::<ToDaemon>() {
-                    Ok(ToDaemon::Route { to, word }) => {
-                        match incoming.take_descriptors(word.descriptors()) {
+                    Ok(ToDaemon::Route { to, word: message }) => {
+                        match incoming.take_descriptors(message.descriptors()) {
                             Ok(descriptors) => Event::TaskRoute {
                                 conn,
                                 to,
-                                word,
+                                message,
                                 descriptors,
                             },
                             Err(e) => return Some(e),

@@ -78,8 +78,8 @@ fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
     let (mut results, mut hits, mut lost) = (0, 0i64, 0);
     while results < PIECES && lost < workers.len() {
         farm.hand_out()?;
-        let message = vm.recv_where(|message| message.tag == TAG_RESULT || ends.are_in(message))?;
-        if !ends.are_in(&message) {
+        let message = vm.recv_where(|message| message.tag == TAG_RESULT || ends.is_notice_message(message))?;
+        if !ends.is_notice_message(&message) {
             let mut items = message.items()?;
             let (_piece, found) = (items.int()?, items.int()?);
             hits += i64::from(found);
@@ -88,7 +88,7 @@ fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
             farm.idle.push(vm.task(message.src));
             continue;
         }
-        for notice in ends.notices_in(&message)? {
+        for notice in ends.decode(&message)? {
             // This comes after the last result of that worker, so no piece counts twice.
             if let Notice::TaskEnded(tid) = notice {
                 farm.todo.extend(farm.busy.remove(&tid));

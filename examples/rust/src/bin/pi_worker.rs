@@ -24,9 +24,9 @@ fn main() -> Result<()> {
     let end = vm.watch_tasks(&[master.tid()])?;
     loop {
         let message = vm.recv_where(|message| {
-            [TAG_WORK, TAG_DONE].contains(&message.tag) || end.are_in(message)
+            [TAG_WORK, TAG_DONE].contains(&message.tag) || end.is_notice_message(message)
         })?;
-        if message.tag == TAG_DONE || end.are_in(&message) {
+        if message.tag == TAG_DONE || end.is_notice_message(&message) {
             break;
         }
         let mut items = message.items()?;

@@ -99,8 +99,8 @@ fn take_part(vm: &Vm, group: &str, instance: i32, count: u32) -> Result<Vec<i64>
 /// Waits for a number from a member.
 fn number_from(vm: &Vm, member: Tid, tag: i32, ends: &Notices) -> Result<i64> {
     let is_wanted = |src, its_tag| src == member && its_tag == tag;
-    let message = vm.recv_where(|m| is_wanted(m.src, m.tag) || ends.are_in(m))?;
-    if ends.are_in(&message) {
+    let message = vm.recv_where(|m| is_wanted(m.src, m.tag) || ends.is_notice_message(m))?;
+    if ends.is_notice_message(&message) {
         bail!("a member has ended before the group has done its work");
     }
     Ok(message.value()?)

@@ -9,7 +9,7 @@
 //! - The previous copy is removed when the next one exists.
 //! - Each host seals its copies with its own key. No host needs the key of another.
 
-use crate::asks::Asker;
+use crate::rpc::RpcCaller;
 use crate::{Machine, Output, Timer};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::{HostMsg, Question};
@@ -22,65 +22,65 @@ pub const COPIES_MAX: usize = 16;
 
 /// Time for the receiver to report why it has stopped receiving a copy, after the transfer has
 /// broken.
-const SAYS_WHY_WITHIN: Micros = Micros::from_secs(5);
+const FAILURE_REPORT_TIMEOUT: Micros = Micros::from_secs(5);
 /// Reason for a copy that is missing because its host is gone.
-const LOST: &str = "it was lost";
+const COPY_LOST_REASON: &str = "it was lost";
 
 /// Hosts to which checkpoints are copied.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Copies {
+pub enum CopyPolicy {
     /// This number of hosts, chosen by the master.
-    Number(usize),
+    Count(usize),
     Hosts(Vec<String>),
 }
 
-impl Default for Copies {
-    fn default() -> Copies {
-        Copies::Number(0)
+impl Default for CopyPolicy {
+    fn default() -> CopyPolicy {
+        CopyPolicy::Count(0)
     }
 }
 
 /// A checkpoint that is being copied.
 #[derive(Debug)]
-struct UnderWay {
+struct CopyInProgress {
     job: Tid,
-    set: String,
+    checkpoint: String,
     /// Number of copies that must exist.
-    wanted: usize,
+    required: usize,
     /// Hosts that have not been asked.
-    left: VecDeque<HostId>,
+    candidates: VecDeque<HostId>,
     /// Receiver of the current transfer, with the id of the transfer.
-    to: Option<(HostId, MigrationId)>,
+    receiver: Option<(HostId, MigrationId)>,
     /// Reason why the transfer broke, if it did.
-    unsent: Option<String>,
-    made: Vec<HostId>,
+    send_error: Option<String>,
+    copied_to: Vec<HostId>,
     /// Hosts that have no copy, with the reasons.
-    whys: Vec<String>,
+    refusals: Vec<String>,
 }
 
 /// The master's queue of copies.
 #[derive(Debug, Default)]
-pub(super) struct Copying {
+pub(super) struct CopyQueue {
     /// Jobs whose newest checkpoints must be copied.
-    queue: VecDeque<Tid>,
-    now: Option<UnderWay>,
+    jobs: VecDeque<Tid>,
+    current: Option<CopyInProgress>,
 }
 
 /// Copies of a job's checkpoints.
 #[derive(Debug, Default)]
-pub(super) struct Copied {
+pub(super) struct JobCopies {
     /// The checkpoint to copy next.
-    next: Option<String>,
+    queued: Option<String>,
     /// Hosts with copies, and the checkpoint that each one has.
-    there: BTreeMap<HostId, String>,
+    stored_on: BTreeMap<HostId, String>,
     /// The checkpoint that has fewer copies than required.
-    lacks: Option<String>,
+    incomplete: Option<String>,
 }
 
-impl Copied {
+impl JobCopies {
     /// Returns the hosts that have a copy of this checkpoint.
-    fn of(&self, set: &str) -> impl Iterator<Item = HostId> {
-        self.there
+    fn hosts_with(&self, set: &str) -> impl Iterator<Item = HostId> {
+        self.stored_on
             .iter()
             .filter(move |(_, there)| *there == set)
             .map(|(host, _)| *host)
@@ -89,74 +89,74 @@ impl Copied {
 
 impl Machine {
     /// Queues a complete checkpoint of a job for copying.
-    pub(super) fn copy_wanted(&mut self, job: Tid, set: &str) {
-        if self.config.copies == Copies::default() || self.stop.is_some() {
+    pub(super) fn queue_copy(&mut self, job: Tid, set: &str) {
+        if self.config.copies == CopyPolicy::default() || self.stop.is_some() {
             return;
         }
-        let Some(keeping) = self.keeping() else {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let Some(entry) = keeping.jobs.get_mut(&job) else {
+        let Some(entry) = job_checkpoints.jobs.get_mut(&job) else {
             return;
         };
-        (entry.copied.next, entry.copied.lacks) = (Some(set.to_string()), None);
+        (entry.copies.queued, entry.copies.incomplete) = (Some(set.to_string()), None);
         // Each job is queued at most once, which bounds the queue by the number of jobs.
-        if !keeping.copying.queue.contains(&job) {
-            keeping.copying.queue.push_back(job);
+        if !job_checkpoints.copy_queue.jobs.contains(&job) {
+            job_checkpoints.copy_queue.jobs.push_back(job);
         }
-        self.copy_next();
+        self.start_next_copy();
     }
 
     /// Starts the next copy in the queue, unless one is in progress.
-    fn copy_next(&mut self) {
+    fn start_next_copy(&mut self) {
         loop {
-            let Some(keeping) = self
-                .keeping()
-                .filter(|keeping| keeping.copying.now.is_none())
+            let Some(job_checkpoints) = self
+                .job_checkpoints()
+                .filter(|job_checkpoints| job_checkpoints.copy_queue.current.is_none())
             else {
                 return;
             };
-            let Some(job) = keeping.copying.queue.pop_front() else {
+            let Some(job) = job_checkpoints.copy_queue.jobs.pop_front() else {
                 return;
             };
-            let Some(set) = keeping
+            let Some(checkpoint) = job_checkpoints
                 .jobs
                 .get_mut(&job)
-                .and_then(|entry| entry.copied.next.take())
+                .and_then(|entry| entry.copies.queued.take())
             else {
                 continue;
             };
-            let (mut left, wanted, whys) = self.copy_places(job);
-            let Some(keeping) = self.keeping() else {
+            let (mut candidates, required, refusals) = self.copy_candidates(job);
+            let Some(job_checkpoints) = self.job_checkpoints() else {
                 return;
             };
-            let entry = keeping.jobs.get(&job);
-            let made: Vec<HostId> = entry
+            let entry = job_checkpoints.jobs.get(&job);
+            let copied_to: Vec<HostId> = entry
                 .into_iter()
-                .flat_map(|entry| entry.copied.of(&set))
+                .flat_map(|entry| entry.copies.hosts_with(&checkpoint))
                 .collect();
-            left.retain(|host| !made.contains(host));
-            keeping.copying.now = Some(UnderWay {
+            candidates.retain(|host| !copied_to.contains(host));
+            job_checkpoints.copy_queue.current = Some(CopyInProgress {
                 job,
-                set,
-                wanted,
-                left,
-                to: None,
-                unsent: None,
-                made,
-                whys,
+                checkpoint,
+                required,
+                candidates,
+                receiver: None,
+                send_error: None,
+                copied_to,
+                refusals,
             });
-            return self.copy_step();
+            return self.advance_copy();
         }
     }
 
     /// Returns the hosts that may store a copy, in the order in which they are asked; the number of
     /// copies required; and the reasons for hosts that are not available.
-    fn copy_places(&self, job: Tid) -> (VecDeque<HostId>, usize, Vec<String>) {
+    fn copy_candidates(&self, job: Tid) -> (VecDeque<HostId>, usize, Vec<String>) {
         let me = self.config.host;
         let others: Vec<HostId> = self.other_hosts();
         match &self.config.copies {
-            Copies::Hosts(names) => {
+            CopyPolicy::Hosts(names) => {
                 let (mut places, mut whys) = (VecDeque::new(), Vec::new());
                 for name in names {
                     match self.table.by_name(name).map(|entry| entry.id) {
@@ -169,15 +169,15 @@ impl Machine {
                 }
                 (places, names.len(), whys)
             }
-            Copies::Number(number) => {
+            CopyPolicy::Count(number) => {
                 // Hosts that already have a copy of the job come first. The others follow in an
                 // order that differs between jobs.
                 let has = |host: &HostId| {
                     let entry = self
                         .master
                         .as_ref()
-                        .and_then(|master| master.keeping.jobs.get(&job));
-                    entry.is_some_and(|entry| entry.copied.there.contains_key(host))
+                        .and_then(|master| master.checkpoints.jobs.get(&job));
+                    entry.is_some_and(|entry| entry.copies.stored_on.contains_key(host))
                 };
                 let mut places: Vec<HostId> = others.clone();
                 if !places.is_empty() {
@@ -190,96 +190,104 @@ impl Machine {
     }
 
     /// Asks the next host, or finishes the copies of this checkpoint.
-    fn copy_step(&mut self) {
+    fn advance_copy(&mut self) {
         if self.stop.is_some() {
             // The virtual machine ends.
             return;
         }
         let next = self.master.as_deref_mut().and_then(|master| {
             let now = master
-                .keeping
-                .copying
-                .now
+                .checkpoints
+                .copy_queue
+                .current
                 .as_mut()
-                .filter(|now| now.to.is_none() && now.wanted > now.made.len())?;
-            let host = now.left.pop_front()?;
-            let migration = master.directing.coordinator.next_id();
-            now.to = Some((host, migration));
-            Some((host, migration, now.set.clone()))
+                .filter(|now| now.receiver.is_none() && now.required > now.copied_to.len())?;
+            let host = now.candidates.pop_front()?;
+            let migration = master.migrations.coordinator.next_id();
+            now.receiver = Some((host, migration));
+            Some((host, migration, now.checkpoint.clone()))
         });
         if let Some((host, migration, set)) = next {
-            return self.ask(
+            return self.call_host(
                 host,
                 Question::KeepCopy { migration, set },
-                Asker::Copy { migration },
+                RpcCaller::StoreCopy { migration },
             );
         }
-        if let Some(done) = self
-            .keeping()
-            .and_then(|keeping| keeping.copying.now.take_if(|now| now.to.is_none()))
-        {
-            self.copying_over(done);
+        if let Some(done) = self.job_checkpoints().and_then(|job_checkpoints| {
+            job_checkpoints
+                .copy_queue
+                .current
+                .take_if(|now| now.receiver.is_none())
+        }) {
+            self.finish_copies(done);
         }
-        self.copy_next();
+        self.start_next_copy();
     }
 
     /// Finishes a checkpoint that has all copies, or for which no host is left.
-    fn copying_over(&mut self, done: UnderWay) {
-        let UnderWay {
+    fn finish_copies(&mut self, done: CopyInProgress) {
+        let CopyInProgress {
             job,
-            set,
-            wanted,
-            made,
-            whys,
+            checkpoint,
+            required,
+            copied_to,
+            refusals,
             ..
         } = done;
-        let missing = wanted.saturating_sub(made.len());
+        let missing = required.saturating_sub(copied_to.len());
         if missing == 0 {
             // Copies of the previous checkpoint are not needed any more.
-            self.drop_copies(job, |there| *there != set);
+            self.drop_copies_if(job, |there| *there != checkpoint);
         } else if let Some(entry) = self
-            .keeping()
-            .and_then(|keeping| keeping.jobs.get_mut(&job))
+            .job_checkpoints()
+            .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
         {
-            entry.copied.lacks = Some(set.clone());
+            entry.copies.incomplete = Some(checkpoint.clone());
         }
-        if wanted == 0 {
+        if required == 0 {
             // The copies were cancelled.
             return;
         }
         let missing = u32::try_from(missing).unwrap_or(u32::MAX);
         self.record(EventKind::SetCopied {
-            set,
+            set: checkpoint,
             job,
-            hosts: made,
+            hosts: copied_to,
             missing,
-            why: whys.join("; "),
+            why: refusals.join("; "),
         });
     }
 
     /// Returns the copy in progress, if its transfer has this id.
-    fn copy_under_way(&mut self, migration: MigrationId) -> Option<&mut UnderWay> {
-        let now = self.keeping()?.copying.now.as_mut()?;
-        now.to.is_some_and(|(_, id)| id == migration).then_some(now)
+    fn current_copy(&mut self, migration: MigrationId) -> Option<&mut CopyInProgress> {
+        let now = self.job_checkpoints()?.copy_queue.current.as_mut()?;
+        now.receiver
+            .is_some_and(|(_, id)| id == migration)
+            .then_some(now)
     }
 
     /// Handles a host's reply whether it accepts a copy.
-    pub(crate) fn copy_answered(&mut self, migration: MigrationId, answer: Option<Reply>) {
-        let Some(now) = self.copy_under_way(migration) else {
+    pub(crate) fn handle_copy_reply(&mut self, migration: MigrationId, answer: Option<Reply>) {
+        let Some(now) = self.current_copy(migration) else {
             return;
         };
-        let (Some((to, _)), set) = (now.to, now.set.clone()) else {
+        let (Some((to, _)), checkpoint) = (now.receiver, now.checkpoint.clone()) else {
             return;
         };
         match answer {
-            Some(Reply::Done) => self.out.push_back(Output::SendCopy { migration, set, to }),
-            Some(Reply::Failed { reason, .. }) => self.copy_ended(migration, Err(reason)),
-            _ => self.copy_ended(migration, Err(LOST.into())),
+            Some(Reply::Done) => self.outputs.push_back(Output::SendCopy {
+                migration,
+                checkpoint,
+                to,
+            }),
+            Some(Reply::Failed { reason, .. }) => self.finish_transfer(migration, Err(reason)),
+            _ => self.finish_transfer(migration, Err(COPY_LOST_REASON.into())),
         }
     }
 
     /// Handles a host's report that it has stored a copy, or why it has not.
-    pub(crate) fn copy_kept(
+    pub(crate) fn handle_copy_stored(
         &mut self,
         host: HostId,
         migration: MigrationId,
@@ -287,153 +295,157 @@ impl Machine {
         result: Result<(), String>,
     ) {
         if self
-            .copy_under_way(migration)
-            .is_some_and(|now| now.to == Some((host, migration)))
+            .current_copy(migration)
+            .is_some_and(|now| now.receiver == Some((host, migration)))
         {
-            return self.copy_ended(migration, result);
+            return self.finish_transfer(migration, result);
         }
         let jobs = self
-            .keeping()
+            .job_checkpoints()
             .into_iter()
-            .flat_map(|keeping| keeping.jobs.values());
+            .flat_map(|job_checkpoints| job_checkpoints.jobs.values());
         let is_known = jobs
-            .map(|entry| &entry.copied.there)
+            .map(|entry| &entry.copies.stored_on)
             .any(|there| there.get(&host) == Some(&set));
         if result.is_ok() && !is_known {
             // The copy was cancelled just before, and would never be removed later.
-            self.tell_host(host, HostMsg::DropCopies { sets: vec![set] });
+            self.send_to_host(host, HostMsg::DropCopies { sets: vec![set] });
         }
     }
 
     /// True for the copy that this host is sending.
-    pub(crate) fn is_copy(&self, migration: MigrationId) -> bool {
+    pub(crate) fn is_outgoing_copy(&self, migration: MigrationId) -> bool {
         let now = self
             .master
             .as_ref()
-            .and_then(|master| master.keeping.copying.now.as_ref());
-        now.and_then(|now| now.to)
+            .and_then(|master| master.checkpoints.copy_queue.current.as_ref());
+        now.and_then(|now| now.receiver)
             .is_some_and(|(_, id)| id == migration)
     }
 
     /// Handles the end of sending a copy. The receiver's report takes precedence, because the
     /// receiver knows why it stopped. Without a report, this result counts.
-    pub(crate) fn copy_sent(&mut self, migration: MigrationId, result: Result<(), String>) {
-        if let (Err(why), Some(now)) = (result, self.copy_under_way(migration)) {
-            now.unsent = Some(why);
-            self.timer(SAYS_WHY_WITHIN, Timer::CopyUnsent(migration));
+    pub(crate) fn handle_copy_sent(&mut self, migration: MigrationId, result: Result<(), String>) {
+        if let (Err(why), Some(now)) = (result, self.current_copy(migration)) {
+            now.send_error = Some(why);
+            self.set_timer(FAILURE_REPORT_TIMEOUT, Timer::CopySendFailed(migration));
         }
     }
 
     /// Fails a copy whose transfer broke and whose receiver has reported nothing.
-    pub(crate) fn copy_unsent(&mut self, migration: MigrationId) {
+    pub(crate) fn fail_unsent_copy(&mut self, migration: MigrationId) {
         if let Some(why) = self
-            .copy_under_way(migration)
-            .and_then(|now| now.unsent.take())
+            .current_copy(migration)
+            .and_then(|now| now.send_error.take())
         {
-            self.copy_ended(migration, Err(why));
+            self.finish_transfer(migration, Err(why));
         }
     }
 
     /// Ends the transfer of a copy, successfully or not.
-    fn copy_ended(&mut self, migration: MigrationId, result: Result<(), String>) {
-        let Some(now) = self.copy_under_way(migration) else {
+    fn finish_transfer(&mut self, migration: MigrationId, result: Result<(), String>) {
+        let Some(now) = self.current_copy(migration) else {
             return;
         };
-        let Some((host, _)) = now.to.take() else {
+        let Some((host, _)) = now.receiver.take() else {
             return;
         };
-        now.unsent = None;
-        let (job, set, good) = (now.job, now.set.clone(), result.is_ok());
-        if good {
-            now.made.push(host);
+        now.send_error = None;
+        let (job, set, is_stored) = (now.job, now.checkpoint.clone(), result.is_ok());
+        if is_stored {
+            now.copied_to.push(host);
         }
-        self.out.push_back(Output::DropImages { migration });
-        let name = self.name_of(host);
+        self.outputs.push_back(Output::DropImages { migration });
+        let name = self.host_name(host);
         if let (Err(why), Some(now)) = (
             result,
-            self.keeping()
-                .and_then(|keeping| keeping.copying.now.as_mut()),
+            self.job_checkpoints()
+                .and_then(|job_checkpoints| job_checkpoints.copy_queue.current.as_mut()),
         ) {
-            now.whys.push(format!("{name}: {why}"));
+            now.refusals.push(format!("{name}: {why}"));
         }
-        if good {
+        if is_stored {
             let entry = self
-                .keeping()
-                .and_then(|keeping| keeping.jobs.get_mut(&job));
-            match entry.map(|entry| entry.copied.there.insert(host, set.clone())) {
+                .job_checkpoints()
+                .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job));
+            match entry.map(|entry| entry.copies.stored_on.insert(host, set.clone())) {
                 Some(Some(before)) if before != set => {
-                    self.tell_host(host, HostMsg::DropCopies { sets: vec![before] })
+                    self.send_to_host(host, HostMsg::DropCopies { sets: vec![before] })
                 }
                 Some(_) => {}
                 // The job has ended, and the copy would never be removed later.
-                None => self.tell_host(host, HostMsg::DropCopies { sets: vec![set] }),
+                None => self.send_to_host(host, HostMsg::DropCopies { sets: vec![set] }),
             }
         }
-        self.copy_step();
+        self.advance_copy();
     }
 
     /// Master: forgets the copies on a lost host, and makes new ones.
-    pub(crate) fn copies_lost(&mut self, host: HostId) {
+    pub(crate) fn replace_copies_on(&mut self, host: HostId) {
         let mut lacking = Vec::new();
         for (job, entry) in self
-            .keeping()
+            .job_checkpoints()
             .into_iter()
-            .flat_map(|keeping| &mut keeping.jobs)
+            .flat_map(|job_checkpoints| &mut job_checkpoints.jobs)
         {
             let lost = entry
-                .copied
-                .there
+                .copies
+                .stored_on
                 .remove(&host)
-                .filter(|set| entry.newest.as_ref() == Some(set));
+                .filter(|set| entry.newest_checkpoint.as_ref() == Some(set));
             lacking.extend(lost.map(|set| (*job, set)));
         }
         let to = self
-            .keeping()
-            .and_then(|keeping| keeping.copying.now.as_ref()?.to);
+            .job_checkpoints()
+            .and_then(|job_checkpoints| job_checkpoints.copy_queue.current.as_ref()?.receiver);
         if let Some((_, migration)) = to.filter(|(to, _)| *to == host) {
-            self.copy_ended(migration, Err(LOST.into()));
+            self.finish_transfer(migration, Err(COPY_LOST_REASON.into()));
         }
         if self.stop.is_none() {
             lacking
                 .into_iter()
-                .for_each(|(job, set)| self.copy_wanted(job, &set));
+                .for_each(|(job, set)| self.queue_copy(job, &set));
         }
     }
 
     /// Master: hosts have joined, so missing copies are made.
-    pub(crate) fn copies_got_hosts(&mut self) {
+    pub(crate) fn make_missing_copies(&mut self) {
         let jobs = self
-            .keeping()
+            .job_checkpoints()
             .into_iter()
-            .flat_map(|keeping| &mut keeping.jobs);
+            .flat_map(|job_checkpoints| &mut job_checkpoints.jobs);
         let lacking: Vec<(Tid, String)> = jobs
-            .filter_map(|(job, entry)| Some((*job, entry.copied.lacks.take()?)))
+            .filter_map(|(job, entry)| Some((*job, entry.copies.incomplete.take()?)))
             .collect();
         lacking
             .into_iter()
-            .for_each(|(job, set)| self.copy_wanted(job, &set));
+            .for_each(|(job, set)| self.queue_copy(job, &set));
     }
 
     /// Master: removes the copies of checkpoints that were removed. Copies of forgotten jobs are
     /// unknown, so all hosts are notified.
-    pub(super) fn copies_unwanted(&mut self, sets: &[String]) {
-        if self.config.copies == Copies::default() || sets.is_empty() {
+    pub(super) fn remove_copies_of(&mut self, sets: &[String]) {
+        if self.config.copies == CopyPolicy::default() || sets.is_empty() {
             return;
         }
         for entry in self
-            .keeping()
+            .job_checkpoints()
             .into_iter()
-            .flat_map(|keeping| keeping.jobs.values_mut())
+            .flat_map(|job_checkpoints| job_checkpoints.jobs.values_mut())
         {
-            let Copied { next, there, lacks } = &mut entry.copied;
-            [next, lacks]
+            let JobCopies {
+                queued,
+                stored_on,
+                incomplete,
+            } = &mut entry.copies;
+            [queued, incomplete]
                 .into_iter()
                 .for_each(|set| drop(set.take_if(|set| sets.contains(set))));
-            there.retain(|_, set| !sets.contains(set));
+            stored_on.retain(|_, set| !sets.contains(set));
         }
-        self.stop_copying(|now| sets.contains(&now.set));
+        self.cancel_copy_if(|now| sets.contains(&now.checkpoint));
         for host in self.other_hosts() {
-            self.tell_host(
+            self.send_to_host(
                 host,
                 HostMsg::DropCopies {
                     sets: sets.to_vec(),
@@ -444,58 +456,58 @@ impl Machine {
 
     /// Master: removes the copies of a job that has ended. Its checkpoint stays in the store for a
     /// while.
-    pub(super) fn copies_over(&mut self, job: Tid) {
+    pub(super) fn remove_job_copies(&mut self, job: Tid) {
         if let Some(entry) = self
-            .keeping()
-            .and_then(|keeping| keeping.jobs.get_mut(&job))
+            .job_checkpoints()
+            .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
         {
-            entry.copied.next = None;
+            entry.copies.queued = None;
         }
-        self.drop_copies(job, |_| true);
-        self.stop_copying(|now| now.job == job);
+        self.drop_copies_if(job, |_| true);
+        self.cancel_copy_if(|now| now.job == job);
     }
 
     /// Cancels the copy in progress if it matches.
-    fn stop_copying(&mut self, which: impl FnOnce(&UnderWay) -> bool) {
+    fn cancel_copy_if(&mut self, which: impl FnOnce(&CopyInProgress) -> bool) {
         let now = self
-            .keeping()
-            .and_then(|keeping| keeping.copying.now.as_mut());
+            .job_checkpoints()
+            .and_then(|job_checkpoints| job_checkpoints.copy_queue.current.as_mut());
         let Some(now) = now.filter(|now| which(now)) else {
             return;
         };
-        now.wanted = 0;
-        if let Some((_, migration)) = now.to {
-            self.copy_ended(migration, Err("nobody wants it any more".into()));
+        now.required = 0;
+        if let Some((_, migration)) = now.receiver {
+            self.finish_transfer(migration, Err("nobody wants it any more".into()));
         }
     }
 
     /// Removes those copies of a job's checkpoints that match.
-    fn drop_copies(&mut self, job: Tid, which: impl Fn(&String) -> bool) {
+    fn drop_copies_if(&mut self, job: Tid, which: impl Fn(&String) -> bool) {
         let Some(entry) = self
-            .keeping()
-            .and_then(|keeping| keeping.jobs.get_mut(&job))
+            .job_checkpoints()
+            .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
         else {
             return;
         };
-        let there = std::mem::take(&mut entry.copied.there);
+        let there = std::mem::take(&mut entry.copies.stored_on);
         let (gone, there): (BTreeMap<_, _>, _) = there.into_iter().partition(|(_, set)| which(set));
-        entry.copied.there = there;
-        entry.copied.lacks.take_if(|set| which(set));
+        entry.copies.stored_on = there;
+        entry.copies.incomplete.take_if(|set| which(set));
         for (host, set) in gone {
-            self.tell_host(host, HostMsg::DropCopies { sets: vec![set] });
+            self.send_to_host(host, HostMsg::DropCopies { sets: vec![set] });
         }
     }
 
     /// Returns the names of the hosts that have a copy of a checkpoint.
-    pub(super) fn copies_of(&self, job: Tid, set: &str) -> Vec<String> {
+    pub(super) fn hosts_with_copy(&self, job: Tid, set: &str) -> Vec<String> {
         let entry = self
             .master
             .as_ref()
-            .and_then(|master| master.keeping.jobs.get(&job));
+            .and_then(|master| master.checkpoints.jobs.get(&job));
         entry
             .into_iter()
-            .flat_map(|entry| entry.copied.of(set))
-            .map(|host| self.name_of(host))
+            .flat_map(|entry| entry.copies.hosts_with(set))
+            .map(|host| self.host_name(host))
             .collect()
     }
 
@@ -503,13 +515,13 @@ impl Machine {
 
     /// Handles the master's request to store a copy. The disk is not used while its owner is
     /// present.
-    pub(crate) fn copy_asked(
+    pub(crate) fn handle_copy_request(
         &mut self,
         from: HostId,
         migration: MigrationId,
-        set: String,
+        checkpoint: String,
     ) -> Reply {
-        let refused = match (from, self.hosting.is_stopped()) {
+        let refused = match (from, self.owner_control.pauses_guests()) {
             (HostId::MASTER, false) => None,
             (HostId::MASTER, true) => Some("its owner does not want guests now"),
             _ => Some("only the master has sets copied"),
@@ -521,35 +533,45 @@ impl Machine {
             };
         }
         // The master makes one copy at a time, so it has abandoned the previous one.
-        match self.coming_copy.replace((migration, set.clone())) {
-            Some((before, same)) if same == set => {
-                self.out.push_back(Output::DropImages { migration: before })
-            }
-            Some((migration, set)) => self.out.push_back(Output::GiveUpCopy { migration, set }),
+        match self.incoming_copy.replace((migration, checkpoint.clone())) {
+            Some((before, same)) if same == checkpoint => self
+                .outputs
+                .push_back(Output::DropImages { migration: before }),
+            Some((migration, checkpoint)) => self.outputs.push_back(Output::DiscardCopy {
+                migration,
+                checkpoint,
+            }),
             None => {}
         }
-        self.out.push_back(Output::ExpectCopy {
+        self.outputs.push_back(Output::ExpectCopy {
             migration,
             from,
-            set,
+            checkpoint,
         });
         Reply::Done
     }
 
     /// True for the copy that this host is receiving.
-    pub(crate) fn is_coming_copy(&self, migration: MigrationId) -> bool {
-        self.coming_copy
+    pub(crate) fn is_incoming_copy(&self, migration: MigrationId) -> bool {
+        self.incoming_copy
             .as_ref()
             .is_some_and(|(coming, _)| *coming == migration)
     }
 
     /// Handles the end of receiving a copy.
-    pub(crate) fn copy_received(&mut self, migration: MigrationId, result: Result<(), String>) {
-        let Some((_, set)) = self.coming_copy.take_if(|(coming, _)| *coming == migration) else {
+    pub(crate) fn handle_copy_received(
+        &mut self,
+        migration: MigrationId,
+        result: Result<(), String>,
+    ) {
+        let Some((_, set)) = self
+            .incoming_copy
+            .take_if(|(coming, _)| *coming == migration)
+        else {
             return;
         };
-        self.out.push_back(Output::DropImages { migration });
-        self.tell_host(
+        self.outputs.push_back(Output::DropImages { migration });
+        self.send_to_host(
             HostId::MASTER,
             HostMsg::CopyKept {
                 migration,
@@ -560,15 +582,15 @@ impl Machine {
     }
 
     /// Cancels the copy that is being received, because the owner of this host is present.
-    pub(crate) fn copy_gives_way(&mut self, why: &str) {
-        let Some((migration, set)) = self.coming_copy.take() else {
+    pub(crate) fn cancel_incoming_copy(&mut self, why: &str) {
+        let Some((migration, set)) = self.incoming_copy.take() else {
             return;
         };
-        self.out.push_back(Output::GiveUpCopy {
+        self.outputs.push_back(Output::DiscardCopy {
             migration,
-            set: set.clone(),
+            checkpoint: set.clone(),
         });
-        self.tell_host(
+        self.send_to_host(
             HostId::MASTER,
             HostMsg::CopyKept {
                 migration,

@@ -1,11 +1,14 @@
 //! Restarts from checkpoints: the glue between the protocol, the store, and the hosts that rebuild
 //! the tasks.
 
-use super::ends::End;
-use super::fallen::Fallen;
-use super::{Counted, Doing, Job, LINES_MAX, Purpose, TRIES_MAX, Wanted, pause, restart_pause};
-use crate::asks::Asker;
-use crate::engines::Job as Again;
+use super::job_end::FirstTaskEnd;
+use super::recently_dead::RecentlyDead;
+use super::{
+    ATTEMPTS_MAX, CheckpointedJob, INCARNATIONS_MAX, Inventory, InventoryPurpose, JobActivity,
+    OpenRestart, checkpoint_interval, restart_retry_interval,
+};
+use crate::restart_engine::WorldCall as Again;
+use crate::rpc::RpcCaller;
 use crate::{Machine, Output};
 use checkpoint_protocol::{RestartOutput, RestartTask, TargetEvent};
 use sempa_proto::checkpoint::{RestartFailure, RestartReport, SET_VERSION, SetMeta};
@@ -21,50 +24,60 @@ use std::collections::{BTreeMap, BTreeSet};
 
 impl Machine {
     /// Master: handles a request to restart from a checkpoint.
-    pub(crate) fn restart_wanted(
+    pub(crate) fn handle_restart_request(
         &mut self,
         (tid, id): (Tid, RequestId),
         set: String,
-        on: Vec<String>,
+        hosts: Vec<String>,
         wait: bool,
     ) {
         let why = format!("{tid} asked for it");
-        self.restart_set(set, None, on, wait.then_some((tid, id)), why);
+        self.restart_checkpoint(set, None, hosts, wait.then_some((tid, id)), why);
         if !wait {
             self.reply(tid, id, Reply::Done);
         }
     }
 
-    pub(super) fn restart_set(
+    pub(super) fn restart_checkpoint(
         &mut self,
-        set: String,
-        job: Option<Tid>,
-        on: Vec<String>,
+        checkpoint: String,
+        rollback_job: Option<Tid>,
+        hosts: Vec<String>,
         waiter: Option<(Tid, RequestId)>,
         why: String,
     ) {
-        let Some(keeping) = self.keeping() else {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        keeping.last_wanted += 1;
-        let restart = keeping.last_wanted;
-        let wanted = Wanted {
-            set: set.clone(),
-            job,
-            on,
+        job_checkpoints.last_restart += 1;
+        let restart = job_checkpoints.last_restart;
+        let wanted = OpenRestart {
+            checkpoint: checkpoint.clone(),
+            rollback_job,
+            hosts,
             waiter,
             why,
             meta: None,
-            begun: None,
-            held: Vec::new(),
+            restart_id: None,
+            assigned_contexts: Vec::new(),
         };
-        keeping.wanted.insert(restart, wanted);
-        self.out.push_back(Output::OpenSet { restart, set });
+        job_checkpoints.open_restarts.insert(restart, wanted);
+        self.outputs.push_back(Output::OpenCheckpoint {
+            restart,
+            checkpoint,
+        });
     }
 
     /// Handles the store's report on an opened checkpoint.
-    pub(crate) fn set_opened(&mut self, number: u64, result: Result<SetMeta, String>) {
-        let Some(wanted) = self.keeping().and_then(|k| k.wanted.get_mut(&number)) else {
+    pub(crate) fn handle_checkpoint_opened(
+        &mut self,
+        number: u64,
+        result: Result<SetMeta, String>,
+    ) {
+        let Some(wanted) = self
+            .job_checkpoints()
+            .and_then(|k| k.open_restarts.get_mut(&number))
+        else {
             return;
         };
         match result {
@@ -74,74 +87,80 @@ impl Machine {
                     "the libraries in this set speak version {wire}, and it is a set of version {version}; this virtual machine \
                      speaks {WIRE_VERSION}, and makes sets of {SET_VERSION}: start it with the version by which it was made"
                 );
-                self.restart_over(number, Err(RestartFailure::Store(why)));
+                self.finish_restart(number, Err(RestartFailure::Store(why)));
             }
             Ok(meta) => {
                 wanted.meta = Some(meta);
-                self.count(Purpose::Restart(number));
+                self.take_inventory(InventoryPurpose::BeginRestart(number));
             }
-            Err(why) => self.restart_over(number, Err(RestartFailure::Store(why))),
+            Err(why) => self.finish_restart(number, Err(RestartFailure::Store(why))),
         }
     }
 
-    pub(super) fn begin_restart(&mut self, number: u64, found: &Counted) {
+    pub(super) fn begin_restart(&mut self, number: u64, found: &Inventory) {
         let now = self.now;
         let begun = self.plan_restart(number, found);
         let (job, timeline, candidates) = match begun {
             Ok(plan) => plan,
-            Err(why) => return self.restart_over(number, Err(why)),
+            Err(why) => return self.finish_restart(number, Err(why)),
         };
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
-        keeping.line = timeline.line;
-        keeping.lines.extend(
+        let (job_checkpoints, coordinator) =
+            (&mut master.checkpoints, &mut master.migrations.coordinator);
+        job_checkpoints.latest_incarnation = timeline.line;
+        job_checkpoints.incarnations.extend(
             timeline
                 .members
                 .iter()
                 .map(|(tid, _)| (*tid, timeline.line)),
         );
-        while keeping.lines.len() > LINES_MAX {
-            keeping.lines.pop_first();
+        while job_checkpoints.incarnations.len() > INCARNATIONS_MAX {
+            job_checkpoints.incarnations.pop_first();
         }
-        let id = keeping
+        let id = job_checkpoints
             .restarts
             .begin(now, timeline, candidates, || coordinator.next_id());
-        if let Some(wanted) = keeping.wanted.get_mut(&number) {
-            wanted.begun = Some(id);
+        if let Some(wanted) = job_checkpoints.open_restarts.get_mut(&number) {
+            wanted.restart_id = Some(id);
         }
-        let entry = keeping.jobs.entry(job).or_default();
-        entry.doing = Doing::Restarting;
+        let entry = job_checkpoints.jobs.entry(job).or_default();
+        entry.activity = JobActivity::Restarting;
     }
 
     /// Returns the candidate hosts of each task, if nothing prevents the restart.
     fn plan_restart(
         &self,
         number: u64,
-        found: &Counted,
+        found: &Inventory,
     ) -> Result<(Tid, Timeline, Vec<RestartTask>), RestartFailure> {
         let gone = || RestartFailure::Store("the set is not open any more".into());
-        let keeping = self
+        let job_checkpoints = self
             .master
             .as_ref()
-            .map(|master| &master.keeping)
+            .map(|master| &master.checkpoints)
             .ok_or_else(gone)?;
-        let wanted = keeping.wanted.get(&number).ok_or_else(gone)?;
+        let wanted = job_checkpoints
+            .open_restarts
+            .get(&number)
+            .ok_or_else(gone)?;
         let meta = wanted.meta.as_ref().ok_or_else(gone)?;
-        let job = keeping.jobs.get(&meta.job);
-        let goes_back = wanted.job.is_some();
-        let free = |job: &Job| match job.doing {
-            Doing::Nothing => !job.is_wanted(),
-            Doing::Restarting => goes_back,
+        let job = job_checkpoints.jobs.get(&meta.job);
+        let goes_back = wanted.rollback_job.is_some();
+        let free = |job: &CheckpointedJob| match job.activity {
+            JobActivity::Idle => !job.has_open_request(),
+            JobActivity::Restarting => goes_back,
             _ => false,
         };
         if job.is_some_and(|job| !free(job)) {
             return Err(RestartFailure::UnderWay);
         }
         // Checkpoints of a job and of a job within it have tasks in common.
-        let busy =
-            |tid: Tid| keeping.restarts.is_restarting(tid) || keeping.cuts.part_of(tid).is_some();
+        let busy = |tid: Tid| {
+            job_checkpoints.restarts.is_restarting(tid)
+                || job_checkpoints.snapshots.part_of(tid).is_some()
+        };
         if meta.parts.iter().any(|part| busy(part.tid)) {
             return Err(RestartFailure::UnderWay);
         }
@@ -150,11 +169,11 @@ impl Machine {
             .iter()
             .map(|part| (part.tid, part.line))
             .collect();
-        self.in_nobodys_way(meta, found)?;
+        self.check_conflicts(meta, found)?;
         let mut on = Vec::new();
-        for name in &wanted.on {
+        for name in &wanted.hosts {
             on.push(
-                self.host_named(name)
+                self.host_by_name(name)
                     .ok_or_else(|| RestartFailure::NoHost(name.clone()))?,
             );
         }
@@ -183,20 +202,24 @@ impl Machine {
                 hosts,
             });
         }
-        let line = keeping.line.max(meta.line).wrapping_add(1).max(1);
+        let line = job_checkpoints
+            .latest_incarnation
+            .max(meta.line)
+            .wrapping_add(1)
+            .max(1);
         Ok((
             meta.job,
             Timeline {
                 line,
                 members,
-                same: meta.vm == keeping.founded,
+                same: meta.vm == job_checkpoints.created_at,
             },
             candidates,
         ))
     }
 
     /// Checks that the tasks, groups, mailbox entries and contexts of a checkpoint are not in use.
-    fn in_nobodys_way(&self, meta: &SetMeta, found: &Counted) -> Result<(), RestartFailure> {
+    fn check_conflicts(&self, meta: &SetMeta, found: &Inventory) -> Result<(), RestartFailure> {
         let member = |tid: Tid| meta.parts.iter().any(|part| part.tid == tid);
         let alive: Vec<Tid> = found
             .tasks
@@ -210,7 +233,7 @@ impl Machine {
         let Some(master) = &self.master else {
             return Ok(());
         };
-        let groups = master.groups.taken(&meta.groups);
+        let groups = master.groups.existing_names(&meta.groups);
         if !groups.is_empty() {
             return Err(RestartFailure::Groups(groups));
         }
@@ -219,7 +242,7 @@ impl Machine {
                 "the mailbox has no room for the job's entries".into(),
             ));
         }
-        let mailbox = master.mailbox.taken(&meta.mailbox);
+        let mailbox = master.mailbox.conflicts(&meta.mailbox);
         if !mailbox.is_empty() {
             return Err(RestartFailure::Mailbox(mailbox));
         }
@@ -239,26 +262,26 @@ impl Machine {
         }
     }
 
-    pub(super) fn restarter_does(&mut self, output: RestartOutput) {
+    pub(super) fn execute_restart_output(&mut self, output: RestartOutput) {
         let me = self.config.host;
         match output {
             RestartOutput::Order {
                 host,
                 part: of,
                 order,
-            } => self.order_move(host, of, order),
+            } => self.send_migration_order(host, of, order),
             RestartOutput::SendImages { restart, part: of } => {
-                let Some(keeping) = self.keeping() else {
+                let Some(job_checkpoints) = self.job_checkpoints() else {
                     return;
                 };
-                let Some(number) = keeping.wanted_of(restart) else {
+                let Some(number) = job_checkpoints.open_restart_of(restart) else {
                     return;
                 };
                 let to = (of.to != me).then_some(of.to);
                 if to.is_some() {
-                    keeping.unpacked.insert(of.id);
+                    job_checkpoints.parts_in_transfer.insert(of.id);
                 }
-                self.out.push_back(Output::SendPart {
+                self.outputs.push_back(Output::SendPart {
                     restart: number,
                     migration: of.id,
                     tid: of.tid,
@@ -266,45 +289,48 @@ impl Machine {
                 });
             }
             RestartOutput::AnnounceLocation(of) => {
-                self.belongs_again(of.id);
-                self.locate(&of);
+                self.restore_shared_state(of.id);
+                self.publish_location(&of);
             }
             RestartOutput::Ended { restart, result } => {
-                let Some(number) = self.keeping().and_then(|k| k.wanted_of(restart)) else {
+                let Some(number) = self
+                    .job_checkpoints()
+                    .and_then(|k| k.open_restart_of(restart))
+                else {
                     return;
                 };
                 let result = result.map(|tasks| {
                     let set = self
-                        .keeping()
-                        .and_then(|k| k.wanted.get(&number))
-                        .map(|w| w.set.clone());
+                        .job_checkpoints()
+                        .and_then(|k| k.open_restarts.get(&number))
+                        .map(|w| w.checkpoint.clone());
                     RestartReport {
                         set: set.unwrap_or_default(),
                         tasks,
                     }
                 });
-                self.restart_over(number, result);
+                self.finish_restart(number, result);
             }
         }
     }
 
     /// Gives the restarted tasks their groups, mailbox entries and contexts back.
-    fn belongs_again(&mut self, part: MigrationId) {
+    fn restore_shared_state(&mut self, part: MigrationId) {
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
-        let restart = master.keeping.restarts.restart_of(part);
-        let number = restart.and_then(|restart| master.keeping.wanted_of(restart));
-        let wanted = number.and_then(|number| master.keeping.wanted.get_mut(&number));
-        let Some(Wanted {
+        let restart = master.checkpoints.restarts.restart_of(part);
+        let number = restart.and_then(|restart| master.checkpoints.open_restart_of(restart));
+        let wanted = number.and_then(|number| master.checkpoints.open_restarts.get_mut(&number));
+        let Some(OpenRestart {
             meta: Some(meta),
-            held,
+            assigned_contexts,
             ..
         }) = wanted
         else {
             return;
         };
-        held.extend(&meta.contexts);
+        assigned_contexts.extend(&meta.contexts);
         master.groups.restore(&std::mem::take(&mut meta.groups));
         let (mailbox, contexts) = (
             std::mem::take(&mut meta.mailbox),
@@ -314,55 +340,56 @@ impl Machine {
         let mut by_host = BTreeMap::<HostId, Vec<(i32, Tid)>>::new();
         for (ctx, owner) in contexts {
             by_host
-                .entry(self.holder_of(ctx))
+                .entry(self.context_holder(ctx))
                 .or_default()
                 .push((ctx, owner));
         }
         for (host, contexts) in by_host {
-            self.ask(host, Question::HoldContexts(contexts), Asker::Nobody);
+            self.call_host(host, Question::HoldContexts(contexts), RpcCaller::Ignored);
         }
     }
 
     /// True for images that the store has unpacked for this part.
-    pub(crate) fn is_unpacked_here(&self, id: MigrationId) -> bool {
+    pub(crate) fn is_part_in_transfer(&self, id: MigrationId) -> bool {
         self.master
             .as_ref()
-            .is_some_and(|master| master.keeping.unpacked.contains(&id))
+            .is_some_and(|master| master.checkpoints.parts_in_transfer.contains(&id))
     }
 
     /// Handles the result of sending a part to its host.
-    pub(crate) fn part_sent(&mut self, id: MigrationId, result: Result<(), Failure>) {
-        let Some(keeping) = self.keeping() else {
+    pub(crate) fn handle_part_sent(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        keeping.unpacked.remove(&id);
+        job_checkpoints.parts_in_transfer.remove(&id);
         if let Err(why) = result {
-            keeping.restarts.on_send_failed(id, why);
+            job_checkpoints.restarts.on_send_failed(id, why);
         }
-        self.out.push_back(Output::DropImages { migration: id });
+        self.outputs.push_back(Output::DropImages { migration: id });
     }
 
     /// Finishes a restart that is complete, has failed or did not begin.
-    pub(super) fn restart_over(
+    pub(super) fn finish_restart(
         &mut self,
         number: u64,
         result: Result<RestartReport, RestartFailure>,
     ) {
-        self.out.push_back(Output::CloseSet { restart: number });
-        let Some(keeping) = self.keeping() else {
+        self.outputs
+            .push_back(Output::CloseCheckpoint { restart: number });
+        let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        let Some(wanted) = keeping.wanted.remove(&number) else {
+        let Some(wanted) = job_checkpoints.open_restarts.remove(&number) else {
             return;
         };
-        let Wanted {
-            set,
+        let OpenRestart {
+            checkpoint,
             waiter,
             why,
             meta,
-            begun,
-            held,
-            job: goes_back,
+            restart_id,
+            assigned_contexts,
+            rollback_job: goes_back,
             ..
         } = wanted;
         let job = goes_back
@@ -375,71 +402,76 @@ impl Machine {
             .collect();
         let mut next = None;
         // Otherwise a host was lost meanwhile, and the job rolls back again.
-        if let Some(entry) = keeping
+        if let Some(entry) = job_checkpoints
             .jobs
             .get_mut(&job)
-            .filter(|entry| entry.doing == Doing::Restarting)
+            .filter(|entry| entry.activity == JobActivity::Restarting)
         {
-            entry.doing = Doing::Nothing;
-            entry.tries += 1;
+            entry.activity = JobActivity::Idle;
+            entry.attempts += 1;
             if result.is_ok() {
-                entry.pace = entry.pace.or(meta.as_ref().and_then(|meta| meta.pace));
-                (entry.origin, entry.end) = (Some(set.clone()), End::default());
-                (entry.newest, next) = (
-                    Some(set.clone()),
-                    entry.pace.map(|pace| pause(pace, Some(entry.took))),
+                entry.schedule = entry.schedule.or(meta.as_ref().and_then(|meta| meta.pace));
+                (entry.restarted_from, entry.first_task_end) =
+                    (Some(checkpoint.clone()), FirstTaskEnd::default());
+                (entry.newest_checkpoint, next) = (
+                    Some(checkpoint.clone()),
+                    entry
+                        .schedule
+                        .map(|pace| checkpoint_interval(pace, Some(entry.last_duration))),
                 );
                 (entry.members, entry.ended) = (members.clone(), BTreeSet::new());
-                entry.fallen = Fallen::default();
-                entry.tries = 0;
-            } else if goes_back.is_some() && (entry.pace.is_some() || entry.tries < TRIES_MAX) {
+                entry.recently_dead = RecentlyDead::default();
+                entry.attempts = 0;
+            } else if goes_back.is_some()
+                && (entry.schedule.is_some() || entry.attempts < ATTEMPTS_MAX)
+            {
                 // The obstacle may disappear.
-                entry.doing = Doing::Ending {
+                entry.activity = JobActivity::RollingBack {
                     lost: None,
                     not_before: Micros(0),
                     why: why.clone(),
-                    looks: 0,
+                    checks: 0,
                 };
-                next = Some(restart_pause(entry.tries));
+                next = Some(restart_retry_interval(entry.attempts));
             } else {
-                keeping.jobs.remove(&job);
+                job_checkpoints.jobs.remove(&job);
             }
         }
         if let Some(next) = next {
-            self.schedule(job, next);
+            self.schedule_check(job, next);
         }
         if result.is_ok() {
             // The job runs again, so its checkpoint must not be removed as that of an ended job.
-            self.out.push_back(Output::MarkSets {
-                sets: vec![set.clone()],
+            self.outputs.push_back(Output::MarkCheckpoints {
+                checkpoints: vec![checkpoint.clone()],
                 ended: false,
-                keep: Vec::new(),
+                protected: Vec::new(),
             });
         }
-        if result.is_err() && begun.is_some() {
+        if result.is_err() && restart_id.is_some() {
             // The tasks may already be in their groups again. If all were ordered to run, some may
             // be running.
             for tid in &members {
-                self.kill(*tid);
-                self.task_left(*tid);
+                self.kill_task(*tid);
+                self.remove_from_services(*tid);
             }
-            for (ctx, owner) in held {
-                self.ask(
-                    self.holder_of(ctx),
+            for (ctx, owner) in assigned_contexts {
+                self.call_host(
+                    self.context_holder(ctx),
                     Question::FreeContext { owner, ctx },
-                    Asker::Nobody,
+                    RpcCaller::Ignored,
                 );
             }
         }
         self.record(match &result {
             Ok(report) => EventKind::Restarted {
-                set: set.clone(),
+                set: checkpoint.clone(),
                 job,
                 tasks: report.tasks.clone(),
                 why,
             },
             Err(failure) => EventKind::RestartFailed {
-                set: set.clone(),
+                set: checkpoint.clone(),
                 cause: why,
                 why: failure.to_string(),
             },
@@ -450,21 +482,29 @@ impl Machine {
     }
 
     /// Handles the record that was stored next to the images of a task that is restarted here.
-    pub(crate) fn part_read(&mut self, id: MigrationId, result: Result<PartRecord, Failure>) {
+    pub(crate) fn handle_part_read(
+        &mut self,
+        id: MigrationId,
+        result: Result<PartRecord, Failure>,
+    ) {
         // The restart may have been aborted meanwhile. Then nothing must be built.
-        if !self.moves.is_restoring(id) {
+        if !self.migrations.is_restoring(id) {
             return;
         }
-        match result.and_then(|part| self.rebuild(id, part)) {
-            Ok(Some(order)) => self.tell_tasker(order),
-            Ok(None) => self.beginnings.push_back(Again::Stage(id)),
+        match result.and_then(|part| self.prepare_restore(id, part)) {
+            Ok(Some(order)) => self.send_to_tasker(order),
+            Ok(None) => self.world_calls.push_back(Again::StageState(id)),
             Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
         }
     }
 
     /// Prepares the record of a restarted task. Returns the order that restores its images; `None`
     /// if its program is started again.
-    fn rebuild(&mut self, id: MigrationId, part: PartRecord) -> Result<Option<ToTasker>, Failure> {
+    fn prepare_restore(
+        &mut self,
+        id: MigrationId,
+        part: PartRecord,
+    ) -> Result<Option<ToTasker>, Failure> {
         let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
         if part.version != SET_VERSION {
             return Err(bad(&format!(
@@ -472,7 +512,7 @@ impl Machine {
                 part.version
             )));
         }
-        let place = self.config.place.clone();
+        let place = self.config.paths.clone();
         let redirect = Redirect {
             migration: id,
             tokens: vec![place.token(id)],
@@ -488,7 +528,7 @@ impl Machine {
             bytes,
         });
         let (mut output, mut trace) = Default::default();
-        self.default_sinks(&mut output, &mut trace);
+        self.apply_tracer_sinks(&mut output, &mut trace);
         let (hosts, epoch) = (
             self.table.hosts.iter().map(|host| host.id).collect(),
             self.table.epoch,
@@ -498,11 +538,11 @@ impl Machine {
         if record.tid != tid {
             return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
         }
-        if arrival.anew != record.successor.is_some() {
+        if arrival.by_restart != record.successor.is_some() {
             return Err(bad("it is not written in the way that the set says"));
         }
-        let timeline = arrival.begins.take().ok_or(Failure::TaskEnded)?;
-        waiting.retain_mut(|held| belongs_to(tid, &timeline, held));
+        let timeline = arrival.restart_group.take().ok_or(Failure::TaskEnded)?;
+        waiting.retain_mut(|held| keep_for_restart(tid, &timeline, held));
         let known = |tid: Tid| timeline.same || timeline.before(tid).is_some();
         if !known(record.output.tid) {
             record.output = output;
@@ -528,7 +568,7 @@ impl Machine {
             timeline,
             again: open,
         });
-        arrival.take_whole(record, waiting);
+        arrival.take_saved_state(record, waiting);
         let order = ToTasker::Restore {
             migration: id,
             tid,
@@ -536,7 +576,7 @@ impl Machine {
             again,
             memory_way: None,
         };
-        Ok((!arrival.anew).then_some(order))
+        Ok((!arrival.by_restart).then_some(order))
     }
 }
 
@@ -545,8 +585,8 @@ impl Machine {
 /// - A partial message of a member of the restart group gets the incarnation that they have in
 ///   common now. Partial messages of other tasks are dropped.
 /// - A notification does not wait for the last messages of a task outside the group.
-fn belongs_to(tid: Tid, timeline: &Timeline, held: &mut Held) -> bool {
-    let bytes = match held {
+fn keep_for_restart(tid: Tid, timeline: &Timeline, item: &mut Held) -> bool {
+    let bytes = match item {
         Held::Item(ToTask::Deliver { after, .. }) => {
             *after = after.filter(|mark| timeline.before(mark.peer).is_some());
             return true;

@@ -1,17 +1,17 @@
 //! Jobs are checkpointed while their tasks exchange messages, lose their tasks or hosts, and are
 //! restarted.
 
+mod admission;
 mod copies;
-mod last_words;
+mod last_messages;
 mod limits;
 mod matrix;
-mod own;
+mod own_state;
+mod removal;
 mod stuck;
-mod unwanted;
-mod way;
 
-use super::scene::{stopped_until, welcome};
-use super::sim::{Proc, Seen, Sim, host, seeds};
+use super::scenario::{stop_guests_until, welcome_guests};
+use super::sim::{Proc, Received, Sim, host, seeds};
 use crate::{HostId, MachineConfig};
 use sempa_proto::checkpoint::{CutFailure, Pace, RestartFailure, SetReport};
 use sempa_proto::group::{GroupReply, GroupRequest};
@@ -21,59 +21,64 @@ use sempa_proto::{Message, Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
 /// A job whose first task has spawned all others, and the console.
-struct Scene {
+struct JobScenario {
     sim: Sim,
     console: usize,
     tids: Vec<Tid>,
 }
 
-impl Scene {
-    fn new(seed: u64, hosts: usize, tasks: u32) -> Scene {
-        Scene::with(seed, hosts, tasks, |_| {})
+impl JobScenario {
+    fn new(seed: u64, hosts: usize, tasks: u32) -> JobScenario {
+        JobScenario::with(seed, hosts, tasks, |_| {})
     }
 
-    fn with(seed: u64, hosts: usize, tasks: u32, change: impl Fn(&mut MachineConfig)) -> Scene {
+    fn with(
+        seed: u64,
+        hosts: usize,
+        tasks: u32,
+        change: impl Fn(&mut MachineConfig),
+    ) -> JobScenario {
         let (mut sim, console) = Sim::cluster_with(seed, hosts, change);
         let root = spawn(&mut sim, console, 1)[0];
         let proc = sim.proc_of(root);
         let mut tids = vec![root];
         tids.extend(spawn(&mut sim, proc, tasks - 1));
-        Scene { sim, console, tids }
+        JobScenario { sim, console, tids }
     }
 
     /// Sends the next number from one task to another, if the sender runs.
-    fn talk(&mut self, from: Tid, to: Tid) {
+    fn send_number(&mut self, from: Tid, to: Tid) {
         let proc = self.sim.proc_of(from);
         let p = &self.sim.procs[proc];
         if from == to || p.exited || p.is_frozen() || p.welcome.is_none() {
             return;
         }
-        let number = self.sim.procs[proc].said.entry(to).or_default();
+        let number = self.sim.procs[proc].sent_counts.entry(to).or_default();
         let body = number.to_be_bytes();
         *number += 1;
-        self.sim.tell(proc, to, &body);
+        self.sim.send_message(proc, to, &body);
     }
 
-    fn any(&mut self) -> Tid {
-        self.tids[self.sim.dice.roll(self.tids.len() as u64) as usize]
+    fn random_task(&mut self) -> Tid {
+        self.tids[self.sim.rng.roll(self.tids.len() as u64) as usize]
     }
 
-    fn chatter(&mut self, rounds: u64) {
+    fn exchange_messages(&mut self, rounds: u64) {
         for _ in 0..rounds {
-            let (from, to) = (self.any(), self.any());
-            self.talk(from, to);
-            let wait = Micros(self.sim.dice.roll(4_000));
-            self.sim.pass(wait);
+            let (from, to) = (self.random_task(), self.random_task());
+            self.send_number(from, to);
+            let wait = Micros(self.sim.rng.roll(4_000));
+            self.sim.advance(wait);
         }
     }
 
     /// Asserts that numbers arrived once and in order. True if every number sent has arrived.
-    fn all_heard(&self) -> bool {
-        let mut heard = true;
+    fn all_received(&self) -> bool {
+        let mut complete = true;
         for to in &self.tids {
             let mut next: BTreeMap<Tid, u32> = BTreeMap::new();
-            for seen in &self.sim.procs[self.sim.proc_of(*to)].seen {
-                if let Seen::Message(src, body) = seen {
+            for seen in &self.sim.procs[self.sim.proc_of(*to)].received {
+                if let Received::Message(src, body) = seen {
                     let number = u32::from_be_bytes(body[..4].try_into().expect("four bytes"));
                     let expected = next.entry(*src).or_default();
                     assert_eq!(
@@ -85,20 +90,20 @@ impl Scene {
                 }
             }
             for from in &self.tids {
-                let said = self.sim.procs[self.sim.proc_of(*from)]
-                    .said
+                let sent_count = self.sim.procs[self.sim.proc_of(*from)]
+                    .sent_counts
                     .get(to)
                     .copied()
                     .unwrap_or_default();
-                heard &= next.get(from).copied().unwrap_or_default() == said;
+                complete &= next.get(from).copied().unwrap_or_default() == sent_count;
             }
         }
-        heard
+        complete
     }
 
-    fn until_all_is_heard(&mut self) {
+    fn run_until_all_received(&mut self) {
         let end = self.sim.now + Micros::from_secs(60);
-        while !self.all_heard() {
+        while !self.all_received() {
             assert!(
                 self.sim.now < end && self.sim.step(),
                 "something was lost (seed {})",
@@ -148,20 +153,20 @@ impl Scene {
         );
     }
 
-    fn end_all(&mut self) {
+    fn kill_all(&mut self) {
         for tid in self.tids.clone() {
             let proc = self.sim.proc_of(tid);
             self.sim.exit(proc, 9);
         }
-        self.until_none_is_left();
+        self.run_until_all_ended();
     }
 
-    fn until_none_is_left(&mut self) {
+    fn run_until_all_ended(&mut self) {
         let tids = self.tids.clone();
-        self.sim.until("all have ended", |sim| {
+        self.sim.run_until("all have ended", |sim| {
             tids.iter().all(|tid| !is_listed(sim, *tid))
         });
-        self.sim.pass(Micros::from_millis(50));
+        self.sim.advance(Micros::from_millis(50));
     }
 
     fn restart(&mut self, set: &str, on: &[&str]) -> Result<Vec<(Tid, HostId)>, RestartFailure> {
@@ -181,9 +186,9 @@ impl Scene {
     }
 
     /// Waits for the reply to a checkpoint request.
-    fn answer(&mut self, asked: RequestId) -> Result<SetReport, CutFailure> {
+    fn await_checkpoint(&mut self, asked: RequestId) -> Result<SetReport, CutFailure> {
         let console = self.console;
-        self.sim.until("the end of the checkpoint", |sim| {
+        self.sim.run_until("the end of the checkpoint", |sim| {
             sim.procs[console].replies.contains_key(&asked)
         });
         match self.sim.procs[console].replies[&asked].clone() {
@@ -194,18 +199,18 @@ impl Scene {
 
     /// Makes a checkpoint of which any step may fail. Asserts that all tasks continue and that only
     /// the checkpoint is left. True if there is one.
-    fn checkpoint_may_fail(&mut self) -> bool {
-        self.chatter(30);
-        self.sim.faults.step_fails_percent = 8;
+    fn checkpoint_with_faults(&mut self) -> bool {
+        self.exchange_messages(30);
+        self.sim.random_faults.failed_steps_percent = 8;
         let result = self.checkpoint(None);
-        self.sim.faults.step_fails_percent = 0;
-        self.until_all_are_back();
-        self.chatter(60);
-        self.until_all_are_back();
-        self.until_all_is_heard();
-        self.sim.pass(Micros::from_secs(2));
+        self.sim.random_faults.failed_steps_percent = 0;
+        self.run_until_all_connected();
+        self.exchange_messages(60);
+        self.run_until_all_connected();
+        self.run_until_all_received();
+        self.sim.advance(Micros::from_secs(2));
         assert_eq!(
-            (self.sim.sets.left(), self.sim.tokens_left()),
+            (self.sim.image_store.leftovers(), self.sim.tokens_left()),
             ((0, 0), 0),
             "seed {}",
             self.sim.seed
@@ -215,12 +220,12 @@ impl Scene {
 
     /// Repeats a restart whose steps may fail until it succeeds. Returns how often it failed; after
     /// each failure no task may run.
-    fn restart_may_fail(&mut self, set: &str) -> usize {
+    fn restart_with_faults(&mut self, set: &str) -> usize {
         let mut bad = 0;
-        self.sim.faults.step_fails_percent = 12;
+        self.sim.random_faults.failed_steps_percent = 12;
         while self.restart(set, &[]).is_err() {
             bad += 1;
-            self.sim.pass(Micros::from_millis(100));
+            self.sim.advance(Micros::from_millis(100));
             for tid in &self.tids {
                 assert!(
                     !is_listed(&self.sim, *tid),
@@ -229,52 +234,57 @@ impl Scene {
                 );
             }
         }
-        self.sim.faults.step_fails_percent = 0;
+        self.sim.random_faults.failed_steps_percent = 0;
         bad
     }
 
     /// Restarts a checkpoint, lets all tasks exchange messages, and asserts that nothing of the
     /// restart is left.
-    fn restarts_and_talks(&mut self, set: &str) {
+    fn restart_and_exchange(&mut self, set: &str) {
         self.restart(set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {})", self.sim.seed));
-        self.until_all_are_back();
-        self.chatter(80);
-        self.until_all_are_back();
+        self.run_until_all_connected();
+        self.exchange_messages(80);
+        self.run_until_all_connected();
         let tids = self.tids.clone();
         for (from, to) in tids
             .iter()
             .flat_map(|from| tids.iter().map(move |to| (*from, *to)))
         {
-            self.talk(from, to);
+            self.send_number(from, to);
         }
-        self.until_all_is_heard();
-        self.sim.pass(Micros::from_secs(2));
-        assert_eq!(self.sim.sets.left(), (0, 0), "seed {}", self.sim.seed);
+        self.run_until_all_received();
+        self.sim.advance(Micros::from_secs(2));
+        assert_eq!(
+            self.sim.image_store.leftovers(),
+            (0, 0),
+            "seed {}",
+            self.sim.seed
+        );
     }
 
     /// Waits until all tasks run in new processes, of which `before` existed earlier; then
     /// exchanges messages.
-    fn until_it_goes_on(&mut self, before: usize) {
+    fn run_until_restarted(&mut self, before: usize) {
         let all = before + self.tids.len();
         self.sim
-            .until("the job runs again", |sim| sim.procs.len() >= all);
-        self.until_all_are_back();
-        self.chatter(100);
-        self.until_all_are_back();
-        self.until_all_is_heard();
+            .run_until("the job runs again", |sim| sim.procs.len() >= all);
+        self.run_until_all_connected();
+        self.exchange_messages(100);
+        self.run_until_all_connected();
+        self.run_until_all_received();
     }
 
-    fn until_all_are_back(&mut self) {
+    fn run_until_all_connected(&mut self) {
         let tids = self.tids.clone();
-        self.sim.until("all are back", |sim| {
-            tids.iter().all(|tid| is_back(sim, *tid))
+        self.sim.run_until("all are back", |sim| {
+            tids.iter().all(|tid| is_connected(sim, *tid))
         });
     }
 }
 
 /// True if the task runs and its daemon knows it.
-fn is_back(sim: &Sim, tid: Tid) -> bool {
+fn is_connected(sim: &Sim, tid: Tid) -> bool {
     let proc = &sim.procs[sim.proc_of(tid)];
     let is_alive = sim.nodes[&proc.host].alive && !proc.exited;
     is_alive && !proc.is_frozen() && proc.conn.is_some() && proc.welcome.is_some()
@@ -304,7 +314,7 @@ fn spawn_as(sim: &mut Sim, by: usize, request: SpawnRequest) -> Vec<Tid> {
         panic!("no tasks")
     };
     let tids: Vec<Tid> = results.into_iter().flatten().collect();
-    sim.until("all are there", |s| {
+    sim.run_until("all are there", |s| {
         tids.iter()
             .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
     });
@@ -316,20 +326,20 @@ fn spawn_as(sim: &mut Sim, by: usize, request: SpawnRequest) -> Vec<Tid> {
 #[test]
 fn restart_continues_from_checkpoint() {
     for seed in seeds(60) {
-        let mut scene = Scene::new(seed, 4, 6);
-        scene.chatter(60);
+        let mut scene = JobScenario::new(seed, 4, 6);
+        scene.exchange_messages(60);
         let asked = scene.begin_checkpoint(None);
-        scene.chatter(120);
+        scene.exchange_messages(120);
         let report = scene
-            .answer(asked)
+            .await_checkpoint(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut all = scene.tids.clone();
         all.sort_unstable();
         assert_eq!(report.tasks, all, "seed {seed}");
         // The restart undoes all messages that the tasks send after the checkpoint.
-        scene.chatter(40);
-        scene.end_all();
-        scene.restarts_and_talks(&report.set);
+        scene.exchange_messages(40);
+        scene.kill_all();
+        scene.restart_and_exchange(&report.set);
     }
 }
 
@@ -338,8 +348,8 @@ fn restart_continues_from_checkpoint() {
 fn failed_checkpoint_leaves_tasks_running() {
     let (mut good, mut bad) = (0, 0);
     for seed in seeds(80) {
-        let mut scene = Scene::new(seed, 3, 5);
-        *(if scene.checkpoint_may_fail() {
+        let mut scene = JobScenario::new(seed, 3, 5);
+        *(if scene.checkpoint_with_faults() {
             &mut good
         } else {
             &mut bad
@@ -353,16 +363,16 @@ fn failed_checkpoint_leaves_tasks_running() {
 fn failed_restart_can_be_repeated() {
     let mut bad = 0;
     for seed in seeds(60) {
-        let mut scene = Scene::new(seed, 3, 4);
-        scene.chatter(30);
+        let mut scene = JobScenario::new(seed, 3, 4);
+        scene.exchange_messages(30);
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.end_all();
-        bad += scene.restart_may_fail(&report.set);
-        scene.until_all_are_back();
-        scene.chatter(60);
-        scene.until_all_is_heard();
+        scene.kill_all();
+        bad += scene.restart_with_faults(&report.set);
+        scene.run_until_all_connected();
+        scene.exchange_messages(60);
+        scene.run_until_all_received();
     }
     assert!(bad > 10, "{bad} restarts failed");
 }
@@ -371,20 +381,20 @@ fn failed_restart_can_be_repeated() {
 #[test]
 fn lost_host_rolls_job_back() {
     for seed in seeds(60) {
-        let mut scene = Scene::new(seed, 4, 6);
-        scene.chatter(20);
+        let mut scene = JobScenario::new(seed, 4, 6);
+        scene.exchange_messages(20);
         let first = scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = 100 + scene.sim.dice.roll(700);
-        scene.chatter(rounds);
+        let rounds = 100 + scene.sim.rng.roll(700);
+        scene.exchange_messages(rounds);
         let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        let lost = host(2 + scene.sim.rng.roll(3) as u16);
         scene.sim.kill_host(lost);
         scene
             .sim
-            .until("the job runs again", |sim| sim.procs.len() >= before + 6);
-        scene.until_all_are_back();
+            .run_until("the job runs again", |sim| sim.procs.len() >= before + 6);
+        scene.run_until_all_connected();
         let again: Vec<Tid> = scene.sim.procs[before..before + 6]
             .iter()
             .filter_map(|p| p.spawned)
@@ -393,9 +403,9 @@ fn lost_host_rolls_job_back() {
             first.tasks.iter().all(|tid| again.contains(tid)),
             "{again:?} (seed {seed})"
         );
-        scene.chatter(100);
-        scene.until_all_are_back();
-        scene.until_all_is_heard();
+        scene.exchange_messages(100);
+        scene.run_until_all_connected();
+        scene.run_until_all_received();
     }
 }
 
@@ -403,15 +413,15 @@ fn lost_host_rolls_job_back() {
 #[test]
 fn job_survives_host_losses_at_any_time() {
     for seed in seeds(80) {
-        let mut scene = Scene::new(seed, 5, 6);
+        let mut scene = JobScenario::new(seed, 5, 6);
         scene
             .checkpoint(Some(Micros::from_millis(500)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut hosts: Vec<u16> = (2..=5).collect();
         for _ in 0..3 {
-            let rounds = scene.sim.dice.roll(300);
-            scene.chatter(rounds);
-            let which = scene.sim.dice.roll(hosts.len() as u64) as usize;
+            let rounds = scene.sim.rng.roll(300);
+            scene.exchange_messages(rounds);
+            let which = scene.sim.rng.roll(hosts.len() as u64) as usize;
             scene.sim.kill_host(host(hosts.remove(which)));
         }
         let all = |sim: &Sim, tids: &[Tid]| {
@@ -421,17 +431,17 @@ fn job_survives_host_losses_at_any_time() {
             })
         };
         let tids = scene.tids.clone();
-        scene.sim.until("all run again", |sim| all(sim, &tids));
+        scene.sim.run_until("all run again", |sim| all(sim, &tids));
         // Checkpoints continue meanwhile, and the loss of a host may not be known yet.
-        scene.sim.pass(Micros::from_secs(5));
-        scene.sim.until("all run again", |sim| all(sim, &tids));
-        scene.chatter(60);
+        scene.sim.advance(Micros::from_secs(5));
+        scene.sim.run_until("all run again", |sim| all(sim, &tids));
+        scene.exchange_messages(60);
         let end = scene.sim.now + Micros::from_secs(60);
-        while !(all(&scene.sim, &tids) && scene.all_heard()) {
+        while !(all(&scene.sim, &tids) && scene.all_received()) {
             assert!(
                 scene.sim.now < end && scene.sim.step(),
                 "something was lost (seed {seed})\n{}",
-                scene.sim.story()
+                scene.sim.history()
             );
         }
     }
@@ -442,7 +452,7 @@ fn job_survives_host_losses_at_any_time() {
 #[test]
 fn barrier_completes_in_new_virtual_machine() {
     for seed in seeds(30) {
-        let mut scene = Scene::new(seed, 3, 4);
+        let mut scene = JobScenario::new(seed, 3, 4);
         for tid in scene.tids.clone() {
             let proc = scene.sim.proc_of(tid);
             let reply = scene.sim.ask(
@@ -474,11 +484,11 @@ fn barrier_completes_in_new_virtual_machine() {
             .copied()
             .map(|tid| barrier(&mut scene.sim, tid))
             .collect();
-        scene.sim.pass(Micros::from_millis(20));
+        scene.sim.advance(Micros::from_millis(20));
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let mut scene = lost(scene);
+        let mut scene = rebuild_virtual_machine(scene);
         let places = scene
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
@@ -486,10 +496,10 @@ fn barrier_completes_in_new_virtual_machine() {
             places.iter().all(|(_, at)| *at == HostId::MASTER),
             "{places:?}"
         );
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
         let last = barrier(&mut scene.sim, scene.tids[3]);
         let all: Vec<(Tid, RequestId)> = waiting.into_iter().chain([last]).collect();
-        scene.sim.until("all have met", |sim| {
+        scene.sim.run_until("all have met", |sim| {
             all.iter().all(|(tid, id)| {
                 let replies = &sim.procs[sim.proc_of(*tid)].replies;
                 matches!(replies.get(id), Some(Reply::Group(GroupReply::Number(0))))
@@ -499,33 +509,37 @@ fn barrier_completes_in_new_virtual_machine() {
 }
 
 /// Loses the whole virtual machine. Creates a new one with the same store.
-fn lost(scene: Scene) -> Scene {
-    let Scene {
+fn rebuild_virtual_machine(scene: JobScenario) -> JobScenario {
+    let JobScenario {
         sim: Sim {
-            sets: old, seed, ..
+            image_store: old,
+            seed,
+            ..
         },
         tids,
         ..
     } = scene;
-    let spared = old.spared();
-    let mut sim = Sim::with(seed + 1000, |config| config.spared = spared.clone());
-    sim.sets.take_sets(old);
+    let spared = old.highest_task_numbers();
+    let mut sim = Sim::with(seed + 1000, |config| {
+        config.reserved_ids_max = spared.clone()
+    });
+    sim.image_store.adopt_checkpoints(old);
     let console = sim.enrol(HostId::MASTER);
     assert!(
         !tids.contains(&sim.procs[console].tid()),
         "a number was given away (seed {seed})"
     );
-    Scene { sim, console, tids }
+    JobScenario { sim, console, tids }
 }
 
-fn context(sim: &mut Sim, proc: usize) -> i32 {
+fn new_context(sim: &mut Sim, proc: usize) -> i32 {
     let Reply::Context(ctx) = sim.ask(proc, Request::NewContext) else {
         panic!("no context")
     };
     ctx
 }
 
-fn put(scene: &mut Scene, by: usize, name: &str, body: &'static [u8]) {
+fn put_mail(scene: &mut JobScenario, by: usize, name: &str, body: &'static [u8]) {
     let (src, dst, body) = (Tid::NONE, Tid::NONE, bytes::Bytes::from_static(body));
     let message = Message {
         src,
@@ -545,7 +559,7 @@ fn put(scene: &mut Scene, by: usize, name: &str, body: &'static [u8]) {
     assert_eq!(reply, Reply::MailboxIndex(0));
 }
 
-fn stored(scene: &mut Scene, name: &str) -> Option<bytes::Bytes> {
+fn take_mail(scene: &mut JobScenario, name: &str) -> Option<bytes::Bytes> {
     let take = MailboxRequest::Take {
         name: name.into(),
         index: 0,
@@ -561,37 +575,37 @@ fn stored(scene: &mut Scene, name: &str) -> Option<bytes::Bytes> {
 #[test]
 fn restart_restores_mailbox_and_contexts() {
     for seed in seeds(20) {
-        let mut scene = Scene::new(seed, 3, 4);
+        let mut scene = JobScenario::new(seed, 3, 4);
         let (mut owned, console) = (Vec::new(), scene.console);
         for tid in scene.tids.clone() {
             let proc = scene.sim.proc_of(tid);
-            owned.push((tid, context(&mut scene.sim, proc)));
+            owned.push((tid, new_context(&mut scene.sim, proc)));
         }
         let (first, last) = (
             scene.sim.proc_of(scene.tids[0]),
             scene.sim.proc_of(scene.tids[3]),
         );
-        put(&mut scene, first, "ours", b"as it was");
-        put(&mut scene, console, "theirs", b"of the console");
+        put_mail(&mut scene, first, "ours", b"as it was");
+        put_mail(&mut scene, console, "theirs", b"of the console");
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        put(&mut scene, first, "ours", b"what did not happen");
+        put_mail(&mut scene, first, "ours", b"what did not happen");
         let free = |ctx| Request::FreeContext { ctx };
         assert_eq!(scene.sim.ask(last, free(owned[3].1)), Reply::Done);
-        let mut scene = lost(scene);
-        let theirs = context(&mut scene.sim, scene.console);
+        let mut scene = rebuild_virtual_machine(scene);
+        let theirs = new_context(&mut scene.sim, scene.console);
         assert!(owned.iter().all(|(_, ctx)| *ctx != theirs), "seed {seed}");
         scene
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
         assert_eq!(
-            stored(&mut scene, "ours").as_deref(),
+            take_mail(&mut scene, "ours").as_deref(),
             Some(&b"as it was"[..]),
             "seed {seed}"
         );
-        assert_eq!(stored(&mut scene, "theirs"), None, "seed {seed}");
+        assert_eq!(take_mail(&mut scene, "theirs"), None, "seed {seed}");
         for (tid, ctx) in owned {
             let (console, proc) = (scene.console, scene.sim.proc_of(tid));
             assert!(
@@ -604,9 +618,9 @@ fn restart_restores_mailbox_and_contexts() {
                 "{tid} (seed {seed})"
             );
         }
-        scene.end_all();
+        scene.kill_all();
         assert_eq!(
-            stored(&mut scene, "ours"),
+            take_mail(&mut scene, "ours"),
             None,
             "an entry goes with its owner (seed {seed})"
         );
@@ -616,17 +630,17 @@ fn restart_restores_mailbox_and_contexts() {
 /// A checkpoint is not restarted where other tasks own its mailbox entries or contexts.
 #[test]
 fn restart_refused_on_mailbox_or_context_conflict() {
-    let mut scene = Scene::new(7, 2, 2);
+    let mut scene = JobScenario::new(7, 2, 2);
     let (first, console) = (scene.sim.proc_of(scene.tids[0]), scene.console);
-    put(&mut scene, first, "ours", b"1");
+    put_mail(&mut scene, first, "ours", b"1");
     let report = scene.checkpoint(None).expect("nothing stands in the way");
-    scene.end_all();
-    put(&mut scene, console, "ours", b"2");
+    scene.kill_all();
+    put_mail(&mut scene, console, "ours", b"2");
     assert_eq!(
         scene.restart(&report.set, &[]),
         Err(RestartFailure::Mailbox(vec!["ours 0".into()]))
     );
-    assert_eq!(stored(&mut scene, "ours").as_deref(), Some(&b"2"[..]));
+    assert_eq!(take_mail(&mut scene, "ours").as_deref(), Some(&b"2"[..]));
     let gone = MailboxRequest::Delete {
         name: "ours".into(),
         index: 0,
@@ -635,11 +649,11 @@ fn restart_refused_on_mailbox_or_context_conflict() {
     scene
         .restart(&report.set, &[])
         .expect("nothing stands in the way any more");
-    scene.until_all_are_back();
+    scene.run_until_all_connected();
     let first = scene.sim.proc_of(scene.tids[0]);
-    let ctx = context(&mut scene.sim, first);
+    let ctx = new_context(&mut scene.sim, first);
     let report = scene.checkpoint(None).expect("nothing stands in the way");
-    scene.end_all();
+    scene.kill_all();
     let machine = &mut scene
         .sim
         .nodes
@@ -647,7 +661,7 @@ fn restart_refused_on_mailbox_or_context_conflict() {
         .expect("there")
         .machine;
     let other = Tid::from_raw(0x40999);
-    machine.hold_contexts(vec![(ctx, other)]);
+    machine.reserve_contexts(vec![(ctx, other)]);
     assert_eq!(
         scene.restart(&report.set, &[]),
         Err(RestartFailure::Contexts(vec![ctx]))
@@ -665,7 +679,7 @@ fn checkpoint_age_stays_within_bound() {
     for (seed, pace) in
         seeds(10).flat_map(|seed| [(seed, Pace::Loss(bound)), (seed, Pace::Every(bound))])
     {
-        let mut scene = Scene::new(seed, 3, 4);
+        let mut scene = JobScenario::new(seed, 3, 4);
         let job = scene.job();
         let reply = scene.sim.ask(
             scene.console,
@@ -680,9 +694,9 @@ fn checkpoint_age_stays_within_bound() {
         let (mut sets, end) = (1, scene.sim.now + Micros::from_secs(60));
         let mut last = scene.sim.now;
         while scene.sim.now < end {
-            scene.sim.pass(Micros::from_millis(20));
-            if scene.sim.sets.count() > sets {
-                (sets, last) = (scene.sim.sets.count(), scene.sim.now);
+            scene.sim.advance(Micros::from_millis(20));
+            if scene.sim.image_store.count() > sets {
+                (sets, last) = (scene.sim.image_store.count(), scene.sim.now);
             }
             assert!(
                 scene.sim.now.since(last) <= bound,
@@ -701,7 +715,7 @@ fn checkpoint_age_stays_within_bound() {
 #[test]
 fn barrier_during_checkpoint_is_all_or_none() {
     for seed in seeds(120) {
-        let mut scene = Scene::new(seed, 4, 4);
+        let mut scene = JobScenario::new(seed, 4, 4);
         for tid in scene.tids.clone() {
             let proc = scene.sim.proc_of(tid);
             scene.sim.ask(
@@ -713,14 +727,14 @@ fn barrier_during_checkpoint_is_all_or_none() {
         }
         // Every task enters the barrier again as soon as it has passed it; its process records how
         // often.
-        let step = |scene: &mut Scene| {
+        let step = |scene: &mut JobScenario| {
             for tid in scene.tids.clone() {
                 let proc = scene.sim.proc_of(tid);
                 let p = &scene.sim.procs[proc];
                 if p.exited || p.is_frozen() || p.conn.is_none() {
                     continue;
                 }
-                let open = p.open_requests();
+                let open = p.pending_request_count();
                 if open == 0 {
                     scene.sim.request(
                         proc,
@@ -731,10 +745,10 @@ fn barrier_during_checkpoint_is_all_or_none() {
                     );
                 }
             }
-            let wait = Micros(scene.sim.dice.roll(1_500));
-            scene.sim.pass(wait);
+            let wait = Micros(scene.sim.rng.roll(1_500));
+            scene.sim.advance(wait);
         };
-        for _ in 0..scene.sim.dice.roll(40) {
+        for _ in 0..scene.sim.rng.roll(40) {
             step(&mut scene);
         }
         let asked = scene.begin_checkpoint(None);
@@ -749,12 +763,12 @@ fn barrier_during_checkpoint_is_all_or_none() {
                 scene.sim.procs[console].replies[&asked]
             )
         };
-        scene.end_all();
+        scene.kill_all();
         scene
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
-        let passed = |scene: &Scene| -> Vec<usize> {
+        scene.run_until_all_connected();
+        let passed = |scene: &JobScenario| -> Vec<usize> {
             scene
                 .tids
                 .iter()
@@ -783,32 +797,32 @@ fn barrier_during_checkpoint_is_all_or_none() {
 #[test]
 fn ended_job_is_not_restarted_on_host_loss() {
     for seed in seeds(20) {
-        let killed_long_ago: fn(&mut Scene) = |scene| {
-            scene.end_all();
-            scene.sim.pass(Micros::from_secs(30));
+        let killed_long_ago: fn(&mut JobScenario) = |scene| {
+            scene.kill_all();
+            scene.sim.advance(Micros::from_secs(30));
         };
-        let told: fn(&mut Scene) = |scene| {
+        let told: fn(&mut JobScenario) = |scene| {
             for tid in scene.tids.clone() {
                 scene.signal(tid, 9);
             }
-            scene.until_none_is_left();
+            scene.run_until_all_ended();
         };
-        let done: fn(&mut Scene) = |scene| {
+        let done: fn(&mut JobScenario) = |scene| {
             for tid in scene.tids.clone() {
                 let proc = scene.sim.proc_of(tid);
                 scene.sim.exit(proc, 0);
             }
-            scene.until_none_is_left();
+            scene.run_until_all_ended();
         };
         for ends in [killed_long_ago, told, done] {
-            let mut scene = Scene::new(seed, 4, 4);
+            let mut scene = JobScenario::new(seed, 4, 4);
             scene
                 .checkpoint(Some(Micros::from_secs(100)))
                 .expect("nothing stands in the way");
             ends(&mut scene);
             let before = scene.sim.procs.len();
             scene.sim.kill_host(host(3));
-            scene.sim.pass(Micros::from_secs(20));
+            scene.sim.advance(Micros::from_secs(20));
             assert_eq!(scene.sim.procs.len(), before, "seed {seed}");
         }
     }
@@ -819,14 +833,14 @@ fn ended_job_is_not_restarted_on_host_loss() {
 #[test]
 fn task_deaths_before_host_loss_roll_job_back() {
     for seed in seeds(60) {
-        let mut scene = Scene::new(seed, 4, 6);
+        let mut scene = JobScenario::new(seed, 4, 6);
         scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.dice.roll(300);
-        scene.chatter(rounds);
+        let rounds = scene.sim.rng.roll(300);
+        scene.exchange_messages(rounds);
         let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        let lost = host(2 + scene.sim.rng.roll(3) as u16);
         let procs: Vec<usize> = scene
             .tids
             .iter()
@@ -838,8 +852,8 @@ fn task_deaths_before_host_loss_roll_job_back() {
         for proc in there {
             scene.sim.exit(proc, 9);
         }
-        let while_it_goes_down = Micros(scene.sim.dice.roll(3_000_000));
-        scene.sim.pass(while_it_goes_down);
+        let while_it_goes_down = Micros(scene.sim.rng.roll(3_000_000));
+        scene.sim.advance(while_it_goes_down);
         if seed % 2 == 0 {
             // These tasks exited because the others were gone.
             for proc in elsewhere {
@@ -847,7 +861,7 @@ fn task_deaths_before_host_loss_roll_job_back() {
             }
         }
         scene.sim.kill_host(lost);
-        scene.until_it_goes_on(before);
+        scene.run_until_restarted(before);
     }
 }
 
@@ -855,14 +869,14 @@ fn task_deaths_before_host_loss_roll_job_back() {
 #[test]
 fn deleted_host_rolls_job_back() {
     for seed in seeds(40) {
-        let mut scene = Scene::new(seed, 4, 6);
+        let mut scene = JobScenario::new(seed, 4, 6);
         scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.dice.roll(300);
-        scene.chatter(rounds);
+        let rounds = scene.sim.rng.roll(300);
+        scene.exchange_messages(rounds);
         let before = scene.sim.procs.len();
-        let name = format!("h{}", 2 + scene.sim.dice.roll(3));
+        let name = format!("h{}", 2 + scene.sim.rng.roll(3));
         let reply = scene
             .sim
             .ask(scene.console, Request::DelHosts { names: vec![name] });
@@ -870,15 +884,15 @@ fn deleted_host_rolls_job_back() {
             matches!(reply, Reply::HostsDeleted(ref all) if all[0].is_ok()),
             "{reply:?}"
         );
-        scene.until_it_goes_on(before);
+        scene.run_until_restarted(before);
     }
 }
 
 /// A checkpoint is not restarted while its tasks are alive.
 #[test]
 fn restart_refused_while_tasks_are_alive() {
-    let mut scene = Scene::new(1, 2, 3);
-    let size = |scene: &mut Scene, what: GroupRequest| {
+    let mut scene = JobScenario::new(1, 2, 3);
+    let size = |scene: &mut JobScenario, what: GroupRequest| {
         let proc = scene.sim.proc_of(scene.tids[1]);
         match scene.sim.ask(proc, Request::Group(what)) {
             Reply::Group(GroupReply::Number(number)) => number,
@@ -909,7 +923,7 @@ fn restart_refused_while_tasks_are_alive() {
         1,
         "who is alive is in its groups"
     );
-    scene.end_all();
+    scene.kill_all();
     let no_host = scene.restart(&report.set, &["nowhere"]);
     assert_eq!(no_host, Err(RestartFailure::NoHost("nowhere".into())));
     let places = scene.restart(&report.set, &["h2"]).expect("all are gone");
@@ -921,9 +935,9 @@ fn restart_refused_while_tasks_are_alive() {
 fn final_checkpoint_ends_job_when_complete() {
     let mut ended = 0;
     for seed in seeds(60) {
-        let mut scene = Scene::new(seed, 3, 4);
-        scene.chatter(30);
-        scene.sim.faults.step_fails_percent = 6;
+        let mut scene = JobScenario::new(seed, 3, 4);
+        scene.exchange_messages(30);
+        scene.sim.random_faults.failed_steps_percent = 6;
         let job = scene.job();
         let reply = scene.sim.ask(
             scene.console,
@@ -934,25 +948,25 @@ fn final_checkpoint_ends_job_when_complete() {
                 wait: true,
             },
         );
-        scene.sim.faults.step_fails_percent = 0;
+        scene.sim.random_faults.failed_steps_percent = 0;
         let tids = scene.tids.clone();
         match reply {
             Reply::Checkpointed(Ok(report)) => {
                 ended += 1;
-                scene.sim.until("all have ended", |sim| {
+                scene.sim.run_until("all have ended", |sim| {
                     tids.iter().all(|tid| !is_listed(sim, *tid))
                 });
-                scene.sim.pass(Micros::from_millis(50));
+                scene.sim.advance(Micros::from_millis(50));
                 scene
                     .restart(&report.set, &[])
                     .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-                scene.until_all_are_back();
+                scene.run_until_all_connected();
             }
-            Reply::Checkpointed(Err(_)) => scene.until_all_are_back(),
+            Reply::Checkpointed(Err(_)) => scene.run_until_all_connected(),
             other => panic!("{other:?}"),
         }
-        scene.chatter(40);
-        scene.until_all_is_heard();
+        scene.exchange_messages(40);
+        scene.run_until_all_received();
     }
     assert!(ended > 5, "{ended} have ended");
 }
@@ -961,17 +975,17 @@ fn final_checkpoint_ends_job_when_complete() {
 #[test]
 fn paused_guests_are_checkpointed() {
     for seed in seeds(40) {
-        let mut scene = Scene::new(seed, 3, 6);
-        scene.chatter(40);
+        let mut scene = JobScenario::new(seed, 3, 6);
+        scene.exchange_messages(40);
         let speaker = scene.sim.enrol(host(2));
         assert_eq!(
             scene
                 .sim
-                .ask(speaker, stopped_until(None, Leave::Checkpoint)),
+                .ask(speaker, stop_guests_until(None, Leave::Checkpoint)),
             Reply::Done
         );
-        let rounds = scene.sim.dice.roll(40);
-        scene.chatter(rounds);
+        let rounds = scene.sim.rng.roll(40);
+        scene.exchange_messages(rounds);
         let (job, end) = (scene.job(), seed % 2 == 0);
         let reply = scene.sim.ask(
             scene.console,
@@ -991,18 +1005,18 @@ fn paused_guests_are_checkpointed() {
                 .restart(&report.set, &on)
                 .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         } else {
-            scene.sim.pass(Micros::from_millis(300));
+            scene.sim.advance(Micros::from_millis(300));
             let there =
                 |proc: &&Proc| proc.spawned.is_some() && proc.host == host(2) && !proc.exited;
             assert!(
                 scene.sim.procs.iter().filter(there).all(Proc::is_frozen),
                 "seed {seed}"
             );
-            assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
+            assert_eq!(scene.sim.ask(speaker, welcome_guests()), Reply::Done);
         }
-        scene.until_all_are_back();
-        scene.chatter(60);
-        scene.until_all_is_heard();
+        scene.run_until_all_connected();
+        scene.exchange_messages(60);
+        scene.run_until_all_received();
     }
 }
 
@@ -1011,8 +1025,8 @@ fn paused_guests_are_checkpointed() {
 #[test]
 fn inner_job_restart_keeps_links_to_outer_job() {
     for seed in seeds(40) {
-        let mut scene = Scene::new(seed, 3, 3);
-        scene.chatter(30);
+        let mut scene = JobScenario::new(seed, 3, 3);
+        scene.exchange_messages(30);
         let (root, alone) = (scene.tids[0], scene.tids[1]);
         let reply = scene.sim.ask(
             scene.console,
@@ -1029,39 +1043,39 @@ fn inner_job_restart_keeps_links_to_outer_job() {
         assert_eq!(small.tasks, [alone]);
         scene
             .sim
-            .until("it has ended", |sim| !is_listed(sim, alone));
-        scene.sim.pass(Micros::from_millis(50));
+            .run_until("it has ended", |sim| !is_listed(sim, alone));
+        scene.sim.advance(Micros::from_millis(50));
         scene
             .restart(&small.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
         // In every second run the two exchange no messages in between.
         if seed % 2 == 0 {
-            scene.talk(alone, root);
-            scene.sim.pass(Micros::from_millis(30));
+            scene.send_number(alone, root);
+            scene.sim.advance(Micros::from_millis(30));
         }
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert_eq!(report.tasks.len(), 3);
-        scene.end_all();
+        scene.kill_all();
         scene
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
         let last = |sim: &Sim, at: Tid, from: Tid| {
-            let mut seen = sim.procs[sim.proc_of(at)].seen.iter().rev();
-            seen.any(|seen| *seen == Seen::Message(from, bytes::Bytes::from_static(b"after")))
+            let mut seen = sim.procs[sim.proc_of(at)].received.iter().rev();
+            seen.any(|seen| *seen == Received::Message(from, bytes::Bytes::from_static(b"after")))
         };
         let (one, other) = (scene.sim.proc_of(alone), scene.sim.proc_of(root));
-        scene.sim.tell(one, root, b"after");
+        scene.sim.send_message(one, root, b"after");
         scene
             .sim
-            .until("the root has heard it", |sim| last(sim, root, alone));
-        scene.sim.tell(other, alone, b"after");
+            .run_until("the root has heard it", |sim| last(sim, root, alone));
+        scene.sim.send_message(other, alone, b"after");
         scene
             .sim
-            .until("it has heard the root", |sim| last(sim, alone, root));
+            .run_until("it has heard the root", |sim| last(sim, alone, root));
     }
 }
 
@@ -1069,36 +1083,35 @@ fn inner_job_restart_keeps_links_to_outer_job() {
 #[test]
 fn outsiders_reach_restarted_tasks() {
     for seed in seeds(40) {
-        let mut scene = Scene::new(seed, 3, 3);
+        let mut scene = JobScenario::new(seed, 3, 3);
         let (outside, inside) = (scene.sim.procs[scene.console].tid(), scene.tids[1]);
         for _ in 0..5 {
-            scene.talk(outside, inside);
-            scene.talk(inside, outside);
-            scene.sim.pass(Micros::from_millis(2));
+            scene.send_number(outside, inside);
+            scene.send_number(inside, outside);
+            scene.sim.advance(Micros::from_millis(2));
         }
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         for _ in 0..7 {
-            scene.talk(inside, outside);
-            scene.talk(outside, inside);
+            scene.send_number(inside, outside);
+            scene.send_number(outside, inside);
         }
-        scene.end_all();
+        scene.kill_all();
         scene
             .restart(&report.set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
         let heard = |sim: &Sim, at: Tid, from: Tid| {
-            let numbers =
-                sim.procs[sim.proc_of(at)]
-                    .seen
-                    .iter()
-                    .filter_map(move |seen| match seen {
-                        Seen::Message(src, body) if *src == from => Some(u32::from_be_bytes(
-                            body[..4].try_into().expect("four bytes"),
-                        )),
-                        _ => None,
-                    });
+            let numbers = sim.procs[sim.proc_of(at)]
+                .received
+                .iter()
+                .filter_map(move |seen| match seen {
+                    Received::Message(src, body) if *src == from => Some(u32::from_be_bytes(
+                        body[..4].try_into().expect("four bytes"),
+                    )),
+                    _ => None,
+                });
             numbers
                 .filter(|number| *number >= 1000)
                 .collect::<Vec<u32>>()
@@ -1106,18 +1119,22 @@ fn outsiders_reach_restarted_tasks() {
         // A peer that was notified of the exit considers the task dead until the task sends a
         // message.
         let proc = scene.sim.proc_of(inside);
-        scene.sim.tell(proc, outside, &1000u32.to_be_bytes());
         scene
             .sim
-            .until("it has spoken", |sim| heard(sim, outside, inside) == [1000]);
+            .send_message(proc, outside, &1000u32.to_be_bytes());
+        scene
+            .sim
+            .run_until("it has spoken", |sim| heard(sim, outside, inside) == [1000]);
         for number in 1001..1010u32 {
             let proc = scene.sim.proc_of(inside);
-            scene.sim.tell(proc, outside, &number.to_be_bytes());
-            scene.sim.pass(Micros::from_millis(1));
-            scene.sim.tell(scene.console, inside, &number.to_be_bytes());
+            scene.sim.send_message(proc, outside, &number.to_be_bytes());
+            scene.sim.advance(Micros::from_millis(1));
+            scene
+                .sim
+                .send_message(scene.console, inside, &number.to_be_bytes());
         }
         let all: Vec<u32> = (1000..1010).collect();
-        scene.sim.until("both have heard all", |sim| {
+        scene.sim.run_until("both have heard all", |sim| {
             heard(sim, outside, inside) == all && heard(sim, inside, outside) == all[1..]
         });
     }

@@ -39,7 +39,7 @@ fn unidentified_connection_is_refused() {
         HostId::MASTER,
         Event::TaskClosed {
             conn,
-            garbage: Some("a frame of 4 GiB".into()),
+            protocol_error: Some("a frame of 4 GiB".into()),
         },
     );
     for (magic, version) in [(*b"HTTP", WIRE_VERSION), (TASK_MAGIC, WIRE_VERSION + 1)] {
@@ -91,8 +91,8 @@ fn forged_sender_is_dropped() {
     };
     let conn = sim.procs[liar].conn.expect("connected");
     let bytes: Bytes = frame.encode_head().to_vec().into();
-    sim.proc_says(conn, HostId::MASTER, Event::TaskLink { conn, frame: bytes });
-    sim.proc_says(
+    sim.send_from_proc(conn, HostId::MASTER, Event::TaskLink { conn, frame: bytes });
+    sim.send_from_proc(
         conn,
         HostId::MASTER,
         Event::TaskLink {
@@ -100,7 +100,7 @@ fn forged_sender_is_dropped() {
             frame: Bytes::from_static(b"short"),
         },
     );
-    sim.until("both were noted", |s| {
+    sim.run_until("both were noted", |s| {
         s.nodes[&HostId::MASTER]
             .log
             .iter()
@@ -108,7 +108,7 @@ fn forged_sender_is_dropped() {
             .count()
             == 2
     });
-    assert!(sim.procs[victim].seen.is_empty());
+    assert!(sim.procs[victim].received.is_empty());
 }
 
 /// A task that identifies itself twice is disconnected.
@@ -125,7 +125,7 @@ fn second_hello_disconnects_task() {
         program: String::new(),
         at_end: AtEnd::Told,
     };
-    sim.proc_says(
+    sim.send_from_proc(
         conn,
         HostId::MASTER,
         Event::TaskControl {
@@ -133,7 +133,7 @@ fn second_hello_disconnects_task() {
             message: ToDaemon::Hello(hello),
         },
     );
-    sim.until("closed", |s| s.procs[task].conn.is_none());
+    sim.run_until("closed", |s| s.procs[task].conn.is_none());
 }
 
 /// Invalid messages between daemons change nothing.
@@ -173,9 +173,9 @@ fn invalid_daemon_messages_change_nothing() {
         for on in [HostId::MASTER, host(2)] {
             sim.handle(
                 on,
-                Event::HostCarried {
+                Event::HostData {
                     host: host(3),
-                    carried: carried.clone(),
+                    message: carried.clone(),
                 },
             );
         }

@@ -21,7 +21,7 @@ fn barrier(count: i32) -> Request {
     })
 }
 
-fn number(reply: &Reply) -> i32 {
+fn number_or_code(reply: &Reply) -> i32 {
     match reply {
         Reply::Group(GroupReply::Number(number)) => *number,
         Reply::Failed { error, .. } => error.code(),
@@ -29,25 +29,25 @@ fn number(reply: &Reply) -> i32 {
     }
 }
 
-fn size(sim: &mut Sim, console: usize) -> i32 {
+fn group_size(sim: &mut Sim, console: usize) -> i32 {
     let reply = sim.ask(
         console,
         Request::Group(GroupRequest::Size { group: group() }),
     );
-    number(&reply)
+    number_or_code(&reply)
 }
 
 /// Creates one member on each host.
-fn members(sim: &mut Sim, hosts: u16) -> Vec<usize> {
+fn create_members(sim: &mut Sim, hosts: u16) -> Vec<usize> {
     let procs: Vec<usize> = (1..=hosts).map(|h| sim.enrol(host(h))).collect();
     for (instance, proc) in procs.iter().enumerate() {
         let reply = sim.ask(*proc, join());
-        assert_eq!(number(&reply), instance as i32);
+        assert_eq!(number_or_code(&reply), instance as i32);
     }
     procs
 }
 
-fn answered(sim: &Sim, open: &[(usize, RequestId)]) -> bool {
+fn all_answered(sim: &Sim, open: &[(usize, RequestId)]) -> bool {
     open.iter()
         .all(|(proc, id)| sim.procs[*proc].replies.contains_key(id))
 }
@@ -57,25 +57,25 @@ fn answered(sim: &Sim, open: &[(usize, RequestId)]) -> bool {
 fn barrier_spans_hosts_and_fails_on_member_exit() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let procs = members(&mut sim, 3);
+        let procs = create_members(&mut sim, 3);
         let open: Vec<(usize, RequestId)> = procs
             .iter()
             .map(|p| (*p, sim.request(*p, barrier(3))))
             .collect();
-        sim.until("the barrier", |s| answered(s, &open));
+        sim.run_until("the barrier", |s| all_answered(s, &open));
         assert!(
             open.iter()
-                .all(|(p, id)| number(&sim.procs[*p].replies[id]) == 0),
+                .all(|(p, id)| number_or_code(&sim.procs[*p].replies[id]) == 0),
             "seed {seed}"
         );
         let open: Vec<(usize, RequestId)> = procs[1..]
             .iter()
             .map(|p| (*p, sim.request(*p, barrier(3))))
             .collect();
-        sim.pass(Micros::from_millis(50));
-        assert!(!answered(&sim, &open[..1]), "seed {seed}");
+        sim.advance(Micros::from_millis(50));
+        assert!(!all_answered(&sim, &open[..1]), "seed {seed}");
         sim.close(procs[0]);
-        sim.until("word of the end", |s| answered(s, &open));
+        sim.run_until("word of the end", |s| all_answered(s, &open));
         for (proc, id) in &open {
             let reply = &sim.procs[*proc].replies[id];
             assert!(
@@ -89,7 +89,7 @@ fn barrier_spans_hosts_and_fails_on_member_exit() {
                 "seed {seed}: {reply:?}"
             );
         }
-        assert_eq!(size(&mut sim, console), 2);
+        assert_eq!(group_size(&mut sim, console), 2);
     }
 }
 
@@ -98,20 +98,20 @@ fn barrier_spans_hosts_and_fails_on_member_exit() {
 fn lost_host_removes_its_members() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let procs = members(&mut sim, 3);
+        let procs = create_members(&mut sim, 3);
         let open: Vec<(usize, RequestId)> = procs[..2]
             .iter()
             .map(|p| (*p, sim.request(*p, barrier(3))))
             .collect();
-        sim.pass(Micros::from_millis(50));
+        sim.advance(Micros::from_millis(50));
         sim.kill_host(host(3));
-        sim.until("word of the loss", |s| answered(s, &open));
+        sim.run_until("word of the loss", |s| all_answered(s, &open));
         assert!(
             open.iter()
-                .all(|(p, id)| number(&sim.procs[*p].replies[id]) == -19),
+                .all(|(p, id)| number_or_code(&sim.procs[*p].replies[id]) == -19),
             "seed {seed}"
         );
-        assert_eq!(size(&mut sim, console), 2);
+        assert_eq!(group_size(&mut sim, console), 2);
     }
 }
 
@@ -124,11 +124,11 @@ fn join_after_exit_is_undone() {
         sim.ask(stays, join());
         let ends = sim.enrol(host(2));
         sim.request(ends, join());
-        let wait = Micros(sim.dice.roll(300));
-        sim.pass(wait);
+        let wait = Micros(sim.rng.roll(300));
+        sim.advance(wait);
         sim.close(ends);
-        sim.pass(Micros::from_millis(200));
-        assert_eq!(size(&mut sim, console), 1, "seed {seed}");
+        sim.advance(Micros::from_millis(200));
+        assert_eq!(group_size(&mut sim, console), 1, "seed {seed}");
     }
 }
 
@@ -148,13 +148,13 @@ fn barrier_wait_survives_migration() {
             panic!("no task")
         };
         let tid: Tid = results[0].expect("started");
-        sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+        sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
         let mover = sim.proc_of(tid);
         sim.ask(mover, join());
         sim.ask(console, join());
         let open = sim.request(mover, barrier(2));
-        let wait = Micros(sim.dice.roll(20_000));
-        sim.pass(wait);
+        let wait = Micros(sim.rng.roll(20_000));
+        sim.advance(wait);
         let migrate = Request::Migrate {
             tid,
             to: "h3".into(),
@@ -162,23 +162,23 @@ fn barrier_wait_survives_migration() {
             wait: true,
         };
         let moving = sim.request(console, migrate);
-        let wait = Micros(sim.dice.roll(40_000));
-        sim.pass(wait);
+        let wait = Micros(sim.rng.roll(40_000));
+        sim.advance(wait);
         // The last member enters before, during or after the migration.
         let reply = sim.ask(console, barrier(2));
-        assert_eq!(number(&reply), 0);
-        sim.until("the move", |s| {
+        assert_eq!(number_or_code(&reply), 0);
+        sim.run_until("the move", |s| {
             s.procs[console].replies.contains_key(&moving)
         });
         assert!(
             matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
             "seed {seed}"
         );
-        sim.until("the answer, at its new place", |s| {
-            answered(s, &[(mover, open)])
+        sim.run_until("the answer, at its new place", |s| {
+            all_answered(s, &[(mover, open)])
         });
-        assert_eq!(number(&sim.procs[mover].replies[&open]), 0);
+        assert_eq!(number_or_code(&sim.procs[mover].replies[&open]), 0);
         assert_eq!(sim.procs[mover].host, host(3));
-        assert_eq!(size(&mut sim, console), 2);
+        assert_eq!(group_size(&mut sim, console), 2);
     }
 }

@@ -11,23 +11,23 @@ fn tid(n: i32) -> Tid {
 
 /// The service with a counter for request numbers.
 #[derive(Default)]
-struct Service {
+struct GroupClient {
     groups: Groups,
-    last: u64,
+    last_request: u64,
 }
 
-impl Service {
+impl GroupClient {
     /// Sends a request. Returns its number.
-    fn send(&mut self, who: i32, request: GroupRequest) -> RequestId {
-        self.last += 1;
-        let id = RequestId(self.last);
-        self.groups.handle(tid(who), id, request);
+    fn send(&mut self, task: i32, request: GroupRequest) -> RequestId {
+        self.last_request += 1;
+        let id = RequestId(self.last_request);
+        self.groups.handle(tid(task), id, request);
         id
     }
 
     /// Returns all answers so far: the task, and the number or PVM error code.
     fn answers(&mut self) -> Vec<(i32, i32)> {
-        let code = |result: Result<GroupReply, Failed>| match result {
+        let code = |result: Result<GroupReply, GroupError>| match result {
             Ok(GroupReply::Number(number)) => number,
             Ok(other) => panic!("{other:?}"),
             Err((error, _)) => error.code(),
@@ -40,26 +40,26 @@ impl Service {
     }
 
     /// Sends a request. Returns its only answer.
-    fn ask(&mut self, who: i32, request: GroupRequest) -> i32 {
-        self.send(who, request);
+    fn ask(&mut self, task: i32, request: GroupRequest) -> i32 {
+        self.send(task, request);
         match self.answers()[..] {
-            [(to, code)] if to == who => code,
+            [(to, code)] if to == task => code,
             ref others => panic!("{others:?}"),
         }
     }
 
-    fn join(&mut self, who: i32) -> i32 {
+    fn join(&mut self, task: i32) -> i32 {
         self.ask(
-            who,
+            task,
             GroupRequest::Join {
                 group: NAME.to_vec(),
             },
         )
     }
 
-    fn leave(&mut self, who: i32) -> i32 {
+    fn leave(&mut self, task: i32) -> i32 {
         self.ask(
-            who,
+            task,
             GroupRequest::Leave {
                 group: NAME.to_vec(),
             },
@@ -76,9 +76,9 @@ impl Service {
     }
 
     /// Enters the barrier. Returns the resulting answers.
-    fn barrier(&mut self, who: i32, count: i32) -> Vec<(i32, i32)> {
+    fn barrier(&mut self, task: i32, count: i32) -> Vec<(i32, i32)> {
         self.send(
-            who,
+            task,
             GroupRequest::Barrier {
                 group: NAME.to_vec(),
                 count,
@@ -87,9 +87,9 @@ impl Service {
         self.answers()
     }
 
-    fn freeze(&mut self, who: i32, count: i32) -> Vec<(i32, i32)> {
+    fn freeze(&mut self, task: i32, count: i32) -> Vec<(i32, i32)> {
         self.send(
-            who,
+            task,
             GroupRequest::Freeze {
                 group: NAME.to_vec(),
                 count,
@@ -98,13 +98,13 @@ impl Service {
         self.answers()
     }
 
-    fn ends(&mut self, who: i32) -> Vec<(i32, i32)> {
-        self.groups.ended(tid(who));
+    fn end_task(&mut self, task: i32) -> Vec<(i32, i32)> {
+        self.groups.remove_ended_task(tid(task));
         self.answers()
     }
 
-    fn of(members: i32) -> Service {
-        let mut service = Service::default();
+    fn with_members(members: i32) -> GroupClient {
+        let mut service = GroupClient::default();
         (0..members).for_each(|who| assert_eq!(service.join(who), who));
         service
     }
@@ -113,7 +113,7 @@ impl Service {
 /// Instances are the lowest free numbers, and a group exists while it has members.
 #[test]
 fn instances_reuse_lowest_free_numbers() {
-    let mut s = Service::of(4);
+    let mut s = GroupClient::with_members(4);
     assert_eq!(s.join(2), -18);
     assert_eq!((s.leave(1), s.leave(2), s.leave(2)), (0, 0, -20));
     assert_eq!((s.join(7), s.join(8), s.join(9), s.size()), (1, 2, 4, 5));
@@ -162,7 +162,7 @@ fn instances_reuse_lowest_free_numbers() {
     for who in [0, 3, 7, 8] {
         assert_eq!(s.leave(who), 0);
     }
-    assert_eq!(s.ends(9), []);
+    assert_eq!(s.end_task(9), []);
     assert_eq!((s.size(), s.leave(0)), (-19, -19));
     assert_eq!((s.groups.memberships, s.groups.names_bytes), (0, 0));
     assert_eq!(s.ask(0, GroupRequest::Join { group: Vec::new() }), -17);
@@ -171,7 +171,7 @@ fn instances_reuse_lowest_free_numbers() {
 /// A barrier releases its members together and can be used again.
 #[test]
 fn barrier_releases_members_together() {
-    let mut s = Service::of(3);
+    let mut s = GroupClient::with_members(3);
     for _ in 0..2 {
         assert_eq!(
             (s.barrier(0, 3), s.barrier(1, 2), s.barrier(5, 3)),
@@ -190,16 +190,16 @@ fn barrier_releases_members_together() {
 /// Waiting members get an error when a member ends and too few are left.
 #[test]
 fn barrier_fails_when_too_few_members_remain() {
-    let mut s = Service::of(3);
+    let mut s = GroupClient::with_members(3);
     s.barrier(0, 3);
     s.barrier(1, 3);
-    assert_eq!(s.ends(2), [(0, -19), (1, -19)]);
+    assert_eq!(s.end_task(2), [(0, -19), (1, -19)]);
     // The remaining members can use the barrier, whatever count an ended member wanted.
     assert_eq!(s.join(6), 2);
     s.barrier(0, 2);
-    assert_eq!(s.ends(0), []);
+    assert_eq!(s.end_task(0), []);
     s.barrier(6, 3);
-    assert_eq!(s.ends(6), []);
+    assert_eq!(s.end_task(6), []);
     assert_eq!(s.join(4), 0);
     s.barrier(4, 2);
     assert_eq!(s.barrier(1, 2), [(1, 0), (4, 0)]);
@@ -208,9 +208,9 @@ fn barrier_fails_when_too_few_members_remain() {
 /// A barrier completes when enough members are left.
 #[test]
 fn barrier_completes_with_remaining_members() {
-    let mut s = Service::of(4);
+    let mut s = GroupClient::with_members(4);
     s.barrier(0, 2);
-    assert_eq!((s.ends(2), s.ends(0)), (vec![], vec![]));
+    assert_eq!((s.end_task(2), s.end_task(0)), (vec![], vec![]));
     s.barrier(1, 2);
     assert_eq!(s.barrier(3, 2), [(1, 0), (3, 0)]);
 }
@@ -218,7 +218,7 @@ fn barrier_completes_with_remaining_members() {
 /// A member that leaves a group can be replaced before the barrier completes.
 #[test]
 fn leaving_member_can_be_replaced() {
-    let mut s = Service::of(3);
+    let mut s = GroupClient::with_members(3);
     s.barrier(0, 3);
     s.barrier(1, 3);
     assert_eq!((s.leave(2), s.join(8)), (0, 2));
@@ -228,7 +228,7 @@ fn leaving_member_can_be_replaced() {
 /// A barrier for all members does not wait for a member that leaves.
 #[test]
 fn barrier_for_all_ignores_leaving_members() {
-    let mut s = Service::of(3);
+    let mut s = GroupClient::with_members(3);
     s.barrier(0, ALL_MEMBERS);
     // A later member changes nothing, whether it stays or leaves.
     assert_eq!((s.join(5), s.leave(5)), (3, 0));
@@ -241,14 +241,14 @@ fn barrier_for_all_ignores_leaving_members() {
     );
     assert_eq!(s.answers(), [(0, 0), (1, 0), (2, 0)]);
     s.barrier(0, ALL_MEMBERS);
-    assert_eq!(s.ends(1), [(0, -19)]);
+    assert_eq!(s.end_task(1), [(0, -19)]);
 }
 
 /// A frozen group accepts no members and breaks when a member leaves or ends.
 #[test]
 fn frozen_group_breaks_when_member_leaves() {
     for ends in [false, true] {
-        let mut s = Service::of(3);
+        let mut s = GroupClient::with_members(3);
         assert_eq!((s.freeze(0, 3), s.freeze(1, 3)), (vec![], vec![]));
         assert_eq!(s.freeze(2, 3), [(0, 3), (1, 3), (2, 3)]);
         assert_eq!(
@@ -258,7 +258,7 @@ fn frozen_group_breaks_when_member_leaves() {
         s.barrier(0, 3);
         s.barrier(1, 3);
         let told = if ends {
-            s.ends(2)
+            s.end_task(2)
         } else {
             s.send(
                 2,
@@ -283,7 +283,7 @@ fn frozen_group_breaks_when_member_leaves() {
 /// Exceeded limits are errors, and room is available again when members leave.
 #[test]
 fn exceeded_limits_are_recoverable_errors() {
-    let mut s = Service::default();
+    let mut s = GroupClient::default();
     let long = vec![b'x'; NAME_BYTES_MAX + 1];
     assert_eq!(
         s.ask(
@@ -310,12 +310,12 @@ fn exceeded_limits_are_recoverable_errors() {
         assert_eq!(s.ask(1, GroupRequest::Join { group }), 0);
     }
     assert_eq!(s.join(1), PvmError::OutOfRes.code());
-    assert_eq!(s.ends(1), []);
+    assert_eq!(s.end_task(1), []);
     assert_eq!(s.join(1), 0);
 }
 
 #[derive(Clone, Debug)]
-enum Act {
+enum Action {
     Join(i32),
     Leave(i32),
     LeaveAll(i32),
@@ -324,27 +324,27 @@ enum Act {
     Freeze(i32, i32),
 }
 
-fn act() -> impl Strategy<Value = Act> {
+fn action() -> impl Strategy<Value = Action> {
     let who = 0..6i32;
     prop_oneof![
-        4 => who.clone().prop_map(Act::Join),
-        1 => who.clone().prop_map(Act::Leave),
-        1 => who.clone().prop_map(Act::LeaveAll),
-        1 => who.clone().prop_map(Act::End),
-        6 => (who.clone(), prop_oneof![Just(ALL_MEMBERS), 1..5i32]).prop_map(|(who, count)| Act::Barrier(who, count)),
-        1 => (who, 2..4i32).prop_map(|(who, count)| Act::Freeze(who, count)),
+        4 => who.clone().prop_map(Action::Join),
+        1 => who.clone().prop_map(Action::Leave),
+        1 => who.clone().prop_map(Action::LeaveAll),
+        1 => who.clone().prop_map(Action::End),
+        6 => (who.clone(), prop_oneof![Just(ALL_MEMBERS), 1..5i32]).prop_map(|(who, count)| Action::Barrier(who, count)),
+        1 => (who, 2..4i32).prop_map(|(who, count)| Action::Freeze(who, count)),
     ]
 }
 
 /// Asserts the invariants that must hold between any two requests.
-fn check(groups: &Groups) {
+fn assert_invariants(groups: &Groups) {
     let mut memberships = 0;
     for (name, group) in &groups.groups {
         memberships += group.instances.len();
         assert!(!group.instances.is_empty(), "an empty group does not exist");
         for (tid, instance) in &group.instances {
             assert_eq!(group.members[*instance], *tid);
-            assert!(groups.of[tid].contains(name));
+            assert!(groups.groups_of_task[tid].contains(name));
         }
         let holes = group
             .members
@@ -352,15 +352,15 @@ fn check(groups: &Groups) {
             .enumerate()
             .filter(|(_, tid)| **tid == Tid::NONE)
             .map(|(i, _)| i);
-        assert_eq!(holes.collect::<BTreeSet<_>>(), group.free);
+        assert_eq!(holes.collect::<BTreeSet<_>>(), group.free_instances);
         assert_eq!(
             group.members.len(),
-            group.instances.len() + group.free.len()
+            group.instances.len() + group.free_instances.len()
         );
         for meeting in [&group.barrier, &group.freeze].into_iter().flatten() {
             assert!(!meeting.waiting.is_empty(), "a meeting of nobody is none");
             assert!(
-                meeting.waiting.len() < meeting.wanted,
+                meeting.waiting.len() < meeting.required,
                 "who is complete does not wait"
             );
             assert!(
@@ -378,7 +378,11 @@ fn check(groups: &Groups) {
         }
     }
     assert_eq!(
-        groups.of.values().map(BTreeSet::len).sum::<usize>(),
+        groups
+            .groups_of_task
+            .values()
+            .map(BTreeSet::len)
+            .sum::<usize>(),
         memberships
     );
     assert_eq!(groups.memberships, memberships);
@@ -387,19 +391,19 @@ fn check(groups: &Groups) {
 proptest! {
     /// Every request of a living task gets exactly one answer, unless the task still waits.
     #[test]
-    fn every_request_gets_exactly_one_answer(acts in proptest::collection::vec(act(), 1..80)) {
-        let mut s = Service::default();
+    fn every_request_gets_exactly_one_answer(acts in proptest::collection::vec(action(), 1..80)) {
+        let mut s = GroupClient::default();
         let mut open: BTreeMap<RequestId, Tid> = BTreeMap::new();
         let group = || NAME.to_vec();
         for act in acts {
             let (who, request) = match act {
-                Act::Join(who) => (who, GroupRequest::Join { group: group() }),
-                Act::Leave(who) => (who, GroupRequest::Leave { group: group() }),
-                Act::LeaveAll(who) => (who, GroupRequest::LeaveAll),
-                Act::Barrier(who, count) => (who, GroupRequest::Barrier { group: group(), count }),
-                Act::Freeze(who, count) => (who, GroupRequest::Freeze { group: group(), count }),
-                Act::End(who) => {
-                    s.groups.ended(tid(who));
+                Action::Join(who) => (who, GroupRequest::Join { group: group() }),
+                Action::Leave(who) => (who, GroupRequest::Leave { group: group() }),
+                Action::LeaveAll(who) => (who, GroupRequest::LeaveAll),
+                Action::Barrier(who, count) => (who, GroupRequest::Barrier { group: group(), count }),
+                Action::Freeze(who, count) => (who, GroupRequest::Freeze { group: group(), count }),
+                Action::End(who) => {
+                    s.groups.remove_ended_task(tid(who));
                     open.retain(|_, asker| *asker != tid(who));
                     (99, GroupRequest::List)
                 }
@@ -413,7 +417,7 @@ proptest! {
             while let Some(answer) = s.groups.poll() {
                 prop_assert_eq!(open.remove(&answer.id), Some(answer.tid), "{:?}", answer);
             }
-            check(&s.groups);
+            assert_invariants(&s.groups);
         }
         let waiting = s.groups.groups.values().flat_map(|g| [&g.barrier, &g.freeze]).flatten();
         let waiting: BTreeMap<RequestId, Tid> = waiting.flat_map(|m| &m.waiting).map(|(tid, id)| (*id, *tid)).collect();

@@ -1,10 +1,10 @@
 //! Guests are paused while the owner of their host is present.
 
-use super::scene::{
-    PROMISE, Scene, events, listed, migrate, on, spawn, stopped, stopped_until, talk, welcome,
-    welcome_with,
+use super::scenario::{
+    GUEST_PAUSE_MAX, Scenario, list_events, list_tasks, migrate_request, send_numbered, spawn,
+    spawn_on, stop_guests, stop_guests_until, welcome_guests, welcome_guests_with,
 };
-use super::sim::strikes::{Blow, Edge, LONG, Party};
+use super::sim::fault_injection::{Fault, LONG_OUTAGE, StepEdge, Victim};
 use super::sim::{host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
@@ -21,23 +21,23 @@ fn guests_pause_in_time_and_lose_no_messages() {
     // In seed 1884 a guest runs to quiesce, resumes, and the migration it ran for is refused
     // meanwhile.
     for seed in seeds(150).chain([1884]) {
-        let mut scene = Scene::unlucky(seed);
+        let mut scene = Scenario::with_faults(seed);
         for _ in 0..60 {
-            scene.go_on();
-            let n = scene.sim.dice.roll(3) as usize;
-            match scene.sim.dice.roll(10) {
-                0 | 1 => scene.say(n, stopped()),
-                2 | 3 => scene.say(n, welcome()),
-                4 => scene.move_one(),
+            scene.exchange_messages();
+            let n = scene.sim.rng.roll(3) as usize;
+            match scene.sim.rng.roll(10) {
+                0 | 1 => scene.send_directive(n, stop_guests()),
+                2 | 3 => scene.send_directive(n, welcome_guests()),
+                4 => scene.migrate_one(),
                 _ => {}
             }
-            scene.assert_still();
+            scene.assert_paused();
         }
-        moved += scene.end();
+        moved += scene.finish();
         eased += scene
             .procs
             .iter()
-            .map(|p| scene.sim.procs[*p].eased)
+            .map(|p| scene.sim.procs[*p].quiesce_runs)
             .sum::<u64>();
     }
     assert!(
@@ -50,57 +50,57 @@ fn guests_pause_in_time_and_lose_no_messages() {
 #[test]
 fn quiesced_guest_leaves_without_running() {
     for seed in seeds(100) {
-        let mut scene = Scene::new(seed);
-        scene.go_on();
-        scene.say(1, stopped());
-        scene.sim.pass(PROMISE);
-        scene.assert_still();
+        let mut scene = Scenario::new(seed);
+        scene.exchange_messages();
+        scene.send_directive(1, stop_guests());
+        scene.sim.advance(GUEST_PAUSE_MAX);
+        scene.assert_paused();
         let console = scene.console;
         let theirs: Vec<usize> = scene.procs[2..4].to_vec();
         for (p, to) in theirs.iter().zip(["h1", "h3"]) {
             let tid = scene.sim.procs[*p].tid();
             // Messages sent meanwhile follow the task.
             for n in [0, 1, 4, 5] {
-                talk(&mut scene.sim, &mut scene.sent, scene.procs[n], tid);
+                send_numbered(&mut scene.sim, &mut scene.sent_counts, scene.procs[n], tid);
             }
-            let done = scene.sim.ask(console, migrate(tid, to));
+            let done = scene.sim.ask(console, migrate_request(tid, to));
             assert!(
                 matches!(done, Reply::Moved(Ok(_))),
                 "{done:?} (seed {seed})"
             );
             assert_eq!(
-                scene.sim.procs[*p].eased, 0,
+                scene.sim.procs[*p].quiesce_runs, 0,
                 "it never ran there (seed {seed})"
             );
         }
         assert!(theirs.iter().all(|p| scene.sim.procs[*p].host != host(2)));
         assert!(
-            listed(&mut scene.sim, console)
+            list_tasks(&mut scene.sim, console)
                 .iter()
                 .all(|t| !t.stopped && (t.host != host(2) || t.flags & 2 == 0))
         );
-        scene.end();
+        scene.finish();
     }
 }
 
 /// A migration in pre-copy is listed as one, and is cancelled when the owner of its target arrives.
 #[test]
 fn owner_arrival_at_target_cancels_pre_copy() {
-    let mut scene = Scene::new(7);
+    let mut scene = Scenario::new(7);
     let (console, tid) = (scene.console, scene.tids[2]);
-    scene.sim.strikes.pre_copies = true;
+    scene.sim.injection.always_live_copies = true;
     // No memory arrives at the target meanwhile.
-    scene.sim.strike_at(
-        (Step::PreCopy, Edge::Before),
-        Party::SourceTasker,
-        Blow::Stop(LONG),
+    scene.sim.plan_fault(
+        (Step::PreCopy, StepEdge::Before),
+        Victim::SourceTasker,
+        Fault::Stop(LONG_OUTAGE),
     );
-    let moving = scene.sim.request(console, migrate(tid, "h3"));
-    scene.sim.until("the step", |s| s.strikes.struck);
-    let list = listed(&mut scene.sim, console);
+    let moving = scene.sim.request(console, migrate_request(tid, "h3"));
+    scene.sim.run_until("the step", |s| s.injection.triggered);
+    let list = list_tasks(&mut scene.sim, console);
     assert!(list.iter().all(|t| t.moving == (t.tid == tid)), "{list:?}");
-    scene.say(2, stopped());
-    scene.sim.until("the end of the move", |s| {
+    scene.send_directive(2, stop_guests());
+    scene.sim.run_until("the end of the move", |s| {
         s.procs[console].replies.contains_key(&moving)
     });
     let refusal = Refusal::OwnerThere {
@@ -114,22 +114,22 @@ fn owner_arrival_at_target_cancels_pre_copy() {
         (error.step, &error.why),
         (Step::PreCopy, &Failure::Refused(vec![refusal]))
     );
-    scene.say(2, welcome());
-    scene.end();
+    scene.send_directive(2, welcome_guests());
+    scene.finish();
 }
 
 /// The task list, the event log and refusals report that guests are paused, and why.
 #[test]
 fn pause_is_visible_in_list_log_and_refusal() {
-    let mut scene = Scene::new(3);
+    let mut scene = Scenario::new(3);
     let (console, guests) = (scene.console, scene.tids[2..4].to_vec());
-    scene.say(1, stopped());
-    scene.sim.pass(PROMISE);
-    let list = listed(&mut scene.sim, console);
+    scene.send_directive(1, stop_guests());
+    scene.sim.advance(GUEST_PAUSE_MAX);
+    let list = list_tasks(&mut scene.sim, console);
     let still: Vec<Tid> = list.iter().filter(|t| t.stopped).map(|t| t.tid).collect();
     assert_eq!(still, guests);
     assert!(list.iter().all(|t| !t.moving));
-    let reply = scene.sim.ask(console, migrate(scene.tids[0], "h2"));
+    let reply = scene.sim.ask(console, migrate_request(scene.tids[0], "h2"));
     let refusal = Refusal::OwnerThere {
         host: host(2),
         why: "olga is there".into(),
@@ -141,9 +141,9 @@ fn pause_is_visible_in_list_log_and_refusal() {
         (error.step, error.why),
         (Step::Prepare, Failure::Refused(vec![refusal]))
     );
-    scene.say(1, welcome());
-    scene.sim.pass(Micros::from_secs(1));
-    let told: Vec<EventKind> = events(&mut scene.sim, console);
+    scene.send_directive(1, welcome_guests());
+    scene.sim.advance(Micros::from_secs(1));
+    let told: Vec<EventKind> = list_events(&mut scene.sim, console);
     let took = told.iter().find_map(|kind| match kind {
         EventKind::GuestsStopped {
             host: h,
@@ -156,22 +156,22 @@ fn pause_is_visible_in_list_log_and_refusal() {
         }
         _ => None,
     });
-    assert!(took.expect("in the log") < PROMISE);
+    assert!(took.expect("in the log") < GUEST_PAUSE_MAX);
     let on = EventKind::GuestsContinued {
         host: host(2),
         guests,
         why: "olga has left".into(),
     };
     assert!(told.contains(&on), "{told:?}");
-    scene.end();
+    scene.finish();
 }
 
 /// Only an owner agent may pause guests.
 #[test]
 fn only_owner_agents_may_pause_guests() {
-    let mut scene = Scene::new(5);
+    let mut scene = Scenario::new(5);
     let guest = scene.procs[2];
-    let reply = scene.sim.ask(guest, stopped());
+    let reply = scene.sim.ask(guest, stop_guests());
     assert!(
         matches!(
             reply,
@@ -187,10 +187,10 @@ fn only_owner_agents_may_pause_guests() {
         scene.console,
         SpawnRequest {
             flags: 1 | SPAWN_PINNED,
-            ..on("h2", "child", 1)
+            ..spawn_on("h2", "child", 1)
         },
     )[0];
-    let reply = scene.sim.ask(pinned, stopped());
+    let reply = scene.sim.ask(pinned, stop_guests());
     assert!(
         matches!(
             reply,
@@ -201,44 +201,44 @@ fn only_owner_agents_may_pause_guests() {
         ),
         "what a user pins is a guest: {reply:?}"
     );
-    scene.say(1, stopped());
-    scene.sim.pass(PROMISE);
+    scene.send_directive(1, stop_guests());
+    scene.sim.advance(GUEST_PAUSE_MAX);
     assert!(scene.sim.procs[pinned].is_frozen());
-    scene.end();
+    scene.finish();
 }
 
 /// Guests are killed at the deadline if the owner wants that.
 #[test]
 fn guests_are_killed_at_owners_deadline() {
-    let mut scene = Scene::new(6);
-    let stubborn = spawn(&mut scene.sim, scene.console, on("h2", "stubborn", 1))[0];
+    let mut scene = Scenario::new(6);
+    let stubborn = spawn(&mut scene.sim, scene.console, spawn_on("h2", "stubborn", 1))[0];
     let theirs: Vec<usize> = scene.procs[2..4]
         .iter()
         .copied()
         .chain([stubborn])
         .collect();
     let at = scene.sim.now + Micros::from_secs(2);
-    scene.say(1, stopped_until(Some(at), Leave::Kill));
-    scene.sim.pass(Micros::from_secs(1));
+    scene.send_directive(1, stop_guests_until(Some(at), Leave::Kill));
+    scene.sim.advance(Micros::from_secs(1));
     // The owner extends the deadline.
-    scene.say(
+    scene.send_directive(
         1,
-        stopped_until(Some(at + Micros::from_secs(3)), Leave::Kill),
+        stop_guests_until(Some(at + Micros::from_secs(3)), Leave::Kill),
     );
-    scene.sim.pass(Micros::from_secs(2));
+    scene.sim.advance(Micros::from_secs(2));
     assert!(
         theirs
             .iter()
             .all(|p| scene.sim.procs[*p].is_frozen() && !scene.sim.procs[*p].exited)
     );
-    scene.sim.until("they have ended", |s| {
+    scene.sim.run_until("they have ended", |s| {
         theirs.iter().all(|p| s.procs[*p].exited)
     });
     assert!(scene.sim.now.since(at) < Micros::from_secs(4));
-    scene.sim.pass(Micros::from_secs(1));
+    scene.sim.advance(Micros::from_secs(1));
     let console = scene.console;
     assert!(
-        events(&mut scene.sim, console)
+        list_events(&mut scene.sim, console)
             .iter()
             .any(|kind| match kind {
                 EventKind::GuestsEnded { guests, .. } => guests.len() == 3,
@@ -246,7 +246,7 @@ fn guests_are_killed_at_owners_deadline() {
             })
     );
     assert_eq!(
-        listed(&mut scene.sim, console)
+        list_tasks(&mut scene.sim, console)
             .iter()
             .filter(|t| t.host == host(2) && t.flags & 2 != 0)
             .count(),
@@ -257,10 +257,12 @@ fn guests_are_killed_at_owners_deadline() {
 /// No task is started where guests must be paused; a task that may run anywhere runs elsewhere.
 #[test]
 fn spawn_avoids_hosts_with_paused_guests() {
-    let mut scene = Scene::new(7);
-    scene.say(1, stopped());
+    let mut scene = Scenario::new(7);
+    scene.send_directive(1, stop_guests());
     let console = scene.console;
-    let reply = scene.sim.ask(console, Request::Spawn(on("h2", "child", 2)));
+    let reply = scene
+        .sim
+        .ask(console, Request::Spawn(spawn_on("h2", "child", 2)));
     assert_eq!(reply, Reply::Spawned(vec![Err(PvmError::OutOfRes); 2]));
     let anywhere = SpawnRequest {
         file: "child".into(),
@@ -271,7 +273,7 @@ fn spawn_avoids_hosts_with_paused_guests() {
     assert_eq!(started.len(), 6);
     assert!(started.iter().all(|p| scene.sim.procs[*p].host != host(2)));
     for n in [0, 2] {
-        scene.say(n, stopped());
+        scene.send_directive(n, stop_guests());
     }
     let reply = scene.sim.ask(
         console,
@@ -281,11 +283,11 @@ fn spawn_avoids_hosts_with_paused_guests() {
         }),
     );
     assert_eq!(reply, Reply::Spawned(vec![Err(PvmError::OutOfRes); 2]));
-    scene.end();
+    scene.finish();
 }
 
 /// Returns the hosts of the tasks of a spawn, or the errors.
-fn hosts_of(scene: &mut Scene, request: SpawnRequest) -> Vec<Result<u16, PvmError>> {
+fn spawn_hosts(scene: &mut Scenario, request: SpawnRequest) -> Vec<Result<u16, PvmError>> {
     let console = scene.console;
     let Reply::Spawned(results) = scene.sim.ask(console, Request::Spawn(request)) else {
         panic!("no answer")
@@ -300,27 +302,27 @@ fn hosts_of(scene: &mut Scene, request: SpawnRequest) -> Vec<Result<u16, PvmErro
 /// A host enforces its owner's limits on tasks and programs without a resource manager.
 #[test]
 fn host_enforces_owner_limits() {
-    let mut scene = Scene::new(11);
+    let mut scene = Scenario::new(11);
     let limits = GuestLimits {
         cores: Some(3),
         programs: vec!["chi*".into()],
         ..GuestLimits::default()
     };
     // Each of the three hosts has two tasks.
-    scene.say(
+    scene.send_directive(
         1,
-        welcome_with(GuestLimits {
+        welcome_guests_with(GuestLimits {
             programs: Vec::new(),
             ..limits.clone()
         }),
     );
-    scene.say(2, welcome_with(limits));
+    scene.send_directive(2, welcome_guests_with(limits));
     let anywhere = |count| SpawnRequest {
         file: "child".into(),
         count,
         ..SpawnRequest::default()
     };
-    let mut hosts = hosts_of(&mut scene, anywhere(6));
+    let mut hosts = spawn_hosts(&mut scene, anywhere(6));
     hosts.sort_by_key(|host| host.ok());
     assert_eq!(
         hosts,
@@ -328,20 +330,20 @@ fn host_enforces_owner_limits() {
         "one more on h2, none on h3, the others where there is no limit"
     );
     assert_eq!(
-        hosts_of(&mut scene, on("h2", "child", 1)),
+        spawn_hosts(&mut scene, spawn_on("h2", "child", 1)),
         [Err(PvmError::OutOfRes)]
     );
     assert_eq!(
-        hosts_of(&mut scene, on("h3", "child", 1)),
+        spawn_hosts(&mut scene, spawn_on("h3", "child", 1)),
         [Err(PvmError::OutOfRes)]
     );
     assert_eq!(
-        hosts_of(&mut scene, on("h3", "stubborn", 2)),
+        spawn_hosts(&mut scene, spawn_on("h3", "stubborn", 2)),
         [Ok(3), Err(PvmError::OutOfRes)],
         "this one is not blocked"
     );
     let console = scene.console;
-    let told = events(&mut scene.sim, console);
+    let told = list_events(&mut scene.sim, console);
     for why in [
         "its owner allows 3 tasks, and they are there",
         "its owner lets nobody run chi*",
@@ -350,9 +352,9 @@ fn host_enforces_owner_limits() {
             |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains(why));
         assert!(told.iter().any(says), "{told:?}");
     }
-    scene.say(1, welcome());
+    scene.send_directive(1, welcome_guests());
     assert_eq!(
-        hosts_of(&mut scene, on("h2", "child", 1)),
+        spawn_hosts(&mut scene, spawn_on("h2", "child", 1)),
         [Ok(2)],
         "the limit is gone"
     );
@@ -361,10 +363,10 @@ fn host_enforces_owner_limits() {
 /// A migration respects the limits of the target's owner, and no task is counted twice.
 #[test]
 fn migration_respects_owner_limits() {
-    let mut scene = Scene::new(12);
+    let mut scene = Scenario::new(12);
     let (console, first) = (scene.console, scene.tids[0]);
-    let refused = |scene: &mut Scene, why: &str| {
-        let reply = scene.sim.ask(console, migrate(first, "h2"));
+    let refused = |scene: &mut Scenario, why: &str| {
+        let reply = scene.sim.ask(console, migrate_request(first, "h2"));
         let refusal = Refusal::OwnerLimits {
             host: host(2),
             why: why.into(),
@@ -377,51 +379,51 @@ fn migration_respects_owner_limits() {
             (Step::Prepare, Failure::Refused(vec![refusal]))
         );
     };
-    scene.say(
+    scene.send_directive(
         1,
-        welcome_with(GuestLimits {
+        welcome_guests_with(GuestLimits {
             cores: Some(2),
             ..GuestLimits::default()
         }),
     );
     refused(&mut scene, "its owner allows 2 tasks, and they are there");
-    scene.say(
+    scene.send_directive(
         1,
-        welcome_with(GuestLimits {
+        welcome_guests_with(GuestLimits {
             programs: vec!["child".into()],
             ..GuestLimits::default()
         }),
     );
     refused(&mut scene, "its owner lets nobody run child");
-    scene.say(
+    scene.send_directive(
         1,
-        welcome_with(GuestLimits {
+        welcome_guests_with(GuestLimits {
             cores: Some(3),
             ..GuestLimits::default()
         }),
     );
     assert!(
         matches!(
-            scene.sim.ask(console, migrate(first, "h2")),
+            scene.sim.ask(console, migrate_request(first, "h2")),
             Reply::Moved(Ok(_))
         ),
         "there is room for one"
     );
     assert_eq!(
-        hosts_of(&mut scene, on("h2", "child", 1)),
+        spawn_hosts(&mut scene, spawn_on("h2", "child", 1)),
         [Err(PvmError::OutOfRes)],
         "not for two"
     );
     assert!(matches!(
-        scene.sim.ask(console, migrate(first, "h3")),
+        scene.sim.ask(console, migrate_request(first, "h3")),
         Reply::Moved(Ok(_))
     ));
     assert_eq!(
-        hosts_of(&mut scene, on("h2", "child", 1)),
+        spawn_hosts(&mut scene, spawn_on("h2", "child", 1)),
         [Ok(2)],
         "one has left"
     );
-    scene.end();
+    scene.finish();
 }
 
 /// Exits of guests, taskers and hosts during a pause are reported once.
@@ -429,10 +431,10 @@ fn migration_respects_owner_limits() {
 fn exits_during_pause_are_reported_once() {
     let (mut ends, mut taskers) = (0, 0);
     for seed in seeds(200) {
-        let mut scene = Scene::watched(seed);
-        scene.say(1, stopped());
-        scene.some_time_after(60_000);
-        match scene.sim.dice.roll(3) {
+        let mut scene = Scenario::with_exit_notification(seed);
+        scene.send_directive(1, stop_guests());
+        scene.wait_randomly(60_000);
+        match scene.sim.rng.roll(3) {
             0 => {
                 // A migration may have moved the task, but this is its end on any host.
                 let victim = scene.procs[2];
@@ -445,9 +447,9 @@ fn exits_during_pause_are_reported_once() {
             }
             _ => scene.sim.kill_host(host(2)),
         }
-        scene.told_once();
+        scene.assert_exits_reported_once();
         if scene.sim.nodes[&host(2)].alive {
-            scene.say(1, welcome());
+            scene.send_directive(1, welcome_guests());
             scene.assert_all_run();
         }
     }

@@ -7,7 +7,7 @@ use sempa_proto::host::HostMsg;
 use sempa_proto::task::{AtEnd, Claim, NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
 use sempa_proto::{Epoch, Micros, PvmError, Tid};
 
-pub(super) fn codes(reply: Reply) -> Vec<Result<String, PvmError>> {
+pub(super) fn add_results(reply: Reply) -> Vec<Result<String, PvmError>> {
     match reply {
         Reply::HostsAdded(added) => added
             .into_iter()
@@ -17,14 +17,14 @@ pub(super) fn codes(reply: Reply) -> Vec<Result<String, PvmError>> {
     }
 }
 
-fn add(names: &[&str]) -> Request {
+fn add_request(names: &[&str]) -> Request {
     Request::AddHosts {
         lines: names.iter().map(|n| n.to_string()).collect(),
     }
 }
 
 /// Asserts that all live daemons have this host table.
-fn agree(sim: &Sim, names: &[&str]) {
+fn assert_tables_agree(sim: &Sim, names: &[&str]) {
     let table = sim.nodes[&HostId::MASTER].machine.table().clone();
     let known: Vec<&str> = table.hosts.iter().map(|h| h.name.as_str()).collect();
     assert_eq!(known, names, "seed {}", sim.seed);
@@ -44,14 +44,14 @@ fn concurrently_added_hosts_all_join() {
     for seed in seeds(20) {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let other = sim.enrol(host(2));
-        let first = sim.request(console, add(&["h3", "bad4", "h5"]));
-        let second = sim.request(other, add(&["h6", "h3", "h2", "-x"]));
-        sim.until("both replies", |s| {
+        let first = sim.request(console, add_request(&["h3", "bad4", "h5"]));
+        let second = sim.request(other, add_request(&["h6", "h3", "h2", "-x"]));
+        sim.run_until("both replies", |s| {
             s.procs[console].replies.contains_key(&first)
                 && s.procs[other].replies.contains_key(&second)
         });
-        let first = codes(sim.procs[console].replies[&first].clone());
-        let second = codes(sim.procs[other].replies[&second].clone());
+        let first = add_results(sim.procs[console].replies[&first].clone());
+        let second = add_results(sim.procs[other].replies[&second].clone());
         assert_eq!(first[1], Err(PvmError::CantStart));
         assert_eq!(first[2], Ok("h5".into()));
         assert_eq!(
@@ -74,7 +74,7 @@ fn concurrently_added_hosts_all_join() {
             .iter()
             .map(|h| h.name.clone())
             .collect();
-        agree(&sim, &names.iter().map(String::as_str).collect::<Vec<_>>());
+        assert_tables_agree(&sim, &names.iter().map(String::as_str).collect::<Vec<_>>());
         names.sort();
         assert_eq!(names, ["h1", "h2", "h3", "h5", "h6"]);
     }
@@ -85,16 +85,16 @@ fn concurrently_added_hosts_all_join() {
 fn host_lost_while_joining_is_left_out() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 2);
-        let id = sim.request(console, add(&["h3", "h4"]));
-        sim.until("its daemon runs", |s| s.nodes.contains_key(&host(3)));
-        let wait = Micros(sim.dice.roll(400_000));
-        sim.pass(wait);
+        let id = sim.request(console, add_request(&["h3", "h4"]));
+        sim.run_until("its daemon runs", |s| s.nodes.contains_key(&host(3)));
+        let wait = Micros(sim.rng.roll(400_000));
+        sim.advance(wait);
         sim.kill_host(host(3));
-        sim.until("reply", |s| s.procs[console].replies.contains_key(&id));
-        let added = codes(sim.procs[console].replies[&id].clone());
+        sim.run_until("reply", |s| s.procs[console].replies.contains_key(&id));
+        let added = add_results(sim.procs[console].replies[&id].clone());
         assert_eq!(added[1], Ok("h4".into()), "seed {seed}");
-        sim.pass(Micros::from_secs(2));
-        agree(&sim, &["h1", "h2", "h4"]);
+        sim.advance(Micros::from_secs(2));
+        assert_tables_agree(&sim, &["h1", "h2", "h4"]);
     }
 }
 
@@ -102,11 +102,11 @@ fn host_lost_while_joining_is_left_out() {
 #[test]
 fn unconnected_daemon_start_is_abandoned() {
     let (mut sim, console) = Sim::cluster(3, 1);
-    let reply = sim.ask(console, add(&["mute2"]));
-    assert_eq!(codes(reply), [Err(PvmError::CantStart)]);
-    assert_eq!(sim.abandoned.len(), 1);
-    let reply = sim.ask(console, add(&["h3"]));
-    assert_eq!(codes(reply), [Ok("h3".into())]);
+    let reply = sim.ask(console, add_request(&["mute2"]));
+    assert_eq!(add_results(reply), [Err(PvmError::CantStart)]);
+    assert_eq!(sim.abandoned_starts.len(), 1);
+    let reply = sim.ask(console, add_request(&["h3"]));
+    assert_eq!(add_results(reply), [Ok("h3".into())]);
 }
 
 /// A deleted host has ended its tasks and left before the reply.
@@ -133,8 +133,8 @@ fn deleted_host_leaves_before_reply() {
         ];
         assert_eq!(reply, Reply::HostsDeleted(expected));
         assert!(!sim.procs.iter().any(|p| p.host == host(3) && !p.exited));
-        sim.until("the daemon of h3 has ended", |s| !s.nodes[&host(3)].alive);
-        agree(&sim, &["h1", "h2"]);
+        sim.run_until("the daemon of h3 has ended", |s| !s.nodes[&host(3)].alive);
+        assert_tables_agree(&sim, &["h1", "h2"]);
     }
 }
 
@@ -161,9 +161,11 @@ fn host_notification_precedes_task_notifications() {
         );
         sim.ask(watcher, note(NotifyWhat::HostAdd { count: 1 }, 2));
         sim.kill_host(host(3));
-        sim.until("three notes", |s| s.procs[watcher].notes(1).len() == 3);
+        sim.run_until("three notes", |s| {
+            s.procs[watcher].notifications(1).len() == 3
+        });
         let bodies: Vec<Vec<u8>> = sim.procs[watcher]
-            .notes(1)
+            .notifications(1)
             .iter()
             .map(|n| n.body.to_vec())
             .collect();
@@ -177,14 +179,14 @@ fn host_notification_precedes_task_notifications() {
         );
         assert!(
             sim.procs[watcher]
-                .notes(1)
+                .notifications(1)
                 .iter()
                 .all(|n| n.src == Tid::MY_DAEMON && n.ctx == 5)
         );
-        sim.ask(console, add(&["h4"]));
-        sim.ask(console, add(&["h5"]));
-        sim.pass(Micros::from_millis(100));
-        let added = sim.procs[watcher].notes(2);
+        sim.ask(console, add_request(&["h4"]));
+        sim.ask(console, add_request(&["h5"]));
+        sim.advance(Micros::from_millis(100));
+        let added = sim.procs[watcher].notifications(2);
         assert_eq!(added.len(), 1, "one was asked for (seed {seed})");
         assert_eq!(added[0].body[..4], 1i32.to_be_bytes());
     }
@@ -209,11 +211,11 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
             sim.kill_host(host(4));
         }
         let from = sim.enrol(host(2));
-        let pending = sim.request(console, add(&["mute9"]));
-        sim.pass(Micros::from_millis(5));
+        let pending = sim.request(console, add_request(&["mute9"]));
+        sim.advance(Micros::from_millis(5));
         let started = sim.now;
         assert_eq!(sim.ask(from, Request::Halt), Reply::Done);
-        sim.until("the end", |s| {
+        sim.run_until("the end", |s| {
             s.nodes.iter().all(|(id, n)| !n.alive || *id == host(5))
         });
         assert!(sim.now.since(started) < Micros::from_secs(8), "seed {seed}");
@@ -226,7 +228,7 @@ fn halt_ends_all_without_waiting_for_dead_hosts() {
 }
 
 /// Returns the signals that command-line programs have got, in order of `programs`.
-fn signals(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
+fn signals_of(sim: &Sim, programs: &[usize]) -> Vec<Vec<i32>> {
     let of = |proc: &usize| {
         sim.signalled
             .iter()
@@ -245,7 +247,7 @@ fn command_line_programs_get_one_sigterm() {
         let ends: [fn(&mut Sim, usize); 3] = [
             |sim, console| assert_eq!(sim.ask(console, Request::Halt), Reply::Done),
             |sim, _| {
-                sim.at(
+                sim.schedule_event(
                     sim.now,
                     Event::Stop {
                         why: "signal 15".into(),
@@ -266,16 +268,16 @@ fn command_line_programs_get_one_sigterm() {
             let told = sim.enrol_with(host(2), AtEnd::Told);
             sim.ask(programs[2], Request::Exit { marks: vec![] });
             end(&mut sim, console);
-            sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
+            sim.run_until("the end", |s| s.nodes.values().all(|n| !n.alive));
             let at_master = if way == 2 { vec![] } else { vec![15] };
             let case = format!("seed {seed}, way {way}");
             assert_eq!(
-                signals(&sim, &programs),
+                signals_of(&sim, &programs),
                 [at_master, vec![15], vec![]],
                 "{case}"
             );
             assert_eq!(
-                signals(&sim, &[console, told]),
+                signals_of(&sim, &[console, told]),
                 [vec![], vec![]] as [Vec<i32>; 2],
                 "{case}"
             );
@@ -289,8 +291,8 @@ fn halt_signals_its_requester() {
     let mut sim = Sim::new(1);
     let program = sim.enrol(HostId::MASTER);
     sim.request(program, Request::Halt);
-    sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
-    assert_eq!(signals(&sim, &[program]), [[15]]);
+    sim.run_until("the end", |s| s.nodes.values().all(|n| !n.alive));
+    assert_eq!(signals_of(&sim, &[program]), [[15]]);
 }
 
 /// Command-line programs on a deleted host get SIGTERM, and others do not.
@@ -304,9 +306,9 @@ fn only_programs_on_deleted_host_get_sigterm() {
             names: vec!["h2".into()],
         },
     );
-    sim.until("it is gone", |s| !s.nodes[&host(2)].alive);
+    sim.run_until("it is gone", |s| !s.nodes[&host(2)].alive);
     assert_eq!(
-        signals(&sim, &programs),
+        signals_of(&sim, &programs),
         [vec![15], vec![]] as [Vec<i32>; 2]
     );
 }
@@ -324,7 +326,7 @@ fn slave_ends_with_its_master() {
         }),
     );
     sim.kill_host(HostId::MASTER);
-    sim.until("the end", |s| s.nodes.values().all(|n| !n.alive));
+    sim.run_until("the end", |s| s.nodes.values().all(|n| !n.alive));
     assert!(sim.procs.iter().all(|p| p.spawned.is_none() || p.exited));
 }
 
@@ -332,17 +334,17 @@ fn slave_ends_with_its_master() {
 #[test]
 fn stopped_slave_leaves_the_table() {
     let (mut sim, _) = Sim::cluster(1, 3);
-    sim.at(
+    sim.schedule_event(
         sim.now,
         Event::Stop {
             why: "signal 15".into(),
         },
         host(2),
     );
-    sim.until("it is gone", |s| {
+    sim.run_until("it is gone", |s| {
         !s.nodes[&host(2)].alive && s.nodes[&host(3)].machine.table().hosts.len() == 2
     });
-    agree(&sim, &["h1", "h3"]);
+    assert_tables_agree(&sim, &["h1", "h3"]);
 }
 
 /// Table changes of an older epoch or of another slave are refused.
@@ -400,11 +402,11 @@ fn host_file_applies_to_later_hosts() {
             .to_vec()
     });
     let console = sim.enrol(HostId::MASTER);
-    sim.until("h2 is in", |s| {
+    sim.run_until("h2 is in", |s| {
         s.nodes[&HostId::MASTER].machine.table().hosts.len() == 2
     });
-    sim.ask(console, add(&["h3"]));
-    sim.ask(console, add(&["h5"]));
+    sim.ask(console, add_request(&["h3"]));
+    sim.ask(console, add_request(&["h5"]));
     let Reply::Hosts(table) = sim.ask(console, Request::Config) else {
         panic!("no table")
     };
@@ -436,10 +438,10 @@ fn host_file_applies_to_later_hosts() {
 fn joining_slave_refuses_tasks() {
     let mut sim = Sim::new(5);
     let console = sim.enrol(HostId::MASTER);
-    sim.request(console, add(&["mute2"]));
-    sim.until("its daemon runs", |s| s.nodes.contains_key(&host(2)));
+    sim.request(console, add_request(&["mute2"]));
+    sim.run_until("its daemon runs", |s| s.nodes.contains_key(&host(2)));
     let early = sim.claim(host(2), Claim::New);
-    sim.until("refused", |s| s.procs[early].refused.is_some());
+    sim.run_until("refused", |s| s.procs[early].refused.is_some());
     assert!(
         sim.procs[early]
             .refused
@@ -454,7 +456,7 @@ fn joining_slave_refuses_tasks() {
 fn liveness_probe_creates_no_task() {
     let (mut sim, console) = Sim::cluster(6, 2);
     let first = sim.claim(HostId::MASTER, Claim::Nobody);
-    sim.until("it is at work", |s| s.procs[first].refused.is_some());
+    sim.run_until("it is at work", |s| s.procs[first].refused.is_some());
     let Reply::Tasks(tasks) = sim.ask(
         console,
         Request::Tasks {
@@ -465,10 +467,10 @@ fn liveness_probe_creates_no_task() {
     };
     assert_eq!(tasks.len(), 1);
     sim.request(console, Request::Halt);
-    sim.until("it ends", |s| {
+    sim.run_until("it ends", |s| {
         s.nodes[&HostId::MASTER].machine.stop.is_some()
     });
     let second = sim.claim(HostId::MASTER, Claim::Nobody);
-    sim.until("it has hung up", |s| s.procs[second].conn.is_none());
+    sim.run_until("it has hung up", |s| s.procs[second].conn.is_none());
     assert_eq!(sim.procs[second].refused, None);
 }

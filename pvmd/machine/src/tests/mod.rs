@@ -1,19 +1,19 @@
 //! Tests on whole virtual machines that run in one process and are determined by a seed.
 
 mod checkpoints;
-mod engines;
 mod faults;
 mod group_members;
 mod guests;
+mod handoff_log;
 mod hosts;
-mod moving;
-mod parting;
+mod migration;
+mod owner_agent;
+mod placement_query;
+mod restart_engine;
 mod routes;
-mod scene;
-mod servers;
+mod scenario;
+mod service_tasks;
 mod sim;
-mod speaker;
 mod step_matrix;
-mod survey;
 mod suspend;
 mod tasks;

@@ -3,27 +3,27 @@
 use super::sim::{Sim, host, seeds};
 use crate::Event;
 use crate::io::Descriptors;
-use crate::pairs::PARTNERS_MAX;
+use crate::ring_peers::RING_PEERS_MAX;
 use sempa_proto::route::{OFFER_ADDRESSES_MAX, OfferId, RouteWord};
 use sempa_proto::task::{Reply, Request, SpawnRequest, ToTask};
 use sempa_proto::{Micros, Tid};
 use std::fs::File;
 
 /// Sends a route message with the number of descriptors that it announces.
-fn say(sim: &mut Sim, proc: usize, to: Tid, word: RouteWord) {
+fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, message: RouteWord) {
     let Some(conn) = sim.procs[proc].conn else {
         return;
     };
     let null = || File::open("/dev/null").expect("there is one").into();
-    let descriptors = Descriptors::new((0..word.descriptors()).map(|_| null()).collect());
+    let descriptors = Descriptors::new((0..message.descriptors()).map(|_| null()).collect());
     let on = sim.procs[proc].host;
-    sim.proc_says(
+    sim.send_from_proc(
         conn,
         on,
         Event::TaskRoute {
             conn,
             to,
-            word,
+            message,
             descriptors,
         },
     );
@@ -52,18 +52,18 @@ fn direct_offer(id: u64) -> RouteWord {
     }
 }
 
-fn word(from: Tid, near: bool, word: RouteWord) -> ToTask {
+fn route_message(from: Tid, near: bool, word: RouteWord) -> ToTask {
     ToTask::Route { from, near, word }
 }
 
 /// Waits until the process has got this many messages of its daemon. Returns all of them.
-fn told(sim: &mut Sim, proc: usize, count: usize) -> Vec<ToTask> {
-    sim.until("words", |s| s.procs[proc].told.len() >= count);
-    sim.procs[proc].told.clone()
+fn await_messages(sim: &mut Sim, proc: usize, count: usize) -> Vec<ToTask> {
+    sim.run_until("words", |s| s.procs[proc].daemon_messages.len() >= count);
+    sim.procs[proc].daemon_messages.clone()
 }
 
 /// A console and children on these hosts, all connected.
-fn tasks(seed: u64, hosts: usize, places: &[&str]) -> (Sim, usize, Vec<usize>, Vec<Tid>) {
+fn spawn_tasks(seed: u64, hosts: usize, places: &[&str]) -> (Sim, usize, Vec<usize>, Vec<Tid>) {
     let (mut sim, console) = Sim::cluster(seed, hosts);
     let mut tids = Vec::new();
     for place in places {
@@ -79,7 +79,7 @@ fn tasks(seed: u64, hosts: usize, places: &[&str]) -> (Sim, usize, Vec<usize>, V
         };
         tids.extend(results.into_iter().flatten());
     }
-    sim.until("all are there", |s| {
+    sim.run_until("all are there", |s| {
         tids.iter()
             .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
     });
@@ -90,20 +90,23 @@ fn tasks(seed: u64, hosts: usize, places: &[&str]) -> (Sim, usize, Vec<usize>, V
 /// Makes two tasks share rings.
 fn pair_up(sim: &mut Sim, (a, b): (usize, usize), id: u64) {
     let (a_tid, b_tid) = (sim.procs[a].tid(), sim.procs[b].tid());
-    let (a_told, b_told) = (sim.procs[a].told.len(), sim.procs[b].told.len());
-    say(sim, a, b_tid, ring_offer(id));
-    assert_eq!(
-        told(sim, b, b_told + 1)[b_told],
-        word(a_tid, true, ring_offer(id))
+    let (a_told, b_told) = (
+        sim.procs[a].daemon_messages.len(),
+        sim.procs[b].daemon_messages.len(),
     );
-    say(sim, b, a_tid, ring_accept(id));
+    send_route_message(sim, a, b_tid, ring_offer(id));
     assert_eq!(
-        told(sim, a, a_told + 1)[a_told],
-        word(b_tid, true, ring_accept(id))
+        await_messages(sim, b, b_told + 1)[b_told],
+        route_message(a_tid, true, ring_offer(id))
+    );
+    send_route_message(sim, b, a_tid, ring_accept(id));
+    assert_eq!(
+        await_messages(sim, a, a_told + 1)[a_told],
+        route_message(b_tid, true, ring_accept(id))
     );
 }
 
-fn migrate(tid: Tid, to: &str) -> Request {
+fn migrate_request(tid: Tid, to: &str) -> Request {
     Request::Migrate {
         tid,
         to: to.into(),
@@ -115,85 +118,89 @@ fn migrate(tid: Tid, to: &str) -> Request {
 /// A ring offer reaches a task of the same host and is refused for a task elsewhere.
 #[test]
 fn ring_offer_is_refused_across_hosts() {
-    let (mut sim, _, procs, tids) = tasks(1, 2, &["h1", "h1", "h2"]);
+    let (mut sim, _, procs, tids) = spawn_tasks(1, 2, &["h1", "h1", "h2"]);
     pair_up(&mut sim, (procs[0], procs[1]), 1);
-    say(&mut sim, procs[0], tids[2], ring_offer(2));
-    let refused = word(tids[2], false, RouteWord::RingRefuse { id: OfferId(2) });
-    assert_eq!(told(&mut sim, procs[0], 2)[1], refused);
+    send_route_message(&mut sim, procs[0], tids[2], ring_offer(2));
+    let refused = route_message(tids[2], false, RouteWord::RingRefuse { id: OfferId(2) });
+    assert_eq!(await_messages(&mut sim, procs[0], 2)[1], refused);
     // To the task itself, and to a tid without a task.
-    say(&mut sim, procs[0], tids[0], ring_offer(3));
-    say(&mut sim, procs[0], Tid::from_raw(0x4_7777), ring_offer(4));
+    send_route_message(&mut sim, procs[0], tids[0], ring_offer(3));
+    send_route_message(&mut sim, procs[0], Tid::from_raw(0x4_7777), ring_offer(4));
     let ids = [3, 4].map(|id| RouteWord::RingRefuse { id: OfferId(id) });
     let refused = [
-        word(tids[0], true, ids[0].clone()),
-        word(Tid::from_raw(0x4_7777), false, ids[1].clone()),
+        route_message(tids[0], true, ids[0].clone()),
+        route_message(Tid::from_raw(0x4_7777), false, ids[1].clone()),
     ];
-    assert_eq!(told(&mut sim, procs[0], 4)[2..], refused);
-    assert_eq!(sim.procs[procs[2]].told, []);
+    assert_eq!(await_messages(&mut sim, procs[0], 4)[2..], refused);
+    assert_eq!(sim.procs[procs[2]].daemon_messages, []);
 }
 
 /// A ring offer to a task that is arriving is refused as by a task of this host.
 #[test]
 fn ring_offer_to_arriving_task_is_refused_locally() {
-    let (mut sim, console, procs, tids) = tasks(5, 2, &["h1", "h2"]);
+    let (mut sim, console, procs, tids) = spawn_tasks(5, 2, &["h1", "h2"]);
     // The message makes the sender's daemon notify it of the migration.
-    sim.tell(procs[0], tids[1], b"hello");
-    sim.request(console, migrate(tids[1], "h1"));
+    sim.send_message(procs[0], tids[1], b"hello");
+    sim.request(console, migrate_request(tids[1], "h1"));
     let moved = ToTask::PeerMoved { tid: tids[1] };
-    sim.until("it moves here", |s| s.procs[procs[0]].told.contains(&moved));
-    say(&mut sim, procs[0], tids[1], ring_offer(1));
-    let refused = |near| word(tids[1], near, RouteWord::RingRefuse { id: OfferId(1) });
+    sim.run_until("it moves here", |s| {
+        s.procs[procs[0]].daemon_messages.contains(&moved)
+    });
+    send_route_message(&mut sim, procs[0], tids[1], ring_offer(1));
+    let refused = |near| route_message(tids[1], near, RouteWord::RingRefuse { id: OfferId(1) });
     let answers = [true, false].map(refused);
-    sim.until("an answer", |s| {
+    sim.run_until("an answer", |s| {
         s.procs[procs[0]]
-            .told
+            .daemon_messages
             .iter()
             .any(|told| answers.contains(told))
     });
-    assert!(sim.procs[procs[0]].told.contains(&answers[0]));
+    assert!(sim.procs[procs[0]].daemon_messages.contains(&answers[0]));
 }
 
 /// Route messages without descriptors reach their task on any host and state whether the sender is
 /// on the same one.
 #[test]
 fn route_messages_reach_any_host() {
-    let (mut sim, console, procs, tids) = tasks(2, 3, &["h1", "h1", "h2"]);
-    say(&mut sim, procs[0], tids[1], direct_offer(1));
-    say(&mut sim, procs[0], tids[2], direct_offer(2));
+    let (mut sim, console, procs, tids) = spawn_tasks(2, 3, &["h1", "h1", "h2"]);
+    send_route_message(&mut sim, procs[0], tids[1], direct_offer(1));
+    send_route_message(&mut sim, procs[0], tids[2], direct_offer(2));
     assert_eq!(
-        told(&mut sim, procs[1], 1),
-        [word(tids[0], true, direct_offer(1))]
+        await_messages(&mut sim, procs[1], 1),
+        [route_message(tids[0], true, direct_offer(1))]
     );
     assert_eq!(
-        told(&mut sim, procs[2], 1),
-        [word(tids[0], false, direct_offer(2))]
+        await_messages(&mut sim, procs[2], 1),
+        [route_message(tids[0], false, direct_offer(2))]
     );
-    let moved = sim.ask(console, migrate(tids[2], "h3"));
+    let moved = sim.ask(console, migrate_request(tids[2], "h3"));
     assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
-    say(
+    send_route_message(
         &mut sim,
         procs[1],
         tids[2],
         RouteWord::DirectRefuse { id: OfferId(9) },
     );
-    let refuse = word(tids[1], false, RouteWord::DirectRefuse { id: OfferId(9) });
-    sim.until("the word at its new place", |s| {
-        s.procs[s.proc_of(tids[2])].told.contains(&refuse)
+    let refuse = route_message(tids[1], false, RouteWord::DirectRefuse { id: OfferId(9) });
+    sim.run_until("the word at its new place", |s| {
+        s.procs[s.proc_of(tids[2])]
+            .daemon_messages
+            .contains(&refuse)
     });
 }
 
 /// A route message to a task that has ended is answered by a notification of its end.
 #[test]
 fn route_message_to_dead_task_is_answered() {
-    let (mut sim, _, procs, tids) = tasks(3, 2, &["h1", "h1", "h2"]);
+    let (mut sim, _, procs, tids) = spawn_tasks(3, 2, &["h1", "h1", "h2"]);
     for gone in [1, 2] {
         sim.exit(procs[gone], 0);
     }
-    sim.pass(Micros::from_secs(5));
+    sim.advance(Micros::from_secs(5));
     for gone in [1, 2] {
-        say(&mut sim, procs[0], tids[gone], direct_offer(1));
+        send_route_message(&mut sim, procs[0], tids[gone], direct_offer(1));
         assert_eq!(
-            told(&mut sim, procs[0], gone)[gone - 1],
+            await_messages(&mut sim, procs[0], gone)[gone - 1],
             ToTask::PeerGone { tid: tids[gone] }
         );
     }
@@ -203,39 +210,39 @@ fn route_message_to_dead_task_is_answered() {
 #[test]
 fn only_ring_peers_are_notified_of_exit_or_migration() {
     for seed in seeds(20) {
-        let (mut sim, console, procs, tids) = tasks(seed, 2, &["h1", "h1", "h1", "h1"]);
+        let (mut sim, console, procs, tids) = spawn_tasks(seed, 2, &["h1", "h1", "h1", "h1"]);
         pair_up(&mut sim, (procs[0], procs[1]), 1);
         pair_up(&mut sim, (procs[2], procs[0]), 2);
-        let before = |s: &Sim, n: usize| s.procs[procs[n]].told.len();
+        let before = |s: &Sim, n: usize| s.procs[procs[n]].daemon_messages.len();
         let (one, two) = (before(&sim, 1), before(&sim, 2));
         sim.exit(procs[1], 0);
         let gone = |s: &Sim| {
             s.procs[procs[0]]
-                .told
+                .daemon_messages
                 .iter()
                 .filter(|m| **m == ToTask::PeerGone { tid: tids[1] })
                 .count()
         };
-        sim.until("word of the end", |s| gone(s) == 1);
-        let moved = sim.ask(console, migrate(tids[0], "h2"));
+        sim.run_until("word of the end", |s| gone(s) == 1);
+        let moved = sim.ask(console, migrate_request(tids[0], "h2"));
         assert!(
             matches!(moved, Reply::Moved(Ok(_))),
             "{moved:?} (seed {seed})"
         );
         assert_eq!(
-            told(&mut sim, procs[2], two + 1)[two..],
+            await_messages(&mut sim, procs[2], two + 1)[two..],
             [ToTask::PeerMoved { tid: tids[0] }],
             "seed {seed}"
         );
         sim.exit(procs[2], 0);
-        sim.pass(Micros::from_secs(5));
+        sim.advance(Micros::from_secs(5));
         assert_eq!(
             (gone(&sim), before(&sim, 1), before(&sim, 3)),
             (1, one, 0),
             "seed {seed}"
         );
         assert!(
-            sim.nodes.values().all(|n| n.machine.pairs.is_empty()),
+            sim.nodes.values().all(|n| n.machine.ring_peers.is_empty()),
             "seed {seed}"
         );
     }
@@ -244,56 +251,56 @@ fn only_ring_peers_are_notified_of_exit_or_migration() {
 /// A task that accepts rings is notified when the other task has left meanwhile.
 #[test]
 fn failed_ring_acceptance_is_reported() {
-    let (mut sim, console, procs, tids) = tasks(4, 2, &["h1", "h1"]);
-    say(&mut sim, procs[0], tids[1], ring_offer(1));
-    told(&mut sim, procs[1], 1);
-    let moved = sim.ask(console, migrate(tids[0], "h2"));
+    let (mut sim, console, procs, tids) = spawn_tasks(4, 2, &["h1", "h1"]);
+    send_route_message(&mut sim, procs[0], tids[1], ring_offer(1));
+    await_messages(&mut sim, procs[1], 1);
+    let moved = sim.ask(console, migrate_request(tids[0], "h2"));
     assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
-    say(&mut sim, procs[1], tids[0], ring_accept(1));
+    send_route_message(&mut sim, procs[1], tids[0], ring_accept(1));
     // The offer may be lost because the task is elsewhere; its daemon knows whether it lives.
-    let lost = told(&mut sim, procs[1], 2)[1].clone();
+    let lost = await_messages(&mut sim, procs[1], 2)[1].clone();
     assert!(
         matches!(lost, ToTask::PeerMoved { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
         "{lost:?}"
     );
-    assert!(sim.procs[sim.proc_of(tids[0])].told.is_empty());
+    assert!(sim.procs[sim.proc_of(tids[0])].daemon_messages.is_empty());
 }
 
 /// A task whose offer is unanswered is notified when the receiver leaves.
 #[test]
 fn unanswered_offer_is_reported_on_exit() {
-    let (mut sim, _, procs, tids) = tasks(7, 2, &["h1", "h1", "h1", "h2"]);
-    say(&mut sim, procs[1], tids[0], ring_offer(1));
-    say(&mut sim, procs[2], tids[0], direct_offer(1));
-    say(&mut sim, procs[3], tids[0], direct_offer(1));
-    told(&mut sim, procs[0], 3);
+    let (mut sim, _, procs, tids) = spawn_tasks(7, 2, &["h1", "h1", "h1", "h2"]);
+    send_route_message(&mut sim, procs[1], tids[0], ring_offer(1));
+    send_route_message(&mut sim, procs[2], tids[0], direct_offer(1));
+    send_route_message(&mut sim, procs[3], tids[0], direct_offer(1));
+    await_messages(&mut sim, procs[0], 3);
     // One of the offers is answered, so its sender needs no notification.
-    say(
+    send_route_message(
         &mut sim,
         procs[0],
         tids[2],
         RouteWord::DirectRefuse { id: OfferId(1) },
     );
-    told(&mut sim, procs[2], 1);
+    await_messages(&mut sim, procs[2], 1);
     assert_eq!(
         sim.ask(procs[0], Request::Exit { marks: vec![] }),
         Reply::Done
     );
     for waits in [1, 3] {
         assert_eq!(
-            told(&mut sim, procs[waits], 1),
+            await_messages(&mut sim, procs[waits], 1),
             [ToTask::PeerGone { tid: tids[0] }]
         );
     }
-    sim.pass(Micros::from_secs(1));
-    assert_eq!(sim.procs[procs[2]].told.len(), 1);
-    assert!(sim.nodes.values().all(|n| n.machine.pairs.is_empty()));
+    sim.advance(Micros::from_secs(1));
+    assert_eq!(sim.procs[procs[2]].daemon_messages.len(), 1);
+    assert!(sim.nodes.values().all(|n| n.machine.ring_peers.is_empty()));
 }
 
 /// An offer with too many addresses is dropped.
 #[test]
 fn offer_with_too_many_addresses_is_dropped() {
-    let (mut sim, _, procs, tids) = tasks(5, 1, &["h1", "h1"]);
+    let (mut sim, _, procs, tids) = spawn_tasks(5, 1, &["h1", "h1"]);
     let addresses = vec!["127.0.0.1:1".parse().expect("an address"); OFFER_ADDRESSES_MAX + 1];
     let offer = RouteWord::DirectOffer {
         id: OfferId(1),
@@ -301,11 +308,11 @@ fn offer_with_too_many_addresses_is_dropped() {
         fingerprint: [0; 32],
         line: 0,
     };
-    say(&mut sim, procs[0], tids[1], offer);
-    say(&mut sim, procs[0], tids[1], direct_offer(2));
+    send_route_message(&mut sim, procs[0], tids[1], offer);
+    send_route_message(&mut sim, procs[0], tids[1], direct_offer(2));
     assert_eq!(
-        told(&mut sim, procs[1], 1),
-        [word(tids[0], true, direct_offer(2))]
+        await_messages(&mut sim, procs[1], 1),
+        [route_message(tids[0], true, direct_offer(2))]
     );
     assert!(
         sim.nodes[&host(1)]
@@ -320,19 +327,19 @@ fn offer_with_too_many_addresses_is_dropped() {
 /// A task with the maximum number of ring peers gets no new ring offers.
 #[test]
 fn ring_peer_limit_refuses_new_offers() {
-    let (mut sim, _, procs, tids) = tasks(6, 1, &["h1", "h1", "h1"]);
+    let (mut sim, _, procs, tids) = spawn_tasks(6, 1, &["h1", "h1", "h1"]);
     pair_up(&mut sim, (procs[0], procs[1]), 1);
     let pairs = &mut sim
         .nodes
         .get_mut(&host(1))
         .expect("the master")
         .machine
-        .pairs;
-    (1..PARTNERS_MAX as i32).for_each(|n| pairs.join(tids[0], Tid::from_raw(0x8_0000 + n)));
-    say(&mut sim, procs[2], tids[0], ring_offer(2));
+        .ring_peers;
+    (1..RING_PEERS_MAX as i32).for_each(|n| pairs.add_pair(tids[0], Tid::from_raw(0x8_0000 + n)));
+    send_route_message(&mut sim, procs[2], tids[0], ring_offer(2));
     assert_eq!(
-        told(&mut sim, procs[2], 1),
-        [word(
+        await_messages(&mut sim, procs[2], 1),
+        [route_message(
             tids[0],
             true,
             RouteWord::RingRefuse { id: OfferId(2) }
@@ -346,19 +353,19 @@ fn ring_peer_limit_refuses_new_offers() {
 #[test]
 fn route_messages_survive_random_migrations() {
     for seed in seeds(30) {
-        let (mut sim, console, procs, tids) = tasks(seed, 3, &["h1", "h1", "h2", "h3"]);
+        let (mut sim, console, procs, tids) = spawn_tasks(seed, 3, &["h1", "h1", "h2", "h3"]);
         let (mut sent, mut open) = (0, Vec::new());
         for round in 0..120u64 {
-            let (from, to) = (sim.dice.roll(4) as usize, sim.dice.roll(4) as usize);
+            let (from, to) = (sim.rng.roll(4) as usize, sim.rng.roll(4) as usize);
             // A quiesced library would send this after it has resumed; here it is skipped.
             let speaker = &sim.procs[procs[from]];
             if from != to
                 && speaker.conn.is_some()
                 && speaker.welcome.is_some()
-                && !speaker.has_let_go()
+                && !speaker.has_quiesced()
             {
-                let rings = sim.dice.roll(3) == 0;
-                say(
+                let rings = sim.rng.roll(3) == 0;
+                send_route_message(
                     &mut sim,
                     procs[from],
                     tids[to],
@@ -371,21 +378,21 @@ fn route_messages_survive_random_migrations() {
                 sent += usize::from(!rings);
             }
             if round % 12 == 0 {
-                let (tid, to) = (tids[sim.dice.roll(4) as usize], 1 + sim.dice.roll(3));
-                open.push(sim.request(console, migrate(tid, &format!("h{to}"))));
+                let (tid, to) = (tids[sim.rng.roll(4) as usize], 1 + sim.rng.roll(3));
+                open.push(sim.request(console, migrate_request(tid, &format!("h{to}"))));
             }
-            let wait = Micros(sim.dice.roll(10_000));
-            sim.pass(wait);
+            let wait = Micros(sim.rng.roll(10_000));
+            sim.advance(wait);
         }
-        sim.until("all moves", |s| {
+        sim.run_until("all moves", |s| {
             open.iter()
                 .all(|id| s.procs[console].replies.contains_key(id))
         });
-        sim.pass(Micros::from_secs(5));
+        sim.advance(Micros::from_secs(5));
         let mut came = 0;
         for proc in &procs {
             let mut last = [None; 4];
-            for message in &sim.procs[*proc].told {
+            for message in &sim.procs[*proc].daemon_messages {
                 let ToTask::Route {
                     from,
                     word: RouteWord::DirectOffer { id, .. },

@@ -5,26 +5,27 @@
 //! is random. A task is a process with real [`Link`]s. It can quiesce, be paused, be carried to
 //! another host, and be woken by a resume token.
 
-mod anew;
+mod data_channels;
 #[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
 mod dice;
+mod fake_world;
+pub(super) mod fault_injection;
+mod image_store;
+pub(super) mod message_faults;
 mod outputs;
 mod procs;
-mod sets;
-pub(super) mod strikes;
+mod respawn;
 mod taskers;
-mod wires;
-pub(super) mod words;
-mod world;
 
-use crate::lanes::LaneId;
+use crate::pair_streams::LaneId;
 use crate::{
-    ConnId, Copies, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
+    ConnId, CopyPolicy, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
 };
-pub(super) use anew::ASK_TAG;
 use bytes::Bytes;
 use dice::Dice;
-pub(super) use procs::{Proc, Seen};
+use fake_world::FakeWorld;
+pub(super) use procs::{Proc, Received};
+pub(super) use respawn::EXIT_REQUEST_TAG;
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
@@ -38,10 +39,9 @@ use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VE
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use world::FakeWorld;
 
 /// Simulated time after which a run that has not finished counts as stuck.
-const STUCK: Micros = Micros::from_secs(600);
+const STUCK_TIMEOUT: Micros = Micros::from_secs(600);
 /// Time after which a silent host counts as lost.
 const LEASE: Micros = Micros::from_millis(500);
 
@@ -51,11 +51,11 @@ pub(super) fn host(index: u16) -> HostId {
 
 /// Seeds from 1, `count` of them, multiplied by `SEMPA_SEEDS` if that is set.
 pub(super) fn seeds(count: u64) -> std::ops::Range<u64> {
-    let times = std::env::var("SEMPA_SEEDS")
+    let factor = std::env::var("SEMPA_SEEDS")
         .ok()
         .and_then(|n| n.parse().ok())
         .unwrap_or(1u64);
-    1..count * times
+    1..count * factor
 }
 
 #[derive(Debug)]
@@ -66,39 +66,39 @@ pub(super) struct Node {
     pub(super) log: Vec<String>,
     pub(super) output: Vec<u8>,
     /// Migrations whose images this host expects.
-    expected: BTreeSet<MigrationId>,
+    expected_images: BTreeSet<MigrationId>,
     /// The tasker is dead and the daemon does not know it yet: messages to the tasker are lost.
     pub(super) tasker_dead: bool,
     /// Events to handle when the daemon resumes; `None` while it runs.
-    stands: Option<strikes::Late>,
+    deferred_events: Option<fault_injection::DeferredEvents>,
     /// Orders to deliver when the tasker resumes; `None` while it runs.
-    tasker_stands: Option<Vec<ToTasker>>,
+    deferred_orders: Option<Vec<ToTasker>>,
 }
 
 #[derive(Clone, Debug)]
-enum Happening {
-    Event(HostId, Event),
-    Data(wires::WireId, wires::Parcel),
+enum SimEvent {
+    Machine(HostId, Event),
+    Data(data_channels::ChannelId, data_channels::StreamItem),
     ToProc(usize, ConnId, ToTask),
     LinkToProc(usize, ConnId, Bytes),
     CloseProc(ConnId),
     /// A process's time to run before its pause is over, unless a later order has replaced this
     /// one.
-    HoldNow(HostId, usize, u64),
-    LostSeen(HostId, HostId),
+    PauseNow(HostId, usize, u64),
+    LossNoticed(HostId, HostId),
     /// A stopped victim resumes.
-    GoesOn(strikes::Party),
+    VictimResumes(fault_injection::Victim),
     /// Post-copy memory arrives, or is lost: the target host, the migration, the source host, and
     /// the task.
-    MemoryCame(HostId, MigrationId, HostId, Tid),
-    Joined(HostId, HostId),
+    MemoryArrives(HostId, MigrationId, HostId, Tid),
+    Reconnected(HostId, HostId),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Channel {
     Control(HostId, HostId),
     Data(HostId, HostId),
-    Lane(wires::WireId, LaneId),
+    Lane(data_channels::ChannelId, LaneId),
     ToProc(ConnId),
     FromProc(ConnId),
     Tasker(HostId),
@@ -106,19 +106,19 @@ enum Channel {
 
 /// Probabilities of random faults, in percent.
 #[derive(Debug, Default)]
-pub(super) struct Faults {
+pub(super) struct RandomFaults {
     /// Percentage of migration steps that fail.
-    pub(super) step_fails_percent: u64,
+    pub(super) failed_steps_percent: u64,
     /// Percentage of quiesce requests that reach the library late.
-    pub(super) late_percent: u64,
+    pub(super) slow_quiesce_percent: u64,
 }
 
 #[derive(Debug)]
 pub(super) struct Sim {
     pub(super) seed: u64,
-    pub(super) dice: Dice,
+    pub(super) rng: Dice,
     pub(super) now: Micros,
-    queue: BTreeMap<(Micros, u64), Happening>,
+    queue: BTreeMap<(Micros, u64), SimEvent>,
     serial: u64,
     channels: BTreeMap<Channel, Micros>,
     pub(super) nodes: BTreeMap<HostId, Node>,
@@ -126,29 +126,29 @@ pub(super) struct Sim {
     conns: BTreeMap<ConnId, usize>,
     next_conn: u64,
     sessions: BTreeSet<(HostId, HostId)>,
-    wires: wires::Wires,
-    unsent: BTreeMap<(HostId, HostId), wires::Unsent>,
+    data_channels: data_channels::DataChannels,
+    unsent: BTreeMap<(HostId, HostId), data_channels::Unsent>,
     tokens: BTreeMap<(HostId, PathBuf), ResumeToken>,
-    pub(super) faults: Faults,
-    pub(super) strikes: strikes::Strikes,
-    pub(super) words: words::Words,
-    pub(super) recorded: Vec<(MigrationId, Tid, HostId)>,
+    pub(super) random_faults: RandomFaults,
+    pub(super) injection: fault_injection::FaultInjection,
+    pub(super) message_faults: message_faults::MessageFaults,
+    pub(super) recorded_moves: Vec<(MigrationId, Tid, HostId)>,
     /// Migrations whose task runs before its memory has arrived.
-    following: BTreeSet<MigrationId>,
+    post_copying: BTreeSet<MigrationId>,
     /// Migrations that accept pre-copied memory, and their target.
-    taking: BTreeMap<MigrationId, HostId>,
-    pub(super) abandoned: Vec<StartId>,
+    pre_copy_targets: BTreeMap<MigrationId, HostId>,
+    pub(super) abandoned_starts: Vec<StartId>,
     /// Host starts that were prepared for a hoster task.
-    prepared: Vec<(StartId, HostPlan)>,
+    prepared_starts: Vec<(StartId, HostPlan)>,
     /// Signals to processes that no simulated tasker has started.
     pub(super) signalled: Vec<(usize, i32)>,
     /// Reasons why a host refuses every task.
-    pub(super) refuses: BTreeMap<HostId, Verdict>,
-    pub(super) sets: sets::Sets,
+    pub(super) verdicts: BTreeMap<HostId, Verdict>,
+    pub(super) image_store: image_store::ImageStore,
     /// Programs that a migration has started and that wait for permission to run, and their tasks.
-    anew: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
+    respawned: BTreeMap<(HostId, MigrationId), (usize, Tid)>,
     /// Programs that ignored a request to exit.
-    pub(super) deaf: Vec<usize>,
+    pub(super) exit_ignored_by: Vec<usize>,
 }
 
 fn pair(a: HostId, b: HostId) -> (HostId, HostId) {
@@ -174,11 +174,11 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         lease: LEASE,
         rm_command: None,
         server_commands: Vec::new(),
-        place: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
+        paths: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
             .expect("a good place"),
         hostfile: Vec::new(),
-        spared: BTreeMap::new(),
-        copies: Copies::default(),
+        reserved_ids_max: BTreeMap::new(),
+        copies: CopyPolicy::default(),
     }
 }
 
@@ -191,7 +191,7 @@ impl Sim {
     pub(super) fn with(seed: u64, change: impl Fn(&mut MachineConfig)) -> Sim {
         let mut sim = Sim {
             seed,
-            dice: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            rng: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
             now: Micros(1),
             queue: BTreeMap::new(),
             serial: 0,
@@ -201,22 +201,22 @@ impl Sim {
             conns: BTreeMap::new(),
             next_conn: 0,
             sessions: BTreeSet::new(),
-            wires: wires::Wires::default(),
+            data_channels: data_channels::DataChannels::default(),
             unsent: BTreeMap::new(),
             tokens: BTreeMap::new(),
-            faults: Faults::default(),
-            strikes: strikes::Strikes::default(),
-            words: words::Words::default(),
-            recorded: Vec::new(),
-            following: BTreeSet::new(),
-            taking: BTreeMap::new(),
-            abandoned: Vec::new(),
-            prepared: Vec::new(),
+            random_faults: RandomFaults::default(),
+            injection: fault_injection::FaultInjection::default(),
+            message_faults: message_faults::MessageFaults::default(),
+            recorded_moves: Vec::new(),
+            post_copying: BTreeSet::new(),
+            pre_copy_targets: BTreeMap::new(),
+            abandoned_starts: Vec::new(),
+            prepared_starts: Vec::new(),
             signalled: Vec::new(),
-            refuses: BTreeMap::new(),
-            sets: sets::Sets::default(),
-            anew: BTreeMap::new(),
-            deaf: Vec::new(),
+            verdicts: BTreeMap::new(),
+            image_store: image_store::ImageStore::default(),
+            respawned: BTreeMap::new(),
+            exit_ignored_by: Vec::new(),
         };
         let mut first = config(HostId::MASTER, "h1");
         change(&mut first);
@@ -253,21 +253,21 @@ impl Sim {
         let machine = Machine::new(config, self.now);
         let world = FakeWorld {
             secret: i32::from(id.index()) * 1_000_000,
-            unix: self.now,
-            lacks: None,
+            unix_time: self.now,
+            missing_program: None,
         };
-        let (log, output, expected) = (vec![], vec![], BTreeSet::new());
-        let (stands, tasker_stands) = (None, None);
+        let (log, output, expected_images) = (vec![], vec![], BTreeSet::new());
+        let (deferred_events, deferred_orders) = (None, None);
         let node = Node {
             machine,
             world,
             alive: true,
             log,
             output,
-            expected,
+            expected_images,
             tasker_dead: false,
-            stands,
-            tasker_stands,
+            deferred_events,
+            deferred_orders,
         };
         self.nodes.insert(id, node);
         self.flush(id);
@@ -276,35 +276,35 @@ impl Sim {
             engine: Ok("fake".into()),
             freezer: Ok(()),
         });
-        self.tasker(id, ready);
+        self.send_from_tasker(id, ready);
     }
 
-    pub(super) fn at(&mut self, at: Micros, what: Event, on: HostId) {
-        self.push(at, Happening::Event(on, what));
+    pub(super) fn schedule_event(&mut self, at: Micros, what: Event, on: HostId) {
+        self.schedule(at, SimEvent::Machine(on, what));
     }
 
-    fn push(&mut self, at: Micros, what: Happening) {
+    fn schedule(&mut self, at: Micros, what: SimEvent) {
         self.serial += 1;
         self.queue.insert((at, self.serial), what);
     }
 
-    fn send(&mut self, channel: Channel, what: Happening) {
-        let at = self.now + Micros(self.dice.roll(2_000));
+    fn send_in_order(&mut self, channel: Channel, what: SimEvent) {
+        let at = self.now + Micros(self.rng.roll(2_000));
         let last = self.channels.entry(channel).or_default();
         *last = at.max(*last);
         let at = *last;
-        self.push(at, what);
+        self.schedule(at, what);
     }
 
-    fn tasker(&mut self, on: HostId, message: FromTasker) {
-        self.send(
+    fn send_from_tasker(&mut self, on: HostId, message: FromTasker) {
+        self.send_in_order(
             Channel::Tasker(on),
-            Happening::Event(on, Event::Tasker(message)),
+            SimEvent::Machine(on, Event::Tasker(message)),
         );
     }
 
     fn start_host(&mut self, start: StartId, plan: HostPlan) {
-        let at = self.now + Micros(self.dice.roll(300_000));
+        let at = self.now + Micros(self.rng.roll(300_000));
         let result = if plan.name.starts_with("bad") {
             Err((PvmError::CantStart, format!("no way to {}", plan.name)))
         } else {
@@ -312,7 +312,7 @@ impl Sim {
             config.speed = plan.speed;
             self.boot(config);
             if !plan.name.starts_with("mute") {
-                self.session(HostId::MASTER, plan.id);
+                self.connect_hosts(HostId::MASTER, plan.id);
             }
             Ok(StartedHost {
                 arch: "LINUX64".into(),
@@ -320,19 +320,23 @@ impl Sim {
                 addresses: vec![address(plan.id)],
             })
         };
-        self.push(
+        self.schedule(
             at,
-            Happening::Event(HostId::MASTER, Event::HostStarted { start, result }),
+            SimEvent::Machine(HostId::MASTER, Event::HostStarted { start, result }),
         );
     }
 
     /// Removes a program from a host.
     pub(super) fn remove_program(&mut self, on: HostId, name: &'static str) {
-        self.nodes.get_mut(&on).expect("it is there").world.lacks = Some(name);
+        self.nodes
+            .get_mut(&on)
+            .expect("it is there")
+            .world
+            .missing_program = Some(name);
     }
 
     /// True if the master has removed the host: what runs there no longer counts.
-    fn is_out(&self, host: HostId) -> bool {
+    fn is_removed(&self, host: HostId) -> bool {
         self.nodes[&HostId::MASTER]
             .machine
             .table()
@@ -346,44 +350,44 @@ impl Sim {
             return;
         };
         node.alive = false;
-        self.lose_procs(lost, |_| true);
-        self.session_ends(lost);
+        self.end_procs(lost, |_| true);
+        self.end_sessions(lost);
     }
 
     /// Ends those processes of a host that match.
-    fn lose_procs(&mut self, on: HostId, which: impl Fn(&Proc) -> bool) {
-        for p in self.procs.iter_mut().filter(|p| p.host == on && which(p)) {
+    fn end_procs(&mut self, on: HostId, matches: impl Fn(&Proc) -> bool) {
+        for p in self.procs.iter_mut().filter(|p| p.host == on && matches(p)) {
             // A dumped process can be built from its images.
-            p.kept |= p.stopped && !p.exited;
+            p.images_remain |= p.stopped_for_migration && !p.exited;
             p.exited = true;
         }
     }
 
     /// Drops the messages that are in flight from one host to another, as when the sender dies.
-    pub(super) fn lose_words(&mut self, from: HostId, to: HostId) {
+    pub(super) fn drop_in_flight(&mut self, from: HostId, to: HostId) {
         self.queue.retain(|_, happening| match happening {
-            Happening::Event(on, Event::HostControl { host, .. }) => (*host, *on) != (from, to),
-            Happening::Data((one, other, _), _) => (*one, *other) != (from, to),
+            SimEvent::Machine(on, Event::HostControl { host, .. }) => (*host, *on) != (from, to),
+            SimEvent::Data((one, other, _), _) => (*one, *other) != (from, to),
             _ => true,
         });
     }
 
-    /// Separates two hosts for the time `long` and drops the messages in flight between them. Other
-    /// hosts still reach both.
-    pub(super) fn part(&mut self, a: HostId, b: HostId, long: Micros) {
+    /// Separates two hosts for the time `duration` and drops the messages in flight between them.
+    /// Other hosts still reach both.
+    pub(super) fn separate(&mut self, a: HostId, b: HostId, duration: Micros) {
         if !self.sessions.remove(&pair(a, b)) {
             return;
         }
         for (by, other) in [(a, b), (b, a)] {
-            self.lose_words(by, other);
+            self.drop_in_flight(by, other);
             // The loss is noticed before the connection returns.
-            let seen = self.now + Micros(self.dice.roll(long.0.min(LEASE.0)));
-            self.push(seen, Happening::LostSeen(by, other));
+            let seen = self.now + Micros(self.rng.roll(duration.0.min(LEASE.0)));
+            self.schedule(seen, SimEvent::LossNoticed(by, other));
         }
-        self.push(self.now + long, Happening::Joined(a, b));
+        self.schedule(self.now + duration, SimEvent::Reconnected(a, b));
     }
 
-    fn session_ends(&mut self, lost: HostId) {
+    fn end_sessions(&mut self, lost: HostId) {
         let ended: Vec<(HostId, HostId)> = self
             .sessions
             .iter()
@@ -393,8 +397,8 @@ impl Sim {
         for (a, b) in ended {
             self.sessions.remove(&(a, b));
             let other = if a == lost { b } else { a };
-            let at = self.now + LEASE + Micros(self.dice.roll(200_000));
-            self.push(at, Happening::LostSeen(other, lost));
+            let at = self.now + LEASE + Micros(self.rng.roll(200_000));
+            self.schedule(at, SimEvent::LossNoticed(other, lost));
         }
     }
 
@@ -417,27 +421,27 @@ impl Sim {
             rm: None,
             links: BTreeMap::new(),
             route: 0,
-            line: 0,
-            said: BTreeMap::new(),
-            open: BTreeMap::new(),
+            incarnation: 0,
+            sent_counts: BTreeMap::new(),
+            pending_requests: BTreeMap::new(),
             replies: BTreeMap::new(),
             next_request: 0,
-            seen: Vec::new(),
-            told: Vec::new(),
-            waiting: Vec::new(),
+            received: Vec::new(),
+            daemon_messages: Vec::new(),
+            deferred_notifications: Vec::new(),
             quiesced: None,
-            stopped: false,
-            held: false,
-            holds: 0,
-            eased: 0,
-            mail: Vec::new(),
+            stopped_for_migration: false,
+            paused: false,
+            pause_serial: 0,
+            quiesce_runs: 0,
+            deferred_events: Vec::new(),
             claim: None,
-            parted: None,
-            asked: false,
-            ends: None,
+            handed_off_for: None,
+            exit_requested: false,
+            exiting_with: None,
             exited: false,
-            kept: false,
-            used: 0,
+            images_remain: false,
+            cpu_micros: 0,
         });
         self.procs.len() - 1
     }
@@ -450,7 +454,7 @@ impl Sim {
         self.procs[proc].conn = Some(conn);
         self.conns.insert(conn, proc);
         let pid = proc as i32 + 100;
-        self.proc_says(conn, on, Event::TaskConnected { conn, pid });
+        self.send_from_proc(conn, on, Event::TaskConnected { conn, pid });
         let program = self.procs[proc].program.clone();
         let at_end = self.procs[proc].at_end;
         let hello = Hello {
@@ -461,7 +465,7 @@ impl Sim {
             program,
             at_end,
         };
-        self.proc_says(
+        self.send_from_proc(
             conn,
             on,
             Event::TaskControl {
@@ -474,14 +478,14 @@ impl Sim {
 
     /// Delays what this process sends by at least `by`, as if the daemon were busy with other
     /// tasks.
-    pub(super) fn hear_late(&mut self, proc: usize, by: Micros) {
+    pub(super) fn delay_proc(&mut self, proc: usize, by: Micros) {
         let conn = self.procs[proc].conn.expect("connected");
         let at = self.channels.entry(Channel::FromProc(conn)).or_default();
         *at = (self.now + by).max(*at);
     }
 
-    pub(super) fn proc_says(&mut self, conn: ConnId, on: HostId, event: Event) {
-        self.send(Channel::FromProc(conn), Happening::Event(on, event));
+    pub(super) fn send_from_proc(&mut self, conn: ConnId, on: HostId, event: Event) {
+        self.send_in_order(Channel::FromProc(conn), SimEvent::Machine(on, event));
     }
 
     /// Starts a process as from a command line. Returns when it has enrolled.
@@ -494,7 +498,7 @@ impl Sim {
         let proc = self.process(on, "cmd", None, vec![]);
         self.procs[proc].at_end = at_end;
         self.connect(proc, Claim::New);
-        self.until("accepted", |sim| sim.procs[proc].welcome.is_some());
+        self.run_until("accepted", |sim| sim.procs[proc].welcome.is_some());
         proc
     }
 
@@ -508,12 +512,12 @@ impl Sim {
     pub(super) fn close(&mut self, proc: usize) {
         if let Some(conn) = self.procs[proc].conn.take() {
             let on = self.procs[proc].host;
-            self.proc_says(
+            self.send_from_proc(
                 conn,
                 on,
                 Event::TaskClosed {
                     conn,
-                    garbage: None,
+                    protocol_error: None,
                 },
             );
         }
@@ -525,8 +529,8 @@ impl Sim {
         p.next_request += 1;
         let id = RequestId(p.next_request);
         let (conn, on) = (p.conn.expect("connected"), p.host);
-        p.open.insert(id, what.clone());
-        self.proc_says(
+        p.pending_requests.insert(id, what.clone());
+        self.send_from_proc(
             conn,
             on,
             Event::TaskControl {
@@ -541,19 +545,19 @@ impl Sim {
     pub(super) fn ask(&mut self, proc: usize, what: Request) -> Reply {
         let text = format!("{what:?}");
         let id = self.request(proc, what);
-        self.until(&text, |sim| sim.procs[proc].replies.contains_key(&id));
+        self.run_until(&text, |sim| sim.procs[proc].replies.contains_key(&id));
         self.procs[proc].replies.remove(&id).expect("just seen")
     }
 
     /// Sends a message over the link to another task.
-    pub(super) fn tell(&mut self, proc: usize, dst: Tid, body: &[u8]) {
+    pub(super) fn send_message(&mut self, proc: usize, dst: Tid, body: &[u8]) {
         let p = &mut self.procs[proc];
         let (tid, route, open) = (
             p.tid(),
             RouteId(p.route),
             p.conn.is_some() && p.quiesced.is_none(),
         );
-        let (now, line) = (self.now, p.line);
+        let (now, line) = (self.now, p.incarnation);
         let link = p.links.entry(dst).or_insert_with(|| {
             let mut link = Link::new(tid, dst);
             link.begin_timeline(line, true);
@@ -564,11 +568,11 @@ impl Sim {
         });
         link.send(Bytes::new(), Bytes::copy_from_slice(body))
             .expect("far from full");
-        self.pump(proc);
+        self.run_links(proc);
     }
 
     /// Carries out the outputs of the links of a process.
-    fn pump(&mut self, proc: usize) {
+    fn run_links(&mut self, proc: usize) {
         let now = self.now;
         let p = &mut self.procs[proc];
         if p.exited || p.is_frozen() {
@@ -578,33 +582,33 @@ impl Sim {
         for (peer, link) in &mut p.links {
             while let Some(output) = link.poll(now) {
                 match output {
-                    LinkOutput::Deliver(body) => p.seen.push(Seen::Message(*peer, body)),
+                    LinkOutput::Deliver(body) => p.received.push(Received::Message(*peer, body)),
                     LinkOutput::Transmit(frame) => frames.push(frame),
                 }
             }
         }
-        p.settle();
+        p.deliver_notifications();
         let (conn, on) = (p.conn, p.host);
         for frame in frames {
             if let Some(conn) = conn {
                 let bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
-                self.proc_says(conn, on, Event::TaskLink { conn, frame: bytes });
+                self.send_from_proc(conn, on, Event::TaskLink { conn, frame: bytes });
             }
         }
     }
 
-    fn each_link(&mut self, proc: usize, event: &LinkEvent) {
+    fn notify_links(&mut self, proc: usize, event: &LinkEvent) {
         let now = self.now;
         self.procs[proc]
             .links
             .values_mut()
             .for_each(|l| l.handle(now, event.clone()));
-        self.pump(proc);
+        self.run_links(proc);
     }
 
     fn link_of(&mut self, proc: usize, peer: Tid) -> &mut Link {
         let p = &mut self.procs[proc];
-        let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.line);
+        let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.incarnation);
         p.links.entry(peer).or_insert_with(|| {
             let mut link = Link::new(tid, peer);
             link.begin_timeline(line, true);
@@ -613,16 +617,16 @@ impl Sim {
         })
     }
 
-    fn proc_gets(&mut self, proc: usize, conn: ConnId, message: ToTask) {
+    fn deliver_to_proc(&mut self, proc: usize, conn: ConnId, message: ToTask) {
         if self.procs[proc].conn != Some(conn) || self.procs[proc].exited {
             return;
         }
         let now = self.now;
         match message {
-            ToTask::Welcome(welcome) => self.welcomed(proc, welcome),
+            ToTask::Welcome(welcome) => self.on_welcome(proc, welcome),
             ToTask::Refused { reason } => self.procs[proc].refused = Some(reason),
             ToTask::Reply { id, reply } => {
-                self.procs[proc].open.remove(&id);
+                self.procs[proc].pending_requests.remove(&id);
                 assert!(
                     self.procs[proc].replies.insert(id, reply).is_none(),
                     "{id} was answered twice"
@@ -632,25 +636,29 @@ impl Sim {
                 match after {
                     Some(mark) => {
                         self.link_of(proc, mark.peer);
-                        self.procs[proc].waiting.push((mark, message));
+                        self.procs[proc]
+                            .deferred_notifications
+                            .push((mark, message));
                     }
-                    None => self.procs[proc].seen.push(Seen::Note(message)),
+                    None => self.procs[proc]
+                        .received
+                        .push(Received::Notification(message)),
                 }
-                self.pump(proc);
+                self.run_links(proc);
             }
             ToTask::PeerGone { tid } => {
-                self.procs[proc].told.push(message);
+                self.procs[proc].daemon_messages.push(message);
                 self.link_of(proc, tid).handle(now, LinkEvent::PeerGone);
-                self.pump(proc);
+                self.run_links(proc);
             }
             ToTask::PeerMoved { tid } => {
-                self.procs[proc].told.push(message);
+                self.procs[proc].daemon_messages.push(message);
                 self.link_of(proc, tid).handle(now, LinkEvent::PeerMoved);
-                self.pump(proc);
+                self.run_links(proc);
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
-            ToTask::Route { .. } => self.procs[proc].told.push(message),
-            ToTask::TakeNothing { by } => self.takes_nothing(proc, by),
+            ToTask::Route { .. } => self.procs[proc].daemon_messages.push(message),
+            ToTask::TakeNothing { by } => self.prepare_exit(proc, by),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
                 assert!(p.quiesced.is_none(), "told twice to let go");
@@ -669,9 +677,9 @@ impl Sim {
                     marks,
                     redirect_at: taskers::redirect_at(proc),
                 };
-                self.proc_says(conn, on, Event::TaskControl { conn, message });
+                self.send_from_proc(conn, on, Event::TaskControl { conn, message });
                 self.close(proc);
-                self.each_link(proc, &LinkEvent::RouteDown);
+                self.notify_links(proc, &LinkEvent::RouteDown);
             }
         }
     }
@@ -701,20 +709,20 @@ impl Sim {
 
     /// Passes an event to a machine and carries out its outputs.
     pub(super) fn handle(&mut self, on: HostId, event: Event) {
-        let word = self.word(on, &event);
-        self.hears(word.as_ref(), strikes::Edge::Before);
-        self.take_in(on, event);
-        self.hears(word.as_ref(), strikes::Edge::After);
+        let message = self.counted_message(on, &event);
+        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::Before);
+        self.handle_event(on, event);
+        self.reach_message_point(message.as_ref(), fault_injection::StepEdge::After);
     }
 
-    fn take_in(&mut self, on: HostId, event: Event) {
+    fn handle_event(&mut self, on: HostId, event: Event) {
         let Some(node) = self.nodes.get_mut(&on).filter(|n| n.alive) else {
             return;
         };
-        if let Some(late) = &mut node.stands {
+        if let Some(late) = &mut node.deferred_events {
             return late.push(event);
         }
-        node.world.unix = self.now;
+        node.world.unix_time = self.now;
         node.tasker_dead &= !matches!(event, Event::TaskerGone { .. });
         node.machine.handle(self.now, &mut node.world, event);
         self.flush(on);
@@ -728,7 +736,7 @@ impl Sim {
     }
 
     fn flush(&mut self, on: HostId) {
-        let runs = |n: &&mut Node| n.alive && n.stands.is_none();
+        let runs = |n: &&mut Node| n.alive && n.deferred_events.is_none();
         while let Some(output) = self
             .nodes
             .get_mut(&on)
@@ -744,7 +752,7 @@ impl Sim {
         let machines = self
             .nodes
             .values()
-            .filter(|n| n.alive && n.stands.is_none())
+            .filter(|n| n.alive && n.deferred_events.is_none())
             .filter_map(|n| n.machine.next_wakeup());
         let live = self
             .procs
@@ -766,41 +774,43 @@ impl Sim {
             .first_entry()
             .filter(|e| e.key().0 <= self.now)
             .map(|e| e.remove());
-        self.happen(due);
+        self.dispatch(due);
         true
     }
 
-    fn happen(&mut self, due: Option<Happening>) {
-        let to = match &due {
-            Some(Happening::ToProc(proc, ..) | Happening::LinkToProc(proc, ..)) => Some(*proc),
-            Some(Happening::CloseProc(conn)) => self.conns.get(conn).copied(),
+    fn dispatch(&mut self, due_event: Option<SimEvent>) {
+        let to = match &due_event {
+            Some(SimEvent::ToProc(proc, ..) | SimEvent::LinkToProc(proc, ..)) => Some(*proc),
+            Some(SimEvent::CloseProc(conn)) => self.conns.get(conn).copied(),
             _ => None,
         };
         if let Some(proc) = to.filter(|proc| self.procs[*proc].is_frozen()) {
-            return self.procs[proc].mail.extend(due);
+            return self.procs[proc].deferred_events.extend(due_event);
         }
-        match due {
-            Some(Happening::Event(on, event)) => self.handle(on, event),
-            Some(Happening::Data(wire, parcel)) => {
-                self.wires
-                    .arrived(wire, parcel)
+        match due_event {
+            Some(SimEvent::Machine(on, event)) => self.handle(on, event),
+            Some(SimEvent::Data(wire, parcel)) => {
+                self.data_channels
+                    .on_arrival(wire, parcel)
                     .into_iter()
                     .for_each(|event| self.handle(wire.1, event));
             }
-            Some(Happening::ToProc(proc, conn, message)) => self.proc_gets(proc, conn, message),
-            Some(Happening::LinkToProc(proc, conn, bytes)) => {
+            Some(SimEvent::ToProc(proc, conn, message)) => {
+                self.deliver_to_proc(proc, conn, message)
+            }
+            Some(SimEvent::LinkToProc(proc, conn, bytes)) => {
                 if self.procs[proc].conn == Some(conn) && !self.procs[proc].exited {
                     let frame = LinkFrame::decode(bytes).expect("daemons pass on what they got");
                     let now = self.now;
-                    if self.takes_back(proc, &frame) {
+                    if self.accept_returned(proc, &frame) {
                         return;
                     }
                     self.link_of(proc, frame.src)
                         .handle(now, LinkEvent::Frame(frame));
-                    self.pump(proc);
+                    self.run_links(proc);
                 }
             }
-            Some(Happening::CloseProc(conn)) => {
+            Some(SimEvent::CloseProc(conn)) => {
                 if let Some(proc) = self
                     .conns
                     .get(&conn)
@@ -810,7 +820,7 @@ impl Sim {
                     self.close(proc);
                 }
             }
-            Some(Happening::LostSeen(by, lost)) => {
+            Some(SimEvent::LossNoticed(by, lost)) => {
                 self.handle(
                     by,
                     Event::HostLost {
@@ -819,12 +829,12 @@ impl Sim {
                     },
                 );
             }
-            Some(Happening::Joined(a, b)) => self.session(a, b),
-            Some(Happening::GoesOn(party)) => self.goes_on(party),
-            Some(Happening::MemoryCame(on, migration, from, tid)) => {
-                self.memory_came(on, migration, from, tid)
+            Some(SimEvent::Reconnected(a, b)) => self.connect_hosts(a, b),
+            Some(SimEvent::VictimResumes(party)) => self.resume_victim(party),
+            Some(SimEvent::MemoryArrives(on, migration, from, tid)) => {
+                self.memory_arrives(on, migration, from, tid)
             }
-            Some(Happening::HoldNow(on, proc, number)) => self.hold_now(on, proc, number),
+            Some(SimEvent::PauseNow(on, proc, number)) => self.pause_now(on, proc, number),
             None => self.wake_all(),
         }
     }
@@ -832,7 +842,9 @@ impl Sim {
     fn wake_all(&mut self) {
         let now = self.now;
         let due = |n: &Node| {
-            n.alive && n.stands.is_none() && n.machine.next_wakeup().is_some_and(|at| at <= now)
+            n.alive
+                && n.deferred_events.is_none()
+                && n.machine.next_wakeup().is_some_and(|at| at <= now)
         };
         let nodes: Vec<HostId> = self
             .nodes
@@ -852,14 +864,14 @@ impl Sim {
                     .for_each(|l| {
                         l.handle(now, LinkEvent::Wake);
                     });
-                self.pump(proc);
+                self.run_links(proc);
             }
         }
     }
 
     /// Runs until the condition holds. Panics with the logs if it never does.
-    pub(super) fn until(&mut self, what: &str, condition: impl Fn(&Sim) -> bool) {
-        let end = self.now + STUCK;
+    pub(super) fn run_until(&mut self, what: &str, condition: impl Fn(&Sim) -> bool) {
+        let end = self.now + STUCK_TIMEOUT;
         while !condition(self) {
             if self.now > end || !self.step() {
                 let logs: Vec<String> = self
@@ -871,14 +883,14 @@ impl Sim {
                     "never came: {what} (seed {})\n{}\n{}",
                     self.seed,
                     logs.join("\n"),
-                    self.story()
+                    self.history()
                 );
             }
         }
     }
 
     /// Returns the event log and the state of all processes, for the message of a failed run.
-    pub(super) fn story(&self) -> String {
+    pub(super) fn history(&self) -> String {
         let master = self.nodes[&HostId::MASTER]
             .machine
             .master
@@ -890,9 +902,9 @@ impl Sim {
             .into_iter()
             .map(|e| format!("{} {}", e.at.0, e.kind));
         let procs = self.procs.iter().enumerate().map(|(n, p)| {
-            let Proc { host, spawned, conn, quiesced, stopped, exited, .. } = p;
+            let Proc { host, spawned, conn, quiesced, stopped_for_migration, exited, .. } = p;
             let spawned = spawned.map_or("-".into(), |t| t.to_string());
-            format!("process {n} {spawned} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped} exited {exited}")
+            format!("process {n} {spawned} on {host}: {conn:?} quiesced {quiesced:?} stopped {stopped_for_migration} exited {exited}")
         });
         events.chain(procs).collect::<Vec<_>>().join("\n")
     }
@@ -906,7 +918,7 @@ impl Sim {
     }
 
     /// Advances the time by `span` and handles the events due until then.
-    pub(super) fn pass(&mut self, span: Micros) {
+    pub(super) fn advance(&mut self, span: Micros) {
         let end = self.now + span;
         while self.next_time().is_some_and(|at| at <= end) {
             self.step();

@@ -2,8 +2,10 @@
 //! steps are those of the protocol, and the machines report where they begin and end: a new step is
 //! covered without a change here.
 
-use super::scene::{came, events, migrate, on, spawn, talk};
-use super::sim::strikes::{A_MOMENT, Blow, Edge, LONG, Party, Point};
+use super::scenario::{
+    assert_in_order, list_events, migrate_request, send_numbered, spawn, spawn_on,
+};
+use super::sim::fault_injection::{Fault, FaultPoint, LONG_OUTAGE, SHORT_OUTAGE, StepEdge, Victim};
 use super::sim::{Sim, host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
@@ -13,12 +15,12 @@ use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
 /// Runs per fault and point. Delays and the use of post-copy are random.
-const TRIES: u64 = 4;
+const RUNS_PER_FAULT: u64 = 4;
 
-fn points() -> Vec<Point> {
+fn all_points() -> Vec<FaultPoint> {
     Step::ALL
         .into_iter()
-        .flat_map(|step| [(step, Edge::Before), (step, Edge::After)])
+        .flat_map(|step| [(step, StepEdge::Before), (step, StepEdge::After)])
         .collect()
 }
 
@@ -29,14 +31,14 @@ struct Trial {
     console: usize,
     mover: usize,
     peer: usize,
-    sent: BTreeMap<(usize, Tid), u32>,
-    moving: RequestId,
+    sent_counts: BTreeMap<(usize, Tid), u32>,
+    request: RequestId,
 }
 
 impl Trial {
-    fn new(seed: u64, strike: Option<(Point, Party, Blow)>) -> Trial {
+    fn new(seed: u64, fault: Option<(FaultPoint, Victim, Fault)>) -> Trial {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let manager = spawn(&mut sim, console, on("h1", "rm", 1))[0];
+        let manager = spawn(&mut sim, console, spawn_on("h1", "rm", 1))[0];
         sim.ask(
             manager,
             Request::RegisterRm(RmServes {
@@ -45,11 +47,12 @@ impl Trial {
                 ends: false,
             }),
         );
-        sim.strikes.manager = Some(manager);
+        sim.injection.resource_manager = Some(manager);
         // Without pre-copy this step would not occur.
-        sim.strikes.pre_copies = strike.is_none_or(|((step, _), ..)| step == Step::PreCopy);
-        let mover = spawn(&mut sim, console, on("h2", "child", 1))[0];
-        let peer = spawn(&mut sim, console, on("h4", "child", 1))[0];
+        sim.injection.always_live_copies =
+            fault.is_none_or(|((step, _), ..)| step == Step::PreCopy);
+        let mover = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
+        let peer = spawn(&mut sim, console, spawn_on("h4", "child", 1))[0];
         let tid = sim.procs[mover].tid();
         let what = NotifyWhat::TaskExit(vec![tid]);
         sim.ask(
@@ -61,17 +64,17 @@ impl Trial {
                 cancel: false,
             }),
         );
-        if let Some((point, party, blow)) = strike {
-            sim.strike_at(point, party, blow);
+        if let Some((point, party, blow)) = fault {
+            sim.plan_fault(point, party, blow);
         }
-        let moving = sim.request(console, migrate(tid, "h3"));
+        let request = sim.request(console, migrate_request(tid, "h3"));
         Trial {
             sim,
             console,
             mover,
             peer,
-            sent: BTreeMap::new(),
-            moving,
+            sent_counts: BTreeMap::new(),
+            request,
         }
     }
 
@@ -80,24 +83,24 @@ impl Trial {
     }
 
     /// Lets all processes that can send a message to the others.
-    fn talk(&mut self) {
+    fn exchange_messages(&mut self) {
         let all = [self.console, self.mover, self.peer];
         for from in all {
             for to in all.into_iter().filter(|to| *to != from) {
                 let to = self.sim.procs[to].tid();
-                talk(&mut self.sim, &mut self.sent, from, to);
+                send_numbered(&mut self.sim, &mut self.sent_counts, from, to);
             }
         }
-        let wait = Micros(self.sim.dice.roll(3_000));
-        self.sim.pass(wait);
+        let wait = Micros(self.sim.rng.roll(3_000));
+        self.sim.advance(wait);
     }
 
     /// Runs until the fault has been injected, and for a while after that.
-    fn until_struck(&mut self, case: &str) {
+    fn run_until_fault(&mut self, case: &str) {
         let mut after = 0;
         for _ in 0..1000 {
-            self.talk();
-            after += u32::from(self.sim.strikes.struck);
+            self.exchange_messages();
+            after += u32::from(self.sim.injection.triggered);
             if after > 20 {
                 return;
             }
@@ -108,7 +111,7 @@ impl Trial {
     fn is_over(&self) -> bool {
         self.sim.procs[self.console]
             .replies
-            .contains_key(&self.moving)
+            .contains_key(&self.request)
     }
 
     /// Returns the task's list entry and the number of exit notifications.
@@ -127,15 +130,15 @@ impl Trial {
             } => Vec::new(),
             other => panic!("no list: {other:?}"),
         };
-        (list, self.sim.procs[self.console].notes(1).len())
+        (list, self.sim.procs[self.console].notifications(1).len())
     }
 
     /// Waits until everything has settled and checks the outcome. True if the task lives.
-    fn judge(&mut self, may_be_lost: bool, case: &str) -> bool {
-        let (console, moving) = (self.console, self.moving);
+    fn check(&mut self, may_be_lost: bool, case: &str) -> bool {
+        let (console, moving) = (self.console, self.request);
         self.sim
-            .until(case, |s| s.procs[console].replies.contains_key(&moving));
-        self.sim.pass(LONG + Micros::from_secs(20));
+            .run_until(case, |s| s.procs[console].replies.contains_key(&moving));
+        self.sim.advance(LONG_OUTAGE + Micros::from_secs(20));
         let (list, dead) = self.state();
         assert_eq!(
             list.len() + dead,
@@ -148,26 +151,30 @@ impl Trial {
             EventKind::Moved { tid: of, .. } | EventKind::MoveFailed { tid: of, .. } => *of == tid,
             _ => false,
         };
-        let told = events(&mut self.sim, console);
+        let event_log = list_events(&mut self.sim, console);
         assert_eq!(
-            told.iter().filter(ends).count(),
+            event_log.iter().filter(ends).count(),
             1,
             "the log says how the move ended: {case}"
         );
         if dead > 0 {
-            assert!(may_be_lost, "it is lost: {case}\n{}", self.sim.story());
+            assert!(may_be_lost, "it is lost: {case}\n{}", self.sim.history());
             let why = |event: &EventKind| {
                 matches!(event, EventKind::TaskEnded { tid: of, .. } if *of == tid)
                     || matches!(event, EventKind::HostGone { .. })
             };
-            assert!(told.iter().any(why), "the log says why it is gone: {case}");
+            assert!(
+                event_log.iter().any(why),
+                "the log says why it is gone: {case}"
+            );
             let proc = &self.sim.procs[self.mover];
-            let is_dead = proc.exited || (proc.is_frozen() && self.sim.strikes.is_killed());
+            let is_dead =
+                proc.exited || (proc.is_frozen() && self.sim.injection.source_was_killed());
             assert!(
                 is_dead,
                 "it is said to be dead, and something of it is left: {case}"
             );
-            came(&self.sim, &all);
+            assert_in_order(&self.sim, &all);
             return false;
         }
         let proc = &self.sim.procs[self.mover];
@@ -176,17 +183,18 @@ impl Trial {
             "it has not arrived: {case}"
         );
         assert_eq!(list[0].host, proc.host, "{case}");
-        self.talk();
-        let total = self.sent.values().sum::<u32>();
-        self.sim.until(case, |s| came(s, &all) == total);
-        self.sim.pass(Micros::from_secs(3));
+        self.exchange_messages();
+        let total = self.sent_counts.values().sum::<u32>();
+        self.sim
+            .run_until(case, |s| assert_in_order(s, &all) == total);
+        self.sim.advance(Micros::from_secs(3));
         assert_eq!(self.sim.tokens_left(), 0, "{case}");
         true
     }
 
     /// Asserts that all hosts have ended with their master and that no task runs.
-    fn judge_without_master(&mut self, case: &str) {
-        self.sim.pass(LONG + Micros::from_secs(20));
+    fn check_without_master(&mut self, case: &str) {
+        self.sim.advance(LONG_OUTAGE + Micros::from_secs(20));
         let left: Vec<HostId> = self
             .sim
             .nodes
@@ -196,37 +204,40 @@ impl Trial {
             .collect();
         assert_eq!(left, [], "{case}");
         assert!(self.sim.procs[self.mover].exited, "{case}");
-        came(&self.sim, &[self.console, self.mover, self.peer]);
+        assert_in_order(&self.sim, &[self.console, self.mover, self.peer]);
     }
 }
 
 /// True if other hosts consider a victim of this fault lost.
-fn is_gone(party: Party, blow: Blow) -> bool {
-    match party {
-        Party::Source | Party::Target | Party::Master => {
-            !matches!(blow, Blow::Stop(A_MOMENT) | Blow::Cut(A_MOMENT))
-        }
-        Party::SourceTasker | Party::TargetTasker => blow == Blow::Kill,
+fn counts_as_lost(victim: Victim, fault: Fault) -> bool {
+    match victim {
+        Victim::Source | Victim::Target | Victim::Master => !matches!(
+            fault,
+            Fault::Stop(SHORT_OUTAGE) | Fault::Isolate(SHORT_OUTAGE)
+        ),
+        Victim::SourceTasker | Victim::TargetTasker => fault == Fault::Kill,
         _ => false,
     }
 }
 
 /// True if this fault at this point may end the task, as the table in MIGRATION.md says.
-fn may_be_lost((step, edge): Point, party: Party, blow: Blow) -> bool {
+fn may_be_lost((step, edge): FaultPoint, victim: Victim, fault: Fault) -> bool {
     let at = (step, edge);
     // Post-copy memory may still be missing. It is complete when the last step ends.
-    let follows = at < (Step::Arrive, Edge::After);
-    match party {
-        Party::Source | Party::SourceTasker => is_gone(party, blow) && follows,
-        Party::Target | Party::TargetTasker => {
-            is_gone(party, blow) && at >= (Step::Restore, Edge::After)
+    let memory_incomplete = at < (Step::Arrive, StepEdge::After);
+    match victim {
+        Victim::Source | Victim::SourceTasker => counts_as_lost(victim, fault) && memory_incomplete,
+        Victim::Target | Victim::TargetTasker => {
+            counts_as_lost(victim, fault) && at >= (Step::Restore, StepEdge::After)
         }
-        Party::Master => is_gone(party, blow),
+        Victim::Master => counts_as_lost(victim, fault),
         // The engines transfer post-copy memory.
-        Party::SourceEngine => blow == Blow::Kill && at >= (Step::Dump, Edge::After),
-        Party::TargetEngine => blow == Blow::Kill && at >= (Step::Restore, Edge::After),
-        Party::Session => !matches!(blow, Blow::Stop(_)) && at >= (Step::Transfer, Edge::After),
-        Party::Manager => false,
+        Victim::SourceEngine => fault == Fault::Kill && at >= (Step::Dump, StepEdge::After),
+        Victim::TargetEngine => fault == Fault::Kill && at >= (Step::Restore, StepEdge::After),
+        Victim::Session => {
+            !matches!(fault, Fault::Stop(_)) && at >= (Step::Transfer, StepEdge::After)
+        }
+        Victim::ResourceManager => false,
     }
 }
 
@@ -236,12 +247,12 @@ fn every_step_begins_and_ends_once() {
     for seed in seeds(10) {
         let mut trial = Trial::new(seed, None);
         while !trial.is_over() {
-            trial.talk();
+            trial.exchange_messages();
         }
-        assert!(trial.judge(false, "no fault"));
-        let mut reached = trial.sim.strikes.reached.clone();
+        assert!(trial.check(false, "no fault"));
+        let mut reached = trial.sim.injection.reached_points.clone();
         reached.sort_unstable();
-        assert_eq!(reached, points(), "seed {seed}");
+        assert_eq!(reached, all_points(), "seed {seed}");
     }
 }
 
@@ -250,16 +261,16 @@ fn every_step_begins_and_ends_once() {
 #[test]
 fn task_survives_any_fault_at_any_step() {
     let (mut lived, mut lost) = (0, 0);
-    for (n, point) in points().into_iter().enumerate() {
-        for party in Party::ALL {
-            for blow in party.blows() {
-                for seed in seeds(TRIES + 1) {
+    for (n, point) in all_points().into_iter().enumerate() {
+        for party in Victim::ALL {
+            for blow in party.faults() {
+                for seed in seeds(RUNS_PER_FAULT + 1) {
                     let case = format!("{party:?}, {blow:?}, {point:?}, seed {seed}");
                     let mut trial = Trial::new(seed * 1000 + n as u64, Some((point, party, blow)));
-                    trial.until_struck(&case);
-                    if party == Party::Master && blow == Blow::Kill {
-                        trial.judge_without_master(&case);
-                    } else if trial.judge(may_be_lost(point, party, blow), &case) {
+                    trial.run_until_fault(&case);
+                    if party == Victim::Master && blow == Fault::Kill {
+                        trial.check_without_master(&case);
+                    } else if trial.check(may_be_lost(point, party, blow), &case) {
                         lived += 1;
                     } else {
                         lost += 1;
@@ -282,18 +293,18 @@ fn failed_commit_leaves_task_at_source() {
         let mut trial = Trial::new(seed, None);
         while !trial
             .sim
-            .strikes
-            .reached
-            .contains(&(Step::Restore, Edge::After))
+            .injection
+            .reached_points
+            .contains(&(Step::Restore, StepEdge::After))
         {
             trial.sim.step();
         }
-        trial.sim.faults.step_fails_percent = 50;
+        trial.sim.random_faults.failed_steps_percent = 50;
         while !trial.is_over() {
-            trial.talk();
+            trial.exchange_messages();
         }
-        trial.sim.faults.step_fails_percent = 0;
-        assert!(trial.judge(false, &format!("seed {seed}")));
+        trial.sim.random_faults.failed_steps_percent = 0;
+        assert!(trial.check(false, &format!("seed {seed}")));
         let at = trial.sim.procs[trial.mover].host;
         *if at == host(2) {
             &mut stayed

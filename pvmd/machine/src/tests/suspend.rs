@@ -1,7 +1,10 @@
 //! Suspended tasks stay paused, wherever they migrate.
 
-use super::scene::{PROMISE, Scene, events, listed, migrate, on, spawn, stopped, talk, welcome};
-use super::sim::{Seen, Sim, host, seeds};
+use super::scenario::{
+    GUEST_PAUSE_MAX, Scenario, list_events, list_tasks, migrate_request, send_numbered, spawn,
+    spawn_on, stop_guests, welcome_guests,
+};
+use super::sim::{Received, Sim, host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::Held;
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, WINDOW_BYTES_MAX};
@@ -9,7 +12,7 @@ use sempa_proto::suspend::Cause;
 use sempa_proto::task::{Reply, Request, RmServes};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 
-const LONG: Micros = Micros::from_secs(1);
+const SETTLE_TIME: Micros = Micros::from_secs(1);
 
 /// Suspended tasks stay paused and lose no messages, however requests, migrations and owners
 /// overlap.
@@ -19,27 +22,27 @@ fn suspended_tasks_stay_paused_and_lose_no_messages() {
     // In seed 669 a task runs to quiesce, resumes, and the migration it ran for is refused
     // meanwhile.
     for seed in seeds(150).chain([669]) {
-        let mut scene = Scene::unlucky(seed);
+        let mut scene = Scenario::with_faults(seed);
         for _ in 0..60 {
-            scene.go_on();
-            let n = scene.sim.dice.roll(3) as usize;
-            let tid = scene.tids[scene.sim.dice.roll(6) as usize];
-            match scene.sim.dice.roll(12) {
-                0 => scene.say(n, stopped()),
-                1 => scene.say(n, welcome()),
-                2 | 3 => scene.move_one(),
+            scene.exchange_messages();
+            let n = scene.sim.rng.roll(3) as usize;
+            let tid = scene.tids[scene.sim.rng.roll(6) as usize];
+            match scene.sim.rng.roll(12) {
+                0 => scene.send_directive(n, stop_guests()),
+                1 => scene.send_directive(n, welcome_guests()),
+                2 | 3 => scene.migrate_one(),
                 4 | 5 => scene.suspend(tid, true),
                 6 | 7 => scene.suspend(tid, false),
                 _ => {}
             }
-            scene.assert_still();
+            scene.assert_paused();
         }
         moved_suspended += scene
             .suspended_at
             .keys()
-            .filter(|tid| scene.open.iter().any(|(t, _)| t == *tid))
+            .filter(|tid| scene.open_migrations.iter().any(|(t, _)| t == *tid))
             .count();
-        moved += scene.end();
+        moved += scene.finish();
     }
     assert!(
         moved > 100 && moved_suspended > 100,
@@ -52,41 +55,44 @@ fn suspended_tasks_stay_paused_and_lose_no_messages() {
 #[test]
 fn suspended_task_migrates_without_running() {
     for seed in seeds(100) {
-        let mut scene = Scene::new(seed);
-        scene.go_on();
+        let mut scene = Scenario::new(seed);
+        scene.exchange_messages();
         let (console, p, tid) = (scene.console, scene.procs[2], scene.tids[2]);
         scene.suspend(tid, true);
-        scene.sim.pass(LONG);
-        scene.assert_still();
+        scene.sim.advance(SETTLE_TIME);
+        scene.assert_paused();
         for to in ["h1", "h3", "h2"] {
             for n in [0, 1, 4, 5] {
-                talk(&mut scene.sim, &mut scene.sent, scene.procs[n], tid);
+                send_numbered(&mut scene.sim, &mut scene.sent_counts, scene.procs[n], tid);
             }
-            let done = scene.sim.ask(console, migrate(tid, to));
+            let done = scene.sim.ask(console, migrate_request(tid, to));
             assert!(
                 matches!(done, Reply::Moved(Ok(_))),
                 "{done:?} (seed {seed})"
             );
             assert!(scene.sim.procs[p].is_frozen(), "seed {seed}");
             assert!(
-                listed(&mut scene.sim, console)
+                list_tasks(&mut scene.sim, console)
                     .iter()
                     .any(|t| t.tid == tid && t.suspended),
                 "seed {seed}"
             );
-            scene.sim.pass(LONG);
+            scene.sim.advance(SETTLE_TIME);
             assert!(
-                listed(&mut scene.sim, console)
+                list_tasks(&mut scene.sim, console)
                     .iter()
                     .any(|t| t.tid == tid && t.suspended && !t.moving)
             );
         }
-        assert_eq!(scene.sim.procs[p].eased, 0, "it never ran (seed {seed})");
+        assert_eq!(
+            scene.sim.procs[p].quiesce_runs, 0,
+            "it never ran (seed {seed})"
+        );
         scene.suspend(tid, false);
-        scene.sim.until("it goes on", |s| {
+        scene.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
-        scene.end();
+        scene.finish();
     }
 }
 
@@ -94,18 +100,18 @@ fn suspended_task_migrates_without_running() {
 #[test]
 fn suspended_guest_needs_resume_and_absent_owner() {
     for resume_first in [false, true] {
-        let mut scene = Scene::new(9);
+        let mut scene = Scenario::new(9);
         let (p, tid) = (scene.procs[2], scene.tids[2]);
         scene.suspend(tid, true);
-        scene.sim.pass(LONG);
-        scene.say(1, stopped());
-        scene.sim.pass(LONG);
+        scene.sim.advance(SETTLE_TIME);
+        scene.send_directive(1, stop_guests());
+        scene.sim.advance(SETTLE_TIME);
         if resume_first {
             scene.suspend(tid, false);
         } else {
-            scene.say(1, welcome());
+            scene.send_directive(1, welcome_guests());
         }
-        scene.sim.pass(LONG);
+        scene.sim.advance(SETTLE_TIME);
         assert!(scene.sim.procs[p].is_frozen());
         let other = scene.procs[3];
         assert_eq!(
@@ -114,14 +120,14 @@ fn suspended_guest_needs_resume_and_absent_owner() {
             "its neighbour is not suspended"
         );
         if resume_first {
-            scene.say(1, welcome());
+            scene.send_directive(1, welcome_guests());
         } else {
             scene.suspend(tid, false);
         }
-        scene.sim.until("it goes on", |s| {
+        scene.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
-        scene.end();
+        scene.finish();
     }
 }
 
@@ -129,27 +135,27 @@ fn suspended_guest_needs_resume_and_absent_owner() {
 #[test]
 fn owner_does_not_wait_for_quiescing_suspended_task() {
     for seed in seeds(100) {
-        let mut scene = Scene::new(seed);
-        scene.sim.faults.late_percent = 50;
+        let mut scene = Scenario::new(seed);
+        scene.sim.random_faults.slow_quiesce_percent = 50;
         scene.suspend(scene.tids[2], true);
-        let wait = Micros(scene.sim.dice.roll(200_000));
-        scene.sim.pass(wait);
-        scene.say(1, stopped());
-        scene.sim.pass(PROMISE + Micros(1));
-        scene.assert_still();
-        scene.end();
+        let wait = Micros(scene.sim.rng.roll(200_000));
+        scene.sim.advance(wait);
+        scene.send_directive(1, stop_guests());
+        scene.sim.advance(GUEST_PAUSE_MAX + Micros(1));
+        scene.assert_paused();
+        scene.finish();
     }
 }
 
 /// The task list and the event log report suspended tasks and the reason.
 #[test]
 fn suspension_is_visible_in_list_and_log() {
-    let mut scene = Scene::new(3);
+    let mut scene = Scenario::new(3);
     let (console, tid) = (scene.console, scene.tids[2]);
     let by = scene.sim.procs[console].tid();
     scene.suspend(tid, true);
     scene.suspend(tid, true);
-    let list = listed(&mut scene.sim, console);
+    let list = list_tasks(&mut scene.sim, console);
     let still: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
     assert_eq!(still, [tid]);
     assert!(list.iter().all(|t| !t.stopped && !t.moving));
@@ -162,14 +168,14 @@ fn suspension_is_visible_in_list_and_log() {
         cause: Some(cause),
     };
     assert_eq!(scene.sim.ask(console, room), Reply::Done);
-    let list = listed(&mut scene.sim, console);
+    let list = list_tasks(&mut scene.sim, console);
     assert!(
         list.iter().any(|t| t.tid == tid && t.suspended),
         "nobody has taken back what was asked for"
     );
     scene.suspend(tid, false);
     scene.suspend(tid, false);
-    let told = events(&mut scene.sim, console);
+    let told = list_events(&mut scene.sim, console);
     let told: Vec<&EventKind> = told
         .iter()
         .filter(|e| matches!(e, EventKind::Suspended { .. } | EventKind::Resumed { .. }))
@@ -183,15 +189,15 @@ fn suspension_is_visible_in_list_and_log() {
         cause: Cause::Asked { by },
     };
     assert_eq!(told, [&first, &second], "what changes nothing is no event");
-    scene.end();
+    scene.finish();
 }
 
 /// Only spawned tasks that do not serve the virtual machine can be suspended; a refusal names the
 /// reason.
 #[test]
 fn only_ordinary_spawned_tasks_can_be_suspended() {
-    let mut scene = Scene::new(5);
-    let (console, speaker) = (scene.console, scene.speakers[1]);
+    let mut scene = Scenario::new(5);
+    let (console, speaker) = (scene.console, scene.owner_agents[1]);
     let from_a_command_line = scene.sim.procs[speaker].tid();
     let nobody = Tid::task(host(2), 4000).expect("an id");
     for (tid, code, word) in [
@@ -221,7 +227,7 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
             );
         }
     }
-    let rm = spawn(&mut scene.sim, console, on("h2", "rm", 1))[0];
+    let rm = spawn(&mut scene.sim, console, spawn_on("h2", "rm", 1))[0];
     let serves = sempa_proto::task::RmServes {
         spawn: false,
         others: false,
@@ -241,7 +247,7 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
         matches!(&reply, Reply::Failed { error: PvmError::Denied, reason } if reason.contains("serves")),
         "{reply:?}"
     );
-    scene.end();
+    scene.finish();
 }
 
 /// The exit of a suspended task is reported once, whatever causes it.
@@ -249,11 +255,11 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
 fn exit_of_suspended_task_is_reported_once() {
     let (mut ends, mut taskers, mut hosts) = (0, 0, 0);
     for seed in seeds(200) {
-        let mut scene = Scene::watched(seed);
+        let mut scene = Scenario::with_exit_notification(seed);
         let console = scene.console;
         scene.suspend(scene.tids[2], true);
-        scene.some_time_after(300_000);
-        match scene.sim.dice.roll(4) {
+        scene.wait_randomly(300_000);
+        match scene.sim.rng.roll(4) {
             0 => {
                 let victim = scene.procs[2];
                 scene.sim.exit(victim, 9);
@@ -278,7 +284,7 @@ fn exit_of_suspended_task_is_reported_once() {
                 hosts += 1;
             }
         }
-        let list = scene.told_once();
+        let list = scene.assert_exits_reported_once();
         let suspended: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
         assert!(
             suspended.iter().all(|tid| *tid == scene.tids[2]),
@@ -313,49 +319,50 @@ fn exit_of_suspended_task_is_reported_once() {
 }
 
 /// Processes on h1 and h4 that suspend or resume a task, one request at a time.
-struct Caller {
+struct SuspendCaller {
     tid: Tid,
     callers: [usize; 2],
     /// The calling process, its open request, and whether that suspends.
-    open: Option<(usize, RequestId, bool)>,
+    open_request: Option<(usize, RequestId, bool)>,
     /// What the last successful request did; `None` while a request is open.
-    told: Option<bool>,
+    confirmed: Option<bool>,
     /// The task's host when that request was answered.
-    told_at: HostId,
+    confirmed_at: HostId,
 }
 
-impl Caller {
+impl SuspendCaller {
     /// Checks for a reply.
-    fn look(&mut self, sim: &mut Sim) {
+    fn poll_reply(&mut self, sim: &mut Sim) {
         let p = sim.proc_of(self.tid);
-        if let Some((caller, id, suspend)) = self.open
+        if let Some((caller, id, suspend)) = self.open_request
             && let Some(reply) = sim.procs[caller].replies.remove(&id)
         {
-            self.open = None;
-            (self.told, self.told_at) =
+            self.open_request = None;
+            (self.confirmed, self.confirmed_at) =
                 ((reply == Reply::Done).then_some(suspend), sim.procs[p].host);
         }
     }
 
-    fn call(&mut self, sim: &mut Sim) {
-        if self.open.is_none() {
-            let caller = self.callers[sim.dice.roll(2) as usize];
-            let suspend = sim.dice.roll(3) > 0;
+    fn send_request(&mut self, sim: &mut Sim) {
+        if self.open_request.is_none() {
+            let caller = self.callers[sim.rng.roll(2) as usize];
+            let suspend = sim.rng.roll(3) > 0;
             let request = Request::Suspend {
                 tid: self.tid,
                 suspend,
                 cause: None,
             };
-            (self.open, self.told) = (Some((caller, sim.request(caller, request), suspend)), None);
+            (self.open_request, self.confirmed) =
+                (Some((caller, sim.request(caller, request), suspend)), None);
         }
     }
 }
 
 /// Kills a host. Each other host loses its last messages with probability one half.
-fn kill_unheard(sim: &mut Sim, victim: HostId) {
+fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
     for to in [HostId::MASTER, host(3), host(4)] {
-        if sim.dice.roll(2) == 0 {
-            sim.lose_words(victim, to);
+        if sim.rng.roll(2) == 0 {
+            sim.drop_in_flight(victim, to);
         }
     }
     sim.kill_host(victim);
@@ -368,50 +375,51 @@ fn confirmed_suspension_survives_faults_in_migration() {
     let (mut moved, mut source_lost, mut stayed) = (0, 0, 0);
     for seed in seeds(1500) {
         let (mut sim, console) = Sim::cluster(seed, 4);
-        let p = spawn(&mut sim, console, on("h2", "child", 1))[0];
+        let p = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
         let tid = sim.procs[p].tid();
         let callers = [console, sim.enrol(host(4))];
-        let mut caller = Caller {
+        let mut caller = SuspendCaller {
             tid,
             callers,
-            open: None,
-            told: None,
-            told_at: host(2),
+            open_request: None,
+            confirmed: None,
+            confirmed_at: host(2),
         };
-        let moving = sim.request(console, migrate(tid, "h3"));
+        let moving = sim.request(console, migrate_request(tid, "h3"));
         let end = sim.now + Micros::from_millis(80);
-        let lose_at = sim.now + Micros(sim.dice.roll(60_000));
+        let lose_at = sim.now + Micros(sim.rng.roll(60_000));
         let mut lost = None;
         while sim.now < end {
             if sim.now >= lose_at && lost.is_none() {
-                let victim = host(2 + sim.dice.roll(2) as u16);
+                let victim = host(2 + sim.rng.roll(2) as u16);
                 lost = Some(victim);
-                match sim.dice.roll(4) {
+                match sim.rng.roll(4) {
                     0 => {}
                     1 => sim.kill_tasker(victim),
-                    _ => kill_unheard(&mut sim, victim),
+                    _ => kill_with_message_loss(&mut sim, victim),
                 }
             }
-            if sim.dice.roll(8) == 0 {
-                caller.call(&mut sim);
+            if sim.rng.roll(8) == 0 {
+                caller.send_request(&mut sim);
             }
             sim.step();
-            caller.look(&mut sim);
+            caller.poll_reply(&mut sim);
             let proc = &sim.procs[p];
-            let came_suspended = caller.told == Some(true) && caller.told_at != proc.host;
+            let came_suspended = caller.confirmed == Some(true) && caller.confirmed_at != proc.host;
             assert!(
                 !came_suspended || proc.is_frozen() || proc.exited,
                 "it runs (seed {seed})"
             );
         }
-        sim.until("the end of the move", |s| {
+        sim.run_until("the end of the move", |s| {
             s.procs[console].replies.contains_key(&moving)
         });
-        sim.pass(Micros::from_secs(10));
-        caller.look(&mut sim);
-        assert_eq!(caller.open, None, "an answer (seed {seed})");
-        let list = listed(&mut sim, console);
-        let (Some(task), Some(told)) = (list.iter().find(|t| t.tid == tid), caller.told) else {
+        sim.advance(Micros::from_secs(10));
+        caller.poll_reply(&mut sim);
+        assert_eq!(caller.open_request, None, "an answer (seed {seed})");
+        let list = list_tasks(&mut sim, console);
+        let (Some(task), Some(told)) = (list.iter().find(|t| t.tid == tid), caller.confirmed)
+        else {
             continue;
         };
         assert_eq!(
@@ -428,7 +436,7 @@ fn confirmed_suspension_survives_faults_in_migration() {
         } else {
             &mut source_lost
         } += u32::from(told);
-        let told: Vec<bool> = events(&mut sim, console)
+        let told: Vec<bool> = list_events(&mut sim, console)
             .iter()
             .filter_map(|event| match event {
                 EventKind::Suspended { .. } => Some(true),
@@ -453,8 +461,8 @@ fn confirmed_suspension_survives_faults_in_migration() {
 }
 
 /// Spawns a task that registers as resource manager.
-fn manager(scene: &mut Scene) -> usize {
-    let p = spawn(&mut scene.sim, scene.console, on("h1", "rm", 1))[0];
+fn spawn_resource_manager(scene: &mut Scenario) -> usize {
+    let p = spawn(&mut scene.sim, scene.console, spawn_on("h1", "rm", 1))[0];
     scene.sim.ask(
         p,
         Request::RegisterRm(RmServes {
@@ -466,7 +474,7 @@ fn manager(scene: &mut Scene) -> usize {
     p
 }
 
-fn share(scene: &mut Scene, rm: usize, tid: Tid) {
+fn preempt(scene: &mut Scenario, rm: usize, tid: Tid) {
     let cause = Some(Cause::Share {
         why: "user 7 waits".into(),
     });
@@ -489,44 +497,44 @@ fn share(scene: &mut Scene, rm: usize, tid: Tid) {
 fn preempted_tasks_resume_without_resource_manager() {
     let mut moved = 0;
     for seed in seeds(60) {
-        let mut scene = Scene::new(seed);
-        let rm = manager(&mut scene);
+        let mut scene = Scenario::new(seed);
+        let rm = spawn_resource_manager(&mut scene);
         let (gave_way, both, asked) = (scene.tids[2], scene.tids[3], scene.tids[4]);
         for tid in [gave_way, both] {
-            share(&mut scene, rm, tid);
+            preempt(&mut scene, rm, tid);
         }
         scene.suspend(both, true);
         scene.suspend(asked, true);
-        scene.sim.pass(LONG);
+        scene.sim.advance(SETTLE_TIME);
         scene.sim.exit(rm, 9);
         let died = scene.sim.now;
         // By now a host may know that there is no resource manager, and the task may migrate at any
         // time.
-        let (console, wait) = (scene.console, Micros(scene.sim.dice.roll(3_100_000)));
-        scene.sim.pass(wait);
+        let (console, wait) = (scene.console, Micros(scene.sim.rng.roll(3_100_000)));
+        scene.sim.advance(wait);
         let p = scene.procs[2];
         let before = scene.sim.procs[p].is_frozen();
         assert!(
             before || scene.sim.now.since(died) >= Micros::from_secs(3),
             "seed {seed}"
         );
-        let reply = scene.sim.ask(console, migrate(gave_way, "h3"));
+        let reply = scene.sim.ask(console, migrate_request(gave_way, "h3"));
         moved += u32::from(before && matches!(reply, Reply::Moved(Ok(_))));
-        scene.sim.until("it goes on", |s| {
+        scene.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
         assert!(
             scene.sim.now.since(died) >= Micros::from_secs(3),
             "not before its time (seed {seed})"
         );
-        scene.sim.pass(Micros::from_secs(20));
-        let suspended: Vec<Tid> = listed(&mut scene.sim, console)
+        scene.sim.advance(Micros::from_secs(20));
+        let suspended: Vec<Tid> = list_tasks(&mut scene.sim, console)
             .iter()
             .filter(|t| t.suspended)
             .map(|t| t.tid)
             .collect();
         assert_eq!(suspended, [both, asked], "seed {seed}");
-        let told = events(&mut scene.sim, console);
+        let told = list_events(&mut scene.sim, console);
         let resumed: Vec<&EventKind> = told
             .iter()
             .filter(|e| matches!(e, EventKind::Resumed { .. }))
@@ -538,7 +546,7 @@ fn preempted_tasks_resume_without_resource_manager() {
             *tid == gave_way && cause.to_string().contains("no resource manager has served"),
             "{cause}"
         );
-        scene.end();
+        scene.finish();
     }
     assert!(moved > 20, "{moved} were moved as they stood");
 }
@@ -548,21 +556,21 @@ fn preempted_tasks_resume_without_resource_manager() {
 #[test]
 fn new_resource_manager_keeps_tasks_preempted() {
     for seed in seeds(40) {
-        let mut scene = Scene::new(seed);
-        let rm = manager(&mut scene);
+        let mut scene = Scenario::new(seed);
+        let rm = spawn_resource_manager(&mut scene);
         let (p, tid) = (scene.procs[2], scene.tids[2]);
-        share(&mut scene, rm, tid);
-        scene.sim.pass(LONG);
+        preempt(&mut scene, rm, tid);
+        scene.sim.advance(SETTLE_TIME);
         for _ in 0..3 {
             let rm = (0..scene.sim.procs.len())
                 .rev()
                 .find(|p| scene.sim.procs[*p].spawned.is_some())
                 .expect("the last");
             scene.sim.exit(rm, 9);
-            let wait = Micros(scene.sim.dice.roll(2_500_000));
-            scene.sim.pass(wait);
-            manager(&mut scene);
-            scene.sim.pass(Micros::from_secs(30));
+            let wait = Micros(scene.sim.rng.roll(2_500_000));
+            scene.sim.advance(wait);
+            spawn_resource_manager(&mut scene);
+            scene.sim.advance(Micros::from_secs(30));
             assert!(scene.sim.procs[p].is_frozen(), "seed {seed}");
         }
         let last = (0..scene.sim.procs.len())
@@ -583,10 +591,10 @@ fn new_resource_manager_keeps_tasks_preempted() {
             ),
             Reply::Done
         );
-        scene.sim.until("it goes on", |s| {
+        scene.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
-        scene.end();
+        scene.finish();
     }
 }
 
@@ -597,13 +605,17 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
     const EACH: usize = 2 * WINDOW_BYTES_MAX / MESSAGE;
     const MESSAGE: usize = 1 << 20;
     let (mut sim, console) = Sim::cluster(1, 2);
-    let receiver = spawn(&mut sim, console, on("h1", "child", 1))[0];
+    let receiver = spawn(&mut sim, console, spawn_on("h1", "child", 1))[0];
     let tid = sim.procs[receiver].tid();
-    let mut senders = spawn(&mut sim, console, on("h1", "child", SENDERS as u32 / 2));
+    let mut senders = spawn(
+        &mut sim,
+        console,
+        spawn_on("h1", "child", SENDERS as u32 / 2),
+    );
     senders.extend(spawn(
         &mut sim,
         console,
-        on("h2", "child", SENDERS as u32 / 2),
+        spawn_on("h2", "child", SENDERS as u32 / 2),
     ));
     assert_eq!(
         sim.ask(
@@ -616,14 +628,14 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
         ),
         Reply::Done
     );
-    sim.until("it stands still", |s| s.procs[receiver].is_frozen());
+    sim.run_until("it stands still", |s| s.procs[receiver].is_frozen());
     for (sender, _) in senders
         .iter()
         .flat_map(|sender| (0..EACH).map(move |n| (*sender, n)))
     {
-        sim.tell(sender, tid, &[7; MESSAGE]);
+        sim.send_message(sender, tid, &[7; MESSAGE]);
     }
-    sim.pass(Micros::from_secs(3));
+    sim.advance(Micros::from_secs(3));
     let held = |s: &Sim| {
         let task = s.nodes[&HostId::MASTER]
             .machine
@@ -660,11 +672,11 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
     let all = SENDERS * EACH;
     let come = |s: &Sim| {
         s.procs[receiver]
-            .seen
+            .received
             .iter()
-            .filter(|seen| matches!(seen, Seen::Message(..)))
+            .filter(|seen| matches!(seen, Received::Message(..)))
             .count()
     };
-    sim.until("all that they had sent", |s| come(s) == all);
+    sim.run_until("all that they had sent", |s| come(s) == all);
     assert_eq!(held(&sim), 0);
 }

@@ -1,7 +1,7 @@
 //! Tasks enrol, exchange messages, spawn, watch each other, use the mailbox and obey resource
 //! managers.
 
-use super::sim::{Seen, Sim, host, seeds};
+use super::sim::{Received, Sim, host, seeds};
 use crate::tasks::Inbox;
 use crate::{Event, HostId, Output};
 use bytes::Bytes;
@@ -22,7 +22,7 @@ use sempa_proto::task::{
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Message, Micros, PvmError, RequestId, Tid};
 
-pub(super) fn spawn(file: &str, count: u32) -> SpawnRequest {
+pub(super) fn spawn_request(file: &str, count: u32) -> SpawnRequest {
     SpawnRequest {
         file: file.into(),
         count,
@@ -30,28 +30,28 @@ pub(super) fn spawn(file: &str, count: u32) -> SpawnRequest {
     }
 }
 
-pub(super) fn tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
+pub(super) fn spawned_tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
     match reply {
         Reply::Spawned(results) => results,
         other => panic!("{other:?}"),
     }
 }
 
-fn homes(reply: Reply) -> Vec<u16> {
-    tids(reply)
+fn home_indices(reply: Reply) -> Vec<u16> {
+    spawned_tids(reply)
         .into_iter()
         .map(|r| r.expect("started").home().expect("a task").index())
         .collect()
 }
 
-fn failed(reply: Reply) -> PvmError {
+fn error_of(reply: Reply) -> PvmError {
     match reply {
         Reply::Failed { error, .. } => error,
         other => panic!("{other:?}"),
     }
 }
 
-fn exit_note(tids: Vec<Tid>, tag: i32) -> Request {
+fn exit_notification(tids: Vec<Tid>, tag: i32) -> Request {
     Request::Notify(NotifyRequest {
         what: NotifyWhat::TaskExit(tids),
         ctx: 0,
@@ -60,7 +60,7 @@ fn exit_note(tids: Vec<Tid>, tag: i32) -> Request {
     })
 }
 
-pub(super) fn words(body: &Bytes) -> Vec<i32> {
+pub(super) fn integers(body: &Bytes) -> Vec<i32> {
     body.chunks(4)
         .map(|w| i32::from_be_bytes(w.try_into().expect("four bytes")))
         .collect()
@@ -92,10 +92,10 @@ pub(super) fn send_to_daemon(
         conn,
         message: ToDaemon::Message(message),
     };
-    sim.proc_says(conn, on, event);
+    sim.send_from_proc(conn, on, event);
 }
 
-fn put(name: &str, flags: i32, text: &'static str) -> Request {
+fn put_mail(name: &str, flags: i32, text: &'static str) -> Request {
     let body = Bytes::from_static(text.as_bytes());
     let message = Message {
         src: Tid::NONE,
@@ -113,7 +113,7 @@ fn put(name: &str, flags: i32, text: &'static str) -> Request {
     })
 }
 
-fn take(name: &str, flags: i32) -> Request {
+fn take_mail(name: &str, flags: i32) -> Request {
     Request::Mailbox(MailboxRequest::Take {
         name: name.into(),
         index: 0,
@@ -140,16 +140,16 @@ fn messages_between_all_hosts_keep_order() {
                     .filter(|(j, _)| *j != i)
                     .map(|(_, t)| *t)
                 {
-                    sim.tell(*from, to, &n.to_be_bytes());
+                    sim.send_message(*from, to, &n.to_be_bytes());
                 }
             }
         }
-        let all = |s: &Sim| procs.iter().all(|p| s.procs[*p].seen.len() == 50 * 5);
-        sim.until("all messages", all);
+        let all = |s: &Sim| procs.iter().all(|p| s.procs[*p].received.len() == 50 * 5);
+        sim.run_until("all messages", all);
         for p in &procs {
             for peer in &tids {
-                let from = sim.procs[*p].seen.iter().filter_map(|s| match s {
-                    Seen::Message(src, body) if src == peer => Some(words(body)[0]),
+                let from = sim.procs[*p].received.iter().filter_map(|s| match s {
+                    Received::Message(src, body) if src == peer => Some(integers(body)[0]),
                     _ => None,
                 });
                 let numbers: Vec<i32> = from.collect();
@@ -182,22 +182,25 @@ fn last_messages_precede_exit_on_slow_daemon() {
             let request = SpawnRequest {
                 flags: SPAWN_HOST,
                 place: format!("h{home}"),
-                ..spawn("child", 1)
+                ..spawn_request("child", 1)
             };
-            let tid = tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
-            sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
-            assert_eq!(sim.ask(console, exit_note(vec![tid], 9)), Reply::Done);
+            let tid = spawned_tids(sim.ask(console, Request::Spawn(request)))[0].expect("started");
+            sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+            assert_eq!(
+                sim.ask(console, exit_notification(vec![tid], 9)),
+                Reply::Done
+            );
             let (child, to) = (sim.proc_of(tid), sim.procs[console].tid());
-            sim.hear_late(child, Micros::from_secs(behind));
-            (0..3).for_each(|_| sim.tell(child, to, b"last"));
+            sim.delay_proc(child, Micros::from_secs(behind));
+            (0..3).for_each(|_| sim.send_message(child, to, b"last"));
             sim.exit(child, 0);
-            sim.until("its end is told", |s| {
-                s.procs[console].notes(9).len() == home
+            sim.run_until("its end is told", |s| {
+                s.procs[console].notifications(9).len() == home
             });
             let said = sim.procs[console]
-                .seen
+                .received
                 .iter()
-                .filter(|seen| is_word_of(seen, tid))
+                .filter(|seen| is_message_of(seen, tid))
                 .count();
             assert_eq!(said, 3, "{behind} s behind");
         }
@@ -208,18 +211,24 @@ fn last_messages_precede_exit_on_slow_daemon() {
 #[test]
 fn inherited_socket_does_not_delay_exit() {
     let (mut sim, console) = Sim::cluster(1, 1);
-    let tid = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
-    sim.until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
-    assert_eq!(sim.ask(console, exit_note(vec![tid], 9)), Reply::Done);
+    let tid = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+        .expect("started");
+    sim.run_until("it is there", |s| s.procs[s.proc_of(tid)].welcome.is_some());
+    assert_eq!(
+        sim.ask(console, exit_notification(vec![tid], 9)),
+        Reply::Done
+    );
     let child = sim.proc_of(tid);
-    sim.tell(child, sim.procs[console].tid(), b"last");
+    sim.send_message(child, sim.procs[console].tid(), b"last");
     sim.exit_with_socket_held(child, 0);
-    sim.until("its end is told", |s| s.procs[console].notes(9).len() == 1);
+    sim.run_until("its end is told", |s| {
+        s.procs[console].notifications(9).len() == 1
+    });
     assert!(
         sim.procs[console]
-            .seen
+            .received
             .iter()
-            .any(|seen| is_word_of(seen, tid)),
+            .any(|seen| is_message_of(seen, tid)),
         "its last words are there"
     );
     assert_eq!(sim.procs[child].conn, None);
@@ -229,19 +238,19 @@ fn inherited_socket_does_not_delay_exit() {
 #[test]
 fn spawn_distributes_blocks_from_next_host() {
     let (mut sim, console) = Sim::cluster(1, 3);
-    let reply = sim.ask(console, Request::Spawn(spawn("child", 7)));
-    assert_eq!(homes(reply), [2, 2, 2, 3, 3, 1, 1]);
-    let reply = sim.ask(console, Request::Spawn(spawn("child", 2)));
-    assert_eq!(homes(reply), [2, 3]);
-    let reply = sim.ask(console, Request::Spawn(spawn("child", 2)));
-    assert_eq!(homes(reply), [1, 2]);
+    let reply = sim.ask(console, Request::Spawn(spawn_request("child", 7)));
+    assert_eq!(home_indices(reply), [2, 2, 2, 3, 3, 1, 1]);
+    let reply = sim.ask(console, Request::Spawn(spawn_request("child", 2)));
+    assert_eq!(home_indices(reply), [2, 3]);
+    let reply = sim.ask(console, Request::Spawn(spawn_request("child", 2)));
+    assert_eq!(home_indices(reply), [1, 2]);
     let mut ask = |flags: i32, place: &str, count: u32| {
         let request = SpawnRequest {
             flags,
             place: place.into(),
-            ..spawn("child", count)
+            ..spawn_request("child", count)
         };
-        tids(sim.ask(console, Request::Spawn(request)))
+        spawned_tids(sim.ask(console, Request::Spawn(request)))
             .into_iter()
             .map(|r| r.map(|t| t.host_part()))
             .collect::<Vec<_>>()
@@ -269,13 +278,15 @@ fn spawned_task_gets_parent_and_environment() {
     let request = SpawnRequest {
         env,
         place: ":/var".into(),
-        ..spawn("child", 1)
+        ..spawn_request("child", 1)
     };
-    let child = tids(sim.ask(console, Request::Spawn(request.clone())))[0].expect("started");
+    let child =
+        spawned_tids(sim.ask(console, Request::Spawn(request.clone())))[0].expect("started");
     let flags = SPAWN_NO_PARENT;
-    let orphan = tids(sim.ask(console, Request::Spawn(SpawnRequest { flags, ..request })))[0]
-        .expect("started");
-    sim.until("both are there", |s| {
+    let orphan = spawned_tids(sim.ask(console, Request::Spawn(SpawnRequest { flags, ..request })))
+        [0]
+    .expect("started");
+    sim.run_until("both are there", |s| {
         [child, orphan]
             .iter()
             .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
@@ -316,13 +327,15 @@ fn spawned_task_gets_parent_and_environment() {
 #[test]
 fn missing_program_differs_from_failed_start() {
     let (mut sim, console) = Sim::cluster(3, 2);
-    let reply = sim.ask(console, Request::Spawn(spawn("missing", 3)));
-    assert_eq!(tids(reply), [Err(PvmError::NoFile); 3]);
-    let broken =
-        tids(sim.ask(console, Request::Spawn(spawn("broken", 1))))[0].expect("it has a tid");
-    sim.ask(console, exit_note(vec![broken], 9));
-    sim.until("it ended at once", |s| s.procs[console].notes(9).len() == 1);
-    let refused = sim.ask(console, Request::Spawn(spawn("child", 0)));
+    let reply = sim.ask(console, Request::Spawn(spawn_request("missing", 3)));
+    assert_eq!(spawned_tids(reply), [Err(PvmError::NoFile); 3]);
+    let broken = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("broken", 1))))[0]
+        .expect("it has a tid");
+    sim.ask(console, exit_notification(vec![broken], 9));
+    sim.run_until("it ended at once", |s| {
+        s.procs[console].notifications(9).len() == 1
+    });
+    let refused = sim.ask(console, Request::Spawn(spawn_request("child", 0)));
     assert!(matches!(
         refused,
         Reply::Failed {
@@ -336,8 +349,9 @@ fn missing_program_differs_from_failed_start() {
 #[test]
 fn second_claim_becomes_new_task() {
     let (mut sim, console) = Sim::cluster(4, 1);
-    let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
-    sim.until("it is there", |s| {
+    let child = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+        .expect("started");
+    sim.run_until("it is there", |s| {
         s.procs[s.proc_of(child)].welcome.is_some()
     });
     let proc = sim.proc_of(child);
@@ -347,7 +361,7 @@ fn second_claim_becomes_new_task() {
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
     let thief = sim.claim(HostId::MASTER, Claim::Spawned { epid });
-    sim.until("accepted", |s| s.procs[thief].welcome.is_some());
+    sim.run_until("accepted", |s| s.procs[thief].welcome.is_some());
     assert_ne!(sim.procs[thief].tid(), child);
     assert_eq!(
         sim.procs[thief].welcome.as_ref().map(|w| w.parent),
@@ -361,7 +375,7 @@ fn second_claim_becomes_new_task() {
             migration,
         },
     );
-    sim.until("refused", |s| s.procs[resume].refused.is_some());
+    sim.run_until("refused", |s| s.procs[resume].refused.is_some());
 }
 
 /// The exit of a task is notified after its last message.
@@ -369,41 +383,47 @@ fn second_claim_becomes_new_task() {
 fn exit_notification_follows_last_message() {
     for seed in seeds(30) {
         let (mut sim, console) = Sim::cluster(seed, 3);
-        let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
-        sim.until("it is there", |s| {
+        let child = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+            .expect("started");
+        sim.run_until("it is there", |s| {
             s.procs[s.proc_of(child)].welcome.is_some()
         });
         let proc = sim.proc_of(child);
         let watchers: Vec<usize> = (1..=3).map(|h| sim.enrol(host(h))).collect();
         for w in &watchers {
-            sim.ask(*w, exit_note(vec![child], 7));
+            sim.ask(*w, exit_notification(vec![child], 7));
         }
         for n in 0..20u32 {
             for w in &watchers {
                 let dst = sim.procs[*w].tid();
-                sim.tell(proc, dst, &n.to_be_bytes());
+                sim.send_message(proc, dst, &n.to_be_bytes());
             }
         }
         // The process is killed, so that it sends no watermarks itself.
         sim.exit(proc, 9);
-        sim.until("all notes", |s| {
-            watchers.iter().all(|w| s.procs[*w].notes(7).len() == 1)
+        sim.run_until("all notes", |s| {
+            watchers
+                .iter()
+                .all(|w| s.procs[*w].notifications(7).len() == 1)
         });
         for w in &watchers {
-            let seen = &sim.procs[*w].seen;
-            assert!(matches!(seen.last(), Some(Seen::Note(_))), "seed {seed}");
+            let seen = &sim.procs[*w].received;
+            assert!(
+                matches!(seen.last(), Some(Received::Notification(_))),
+                "seed {seed}"
+            );
             assert_eq!(seen.len(), 21, "seed {seed}");
         }
         // Notifications about dead and unknown tasks come at once.
         let late = sim.enrol(host(2));
         sim.ask(
             late,
-            exit_note(
+            exit_notification(
                 vec![child, Tid::from_raw(0x40777), Tid::from_raw(0x3c0001)],
                 8,
             ),
         );
-        sim.until("three notes", |s| s.procs[late].notes(8).len() == 3);
+        sim.run_until("three notes", |s| s.procs[late].notifications(8).len() == 3);
     }
 }
 
@@ -413,7 +433,7 @@ fn cancelled_notification_comes_at_once() {
     let (mut sim, console) = Sim::cluster(6, 2);
     let other = sim.enrol(host(2));
     let dead = sim.procs[other].tid();
-    sim.ask(console, exit_note(vec![dead, dead], 3));
+    sim.ask(console, exit_notification(vec![dead, dead], 3));
     let what = NotifyWhat::TaskExit(vec![dead]);
     sim.ask(
         console,
@@ -424,11 +444,13 @@ fn cancelled_notification_comes_at_once() {
             cancel: true,
         }),
     );
-    sim.pass(Micros::from_millis(50));
-    assert_eq!(sim.procs[console].notes(3).len(), 1);
+    sim.advance(Micros::from_millis(50));
+    assert_eq!(sim.procs[console].notifications(3).len(), 1);
     sim.ask(other, Request::Exit { marks: vec![] });
-    sim.until("the other one", |s| s.procs[console].notes(3).len() == 2);
-    let bad = sim.ask(console, exit_note(vec![Tid::MY_DAEMON], 3));
+    sim.run_until("the other one", |s| {
+        s.procs[console].notifications(3).len() == 2
+    });
+    let bad = sim.ask(console, exit_notification(vec![Tid::MY_DAEMON], 3));
     assert!(matches!(
         bad,
         Reply::Failed {
@@ -442,16 +464,17 @@ fn cancelled_notification_comes_at_once() {
 #[test]
 fn reenrolled_process_gets_new_tid() {
     let (mut sim, console) = Sim::cluster(7, 2);
-    let child = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
-    sim.until("it is there", |s| {
+    let child = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+        .expect("started");
+    sim.run_until("it is there", |s| {
         s.procs[s.proc_of(child)].welcome.is_some()
     });
     let proc = sim.proc_of(child);
-    sim.ask(console, exit_note(vec![child], 1));
+    sim.ask(console, exit_notification(vec![child], 1));
     assert_eq!(sim.ask(proc, Request::Exit { marks: vec![] }), Reply::Done);
     sim.close(proc);
-    sim.pass(Micros::from_millis(200));
-    assert!(sim.procs[console].notes(1).is_empty());
+    sim.advance(Micros::from_millis(200));
+    assert!(sim.procs[console].notifications(1).is_empty());
     let Reply::Tasks(tasks) = sim.ask(console, Request::Tasks { selector: child }) else {
         panic!("no list")
     };
@@ -463,21 +486,22 @@ fn reenrolled_process_gets_new_tid() {
         .expect("a number");
     sim.procs[proc].welcome = None;
     sim.connect(proc, Claim::Spawned { epid });
-    sim.until("again", |s| s.procs[proc].welcome.is_some());
+    sim.run_until("again", |s| s.procs[proc].welcome.is_some());
     assert_ne!(sim.procs[proc].tid(), child);
     sim.exit(proc, 0);
-    sim.until("the end", |s| s.procs[console].notes(1).len() == 1);
+    sim.run_until("the end", |s| s.procs[console].notifications(1).len() == 1);
 }
 
 /// Messages wait for a spawned task that has not connected, and are dropped for a dead one.
 #[test]
 fn messages_wait_for_spawned_task() {
     let (mut sim, console) = Sim::cluster(8, 2);
-    let sleeper = tids(sim.ask(console, Request::Spawn(spawn("sleep", 1))))[0].expect("started");
+    let sleeper = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("sleep", 1))))[0]
+        .expect("started");
     for n in 0..10u32 {
-        sim.tell(console, sleeper, &n.to_be_bytes());
+        sim.send_message(console, sleeper, &n.to_be_bytes());
     }
-    sim.pass(Micros::from_secs(3));
+    sim.advance(Micros::from_secs(3));
     let proc = sim.proc_of(sleeper);
     let epid = sim.procs[proc]
         .env
@@ -485,12 +509,12 @@ fn messages_wait_for_spawned_task() {
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
     sim.connect(proc, Claim::Spawned { epid });
-    sim.until("all that waited", |s| s.procs[proc].seen.len() == 10);
+    sim.run_until("all that waited", |s| s.procs[proc].received.len() == 10);
     sim.exit(proc, 0);
-    sim.pass(Micros::from_millis(100));
-    sim.tell(console, sleeper, b"too late");
-    sim.until("the sender's link is told and forgets", |s| {
-        s.procs[console].is_gone(sleeper)
+    sim.advance(Micros::from_millis(100));
+    sim.send_message(console, sleeper, b"too late");
+    sim.run_until("the sender's link is told and forgets", |s| {
+        s.procs[console].knows_dead(sleeper)
     });
 }
 
@@ -503,15 +527,15 @@ fn output_goes_to_collector_or_master_log() {
         ctx: 4,
         tag: 44,
     };
-    let child = tids(sim.ask(
+    let child = spawned_tids(sim.ask(
         console,
         Request::Spawn(SpawnRequest {
             output,
-            ..spawn("child", 1)
+            ..spawn_request("child", 1)
         }),
     ))[0]
         .expect("started");
-    sim.until("it is there", |s| {
+    sim.run_until("it is there", |s| {
         s.procs[s.proc_of(child)].welcome.is_some()
     });
     let on = child.home().expect("a task");
@@ -524,9 +548,11 @@ fn output_goes_to_collector_or_master_log() {
     sim.handle(on, out(child, "hello"));
     let proc = sim.proc_of(child);
     sim.exit(proc, 0);
-    sim.until("four messages", |s| s.procs[console].notes(44).len() == 4);
-    let notes = sim.procs[console].notes(44);
-    let second: Vec<i32> = notes.iter().map(|n| words(&n.body)[1]).collect();
+    sim.run_until("four messages", |s| {
+        s.procs[console].notifications(44).len() == 4
+    });
+    let notes = sim.procs[console].notifications(44);
+    let second: Vec<i32> = notes.iter().map(|n| integers(&n.body)[1]).collect();
     let from_its_host: Vec<i32> = second.iter().copied().filter(|mark| *mark != -1).collect();
     assert_eq!((second.len(), from_its_host), (4, vec![-2, 5, 0]));
     assert!(
@@ -534,9 +560,10 @@ fn output_goes_to_collector_or_master_log() {
             .iter()
             .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == on.daemon()))
     );
-    let quiet = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
+    let quiet = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
+        .expect("started");
     sim.handle(quiet.home().expect("a task"), out(quiet, "to the log\n"));
-    sim.until("logged", |s| {
+    sim.run_until("logged", |s| {
         s.nodes[&HostId::MASTER].output == b"to the log\n"
     });
 }
@@ -551,33 +578,33 @@ fn collector_learns_all_tasks_of_spawn_first() {
         ctx: 4,
         tag: 44,
     };
-    let spawned = tids(sim.ask(
+    let spawned = spawned_tids(sim.ask(
         console,
         Request::Spawn(SpawnRequest {
             output,
-            ..spawn("child", 3)
+            ..spawn_request("child", 3)
         }),
     ));
     assert_eq!(spawned.iter().flatten().count(), 3);
     for child in spawned.into_iter().flatten() {
-        sim.until("it is there", |s| {
+        sim.run_until("it is there", |s| {
             s.procs[s.proc_of(child)].welcome.is_some()
         });
         let proc = sim.proc_of(child);
         sim.exit(proc, 0);
     }
-    sim.until("all ends", |s| {
+    sim.run_until("all ends", |s| {
         s.procs[console]
-            .notes(44)
+            .notifications(44)
             .iter()
-            .filter(|n| words(&n.body)[1] == 0)
+            .filter(|n| integers(&n.body)[1] == 0)
             .count()
             == 3
     });
     let said: Vec<i32> = sim.procs[console]
-        .notes(44)
+        .notifications(44)
         .iter()
-        .map(|n| words(&n.body)[1])
+        .map(|n| integers(&n.body)[1])
         .collect();
     let asked: Vec<usize> = (0..said.len()).filter(|n| said[*n] == -1).collect();
     assert!(
@@ -591,14 +618,14 @@ fn collector_learns_all_tasks_of_spawn_first() {
 fn mailbox_is_shared_by_all_hosts() {
     let (mut sim, console) = Sim::cluster(10, 3);
     let (a, b) = (sim.enrol(host(2)), sim.enrol(host(3)));
-    let waiting = sim.request(b, take("x", 32));
-    sim.pass(Micros::from_millis(50));
+    let waiting = sim.request(b, take_mail("x", 32));
+    sim.advance(Micros::from_millis(50));
     assert!(!sim.procs[b].replies.contains_key(&waiting));
-    assert_eq!(sim.ask(a, put("x", 0, "one")), Reply::MailboxIndex(0));
-    sim.until("the waiting one", |s| {
+    assert_eq!(sim.ask(a, put_mail("x", 0, "one")), Reply::MailboxIndex(0));
+    sim.run_until("the waiting one", |s| {
         s.procs[b].replies.contains_key(&waiting)
     });
-    let denied = sim.ask(console, put("x", 0, "two"));
+    let denied = sim.ask(console, put_mail("x", 0, "two"));
     assert!(matches!(
         denied,
         Reply::Failed {
@@ -607,8 +634,8 @@ fn mailbox_is_shared_by_all_hosts() {
         }
     ));
     sim.ask(a, Request::Exit { marks: vec![] });
-    sim.pass(Micros::from_millis(50));
-    let gone = sim.ask(console, take("x", 0));
+    sim.advance(Micros::from_millis(50));
+    let gone = sim.ask(console, take_mail("x", 0));
     assert!(matches!(
         gone,
         Reply::Failed {
@@ -617,10 +644,10 @@ fn mailbox_is_shared_by_all_hosts() {
         }
     ));
     // Entries of tasks on a lost host are removed, too.
-    sim.ask(b, put("y", 1, "kept"));
-    sim.ask(b, put("z", 0, "gone"));
+    sim.ask(b, put_mail("y", 1, "kept"));
+    sim.ask(b, put_mail("z", 0, "gone"));
     sim.kill_host(host(3));
-    sim.pass(Micros::from_secs(3));
+    sim.advance(Micros::from_secs(3));
     let Reply::MailboxClasses(classes) = sim.ask(
         console,
         Request::Mailbox(MailboxRequest::List {
@@ -642,11 +669,12 @@ fn mailbox_is_shared_by_all_hosts() {
 #[test]
 fn host_wide_requests_reach_every_host() {
     let (mut sim, console) = Sim::cluster(11, 3);
-    let children: Vec<Tid> = tids(sim.ask(console, Request::Spawn(spawn("child", 3))))
-        .into_iter()
-        .flatten()
-        .collect();
-    sim.pass(Micros::from_millis(50));
+    let children: Vec<Tid> =
+        spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 3))))
+            .into_iter()
+            .flatten()
+            .collect();
+    sim.advance(Micros::from_millis(50));
     let list = |sim: &mut Sim, selector: Tid| match sim.ask(console, Request::Tasks { selector }) {
         Reply::Tasks(tasks) => tasks.into_iter().map(|t| t.tid).collect::<Vec<_>>(),
         other => panic!("{other:?}"),
@@ -656,7 +684,7 @@ fn host_wide_requests_reach_every_host() {
     assert_eq!(list(&mut sim, children[1]), [children[1]]);
     assert!(list(&mut sim, Tid::from_raw(0x80099)).is_empty());
     assert_eq!(
-        failed(sim.ask(
+        error_of(sim.ask(
             console,
             Request::Tasks {
                 selector: host(9).tid()
@@ -669,7 +697,7 @@ fn host_wide_requests_reach_every_host() {
         Reply::Done
     );
     assert_eq!(
-        failed(sim.ask(console, Request::HostStatus { name: "h8".into() })),
+        error_of(sim.ask(console, Request::HostStatus { name: "h8".into() })),
         PvmError::NoHost
     );
     assert!(matches!(
@@ -695,9 +723,9 @@ fn host_wide_requests_reach_every_host() {
         ),
         Reply::Done
     );
-    sim.pass(Micros::from_millis(50));
+    sim.advance(Micros::from_millis(50));
     assert_eq!(
-        failed(sim.ask(console, Request::TaskStatus { tid: children[0] })),
+        error_of(sim.ask(console, Request::TaskStatus { tid: children[0] })),
         PvmError::NoTask
     );
     assert_eq!(
@@ -716,7 +744,7 @@ fn host_wide_requests_reach_every_host() {
     assert_eq!(ctx, 0x40001);
     assert_eq!(sim.ask(console, Request::FreeContext { ctx }), Reply::Done);
     assert_eq!(
-        failed(sim.ask(console, Request::FreeContext { ctx })),
+        error_of(sim.ask(console, Request::FreeContext { ctx })),
         PvmError::NotFound
     );
 }
@@ -747,18 +775,18 @@ fn placement_lease_use_is_reported() {
         };
         let mut started = Vec::new();
         for n in [3, 3, 1] {
-            let reply = sim.ask(console, granted(n, giver, spawn("child", 1)));
-            started.push((n, tids(reply)[0].expect("started")));
+            let reply = sim.ask(console, granted(n, giver, spawn_request("child", 1)));
+            started.push((n, spawned_tids(reply)[0].expect("started")));
         }
         assert_eq!(
-            homes(sim.ask(console, Request::Spawn(spawn("child", 2)))),
+            home_indices(sim.ask(console, Request::Spawn(spawn_request("child", 2)))),
             [2, 3],
             "seed {seed}"
         );
-        sim.until("the giver knows", |s| {
-            s.procs[rm].notes(SM_GRANT_TAKEN).len() == 3
+        sim.run_until("the giver knows", |s| {
+            s.procs[rm].notifications(SM_GRANT_TAKEN).len() == 3
         });
-        let told = sim.procs[rm].notes(SM_GRANT_TAKEN);
+        let told = sim.procs[rm].notifications(SM_GRANT_TAKEN);
         let by = sim.procs[console].tid();
         for ((n, tid), note) in started.iter().zip(told) {
             let taken = Taken {
@@ -787,26 +815,30 @@ fn placement_lease_use_is_reported() {
         assert_eq!(placed, 3, "seed {seed}");
         // Failures are reported only to the requester, which then asks the resource manager.
         assert_eq!(
-            tids(sim.ask(console, granted(9, giver, spawn("child", 1)))),
+            spawned_tids(sim.ask(console, granted(9, giver, spawn_request("child", 1)))),
             [Err(PvmError::NoHost)]
         );
         assert_eq!(
-            tids(sim.ask(console, granted(2, giver, spawn("missing", 1)))),
+            spawned_tids(sim.ask(console, granted(2, giver, spawn_request("missing", 1)))),
             [Err(PvmError::NoFile)]
         );
         for wrong in [
-            granted(2, by, spawn("child", 1)),
-            granted(2, giver, spawn("child", 2)),
+            granted(2, by, spawn_request("child", 1)),
+            granted(2, giver, spawn_request("child", 2)),
         ] {
-            assert_eq!(failed(sim.ask(console, wrong)), PvmError::Denied);
+            assert_eq!(error_of(sim.ask(console, wrong)), PvmError::Denied);
         }
         sim.close(rm);
-        sim.until("its end", |s| s.procs[console].rm.is_none());
+        sim.run_until("its end", |s| s.procs[console].rm.is_none());
         assert_eq!(
-            failed(sim.ask(console, granted(2, giver, spawn("child", 1)))),
+            error_of(sim.ask(console, granted(2, giver, spawn_request("child", 1)))),
             PvmError::Denied
         );
-        assert_eq!(sim.procs[rm].notes(SM_GRANT_TAKEN).len(), 3, "seed {seed}");
+        assert_eq!(
+            sim.procs[rm].notifications(SM_GRANT_TAKEN).len(),
+            3,
+            "seed {seed}"
+        );
     }
 }
 
@@ -828,7 +860,7 @@ fn spawn_reply_precedes_start_and_log() {
     let before = entries(&sim);
     let message = ToDaemon::Request {
         id: RequestId(77),
-        what: Request::Spawn(spawn("child", 2)),
+        what: Request::Spawn(spawn_request("child", 2)),
     };
     let outputs = sim.outputs_of(HostId::MASTER, now, Event::TaskControl { conn, message });
     let answer = |output: &Output| {
@@ -880,33 +912,33 @@ fn one_request_uses_several_placement_leases() {
             sim.ask(
                 console,
                 Request::SpawnGranted {
-                    request: spawn("child", count),
+                    request: spawn_request("child", count),
                     grant,
                 },
             )
         };
-        let first = tids(granted(&mut sim, &[3, 1, 3, 2], 4));
+        let first = spawned_tids(granted(&mut sim, &[3, 1, 3, 2], 4));
         let homes: Vec<_> = first
             .iter()
             .map(|tid| tid.expect("started").home().expect("a home").index())
             .collect();
         assert_eq!(homes, [3, 1, 3, 2], "seed {seed}");
-        let second = tids(granted(&mut sim, &[9, 2, 8], 3));
+        let second = spawned_tids(granted(&mut sim, &[9, 2, 8], 3));
         assert_eq!([second[0], second[2]], [Err(PvmError::NoHost); 2]);
         assert_eq!(second[1].expect("started").home(), Some(host(2)));
         assert_eq!(
-            tids(granted(&mut sim, &[9, 8], 2)),
+            spawned_tids(granted(&mut sim, &[9, 8], 2)),
             [Err(PvmError::NoHost); 2]
         );
         let many = [2; GRANT_COUNT_MAX + 1];
         for (hosts, count) in [(&[2, 2][..], 3), (&[], 1), (&many[..], many.len() as u32)] {
-            assert_eq!(failed(granted(&mut sim, hosts, count)), PvmError::Denied);
+            assert_eq!(error_of(granted(&mut sim, hosts, count)), PvmError::Denied);
         }
-        sim.until("the giver knows", |s| {
-            s.procs[rm].notes(SM_GRANT_TAKEN).len() == 2
+        sim.run_until("the giver knows", |s| {
+            s.procs[rm].notifications(SM_GRANT_TAKEN).len() == 2
         });
         let told = sim.procs[rm]
-            .notes(SM_GRANT_TAKEN)
+            .notifications(SM_GRANT_TAKEN)
             .into_iter()
             .map(|note| unpack_taken(note.body).expect("a word"));
         let at = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
@@ -945,7 +977,7 @@ fn lease_reports_are_batched_in_order() {
             Reply::Done
         );
         let giver = sim.procs[rm].tid();
-        let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.news.waited;
+        let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.rm_batch.batched_total;
         let mut tids_taken = Vec::new();
         for n in 1..=GRANT_HOSTS_MAX {
             let grant = GrantOf {
@@ -956,17 +988,17 @@ fn lease_reports_are_batched_in_order() {
             let reply = sim.ask(
                 console,
                 Request::SpawnGranted {
-                    request: spawn("child", 1),
+                    request: spawn_request("child", 1),
                     grant,
                 },
             );
-            tids_taken.push(tids(reply)[0].expect("started"));
+            tids_taken.push(spawned_tids(reply)[0].expect("started"));
         }
-        sim.until("the giver knows", |s| {
-            s.procs[rm].notes(SM_GRANT_TAKEN).len() == GRANT_HOSTS_MAX
+        sim.run_until("the giver knows", |s| {
+            s.procs[rm].notifications(SM_GRANT_TAKEN).len() == GRANT_HOSTS_MAX
         });
         let told: Vec<_> = sim.procs[rm]
-            .notes(SM_GRANT_TAKEN)
+            .notifications(SM_GRANT_TAKEN)
             .into_iter()
             .map(|note| unpack_taken(note.body).expect("a word").tasks)
             .collect();
@@ -985,21 +1017,21 @@ fn lease_reports_are_batched_in_order() {
             waited(&sim)
         );
         assert!(
-            sim.procs[rm].notes(SM_TASKX).is_empty(),
+            sim.procs[rm].notifications(SM_TASKX).is_empty(),
             "it has not asked for that"
         );
 
-        sim.pass(Micros::from_secs(2));
+        sim.advance(Micros::from_secs(2));
         let before = waited(&sim);
-        sim.ask(console, Request::Spawn(spawn("child", 1)));
-        sim.pass(Micros::from_secs(1));
+        sim.ask(console, Request::Spawn(spawn_request("child", 1)));
+        sim.advance(Micros::from_secs(1));
         assert_eq!(
             waited(&sim),
             before,
             "seed {seed}: nothing is granted any more"
         );
         let numbers: Vec<u64> = sim.procs[rm]
-            .notes(33)
+            .notifications(33)
             .iter()
             .map(|note| {
                 sempa_proto::frame::from_bytes::<sempa_proto::event::Event>(&note.body)
@@ -1015,8 +1047,8 @@ fn lease_reports_are_batched_in_order() {
     }
 }
 
-fn is_word_of(seen: &Seen, tid: Tid) -> bool {
-    matches!(seen, Seen::Message(src, _) if *src == tid)
+fn is_message_of(seen: &Received, tid: Tid) -> bool {
+    matches!(seen, Received::Message(src, _) if *src == tid)
 }
 
 /// A resource manager spawns tasks, adds hosts and is notified of exits; its death is announced.
@@ -1037,24 +1069,24 @@ fn resource_manager_spawns_adds_and_is_notified() {
             }
         );
         let rm_tid = sim.procs[rm].tid();
-        sim.until("the console knows", |s| {
+        sim.run_until("the console knows", |s| {
             s.procs[console].rm.is_some_and(|r| r.tid == rm_tid)
         });
-        sim.pass(Micros::from_millis(20));
+        sim.advance(Micros::from_millis(20));
         let other = sim.enrol(host(3));
-        sim.until("so do newcomers elsewhere", |s| {
-            s.procs[other].rm.is_some() && !s.procs[rm].notes(SM_EXECACK).is_empty()
+        sim.run_until("so do newcomers elsewhere", |s| {
+            s.procs[other].rm.is_some() && !s.procs[rm].notifications(SM_EXECACK).is_empty()
         });
-        let exec = pack_exec(sim.procs[console].tid(), &spawn("child", 2), 0, 2);
+        let exec = pack_exec(sim.procs[console].tid(), &spawn_request("child", 2), 0, 2);
         send_to_daemon(&mut sim, rm, host(2).daemon(), SM_EXEC, 77, exec.clone());
         send_to_daemon(&mut sim, other, Tid::MY_DAEMON, SM_EXEC, 78, exec);
         let ack = |s: &Sim| {
             s.procs[rm]
-                .notes(SM_EXECACK)
+                .notifications(SM_EXECACK)
                 .into_iter()
                 .find(|m| m.wid == 77)
         };
-        sim.until("the acknowledgement", |s| ack(s).is_some());
+        sim.run_until("the acknowledgement", |s| ack(s).is_some());
         let ack = ack(&sim).expect("just seen");
         let started: Vec<Tid> = unpack_tids(ack.body)
             .expect("tids")
@@ -1062,56 +1094,60 @@ fn resource_manager_spawns_adds_and_is_notified() {
             .flatten()
             .collect();
         assert_eq!((ack.src, ack.ctx, started.len()), (host(2).daemon(), 0, 2));
-        sim.until("the refusal", |s| {
+        sim.run_until("the refusal", |s| {
             s.nodes[&host(3)]
                 .log
                 .iter()
                 .any(|l| l.contains("not the resource manager"))
         });
-        sim.until("they are there", |s| {
+        sim.run_until("they are there", |s| {
             started
                 .iter()
                 .all(|t| s.procs[s.proc_of(*t)].welcome.is_some())
         });
         let first = sim.proc_of(started[0]);
         for word in [b"one".as_slice(), b"two", b"three"] {
-            sim.tell(first, rm_tid, word);
+            sim.send_message(first, rm_tid, word);
         }
         sim.exit(first, 0x300);
-        sim.until("its end", |s| !s.procs[rm].notes(SM_TASKX).is_empty());
-        let said: Vec<&Seen> = sim.procs[rm]
-            .seen
+        sim.run_until("its end", |s| {
+            !s.procs[rm].notifications(SM_TASKX).is_empty()
+        });
+        let said: Vec<&Received> = sim.procs[rm]
+            .received
             .iter()
-            .skip_while(|s| !is_word_of(s, started[0]))
+            .skip_while(|s| !is_message_of(s, started[0]))
             .take(4)
             .collect();
         assert!(
-            said[..3].iter().all(|s| is_word_of(s, started[0])),
+            said[..3].iter().all(|s| is_message_of(s, started[0])),
             "{said:?}"
         );
         assert!(
-            matches!(said[3], Seen::Note(note) if note.tag == SM_TASKX),
+            matches!(said[3], Received::Notification(note) if note.tag == SM_TASKX),
             "its end is told last: {said:?}"
         );
         assert_eq!(
-            words(&sim.procs[rm].notes(SM_TASKX)[0].body)[..2],
+            integers(&sim.procs[rm].notifications(SM_TASKX)[0].body)[..2],
             [started[0].raw(), 0x300]
         );
         let mut lines = Packer::new(Encoding::Xdr);
         lines.strs(&["h4", "bad5"]);
         send_to_daemon(&mut sim, rm, Tid::MY_DAEMON, SM_ADD, 79, lines.finish());
-        sim.until("hosts", |s| !s.procs[rm].notes(SM_ADDACK).is_empty());
-        let mut ack = Unpacker::xdr(sim.procs[rm].notes(SM_ADDACK)[0].body.clone());
+        sim.run_until("hosts", |s| {
+            !s.procs[rm].notifications(SM_ADDACK).is_empty()
+        });
+        let mut ack = Unpacker::xdr(sim.procs[rm].notifications(SM_ADDACK)[0].body.clone());
         assert_eq!(
             (ack.int(), ack.int(), ack.int()),
             (Ok(2), Ok(0), Ok(host(4).tid().raw()))
         );
         sim.kill_host(host(3));
-        sim.until("the host's end", |s| {
-            !s.procs[rm].notes(SM_HOSTX).is_empty()
+        sim.run_until("the host's end", |s| {
+            !s.procs[rm].notifications(SM_HOSTX).is_empty()
         });
         assert_eq!(
-            words(&sim.procs[rm].notes(SM_HOSTX)[0].body),
+            integers(&sim.procs[rm].notifications(SM_HOSTX)[0].body),
             [host(3).daemon().raw()]
         );
         let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: rm_tid }) else {
@@ -1125,7 +1161,7 @@ fn resource_manager_spawns_adds_and_is_notified() {
             "a new host inherits it"
         );
         sim.close(rm);
-        sim.until("all know of its end", |s| {
+        sim.run_until("all know of its end", |s| {
             [console, late].iter().all(|p| s.procs[*p].rm.is_none())
         });
     }
@@ -1137,7 +1173,7 @@ fn rm_command_starts_once_or_is_logged() {
     let mut sim = Sim::with(1, |c| {
         c.rm_command = Some(vec!["child-rm".into(), "--policy".into()])
     });
-    sim.until("it runs", |s| s.procs.iter().any(|p| p.welcome.is_some()));
+    sim.run_until("it runs", |s| s.procs.iter().any(|p| p.welcome.is_some()));
     assert_eq!(
         sim.procs[0].welcome.as_ref().map(|w| w.parent.raw()),
         Some(-35)
@@ -1166,25 +1202,25 @@ fn killed_resource_manager_restarts_are_limited() {
     };
     let start = || {
         let mut sim = Sim::with(1, |c| c.rm_command = Some(vec!["child-rm".into()]));
-        sim.until("it runs", |s| alive(s).is_some());
+        sim.run_until("it runs", |s| alive(s).is_some());
         sim
     };
     let mut sim = start();
     for _ in 0..5 {
         let rm = alive(&sim).expect("it runs");
         sim.exit(rm, SIGKILL);
-        sim.until("another one runs", |s| {
+        sim.run_until("another one runs", |s| {
             alive(s).is_some_and(|now| now != rm)
         });
     }
     let rm = alive(&sim).expect("it runs");
     sim.exit(rm, SIGKILL);
-    sim.pass(Micros::from_secs(5));
+    sim.advance(Micros::from_secs(5));
     assert_eq!(alive(&sim), None, "it has died too often");
     let mut sim = start();
     let rm = alive(&sim).expect("it runs");
     sim.exit(rm, SIGTERM);
-    sim.pass(Micros::from_secs(5));
+    sim.advance(Micros::from_secs(5));
     assert_eq!(alive(&sim), None, "somebody wanted it to end");
 }
 
@@ -1207,8 +1243,10 @@ fn events_are_numbered_and_can_be_followed() {
             kind: kind.clone(),
         },
     );
-    sim.until("it comes back", |s| !s.procs[follower].notes(33).is_empty());
-    let note = sim.procs[follower].notes(33)[0].clone();
+    sim.run_until("it comes back", |s| {
+        !s.procs[follower].notifications(33).is_empty()
+    });
+    let note = sim.procs[follower].notifications(33)[0].clone();
     let entry: Entry = sempa_proto::frame::from_bytes(&note.body).expect("an event");
     assert_eq!(
         (entry.kind, entry.at, entry.host),

@@ -17,7 +17,7 @@ use checkpoint::store::{
 };
 use checkpoint_protocol::SnapshotId;
 use pvmd_machine::io::Event;
-use pvmd_machine::{COPIES_MAX, Copies};
+use pvmd_machine::{COPIES_MAX, CopyPolicy};
 use sempa_proto::checkpoint::{SetEntry, SetMeta};
 use sempa_proto::frame::{from_bytes, to_bytes};
 use sempa_proto::host::PartRecord;
@@ -49,7 +49,7 @@ pub(crate) struct StoreSettings {
     dir: PathBuf,
     key: PathBuf,
     limits: StoreLimits,
-    copies: Copies,
+    copies: CopyPolicy,
 }
 
 impl StoreSettings {
@@ -95,7 +95,7 @@ impl StoreSettings {
         })
     }
 
-    pub(crate) fn copies(&self) -> &Copies {
+    pub(crate) fn copies(&self) -> &CopyPolicy {
         &self.copies
     }
 
@@ -158,9 +158,9 @@ fn limits(env: impl Fn(&str) -> Option<String>) -> Result<StoreLimits, String> {
 /// Longest host name (HOST_NAME_MAX).
 const HOST_NAME_MAX: usize = 64;
 
-fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
+fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, String> {
     let Some(text) = env("SEMPA_STORE_COPIES") else {
-        return Ok(Copies::default());
+        return Ok(CopyPolicy::default());
     };
     let names: Vec<String> = text
         .split(',')
@@ -174,13 +174,13 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<Copies, String> {
     };
     let different: BTreeSet<&String> = names.iter().collect();
     match text.trim().parse() {
-        Ok(number) if number <= COPIES_MAX => Ok(Copies::Number(number)),
+        Ok(number) if number <= COPIES_MAX => Ok(CopyPolicy::Count(number)),
         Err(_)
             if names.iter().all(plain)
                 && different.len() == names.len()
                 && names.len() <= COPIES_MAX =>
         {
-            Ok(Copies::Hosts(names))
+            Ok(CopyPolicy::Hosts(names))
         }
         _ => Err(format!(
             "SEMPA_STORE_COPIES={text:?} is neither a number of hosts from 0 to {COPIES_MAX} nor at most so many names of hosts with commas \
@@ -322,7 +322,7 @@ impl CheckpointService {
         }
     }
 
-    /// Starts a checkpoint in the store. Reports [`Event::SetBegun`].
+    /// Starts a checkpoint in the store. Reports [`Event::CheckpointBegun`].
     pub(crate) fn begin(&self, snapshot: SnapshotId, job: Tid, now: Micros) {
         let drafts = self.drafts.clone();
         self.spawn_reporting(move |store| {
@@ -331,14 +331,11 @@ impl CheckpointService {
                 lock(&drafts).insert(snapshot, Arc::new(draft));
                 Ok(())
             });
-            Event::SetBegun {
-                cut: snapshot,
-                result,
-            }
+            Event::CheckpointBegun { snapshot, result }
         });
     }
 
-    /// Adds the images of a task to a checkpoint. Reports [`Event::PartKept`].
+    /// Adds the images of a task to a checkpoint. Reports [`Event::PartStored`].
     pub(crate) fn add_part(&self, snapshot: SnapshotId, migration: MigrationId, tid: Tid) {
         let (drafts, dir) = (self.drafts.clone(), self.paths.images(migration));
         self.spawn_reporting(move |_| {
@@ -346,11 +343,11 @@ impl CheckpointService {
             let added = draft.ok_or("the set was given up".to_string());
             let result =
                 added.and_then(|draft| draft.add(tid, &dir).map(drop).map_err(|e| e.to_string()));
-            Event::PartKept { migration, result }
+            Event::PartStored { migration, result }
         });
     }
 
-    /// Completes a checkpoint. Reports [`Event::SetSealed`].
+    /// Completes a checkpoint. Reports [`Event::CheckpointSealed`].
     pub(crate) fn seal(
         &self,
         snapshot: SnapshotId,
@@ -375,10 +372,7 @@ impl CheckpointService {
                     removal::remove_superfluous(store, now, &keep, &inputs, &log);
                     Ok((info.id.to_string(), info.bytes))
                 });
-            Event::SetSealed {
-                cut: snapshot,
-                result,
-            }
+            Event::CheckpointSealed { snapshot, result }
         });
     }
 
@@ -388,7 +382,7 @@ impl CheckpointService {
         tokio::task::spawn_blocking(move || drop(draft));
     }
 
-    /// Opens a checkpoint for reading. Reports [`Event::SetOpened`].
+    /// Opens a checkpoint for reading. Reports [`Event::CheckpointOpened`].
     pub(crate) fn open(&self, restart: u64, name: String) {
         let open = self.opened.clone();
         self.spawn_reporting(move |store| {
@@ -402,7 +396,7 @@ impl CheckpointService {
                 lock(&open).insert(restart, Arc::new(set));
                 Ok(meta)
             });
-            Event::SetOpened { restart, result }
+            Event::CheckpointOpened { restart, result }
         });
     }
 
@@ -426,10 +420,10 @@ impl CheckpointService {
         lock(&self.opened).remove(&restart);
     }
 
-    /// Lists all checkpoints. Reports [`Event::SetsListed`].
+    /// Lists all checkpoints. Reports [`Event::CheckpointsListed`].
     pub(crate) fn list(&self, tid: Tid, id: RequestId) {
         if !self.store_exists() {
-            let event = Event::SetsListed {
+            let event = Event::CheckpointsListed {
                 tid,
                 id,
                 result: Ok(Vec::new()),
@@ -464,7 +458,7 @@ impl CheckpointService {
                 });
                 whole.chain(broken).collect()
             });
-            Event::SetsListed { tid, id, result }
+            Event::CheckpointsListed { tid, id, result }
         });
     }
 
@@ -613,7 +607,7 @@ mod tests {
         let usual = whereabouts(dir, &[]).expect("good");
         assert_eq!(
             (usual.limits, usual.copies),
-            (StoreLimits::default(), Copies::Number(0))
+            (StoreLimits::default(), CopyPolicy::Count(0))
         );
         let wrong = [
             ("SEMPA_STORE_SETS", ["0", "-1", "many", "4097"]),
@@ -634,11 +628,11 @@ mod tests {
         let dir = Path::new("/nowhere");
         let copies =
             |text: &str| whereabouts(dir, &[("SEMPA_STORE_COPIES", text)]).map(|at| at.copies);
-        assert_eq!(copies("2"), Ok(Copies::Number(2)));
-        assert_eq!(copies("0"), Ok(Copies::Number(0)));
+        assert_eq!(copies("2"), Ok(CopyPolicy::Count(2)));
+        assert_eq!(copies("0"), Ok(CopyPolicy::Count(0)));
         assert_eq!(
             copies("h2, h3.lab"),
-            Ok(Copies::Hosts(vec!["h2".into(), "h3.lab".into()]))
+            Ok(CopyPolicy::Hosts(vec!["h2".into(), "h3.lab".into()]))
         );
         assert!(copies("h2,h2").is_err() && copies("").is_err() && copies("h 2").is_err());
     }

@@ -23,7 +23,8 @@ pub(super) struct PendingMarks {
     writer_lock: Arc<Mutex<()>>,
 }
 
-/// Removes what the store does not keep; reports it in the log and as [`Event::SetsSwept`].
+/// Removes what the store does not keep; reports it in the log and as
+/// [`Event::CheckpointsExpired`].
 pub(super) fn remove_superfluous(
     store: Result<CheckpointStore, String>,
     now: Micros,
@@ -35,12 +36,13 @@ pub(super) fn remove_superfluous(
     match store.and_then(|store| store.remove_expired(now, keep).map_err(|e| e.to_string())) {
         Ok(swept) if swept.removed.is_empty() => {}
         Ok(swept) => {
-            let sets: Vec<String> = swept.removed.iter().map(|set| set.id.to_string()).collect();
+            let checkpoints: Vec<String> =
+                swept.removed.iter().map(|set| set.id.to_string()).collect();
             log.write_line(format!(
                 "checkpoints removed that the store does not keep: {}",
-                sets.join(" ")
+                checkpoints.join(" ")
             ));
-            let _ = inputs.blocking_send(Input::Event(Event::SetsSwept { sets }));
+            let _ = inputs.blocking_send(Input::Event(Event::CheckpointsExpired { checkpoints }));
         }
         Err(why) => log.write_line(why),
     }
@@ -93,7 +95,7 @@ impl CheckpointService {
         });
     }
 
-    /// Removes checkpoints. Reports [`Event::SetsRemoved`].
+    /// Removes checkpoints. Reports [`Event::CheckpointsRemoved`].
     pub(crate) fn remove(
         &self,
         (tid, id): (Tid, RequestId),
@@ -111,7 +113,7 @@ impl CheckpointService {
                     .map(|set| (set, Err(Stays::Unknown)))
                     .collect()),
             };
-            Event::SetsRemoved { tid, id, result }
+            Event::CheckpointsRemoved { tid, id, result }
         });
     }
 }

@@ -1,28 +1,28 @@
 //! Copies of checkpoints in the stores of other hosts.
 
 use super::*;
-use crate::Copies;
-use crate::tests::scene::events;
+use crate::CopyPolicy;
+use crate::tests::scenario::list_events;
 use sempa_proto::checkpoint::Unwanted;
 use sempa_proto::event::EventKind;
 
-impl Scene {
-    fn with_copies(seed: u64, hosts: usize, copies: Copies) -> Scene {
-        Scene::with(seed, hosts, 4, |config| config.copies = copies.clone())
+impl JobScenario {
+    fn with_copies(seed: u64, hosts: usize, copies: CopyPolicy) -> JobScenario {
+        JobScenario::with(seed, hosts, 4, |config| config.copies = copies.clone())
     }
 
     /// Makes a checkpoint and waits for its copies. Returns its name, the hosts with a copy, the
     /// number of missing copies, and the reason.
-    fn copied(&mut self) -> (String, Vec<HostId>, u32, String) {
-        let set = self.made(None);
-        let became = self.until_copied(&set);
+    fn checkpoint_with_copies(&mut self) -> (String, Vec<HostId>, u32, String) {
+        let set = self.make_checkpoint(None);
+        let became = self.await_copies(&set);
         (set, became.0, became.1, became.2)
     }
 
-    fn until_copied(&mut self, set: &str) -> (Vec<HostId>, u32, String) {
+    fn await_copies(&mut self, set: &str) -> (Vec<HostId>, u32, String) {
         for _ in 0..3000 {
-            self.sim.pass(Micros::from_millis(10));
-            let told = events(&mut self.sim, self.console)
+            self.sim.advance(Micros::from_millis(10));
+            let report = list_events(&mut self.sim, self.console)
                 .into_iter()
                 .rev()
                 .find_map(|kind| match kind {
@@ -35,10 +35,10 @@ impl Scene {
                     } if of == set => Some((hosts, missing, why)),
                     _ => None,
                 });
-            if let Some(told) = told {
+            if let Some(report) = report {
                 // Copies that must be removed are removed by then.
-                self.sim.pass(Micros::from_millis(100));
-                return told;
+                self.sim.advance(Micros::from_millis(100));
+                return report;
             }
         }
         panic!(
@@ -49,7 +49,7 @@ impl Scene {
 
     /// Returns all copies and their hosts.
     fn copies(&self) -> Vec<(HostId, String)> {
-        self.sim.sets.copies()
+        self.sim.image_store.copies()
     }
 }
 
@@ -58,8 +58,8 @@ impl Scene {
 #[test]
 fn copies_are_made_and_older_ones_removed() {
     for seed in seeds(20) {
-        let mut scene = Scene::with_copies(seed, 5, Copies::Number(2));
-        let (first, hosts, missing, why) = scene.copied();
+        let mut scene = JobScenario::with_copies(seed, 5, CopyPolicy::Count(2));
+        let (first, hosts, missing, why) = scene.checkpoint_with_copies();
         assert_eq!(
             (hosts.len(), missing, why.as_str()),
             (2, 0, ""),
@@ -78,9 +78,9 @@ fn copies_are_made_and_older_ones_removed() {
                 .map(|at| (*at, first.clone()))
                 .collect::<Vec<_>>()
         );
-        let listed = scene.sets();
+        let listed = scene.list_checkpoints();
         assert_eq!(listed[0].copies.len(), 2, "{listed:?}");
-        let (second, again, ..) = scene.copied();
+        let (second, again, ..) = scene.checkpoint_with_copies();
         assert_eq!(
             scene.copies(),
             there
@@ -97,9 +97,9 @@ fn copies_are_made_and_older_ones_removed() {
 #[test]
 fn only_named_hosts_get_copies() {
     for seed in seeds(10) {
-        let names = Copies::Hosts(vec!["h3".into(), "h9".into(), "h1".into()]);
-        let mut scene = Scene::with_copies(seed, 3, names);
-        let (set, hosts, missing, why) = scene.copied();
+        let names = CopyPolicy::Hosts(vec!["h3".into(), "h9".into(), "h1".into()]);
+        let mut scene = JobScenario::with_copies(seed, 3, names);
+        let (set, hosts, missing, why) = scene.checkpoint_with_copies();
         assert_eq!((hosts, missing), (vec![host(3)], 2));
         assert_eq!(
             why,
@@ -112,11 +112,11 @@ fn only_named_hosts_get_copies() {
 /// Without configuration no checkpoint is copied.
 #[test]
 fn no_copies_by_default() {
-    let mut scene = Scene::new(1, 3, 4);
-    scene.made(None);
-    scene.sim.pass(Micros::from_secs(5));
+    let mut scene = JobScenario::new(1, 3, 4);
+    scene.make_checkpoint(None);
+    scene.sim.advance(Micros::from_secs(5));
     assert_eq!(scene.copies(), []);
-    let said = events(&mut scene.sim, scene.console);
+    let said = list_events(&mut scene.sim, scene.console);
     assert!(
         !said
             .iter()
@@ -128,8 +128,8 @@ fn no_copies_by_default() {
 #[test]
 fn present_owner_gets_no_new_copy() {
     for seed in seeds(10) {
-        let mut scene = Scene::with_copies(seed, 3, Copies::Number(1));
-        let (set, hosts, ..) = scene.copied();
+        let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Count(1));
+        let (set, hosts, ..) = scene.checkpoint_with_copies();
         let (owned, other) = if hosts[0] == host(2) {
             (host(2), host(3))
         } else {
@@ -137,12 +137,12 @@ fn present_owner_gets_no_new_copy() {
         };
         let speaker = scene.sim.enrol(owned);
         assert_eq!(
-            scene.sim.ask(speaker, stopped_until(None, Leave::Move)),
+            scene.sim.ask(speaker, stop_guests_until(None, Leave::Move)),
             Reply::Done
         );
         assert_eq!(scene.copies(), [(owned, set)], "what is there stays");
         // Tasks that are paused for their owner can still be written.
-        let (next, hosts, missing, why) = scene.copied();
+        let (next, hosts, missing, why) = scene.checkpoint_with_copies();
         assert_eq!((hosts, missing), (vec![other], 0), "seed {seed}");
         assert!(why.contains("its owner does not want guests now"), "{why}");
         assert_eq!(
@@ -158,12 +158,14 @@ fn present_owner_gets_no_new_copy() {
 fn owner_arrival_cancels_copy() {
     let mut seen = 0;
     for seed in seeds(40) {
-        let mut scene = Scene::with_copies(seed, 3, Copies::Hosts(vec!["h2".into()]));
+        let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Hosts(vec!["h2".into()]));
         let speaker = scene.sim.enrol(host(2));
-        scene.made(None);
-        scene.sim.request(speaker, stopped_until(None, Leave::Move));
-        let set = scene.sim.sets.newest();
-        let (hosts, missing, why) = scene.until_copied(&set);
+        scene.make_checkpoint(None);
+        scene
+            .sim
+            .request(speaker, stop_guests_until(None, Leave::Move));
+        let set = scene.sim.image_store.newest_name();
+        let (hosts, missing, why) = scene.await_copies(&set);
         assert_eq!(hosts.len() as u32 + missing, 1);
         if missing == 1 {
             assert!(
@@ -181,20 +183,20 @@ fn owner_arrival_cancels_copy() {
 #[test]
 fn lost_copies_are_replaced() {
     for seed in seeds(20) {
-        let mut scene = Scene::with_copies(seed, 4, Copies::Number(1));
-        let (set, hosts, ..) = scene.copied();
+        let mut scene = JobScenario::with_copies(seed, 4, CopyPolicy::Count(1));
+        let (set, hosts, ..) = scene.checkpoint_with_copies();
         let lost = hosts[0];
         // Depending on the seed, a host is lost before its loss is known, during another
         // checkpoint, or while idle.
         scene.sim.kill_host(lost);
-        scene.sim.until("its loss is known", |sim| {
+        scene.sim.run_until("its loss is known", |sim| {
             sim.nodes[&HostId::MASTER]
                 .machine
                 .table()
                 .get(lost)
                 .is_none()
         });
-        scene.sim.pass(Micros::from_secs(2));
+        scene.sim.advance(Micros::from_secs(2));
         let now: Vec<HostId> = scene
             .copies()
             .into_iter()
@@ -202,11 +204,11 @@ fn lost_copies_are_replaced() {
             .map(|(at, _)| at)
             .collect();
         assert_eq!(now.len(), 1, "seed {seed}");
-        assert_eq!(scene.sets()[0].copies.len(), 1, "of {set}");
+        assert_eq!(scene.list_checkpoints()[0].copies.len(), 1, "of {set}");
     }
     for seed in seeds(10) {
-        let mut scene = Scene::with_copies(seed, 2, Copies::Number(2));
-        let (set, hosts, missing, _) = scene.copied();
+        let mut scene = JobScenario::with_copies(seed, 2, CopyPolicy::Count(2));
+        let (set, hosts, missing, _) = scene.checkpoint_with_copies();
         assert_eq!((hosts, missing), (vec![host(2)], 1));
         let reply = scene.sim.ask(
             scene.console,
@@ -215,7 +217,7 @@ fn lost_copies_are_replaced() {
             },
         );
         assert!(matches!(reply, Reply::HostsAdded(_)));
-        scene.sim.pass(Micros::from_secs(2));
+        scene.sim.advance(Micros::from_secs(2));
         assert_eq!(
             scene.copies(),
             [(host(2), set.clone()), (host(3), set)],
@@ -228,27 +230,27 @@ fn lost_copies_are_replaced() {
 #[test]
 fn copies_are_removed_with_checkpoint_or_job() {
     for seed in seeds(20) {
-        let mut scene = Scene::with_copies(seed, 3, Copies::Number(1));
-        let (set, ..) = scene.copied();
+        let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Count(1));
+        let (set, ..) = scene.checkpoint_with_copies();
         assert_eq!(scene.remove(Unwanted::Sets(vec![set])).len(), 1);
-        scene.sim.pass(Micros::from_secs(1));
+        scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "it was removed (seed {seed})");
         // Removed while it waits for the copy of another checkpoint.
-        let (first, next) = (scene.made(None), scene.made(None));
+        let (first, next) = (scene.make_checkpoint(None), scene.make_checkpoint(None));
         scene.remove(Unwanted::Sets(vec![first, next]));
-        scene.sim.pass(Micros::from_secs(1));
+        scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
         // Removed at any moment of its copy.
-        let set = scene.made(None);
-        let wait = Micros(scene.sim.dice.roll(20_000));
-        scene.sim.pass(wait);
+        let set = scene.make_checkpoint(None);
+        let wait = Micros(scene.sim.rng.roll(20_000));
+        scene.sim.advance(wait);
         scene.remove(Unwanted::Sets(vec![set]));
-        scene.sim.pass(Micros::from_secs(1));
+        scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
-        scene.made(None);
-        let wait = Micros(scene.sim.dice.roll(20_000));
-        scene.sim.pass(wait);
-        assert!(scene.ends(0, 0), "it has ended well");
+        scene.make_checkpoint(None);
+        let wait = Micros(scene.sim.rng.roll(20_000));
+        scene.sim.advance(wait);
+        assert!(scene.exit_all(0, 0), "it has ended well");
         assert_eq!(scene.copies(), [], "seed {seed}");
     }
 }
@@ -259,12 +261,12 @@ fn copies_are_removed_with_checkpoint_or_job() {
 fn target_reports_why_copy_failed() {
     for seed in seeds(20) {
         for silent in [false, true] {
-            let mut scene = Scene::with_copies(seed, 3, Copies::Number(2));
-            scene.made(None);
-            scene.sim.faults.step_fails_percent = 100;
-            scene.sim.sets.silent = silent;
-            let set = scene.sim.sets.newest();
-            let (hosts, missing, why) = scene.until_copied(&set);
+            let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Count(2));
+            scene.make_checkpoint(None);
+            scene.sim.random_faults.failed_steps_percent = 100;
+            scene.sim.image_store.hides_copy_errors = silent;
+            let set = scene.sim.image_store.newest_name();
+            let (hosts, missing, why) = scene.await_copies(&set);
             // A copy may have arrived earlier.
             assert_eq!(hosts.len() as u32 + missing, 2, "{why} (seed {seed})");
             let (by_host, by_sender) = (
@@ -285,14 +287,14 @@ fn target_reports_why_copy_failed() {
 #[test]
 fn failed_copy_goes_to_next_host() {
     for seed in seeds(40) {
-        let mut scene = Scene::with_copies(seed, 4, Copies::Number(1));
-        scene.made(None);
-        let wait = Micros(scene.sim.dice.roll(5_000));
-        scene.sim.pass(wait);
-        let victim = host(2 + scene.sim.dice.roll(3) as u16);
+        let mut scene = JobScenario::with_copies(seed, 4, CopyPolicy::Count(1));
+        scene.make_checkpoint(None);
+        let wait = Micros(scene.sim.rng.roll(5_000));
+        scene.sim.advance(wait);
+        let victim = host(2 + scene.sim.rng.roll(3) as u16);
         scene.sim.kill_host(victim);
-        let set = scene.sim.sets.newest();
-        scene.sim.pass(Micros::from_secs(30));
+        let set = scene.sim.image_store.newest_name();
+        scene.sim.advance(Micros::from_secs(30));
         let living: Vec<(HostId, String)> = scene
             .copies()
             .into_iter()

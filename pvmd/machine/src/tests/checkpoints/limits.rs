@@ -1,25 +1,28 @@
 //! Limits that owners set for guests, while a job is written and when it is restarted.
 
 use super::*;
-use crate::tests::scene::{on, welcome, welcome_with};
+use crate::tests::scenario::{spawn_on, welcome_guests, welcome_guests_with};
 use sempa_proto::PvmError;
 use sempa_proto::load::GuestLimits;
 
 const HOSTS: u16 = 3;
 
 /// A job, and an owner agent on each host.
-fn spoken_for(seed: u64) -> (Scene, Vec<usize>) {
-    let mut scene = Scene::new(seed, usize::from(HOSTS), 4);
+fn job_with_owner_agents(seed: u64) -> (JobScenario, Vec<usize>) {
+    let mut scene = JobScenario::new(seed, usize::from(HOSTS), 4);
     let speakers = (1..=HOSTS).map(|n| scene.sim.enrol(host(n))).collect();
     (scene, speakers)
 }
 
-fn allow(scene: &mut Scene, speaker: usize, most: u32) {
+fn set_core_limit(scene: &mut JobScenario, agent: usize, core_limit: u32) {
     let limits = GuestLimits {
-        cores: Some(most),
+        cores: Some(core_limit),
         ..GuestLimits::default()
     };
-    assert_eq!(scene.sim.ask(speaker, welcome_with(limits)), Reply::Done);
+    assert_eq!(
+        scene.sim.ask(agent, welcome_guests_with(limits)),
+        Reply::Done
+    );
 }
 
 /// A task that is being written keeps its slot.
@@ -27,11 +30,11 @@ fn allow(scene: &mut Scene, speaker: usize, most: u32) {
 fn task_in_checkpoint_keeps_its_slot() {
     let mut tried = 0;
     for seed in seeds(20) {
-        let (mut scene, speakers) = spoken_for(seed);
+        let (mut scene, speakers) = job_with_owner_agents(seed);
         for (n, speaker) in (1..=HOSTS).zip(speakers) {
             let there = |tid: &&Tid| scene.sim.procs[scene.sim.proc_of(**tid)].host == host(n);
             let most = scene.tids.iter().filter(there).count();
-            allow(&mut scene, speaker, u32::try_from(most).expect("few"));
+            set_core_limit(&mut scene, speaker, u32::try_from(most).expect("few"));
         }
         let (asked, console) = (scene.begin_checkpoint(None), scene.console);
         let mut spawns: Vec<RequestId> = Vec::new();
@@ -41,11 +44,13 @@ fn task_in_checkpoint_keeps_its_slot() {
             spawns.push(
                 scene
                     .sim
-                    .request(console, Request::Spawn(on(&at, "child", 1))),
+                    .request(console, Request::Spawn(spawn_on(&at, "child", 1))),
             );
         }
-        scene.answer(asked).expect("nothing stands in its way");
-        scene.sim.until("all are answered", |s| {
+        scene
+            .await_checkpoint(asked)
+            .expect("nothing stands in its way");
+        scene.sim.run_until("all are answered", |s| {
             spawns
                 .iter()
                 .all(|id| s.procs[console].replies.contains_key(id))
@@ -59,7 +64,7 @@ fn task_in_checkpoint_keeps_its_slot() {
             );
         }
         tried += spawns.len();
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
     }
     assert!(tried > 50, "{tried} spawns");
 }
@@ -68,11 +73,11 @@ fn task_in_checkpoint_keeps_its_slot() {
 #[test]
 fn restart_respects_owner_limits() {
     for seed in seeds(20) {
-        let (mut scene, speakers) = spoken_for(seed);
+        let (mut scene, speakers) = job_with_owner_agents(seed);
         let set = scene.checkpoint(None).expect("a set").set;
-        scene.end_all();
+        scene.kill_all();
         for speaker in &speakers {
-            allow(&mut scene, *speaker, 1);
+            set_core_limit(&mut scene, *speaker, 1);
         }
         let why = scene
             .restart(&set, &[])
@@ -83,7 +88,7 @@ fn restart_respects_owner_limits() {
             "{why} (seed {seed})"
         );
         // Soon nothing is left of the job that would count against a limit.
-        scene.sim.pass(Micros::from_secs(2));
+        scene.sim.advance(Micros::from_secs(2));
         let three = SpawnRequest {
             file: "child".into(),
             count: 3,
@@ -94,7 +99,7 @@ fn restart_respects_owner_limits() {
             matches!(&reply, Reply::Spawned(all) if all.iter().all(Result::is_ok)),
             "{reply:?} (seed {seed})"
         );
-        assert_eq!(scene.sim.ask(speakers[1], welcome()), Reply::Done);
+        assert_eq!(scene.sim.ask(speakers[1], welcome_guests()), Reply::Done);
         let places = scene
             .restart(&set, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
@@ -102,6 +107,6 @@ fn restart_respects_owner_limits() {
             places.iter().all(|(_, at)| *at == host(2)),
             "{places:?} (seed {seed})"
         );
-        scene.until_all_are_back();
+        scene.run_until_all_connected();
     }
 }

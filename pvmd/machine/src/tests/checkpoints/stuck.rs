@@ -1,7 +1,7 @@
 //! Jobs that must be restarted and that no host accepts.
 
-use super::{Scene, host};
-use crate::tests::scene::events;
+use super::{JobScenario, host};
+use crate::tests::scenario::list_events;
 use crate::{Event, HostId};
 use sempa_proto::checkpoint::Pace;
 use sempa_proto::event::EventKind;
@@ -11,13 +11,13 @@ use sempa_proto::{Micros, Tid};
 
 /// A job that has lost a host and that no other host accepts. Returns the number of processes until
 /// then, too.
-fn stuck(seed: u64) -> (Scene, usize) {
-    let mut scene = Scene::new(seed, 4, 6);
+fn unplaceable_job(seed: u64) -> (JobScenario, usize) {
+    let mut scene = JobScenario::new(seed, 4, 6);
     scene
         .checkpoint(Some(Micros::from_millis(600)))
         .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
     for at in [HostId::MASTER, host(2), host(3), host(4)] {
-        scene.sim.refuses.insert(
+        scene.sim.verdicts.insert(
             at,
             vec![Refusal::NoEngine {
                 host: at,
@@ -31,7 +31,7 @@ fn stuck(seed: u64) -> (Scene, usize) {
 }
 
 /// Returns the times at which a restart has failed.
-fn failures(scene: &mut Scene) -> Vec<Micros> {
+fn restart_failure_times(scene: &mut JobScenario) -> Vec<Micros> {
     let Reply::Events(events) = scene.sim.ask(
         scene.console,
         Request::Events {
@@ -47,7 +47,7 @@ fn failures(scene: &mut Scene) -> Vec<Micros> {
     failed.map(|event| event.at).collect()
 }
 
-fn ask_no_more(scene: &mut Scene, job: Tid) {
+fn cancel_checkpointing(scene: &mut JobScenario, job: Tid) {
     let request = Request::Checkpoint {
         job,
         pace: Some(Pace::Never),
@@ -62,9 +62,9 @@ fn ask_no_more(scene: &mut Scene, job: Tid) {
 #[test]
 fn restart_retries_back_off_until_a_host_joins() {
     for seed in 0..2 {
-        let (mut scene, before) = stuck(seed);
-        scene.sim.pass(Micros::from_secs(2 * 3600));
-        let failed = failures(&mut scene);
+        let (mut scene, before) = unplaceable_job(seed);
+        scene.sim.advance(Micros::from_secs(2 * 3600));
+        let failed = restart_failure_times(&mut scene);
         let pauses: Vec<u64> = failed
             .windows(2)
             .map(|pair| pair[1].since(pair[0]).0 / 1_000_000)
@@ -77,7 +77,7 @@ fn restart_retries_back_off_until_a_host_joins() {
             pauses[20..].iter().all(|pause| (600..603).contains(pause)),
             "{pauses:?} (seed {seed})"
         );
-        scene.sim.refuses.clear();
+        scene.sim.verdicts.clear();
         let come = scene.sim.now;
         let reply = scene.sim.ask(
             scene.console,
@@ -89,7 +89,7 @@ fn restart_retries_back_off_until_a_host_joins() {
             matches!(&reply, Reply::HostsAdded(added) if added[0].result.is_ok()),
             "{reply:?}"
         );
-        scene.until_it_goes_on(before);
+        scene.run_until_restarted(before);
         assert!(
             scene.sim.now.since(come) < Micros::from_secs(60),
             "it was not tried at once (seed {seed})"
@@ -100,16 +100,19 @@ fn restart_retries_back_off_until_a_host_joins() {
 /// Restarts of a job that no host accepts stop when its checkpointing is cancelled.
 #[test]
 fn cancelled_checkpointing_stops_restart_retries() {
-    let (mut scene, before) = stuck(1);
+    let (mut scene, before) = unplaceable_job(1);
     let job = scene.job();
-    scene.sim.pass(Micros::from_secs(60));
-    ask_no_more(&mut scene, job);
-    let failed = failures(&mut scene).len();
+    scene.sim.advance(Micros::from_secs(60));
+    cancel_checkpointing(&mut scene, job);
+    let failed = restart_failure_times(&mut scene).len();
     assert!(failed > 10, "{failed} times");
-    scene.sim.refuses.clear();
-    scene.sim.pass(Micros::from_secs(3600));
+    scene.sim.verdicts.clear();
+    scene.sim.advance(Micros::from_secs(3600));
     assert_eq!(
-        (failures(&mut scene).len(), scene.sim.procs.len()),
+        (
+            restart_failure_times(&mut scene).len(),
+            scene.sim.procs.len()
+        ),
         (failed, before)
     );
 }
@@ -119,12 +122,12 @@ fn cancelled_checkpointing_stops_restart_retries() {
 fn checkpoint_completed_after_rollback_is_removed() {
     let mut late = 0;
     for seed in 0..20 {
-        let mut scene = Scene::new(seed, 4, 6);
+        let mut scene = JobScenario::new(seed, 4, 6);
         scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let (before, procs) = (scene.sim.sets.count(), scene.sim.procs.len());
-        while scene.sim.sets.count() == before {
+        let (before, procs) = (scene.sim.image_store.count(), scene.sim.procs.len());
+        while scene.sim.image_store.count() == before {
             assert!(scene.sim.step(), "no other checkpoint (seed {seed})");
         }
         // The store has the checkpoint, but the master does not know that yet.
@@ -136,8 +139,8 @@ fn checkpoint_completed_after_rollback_is_removed() {
                 why: "it was killed".into(),
             },
         );
-        scene.until_it_goes_on(procs);
-        let events = events(&mut scene.sim, scene.console);
+        scene.run_until_restarted(procs);
+        let events = list_events(&mut scene.sim, scene.console);
         let told: Vec<&String> = events
             .iter()
             .filter_map(|kind| match kind {
@@ -145,7 +148,11 @@ fn checkpoint_completed_after_rollback_is_removed() {
                 _ => None,
             })
             .collect();
-        let there: Vec<String> = scene.sets().into_iter().map(|entry| entry.set).collect();
+        let there: Vec<String> = scene
+            .list_checkpoints()
+            .into_iter()
+            .map(|entry| entry.set)
+            .collect();
         assert!(
             there.iter().all(|set| told.contains(&set)),
             "{there:?} are there, {told:?} were told (seed {seed})"

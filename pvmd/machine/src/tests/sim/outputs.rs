@@ -1,8 +1,8 @@
 //! Carries out the outputs of the machines.
 
-use super::strikes::Edge;
-use super::{Channel, Happening, Sim, pair};
-use crate::io::StartOrder;
+use super::fault_injection::StepEdge;
+use super::{Channel, Sim, SimEvent, pair};
+use crate::io::HosterOrder;
 use crate::{ConnId, Event, HostPlan, Output};
 use sempa_proto::host::{Carried, HostMsg};
 use sempa_proto::migration::Failure;
@@ -13,17 +13,17 @@ impl Sim {
     pub(super) fn carry_out(&mut self, on: HostId, output: Output) {
         match output {
             Output::ToTask { conn, message } => {
-                let late = self.faults.late_percent;
+                let late = self.random_faults.slow_quiesce_percent;
                 if late > 0
                     && matches!(message, ToTask::Quiesce { .. })
-                    && self.dice.roll(100) < late
+                    && self.rng.roll(100) < late
                 {
-                    let at = self.now + Micros(20_000 + self.dice.roll(120_000));
+                    let at = self.now + Micros(20_000 + self.rng.roll(120_000));
                     self.channels.insert(Channel::ToProc(conn), at);
                 }
-                self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
+                self.send_to_proc(conn, |proc| SimEvent::ToProc(proc, conn, message));
             }
-            Output::RouteToTask {
+            Output::ToTaskWithFds {
                 conn,
                 message,
                 descriptors,
@@ -32,20 +32,20 @@ impl Sim {
                     panic!("{message:?} brings descriptors")
                 };
                 assert_eq!(word.descriptors(), descriptors.count(), "{word:?}");
-                self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
+                self.send_to_proc(conn, |proc| SimEvent::ToProc(proc, conn, message));
             }
             Output::LinkToTask { conn, frame } => {
-                self.tell_proc(conn, |proc| Happening::LinkToProc(proc, conn, frame))
+                self.send_to_proc(conn, |proc| SimEvent::LinkToProc(proc, conn, frame))
             }
-            Output::HearOut { conn } => self.hear_out(conn),
-            Output::CloseTask { conn } => self.tell_proc(conn, |_| Happening::CloseProc(conn)),
+            Output::DrainConnection { conn } => self.close_exited(conn),
+            Output::CloseTask { conn } => self.send_to_proc(conn, |_| SimEvent::CloseProc(conn)),
             Output::Signal { conn, signal } => {
                 if let Some(p) = self.conns.get(&conn) {
                     self.signalled.push((*p, signal));
                 }
             }
             Output::StartTasker => {}
-            Output::ToTasker(message) => self.tell_tasker(on, message),
+            Output::ToTasker(message) => self.send_to_tasker(on, message),
             Output::Log { text } => self.nodes.get_mut(&on).expect("it speaks").log.push(text),
             Output::LogTaskOutput { bytes, .. } => self
                 .nodes
@@ -55,15 +55,15 @@ impl Sim {
                 .extend(&bytes),
             Output::Shutdown => {
                 self.nodes.get_mut(&on).expect("it speaks").alive = false;
-                self.lose_procs(on, |p| p.spawned.is_some());
-                self.session_ends(on);
+                self.end_procs(on, |p| p.spawned.is_some());
+                self.end_sessions(on);
             }
             output => self.carry_out_for_hosts(on, output),
         }
     }
 
     /// Closes the stream of a process that has exited, even if another process holds its socket.
-    fn hear_out(&mut self, conn: ConnId) {
+    fn close_exited(&mut self, conn: ConnId) {
         let proc = self.conns[&conn];
         assert!(
             self.procs[proc].exited,
@@ -75,9 +75,9 @@ impl Sim {
         }
     }
 
-    fn tell_proc(&mut self, conn: ConnId, happening: impl FnOnce(usize) -> Happening) {
+    fn send_to_proc(&mut self, conn: ConnId, make_event: impl FnOnce(usize) -> SimEvent) {
         if let Some(proc) = self.conns.get(&conn).copied() {
-            self.send(Channel::ToProc(conn), happening(proc));
+            self.send_in_order(Channel::ToProc(conn), make_event(proc));
         }
     }
 
@@ -88,41 +88,41 @@ impl Sim {
                     host: on,
                     message: round_trip(&message),
                 };
-                self.between(Channel::Control(on, host), on, host, event);
+                self.send_or_store(Channel::Control(on, host), on, host, event);
             }
-            Output::Carry { host, carried } => {
-                let event = Event::HostCarried {
+            Output::SendData { host, message } => {
+                let event = Event::HostData {
                     host: on,
-                    carried: round_trip_carried(&carried),
+                    message: round_trip_carried(&message),
                 };
-                self.between(Channel::Data(on, host), on, host, event);
+                self.send_or_store(Channel::Data(on, host), on, host, event);
             }
-            Output::Connect { host, .. } => self.session(on, host),
-            Output::Forget { host } => {
+            Output::Connect { host, .. } => self.connect_hosts(on, host),
+            Output::Disconnect { host } => {
                 if self.sessions.remove(&pair(on, host)) {
-                    self.push(self.now + Micros(1000), Happening::LostSeen(host, on));
+                    self.schedule(self.now + Micros(1000), SimEvent::LossNoticed(host, on));
                 }
             }
             Output::StartHost { start, plan } => self.start_host(start, plan),
             Output::PrepareHosts { plans } => {
-                let order = |plan: &HostPlan| StartOrder {
+                let hoster_order = |plan: &HostPlan| HosterOrder {
                     login: plan.name.clone(),
                     command: format!("pvmd {}", plan.name),
                     secret: "secret".into(),
                 };
                 let orders = plans
                     .iter()
-                    .map(|(start, plan)| (*start, Ok(order(plan))))
+                    .map(|(start, plan)| (*start, Ok(hoster_order(plan))))
                     .collect();
-                self.prepared.extend(plans);
-                self.send(
+                self.prepared_starts.extend(plans);
+                self.send_in_order(
                     Channel::Tasker(on),
-                    Happening::Event(on, Event::HostsPrepared { orders }),
+                    SimEvent::Machine(on, Event::HostsPrepared { orders }),
                 );
             }
-            Output::HosterHeard { start, line } => {
+            Output::HosterReported { start, line } => {
                 let plan = self
-                    .prepared
+                    .prepared_starts
                     .iter()
                     .find(|(known, _)| *known == start)
                     .map(|(_, plan)| plan.clone());
@@ -133,37 +133,37 @@ impl Sim {
                         PvmError::from_name(&line).unwrap_or(PvmError::CantStart),
                         line,
                     ));
-                    self.send(
+                    self.send_in_order(
                         Channel::Tasker(on),
-                        Happening::Event(on, Event::HostStarted { start, result }),
+                        SimEvent::Machine(on, Event::HostStarted { start, result }),
                     );
                 }
             }
-            Output::AbandonStart { start } => self.abandoned.push(start),
-            output => self.carry_out_moves(on, output),
+            Output::AbandonStart { start } => self.abandoned_starts.push(start),
+            output => self.carry_out_for_migrations(on, output),
         }
     }
 
-    fn carry_out_moves(&mut self, on: HostId, output: Output) {
+    fn carry_out_for_migrations(&mut self, on: HostId, output: Output) {
         match output {
-            Output::SendAhead { migration, to } => self.send_ahead(on, migration, to),
+            Output::SendImagesEarly { migration, to } => self.start_pre_copy(on, migration, to),
             Output::SendImages { migration, to } => self.send_images(on, migration, to),
             Output::ExpectImages { migration, .. } | Output::ExpectCopy { migration, .. } => {
                 self.nodes
                     .get_mut(&on)
                     .expect("it speaks")
-                    .expected
+                    .expected_images
                     .insert(migration);
             }
             // How engines exchange memory is not simulated.
-            Output::LendMemory { .. } | Output::ExpectMemory { .. } => {}
+            Output::ServeMemory { .. } | Output::FetchMemory { .. } => {}
             Output::DropImages { migration } => {
                 self.nodes
                     .get_mut(&on)
                     .expect("it speaks")
-                    .expected
+                    .expected_images
                     .remove(&migration);
-                self.sets.drop_images(on, migration);
+                self.image_store.drop_images(on, migration);
             }
             Output::WriteToken { path, token } => {
                 self.tokens.insert((on, path), token);
@@ -171,24 +171,24 @@ impl Sim {
             Output::RemoveToken { path } => {
                 self.tokens.remove(&(on, path));
             }
-            Output::RecordMove { migration, tid, to } => {
+            Output::RecordMigration { migration, tid, to } => {
                 let result = self.step_result(());
                 if result.is_ok() {
-                    self.recorded.push((migration, tid, to));
+                    self.recorded_moves.push((migration, tid, to));
                 }
-                self.push(
+                self.schedule(
                     self.now + Micros(500),
-                    Happening::Event(on, Event::MoveRecorded { migration, result }),
+                    SimEvent::Machine(on, Event::MigrationRecorded { migration, result }),
                 );
             }
-            Output::StepBegins { step, .. } => self.reaches((step, Edge::Before)),
-            Output::StepEnded { step, .. } => self.reaches((step, Edge::After)),
-            output => self.store_gets(on, output),
+            Output::StepStarting { step, .. } => self.reach_point((step, StepEdge::Before)),
+            Output::StepEnded { step, .. } => self.reach_point((step, StepEdge::After)),
+            output => self.carry_out_for_store(on, output),
         }
     }
 
     /// Pre-copied memory is lost now, or fails at the end like all other images.
-    fn send_ahead(&mut self, on: HostId, migration: MigrationId, to: HostId) {
+    fn start_pre_copy(&mut self, on: HostId, migration: MigrationId, to: HostId) {
         let Err(why) = self.step_result(()) else {
             return;
         };
@@ -208,19 +208,19 @@ impl Sim {
                 },
             ),
         ] {
-            self.push(self.now + Micros(900), Happening::Event(host, event));
+            self.schedule(self.now + Micros(900), SimEvent::Machine(host, event));
         }
     }
 
     fn send_images(&mut self, on: HostId, migration: MigrationId, to: HostId) {
         let mut result = self.step_result(100);
-        if self.strikes.is_one() && self.is_parted() {
+        if self.injection.is_active() && self.session_is_broken() {
             result = Err(Failure::Images("no session".into()));
         }
         let sent = result.clone();
-        self.push(
+        self.schedule(
             self.now + Micros(900),
-            Happening::Event(
+            SimEvent::Machine(
                 on,
                 Event::ImagesSent {
                     migration,
@@ -231,11 +231,11 @@ impl Sim {
         let expected = self
             .nodes
             .get(&to)
-            .is_some_and(|n| n.alive && n.expected.contains(&migration));
+            .is_some_and(|n| n.alive && n.expected_images.contains(&migration));
         if expected {
-            self.push(
+            self.schedule(
                 self.now + Micros(1000),
-                Happening::Event(to, Event::ImagesReceived { migration, result }),
+                SimEvent::Machine(to, Event::ImagesReceived { migration, result }),
             );
         }
     }

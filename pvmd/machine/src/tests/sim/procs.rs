@@ -1,6 +1,6 @@
 //! A process of the simulation, with a model of its task library.
 
-use super::{Happening, Sim};
+use super::{Sim, SimEvent};
 use crate::ConnId;
 use bytes::Bytes;
 use sempa_proto::link::{Link, LinkEvent};
@@ -11,9 +11,9 @@ use std::path::PathBuf;
 
 /// A message or notification that a task has received.
 #[derive(Clone, Debug, PartialEq)]
-pub(in crate::tests) enum Seen {
+pub(in crate::tests) enum Received {
     Message(Tid, Bytes),
-    Note(Message),
+    Notification(Message),
 }
 
 /// A process with a task library. A clone of it is the content of its images.
@@ -32,38 +32,38 @@ pub(in crate::tests) struct Proc {
     pub(super) links: BTreeMap<Tid, Link>,
     pub(super) route: u64,
     /// The incarnation that its links begin with.
-    pub(super) line: u16,
+    pub(super) incarnation: u16,
     /// Number of messages sent to each peer.
-    pub(in crate::tests) said: BTreeMap<Tid, u32>,
-    pub(super) open: BTreeMap<RequestId, Request>,
+    pub(in crate::tests) sent_counts: BTreeMap<Tid, u32>,
+    pub(super) pending_requests: BTreeMap<RequestId, Request>,
     pub(in crate::tests) replies: BTreeMap<RequestId, Reply>,
     pub(super) next_request: u64,
-    pub(in crate::tests) seen: Vec<Seen>,
+    pub(in crate::tests) received: Vec<Received>,
     /// Route messages and the daemon's messages about peers, in order.
-    pub(in crate::tests) told: Vec<ToTask>,
-    pub(super) waiting: Vec<(LinkMark, Message)>,
+    pub(in crate::tests) daemon_messages: Vec<ToTask>,
+    pub(super) deferred_notifications: Vec<(LinkMark, Message)>,
     pub(super) quiesced: Option<(MigrationId, Vec<PathBuf>)>,
-    pub(super) stopped: bool,
+    pub(super) stopped_for_migration: bool,
     /// It is paused for the owner of its host.
-    pub(super) held: bool,
+    pub(super) paused: bool,
     /// Number of the latest order to pause or resume it.
-    pub(super) holds: u64,
+    pub(super) pause_serial: u64,
     /// How often it was resumed to quiesce while it was paused.
-    pub(in crate::tests) eased: u64,
+    pub(in crate::tests) quiesce_runs: u64,
     /// Events that arrived while it was paused.
-    pub(super) mail: Vec<Happening>,
+    pub(super) deferred_events: Vec<SimEvent>,
     /// The claim it will connect with.
     pub(super) claim: Option<Claim>,
     /// The migration for which it has handed off its links.
-    pub(super) parted: Option<MigrationId>,
+    pub(super) handed_off_for: Option<MigrationId>,
     /// It was asked to exit at least once.
-    pub(super) asked: bool,
+    pub(super) exit_requested: bool,
     /// Its exit status, from when it begins to exit.
-    pub(super) ends: Option<i32>,
+    pub(super) exiting_with: Option<i32>,
     pub(in crate::tests) exited: bool,
     /// It ended with its host or tasker, but its images remain.
-    pub(super) kept: bool,
-    pub(super) used: u64,
+    pub(super) images_remain: bool,
+    pub(super) cpu_micros: u64,
 }
 
 impl Proc {
@@ -72,50 +72,53 @@ impl Proc {
     }
 
     /// True if its link to this peer knows that the peer is dead.
-    pub(in crate::tests) fn is_gone(&self, peer: Tid) -> bool {
+    pub(in crate::tests) fn knows_dead(&self, peer: Tid) -> bool {
         self.links.get(&peer).is_some_and(Link::is_gone)
     }
 
     /// Returns the number of requests without a reply.
-    pub(in crate::tests) fn open_requests(&self) -> usize {
-        self.open.len()
+    pub(in crate::tests) fn pending_request_count(&self) -> usize {
+        self.pending_requests.len()
     }
 
     /// True from when its library has quiesced until the daemon accepts it again.
-    pub(in crate::tests) fn has_let_go(&self) -> bool {
+    pub(in crate::tests) fn has_quiesced(&self) -> bool {
         self.quiesced.is_some()
     }
 
     /// True while the process does not run.
     pub(in crate::tests) fn is_frozen(&self) -> bool {
-        self.stopped || self.held
+        self.stopped_for_migration || self.paused
     }
 
-    pub(in crate::tests) fn notes(&self, tag: i32) -> Vec<Message> {
-        let notes = self.seen.iter().filter_map(|s| match s {
-            Seen::Note(message) if message.tag == tag => Some(message.clone()),
+    pub(in crate::tests) fn notifications(&self, tag: i32) -> Vec<Message> {
+        let notes = self.received.iter().filter_map(|s| match s {
+            Received::Notification(message) if message.tag == tag => Some(message.clone()),
             _ => None,
         });
         notes.collect()
     }
 
     /// Delivers notifications whose watermark has been reached.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn deliver_notifications(&mut self) {
         let links = &self.links;
-        let here = |mark: &LinkMark| {
+        let is_due = |mark: &LinkMark| {
             links
                 .get(&mark.peer)
                 .is_none_or(|l| l.is_gone() || l.expected() >= mark.end)
         };
-        for (_, message) in self.waiting.extract_if(.., |(mark, _)| here(mark)) {
-            self.seen.push(Seen::Note(message));
+        for (_, message) in self
+            .deferred_notifications
+            .extract_if(.., |(mark, _)| is_due(mark))
+        {
+            self.received.push(Received::Notification(message));
         }
     }
 }
 
 impl Sim {
     /// Handles the daemon's acceptance of a process as a task.
-    pub(super) fn welcomed(&mut self, proc: usize, welcome: Welcome) {
+    pub(super) fn on_welcome(&mut self, proc: usize, welcome: Welcome) {
         let p = &mut self.procs[proc];
         p.rm = welcome.rm;
         let (restart, successor) = (welcome.restart.clone(), welcome.successor.clone());
@@ -124,11 +127,11 @@ impl Sim {
         p.route += 1;
         let route = RouteId(p.route);
         if let Some(successor) = successor {
-            self.succeed(proc, &successor);
+            self.adopt_links(proc, &successor);
         }
         if let Some(restart) = restart {
-            self.begin_again(proc, &restart);
+            self.resume_after_restart(proc, &restart);
         }
-        self.each_link(proc, &LinkEvent::RouteUp(route));
+        self.notify_links(proc, &LinkEvent::RouteUp(route));
     }
 }

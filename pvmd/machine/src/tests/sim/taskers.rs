@@ -1,6 +1,6 @@
 //! The taskers of the simulation: they start, pause, signal, dump and restore processes.
 
-use super::{Channel, Happening, Proc, Sim};
+use super::{Channel, Proc, Sim, SimEvent};
 use crate::Event;
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
@@ -25,14 +25,14 @@ impl Sim {
         for proc in dead {
             self.close(proc);
         }
-        self.lose_procs(on, |p| p.spawned.is_some());
-        self.strikes.memory_lost.insert(on);
-        self.taking.retain(|_, at| *at != on);
+        self.end_procs(on, |p| p.spawned.is_some());
+        self.injection.memory_lost.insert(on);
+        self.pre_copy_targets.retain(|_, at| *at != on);
         // Messages that it had sent still arrive first.
         self.nodes.get_mut(&on).expect("it is there").tasker_dead = true;
-        self.send(
+        self.send_in_order(
             Channel::Tasker(on),
-            Happening::Event(
+            SimEvent::Machine(
                 on,
                 Event::TaskerGone {
                     why: "signal 9".into(),
@@ -44,7 +44,7 @@ impl Sim {
             engine: Ok("fake".into()),
             freezer: Ok(()),
         });
-        self.tasker(on, ready);
+        self.send_from_tasker(on, ready);
     }
 
     /// Ends the process of a task.
@@ -53,28 +53,28 @@ impl Sim {
             return;
         }
         self.close(proc);
-        self.exit_is_told(proc, status);
+        self.report_exit(proc, status);
     }
 
     /// Ends the process of a task whose socket another process holds open.
     pub(in crate::tests) fn exit_with_socket_held(&mut self, proc: usize, status: i32) {
         self.procs[proc].exited = true;
-        self.exit_is_told(proc, status);
+        self.report_exit(proc, status);
     }
 
-    fn exit_is_told(&mut self, proc: usize, status: i32) {
+    fn report_exit(&mut self, proc: usize, status: i32) {
         let on = self.procs[proc].host;
         if let Some(tid) = self.procs[proc].spawned {
             let used = Usage {
-                user: Micros(self.procs[proc].used),
+                user: Micros(self.procs[proc].cpu_micros),
                 ..Usage::default()
             };
-            self.tasker(on, FromTasker::Exited { tid, status, used });
+            self.send_from_tasker(on, FromTasker::Exited { tid, status, used });
         }
     }
 
-    fn refuses(&self, on: HostId) -> Verdict {
-        self.refuses.get(&on).cloned().unwrap_or_default()
+    fn verdict_of(&self, on: HostId) -> Verdict {
+        self.verdicts.get(&on).cloned().unwrap_or_default()
     }
 
     pub(super) fn find_spawned(&self, on: HostId, tid: Tid) -> Option<usize> {
@@ -84,28 +84,28 @@ impl Sim {
     }
 
     pub(in crate::tests) fn proc_of(&self, tid: Tid) -> usize {
-        let of =
+        let is_task =
             |p: &Proc| p.spawned == Some(tid) || p.welcome.as_ref().is_some_and(|w| w.tid == tid);
         self.procs
             .iter()
-            .rposition(of)
+            .rposition(is_task)
             .expect("there is such a task")
     }
 
     pub(super) fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
-        if self.dice.roll(100) < self.faults.step_fails_percent {
+        if self.rng.roll(100) < self.random_faults.failed_steps_percent {
             Err(Failure::Engine("thrown".into()))
         } else {
             Ok(good)
         }
     }
 
-    pub(super) fn tasker_gets(&mut self, on: HostId, message: ToTasker) {
+    pub(super) fn handle_tasker_order(&mut self, on: HostId, message: ToTasker) {
         match message {
             ToTasker::Start(start) => {
                 let tid = start.tid;
                 if start.path.to_string_lossy().contains("broken") {
-                    return self.tasker(
+                    return self.send_from_tasker(
                         on,
                         FromTasker::StartFailed {
                             tid,
@@ -118,17 +118,17 @@ impl Sim {
                     .iter()
                     .any(|p| p.spawned == Some(tid) && !p.exited);
                 assert!(!twice, "two live copies of {tid} (seed {})", self.seed);
-                let proc = self.process_of(on, &start);
-                self.tasker(
+                let proc = self.create_process(on, &start);
+                self.send_from_tasker(
                     on,
                     FromTasker::Started {
                         tid,
                         pid: 1000 + proc as i32,
                     },
                 );
-                self.begin_if_it_may(proc);
+                self.connect_if_runnable(proc);
             }
-            ToTasker::End { tid, engine } => self.asked_to_end(on, tid, engine),
+            ToTasker::End { tid, engine } => self.request_exit(on, tid, engine),
             // Processes of the task that survive it are not simulated.
             ToTasker::EndsForGood { .. } => {}
             ToTasker::Signal { tid, .. } => {
@@ -145,56 +145,56 @@ impl Sim {
             }
             ToTasker::Hold { tid, after } | ToTasker::Ease { tid, after, .. } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
-                    self.hold(on, proc, after);
+                    self.pause_after(on, proc, after);
                 }
             }
             ToTasker::GoOn { tid } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
-                    self.procs[proc].holds += 1;
-                    self.procs[proc].held = false;
-                    self.thaw(proc);
+                    self.procs[proc].pause_serial += 1;
+                    self.procs[proc].paused = false;
+                    self.resume_proc(proc);
                 }
             }
-            message => self.tasker_moves(on, message),
+            message => self.handle_source_order(on, message),
         }
     }
 
-    pub(super) fn hold(&mut self, on: HostId, proc: usize, after: Micros) {
+    pub(super) fn pause_after(&mut self, on: HostId, proc: usize, after: Micros) {
         let p = &mut self.procs[proc];
-        p.holds += 1;
-        let number = p.holds;
-        if after == Micros(0) || p.stopped {
-            return self.hold_now(on, proc, number);
+        p.pause_serial += 1;
+        let number = p.pause_serial;
+        if after == Micros(0) || p.stopped_for_migration {
+            return self.pause_now(on, proc, number);
         }
-        p.eased += u64::from(std::mem::take(&mut p.held));
-        self.push(self.now + after, Happening::HoldNow(on, proc, number));
-        self.thaw(proc);
+        p.quiesce_runs += u64::from(std::mem::take(&mut p.paused));
+        self.schedule(self.now + after, SimEvent::PauseNow(on, proc, number));
+        self.resume_proc(proc);
     }
 
     /// Pauses a process at the end of its time to run, unless a later order has replaced this one.
-    pub(super) fn hold_now(&mut self, on: HostId, proc: usize, number: u64) {
+    pub(super) fn pause_now(&mut self, on: HostId, proc: usize, serial: u64) {
         let p = &mut self.procs[proc];
-        if p.holds != number || p.exited || p.host != on {
+        if p.pause_serial != serial || p.exited || p.host != on {
             return;
         }
-        p.held = true;
+        p.paused = true;
         if let Some(tid) = p.spawned {
-            self.tasker(on, FromTasker::Held { tid });
+            self.send_from_tasker(on, FromTasker::Held { tid });
         }
     }
 
     /// Lets a process that was paused handle the deferred events, if it may run.
-    pub(super) fn thaw(&mut self, proc: usize) {
-        while !self.procs[proc].is_frozen() && !self.procs[proc].mail.is_empty() {
-            let first = self.procs[proc].mail.remove(0);
-            self.happen(Some(first));
+    pub(super) fn resume_proc(&mut self, proc: usize) {
+        while !self.procs[proc].is_frozen() && !self.procs[proc].deferred_events.is_empty() {
+            let first = self.procs[proc].deferred_events.remove(0);
+            self.dispatch(Some(first));
         }
-        self.begin_if_it_may(proc);
-        self.pump(proc);
+        self.connect_if_runnable(proc);
+        self.run_links(proc);
     }
 
     /// Writes a redirect into the memory of a stopped process.
-    fn redirect(&mut self, proc: usize, redirection: &Redirection) {
+    fn write_redirect(&mut self, proc: usize, redirection: &Redirection) {
         assert_eq!(redirection.place, redirect_at(proc));
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
         let p = &mut self.procs[proc];
@@ -205,11 +205,11 @@ impl Sim {
         p.quiesced = Some((redirect.migration, redirect.tokens));
     }
 
-    fn tasker_moves(&mut self, on: HostId, message: ToTasker) {
+    fn handle_source_order(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::Inspect { migration, .. } => {
                 let [memory_can_follow, can_pre_copy] =
-                    [(); 2].map(|()| self.dice.roll(2) == 0 || self.strikes.pre_copies);
+                    [(); 2].map(|()| self.rng.roll(2) == 0 || self.injection.always_live_copies);
                 FromTasker::Inspected {
                     migration,
                     result: Ok(TaskFacts::default()),
@@ -219,7 +219,7 @@ impl Sim {
             }
             ToTasker::Prepare { migration, .. } => FromTasker::Prepared {
                 migration,
-                verdict: self.refuses(on),
+                verdict: self.verdict_of(on),
                 memory_can_follow: true,
             },
             ToTasker::Minds { migration, tid, .. } => {
@@ -243,13 +243,13 @@ impl Sim {
                 assert_eq!(facts.resident_bytes, 4096);
                 FromTasker::Judged {
                     question,
-                    verdict: self.refuses(on),
+                    verdict: self.verdict_of(on),
                 }
             }
             ToTasker::PreCopy { migration, tid, .. } => {
                 // If the target's tasker has died, the transfer never ends; other parts of the
                 // daemon must notice that.
-                if self.taking.remove(&migration).is_none() {
+                if self.pre_copy_targets.remove(&migration).is_none() {
                     return;
                 }
                 let result = self.step_result_of(on, 100);
@@ -270,14 +270,15 @@ impl Sim {
                     return;
                 };
                 let result = self.step_result_of(on, ());
-                self.procs[proc].stopped = result.is_ok();
+                self.procs[proc].stopped_for_migration = result.is_ok();
                 // The redirect may have been written even though a later part of the step failed.
                 if let Some(redirection) =
-                    redirection.filter(|_| result.is_ok() || self.dice.roll(2) == 0)
+                    redirection.filter(|_| result.is_ok() || self.rng.roll(2) == 0)
                 {
-                    let stopped = std::mem::replace(&mut self.procs[proc].stopped, true);
-                    self.redirect(proc, &redirection);
-                    self.procs[proc].stopped = stopped;
+                    let stopped =
+                        std::mem::replace(&mut self.procs[proc].stopped_for_migration, true);
+                    self.write_redirect(proc, &redirection);
+                    self.procs[proc].stopped_for_migration = stopped;
                 }
                 FromTasker::Stopped { migration, result }
             }
@@ -294,34 +295,34 @@ impl Sim {
             }
             ToTasker::Continue { migration, tid } => {
                 assert!(
-                    !self.strikes.ran.contains(&migration),
+                    !self.injection.released_targets.contains(&migration),
                     "two live copies of {tid} (seed {})",
                     self.seed
                 );
                 if let Some(proc) = self.find_spawned(on, tid) {
-                    self.procs[proc].stopped = false;
-                    self.thaw(proc);
+                    self.procs[proc].stopped_for_migration = false;
+                    self.resume_proc(proc);
                 }
                 FromTasker::Continued { migration }
             }
             ToTasker::KillMoved { migration, .. } => {
-                self.strikes.killed.insert(migration);
+                self.injection.killed_sources.insert(migration);
                 FromTasker::SourceGone {
                     migration,
                     used: Usage::default(),
                 }
             }
-            message => return self.tasker_receives(on, message),
+            message => return self.handle_target_order(on, message),
         };
-        self.tasker(on, answer);
+        self.send_from_tasker(on, answer);
     }
 
     /// Handles orders to the tasker of a target.
-    fn tasker_receives(&mut self, on: HostId, message: ToTasker) {
+    fn handle_target_order(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
             ToTasker::TakePreCopy { migration, .. } => {
                 let Err(why) = self.step_result_of(on, ()) else {
-                    self.taking.insert(migration, on);
+                    self.pre_copy_targets.insert(migration, on);
                     return;
                 };
                 FromTasker::PreCopyLost { migration, why }
@@ -332,10 +333,10 @@ impl Sim {
                 memory_way,
                 ..
             } => {
-                self.following.extend(memory_way.map(|_| migration));
+                self.post_copying.extend(memory_way.map(|_| migration));
                 let result = self.step_result_of(on, 4242);
                 if let (Some(redirection), true) = (again, result.is_ok()) {
-                    self.build(on, migration, &redirection);
+                    self.build_from_images(on, migration, &redirection);
                 }
                 FromTasker::Restored { migration, result }
             }
@@ -345,85 +346,86 @@ impl Sim {
                 migration,
                 result: Ok(()),
             },
-            ToTasker::Build { migration, start } => self.build_anew(on, migration, &start),
+            ToTasker::Build { migration, start } => self.prepare_respawn(on, migration, &start),
             ToTasker::Run {
                 migration, held, ..
-            } if self.anew.contains_key(&(on, migration)) => {
-                let Some(answer) = self.run_anew(on, migration, held) else {
+            } if self.respawned.contains_key(&(on, migration)) => {
+                let Some(answer) = self.run_respawned(on, migration, held) else {
                     return;
                 };
                 answer
             }
             ToTasker::Run {
                 migration, held, ..
-            } => return self.run_moved(on, migration, held),
+            } => return self.run_restored(on, migration, held),
             ToTasker::Discard { migration } => {
-                self.taking.remove(&migration);
-                self.following.remove(&migration);
-                self.sets.built.remove(&(on, migration));
-                self.discard_anew(on, migration);
+                self.pre_copy_targets.remove(&migration);
+                self.post_copying.remove(&migration);
+                self.image_store.built.remove(&(on, migration));
+                self.discard_respawned(on, migration);
                 FromTasker::Discarded { migration }
             }
             other => panic!("{other:?}"),
         };
-        self.tasker(on, answer);
+        self.send_from_tasker(on, answer);
     }
 
     /// Runs a restored process. Source and target share one [`Proc`], which from here on is the
     /// target's.
-    fn run_moved(&mut self, on: HostId, migration: MigrationId, held: bool) {
+    fn run_restored(&mut self, on: HostId, migration: MigrationId, held: bool) {
         let (_, tid, _) = *self
-            .recorded
+            .recorded_moves
             .iter()
             .rev()
             .find(|r| r.0 == migration)
             .expect("recorded first");
         let proc = self.proc_of(tid);
         assert!(
-            self.procs[proc].stopped,
+            self.procs[proc].stopped_for_migration,
             "only a stopped task can be restored (seed {})",
             self.seed
         );
         let from = self.procs[proc].host;
-        let source_is_dead = self.strikes.killed.contains(&migration)
+        let source_is_dead = self.injection.killed_sources.contains(&migration)
             || self.procs[proc].exited
-            || self.is_out(from);
+            || self.is_removed(from);
         assert!(
             source_is_dead,
             "two live copies of {tid} (seed {})",
             self.seed
         );
-        self.strikes.ran.insert(migration);
+        self.injection.released_targets.insert(migration);
         let p = &mut self.procs[proc];
-        if p.exited && !p.kept {
+        if p.exited && !p.images_remain {
             let result = Err(Failure::Engine("there is nothing to run".into()));
-            return self.tasker(on, FromTasker::Ran { migration, result });
+            return self.send_from_tasker(on, FromTasker::Ran { migration, result });
         }
-        (p.exited, p.kept) = (false, false);
-        (p.host, p.stopped, p.held, p.holds) = (on, false, held, p.holds + 1);
+        (p.exited, p.images_remain) = (false, false);
+        (p.host, p.stopped_for_migration, p.paused, p.pause_serial) =
+            (on, false, held, p.pause_serial + 1);
         assert!(p.conn.is_none(), "only who has let go moves");
         // Drops late messages of a connection that the process had closed.
-        p.mail.clear();
-        self.tasker(
+        p.deferred_events.clear();
+        self.send_from_tasker(
             on,
             FromTasker::Ran {
                 migration,
                 result: Ok(()),
             },
         );
-        if self.following.remove(&migration) {
-            let late = if self.strikes.is_one() {
-                self.dice.roll(20_000)
+        if self.post_copying.remove(&migration) {
+            let late = if self.injection.is_active() {
+                self.rng.roll(20_000)
             } else {
                 0
             };
             if late > 0 {
-                return self.push(
+                return self.schedule(
                     self.now + Micros(late),
-                    Happening::MemoryCame(on, migration, from, tid),
+                    SimEvent::MemoryArrives(on, migration, from, tid),
                 );
             }
-            self.tasker(
+            self.send_from_tasker(
                 on,
                 FromTasker::Arrived {
                     migration,

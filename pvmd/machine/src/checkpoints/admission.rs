@@ -1,0 +1,105 @@
+//! Decides between checkpoints and migrations that concern the same task.
+//!
+//! - A task that has been dumped may migrate although the checkpoint of its job is not complete:
+//!   its images record where it ran.
+//! - Until then it stays, unless an owner or an administrator needs its host. That does not wait
+//!   for a disk: the checkpoint is aborted and tried again.
+//! - Before a host is drained, jobs with a schedule are checkpointed, so that a task that is lost
+//!   during the drain loses no work.
+
+use super::{CheckpointedJob, JobActivity};
+use crate::Machine;
+use sempa_proto::migration::{Cause, Refusal};
+use sempa_proto::{HostId, Tid};
+
+impl Machine {
+    /// Master: decides whether a task may migrate now. Aborts a checkpoint that keeps the task, if
+    /// the cause of the migration has priority; the checkpoint is tried again.
+    ///
+    /// # Errors
+    /// The checkpoint has priority.
+    pub(crate) fn admit_migration(&mut self, tid: Tid, cause: &Cause) -> Result<(), Refusal> {
+        let Some(master) = self.master.as_deref_mut() else {
+            return Ok(());
+        };
+        let (job_checkpoints, coordinator) =
+            (&mut master.checkpoints, &mut master.migrations.coordinator);
+        let drains = matches!(cause, Cause::Drain { .. });
+        let takes_inventory = |job: &CheckpointedJob| {
+            job.is_draining
+                && job.activity == JobActivity::TakingInventory
+                && job.members.contains(&tid)
+        };
+        if drains && job_checkpoints.jobs.values().any(takes_inventory) {
+            // The task has no part of a snapshot yet, so the id is a new one.
+            return Err(Refusal::AlreadyMoving(coordinator.next_id()));
+        }
+        if let Some(part) = job_checkpoints.snapshots.part_of(tid) {
+            let cut = job_checkpoints.snapshots.snapshot_of(part.id);
+            let job = cut
+                .and_then(|cut| job_checkpoints.job_of_snapshot(cut))
+                .and_then(|job| job_checkpoints.jobs.get(&job));
+            // The whole job ends with this checkpoint.
+            if job.is_some_and(|job| job.ends_after_checkpoint) {
+                return Err(Refusal::AlreadyMoving(part.id));
+            }
+            let first = drains && job.is_some_and(|job| job.is_draining);
+            if let Some((_, part)) = job_checkpoints
+                .snapshots
+                .binding_part(tid)
+                .filter(|_| first)
+            {
+                return Err(Refusal::AlreadyMoving(part));
+            }
+        }
+        while let Some((cut, part)) = job_checkpoints.snapshots.binding_part(tid) {
+            if !matches!(cause, Cause::Owner { .. } | Cause::Drain { .. }) {
+                return Err(Refusal::AlreadyMoving(part));
+            }
+            job_checkpoints.snapshots.abort_for_migration(
+                cut,
+                tid,
+                format!("it has to leave its host ({cause})"),
+            );
+        }
+        Ok(())
+    }
+
+    /// Master: checkpoints the jobs on a host that is being drained.
+    pub(crate) fn checkpoint_before_drain(&mut self, host: HostId) {
+        let Some(job_checkpoints) = self.master.as_ref().map(|master| &master.checkpoints) else {
+            return;
+        };
+        let may_begin = |job: &CheckpointedJob| {
+            matches!(
+                job.activity,
+                JobActivity::Idle | JobActivity::TakingInventory | JobActivity::TakingSnapshot(_)
+            )
+        };
+        let is_there = |job: &CheckpointedJob| {
+            job.members
+                .iter()
+                .any(|tid| self.location(*tid) == Some(host))
+        };
+        let wanted =
+            |job: &CheckpointedJob| job.schedule.is_some() && may_begin(job) && is_there(job);
+        let jobs: Vec<Tid> = job_checkpoints
+            .jobs
+            .iter()
+            .filter(|(_, job)| wanted(job))
+            .map(|(tid, _)| *tid)
+            .collect();
+        for job in jobs {
+            let Some(entry) = self
+                .job_checkpoints()
+                .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job))
+            else {
+                continue;
+            };
+            entry.is_draining = true;
+            if entry.activity == JobActivity::Idle {
+                self.begin_checkpoint(job);
+            }
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Removal of checkpoints: by request of a user, unless they are still needed, and by the store, to
+//! stay within its limits.
+
+use super::{CheckpointedJob, JobActivity, JobCheckpoints};
+use crate::{Machine, Output};
+use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
+use sempa_proto::event::EventKind;
+use sempa_proto::task::Reply;
+use sempa_proto::{PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+
+/// Largest number of checkpoints in one request.
+const REMOVALS_MAX: usize = 1024;
+
+impl CheckpointedJob {
+    /// True if the job rolls back to its newest checkpoint, or may have to later.
+    fn needs_newest_checkpoint(&self) -> bool {
+        self.schedule.is_some()
+            || matches!(
+                self.activity,
+                JobActivity::RollingBack { .. }
+                    | JobActivity::Restarting
+                    | JobActivity::EndingJob { .. }
+            )
+    }
+}
+
+impl JobCheckpoints {
+    /// Returns the checkpoints to which jobs may roll back.
+    pub(super) fn needed_checkpoints(&self) -> Vec<String> {
+        self.jobs
+            .values()
+            .filter(|job| job.needs_newest_checkpoint())
+            .filter_map(|job| job.newest_checkpoint.clone())
+            .collect()
+    }
+}
+
+impl Machine {
+    /// Master: handles a request to remove checkpoints.
+    pub(crate) fn handle_removal_request(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        selection: Unwanted,
+        include_foreign: bool,
+    ) {
+        let Some(job_checkpoints) = self.job_checkpoints() else {
+            return;
+        };
+        if matches!(&selection, Unwanted::Sets(sets) if sets.len() > REMOVALS_MAX) {
+            let reason = format!("at most {REMOVALS_MAX} checkpoints are removed at once");
+            return self.fail(tid, id, PvmError::OutOfRes, reason);
+        }
+        let mut refused = BTreeMap::new();
+        for (job, entry) in job_checkpoints
+            .jobs
+            .iter()
+            .filter(|(_, entry)| entry.needs_newest_checkpoint())
+        {
+            refused.extend(
+                entry
+                    .newest_checkpoint
+                    .clone()
+                    .map(|set| (set, Stays::Wanted(*job))),
+            );
+        }
+        // A checkpoint that a restart has requested, but not opened yet, is not protected by the
+        // store.
+        refused.extend(
+            job_checkpoints
+                .open_restarts
+                .values()
+                .map(|wanted| (wanted.checkpoint.clone(), Stays::InUse)),
+        );
+        self.outputs.push_back(Output::RemoveCheckpoints {
+            tid,
+            id,
+            selection,
+            include_foreign,
+            refused,
+        });
+    }
+
+    /// Handles the store's report on removed checkpoints.
+    pub(crate) fn handle_checkpoints_removed(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        result: Result<Removed, String>,
+    ) {
+        let removed = result.iter().flatten().filter(|(_, became)| became.is_ok());
+        let sets: Vec<String> = removed.map(|(set, _)| set.clone()).collect();
+        self.remove_copies_of(&sets);
+        self.forget_checkpoints(sets, format!("{tid} asked for it"));
+        self.reply(tid, id, Reply::SetsRemoved(result));
+    }
+
+    /// Completes the store's list of checkpoints with the hosts that have copies.
+    pub(crate) fn handle_checkpoints_listed(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        mut result: Result<Vec<SetEntry>, String>,
+    ) {
+        for entry in result.iter_mut().flatten() {
+            entry.copies = self.hosts_with_copy(entry.job, &entry.set);
+        }
+        self.reply(tid, id, Reply::Sets(result));
+    }
+
+    /// Handles checkpoints that the store has removed on its own initiative.
+    pub(crate) fn handle_checkpoints_expired(&mut self, sets: Vec<String>) {
+        self.forget_checkpoints(
+            sets,
+            "the store has its limits, or their jobs have ended long ago".into(),
+        );
+    }
+
+    fn forget_checkpoints(&mut self, sets: Vec<String>, why: String) {
+        if sets.is_empty() {
+            return;
+        }
+        for entry in self
+            .job_checkpoints()
+            .into_iter()
+            .flat_map(|job_checkpoints| job_checkpoints.jobs.values_mut())
+        {
+            entry.newest_checkpoint.take_if(|set| sets.contains(set));
+            entry.restarted_from.take_if(|set| sets.contains(set));
+        }
+        self.record(EventKind::SetsRemoved { sets, why });
+    }
+}

@@ -1,0 +1,118 @@
+//! Queries of this daemon's internal state (`pvm_tickle`): lists for its log, and single numbers.
+
+use super::Machine;
+use sempa_proto::task::{Reply, TICKLE_WORDS_MAX};
+use sempa_proto::{HostId, PvmError, RequestId, Tid};
+
+impl Machine {
+    /// Answers a query. Its first number selects, as in PVM:
+    ///
+    /// | Number | Effect |
+    /// | --- | --- |
+    /// | 0, 9 | writes sizes of the daemon's tables to the log |
+    /// | 1 | writes the hosts to the log |
+    /// | 2 | writes the tasks to the log |
+    /// | 3 | writes the unanswered requests to other daemons to the log |
+    /// | 4 | writes the mailbox to the log |
+    /// | 5 | returns the debug mask |
+    /// | 6 | sets the debug mask |
+    /// | 7 | sets a window in PVM; without effect here |
+    /// | 8 | declares a host lost |
+    pub(super) fn debug_query(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
+        if words.is_empty() || words.len() > TICKLE_WORDS_MAX {
+            let reason = format!("a question has 1 to {TICKLE_WORDS_MAX} numbers");
+            return self.fail(tid, id, PvmError::BadParam, reason);
+        }
+        let argument = words.get(1).copied().unwrap_or(0);
+        let numbers = match words[0] {
+            0 | 9 => {
+                self.log_sizes();
+                vec![]
+            }
+            1 => {
+                self.log_hosts();
+                vec![]
+            }
+            2 => {
+                self.log_tasks();
+                vec![]
+            }
+            3 => {
+                let lines = self.rpcs.log_lines();
+                self.log_list("questions without an answer", lines);
+                vec![]
+            }
+            4 => {
+                let lines = self
+                    .master
+                    .as_ref()
+                    .map(|m| m.mailbox.log_lines())
+                    .unwrap_or_default();
+                self.log_list("mailbox", lines);
+                vec![]
+            }
+            5 => vec![self.debug_mask],
+            6 => {
+                self.debug_mask = argument;
+                vec![]
+            }
+            8 => vec![i32::from(
+                self.declare_host_lost(tid, Tid::from_raw(argument)),
+            )],
+            // The window, and unknown numbers.
+            _ => vec![],
+        };
+        self.reply(tid, id, Reply::Numbers(numbers));
+    }
+
+    /// Longer lists are truncated to this number of lines, so that a query cannot fill the log.
+    const LIST_LINES_MAX: usize = 1000;
+
+    fn log_list(&mut self, title: &str, lines: Vec<String>) {
+        self.log(format!("{title}: {}", lines.len()));
+        for line in lines.into_iter().take(Self::LIST_LINES_MAX) {
+            self.log(format!("  {line}"));
+        }
+    }
+
+    fn log_hosts(&mut self) {
+        let line = |h: &sempa_proto::table::HostEntry| {
+            format!("{:x} {} {} {}", h.id.tid(), h.name, h.arch, h.speed)
+        };
+        let lines = self.table.hosts.iter().map(line).collect();
+        self.log_list("hosts", lines);
+    }
+
+    fn log_tasks(&mut self) {
+        let line = |t: &super::tasks::Task| {
+            format!(
+                "{} parent {} process {} flags {:#x} {}",
+                t.tid, t.parent, t.pid, t.flags, t.name
+            )
+        };
+        let lines = self.tasks.live.values().map(line).collect();
+        self.log_list("tasks", lines);
+    }
+
+    fn log_sizes(&mut self) {
+        let lines = vec![
+            format!("{} tasks", self.tasks.live.len()),
+            format!("{} contexts", self.contexts.len()),
+            format!("{} timers", self.timers.len()),
+            format!("{} hosts, epoch {}", self.table.hosts.len(), self.epoch),
+        ];
+        self.log_list("sizes", lines);
+    }
+
+    /// Treats a host as lost that the caller considers dead. Only the master can do this.
+    fn declare_host_lost(&mut self, tid: Tid, host: Tid) -> bool {
+        let host = super::requests::named_host(host).filter(|host| *host != HostId::MASTER);
+        let Some(host) =
+            host.filter(|host| self.master.is_some() && self.table.get(*host).is_some())
+        else {
+            return false;
+        };
+        self.host_lost(host, &format!("{tid} says so"));
+        true
+    }
+}

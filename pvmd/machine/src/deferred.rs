@@ -1,0 +1,63 @@
+//! Defers work that follows from an event until the reply to the event has been sent, so that no
+//! task waits for it.
+//!
+//! Deferred actions run at the start of the next event, or after [`DEFERRAL_MAX`] at the latest.
+
+use super::Machine;
+use sempa_proto::event::EventKind;
+use sempa_proto::sm::{SM_GRANT_TAKEN, Taken, pack_taken};
+use sempa_proto::{Micros, Tid};
+
+/// Longest time for which work is deferred.
+const DEFERRAL_MAX: Micros = Micros::from_millis(1);
+
+#[derive(Debug)]
+pub(super) enum DeferredAction {
+    /// An entry of the event log, with the time of day at which the event happened.
+    Record(Micros, EventKind),
+    /// A report to a resource manager: tasks have taken places that it had leased under this wait
+    /// id.
+    ReportTaken { rm: Tid, wid: i32, taken: Taken },
+}
+
+/// Deferred actions, in order. There are never more than follow from one event.
+#[derive(Debug, Default)]
+pub(super) struct Deferred {
+    actions: Vec<DeferredAction>,
+    due: Option<Micros>,
+}
+
+impl Deferred {
+    /// Returns the latest time at which the actions must run.
+    pub(super) fn due(&self) -> Option<Micros> {
+        self.due
+    }
+}
+
+impl Machine {
+    /// Defers an action until the reply to the current event has been sent.
+    pub(super) fn defer(&mut self, duty: DeferredAction) {
+        self.deferred.due.get_or_insert(self.now + DEFERRAL_MAX);
+        self.deferred.actions.push(duty);
+    }
+
+    /// Defers an entry of the event log about this host. It keeps the current time.
+    pub(super) fn record_deferred(&mut self, kind: EventKind) {
+        self.defer(DeferredAction::Record(self.unix_time, kind));
+    }
+
+    /// Runs all deferred actions.
+    pub(super) fn run_deferred(&mut self) {
+        if self.deferred.due.take().is_none() {
+            return;
+        }
+        for duty in std::mem::take(&mut self.deferred.actions) {
+            match duty {
+                DeferredAction::Record(at, kind) => self.record_at(at, kind),
+                DeferredAction::ReportTaken { rm, wid, taken } => {
+                    self.send_daemon_message(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&taken))
+                }
+            }
+        }
+    }
+}

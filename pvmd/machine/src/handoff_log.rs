@@ -1,0 +1,254 @@
+//! Records the links of a process that is about to exit, so that the next process of the same task
+//! can continue them.
+//!
+//! 1. The library sends the state of each link ([`Talk`]) and repeats all frames that its peers
+//!    have not acknowledged. From then on all its frames pass through this daemon.
+//! 2. The daemon keeps a copy of everything that the process sends, and forwards only complete
+//!    messages. So the peers and the log agree at any moment at which the process may exit, even in
+//!    the middle of a message.
+//! 3. Items for the task wait in its inbox. Only replies are still delivered to the old process.
+//! 4. The next process receives the recorded state and frames as its [`Successor`], followed by the
+//!    items that waited.
+
+use super::restart_engine::ExitStage;
+use super::tasks::Task;
+use super::{Machine, Output};
+use bytes::Bytes;
+use sempa_proto::host::Held;
+use sempa_proto::link::{LinkFrame, LinkKind, Talk};
+use sempa_proto::task::{LinkMark, Successor, ToTask};
+use sempa_proto::{Message, MigrationId, Tid};
+use std::collections::{BTreeMap, VecDeque};
+
+/// The log of a process that is about to exit.
+#[derive(Debug, Default)]
+pub(super) struct HandoffLog {
+    incarnation: u16,
+    links: BTreeMap<Tid, Talk>,
+    /// Fragments of messages that the process has received only partially.
+    partial_messages: Vec<Bytes>,
+    /// Notifications that wait for the last messages of peers.
+    deferred_notifications: Vec<(LinkMark, Message)>,
+    /// Frames of complete messages that the process has sent and no peer is known to have received.
+    unacknowledged: Vec<Bytes>,
+    /// Per receiver, the first fragments of a message whose last one has not arrived.
+    incomplete: BTreeMap<Tid, Vec<Bytes>>,
+}
+
+/// Returns the notifications as items for the task.
+fn notification_items(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
+    later.into_iter().map(|(mark, message)| {
+        Held::Item(ToTask::Deliver {
+            message,
+            after: Some(mark),
+        })
+    })
+}
+
+impl HandoffLog {
+    /// Appends a frame of the task to the log. Returns the frames that can be forwarded: those of a
+    /// complete message. A retransmission is forwarded, but not logged a second time.
+    fn append(&mut self, frame: &LinkFrame, bytes: Bytes) -> Vec<Bytes> {
+        let LinkKind::Data { last } = frame.kind else {
+            return vec![bytes];
+        };
+        let fragments = self.incomplete.entry(frame.dst).or_default();
+        fragments.push(bytes);
+        if !last {
+            return Vec::new();
+        }
+        let complete = self.incomplete.remove(&frame.dst).unwrap_or_default();
+        let link = self
+            .links
+            .entry(frame.dst)
+            .or_insert_with(|| Talk::new(frame.dst, frame.line));
+        if frame.seq + 1 == link.end + complete.len() as u64 {
+            link.end = frame.seq + 1;
+            self.unacknowledged.extend(complete.iter().cloned());
+        }
+        complete
+    }
+
+    /// Returns the state for the next process, the items that the old process has left for it, and
+    /// the rest of the items that waited. The left ones must be delivered first.
+    pub(super) fn into_handoff(
+        self,
+        count: u32,
+        waiting: VecDeque<Held>,
+    ) -> (Successor, Vec<Held>, Vec<Held>) {
+        // The process that made the requests has ended.
+        let waiting = waiting
+            .into_iter()
+            .filter(|held| !matches!(held, Held::Item(ToTask::Reply { .. })));
+        let first = self
+            .unacknowledged
+            .into_iter()
+            .chain(self.partial_messages)
+            .map(Held::Link);
+        let left = first
+            .chain(notification_items(self.deferred_notifications))
+            .collect();
+        (
+            Successor {
+                line: self.incarnation,
+                count,
+                talks: self.links.into_values().collect(),
+            },
+            left,
+            waiting.collect(),
+        )
+    }
+}
+
+impl Task {
+    /// True for an item that the old process may still receive.
+    pub(super) fn accepts_during_handoff(&self, held: &Held) -> bool {
+        // A library that must reconnect first has quiesced, or is about to.
+        let is_connected = self
+            .graceful_exit
+            .is_some_and(|ending| ending.stage != ExitStage::Reconnecting)
+            && self.is_exiting();
+        is_connected && matches!(held, Held::Item(ToTask::Reply { .. }))
+    }
+}
+
+impl Machine {
+    /// Requests the handoff of a task's library. From now on items for the task are kept.
+    pub(super) fn request_handoff(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let (Some(conn), Some(ending)) = (task.conn(), task.graceful_exit.as_mut()) else {
+            return;
+        };
+        ending.stage = ExitStage::AwaitingHandoff;
+        let by = Some(ending.migration);
+        task.handoff_log = None;
+        // The program must have received everything that arrived before its exit was requested.
+        task.holds_items = false;
+        self.flush_inbox(tid);
+        if let Some(task) = self.tasks.get_mut(tid) {
+            task.holds_items = true;
+        }
+        self.outputs.push_back(Output::ToTask {
+            conn,
+            message: ToTask::TakeNothing { by },
+        });
+    }
+
+    /// Starts the log with the state that a library has sent.
+    pub(super) fn start_handoff_log(
+        &mut self,
+        tid: Tid,
+        by: MigrationId,
+        link_states: (u16, Vec<Talk>, Vec<(LinkMark, Message)>),
+    ) {
+        let (incarnation, talks, deferred_notifications) = link_states;
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        if task
+            .graceful_exit
+            .is_none_or(|ending| ending.migration != by || !task.is_exiting())
+        {
+            // The migration that requested the handoff has been aborted.
+            return deferred_notifications
+                .into_iter()
+                .for_each(|(mark, message)| {
+                    self.deliver(
+                        tid,
+                        ToTask::Deliver {
+                            message,
+                            after: Some(mark),
+                        },
+                    );
+                });
+        }
+        let links: BTreeMap<Tid, Talk> = talks.into_iter().map(|talk| (talk.peer, talk)).collect();
+        task.handoff_log = Some(Box::new(HandoffLog {
+            incarnation,
+            links,
+            deferred_notifications,
+            ..HandoffLog::default()
+        }));
+    }
+
+    /// Stores a link frame in the name of another task: a partial message that the next process
+    /// must receive. Returns false if the frame is not such a fragment.
+    pub(super) fn is_partial_fragment(
+        &mut self,
+        tid: Tid,
+        frame: &LinkFrame,
+        bytes: &Bytes,
+    ) -> bool {
+        let is_half = frame.dst == tid && frame.src != tid;
+        if is_half
+            && let Some(log) = self
+                .tasks
+                .get_mut(tid)
+                .and_then(|task| task.handoff_log.as_mut())
+        {
+            log.partial_messages.push(bytes.clone());
+        }
+        is_half
+    }
+
+    /// Forwards a link frame of a task of this host: immediately, or, during a handoff, with the
+    /// rest of its message.
+    pub(super) fn forward_or_log(&mut self, tid: Tid, frame: &LinkFrame, bytes: Bytes) {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        match &mut task.handoff_log {
+            None => self.record_and_forward(frame, bytes),
+            Some(log) => log
+                .append(frame, bytes)
+                .into_iter()
+                .for_each(|bytes| self.forward_logged(bytes)),
+        }
+    }
+
+    /// Ends a handoff whose process continues. The fragments that it has sent are forwarded to its
+    /// peers.
+    pub(super) fn cancel_handoff(&mut self, tid: Tid) {
+        let Some(log) = self
+            .tasks
+            .get_mut(tid)
+            .and_then(|task| task.handoff_log.take())
+        else {
+            return;
+        };
+        let HandoffLog {
+            incomplete,
+            deferred_notifications,
+            ..
+        } = *log;
+        incomplete
+            .into_values()
+            .flatten()
+            .for_each(|bytes| self.forward_logged(bytes));
+        if let Some(task) = self.tasks.get_mut(tid) {
+            let waited = task.inbox.drain();
+            notification_items(deferred_notifications)
+                .chain(waited)
+                .for_each(|held| task.inbox.push(held));
+        }
+    }
+
+    /// Forwards a frame that was kept in the log.
+    fn forward_logged(&mut self, bytes: Bytes) {
+        if let Some(frame) = LinkFrame::decode(bytes.clone()) {
+            self.record_and_forward(&frame, bytes);
+        }
+    }
+
+    fn record_and_forward(&mut self, frame: &LinkFrame, bytes: Bytes) {
+        if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(frame.src)) {
+            task.raise_watermarks([LinkMark {
+                peer: frame.dst,
+                end: frame.seq.saturating_add(1),
+            }]);
+        }
+        self.forward_link(frame.src, frame.dst, bytes);
+    }
+}

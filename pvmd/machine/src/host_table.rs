@@ -1,0 +1,237 @@
+//! Every daemon's part in changes of the host table, and dispatch of messages from other daemons.
+//!
+//! The master changes the table in two phases: it sends the new table to all hosts, and puts it
+//! into force when all have prepared it. Each order has an epoch; older orders are refused. When a
+//! table comes into force, the daemon connects to new hosts and handles the loss of removed ones.
+
+use super::{Machine, Output};
+use sempa_proto::host::{HostMsg, Location};
+use sempa_proto::table::{HostEntry, HostTable};
+use sempa_proto::task::RmInfo;
+use sempa_proto::{Epoch, HostId, Tid};
+
+impl Machine {
+    /// Handles a control message of another daemon. Orders are accepted only from the master.
+    pub(super) fn handle_host_message(&mut self, host: HostId, message: HostMsg) {
+        match message {
+            HostMsg::Prepare { .. }
+            | HostMsg::Commit { .. }
+            | HostMsg::Located(_)
+            | HostMsg::Halt { .. }
+            | HostMsg::Shutdown
+            | HostMsg::Rm { .. }
+            | HostMsg::Tracer { .. }
+            | HostMsg::EndTasks { .. }
+            | HostMsg::SuspendDecided { .. }
+            | HostMsg::DropCopies { .. }
+            | HostMsg::Order { .. } => {
+                if host == HostId::MASTER {
+                    self.handle_master_order(message);
+                } else {
+                    self.log(format!(
+                        "{host} gave an order that only the master gives; it was ignored"
+                    ));
+                }
+            }
+            HostMsg::Prepared { epoch } => self.handle_change_ack(host, epoch, false),
+            HostMsg::Committed { epoch } => self.handle_change_ack(host, epoch, true),
+            HostMsg::LocatedAck { tid, epoch } => self.location_acknowledged(host, tid, epoch),
+            HostMsg::Leaving { why } => self.handle_host_leaving(host, &why),
+            HostMsg::Request { tid, id, what } if self.master.is_some() => {
+                self.handle_master_request(tid, id, what)
+            }
+            HostMsg::Request { tid, .. } => {
+                self.log(format!(
+                    "{host} sent a request of {tid} for the master here; it was dropped"
+                ));
+            }
+            HostMsg::Ask { id, question } => {
+                self.serve_host_request(super::rpc::ReplyAddress { host, id }, question)
+            }
+            HostMsg::Answer { id, answer } => self.handle_host_reply(host, id, answer),
+            HostMsg::Message(message) => self.handle_daemon_message(message),
+            HostMsg::Event { at, kind } => self.append_event(host, at, kind),
+            HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => {
+                self.log_output(tid, bytes)
+            }
+            HostMsg::TaskOutput { .. } => {}
+            HostMsg::Left { tid } => self.remove_from_services(tid),
+            HostMsg::Report { migration, report } => {
+                self.handle_step_report(host, migration, report)
+            }
+            HostMsg::SuspendMoving {
+                migration,
+                id,
+                order,
+            } => self.pass_suspend_to_coordinator(host, migration, id, &order),
+            HostMsg::CopyKept {
+                migration,
+                set,
+                result,
+            } => self.handle_copy_stored(host, migration, set, result),
+            HostMsg::ToldToEnd { tid, signal } => self.note_end_signal(tid, signal),
+        }
+    }
+
+    fn handle_master_order(&mut self, message: HostMsg) {
+        match message {
+            HostMsg::Prepare {
+                table,
+                locations,
+                rm,
+                spared,
+            } => self.prepare_table(table, locations, rm, spared),
+            HostMsg::Commit { epoch } => self.commit_table(epoch),
+            HostMsg::Located(location) => self.handle_location(location),
+            HostMsg::Halt { why } => self.shut_down_orderly(&why),
+            HostMsg::Shutdown => self.shut_down_now("the master says so"),
+            HostMsg::DropCopies { sets: checkpoints } => self
+                .outputs
+                .push_back(Output::DropCheckpoints { checkpoints }),
+            HostMsg::Rm { rm } => self.set_vm_rm(rm),
+            HostMsg::Tracer { tracer } => self.set_tracer(tracer),
+            HostMsg::EndTasks { spare } => self.end_tasks(&spare),
+            HostMsg::Order { of, order } => self.handle_migration_order(of, order),
+            HostMsg::SuspendDecided {
+                migration,
+                id,
+                suspended,
+            } => self.handle_suspend_decision(migration, id, suspended),
+            _ => {}
+        }
+    }
+
+    /// True if the order is newer than all earlier ones. An older one is refused.
+    fn accept_epoch(&mut self, epoch: Epoch, order: &str) -> bool {
+        if epoch > self.epoch {
+            self.epoch = epoch;
+            return true;
+        }
+        self.log(format!(
+            "{order} of epoch {epoch} is older than {}; it was refused",
+            self.epoch
+        ));
+        false
+    }
+
+    fn prepare_table(
+        &mut self,
+        table: HostTable,
+        locations: Vec<Location>,
+        rm: Option<RmInfo>,
+        reserved_ids_max: u32,
+    ) {
+        let epoch = table.epoch;
+        if !self.accept_epoch(epoch, "a host table") {
+            return;
+        }
+        self.tasks.reserve_ids_up_to(reserved_ids_max);
+        for location in locations {
+            if location.tid.home() == Some(self.config.host) {
+                self.tasks.reserve_ids_up_to(location.tid.local());
+            }
+            self.locations.update(location);
+        }
+        self.set_vm_rm(rm);
+        self.prepared_table = Some(table);
+        self.send_to_host(HostId::MASTER, HostMsg::Prepared { epoch });
+    }
+
+    fn commit_table(&mut self, epoch: Epoch) {
+        match self.prepared_table.take_if(|table| table.epoch == epoch) {
+            Some(table) => {
+                self.apply_table(table);
+                self.send_to_host(HostId::MASTER, HostMsg::Committed { epoch });
+            }
+            None => self.log(format!(
+                "the host table of epoch {epoch} was not prepared here; it was refused"
+            )),
+        }
+    }
+
+    /// Puts a table into force.
+    pub(super) fn apply_table(&mut self, table: HostTable) {
+        let old = std::mem::replace(&mut self.table, table);
+        let gone: Vec<HostId> = old
+            .hosts
+            .iter()
+            .map(|h| h.id)
+            .filter(|id| self.table.get(*id).is_none())
+            .collect();
+        let new: Vec<HostEntry> = self
+            .table
+            .hosts
+            .iter()
+            .filter(|h| old.get(h.id).is_none())
+            .cloned()
+            .collect();
+        for host in gone {
+            self.host_removed(host);
+        }
+        let joined = old.hosts.is_empty();
+        for entry in &new {
+            // Of two daemons, the one with the higher index connects. The session with the master
+            // exists already.
+            if entry.id < self.config.host && entry.id != HostId::MASTER {
+                let addresses = entry.addresses.clone();
+                self.outputs.push_back(Output::Connect {
+                    host: entry.id,
+                    addresses,
+                });
+            }
+        }
+        if joined {
+            self.outputs.push_back(Output::StartTasker);
+            self.start_commands();
+        }
+        let added: Vec<HostId> = new.iter().map(|h| h.id).collect();
+        if !joined && !added.is_empty() {
+            self.notify_hosts_added(&added);
+        }
+    }
+
+    /// A host was removed from the table: its tasks count as dead.
+    fn host_removed(&mut self, host: HostId) {
+        if self.master.is_none() {
+            self.outputs.push_back(Output::Disconnect { host });
+        }
+        self.notify_host_lost(host);
+        self.handle_rm_host_lost(host);
+        self.fail_requests_to(host);
+        self.forget_migration_host(host);
+        if let Some(master) = &self.master {
+            let mut involved = master.mailbox.involved_tasks();
+            involved.extend(master.events.subscriber_tids());
+            involved.extend(master.groups.members());
+            involved.sort_unstable();
+            involved.dedup();
+            let dead: Vec<Tid> = involved
+                .into_iter()
+                .filter(|tid| self.location(*tid) == Some(host))
+                .collect();
+            for tid in dead {
+                self.remove_from_services(tid);
+            }
+        }
+    }
+
+    /// The session with a host has ended, or the host was silent for the duration of the lease.
+    pub(super) fn host_lost(&mut self, host: HostId, why: &str) {
+        self.fail_requests_to(host);
+        if self.master.is_some() {
+            self.log(format!("{host} is lost: {why}"));
+            self.stop_awaiting_host(host);
+            self.notify_coordinators_of_lost_host(host);
+            // The remaining tasks of its jobs are ended before the loss is announced.
+            self.roll_back_for_lost_host(host);
+            if self.stop.is_none() {
+                self.remove_lost_host(host, why);
+            }
+        } else if host == HostId::MASTER {
+            self.shut_down_now(&format!("the master is lost: {why}"));
+        } else {
+            self.log(format!("the session with {host} broke: {why}"));
+            self.keep_forwarded_for(host);
+        }
+    }
+}

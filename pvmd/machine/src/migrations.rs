@@ -1,0 +1,1209 @@
+//! Connects the migration protocol to this daemon: its tasks, tasker, images and resume tokens.
+//!
+//! The protocol consists of three state machines: the coordinator on the master, and a source and a
+//! target per migration on the two hosts. They do no I/O. This module
+//!
+//! - passes events to them: orders, reports, messages of the tasker, connections and exits of
+//!   tasks;
+//! - executes their outputs ([`Machine::run_protocol_outputs`]);
+//! - keeps a new migration waiting until the previous one of the same task is over on this host;
+//! - makes the new location of a task known to all hosts (master only).
+
+use super::relocation::{ArrivingTask, ForwardedItems, Forwarding};
+use super::restart_engine::WorldCall;
+use super::suspension::TaskSuspension;
+use super::tasks::{Phase, Task};
+use super::{Machine, Output};
+use checkpoint_protocol::{
+    Coordinator, CoordinatorOutput, Source, SourceEvent, SourceOutput, Target, TargetEvent,
+    TargetOutput,
+};
+use sempa_proto::engine::Engine;
+use sempa_proto::event::EventKind;
+use sempa_proto::host::PartRecord;
+use sempa_proto::host::{HostMsg, Location};
+use sempa_proto::migration::{
+    Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage,
+};
+use sempa_proto::suspend;
+use sempa_proto::table::TASK_SERVES;
+use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
+use sempa_proto::tasker::{FromTasker, ToTasker};
+use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+/// State of the migrations in which this host is source or target.
+#[derive(Debug, Default)]
+pub(super) struct LocalMigrations {
+    pub(super) sources: BTreeMap<MigrationId, Source>,
+    /// Images of checkpoints that are being uploaded to the master. Their tasks run again already.
+    pub(super) uploads: BTreeSet<MigrationId>,
+    /// Parts of checkpoints whose tasks have received the replies to their requests.
+    pub(super) settled_parts: Vec<MigrationId>,
+    /// Records of tasks, taken while all tasks of their jobs were paused.
+    pub(super) part_records: BTreeMap<MigrationId, Box<PartRecord>>,
+    targets: BTreeMap<MigrationId, Target>,
+    /// Migrations whose task has exited here while its images were being transferred. The
+    /// coordinator has not decided yet whether the task has ended.
+    undecided_exits: BTreeMap<MigrationId, Move>,
+    pub(super) arrivals: BTreeMap<Tid, ArrivingTask>,
+    pub(super) forwarding: BTreeMap<Tid, Forwarding>,
+    pub(super) unconfirmed_transfers: BTreeMap<Tid, ForwardedItems>,
+    /// Hosts whose daemons have connected before.
+    pub(super) known_hosts: BTreeSet<HostId>,
+    /// Migrations that wait until the previous one of the same task is over on this host.
+    queued: BTreeMap<Tid, MigrationId>,
+}
+
+impl LocalMigrations {
+    /// True while the task is being restored here.
+    pub(super) fn is_restoring(&self, id: MigrationId) -> bool {
+        self.targets.get(&id).is_some_and(Target::is_restoring)
+    }
+}
+
+/// The master's state of all migrations.
+#[derive(Debug, Default)]
+pub(super) struct CoordinatedMigrations {
+    pub(super) coordinator: Coordinator,
+    /// Requests that are answered when the migration ends.
+    waiters: BTreeMap<MigrationId, (Tid, RequestId)>,
+    /// The task, the epoch and the hosts that have not acknowledged its new location.
+    unacknowledged_locations: BTreeMap<MigrationId, (Tid, Epoch, BTreeSet<HostId>)>,
+}
+
+impl Machine {
+    // ---- on the master only
+
+    /// Starts a migration that a task has requested.
+    pub(super) fn begin_migration(
+        &mut self,
+        requester: Tid,
+        id: RequestId,
+        tid: Tid,
+        to: &str,
+        cause: Option<Cause>,
+        wait: bool,
+    ) {
+        let started = self.resolve_migration(tid, to).and_then(|(from, to)| {
+            let cause = cause.unwrap_or(Cause::Asked { by: requester });
+            let now = self.now;
+            self.admit_migration(tid, &cause)?;
+            let master = self
+                .master
+                .as_mut()
+                .expect("requests to move come to the master");
+            master
+                .migrations
+                .coordinator
+                .begin(now, tid, from, to, cause)
+        });
+        match started {
+            Ok(migration) if wait => {
+                if let Some(master) = &mut self.master {
+                    master.migrations.waiters.insert(migration, (requester, id));
+                }
+            }
+            Ok(migration) => self.reply(requester, id, Reply::MoveStarted(migration)),
+            Err(refusal) if wait => {
+                let error = MoveError {
+                    step: Step::Inspect,
+                    why: Failure::Refused(vec![refusal]),
+                };
+                self.reply(requester, id, Reply::Moved(Err(error)));
+            }
+            Err(refusal) => {
+                let reason = format!("{tid} was not moved to {to}: {refusal}");
+                self.fail(requester, id, refusal_code(&refusal), reason);
+            }
+        }
+    }
+
+    fn resolve_migration(&self, tid: Tid, to: &str) -> Result<(HostId, HostId), Refusal> {
+        let to = self.host_by_name(to).ok_or(Refusal::NoSuchHost)?;
+        let from = self
+            .location(tid)
+            .filter(|host| tid.is_task() && self.table.get(*host).is_some());
+        Ok((from.ok_or(Refusal::NoSuchTask)?, to))
+    }
+
+    /// Returns the host with this name or host tid.
+    pub(super) fn host_by_name(&self, name: &str) -> Option<HostId> {
+        let by_tid = || {
+            let digits = name
+                .strip_prefix('t')
+                .or_else(|| name.strip_prefix("0x"))
+                .unwrap_or(name);
+            let tid = Tid::from_raw(i32::from_str_radix(digits, 16).ok()?);
+            self.table.get(super::requests::named_host(tid)?)
+        };
+        self.table.by_name(name).or_else(by_tid).map(|host| host.id)
+    }
+
+    fn run_coordinator_output(&mut self, output: CoordinatorOutput) {
+        if let Some((tid, step)) = output.started_step() {
+            self.output_step_start(tid, Some(step));
+        }
+        match output {
+            CoordinatorOutput::Order {
+                host,
+                migration: of,
+                order,
+            } => self.send_migration_order(host, of, order),
+            CoordinatorOutput::RecordLocation(Move { id, tid, to, .. }) => {
+                self.outputs.push_back(Output::RecordMigration {
+                    migration: id,
+                    tid,
+                    to,
+                });
+            }
+            CoordinatorOutput::AnnounceLocation(of) => self.publish_location(&of),
+            CoordinatorOutput::LogEvent(kind) => {
+                // Neither end reports this step.
+                if let EventKind::Moving {
+                    tid,
+                    step: Step::Commit,
+                    ..
+                } = kind
+                {
+                    self.outputs.push_back(Output::StepEnded {
+                        tid,
+                        step: Step::Commit,
+                    });
+                }
+                self.record(kind);
+            }
+            CoordinatorOutput::SuspendDecided {
+                host,
+                migration,
+                request: id,
+                suspensions: suspended,
+            } if host == self.config.host => {
+                self.handle_suspend_decision(migration, id, suspended);
+            }
+            CoordinatorOutput::SuspendDecided {
+                host,
+                migration,
+                request: id,
+                suspensions: suspended,
+            } => {
+                self.send_to_host(
+                    host,
+                    HostMsg::SuspendDecided {
+                        migration,
+                        id,
+                        suspended,
+                    },
+                );
+            }
+            CoordinatorOutput::Ended { id, result } => {
+                let waiter = self
+                    .master
+                    .as_mut()
+                    .and_then(|master| master.migrations.waiters.remove(&id));
+                if let Some((tid, request)) = waiter {
+                    self.reply(tid, request, Reply::Moved(result));
+                }
+            }
+        }
+    }
+
+    /// Sends an order to one end of a migration.
+    pub(super) fn send_migration_order(&mut self, host: HostId, of: Move, order: Order) {
+        if host == self.config.host {
+            self.handle_migration_order(of, order);
+        } else {
+            self.send_to_host(host, HostMsg::Order { of, order });
+        }
+    }
+
+    /// Makes the new location of a task known to all hosts.
+    pub(super) fn publish_location(&mut self, of: &Move) {
+        let epoch = self.next_epoch();
+        let from = if of.to == of.from {
+            self.location(of.tid).unwrap_or(of.from)
+        } else {
+            of.from
+        };
+        // No daemon has anything in flight to the previous location of a task from a checkpoint.
+        let from = if of.cause == Cause::Restart {
+            of.to
+        } else {
+            from
+        };
+        let location = Location {
+            tid: of.tid,
+            host: of.to,
+            from,
+            epoch,
+        };
+        let mut waiting: BTreeSet<HostId> = self.other_hosts().into_iter().collect();
+        if let Some(master) = &mut self.master {
+            waiting.extend(master.host_changes.joining_hosts());
+            master
+                .migrations
+                .unacknowledged_locations
+                .insert(of.id, (of.tid, epoch, waiting.clone()));
+        }
+        for host in waiting {
+            self.send_to_host(host, HostMsg::Located(location));
+        }
+        self.apply_location(location);
+        self.complete_acknowledged_locations();
+    }
+
+    /// A host has acknowledged the new location of a task.
+    pub(super) fn location_acknowledged(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+        let Some(master) = &mut self.master else {
+            return;
+        };
+        for (task, location_epoch, waiting) in
+            master.migrations.unacknowledged_locations.values_mut()
+        {
+            if (*task, *location_epoch) == (tid, epoch) {
+                waiting.remove(&host);
+            }
+        }
+        self.complete_acknowledged_locations();
+    }
+
+    fn complete_acknowledged_locations(&mut self) {
+        let now = self.now;
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
+        let (
+            CoordinatedMigrations {
+                coordinator,
+                unacknowledged_locations,
+                ..
+            },
+            job_checkpoints,
+        ) = (&mut master.migrations, &mut master.checkpoints);
+        unacknowledged_locations.retain(|id, (_, _, waiting)| {
+            if waiting.is_empty() {
+                coordinator.on_location_announced(now, *id);
+                job_checkpoints.restarts.on_location_announced(now, *id);
+            }
+            !waiting.is_empty()
+        });
+    }
+
+    /// Notifies the coordinators of migrations, checkpoints and restarts that a host is lost.
+    pub(super) fn notify_coordinators_of_lost_host(&mut self, host: HostId) {
+        let now = self.now;
+        let Some(master) = &mut self.master else {
+            return;
+        };
+        master.migrations.coordinator.on_host_lost(now, host);
+        master.checkpoints.snapshots.on_host_lost(host);
+        master.checkpoints.restarts.on_host_lost(host);
+        master
+            .migrations
+            .unacknowledged_locations
+            .values_mut()
+            .for_each(|(_, _, waiting)| {
+                waiting.remove(&host);
+            });
+        self.complete_acknowledged_locations();
+    }
+
+    /// Passes the report of one end to the coordinator of its migration, checkpoint or restart.
+    pub(super) fn handle_step_report(
+        &mut self,
+        host: HostId,
+        migration: MigrationId,
+        report: Report,
+    ) {
+        let now = self.now;
+        let Some(master) = self.master.as_deref_mut() else {
+            return;
+        };
+        let coordinator = &mut master.migrations.coordinator;
+        if master
+            .checkpoints
+            .snapshots
+            .snapshot_of(migration)
+            .is_some()
+        {
+            master
+                .checkpoints
+                .snapshots
+                .on_report(now, host, migration, report);
+        } else if master.checkpoints.restarts.restart_of(migration).is_some() {
+            master
+                .checkpoints
+                .restarts
+                .on_report(now, host, migration, report, || coordinator.next_id());
+        } else {
+            coordinator.on_report(now, host, migration, report);
+        }
+    }
+
+    /// Passes a request to suspend or resume a migrating task to the coordinator, which decides. It
+    /// was made at the host `host`.
+    pub(super) fn pass_suspend_to_coordinator(
+        &mut self,
+        host: HostId,
+        id: MigrationId,
+        request: RequestId,
+        order: &suspend::Order,
+    ) {
+        if let Some(master) = &mut self.master {
+            master
+                .migrations
+                .coordinator
+                .on_suspend_request(host, id, request, order);
+        }
+    }
+
+    /// The commit record was written to disk, or could not be written.
+    pub(super) fn commit_recorded(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        if let Some(master) = &mut self.master {
+            master
+                .migrations
+                .coordinator
+                .on_location_recorded(migration, result);
+        }
+    }
+
+    // ---- on every host
+
+    /// Executes all outputs of the protocol. Returns true if there were any.
+    pub(super) fn run_protocol_outputs(&mut self) -> bool {
+        let mut busy = false;
+        while let Some(output) = self
+            .master
+            .as_mut()
+            .and_then(|m| m.migrations.coordinator.poll())
+        {
+            busy = true;
+            self.run_coordinator_output(output);
+        }
+        busy |= self.pump_checkpoints();
+        for part in std::mem::take(&mut self.migrations.settled_parts) {
+            busy = true;
+            self.handle_part_settled(part);
+        }
+        for id in self.migrations.sources.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.migrations.sources.get_mut(&id).and_then(Source::poll) {
+                busy = true;
+                self.run_source_output(id, output);
+            }
+        }
+        for id in self.migrations.targets.keys().copied().collect::<Vec<_>>() {
+            while let Some(output) = self.migrations.targets.get_mut(&id).and_then(Target::poll) {
+                busy = true;
+                self.run_target_output(id, output);
+            }
+        }
+        busy
+    }
+
+    pub(super) fn send_step_report(&mut self, migration: MigrationId, report: Report) {
+        if self.master.is_some() {
+            self.handle_step_report(self.config.host, migration, report);
+        } else {
+            self.send_to_host(HostId::MASTER, HostMsg::Report { migration, report });
+        }
+    }
+
+    fn output_step_start(&mut self, tid: Tid, step: Option<Step>) {
+        self.outputs
+            .extend(step.map(|step| Output::StepStarting { tid, step }));
+    }
+
+    fn output_step_end(&mut self, tid: Tid, report: &Report) {
+        if !matches!(report, Report::Failed { .. }) {
+            self.outputs.push_back(Output::StepEnded {
+                tid,
+                step: report.step(),
+            });
+        }
+    }
+
+    /// Handles an order of the coordinator.
+    pub(super) fn handle_migration_order(&mut self, of: Move, order: Order) {
+        let id = of.id;
+        match order {
+            Order::Inspect => {
+                self.migrations.sources.insert(id, Source::new(of));
+            }
+            Order::Prepare {
+                facts,
+                suspended,
+                timeline,
+                memory_can_follow,
+                pre_copies,
+            } => {
+                let token = self.config.paths.token(id);
+                let mut arrival = ArrivingTask::new(of.tid, id, of.from);
+                arrival.restart_group = timeline;
+                arrival.suspension = TaskSuspension::updated(None, self.now, suspended);
+                self.migrations.arrivals.insert(of.tid, arrival);
+                self.migrations.targets.insert(
+                    id,
+                    Target::new(of, facts, token, memory_can_follow, pre_copies),
+                );
+            }
+            Order::GoOn if self.migrations.uploads.remove(&id) => {
+                self.outputs.push_back(Output::DropImages { migration: id })
+            }
+            Order::Stand | Order::Write { .. } | Order::GoOn => {
+                match self.migrations.sources.get_mut(&id) {
+                    Some(_) => self.source_event(id, SourceEvent::Order(order)),
+                    None if order == Order::GoOn => {}
+                    None => self.send_step_report(
+                        id,
+                        Report::Failed {
+                            step: Step::Quiesce,
+                            why: Failure::TaskEnded,
+                        },
+                    ),
+                }
+            }
+            Order::Leave { .. } | Order::Resume { .. } | Order::Yield => {
+                match self.migrations.sources.get_mut(&id) {
+                    Some(_) => {
+                        if let Order::Resume { suspended } = order {
+                            self.apply_suspensions(of.tid, suspended);
+                        }
+                        self.source_event(id, SourceEvent::Order(order));
+                    }
+                    None if self.migrations.undecided_exits.contains_key(&id) => {
+                        self.resolve_deferred_exit(id, &order)
+                    }
+                    None if matches!(order, Order::Resume { .. }) => {}
+                    None => {
+                        let step = if order == Order::Yield {
+                            Step::KillSource
+                        } else {
+                            Step::Quiesce
+                        };
+                        self.send_step_report(
+                            id,
+                            Report::Failed {
+                                step,
+                                why: Failure::TaskEnded,
+                            },
+                        );
+                    }
+                }
+            }
+            Order::Discard | Order::Run { .. } => match self.migrations.targets.get_mut(&id) {
+                Some(target) => target.handle(TargetEvent::Order(order)),
+                None if order == Order::Discard => {}
+                None => {
+                    let why = Failure::CalledOff("the target has thrown it away".into());
+                    self.send_step_report(
+                        id,
+                        Report::Failed {
+                            step: Step::Run,
+                            why,
+                        },
+                    );
+                }
+            },
+        }
+    }
+
+    fn run_source_output(&mut self, id: MigrationId, output: SourceOutput) {
+        let Some(of) = self
+            .migrations
+            .sources
+            .get(&id)
+            .map(|s| s.migration().clone())
+        else {
+            return;
+        };
+        let tid = of.tid;
+        if matches!(output, SourceOutput::Inspect) && self.must_wait_for_previous(&of) {
+            self.migrations.queued.insert(tid, id);
+            return self.resume_to_quiesce(tid);
+        }
+        self.output_step_start(tid, output.started_step());
+        match output {
+            SourceOutput::Report(report) => {
+                self.output_step_end(tid, &report);
+                self.send_step_report(id, report);
+            }
+            SourceOutput::Inspect => self.inspect_for_migration(id, &of),
+            SourceOutput::BufferIncoming => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.holds_items = true;
+                }
+            }
+            SourceOutput::Quiesce { resume_token } => {
+                self.quiesce_for_migration(id, tid, resume_token)
+            }
+            SourceOutput::RequestExit { engine } => self.begin_graceful_exit(id, tid, engine),
+            SourceOutput::Stop => self.stop_for_migration(id, tid),
+            SourceOutput::AwaitReplies => self.await_replies(id, tid, None),
+            SourceOutput::SaveTaskState {
+                open_requests: open,
+                ended_tasks: ended,
+            } => {
+                self.await_exit_notices(id, tid, ended);
+                self.await_replies(id, tid, Some(open));
+            }
+            SourceOutput::CopyStateFiles => self.world_calls.push_back(WorldCall::CollectState(id)),
+            SourceOutput::ResumeTask => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.transferring = None;
+                }
+                if !self.abort_graceful_exit(id, tid) {
+                    self.send_to_tasker(ToTasker::Continue { migration: id, tid });
+                }
+            }
+            SourceOutput::WriteResumeToken => {
+                if !self.resume_without_token(id, tid) && !self.resume_after_abort(id, tid) {
+                    self.write_resume_token(id);
+                }
+            }
+            SourceOutput::DeliverBuffered => self.release_inbox(tid),
+            SourceOutput::KillSource => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.being_killed = true;
+                }
+                if !self.report_absent_copy(id, tid) {
+                    self.send_to_tasker(ToTasker::KillMoved { migration: id, tid });
+                }
+            }
+            SourceOutput::TransferOwnership => self.transfer_ownership(&of),
+            SourceOutput::Done => {
+                self.migrations.sources.remove(&id);
+                self.forget_part(id, tid);
+                self.outputs.push_back(Output::RemoveToken {
+                    path: self.config.paths.token(id),
+                });
+                self.start_queued_migration(tid);
+            }
+            SourceOutput::OpenMemoryStream
+            | SourceOutput::PreCopy
+            | SourceOutput::DiscardPreCopy
+            | SourceOutput::Dump { .. }
+            | SourceOutput::Upload
+            | SourceOutput::StartSendingImages
+            | SourceOutput::FinishSendingImages
+            | SourceOutput::SendRecord
+            | SourceOutput::DropImages => self.run_source_transfer(&of, &output),
+        }
+    }
+
+    /// Executes the outputs of the source that concern memory and images.
+    fn run_source_transfer(&mut self, of: &Move, output: &SourceOutput) {
+        let Move { id, tid, to, .. } = *of;
+        match output {
+            SourceOutput::OpenMemoryStream => self
+                .outputs
+                .push_back(Output::ServeMemory { migration: id, to }),
+            SourceOutput::PreCopy => {
+                let memory_way = self.config.paths.memory_way(id);
+                self.send_to_tasker(ToTasker::PreCopy {
+                    migration: id,
+                    tid,
+                    memory_way,
+                });
+            }
+            SourceOutput::DiscardPreCopy => {
+                self.send_to_tasker(ToTasker::EndPreCopy { migration: id })
+            }
+            SourceOutput::Dump { post_copy } => {
+                let dir = self.config.paths.images(id);
+                let memory_way = post_copy.then(|| self.config.paths.memory_way(id));
+                self.send_to_tasker(ToTasker::Dump {
+                    migration: id,
+                    tid,
+                    dir,
+                    memory_way,
+                });
+            }
+            SourceOutput::Upload => self.upload_part(id),
+            SourceOutput::StartSendingImages => self
+                .outputs
+                .push_back(Output::SendImagesEarly { migration: id, to }),
+            SourceOutput::FinishSendingImages => {
+                self.send_record(of, false);
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.transferring = Some(id);
+                }
+                self.outputs
+                    .push_back(Output::SendImages { migration: id, to });
+            }
+            SourceOutput::SendRecord => self.send_task_without_process(of),
+            SourceOutput::DropImages => {
+                self.outputs.push_back(Output::DropImages { migration: id })
+            }
+            _ => {}
+        }
+    }
+
+    /// Inspects a task for a migration, by itself or through the tasker.
+    fn inspect_for_migration(&mut self, id: MigrationId, of: &Move) {
+        let tid = of.tid;
+        // The source of a migration that was aborted before it held the task has not been removed.
+        self.migrations
+            .sources
+            .retain(|other, s| *other == id || s.migration().tid != tid || s.buffers_incoming());
+        let known = self.migration_refusal(tid).map(Err);
+        match known.or_else(|| self.inspect_without_criu(tid, Some(&of.cause))) {
+            Some(result) => self.handle_inspection(id, tid, result, (false, false)),
+            None => self.send_to_tasker(ToTasker::Inspect { migration: id, tid }),
+        }
+    }
+
+    /// Quiesces the library of a task for a migration.
+    fn quiesce_for_migration(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
+        let tokens: Vec<_> = std::iter::once(self.config.paths.token(id))
+            .chain(token)
+            .collect();
+        if !self.quiesce_paused_guest(id, tid, &tokens)
+            && let Some(conn) = self.tasks.get(tid).and_then(Task::conn)
+        {
+            let message = ToTask::Quiesce {
+                migration: id,
+                tokens,
+            };
+            self.outputs.push_back(Output::ToTask { conn, message });
+        }
+    }
+
+    /// True while a new migration of the task must wait, for one of these reasons:
+    ///
+    /// - The task has migrated here, and its library has not connected yet.
+    /// - An earlier migration was aborted, and the task is being resumed.
+    /// - The library of a paused guest is reconnecting.
+    /// - The task must be paused and its program has just been restarted.
+    ///
+    /// The coordinator's deadline bounds the wait.
+    fn must_wait_for_previous(&self, of: &Move) -> bool {
+        let staying = |s: &Source| {
+            s.migration().tid == of.tid && s.migration().id != of.id && s.buffers_incoming()
+        };
+        let reconnecting = self
+            .tasks
+            .get(of.tid)
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.resuming));
+        let arriving = self
+            .migrations
+            .arrivals
+            .get(&of.tid)
+            .is_some_and(|a| a.located);
+        // Other tasks in this phase may never connect.
+        let restarted = |t: &Task| {
+            t.phase == Phase::Expected && t.launch.as_ref().is_some_and(|begin| begin.count > 0)
+        };
+        let restarting_paused =
+            self.tasks.get(of.tid).is_some_and(restarted) && self.must_pause(of.tid);
+        arriving
+            || reconnecting
+            || restarting_paused
+            || self.migrations.sources.values().any(staying)
+    }
+
+    /// The previous migration of the task is over: starts the one that waits.
+    pub(super) fn start_queued_migration(&mut self, tid: Tid) {
+        if let Some(id) = self.migrations.queued.remove(&tid) {
+            self.run_source_output(id, SourceOutput::Inspect);
+        }
+    }
+
+    /// Returns why the task cannot migrate at all, as far as its daemon knows.
+    pub(super) fn migration_refusal(&self, tid: Tid) -> Option<Refusal> {
+        if let Some(refusal) = self.no_tasker_refusal() {
+            return Some(refusal);
+        }
+        let Some(task) = self.tasks.get(tid) else {
+            return Some(Refusal::NoSuchTask);
+        };
+        if !task.is_spawned() {
+            Some(Refusal::NotSpawned)
+        } else if task.pinned || task.flags & TASK_SERVES != 0 {
+            Some(Refusal::Pinned)
+        } else if task.debugged {
+            // Even before its debugger attaches, and while the debugger is detached.
+            Some(Refusal::Debugged)
+        } else if (task.conn().is_none() && !task.is_quiesced()) || task.exited.is_some() {
+            Some(Refusal::NotConnected)
+        } else {
+            None
+        }
+    }
+
+    fn run_target_output(&mut self, id: MigrationId, output: TargetOutput) {
+        let Some(of) = self
+            .migrations
+            .targets
+            .get(&id)
+            .map(|t| t.migration().clone())
+        else {
+            return;
+        };
+        let tid = of.tid;
+        self.output_step_start(tid, output.started_step());
+        match output {
+            TargetOutput::Report(report) => {
+                self.output_step_end(tid, &report);
+                self.send_step_report(id, report);
+            }
+            TargetOutput::Prepare(facts) => self.prepare_target(id, facts),
+            // Images from the store of this host need no transfer.
+            TargetOutput::ExpectImages if of.from == self.config.host => {}
+            TargetOutput::ExpectImages => {
+                self.outputs.push_back(Output::ExpectImages {
+                    migration: id,
+                    from: of.from,
+                });
+                if self.uses_post_copy(id) {
+                    self.outputs.push_back(Output::FetchMemory {
+                        migration: id,
+                        from: of.from,
+                    });
+                }
+            }
+            TargetOutput::ReceivePreCopy => {
+                let memory_way = self.config.paths.memory_way(id);
+                self.send_to_tasker(ToTasker::TakePreCopy {
+                    migration: id,
+                    memory_way,
+                });
+            }
+            TargetOutput::Restore if of.cause == Cause::Restart => {
+                self.outputs.push_back(Output::ReadPart { migration: id });
+            }
+            TargetOutput::Restore
+                if self
+                    .arrival_of(id)
+                    .is_some_and(|arrival| arrival.by_restart) =>
+            {
+                self.world_calls.push_back(WorldCall::Prepare(id));
+            }
+            TargetOutput::Restore => {
+                let dir = self.config.paths.images(id);
+                let memory_way = self
+                    .uses_post_copy(id)
+                    .then(|| self.config.paths.memory_way(id));
+                self.send_to_tasker(ToTasker::Restore {
+                    migration: id,
+                    tid,
+                    dir,
+                    again: None,
+                    memory_way,
+                });
+            }
+            TargetOutput::Run(Parting { used, suspended }) => {
+                let now = self.now;
+                let arrival = self.arrival_of(id).map(|arrival| {
+                    arrival.order_run(now, suspended);
+                    arrival.by_restart
+                });
+                match arrival {
+                    Some(true) if of.cause == Cause::Restart => self
+                        .outputs
+                        .push_back(Output::InstallState { migration: id }),
+                    _ => self.run_restored_task(id, used),
+                }
+            }
+            TargetOutput::WriteResumeToken => {
+                // The library of a paused task is not woken. Such a task may have become a task of
+                // this host already.
+                if self
+                    .arrival_of(id)
+                    .is_some_and(|arrival| !arrival.library_quiesced && !arrival.by_restart)
+                {
+                    self.write_resume_token(id);
+                }
+            }
+            TargetOutput::Discard => self.send_to_tasker(ToTasker::Discard { migration: id }),
+            TargetOutput::DropImages => {
+                self.outputs.push_back(Output::DropImages { migration: id })
+            }
+            TargetOutput::Done => {
+                self.migrations.targets.remove(&id);
+                self.migrations
+                    .arrivals
+                    .retain(|_, a| a.migration != id || a.located);
+                if let Some(arrival) = self.arrival_of(id).filter(|a| !a.ran) {
+                    arrival.mark_lost();
+                }
+                self.advance_arrival(tid);
+            }
+        }
+    }
+
+    /// Requests the tasker to run a restored task. It stays paused while guests are paused or while
+    /// it is suspended.
+    fn run_restored_task(&mut self, id: MigrationId, used: Usage) {
+        let mut held = self.owner_control.pauses_guests();
+        if let Some(arrival) = self.arrival_of(id) {
+            held |= arrival.suspension.is_some();
+            (arrival.paused, arrival.library_quiesced) = (held, held);
+        }
+        self.send_to_tasker(ToTasker::Run {
+            migration: id,
+            used,
+            held,
+        });
+    }
+
+    /// The state files of a restarted program were installed under their names, or this failed.
+    pub(super) fn state_installed(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        match result {
+            // The tasker may have ended in the meantime, and the task with it.
+            Ok(())
+                if self
+                    .migrations
+                    .targets
+                    .get(&id)
+                    .is_some_and(Target::is_starting) =>
+            {
+                self.run_restored_task(id, Usage::default())
+            }
+            Ok(()) => {}
+            Err(why) => self.target_event(id, TargetEvent::RunCompleted(Err(why))),
+        }
+    }
+
+    /// Obtains this host's verdict on a task that is to migrate here. Refuses immediately if the
+    /// host's owner does not permit the guest or if there is no tasker.
+    fn prepare_target(&mut self, id: MigrationId, facts: TaskFacts) {
+        let tid = self
+            .migrations
+            .targets
+            .get(&id)
+            .map_or(Tid::NONE, |target| target.migration().tid);
+        let refusal = self
+            .guest_refusal(tid, &facts.program)
+            .or_else(|| self.no_tasker_refusal());
+        match refusal {
+            None => self
+                .world_calls
+                .push_back(WorldCall::JudgeMigration(id, facts)),
+            Some(refusal) => {
+                let (verdict, engine) = (vec![refusal], Engine::Criu);
+                self.target_event(
+                    id,
+                    TargetEvent::Prepared {
+                        verdict,
+                        supports_post_copy: false,
+                        engine,
+                    },
+                );
+            }
+        }
+    }
+
+    fn uses_post_copy(&self, id: MigrationId) -> bool {
+        self.migrations
+            .targets
+            .get(&id)
+            .is_some_and(Target::uses_post_copy)
+    }
+
+    /// Passes an event to a migration whose source is this host.
+    pub(super) fn source_event(&mut self, id: MigrationId, event: SourceEvent) {
+        if let Some(source) = self.migrations.sources.get_mut(&id) {
+            source.handle(event);
+        }
+    }
+
+    /// Passes an event to a migration whose target is this host.
+    pub(super) fn target_event(&mut self, id: MigrationId, event: TargetEvent) {
+        if let Some(target) = self.migrations.targets.get_mut(&id) {
+            target.handle(event);
+        }
+    }
+
+    /// Returns the refusal of all migrations from and to this host if its tasker has ended.
+    pub(super) fn no_tasker_refusal(&self) -> Option<Refusal> {
+        let why = || "its tasker has ended".into();
+        self.tasker_gone.then(|| Refusal::NoEngine {
+            host: self.config.host,
+            why: why(),
+        })
+    }
+
+    /// Sets the host in a refusal of the tasker, which does not know its host.
+    pub(super) fn set_refusal_host(&self, refusal: Refusal) -> Refusal {
+        match refusal {
+            Refusal::NoEngine { why, .. } => Refusal::NoEngine {
+                host: self.config.host,
+                why,
+            },
+            other => other,
+        }
+    }
+
+    /// Handles a message of the tasker about a migration.
+    pub(super) fn handle_tasker_migration_message(&mut self, message: FromTasker) {
+        match message {
+            FromTasker::Inspected {
+                migration,
+                result,
+                memory_can_follow,
+                can_pre_copy,
+            } => {
+                let Some(Move { tid, cause, .. }) = self
+                    .migrations
+                    .sources
+                    .get(&migration)
+                    .map(|s| s.migration().clone())
+                else {
+                    return;
+                };
+                let result = result.map_err(|refusal| self.set_refusal_host(refusal));
+                let ignores_signal = self
+                    .tasks
+                    .get(tid)
+                    .is_some_and(|task| task.ignores_checkpoint_signal == Some(migration));
+                let result = match ignores_signal {
+                    true => result,
+                    false => self.merge_criu_facts(tid, Some(&cause), result),
+                };
+                self.handle_inspection(migration, tid, result, (memory_can_follow, can_pre_copy));
+            }
+            FromTasker::Minds { migration, minds } => self.handle_signal_check(migration, minds),
+            FromTasker::PreCopied { migration, result } => {
+                self.source_event(migration, SourceEvent::PreCopied(result))
+            }
+            FromTasker::PreCopyLost { migration, why } => {
+                self.target_event(migration, TargetEvent::PreCopyLost(why))
+            }
+            FromTasker::Stopped { migration, result } => {
+                self.handle_stopped_for_migration(migration, &result);
+                self.source_event(migration, SourceEvent::Stopped(result));
+            }
+            FromTasker::Dumped { migration, result } => {
+                self.source_event(migration, SourceEvent::Dumped(result))
+            }
+            FromTasker::Continued { migration } => {
+                self.source_event(migration, SourceEvent::Continued)
+            }
+            FromTasker::SourceGone { migration, used } => {
+                self.source_event(migration, SourceEvent::Killed(used))
+            }
+            // The migration was aborted before the tasker started to prepare it. The tasker must
+            // discard the preparations.
+            FromTasker::Prepared { migration, .. }
+                if !self.migrations.targets.contains_key(&migration) =>
+            {
+                self.send_to_tasker(ToTasker::Discard { migration });
+            }
+            FromTasker::Prepared {
+                migration,
+                verdict,
+                memory_can_follow,
+            } => {
+                let verdict = verdict
+                    .into_iter()
+                    .map(|refusal| self.set_refusal_host(refusal))
+                    .collect();
+                self.handle_criu_verdict(migration, verdict, memory_can_follow);
+            }
+            FromTasker::Restored { migration, result } => {
+                if let (Ok(pid), Some(arrival)) = (&result, self.arrival_of(migration)) {
+                    arrival.pid = *pid;
+                }
+                self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
+            }
+            FromTasker::Ran { migration, result } => self.run_completed(migration, result),
+            FromTasker::Arrived { migration, result } => {
+                self.target_event(migration, TargetEvent::MemoryArrived(result))
+            }
+            FromTasker::Discarded { migration } => {
+                self.target_event(migration, TargetEvent::Discarded)
+            }
+            _ => {}
+        }
+    }
+
+    fn run_completed(&mut self, migration: MigrationId, result: Result<(), Failure>) {
+        if let Some(arrival) = self.arrival_of(migration) {
+            arrival.ran = true;
+            if result.is_err() {
+                arrival.mark_lost();
+            }
+        }
+        self.target_event(migration, TargetEvent::RunCompleted(result));
+        // The target handles the event first: its output writes the token that wakes the library.
+        let tids: Vec<Tid> = self
+            .migrations
+            .arrivals
+            .values()
+            .filter(|a| a.migration == migration)
+            .map(|a| a.tid)
+            .collect();
+        tids.into_iter().for_each(|tid| self.advance_arrival(tid));
+    }
+
+    /// Cancels all pre-copies to this host: arriving guests would be paused immediately.
+    pub(super) fn cancel_pre_copies(&mut self, why: &str) {
+        let refusal = Refusal::OwnerThere {
+            host: self.config.host,
+            why: why.to_string(),
+        };
+        for target in self.migrations.targets.values_mut() {
+            target.handle(TargetEvent::PreCopyLost(Failure::Refused(vec![
+                refusal.clone(),
+            ])));
+        }
+    }
+
+    /// The tasker has ended, and with it everything that it was restoring or holding for migrations
+    /// to this host.
+    pub(super) fn fail_incoming_migrations(&mut self, why: &str) {
+        let failed = || Failure::Engine(format!("the tasker has ended: {why}"));
+        let host = self.config.host;
+        for target in self.migrations.targets.values_mut() {
+            // No other verdict will come. The requester can try the next host immediately.
+            let verdict = vec![Refusal::NoEngine {
+                host,
+                why: format!("its tasker has ended: {why}"),
+            }];
+            target.handle(TargetEvent::Prepared {
+                verdict,
+                supports_post_copy: false,
+                engine: Engine::Criu,
+            });
+            // The tasker's end has discarded everything that it was ordered to discard.
+            target.handle(TargetEvent::Discarded);
+            target.handle(TargetEvent::PreCopyLost(failed()));
+            target.handle(TargetEvent::Restored(Err(failed())));
+            target.handle(TargetEvent::RunCompleted(Err(failed())));
+            target.handle(TargetEvent::MemoryArrived(Err(failed())));
+        }
+        let running: Vec<Tid> = self
+            .migrations
+            .arrivals
+            .values()
+            .filter(|a| a.run_ordered)
+            .map(|a| a.tid)
+            .collect();
+        for tid in running {
+            if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
+                arrival.mark_lost();
+            }
+            self.advance_arrival(tid);
+        }
+    }
+
+    pub(super) fn arrival_of(&mut self, migration: MigrationId) -> Option<&mut ArrivingTask> {
+        self.migrations
+            .arrivals
+            .values_mut()
+            .find(|a| a.migration == migration)
+    }
+
+    /// The library has reported that it is quiesced; its socket closes next.
+    pub(super) fn library_quiesced(
+        &mut self,
+        tid: Tid,
+        migration: MigrationId,
+        marks: Vec<LinkMark>,
+    ) {
+        let migrating = self
+            .migrations
+            .sources
+            .get(&migration)
+            .is_some_and(|s| s.migration().tid == tid);
+        match self.tasks.get_mut(tid) {
+            Some(task) if migrating || task.has_resume_id(migration) => {
+                task.raise_watermarks(marks);
+                task.quiesced = true;
+            }
+            _ => self.log(format!(
+                "{tid} let go for {migration}, which is none of its moves"
+            )),
+        }
+    }
+
+    /// The socket of a quiesced library has closed.
+    pub(super) fn quiesce_completed(&mut self, tid: Tid) {
+        // A guest that is being resumed finds its token immediately. It reconnects and then
+        // quiesces for the migration.
+        if !self
+            .tasks
+            .get(tid)
+            .is_some_and(|t| t.pause.as_ref().is_some_and(|still| still.resuming))
+        {
+            self.notify_sources(tid, SourceEvent::Quiesced);
+        }
+    }
+
+    /// The library has connected again.
+    pub(super) fn notify_sources_reconnected(&mut self, tid: Tid) {
+        self.notify_sources(tid, SourceEvent::Reconnected);
+    }
+
+    /// A migration of the task was aborted, and its process continues.
+    pub(super) fn notify_sources_continued(&mut self, tid: Tid) {
+        self.notify_sources(tid, SourceEvent::Continued);
+    }
+
+    /// A task has ended or left, so that it cannot migrate any more.
+    pub(super) fn notify_sources_ended(&mut self, tid: Tid) {
+        self.notify_sources(tid, SourceEvent::TaskExited);
+    }
+
+    /// Handles the exit of a task whose images are being transferred. If the migration is
+    /// committed, the task continues at the target; if not, it has ended. Only the coordinator
+    /// knows. Returns true if its decision must be awaited.
+    pub(super) fn defer_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
+        let stopping = self.stop.is_some();
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        let Some(id) = task.transferring.filter(|_| !stopping) else {
+            return false;
+        };
+        task.exited = Some((status, used));
+        let Some(source) = self.migrations.sources.get_mut(&id) else {
+            return self.migrations.undecided_exits.contains_key(&id);
+        };
+        if task.being_killed {
+            source.handle(SourceEvent::Killed(used));
+        } else {
+            let of = source.migration().clone();
+            source.handle(SourceEvent::TaskExited);
+            self.migrations.undecided_exits.insert(id, of);
+        }
+        true
+    }
+
+    /// The coordinator has decided whether the migration of a task that has exited here continues.
+    fn resolve_deferred_exit(&mut self, id: MigrationId, order: &Order) {
+        let Some(of) = self.migrations.undecided_exits.remove(&id) else {
+            return;
+        };
+        let Some(task) = self.tasks.get_mut(of.tid) else {
+            return;
+        };
+        let (status, used) = task.exited.unwrap_or_default();
+        task.transferring = None;
+        if *order == Order::Yield {
+            self.send_step_report(id, Report::SourceGone(used));
+            self.transfer_ownership(&of);
+        } else {
+            self.end_task(of.tid, status, used);
+        }
+    }
+
+    fn notify_sources(&mut self, tid: Tid, event: SourceEvent) {
+        self.migrations
+            .sources
+            .values_mut()
+            .filter(|s| s.migration().tid == tid)
+            .for_each(|s| s.handle(event.clone()));
+    }
+}
+
+fn refusal_code(refusal: &Refusal) -> PvmError {
+    match refusal {
+        Refusal::NoSuchTask => PvmError::NoTask,
+        Refusal::NoSuchHost => PvmError::NoHost,
+        Refusal::AlreadyMoving(_) => PvmError::Already,
+        Refusal::TooManyMoves { .. } => PvmError::OutOfRes,
+        _ => PvmError::Denied,
+    }
+}

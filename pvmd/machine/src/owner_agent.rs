@@ -1,0 +1,195 @@
+//! Handles the end of an owner agent: a task that directs the guests of this host on behalf of its
+//! owner.
+//!
+//! An owner agent is the host's load watcher or a program of the user. When it ends, its last
+//! directive stays in force:
+//!
+//! 1. For [`OWNER_AGENT_TIMEOUT`] nothing changes: paused guests stay paused, because the owner may
+//!    still be present.
+//! 2. Within this time the resource manager restarts its load watcher, which observes the owner
+//!    itself.
+//! 3. If it does not, because there is none or because it cannot, this daemon starts a load
+//!    watcher, and repeats this every [`OWNER_AGENT_TIMEOUT`] until one runs. The last directive
+//!    stays in force until a load watcher sends one.
+//! 4. The directive of an agent that is not restarted expires after [`OWNER_AGENT_TIMEOUT`].
+//!    Otherwise guests could stay paused forever, because nothing would report that the owner has
+//!    left.
+
+use super::tasks::Task;
+use super::{Machine, Timer};
+use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM, is_watcher};
+use sempa_proto::owner::{Guests, GuestsWord};
+use sempa_proto::rm::CTX_RM;
+use sempa_proto::{Micros, PvmError, Tid};
+use std::collections::BTreeMap;
+
+/// Time for which the last directive of an ended owner agent stays in force. Afterwards this daemon
+/// starts a load watcher if none runs. Also the interval between such attempts.
+pub(super) const OWNER_AGENT_TIMEOUT: Micros = Micros::from_secs(10);
+
+/// The owner agents of this host.
+#[derive(Debug, Default)]
+pub(super) struct OwnerAgents {
+    /// The last directive of each running agent.
+    directives: BTreeMap<Tid, GuestsWord>,
+    /// Guest limits of the agent that ended last. They apply until a load watcher sends a directive
+    /// or the agent's directive expires.
+    remaining_limits: Option<(Tid, GuestLimits)>,
+    /// The load watcher has died, and none has been seen since.
+    watcher_missing: bool,
+    /// The event log reports that this daemon starts one.
+    start_reported: bool,
+    /// The event log reports that this daemon cannot start one.
+    failure_reported: bool,
+}
+
+impl OwnerAgents {
+    /// Records a directive. With `from_watcher` the sender is this host's load watcher, which knows
+    /// the wishes of all owners.
+    pub(super) fn record_directive(&mut self, by: Tid, directive: &GuestsWord, from_watcher: bool) {
+        self.directives.insert(by, directive.clone());
+        if from_watcher {
+            self.remaining_limits = None;
+        }
+    }
+
+    /// Returns the guest limits of each agent. All of them apply: an agent that sets no limit does
+    /// not lift another agent's.
+    pub(super) fn limits(&self) -> impl Iterator<Item = &GuestLimits> {
+        self.directives
+            .values()
+            .map(|word| &word.limits)
+            .chain(self.remaining_limits.iter().map(|(_, limits)| limits))
+    }
+}
+
+impl Machine {
+    /// True if a load watcher runs on this host or is being started.
+    fn has_watcher(&self) -> bool {
+        let is = |task: &Task| task.is_service && is_watcher(&task.name) && task.exited.is_none();
+        self.tasks.live.values().any(is)
+    }
+
+    /// Handles the end of a task that may have been an owner agent.
+    pub(super) fn owner_agent_ended(&mut self, tid: Tid) {
+        let Some(word) = self.owner_control.owner_agents.directives.remove(&tid) else {
+            return;
+        };
+        if word.limits != GuestLimits::default() {
+            self.owner_control.owner_agents.remaining_limits = Some((tid, word.limits));
+        }
+        self.set_timer(OWNER_AGENT_TIMEOUT, Timer::OwnerAgentExpiry(tid));
+        if !self.owner_control.is_sent_by(tid) {
+            return;
+        }
+        // Another agent's directive was replaced by this one's without that agent's knowledge. It
+        // applies again.
+        if let Some((by, word)) = self.owner_control.owner_agents.directives.pop_last() {
+            return self.apply_directive(by, word);
+        }
+        let seconds = OWNER_AGENT_TIMEOUT.0 / 1_000_000;
+        self.log(format!(
+            "{tid}, which spoke for the owner, has ended; its last word counts for {seconds} s"
+        ));
+    }
+
+    /// The last directive of an agent expires, unless a load watcher is expected.
+    pub(super) fn owner_agent_expired(&mut self, tid: Tid) {
+        let has_left_limits = self
+            .owner_control
+            .owner_agents
+            .remaining_limits
+            .as_ref()
+            .is_some_and(|(by, _)| *by == tid);
+        let stops_guests = self.owner_control.is_sent_by(tid);
+        if !has_left_limits && !stops_guests {
+            return;
+        }
+        if self.owner_control.owner_agents.watcher_missing || self.has_watcher() {
+            return self.set_timer(OWNER_AGENT_TIMEOUT, Timer::OwnerAgentExpiry(tid));
+        }
+        if has_left_limits {
+            self.owner_control.owner_agents.remaining_limits = None;
+        }
+        if stops_guests {
+            let why = format!("{tid}, which spoke for the owner, has ended");
+            self.apply_directive(
+                tid,
+                GuestsWord {
+                    guests: Guests::Welcome,
+                    why,
+                    limits: GuestLimits::default(),
+                },
+            );
+            self.owner_control.owner_agents.directives.remove(&tid);
+        }
+    }
+
+    /// Handles the end of this host's load watcher. Exit status 0 means that it is not needed;
+    /// otherwise another one must be started.
+    pub(super) fn watcher_ended(&mut self, task: &Task, status: i32) {
+        if !task.is_service || !is_watcher(&task.name) || self.stop.is_some() || self.has_watcher()
+        {
+            return;
+        }
+        let was_missing = std::mem::replace(
+            &mut self.owner_control.owner_agents.watcher_missing,
+            status != 0,
+        );
+        if status != 0 && !was_missing {
+            self.set_timer(OWNER_AGENT_TIMEOUT, Timer::WatcherRestart);
+        }
+    }
+
+    /// Starts a load watcher if none was started in the meantime. The timer is set again, because
+    /// the start may fail.
+    pub(super) fn ensure_watcher(&mut self) {
+        if self.stop.is_some() || !self.owner_control.owner_agents.watcher_missing {
+            return;
+        }
+        if self.has_watcher() {
+            let speakers = &mut self.owner_control.owner_agents;
+            (
+                speakers.watcher_missing,
+                speakers.start_reported,
+                speakers.failure_reported,
+            ) = (false, false, false);
+            return;
+        }
+        if !std::mem::replace(&mut self.owner_control.owner_agents.start_reported, true) {
+            let text = format!(
+                "the load watcher of {} has died, and this daemon starts another one",
+                self.config.name
+            );
+            self.log_and_record(text);
+        }
+        let mut words = vec![WATCHER_PROGRAM.to_string()];
+        if let Some(rm) = self.rm.current() {
+            words.extend([
+                "--report-to".to_string(),
+                rm.tid.to_string(),
+                "--ctx".into(),
+                CTX_RM.to_string(),
+            ]);
+        }
+        self.start_command(words);
+        self.set_timer(OWNER_AGENT_TIMEOUT, Timer::WatcherRestart);
+    }
+
+    /// Reports that a load watcher could not be started.
+    pub(super) fn watcher_start_failed(&mut self, error: PvmError) {
+        if !std::mem::replace(&mut self.owner_control.owner_agents.failure_reported, true) {
+            let stay = if self.owner_control.pauses_guests() {
+                "guests stay stopped, and "
+            } else {
+                ""
+            };
+            let (name, seconds) = (&self.config.name, OWNER_AGENT_TIMEOUT.0 / 1_000_000);
+            let text = format!(
+                "{WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not guarded; {stay}it is tried \
+                 again every {seconds} s"
+            );
+            self.log_and_record(text);
+        }
+    }
+}

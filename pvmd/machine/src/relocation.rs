@@ -1,0 +1,699 @@
+//! Keeps the order of items for a task while it changes hosts, and updates its location.
+//!
+//! 1. From the order to quiesce on, the source keeps all items for the task.
+//! 2. When the new location is distributed, every daemon sends its items for the task to the
+//!    target. After the last item that it sent to the source, it sends a [`Carried::Passed`] there.
+//! 3. After the commit the source forwards what it kept, in order. When the last `Passed` has
+//!    arrived, it sends a [`Carried::HandedAll`].
+//! 4. The target keeps items that come directly. The task gets them after all forwarded ones.
+//!
+//! A session between two live daemons may break and lose messages in transit. The source therefore
+//! remembers for a while what it has forwarded. When a new session is established, both daemons
+//! repeat these messages.
+
+use super::restart_engine::{RestartVerdict, TERMINATING_SIGNALS};
+use super::suspension::TaskSuspension;
+use super::tasks::{Inbox, Phase, Task};
+use super::{ConnId, Machine, Output};
+use checkpoint_protocol::TargetEvent;
+use sempa_proto::event::EventKind;
+use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
+use sempa_proto::migration::{Move, Timeline, Usage};
+use sempa_proto::suspend::Holds;
+use sempa_proto::task::RedirectAt;
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
+use std::collections::BTreeSet;
+
+/// Wait status of a task that was killed by signal 9.
+const KILLED_STATUS: i32 = 9;
+
+/// A task on its way to this host.
+#[derive(Debug)]
+pub(super) struct ArrivingTask {
+    pub(super) tid: Tid,
+    pub(super) migration: MigrationId,
+    from: HostId,
+    /// State of the task; complete when the source has given it up.
+    pub(super) record: Option<TaskRecord>,
+    record_complete: bool,
+    /// Items that waited at the source.
+    forwarded: Inbox,
+    all_forwarded: bool,
+    /// Items that came here directly.
+    pub(super) direct: Inbox,
+    /// This host is the task's location.
+    pub(super) located: bool,
+    /// Its process runs, or has exited.
+    pub(super) ran: bool,
+    /// The tasker was ordered to run it.
+    pub(super) run_ordered: bool,
+    /// Its copy here is dead. If the commit stands, this has ended the task.
+    lost: bool,
+    pub(super) exited: Option<(i32, Usage)>,
+    /// Connection on which its library has reconnected.
+    pub(super) conn: Option<ConnId>,
+    /// The tasker was ordered to pause it.
+    pub(super) paused: bool,
+    /// Suspensions as far as known. Until the task is ordered to run, the coordinator's state takes
+    /// precedence.
+    pub(super) suspension: Option<TaskSuspension>,
+    /// The task has not run here yet: its library waits for the resume token.
+    pub(super) library_quiesced: bool,
+    /// Signals that arrived before the task ran.
+    pub(super) signals: Vec<i32>,
+    pub(super) pid: i32,
+    /// Set if the task does not migrate, but is restarted from a checkpoint.
+    pub(super) restart_group: Option<Timeline>,
+    /// Verdict on a restart engine, for the case that CRIU is not possible.
+    pub(super) restart_verdict: RestartVerdict,
+    /// Its program is started again here.
+    pub(super) by_restart: bool,
+    /// Spawn token by which that program claims its tid.
+    pub(super) spawn_token: Option<i32>,
+}
+
+/// A task that has left. Items that still come for it are forwarded until all daemons use its new
+/// location.
+#[derive(Debug)]
+pub(super) struct Forwarding {
+    pub(super) migration: MigrationId,
+    pub(super) to: HostId,
+    epoch: Epoch,
+    awaited_hosts: BTreeSet<HostId>,
+}
+
+/// What was forwarded to the target, for as long as the session may turn out to have broken.
+#[derive(Debug)]
+pub(super) struct ForwardedItems {
+    to: HostId,
+    migration: MigrationId,
+    record: Box<TaskRecord>,
+    /// Without the frames of links, which retransmit.
+    items: Vec<Held>,
+    all_sent: bool,
+    /// Time until which this is kept. `None`: until the target is connected again.
+    kept_until: Option<Micros>,
+}
+
+impl ForwardedItems {
+    fn is_needed(&self, now: Micros) -> bool {
+        self.kept_until.is_none_or(|until| until > now)
+    }
+}
+
+impl Machine {
+    /// True if this is the spawn token of a program that is started again here.
+    pub(super) fn is_respawn_token(&self, spawn_token: i32) -> bool {
+        self.migrations
+            .arrivals
+            .values()
+            .any(|arrival| arrival.spawn_token == Some(spawn_token))
+    }
+
+    /// Handles the connection of an arriving task's program, which was started again here.
+    pub(super) fn connect_respawned(&mut self, conn: ConnId, spawn_token: i32) {
+        let Some(arrival) = self
+            .migrations
+            .arrivals
+            .values_mut()
+            .find(|arrival| arrival.spawn_token == Some(spawn_token))
+        else {
+            return;
+        };
+        // Another process that presents the same token is refused.
+        arrival.spawn_token = None;
+        arrival.conn = Some(conn);
+        let tid = arrival.tid;
+        self.conns.bind_when_record_arrives(conn, tid);
+        self.advance_arrival(tid);
+    }
+
+    /// Handles the return of a library that had quiesced.
+    pub(super) fn reconnect_library(&mut self, conn: ConnId, tid: Tid, migration: MigrationId) {
+        if let Some(arrival) = self
+            .migrations
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration && a.located)
+        {
+            if let Some(older) = arrival.conn.replace(conn) {
+                self.conns.retire(older);
+                self.outputs.push_back(Output::CloseTask { conn: older });
+            }
+            self.conns.bind_when_record_arrives(conn, tid);
+            return self.advance_arrival(tid);
+        }
+        let is_migrating = self
+            .migrations
+            .sources
+            .get(&migration)
+            .is_some_and(|s| s.migration().tid == tid);
+        let may = |t: &&mut Task| {
+            (is_migrating || t.has_resume_id(migration)) && t.holds_items && t.phase != Phase::Left
+        };
+        let Some(task) = self.tasks.get_mut(tid).filter(may) else {
+            return self
+                .refuse_connection(conn, format!("{tid} is not waited for here ({migration})"));
+        };
+        task.quiesced = false;
+        if let Some(older) = task.conn() {
+            self.conns.retire(older);
+        }
+        self.welcome(conn, tid);
+        self.notify_sources_reconnected(tid);
+        self.handle_guest_reconnected(tid);
+    }
+
+    /// Handles the master's order that sets the location of a task.
+    pub(super) fn handle_location(&mut self, location: Location) {
+        let Location { tid, epoch, .. } = location;
+        if epoch <= self.epoch {
+            return self.log(format!(
+                "a place of {tid} of epoch {epoch} is older than {}; it was refused",
+                self.epoch
+            ));
+        }
+        self.epoch = epoch;
+        self.apply_location(location);
+        self.send_to_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
+    }
+
+    pub(super) fn apply_location(&mut self, location: Location) {
+        let Location {
+            tid,
+            host,
+            from,
+            epoch,
+        } = location;
+        if !self.locations.update(location) {
+            return;
+        }
+        // A task that has ended may have been restarted.
+        self.tasks.known_exits.forget(tid);
+        let me = self.config.host;
+        if tid.home() == Some(me) {
+            // A task from a checkpoint may have a number that this daemon has not allocated.
+            self.tasks.reserve_ids_up_to(tid.local());
+        }
+        if host == me {
+            if self.tasks.get(tid).is_none() {
+                let arrival = self.migrations.arrivals.entry(tid);
+                arrival
+                    .or_insert_with(|| ArrivingTask::new(tid, MigrationId(0), from))
+                    .located = true;
+            }
+        } else if self
+            .migrations
+            .arrivals
+            .get(&tid)
+            .is_some_and(|a| a.located && (!a.ran || a.lost))
+            && let Some(mut arrival) = self.migrations.arrivals.remove(&tid)
+        {
+            // The commit was revoked.
+            for held in arrival.direct.drain() {
+                match held {
+                    Held::Item(item) => self.deliver(tid, item),
+                    // Dropped, because links retransmit.
+                    Held::Link(_) => {}
+                }
+            }
+        }
+        if from == me {
+            let others = self.other_hosts();
+            if let Some(task) = self.tasks.get_mut(tid) {
+                task.undrained_hosts = others;
+            }
+        } else if from != host && self.table.get(from).is_some() {
+            self.outputs.push_back(Output::SendData {
+                host: from,
+                message: Carried::Passed { dst: tid, epoch },
+            });
+        }
+        self.notify_peers_of_migration(tid);
+    }
+
+    pub(super) fn send_record(&mut self, of: &Move, complete: bool) {
+        if let Some(task) = self.tasks.get(of.tid) {
+            let record = Box::new(self.task_record(task));
+            let message = Carried::Record {
+                dst: of.tid,
+                migration: of.id,
+                record,
+                complete,
+            };
+            self.outputs.push_back(Output::SendData {
+                host: of.to,
+                message,
+            });
+        }
+    }
+
+    pub(super) fn transfer_ownership(&mut self, of: &Move) {
+        let (dst, migration, to) = (of.tid, of.id, of.to);
+        self.send_record(of, true);
+        let Some(mut task) = self.tasks.live.remove(&dst) else {
+            return;
+        };
+        self.remember_forwarding(of, Box::new(self.task_record(&task)));
+        self.forget_guest(&task);
+        for held in task.inbox.drain() {
+            self.forward(dst, to, migration, held);
+        }
+        let epoch = self.locations.epoch_of(dst);
+        // A host that joined later has never used the old location.
+        let open = |host: &HostId| {
+            self.table.get(*host).is_some() && !task.drained_by.contains(&(epoch, *host))
+        };
+        let awaited_hosts = task.undrained_hosts.iter().copied().filter(open).collect();
+        self.migrations.forwarding.insert(
+            dst,
+            Forwarding {
+                migration,
+                to,
+                epoch,
+                awaited_hosts,
+            },
+        );
+        self.advance_forwarding(dst);
+        // A daemon that is shutting down may have waited only for this task.
+        self.advance_stop();
+    }
+
+    fn remember_forwarding(&mut self, of: &Move, record: Box<TaskRecord>) {
+        let (now, kept_until) = (self.now, Some(self.delivery_known_at()));
+        self.migrations
+            .unconfirmed_transfers
+            .retain(|_, handed| handed.is_needed(now));
+        let handed = ForwardedItems {
+            to: of.to,
+            migration: of.id,
+            record,
+            items: Vec::new(),
+            all_sent: false,
+            kept_until,
+        };
+        self.migrations.unconfirmed_transfers.insert(of.tid, handed);
+    }
+
+    /// Returns the time at which everything sent now has arrived, or the session is known to be
+    /// broken.
+    fn delivery_known_at(&self) -> Micros {
+        self.now + self.config.lease + self.config.lease
+    }
+
+    /// Forwards an item for a task that has left.
+    pub(super) fn forward(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
+        let until = self.delivery_known_at();
+        let remembered = self
+            .migrations
+            .unconfirmed_transfers
+            .get_mut(&dst)
+            .filter(|handed| handed.migration == migration);
+        // Link frames are retransmitted, except those of a process that has exited.
+        let remembered = remembered
+            .filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
+        if let Some(handed) = remembered {
+            handed.items.push(held.clone());
+            handed.kept_until = handed.kept_until.map(|_| until);
+        }
+        self.outputs.push_back(Output::SendData {
+            host: to,
+            message: Carried::Handed {
+                dst,
+                migration,
+                held,
+            },
+        });
+    }
+
+    /// Keeps what was forwarded to a live daemon whose session has broken, because messages in
+    /// transit may be lost.
+    pub(super) fn keep_forwarded_for(&mut self, host: HostId) {
+        let now = self.now;
+        for handed in self
+            .migrations
+            .unconfirmed_transfers
+            .values_mut()
+            .filter(|handed| handed.to == host && handed.is_needed(now))
+        {
+            handed.kept_until = None;
+        }
+    }
+
+    /// Handles a new session with a daemon. If there was an earlier session, repeats what may have
+    /// been lost with it.
+    pub(super) fn repeat_forwarded(&mut self, host: HostId) {
+        if self.migrations.known_hosts.insert(host) {
+            return;
+        }
+        let (now, until) = (self.now, Some(self.delivery_known_at()));
+        for (dst, handed) in &mut self.migrations.unconfirmed_transfers {
+            if handed.to != host || !handed.is_needed(now) {
+                continue;
+            }
+            handed.kept_until = until;
+            let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
+            let mut say = |message| self.outputs.push_back(Output::SendData { host, message });
+            say(Carried::Record {
+                dst,
+                migration,
+                record,
+                complete: true,
+            });
+            for held in handed.items.iter().cloned() {
+                say(Carried::Handed {
+                    dst,
+                    migration,
+                    held,
+                });
+            }
+            if handed.all_sent {
+                say(Carried::HandedAll { dst, migration });
+            }
+        }
+        for Location {
+            tid,
+            host: to,
+            from,
+            epoch,
+        } in self.locations.all()
+        {
+            if from == host && to != host {
+                self.outputs.push_back(Output::SendData {
+                    host,
+                    message: Carried::Passed { dst: tid, epoch },
+                });
+            }
+        }
+    }
+
+    /// Notes that a host sends nothing more to the old location of a task.
+    pub(super) fn drained_by(&mut self, host: HostId, tid: Tid, epoch: Epoch) {
+        if let Some(departed) = self.migrations.forwarding.get_mut(&tid) {
+            if departed.epoch == epoch {
+                departed.awaited_hosts.remove(&host);
+            }
+            self.advance_forwarding(tid);
+        } else if let Some(task) = self.tasks.get_mut(tid) {
+            task.drained_by.retain(|(older, _)| *older >= epoch);
+            task.drained_by.insert((epoch, host));
+        }
+    }
+
+    fn advance_forwarding(&mut self, dst: Tid) {
+        if self
+            .migrations
+            .forwarding
+            .get(&dst)
+            .is_some_and(|d| d.awaited_hosts.is_empty())
+            && let Some(Forwarding { migration, to, .. }) = self.migrations.forwarding.remove(&dst)
+        {
+            self.outputs.push_back(Output::SendData {
+                host: to,
+                message: Carried::HandedAll { dst, migration },
+            });
+            let until = self.delivery_known_at();
+            let handed = self
+                .migrations
+                .unconfirmed_transfers
+                .get_mut(&dst)
+                .filter(|handed| handed.migration == migration);
+            if let Some(handed) = handed {
+                (handed.all_sent, handed.kept_until) = (true, handed.kept_until.map(|_| until));
+            }
+        }
+    }
+
+    /// Handles the record of an arriving task.
+    pub(super) fn handle_record(
+        &mut self,
+        tid: Tid,
+        migration: MigrationId,
+        record: TaskRecord,
+        complete: bool,
+    ) {
+        let Some(arrival) = self
+            .migrations
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration)
+        else {
+            return;
+        };
+        let is_first_record = arrival.by_restart && arrival.record.is_none();
+        if complete {
+            // A repeated record is followed by all forwarded items again.
+            (arrival.forwarded, arrival.all_forwarded) = (Inbox::default(), false);
+        }
+        if complete || !arrival.record_complete {
+            arrival.record = Some(record);
+            arrival.record_complete |= complete;
+        }
+        if is_first_record {
+            // With a restart engine, the record takes the place of the images.
+            self.target_event(migration, TargetEvent::Received(Ok(0)));
+        }
+        self.advance_arrival(tid);
+    }
+
+    /// Keeps an item that waited at the source.
+    pub(super) fn handle_forwarded(&mut self, tid: Tid, migration: MigrationId, held: Held) {
+        match self
+            .migrations
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration)
+        {
+            Some(arrival) => arrival.forwarded.push(held),
+            None => self.log(format!(
+                "something was handed over for {tid}, which is not on its way here; dropped"
+            )),
+        }
+    }
+
+    /// Notes that no more items wait at the source.
+    pub(super) fn handle_forwarded_all(&mut self, tid: Tid, migration: MigrationId) {
+        if let Some(arrival) = self
+            .migrations
+            .arrivals
+            .get_mut(&tid)
+            .filter(|a| a.migration == migration)
+        {
+            arrival.all_forwarded = true;
+        }
+        self.advance_arrival(tid);
+    }
+
+    /// Makes an arriving task a task of this host when everything is here: its record, the items
+    /// that waited, its process, and its library unless the task has exited meanwhile.
+    pub(super) fn advance_arrival(&mut self, tid: Tid) {
+        let Some(arrival) = self.migrations.arrivals.get_mut(&tid) else {
+            return;
+        };
+        if arrival.ran && arrival.exited.is_none() {
+            // A program that is just starting has no signal handlers yet: signals that it would
+            // handle must not end it.
+            let anew = arrival.by_restart;
+            let counts = |signal: &i32| !anew || TERMINATING_SIGNALS.contains(signal);
+            for signal in std::mem::take(&mut arrival.signals)
+                .into_iter()
+                .filter(counts)
+            {
+                self.outputs
+                    .push_back(Output::ToTasker(ToTasker::Signal { tid, signal }));
+            }
+        }
+        let here =
+            arrival.located && arrival.record_complete && arrival.all_forwarded && arrival.ran;
+        if !here
+            || (arrival.conn.is_none() && arrival.exited.is_none() && !arrival.library_quiesced)
+        {
+            return;
+        }
+        let Some(mut arrival) = self.migrations.arrivals.remove(&tid) else {
+            return;
+        };
+        if !arrival.library_quiesced {
+            self.outputs.push_back(Output::RemoveToken {
+                path: self.config.paths.token(arrival.migration),
+            });
+        }
+        let Some(record) = arrival.record.take() else {
+            return;
+        };
+        let (hosts, epoch) = (record.hosts.clone(), record.epoch);
+        let mut task = Task::from_record(record);
+        (task.pid, task.suspension) = (arrival.pid, arrival.suspension);
+        if arrival.by_restart {
+            (task.phase, task.spawn_token, task.restarted) =
+                (Phase::Expected, arrival.spawn_token, arrival.conn.is_none());
+        }
+        for held in arrival
+            .forwarded
+            .drain()
+            .into_iter()
+            .chain(arrival.direct.drain())
+        {
+            task.inbox.push(held);
+        }
+        if task.restart.is_some() {
+            // For all other tasks it starts now.
+            let (parent, name, user) = (task.parent, task.name.clone(), self.config.uid);
+            self.record(EventKind::TaskStarted {
+                tid,
+                parent,
+                name,
+                user,
+            });
+        }
+        self.tasks.insert(task);
+        if let Some(conn) = arrival.conn {
+            self.welcome(conn, tid);
+            self.flush_inbox(tid);
+        }
+        if let Some((status, used)) = arrival.exited {
+            self.process_exited(tid, status, used);
+            return self.start_queued_migration(tid);
+        }
+        if arrival.by_restart {
+            self.pause_if_required(tid);
+        } else {
+            self.adopt_arrived_guest(
+                tid,
+                Some(arrival.migration).filter(|_| arrival.library_quiesced),
+            );
+        }
+        self.expire_preemptions();
+        self.recheck_notifies(tid, &hosts, epoch);
+        self.start_queued_migration(tid);
+    }
+
+    /// Handles the removal of a host from the host table.
+    pub(super) fn forget_migration_host(&mut self, host: HostId) {
+        self.notify_coordinators_of_lost_host(host);
+        self.migrations
+            .unconfirmed_transfers
+            .retain(|_, handed| handed.to != host);
+        self.migrations.known_hosts.remove(&host);
+        let departed: Vec<Tid> = self.migrations.forwarding.keys().copied().collect();
+        self.migrations.forwarding.retain(|_, d| d.to != host);
+        for tid in departed {
+            if let Some(d) = self.migrations.forwarding.get_mut(&tid) {
+                d.awaited_hosts.remove(&host);
+            }
+            self.advance_forwarding(tid);
+        }
+        let orphans: Vec<Tid> = self
+            .migrations
+            .arrivals
+            .values()
+            .filter(|a| a.from == host && a.located)
+            .map(|a| a.tid)
+            .collect();
+        for tid in orphans {
+            if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
+                // Items that the source had kept are lost with it. Links retransmit, and what an
+                // exited process had left has come with the record. The rest is part of the loss of
+                // that host.
+                (arrival.record_complete, arrival.all_forwarded) = (true, true);
+                arrival
+                    .record
+                    .get_or_insert_with(|| ArrivingTask::bare_record(tid));
+            }
+            self.advance_arrival(tid);
+        }
+    }
+}
+
+impl ArrivingTask {
+    pub(super) fn new(tid: Tid, migration: MigrationId, from: HostId) -> ArrivingTask {
+        ArrivingTask {
+            tid,
+            migration,
+            from,
+            record: None,
+            record_complete: false,
+            forwarded: Inbox::default(),
+            all_forwarded: false,
+            direct: Inbox::default(),
+            located: false,
+            ran: false,
+            run_ordered: false,
+            lost: false,
+            exited: None,
+            conn: None,
+            paused: false,
+            suspension: None,
+            library_quiesced: false,
+            signals: Vec::new(),
+            pid: 0,
+            restart_group: None,
+            restart_verdict: None,
+            by_restart: false,
+            spawn_token: None,
+        }
+    }
+
+    /// Takes the state that was stored next to the task's images.
+    pub(super) fn take_saved_state(&mut self, record: TaskRecord, waiting: Vec<Held>) {
+        (self.record, self.record_complete, self.all_forwarded) = (Some(record), true, true);
+        waiting
+            .into_iter()
+            .for_each(|held| self.forwarded.push(held));
+    }
+
+    /// Notes the order to run: the copy at the source is gone. A suspended task stays paused.
+    pub(super) fn order_run(&mut self, now: Micros, suspended: Holds) {
+        (self.run_ordered, self.suspension) = (true, TaskSuspension::updated(None, now, suspended));
+    }
+
+    /// Returns the migration whose coordinator decides on suspensions of the task; `None` if this
+    /// host decides.
+    pub(super) fn deciding_migration(&self) -> Option<MigrationId> {
+        (self.located && !self.run_ordered && !self.lost).then_some(self.migration)
+    }
+
+    /// True if its copy here is dead, even if that is not reported yet.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost
+    }
+
+    /// Ends a pause of the task. Returns the id under which its library must be resumed, if it is
+    /// quiesced.
+    pub(super) fn end_pause(&mut self) -> Option<MigrationId> {
+        self.paused = false;
+        (std::mem::take(&mut self.library_quiesced) && !self.by_restart).then_some(self.migration)
+    }
+
+    /// Marks its copy here as dead.
+    pub(super) fn mark_lost(&mut self) {
+        (self.ran, self.lost) = (true, true);
+        self.exited.get_or_insert((KILLED_STATUS, Usage::default()));
+    }
+
+    /// Returns a minimal record, for a task whose source was lost before it sent one.
+    fn bare_record(tid: Tid) -> TaskRecord {
+        let task = Task::new(tid, Tid::NONE, Phase::Detached);
+        TaskRecord {
+            tid,
+            parent: task.parent,
+            name: task.name,
+            flags: sempa_proto::table::TASK_FORKED | sempa_proto::table::TASK_CONNECTED,
+            epid: None,
+            output: task.output,
+            trace: task.trace,
+            rm: None,
+            marks: Vec::new(),
+            requests: Vec::new(),
+            meetings: Vec::new(),
+            restart: None,
+            begin: None,
+            successor: None,
+            watches: Vec::new(),
+            redirect_at: RedirectAt::default(),
+            hosts: Vec::new(),
+            epoch: Epoch(u64::MAX),
+        }
+    }
+}

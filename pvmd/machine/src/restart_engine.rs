@@ -1,0 +1,1192 @@
+//! Restart engines: migration without CRIU. The program exits and is started again at the target,
+//! either from its own checkpoint or from its beginning.
+//!
+//! The migration protocol is the same. Only some steps differ:
+//!
+//! | Step | With CRIU | With a restart engine |
+//! | --- | --- | --- |
+//! | quiesce, stop, dump | images are written | the program is asked to exit |
+//! | transfer | images | the task's record |
+//! | restore | processes are rebuilt | the program is started, and held at its entry |
+//! | abort | the task resumes at the source | the source starts the program again |
+//!
+//! A signal or a message asks the program to exit. The task does not end with its process: it keeps
+//! its tid, and items for it wait at its daemon. At the target the program is held before its first
+//! instruction until the commit.
+//!
+//! Before the program is asked, its library reports the state of its links (see `handoff_log`). The
+//! new process continues these links, so that peers notice nothing. The task therefore keeps its
+//! incarnation, and no other task is involved.
+use super::notify::{own_daemon_message, pack_ints};
+use super::rpc::ReplyAddress;
+use super::tasks::{Phase, Task};
+use super::{Machine, Output, Timer, World};
+use checkpoint_protocol::{InspectedTask, SourceEvent, TargetEvent};
+use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine, STATE_ENV};
+use sempa_proto::event::EventKind;
+use sempa_proto::host::{Carried, Held};
+use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Usage, Verdict};
+use sempa_proto::task::{Reply, SpawnRequest, ToTask};
+use sempa_proto::tasker::{DumpReport, StartTask, ToTasker};
+use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
+use std::collections::VecDeque;
+
+/// Wait status of a program that could not be started: exit status 1.
+const NOT_STARTED_STATUS: i32 = 0x100;
+/// Time for a library to report its link states.
+const HANDOFF_TIMEOUT: Micros = Micros::from_secs(5);
+/// Time after an aborted migration in which a program that exits as agreed is still started again.
+const LATE_EXIT_WINDOW: Micros = Micros::from_secs(60);
+/// Signals that end a task that has no process at the moment.
+pub(super) const TERMINATING_SIGNALS: [i32; 2] = [9, 15];
+
+/// Progress of a program's exit before a restart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ExitStage {
+    /// The library had quiesced for a pause and must reconnect first.
+    Reconnecting,
+    /// The library must report its link states.
+    AwaitingHandoff,
+    /// The link states are known, and the program is being asked to exit.
+    ExitRequested,
+    /// The migration is aborted; the library must continue.
+    Resuming,
+    /// The task continues, but its program may still exit as it was asked.
+    LateExitPossible,
+}
+
+/// A task whose program was asked to exit, so that it can be started again.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct GracefulExit {
+    pub(super) migration: MigrationId,
+    engine: Engine,
+    pub(super) stage: ExitStage,
+    /// The request to exit was sent.
+    requested: bool,
+    /// Engine of an earlier migration whose request to exit is still outstanding.
+    earlier_request: Option<Engine>,
+    /// The migration is aborted.
+    aborted: bool,
+    /// A signal has ended the task: it is not started again.
+    is_final: bool,
+    /// The task was paused since the window for a late exit last began.
+    pub(super) was_paused: bool,
+}
+
+/// A task whose process has exited and that is started again.
+#[derive(Debug)]
+pub(super) struct Respawning {
+    migration: MigrationId,
+    /// The program is started again on this host.
+    restarts_here: bool,
+    /// Number of items at the head of the inbox that the previous process has left.
+    pub(super) left_items: usize,
+}
+
+/// Work that needs the [`World`].
+#[derive(Debug)]
+pub(super) enum WorldCall {
+    /// Judges whether this host accepts a migrating task.
+    JudgeMigration(MigrationId, TaskFacts),
+    /// The same for a placement query. The verdict contains the objections that the daemon already
+    /// has.
+    JudgeQuery(ReplyAddress, Verdict, TaskFacts),
+    /// Starts the program of a task of this host again.
+    Respawn(Tid),
+    /// Starts the program of an arriving task and holds it.
+    Prepare(MigrationId),
+    /// Collects the files into which a task of this host has written its state, for a checkpoint.
+    CollectState(MigrationId),
+    /// Copies such files to their directories for an arriving task, under temporary names.
+    StageState(MigrationId),
+}
+
+/// Work that runs at the end of the current event.
+pub(super) type WorldCalls = VecDeque<WorldCall>;
+
+/// A host's preferred restart engine for a task, with its verdict; `None` if the task permits only
+/// CRIU.
+pub(super) type RestartVerdict = Option<(Engine, Verdict)>;
+
+/// Chooses between CRIU and a restart engine by their verdicts. CRIU wins if it is possible. If
+/// neither is, the verdict contains all refusals.
+pub(super) fn choose_engine(criu: Verdict, other: RestartVerdict) -> (Verdict, Engine) {
+    match other {
+        _ if criu.is_empty() => (criu, Engine::Criu),
+        Some((engine, verdict)) if verdict.is_empty() => (verdict, engine),
+        Some((_, verdict)) => (criu.into_iter().chain(verdict).collect(), Engine::Criu),
+        None => (criu, Engine::Criu),
+    }
+}
+
+/// Returns the launch information of a spawn, if its tasks permit engines other than CRIU.
+pub(super) fn launch_info_of(request: &SpawnRequest) -> Result<Option<Box<Begin>>, String> {
+    let begin = Begin::of(request)?;
+    Ok(begin.anew().is_some().then(|| Box::new(begin)))
+}
+
+impl GracefulExit {
+    /// True if the program reports by its exit status that it must be started again.
+    pub(super) fn is_self_checkpoint(&self) -> bool {
+        matches!(self.engine, Engine::Own { .. })
+    }
+
+    /// True if the program may exit as agreed, to be started again.
+    fn may_exit(&self) -> bool {
+        self.requested || self.earlier_request.is_some()
+    }
+
+    /// True if the process exits in any case.
+    fn must_exit(&self) -> bool {
+        self.requested && !self.is_self_checkpoint()
+    }
+}
+
+impl Task {
+    /// True while the program is about to exit, to be started again.
+    pub(super) fn is_exiting(&self) -> bool {
+        self.graceful_exit
+            .is_some_and(|ending| ending.stage != ExitStage::LateExitPossible)
+    }
+
+    /// Notes that the program does not handle the signal that asks for its own checkpoint. True if
+    /// CRIU may dump the task instead and was not tried yet.
+    fn fall_back_to_criu(&mut self, id: MigrationId) -> bool {
+        self.ignores_checkpoint_signal = Some(id);
+        self.launch
+            .as_ref()
+            .is_some_and(|begin| begin.by_criu() && begin.own_first())
+    }
+
+    /// True while the task has no process because it is being started again.
+    pub(super) fn is_respawning(&self) -> bool {
+        self.respawning.is_some()
+    }
+}
+
+impl Machine {
+    /// Performs one piece of work that needs the world. False if there was none.
+    pub(super) fn run_world_call(&mut self, world: &mut dyn World) -> bool {
+        match self.world_calls.pop_front() {
+            None => return false,
+            Some(WorldCall::JudgeMigration(id, facts)) => self.judge_migration(world, id, facts),
+            Some(WorldCall::JudgeQuery(back, known, facts)) => {
+                self.judge_query(world, back, known, facts)
+            }
+            Some(WorldCall::Respawn(tid)) => self.respawn(world, tid),
+            Some(WorldCall::Prepare(id)) => self.prepare_program(world, id),
+            Some(WorldCall::CollectState(id)) => self.collect_state(world, id),
+            Some(WorldCall::StageState(id)) => self.stage_state(world, id),
+        }
+        true
+    }
+
+    // ---- Inspection and verdict
+
+    /// Returns the properties of a task of this host if the tasker need not be asked, because the
+    /// task does not permit CRIU or must not use it now. `None`: the tasker must be asked.
+    pub(super) fn inspect_without_criu(
+        &self,
+        tid: Tid,
+        cause: Option<&Cause>,
+    ) -> Option<Result<TaskFacts, Refusal>> {
+        let task = self.tasks.get(tid)?;
+        // CRIU must not migrate a task that may still exit by an earlier request, because the
+        // target would not expect that exit.
+        let begin = task.launch.as_ref()?;
+        let by_criu = begin.by_criu() && task.graceful_exit.is_none();
+        if cause != Some(&Cause::Checkpoint) {
+            return (!by_criu).then(|| {
+                self.inspect_for_restart(tid)
+                    .unwrap_or(Err(Refusal::NoSuchTask))
+            });
+        }
+        if task.graceful_exit.is_some() {
+            return Some(Err(Refusal::MayEndYet));
+        }
+        let own_first = begin.own_first();
+        match self.inspect_self_checkpoint(tid)? {
+            Err(_) if by_criu => None,
+            result => (own_first || !by_criu).then_some(result),
+        }
+    }
+
+    /// Returns the properties of a task whose program writes its own checkpoint.
+    fn inspect_self_checkpoint(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
+        let mut begin = self.tasks.get(tid)?.launch.clone()?;
+        let Some(own) = begin.own() else {
+            return Some(Err(Refusal::NotByCriu {
+                engine: begin.anew()?,
+            }));
+        };
+        begin.engines = vec![own];
+        Some(if begin.state.is_empty() {
+            Err(Refusal::NoState)
+        } else if self.suspensions_of(tid).any() {
+            // The program must run to write its checkpoint.
+            Err(Refusal::Suspended)
+        } else {
+            Ok(TaskFacts {
+                uid: self.config.uid,
+                begin: Some(begin),
+                ..TaskFacts::default()
+            })
+        })
+    }
+
+    /// Combines what the tasker has found for CRIU with the restart engines that the task permits.
+    pub(super) fn merge_criu_facts(
+        &self,
+        tid: Tid,
+        cause: Option<&Cause>,
+        result: Result<TaskFacts, Refusal>,
+    ) -> Result<TaskFacts, Refusal> {
+        if cause == Some(&Cause::Checkpoint) {
+            return result.or_else(|refusal| match self.inspect_self_checkpoint(tid) {
+                Some(Ok(facts)) => Ok(facts),
+                // The user can add the missing list of files, so this is the more useful reason.
+                Some(Err(Refusal::NoState)) if matches!(refusal, Refusal::NoEngine { .. }) => {
+                    Err(Refusal::NoState)
+                }
+                _ => Err(refusal),
+            });
+        }
+        match (result, self.inspect_for_restart(tid)) {
+            (
+                Ok(facts),
+                Some(Ok(TaskFacts {
+                    begin: Some(mut begin),
+                    ..
+                })),
+            ) => {
+                let wanted = self.tasks.get(tid).and_then(|task| task.launch.as_ref());
+                let wanted = wanted
+                    .map(|wanted| wanted.engines.clone())
+                    .unwrap_or_default();
+                begin.engines = wanted
+                    .into_iter()
+                    .filter(|e| *e == Engine::Criu || begin.engines.contains(e))
+                    .collect();
+                Ok(TaskFacts {
+                    begin: Some(begin),
+                    ..facts
+                })
+            }
+            (Err(_), Some(Ok(facts))) => Ok(facts),
+            (result, _) => result,
+        }
+    }
+
+    /// Returns the properties of a task for the restart engines that it permits.
+    fn inspect_for_restart(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
+        let mut begin = self.tasks.get(tid)?.launch.clone()?;
+        let suspended = self.suspensions_of(tid).any();
+        begin.engines.retain(|engine| match engine {
+            Engine::Criu => false,
+            // The program must run to write its checkpoint.
+            Engine::Own { .. } => !suspended,
+            Engine::Restart { .. } => true,
+        });
+        Some(match begin.engines.is_empty() {
+            true => Err(Refusal::Suspended),
+            false => Ok(TaskFacts {
+                uid: self.config.uid,
+                begin: Some(begin),
+                ..TaskFacts::default()
+            }),
+        })
+    }
+
+    /// Handles the properties of a task that will be migrated or dumped. If the program will write
+    /// its own checkpoint, the tasker first checks the signal for that, before other tasks of the
+    /// job are asked.
+    pub(super) fn handle_inspection(
+        &mut self,
+        id: MigrationId,
+        tid: Tid,
+        result: Result<TaskFacts, Refusal>,
+        memory: (bool, bool),
+    ) {
+        let cause = self
+            .migrations
+            .sources
+            .get(&id)
+            .map(|source| &source.migration().cause);
+        let signal = result
+            .as_ref()
+            .ok()
+            .filter(|_| cause == Some(&Cause::Checkpoint))
+            .and_then(TaskFacts::signal);
+        match signal {
+            Some(signal) => self.send_to_tasker(ToTasker::Minds {
+                migration: id,
+                tid,
+                signal,
+            }),
+            None => self.finish_inspection(id, tid, result, memory),
+        }
+    }
+
+    /// Handles the tasker's answer whether a program handles the signal that asks for its own
+    /// checkpoint.
+    pub(super) fn handle_signal_check(&mut self, id: MigrationId, handled: bool) {
+        let Some(tid) = self
+            .migrations
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid)
+        else {
+            return;
+        };
+        let facts = self
+            .inspect_self_checkpoint(tid)
+            .unwrap_or(Err(Refusal::NoSuchTask));
+        let signal = facts
+            .as_ref()
+            .ok()
+            .and_then(TaskFacts::signal)
+            .filter(|_| !handled);
+        let Some(signal) = signal else {
+            return self.finish_inspection(id, tid, facts, (false, false));
+        };
+        match self
+            .tasks
+            .get_mut(tid)
+            .is_some_and(|task| task.fall_back_to_criu(id))
+        {
+            true => self.send_to_tasker(ToTasker::Inspect { migration: id, tid }),
+            false => {
+                self.finish_inspection(id, tid, Err(Refusal::NotMinded { signal }), (false, false))
+            }
+        }
+    }
+
+    fn finish_inspection(
+        &mut self,
+        id: MigrationId,
+        tid: Tid,
+        result: Result<TaskFacts, Refusal>,
+        (memory_can_follow, can_pre_copy): (bool, bool),
+    ) {
+        let suspended = self.suspensions_of(tid);
+        let inspected = |facts| InspectedTask {
+            facts,
+            suspensions: suspended,
+            supports_post_copy: memory_can_follow,
+            supports_pre_copy: can_pre_copy,
+        };
+        let result = self.add_program_name(tid, result).map(inspected);
+        self.source_event(id, SourceEvent::Inspected(result));
+    }
+
+    fn judge_migration(&mut self, world: &dyn World, id: MigrationId, facts: TaskFacts) {
+        let Some(arrival) = self.arrival_of(id) else {
+            return;
+        };
+        let tid = arrival.tid;
+        match judge_restart(world, &facts) {
+            Some((engine, verdict)) if is_decided(&facts, &verdict) => {
+                self.report_verdict(id, verdict, false, engine)
+            }
+            other => {
+                arrival.restart_verdict = other;
+                let facts = TaskFacts {
+                    begin: None,
+                    ..facts
+                };
+                self.send_to_tasker(ToTasker::Prepare {
+                    migration: id,
+                    tid,
+                    facts,
+                });
+            }
+        }
+    }
+
+    /// Handles the tasker's verdict on a migrating task.
+    pub(super) fn handle_criu_verdict(
+        &mut self,
+        id: MigrationId,
+        criu: Verdict,
+        supports_post_copy: bool,
+    ) {
+        let other = self
+            .arrival_of(id)
+            .and_then(|arrival| arrival.restart_verdict.take());
+        let (verdict, engine) = choose_engine(criu, other);
+        self.report_verdict(id, verdict, supports_post_copy, engine);
+    }
+
+    fn report_verdict(
+        &mut self,
+        id: MigrationId,
+        verdict: Verdict,
+        supports_post_copy: bool,
+        engine: Engine,
+    ) {
+        if let Some(arrival) = self.arrival_of(id) {
+            arrival.by_restart = verdict.is_empty() && engine != Engine::Criu;
+        }
+        self.target_event(
+            id,
+            TargetEvent::Prepared {
+                verdict,
+                supports_post_copy,
+                engine,
+            },
+        );
+    }
+
+    fn judge_query(
+        &mut self,
+        world: &dyn World,
+        back: ReplyAddress,
+        known: Verdict,
+        facts: TaskFacts,
+    ) {
+        match judge_restart(world, &facts) {
+            Some((engine, verdict)) if is_decided(&facts, &verdict) => {
+                self.answer_verdict(back, known.into_iter().chain(verdict).collect(), engine);
+            }
+            other => self.request_tasker_verdict(
+                back,
+                known,
+                other,
+                TaskFacts {
+                    begin: None,
+                    ..facts
+                },
+            ),
+        }
+    }
+
+    // ---- Exit of the old process
+
+    /// Begins the exit of a program for a migration.
+    pub(super) fn begin_graceful_exit(&mut self, id: MigrationId, tid: Tid, engine: Engine) {
+        let is_paused = self.must_pause(tid);
+        let may = |task: &&mut Task| {
+            !task.restarted && task.respawning.is_none() && task.exited.is_none()
+        };
+        let Some(task) = self.tasks.get_mut(tid).filter(may) else {
+            let why = Failure::Engine("its program is just being started, or has ended".into());
+            return self.source_event(id, SourceEvent::Stopped(Err(why)));
+        };
+        let before = |ending: GracefulExit| {
+            if ending.requested {
+                Some(ending.engine)
+            } else {
+                ending.earlier_request
+            }
+        };
+        let (wakes, earlier_request) = (task.pause.is_some(), task.graceful_exit.and_then(before));
+        task.graceful_exit = Some(GracefulExit {
+            migration: id,
+            engine,
+            stage: ExitStage::Reconnecting,
+            requested: false,
+            earlier_request,
+            aborted: false,
+            is_final: false,
+            was_paused: false,
+        });
+        self.set_timer(HANDOFF_TIMEOUT, Timer::HandoffTimeout(tid, id));
+        if is_paused {
+            // A paused task may run to report its link states.
+            self.send_to_tasker(ToTasker::Hold {
+                tid,
+                after: HANDOFF_TIMEOUT,
+            });
+        }
+        if wakes {
+            self.resume_to_exit(tid);
+        } else {
+            self.request_handoff(tid);
+        }
+    }
+
+    /// Asks the program to exit, because its library has reported its link states.
+    pub(super) fn request_exit(&mut self, tid: Tid, by: MigrationId) {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let hears = |ending: &&mut GracefulExit| {
+            ending.migration == by && ending.stage == ExitStage::AwaitingHandoff
+        };
+        let Some(ending) = task.graceful_exit.as_mut().filter(hears) else {
+            return;
+        };
+        ending.stage = ExitStage::ExitRequested;
+        // A program that exits late was already asked, for an earlier migration.
+        if ending.aborted || std::mem::replace(&mut ending.requested, true) {
+            return;
+        }
+        let GracefulExit {
+            migration, engine, ..
+        } = *ending;
+        self.send_to_tasker(ToTasker::End { tid, engine });
+        let Some((_, wait)) = engine.asks() else {
+            return;
+        };
+        self.set_timer(
+            Micros::from_secs(wait.into()),
+            Timer::ExitTimeout(tid, migration),
+        );
+    }
+
+    /// Asks a program by a message to exit, because the tasker expects its exit from now on. The
+    /// message is sent even if the migration was aborted meanwhile, because a program that is asked
+    /// by a signal would have received that, too.
+    pub(super) fn send_exit_message(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get(tid) else {
+            return;
+        };
+        let Some(ending) = task.graceful_exit.filter(|ending| ending.requested) else {
+            return;
+        };
+        let (Some((Asked::Message(tag), wait)), Some(conn)) = (ending.engine.asks(), task.conn())
+        else {
+            return;
+        };
+        // The message bypasses the inbox, whose items are for the next process.
+        let message = own_daemon_message(
+            tid,
+            (0, tag),
+            pack_ints(&[i32::try_from(wait).unwrap_or(i32::MAX)]),
+        );
+        self.outputs.push_back(Output::ToTask {
+            conn,
+            message: ToTask::Deliver {
+                message,
+                after: None,
+            },
+        });
+    }
+
+    /// Fails a migration if the library has not reported its link states in time.
+    pub(super) fn handle_handoff_timeout(&mut self, tid: Tid, id: MigrationId) {
+        let ending = self
+            .tasks
+            .get(tid)
+            .and_then(|task| task.graceful_exit.as_ref());
+        let silent = |ending: &&GracefulExit| {
+            ending.migration == id
+                && matches!(
+                    ending.stage,
+                    ExitStage::Reconnecting | ExitStage::AwaitingHandoff
+                )
+        };
+        if ending.filter(silent).is_some_and(|ending| !ending.aborted) {
+            let why = "its library has not said in its time where its conversations stand".into();
+            self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
+        }
+    }
+
+    /// Fails a migration because the tasker has not asked the program to exit.
+    pub(super) fn handle_exit_not_requested(&mut self, tid: Tid, why: String) {
+        let Some(ending) = self
+            .tasks
+            .get_mut(tid)
+            .and_then(|task| task.graceful_exit.as_mut())
+        else {
+            return;
+        };
+        ending.requested = false;
+        let id = ending.migration;
+        self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
+    }
+
+    /// Handles the notice of a library that its program is about to exit. If that exit is late, the
+    /// library reports its link states now.
+    pub(super) fn handle_about_to_exit(&mut self, tid: Tid, id: RequestId) {
+        let off = self
+            .tasks
+            .get(tid)
+            .and_then(|task| task.graceful_exit.as_ref());
+        if off.is_some_and(|ending| ending.stage == ExitStage::LateExitPossible) {
+            self.request_handoff(tid);
+        }
+        self.reply(tid, id, Reply::Done);
+    }
+
+    /// Handles a program that has not exited in time.
+    pub(super) fn handle_exit_timeout(&mut self, tid: Tid, id: MigrationId) {
+        let Some(task) = self.tasks.get(tid).filter(|task| task.exited.is_none()) else {
+            return;
+        };
+        let Some(GracefulExit { engine, .. }) =
+            task.graceful_exit.filter(|ending| ending.migration == id)
+        else {
+            return;
+        };
+        match engine {
+            Engine::Criu => {}
+            Engine::Restart { .. } => self.send_to_tasker(ToTasker::Kill { tid }),
+            Engine::Own { asked, exit, wait } => {
+                let why = format!(
+                    "{engine}: it was asked {asked} and has not ended with exit status {exit} within {wait} s"
+                );
+                self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why))));
+            }
+        }
+    }
+
+    /// Handles the exit of a task's process. True if the task continues, because its program is
+    /// started again.
+    pub(super) fn continues_after_exit(&mut self, tid: Tid, status: i32, used: Usage) -> bool {
+        if self.stop.is_some() || self.tasker_gone {
+            return false;
+        }
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        let continues = |ending: &GracefulExit| {
+            let asked = ending.requested.then_some(ending.engine);
+            let mut by = asked.into_iter().chain(ending.earlier_request);
+            !ending.is_final && by.any(|engine| engine.goes_on_after(status))
+        };
+        let Some(GracefulExit { migration, .. }) = task.graceful_exit.filter(continues) else {
+            return false;
+        };
+        let Some(log) = task.handoff_log.take() else {
+            return false;
+        };
+        let conn = task.conn();
+        task.graceful_exit = None;
+        (task.exited, task.earlier_usage) = (None, used);
+        (task.phase, task.holds_items, task.quiesced) = (Phase::Detached, true, false);
+        (task.pid, task.settling_part, task.permitted_open) = (0, None, None);
+        task.requests.clear();
+        task.untimed_requests.clear();
+        let count = task.launch.as_mut().map_or(0, |begin| {
+            begin.count += 1;
+            begin.count
+        });
+        let (successor, left, waiting) = log.into_handoff(count, task.inbox.drain());
+        task.handoff = Some(Box::new(successor));
+        left.into_iter().for_each(|held| task.inbox.push(held));
+        task.respawning = Some(Respawning {
+            migration,
+            restarts_here: false,
+            left_items: task.inbox.queue.len(),
+        });
+        waiting.into_iter().for_each(|held| task.inbox.push(held));
+        if let Some(conn) = conn {
+            self.conns.retire(conn);
+            self.outputs.push_back(Output::CloseTask { conn });
+        }
+        self.end_pause(tid);
+        // Peers that share rings with the task read what is left in them.
+        for partner in self.ring_peers.remove_task(tid) {
+            self.deliver(partner, ToTask::PeerMoved { tid });
+        }
+        self.advance_respawn(tid);
+        true
+    }
+
+    fn advance_respawn(&mut self, tid: Tid) {
+        let Some(respawning) = self
+            .tasks
+            .get(tid)
+            .and_then(|task| task.respawning.as_ref())
+        else {
+            return;
+        };
+        let waits = self
+            .migrations
+            .sources
+            .get(&respawning.migration)
+            .is_some_and(|source| source.awaits_exit());
+        if waits {
+            self.source_event(respawning.migration, SourceEvent::Stopped(Ok(())));
+        } else {
+            // The migration was aborted, possibly long ago.
+            self.world_calls.push_back(WorldCall::Respawn(tid));
+        }
+    }
+
+    /// Handles the abort of a migration by a restart engine. False if the migration used no restart
+    /// engine.
+    pub(super) fn abort_graceful_exit(&mut self, id: MigrationId, tid: Tid) -> bool {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        if let Some(respawning) = task
+            .respawning
+            .as_mut()
+            .filter(|respawning| respawning.migration == id)
+        {
+            if !std::mem::replace(&mut respawning.restarts_here, true) {
+                self.world_calls.push_back(WorldCall::Respawn(tid));
+            }
+            return true;
+        }
+        let conn = task.conn();
+        let Some(ending) = task
+            .graceful_exit
+            .as_mut()
+            .filter(|ending| ending.migration == id)
+        else {
+            return false;
+        };
+        ending.aborted = true;
+        // A program that exits in any case is started again on this host.
+        if !ending.must_exit() && ending.stage != ExitStage::Reconnecting && conn.is_some() {
+            // The program continues. If it exits as it was asked, it is started again.
+            ending.stage = ExitStage::Resuming;
+            let message = ToTask::TakeNothing { by: None };
+            self.outputs
+                .extend(conn.map(|conn| Output::ToTask { conn, message }));
+            if self.must_pause(tid) {
+                // A paused task may run to continue its links.
+                self.send_to_tasker(ToTasker::Hold {
+                    tid,
+                    after: HANDOFF_TIMEOUT,
+                });
+            }
+        }
+        self.source_event(id, SourceEvent::Continued);
+        true
+    }
+
+    /// Handles the order to resume the library of a task whose program was asked to exit. True if
+    /// no token must be written, because the library is not quiesced.
+    pub(super) fn resume_without_token(&mut self, id: MigrationId, tid: Tid) -> bool {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        if task.restarted {
+            return true;
+        }
+        let Some(ending) = task.graceful_exit.filter(|ending| ending.migration == id) else {
+            return false;
+        };
+        if ending.stage != ExitStage::Resuming && !ending.must_exit() {
+            self.finish_aborted_exit(tid);
+        }
+        true
+    }
+
+    /// Handles the report of a library that it continues.
+    pub(super) fn handle_exit_cancelled(&mut self, tid: Tid, by: MigrationId) {
+        let ending = self
+            .tasks
+            .get(tid)
+            .and_then(|task| task.graceful_exit.as_ref());
+        if ending
+            .is_some_and(|ending| ending.migration == by && ending.stage == ExitStage::Resuming)
+        {
+            self.cancel_handoff(tid);
+            self.finish_aborted_exit(tid);
+        }
+    }
+
+    /// Ends an aborted migration: the task continues, or it has left the virtual machine and only
+    /// its exit is awaited.
+    pub(super) fn finish_aborted_exit(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let left = task.conn().is_none() && task.pause.is_none();
+        let Some(ending) = task.graceful_exit.as_mut() else {
+            return;
+        };
+        let id = ending.migration;
+        match (ending.may_exit(), left) {
+            (false, _) => task.graceful_exit = None,
+            (true, true) => {}
+            (true, false) => ending.stage = ExitStage::LateExitPossible,
+        }
+        if task.graceful_exit.is_some() {
+            self.set_timer(LATE_EXIT_WINDOW, Timer::LateExitTimeout(tid, id));
+        }
+        self.source_event(id, SourceEvent::Reconnected);
+        if self.must_pause(tid) {
+            self.pause_guest(tid);
+        } else {
+            self.send_to_tasker(ToTasker::GoOn { tid });
+        }
+    }
+
+    /// Handles a program that leaves the virtual machine while it is about to exit. After an abort,
+    /// its library is not awaited further.
+    pub(super) fn handle_leave_while_exiting(&mut self, tid: Tid) {
+        let ending = self
+            .tasks
+            .get(tid)
+            .and_then(|task| task.graceful_exit.as_ref());
+        if ending.is_some_and(|ending| ending.stage == ExitStage::Resuming) {
+            self.finish_aborted_exit(tid);
+        }
+    }
+
+    /// Ends the window for a late exit, if the program has not exited in it.
+    pub(super) fn handle_late_exit_timeout(&mut self, tid: Tid, id: MigrationId) {
+        let is_paused = self.must_pause(tid);
+        let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) else {
+            return;
+        };
+        let left = task.conn().is_none();
+        let Some(ending) = task
+            .graceful_exit
+            .as_mut()
+            .filter(|ending| ending.migration == id && ending.aborted)
+        else {
+            return;
+        };
+        if std::mem::replace(&mut ending.was_paused, is_paused) || is_paused {
+            // The window counts only while the task runs, so it begins again.
+            self.set_timer(LATE_EXIT_WINDOW, Timer::LateExitTimeout(tid, id));
+        } else if ending.stage == ExitStage::LateExitPossible {
+            self.withdraw_exit_request(tid);
+        } else if left {
+            // The program has left the virtual machine instead of exiting.
+            task.handoff_log = None;
+            self.withdraw_exit_request(tid);
+            self.detach(tid);
+        } else {
+            self.set_timer(LATE_EXIT_WINDOW, Timer::LateExitTimeout(tid, id));
+        }
+    }
+
+    /// Withdraws the request to exit: from now on every exit ends the task.
+    pub(super) fn withdraw_exit_request(&mut self, tid: Tid) {
+        if self
+            .tasks
+            .get_mut(tid)
+            .and_then(|task| task.graceful_exit.take())
+            .is_some_and(|ending| ending.may_exit())
+        {
+            self.send_to_tasker(ToTasker::EndsForGood { tid });
+        }
+    }
+
+    /// Handles the order to kill the copy at the source. True if there is no process to kill.
+    pub(super) fn report_absent_copy(&mut self, id: MigrationId, tid: Tid) -> bool {
+        let Some(task) = self.tasks.get(tid).filter(|task| task.is_respawning()) else {
+            return false;
+        };
+        let used = task.earlier_usage;
+        self.source_event(id, SourceEvent::Killed(used));
+        true
+    }
+
+    /// Sends a task without a process to its new host. The items that its process has left come
+    /// first: no peer would send them again if this host were lost.
+    pub(super) fn send_task_without_process(&mut self, of: &Move) {
+        let left: Vec<Held> = self
+            .tasks
+            .get(of.tid)
+            .map(|task| task.inbox.iter().cloned().collect())
+            .unwrap_or_default();
+        for held in left {
+            let message = Carried::Handed {
+                dst: of.tid,
+                migration: of.id,
+                held,
+            };
+            self.outputs.push_back(Output::SendData {
+                host: of.to,
+                message,
+            });
+        }
+        self.send_record(of, false);
+        if let Some(task) = self.tasks.get_mut(of.tid) {
+            task.transferring = Some(of.id);
+        }
+    }
+
+    /// Handles a signal for a task without a process, or with one that is just starting. True if
+    /// the signal is done: such a task either ends by it or ignores it. A program that was asked to
+    /// exit by the restart engine is not started again after a signal that ends tasks.
+    pub(super) fn signal_without_process(&mut self, tid: Tid, signal: i32) -> bool {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return false;
+        };
+        let deadly = TERMINATING_SIGNALS.contains(&signal);
+        if let Some(ending) = task
+            .graceful_exit
+            .as_mut()
+            .filter(|ending| matches!(ending.engine, Engine::Restart { .. }))
+        {
+            ending.is_final |= deadly;
+        }
+        let used = task.earlier_usage;
+        if task.respawning.is_some() && deadly {
+            task.respawning = None;
+            self.end_task(tid, signal, used);
+            return true;
+        }
+        task.respawning.is_some() || task.restarted && !deadly
+    }
+
+    // ---- Start of the new process
+
+    fn respawn(&mut self, world: &mut dyn World, tid: Tid) {
+        let stopping = self.stop.is_some();
+        let Some(task) = self
+            .tasks
+            .get_mut(tid)
+            .filter(|task| task.respawning.is_some() && !stopping)
+        else {
+            return;
+        };
+        task.respawning = None;
+        let begin = task.launch.clone().unwrap_or_default();
+        match self.launch_order(world, tid, &begin) {
+            Ok((start, spawn_token)) => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    (task.spawn_token, task.phase, task.restarted) =
+                        (Some(spawn_token), Phase::Expected, true);
+                }
+                self.tasks.by_spawn_token.insert(spawn_token, tid);
+                self.send_to_tasker(ToTasker::Start(start));
+                self.log_and_record(format!(
+                    "{tid} is started again where it was ({} times so far)",
+                    begin.count
+                ));
+                self.pause_if_required(tid);
+            }
+            Err(why) => {
+                self.log_and_record(format!("{tid} could not be started again: {why}"));
+                let used = self
+                    .tasks
+                    .get(tid)
+                    .map(|task| task.earlier_usage)
+                    .unwrap_or_default();
+                self.end_task(tid, NOT_STARTED_STATUS, used);
+            }
+        }
+        self.notify_sources_continued(tid);
+    }
+
+    /// Handles the connection of a program that was started again on this host.
+    pub(super) fn handle_respawn_connected(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(tid).filter(|task| task.restarted) else {
+            return;
+        };
+        task.restarted = false;
+        if !self.must_pause(tid)
+            && let Some(task) = self.tasks.get_mut(tid)
+        {
+            task.pause = None;
+        }
+        self.notify_sources_reconnected(tid);
+        self.release_inbox(tid);
+        self.start_queued_migration(tid);
+    }
+
+    /// Collects the state files that a program has written before it exited, before it is started
+    /// again.
+    fn collect_state(&mut self, world: &dyn World, id: MigrationId) {
+        let Some(tid) = self
+            .migrations
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid)
+        else {
+            return;
+        };
+        let Some(begin) = self.tasks.get(tid).and_then(|task| task.launch.as_ref()) else {
+            return;
+        };
+        if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+            let why = format!(
+                "its working directory {dir} cannot be entered any more: nobody knows where it has written"
+            );
+            return self.source_event(id, SourceEvent::Dumped(Err(Failure::Io(why))));
+        }
+        let (files, dir) = (begin.state_of(tid), world.work_dir(begin.dir()));
+        self.outputs.push_back(Output::CollectState {
+            migration: id,
+            files,
+            dir,
+        });
+    }
+
+    /// Handles the result of collecting state files.
+    pub(super) fn handle_state_collected(
+        &mut self,
+        id: MigrationId,
+        result: Result<DumpReport, Failure>,
+    ) {
+        let tid = self
+            .migrations
+            .sources
+            .get(&id)
+            .map(|source| source.migration().tid);
+        if let (Some(tid), Ok(DumpReport { files: 0, .. })) = (tid, &result) {
+            let text = format!(
+                "{tid} has ended as one that has written its own checkpoint, and none of the files is there that {STATE_ENV} names: \
+                 from this set it begins anew"
+            );
+            self.record(EventKind::Note { text });
+        }
+        self.source_event(id, SourceEvent::Dumped(result));
+    }
+
+    /// Copies the state files of a task that is restarted from a checkpoint to their directories.
+    fn stage_state(&mut self, world: &dyn World, id: MigrationId) {
+        if !self.migrations.is_restoring(id) {
+            return;
+        }
+        let Some(arrival) = self.arrival_of(id) else {
+            return;
+        };
+        let (tid, begin) = (
+            arrival.tid,
+            arrival
+                .record
+                .as_ref()
+                .and_then(|record| record.begin.as_ref()),
+        );
+        let Some((files, dir)) =
+            begin.map(|begin| (begin.state_of(tid), world.work_dir(begin.dir())))
+        else {
+            return;
+        };
+        self.outputs.push_back(Output::StageState {
+            migration: id,
+            files,
+            dir,
+        });
+    }
+
+    /// Starts the program when its state files are copied. They get their final names when the task
+    /// runs.
+    pub(super) fn handle_state_staged(&mut self, id: MigrationId, result: Result<(), Failure>) {
+        match result {
+            Ok(()) => self.world_calls.push_back(WorldCall::Prepare(id)),
+            Err(why) => self.target_event(id, TargetEvent::Restored(Err(why))),
+        }
+    }
+
+    fn prepare_program(&mut self, world: &mut dyn World, id: MigrationId) {
+        if !self.migrations.is_restoring(id) {
+            return;
+        }
+        let Some(arrival) = self.arrival_of(id) else {
+            return;
+        };
+        let (tid, begin) = (
+            arrival.tid,
+            arrival
+                .record
+                .as_ref()
+                .and_then(|record| record.begin.clone()),
+        );
+        match self.launch_order(world, tid, &begin.unwrap_or_default()) {
+            Ok((start, spawn_token)) => {
+                if let Some(arrival) = self.arrival_of(id) {
+                    arrival.spawn_token = Some(spawn_token);
+                }
+                self.send_to_tasker(ToTasker::Build {
+                    migration: id,
+                    start,
+                });
+            }
+            Err(why) => self.target_event(id, TargetEvent::Restored(Err(Failure::Io(why)))),
+        }
+    }
+
+    /// Returns the order that starts the program again as a spawn on this host would, and the spawn
+    /// token by which it claims its tid.
+    fn launch_order(
+        &self,
+        world: &mut dyn World,
+        tid: Tid,
+        begin: &Begin,
+    ) -> Result<(StartTask, i32), String> {
+        let (path, argv) = super::spawn::find_program(world, &begin.request)
+            .map_err(|error| format!("{}: {error}", begin.request.file))?;
+        let mut env = self.environment(world, &begin.request);
+        let again = [AGAIN_ENV.as_bytes(), b"="].concat();
+        env.retain(|entry| !entry.starts_with(&again));
+        let spawn_token = std::iter::repeat_with(|| world.random_secret())
+            .find(|spawn_token| !self.tasks.by_spawn_token.contains_key(spawn_token));
+        let spawn_token = spawn_token.unwrap_or_default();
+        env.push(format!("PVMEPID={spawn_token}").into_bytes());
+        env.push(format!("{AGAIN_ENV}={}", begin.count).into_bytes());
+        let pinned = false;
+        Ok((
+            StartTask {
+                tid,
+                path,
+                argv,
+                env,
+                dir: world.work_dir(begin.dir()),
+                pinned,
+            },
+            spawn_token,
+        ))
+    }
+}
+
+/// Returns this host's verdict on starting the program of such a task; `None` if the task permits
+/// only CRIU.
+fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
+    let begin = facts.begin.as_ref()?;
+    let engine = begin.anew()?;
+    let mut verdict = Verdict::new();
+    if let Err(PvmError::NoFile) = super::spawn::find_program(world, &begin.request) {
+        let why =
+            "this host has no such program where programs of spawned tasks are looked for".into();
+        verdict.push(Refusal::File {
+            path: (&begin.request.file).into(),
+            why,
+        });
+    }
+    if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+        let why = "this host has no such directory that can be entered; what the program needs has to be there".into();
+        verdict.push(Refusal::File {
+            path: dir.into(),
+            why,
+        });
+    }
+    Some((engine, verdict))
+}
+
+/// True if this host has no such working directory that can be entered.
+fn lacks_dir(world: &dyn World, dir: &str) -> bool {
+    let usual = world.work_dir(None);
+    world.work_dir(Some(dir)) == usual && usual.join(dir) != usual
+}
+
+/// True if the tasker need not be asked: the task's first engine is a restart engine that is
+/// possible here, or the task does not permit CRIU.
+fn is_decided(facts: &TaskFacts, verdict: &Verdict) -> bool {
+    let first = facts.begin.as_ref().and_then(|begin| begin.engines.first());
+    !facts.by_criu() || verdict.is_empty() && first != Some(&Engine::Criu)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// CRIU is chosen if both engines are possible. If neither is, the verdict contains all
+    /// refusals.
+    #[test]
+    fn criu_is_preferred_and_all_refusals_are_kept() {
+        let other = Engine::Restart { wait: 5 };
+        assert_eq!(
+            choose_engine(vec![], Some((other, vec![]))),
+            (vec![], Engine::Criu)
+        );
+        assert_eq!(
+            choose_engine(vec![Refusal::Pinned], Some((other, vec![]))),
+            (vec![], other)
+        );
+        let both = choose_engine(
+            vec![Refusal::Pinned],
+            Some((other, vec![Refusal::Suspended])),
+        );
+        assert_eq!(
+            both,
+            (vec![Refusal::Pinned, Refusal::Suspended], Engine::Criu)
+        );
+        assert_eq!(
+            choose_engine(vec![Refusal::Pinned], None).0,
+            vec![Refusal::Pinned]
+        );
+    }
+}

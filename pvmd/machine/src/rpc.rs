@@ -1,0 +1,424 @@
+//! Requests between daemons, and their replies.
+//!
+//! The daemon that sends a request remembers who needs the reply ([`RpcCaller`]) and what was
+//! asked. The receiver either serves the request or names the host to which the task in question
+//! has migrated; then the request follows the task. If the receiver is lost, the caller gets the
+//! result that fits a lost host.
+
+use super::checkpoints::Inventory;
+use super::spawn::ExecRequester;
+use super::tasks::Phase;
+use super::{Machine, Output};
+use sempa_proto::host::{Answer, HostMsg, Question};
+use sempa_proto::suspend::Order;
+use sempa_proto::task::{LinkMark, Reply};
+use sempa_proto::tasker::ToTasker;
+use sempa_proto::{HostId, MigrationId, PvmError, RequestId, Tid};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Largest number of times that a request follows a migrating task.
+const HOPS_MAX: u32 = 8;
+
+/// The purpose of a request: determines what happens with its reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RpcCaller {
+    /// The reply answers a request of a task.
+    Task { tid: Tid, id: RequestId },
+    /// One part of a task list.
+    ScatterGather(u64),
+    /// One part of a spawn.
+    Spawn { spawn: u64, part: u64 },
+    /// A notification about the exit of a task.
+    Watch { watcher: Tid },
+    /// Checks whether a group member is alive.
+    GroupMember { tid: Tid },
+    /// One part of an inventory of tasks and contexts, for a checkpoint or a restart.
+    Inventory { inventory: u64, host: HostId },
+    /// Checks whether a host stores a copy of a checkpoint.
+    StoreCopy { migration: MigrationId },
+    /// No reply is needed.
+    Ignored,
+    /// Properties of the task of a placement query.
+    Inspection(u64),
+    /// A host's verdict in a placement query.
+    Verdict { query: u64, host: HostId },
+}
+
+impl RpcCaller {
+    /// True if the request survives a broken session: it stays open while the host is in the table.
+    fn survives_reconnect(self) -> bool {
+        matches!(
+            self,
+            RpcCaller::Watch { .. } | RpcCaller::GroupMember { .. }
+        )
+    }
+}
+
+/// Text for the daemon's log. It names the purposes as it always has.
+impl fmt::Display for RpcCaller {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RpcCaller::Task { tid, id } => write!(f, "Task {{ tid: {tid:?}, id: {id:?} }}"),
+            RpcCaller::ScatterGather(query) => write!(f, "Gather({query})"),
+            RpcCaller::Spawn { spawn, part } => {
+                write!(f, "Spawn {{ spawn: {spawn}, part: {part} }}")
+            }
+            RpcCaller::Watch { watcher } => write!(f, "Watch {{ watcher: {watcher:?} }}"),
+            RpcCaller::GroupMember { tid } => write!(f, "Member {{ tid: {tid:?} }}"),
+            RpcCaller::Inventory { inventory, host } => {
+                write!(f, "Count {{ count: {inventory}, host: {host:?} }}")
+            }
+            RpcCaller::StoreCopy { migration } => {
+                write!(f, "Copy {{ migration: {migration:?} }}")
+            }
+            RpcCaller::Ignored => f.write_str("Nobody"),
+            RpcCaller::Inspection(query) => write!(f, "Facts({query})"),
+            RpcCaller::Verdict { query, host } => {
+                write!(f, "Verdict {{ survey: {query}, host: {host:?} }}")
+            }
+        }
+    }
+}
+
+/// Return address of a reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ReplyAddress {
+    pub(super) host: HostId,
+    pub(super) id: RequestId,
+}
+
+#[derive(Debug)]
+struct OpenRequest {
+    host: HostId,
+    request: Question,
+    caller: RpcCaller,
+    hops: u32,
+}
+
+/// Requests without a reply.
+#[derive(Debug, Default)]
+pub(super) struct OpenRequests {
+    open: BTreeMap<RequestId, OpenRequest>,
+    last_id: RequestId,
+}
+
+impl OpenRequests {
+    /// Returns one line per open request, for the log.
+    pub(super) fn log_lines(&self) -> Vec<String> {
+        self.open
+            .iter()
+            .map(|(id, p)| format!("{id} to {}: {}", p.host, p.caller))
+            .collect()
+    }
+}
+
+impl Machine {
+    /// Sends a request to a host, which may be this one.
+    pub(super) fn call_host(&mut self, host: HostId, question: Question, caller: RpcCaller) {
+        self.call_with_hops(host, question, caller, 0);
+    }
+
+    /// Sends a request to the host on which this task runs.
+    pub(super) fn call_host_of_task(&mut self, tid: Tid, question: Question, caller: RpcCaller) {
+        match self.location(tid) {
+            Some(host) => self.call_host(host, question, caller),
+            None => self.fail_host_request(question, caller),
+        }
+    }
+
+    fn call_with_hops(&mut self, host: HostId, question: Question, caller: RpcCaller, hops: u32) {
+        if self.table.get(host).is_none() || hops > HOPS_MAX {
+            return self.fail_host_request(question, caller);
+        }
+        self.rpcs.last_id = self.rpcs.last_id.next();
+        let id = self.rpcs.last_id;
+        self.rpcs.open.insert(
+            id,
+            OpenRequest {
+                host,
+                request: question.clone(),
+                caller,
+                hops,
+            },
+        );
+        if host == self.config.host {
+            self.serve_host_request(ReplyAddress { host, id }, question);
+        } else {
+            self.send_to_host(host, HostMsg::Ask { id, question });
+        }
+    }
+
+    /// Sends a reply to the daemon that sent the request.
+    pub(super) fn send_host_reply(&mut self, reply_to: ReplyAddress, answer: Answer) {
+        if reply_to.host == self.config.host {
+            self.handle_host_reply(reply_to.host, reply_to.id, answer);
+        } else {
+            self.send_to_host(
+                reply_to.host,
+                HostMsg::Answer {
+                    id: reply_to.id,
+                    answer,
+                },
+            );
+        }
+    }
+
+    /// Serves a request of a daemon.
+    pub(super) fn serve_host_request(&mut self, reply_to: ReplyAddress, question: Question) {
+        if let Some(tid) = subject_task(&question)
+            && let Some(host) = self.remote_location(tid)
+        {
+            return self.send_host_reply(reply_to, Answer::Elsewhere(host));
+        }
+        let reply = match question {
+            Question::Exec { parent, request } => {
+                return self.queue_exec(parent, request, ExecRequester::Answer(reply_to));
+            }
+            Question::Watch { tid, watcher } => {
+                let gone = !self.is_alive(tid);
+                let after = if gone {
+                    self.tasks.exited_watermark(tid, watcher)
+                } else {
+                    None
+                };
+                return self.send_host_reply(reply_to, Answer::Watched { gone, after });
+            }
+            Question::Tasks { only } => Reply::Tasks(self.list_tasks(only)),
+            Question::Ping => Reply::Done,
+            Question::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
+            Question::TaskStatus { tid } => no_task_reply(tid),
+            Question::Signal { tid, signal } => {
+                self.note_end_signal(tid, signal);
+                self.signal_task(tid, signal);
+                Reply::Done
+            }
+            Question::Suspend(order) => return self.handle_suspend_order(reply_to, order),
+            Question::Facts { tid } => return self.inspect_for_query(reply_to, tid),
+            Question::Verdict { facts } => return self.judge_for_query(reply_to, facts),
+            Question::Count => {
+                let contexts = self
+                    .contexts
+                    .iter()
+                    .map(|(ctx, owner)| (*ctx, *owner))
+                    .collect();
+                return self.send_host_reply(
+                    reply_to,
+                    Answer::Count {
+                        tasks: self.list_tasks(None),
+                        contexts,
+                    },
+                );
+            }
+            Question::HoldContexts(contexts) => {
+                self.reserve_contexts(contexts);
+                Reply::Done
+            }
+            Question::KeepCopy { migration, set } => {
+                self.handle_copy_request(reply_to.host, migration, set)
+            }
+            Question::Clock => Reply::Clock(self.unix_time),
+            Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
+                Some(holder) if *holder == owner => {
+                    self.contexts.remove(&ctx);
+                    Reply::Done
+                }
+                _ => no_context_reply(ctx),
+            },
+        };
+        self.send_host_reply(reply_to, Answer::Reply(reply));
+    }
+
+    /// Returns the host of a task that is on another host. `None` if the task is here, or should
+    /// be.
+    fn remote_location(&self, tid: Tid) -> Option<HostId> {
+        if self.is_alive(tid) {
+            return None;
+        }
+        self.location(tid).filter(|host| *host != self.config.host)
+    }
+
+    /// True if the task is on this host and has not ended. A task that has left the virtual machine
+    /// counts until its process exits.
+    pub(super) fn is_alive(&self, tid: Tid) -> bool {
+        self.tasks.get(tid).is_some()
+            || self
+                .migrations
+                .arrivals
+                .get(&tid)
+                .is_some_and(|a| a.located)
+    }
+
+    fn signal_task(&mut self, tid: Tid, signal: i32) {
+        if self.signal_without_process(tid, signal) {
+            return;
+        }
+        if let Some(task) = self.tasks.get(tid) {
+            if task.is_spawned() {
+                self.send_to_tasker(ToTasker::Signal { tid, signal });
+            } else if let Phase::Connected(conn) = task.phase {
+                self.outputs.push_back(Output::Signal { conn, signal });
+            } else if task.phase != Phase::Left {
+                self.log(format!("{tid} has no process that this daemon knows; signal {signal} was not sent to it"));
+            }
+        } else if let Some(arrival) = self.migrations.arrivals.get_mut(&tid) {
+            arrival.signals.push(signal);
+            self.advance_arrival(tid);
+        }
+    }
+
+    /// Finds the request of a reply and continues the work of its caller.
+    pub(super) fn handle_host_reply(&mut self, from: HostId, id: RequestId, answer: Answer) {
+        let Some(pending) = self.rpcs.open.remove(&id) else {
+            return;
+        };
+        if pending.host != from {
+            self.log(format!(
+                "{from} answered a question that was put to {}; the answer was dropped",
+                pending.host
+            ));
+            self.rpcs.open.insert(id, pending);
+            return;
+        }
+        match (answer, pending.caller) {
+            (Answer::Elsewhere(host), caller) => {
+                self.call_with_hops(host, pending.request, caller, pending.hops + 1)
+            }
+            (Answer::Reply(reply), RpcCaller::Task { tid, id }) => self.reply(tid, id, reply),
+            (Answer::Reply(Reply::Tasks(tasks)), RpcCaller::ScatterGather(query)) => {
+                self.add_to_task_list(query, tasks)
+            }
+            (Answer::Count { tasks, contexts }, RpcCaller::Inventory { inventory, .. }) => {
+                self.handle_inventory(inventory, Ok(Inventory::new(tasks, contexts)));
+            }
+            (Answer::Reply(reply), RpcCaller::StoreCopy { migration }) => {
+                self.handle_copy_reply(migration, Some(reply))
+            }
+            (_, RpcCaller::Ignored) => {}
+            (Answer::Reply(Reply::Spawned(results)), RpcCaller::Spawn { spawn, part }) => {
+                self.part_spawned(spawn, part, Ok(results));
+            }
+            (Answer::Watched { gone, after }, RpcCaller::Watch { watcher }) => {
+                if let (true, Question::Watch { tid, .. }) = (gone, &pending.request) {
+                    self.notify_watcher_of_exit(watcher, *tid, after);
+                }
+            }
+            (Answer::Watched { gone, .. }, RpcCaller::GroupMember { tid }) => {
+                if gone {
+                    self.remove_ended_member(tid);
+                }
+            }
+            (Answer::Facts(result), RpcCaller::Inspection(query)) => {
+                self.query_facts_received(query, from, Some(result))
+            }
+            (Answer::Verdict(verdict, engine), RpcCaller::Verdict { query, host }) => {
+                self.query_verdict_received(query, host, Some((verdict, engine)));
+            }
+            (_, caller) => {
+                self.log(format!(
+                    "{from} gave an answer that does not fit its question"
+                ));
+                self.fail_host_request(pending.request, caller);
+            }
+        }
+    }
+
+    /// Completes a request that no host can answer.
+    fn fail_host_request(&mut self, question: Question, caller: RpcCaller) {
+        match caller {
+            RpcCaller::Task { tid, id } => {
+                let reply = match question {
+                    Question::Tasks { .. } => Reply::Tasks(Vec::new()),
+                    Question::Signal { .. } => Reply::Done,
+                    Question::TaskStatus { tid } | Question::Suspend(Order { tid, .. }) => {
+                        no_task_reply(tid)
+                    }
+                    Question::FreeContext { ctx, .. } => no_context_reply(ctx),
+                    _ => Reply::Failed {
+                        error: PvmError::HostFail,
+                        reason: "the host left the virtual machine before it answered".into(),
+                    },
+                };
+                self.reply(tid, id, reply);
+            }
+            RpcCaller::ScatterGather(query) => self.add_to_task_list(query, Vec::new()),
+            RpcCaller::Inventory { inventory, host } => self.handle_inventory(inventory, Err(host)),
+            RpcCaller::StoreCopy { migration } => self.handle_copy_reply(migration, None),
+            RpcCaller::Ignored => {}
+            RpcCaller::Spawn { spawn, part } => {
+                self.part_spawned(spawn, part, Err(PvmError::HostFail))
+            }
+            RpcCaller::GroupMember { tid } => self.remove_ended_member(tid),
+            RpcCaller::Inspection(query) => {
+                self.query_facts_received(query, self.config.host, None)
+            }
+            RpcCaller::Verdict { query, host } => self.query_verdict_received(query, host, None),
+            RpcCaller::Watch { watcher } => {
+                if let Question::Watch { tid, .. } = question {
+                    self.notify_watcher_of_exit(watcher, tid, None::<LinkMark>);
+                }
+            }
+        }
+    }
+
+    /// Completes the requests to a lost host. While the host is in the table, requests that survive
+    /// a broken session stay open: tasks of that host are reported as gone when the table changes,
+    /// after the loss of the host itself.
+    pub(super) fn fail_requests_to(&mut self, host: HostId) {
+        let in_table = self.table.get(host).is_some();
+        let lost = |p: &OpenRequest| p.host == host && !(in_table && p.caller.survives_reconnect());
+        let lost: Vec<RequestId> = self
+            .rpcs
+            .open
+            .iter()
+            .filter(|(_, p)| lost(p))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in lost {
+            if let Some(pending) = self.rpcs.open.remove(&id) {
+                self.fail_host_request(pending.request, pending.caller);
+            }
+        }
+    }
+
+    /// Resends requests after a session was established, if they survive a broken session.
+    pub(super) fn resend_requests_to(&mut self, host: HostId) {
+        let open: Vec<(RequestId, Question)> = self
+            .rpcs
+            .open
+            .iter()
+            .filter(|(_, p)| p.host == host && p.caller.survives_reconnect())
+            .map(|(id, p)| (*id, p.request.clone()))
+            .collect();
+        for (id, question) in open {
+            self.send_to_host(host, HostMsg::Ask { id, question });
+        }
+    }
+}
+
+/// Returns the task that a request is about, if the request must reach that task's host.
+fn subject_task(question: &Question) -> Option<Tid> {
+    match question {
+        Question::Tasks { only: Some(tid) }
+        | Question::TaskStatus { tid }
+        | Question::Signal { tid, .. }
+        | Question::Suspend(Order { tid, .. })
+        | Question::Facts { tid }
+        | Question::Watch { tid, .. } => Some(*tid),
+        _ => None,
+    }
+}
+
+pub(super) fn no_task_reply(tid: Tid) -> Reply {
+    Reply::Failed {
+        error: PvmError::NoTask,
+        reason: format!("there is no task {tid}"),
+    }
+}
+
+fn no_context_reply(ctx: i32) -> Reply {
+    Reply::Failed {
+        error: PvmError::NotFound,
+        reason: format!("context {ctx:#x} does not belong to this task"),
+    }
+}

@@ -1,0 +1,343 @@
+//! Connections of tasks to this daemon: acceptance, dispatch of control messages, and closing.
+//!
+//! The first message of a process must be a [`Hello`]. Its claim decides what the connection is
+//! for:
+//!
+//! - [`Claim::New`]: a process that the virtual machine did not start. It gets a new tid.
+//! - [`Claim::Spawned`] with a number that is expected: a process that this daemon started. It gets
+//!   the tid that was allocated at its spawn.
+//! - [`Claim::Spawned`] with the number of a task that is migrating here by a restart of its
+//!   program: the connection waits until the task's record has arrived.
+//! - [`Claim::Spawned`] with any other number: treated as [`Claim::New`].
+//! - [`Claim::Resume`]: the library of a task that quiesced connects again (see `relocation`).
+//! - [`Claim::Nobody`]: a probe for a running daemon. It is refused; a daemon that is halting
+//!   closes the connection without an answer.
+
+use super::io::Descriptors;
+use super::tasks::{Phase, Task};
+use super::{ConnId, Machine, Output};
+use sempa_proto::event::EventKind;
+use sempa_proto::table::TASK_CONNECTED;
+use sempa_proto::task::{Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
+use sempa_proto::{Tid, WIRE_VERSION};
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+
+/// Largest number of open connections, including those that have not sent a [`Hello`].
+pub(super) const CONNECTIONS_MAX: usize = 100_000;
+
+/// State of a connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ConnState {
+    /// No message has arrived yet. `pid` is from the socket's peer credentials.
+    Unidentified {
+        pid: i32,
+    },
+    Task(Tid),
+    /// A migrated task that connected before its record arrived.
+    AwaitingRecord(Tid),
+    /// Refused or replaced by another connection; all further input is ignored.
+    Retired,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct TaskConnections {
+    states: BTreeMap<ConnId, ConnState>,
+}
+
+impl TaskConnections {
+    /// Returns the task that the connection belongs to, if any.
+    pub(super) fn task_of(&self, conn: ConnId) -> Option<Tid> {
+        match self.states.get(&conn) {
+            Some(ConnState::Task(tid)) => Some(*tid),
+            _ => None,
+        }
+    }
+
+    /// Marks the connection as retired: all further input from it is ignored.
+    pub(super) fn retire(&mut self, conn: ConnId) {
+        if let Some(state) = self.states.get_mut(&conn) {
+            *state = ConnState::Retired;
+        }
+    }
+
+    pub(super) fn bind(&mut self, conn: ConnId, tid: Tid) {
+        self.states.insert(conn, ConnState::Task(tid));
+    }
+
+    /// Keeps the connection until the record of this task has arrived.
+    pub(super) fn bind_when_record_arrives(&mut self, conn: ConnId, tid: Tid) {
+        self.states.insert(conn, ConnState::AwaitingRecord(tid));
+    }
+
+    pub(super) fn ids(&self) -> Vec<ConnId> {
+        self.states.keys().copied().collect()
+    }
+}
+
+impl Machine {
+    /// A process has connected. Above [`CONNECTIONS_MAX`] it is refused.
+    pub(super) fn task_connected(&mut self, conn: ConnId, pid: i32) {
+        if self.conns.states.len() >= CONNECTIONS_MAX {
+            self.conns.states.insert(conn, ConnState::Retired);
+            return self.refuse_connection(
+                conn,
+                format!("{CONNECTIONS_MAX} connections are open already; end some tasks"),
+            );
+        }
+        self.conns
+            .states
+            .insert(conn, ConnState::Unidentified { pid });
+    }
+
+    /// Handles a control message from a connection. The first one must be [`ToDaemon::Hello`].
+    pub(super) fn handle_task_control(&mut self, conn: ConnId, message: ToDaemon) {
+        match self.conns.states.get(&conn).copied() {
+            Some(ConnState::Unidentified { pid }) => match message {
+                ToDaemon::Hello(hello) => self.handle_hello(conn, pid, hello),
+                _ => self
+                    .refuse_connection(conn, "the first message has to say who is calling".into()),
+            },
+            Some(ConnState::Task(tid)) => self.dispatch_task_message(conn, tid, message),
+            Some(ConnState::AwaitingRecord(_) | ConnState::Retired) | None => {}
+        }
+    }
+
+    fn dispatch_task_message(&mut self, conn: ConnId, tid: Tid, message: ToDaemon) {
+        match message {
+            ToDaemon::Hello(_) => {
+                self.log(format!(
+                    "{tid} said twice who it is; its connection was closed"
+                ));
+                self.outputs.push_back(Output::CloseTask { conn });
+                self.conns.retire(conn);
+                self.detach(tid);
+            }
+            ToDaemon::Request { id, what } => self.handle_request(tid, id, what),
+            ToDaemon::Message(mut message) => {
+                message.src = tid;
+                self.forward_to_daemon(message);
+            }
+            ToDaemon::Quiesced {
+                migration,
+                marks,
+                redirect_at,
+            } => {
+                if let Some(task) = self.tasks.get_mut(tid) {
+                    task.redirect_address = redirect_at;
+                }
+                self.library_quiesced(tid, migration, marks);
+            }
+            ToDaemon::Parting {
+                by,
+                line,
+                talks,
+                later,
+            } => self.start_handoff_log(tid, by, (line, talks, later)),
+            ToDaemon::TakesNothing { by } => self.request_exit(tid, by),
+            ToDaemon::TakesAgain { by } => self.handle_exit_cancelled(tid, by),
+            ToDaemon::Route { to, word } => {
+                self.forward_route_message(conn, to, word, Descriptors::default())
+            }
+        }
+    }
+    /// A connection has closed. `protocol_error` describes a violation of the protocol, if that was
+    /// the reason.
+    ///
+    /// A task that quiesced is expected back. A task that was asked to exit for a restart may be
+    /// about to exit. Any other task has left.
+    pub(super) fn task_closed(&mut self, conn: ConnId, protocol_error: Option<String>) {
+        let state = self.conns.states.remove(&conn);
+        if let Some(what) = protocol_error {
+            self.log(match state {
+                Some(ConnState::Task(tid)) => format!("{tid} did not keep to the protocol ({what}); it was disconnected"),
+                _ => format!("a process on the socket did not keep to the protocol ({what}); it was disconnected"),
+            });
+        }
+        match state {
+            Some(ConnState::Task(tid)) => {
+                let Some(task) = self
+                    .tasks
+                    .get_mut(tid)
+                    .filter(|t| t.phase == Phase::Connected(conn))
+                else {
+                    return;
+                };
+                if std::mem::take(&mut task.quiesced) {
+                    task.phase = Phase::Detached;
+                    self.handle_guest_quiesced(tid);
+                    self.quiesce_completed(tid);
+                } else if task.is_exiting() {
+                    task.phase = Phase::Detached;
+                    match task.exited {
+                        Some((status, used)) => self.end_task(tid, status, used),
+                        None => self.handle_leave_while_exiting(tid),
+                    }
+                } else {
+                    self.detach(tid);
+                }
+            }
+            Some(ConnState::AwaitingRecord(tid)) => {
+                if let Some(arrival) = self
+                    .migrations
+                    .arrivals
+                    .get_mut(&tid)
+                    .filter(|a| a.conn == Some(conn))
+                {
+                    arrival.conn = None;
+                }
+            }
+            Some(ConnState::Unidentified { .. } | ConnState::Retired) | None => {}
+        }
+    }
+
+    pub(super) fn refuse_connection(&mut self, conn: ConnId, reason: String) {
+        self.conns.retire(conn);
+        self.outputs.push_back(Output::ToTask {
+            conn,
+            message: ToTask::Refused { reason },
+        });
+        self.outputs.push_back(Output::CloseTask { conn });
+    }
+
+    fn handle_hello(&mut self, conn: ConnId, pid: i32, hello: Hello) {
+        if hello.magic != TASK_MAGIC || hello.version != WIRE_VERSION {
+            let library_version = hello.version;
+            return self.refuse_connection(
+                conn,
+                format!(
+                    "this daemon speaks version {WIRE_VERSION}, the program's library {library_version}; install one version"
+                ),
+            );
+        }
+        if self.stop.is_some() {
+            if hello.claim == Claim::Nobody {
+                self.conns.retire(conn);
+                return self.outputs.push_back(Output::CloseTask { conn });
+            }
+            return self.refuse_connection(conn, "the virtual machine is being halted".into());
+        }
+        if self.table.hosts.is_empty() {
+            return self.refuse_connection(
+                conn,
+                "this host is still joining the virtual machine; try again in a moment".into(),
+            );
+        }
+        match hello.claim {
+            Claim::Spawned { epid } if self.tasks.by_spawn_token.contains_key(&epid) => {
+                self.bind_spawned(conn, pid, epid)
+            }
+            Claim::Spawned { epid } if self.is_respawn_token(epid) => {
+                self.connect_respawned(conn, epid)
+            }
+            // A task that has connected or left already, or one of another virtual machine, has
+            // this number. It gives no claim.
+            Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
+            Claim::Resume { tid, migration } => self.reconnect_library(conn, tid, migration),
+            Claim::Nobody => self.refuse_connection(conn, "nobody has nothing to say here".into()),
+        }
+    }
+
+    /// Accepts a process that the virtual machine did not start, under a new tid.
+    fn enrol(&mut self, conn: ConnId, pid: i32, hello: &Hello) {
+        let Some(tid) = self.tasks.allocate(self.config.host) else {
+            return self
+                .refuse_connection(conn, "this host has as many tasks as it can have".into());
+        };
+        let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
+        task.flags = TASK_CONNECTED;
+        task.pid = pid;
+        task.on_daemon_exit = hello.at_end;
+        self.apply_tracer_sinks(&mut task.output, &mut task.trace);
+        self.trace_task_start(&task);
+        self.tasks.insert(task);
+        self.log(format!("{tid} is process {pid} ({})", hello.program));
+        let user = self.config.uid;
+        self.record(EventKind::TaskStarted {
+            tid,
+            parent: Tid::NONE,
+            name: String::new(),
+            user,
+        });
+        self.welcome(conn, tid);
+        self.report_enrolled_task_to_rm(tid);
+    }
+
+    /// Accepts a process that this daemon started, under the tid of its spawn.
+    fn bind_spawned(&mut self, conn: ConnId, pid: i32, spawn_token: i32) {
+        let Some(tid) = self.tasks.by_spawn_token.remove(&spawn_token) else {
+            return;
+        };
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        task.phase = Phase::Connected(conn);
+        task.flags |= TASK_CONNECTED;
+        // The tasker's report of the pid may arrive after the task's first message.
+        if task.pid == 0 {
+            task.pid = pid;
+        }
+        self.welcome(conn, tid);
+        self.flush_inbox(tid);
+        self.handle_guest_connected(tid);
+        self.handle_respawn_connected(tid);
+    }
+
+    /// Binds the connection to the task and sends [`ToTask::Welcome`]. Items that wait for the task
+    /// stay in its inbox.
+    pub(super) fn welcome(&mut self, conn: ConnId, tid: Tid) {
+        self.conns.bind(conn, tid);
+        let rm = self.rm.current();
+        let mut addresses: Vec<_> = self.config.addresses.iter().map(SocketAddr::ip).collect();
+        addresses.dedup();
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        task.phase = Phase::Connected(conn);
+        task.rm = task.rm.or(rm.map(|rm| rm.tid));
+        let (restart, successor) = (task.restart.take(), task.handoff.take());
+        let welcome = Welcome {
+            tid,
+            parent: task.parent,
+            host: self.config.host,
+            addresses,
+            rm,
+            output: task.output,
+            trace: task.trace,
+            dsig: self.config.dsig,
+            spawned: task.is_spawned(),
+            tracer: self
+                .service_tasks
+                .tracer
+                .as_ref()
+                .filter(|t| t.trace() == task.trace)
+                .map(|t| t.settings.clone()),
+            restart,
+            successor,
+        };
+        self.outputs.push_back(Output::ToTask {
+            conn,
+            message: ToTask::Welcome(welcome),
+        });
+    }
+
+    /// Delivers the items that wait for a connected task, in order. Does nothing while items for
+    /// the task must be kept.
+    pub(super) fn flush_inbox(&mut self, tid: Tid) {
+        let Some(task) = self.tasks.get_mut(tid) else {
+            return;
+        };
+        let Some(conn) = task.conn().filter(|_| !task.holds_items) else {
+            return;
+        };
+        let items = task.inbox.drain();
+        for held in &items {
+            if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = held {
+                task.remove_request(*id);
+            }
+        }
+        items
+            .into_iter()
+            .for_each(|held| self.deliver_now(conn, held));
+    }
+}
