@@ -782,7 +782,9 @@ mod tests {
     fn a_socket_to_somebody_else_is_refused_by_name() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
         let stdin = std::os::fd::OwnedFd::from(theirs);
-        let (_child, subject) = sleeping(Command::new("sleep").arg("1000").stdin(stdin));
+        let mut sleep = Command::new("sleep");
+        let place = std::env::temp_dir();
+        let (_child, subject) = sleeping(sleep.arg("1000").current_dir(place).stdin(stdin));
         let refused = inspect(&subject, "1".into(), &HashCache::default());
         assert_eq!(
             refused,
