@@ -1,12 +1,14 @@
 /*
- * The job of ring_job.c, by tasks that write their own checkpoints: the same sums, log, times and result.
+ * The job of ring_job.c, by tasks that write their own checkpoints: the same sums, log, times and
+ * result.
  *
  *   own_ring WORKERS ROUNDS PAUSE FOLDER    as a task, as ring_job
  *
- * Asked by SIGUSR1, a task takes what has come, writes what it holds into FOLDER/state-TID and ends with exit status 85. Started
- * again, it reads that and goes on; the first task cuts its log back to what it knows of. There is no barrier: nobody may wait
- * in a call when he is asked. OWN_RING_FOLDER is the folder for whoever has no arguments; OWN_RING_WORKERS, if it is set, is what
- * the workers have for SEMPA_ENGINE.
+ * After SIGUSR1 a task receives what has arrived, writes its state into FOLDER/state-TID and exits
+ * with status 85. When it is started again, it reads its state and continues; the first task cuts its
+ * log back to its state. There is no barrier, because no task may block in a call when it is asked.
+ * A worker has no arguments and finds the folder in OWN_RING_FOLDER. OWN_RING_WORKERS, if it is set,
+ * becomes SEMPA_ENGINE of the workers.
  */
 #include <limits.h>
 #include <pvm3.h>
@@ -17,7 +19,8 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-enum { TAG_RING = 1, TAG_NOTE, TAG_SETUP, WORKERS_MAX = 64, LATE = 2, KEPT = 8, MODULUS = 1000003, ASKED = 85 };
+enum { TAG_RING = 1, TAG_NOTE, TAG_SETUP, WORKERS_MAX = 64, LATE = 2, KEPT = 8, MODULUS = 1000003, ASKED = 85,
+       LAST = 1 << 30 };
 
 static volatile sig_atomic_t asked;
 
@@ -77,16 +80,22 @@ static void go_on(void)
 static void busy(void)
 {
     struct timeval begin, now;
+    if (my.pause < 0) {
+        usleep(-my.pause);
+        return;
+    }
     gettimeofday(&begin, NULL);
     do {
         gettimeofday(&now, NULL);
     } while (now.tv_sec == begin.tv_sec && now.tv_usec - begin.tv_usec < my.pause);
 }
 
+/* The round of a message is marked if it is the last one. */
 static void pass(int to, int tag, int sum)
 {
+    int round = my.round + 1 == my.rounds ? my.round | LAST : my.round;
     pvm_initsend(PvmDataDefault);
-    pvm_pkint(&my.round, 1, 1);
+    pvm_pkint(&round, 1, 1);
     pvm_pkint(&sum, 1, 1);
     if (pvm_send(to, tag) < 0)
         exit(7);
@@ -102,9 +111,13 @@ static void next_state(void)
     my.state = (int)((my.state * 17L + my.round + my.index) % MODULUS);
 }
 
-/* The first task sends the sum around once more. */
+/* The first task sends the sum around once more. A file FOLDER/last makes this round the last one. */
 static void begin_round(void)
 {
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%s/last", my.folder);
+    if (access(path, F_OK) == 0)
+        my.rounds = my.round + 1;
     next_state();
     pass(my.tids[0], TAG_RING, next_sum(my.sum, my.state));
 }
@@ -158,6 +171,8 @@ static int take(int buf)
     }
     pvm_upkint(&round, 1, 1);
     pvm_upkint(&sum, 1, 1);
+    int is_last = round & LAST;
+    round &= ~LAST;
     if (tag == TAG_NOTE) {
         int from = 0;
         while (from < my.workers && my.tids[from] != tid)
@@ -169,6 +184,8 @@ static int take(int buf)
     }
     if (tag != TAG_RING || round != my.round || my.is_back)
         exit(9);
+    if (is_last)
+        my.rounds = round + 1;
     if (my.index == 0) {
         my.sum = sum, my.is_back = 1;
         return end_round();

@@ -1,17 +1,18 @@
 /*
  * A job that computes in a ring, for checkpoints.
  *
- *   ring_job WORKERS ROUNDS PAUSE FOLDER [HOST]
- *                                           as a task: spawns so many workers, on that host if one is named, sends a sum
- *                                           around so often, each of them busy for PAUSE microseconds, or asleep for -PAUSE
- *                                           of them, appends a line "ROUND SUM" to FOLDER/log for each round
- *                                           and writes FOLDER/result at the end; if there is a file FOLDER/times, it gets
- *                                           a line "ROUND MICROSECONDS" (since 1970) for each round. That one is open for
- *                                           no longer than that takes: no checkpoint knows of it, and nothing cuts it back.
- *                                           The round in which there is a file FOLDER/last is the last one
+ *   ring_job WORKERS ROUNDS PAUSE FOLDER [HOST]    as a task
  *
- * Every worker also sends the first task a note each round, which that one takes two rounds later: some are always on their
- * way, or lie there. Every ten rounds all meet at a barrier of their job's own group. What everybody holds is part of the sum.
+ * The first task spawns the workers, on HOST if it is given, and sends a sum around once per round.
+ * In each round a task computes for PAUSE microseconds, or sleeps for -PAUSE. The first task appends
+ * "ROUND SUM" to FOLDER/log for each round and writes FOLDER/result at the end. If FOLDER/times
+ * exists, it appends "ROUND MICROSECONDS" (since 1970) to it; that file is closed after each line, so
+ * a checkpoint does not know it, and a restart does not cut it back. A round that finds FOLDER/last is
+ * the last one.
+ *
+ * Each worker also sends the first task a note per round, which is received two rounds later: some
+ * notes are always in transit or in the inbox. Every ten rounds all tasks meet at a barrier of the
+ * job's group. The sum depends on the state of all tasks.
  */
 #include <fcntl.h>
 #include <pvm3.h>
@@ -35,7 +36,7 @@ static void busy(int microseconds)
     gettimeofday(&begin, NULL);
     do {
         gettimeofday(&now, NULL);
-        /* A task that stood still for long does not catch up. */
+        /* A task that was stopped for long does not catch up. */
     } while (now.tv_sec == begin.tv_sec && now.tv_usec - begin.tv_usec < microseconds);
 }
 

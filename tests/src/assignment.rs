@@ -1,21 +1,22 @@
-//! The best assignment of tasks to hosts, when all is known and nothing is moved: what every way to place and to balance is
-//! measured by.
+//! The best assignment of tasks to hosts when all work is known and nothing moves: the baseline for
+//! placement and balancing.
 
-/// A host, as far as its speed goes.
+/// The speed of a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Speed {
-    /// Work that one of its processors does in a second; the unit is the caller's.
+    /// Work of one of its processors per second, in the caller's unit.
     pub each: f64,
     /// Its processors.
     pub processors: f64,
 }
 
-/// Seconds until the last of tasks with so much work ends where all of them share one host; no order of them is faster.
+/// Returns the seconds until the last of these tasks ends if all of them share one host. No order
+/// of them is faster.
 fn end(host: &Speed, (sum, largest): (f64, f64)) -> f64 {
     (sum / (host.each * host.processors)).max(largest / host.each)
 }
 
-/// Seconds of the best assignment, found by trying all.
+/// Returns the seconds of the best assignment, found by trying all.
 pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
     fn search(hosts: &[Speed], work: &[f64], sums: &mut [(f64, f64)], best: &mut f64) {
         let now = hosts
@@ -38,14 +39,15 @@ pub fn best(hosts: &[Speed], work: &[f64]) -> f64 {
         }
     }
     let mut work = work.to_vec();
-    // The largest first: what cannot be the best is seen early.
+    // The largest tasks first, so that bad assignments are rejected early.
     work.sort_by(|a, b| b.total_cmp(a));
     let mut best = f64::MAX;
     search(hosts, &work, &mut vec![(0.0, 0.0); hosts.len()], &mut best);
     best
 }
 
-/// Seconds if all tasks go forward at the same pace, and moves cost nothing: the fair bet of who knows nothing of them beforehand.
+/// Returns the seconds if all tasks make progress at the same pace and moves are free: the best a
+/// scheduler without knowledge can expect.
 pub fn blind(hosts: &[Speed], work: &[f64]) -> f64 {
     let each = |host: &Speed| vec![host.each; host.processors.round() as usize];
     let mut speeds: Vec<f64> = hosts.iter().flat_map(each).collect();
@@ -93,7 +95,7 @@ mod tests {
 
     #[test]
     fn who_knows_nothing_has_all_tasks_do_the_same() {
-        // Ten of each in ten seconds; then one processor has nothing to do for twenty.
+        // Ten units of each task in ten seconds; then one processor is idle for twenty.
         assert_eq!(blind(&[ORDINARY, ORDINARY], &[10.0, 30.0]), 30.0);
         assert_eq!(blind(&[ORDINARY], &[10.0, 30.0]), 40.0);
         let fast = Speed {

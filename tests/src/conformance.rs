@@ -1,9 +1,11 @@
-//! The conformance suite: sentences about the interface of PVM 3, each proved by a C program of `tests/conformance`.
+//! The conformance suite: sentences about the interface of PVM 3, each checked by a C program of
+//! `tests/conformance`.
 //!
-//! A program prints a line for each sentence, `ok SENTENCE` or `not ok SENTENCE: got …, wanted …`, and `end` when it has
-//! said all. The same programs run on PVM 3.4.6 as Debian has it, which judges the programs; on ours, compiled with our
-//! header; and on ours as they were compiled and linked for Debian's. Where a system does not do what a sentence says,
-//! `differences.txt` names the sentence, the system, and the words of `docs/COMPATIBILITY.md` that tell users so.
+//! A program prints a line for each sentence, `ok SENTENCE` or `not ok SENTENCE: got …, wanted …`,
+//! and `end` at the end. The same programs run on Debian's PVM 3.4.6, which proves the programs; on
+//! Sempa, compiled with our header; and on Sempa as they were compiled and linked for Debian's
+//! library. Where a sentence does not hold on a system, `differences.txt` names the sentence, the
+//! system, and the words of `docs/COMPATIBILITY.md` that tell users.
 
 use crate::run::{Done, must, run};
 use crate::testbed::{Host, Testbed, gone};
@@ -17,30 +19,30 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// Time for one program on a loaded machine. Programs give up on their own a little earlier.
-const PROGRAM_TIME: Duration = Duration::from_secs(90);
+/// Time for one program on a loaded machine. Programs give up a little earlier.
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(90);
 /// Time for one compilation on a loaded machine.
-const COMPILE_TIME: Duration = Duration::from_secs(120);
+const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time for a virtual machine that ends itself.
-const SOON: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// Lines of a program's standard error that a report shows.
 const LINES_SHOWN: usize = 4;
-/// Hosts of the testbed; programs that want more than the first add them.
+/// Hosts of the testbed. Programs add those that they need.
 const HOSTS: usize = 3;
 
-/// On what the programs run.
+/// A system on which the programs run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum System {
-    /// PVM 3.4.6 of Debian.
+    /// Debian's PVM 3.4.6.
     Pvm3,
-    /// Ours, programs compiled with our header and linked with our library.
+    /// Sempa, with programs compiled with our header and linked with our library.
     Sempa,
-    /// Ours, programs compiled and linked for Debian's.
+    /// Sempa, with programs compiled and linked for Debian's library.
     SempaUnchanged,
 }
 
 impl System {
-    /// Its name in tables and in `differences.txt`.
+    /// Returns its name in tables and in `differences.txt`.
     pub fn name(self) -> &'static str {
         match self {
             System::Pvm3 => "pvm3",
@@ -49,7 +51,7 @@ impl System {
         }
     }
 
-    /// True if a line of `differences.txt` is about this system.
+    /// Returns true if a line of `differences.txt` is about this system.
     fn is_meant_by(self, word: &str) -> bool {
         word == if self == System::Pvm3 {
             "pvm3"
@@ -59,14 +61,14 @@ impl System {
     }
 }
 
-/// What came of one sentence.
+/// The result of one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The program that said it.
+    /// The program that has checked it.
     pub program: String,
     /// The sentence.
     pub sentence: String,
-    /// None: it holds. Otherwise what was seen instead.
+    /// None if the sentence holds, otherwise what was observed.
     pub wrong: Option<String>,
 }
 
@@ -79,7 +81,7 @@ impl Outcome {
 /// One line of `differences.txt`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Difference {
-    /// `pvm3` or `sempa`: who does not do what the sentence says.
+    /// `pvm3` or `sempa`: the system on which the sentence does not hold.
     pub system: String,
     /// The sentence.
     pub sentence: String,
@@ -87,12 +89,12 @@ pub struct Difference {
     pub explained: String,
 }
 
-/// The folder of the programs.
+/// Returns the folder of the programs.
 pub fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("conformance")
 }
 
-/// The names of all programs.
+/// Returns the names of all programs.
 ///
 /// # Errors
 /// The folder cannot be read.
@@ -113,10 +115,10 @@ pub fn programs() -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The differences that are known, each with its explanation in `docs/COMPATIBILITY.md`.
+/// Returns the known differences, each with its explanation in `docs/COMPATIBILITY.md`.
 ///
 /// # Errors
-/// A line is not well-formed, or its words are not in that page.
+/// A line is malformed, or its words are not in that page.
 pub fn differences() -> Result<Vec<Difference>> {
     let text = fs::read_to_string(folder().join("differences.txt"))?;
     let page = fs::read_to_string(folder().join("../../docs/COMPATIBILITY.md"))?;
@@ -147,10 +149,11 @@ pub fn differences() -> Result<Vec<Difference>> {
     Ok(all)
 }
 
-/// Runs programs on a system, each on a virtual machine of its own. `chosen` are parts of program names; none: all.
+/// Runs programs on a system, each on its own virtual machine. `chosen` are parts of program names;
+/// if there are none, all programs run.
 ///
 /// # Errors
-/// The system or the compiler does not work; what programs do wrong is among the outcomes.
+/// The system or the compiler does not work. Failures of programs are outcomes.
 pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
     let prefix = if system == System::Pvm3 {
         None
@@ -176,12 +179,12 @@ pub fn outcomes(system: System, chosen: &[String]) -> Result<Vec<Outcome>> {
 fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Result<Done> {
     if system == System::Pvm3 {
         let vm = RealVm::start(bed)?;
-        let done = run(vm.command(bed.host(1), program), PROGRAM_TIME);
+        let done = run(vm.command(bed.host(1), program), PROGRAM_TIMEOUT);
         vm.halt()?;
         return done;
     }
     let vm = Vm::start(bed, Settings::default())?;
-    let done = run(vm.command(bed.host(1), program), PROGRAM_TIME);
+    let done = run(vm.command(bed.host(1), program), PROGRAM_TIMEOUT);
     let logs = if done.as_ref().is_ok_and(Done::good) {
         String::new()
     } else {
@@ -193,16 +196,16 @@ fn on_a_machine_of_its_own(bed: &Testbed, system: System, program: &Path) -> Res
             .try_for_each(|host| gone(host, "pvmd", deadline))
     };
     // A program may have ended the virtual machine itself.
-    let halted = vm.halt().or_else(|error| left(SOON).map_err(|_| error));
+    let halted = vm.halt().or_else(|error| left(TIMEOUT).map_err(|_| error));
     if halted.is_err() {
         bed.hosts().iter().for_each(Host::kill_all);
-        left(PROGRAM_TIME)?;
+        left(PROGRAM_TIMEOUT)?;
     }
     halted.with_context(|| format!("{done:?}\n{logs}"))?;
     done.with_context(|| logs)
 }
 
-/// The outcomes that a program's output tells.
+/// Parses the outcomes in a program's output.
 fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
     let outcome = |sentence: &str, wrong: Option<String>| Outcome {
         program: program.to_string(),
@@ -244,18 +247,18 @@ fn heard(program: &str, done: Result<Done, String>) -> Vec<Outcome> {
     all
 }
 
-/// The sentence that every program says by ending well.
+/// Returns the sentence that a program proves by exiting with success.
 fn ending(program: &str) -> String {
     format!("{program} runs to its end")
 }
 
-/// The last lines of a text.
+/// Returns the last lines of a text.
 fn end_of(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
     lines[lines.len().saturating_sub(LINES_SHOWN)..].join(" / ")
 }
 
-/// Compiles the programs: with `ours`, against our header and library, otherwise against Debian's.
+/// Compiles the programs, against our header and library or against Debian's.
 fn compile(names: &[String], ours: Option<&Path>, place: &Path) -> Result<()> {
     let at_once = std::thread::available_parallelism()
         .map_or(1, usize::from)
@@ -306,19 +309,19 @@ fn compile_one(name: &str, ours: Option<&Path>, place: &Path) -> Result<()> {
             .arg(prefix.join("include"))
             .arg("-L")
             .arg(prefix.join("lib")),
-        // gfortran looks only where it is told.
+        // gfortran has no default path for it.
         None => command.arg("-I/usr/include"),
     };
-    // Programs are linked with both, as PVM's examples are.
+    // PVM's examples are linked with both libraries, too.
     command
         .args(libraries)
         .args(["-Wl,--no-as-needed", "-lgpvm3", "-lpvm3", "-lm"]);
-    must(command, COMPILE_TIME)
+    must(command, COMPILE_TIMEOUT)
         .map(|_| ())
         .with_context(|| format!("compiling {}", source.display()))
 }
 
-/// Old group libraries need a server in the search path; ours does not.
+/// PVM's group library needs a server in the search path; ours does not.
 fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
     let own = prefix.is_some_and(|prefix| prefix.join("lib/libgpvm3.so.3").exists());
     if own {
@@ -328,20 +331,20 @@ fn group_server(prefix: Option<&Path>, place: &Path) -> Result<()> {
     }
 }
 
-/// What a person wants to know about the runs of some systems.
+/// The comparison of systems.
 #[derive(Debug, Default)]
 pub struct Verdict {
-    /// What nothing explains, one line each.
+    /// Unexplained results, one line each.
     pub unexplained: Vec<String>,
-    /// Differences seen that are explained, one line each.
+    /// Explained differences, one line each.
     pub explained: Vec<String>,
-    /// Per program and system: sentences that hold, of how many.
+    /// Sentences that hold and all sentences, per program and system.
     pub table: BTreeMap<(String, System), (usize, usize)>,
-    /// The sentences of all systems.
+    /// All sentences of all systems.
     pub sentences: BTreeSet<String>,
 }
 
-/// Judges what some systems did. With `whole`, all programs ran.
+/// Compares the outcomes of systems. With `whole`, all programs have run.
 pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool) -> Verdict {
     let mut verdict = Verdict::default();
     for (system, outcomes) in runs {
@@ -399,7 +402,7 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
         .collect();
     for (system, outcomes) in runs {
         let own: BTreeSet<(&str, &str)> = outcomes.iter().map(Outcome::who_and_what).collect();
-        // A program that did not end well has been named already.
+        // A program that has failed is listed already.
         let broken = |program: &str| own.contains(&(program, ending(program).as_str()));
         for (program, sentence) in said
             .difference(&own)
@@ -417,7 +420,7 @@ pub fn judge(runs: &[(System, Vec<Outcome>)], known: &[Difference], whole: bool)
 }
 
 impl Verdict {
-    /// A table for people: a line per program, a column per system.
+    /// Returns a table with a line per program and a column per system.
     pub fn text(&self) -> String {
         let systems: BTreeSet<System> = self.table.keys().map(|(_, system)| *system).collect();
         let programs: BTreeSet<&String> = self.table.keys().map(|(program, _)| program).collect();
@@ -507,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sentence_that_holds_is_no_news_and_one_that_does_not_is() {
+    fn only_a_sentence_that_fails_is_unexplained() {
         assert!(unexplained(System::Sempa, "ok a\nend\n", &[]).is_empty());
         assert_eq!(
             unexplained(System::Sempa, "not ok a: got 1, wanted 2\nend\n", &[]),
@@ -516,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn a_known_difference_is_explained_for_its_own_system_only() {
+    fn a_known_difference_explains_its_own_system() {
         let (known, out) = (
             [difference("pvm3", "a")],
             "not ok a: got 1, wanted 2\nend\n",
@@ -527,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_that_is_none_any_more_or_that_nobody_says_is_news() {
+    fn an_outdated_or_unused_difference_is_unexplained() {
         assert_eq!(
             unexplained(System::Pvm3, "ok a\nend\n", &[difference("pvm3", "a")]).len(),
             1
@@ -539,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_does_not_end_well_or_says_things_twice_is_news() {
+    fn a_failed_or_repeating_program_is_unexplained() {
         for outcome in [
             heard("p", done(11, "ok a\n")),
             heard("p", done(0, "ok a\n")),

@@ -1,4 +1,4 @@
-//! Tasks that talk all the time (`tests/programs/all_to_all.c`), and moves of them.
+//! Tasks that exchange messages all the time (`tests/programs/all_to_all.c`), and their moves.
 
 use crate::rng::Rng;
 use crate::run::{Running, eventually};
@@ -9,10 +9,10 @@ use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
 
-/// Time for all to begin, and for all to finish.
-const LONG: Duration = Duration::from_secs(240);
-/// Time for moves under way.
-const MOVE_TIME: Duration = Duration::from_secs(120);
+/// Time for all workers to start, and to finish.
+const TIMEOUT: Duration = Duration::from_secs(240);
+/// Time for one move.
+const MOVE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The director and its workers.
 #[derive(Debug)]
@@ -23,23 +23,23 @@ pub struct Crowd {
     hosts: Vec<String>,
 }
 
-/// What all workers have to say in the end.
+/// The sum of what all workers report at the end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Account {
     /// Messages whose number and sum were checked.
     pub checked: u64,
-    /// Messages that did not come.
+    /// Messages that were lost.
     pub lost: u64,
-    /// That came twice.
+    /// Messages that were received twice.
     pub doubled: u64,
-    /// That came out of order.
+    /// Messages that were received out of order.
     pub disordered: u64,
-    /// Whose sum was wrong.
+    /// Messages with a wrong checksum.
     pub damaged: u64,
 }
 
 impl Account {
-    /// True if every message has come once, whole and in its order.
+    /// Returns true if every message was received once, intact and in order.
     pub fn is_good(&self) -> bool {
         self.checked > 0 && self.lost + self.doubled + self.disordered + self.damaged == 0
     }
@@ -63,11 +63,12 @@ impl Account {
 }
 
 impl Crowd {
-    /// Starts `count` workers on the hosts in turn, each of which talks to `2 * reach` others (all, if `reach` is 0), and
-    /// waits until all talk. The program is compiled first; `options` are further ones of it.
+    /// Compiles the program and starts `count` workers on the hosts in turn. Each exchanges
+    /// messages with `2 * reach` others, or with all if `reach` is 0. Waits until all do. `options`
+    /// are further ones of the program.
     ///
     /// # Errors
-    /// They do not begin.
+    /// A worker does not start.
     pub fn start(
         vm: &Vm<'_>,
         count: usize,
@@ -89,7 +90,7 @@ impl Crowd {
             .args(options)
             .args(hosts);
         let director = Running::start(command, Stdio::piped())?;
-        let workers = eventually(LONG, || {
+        let workers = eventually(TIMEOUT, || {
             let out = director.out_so_far().map_err(|error| error.to_string())?;
             let workers: Vec<(String, String)> = out.lines().filter_map(worker).collect();
             let silent = (0..count).find(|i| !out.contains(&format!("progress {i} ")));
@@ -109,8 +110,8 @@ impl Crowd {
         })
     }
 
-    /// Another host for this worker: one of those with the fewest, by chance. So each host has about as many workers at any time, and
-    /// what it needs for them stays the same.
+    /// Returns a random other host for this worker among those with the fewest workers. So the
+    /// workers stay evenly spread, and the hosts' resources stay the same.
     fn elsewhere(&self, who: usize, rng: &mut Rng) -> String {
         let there = |host: &&String| self.workers.iter().filter(|(_, at)| at == *host).count();
         let others: Vec<&String> = self
@@ -126,10 +127,10 @@ impl Crowd {
         emptiest[rng.below(emptiest.len())].clone()
     }
 
-    /// Moves `at_once` different workers by chance, all at the same time, and waits until all have got there.
+    /// Moves `at_once` random workers at the same time and waits until all have arrived.
     ///
     /// # Errors
-    /// One of them did not; the console's words.
+    /// A move failed; the error has the console's output.
     pub fn move_some(&mut self, vm: &Vm<'_>, rng: &mut Rng, at_once: usize) -> Result<()> {
         let mut moves = Vec::new();
         for who in rng.choose(self.workers.len(), at_once) {
@@ -139,8 +140,8 @@ impl Crowd {
         }
         for (who, moving) in moves {
             let (tid, to) = &self.workers[who];
-            let done = moving.finish(MOVE_TIME)?;
-            // Its library has not come back yet from the move before: asked again as soon as it has.
+            let done = moving.finish(MOVE_TIMEOUT)?;
+            // The library has not completed the move before: try again as soon as it has.
             let done = if done.good() {
                 done
             } else {
@@ -151,19 +152,19 @@ impl Crowd {
         Ok(())
     }
 
-    /// Moves one worker to another host, one of those with the fewest, and waits until it is there.
+    /// Moves one worker to another host with few workers, and waits until it has arrived.
     ///
     /// # Errors
-    /// It did not get there; the console's words.
+    /// The move failed; the error has the console's output.
     pub fn move_to_another(&mut self, vm: &Vm<'_>, rng: &mut Rng, who: usize) -> Result<()> {
         let to = self.elsewhere(who, rng);
         self.move_one(vm, who, &to)
     }
 
-    /// Moves one worker and waits until it is there.
+    /// Moves one worker to a host and waits until it has arrived.
     ///
     /// # Errors
-    /// It did not get there; the console's words.
+    /// The move failed; the error has the console's output.
     pub fn move_one(&mut self, vm: &Vm<'_>, who: usize, to: &str) -> Result<()> {
         let tid = &self.workers[who].0;
         vm.migrate_when_ready(tid, to)?
@@ -172,10 +173,10 @@ impl Crowd {
         Ok(())
     }
 
-    /// How many direct routes, among them rings, each worker has had to each other one; for workers that want some.
+    /// Returns how many direct routes, rings included, each worker has had to each other worker.
     ///
     /// # Errors
-    /// What the director says cannot be read.
+    /// The director's output cannot be read.
     pub fn routes(&self) -> Result<HashMap<(usize, usize), u32>> {
         let route = |line: &str| {
             let mut words = line.strip_prefix("route ")?.split(' ');
@@ -190,16 +191,17 @@ impl Crowd {
             .collect())
     }
 
-    /// Waits until both sides of all conversations of these workers have had more routes than `before`; what they have had then.
+    /// Waits until both sides of all conversations of these workers have had more routes than
+    /// `before`. Returns how many they have had.
     ///
     /// # Errors
-    /// A route does not come.
+    /// A route is missing.
     pub fn have_routes(
         &self,
         who: &[usize],
         before: &HashMap<(usize, usize), u32>,
     ) -> Result<HashMap<(usize, usize), u32>> {
-        eventually(LONG, || {
+        eventually(TIMEOUT, || {
             let now = self.routes().map_err(|error| error.to_string())?;
             let of = |map: &HashMap<(usize, usize), u32>, pair: &(usize, usize)| {
                 map.get(pair).copied().unwrap_or(0)
@@ -222,10 +224,10 @@ impl Crowd {
         })
     }
 
-    /// All tasks are where they were moved to.
+    /// Checks that all tasks are on the hosts to which they were moved.
     ///
     /// # Errors
-    /// One is somewhere else, or nowhere.
+    /// A task is on another host, or gone.
     pub fn all_in_place(&self, vm: &Vm<'_>) -> Result<()> {
         let tasks = vm.tasks()?;
         for (tid, host) in &self.workers {
@@ -241,24 +243,24 @@ impl Crowd {
         Ok(())
     }
 
-    /// True while the director runs; it ends only when it was told to, or when something went wrong.
+    /// Returns true while the director runs. It ends when it is told to, or after an error.
     ///
     /// # Errors
-    /// It cannot be waited for.
+    /// The process cannot be waited for.
     pub fn goes_on(&mut self) -> Result<bool> {
         Ok(self.director.poll()?.is_none())
     }
 
-    /// Has everybody finish, and gives the account of all.
+    /// Lets all workers finish and returns the sum of their reports.
     ///
     /// # Errors
-    /// Somebody gives none.
+    /// A report is missing.
     pub fn finish(mut self) -> Result<Account> {
         self.director
             .take_stdin()
             .context("its input is piped")?
             .write_all(b"end\n")?;
-        let done = self.director.finish(LONG)?;
+        let done = self.director.finish(TIMEOUT)?;
         match done.out.lines().find_map(Account::read) {
             Some(account) => Ok(account),
             None => bail!("no account: {}\n{}", done.status, done.err),

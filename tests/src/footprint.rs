@@ -1,4 +1,5 @@
-//! What a virtual machine occupies on the hosts of a testbed: memory, descriptors, threads, processes, files.
+//! The resources that a virtual machine uses on the hosts of a testbed: memory, descriptors,
+//! threads, processes, files.
 
 use crate::testbed::Host;
 use crate::vm::Vm;
@@ -6,7 +7,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The kinds of processes that are told apart; what is none of the others is a task.
+/// The kinds of processes; any process that is none of the others is a task.
 pub const KINDS: [&str; 6] = [
     "master",
     "daemons",
@@ -15,46 +16,48 @@ pub const KINDS: [&str; 6] = [
     "load watchers",
     "tasks",
 ];
-/// The kind of processes that the virtual machine does not bring itself.
+/// The index of the kind for processes of users.
 pub const TASKS: usize = KINDS.len() - 1;
 
-/// What is kept on record is called so in tables.
+/// The name of the records in tables.
 pub const RECORDS: &str = "records: KiB";
-/// And how large it may get: the resource manager's books, and two files of committed moves of a mebibyte each.
+/// The upper bound of the records in KiB: the resource manager's history, and two files of
+/// committed moves of a mebibyte each.
 pub const RECORDS_KIB_MAX: u64 = (pvm_rm::store::file::FILE_BYTES_MAX >> 10) + 2 * 1024;
 
-/// Processes of one kind together.
+/// All processes of one kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sum {
-    /// How many.
+    /// Their number.
     pub processes: u64,
     /// Their threads.
     pub threads: u64,
     /// Their open descriptors.
     pub descriptors: u64,
-    /// Memory in KiB. Of pages of files and of shared memory each counts its part (the kernel's `Pss`). Pages of its own count whole
-    /// also while it still shares them with those it was forked from or has forked: else a process would seem to grow as soon as others
-    /// write, end, or are made anew.
+    /// Memory in KiB. File pages and shared memory count in proportion (the kernel's `Pss`).
+    /// Private pages count in full, also while they are shared after a fork: otherwise a process
+    /// would seem to grow when another one writes or ends.
     pub memory_kib: u64,
 }
 
-/// What there is at one moment.
+/// The resources at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
     /// In the order of [`KINDS`].
     pub kinds: [Sum; KINDS.len()],
     /// Files in the daemons' folders of all hosts, and in their shared memory.
     pub files: u64,
-    /// Their bytes on the disk, in KiB, but for the next.
+    /// KiB of these files on the disk, without the next two.
     pub files_kib: u64,
-    /// The resource manager's books and the record of committed moves, which are kept up to their limits.
+    /// KiB of the resource manager's history and of the record of committed moves, both of which
+    /// are bounded.
     pub records_kib: u64,
-    /// The same of the store of checkpoints.
+    /// KiB of the store of checkpoints.
     pub store_kib: u64,
 }
 
 impl Footprint {
-    /// Looks at all hosts. Processes that end meanwhile are left out.
+    /// Measures all hosts. Processes that end meanwhile are left out.
     pub fn of(vm: &Vm<'_>) -> Footprint {
         let mut seen = Footprint::default();
         let mut kinds = HashMap::new();
@@ -89,7 +92,7 @@ impl Footprint {
         seen
     }
 
-    /// All of it by name, for tables.
+    /// Returns all numbers by name, for tables.
     pub fn figures(&self) -> Vec<(String, u64)> {
         let mut all = Vec::new();
         for (name, sum) in KINDS.iter().zip(&self.kinds) {
@@ -110,7 +113,7 @@ impl Footprint {
     }
 }
 
-/// Files in a host's folders of daemons and in its shared memory, with KiB on the disk.
+/// Returns the files in a host's daemon folders and shared memory, with their KiB on the disk.
 pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
     let mut found = Vec::new();
     for entry in fs::read_dir(host.path("/tmp"))
@@ -127,7 +130,8 @@ pub fn host_files(host: &Host) -> Vec<(PathBuf, u64)> {
     found
 }
 
-/// Which kind a process is; `None` for what makes a host a host, and for commands of whoever looks.
+/// Returns the kind of a process; `None` for processes of the testbed and for the commands that
+/// measure.
 fn kind_of(host: &Host, line: &str) -> Option<usize> {
     let program = line
         .split(' ')
@@ -162,7 +166,7 @@ fn sum_of(pid: u32) -> Option<Sum> {
     })
 }
 
-/// The number behind this name.
+/// Returns the number after this name.
 fn field(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.split_whitespace().next()?.parse().ok()

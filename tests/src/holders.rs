@@ -1,4 +1,4 @@
-//! Hosts on which `hold` is there, a program that holds memory and says whether it is what it was.
+//! Virtual machines with the program `hold`, which holds memory and checks that it is unchanged.
 
 use crate::needs::testbed_with_env;
 use crate::run::must;
@@ -8,20 +8,20 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Runs a test on a virtual machine of so many hosts, in whose environment this is, and for its daemons as well.
+/// Runs a test on a virtual machine of `count` hosts, all of which have this environment.
 ///
 /// # Panics
-/// It cannot be had.
+/// The virtual machine does not start.
 pub fn with_hosts(count: usize, env: &[(&str, &str)], test: impl FnOnce(&Vm)) {
     with_changed_hosts(count, env, |_| (), test);
 }
 
-/// The same, when `change` has made the hosts other ones.
+/// As [`with_hosts`], after `change` has changed the hosts.
 ///
 /// # Panics
-/// As above.
+/// See there.
 pub fn with_changed_hosts(
     count: usize,
     env: &[(&str, &str)],
@@ -30,18 +30,11 @@ pub fn with_changed_hosts(
 ) {
     let bed = testbed_with_env(count, env);
     change(&bed);
-    let env = env
-        .iter()
-        .map(|(name, value)| (name.to_string(), value.to_string()))
-        .collect();
-    let vm = Vm::start(
-        &bed,
-        Settings {
-            env,
-            ..Settings::default()
-        },
-    )
-    .expect("a virtual machine");
+    let settings = Settings {
+        env: Settings::env_of(env),
+        ..Settings::default()
+    };
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
     let names: Vec<&str> = bed.hosts()[1..count]
         .iter()
         .map(|host| host.name())
@@ -52,25 +45,31 @@ pub fn with_changed_hosts(
     vm.halt().expect("halts");
 }
 
-/// The task answers, and its memory is what it was.
+/// Checks that a task answers and that its memory is unchanged. Returns how often it has counted:
+/// about once per millisecond in which it runs.
 ///
 /// # Panics
-/// It does not, or it is not.
-pub fn is_whole(vm: &Vm, tid: &str) {
+/// It does not answer, or its memory is damaged.
+pub fn is_whole(vm: &Vm, tid: &str) -> u64 {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).sure(vm);
+    let done = must(command, TIMEOUT).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
+    let count = done.out.split_whitespace().nth(1);
+    count
+        .and_then(|count| count.parse().ok())
+        .unwrap_or_else(|| panic!("no count: {done:?}"))
 }
 
-/// The move of this task has done this step.
+/// Waits until the move of a task has done this step.
 ///
 /// # Panics
-/// It has not, for long.
+/// It has not in time.
 pub fn reached(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| match kind {
         EventKind::Moving { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
         _ => false,
     };
-    vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);
+    vm.event(TIMEOUT, "the step", |entry| is(&entry.kind))
+        .sure(vm);
 }

@@ -1,8 +1,8 @@
-//! What a host's first process needs to know, and what it does: the life of `sempa-host`.
+//! The first processes of a host: the program `sempa-host`.
 //!
-//! Two processes per host. The outer one makes the namespaces and waits; the inner one is process 1 of the host: it
-//! mounts, says that it is ready, reaps orphans, and ends when its lifeline (standard input) closes, which ends every
-//! process of the host.
+//! Each host has two. The outer one makes the namespaces and waits. The inner one is process 1 of
+//! the host: it mounts, reports that it is ready, reaps orphans, and ends when its lifeline
+//! (standard input) closes, which ends every process of the host.
 
 use anyhow::{Context, Result, bail};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -17,7 +17,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Folders that every host has for itself, with their mode.
+/// Folders that each host has for itself, with their modes.
 const PRIVATE: [(&str, u32); 5] = [
     ("/tmp", 0o1777),
     ("/run", 0o755),
@@ -31,18 +31,20 @@ const PRIVATE: [(&str, u32); 5] = [
 pub struct HostPlan {
     /// Its host name.
     pub name: String,
-    /// Folders that stay visible although a private one covers them: (folder, its place in the host).
+    /// Folders that stay visible although a private one covers them: (folder, its path in the
+    /// host).
     pub keep: Vec<(PathBuf, PathBuf)>,
-    /// Files put over others: (content, place).
+    /// Files mounted over others: (content, path).
     pub over: Vec<(PathBuf, PathBuf)>,
-    /// The folder to remove when the host has ended; one host of a testbed has it.
+    /// The folder to remove when the host has ended. One host of a testbed removes it.
     pub remove_at_end: Option<PathBuf>,
 }
 
-/// The outer process: makes the namespaces, starts process 1, tidies up behind it. `plan` is a JSON file.
+/// The outer process: makes the namespaces, starts process 1 and removes its files at the end.
+/// `plan_file` is JSON.
 ///
 /// # Errors
-/// The kernel refuses, mostly for want of rights.
+/// The kernel refuses, mostly for lack of privileges.
 pub fn outer(plan_file: &Path) -> Result<()> {
     let plan: HostPlan = serde_json::from_slice(&fs::read(plan_file)?)?;
     unshare(CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWUTS | CloneFlags::CLONE_NEWPID)
@@ -55,7 +57,7 @@ pub fn outer(plan_file: &Path) -> Result<()> {
     say(&format!("pid {}", init.id()))?;
     init.wait()?;
     if let Some(folder) = &plan.remove_at_end {
-        // Other hosts may be writing their last lines into it.
+        // Other hosts may still write into it.
         let _ =
             crate::run::eventually(
                 std::time::Duration::from_secs(5),
@@ -77,7 +79,7 @@ pub fn init(plan_file: &Path) -> Result<()> {
     let mut children = SigSet::empty();
     children.add(Signal::SIGCHLD);
     children.thread_block()?;
-    // Here and not in the outer process, which still has to see the real machine's files to tidy up.
+    // Not in the outer process, which needs the machine's files to clean up.
     unshare(CloneFlags::CLONE_NEWNS).context("new mount namespace")?;
     mounts(&plan)?;
     let up = Command::new("ip")
@@ -199,11 +201,11 @@ fn bind(open: &File, place: &Path) -> Result<()> {
     .with_context(|| format!("{} over {}", source, place.display()))
 }
 
-/// Makes the folder that this process sees as its root the root of the namespace too. In a chroot it is not, and then
-/// whoever enters the namespace lands outside, and the dump engine finds no parent of a mount.
+/// Makes the root of this process the root of the namespace, too. In a chroot it is not: a process
+/// that enters the namespace would be outside, and CRIU would find no parent of a mount.
 fn leave_a_chroot() -> Result<()> {
     let root = || fs::metadata("/").map(|meta| (meta.dev(), meta.ino()));
-    // Entering a mount namespace, even one's own, goes to its root.
+    // Entering a mount namespace, even the own one, changes to its root.
     let own = File::open("/proc/self/ns/mnt")?;
     let to_the_top = || setns(&own, CloneFlags::CLONE_NEWNS).context("own mount namespace");
     let (seen, inside) = (root()?, File::open("/")?);

@@ -1,5 +1,5 @@
-//! A virtual machine of one host on the real machine, in folders of its own: no namespaces and no root, for tests of one
-//! program.
+//! A virtual machine of one host in folders of its own, without namespaces and without root, for
+//! tests of one program.
 
 use crate::needs;
 use crate::run::{Done, must, run};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use tempfile::TempDir;
 
 /// Time for one command on a loaded machine.
-const COMMAND_TIME: Duration = Duration::from_secs(60);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 /// Variables of the caller that must not reach the virtual machine.
 const FOREIGN: [&str; 8] = [
     "PVM_RM",
@@ -24,7 +24,7 @@ const FOREIGN: [&str; 8] = [
     "PVM_TASKER",
 ];
 
-/// Folders, programs and environment of a virtual machine that nobody else uses.
+/// Folders, programs and environment of a private virtual machine.
 #[derive(Debug)]
 pub struct Lab {
     folder: TempDir,
@@ -43,7 +43,7 @@ impl Lab {
     }
 
     fn fill(prefix: &Path, console: Option<&Path>) -> Result<Lab> {
-        // Short paths: a socket's is limited.
+        // The path of a socket is limited, so this one is short.
         let folder = tempfile::Builder::new()
             .prefix("sempa-lab")
             .tempdir_in("/tmp")?;
@@ -60,11 +60,11 @@ impl Lab {
             .into_iter()
             .chain([("pvm-tasker", &*prefix.join("bin/pvm-tasker"))])
         {
-            // Not by ourselves: a test beside this one that starts a process at this moment would hand it the open file,
-            // and a program that is open for writing cannot be started.
+            // A child does the copy. If this process did, a parallel test could fork and inherit
+            // the file, and a program that is open for writing cannot be started.
             let mut copy = Command::new("cp");
             copy.arg(from).arg(bin.join(name));
-            must(copy, COMMAND_TIME).with_context(|| format!("copying {}", from.display()))?;
+            must(copy, COMMAND_TIMEOUT).with_context(|| format!("copying {}", from.display()))?;
         }
         Ok(Lab {
             folder,
@@ -84,29 +84,29 @@ impl Lab {
         lab
     }
 
-    /// A file or folder in the virtual machine's own.
+    /// Returns a path below the virtual machine's folder.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// The home folder of its user.
+    /// Returns the home folder of the user.
     pub fn home(&self) -> PathBuf {
         self.path("home")
     }
 
-    /// Folder of the daemon's files.
+    /// Returns the folder of the daemon's files.
     pub fn place(&self) -> PathBuf {
         self.path("tmp")
             .join(format!("sempa-{}", nix::unistd::geteuid()))
             .join("pvm")
     }
 
-    /// The daemon's socket.
+    /// Returns the path of the daemon's socket.
     pub fn socket(&self) -> PathBuf {
         self.place().join("pvmd.sock")
     }
 
-    /// A program with the environment of this virtual machine.
+    /// Returns a command with the environment of this virtual machine.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         let mut command = Command::new(program.as_ref());
         command
@@ -128,23 +128,23 @@ impl Lab {
         command
     }
 
-    /// The console.
+    /// Returns a command that starts the console.
     pub fn console(&self) -> Command {
         self.command(self.path("bin/pvm"))
     }
 
-    /// One command of the console.
+    /// Runs one command of the console.
     ///
     /// # Panics
-    /// It does not start or does not end: the test fails.
+    /// The console does not start or does not end.
     pub fn pvm(&self, words: &[&str]) -> Done {
         let mut command = self.console();
         command.args(words);
-        run(command, COMMAND_TIME)
+        run(command, COMMAND_TIMEOUT)
             .unwrap_or_else(|error| panic!("pvm {}: {error:#}", words.join(" ")))
     }
 
-    /// The daemon's process number, if there is one.
+    /// Returns the daemon's process number, if it runs.
     pub fn daemon(&self) -> Option<i32> {
         fs::read_to_string(self.place().join("pvmd.lock"))
             .ok()?

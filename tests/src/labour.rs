@@ -3,7 +3,7 @@
 use crate::limits::Limit;
 use crate::run::{Running, eventually, must};
 use crate::testbed::{Testbed, place_of};
-use crate::vm::{COMMAND_TIME, Settings, Vm};
+use crate::vm::{COMMAND_TIMEOUT, Settings, Vm};
 use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;
 use std::path::{Path, PathBuf};
@@ -12,40 +12,40 @@ use std::process::Stdio;
 /// Hosts of one machine with unequal shares of its processors.
 #[derive(Debug)]
 pub struct Unequal {
-    // Before the groups, which can be removed when they are empty.
+    // The testbed is dropped before the groups, which must be empty when they are removed.
     bed: Testbed,
     groups: Vec<Limit>,
     shares: Vec<f64>,
 }
 
-/// What came of one task of a farm.
+/// The result of one task of a farm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reaped {
     /// Its tid as printed.
     pub tid: String,
-    /// What it had to do.
+    /// Its units of work.
     pub units: u32,
-    /// Microseconds from the first spawn of the farm until it was heard of.
+    /// Microseconds from the first spawn of the farm until its result arrived.
     pub us: u64,
     /// Its result was right.
     pub right: bool,
 }
 
-/// What came of a farm.
+/// The results of a farm.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Harvest {
     /// The tasks, in the order in which they ended.
     pub tasks: Vec<Reaped>,
-    /// Microseconds from the first spawn until the last task was heard of.
+    /// Microseconds from the first spawn until the last result arrived.
     pub us: u64,
 }
 
 impl Unequal {
-    /// Hosts h1, h2, … that will have these shares of one processor. [`crate::limits::lacks`] says what it takes beside a
-    /// testbed.
+    /// Makes hosts h1, h2, … for these shares of one processor. See [`crate::limits::lacks`] for
+    /// what the machine needs.
     ///
     /// # Errors
-    /// There can be no such hosts here.
+    /// The machine cannot have such hosts.
     pub fn new(prefix: &Path, shares: &[f64]) -> Result<Unequal> {
         let bed = Testbed::new(shares.len(), Some(prefix), &[])?;
         let groups = bed.hosts().iter().map(Limit::new).collect::<Result<_>>()?;
@@ -56,23 +56,23 @@ impl Unequal {
         })
     }
 
-    /// The hosts.
+    /// Returns the testbed.
     pub fn bed(&self) -> &Testbed {
         &self.bed
     }
 
-    /// The group of host number `i`, counted from 1 as in its name.
+    /// Returns the control group of host number `i`, counted from 1 as in its name.
     pub fn group(&self, i: usize) -> &Limit {
         &self.groups[i - 1]
     }
 
-    /// A virtual machine of all hosts without a resource manager. Its daemons, and all that they start, have their hosts'
-    /// shares from now on.
+    /// Starts a virtual machine on all hosts, without a resource manager. From now on the daemons
+    /// and their children have the shares of their hosts.
     ///
     /// # Errors
-    /// The console's own words, or the kernel's.
+    /// The console or the kernel refuses.
     pub fn start(&self) -> Result<Vm<'_>> {
-        // Quickly up, then slow.
+        // The start itself is not limited.
         self.groups.iter().try_for_each(Limit::lift)?;
         let vm = Vm::start(&self.bed, Settings::default())?;
         vm.program("labour")?;
@@ -96,18 +96,19 @@ impl Unequal {
         )
     }
 
-    /// A resource manager that balances, and its load watchers on all hosts. It ends with the virtual machine.
+    /// Starts a resource manager that balances, and waits for the load watchers of all hosts. It
+    /// ends with the virtual machine.
     ///
     /// # Errors
-    /// It does not come up.
+    /// The resource manager does not start.
     pub fn manage(&self, vm: &Vm<'_>) -> Result<Running> {
         let mut command = vm.command(self.bed.host(1), self.program("pvm-rm")?);
         command.arg("--balance");
         let running = Running::start(command, Stdio::null())?;
-        vm.event(COMMAND_TIME, "a registered resource manager", |entry| {
+        vm.event(COMMAND_TIMEOUT, "a registered resource manager", |entry| {
             matches!(entry.kind, EventKind::RmRegistered { .. })
         })?;
-        eventually(COMMAND_TIME, || {
+        eventually(COMMAND_TIMEOUT, || {
             let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
             let watchers = tasks
                 .iter()
@@ -122,8 +123,8 @@ impl Unequal {
         Ok(running)
     }
 
-    /// Starts a farm from h1. `unit`: what its tasks say that a unit takes an ordinary processor, in seconds; `None`: they say
-    /// nothing.
+    /// Starts a farm from h1. Its tasks declare that a unit of work takes an ordinary processor
+    /// `unit` seconds, or nothing if it is `None`.
     ///
     /// # Errors
     /// It does not start.
@@ -136,7 +137,7 @@ impl Unequal {
         Running::start(command, Stdio::null())
     }
 
-    /// Seconds of processor time that a unit of work takes on this machine.
+    /// Returns the processor time in seconds that a unit of work takes on this machine.
     ///
     /// # Errors
     /// The program cannot be compiled or run.
@@ -146,16 +147,16 @@ impl Unequal {
             crate::programs::compile("labour", prefix, &self.bed.home().join("pvm3/bin/LINUX64"))?;
         let mut command = self.bed.desk().command(program);
         command.arg("unit");
-        let us: f64 = must(command, COMMAND_TIME)?.out.trim().parse()?;
+        let us: f64 = must(command, COMMAND_TIMEOUT)?.out.trim().parse()?;
         Ok(us / 1e6)
     }
 }
 
 impl Harvest {
-    /// Reads what a farm has printed.
+    /// Parses the output of a farm.
     ///
     /// # Errors
-    /// It is not the output of a farm that has ended.
+    /// The output is not that of a farm that has ended.
     pub fn read(out: &str) -> Result<Harvest> {
         let (mut tasks, mut us) = (Vec::new(), None);
         for line in out.lines() {
@@ -180,7 +181,8 @@ impl Harvest {
     }
 }
 
-/// The tids of a farm under way, in the order of their spawns; `None` while not all of `count` are there.
+/// Returns the tids of a running farm in the order of their spawns; `None` while fewer than `count`
+/// are spawned.
 pub fn spawned(out: &str, count: usize) -> Option<Vec<String>> {
     let tids = out
         .lines()

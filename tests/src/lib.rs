@@ -1,8 +1,9 @@
-//! The testbed: hosts of a virtual machine on one real machine, and what tests and the demo do with them.
+//! The testbed: hosts of a virtual machine on one machine, and tools for tests and the demo.
 //!
-//! A host is a set of namespaces (network, host name, process ids, mounts) with its own `/tmp`, `/run`, terminals and
-//! `sshd`. Nothing of it touches the network or the files of the real machine, and all of it ends with the process that
-//! made it, however that process ends. Needs root; [`lacks`] says in one line what is missing.
+//! A host is a set of namespaces (network, host name, process ids, mounts) with its own `/tmp`,
+//! `/run`, terminals and `sshd`. It does not touch the network or the files of the machine, and it
+//! ends with the process that made it, however that process ends. It needs root; [`lacks`] returns
+//! what is missing.
 
 pub mod assignment;
 pub mod checkpoint_steps;

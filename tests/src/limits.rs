@@ -1,4 +1,4 @@
-//! Limits of processors, so that hosts of one machine are unequal, and of memory: a control group for each host that wants one.
+//! Limits of processors and memory of hosts, by a control group per host.
 
 use crate::run::eventually;
 use crate::testbed::Host;
@@ -9,14 +9,15 @@ use std::time::Duration;
 
 /// Where control groups are.
 const ROOT: &str = "/sys/fs/cgroup";
-/// The period of all limits, in microseconds; short, so that nobody is held back for long at a time.
+/// The period of all limits in microseconds; short, so that a process is never throttled for long.
 const PERIOD: u32 = 20_000;
-/// Time for the processes of a host to be in its group.
+/// Time for all processes of a host to be in its group.
 const IN_WITHIN: Duration = Duration::from_secs(10);
-/// Time for the processes of a host to be gone from its group.
+/// Time for all processes of a host to have left its group.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
 
-/// The groups of one host, in each hierarchy that there is. They are removed with it, so it has to outlive the host.
+/// The groups of one host, one in each hierarchy. Dropping this removes them, so it must outlive
+/// the host.
 #[derive(Debug)]
 pub struct Limit {
     folders: Vec<PathBuf>,
@@ -27,7 +28,7 @@ fn write(folder: &Path, file: &str, text: &str) -> Result<()> {
     fs::write(&path, text).with_context(|| format!("{}: {text}", path.display()))
 }
 
-/// Why hosts cannot be limited on this machine; `None` when they can.
+/// Returns why processors of hosts cannot be limited on this machine; `None` if they can.
 pub fn lacks() -> Option<String> {
     let here = hierarchies().map(|all| {
         all.iter()
@@ -41,7 +42,8 @@ fn hierarchies() -> Option<Vec<PathBuf>> {
     hierarchies_of(&["cpu", "cpuacct"])
 }
 
-/// Those in which groups have the first of these controllers; in the first version of control groups they come together.
+/// Returns the hierarchies in which groups have the first of these controllers. In version 1 of
+/// control groups all of them have their own.
 fn hierarchies_of(controllers: &[&str]) -> Option<Vec<PathBuf>> {
     let v1: Vec<PathBuf> = controllers
         .iter()
@@ -57,7 +59,7 @@ fn hierarchies_of(controllers: &[&str]) -> Option<Vec<PathBuf>> {
         .then(|| vec![PathBuf::from(ROOT)])
 }
 
-/// Why the memory of hosts cannot be limited on this machine; `None` when it can.
+/// Returns why memory of hosts cannot be limited on this machine; `None` if it can.
 pub fn lacks_memory() -> Option<String> {
     let writable =
         |root: &PathBuf| nix::unistd::access(root, nix::unistd::AccessFlags::W_OK).is_ok();
@@ -65,12 +67,13 @@ pub fn lacks_memory() -> Option<String> {
     (!here).then(|| format!("no control groups for memory that can be written below {ROOT}"))
 }
 
-/// A group that limits the memory of one host. It is removed with it, so it has to outlive the host.
+/// A group that limits the memory of one host. Dropping this removes it, so it must outlive the
+/// host.
 #[derive(Debug)]
 pub struct MemoryLimit(Limit);
 
 impl MemoryLimit {
-    /// A group for a host, without a limit yet and without the host's processes.
+    /// Makes a group for a host, without a limit and without processes.
     ///
     /// # Errors
     /// [`lacks_memory`].
@@ -89,7 +92,7 @@ impl MemoryLimit {
         self.0.take_in(host)
     }
 
-    /// Leaves the host so many bytes more than it has now.
+    /// Limits the host to this number of bytes more than it uses now.
     ///
     /// # Errors
     /// The kernel's.
@@ -101,7 +104,7 @@ impl MemoryLimit {
         write(&self.0.folders[0], limit, &(used + bytes).to_string())
     }
 
-    /// Leaves the host all memory from now on.
+    /// Removes the limit.
     ///
     /// # Errors
     /// The kernel's.
@@ -123,7 +126,7 @@ impl MemoryLimit {
 }
 
 impl Limit {
-    /// A group for a host, without a limit yet and without the host's processes.
+    /// Makes a group for a host, without a limit and without processes.
     ///
     /// # Errors
     /// [`lacks`].
@@ -145,10 +148,11 @@ impl Limit {
         Ok(limit)
     }
 
-    /// Takes in all processes that the host has; what they start later is in the group, too.
+    /// Moves all processes of the host into the group. Processes that they start later are in the
+    /// group, too.
     ///
     /// # Errors
-    /// The kernel's; some process stays outside.
+    /// The kernel refuses, or a process stays outside.
     pub fn take_in(&self, host: &Host) -> Result<()> {
         eventually(IN_WITHIN, || {
             let outside = || {
@@ -160,17 +164,17 @@ impl Limit {
             for (pid, folder) in
                 all.flat_map(|pid| self.folders.iter().map(move |folder| (pid, folder)))
             {
-                // It may have ended meanwhile.
+                // The process may have ended meanwhile.
                 let _ = fs::write(folder.join("cgroup.procs"), pid.to_string());
             }
-            // Who was starting a process while it was taken in may have started it outside.
+            // A process that was forking may have a child outside.
             outside().next().map_or(Ok(()), |(pid, line)| {
                 Err(format!("{pid} {line} is not in the group"))
             })
         })
     }
 
-    /// True when this process, as the real machine numbers it, is in the group.
+    /// Returns true if this process, by its number on the machine, is in the group.
     ///
     /// # Errors
     /// The kernel's.
@@ -179,16 +183,16 @@ impl Limit {
         Ok(processes.lines().any(|line| line == pid.to_string()))
     }
 
-    /// Leaves the host this share of one processor from now on.
+    /// Limits the host to this share of one processor.
     ///
     /// # Errors
     /// The kernel's.
     pub fn set(&self, share: f64) -> Result<()> {
-        // The kernel takes no less than a millisecond.
+        // The kernel accepts no less than a millisecond.
         self.quota(&(share * f64::from(PERIOD)).round().max(1000.0).to_string())
     }
 
-    /// Leaves the host all processors from now on.
+    /// Removes the limit.
     ///
     /// # Errors
     /// The kernel's.

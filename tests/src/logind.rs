@@ -1,5 +1,5 @@
-//! A bus in a host, and on it somebody who answers as systemd-logind does. The bus is D-Bus's own daemon; what is asked and
-//! told over it are logind's interfaces, as org.freedesktop.login1(5) describes them.
+//! An imitation of systemd-logind on a bus in a host. The bus is D-Bus's own daemon; the interfaces
+//! are those of org.freedesktop.login1(5).
 
 use crate::Host;
 use crate::run::{Running, eventually};
@@ -15,43 +15,43 @@ use zbus::zvariant::{OwnedObjectPath, Value};
 use zbus::{Connection, connection, fdo, interface};
 
 const DAEMON: &str = "/usr/bin/dbus-daemon";
-/// Where the bus of a system is.
+/// The socket of the system bus.
 const SOCKET: &str = "/run/dbus/system_bus_socket";
-/// Its rules, in the host: everybody may do everything.
+/// Rules of the bus, in the host: everything is allowed.
 const CONFIG: &str = "/run/dbus/all.conf";
-const UP_TIME: Duration = Duration::from_secs(20);
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
 const NAME: &str = "org.freedesktop.login1";
 const MANAGER_PATH: &str = "/org/freedesktop/login1";
 const SESSION_PATH: &str = "/org/freedesktop/login1/session/c1";
 
-/// Why no bus can be had here, in one line.
+/// Returns why no bus can run here; `None` if it can.
 pub fn lacks() -> Option<String> {
     (!Path::new(DAEMON).exists()).then(|| format!("{DAEMON} is missing: install dbus-daemon"))
 }
 
-/// What its one session says: that of a desktop on terminal 2.
+/// The state of the only session: a desktop on terminal 2.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Desk {
-    /// Whose it is.
+    /// The user of the session.
     pub user: String,
-    /// The desktop says that nobody uses it.
+    /// The desktop reports that it is idle.
     pub idle: bool,
-    /// When it last said something of that, in microseconds since 1970; zero: never.
+    /// When it last reported that, in microseconds since 1970; zero: never.
     pub idle_since: u64,
-    /// It is locked.
+    /// The session is locked.
     pub locked: bool,
 }
 
 type Seat = Arc<Mutex<Option<Desk>>>;
-/// A session in a list: its name, its user's number and name, its seat, its path.
+/// A session in a list: its name, its user's number and name, its seat and its path.
 type Listed = (String, u32, String, String, OwnedObjectPath);
 
 fn look(seat: &Seat) -> Option<Desk> {
     seat.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// Logind on the bus of a host. The bus ends with the host at the latest.
+/// The imitation on the bus of a host. The bus ends with the host at the latest.
 #[derive(Debug)]
 pub struct Logind {
     bus: Running,
@@ -61,10 +61,10 @@ pub struct Logind {
 }
 
 impl Logind {
-    /// Starts bus and logind; nobody has a session.
+    /// Starts the bus and the imitation, without a session.
     ///
     /// # Errors
-    /// They do not come up.
+    /// The bus does not start.
     pub fn start(host: &Host) -> Result<Logind> {
         fs::create_dir_all(host.path("/run/dbus"))?;
         let rules = "<allow user='*'/><allow own='*'/><allow send_destination='*'/><allow receive_sender='*'/>";
@@ -79,7 +79,7 @@ impl Logind {
             &format!("--config-file={CONFIG}"),
         ]);
         let bus = Running::start(command, Stdio::null())?;
-        eventually(UP_TIME, || match bus.out_so_far() {
+        eventually(STARTUP_TIMEOUT, || match bus.out_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(()),
             other => Err(format!(
                 "the bus names no address: {other:?}, {:?}",
@@ -104,7 +104,8 @@ impl Logind {
         })
     }
 
-    /// What its session says from now on; `None`: there is none. Everybody who listens is told.
+    /// Sets the state of the session, or removes the session if it is `None`. All listeners are
+    /// notified.
     ///
     /// # Errors
     /// The bus is gone.

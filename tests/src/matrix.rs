@@ -1,5 +1,5 @@
-//! Debian's programs, unchanged, on PVM 3.4.6 and on ours, and those of which Debian has the sources built here: what they
-//! print is compared, apart from times and tids.
+//! Runs Debian's PVM programs on PVM 3.4.6 and on Sempa, also those built here from Debian's
+//! sources, and compares their output without times and tids.
 
 use crate::real::RealVm;
 use crate::run::{Done, Running, eventually, run};
@@ -14,25 +14,25 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// Time for one program on a loaded machine.
-const LONG: Duration = Duration::from_secs(40);
-/// So often at most is PVM run, if it fails itself.
+const TIMEOUT: Duration = Duration::from_secs(40);
+/// Attempts on PVM, which fails sometimes.
 const RUNS_OF_PVM: usize = 3;
 /// Hosts of each virtual machine.
 const HOSTS: usize = 3;
-/// The smallest number that can be a tid: the local part of one on host 1.
+/// The smallest tid.
 const SMALLEST_TID: u64 = 0x40000;
 
-/// What a case printed, or why it came to nothing.
+/// The output of a case, or why there is none.
 pub type Heard = Result<String, String>;
 
-/// What runs which programs.
+/// A system, and the programs that it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum System {
     /// PVM 3.4.6 with Debian's programs.
     Pvm,
-    /// Ours with Debian's programs.
+    /// Sempa with Debian's programs.
     Ours,
-    /// Ours with PVM's examples built from their sources with our headers and libraries; the rest is Debian's.
+    /// Sempa with PVM's examples built with our headers and libraries, and Debian's other programs.
     Built,
 }
 
@@ -41,7 +41,7 @@ pub enum System {
 pub struct Machine<'a> {
     bed: &'a Testbed,
     vm: Either<'a>,
-    /// Where programs are looked for first.
+    /// The folder that is searched for programs first.
     programs: PathBuf,
 }
 
@@ -51,20 +51,20 @@ enum Either<'a> {
     Ours(Vm<'a>),
 }
 
-/// A program in some shell of a host: host number, program, words, standard input.
+/// A command line on a host.
 #[derive(Clone, Copy, Debug)]
 pub struct Shell<'a> {
-    /// The host.
+    /// Number of the host.
     pub host: usize,
     /// The program, from the search path.
     pub program: &'a str,
-    /// Its words.
+    /// Its arguments.
     pub words: &'a [&'a str],
-    /// What is typed.
+    /// Its standard input.
     pub input: &'a str,
 }
 
-/// A program without words and input on h1.
+/// Returns a program on h1 without arguments and input.
 pub fn alone(program: &str) -> Shell<'_> {
     Shell {
         host: 1,
@@ -74,7 +74,7 @@ pub fn alone(program: &str) -> Shell<'_> {
     }
 }
 
-/// A program with words on h1.
+/// Returns a program on h1 with arguments.
 pub fn with<'a>(program: &'a str, words: &'a [&'a str]) -> Shell<'a> {
     Shell {
         words,
@@ -83,7 +83,7 @@ pub fn with<'a>(program: &'a str, words: &'a [&'a str]) -> Shell<'a> {
 }
 
 impl Machine<'_> {
-    /// A command with this machine's environment.
+    /// Returns a command with the environment of this virtual machine.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         match &self.vm {
             Either::Real(vm) => vm.command(host, program),
@@ -91,7 +91,7 @@ impl Machine<'_> {
         }
     }
 
-    /// The same for a program of Debian's that writes each line as soon as it is full, although it is no terminal.
+    /// As [`Machine::command`], for a program of Debian's whose output is line buffered.
     fn by_lines(&self, host: &Host, program: &str) -> Command {
         let mut command = self.command(host, "/usr/bin/stdbuf");
         command
@@ -100,12 +100,12 @@ impl Machine<'_> {
         command
     }
 
-    /// The testbed.
+    /// Returns the testbed.
     pub fn bed(&self) -> &Testbed {
         self.bed
     }
 
-    /// Starts a program and lets it run.
+    /// Starts a program and returns.
     ///
     /// # Errors
     /// It cannot be started.
@@ -113,7 +113,7 @@ impl Machine<'_> {
         self.start_with(shell, |_| {})
     }
 
-    /// The same with a change to the command, for instance to its environment.
+    /// As [`Machine::start`], after `change` has changed the command.
     ///
     /// # Errors
     /// It cannot be started.
@@ -130,16 +130,16 @@ impl Machine<'_> {
         Ok(running)
     }
 
-    /// Runs a program to its end; the text is its standard output, its exit status and its standard error.
+    /// Runs a program to its end. Returns its output, exit status and error output.
     ///
     /// # Errors
     /// It does not start or does not end.
     pub fn run(&self, shell: Shell) -> Result<String> {
-        Ok(self.text(&self.start(shell)?.finish(LONG)?))
+        Ok(self.text(&self.start(shell)?.finish(TIMEOUT)?))
     }
 
-    /// Output, exit status and error output as one text, with the testbed's own folder masked and all programs as if they
-    /// were Debian's.
+    /// Returns output, exit status and error output as one text. The testbed's folder is masked,
+    /// and all programs have Debian's paths.
     pub fn text(&self, done: &Done) -> String {
         let status = done
             .status
@@ -150,46 +150,46 @@ impl Machine<'_> {
         all.replace(&self.bed.folder().display().to_string(), "FOLDER")
     }
 
-    /// Gives Debian's console commands and, when what it has printed holds `until`, the last word `quit`.
+    /// Gives commands to Debian's console, and `quit` when its output contains `until`.
     ///
     /// # Errors
-    /// It does not come to that.
+    /// The output does not contain it, or the console fails.
     pub fn console(&self, commands: &str, until: &str) -> Result<String> {
         let command = self.by_lines(self.bed.host(1), "pvm");
         let mut running = Running::start(command, Stdio::piped())?;
         let mut pipe = running.take_stdin().context("its input is piped")?;
         pipe.write_all(commands.as_bytes())?;
-        eventually(LONG, || match running.out_so_far() {
+        eventually(TIMEOUT, || match running.out_so_far() {
             Ok(out) if out.contains(until) => Ok(()),
             other => Err(format!("no {until:?} in: {other:?}")),
         })?;
         if let Err(error) = pipe.write_all(b"quit\n") {
             bail!(
                 "the console takes nothing more: {error}; {:?}",
-                running.finish(LONG)?
+                running.finish(TIMEOUT)?
             );
         }
         drop(pipe);
-        Ok(self.text(&running.finish(LONG)?))
+        Ok(self.text(&running.finish(TIMEOUT)?))
     }
 
-    /// Waits until something that runs has printed some words.
+    /// Waits until a running program has printed some words.
     ///
     /// # Errors
-    /// It does not print them.
+    /// It does not in time.
     pub fn printed(&self, running: &Running, words: &str) -> Result<()> {
-        eventually(LONG, || match running.out_so_far() {
+        eventually(TIMEOUT, || match running.out_so_far() {
             Ok(out) if out.contains(words) => Ok(()),
             other => Err(format!("no {words:?} in {other:?}")),
         })
     }
 
-    /// Waits until a program from a command line has connected, beside this console itself.
+    /// Waits until a program from a command line has connected, other than this console.
     ///
     /// # Errors
-    /// None does.
+    /// None has in time.
     pub fn connected(&self) -> Result<()> {
-        eventually(LONG, || match self.console("ps -ax\n", "\n") {
+        eventually(TIMEOUT, || match self.console("ps -ax\n", "\n") {
             Ok(out)
                 if out
                     .lines()
@@ -201,12 +201,12 @@ impl Machine<'_> {
         })
     }
 
-    /// Waits until the mailbox has a name.
+    /// Waits until the mailbox contains a name.
     ///
     /// # Errors
-    /// It does not come.
+    /// It does not in time.
     pub fn in_mailbox(&self, name: &str) -> Result<()> {
-        eventually(LONG, || match self.run(alone("gmbi")) {
+        eventually(TIMEOUT, || match self.run(alone("gmbi")) {
             Ok(out) if out.contains(name) => Ok(()),
             other => Err(format!("no {name:?} in {other:?}")),
         })
@@ -215,9 +215,9 @@ impl Machine<'_> {
     /// Waits until a command of Debian's console prints some words.
     ///
     /// # Errors
-    /// It does not print them.
+    /// It does not in time.
     pub fn shown_at_console(&self, command: &str, words: &str) -> Result<()> {
-        eventually(LONG, || match self.console(command, "\n") {
+        eventually(TIMEOUT, || match self.console(command, "\n") {
             Ok(out)
                 if out
                     .split_whitespace()
@@ -239,7 +239,7 @@ impl Machine<'_> {
     }
 }
 
-/// Runs the same on several systems at once, each on three hosts, and returns the results.
+/// Runs the same cases on several systems in parallel, each on three hosts. Returns the results.
 ///
 /// # Panics
 /// The machine lacks something, a system does not start, or the closure fails.
@@ -284,9 +284,9 @@ fn on_one(system: System, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Resu
     )
 }
 
-/// PVM's own group server is started by whichever task joins a group first: tasks that join at once on a loaded machine may
-/// start several, of which all but one go, and tasks that had asked those fail ("Could not join group"). A run in which PVM
-/// itself comes to nothing judges nobody; it is done again, from the start.
+/// Repeats a run in which PVM itself fails. The first task that joins a group starts PVM's group
+/// server; on a loaded machine tasks that join at the same time start several, all but one end, and
+/// tasks that had asked those fail ("Could not join group").
 fn on_pvm_until_it_judges(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     for _ in 1..RUNS_OF_PVM {
         let error = match on_pvm(what) {
@@ -309,7 +309,7 @@ fn on_pvm(what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> Result<Vec<Heard>> {
     add.take_stdin()
         .context("its input is piped")?
         .write_all(b"add h2 h3\n")?;
-    let added = add.finish(LONG)?;
+    let added = add.finish(TIMEOUT)?;
     if !added.out.contains("2 successful") {
         bail!("{added:?}");
     }
@@ -333,12 +333,12 @@ fn finished(machine: Machine, what: &dyn Fn(&Machine) -> Result<Vec<Heard>>) -> 
     halted.map(|()| result)
 }
 
-/// Where programs go that are not Debian's; the folder may be missing.
+/// Returns the folder of programs that are not Debian's; it may be missing.
 fn own_programs(bed: &Testbed) -> PathBuf {
     bed.folder().join("built")
 }
 
-/// A program of a folder, or else Debian's.
+/// Returns the path of a program: in this folder, or else Debian's.
 fn place_of_program(programs: &Path, name: &str) -> PathBuf {
     let own = programs.join(name);
     if own.exists() {
@@ -356,7 +356,7 @@ fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
             list.args(["-L", "pvm-examples"]);
             list
         },
-        LONG,
+        TIMEOUT,
     )?;
     let own = listed
         .out
@@ -372,31 +372,31 @@ fn programs_where_spawn_looks(bed: &Testbed) -> Result<PathBuf> {
             continue;
         };
         let copy = bed.home().join(name);
-        // The script names a host of its author's.
+        // The script names a host of its author.
         fs::write(&copy, script.replace("\"pirx\"", "\"h2\""))?;
         fs::set_permissions(&copy, fs::Permissions::from_mode(0o755))?;
     }
     Ok(programs)
 }
 
-/// What of a text is compared.
+/// How texts are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compare {
-    /// Every line in its order; tids are masked.
+    /// All lines in order; tids are masked.
     Lines,
-    /// The lines, whatever their order; tids are masked.
+    /// All lines in any order; tids are masked.
     Sorted,
-    /// The lines in their order with every number masked.
+    /// All lines in order; all numbers are masked.
     Shapes,
-    /// The set of lines with every number masked, each once.
+    /// The set of lines; all numbers are masked.
     Kinds,
 }
 
-/// A text as it is compared.
+/// Returns a text in the form in which it is compared.
 pub fn normal(text: &str, how: Compare) -> String {
     let all = matches!(how, Compare::Shapes | Compare::Kinds);
     let any_order = matches!(how, Compare::Sorted | Compare::Kinds);
-    // Where output comes at any time, so does the console's prompt.
+    // The console's prompt may precede output that arrives at any time.
     let bare = |line: String| {
         if any_order {
             line.trim_start_matches("pvm> ").to_string()
@@ -417,8 +417,8 @@ pub fn normal(text: &str, how: Compare) -> String {
     lines.join("\n")
 }
 
-/// A line with single blanks and without tids: `t` or `0x` and hexadecimal digits, or a decimal number above all others.
-/// With `all`, every number goes.
+/// Returns a line with single blanks and masked tids: `t` or `0x` and hexadecimal digits, or a
+/// large decimal number. With `all`, masks all numbers.
 fn masked(line: &str, all: bool) -> String {
     let mut out = String::new();
     let bytes: Vec<char> = line
@@ -475,7 +475,7 @@ fn masked(line: &str, all: bool) -> String {
     out
 }
 
-/// Length of what goes on behind the whole part of a number: `.5`, `.5e-03`.
+/// Returns the length of a fraction after the integer part of a number: `.5`, `.5e-03`.
 fn fraction_behind(rest: &[char]) -> usize {
     let digits = |from: usize| {
         rest.get(from..)

@@ -7,12 +7,12 @@ use std::process::Command;
 use std::time::Duration;
 
 /// Time for one compilation on a loaded machine.
-const COMPILE_TIME: Duration = Duration::from_secs(120);
+const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`; returns the program's path.
 ///
 /// # Errors
-/// gcc is missing or does not like the program; its words are in the error.
+/// gcc is missing or refuses the program; the error has its output.
 pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("programs")
@@ -28,6 +28,6 @@ pub fn compile(name: &str, prefix: &Path, folder: &Path) -> Result<PathBuf> {
         .arg("-L")
         .arg(prefix.join("lib"));
     gcc.args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
-    must(gcc, COMPILE_TIME).with_context(|| format!("compiling {}", source.display()))?;
+    must(gcc, COMPILE_TIMEOUT).with_context(|| format!("compiling {}", source.display()))?;
     Ok(program)
 }

@@ -1,4 +1,4 @@
-//! PVM 3.4.6 as Debian has it, on the hosts of a testbed: what tests compare ours with.
+//! Debian's PVM 3.4.6 on the hosts of a testbed, for comparisons.
 
 use crate::run::{Running, eventually, run};
 use crate::ssh;
@@ -10,14 +10,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for daemons to come up and to go.
-const UP_TIME: Duration = Duration::from_secs(30);
-/// Where its daemon writes its address, on each host.
+/// Time for daemons to start and to end.
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(30);
+/// The file on each host in which a daemon writes its address.
 const ADDRESS: &str = "/tmp/pvmd.0";
-/// Where its daemon writes its log, on each host.
+/// The file on each host in which a daemon writes its log.
 const LOG: &str = "/tmp/pvml.0";
 
-/// A virtual machine of PVM's own daemons, its master on h1. Make the testbed without installed programs of ours.
+/// A virtual machine of PVM's own daemons with its master on h1. The testbed must be made without
+/// our programs.
 #[derive(Debug)]
 pub struct RealVm<'a> {
     bed: &'a Testbed,
@@ -29,9 +30,9 @@ impl<'a> RealVm<'a> {
     /// Starts the master and waits until programs can connect.
     ///
     /// # Errors
-    /// PVM is not installed or does not come up.
+    /// PVM is not installed or does not start.
     pub fn start(bed: &'a Testbed) -> Result<RealVm<'a>> {
-        // PVM_RSH is one word.
+        // PVM_RSH must be one word.
         let rsh = bed.folder().join("rsh");
         fs::write(
             &rsh,
@@ -46,7 +47,7 @@ impl<'a> RealVm<'a> {
             Stdio::null(),
         )?;
         let vm = RealVm { bed, rsh, daemon };
-        eventually(UP_TIME, || {
+        eventually(STARTUP_TIMEOUT, || {
             if vm.bed.host(1).path(ADDRESS).exists() {
                 return Ok(());
             }
@@ -58,36 +59,37 @@ impl<'a> RealVm<'a> {
         Ok(vm)
     }
 
-    /// A command on a host with the environment of this virtual machine's user.
+    /// Returns a command on a host with the environment of this virtual machine's user.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         in_host(host, &self.rsh, program.as_ref())
     }
 
-    /// A program that is called as ssh is and reaches the hosts of the testbed.
+    /// Returns a program that is called like ssh and reaches the hosts of the testbed.
     pub fn remote_shell(&self) -> &Path {
         &self.rsh
     }
 
-    /// The master's log.
+    /// Returns the master's log.
     pub fn log(&self) -> String {
         fs::read_to_string(self.bed.host(1).path(LOG)).unwrap_or_default()
     }
 
-    /// Ends it and everything that it may have left on the hosts: PVM's own `halt` forgets now and then.
+    /// Ends the virtual machine and everything that it has left on the hosts: PVM's own `halt` is
+    /// not reliable.
     ///
     /// # Errors
-    /// Something cannot be ended.
+    /// A process cannot be ended.
     pub fn halt(self) -> Result<()> {
         let master = self.bed.host(1);
         let mut end = master.command("/bin/sh");
         end.args(["-c", "kill -TERM $(pidof pvmd)"]);
-        run(end, UP_TIME)?;
+        run(end, STARTUP_TIMEOUT)?;
         for host in self.bed.hosts() {
-            // The master has told the slaves; what does not listen is ended by force.
+            // The master has told the slaves to end; the others are killed.
             let asked = gone(host, "pvm", Duration::from_secs(3));
             if asked.is_err() {
                 host.kill_all();
-                gone(host, "pvm", UP_TIME)?;
+                gone(host, "pvm", STARTUP_TIMEOUT)?;
             }
             for entry in fs::read_dir(host.path("/tmp"))
                 .context("/tmp of a host")?

@@ -1,5 +1,5 @@
-//! A job that computes in a ring (`tests/programs/ring_job.c`, and `own_ring.c`, whose tasks write their own checkpoints), and whose
-//! every line is known beforehand.
+//! A job that computes in a ring (`tests/programs/ring_job.c`, and `own_ring.c`, whose tasks write
+//! their own checkpoints). Every line that it writes is known in advance.
 
 use crate::run::eventually;
 use crate::vm::{Sure, Vm};
@@ -7,19 +7,20 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Time for anything of a whole job, on a machine that has little left for it.
-const LONG: Duration = Duration::from_secs(900);
-/// Its tasks but the first one.
+/// Time for any part of a job on a loaded machine.
+const TIMEOUT: Duration = Duration::from_secs(300);
+/// The tasks of a job besides the first one.
 pub const WORKERS: usize = 4;
 const MODULUS: i64 = 1_000_003;
-/// Microseconds for which each task computes in a round.
-const PAUSE: u32 = 2000;
-/// Microseconds for which each task of a small job sleeps in a round.
-const NAP: u32 = 10_000;
-/// Rounds that no job comes to.
-const ENDLESS: &str = "100000000";
+/// What a task does in a round: a positive number of microseconds to compute, or a negative one to
+/// sleep. Sleeping leaves the processors to what is tested.
+const PAUSE: i32 = -2000;
+/// The same for small jobs, of which there are several at a time.
+const SMALL_PAUSE: i32 = -10_000;
+/// A number of rounds that no job reaches: a job ends when [`Job::finish`] asks for it.
+pub const ENDLESS: &str = "100000000";
 
-/// The sums that a job with so many workers has to write, one for each round.
+/// Returns the sums that a job with this number of workers writes, one per round.
 fn sums(workers: usize, rounds: i64) -> Vec<i64> {
     let next = |sum: i64, state: i64| (sum * 31 + state) % MODULUS;
     let mut states = vec![0; workers + 1];
@@ -40,14 +41,12 @@ fn sums(workers: usize, rounds: i64) -> Vec<i64> {
     all
 }
 
-/// A job that computes, and the folder that it writes to.
+/// A running job, and the folder that it writes to.
 #[derive(Debug)]
 pub struct Job {
-    /// With its log and its result.
+    /// The folder with its log and its result.
     pub folder: PathBuf,
     workers: usize,
-    /// None: until it is told to end.
-    rounds: Option<i64>,
     /// Its first task.
     pub tid: String,
 }
@@ -55,101 +54,130 @@ pub struct Job {
 /// A round that the job has computed, and when, in microseconds since 1970.
 pub type Mark = (i64, u64);
 
+/// What a job is started with.
+struct Start<'a> {
+    program: &'a str,
+    folder: &'a str,
+    /// Option of the console's spawn that says where the first task runs.
+    place: &'a str,
+    workers: usize,
+    pause: i32,
+    /// The host of the workers, if all are on the same one.
+    host: Option<&'a str>,
+}
+
+impl Default for Start<'_> {
+    fn default() -> Self {
+        Start {
+            program: "ring_job",
+            folder: "ring",
+            place: "-h1",
+            workers: WORKERS,
+            pause: PAUSE,
+            host: None,
+        }
+    }
+}
+
 impl Job {
-    /// Starts one of so many rounds.
+    /// Starts a job whose first task is at `place`, an option of the console's spawn.
     ///
     /// # Panics
     /// It does not start.
-    pub fn start(vm: &Vm<'_>, place: &str, rounds: i64) -> Job {
-        Job::start_slow(vm, place, rounds, PAUSE)
+    pub fn start(vm: &Vm<'_>, place: &str) -> Job {
+        Job::start_with(
+            vm,
+            &Start {
+                place,
+                ..Start::default()
+            },
+        )
     }
 
-    /// The same, each of whose tasks computes for so many microseconds in a round.
+    /// As [`Job::start`]; each task computes for this number of microseconds in a round.
     ///
     /// # Panics
     /// It does not start.
-    pub fn start_slow(vm: &Vm<'_>, place: &str, rounds: i64, pause: u32) -> Job {
-        Job::start_program(vm, "ring_job", "ring", place, rounds, pause)
+    pub fn start_slow(vm: &Vm<'_>, place: &str, pause: i32) -> Job {
+        Job::start_with(
+            vm,
+            &Start {
+                place,
+                pause,
+                ..Start::default()
+            },
+        )
     }
 
-    /// One beside another, which writes to a folder of this name.
+    /// As [`Job::start`], with a folder of this name.
     ///
     /// # Panics
     /// It does not start.
-    pub fn start_beside(vm: &Vm<'_>, folder: &str, place: &str, rounds: i64) -> Job {
-        Job::start_program(vm, "ring_job", folder, place, rounds, PAUSE)
+    pub fn start_beside(vm: &Vm<'_>, folder: &str, place: &str) -> Job {
+        Job::start_with(
+            vm,
+            &Start {
+                place,
+                folder,
+                ..Start::default()
+            },
+        )
     }
 
-    /// One that goes on until it is told to end, and writes to a folder of this name: its first task on h1, and one worker on a host.
-    /// Each sleeps for a while in a round and does not compute, so that there may be many of them.
+    /// Starts a small job with a folder of this name: its first task on h1, and one worker on `host`.
     ///
     /// # Panics
     /// It does not start.
     pub fn start_small(vm: &Vm<'_>, folder: &str, host: &str) -> Job {
-        // Another virtual machine may have had one of this name.
+        // An earlier virtual machine may have had a job with this folder.
         let _ = std::fs::remove_dir_all(vm.home().join(folder));
-        let folder = folder_of(vm, folder);
-        let pause = format!("-{NAP}");
-        let words = [
-            "-h1",
-            "ring_job",
-            "1",
-            ENDLESS,
-            &pause,
-            folder.to_str().expect("text"),
-            host,
-        ];
-        let tid = vm.spawn(&words).sure(vm);
-        Job {
-            folder,
-            workers: 1,
-            rounds: None,
-            tid,
-        }
+        Job::start_with(
+            vm,
+            &Start {
+                folder,
+                workers: 1,
+                pause: SMALL_PAUSE,
+                host: Some(host),
+                ..Start::default()
+            },
+        )
     }
 
-    /// One whose tasks write their own checkpoints, if its spawn says so.
+    /// As [`Job::start`]; the tasks write their own checkpoints if the environment asks for it.
     ///
     /// # Panics
     /// It does not start.
-    pub fn start_own(vm: &Vm<'_>, place: &str, rounds: i64) -> Job {
-        Job::start_program(vm, "own_ring", "ring", place, rounds, PAUSE)
+    pub fn start_own(vm: &Vm<'_>, place: &str) -> Job {
+        Job::start_with(
+            vm,
+            &Start {
+                program: "own_ring",
+                place,
+                ..Start::default()
+            },
+        )
     }
 
-    fn start_program(
-        vm: &Vm<'_>,
-        program: &str,
-        folder: &str,
-        place: &str,
-        rounds: i64,
-        pause: u32,
-    ) -> Job {
-        vm.program(program).expect("gcc");
-        let folder = folder_of(vm, folder);
-        let (workers, count, pause) = (WORKERS.to_string(), rounds.to_string(), pause.to_string());
-        let words = [
-            place,
-            program,
-            &workers,
-            &count,
-            &pause,
-            folder.to_str().expect("text"),
-        ];
+    fn start_with(vm: &Vm<'_>, start: &Start<'_>) -> Job {
+        vm.program(start.program).expect("gcc");
+        let folder = folder_of(vm, start.folder);
+        let (workers, pause) = (start.workers.to_string(), start.pause.to_string());
+        let path = folder.to_str().expect("text");
+        let mut words = vec![start.place, start.program, &workers, ENDLESS, &pause, path];
+        words.extend(start.host);
         let tid = vm.spawn(&words).sure(vm);
         Job {
             folder,
-            workers: WORKERS,
-            rounds: Some(rounds),
+            workers: start.workers,
             tid,
         }
     }
 
-    /// One that was started otherwise, or writes elsewhere by now.
-    pub fn at(folder: PathBuf, rounds: i64, tid: String) -> Job {
+    /// A job that was started otherwise, or writes to another folder now.
+    pub fn at(folder: PathBuf, tid: String) -> Job {
         Job {
             folder,
             workers: WORKERS,
-            rounds: Some(rounds),
             tid,
         }
     }
@@ -160,7 +188,8 @@ impl Job {
             .unwrap_or_default()
     }
 
-    /// Every round that it has computed, those too that were lost afterwards, in the order in which that was.
+    /// Returns all rounds that the job has computed, also those that were lost later, in the order
+    /// of time.
     pub fn marks(&self) -> Vec<Mark> {
         let text = std::fs::read_to_string(self.folder.join("times")).unwrap_or_default();
         let whole = text.rfind('\n').map_or("", |end| &text[..end]);
@@ -171,13 +200,13 @@ impl Job {
         whole.lines().filter_map(mark).collect()
     }
 
-    /// Waits until the job has got this many rounds further than it is now.
+    /// Waits until the job has computed this number of rounds from now on.
     ///
     /// # Panics
-    /// It does not.
+    /// It does not get that far in time.
     pub fn go_on(&self, vm: &Vm<'_>, rounds: usize) {
         let until = self.lines() + rounds;
-        let gone = eventually(LONG, || {
+        let gone = eventually(TIMEOUT, || {
             let lines = self.lines();
             if lines >= until {
                 Ok(())
@@ -188,10 +217,10 @@ impl Job {
         gone.sure(vm);
     }
 
-    /// What the job has written so far is right, and each line of the log is there once.
+    /// Checks that the job's log is right so far and has each line once.
     ///
     /// # Panics
-    /// Something is wrong.
+    /// It is not.
     pub fn is_right(&self) {
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
         let whole = log.rfind('\n').map_or("", |end| &log[..end]);
@@ -204,16 +233,14 @@ impl Job {
         );
     }
 
-    /// Waits for the end, and tells the job to come to it if it does not by itself: the result is right, and each line of the log is
-    /// there once.
+    /// Ends the job and waits for its end. The result is right, and each line of the log is there
+    /// once.
     ///
     /// # Panics
-    /// It does not come, or something is wrong.
+    /// The job does not end, or something is wrong.
     pub fn finish(&self, vm: &Vm<'_>) {
-        if self.rounds.is_none() {
-            std::fs::write(self.folder.join("last"), "").expect("written");
-        }
-        let result = eventually(LONG, || {
+        std::fs::write(self.folder.join("last"), "").expect("written");
+        let result = eventually(TIMEOUT, || {
             let text = std::fs::read_to_string(self.folder.join("result")).unwrap_or_default();
             text.trim()
                 .parse::<i64>()
@@ -221,16 +248,13 @@ impl Job {
         });
         let result = result.sure(vm);
         let log = std::fs::read_to_string(self.folder.join("log")).expect("there");
-        let sums = sums(
-            self.workers,
-            self.rounds.unwrap_or(log.lines().count() as i64),
-        );
+        let sums = sums(self.workers, log.lines().count() as i64);
         assert_eq!(Some(&result), sums.last());
         assert!(log.lines().eq(wanted(&sums)), "{log}");
     }
 }
 
-/// The lines of the log.
+/// Returns the lines of the log.
 fn wanted(sums: &[i64]) -> Vec<String> {
     (0..)
         .zip(sums)
@@ -238,15 +262,15 @@ fn wanted(sums: &[i64]) -> Vec<String> {
         .collect()
 }
 
-/// A folder for a job.
+/// Makes a folder for a job.
 fn folder_of(vm: &Vm<'_>, name: &str) -> PathBuf {
     let folder = vm.home().join(name);
     std::fs::create_dir_all(&folder).expect("a folder");
     std::fs::write(folder.join("times"), "").expect("written");
-    // Whoever makes it, it is the user's.
+    // The job's user must be able to write.
     let home = std::fs::metadata(vm.home()).expect("there");
     for path in [&folder, &folder.join("times")] {
-        std::os::unix::fs::chown(path, Some(home.uid()), Some(home.gid())).expect("his");
+        std::os::unix::fs::chown(path, Some(home.uid()), Some(home.gid())).expect("chown");
     }
     folder
 }

@@ -1,5 +1,6 @@
 //! Reproducible pseudo-random numbers for tests.
 
+use crate::faults::is_full;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Environment variable with the seed of tests that try a sample of all cases.
@@ -24,6 +25,18 @@ pub fn seed() -> u64 {
     };
     eprintln!("seed: {SEED}={seed} repeats this sample");
     seed
+}
+
+/// Returns `count` cases, chosen by the seed, or all of them if all are wanted. Successive seeds
+/// choose successive cases, so a few days cover all.
+pub fn sample<T>(cases: impl IntoIterator<Item = T>, count: usize, seed: u64) -> Vec<T> {
+    let mut cases: Vec<T> = cases.into_iter().collect();
+    if !is_full() && !cases.is_empty() {
+        let first = (seed as usize).wrapping_mul(count) % cases.len();
+        cases.rotate_left(first);
+        cases.truncate(count);
+    }
+    cases
 }
 
 /// A small xorshift generator: the same seed gives the same numbers on every machine.

@@ -1,6 +1,6 @@
-//! Running commands with a deadline, and waiting for conditions.
+//! Runs commands with a deadline, and waits for conditions.
 //!
-//! Output goes to files, not pipes: a daemon that a command leaves behind may hold a pipe open for ever.
+//! Output goes to files, not pipes: a daemon that a command starts could keep a pipe open.
 
 use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
@@ -16,9 +16,9 @@ const PAUSE_MIN: Duration = Duration::from_millis(5);
 const PAUSE_MAX: Duration = Duration::from_millis(100);
 
 /// Time for a killed process to end.
-const END_TIME: Duration = Duration::from_secs(20);
+const END_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What a command left behind.
+/// The result of a command.
 #[derive(Debug, Clone)]
 pub struct Done {
     /// Its exit status.
@@ -30,15 +30,15 @@ pub struct Done {
 }
 
 impl Done {
-    /// True for exit status 0.
+    /// Returns true for exit status 0.
     pub fn good(&self) -> bool {
         self.status.success()
     }
 
-    /// The output of a command that had to succeed.
+    /// Returns the result if the command has succeeded.
     ///
     /// # Errors
-    /// The command's own words when it did not.
+    /// It has failed; the error has its output.
     pub fn expect_good(self, what: &str) -> Result<Done> {
         if self.good() {
             return Ok(self);
@@ -76,7 +76,7 @@ pub fn eventually<T>(
     }
 }
 
-/// A command that is under way, with its output in files.
+/// A running command, with its output in files.
 #[derive(Debug)]
 pub struct Running {
     what: String,
@@ -108,7 +108,7 @@ impl Running {
         })
     }
 
-    /// What it has written so far to standard output.
+    /// Returns its standard output so far.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -116,7 +116,7 @@ impl Running {
         slurp(&self.out)
     }
 
-    /// What it has written so far to standard error.
+    /// Returns its standard error so far.
     ///
     /// # Errors
     /// The file cannot be read.
@@ -124,17 +124,17 @@ impl Running {
         slurp(&self.err)
     }
 
-    /// Its process on the real machine.
+    /// Returns its process number on the machine.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// The writing end of its standard input, if it was piped and not taken yet.
+    /// Returns the write end of its standard input, if it is piped and not taken yet.
     pub fn take_stdin(&mut self) -> Option<std::process::ChildStdin> {
         self.child.stdin.take()
     }
 
-    /// `None` while it runs.
+    /// Returns its exit status, or `None` while it runs.
     ///
     /// # Errors
     /// The process cannot be waited for.
@@ -142,7 +142,8 @@ impl Running {
         Ok(self.child.try_wait()?)
     }
 
-    /// Kills what it has started, and waits for its own end: for a program that a command has put into a host.
+    /// Kills its children and waits for its own end: for a program that `nsenter` has started in a
+    /// host.
     ///
     /// # Errors
     /// Its processes cannot be found or ended.
@@ -152,13 +153,13 @@ impl Running {
         for child in children.split_whitespace() {
             kill(Pid::from_raw(child.parse()?), Signal::SIGKILL)?;
         }
-        self.finish(END_TIME).map(|_| ())
+        self.finish(END_TIMEOUT).map(|_| ())
     }
 
-    /// Waits for its end; kills it at the deadline.
+    /// Waits for its end, and kills it at the deadline.
     ///
     /// # Errors
-    /// It did not end in time; the sentence holds what it had written.
+    /// It did not end in time; the error has its output.
     pub fn finish(mut self, deadline: Duration) -> Result<Done> {
         let ended = eventually(deadline, || match self.child.try_wait() {
             Ok(Some(status)) => Ok(status),
@@ -180,14 +181,15 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended long ago; both calls are harmless then.
+        // Both calls do nothing if it has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 fn slurp(file: &File) -> Result<String> {
-    // A descriptor of its own would share the offset with the writer, which appends by position: open the file anew.
+    // A duplicate of the descriptor would share the offset with the writer, so this opens the file
+    // again.
     use std::os::fd::AsRawFd;
     let mut fresh = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
     fresh.rewind()?;
@@ -199,12 +201,12 @@ fn slurp(file: &File) -> Result<String> {
 /// Runs a command to its end, without input.
 ///
 /// # Errors
-/// It cannot be started or does not end by the deadline. Its exit status is not judged.
+/// It does not start or does not end in time. A failure of the command is no error.
 pub fn run(command: Command, deadline: Duration) -> Result<Done> {
     Running::start(command, Stdio::null())?.finish(deadline)
 }
 
-/// Runs a command that has to succeed.
+/// Runs a command that must succeed.
 ///
 /// # Errors
 /// As [`run`], and when the exit status is not 0.

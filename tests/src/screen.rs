@@ -1,4 +1,4 @@
-//! A display without a screen in a host, for programs that draw: what they show is read and their mouse is moved.
+//! A virtual display in a host, for programs that draw: tests read its pixels and move its mouse.
 
 use crate::Host;
 use crate::run::{Running, eventually, must};
@@ -8,28 +8,29 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for the server, and for one look at it, on a loaded machine.
-const UP_TIME: Duration = Duration::from_secs(20);
+/// Time for the server to start, and for one dump, on a loaded machine.
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 /// Programs that it needs, each with its Debian package.
 const PROGRAMS: [(&str, &str); 3] = [
     ("/usr/bin/Xvfb", "xvfb"),
     ("/usr/bin/xwd", "x11-apps"),
     ("/usr/bin/xdotool", "xdotool"),
 ];
-/// Where a dump goes, in the host.
+/// The file of a dump, in the host.
 const DUMP: &str = "/tmp/screen.xwd";
-/// What the head of a dump consists of: 25 words, then a name; the words used here by their place.
+/// The head of a dump has 25 words and a name. These are the positions of the words used here.
 const HEAD_WORDS: usize = 25;
 const COLOUR_ENTRY: usize = 12;
 const PIXEL: usize = 4;
 
-/// Why no display can be had here, in one line.
+/// Returns why no display can run here; `None` if it can.
 pub fn lacks() -> Option<String> {
     let missing = PROGRAMS.iter().find(|(path, _)| !Path::new(path).exists());
     missing.map(|(path, package)| format!("{path} is missing: install {package}"))
 }
 
-/// The display. The server listens on the host's own sockets only, and ends with the host at the latest.
+/// The display. Its server listens on the host's own sockets only, and ends with the host at the
+/// latest.
 #[derive(Debug)]
 pub struct Screen<'a> {
     host: &'a Host,
@@ -41,7 +42,7 @@ impl<'a> Screen<'a> {
     /// Starts a server in a host under the first free number.
     ///
     /// # Errors
-    /// It does not come up.
+    /// The server does not start.
     pub fn start(host: &'a Host) -> Result<Screen<'a>> {
         let mut command = host.command(PROGRAMS[0].0);
         command.args([
@@ -53,11 +54,11 @@ impl<'a> Screen<'a> {
             "-nolisten",
             "tcp",
         ]);
-        // Otherwise the server begins anew whenever its last client leaves, and turns away whoever connects just then:
-        // a look at the screen that ends before the program has connected.
+        // Without this the server resets when its last client leaves, for instance a dump, and
+        // refuses clients that connect at that moment.
         command.arg("-noreset");
         let server = Running::start(command, Stdio::null())?;
-        let number = eventually(UP_TIME, || match server.out_so_far() {
+        let number = eventually(STARTUP_TIMEOUT, || match server.out_so_far() {
             Ok(out) if out.ends_with('\n') => Ok(out.trim().to_string()),
             other => Err(format!(
                 "the server names no display: {other:?}, {:?}",
@@ -71,32 +72,32 @@ impl<'a> Screen<'a> {
         })
     }
 
-    /// What `DISPLAY` is for programs of the host.
+    /// Returns the value of `DISPLAY` for programs of the host.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What is shown now.
+    /// Returns the picture.
     ///
     /// # Errors
-    /// The dump fails or is none.
+    /// The dump fails or is malformed.
     pub fn picture(&self) -> Result<Picture> {
         let mut command = self.command(PROGRAMS[1].0);
         command.args(["-root", "-silent", "-out", DUMP]);
-        must(command, UP_TIME)?;
+        must(command, STARTUP_TIMEOUT)?;
         let dump = std::fs::read(self.host.path(DUMP))?;
         std::fs::remove_file(self.host.path(DUMP))?;
         Picture::of_dump(&dump)
     }
 
-    /// Moves the mouse and presses its buttons, in the words of xdotool.
+    /// Moves the mouse and presses its buttons, with arguments of xdotool.
     ///
     /// # Errors
-    /// They are not understood.
+    /// xdotool refuses them.
     pub fn mouse(&self, words: &str) -> Result<()> {
         let mut command = self.command(PROGRAMS[2].0);
         command.args(words.split_whitespace());
-        must(command, UP_TIME).map(|_| ())
+        must(command, STARTUP_TIMEOUT).map(|_| ())
     }
 
     fn command(&self, program: &str) -> Command {
@@ -114,14 +115,14 @@ impl<'a> Screen<'a> {
     }
 }
 
-/// A colour: red, green, blue.
+/// A colour by red, green and blue.
 pub type Colour = [u8; 3];
-/// What nothing is drawn on.
+/// The background.
 pub const BLACK: Colour = [0; 3];
-/// The other one of two.
+/// The other colour of a drawing with two.
 pub const WHITE: Colour = [255; 3];
 
-/// What a display shows.
+/// The picture on a display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
     width: usize,
@@ -129,7 +130,7 @@ pub struct Picture {
 }
 
 impl Picture {
-    /// A dump as xwd writes it, of 32 bits for each pixel.
+    /// Parses a dump of xwd with 32 bits per pixel.
     fn of_dump(dump: &[u8]) -> Result<Picture> {
         let word = |at: usize| -> Result<usize> {
             let bytes = dump
@@ -157,7 +158,7 @@ impl Picture {
         })
     }
 
-    /// The pixels of some lines and columns, line by line.
+    /// Returns the pixels of some lines and columns, line by line.
     pub fn part(&self, lines: Range<usize>, columns: Range<usize>) -> Vec<Colour> {
         let rows = self
             .pixels
@@ -168,8 +169,8 @@ impl Picture {
             .collect()
     }
 
-    /// All of it in words that tests can compare line by line: the colours in the order of their first appearance, then
-    /// each line of pixels as counts of equal ones.
+    /// Returns the picture as text that tests can compare line by line: the colours in the order of
+    /// their first appearance, then each line of pixels as runs.
     pub fn text(&self) -> String {
         let mut colours: Vec<Colour> = Vec::new();
         let mut lines = String::new();

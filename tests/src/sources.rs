@@ -1,4 +1,4 @@
-//! PVM's examples, built here from the sources that Debian ships, with our headers and libraries.
+//! PVM's examples, built from the sources that Debian ships with our headers and libraries.
 
 use crate::needs::find_in_path;
 use crate::run::must;
@@ -9,19 +9,19 @@ use std::process::Command;
 use std::time::Duration;
 
 /// Time for one compilation on a loaded machine.
-const COMPILE_TIME: Duration = Duration::from_secs(120);
-/// Where Debian has the archives.
+const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
+/// The folder of the archives in Debian.
 const PLACE: &str = "/usr/share/doc/pvm-examples";
-/// The archives; each one is a folder of its own.
+/// The archives; each contains one folder.
 const ARCHIVES: [&str; 2] = ["examples", "gexamples"];
 
-/// A program: its name, its source file, further words for the compiler.
+/// A program: its name, its source file, further arguments for the compiler.
 type Program = (&'static str, &'static str, &'static [&'static str]);
 
-/// The file that the examples of the mailbox share.
+/// The source file that the examples of the mailbox share.
 const HELPER: &[&str] = &["examples/taskf.c"];
 
-/// Every example. Of the last two Debian has no programs: that they can be built is all that is asked.
+/// All examples. Debian has no binaries of the last two, so they are only built.
 const PROGRAMS: [Program; 44] = [
     ("hello.pvm", "examples/hello.c", &[]),
     ("hello_other", "examples/hello_other.c", &[]),
@@ -81,7 +81,7 @@ const PROGRAMS: [Program; 44] = [
     ("ptest", "examples/ptest.c", &[]),
 ];
 
-/// Why they cannot be built here, in one line.
+/// Returns why they cannot be built here; `None` if they can.
 pub fn lacks() -> Option<String> {
     let compiler = ["gcc", "gfortran"]
         .into_iter()
@@ -94,10 +94,10 @@ pub fn lacks() -> Option<String> {
     missing.map(|path| format!("{} is missing: install pvm-examples", path.display()))
 }
 
-/// Builds all of them with what is installed under `prefix`, each under its name into `folder`.
+/// Builds all examples with what is installed under `prefix`, into `folder`.
 ///
 /// # Errors
-/// A compiler's words.
+/// A compiler fails; the error has its output.
 pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
     let sources = folder.join("sources");
     fs::create_dir_all(&sources)?;
@@ -107,15 +107,15 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
             .arg(Path::new(PLACE).join(format!("{name}.tar.gz")))
             .arg("-C")
             .arg(&sources);
-        must(tar, COMPILE_TIME)?;
+        must(tar, COMPILE_TIMEOUT)?;
     }
-    // Fortran's sources look for the header beside their folder.
+    // The Fortran sources look for the header next to their folder.
     std::os::unix::fs::symlink(prefix.join("include"), sources.join("include"))?;
     for (name, source, more) in PROGRAMS {
         let fortran = source.ends_with(".f");
         let mut compiler = Command::new(if fortran { "gfortran" } else { "gcc" });
-        // As Debian builds them: functions that return nothing leave what the compiler's own code leaves. Nobody declared
-        // the types of functions at that time.
+        // The options with which Debian builds them: the sources do not declare the types of
+        // functions, and some functions return nothing.
         compiler
             .args([
                 "-O2",
@@ -135,7 +135,7 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
             .arg(source)
             .arg("-o")
             .arg(folder.join(name));
-        // Relative names of headers in Fortran start where the source is.
+        // In Fortran relative names of headers start at the source's folder.
         compiler
             .arg("-I")
             .arg(Path::new(source).parent().unwrap_or(Path::new(".")));
@@ -147,7 +147,8 @@ pub fn build(prefix: &Path, folder: &Path) -> Result<()> {
         compiler
             .args(fortran.then_some("-lfpvm3"))
             .args(["-Wl,--as-needed", "-lgpvm3", "-lpvm3"]);
-        must(compiler, COMPILE_TIME).with_context(|| format!("building {name} from {source}"))?;
+        must(compiler, COMPILE_TIMEOUT)
+            .with_context(|| format!("building {name} from {source}"))?;
     }
     Ok(())
 }

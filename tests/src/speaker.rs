@@ -1,13 +1,13 @@
-//! Somebody who speaks for the owner of a host, as its load watcher does.
+//! An agent that speaks for the owner of a host, like its load watcher.
 
 use crate::run::{Running, eventually, run};
 use crate::testbed::{Host, OLGA_UID, Testbed};
-use crate::vm::{COMMAND_TIME, Vm};
+use crate::vm::{COMMAND_TIMEOUT, Vm};
 use serde_json::Value;
 use std::io::Write;
 use std::process::{ChildStdin, Stdio};
 
-/// The program `owner-speaks` on a host. What it has said last counts until it ends.
+/// The program `owner-speaks` on a host. Its last order counts until it ends.
 #[derive(Debug)]
 pub struct Speaker {
     session: Running,
@@ -16,10 +16,10 @@ pub struct Speaker {
 }
 
 impl Speaker {
-    /// Starts it; `built` is where it was built.
+    /// Starts the program, which is in the file `built`.
     ///
     /// # Panics
-    /// It does not start or cannot join the virtual machine.
+    /// The program does not start or cannot join the virtual machine.
     pub fn new(vm: &Vm, host: &Host, built: &str) -> Speaker {
         let program = vm.home().join("owner-speaks");
         if !program.exists() {
@@ -37,9 +37,9 @@ impl Speaker {
         speaker
     }
 
-    /// Waits for the answer with this number; the time that it tells.
+    /// Waits for the answer with this number. Returns its time.
     fn hear(&self, number: usize) -> u64 {
-        let heard = eventually(COMMAND_TIME, || {
+        let heard = eventually(COMMAND_TIMEOUT, || {
             let out = self
                 .session
                 .out_so_far()
@@ -59,10 +59,11 @@ impl Speaker {
             .map_or(0, |at| at.parse().expect("a time"))
     }
 
-    /// Says a word and waits until the daemon has heard it; when it was said, in microseconds since 1970.
+    /// Gives an order and waits until the daemon has received it. Returns when it was given, in
+    /// microseconds since 1970.
     ///
     /// # Panics
-    /// It does not answer.
+    /// The program does not answer.
     pub fn say(&mut self, word: &str) -> u64 {
         self.said += 1;
         let mut input = self.input.as_ref().expect("it listens");
@@ -72,7 +73,7 @@ impl Speaker {
         self.hear(self.said)
     }
 
-    /// It ends without a word.
+    /// Kills the program.
     ///
     /// # Panics
     /// It does not end.
@@ -81,17 +82,17 @@ impl Speaker {
     }
 }
 
-/// `pvm owner ...` on a host, as olga, who has no part in any virtual machine.
+/// Runs `pvm owner ...` on a host as olga, who is no user of any virtual machine.
 ///
 /// # Panics
-/// It fails.
+/// The command fails.
 pub fn owner(bed: &Testbed, host: usize, words: &[&str]) -> Value {
     let home = bed.folder().join("olga");
     let mut command = bed
         .host(host)
         .command_as(Some(("olga", OLGA_UID, &home)), "pvm");
     command.arg("--json").arg("owner").args(words);
-    let done = run(command, COMMAND_TIME).expect("the console runs");
+    let done = run(command, COMMAND_TIMEOUT).expect("the console runs");
     assert!(done.good(), "pvm owner {words:?}: {done:?}");
     serde_json::from_str(done.out.trim()).unwrap_or_else(|error| panic!("{error}: {done:?}"))
 }

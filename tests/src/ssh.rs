@@ -1,4 +1,4 @@
-//! The ssh of a testbed: its keys, the daemons of its hosts, the client's settings, and logins with a terminal.
+//! ssh in a testbed: keys, daemons, client settings, and logins with a terminal.
 
 use crate::run::{Running, eventually, must};
 use crate::testbed::{ALICE_UID, Host, OLGA_UID, Testbed};
@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-const UP_TIME: Duration = Duration::from_secs(20);
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Makes one key per user, one per host, and the settings (`remote` is the environment that ssh gives its commands) of clients and daemons, all in the testbed's folder.
+/// Makes the keys of users and hosts and the settings of clients and daemons, all in the testbed's
+/// folder. `remote` is the environment of commands that ssh starts.
 pub(crate) fn keys(folder: &Path, names: &[String], remote: &str) -> Result<()> {
     let all = folder.join("ssh");
     fs::create_dir_all(&all)?;
@@ -42,18 +43,20 @@ fn make_key(file: &Path, comment: &str) -> Result<String> {
     command
         .args(["-q", "-t", "ed25519", "-N", "", "-C", comment, "-f"])
         .arg(file);
-    must(command, UP_TIME)?;
+    must(command, STARTUP_TIMEOUT)?;
     let public = file.with_extension("pub");
     fs::set_permissions(&public, fs::Permissions::from_mode(0o644))?;
     Ok(fs::read_to_string(public)?)
 }
 
-/// The file of client settings of one user: `root`, `alice` or `olga`. On the hosts ssh finds it by itself.
+/// Returns the file with the client settings of `root`, `alice` or `olga`. On the hosts ssh finds
+/// it by itself.
 pub fn client_config(folder: &Path, user: &str) -> PathBuf {
     crate::testbed::home_of(folder, user).join(".ssh/config")
 }
 
-/// A remote shell with this user's settings, for programs that do not find them by themselves.
+/// Returns a remote shell with this user's settings, for programs that do not find them by
+/// themselves.
 pub fn remote_shell(folder: &Path, user: &str) -> String {
     format!("ssh -F {}", client_config(folder, user).display())
 }
@@ -88,9 +91,9 @@ pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
         .arg(own.join("sshd_config"))
         .arg("-E")
         .arg(own.join("sshd.log"));
-    must(command, UP_TIME)?;
-    // It writes its number after it has begun to listen.
-    eventually(UP_TIME, || {
+    must(command, STARTUP_TIMEOUT)?;
+    // It writes its process number after it has started to listen.
+    eventually(STARTUP_TIMEOUT, || {
         if own.join("sshd.pid").exists() {
             Ok(())
         } else {
@@ -99,7 +102,7 @@ pub(crate) fn daemon(host: &Host, folder: &Path) -> Result<()> {
     })
 }
 
-/// Somebody logged in with a terminal, from the desk. Ends when dropped.
+/// A login with a terminal from the desk. Dropping it ends it.
 #[derive(Debug)]
 pub struct Login {
     session: Running,
@@ -107,7 +110,7 @@ pub struct Login {
 }
 
 impl Login {
-    /// Logs a user in on a host with `ssh -tt`, as from a keyboard, and waits until the host's utmp shows it.
+    /// Logs a user in on a host with `ssh -tt`, and waits until the host's utmp has the record.
     ///
     /// # Errors
     /// ssh fails, or no record appears.
@@ -125,7 +128,7 @@ impl Login {
             session,
             input: Some(input),
         };
-        eventually(UP_TIME, || {
+        eventually(STARTUP_TIMEOUT, || {
             if crate::utmp::logins(host).is_ok_and(|logins| logins.len() > before) {
                 return Ok(());
             }
@@ -149,15 +152,15 @@ impl Login {
     /// Logs out and waits until ssh has ended.
     ///
     /// # Errors
-    /// It does not end.
+    /// ssh does not end.
     pub fn out(mut self) -> Result<()> {
         use std::io::Write;
         if let Some(mut input) = self.input.take() {
-            // The shell may be gone already; then there is nothing to say.
+            // The shell may have ended already.
             let _ = input.write_all(b"exit\n");
         }
         let session = &mut self.session;
-        eventually(UP_TIME, || match session.poll() {
+        eventually(STARTUP_TIMEOUT, || match session.poll() {
             Ok(Some(_)) => Ok(()),
             Ok(None) => Err("the login session does not end".to_string()),
             Err(error) => Err(error.to_string()),

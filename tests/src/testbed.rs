@@ -1,8 +1,8 @@
 //! A testbed: a desk and hosts h1..hN on one bridge, all in namespaces of their own.
 //!
-//! The bridge lives in the network namespace of the desk, so nothing appears in the real machine's network, any number
-//! of testbeds can exist at once, and the kernel takes all of it away when the testbed's process ends. What a killed
-//! process leaves is one folder, which the desk removes, or the next testbed.
+//! The bridge is in the network namespace of the desk, so nothing appears in the machine's network,
+//! any number of testbeds can exist at once, and the kernel removes all of it when the testbed's
+//! process ends. A killed process leaves one folder, which the desk or the next testbed removes.
 
 use crate::hosts::HostPlan;
 use crate::run::{Done, Running, eventually, must, run};
@@ -18,15 +18,16 @@ use std::time::Duration;
 
 /// Hosts a testbed may have.
 pub const HOSTS_MAX: usize = 32;
-/// First three bytes of the addresses. The network is closed, so it can collide with none.
+/// First three bytes of the addresses. The network is closed, so it cannot collide with another
+/// one.
 pub const NETWORK: &str = "10.77.0";
 /// Uid of the ordinary user `alice`, known on all hosts.
 pub const ALICE_UID: u32 = 21_001;
-/// Uid of the ordinary user `olga`, who sits at the machines.
+/// Uid of the ordinary user `olga`, the owner of the hosts.
 pub const OLGA_UID: u32 = 21_002;
-/// Time for anything that has to come up.
-const UP_TIME: Duration = Duration::from_secs(20);
-/// Where testbeds have their folders: all users can get there, whatever TMPDIR says.
+/// Time for anything to start.
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(20);
+/// The folder of all testbeds: all users can access it, whatever TMPDIR is.
 const TOP: &str = "/tmp";
 /// Name of a testbed's folder up to the number of its process.
 const FOLDER: &str = "sempa-testbed-";
@@ -42,7 +43,7 @@ pub struct Host {
     lifeline: Option<ChildStdin>,
 }
 
-/// The hosts, and the desk from which they are used.
+/// The hosts, and the desk: one more machine on their network.
 #[derive(Debug)]
 pub struct Testbed {
     folder: PathBuf,
@@ -53,7 +54,7 @@ pub struct Testbed {
     hosts: Vec<Host>,
 }
 
-/// What a testbed is made of.
+/// What to make a testbed of.
 #[derive(Clone, Copy, Debug)]
 struct Wanted<'a> {
     count: usize,
@@ -64,8 +65,8 @@ struct Wanted<'a> {
 }
 
 impl Testbed {
-    /// Makes `count` hosts named h1, h2, … The folders in `keep` are the same on all hosts; `prefix` is where the
-    /// programs are installed, if they are.
+    /// Makes `count` hosts named h1, h2, … All hosts share the folders in `keep`. `prefix` is where
+    /// the programs are installed.
     ///
     /// # Errors
     /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left behind.
@@ -79,8 +80,8 @@ impl Testbed {
         })
     }
 
-    /// The same, with `SEMPA_CRIU` on all hosts set to [`Testbed::engine`]: a link to the real engine that a test may
-    /// replace by something else; and with daemons that stand still where [`Testbed::steps`] says.
+    /// As [`Testbed::new`]. `SEMPA_CRIU` is [`Testbed::engine`] on all hosts, a link to the real
+    /// CRIU that a test may replace, and daemons stop at breakpoints in [`Testbed::steps`].
     ///
     /// # Errors
     /// As [`Testbed::new`].
@@ -208,7 +209,7 @@ impl Testbed {
         Ok(testbed)
     }
 
-    /// Takes host number `i` off the network, or brings it back.
+    /// Takes host number `i` off the network, or puts it back.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -218,13 +219,13 @@ impl Testbed {
             .map(drop)
     }
 
-    /// Has two hosts hear nothing of each other, or hear each other again. All others hear both.
+    /// Cuts the connection between two hosts, or restores it. All others still reach both.
     ///
     /// # Errors
     /// The kernel refuses.
     pub fn part(&self, i: usize, j: usize, apart: bool) -> Result<()> {
         for (here, there) in [(i, j), (j, i)] {
-            // Frames for the other one go to an address that nobody has.
+            // Frames for the other host go to an unused address.
             let line = if apart {
                 format!(
                     "neigh replace {NETWORK}.{there} lladdr 02:00:00:00:00:01 nud permanent dev eth0"
@@ -237,7 +238,7 @@ impl Testbed {
         Ok(())
     }
 
-    /// Puts a folder on the disk in the place of the `/tmp` of host number `i`, as on a machine where that is not in memory.
+    /// Replaces `/tmp` of host number `i`, which is in memory, by a folder on the disk.
     ///
     /// # Errors
     /// The kernel refuses.
@@ -246,7 +247,7 @@ impl Testbed {
         fs::create_dir_all(&disk)?;
         fs::set_permissions(&disk, fs::Permissions::from_mode(0o1777))?;
         let mut line = format!("mount --bind {} /tmp", disk.display());
-        // The testbed's own folder is below, and the programs may be; they stay where they were.
+        // The testbed's folder is below, and the programs may be: they stay visible.
         let kept = [Some(&self.folder), self.prefix.as_ref()]
             .into_iter()
             .flatten();
@@ -260,7 +261,7 @@ impl Testbed {
             );
         }
         self.host(i)
-            .shell(&line, UP_TIME)?
+            .shell(&line, STARTUP_TIMEOUT)?
             .expect_good("another /tmp")
             .map(drop)
     }
@@ -286,42 +287,43 @@ impl Testbed {
         Ok(())
     }
 
-    /// Host number `i`, counted from 1 as in its name.
+    /// Returns host number `i`, counted from 1 as in its name.
     pub fn host(&self, i: usize) -> &Host {
         &self.hosts[i - 1]
     }
 
-    /// All hosts.
+    /// Returns all hosts.
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
     }
 
-    /// The desk: no host of a virtual machine, but on the same network.
+    /// Returns the desk: it is no host of a virtual machine, and on the same network.
     pub fn desk(&self) -> &Host {
         &self.desk
     }
 
-    /// The testbed's folder, visible on all hosts under the same path.
+    /// Returns the testbed's folder, which all hosts share under the same path.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// What `SEMPA_CRIU` names on all hosts: the testbed's own engine, or the one that it names here.
+    /// Returns `SEMPA_CRIU` of all hosts: the testbed's own engine, or that of this process.
     pub fn engine(&self) -> Option<&Path> {
         self.engine.as_deref()
     }
 
-    /// The folder of `SEMPA_TEST_STEPS` on all hosts, in which a file `TID-STEP` has a daemon stand still at the end of that step.
+    /// Returns `SEMPA_TEST_STEPS` of all hosts: the folder of breakpoints
+    /// ([`crate::faults::Breakpoint`]).
     pub fn steps(&self) -> Option<&Path> {
         self.steps.as_deref()
     }
 
-    /// Where the programs are installed, as the real machine sees it.
+    /// Returns where the programs are installed on the machine.
     pub fn prefix(&self) -> Option<&Path> {
         self.prefix.as_deref()
     }
 
-    /// Where root's home is, on all hosts the same as with a shared file system.
+    /// Returns root's home, which all hosts share.
     pub fn home(&self) -> PathBuf {
         home_of(&self.folder, "root")
     }
@@ -380,36 +382,36 @@ impl Host {
         )
     }
 
-    /// A command of the program `ip` in the host's network.
+    /// Runs `ip` in the host's network.
     fn ip(&self, line: &str) -> Result<Done> {
         let mut command = Command::new("nsenter");
         command
             .args(["-t", &self.init.to_string(), "-n", "--", "ip"])
             .args(line.split(' '));
-        must(command, UP_TIME)
+        must(command, STARTUP_TIMEOUT)
     }
 
-    /// Its host name.
+    /// Returns the host name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Process 1 of the host, as the real machine numbers it.
+    /// Returns process 1 of the host, by its number on the machine.
     pub fn init(&self) -> u32 {
         self.init
     }
 
-    /// A path of the host as the real machine reaches it.
+    /// Returns the path on the machine of a path in the host.
     pub fn path(&self, inside: &str) -> PathBuf {
         Path::new(&format!("/proc/{}/root", self.init)).join(inside.trim_start_matches('/'))
     }
 
-    /// A command in the host, as root, in root's home, with a plain environment.
+    /// Returns a command in the host, as root, in root's home, with a plain environment.
     pub fn command(&self, program: impl AsRef<Path>) -> Command {
         self.command_as(None, program)
     }
 
-    /// A command in the host as an ordinary user: (name, uid, home).
+    /// Returns a command in the host as an ordinary user: (name, uid, home).
     pub fn command_as(
         &self,
         user: Option<(&str, u32, &Path)>,
@@ -452,22 +454,23 @@ impl Host {
     /// Runs a shell line in the host as root.
     ///
     /// # Errors
-    /// It cannot be started or does not end in time.
+    /// The shell does not start or does not end in time.
     pub fn shell(&self, line: &str, deadline: Duration) -> Result<Done> {
         let mut command = self.command("/bin/sh");
         command.args(["-c", line]);
         run(command, deadline)
     }
 
-    /// Starts a command in the host and lets it run.
+    /// Starts a command in the host and returns.
     ///
     /// # Errors
-    /// It cannot be started.
+    /// The command does not start.
     pub fn start_command(&self, command: Command) -> Result<Running> {
         Running::start(command, Stdio::null())
     }
 
-    /// The processes of the host, its first one excepted: (number on the real machine, command line).
+    /// Returns the processes of the host except for its first one: (number on the machine, command
+    /// line).
     pub fn processes(&self) -> Vec<(u32, String)> {
         let Ok(own) = fs::read_link(format!("/proc/{}/ns/net", self.init)) else {
             return Vec::new();
@@ -481,7 +484,7 @@ impl Host {
             else {
                 continue;
             };
-            // The network, not the process-id namespace, because tasks have one of their own of the latter kind.
+            // Compares network namespaces, because tasks have process-id namespaces of their own.
             let inside = fs::read_link(format!("/proc/{pid}/ns/net")).is_ok_and(|net| net == own);
             if inside && pid != self.init {
                 let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -493,7 +496,7 @@ impl Host {
         found
     }
 
-    /// Kills every process of the host but those that make it a host.
+    /// Kills all processes of the host except for those of the testbed.
     pub fn kill_all(&self) {
         self.kill_those(|line| {
             !["sshd", "sempa-host"]
@@ -502,7 +505,7 @@ impl Host {
         });
     }
 
-    /// Kills the processes of the host whose command line is one of those.
+    /// Kills the processes of the host whose command line matches.
     pub fn kill_those(&self, is_one: impl Fn(&str) -> bool) {
         for (pid, line) in self
             .processes()
@@ -512,7 +515,7 @@ impl Host {
             let Ok(pid) = i32::try_from(pid) else {
                 continue;
             };
-            // It may have ended by itself meanwhile.
+            // It may have ended meanwhile.
             if nix::sys::signal::kill(
                 nix::unistd::Pid::from_raw(pid),
                 nix::sys::signal::Signal::SIGKILL,
@@ -524,9 +527,10 @@ impl Host {
         }
     }
 
-    /// Files under `/tmp`, `/run` and `/dev/shm` of the host that were not there when it was made.
+    /// Returns the files under `/tmp`, `/run` and `/dev/shm` of the host that the testbed has not
+    /// made.
     pub fn files_left(&self, folder: &Path) -> Vec<PathBuf> {
-        // criu.kdat is what CRIU notes about this kernel, whoever uses it.
+        // criu.kdat is CRIU's cache of kernel features.
         let ours = |path: &Path| {
             ["/run/sshd", "/run/utmp", "/run/criu.kdat"]
                 .iter()
@@ -562,7 +566,8 @@ impl Drop for Host {
     }
 }
 
-/// Where the hosts see the installed programs: in the same place, unless ordinary users cannot get there.
+/// Returns where the programs are installed in the hosts: under the same path, unless ordinary
+/// users cannot access it.
 pub(crate) fn place_of(prefix: &Path) -> PathBuf {
     let open = |folder: &Path| {
         fs::metadata(folder).is_ok_and(|meta| meta.permissions().mode() & 0o005 == 0o005)
@@ -574,7 +579,7 @@ pub(crate) fn place_of(prefix: &Path) -> PathBuf {
     }
 }
 
-/// The search path of commands in a host.
+/// Returns the search path of commands in a host.
 pub(crate) fn path_of(prefix: Option<&Path>) -> String {
     let usual = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
     match prefix {
@@ -600,7 +605,7 @@ fn make_folder() -> Result<PathBuf> {
     bail!("{} is full of testbeds", top.display())
 }
 
-/// Removes folders whose process has ended and whose desk did not get to it.
+/// Removes folders of processes that have ended together with their desk.
 fn remove_what_dead_ones_left() {
     for entry in fs::read_dir(TOP).into_iter().flatten().flatten() {
         let name = entry.file_name();
@@ -617,12 +622,13 @@ fn remove_what_dead_ones_left() {
     }
 }
 
-/// The home of `root`, `alice` or `olga`, on all hosts.
+/// Returns the home of `root`, `alice` or `olga` on all hosts.
 pub(crate) fn home_of(folder: &Path, user: &str) -> PathBuf {
     folder.join(if user == "root" { "home" } else { user })
 }
 
-/// Files that replace those of /etc on all hosts: names of the hosts, and two ordinary users.
+/// Writes the files that replace those of /etc on all hosts: names of the hosts, and two ordinary
+/// users.
 fn accounts(folder: &Path, names: &[String]) -> Result<()> {
     let mut hosts = format!("127.0.0.1 localhost\n{NETWORK}.254 desk\n");
     for (i, name) in (1..).zip(names) {
@@ -661,13 +667,13 @@ fn accounts(folder: &Path, names: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Bytes that have left a host through its network.
+/// Returns the number of bytes that a host has sent.
 ///
 /// # Panics
-/// It has none.
+/// The host has no network.
 pub fn left(host: &Host) -> u64 {
     let done = host
-        .shell("grep eth0 /proc/net/dev", UP_TIME)
+        .shell("grep eth0 /proc/net/dev", STARTUP_TIMEOUT)
         .and_then(|done| done.expect_good("grep"));
     let done = done.expect("a network");
     let numbers = done
@@ -685,7 +691,7 @@ pub fn left(host: &Host) -> u64 {
 /// Waits until a host has no process whose command line holds `word`.
 ///
 /// # Errors
-/// There still is one at the deadline; the sentence names it.
+/// There still is one at the deadline; the error names it.
 pub fn gone(host: &Host, word: &str, deadline: Duration) -> Result<()> {
     eventually(deadline, || {
         let left: Vec<String> = host

@@ -1,14 +1,15 @@
 //! A school's timetable as a problem for tablix2, and the check of its solution.
 //!
-//! The generator lays a valid timetable first and then forgets times and rooms, so a solution exists. Two soft wishes
-//! (no holes, free first lessons) cannot both be met, so the search goes on until nothing improves for a while.
+//! The generator makes a valid timetable and drops times and rooms, so a solution exists. Two soft
+//! constraints (no holes, free first lessons) conflict, so the search ends only when nothing
+//! improves for a while.
 
 use crate::rng::Rng;
 use anyhow::{Context, Result, bail};
 use std::collections::{BTreeMap, HashSet};
 use std::fmt::Write;
 
-/// How large the school is.
+/// The size of the school.
 #[derive(Clone, Copy, Debug)]
 pub struct School {
     /// Classes, and rooms.
@@ -19,11 +20,12 @@ pub struct School {
     pub days: usize,
     /// Lessons of a day.
     pub lessons: usize,
-    /// Lessons that take place at one time, at most `classes`.
+    /// Lessons at the same time, at most `classes`.
     pub at_once: usize,
 }
 
-/// The school of the demo: with [`PATIENCE`], half a minute to a minute of search on two cores.
+/// The school of the demo: with [`PATIENCE`] the search takes half a minute to a minute on two
+/// cores.
 pub const SCHOOL: School = School {
     classes: 14,
     teachers: 18,
@@ -34,7 +36,7 @@ pub const SCHOOL: School = School {
 /// tablix2's `finish`: populations without improvement after which a kernel stops.
 pub const PATIENCE: &str = "finish=1300";
 
-/// The problem in tablix2's XML.
+/// Returns the problem in tablix2's XML.
 pub fn problem(school: School, seed: u64) -> String {
     let mut rng = Rng::new(seed);
     let mut events: BTreeMap<(usize, usize), u32> = BTreeMap::new();
@@ -104,20 +106,20 @@ fn resources(xml: &mut String, kind: &str, count: usize) {
     );
 }
 
-/// What a solution says of itself, checked.
+/// A solution that was checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Solution {
-    /// tablix2's measure; what is left are unmet wishes.
+    /// tablix2's measure: the soft constraints that are not met.
     pub fitness: u64,
     /// Lessons in the table.
     pub lessons: usize,
 }
 
-/// Reads the CSV of `tablix2_output` and checks what is mandatory ourselves: at no time is a teacher, a class or a room
-/// used twice.
+/// Parses the CSV of `tablix2_output` and checks the hard constraints: no teacher, class or room is
+/// used twice at the same time.
 ///
 /// # Errors
-/// It is not such a file, or something mandatory is violated; the sentence says what.
+/// The file is malformed, or a hard constraint is violated; the error names it.
 pub fn check(csv: &str) -> Result<Solution> {
     let mut rows = csv.lines().map(|line| {
         line.split(',')
@@ -156,7 +158,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_problem_holds_every_lesson_of_the_table_it_was_made_from() {
+    fn a_problem_has_every_lesson_of_its_timetable() {
         let xml = problem(SCHOOL, 1);
         let repeats = xml
             .split("repeats=\"")

@@ -1,4 +1,4 @@
-//! Reading a host's utmp file, to see what the real sshd has written there.
+//! Reads a host's utmp file, which the real sshd writes.
 
 use crate::testbed::Host;
 use anyhow::{Context, Result};
@@ -15,13 +15,13 @@ pub struct Record {
     pub user: String,
     /// Terminal.
     pub line: String,
-    /// Where from.
+    /// The host from which the user has logged in.
     pub from: String,
-    /// When, in microseconds since 1970.
+    /// The time in microseconds since 1970.
     pub at_us: u64,
 }
 
-/// The users logged in on a host, by its utmp file.
+/// Returns the users that are logged in on a host, by its utmp file.
 ///
 /// # Errors
 /// The file cannot be read.

@@ -1,4 +1,4 @@
-//! A virtual machine on the hosts of a testbed, used through the console program as a person would use it.
+//! A virtual machine on the hosts of a testbed, used through the console like a user does.
 
 use crate::programs;
 use crate::run::{Done, Running, eventually, must, run};
@@ -15,22 +15,22 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Time for one command of the console on a loaded machine; long ones (`migrate` of much memory) included.
-pub const COMMAND_TIME: Duration = Duration::from_secs(60);
+/// Time for one command of the console on a loaded machine, including moves of much memory.
+pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time until hosts that were lost have been taken in again.
-const TAKE_IN_TIME: Duration = Duration::from_secs(120);
+/// Time until lost hosts are members again.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Lines of a host's log that a failed test shows.
 const LOG_LINES_SHOWN: usize = 150;
 
-/// The refusal that passes: a task that has just been spawned has not enrolled.
+/// A temporary refusal: a task that has just been spawned is not enrolled.
 const NOT_YET: &str = "it is not connected to its daemon";
 
-/// How many events a failed test shows.
+/// Events that a failed test shows.
 const EVENTS_SHOWN: usize = 100;
 
-/// The newest events but those of consoles: who waits for something by asking again and again comes and goes each time.
+/// Returns the newest events without those of consoles, of which a waiting test starts many.
 fn newest_of(events: &[Entry]) -> String {
     let asking = |entry: &Entry| match &entry.kind {
         EventKind::TaskStarted { tid, name, .. } if name.is_empty() => Some(*tid),
@@ -55,12 +55,12 @@ fn newest_of(events: &[Entry]) -> String {
     lines.join("\n")
 }
 
-/// How a virtual machine is to be started.
+/// Settings of a virtual machine.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// The command of `PVM_RM`; none: the daemons place round robin.
+    /// The command of `PVM_RM`. Without one the daemons place round robin.
     pub rm: Option<String>,
-    /// Run by the ordinary user alice and not by root.
+    /// The user is alice, not root.
     pub as_alice: bool,
     /// More environment for daemons and commands on h1.
     pub env: Vec<(String, String)>,
@@ -83,17 +83,17 @@ pub struct Task {
     pub tid: String,
     /// Name of the host where it runs.
     pub host: Option<String>,
-    /// Its program; empty for a command-line task.
+    /// Its program; empty for a task from a command line.
     pub name: String,
     /// Process number on its host.
     pub pid: i32,
     /// PVM's flags; 4: connected to its daemon.
     pub flags: i32,
-    /// In the middle of a move.
+    /// It is being moved.
     pub moving: bool,
-    /// Standing still for the owner of its host.
+    /// It is stopped for the owner of its host.
     pub stopped: bool,
-    /// Standing still until somebody lets it go on.
+    /// It is suspended until somebody resumes it.
     pub suspended: bool,
 }
 
@@ -102,11 +102,11 @@ pub struct Task {
 pub struct Entry {
     /// Its number.
     pub number: u64,
-    /// When, in microseconds since 1970.
+    /// The time in microseconds since 1970.
     pub at_us: u64,
     /// Name of the host.
     pub host: Option<String>,
-    /// The sentence.
+    /// The text.
     pub text: String,
     /// What happened.
     pub kind: EventKind,
@@ -120,12 +120,12 @@ pub struct Vm<'a> {
     settings: Settings,
 }
 
-/// What a test cannot go on without.
+/// A value without which a test cannot continue.
 pub trait Sure<T> {
-    /// The value.
+    /// Returns the value.
     ///
     /// # Panics
-    /// There is none; the message holds the reason, the newest events and the daemons' logs.
+    /// There is none. The message has the reason, the newest events and the daemons' logs.
     fn sure(self, vm: &Vm<'_>) -> T;
 }
 
@@ -140,10 +140,10 @@ impl<T, E: Display> Sure<T> for Result<T, E> {
 }
 
 impl<'a> Vm<'a> {
-    /// Starts one on h1 with the installed programs of the testbed.
+    /// Starts a virtual machine on h1 with the installed programs of the testbed.
     ///
     /// # Errors
-    /// The console's own words.
+    /// The console fails; the error has its output.
     pub fn start(bed: &'a Testbed, settings: Settings) -> Result<Vm<'a>> {
         let with_rm = settings.rm.is_some();
         let prefix = bed
@@ -157,19 +157,19 @@ impl<'a> Vm<'a> {
         vm.pvm(&["start"])?
             .expect_good("starting the virtual machine")?;
         if with_rm {
-            vm.event(COMMAND_TIME, "a registered resource manager", |entry| {
+            vm.event(COMMAND_TIMEOUT, "a registered resource manager", |entry| {
                 matches!(entry.kind, EventKind::RmRegistered { .. })
             })?;
         }
         Ok(vm)
     }
 
-    /// The testbed it runs on.
+    /// Returns its testbed.
     pub fn bed(&self) -> &'a Testbed {
         self.bed
     }
 
-    /// The home folder of its user, the same on all hosts.
+    /// Returns the home folder of its user, which all hosts share.
     pub fn home(&self) -> PathBuf {
         let user = if self.settings.as_alice {
             "alice"
@@ -179,7 +179,7 @@ impl<'a> Vm<'a> {
         home_of(self.bed.folder(), user)
     }
 
-    /// A command on a host with the environment of this virtual machine's user.
+    /// Returns a command on a host with the environment of this virtual machine's user.
     pub fn command(&self, host: &Host, program: impl AsRef<Path>) -> Command {
         let home = self.home();
         let mut command = if self.settings.as_alice {
@@ -203,28 +203,28 @@ impl<'a> Vm<'a> {
         command
     }
 
-    /// A one-shot command of the console on h1. Its exit status is not judged.
+    /// Runs a one-shot command of the console on h1. A failure of the command is no error.
     ///
     /// # Errors
-    /// It does not start or does not end.
+    /// The console does not start or does not end.
     pub fn pvm(&self, words: &[&str]) -> Result<Done> {
         self.pvm_on(self.bed.host(1), words)
     }
 
-    /// The same on any host.
+    /// As [`Vm::pvm`] on any host.
     ///
     /// # Errors
-    /// It does not start or does not end.
+    /// The console does not start or does not end.
     pub fn pvm_on(&self, host: &Host, words: &[&str]) -> Result<Done> {
         let mut command = self.command(host, self.prefix.join("bin/pvm"));
         command.args(words);
-        run(command, COMMAND_TIME)
+        run(command, COMMAND_TIMEOUT)
     }
 
-    /// A one-shot command with `--json` that has to succeed: its values, one per line.
+    /// Runs a one-shot command with `--json` and returns its values, one per line.
     ///
     /// # Errors
-    /// It failed, or printed something else.
+    /// The command fails, or its output is no JSON.
     pub fn json(&self, words: &[&str]) -> Result<Vec<Value>> {
         let words = [&["--json"], words].concat();
         let done = self
@@ -236,17 +236,17 @@ impl<'a> Vm<'a> {
             .collect()
     }
 
-    /// Adds hosts by name, all in one command.
+    /// Adds hosts by name with one command.
     ///
     /// # Errors
-    /// One of them could not be added; the reason.
+    /// A host cannot be added; the error has the reason.
     pub fn add(&self, hosts: &[&str]) -> Result<()> {
         let mut words = vec!["add"];
         words.extend(hosts);
         self.pvm(&words)?.expect_good("adding hosts").map(|_| ())
     }
 
-    /// Names of the hosts of the virtual machine.
+    /// Returns the names of the hosts of the virtual machine.
     ///
     /// # Errors
     /// The console fails.
@@ -268,7 +268,7 @@ impl<'a> Vm<'a> {
     /// # Errors
     /// A host cannot be added in time.
     pub fn take_in(&self, hosts: &[&Host]) -> Result<()> {
-        eventually(TAKE_IN_TIME, || {
+        eventually(JOIN_TIMEOUT, || {
             let here = self.hosts().map_err(|error| error.to_string())?;
             let names = hosts.iter().map(|host| host.name());
             let missing: Vec<&str> = names
@@ -282,7 +282,7 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// All tasks.
+    /// Returns all tasks.
     ///
     /// # Errors
     /// The console fails.
@@ -298,7 +298,7 @@ impl<'a> Vm<'a> {
         Ok(serde_json::from_value::<Answer>(answer)?.tasks)
     }
 
-    /// The event log.
+    /// Returns the event log.
     ///
     /// # Errors
     /// The console fails.
@@ -306,7 +306,7 @@ impl<'a> Vm<'a> {
         self.events_from(0)
     }
 
-    /// Its entries from a number on.
+    /// Returns the events from this number on.
     ///
     /// # Errors
     /// The console fails.
@@ -321,7 +321,7 @@ impl<'a> Vm<'a> {
     /// Waits for an event.
     ///
     /// # Errors
-    /// It does not come; the sentence holds the last events.
+    /// It does not happen in time; the error has the newest events.
     pub fn event(
         &self,
         deadline: Duration,
@@ -346,17 +346,17 @@ impl<'a> Vm<'a> {
     /// Waits until a job has gone back to its newest checkpoint for this reason.
     ///
     /// # Errors
-    /// It does not.
+    /// It does not in time.
     pub fn went_back(&self, deadline: Duration, reason: &str) -> Result<Entry> {
         let is_it = |entry: &Entry| matches!(&entry.kind, EventKind::Restarted { why, .. } if why == reason);
         self.event(deadline, "a job that went back", is_it)
     }
 
-    /// Spawns one task through the console, with the console's options such as `-h2`, and waits until it has connected
-    /// to its daemon. Returns its tid.
+    /// Spawns one task with options of the console's spawn, such as `-h2`, and waits until it has
+    /// connected to its daemon. Returns its tid.
     ///
     /// # Errors
-    /// It could not be spawned.
+    /// The task cannot be spawned.
     pub fn spawn(&self, words: &[&str]) -> Result<String> {
         let mut all = vec!["spawn"];
         all.extend(words);
@@ -364,7 +364,7 @@ impl<'a> Vm<'a> {
         let Some(tid) = answer["results"][0]["tid"].as_str() else {
             bail!("spawn {}: {answer}", words.join(" "))
         };
-        eventually(COMMAND_TIME, || {
+        eventually(COMMAND_TIMEOUT, || {
             let tasks = self.tasks().map_err(|error| format!("{error:#}"))?;
             let connected = tasks
                 .iter()
@@ -377,7 +377,7 @@ impl<'a> Vm<'a> {
         })
     }
 
-    /// Moves a task by hand. The exit status tells whether it went.
+    /// Moves a task with the console. A failure of the move is no error.
     ///
     /// # Errors
     /// The console does not start or does not end.
@@ -385,21 +385,22 @@ impl<'a> Vm<'a> {
         self.pvm(&["migrate", tid, host])
     }
 
-    /// Moves a task by hand as soon as its former move is quite over. The exit status tells whether it went.
+    /// Moves a task with the console as soon as an earlier move is complete. A failure of the move
+    /// is no error.
     ///
     /// # Errors
-    /// It does not become ready, or the console does not end.
+    /// The task does not become ready, or the console does not end.
     pub fn migrate_when_ready(&self, tid: &str, host: &str) -> Result<Done> {
-        eventually(COMMAND_TIME, || match self.migrate(tid, host) {
+        eventually(COMMAND_TIMEOUT, || match self.migrate(tid, host) {
             Ok(done) if done.err.contains(NOT_YET) => Err(done.err),
             other => Ok(other),
         })?
     }
 
-    /// Moves a task by hand, which has to succeed. A task that has just been spawned is asked again.
+    /// Moves a task with the console, as soon as the task is enrolled.
     ///
     /// # Panics
-    /// It was not moved; the message holds the console's words, the newest events and the logs.
+    /// The move fails. The message has the console's output, the newest events and the logs.
     pub fn must_migrate(&self, tid: &str, host: &str) {
         match self.migrate_when_ready(tid, host) {
             Ok(done) if done.good() => {}
@@ -407,7 +408,7 @@ impl<'a> Vm<'a> {
         }
     }
 
-    /// Starts a move by hand and lets it go on.
+    /// Starts a move with the console and returns.
     ///
     /// # Errors
     /// The console does not start.
@@ -415,22 +416,22 @@ impl<'a> Vm<'a> {
         self.start_pvm(&["migrate", tid, host])
     }
 
-    /// Starts the console on h1 with this command and lets it go on.
+    /// Starts the console on h1 with this command and returns.
     ///
     /// # Errors
-    /// It does not start.
+    /// The console does not start.
     pub fn start_pvm(&self, words: &[&str]) -> Result<Running> {
         Running::start(self.pvm_command(words), Stdio::null())
     }
 
-    /// The console on h1 with these words; without any it reads commands.
+    /// Returns the console on h1 with these arguments; without any it reads commands.
     pub fn pvm_command(&self, words: &[&str]) -> Command {
         let mut command = self.command(self.bed.host(1), self.prefix.join("bin/pvm"));
         command.args(words);
         command
     }
 
-    /// The host on which a task runs now.
+    /// Returns the host on which a task runs.
     ///
     /// # Errors
     /// There is no such task.
@@ -448,7 +449,7 @@ impl<'a> Vm<'a> {
     /// Compiles a C program of the tests and puts it where spawn looks.
     ///
     /// # Errors
-    /// gcc's words.
+    /// gcc fails; the error has its output.
     pub fn program(&self, name: &str) -> Result<PathBuf> {
         let prefix = self
             .bed
@@ -457,14 +458,15 @@ impl<'a> Vm<'a> {
         programs::compile(name, prefix, &self.home().join("pvm3/bin/LINUX64"))
     }
 
-    /// The gaps in its own time that a task of the program `busy` has noted, in microseconds since 1970, oldest first.
+    /// Returns the times in which a task of the program `busy` did not run, by its own clock: begin
+    /// and end in microseconds since 1970, oldest first.
     ///
     /// # Errors
-    /// It does not answer.
+    /// The task does not answer.
     pub fn gaps(&self, tid: &str) -> Result<Vec<(u64, u64)>> {
         let mut command = self.command(self.bed.host(1), self.home().join("pvm3/bin/LINUX64/busy"));
         command.args(["ask", tid]);
-        let done = must(command, COMMAND_TIME)?;
+        let done = must(command, COMMAND_TIMEOUT)?;
         ensure!(
             done.out.contains("now "),
             "{tid} says something else: {done:?}"
@@ -476,7 +478,8 @@ impl<'a> Vm<'a> {
         Ok(done.out.lines().filter_map(gap).collect())
     }
 
-    /// The newest events and the daemons' logs of all hosts, for the report of a failed test.
+    /// Returns the newest events and the daemons' logs of all hosts, for the report of a failed
+    /// test.
     pub fn logs(&self) -> String {
         let uid = if self.settings.as_alice { ALICE_UID } else { 0 };
         let place = format!("/tmp/sempa-{uid}/pvm/pvml");
@@ -501,7 +504,7 @@ impl<'a> Vm<'a> {
     /// Waits until no host has a daemon or a tasker.
     ///
     /// # Errors
-    /// There still is one; the sentence names it.
+    /// There still is one; the error names it.
     pub fn is_gone(&self, deadline: Duration) -> Result<()> {
         for host in self.bed.hosts() {
             crate::testbed::gone(host, "pvmd", deadline)?;
@@ -513,11 +516,11 @@ impl<'a> Vm<'a> {
     /// Ends the virtual machine and waits until no process of it is left on any host.
     ///
     /// # Errors
-    /// Something is left; the sentence names it.
+    /// A process is left; the error names it.
     pub fn halt(&self) -> Result<()> {
         self.pvm(&["halt"])?.expect_good("halt")?;
         for host in self.bed.hosts() {
-            crate::testbed::gone(host, "pvm", COMMAND_TIME)?;
+            crate::testbed::gone(host, "pvm", COMMAND_TIMEOUT)?;
         }
         Ok(())
     }

@@ -1,5 +1,5 @@
-//! Hosts that are unequal, because control groups leave them different shares of the processors: a farm is balanced with real
-//! moves, for reasons that hold, and a balanced one is left alone.
+//! Load balancing on unequal hosts: control groups give them different shares of the processors.
+//! Moves happen for a predicted gain, and a balanced farm is left alone.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Cause;
@@ -11,11 +11,11 @@ use sempa_tests::{Sure, Vm, eventually, limits};
 use serde_json::Value;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-/// The work takes a minute and a half of processor time, on a machine that may have other things to do.
-const BY_AND_BY: Duration = Duration::from_secs(600);
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Time for all of the work on a loaded machine.
+const FARM_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Hosts with these shares of a processor.
+/// Makes hosts with these shares of a processor.
 fn hosts(shares: &[f64]) -> Unequal {
     require(lacks().or_else(limits::lacks));
     prefix()
@@ -23,7 +23,7 @@ fn hosts(shares: &[f64]) -> Unequal {
         .unwrap_or_else(|error| panic!("no hosts: {error:#}"))
 }
 
-/// So many units are so many seconds of a processor, about.
+/// Converts seconds of a processor to units of work.
 fn units(unit: f64, seconds: &[f64]) -> Vec<u32> {
     seconds
         .iter()
@@ -39,13 +39,14 @@ fn tids(farm: &Running, count: usize) -> Vec<String> {
         )
         .ok_or("not all are spawned".into())
     };
-    eventually(SOON, look).expect("tasks are spawned")
+    eventually(TIMEOUT, look).expect("tasks are spawned")
 }
 
-/// Waits for the end of the farm: each task has done its work rightly, once.
+/// Waits for the end of the farm, and checks that each task has done its work once, with the right
+/// result.
 fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
     let done = farm
-        .finish(BY_AND_BY)
+        .finish(FARM_TIMEOUT)
         .and_then(|done| done.expect_good("the farm"));
     let harvest = done.and_then(|done| Harvest::read(&done.out)).sure(vm);
     assert!(
@@ -55,7 +56,7 @@ fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
     harvest
 }
 
-/// Moves for the sake of the load: their tasks and the hosts they went to.
+/// Returns the moves for load balancing: tasks and their new hosts.
 fn shifts(vm: &Vm) -> Vec<(String, u16)> {
     let of_load = |entry: Entry| match entry.kind {
         EventKind::Moved {
@@ -73,7 +74,7 @@ fn shifts(vm: &Vm) -> Vec<(String, u16)> {
         .collect()
 }
 
-/// Gain and cost of each move for the load of a task that was decided, in microseconds.
+/// Returns predicted gain and cost of each decided move of a task, in microseconds.
 fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     let answer = vm
         .json(&["why", tid])
@@ -88,12 +89,14 @@ fn predicted(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     decisions.iter().filter_map(go).collect()
 }
 
+/// A task on a slow host moves to a host that has finished its work, and no other task moves.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and processor control groups"]
-fn a_task_on_a_slow_host_goes_to_one_that_is_done_and_a_balanced_farm_is_left_alone() {
+fn a_farm_is_balanced_once_and_then_left_alone() {
     let hosts = hosts(&[0.5, 0.1, 0.5]);
     let vm = hosts.start().expect("a virtual machine");
-    // In turn, because there is no resource manager yet: one on the slow h2, a short one on h3, a long one on h1.
+    // Without a resource manager the daemons place in turn: one on the slow h2, a short one on h3,
+    // a long one on h1.
     let units = units(hosts.unit().expect("gcc"), &[12.0, 1.0, 20.0]);
     let farm = hosts.farm(&vm, None, &units).expect("it starts");
     let tids = tids(&farm, 3);
@@ -119,7 +122,7 @@ fn a_task_on_a_slow_host_goes_to_one_that_is_done_and_a_balanced_farm_is_left_al
             .find_map(|i| Some((*i, on(i)?.0)))
             .ok_or_else(|| "nobody has left h2".to_string())
     };
-    let (to, pid) = eventually(BY_AND_BY, arrived).sure(&vm);
+    let (to, pid) = eventually(FARM_TIMEOUT, arrived).sure(&vm);
     let limited = || {
         hosts
             .group(to)
@@ -134,7 +137,7 @@ fn a_task_on_a_slow_host_goes_to_one_that_is_done_and_a_balanced_farm_is_left_al
     reap(&vm, farm, 3);
 
     let moved = shifts(&vm);
-    // Everybody else was where it gets most, and stayed.
+    // All other tasks were on the best hosts, and stayed.
     let whole = [(tids[0].clone(), u16::try_from(to).expect("a host"))];
     assert_eq!(moved, whole, "{}", vm.logs());
     let expected = predicted(&vm, &tids[0]);

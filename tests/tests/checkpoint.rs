@@ -1,8 +1,8 @@
-//! Jobs are written to the store while they compute, lose everything, and come to the right end all the same.
+//! Jobs with checkpoints lose hosts or everything, and still finish with the right result.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
-use sempa_tests::ring_job::{Job, WORKERS};
+use sempa_tests::ring_job::{ENDLESS, Job, WORKERS};
 use sempa_tests::run::Done;
 use sempa_tests::speaker::owner;
 use sempa_tests::vm::Settings;
@@ -10,13 +10,13 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 fn pvm(vm: &Vm, words: &[&str]) -> Done {
     vm.pvm(words).sure(vm)
 }
 
-/// Has the job checkpointed; the name of the set.
+/// Makes a checkpoint of a job and returns its name.
 fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     let all = [&["checkpoint"], words].concat();
     let values = vm.json(&all).sure(vm);
@@ -28,7 +28,7 @@ fn checkpoint(vm: &Vm, words: &[&str]) -> String {
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
-/// All files below a folder.
+/// Returns all files below a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return Vec::new();
@@ -45,13 +45,14 @@ fn files(folder: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
+/// A job is restarted from a checkpoint after the old virtual machine has ended, on other hosts.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
+fn a_job_restarts_in_a_new_virtual_machine() {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start(&vm, "-h2", 400);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 20);
     let first = checkpoint(&vm, &[&job.tid]);
     job.go_on(&vm, 15);
@@ -70,7 +71,7 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
     job.go_on(&vm, 15);
     let ended = vm.json(&["checkpoint", "--end", &job.tid]).sure(&vm);
     assert_ne!(ended[0]["set"].as_str(), Some(&*set), "{ended:?}");
-    let gone = eventually(LONG, || {
+    let gone = eventually(TIMEOUT, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") {
             Err(format!("{left:?}"))
@@ -99,13 +100,15 @@ fn a_job_goes_on_in_a_new_virtual_machine_when_the_whole_old_one_is_gone() {
     vm.halt().expect("halts");
 }
 
+/// Checkpoints are removed by name and by job, except for the one to which a running job goes back.
+/// The list says which jobs have ended.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_left_is_told() {
+fn checkpoints_are_listed_and_removed() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    let job = Job::start(&vm, "-h2", 150);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 5);
     let [first, second] = [(); 2].map(|()| checkpoint(&vm, &[&job.tid]));
     let newest = checkpoint(&vm, &["--every", "10m", &job.tid]);
@@ -134,13 +137,13 @@ fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_l
     );
     let stays = format!("{newest} stays: job {} goes back to it", job.tid);
     assert!(all.out.contains(&stays), "{all:?}");
-    let logged = vm.event(LONG, "removal", |entry| match &entry.kind {
+    let logged = vm.event(TIMEOUT, "removal", |entry| match &entry.kind {
         EventKind::SetsRemoved { sets, .. } => *sets == [second.as_str()],
         _ => false,
     });
     logged.sure(&vm);
     job.finish(&vm);
-    let over = eventually(LONG, || {
+    let over = eventually(TIMEOUT, || {
         let listed = pvm(&vm, &["checkpoints"]).out;
         let told = listed
             .lines()
@@ -163,13 +166,14 @@ fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_l
     vm.halt().expect("halts");
 }
 
+/// A job goes back to its newest checkpoint, twice in a row.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
+fn a_job_goes_back_when_a_host_is_killed() {
     let bed = testbed(4);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
-    let job = Job::start(&vm, "-h2", 700);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 10);
     checkpoint(&vm, &["--every", "1s", &job.tid]);
     for lost in [3, 2] {
@@ -181,7 +185,7 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
                 .count()
         };
         let before = made(&vm);
-        let newer = eventually(LONG, || {
+        let newer = eventually(TIMEOUT, || {
             if made(&vm) > before {
                 Ok(())
             } else {
@@ -191,35 +195,39 @@ fn a_job_goes_back_to_its_newest_checkpoint_when_a_host_of_it_is_killed() {
         newer.sure(&vm);
         job.go_on(&vm, 5);
         bed.host(lost).kill_all();
-        vm.went_back(LONG, &format!("h{lost} was lost")).sure(&vm);
-    }
-    job.finish(&vm);
-    vm.halt().expect("halts");
-}
-
-#[test]
-#[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_to_its_newest_checkpoint_when_a_tasker_of_it_is_killed() {
-    let bed = testbed(3);
-    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start(&vm, "-h2", 300);
-    job.go_on(&vm, 10);
-    checkpoint(&vm, &["--every", "1s", &job.tid]);
-    for struck in [3, 2] {
-        job.go_on(&vm, 5);
-        bed.host(struck)
-            .kill_those(|line| line.contains("pvm-tasker"));
-        vm.went_back(LONG, &format!("the tasker of h{struck} has ended"))
+        vm.went_back(TIMEOUT, &format!("h{lost} was lost"))
             .sure(&vm);
     }
     job.finish(&vm);
     vm.halt().expect("halts");
 }
 
+/// A job goes back to its newest checkpoint, twice in a row.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
+fn a_job_goes_back_when_a_tasker_is_killed() {
+    let bed = testbed(3);
+    let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
+    vm.add(&["h2", "h3"]).expect("the others join");
+    let job = Job::start(&vm, "-h2");
+    job.go_on(&vm, 10);
+    checkpoint(&vm, &["--every", "1s", &job.tid]);
+    for struck in [3, 2] {
+        job.go_on(&vm, 5);
+        bed.host(struck)
+            .kill_those(|line| line.contains("pvm-tasker"));
+        vm.went_back(TIMEOUT, &format!("the tasker of h{struck} has ended"))
+            .sure(&vm);
+    }
+    job.finish(&vm);
+    vm.halt().expect("halts");
+}
+
+/// The target has no such file. It is copied there if its folder exists, and has each line once in
+/// the end.
+#[test]
+#[ignore = "system tier: needs root, hosts and CRIU"]
+fn a_log_moves_along_and_has_each_line_once() {
     let bed = testbed(3);
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
         .map(|(name, value)| (name.into(), value.into()));
@@ -233,13 +241,13 @@ fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("ring_job").expect("gcc");
-    // Each host has its own of this folder.
+    // Each host has its own folder of this name.
     let place = |host: usize| bed.host(host).path("/tmp/ring");
     std::fs::create_dir(place(2)).expect("made");
-    let (rounds, workers) = (400, WORKERS.to_string());
-    let words = ["-h2", "ring_job", &workers, "400", "2000", "/tmp/ring"];
+    let workers = WORKERS.to_string();
+    let words = ["-h2", "ring_job", &workers, ENDLESS, "-2000", "/tmp/ring"];
     let tid = vm.spawn(&words).sure(&vm);
-    let job = Job::at(place(2), rounds, tid);
+    let job = Job::at(place(2), tid);
     job.go_on(&vm, 20);
     let nowhere = pvm(&vm, &["can-migrate", &job.tid, "h3"]);
     let reason =
@@ -250,15 +258,16 @@ fn a_log_that_the_target_lacks_goes_along_and_has_each_line_once_at_the_end() {
     );
     std::fs::create_dir(place(3)).expect("made");
     vm.must_migrate(&job.tid, "h3");
-    let job = Job::at(place(3), rounds, job.tid);
+    let job = Job::at(place(3), job.tid);
     job.finish(&vm);
     assert!(!place(2).join("result").exists() && place(2).join("log").exists());
     vm.halt().expect("halts");
 }
 
+/// With a resource manager: the job goes back, one of its tasks moves, and the job finishes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
+fn a_restarted_job_can_move_and_finish() {
     let bed = testbed(3);
     let settings = Settings {
         rm: Some("pvm-rm".into()),
@@ -266,16 +275,16 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start(&vm, "-h2", 1500);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 5);
     checkpoint(&vm, &["--every", "1s", &job.tid]);
     job.go_on(&vm, 5);
     bed.host(2).kill_all();
-    let back = vm.event(LONG, "a job that went back", |entry| {
+    let back = vm.event(TIMEOUT, "a job that went back", |entry| {
         matches!(entry.kind, EventKind::Restarted { .. })
     });
     back.sure(&vm);
-    let all = eventually(LONG, || {
+    let all = eventually(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| error.to_string())?;
         let ours = tasks.iter().filter(|task| task.name == "ring_job").count();
         if ours == WORKERS + 1 {
@@ -285,8 +294,8 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
         }
     });
     all.sure(&vm);
-    // A checkpoint may have it just now.
-    let moved = eventually(LONG, || {
+    // A checkpoint may be in progress.
+    let moved = eventually(TIMEOUT, || {
         let to = if vm.host_of(&job.tid).map_err(|error| error.to_string())? == "h1" {
             "h3"
         } else {
@@ -302,9 +311,11 @@ fn a_job_goes_back_beside_a_resource_manager_and_comes_to_its_end() {
     vm.halt().expect("halts");
 }
 
+/// Owners return to all hosts, so no host takes the job: it is checkpointed and ended, and restarts
+/// when an owner leaves.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he_has_left() {
+fn a_parked_job_restarts_when_the_owner_leaves() {
     let bed = testbed(2);
     let settings = Settings {
         rm: Some("pvm-rm --policy load".into()),
@@ -316,10 +327,10 @@ fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he
     std::fs::write(rules.join("owner.toml"), "then = \"checkpoint\"\n")
         .expect("the testbed's own home");
     vm.add(&["h2"]).expect("it joins");
-    let job = Job::start(&vm, "-h2", 500);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 10);
     for host in [2, 1] {
-        let heard = eventually(LONG, || {
+        let heard = eventually(TIMEOUT, || {
             let said = owner(&bed, host, &["here"]);
             let watched = said["virtual_machines"]
                 .as_array()
@@ -333,13 +344,13 @@ fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he
         heard.sure(&vm);
     }
     let told = |what: &str, is_so: fn(&EventKind) -> bool| {
-        let found = vm.event(LONG, what, |entry| is_so(&entry.kind));
+        let found = vm.event(TIMEOUT, what, |entry| is_so(&entry.kind));
         found.sure(&vm);
     };
     told("a parked job", |kind| {
         matches!(kind, EventKind::Checkpointed { tasks: 5, .. })
     });
-    let gone = eventually(LONG, || {
+    let gone = eventually(TIMEOUT, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") {
             Err(format!("{left:?}"))
@@ -362,17 +373,18 @@ fn a_job_that_nobody_takes_is_parked_where_an_owner_wants_it_and_goes_on_when_he
     vm.halt().expect("halts");
 }
 
+/// The store shows nothing of what a task holds, and a checkpoint with a changed byte is refused.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_set_that_was_changed_or_is_sealed_with_another_key_is_not_started() {
+fn a_changed_checkpoint_is_not_restarted() {
     let bed = testbed(1);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let job = Job::start(&vm, "-h1", 100_000);
+    let job = Job::start(&vm, "-h1");
     job.go_on(&vm, 5);
     let set = checkpoint(&vm, &[&job.tid]);
     assert!(pvm(&vm, &["kill", &job.tid]).good());
     pvm(&vm, &["reset"]);
-    let ended = eventually(LONG, || {
+    let ended = eventually(TIMEOUT, || {
         let left = vm.tasks().map_err(|error| error.to_string())?;
         if left.iter().any(|task| task.name == "ring_job") {
             Err(format!("{left:?}"))

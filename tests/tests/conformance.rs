@@ -1,9 +1,9 @@
-//! The sentences of `tests/conformance`, on PVM 3.4.6 and on ours.
+//! The sentences of `tests/conformance` on PVM 3.4.6 and on Sempa.
 
 use sempa_tests::conformance::{System, differences, judge, outcomes};
 use sempa_tests::needs;
 
-/// The least number of sentences that the suite has.
+/// A lower bound for the number of sentences: the programs have run.
 const SENTENCES_AT_LEAST: usize = 300;
 
 fn all_sentences_hold_on(system: System) {
@@ -24,19 +24,20 @@ fn all_sentences_hold_on(system: System) {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn sentences_hold_on_real_pvm_but_for_its_known_defects() {
+fn sentences_hold_on_pvm_except_known_defects() {
     all_sentences_hold_on(System::Pvm3);
 }
 
 #[test]
 #[ignore = "system tier: needs root and hosts"]
-fn sentences_hold_for_programs_compiled_with_our_header() {
+fn sentences_hold_with_our_header() {
     all_sentences_hold_on(System::Sempa);
 }
 
+/// Programs that were compiled for Debian's library.
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn sentences_hold_for_programs_compiled_for_debians_library() {
+fn sentences_hold_for_debian_binaries() {
     all_sentences_hold_on(System::SempaUnchanged);
 }
 

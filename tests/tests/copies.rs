@@ -1,4 +1,5 @@
-//! Copies of checkpoints in the stores of other hosts: they outlive the master's host and its disk, and go when nobody needs them.
+//! Copies of checkpoints in the stores of other hosts: they survive the master's host and its disk,
+//! and are removed when they are not needed any more.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed_with_env;
@@ -13,8 +14,8 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(120);
-/// Each host has a folder of its own under this name.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Each host has its own folder of this name.
 const STORE: &str = "/tmp/own/store";
 const KEY: &str = "/tmp/own/key";
 const ENV: [(&str, &str); 3] = [
@@ -48,7 +49,7 @@ fn started(bed: &Testbed) -> Vm<'_> {
     vm
 }
 
-/// What lies in the store of a host: sets, drafts, and what is being deleted.
+/// Returns the entries of a host's store: checkpoints, drafts, and what is being deleted.
 fn sets(host: &Host) -> Vec<String> {
     let entries = fs::read_dir(host.path(STORE))
         .into_iter()
@@ -58,17 +59,22 @@ fn sets(host: &Host) -> Vec<String> {
     names.filter(|name| name != "lock").collect()
 }
 
-/// Has the job checkpointed; the name of the set.
+/// Makes a checkpoint of a job and returns its name.
 fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
     let values = vm.json(&["checkpoint", &job.tid]).sure(vm);
     values[0]["set"].as_str().expect("a name").to_string()
 }
 
-/// Waits until it is told what became of the copies of a set: who has one, how many are missing, and why.
+/// Waits for the event about the copies of a checkpoint. Returns how many hosts have one, how many
+/// copies are missing, and why.
 fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
     let is = |kind: &EventKind| matches!(kind, EventKind::SetCopied { set: of, .. } if of == set);
     let told = vm
-        .event(LONG, "what became of the copies", |entry| is(&entry.kind))
+        .event(
+            TIMEOUT,
+            "what became of the copies",
+            |entry| is(&entry.kind),
+        )
         .sure(vm);
     let EventKind::SetCopied {
         hosts,
@@ -82,7 +88,7 @@ fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
     (hosts.len(), missing, why)
 }
 
-/// Waits until all wanted copies of a set are there; the host that has it.
+/// Waits until the copy of a checkpoint exists. Returns its host.
 fn copied(vm: &Vm<'_>, set: &str) -> usize {
     let (hosts, missing, why) = told(vm, set);
     assert_eq!((hosts, missing), (1, 0), "{why}\n{}", vm.logs());
@@ -99,12 +105,13 @@ fn copied(vm: &Vm<'_>, set: &str) -> usize {
         .expect("a host of the testbed")
 }
 
+/// The master's host and its store are lost; the copy on another host becomes the store.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_on_from_a_copy_when_the_masters_host_and_its_store_are_gone() {
+fn a_job_restarts_from_a_copy_of_its_checkpoint() {
     let bed = bed();
     let vm = started(&bed);
-    let job = Job::start(&vm, "-h2", 300);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 20);
     let set = checkpoint(&vm, &job);
     let at = copied(&vm, &set);
@@ -127,12 +134,12 @@ fn a_job_goes_on_from_a_copy_when_the_masters_host_and_its_store_are_gone() {
         host.kill_all();
     }
     drop(vm);
-    // The disk of h1 is a new one, and what is on it is the copy.
+    // h1 has a new disk, and the copy is on it.
     fs::remove_dir_all(place(1, "/tmp/own")).expect("removed");
     let mut copy = Command::new("cp");
     copy.arg("-a")
         .args([place(at, "/tmp/own"), place(1, "/tmp/own")]);
-    must(copy, LONG).expect("copied");
+    must(copy, TIMEOUT).expect("copied");
     let vm = started(&bed);
     let again = vm.pvm(&["restart", &set]).sure(&vm);
     assert!(again.good(), "{again:?}\n{}", vm.logs());
@@ -140,12 +147,13 @@ fn a_job_goes_on_from_a_copy_when_the_masters_host_and_its_store_are_gone() {
     vm.halt().expect("halts");
 }
 
+/// Each copy replaces the older one on the same host, and is removed when the job ends.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn the_newest_checkpoint_of_a_job_has_its_copy_and_when_the_job_has_ended_there_is_none() {
+fn only_the_newest_checkpoint_is_copied() {
     let bed = bed();
     let vm = started(&bed);
-    let job = Job::start(&vm, "-h3", 250);
+    let job = Job::start(&vm, "-h3");
     job.go_on(&vm, 5);
     let mut at = Vec::new();
     for _ in 0..3 {
@@ -159,7 +167,7 @@ fn the_newest_checkpoint_of_a_job_has_its_copy_and_when_the_job_has_ended_there_
                 Err(format!("{there:?}, not {set}"))
             }
         };
-        eventually(LONG, others).sure(&vm);
+        eventually(TIMEOUT, others).sure(&vm);
     }
     assert!(
         at.iter().all(|host| *host == at[0]),
@@ -174,7 +182,7 @@ fn the_newest_checkpoint_of_a_job_has_its_copy_and_when_the_job_has_ended_there_
             Err(format!("{there:?}"))
         }
     };
-    eventually(LONG, none).sure(&vm);
+    eventually(TIMEOUT, none).sure(&vm);
     assert_eq!(
         sets(bed.host(1)).len(),
         3,
@@ -183,12 +191,13 @@ fn the_newest_checkpoint_of_a_job_has_its_copy_and_when_the_job_has_ended_there_
     vm.halt().expect("halts");
 }
 
+/// The event names the hosts whose stores cannot be used, and the reasons.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_host_whose_store_cannot_be_used_is_told_with_its_reason_and_another_one_takes_the_copy() {
+fn another_host_takes_a_copy_if_a_store_fails() {
     let bed = bed();
     for n in [2, 3] {
-        // A folder that others may read is no store.
+        // A folder that other users can read is refused as a store.
         let place = bed.host(n).path(STORE);
         fs::create_dir(&place).expect("made");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
@@ -198,9 +207,9 @@ fn a_host_whose_store_cannot_be_used_is_told_with_its_reason_and_another_one_tak
         }
     }
     let vm = started(&bed);
-    let job = Job::start(&vm, "-h2", 150);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 5);
-    // Who is asked first depends on the job; all that can be said is that it ends with the one that can.
+    // The order in which hosts are asked depends on the job.
     let set = checkpoint(&vm, &job);
     assert_eq!(copied(&vm, &set), 3);
     fs::remove_dir_all(bed.host(3).path(STORE)).expect("removed");

@@ -1,4 +1,5 @@
-//! Who would take a task is known before anything is moved; and a host is emptied, kept empty and used again, as somebody wants.
+//! Which hosts would take a task is known before a move; and hosts are drained, kept empty and used
+//! again.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -13,22 +14,18 @@ use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn with_three_hosts(rm: Option<&str>, test: impl FnOnce(&Vm)) {
     with_three_hosts_in(&[], rm, test);
 }
 
-/// The same with more environment.
+/// As [`with_three_hosts`], with more environment.
 fn with_three_hosts_in(env: &[(&str, &str)], rm: Option<&str>, test: impl FnOnce(&Vm)) {
     let bed = testbed_with_env(3, env);
-    let env = env
-        .iter()
-        .map(|(name, value)| (name.to_string(), value.to_string()))
-        .collect();
     let settings = Settings {
         rm: rm.map(String::from),
-        env,
+        env: Settings::env_of(env),
         ..Settings::default()
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
@@ -42,11 +39,11 @@ fn pvm(vm: &Vm, words: &[&str]) -> Done {
     vm.pvm(words).sure(vm)
 }
 
-/// The task answers, and its memory is what it was.
+/// Checks that the task answers and that its memory is unchanged.
 fn lives(vm: &Vm, tid: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).sure(vm);
+    let done = must(command, TIMEOUT).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
 }
 
@@ -59,9 +56,10 @@ fn registered(vm: &Vm) -> usize {
         .count()
 }
 
+/// Hosts answer in advance whether they would take a task, and a move confirms the answer.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn hosts_say_beforehand_whether_they_would_take_a_task_and_they_keep_their_word() {
+fn can_migrate_tells_which_hosts_take_a_task() {
     with_three_hosts(None, |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
@@ -119,9 +117,10 @@ fn hosts_say_beforehand_whether_they_would_take_a_task_and_they_keep_their_word(
     });
 }
 
+/// All tasks leave, the next resource manager keeps the host empty, and undrain ends that.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_used_again() {
+fn a_drained_host_stays_empty_until_undrained() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tids: Vec<String> = (0..2)
             .map(|_| vm.spawn(&["-h2", "hold", "4"]).expect("spawned"))
@@ -158,13 +157,13 @@ fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_use
             .find(|(_, line)| line.contains("pvm-rm"))
             .expect("it runs");
         let pid = nix::unistd::Pid::from_raw(rm.0.cast_signed());
-        // What it has heard is on the disk a moment later.
-        vm.event(SOON, "drain", |entry| {
+        // The order is on the disk when it is in the log.
+        vm.event(TIMEOUT, "drain", |entry| {
             matches!(entry.kind, EventKind::DrainBegun { .. })
         })
         .expect("in the log");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if registered(vm) > before {
                 Ok(())
             } else {
@@ -189,9 +188,10 @@ fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_use
     });
 }
 
+/// No host takes the job, so the drain writes a checkpoint and ends the job.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
+fn a_stuck_job_leaves_as_a_checkpoint() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
@@ -212,7 +212,7 @@ fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
         let set = says
             .and_then(|rest| rest.split('\'').next())
             .unwrap_or_else(|| panic!("{done:?}"));
-        let gone = eventually(SOON, || {
+        let gone = eventually(TIMEOUT, || {
             let left = vm.tasks().map_err(|error| error.to_string())?;
             if left.iter().any(|task| task.tid == tid) {
                 Err(format!("{left:?}"))
@@ -237,9 +237,10 @@ fn what_nobody_takes_leaves_a_drained_host_as_a_checkpoint() {
     });
 }
 
+/// Only the job that no host takes is checkpointed; the others move.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn jobs_that_nobody_takes_are_checkpointed_before_the_deadline_and_the_others_move() {
+fn stuck_jobs_are_checkpointed_before_the_deadline() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
         let stays = vm
@@ -250,7 +251,7 @@ fn jobs_that_nobody_takes_are_checkpointed_before_the_deadline_and_the_others_mo
             .map(|mib| vm.spawn(&["-h2", "hold", mib]).expect("spawned"))
             .collect();
         goes.iter().chain([&stays]).for_each(|tid| lives(vm, tid));
-        let done = pvm(vm, &["drain", "h2", "--deadline", "30s", "--checkpoint"]);
+        let done = pvm(vm, &["drain", "h2", "--deadline", "15s", "--checkpoint"]);
         assert!(
             done.good() && done.out.contains("h2 is empty after "),
             "{done:?}\n{}",
@@ -279,7 +280,7 @@ fn jobs_that_nobody_takes_are_checkpointed_before_the_deadline_and_the_others_mo
     });
 }
 
-/// The word behind this beginning of a line.
+/// Returns the word after this beginning of a line.
 fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
     out.lines()
         .find_map(|line| line.strip_prefix(begin))?
@@ -287,9 +288,10 @@ fn word_after<'a>(out: &'a str, begin: &str) -> Option<&'a str> {
         .next()
 }
 
+/// The job continues on the host, and can be restarted elsewhere after the host has gone.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_that_nobody_takes_is_in_the_store_at_the_deadline_and_goes_on() {
+fn a_stuck_job_is_stored_by_the_deadline() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let place = |n: usize| vm.bed().host(n).path("/tmp/only-there");
         std::fs::create_dir(place(2)).expect("made");
@@ -327,7 +329,8 @@ fn a_job_that_nobody_takes_is_in_the_store_at_the_deadline_and_goes_on() {
     });
 }
 
-/// When a host was to be empty by its last order, and when sets were complete after that, in microseconds since 1970.
+/// Returns the deadline of the last drain, and when checkpoints were complete after it began, in
+/// microseconds since 1970.
 fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     let events = vm.events().sure(vm);
     let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainBegun { .. });
@@ -344,9 +347,10 @@ fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     )
 }
 
+/// The daemons make checkpoints of the job already.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_that_the_daemons_have_checkpointed_for_a_drain_is_not_written_again() {
+fn a_drain_writes_no_second_checkpoint() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).expect("made");
         let tid = vm
@@ -369,10 +373,11 @@ fn a_job_that_the_daemons_have_checkpointed_for_a_drain_is_not_written_again() {
     });
 }
 
-/// The store is on the host itself; what leaves it does so slowly.
+/// The network is slow and the store is on the host itself: jobs that wait for their turn to move
+/// are written there meanwhile.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn those_that_only_wait_for_their_turn_on_a_slow_way_are_written_while_others_leave() {
+fn queued_jobs_are_stored_while_others_leave() {
     let env = [
         ("SEMPA_MOVE_RATE", "1000000"),
         ("SEMPA_POST_COPY", "never"),
@@ -380,10 +385,10 @@ fn those_that_only_wait_for_their_turn_on_a_slow_way_are_written_while_others_le
     ];
     with_three_hosts_in(&env, Some("pvm-rm"), |vm| {
         let spawn = |mib: &str| vm.spawn(&["-h1", "hold", mib]).sure(vm);
-        let go: Vec<String> = (0..4).map(|_| spawn("8")).collect();
-        let wait: Vec<String> = (0..6).map(|_| spawn("16")).collect();
+        let go: Vec<String> = (0..4).map(|_| spawn("4")).collect();
+        let wait: Vec<String> = (0..6).map(|_| spawn("8")).collect();
         go.iter().chain(&wait).for_each(|tid| lives(vm, tid));
-        let done = pvm(vm, &["drain", "h1", "--deadline", "40s", "--checkpoint"]);
+        let done = pvm(vm, &["drain", "h1", "--deadline", "20s", "--checkpoint"]);
         let told = done
             .out
             .lines()
@@ -403,7 +408,7 @@ fn those_that_only_wait_for_their_turn_on_a_slow_way_are_written_while_others_le
     });
 }
 
-/// A task that nothing but h2 takes.
+/// Spawns a task that only h2 takes.
 fn spawn_what_stays(vm: &Vm) -> String {
     std::fs::create_dir_all(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
     let tid = vm.spawn(&["-h2:/tmp/only-there", "hold", "2"]).sure(vm);
@@ -418,18 +423,18 @@ fn begin(vm: &Vm, words: &[&str]) -> Running {
         Ok(out) if out.contains(" takes no tasks; ") => Ok(()),
         other => Err(format!("{other:?} {:?}", drain.err_so_far())),
     };
-    eventually(SOON, told).sure(vm);
+    eventually(TIMEOUT, told).sure(vm);
     drain
 }
 
-/// What carries a drain out, apart from the command that was typed.
+/// An argument of the process that executes a drain; the typed command only shows its progress.
 const APART: &str = "--apart";
 
-/// A signal for the command that was typed, not for the process that carries it out.
+/// Sends a signal to the typed command, not to the process that executes it.
 fn signal_command(vm: &Vm, words: &str, signal: Signal) {
     let own = format!("bin/pvm {words}");
     let typed = |line: &str| !line.contains(APART) && line.ends_with(own.trim());
-    // `nsenter` and `env` have these words as well, as long as they are there.
+    // `nsenter` and `env` have these words until they have started it.
     let mut found = vm
         .bed()
         .host(1)
@@ -442,15 +447,16 @@ fn signal_command(vm: &Vm, words: &str, signal: Signal) {
     kill(Pid::from_raw(pid.cast_signed()), signal).expect("it is there");
 }
 
-/// The drain that was typed last was carried out by its deadline: this job is in the store, once, and goes on; nobody is left of it.
+/// Checks that the last drain was executed by its deadline: the job is in the store, once, and
+/// continues; no process of the drain is left.
 fn is_written_and_goes_on(vm: &Vm, tid: &str) {
     let written = |entry: &Entry| matches!(&entry.kind, EventKind::Checkpointed { job, .. } if job.to_string() == tid);
-    eventually(SOON, || match drain_and_sets(vm).1.len() {
+    eventually(TIMEOUT, || match drain_and_sets(vm).1.len() {
         0 => Err(format!("nothing was written\n{}", vm.logs())),
         _ => Ok(()),
     })
     .sure(vm);
-    gone(vm.bed().host(1), APART, SOON).sure(vm);
+    gone(vm.bed().host(1), APART, TIMEOUT).sure(vm);
     let (until, sets) = drain_and_sets(vm);
     assert!(vm.events().sure(vm).iter().any(written));
     assert_eq!(sets.len(), 1, "{}", vm.logs());
@@ -459,15 +465,16 @@ fn is_written_and_goes_on(vm: &Vm, tid: &str) {
     lives(vm, tid);
 }
 
+/// The job is in the store at the deadline although the command was killed or interrupted.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_interrupted() {
+fn a_drain_survives_its_command() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tid = spawn_what_stays(vm);
         let words = ["drain", "h2", "--deadline", "9s"];
         let killed = begin(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGKILL);
-        let killed = killed.finish(SOON).sure(vm);
+        let killed = killed.finish(TIMEOUT).sure(vm);
         assert!(
             !killed.good() && !killed.out.contains("is being written"),
             "it was before: {killed:?}"
@@ -476,7 +483,7 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_int
         let words = ["drain", "h2", "--deadline", "10s"];
         let interrupted = begin(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGINT);
-        let interrupted = interrupted.finish(SOON).sure(vm);
+        let interrupted = interrupted.finish(TIMEOUT).sure(vm);
         assert_eq!(interrupted.status.code(), Some(130), "{interrupted:?}");
         assert_eq!(
             interrupted.err,
@@ -486,12 +493,13 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_the_command_was_killed_or_int
     });
 }
 
+/// The job is in the store at the deadline although resource managers are killed until then.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_is_in_the_store_at_the_deadline_also_when_resource_managers_are_killed_until_then() {
+fn a_drain_survives_its_resource_managers() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tid = spawn_what_stays(vm);
-        let drain = begin(vm, &["drain", "h2", "--deadline", "20s"]);
+        let drain = begin(vm, &["drain", "h2", "--deadline", "14s"]);
         let before = registered(vm);
         for number in 1..=2 {
             let rm = vm
@@ -509,9 +517,9 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_resource_managers_are_killed_
                     Err("no other one".to_string())
                 }
             };
-            eventually(SOON, again).sure(vm);
+            eventually(TIMEOUT, again).sure(vm);
         }
-        let done = drain.finish(SOON).sure(vm);
+        let done = drain.finish(TIMEOUT).sure(vm);
         assert!(
             word_after(&done.out, &format!("job {tid} is in the store as ")).is_some(),
             "{done:?}\n{}",
@@ -521,27 +529,27 @@ fn a_job_is_in_the_store_at_the_deadline_also_when_resource_managers_are_killed_
     });
 }
 
+/// The command of the earlier drain was killed. Nothing is written twice.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_and_nothing_is_written_twice()
- {
+fn a_later_drain_or_undrain_replaces_a_drain() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         let tid = spawn_what_stays(vm);
         let words = ["drain", "h2", "--deadline", "1h", "--checkpoint"];
         let killed = begin(vm, &words);
         signal_command(vm, &words.join(" "), Signal::SIGKILL);
-        killed.finish(SOON).sure(vm);
+        killed.finish(TIMEOUT).sure(vm);
         assert!(pvm(vm, &["undrain", "h2"]).good());
-        gone(vm.bed().host(1), APART, SOON).sure(vm);
+        gone(vm.bed().host(1), APART, TIMEOUT).sure(vm);
         let earlier = begin(vm, &words);
-        // Whoever names no time only looks on.
+        // A drain without a deadline only shows progress.
         let looks_on = begin(vm, &["drain", "h2"]);
         let later = pvm(vm, &["drain", "h2", "--deadline", "8s"]);
         assert!(
             word_after(&later.out, &format!("job {tid} is in the store as ")).is_some(),
             "{later:?}"
         );
-        let earlier = earlier.finish(SOON).sure(vm);
+        let earlier = earlier.finish(TIMEOUT).sure(vm);
         assert!(
             !earlier.good()
                 && earlier
@@ -549,15 +557,16 @@ fn a_drain_whose_command_was_killed_is_called_off_or_gives_way_to_a_later_one_an
                     .contains("a later order to empty h2 counts, that of "),
             "{earlier:?}"
         );
-        let looked_on = looks_on.finish(SOON).sure(vm);
+        let looked_on = looks_on.finish(TIMEOUT).sure(vm);
         assert!(!looked_on.out.contains("a later order"), "{looked_on:?}");
         is_written_and_goes_on(vm, &tid);
     });
 }
 
+/// It checkpoints a job that the console itself has started.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
+fn a_drain_outlives_its_console() {
     with_three_hosts(Some("pvm-rm"), |vm| {
         std::fs::create_dir(vm.bed().host(2).path("/tmp/only-there")).sure(vm);
         let start = || {
@@ -577,13 +586,13 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
             task.map(|task| task.tid.clone())
                 .ok_or_else(|| format!("{tasks:?}"))
         };
-        let tid = eventually(SOON, of_console).sure(vm);
+        let tid = eventually(TIMEOUT, of_console).sure(vm);
         keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
         let written = || match console.out_so_far().map_err(|error| error.to_string())? {
             out if out.contains(&format!("job {tid} is in the store as ")) => Ok(out),
             out => Err(out),
         };
-        let out = eventually(SOON, written).sure(vm);
+        let out = eventually(TIMEOUT, written).sure(vm);
         assert!(
             out.contains("h2 takes no tasks; 1 is to leave\n")
                 && out.contains(" is still there: no host"),
@@ -597,7 +606,7 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
                 .count()
         };
         keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if orders(vm) == 2 {
                 Ok(())
             } else {
@@ -606,14 +615,15 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
         })
         .sure(vm);
         signal_command(vm, "", Signal::SIGKILL);
-        console.finish(SOON).sure(vm);
+        console.finish(TIMEOUT).sure(vm);
         is_written_and_goes_on(vm, &tid);
     });
 }
 
+/// The error says what is missing, and nothing changes.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn without_a_resource_manager_drain_says_what_is_missing_and_changes_nothing() {
+fn a_drain_needs_a_resource_manager() {
     with_three_hosts(None, |vm| {
         let done = pvm(vm, &["drain", "h2"]);
         assert!(

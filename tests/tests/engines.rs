@@ -1,4 +1,4 @@
-//! Tasks are taken elsewhere without CRIU: by their own checkpoint, or by being started again.
+//! Moves without CRIU: by a task's own checkpoint, or by a restart.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Failure;
@@ -9,9 +9,9 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::fs;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where tasks keep their count; the hosts of a testbed have their users' home folders in common.
+/// The folder in which tasks keep their counts; all hosts of a testbed share home folders.
 fn count_file(vm: &Vm) -> String {
     vm.home().join("again.count").display().to_string()
 }
@@ -24,7 +24,7 @@ fn exported(engine: &str) -> Vec<(String, String)> {
     ]
 }
 
-/// A virtual machine on two hosts without CRIU, whose spawned tasks want to be taken so.
+/// Runs a test on a virtual machine of two hosts without CRIU. Spawned tasks ask for this engine.
 fn without_criu(engine: &str, test: impl FnOnce(&Vm)) {
     let bed = testbed_with_own_engine(2);
     fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
@@ -46,11 +46,11 @@ fn with_two_hosts(vm: &Vm, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Asks a task, and says what it answered: its numbers, how often it had been started again, and where it works.
+/// Asks a task, and returns its numbers, how often it was restarted, and its working directory.
 fn ask(vm: &Vm, how: &str, tid: &str, count: usize) -> Vec<(u32, u32, String)> {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/again"));
     command.args([how, tid, &count.to_string()]);
-    let done = must(command, SOON).sure(vm);
+    let done = must(command, TIMEOUT).sure(vm);
     answers(&done.out)
 }
 
@@ -91,14 +91,14 @@ fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
 
 fn failure(vm: &Vm) -> Failure {
     let is_it = |kind: &EventKind| matches!(kind, EventKind::MoveFailed { .. });
-    let entry = vm.event(SOON, "failed move", |entry| is_it(&entry.kind));
+    let entry = vm.event(TIMEOUT, "failed move", |entry| is_it(&entry.kind));
     match entry.sure(vm).kind {
         EventKind::MoveFailed { why, .. } => why,
         other => panic!("{other:?}"),
     }
 }
 
-/// A task that writes its own checkpoint goes to and fro, and goes on counting where it was.
+/// Moves a task with its own checkpoint there and back; its count continues.
 fn counts_on(vm: &Vm) {
     let file = count_file(vm);
     let place = vm.home().join("place");
@@ -131,9 +131,10 @@ fn counts_on(vm: &Vm) {
     assert_eq!(ended.count(), 0, "it has never ended");
 }
 
+/// No host has CRIU.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_that_writes_its_own_checkpoint_moves_between_hosts_without_criu() {
+fn a_task_with_its_own_checkpoint_moves() {
     without_criu("own", counts_on);
 }
 
@@ -160,7 +161,7 @@ fn a_program_that_waits_for_messages_is_asked_by_one() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
+fn an_ordinary_users_own_checkpoint_moves() {
     let bed = testbed(2);
     let settings = Settings {
         as_alice: true,
@@ -178,9 +179,10 @@ fn a_task_of_an_ordinary_user_moves_by_its_own_checkpoint() {
     });
 }
 
+/// Questions that are in transit during the move are answered once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_order() {
+fn a_moving_task_answers_all_questions_in_order() {
     without_criu("own", |vm| {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm)])
@@ -192,13 +194,13 @@ fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_orde
             command.args(["until", &tid, &again.to_string()]);
             let asking = sempa_tests::run::Running::start(command, std::process::Stdio::null())
                 .expect("starts");
-            eventually(SOON, || match asking.out_so_far() {
+            eventually(TIMEOUT, || match asking.out_so_far() {
                 Ok(out) if out.contains('\n') => Ok(()),
                 other => Err(format!("nothing has been answered yet: {other:?}")),
             })
             .expect("answers");
             moves(vm, &tid, host, "its own checkpoint");
-            let done = asking.finish(SOON).expect("ends");
+            let done = asking.finish(TIMEOUT).expect("ends");
             assert!(done.good(), "{}\n{}", done.out, vm.logs());
             let answers = answers(&done.out);
             let count = u32::try_from(answers.len()).expect("few");
@@ -216,9 +218,10 @@ fn questions_that_are_under_way_while_it_moves_are_all_answered_once_and_in_orde
     });
 }
 
+/// No host has CRIU.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_that_is_started_again_moves_between_hosts_without_criu_and_begins_anew() {
+fn a_restartable_task_moves_and_starts_over() {
     without_criu("restart:wait=20", |vm| {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm), "plain"])
@@ -232,7 +235,7 @@ fn a_task_that_is_started_again_moves_between_hosts_without_criu_and_begins_anew
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_program_that_is_deaf_to_the_signal_goes_on_where_it_is() {
+fn a_program_that_ignores_the_signal_stays() {
     without_criu("own:wait=1", |vm| {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm), "deaf"])
@@ -258,14 +261,14 @@ fn a_program_that_is_deaf_to_the_signal_goes_on_where_it_is() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
+fn a_program_that_is_too_late_restarts_in_place() {
     without_criu("own:wait=1", |vm| {
         let tid = vm
             .spawn(&["-h2", "again", &count_file(vm), "late"])
             .expect("spawned");
         assert!(!vm.migrate(&tid, "h1").expect("ends").good());
-        // The first question has it end, and is answered before, as is what comes until it has looked for the last time; the
-        // next one waits for the new process.
+        // The task answers the questions that arrive before its last look at its inbox, then ends;
+        // the next question waits for the new process.
         let after = ask(vm, "until", &tid, 1);
         let all: Vec<u32> = (1..=after.len() as u32).collect();
         let (last, before) = after.split_last().expect("an answer at least");
@@ -278,9 +281,10 @@ fn a_program_that_does_it_too_late_is_started_again_where_it_was() {
     });
 }
 
+/// The same holds for a program that ends with another status.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
+fn a_program_that_dies_when_asked_has_ended() {
     without_criu("own", |vm| {
         for (how, status) in [("other", 3 << 8), ("dies", 9)] {
             let tid = vm
@@ -292,9 +296,9 @@ fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
                 "{refused:?}"
             );
             let is_end = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid: of, status: with, .. } if of.to_string() == tid && *with == status);
-            vm.event(SOON, "end of the task", |entry| is_end(&entry.kind))
+            vm.event(TIMEOUT, "end of the task", |entry| is_end(&entry.kind))
                 .sure(vm);
-            eventually(SOON, || match vm.tasks() {
+            eventually(TIMEOUT, || match vm.tasks() {
                 Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
                 other => Err(format!("{tid} is still there: {other:?}")),
             })
@@ -303,10 +307,11 @@ fn a_program_that_ends_otherwise_or_dies_when_it_is_asked_has_ended() {
     });
 }
 
+/// A host without the program or the directory refuses the task, and a wrong setting starts
+/// nothing.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_host_without_the_program_or_the_directory_says_so_and_words_that_are_not_understood_start_nothing()
- {
+fn missing_programs_and_wrong_settings_are_named() {
     without_criu("own", |vm| {
         let local = vm.bed().host(2).path("/tmp").join("only-here");
         fs::create_dir_all(&local).expect("a folder");
@@ -338,7 +343,7 @@ fn a_host_without_the_program_or_the_directory_says_so_and_words_that_are_not_un
         );
         bad.env("SEMPA_ENGINE", "own:signal=KILL")
             .args(["spawn", "-h2", "again"]);
-        let bad = sempa_tests::run::run(bad, SOON).expect("ends");
+        let bad = sempa_tests::run::run(bad, TIMEOUT).expect("ends");
         let said = format!("{}{}", bad.out, bad.err);
         assert!(
             said.contains("\"own:signal=KILL\" is not understood")

@@ -1,4 +1,5 @@
-//! Errors are one clear line and a non-zero exit; garbage hurts nobody; halt leaves nothing.
+//! An error is one clear line and a non-zero exit status; garbage does no harm; halt leaves
+//! nothing.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::{self, testbed, testbed_with_own_engine};
@@ -13,9 +14,9 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Asserts a non-zero exit and exactly one line on standard error which holds the words.
+/// Checks for a non-zero exit status and exactly one line on standard error, with these words.
 fn one_line(done: &Done, words: &[&str]) {
     assert!(!done.good(), "it must fail: {done:?}");
     let lines: Vec<&str> = done
@@ -46,7 +47,7 @@ fn with_hosts(count: usize, joined: &[&str], test: impl FnOnce(&Vm, &Path)) {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_host_that_is_unknown_or_does_not_answer_ssh_is_named_with_the_reason() {
+fn an_unreachable_host_is_named_with_the_reason() {
     with_hosts(1, &[], |vm, _| {
         one_line(&vm.pvm(&["add", "nohost"]).expect("ends"), &["nohost"]);
         one_line(&vm.pvm(&["add", "desk"]).expect("ends"), &["desk"]);
@@ -56,12 +57,12 @@ fn a_host_that_is_unknown_or_does_not_answer_ssh_is_named_with_the_reason() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn ssh_agrees_on_its_keys_in_little_time_unless_the_user_says_how() {
+fn ssh_uses_fast_keys_unless_configured() {
     let bed = testbed(2);
     let config = client_config(bed.folder(), "root");
     let usual = std::fs::read_to_string(&config).expect("the testbed has written it");
     let agreed_with = |own: &str| {
-        // Of each setting the first counts.
+        // ssh uses the first value of each setting.
         std::fs::write(&config, format!("LogLevel DEBUG1\n{own}{usual}")).expect("ours");
         let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
         vm.add(&["h2"]).expect("it joins");
@@ -101,8 +102,8 @@ fn without_a_daemon_console_and_programs_say_so() {
     one_line(&vm.pvm(&["conf"]).expect("ends"), &["no virtual machine"]);
     let mut command = vm.command(bed.host(1), program);
     command.args(["ask", "t40001"]);
-    let done = run(command, SOON).expect("ends");
-    // The second line is the one that PVM's library prints for every call that fails.
+    let done = run(command, TIMEOUT).expect("ends");
+    // PVM's library prints the second line for every call that fails.
     let lines: Vec<&str> = done.err.lines().collect();
     assert!(!done.good() && lines.len() == 2, "{done:?}");
     assert!(
@@ -124,7 +125,7 @@ fn root_is_refused_unless_allowed() {
             command.arg("start");
         }
         one_line(
-            &run(command, SOON).expect("ends"),
+            &run(command, TIMEOUT).expect("ends"),
             &["root", "PVM_ALLOW_ROOT"],
         );
     }
@@ -157,26 +158,28 @@ fn a_second_resource_manager_is_refused() {
     };
     let vm = Vm::start(&bed, settings).expect("a virtual machine");
     one_line(
-        &run(vm.command(bed.host(1), &rm), SOON).expect("ends"),
+        &run(vm.command(bed.host(1), &rm), TIMEOUT).expect("ends"),
         &["resource manager"],
     );
     vm.halt().expect("halts");
 }
 
+/// It would be of the same user.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_second_virtual_machine_of_the_same_user_is_refused() {
+fn a_second_virtual_machine_is_refused() {
     with_hosts(2, &["h2"], |vm, prefix| {
         for host in vm.bed().hosts() {
-            let done = run(vm.command(host, prefix.join("bin/pvmd")), SOON).expect("ends");
+            let done = run(vm.command(host, prefix.join("bin/pvmd")), TIMEOUT).expect("ends");
             one_line(&done, &["running already"]);
         }
     });
 }
 
+/// The same holds for one that does not work.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
+fn a_missing_criu_is_named_with_the_remedy() {
     for script in [None, Some("#!/bin/sh\necho 'criu: broken' >&2\nexit 1\n")] {
         let bed = testbed_with_own_engine(2);
         let engine = bed.engine().expect("its own").to_path_buf();
@@ -201,7 +204,7 @@ fn a_missing_or_broken_criu_is_said_with_the_way_to_get_one() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn moves_that_make_no_sense_are_refused_with_the_reason() {
+fn senseless_moves_are_refused_with_the_reason() {
     with_hosts(2, &["h2"], |vm, _| {
         vm.program("hold").expect("gcc");
         let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
@@ -227,8 +230,8 @@ fn garbage_on_the_unix_socket_hurts_nobody() {
         ];
         for bytes in garbage {
             let mut stream = UnixStream::connect(&socket).expect("it listens");
-            stream.set_read_timeout(Some(SOON)).expect("set");
-            // The daemon may hang up before it has read everything.
+            stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+            // The daemon may close the connection before it has read everything.
             let _ = stream.write_all(&bytes);
             let _ = stream.shutdown(std::net::Shutdown::Write);
             let mut answer = Vec::new();
@@ -247,7 +250,7 @@ fn garbage_on_the_udp_port_hurts_nobody() {
             let line = format!("head -c {bytes} /dev/urandom >/dev/udp/h1/{port}");
             let mut command = vm.bed().desk().command("/bin/bash");
             command.args(["-c", &format!("for i in 1 2 3 4 5; do {line}; done")]);
-            assert!(run(command, SOON).expect("ends").good());
+            assert!(run(command, TIMEOUT).expect("ends").good());
         }
         assert!(
             vm.pvm_on(vm.bed().host(2), &["ps", "-a"])
@@ -271,9 +274,11 @@ fn udp_port(host: &Host) -> u16 {
     ports.next().expect("the daemon has a UDP port")
 }
 
+/// A daemon of another virtual machine is refused with a log line and an event, and both virtual
+/// machines continue.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_neither_is_harmed() {
+fn a_foreign_daemon_is_refused_and_logged() {
     let bed = testbed(3);
     let ours = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     ours.add(&["h2"]).expect("h2 joins");
@@ -298,7 +303,7 @@ fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_n
     let refused =
         |text: &str| text.starts_with("refused a connection from") && text.contains("10.77.0.3");
     let event = ours
-        .event(SOON, "refusal", |entry| refused(&entry.text))
+        .event(TIMEOUT, "refusal", |entry| refused(&entry.text))
         .expect("an event");
     assert!(
         event.text.contains("another virtual machine") && event.text.lines().count() == 1,
@@ -309,12 +314,12 @@ fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_n
     assert!(log.contains(&event.text), "{log}");
     theirs
         .event(
-            SOON,
+            TIMEOUT,
             "refusal",
             |entry| matches!(&entry.kind, EventKind::HostRefused { name, .. } if name == "h3"),
         )
         .expect("an event");
-    gone(bed.host(3), "pvmd", SOON).expect("the daemon that found no master has ended");
+    gone(bed.host(3), "pvmd", TIMEOUT).expect("the daemon that found no master has ended");
 
     for (vm, hosts) in [(&ours, 2), (&theirs, 1)] {
         let conf = vm
@@ -339,7 +344,7 @@ fn a_daemon_of_another_virtual_machine_is_refused_with_a_line_and_an_event_and_n
     ours.halt().expect("ours halts");
 }
 
-/// A remote shell that tells each new daemon that its master listens at this address.
+/// Writes a remote shell that tells each new daemon that its master listens at this address.
 fn misleading_shell(bed: &Testbed, address: &str) -> String {
     let place = bed.folder().join("misleading-shell");
     let edit = format!(r#"s/"masters":\[.*\],"library"/"masters":["{address}"],"library"/"#);
@@ -354,7 +359,7 @@ fn misleading_shell(bed: &Testbed, address: &str) -> String {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn another_local_user_reaches_neither_the_socket_nor_the_files() {
+fn other_users_reach_neither_socket_nor_files() {
     with_hosts(1, &[], |vm, _| {
         let home = vm.bed().folder().join("alice");
         for line in [
@@ -367,7 +372,7 @@ fn another_local_user_reaches_neither_the_socket_nor_the_files() {
                 .host(1)
                 .command_as(Some(("alice", ALICE_UID, &home)), "/bin/sh");
             command.args(["-c", line]);
-            let done = run(command, SOON).expect("ends");
+            let done = run(command, TIMEOUT).expect("ends");
             assert!(
                 !done.good() || line == "ls /tmp/sempa-0",
                 "{line}: {done:?}"
@@ -402,8 +407,8 @@ fn halt_leaves_no_process_and_no_file_on_any_host() {
     assert_eq!(vm.host_of(&stays).expect("alive"), "h2");
     vm.halt().expect("halts");
     for (host, before) in bed.hosts().iter().zip(before) {
-        gone(host, "hold", SOON).expect("no task");
-        eventually(SOON, || {
+        gone(host, "hold", TIMEOUT).expect("no task");
+        eventually(TIMEOUT, || {
             let now = host.processes();
             if now.len() <= before {
                 Ok(())

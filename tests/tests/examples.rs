@@ -1,5 +1,5 @@
-//! Debian's programs, not compiled again, print on three hosts of ours what they print on PVM 3.4.6; so do PVM's examples
-//! built from their sources with our headers and libraries.
+//! Debian's unmodified programs print on three hosts what they print on PVM 3.4.6. So do PVM's
+//! examples built from their sources with our headers and libraries.
 
 use anyhow::Result;
 use sempa_tests::eventually;
@@ -13,23 +13,24 @@ use std::ops::Range;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(40);
+const TIMEOUT: Duration = Duration::from_secs(40);
 
-/// One case: its name, how its output is compared, how it is run.
+/// A case: its name, how its output is compared, how it is run.
 type Case<'a> = (
     &'a str,
     Compare,
     Box<dyn Fn(&Machine) -> Result<String> + Sync + 'a>,
 );
 
-/// Runs all cases on PVM and on ours, one after the other on the same virtual machine, and compares what they print.
+/// Runs all cases on PVM and on Sempa, one after the other on the same virtual machine, and
+/// compares the output.
 fn the_same_on_both(cases: &[Case]) {
     let [real, ours] = on([System::Pvm, System::Ours], |machine| heard(machine, cases));
     let wrong = differences(cases, &real, "ours", &ours);
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// The same, and once more with programs that are built here from their sources.
+/// As [`same`], also with programs built from their sources.
 fn the_same_on_both_and_built(cases: &[Case]) {
     let systems = [System::Pvm, System::Ours, System::Built];
     let [real, ours, built] = on(systems, |machine| heard(machine, cases));
@@ -45,7 +46,7 @@ fn heard(machine: &Machine, cases: &[Case]) -> Result<Vec<Heard>> {
         .collect())
 }
 
-/// How what another system printed differs from what PVM did; nothing if it does not.
+/// Returns how the output of a system differs from that of PVM; nothing if it does not.
 fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Heard]) -> String {
     let mut wrong = String::new();
     for (((name, how, _), real), other) in cases.iter().zip(real).zip(other) {
@@ -85,7 +86,7 @@ fn differences(cases: &[Case], real: &[Heard], name_of_other: &str, other: &[Hea
     wrong
 }
 
-/// The lines of one text that another does not have as often.
+/// Returns the multiset difference of the lines of two texts.
 fn only_in(text: &str, other: &str) -> String {
     let mut rest: Vec<&str> = other.lines().collect();
     let missing = text
@@ -112,7 +113,7 @@ fn plain<'a>(shell: Shell<'a>, how: Compare) -> Case<'a> {
     case(shell.program, how, move |machine| machine.run(shell))
 }
 
-/// Some lines are not compared.
+/// Returns the output without lines that are not compared.
 fn but_for<'a>(left_out: fn(&str) -> bool, shell: Shell<'a>, how: Compare) -> Case<'a> {
     case(shell.program, how, move |machine| {
         let text = machine.run(shell)?;
@@ -124,15 +125,15 @@ fn but_for<'a>(left_out: fn(&str) -> bool, shell: Shell<'a>, how: Compare) -> Ca
     })
 }
 
-/// In Fortran's words on a number that is missing: what depends on the place of the source and of the code.
+/// Parts of Fortran's message on a missing number that depend on the paths of source and code.
 fn where_it_was_compiled(line: &str) -> bool {
     ["At line", "at ", "#"]
         .iter()
         .any(|start| line.trim().starts_with(start))
 }
 
-/// `frsg` adds up its part in a variable to which it has given no value before: what it prints of that is right where the
-/// stack happens to be empty, and else not, on PVM as well. Its other line tells whether its group works.
+/// `frsg` sums up in an uninitialised variable, so that line is wrong on PVM as well, unless the
+/// stack happens to be zero. Its other line shows that its group works.
 fn sum_of_frsg(line: &str) -> bool {
     line.contains("Sum of Squares of")
 }
@@ -147,7 +148,7 @@ fn typed<'a>(program: &'a str, input: &'a str, how: Compare) -> Case<'a> {
     )
 }
 
-/// Two copies of a program in two shells; both outputs.
+/// Runs two copies of a program in two shells. Returns both outputs.
 fn twice<'a>(program: &'a str, how: Compare) -> Case<'a> {
     case(program, how, move |machine| {
         let first = machine.start(alone(program))?;
@@ -155,11 +156,11 @@ fn twice<'a>(program: &'a str, how: Compare) -> Case<'a> {
             host: 2,
             ..alone(program)
         })?;
-        Ok(machine.text(&first.finish(LONG)?) + &second)
+        Ok(machine.text(&first.finish(TIMEOUT)?) + &second)
     })
 }
 
-/// A program that serves, then others when the mailbox has its name; all outputs, the server's last.
+/// Runs a server, and others when the mailbox has its name. Returns all outputs, the server's last.
 fn served<'a>(server: Shell<'a>, name: &'a str, others: &'a [Shell<'a>], how: Compare) -> Case<'a> {
     case(server.program, how, move |machine| {
         let running = machine.start(server)?;
@@ -168,17 +169,17 @@ fn served<'a>(server: Shell<'a>, name: &'a str, others: &'a [Shell<'a>], how: Co
         for other in others {
             all += &machine.run(*other)?;
         }
-        Ok(all + &machine.text(&running.finish(LONG)?))
+        Ok(all + &machine.text(&running.finish(TIMEOUT)?))
     })
 }
 
-/// A program that waits for its master's messages: what it prints until then, when it has none. It may be connected for some
-/// time before it prints these last words.
+/// Runs a worker without a master. Returns its output up to these words, which it prints some time
+/// after it has connected.
 fn waiting<'a>(program: &'a str, last_words: &'a str) -> Case<'a> {
     case(program, Compare::Lines, move |machine| {
         let mut slave = machine.start(alone(program))?;
         machine.connected()?;
-        let out = eventually(LONG, || {
+        let out = eventually(TIMEOUT, || {
             let text = |slave: &Running| Ok(slave.out_so_far()? + &slave.err_so_far()?);
             let out = text(&slave).map_err(|error: anyhow::Error| format!("{error:#}"))?;
             if out.contains(last_words) {
@@ -226,17 +227,17 @@ fn examples_with_workers() {
     ]);
 }
 
-/// xep's buttons and where one drags over its picture to look at a part of it, for xdotool.
+/// Arguments of xdotool: xep's buttons, and a drag over its picture that selects a part of it.
 const QUIT: &str = "mousemove 19 46 click 1";
 const ENLARGE: &str =
     "mousemove 65 128 mousedown 1 mousemove 100 150 mousemove 145 208 mouseup 1 click 2";
-/// The lines of its picture on the screen, inside its frame.
+/// The lines of its picture on the screen, without the frame.
 const LINES: Range<usize> = 70..268;
-/// A column of its picture in which nothing is white once the whole set is drawn, and one in which nothing is once only
-/// that part of it is. White is what lies around the whole set, and what no worker has drawn yet.
+/// A column without white once the whole set is drawn, and one without white once the selected part
+/// is drawn. White is outside of the whole set, and what no worker has drawn yet.
 const IN_THE_WHOLE: usize = 106;
 const IN_THE_PART: usize = 8;
-/// Where its words and its six buttons are, which it draws in black on white or the other way round: lines, columns.
+/// Lines and columns of its text and its six buttons, which are black and white.
 const LABELS: [(Range<usize>, Range<usize>); 7] = [
     (8..24, 8..130),
     (36..58, 11..29),
@@ -247,9 +248,9 @@ const LABELS: [(Range<usize>, Range<usize>); 7] = [
     (36..58, 159..177),
 ];
 
-/// Waits until xep has drawn all labels, and its picture as far as this column tells.
+/// Waits until xep has drawn all labels, and its picture as far as this column shows.
 fn drawn(screen: &Screen, column: usize) -> Result<Picture> {
-    eventually(LONG, || {
+    eventually(TIMEOUT, || {
         let picture = screen.picture().map_err(|error| format!("{error:#}"))?;
         let labelled = LABELS.iter().filter(|(lines, columns)| {
             let label = picture.part(lines.clone(), columns.clone());
@@ -288,10 +289,10 @@ fn xep_and_its_workers_draw_the_same_pictures() {
                 .matches("mtile")
                 .count();
             screen.mouse(QUIT)?;
-            let said = machine.text(&running.finish(LONG)?);
+            let said = machine.text(&running.finish(TIMEOUT)?);
             machine.console("ps -a\n", "COMMAND")?;
             screen.end()?;
-            // It names the descriptors that it is told of with each direct route; the numbers mean nothing.
+            // It prints the descriptors of direct routes; their numbers are arbitrary.
             let said: String = said
                 .lines()
                 .map(|line| format!("{}\n", without_descriptors(line)))
@@ -305,7 +306,7 @@ fn xep_and_its_workers_draw_the_same_pictures() {
     ]);
 }
 
-/// A line without the numbers of descriptors and the addresses of the toolkit.
+/// Returns a line without the numbers of descriptors and the addresses of the toolkit.
 fn without_descriptors(line: &str) -> String {
     let mut words = line.split(' ').peekable();
     let mut kept = Vec::new();
@@ -320,7 +321,7 @@ fn without_descriptors(line: &str) -> String {
     kept.join(" ")
 }
 
-/// A small problem; a solution is found within a second.
+/// A small problem that is solved within a second.
 const SCHOOL: School = School {
     classes: 5,
     teachers: 6,
@@ -351,7 +352,7 @@ fn tablix_finds_valid_timetables() {
             &problem,
         ];
         let said = machine.run(with("tablix2", &words))?;
-        // How often kernels report, who is the first, and how fast they are, is chance.
+        // How often kernels report, in which order, and how fast they are, is random.
         let chance = |line: &&str| {
             [" reports ", "] kernel: ", "\t", "per minute"]
                 .iter()
@@ -368,8 +369,8 @@ fn tablix_finds_valid_timetables() {
                 "csv",
                 &place(&format!("out_result{number}.xml")),
             ]);
-            must(output, LONG)?;
-            // It fails where something mandatory is violated.
+            must(output, TIMEOUT)?;
+            // It fails if a hard constraint is violated.
             let solution = timetable::check(&fs::read_to_string(&table)?)?;
             all += &format!(
                 "a valid table of {} lessons\n",
@@ -415,7 +416,7 @@ fn examples_with_groups() {
         ),
         but_for(where_it_was_compiled, alone("frsg"), Compare::Sorted),
         typed("trsg", "8 4\n", Compare::Sorted),
-        // Members may ask for each other's number before all have joined.
+        // Members may ask for each other's numbers before all have joined.
         but_for(
             |line| line.contains("doesn't match up"),
             with("ge", &["4"]),
@@ -423,7 +424,7 @@ fn examples_with_groups() {
         ),
         plain(alone("ge"), Compare::Lines),
         plain(with("gexamp", &["4"]), Compare::Kinds),
-        // Said only if the children are slower than their parent.
+        // This line appears only if the children are slower than their parent.
         but_for(
             |line| line.contains("waiting on kids"),
             with("gs.pvm", &["4"]),
@@ -432,7 +433,7 @@ fn examples_with_groups() {
         plain(alone("gs.pvm"), Compare::Lines),
         plain(with("joinleave", &["200"]), Compare::Lines),
         plain(with("thb", &["3"]), Compare::Kinds),
-        // It reads one name behind the end of its table.
+        // It reads one name past the end of its table.
         but_for(
             |line| matches!(line.trim(), "joined" | "joined group32"),
             alone("tjf"),
@@ -443,15 +444,15 @@ fn examples_with_groups() {
         plain(alone("pvm_gstat"), Compare::Lines),
         case("pvm_gstat of a group", Compare::Lines, |machine| {
             let first = machine.start(alone("dbwtest"))?;
-            let shown = eventually(LONG, || match machine.run(alone("pvm_gstat")) {
+            let shown = eventually(TIMEOUT, || match machine.run(alone("pvm_gstat")) {
                 Ok(out) if out.contains("size: 1,") => Ok(out),
                 other => Err(format!("no group with one member: {other:?}")),
             })?;
             machine.run(alone("dbwtest"))?;
-            first.finish(LONG)?;
+            first.finish(TIMEOUT)?;
             Ok(shown)
         }),
-        // PVM's server prints into the log, our library to standard output.
+        // PVM's server prints to the log, our library to standard output.
         but_for(
             |line| line.contains("DUMP"),
             alone("pvmgroups"),
@@ -460,7 +461,7 @@ fn examples_with_groups() {
     ]);
 }
 
-/// Debian's group library, which is not what programs find on ours.
+/// Debian's group library, which programs do not use on Sempa by default.
 const GROUP_LIBRARY: &str = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
 
 #[test]
@@ -473,20 +474,21 @@ fn calls_of_pvms_own_group_library_are_traced() {
         let mut tracer = machine.command(host, "/usr/bin/tracer");
         tracer.args(["-T", &place]);
         let mut tracer = Running::start(tracer, Stdio::piped())?;
-        // It ends with its input.
+        // It ends at the end of its input.
         let input = tracer.take_stdin();
         machine.connected()?;
         let mut task = machine.command(host, "/usr/bin/env");
         task.arg(format!("LD_PRELOAD={GROUP_LIBRARY}"))
             .arg("/usr/bin/tst");
-        let done = run(task, LONG)?;
-        let records = eventually(LONG, || match fs::read_to_string(&file) {
+        let done = run(task, TIMEOUT)?;
+        let records = eventually(TIMEOUT, || match fs::read_to_string(&file) {
             Ok(text) if text.contains("\"lvgroup(1.1)\" {") => Ok(text),
             other => Err(format!("no record of leaving a group: {other:?}")),
         })?;
         drop(input);
-        tracer.finish(LONG)?;
-        // What the items of all records are called is said differently, and daemons tell of more.
+        tracer.finish(TIMEOUT)?;
+        // The names of the items of all records are announced differently, and our daemons trace
+        // more.
         let of_groups = records
             .lines()
             .filter(|line| line.starts_with('"') && line.contains("group("));
@@ -577,7 +579,7 @@ fn programs_of_other_packages() {
                 host: 2,
                 ..with("NPpvm", &["-h", "h1", "-u", "500", "-n", "20"])
             })?;
-            Ok(machine.text(&receiver.finish(LONG)?) + &sender)
+            Ok(machine.text(&receiver.finish(TIMEOUT)?) + &sender)
         }),
         case("slsh", Compare::Lines, |machine| {
             let exported = |command: &mut Command| {
@@ -585,10 +587,10 @@ fn programs_of_other_packages() {
             };
             let said = machine
                 .start_with(with("slsh", &["hello_master"]), exported)?
-                .finish(LONG)?;
+                .finish(TIMEOUT)?;
             Ok(machine.text(&said))
         }),
-        // It does not wait for output that comes later than the message that its slave is done.
+        // It does not wait for output that arrives after the message that its slave has finished.
         but_for(
             |line| line == "hi",
             with("slsh", &["master", "echo hi", "2"]),
@@ -605,7 +607,7 @@ fn programs_of_other_packages() {
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
 fn debians_resource_manager() {
     the_same_on_both(&[case("srm.pvm", Compare::Lines, |machine| {
-        // PVM's daemons take orders only from a manager that was there before them.
+        // PVM's daemons accept only a manager that was registered before they started.
         machine.console("delete h2 h3\n", "deleted")?;
         machine.shown_at_console("conf\n", "1 host,")?;
         let mut manager = machine.start(alone("srm.pvm"))?;

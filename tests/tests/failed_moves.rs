@@ -1,4 +1,4 @@
-//! A move that fails leaves the task alive where it was, and the event log says why.
+//! A move that fails leaves the task alive at the source, and the event log has the reason.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -11,10 +11,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An engine that, on hosts with a file `hold-HOST`, reports its process and waits at a gate before it becomes the real
-/// engine; everywhere else it is the real engine at once.
+/// A stand-in for CRIU: on hosts with a file `hold-HOST` it writes its process number and waits at
+/// a gate before it becomes the real CRIU; on other hosts it becomes the real CRIU at once.
 fn put_gated_engine(bed: &Testbed) {
     let link = bed.engine().expect("an engine of its own");
     let real = fs::read_link(link).expect("a link");
@@ -52,16 +52,16 @@ fn release(bed: &Testbed, host: &Host) {
     fs::remove_file(bed.folder().join(format!("hold-{}", host.name()))).expect("removed");
 }
 
-/// Opens the gate for the engine that waits there.
+/// Opens the gate for the waiting engine.
 fn open_gate(bed: &Testbed, host: &Host) {
     fs::write(bed.folder().join(format!("gate-{}", host.name())), "go\n")
         .expect("somebody waits at the gate");
 }
 
-/// The process of the engine that waits at the gate, as its host numbers it.
+/// Waits for the engine at the gate. Returns its process number on its host.
 fn at_gate(bed: &Testbed, host: &Host) -> String {
     let file = bed.folder().join(format!("at-{}", host.name()));
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         fs::read_to_string(&file).map_err(|_| format!("no engine at the gate of {}", host.name()))
     })
     .expect("an engine at the gate")
@@ -71,7 +71,7 @@ fn at_gate(bed: &Testbed, host: &Host) -> String {
 
 fn kill_9(host: &Host, pid: &str) {
     assert!(
-        host.shell(&format!("kill -9 {pid}"), SOON)
+        host.shell(&format!("kill -9 {pid}"), TIMEOUT)
             .expect("runs")
             .good(),
         "kill -9 {pid} on {}",
@@ -80,7 +80,7 @@ fn kill_9(host: &Host, pid: &str) {
 }
 
 fn with_three_hosts(test: impl FnOnce(&Vm)) {
-    // These are about images that have all of the memory.
+    // In these tests the images have all of the memory.
     let all_at_once = ("SEMPA_POST_COPY", "never");
     let bed = testbed_with_env(3, &[all_at_once]);
     put_gated_engine(&bed);
@@ -95,11 +95,12 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
     .expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
-    // A tasker tries its engine out when it starts, and a first move waits for that; the gate is for what comes after.
+    // A tasker tries its engine when it starts, and the first move waits for that. The gate is for
+    // later moves.
     let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     vm.must_migrate(&first, "h3");
     assert!(vm.pvm(&["kill", &first]).expect("ends").good());
-    eventually(SOON, || match vm.tasks() {
+    eventually(TIMEOUT, || match vm.tasks() {
         Ok(tasks) if tasks.iter().all(|task| task.tid != first) => Ok(()),
         other => Err(format!("{first} is still there: {other:?}")),
     })
@@ -108,17 +109,17 @@ fn with_three_hosts(test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// The task answers, and its memory is what it was.
+/// Checks that the task answers and that its memory is unchanged.
 fn lives_on(vm: &Vm, tid: &str, host: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).sure(vm);
+    let done = must(command, TIMEOUT).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     assert_eq!(vm.host_of(tid).expect("alive"), host);
 }
 
 fn failure(vm: &Vm) -> Entry {
-    vm.event(SOON, "failed move", |entry| {
+    vm.event(TIMEOUT, "failed move", |entry| {
         matches!(entry.kind, EventKind::MoveFailed { .. })
     })
     .sure(vm)
@@ -133,7 +134,7 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
         hold(bed, source);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
         kill_9(source, &at_gate(bed, source));
-        let done = moving.finish(SOON).expect("ends");
+        let done = moving.finish(TIMEOUT).expect("ends");
         assert!(!done.good() && done.err.lines().count() == 1, "{done:?}");
         let entry = failure(vm);
         assert!(
@@ -156,7 +157,7 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_dump_killed_in_the_middle_of_writing_leaves_the_task_at_the_source() {
+fn a_dump_killed_while_writing_leaves_the_task() {
     with_three_hosts(|vm| {
         let (bed, source) = (vm.bed(), vm.bed().host(2));
         let tid = vm.spawn(&["-h2", "hold", "384"]).expect("spawned");
@@ -166,7 +167,7 @@ fn a_dump_killed_in_the_middle_of_writing_leaves_the_task_at_the_source() {
         let engine = at_gate(bed, source);
         open_gate(bed, source);
         let place = source.path("/tmp/sempa-0/pvm");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             let pages = fs::read_dir(&place)
                 .into_iter()
                 .flatten()
@@ -184,7 +185,7 @@ fn a_dump_killed_in_the_middle_of_writing_leaves_the_task_at_the_source() {
         })
         .expect("the dump writes");
         kill_9(source, &engine);
-        let done = moving.finish(SOON).expect("ends");
+        let done = moving.finish(TIMEOUT).expect("ends");
         assert!(!done.good(), "{done:?}");
         assert!(
             matches!(
@@ -210,7 +211,7 @@ fn a_killed_restore_leaves_the_task_at_the_source() {
         hold(bed, target);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
         kill_9(target, &at_gate(bed, target));
-        let done = moving.finish(SOON).expect("ends");
+        let done = moving.finish(TIMEOUT).expect("ends");
         assert!(!done.good(), "{done:?}");
         let entry = failure(vm);
         assert!(
@@ -247,7 +248,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         hold(bed, source);
         let moving = vm.start_migrate(&tid, "h3").expect("starts");
         at_gate(bed, source);
-        // The daemon that is to receive the images stands still, so that the transfer begins and cannot end.
+        // The receiving daemon is stopped, so that the transfer begins and cannot end.
         let daemon = target
             .processes()
             .into_iter()
@@ -260,7 +261,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         };
         signal(nix::sys::signal::Signal::SIGSTOP);
         open_gate(bed, source);
-        vm.event(SOON, "end of the dump", |entry| {
+        vm.event(TIMEOUT, "end of the dump", |entry| {
             matches!(
                 entry.kind,
                 EventKind::Moving {
@@ -271,7 +272,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         })
         .sure(vm);
         signal(nix::sys::signal::Signal::SIGKILL);
-        let done = moving.finish(SOON).expect("ends");
+        let done = moving.finish(TIMEOUT).expect("ends");
         assert!(!done.good(), "{done:?}");
         let entry = failure(vm);
         assert!(
@@ -285,7 +286,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
             "{entry:?}"
         );
         lives_on(vm, &tid, "h2");
-        sempa_tests::testbed::gone(target, "pvm-tasker", SOON)
+        sempa_tests::testbed::gone(target, "pvm-tasker", TIMEOUT)
             .expect("the tasker ends with its daemon");
         release(bed, source);
         vm.must_migrate(&tid, "h1");
@@ -293,14 +294,15 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
     });
 }
 
+/// The disk of the source or of the target.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
+fn a_full_disk_leaves_the_task_at_the_source() {
     with_three_hosts(|vm| {
         let (bed, tid) = (vm.bed(), vm.spawn(&["-h2", "hold", "64"]).expect("spawned"));
         let resize = |host: &Host, size: &str| {
             let done = host
-                .shell(&format!("mount -n -o remount,size={size} /tmp"), SOON)
+                .shell(&format!("mount -n -o remount,size={size} /tmp"), TIMEOUT)
                 .expect("runs");
             assert!(done.good(), "{done:?}");
         };
@@ -313,7 +315,7 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
                 "{done:?}"
             );
             vm.event(
-                SOON,
+                TIMEOUT,
                 "failed move at that step",
                 |entry| matches!(&entry.kind, EventKind::MoveFailed { step: failed, .. } if *failed == step),
             )
@@ -326,11 +328,12 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
     });
 }
 
+/// A move and a checkpoint are refused with the reason.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_that_is_to_be_debugged_stays_and_whoever_would_move_or_write_it_is_told_why() {
+fn a_task_with_a_debugger_stays() {
     let bed = testbed_with_env(2, &[]);
-    // It has not taken hold of the program: nothing is to be seen of it but how the task was spawned.
+    // No debugger is attached: only the spawn option shows that there will be one.
     let debugger = bed.home().join("debugger");
     replace(&debugger, "#!/bin/sh\nexec \"$@\"\n");
     let env = vec![("PVM_DEBUGGER".to_string(), debugger.display().to_string())];

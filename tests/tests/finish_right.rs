@@ -1,5 +1,6 @@
-//! Programs as people have them are moved again and again while they compute, and come to the result of a run that nobody
-//! disturbed: Debian's tablix2, unchanged; tasks in Python, by ctypes; tasks in Fortran with OpenMP.
+//! Real programs are moved several times while they compute, and finish with the result of an
+//! undisturbed run: Debian's unmodified tablix2, tasks in Python with ctypes, tasks in Fortran with
+//! OpenMP.
 
 use sempa_tests::needs::{require_program, testbed};
 use sempa_tests::run::{Running, must};
@@ -12,13 +13,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(300);
-/// Moves of each job, of its tasks in turn.
+const TIMEOUT: Duration = Duration::from_secs(300);
+/// Moves of each job; its tasks move in turn.
 const MOVES: usize = 8;
-/// Rounds of a job between two moves.
+/// Rounds that a job computes between two moves.
 const ROUNDS_BETWEEN: usize = 3;
 const HOSTS: [&str; 3] = ["h1", "h2", "h3"];
-/// Kernels of tablix2, and how long each searches without improvement.
+/// Kernels of tablix2, and the populations without improvement after which each stops.
 const KERNELS: usize = 2;
 const PATIENCE: &str = "finish=400";
 const SCHOOL: School = School {
@@ -41,10 +42,10 @@ fn with_three_hosts(needs: &[&str], test: impl FnOnce(&Vm<'_>)) {
 }
 
 fn wait<T>(vm: &Vm<'_>, look: impl FnMut() -> Result<T, String>) -> T {
-    eventually(LONG, look).sure(vm)
+    eventually(TIMEOUT, look).sure(vm)
 }
 
-/// The tasks of a program.
+/// Returns the tasks of a program.
 fn tids(vm: &Vm<'_>, program: &str) -> Vec<String> {
     let tasks = vm.tasks().sure(vm);
     tasks
@@ -104,7 +105,7 @@ impl<'a> Job<'a> {
         });
     }
 
-    /// All that it has written; all its tasks end.
+    /// Waits for the end of all its tasks. Returns all that it has written.
     fn ends(self) -> (Vec<String>, String) {
         let result = wait(self.vm, || {
             let text = fs::read_to_string(self.folder.join("result"));
@@ -124,7 +125,7 @@ impl<'a> Job<'a> {
     }
 }
 
-/// Runs the job once with moves of both of its tasks, and once without any for as many rounds.
+/// Runs the job once with moves of both tasks, and once without moves for as many rounds.
 fn moved_and_undisturbed_are_the_same(vm: &Vm<'_>, program: &'static str) {
     let job = Job::start(vm, program, "moved", 0);
     job.goes_on();
@@ -164,7 +165,7 @@ fn source(name: &str) -> PathBuf {
 
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and python3"]
-fn python_tasks_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
+fn moved_python_tasks_finish_with_the_right_result() {
     with_three_hosts(&["python3"], |vm| {
         let program = vm.home().join("pvm3/bin/LINUX64/digest");
         fs::copy(source("digest.py"), &program).expect("copied");
@@ -173,9 +174,10 @@ fn python_tasks_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
     });
 }
 
+/// They compute with OpenMP.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and gfortran"]
-fn fortran_tasks_with_openmp_that_are_moved_come_to_the_result_of_an_undisturbed_run() {
+fn moved_fortran_tasks_finish_with_the_right_result() {
     with_three_hosts(&["gfortran"], |vm| {
         let prefix = vm.bed().prefix().expect("installed");
         let mut gfortran = Command::new("gfortran");
@@ -190,7 +192,7 @@ fn fortran_tasks_with_openmp_that_are_moved_come_to_the_result_of_an_undisturbed
             .arg("-L")
             .arg(prefix.join("lib"))
             .args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
-        must(gfortran, LONG).expect("gfortran takes it");
+        must(gfortran, TIMEOUT).expect("gfortran takes it");
         moved_and_undisturbed_are_the_same(vm, "waves");
     });
 }
@@ -216,14 +218,14 @@ impl Search {
         }
     }
 
-    /// How often its kernels have told of their progress.
+    /// Returns how often its kernels have reported progress.
     fn reports(&self) -> usize {
         let out =
             |text: anyhow::Result<String>| text.unwrap_or_default().matches(" reports ").count();
         out(self.running.out_so_far()) + out(self.running.err_so_far())
     }
 
-    /// Waits until its kernels have told more; false when they have found what they looked for.
+    /// Waits until its kernels have reported more progress; returns false when they have finished.
     fn goes_on(&self, vm: &Vm<'_>) -> bool {
         let until = self.reports() + KERNELS;
         wait(vm, || match self.reports() {
@@ -236,9 +238,10 @@ impl Search {
         })
     }
 
-    /// The timetables that it has found, one for each kernel: without a mandatory error.
+    /// Returns the timetables that it has found, one for each kernel, after checking their hard
+    /// constraints.
     fn ends(self, vm: &Vm<'_>) -> Vec<Solution> {
-        let done = self.running.finish(LONG).sure(vm);
+        let done = self.running.finish(TIMEOUT).sure(vm);
         assert!(done.good(), "{done:?}\n{}", vm.logs());
         let solution = |number: usize| {
             let table = self.folder.join(format!("{number}.csv"));
@@ -248,7 +251,7 @@ impl Search {
                 .arg(&table)
                 .arg("csv")
                 .arg(self.folder.join(format!("found_result{number}.xml")));
-            must(command, LONG).expect("tablix2 reads its own result");
+            must(command, TIMEOUT).expect("tablix2 reads its own result");
             timetable::check(&fs::read_to_string(table).expect("written"))
                 .expect("nobody is needed twice")
         };
@@ -256,9 +259,10 @@ impl Search {
     }
 }
 
+/// They are as good as those of an undisturbed run.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and tablix2"]
-fn tablix2_finds_timetables_as_good_when_its_kernels_are_moved_as_when_nobody_disturbs_it() {
+fn moved_tablix_kernels_find_good_timetables() {
     with_three_hosts(&["tablix2", "tablix2_output"], |vm| {
         let search = Search::start(vm, "moved");
         let mut kernels = Vec::new();
@@ -270,7 +274,7 @@ fn tablix2_finds_timetables_as_good_when_its_kernels_are_moved_as_when_nobody_di
                 Err(format!("{kernels:?} are there"))
             }
         });
-        // How long it searches is chance, so it may be over before the last one.
+        // The length of the search is random, so it may end before the last move.
         let mut moves = 0;
         while moves < MOVES && (moves < KERNELS || search.goes_on(vm)) {
             move_on(vm, &kernels[moves % KERNELS], moves / KERNELS);
@@ -278,7 +282,7 @@ fn tablix2_finds_timetables_as_good_when_its_kernels_are_moved_as_when_nobody_di
         }
         let moved = search.ends(vm);
         let undisturbed = Search::start(vm, "undisturbed").ends(vm);
-        // Each search rolls dice of its own: what is mandatory is the same in all, wishes differ.
+        // Each search is random: all meet the hard constraints, and soft ones differ.
         let lessons = |found: &[Solution]| {
             found
                 .iter()

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 fn on_one_host(test: impl FnOnce(&Vm)) {
     require_program("gfortran", "gfortran");
@@ -18,7 +18,7 @@ fn on_one_host(test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
-/// Compiles a source file to where spawn looks, under this name.
+/// Compiles a source file into the folder in which spawn searches, under this name.
 fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
     let prefix = vm.bed().prefix().expect("installed");
     let program = vm.home().join("pvm3/bin/LINUX64").join(name);
@@ -34,7 +34,7 @@ fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
         .arg("-L")
         .arg(prefix.join("lib"))
         .args(["-lfpvm3", "-lgpvm3", "-lpvm3"]);
-    must(gfortran, LONG).expect("gfortran takes it");
+    must(gfortran, TIMEOUT).expect("gfortran takes it");
     program
 }
 
@@ -43,14 +43,14 @@ fn build(vm: &Vm, source: &Path, words: &[&str], name: &str) -> PathBuf {
 fn every_kind_of_argument_goes_both_ways() {
     on_one_host(|vm| {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("programs/calls.f");
-        // The header has to be good in both source forms.
+        // The header must be valid in both source forms.
         for (form, name) in [
             ("-ffixed-form", "calls-fixed"),
             ("-ffree-form", "calls-free"),
         ] {
             let words = [form, "-ffixed-line-length-132", "-fallow-argument-mismatch"];
             let program = build(vm, &source, &words, name);
-            let done = run(vm.command(vm.bed().host(1), program), LONG).expect("it ends");
+            let done = run(vm.command(vm.bed().host(1), program), TIMEOUT).expect("it ends");
             assert!(
                 done.good() && done.out.contains("all calls are right"),
                 "{form}: {done:?}\n{}",

@@ -1,4 +1,5 @@
-//! Groups, without a server task: members on several hosts meet, are killed, moved, and lose their hosts.
+//! Groups without a server task: members on several hosts meet, are killed, moved, and lose their
+//! hosts.
 
 use sempa_tests::needs::{prefix_in_bed, require_program, testbed};
 use sempa_tests::run::{Running, run};
@@ -10,10 +11,10 @@ use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(60);
+const END_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A member that takes commands.
+/// A member that reads commands.
 struct Member<'a> {
     host: &'a Host,
     task: Running,
@@ -37,9 +38,9 @@ impl<'a> Member<'a> {
         member
     }
 
-    /// The line with this number, counted from 0, once it is there: what follows `start`.
+    /// Waits for the line with this number, counted from 0, and returns what follows `start`.
     fn line(&self, start: &str, number: usize) -> String {
-        let found = eventually(SOON, || {
+        let found = eventually(TIMEOUT, || {
             let out = self.task.out_so_far().map_err(|error| error.to_string())?;
             let mut whole = out
                 .split_inclusive('\n')
@@ -58,7 +59,7 @@ impl<'a> Member<'a> {
             .to_string()
     }
 
-    /// Gives a command; [`Member::result`] waits for what comes of it.
+    /// Gives a command; [`Member::result`] waits for its result.
     fn tell(&mut self, command: &str) -> (String, usize) {
         writeln!(self.to, "{command}").expect("it listens");
         self.asked += 1;
@@ -74,13 +75,13 @@ impl<'a> Member<'a> {
         self.result(asked)
     }
 
-    /// Ends its process with no time for a last word.
+    /// Kills its process.
     fn kill(&self) {
         let line = self.line("task t", 0);
         let process = line.rsplit(' ').next().expect("words").to_string();
         assert!(
             self.host
-                .shell(&format!("kill -9 {process}"), SOON)
+                .shell(&format!("kill -9 {process}"), TIMEOUT)
                 .expect("runs")
                 .good(),
             "kill -9 {process}"
@@ -101,7 +102,7 @@ fn on_hosts(count: usize, test: impl FnOnce(&Vm, &Path)) {
     vm.halt().expect("halts");
 }
 
-/// One member on each of these hosts.
+/// Starts one member on each of these hosts.
 fn members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
     let mut members: Vec<Member> = hosts
         .iter()
@@ -115,7 +116,7 @@ fn members<'a>(vm: &'a Vm, program: &Path, hosts: &[usize]) -> Vec<Member<'a>> {
 
 fn waiting(vm: &Vm, wanted: usize) {
     let look = || {
-        let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON)
+        let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), TIMEOUT)
             .map_err(|error| error.to_string())?;
         let reached = format!("barrier_reached {wanted}\n");
         if shown.out.contains(&reached) {
@@ -124,7 +125,7 @@ fn waiting(vm: &Vm, wanted: usize) {
             Err(format!("{wanted} do not wait: {shown:?}"))
         }
     };
-    eventually(SOON, look).expect("members wait");
+    eventually(TIMEOUT, look).expect("members wait");
 }
 
 #[test]
@@ -152,7 +153,7 @@ fn members_are_numbered_asked_for_and_let_go_together() {
             ),
             (0, -20, 1)
         );
-        // A barrier takes messages in while it waits.
+        // A barrier receives messages while it waits.
         assert_eq!(m[1].ask("listen 5"), 0);
         let first = m[1].tell("barrier g 3");
         waiting(vm, 1);
@@ -167,12 +168,13 @@ fn members_are_numbered_asked_for_and_let_go_together() {
             ),
             (0, 0, 0)
         );
-        eventually(SOON, || match m[1].ask("handled") {
+        eventually(TIMEOUT, || match m[1].ask("handled") {
             1 => Ok(()),
             other => Err(format!("{other} messages were handled")),
         })
         .expect("the handler ran");
-        // One that leaves the virtual machine in good order has left its groups, and another may come in its place.
+        // A member that leaves the virtual machine leaves its groups, and another one may take its
+        // instance number.
         let waits = m[0].tell("barrier g 3");
         let waits_too = m[1].tell("barrier g 3");
         waiting(vm, 2);
@@ -184,7 +186,7 @@ fn members_are_numbered_asked_for_and_let_go_together() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn collective_calls_give_the_right_results_for_every_type() {
+fn collective_calls_support_every_type() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 1, 2]);
         for root in [0, 3] {
@@ -222,11 +224,11 @@ fn whoever_waits_hears_of_a_member_that_was_killed() {
             assert_eq!(member.result(asked), -19);
         }
         assert_eq!(m[0].ask("size g"), 2);
-        // One that is killed in the middle of the barrier itself.
+        // A member that is killed during the barrier.
         let waits = m[0].tell("barrier g 2");
         waiting(vm, 1);
         m[0].kill();
-        eventually(SOON, || match m[1].ask("size g") {
+        eventually(TIMEOUT, || match m[1].ask("size g") {
             1 => Ok(()),
             size => Err(format!("{size} members")),
         })
@@ -236,9 +238,10 @@ fn whoever_waits_hears_of_a_member_that_was_killed() {
     });
 }
 
+/// Its members are told when it breaks.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_frozen_group_takes_nobody_in_and_its_members_hear_when_it_breaks() {
+fn a_frozen_group_has_no_new_members() {
     on_hosts(1, |vm, program| {
         let mut m = members(vm, program, &[1, 1, 1]);
         let first: Vec<_> = m[..2]
@@ -273,17 +276,17 @@ fn a_frozen_group_takes_nobody_in_and_its_members_hear_when_it_breaks() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn whoever_waits_for_a_message_of_a_member_that_died_is_told() {
+fn a_receiver_is_told_of_a_dead_member() {
     on_hosts(2, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 2]);
         let root = m[0].tell("gather g 0");
-        // What a member gave before its end counts.
+        // The contribution of a member before its end counts.
         assert_eq!(m[1].ask("gather g 0"), 0);
         m[1].kill();
         m[2].kill();
         assert_eq!(m[0].result(root), -21);
         assert_eq!(m[0].ask("size g"), 1);
-        // A member that waits for its part, from a root that ends.
+        // A member that waits for its part while the root ends.
         let mut root = Member::start(vm, 2, program);
         assert_eq!(root.ask("join g"), 1);
         let waits = m[0].tell("scatter g 1");
@@ -294,7 +297,7 @@ fn whoever_waits_for_a_message_of_a_member_that_died_is_told() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_lost_host_takes_its_members_along_and_the_others_go_on() {
+fn a_group_survives_the_loss_of_a_host() {
     on_hosts(3, |vm, program| {
         let mut m = members(vm, program, &[1, 2, 3]);
         let waits: Vec<_> = m[..2]
@@ -320,7 +323,7 @@ fn a_lost_host_takes_its_members_along_and_the_others_go_on() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_member_that_is_moved_in_a_barrier_goes_on_at_its_new_place() {
+fn a_member_moves_during_a_barrier() {
     on_hosts(3, |vm, program| {
         let name = program
             .file_name()
@@ -351,7 +354,7 @@ fn a_member_that_is_moved_in_a_barrier_goes_on_at_its_new_place() {
 fn groups_are_shown_by_our_programs_and_by_debians() {
     on_hosts(1, |vm, program| {
         let show =
-            |program: &str| run(vm.command(vm.bed().host(1), program), SOON).expect("it ends");
+            |program: &str| run(vm.command(vm.bed().host(1), program), TIMEOUT).expect("it ends");
         assert_eq!(show("pvm_gstat").out, "no groups exist\n");
         let mut m = members(vm, program, &[1, 1]);
         assert_eq!(m[1].ask("join second"), 0);
@@ -378,7 +381,7 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
         for name in ["pvm_gstat", "pvmgroups"] {
             let debians = Path::new("/usr/bin").join(name);
             require_program(&debians.to_string_lossy(), "pvm");
-            let done = run(vm.command(vm.bed().host(1), debians), SOON).expect("it ends");
+            let done = run(vm.command(vm.bed().host(1), debians), TIMEOUT).expect("it ends");
             let text = if name == "pvm_gstat" {
                 done.out.clone()
             } else {
@@ -397,7 +400,7 @@ fn groups_are_shown_by_our_programs_and_by_debians() {
     });
 }
 
-/// Debian's group programs, with their input and a line that they print when all is right.
+/// Debian's group programs, with their input and a line that they print on success.
 const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
     (
         "gexample",
@@ -412,7 +415,7 @@ const EXAMPLES: [(&str, &[&str], &str, &str); 10] = [
         "8 4\n",
         "Test OK: Sum of Squares of first 32 integers is 11440",
     ),
-    // Its sum begins with whatever is on its stack; this line is about the group.
+    // Its sum starts with an uninitialised variable; this line is about the group.
     ("frsg", &[], "8\n4\n", "Test Ok: Received ("),
     ("ge", &["4"], "", "done"),
     ("gexamp", &["4"], "", "gexamp 0: sync"),
@@ -432,18 +435,18 @@ fn examples_where_spawn_looks(bed: &Testbed) {
     }
 }
 
-/// Runs an example to its end; panics unless it prints its sign, on whichever output.
+/// Runs an example to its end. Panics unless its output or error output has this line.
 fn has_run_right(vm: &Vm, program: &Path, words: &[&str], input: &str, sign: &str) {
     let mut command = vm.command(vm.bed().host(1), program);
     command.args(words);
     let mut task = Running::start(command, Stdio::piped()).expect("it starts");
-    // One that reads nothing may have ended before.
+    // A program that reads nothing may have ended before.
     let _ = task
         .take_stdin()
         .expect("piped")
         .write_all(input.as_bytes());
     let done = task
-        .finish(LONG)
+        .finish(END_TIMEOUT)
         .unwrap_or_else(|error| panic!("{}: {error:#}\n{}", program.display(), vm.logs()));
     let said = done.out.clone() + &done.err;
     assert!(
@@ -465,7 +468,7 @@ fn debians_group_programs_run_unmodified() {
             has_run_right(vm, &program, words, input, sign);
         }
         let none_left = || {
-            let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), SOON)
+            let shown = run(vm.command(vm.bed().host(1), "pvm_gstat"), TIMEOUT)
                 .map_err(|error| error.to_string())?;
             if shown.out == "no groups exist\n" {
                 Ok(())
@@ -473,13 +476,13 @@ fn debians_group_programs_run_unmodified() {
                 Err(format!("{shown:?}"))
             }
         };
-        eventually(SOON, none_left).expect("programs that ended are in no group");
+        eventually(TIMEOUT, none_left).expect("programs that ended are in no group");
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and Debian's PVM"]
-fn programs_with_pvms_own_group_library_and_server_run_as_before() {
+fn pvms_own_group_library_and_server_work() {
     let theirs = "/usr/lib/x86_64-linux-gnu/libgpvm3.so.3";
     require_program(theirs, "pvm");
     let bed = testbed(1);
@@ -502,7 +505,7 @@ fn programs_with_pvms_own_group_library_and_server_run_as_before() {
     examples_where_spawn_looks(&bed);
     let (name, words, input, sign) = EXAMPLES[0];
     has_run_right(&vm, &Path::new("/usr/bin").join(name), words, input, sign);
-    let shown = run(vm.command(bed.host(1), "/usr/bin/pvm_gstat"), SOON).expect("it ends");
+    let shown = run(vm.command(bed.host(1), "/usr/bin/pvm_gstat"), TIMEOUT).expect("it ends");
     assert_eq!(shown.out, "no groups exist\n");
     assert!(
         vm.tasks()
@@ -531,11 +534,11 @@ fn a_tracer_is_told_of_group_calls_as_wholes() {
             Ok(out) if out.contains("* setsbuf") => Ok(()),
             other => Err(format!("not yet: {other:?}")),
         };
-        eventually(SOON, ready).expect("a tracer");
+        eventually(TIMEOUT, ready).expect("a tracer");
         let mut member = Member::start(vm, 1, program);
         assert_eq!((member.ask("join g"), member.ask("gather g 0")), (0, 0));
-        // It looks at what has come when something comes, so there has to be more behind what is looked for.
-        let told = eventually(SOON, || {
+        // It checks its inbox only when a message arrives, so another message must follow.
+        let told = eventually(TIMEOUT, || {
             member.ask("barrier g 1");
             let text = std::fs::read_to_string(&file).map_err(|error| error.to_string())?;
             if text.contains("\"barrier(1.1)\" {") {
@@ -581,14 +584,15 @@ fn with_static_library(vm: &Vm) -> PathBuf {
         .arg("-L")
         .arg(prefix.join("lib"))
         .args(["-lpvm3", "-lm"]);
-    let done = run(gcc, LONG).expect("gcc");
+    let done = run(gcc, END_TIMEOUT).expect("gcc");
     assert!(done.good(), "{done:?}");
     program
 }
 
+/// It uses the shared library of the task.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn the_static_group_library_works_over_the_shared_library_of_the_task() {
+fn the_static_group_library_works() {
     on_hosts(1, |vm, _| {
         let program = with_static_library(vm);
         let mut m = members(vm, &program, &[1, 1]);

@@ -1,4 +1,5 @@
-//! Guests stand still while the owner of their host wants it: real processes, judged by the guests' own clocks.
+//! Guests are stopped while the owner of their host wants it: real processes, judged by the guests' own
+//! clocks.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -9,12 +10,12 @@ use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Vm, eventually};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-const SOON: Duration = Duration::from_secs(60);
-/// Speaks for owners.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The program that speaks for owners.
 const SPEAKS: &str = env!("CARGO_BIN_EXE_owner-speaks");
-/// Rounds of the measurement.
-const ROUNDS: usize = 20;
-/// So long an owner stays at least, in microseconds: long beside the gaps that guests note.
+/// How often the guests are stopped.
+const ROUNDS: usize = 5;
+/// Microseconds that an owner stays at least: more than the gaps that guests note while they run.
 const STAY: u64 = 300_000;
 
 fn now() -> u64 {
@@ -24,16 +25,16 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
-/// The gaps in a guest's own time.
+/// Returns the gaps in a guest's own time.
 fn gaps(vm: &Vm, tid: &str) -> Vec<(u64, u64)> {
     vm.gaps(tid).sure(vm)
 }
 
-/// The processor time that a process has used, in ticks.
+/// Returns the processor time of a process in ticks.
 fn used(host: &Host, pid: i32) -> u64 {
     let mut command = host.command("cat");
     command.arg(format!("/proc/{pid}/stat"));
-    let stat = must(command, SOON).expect("it is there").out;
+    let stat = must(command, TIMEOUT).expect("it is there").out;
     let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
         .split_whitespace()
         .collect();
@@ -49,7 +50,7 @@ fn stopped(vm: &Vm, tids: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// How many events tell that all guests of a host stand still.
+/// Returns the number of events that say that all guests of a host are stopped.
 fn stops(vm: &Vm) -> usize {
     let events = vm.events().expect("events");
     events
@@ -70,15 +71,16 @@ fn with_guests(count: usize, test: impl FnOnce(&Vm, &[String])) {
     vm.halt().expect("halts");
 }
 
+/// They occupy all processors, and continue when they are welcome.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_are_welcome() {
+fn stopped_guests_stand_still_by_their_own_clocks() {
     with_guests(4, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         let mut words = Vec::new();
         for round in 0..ROUNDS {
             let said = owner.say(&format!("stop round {round}"));
-            eventually(SOON, || {
+            eventually(TIMEOUT, || {
                 if stops(vm) > round {
                     Ok(())
                 } else {
@@ -87,7 +89,7 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
             })
             .sure(vm);
             assert_eq!(stopped(vm, guests).len(), guests.len());
-            eventually(SOON, || {
+            eventually(TIMEOUT, || {
                 if now() > said + STAY {
                     Ok(())
                 } else {
@@ -101,7 +103,7 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
         for tid in guests {
             let gaps = gaps(vm, tid);
             for (said, welcome) in &words {
-                // Whatever its clock did before, from some moment on it stood until guests were welcome.
+                // From some moment on the guest did not run until guests were welcome.
                 let last = gaps
                     .iter()
                     .find(|(from, to)| from < welcome && to >= welcome);
@@ -131,7 +133,7 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_stand_still_by_signals_where_there_is_no_freezer() {
+fn guests_are_stopped_by_signals_without_freezer() {
     let bed = testbed(1);
     let env = vec![("SEMPA_FREEZER".into(), "off".into())];
     let vm = Vm::start(
@@ -148,7 +150,7 @@ fn guests_stand_still_by_signals_where_there_is_no_freezer() {
         .collect();
     let mut owner = Speaker::new(&vm, vm.bed().host(1), SPEAKS);
     let said = owner.say("stop olga is there");
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         if stops(&vm) > 0 {
             Ok(())
         } else {
@@ -156,7 +158,7 @@ fn guests_stand_still_by_signals_where_there_is_no_freezer() {
         }
     })
     .sure(&vm);
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         if now() > said + STAY {
             Ok(())
         } else {
@@ -181,13 +183,14 @@ fn guests_stand_still_by_signals_where_there_is_no_freezer() {
     vm.halt().expect("halts");
 }
 
+/// They get no processor time, move, and continue at the target.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_there() {
+fn stopped_guests_move_without_running() {
     with_guests(3, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("stop olga is there");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if stops(vm) > 0 {
                 Ok(())
             } else {
@@ -226,10 +229,10 @@ fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_ther
             "{back:?}"
         );
         let here = used(vm.bed().host(2), pids[2]);
-        assert_eq!(here, before[2], "it stands still");
+        assert_eq!(here, before[2], "it does not run");
         for (tid, (began, ended)) in guests[..2].iter().zip(moved) {
             let gaps = gaps(vm, tid);
-            // One gap leads from before everybody stood still to the move: it did not run in between.
+            // One gap begins before all guests were stopped and ends during the move.
             let over = |(from, to): &(u64, u64)| *from <= stand && *to >= began && *to <= ended;
             assert!(
                 gaps.iter().any(over),
@@ -245,11 +248,11 @@ fn stopped_guests_get_no_processor_time_move_away_without_running_and_go_on_ther
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
+fn guests_continue_when_the_owners_agent_dies() {
     with_guests(2, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("stop olga is there");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if stops(vm) > 0 {
                 Ok(())
             } else {
@@ -258,7 +261,7 @@ fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
         })
         .expect("they stop");
         owner.kill();
-        vm.event(SOON, "guests that go on", |entry| {
+        vm.event(TIMEOUT, "continued guests", |entry| {
             matches!(entry.kind, EventKind::GuestsContinued { .. })
         })
         .sure(vm);
@@ -271,15 +274,15 @@ fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_whose_time_is_over_are_ended_if_the_owner_wants_that() {
+fn overdue_guests_are_ended_if_the_owner_wants_it() {
     with_guests(2, |vm, guests| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), SPEAKS);
         owner.say("kill 1500 olga wants her machine");
-        vm.event(SOON, "guests that are ended", |entry| {
+        vm.event(TIMEOUT, "guests that are ended", |entry| {
             matches!(entry.kind, EventKind::GuestsEnded { .. })
         })
         .expect("told");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             let left = vm.tasks().map_err(|error| format!("{error:#}"))?;
             let left: Vec<_> = left
                 .into_iter()

@@ -1,4 +1,4 @@
-//! Whole jobs of real processes: ended, and begun from a file.
+//! Whole jobs of real processes: they are ended, and started from a file.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -8,13 +8,13 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::process::Stdio;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn with_rm(test: impl FnOnce(&Vm)) {
     with("pvm-rm", test);
 }
 
-/// With this resource manager.
+/// Runs a test with this resource manager.
 fn with(rm: &str, test: impl FnOnce(&Vm)) {
     let bed = testbed(2);
     let vm = Vm::start(
@@ -30,15 +30,16 @@ fn with(rm: &str, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
+/// Nothing of it is left.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_left() {
+fn a_job_that_ignores_its_end_is_killed() {
     with_rm(|vm| {
         let program = vm.program("deaf").expect("gcc");
         let mut command = vm.command(vm.bed().host(1), program);
         command.arg("5");
         let mut top = Running::start(command, Stdio::null()).expect("it starts");
-        let out = eventually(SOON, || {
+        let out = eventually(TIMEOUT, || {
             let out = top.out_so_far().map_err(|error| format!("{error:#}"))?;
             if out.ends_with('\n') {
                 Ok(out)
@@ -67,10 +68,10 @@ fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_l
             (Some(6), Some(0)),
             "{answer:?}"
         );
-        // All but the one that listens.
+        // All tasks but the one that obeys.
         assert_eq!(count("forced"), Some(5), "{answer:?}");
         assert_eq!(deaf(), 0);
-        let status = eventually(SOON, || {
+        let status = eventually(TIMEOUT, || {
             top.poll()
                 .map_err(|e| format!("{e:#}"))?
                 .ok_or("it runs".to_string())
@@ -86,9 +87,10 @@ fn a_job_whose_tasks_ignore_the_request_to_end_is_ended_until_nothing_of_it_is_l
     });
 }
 
+/// An error in the file is reported with its line.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_line() {
+fn a_job_file_starts_its_tasks_on_their_hosts() {
     with_rm(|vm| {
         vm.program("hold").expect("gcc");
         let file = vm.bed().folder().join("job.toml");
@@ -128,7 +130,7 @@ fn a_job_file_starts_what_it_says_where_it_says_and_a_mistake_is_told_with_its_l
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
+fn a_waiting_spawn_is_listed_with_the_jobs() {
     with("pvm-rm --wait 600 --user-tasks 1", |vm| {
         vm.program("hold").expect("gcc");
         let first = vm.spawn(&["hold", "1"]).expect("spawned");
@@ -138,7 +140,7 @@ fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
                 .map_err(|error| format!("{error:#}"))
                 .map(|all| all[0]["waiting"].clone())
         };
-        let one = eventually(SOON, || match waiting()? {
+        let one = eventually(TIMEOUT, || match waiting()? {
             list if list.as_array().is_some_and(|list| list.len() == 1) => Ok(list[0].clone()),
             other => Err(other.to_string()),
         });
@@ -163,15 +165,15 @@ fn a_spawn_that_waits_is_shown_with_the_jobs_until_it_has_its_place() {
             .expect("pvm")
             .expect_good("kill")
             .expect("it ends");
-        assert!(second.finish(SOON).expect("it has its place").good());
+        assert!(second.finish(TIMEOUT).expect("it has its place").good());
         assert_eq!(waiting().expect("told").as_array().map(Vec::len), Some(0));
     });
 }
 
+/// They end with the virtual machine.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_virtual_machine_ends()
-{
+fn followed_events_arrive_one_per_line() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.program("hold").expect("gcc");
@@ -182,7 +184,7 @@ fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_vir
         let out = follower
             .out_so_far()
             .map_err(|error| format!("{error:#}"))?;
-        // The last line may not be whole yet.
+        // The last line may be incomplete.
         let whole = out.rfind('\n').map_or("", |end| &out[..end]);
         Ok(whole
             .lines()
@@ -190,7 +192,7 @@ fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_vir
             .collect())
     };
     let seen = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
-        let seen = eventually(SOON, || {
+        let seen = eventually(TIMEOUT, || {
             let told = told()?;
             if told.iter().any(|entry| is(&entry.kind)) {
                 Ok(told)
@@ -200,7 +202,7 @@ fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_vir
         });
         seen.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
     };
-    // What happened before comes first, then each as it happens.
+    // Earlier events come first, then each event as it happens.
     let before = seen("the first entry", &|_| true).len();
     vm.add(&["h2"]).expect("it joins");
     seen(
@@ -222,7 +224,7 @@ fn who_follows_the_events_gets_each_as_it_happens_one_value_a_line_until_the_vir
     );
     vm.halt().expect("halts");
     let done = follower
-        .finish(SOON)
+        .finish(TIMEOUT)
         .expect("it ends with the virtual machine");
     assert!(!done.out.is_empty(), "{done:?}");
 }

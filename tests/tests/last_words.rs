@@ -1,4 +1,5 @@
-//! What a task has sent over a direct route before it is killed is received, however much of it was still on its way.
+//! Messages that a task has sent over a direct route before it is killed are received, also those
+//! in transit.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -10,13 +11,13 @@ use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-/// What the talker says before it is killed: less than the listener acknowledges at once, because an acknowledgement that
-/// meets a dead task makes its kernel drop the rest, as any message would.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes that the sender sends before it is killed: fewer than the receiver acknowledges, because
+/// an acknowledgement to a dead task makes its kernel drop the rest.
 const WORDS: usize = 7;
 const WORD_BYTES: usize = 64 << 10;
 
-/// The process of the listener, on its host.
+/// Returns the process of the receiver on its host.
 fn listener(vm: &Vm) -> Pid {
     let host = vm.bed().host(3);
     let is_it = |line: &str| {
@@ -36,9 +37,10 @@ fn listener(vm: &Vm) -> Pid {
     Pid::from_raw(pid.cast_signed())
 }
 
+/// The receiver was stopped while the task sent them.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
+fn a_killed_task_has_delivered_its_messages() {
     let bed = testbed(3);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
@@ -46,7 +48,7 @@ fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
     let mut command = vm.command(bed.host(1), program);
     command.args([&WORDS.to_string(), &WORD_BYTES.to_string(), "h2", "h3"]);
     let mut director = Running::start(command, Stdio::piped()).expect("it starts");
-    let talker = eventually(SOON, || {
+    let talker = eventually(TIMEOUT, || {
         let out = director.out_so_far().map_err(|error| error.to_string())?;
         let talker = out.lines().find_map(|line| line.strip_prefix("talker "));
         talker
@@ -62,13 +64,13 @@ fn a_killed_task_has_said_what_it_had_sent_to_a_listener_who_stood_still() {
         .expect("piped")
         .write_all(b"go\n")
         .expect("it listens");
-    eventually(SOON, || match vm.tasks() {
+    eventually(TIMEOUT, || match vm.tasks() {
         Ok(tasks) if tasks.iter().all(|task| task.tid != talker) => Ok(()),
         other => Err(format!("{talker} is still there: {other:?}")),
     })
     .sure(&vm);
     kill(listener, Signal::SIGCONT).expect("it is there");
-    let done = director.finish(SOON).sure(&vm);
+    let done = director.finish(TIMEOUT).sure(&vm);
     assert!(
         done.good()
             && done

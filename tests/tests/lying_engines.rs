@@ -1,8 +1,14 @@
-//! Engines and stores that fail or lie while jobs are written and started again: one plain sentence each, all tasks go on, nothing
-//! is left behind, and the set that was there before can be started.
+//! Engines and stores that fail or lie during checkpoints and restarts of jobs. Each failure is
+//! reported in one line, all tasks continue, nothing is left behind, and the checkpoint made before can
+//! be restarted.
+//!
+//! A seed chooses some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 
 use sempa_tests::fake_criu::{self, behave};
+use sempa_tests::faults::leftovers;
 use sempa_tests::needs::testbed_with_own_engine;
+use sempa_tests::ring_job::ENDLESS;
+use sempa_tests::rng::{sample, seed};
 use sempa_tests::run::Done;
 use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm, eventually};
@@ -11,10 +17,10 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const WORKERS: usize = 2;
 
-/// A job of three tasks on h1 and h2 that writes a line for each round.
+/// A job of three tasks on h1 and h2 that writes a line per round.
 struct Job<'a> {
     vm: &'a Vm<'a>,
     folder: PathBuf,
@@ -30,8 +36,8 @@ impl<'a> Job<'a> {
             "-h1",
             "ring_job",
             &WORKERS.to_string(),
-            "100000000",
-            "2000",
+            ENDLESS,
+            "-2000",
             folder.to_str().expect("text"),
         ];
         let tid = vm.spawn(&words).sure(vm);
@@ -40,12 +46,12 @@ impl<'a> Job<'a> {
         job
     }
 
-    /// All its tasks are needed for a round.
+    /// Waits for some rounds, to each of which all tasks contribute.
     fn goes_on(&self) {
         let lines =
             || fs::read_to_string(self.folder.join("log")).map_or(0, |log| log.lines().count());
         let until = lines() + 5;
-        let gone = eventually(LONG, || {
+        let gone = eventually(TIMEOUT, || {
             if lines() >= until {
                 Ok(())
             } else {
@@ -65,7 +71,8 @@ impl<'a> Job<'a> {
         values[0]["set"].as_str().expect("a name").to_string()
     }
 
-    /// A checkpoint that has to fail with these words in one sentence; the job goes on, and nothing is left of it.
+    /// Makes a checkpoint, which must fail with these words in one line. The job continues, and
+    /// nothing is left of the checkpoint.
     fn fails(&self, what: &str, words: &[&str]) {
         let sets = sets(self.vm);
         let done = self.checkpoint();
@@ -91,7 +98,7 @@ impl<'a> Job<'a> {
                 .good()
         );
         assert!(self.vm.pvm(&["reset"]).expect("the console").good());
-        let ended = eventually(LONG, || {
+        let ended = eventually(TIMEOUT, || {
             let left = self.vm.tasks().map_err(|error| error.to_string())?;
             if left.iter().any(|task| task.name == "ring_job") {
                 Err(format!("{left:?}"))
@@ -102,7 +109,7 @@ impl<'a> Job<'a> {
         ended.sure(self.vm);
     }
 
-    /// A restart that has to fail with these words; nothing of it runs, and nothing is left.
+    /// Restarts a checkpoint, which must fail with these words. No task runs, and nothing is left.
     fn is_not_started(&self, set: &str, what: &str, words: &[&str]) {
         let sets = sets(self.vm);
         let done = self.vm.pvm(&["restart", set]).expect("the console");
@@ -117,7 +124,7 @@ impl<'a> Job<'a> {
         );
         eprintln!("{what}: {}", done.err.trim());
         for host in self.vm.bed().hosts() {
-            sempa_tests::testbed::gone(host, "ring_job", LONG)
+            sempa_tests::testbed::gone(host, "ring_job", TIMEOUT)
                 .unwrap_or_else(|error| panic!("{what}: {error:#}"));
         }
         nothing_new(self.vm, &sets, what);
@@ -134,7 +141,7 @@ fn store(vm: &Vm<'_>) -> PathBuf {
     vm.home().join(".local/state/sempa/checkpoints")
 }
 
-/// Everything in the store that is a set, or was to be one.
+/// Returns the checkpoints in the store, also incomplete ones.
 fn sets(vm: &Vm<'_>) -> Vec<String> {
     let entries = fs::read_dir(store(vm)).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
@@ -145,27 +152,15 @@ fn sets(vm: &Vm<'_>) -> Vec<String> {
     names
 }
 
-/// The store is what it was, and no host has images, tokens or an engine.
+/// Waits until the store is as before, and no host has images, tokens or an engine.
 fn nothing_new(vm: &Vm<'_>, before: &[String], what: &str) {
-    let clean = eventually(LONG, || {
+    let clean = eventually(TIMEOUT, || {
         let mut left: Vec<String> = sets(vm)
             .into_iter()
             .filter(|name| !before.contains(name))
             .collect();
         for host in vm.bed().hosts() {
-            for entry in fs::read_dir(host.path("/tmp/sempa-0/pvm"))
-                .into_iter()
-                .flatten()
-                .flatten()
-            {
-                let name = entry.file_name().to_string_lossy().into_owned();
-                left.extend(
-                    ["images-", "resume-"]
-                        .iter()
-                        .any(|begin| name.starts_with(begin))
-                        .then_some(name),
-                );
-            }
+            left.extend(leftovers(host));
             let engine = |line: &String| fake_criu::is_engine(line);
             left.extend(
                 host.processes()
@@ -196,43 +191,47 @@ fn with_job(
     vm.halt().expect("halts");
 }
 
+/// What an engine does instead of the request, and words of the error that follows.
+const LIES: [(&str, &str); 4] = [
+    ("silent", "engine"),
+    ("garbage", "engine's answer cannot be read"),
+    ("killed", "killed by signal 9"),
+    ("hang", "not done within"),
+];
+/// Kinds of images that are cut in half.
+const IMAGES: [&str; 8] = [
+    "inventory",
+    "files",
+    "pstree",
+    "core-",
+    "mm-",
+    "fdinfo-",
+    "pagemap-",
+    "pages-",
+];
+
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
+fn lying_engines_harm_no_job() {
+    let seed = seed();
     with_job(
         |_| Settings::default(),
         |bed, _, job| {
             let good = job.good_checkpoint();
-            let lies = [
-                ("silent", "engine"),
-                ("garbage", "engine's answer cannot be read"),
-                ("killed", "killed by signal 9"),
-                ("hang", "not done within"),
-            ];
-            for (what, words) in lies {
+            for (what, words) in sample(LIES, 1, seed) {
                 behave(bed, "h2", what);
                 job.fails(what, &["the job goes on", words]);
                 behave(bed, "h2", "");
             }
-            for kind in [
-                "inventory",
-                "files",
-                "pstree",
-                "core-",
-                "mm-",
-                "fdinfo-",
-                "pagemap-",
-                "pages-",
-            ] {
+            for kind in sample(IMAGES, 2, seed) {
                 behave(bed, "h2", &format!("cut {kind}*.img"));
-                job.fails(
-                    &format!("{kind} cut"),
-                    &["the job goes on", "images: ", kind],
-                );
+                let words = ["the job goes on", "images: ", kind];
+                job.fails(&format!("{kind} cut"), &words);
                 behave(bed, "h2", "");
             }
             job.end();
-            for (what, words) in lies {
+            // Not the kind that the checkpoint has met.
+            for (what, words) in sample(LIES, 1, seed + 1) {
                 behave(bed, "h1", what);
                 behave(bed, "h2", what);
                 job.is_not_started(&good, what, &["nothing of it runs", words]);
@@ -244,13 +243,13 @@ fn engines_that_lie_make_no_checkpoint_and_no_restart_and_harm_nothing() {
     );
 }
 
-/// A file system of its own for the store, on h1.
+/// A small file system for the store, on h1.
 const STORE: &str = "/tmp/small";
 
 fn with_small_store(bed: &Testbed) -> Settings {
     let done = bed.host(1).shell(
         &format!("mkdir -m 700 {STORE} && mount -t tmpfs -o size=64m,mode=700 none {STORE}"),
-        LONG,
+        TIMEOUT,
     );
     assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
     let env = vec![
@@ -263,7 +262,7 @@ fn with_small_store(bed: &Testbed) -> Settings {
     }
 }
 
-/// All files of a folder of h1, with their names.
+/// Returns all files below a folder of h1.
 fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
     fn below(folder: &Path, found: &mut Vec<PathBuf>) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
@@ -281,13 +280,13 @@ fn files(bed: &Testbed, inside: &str) -> Vec<PathBuf> {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_started() {
+fn a_full_or_damaged_store_keeps_older_checkpoints() {
     with_job(with_small_store, |bed, vm, job| {
         let good = job.good_checkpoint();
         let room = |size: &str| {
             let done = bed
                 .host(1)
-                .shell(&format!("mount -n -o remount,size={size} {STORE}"), LONG)
+                .shell(&format!("mount -n -o remount,size={size} {STORE}"), TIMEOUT)
                 .expect("runs");
             assert!(done.good(), "{done:?}");
         };
@@ -302,7 +301,7 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
             .filter_map(|path| fs::metadata(path).ok())
             .map(|meta| meta.blocks() * 512)
             .sum();
-        // Full at once, in the middle of the first task, of the others, and just before the end.
+        // Full at once, during the first task, during the others, and just before the end.
         for part in [0.0, 0.05, 0.3, 0.6, 0.9, 0.99] {
             room(&format!(
                 "{}k",
@@ -312,7 +311,7 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
                 &format!("room for {part} of a set"),
                 &["the disk is full", "the job goes on"],
             );
-            let left = eventually(LONG, || {
+            let left = eventually(TIMEOUT, || {
                 let now = in_store();
                 if now == before {
                     Ok(())
@@ -337,7 +336,7 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
                 .to_string_lossy()
                 .into_owned();
             if name == "ended" {
-                // No part of the set: it says since when nobody needs it, and whoever starts it does.
+                // It only says since when the checkpoint is unused, and a restart ignores it.
                 fs::write(&path, b"\xffnonsense").expect("written");
                 continue;
             }
@@ -366,7 +365,7 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
         job.end();
         job.starts_again(&good);
         job.end();
-        // Its log was cut back to what it was then, and the newer one would go on behind a gap.
+        // The log was cut back to the older checkpoint, so the newer one would leave a gap.
         job.is_not_started(
             &newer,
             "a log that is shorter",
@@ -378,7 +377,7 @@ fn a_store_that_is_full_or_damaged_says_so_and_what_was_complete_before_can_be_s
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_key_that_cannot_be_used_is_named_and_the_job_goes_on() {
+fn an_unusable_store_key_is_named() {
     with_job(with_small_store, |bed, _, job| {
         let key = bed.host(1).path(&format!("{STORE}/key"));
         fs::write(&key, "short").expect("written");

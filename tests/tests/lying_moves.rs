@@ -1,25 +1,27 @@
-//! Engines that fail or lie, disks that are full and memory that is short while a task is moved: one plain sentence each, the task
-//! goes on where it was, and nothing is left behind.
+//! Engines that fail or lie, full disks and short memory during a migration. Each failure is reported
+//! in one line, the task continues at the source, and nothing is left behind.
+//!
+//! A seed chooses some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_tests::fake_criu::{self, behave, take_misbehaved};
+use sempa_tests::faults::leftovers;
 use sempa_tests::limits;
 use sempa_tests::move_steps::{self, MoveFaults, may_be_lost, sampled_points};
 use sempa_tests::needs::{self, testbed_with_env, testbed_with_own_engine};
-use sempa_tests::ring_job::Job;
-use sempa_tests::rng::seed;
+use sempa_tests::ring_job::{ENDLESS, Job};
+use sempa_tests::rng::{sample, seed};
 use sempa_tests::run::{Done, must};
 use sempa_tests::vm::Settings;
 use sempa_tests::{Host, Testbed, Vm, eventually};
 use std::fs;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-const LONG: Duration = Duration::from_secs(120);
-/// Memory of a task; so much follows it where that is possible and not forbidden.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// Memory of a task, in MiB.
 const MIB: &str = "24";
-/// What an engine that does not carry out a request may do instead, and a word of the sentence that follows from it.
+/// What an engine does instead of the request, and words of the error that follows.
 const LIES: [(&str, &str); 4] = [
     ("silent", "ended without an answer"),
     ("garbage", "cannot be read"),
@@ -28,8 +30,9 @@ const LIES: [(&str, &str); 4] = [
 ];
 const ALWAYS: (&str, &str) = ("SEMPA_POST_COPY", "always");
 const NEVER: (&str, &str) = ("SEMPA_POST_COPY", "never");
-/// So slowly, in bytes per second, that memory is on its way for longer than the engine bears with it.
+/// Bytes per second at which memory takes longer than the engine waits.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
+/// Kinds of images that are cut in half.
 const IMAGES: [&str; 8] = [
     "inventory",
     "pstree",
@@ -40,7 +43,7 @@ const IMAGES: [&str; 8] = [
     "pagemap-",
     "pages-",
 ];
-/// What an engine may say that has built nothing, and what is said of it.
+/// What an engine reports that has restored nothing, and words of the error that follows.
 const CLAIMS: [(&str, &str); 2] = [
     ("nothing", "let the task run without asking"),
     ("nobody", "no descriptor for process 4194304"),
@@ -50,34 +53,27 @@ fn check<T>(vm: &Vm<'_>, what: &str, done: anyhow::Result<T>) -> T {
     done.unwrap_or_else(|error| panic!("{what}: {error:#}\n{}", vm.logs()))
 }
 
-/// Hosts h1 to h3 with an engine that lies when it is told to.
-fn with_liars(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
+/// Hosts h1 to h3 with the stand-in of CRIU.
+fn with_fake_criu(env: &[(&str, &str)], test: impl FnOnce(&Testbed, &Vm<'_>)) {
     let bed = testbed_with_env(3, env);
     fake_criu::install(&bed);
-    let env = env
-        .iter()
-        .map(|(name, value)| (name.to_string(), value.to_string()))
-        .collect();
-    let vm = Vm::start(
-        &bed,
-        Settings {
-            env,
-            ..Settings::default()
-        },
-    )
-    .expect("a virtual machine");
+    let settings = Settings {
+        env: Settings::env_of(env),
+        ..Settings::default()
+    };
+    let vm = Vm::start(&bed, settings).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("hold").expect("gcc");
     test(&bed, &vm);
     vm.halt().expect("halts");
 }
 
-/// A task on h2 that has its memory. What a tasker tries its engine with when it starts is over.
+/// Spawns a task on h2 that has touched its memory. The taskers have tried their engines.
 fn a_task(vm: &Vm<'_>) -> String {
     a_task_with(vm, &[])
 }
 
-/// The same, with this to hold besides.
+/// As [`a_task`], with more words for the program.
 fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
     let tid = check(
         vm,
@@ -85,7 +81,7 @@ fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
         vm.spawn(&[&["-h2", "hold", MIB], more].concat()),
     );
     lives_on(vm, &tid, "h2", "at the beginning");
-    let ready = eventually(LONG, || {
+    let ready = eventually(TIMEOUT, || {
         let asked = vm
             .pvm(&["can-migrate", &tid, "h3"])
             .map_err(|error| error.to_string())?;
@@ -99,11 +95,11 @@ fn a_task_with(vm: &Vm<'_>, more: &[&str]) -> String {
     tid
 }
 
-/// The task answers, and its memory is what it was.
+/// Checks that the task answers from this host, and that its memory is unchanged.
 fn lives_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = check(vm, what, must(command, SOON));
+    let done = check(vm, what, must(command, TIMEOUT));
     assert!(
         done.out.contains("sum GOOD"),
         "{what}: {done:?}\n{}",
@@ -112,22 +108,12 @@ fn lives_on(vm: &Vm<'_>, tid: &str, host: &str, what: &str) {
     assert_eq!(check(vm, what, vm.host_of(tid)), host, "{what}");
 }
 
-/// No host has images, memory, tokens or an engine, and only h2 has the task.
+/// Waits until no host has images, memory, tokens or an engine, and only h2 has the task.
 fn nothing_is_left(vm: &Vm<'_>, what: &str) {
-    let clean = eventually(LONG, || {
+    let clean = eventually(TIMEOUT, || {
         let mut left = Vec::new();
         for host in vm.bed().hosts() {
-            for entry in fs::read_dir(host.path("/tmp/sempa-0/pvm"))
-                .into_iter()
-                .flatten()
-                .flatten()
-            {
-                let name = entry.file_name().to_string_lossy().into_owned();
-                let ours = ["images-", "memory-", "resume-", ".tmp-"]
-                    .iter()
-                    .any(|begin| name.starts_with(begin));
-                left.extend(ours.then(|| format!("{name} on {}", host.name())));
-            }
+            left.extend(leftovers(host));
             let lines = host.processes().into_iter().map(|(_, line)| line);
             let copy = |line: &String| host.name() != "h2" && line.contains("LINUX64/hold");
             left.extend(lines.filter(|line| fake_criu::is_engine(line) || copy(line)));
@@ -155,7 +141,8 @@ fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
         .collect()
 }
 
-/// A move from h2 to h3 that has to fail at this step with these words in one sentence; the task goes on at h2, and nothing is left.
+/// Moves the task from h2 to h3, which must fail at this step with these words in one line. The task
+/// continues at h2, and nothing is left.
 fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     let before = failures(vm, tid).len();
     let done = check(vm, what, vm.migrate_when_ready(tid, "h3"));
@@ -176,7 +163,7 @@ fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     nothing_is_left(vm, what);
 }
 
-/// The same with an engine on this host that lies.
+/// As [`fails`], with an engine on this host that misbehaves.
 fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, words: &str) {
     let what = format!("{word} on {host}");
     behave(vm.bed(), host, word);
@@ -184,35 +171,27 @@ fn lie_fails(vm: &Vm<'_>, tid: &str, (host, word): (&str, &str), step: Step, wor
     behave(vm.bed(), host, "");
     assert!(
         !take_misbehaved(vm.bed(), host).is_empty(),
-        "{what}: nobody has asked it"
+        "{what}: the engine was not called"
     );
 }
 
+/// The images take all memory along.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_engine_that_lies_at_either_end_of_a_move_leaves_the_task_where_it_was() {
-    with_liars(&[NEVER], |_, vm| {
+fn a_lying_engine_leaves_the_task_at_the_source() {
+    let seed = seed();
+    with_fake_criu(&[NEVER], |_, vm| {
         let tid = a_task(vm);
-        for (word, words) in LIES {
+        for (word, words) in sample(LIES, 2, seed) {
             lie_fails(vm, &tid, ("h2", word), Step::Dump, words);
         }
-        for kind in IMAGES {
-            lie_fails(
-                vm,
-                &tid,
-                ("h2", &format!("cut {kind}*.img")),
-                Step::Dump,
-                kind,
-            );
+        for kind in sample(IMAGES, 2, seed) {
+            let word = format!("cut {kind}*.img");
+            lie_fails(vm, &tid, ("h2", &word), Step::Dump, kind);
         }
-        lie_fails(
-            vm,
-            &tid,
-            ("h2", "empty"),
-            Step::Dump,
-            "is missing although the engine said that all was written",
-        );
-        for (word, words) in LIES.into_iter().chain(CLAIMS) {
+        let missing = "is missing although the engine said that all was written";
+        lie_fails(vm, &tid, ("h2", "empty"), Step::Dump, missing);
+        for (word, words) in sample(LIES.into_iter().chain(CLAIMS), 2, seed) {
             lie_fails(vm, &tid, ("h3", word), Step::Restore, words);
         }
         vm.must_migrate(&tid, "h3");
@@ -220,33 +199,33 @@ fn an_engine_that_lies_at_either_end_of_a_move_leaves_the_task_where_it_was() {
     });
 }
 
-/// After a failure a tasker has tasks take their memory along for a while: each lie meets taskers that have known none.
+/// Memory follows the task. After a failure a tasker does without that for a while, so each case has
+/// new taskers.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_engine_that_lies_where_memory_is_to_follow_leaves_the_task_where_it_was() {
-    with_liars(&[ALWAYS], |_, vm| {
-        let at_source = [
-            ("silent", "ended without an answer"),
-            ("garbage", "cannot be read"),
-            ("hang", "not done within"),
-        ];
-        let at_source = at_source.into_iter().chain([("cut core-*.img", "core-")]);
-        let at_target = [
-            ("silent", "ended without an answer"),
-            ("hang", "not done within"),
-        ];
-        let fetching = [("lazy-silent", ""), ("lazy-garbage", ""), ("lazy-hang", "")];
-        let all = at_source.map(|lie| ("h2", Step::Dump, lie));
-        let all = all.chain(
-            at_target
-                .into_iter()
-                .chain(fetching)
-                .map(|lie| ("h3", Step::Restore, lie)),
-        );
-        for (host, step, (word, words)) in all {
+fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
+    let at_source = [
+        ("silent", "ended without an answer"),
+        ("garbage", "cannot be read"),
+        ("hang", "not done within"),
+        ("cut core-*.img", "core-"),
+    ];
+    let at_target = [
+        ("silent", "ended without an answer"),
+        ("hang", "not done within"),
+    ];
+    let fetching = [("lazy-silent", ""), ("lazy-garbage", ""), ("lazy-hang", "")];
+    let seed = seed();
+    let dumps = sample(at_source, 1, seed).into_iter();
+    let restores = sample(at_target, 1, seed).into_iter();
+    let restores = restores.chain(sample(fetching, 1, seed));
+    let cases = dumps.map(|lie| ("h2", Step::Dump, lie));
+    let cases = cases.chain(restores.map(|lie| ("h3", Step::Restore, lie)));
+    with_fake_criu(&[ALWAYS], |_, vm| {
+        for (host, step, (word, words)) in cases {
             let tid = a_task(vm);
             lie_fails(vm, &tid, (host, word), step, words);
-            // What it takes along is all that it has.
+            // The next move takes all memory along.
             vm.must_migrate(&tid, "h3");
             lives_on(vm, &tid, "h3", "afterwards");
             for words in [
@@ -261,13 +240,14 @@ fn an_engine_that_lies_where_memory_is_to_follow_leaves_the_task_where_it_was() 
     });
 }
 
-/// The first dump gets as far as a file of the memory that is not the task's own, and the second one makes more files.
+/// The first dump gets as far as a file whose memory is not the task's own, and some of its images
+/// have left the host. The second dump makes more files.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_whole() {
-    with_liars(&[("SEMPA_POST_COPY", "never")], |bed, vm| {
+fn a_task_arrives_whole_after_a_repeated_dump() {
+    with_fake_criu(&[NEVER], |bed, vm| {
         let tid = a_task_with(vm, &["memfd"]);
-        // An engine that is done before it is stopped is no such engine.
+        // An engine that ends before it is stopped does not count.
         let stalled = [(2, "h2", "h3"), (3, "h3", "h2")]
             .into_iter()
             .cycle()
@@ -277,7 +257,7 @@ fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_w
                 vm.must_migrate(&tid, to);
                 lives_on(vm, &tid, to, "afterwards");
                 let log = bed.host(source).path("/tmp/sempa-0/pvm/pvml");
-                let told = eventually(SOON, || {
+                let told = eventually(TIMEOUT, || {
                     let log = fs::read_to_string(&log).map_err(|error| error.to_string())?;
                     let told = log.lines().rev().find_map(|line| {
                         line.split_once("in vain before that: ")
@@ -291,12 +271,12 @@ fn a_task_whose_dump_is_begun_anew_when_images_of_it_have_left_already_arrives_w
     });
 }
 
-/// The source's copy is dead by then: this is the end of a task whose memory does not come.
+/// An engine reports that all memory has arrived, and it has not. The source's copy is dead by then:
+/// the task must end before it reads zeros.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_it_could_find_zeros()
-{
-    with_liars(&[ALWAYS, SLOWLY], |bed, vm| {
+fn memory_reported_too_early_ends_the_task() {
+    with_fake_criu(&[ALWAYS, SLOWLY], |bed, vm| {
         let tid = a_task(vm);
         behave(bed, "h3", "lazy-early");
         let done = check(vm, "migrate", vm.migrate_when_ready(&tid, "h3"));
@@ -316,7 +296,7 @@ fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_i
             told[0].1.contains("as if all memory were there"),
             "{told:?}"
         );
-        let gone = eventually(SOON, || match vm.tasks() {
+        let gone = eventually(TIMEOUT, || match vm.tasks() {
             Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
             other => Err(format!("{other:?}")),
         });
@@ -326,48 +306,49 @@ fn an_engine_that_says_too_early_that_all_memory_is_there_ends_the_task_before_i
     });
 }
 
-/// The file system of a host's daemon has no room for another page, or has what it had.
+/// Takes all free room from the file system of a host's daemon, or gives it back.
 fn fill(host: &Host, full: bool) {
     let size = if full {
         "$(df -k --output=used /tmp | tail -1 | tr -d ' ')k"
     } else {
         "4g"
     };
-    let done = host.shell(&format!("mount -n -o remount,size={size} /tmp"), SOON);
+    let done = host.shell(&format!("mount -n -o remount,size={size} /tmp"), TIMEOUT);
     assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
 }
 
-/// Each step that there is, so that what is written in each of them, images, records and tokens, meets a full disk.
+/// The disk of the source, the target or the master is full from a step on: whatever the steps write,
+/// images, records and tokens, finds no room.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_costs_no_task() {
+fn a_full_disk_at_any_step_costs_no_task() {
     let bed = testbed_with_own_engine(move_steps::HOSTS);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
-    let mut rounds = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
+    let mut faults = MoveFaults::new(&vm, may_be_lost).expect("an oracle");
     let seed = usize::try_from(seed()).expect("a seed");
     for (turn, whose) in (seed..).zip(["source", "target", "master"]) {
-        for group in sampled_points(turn) {
-            let what = format!("disk of the {whose} full from {group:?} on");
-            let cells = check(&vm, &what, rounds.hold(&group));
+        for points in sampled_points(turn) {
+            let what = format!("disk of the {whose} full from {points:?} on");
+            let moves = check(&vm, &what, faults.hold(&points));
             let hosts: Vec<&Host> = match whose {
-                "source" => cells.iter().map(|cell| bed.host(cell.source)).collect(),
-                "target" => cells.iter().map(|cell| bed.host(cell.target)).collect(),
+                "source" => moves.iter().map(|held| bed.host(held.source)).collect(),
+                "target" => moves.iter().map(|held| bed.host(held.target)).collect(),
                 _ => vec![bed.host(1)],
             };
             hosts.iter().for_each(|host| fill(host, true));
-            check(&vm, &what, rounds.resume(&cells));
-            let ended = check(&vm, &what, rounds.wait_for_end(cells));
+            check(&vm, &what, faults.resume(&moves));
+            let ended = check(&vm, &what, faults.wait_for_end(moves));
             hosts.iter().for_each(|host| fill(host, false));
-            for cell in &ended {
-                let told = failures(&vm, &cell.tid);
+            for held in &ended {
+                let told = failures(&vm, &held.tid);
                 assert!(
                     told.iter().all(|(_, why)| why.lines().count() == 1),
                     "{what}: {told:?}"
                 );
-                eprintln!("{what}, {:?}: {told:?}", cell.point);
+                eprintln!("{what}, {:?}: {told:?}", held.point);
             }
-            let alive = check(&vm, &what, rounds.judge_ended(ended, |_| false));
-            assert_eq!(alive, group.len(), "{what}");
+            let alive = check(&vm, &what, faults.judge_ended(ended, |_| false));
+            assert_eq!(alive, points.len(), "{what}");
         }
     }
     vm.halt().expect("halts");
@@ -375,7 +356,7 @@ fn a_disk_that_is_full_from_whatever_step_on_at_either_end_or_at_the_master_cost
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_file_that_goes_along_and_has_no_room_at_the_target_leaves_the_task_where_it_was() {
+fn a_file_without_room_leaves_the_task_at_the_source() {
     let bed = testbed_with_own_engine(3);
     let env = [("SEMPA_FILES", "copy"), ("PVM_EXPORT", "SEMPA_FILES")]
         .map(|(name, value)| (name.into(), value.into()));
@@ -393,12 +374,12 @@ fn a_file_that_goes_along_and_has_no_room_at_the_target_leaves_the_task_where_it
     fs::create_dir(place(2)).expect("made");
     let small = bed.host(3).shell(
         "mkdir /tmp/ring && mount -t tmpfs -o size=8k none /tmp/ring && ! head -c 9000 /dev/zero >/tmp/ring/filler",
-        SOON,
+        TIMEOUT,
     );
     assert!(small.as_ref().is_ok_and(Done::good), "{small:?}");
-    let words = ["-h2", "ring_job", "4", "600", "2000", "/tmp/ring"];
+    let words = ["-h2", "ring_job", "4", ENDLESS, "-2000", "/tmp/ring"];
     let tid = check(&vm, "spawn", vm.spawn(&words));
-    let job = Job::at(place(2), 600, tid);
+    let job = Job::at(place(2), tid);
     job.go_on(&vm, 20);
     let done = check(&vm, "migrate", vm.migrate_when_ready(&job.tid, "h3"));
     assert!(
@@ -422,10 +403,10 @@ fn a_file_that_goes_along_and_has_no_room_at_the_target_leaves_the_task_where_it
 
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and memory control groups"]
-fn a_host_whose_control_group_has_no_memory_for_a_task_does_not_take_it_and_says_so() {
+fn a_control_group_without_memory_refuses_the_task() {
     needs::require(limits::lacks_memory());
     let bed = testbed_with_own_engine(3);
-    // It goes after the testbed: it is empty then.
+    // The group must be dropped after the testbed, when it is empty.
     let (group, bed) = (limits::MemoryLimit::new(bed.host(3)).expect("a group"), bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
@@ -438,7 +419,7 @@ fn a_host_whose_control_group_has_no_memory_for_a_task_does_not_take_it_and_says
     fails(&vm, &large, Step::Prepare, "no memory for it", "memory");
     let asked = check(&vm, "can-migrate", vm.pvm(&["can-migrate", &large, "h3"]));
     assert!(!asked.good() && asked.out.contains("memory"), "{asked:?}");
-    // There is room for the small one.
+    // There is room for the small task.
     vm.must_migrate(&tid, "h3");
     lives_on(&vm, &tid, "h3", "the small one");
     group.lift().expect("no limit");

@@ -1,4 +1,4 @@
-//! How a task gets from host to host: what of its memory is sent, and on which way.
+//! How a task gets from host to host: which memory is sent, and by which route.
 
 use nix::sys::signal::{Signal, kill};
 use sempa_tests::faults::{daemon_of, kill_and_wait};
@@ -11,28 +11,23 @@ use sempa_tests::{Host, Sure, Testbed, Vm, eventually};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-/// Memory of a task that is full of zeros, as its program wants to be told, and in bytes.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Memory of a task that is full of zeros: the argument of its program in MiB, and bytes.
 const ZEROS: (&str, u64) = ("-96", 96 << 20);
-/// What may leave a host for such a task, with all else that hosts say meanwhile.
+/// Bound for the bytes that a host sends for such a task, including other messages.
 const LEAVES_MAX: u64 = 8 << 20;
 
+/// Neither in the images nor after the task.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn memory_full_of_zeros_does_not_pass_the_network_whether_it_goes_along_or_follows() {
+fn zero_pages_are_not_sent() {
     for (policy, ways) in [("never", "in the images"), ("always", "behind the task")] {
         with_hosts(2, &[("SEMPA_POST_COPY", policy)], |vm| {
             let tid = vm.spawn(&["-h1", "hold", ZEROS.0]).expect("spawned");
             is_whole(vm, &tid);
             let before = left(vm.bed().host(1));
-            let begin = std::time::Instant::now();
             vm.must_migrate(&tid, "h2");
-            let (took, bytes) = (begin.elapsed(), left(vm.bed().host(1)) - before);
-            println!(
-                "{ways}: {bytes} bytes for {} in {} ms",
-                ZEROS.1,
-                took.as_millis()
-            );
+            let bytes = left(vm.bed().host(1)) - before;
             assert!(
                 bytes < LEAVES_MAX,
                 "{ways}: {bytes} bytes have left for {}",
@@ -43,7 +38,7 @@ fn memory_full_of_zeros_does_not_pass_the_network_whether_it_goes_along_or_follo
     }
 }
 
-/// Folders of images that a host has below this one.
+/// Returns the folders of images below this folder of a host.
 fn images(host: &Host, top: &str) -> Vec<PathBuf> {
     fn collect(folder: &Path, found: &mut Vec<PathBuf>) {
         for path in std::fs::read_dir(folder)
@@ -68,9 +63,10 @@ fn images(host: &Host, top: &str) -> Vec<PathBuf> {
     found
 }
 
+/// Nothing is left of them.
 #[test]
 #[ignore = "system tier: needs root, hosts, CRIU and a /tmp on a disk"]
-fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_them() {
+fn images_stay_in_memory_if_tmp_is_on_disk() {
     let is_disk = |path: &Path| {
         nix::sys::statfs::statfs(path)
             .is_ok_and(|of| of.filesystem_type() != nix::sys::statfs::TMPFS_MAGIC)
@@ -86,7 +82,7 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
         );
         let tid = vm.spawn(&["-h2", "hold", "4"]).expect("spawned");
         is_whole(vm, &tid);
-        // At these points the source has all images, and the target.
+        // At these points the source, and then the target, has all images.
         for (step, holder) in [("dump", 2), ("transfer", 3)] {
             std::fs::write(
                 bed.steps()
@@ -100,7 +96,7 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
                 .expect("it has some")
                 .join(format!("{tid}-{step}.reached"));
             let mut moving = vm.start_migrate(&tid, "h3").expect("it begins");
-            eventually(SOON, || {
+            eventually(TIMEOUT, || {
                 if reached.exists() {
                     Ok(())
                 } else {
@@ -114,8 +110,8 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
                 !images(host, "/dev/shm").is_empty(),
                 "{step}: somewhere they must be"
             );
-            // It may be about to stop.
-            eventually(SOON, || {
+            // The daemon may be about to stop itself.
+            eventually(TIMEOUT, || {
                 for pid in bed.hosts().iter().filter_map(daemon_of) {
                     let _ = kill(pid, Signal::SIGCONT);
                 }
@@ -127,7 +123,7 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
             })
             .expect("it goes on");
             moving
-                .finish(SOON)
+                .finish(TIMEOUT)
                 .expect("it ends")
                 .expect_good("migrate")
                 .expect("it has moved");
@@ -143,27 +139,29 @@ fn images_of_a_host_whose_tmp_is_on_a_disk_are_in_memory_and_nothing_is_left_of_
                 left if left.is_empty() => Ok(()),
                 left => Err(format!("{left:?}")),
             };
-            eventually(SOON, gone).expect("no images are left");
+            eventually(TIMEOUT, gone).expect("no images are left");
         }
     });
 }
 
+/// A host that TCP does not reach gets the task and its memory over the daemons' session.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn tasks_and_their_memory_get_by_the_session_to_a_host_that_tcp_does_not_get_to() {
+fn tasks_move_over_the_session_without_tcp() {
     for policy in ["never", "always"] {
         with_hosts(3, &[("SEMPA_POST_COPY", policy)], |vm| {
             let (two, three) = (vm.bed().host(2), vm.bed().host(3));
-            // What the second says by TCP to the third is lost: its answers, and where it begins it is told so.
+            // TCP packets from h2 to h3 are dropped: its answers are lost, and its own connections
+            // fail.
             let cut = two.shell(
                 &format!("ip rule add pref 1 to {NETWORK}.3 ipproto tcp blackhole"),
-                SOON,
+                TIMEOUT,
             );
             cut.and_then(|done| done.expect_good("ip rule"))
                 .expect("the kernel has rules for protocols");
             let by_tcp = format!("timeout 3 bash -c 'echo > /dev/tcp/{NETWORK}.2/22'");
             assert!(
-                !three.shell(&by_tcp, SOON).expect("bash").good(),
+                !three.shell(&by_tcp, TIMEOUT).expect("bash").good(),
                 "TCP gets through"
             );
             let tid = vm.spawn(&["-h2", "hold", "24"]).expect("spawned");
@@ -183,7 +181,7 @@ fn tasks_and_their_memory_get_by_the_session_to_a_host_that_tcp_does_not_get_to(
     }
 }
 
-/// A task on h2 with a file that only h2 has, whose policy is to take it along.
+/// A file that only h2 has, and the settings with which a task takes it along.
 const CARRIED: &str = "/tmp/carried-along";
 const CARRY: [(&str, &str); 3] = [
     ("PVM_EXPORT", "SEMPA_FILES"),
@@ -191,14 +189,14 @@ const CARRY: [(&str, &str); 3] = [
     ("SEMPA_LEASE_MS", "5000"),
 ];
 
-/// Moves it to h3, where its file and its copy are there when this returns; nobody has been told of that.
+/// Starts a move to h3 that is held when the task and its file are there.
 fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
     let steps = vm.bed().steps().expect("it has some");
     let reached = steps.join(format!("{tid}-restore.reached"));
     let _ = std::fs::remove_file(&reached);
     std::fs::write(steps.join(format!("{tid}-restore")), "").expect("written");
     let moving = vm.start_migrate(tid, "h3").expect("it begins");
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         if reached.exists() {
             Ok(())
         } else {
@@ -211,8 +209,8 @@ fn held_when_it_is_built(vm: &Vm, tid: &str) -> Running {
 }
 
 fn has_no_file_and_goes_on(vm: &Vm, tid: &str) {
-    eventually(SOON, || {
-        // A daemon that stands still may just be about to.
+    eventually(TIMEOUT, || {
+        // The daemon may be about to stop itself.
         for pid in vm.bed().hosts().iter().filter_map(daemon_of) {
             let _ = kill(pid, Signal::SIGCONT);
         }
@@ -231,10 +229,10 @@ fn has_no_file_and_goes_on(vm: &Vm, tid: &str) {
     assert_eq!(vm.host_of(tid).expect("it lives"), "h2");
 }
 
+/// The target's tasker, or its whole host, is killed before the task runs.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_killed_before_the_task_runs()
- {
+fn copied_files_are_removed_after_a_failed_move() {
     with_hosts(3, &CARRY, |vm| {
         let tid = vm.spawn(&["-h2", "hold", "1", CARRIED]).expect("spawned");
         is_whole(vm, &tid);
@@ -244,9 +242,9 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
         let moving = held_when_it_is_built(vm, &tid);
         kill_and_wait(tasker());
         has_no_file_and_goes_on(vm, &tid);
-        assert!(!moving.finish(SOON).expect("the console ends").good());
+        assert!(!moving.finish(TIMEOUT).expect("the console ends").good());
 
-        // The next tasker tries its engine first; until then it is said that nothing can be restored there.
+        // The next tasker tries its engine first; until then the host refuses tasks.
         let tried = || {
             let log = std::fs::read_to_string(three.path("/tmp/sempa-0/pvm/pvml"))
                 .map_err(|error| error.to_string())?;
@@ -260,13 +258,13 @@ fn files_that_were_carried_along_go_when_their_tasker_or_all_of_its_host_is_kill
                 Err(format!("engines were tried {times} times: {log}"))
             }
         };
-        eventually(SOON, tried).expect("another tasker");
+        eventually(TIMEOUT, tried).expect("another tasker");
         let moving = held_when_it_is_built(vm, &tid);
         kill_and_wait(tasker());
         kill(daemon_of(three).expect("it has a daemon"), Signal::SIGKILL).expect("killed");
-        assert!(!moving.finish(SOON).expect("the console ends").good());
+        assert!(!moving.finish(TIMEOUT).expect("the console ends").good());
         assert!(three.path(CARRIED).exists(), "nobody is there to remove it");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             vm.add(&["h3"]).map_err(|error| format!("{error:#}"))
         })
         .expect("another daemon");

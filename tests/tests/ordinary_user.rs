@@ -1,5 +1,5 @@
-//! An ordinary user gets a virtual machine; only moves need more rights, and the refusal says so. What root's programs keep of
-//! his rights.
+//! An ordinary user has a virtual machine; only moves need more rights, and their refusal says so.
+//! And the rights that root's programs keep.
 
 use nix::unistd::Pid;
 use sempa_proto::event::EventKind;
@@ -13,13 +13,14 @@ use sempa_tests::run::must;
 use sempa_tests::vm::Settings;
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-/// What the kernel holds for a UDP port of root's daemons, before it doubles it for its own needs.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes that the kernel buffers for a UDP port of root's daemons; the kernel doubles the number.
 const PORT_BYTES: usize = 8 << 20;
 
+/// The user is told why they can neither move nor be checkpointed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_checkpointed() {
+fn an_ordinary_users_tasks_run_and_do_not_move() {
     let bed = testbed(2);
     let vm = Vm::start(
         &bed,
@@ -34,7 +35,7 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     let tid = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
     let mut ask = vm.command(bed.host(1), program);
     ask.args(["ask", &tid]);
-    let done = must(ask, SOON).sure(&vm);
+    let done = must(ask, TIMEOUT).sure(&vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     let refused = vm.migrate(&tid, "h1").expect("ends");
     assert!(
@@ -43,7 +44,7 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     );
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
     let entry = vm
-        .event(SOON, "refused move", |entry| {
+        .event(TIMEOUT, "refused move", |entry| {
             matches!(entry.kind, EventKind::MoveFailed { .. })
         })
         .sure(&vm);
@@ -54,7 +55,7 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     else {
         panic!("{entry:?}")
     };
-    // What it says that can be done is what works: see tests/tests/engines.rs for the second way.
+    // The message names the alternatives; tests/tests/engines.rs covers the second one.
     let hint = |why: &str| {
         why.contains("run the daemon as root")
             && why.contains("SEMPA_ENGINE")
@@ -76,7 +77,7 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     let mut ask = vm.command(bed.host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     ask.args(["ask", &tid]);
     assert!(
-        must(ask, SOON)
+        must(ask, TIMEOUT)
             .expect("it answers")
             .out
             .contains("sum GOOD")
@@ -84,7 +85,7 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     vm.halt().expect("halts");
 }
 
-/// A set of capabilities of a process.
+/// Returns a set of capabilities of a process.
 fn rights(pid: Pid, name: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status"))
         .unwrap_or_else(|e| panic!("process {pid}: {e}"));
@@ -95,10 +96,11 @@ fn rights(pid: Pid, name: &str) -> u64 {
     u64::from_str_radix(set.trim(), 16).expect("it is hexadecimal")
 }
 
+/// Daemon and tasker of root keep only the capabilities that they need; tasks keep all, also after
+/// a move.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn roots_daemon_and_tasker_keep_only_what_they_need_and_his_tasks_have_all_of_his_rights_also_when_they_have_moved()
- {
+fn roots_daemons_drop_rights_and_tasks_keep_them() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("h2 joins");
@@ -125,7 +127,7 @@ fn roots_daemon_and_tasker_keep_only_what_they_need_and_his_tasks_have_all_of_hi
             );
         }
     };
-    // What leads to others' processes, networks, modules, devices, clocks, and to the machine as a whole.
+    // Capabilities over other processes, networks, modules, devices, clocks and the whole machine.
     let never = [
         12, 13, 14, 15, 16, 17, 20, 22, 25, 26, 27, 29, 30, 33, 34, 35, 36, 38, 39,
     ];
@@ -154,8 +156,9 @@ fn roots_daemon_and_tasker_keep_only_what_they_need_and_his_tasks_have_all_of_hi
                 host.name()
             );
         }
-        // What it got by the rights that it has given up since: more than others may have behind a port.
-        let ports = host.shell("ss -Huanm", SOON).expect("iproute2").out;
+        // The buffer that it got with the rights that it has dropped since: larger than ordinary
+        // users may have.
+        let ports = host.shell("ss -Huanm", TIMEOUT).expect("iproute2").out;
         assert!(
             ports.contains(&format!("rb{}", 2 * PORT_BYTES)),
             "{}: {ports}",

@@ -1,4 +1,4 @@
-//! A checkpoint of a job stops nobody else, however long it takes.
+//! A checkpoint of a job stops no other job, however long it takes.
 
 use sempa_tests::fake_criu::{self, behave, misbehaved, take_misbehaved};
 use sempa_tests::needs::testbed_with_own_engine;
@@ -9,14 +9,14 @@ use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm, eventually};
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 2] = ["h1", "h2"];
-/// Rounds of the job outside while the other one stands still: some meetings of its group, too.
+/// Rounds of the other job during the checkpoint: some barriers of its group, too.
 const ROUNDS: usize = 20;
-/// An engine has ten seconds; on a loaded machine the rounds may take longer, and it is tried again.
+/// Attempts: an engine has ten seconds, and on a loaded machine the rounds may take longer.
 const TRIES: usize = 5;
 
-/// Starts `pvm checkpoint` of a job whose engines wait before they write anything; they do so when this returns.
+/// Starts `pvm checkpoint` of a job, and returns when its engines wait before they write anything.
 fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
     for host in HOSTS {
         take_misbehaved(bed, host);
@@ -30,12 +30,12 @@ fn start_checkpoint(bed: &Testbed, vm: &Vm<'_>, job: &Job) -> Running {
             none if none.is_empty() => Err(format!("no engine waits on {host}")),
             _ => Ok(()),
         };
-        eventually(LONG, waits).sure(vm);
+        eventually(TIMEOUT, waits).sure(vm);
     }
     running
 }
 
-/// How many tasks of both jobs run on each host.
+/// Returns how many tasks of both jobs run on each host.
 fn spread(vm: &Vm<'_>) -> [usize; 2] {
     let tasks = vm.tasks().sure(vm);
     let is_on = |name: &str| {
@@ -47,7 +47,8 @@ fn spread(vm: &Vm<'_>) -> [usize; 2] {
     HOSTS.map(is_on)
 }
 
-/// Has a checkpoint of the job held until the one outside has gone on. True if it was held until then; then it comes to a good end.
+/// Holds a checkpoint of the job until the other job has made progress. Returns true if it was held
+/// until then; then it succeeds.
 fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool {
     let checkpoint = start_checkpoint(bed, vm, job);
     let before = job.marks().len();
@@ -60,7 +61,7 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
     };
     let held = bed.hosts().iter().all(waits);
     HOSTS.iter().for_each(|host| behave(bed, host, ""));
-    let done = checkpoint.finish(LONG).sure(vm);
+    let done = checkpoint.finish(TIMEOUT).sure(vm);
     if held {
         assert_eq!(
             rounds, 0,
@@ -75,17 +76,18 @@ fn goes_on_beside(bed: &Testbed, vm: &Vm<'_>, job: &Job, outside: &Job) -> bool 
     held
 }
 
+/// Another job on the same hosts computes on while the checkpoint is held.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn tasks_outside_a_job_go_on_talking_on_its_hosts_while_a_checkpoint_of_it_stops_it() {
+fn a_checkpoint_stops_no_other_job() {
     let bed = testbed_with_own_engine(2);
     fake_criu::install(&bed);
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    let outside = Job::start_beside(&vm, "outside", "-h2", 1000);
+    let outside = Job::start_beside(&vm, "outside", "-h2");
     outside.go_on(&vm, 5);
     let of_outside = spread(&vm);
-    let job = Job::start(&vm, "-h2", 600);
+    let job = Job::start(&vm, "-h2");
     job.go_on(&vm, 5);
     let of_both = spread(&vm);
     let share_all = of_outside

@@ -1,4 +1,5 @@
-//! Checkpoints of jobs whose programs write their own: no host has CRIU, or its user may not use it.
+//! Checkpoints of jobs whose programs write their own: no host has CRIU, or the user may not use
+//! it.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::{testbed, testbed_with_own_engine};
@@ -9,10 +10,10 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A job whose tasks are to be written so, the first one and its workers; their files are in a folder of their home, which all
-/// hosts have in common.
+/// Settings for a job: the engines of its first task and of its workers. Their files are in a
+/// folder of their home, which all hosts share.
 fn settings(as_alice: bool, first: &str, workers: &str) -> Settings {
     let pair = |name: &str, value: &str| (name.to_string(), value.to_string());
     let env = vec![
@@ -49,32 +50,33 @@ fn until_more_are_made(vm: &Vm<'_>, more: usize) {
             Err("no newer checkpoint".to_string())
         }
     };
-    eventually(LONG, enough).sure(vm);
+    eventually(TIMEOUT, enough).sure(vm);
 }
 
-/// Names in a folder that no task has put there.
+/// Returns the names in a folder that Sempa has made.
 fn strangers(folder: &Path) -> Vec<String> {
     let names = fs::read_dir(folder).expect("a folder").flatten();
     let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
     names.filter(|name| name.starts_with(".sempa")).collect()
 }
 
-/// Hosts that were not to blame are told after the answer that nothing comes of it.
+/// Waits until none is left: hosts are told after the answer that a checkpoint has failed.
 fn no_strangers(vm: &Vm<'_>, folder: &Path) {
     let none = || match strangers(folder) {
         left if left.is_empty() => Ok(()),
         left => Err(format!("{left:?}")),
     };
-    eventually(LONG, none).sure(vm);
+    eventually(TIMEOUT, none).sure(vm);
 }
 
+/// Its tasks write their own checkpoints, and two hosts are killed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_are_killed() {
+fn an_ordinary_users_job_goes_back() {
     let bed = testbed(4);
     let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3", "h4"]).expect("the others join");
-    let job = Job::start_own(&vm, "-h2", 600);
+    let job = Job::start_own(&vm, "-h2");
     job.go_on(&vm, 5);
     let first = vm
         .json(&["checkpoint", "--every", "1s", &job.tid])
@@ -88,7 +90,8 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
         until_more_are_made(&vm, 2);
         job.go_on(&vm, 2);
         bed.host(lost).kill_all();
-        vm.went_back(LONG, &format!("h{lost} was lost")).sure(&vm);
+        vm.went_back(TIMEOUT, &format!("h{lost} was lost"))
+            .sure(&vm);
     }
     job.finish(&vm);
     let frozen = |kind: &EventKind| match kind {
@@ -109,15 +112,16 @@ fn a_job_of_an_ordinary_user_goes_back_to_its_own_checkpoints_when_hosts_of_it_a
     vm.halt().expect("halts");
 }
 
+/// In a new virtual machine, from checkpoints that its tasks wrote themselves.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_wrote_itself() {
+fn a_job_restarts_without_criu_on_any_host() {
     let bed = testbed_with_own_engine(3);
     fs::remove_file(bed.engine().expect("an engine of its own")).expect("removed");
     let vm =
         Vm::start(&bed, settings(false, "criu,own:wait=30", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start_own(&vm, "-h2", 300);
+    let job = Job::start_own(&vm, "-h2");
     job.go_on(&vm, 5);
     let said = vm.pvm(&["checkpoint", &job.tid]).sure(&vm);
     assert!(
@@ -130,12 +134,12 @@ fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_
         vm.logs()
     );
     let set = said.out.split(':').next().expect("a name").to_string();
-    // What has happened since did not.
+    // This progress is lost.
     job.go_on(&vm, 20);
     for host in bed.hosts() {
         host.kill_all();
     }
-    // What programs have written since would lead them astray.
+    // A file that a program has written since must be replaced.
     fs::write(
         job.folder.join(format!("state-{}", job.tid)),
         "of another time",
@@ -149,7 +153,7 @@ fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_
         "{again:?}\n{}",
         vm.logs()
     );
-    // One of them moves on, by the same way.
+    // One task moves on, with its own checkpoint.
     let moved = vm.migrate_when_ready(&job.tid, "h2").sure(&vm);
     assert!(
         moved.good() && moved.out.contains("by its own checkpoint"),
@@ -163,11 +167,11 @@ fn a_job_without_criu_on_any_host_goes_on_in_a_new_virtual_machine_from_what_it_
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn where_criu_and_programs_write_one_checkpoint_together_it_is_whole() {
+fn criu_and_programs_share_a_checkpoint() {
     let bed = testbed(3);
     let vm = Vm::start(&bed, settings(false, "criu", "own")).expect("a virtual machine");
     vm.add(&["h2", "h3"]).expect("the others join");
-    let job = Job::start_own(&vm, "-h2", 300);
+    let job = Job::start_own(&vm, "-h2");
     job.go_on(&vm, 5);
     let first = vm
         .json(&["checkpoint", "--every", "1s", &job.tid])
@@ -187,19 +191,22 @@ fn where_criu_and_programs_write_one_checkpoint_together_it_is_whole() {
     job.go_on(&vm, 2);
     bed.host(3).kill_all();
     let is_back = |kind: &EventKind| matches!(kind, EventKind::Restarted { .. });
-    vm.event(LONG, "a job that went back", |entry| is_back(&entry.kind))
-        .sure(&vm);
+    vm.event(TIMEOUT, "a job that went back", |entry| {
+        is_back(&entry.kind)
+    })
+    .sure(&vm);
     job.finish(&vm);
     vm.halt().expect("halts");
 }
 
+/// One file of the checkpoint cannot be restored, so no task starts and no file is changed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_set_whose_files_cannot_be_put_back_is_not_started_and_no_file_is_changed() {
+fn a_restart_that_cannot_write_changes_nothing() {
     let bed = testbed(2);
     let vm = Vm::start(&bed, settings(true, "own", "own")).expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    let job = Job::start_own(&vm, "-h2", 150);
+    let job = Job::start_own(&vm, "-h2");
     job.go_on(&vm, 5);
     let blocked = job.folder.join(format!("state-{}", job.tid));
     let other = vm
@@ -219,8 +226,8 @@ fn a_set_whose_files_cannot_be_put_back_is_not_started_and_no_file_is_changed() 
         "{alive:?}"
     );
     job.finish(&vm);
-    // Now they are gone, and one of the files has no place to go to.
-    eventually(LONG, || match vm.tasks() {
+    // The tasks have ended, and one of the files cannot be written.
+    eventually(TIMEOUT, || match vm.tasks() {
         Ok(tasks)
             if tasks
                 .iter()

@@ -1,4 +1,5 @@
-//! The main job: guests leave a host whose owner comes back, go on elsewhere, and the host is used again later.
+//! The main purpose: guests leave a host whose owner returns, continue on other hosts, and the host
+//! is used again later.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;
@@ -8,12 +9,12 @@ use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn ask(vm: &Vm, tid: &str) -> u64 {
     let mut command = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
     command.args(["ask", tid]);
-    let done = must(command, SOON).sure(vm);
+    let done = must(command, TIMEOUT).sure(vm);
     assert!(done.out.contains("sum GOOD"), "{done:?}");
     done.out
         .split(' ')
@@ -35,7 +36,7 @@ fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
     .expect("a virtual machine");
     let others: Vec<&str> = bed.hosts()[1..].iter().map(|host| host.name()).collect();
     vm.add(&others).expect("the others join");
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let watchers = tasks
             .iter()
@@ -53,9 +54,10 @@ fn with_policy(policy: &str, hosts: usize, test: impl FnOnce(&Vm)) {
     vm.halt().expect("halts");
 }
 
+/// The host is used again after the owner has logged out.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
+fn guests_leave_when_the_owner_logs_in() {
     with_policy("load", 3, |vm| {
         let guests: Vec<String> = (0..2)
             .map(|_| vm.spawn(&["-h2", "hold", "16"]).expect("spawned"))
@@ -63,7 +65,7 @@ fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
         let native = vm.spawn(&["-h3", "hold", "1"]).expect("spawned");
         let counts: Vec<u64> = guests.iter().map(|tid| ask(vm, tid)).collect();
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        vm.event(SOON, "clean host", |entry| {
+        vm.event(TIMEOUT, "clean host", |entry| {
             matches!(entry.kind, EventKind::HostClean { .. })
         })
         .sure(vm);
@@ -85,11 +87,11 @@ fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
             .collect();
         assert!(left.is_empty(), "{left:?}");
         login.out().expect("logs out");
-        vm.event(SOON, "absent owner", |entry| {
+        vm.event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .expect("seen");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             let tid = vm
                 .spawn(&["hold", "1"])
                 .map_err(|error| format!("{error:#}"))?;
@@ -113,10 +115,10 @@ fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn no_task_is_placed_on_a_host_while_its_owner_is_there() {
+fn no_task_is_placed_while_the_owner_is_present() {
     with_policy("load", 2, |vm| {
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
-        vm.event(SOON, "present owner", |entry| {
+        vm.event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -139,7 +141,7 @@ fn spawns_go_on_when_the_resource_manager_is_killed() {
             .expect("it runs");
         let pid = nix::unistd::Pid::from_raw(rm.cast_signed());
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
-        vm.event(SOON, "lost resource manager", |entry| {
+        vm.event(TIMEOUT, "lost resource manager", |entry| {
             matches!(entry.kind, EventKind::RmGone { .. })
         })
         .expect("seen");

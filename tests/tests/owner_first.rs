@@ -1,5 +1,5 @@
-//! The owner comes first whoever else is dead: the master's daemon, the resource manager, the load watcher. Judged by the
-//! guests' own clocks.
+//! The owner comes first although the master's daemon, the resource manager or the load watcher is
+//! dead. Judged by the guests' own clocks.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -15,10 +15,11 @@ use sempa_tests::{Sure, Vm, eventually};
 use std::fs;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-const SOON: Duration = Duration::from_secs(60);
-/// Hosts wait so long for each other here: a daemon is kept from running for a while.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// The lease: a daemon is stopped for a while, and no host may be lost.
 const LEASE: (&str, &str) = ("SEMPA_LEASE_MS", "120000");
-/// A guest whose clock has not moved for so long stands still, in microseconds: long beside the gaps that it notes.
+/// Microseconds without processor time after which a guest counts as stopped: more than the gaps
+/// that it notes while it runs.
 const STILL: u64 = 1_000_000;
 
 fn now() -> u64 {
@@ -28,7 +29,7 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
-/// Processes of a host that are this program.
+/// Returns the processes of a host that run this program.
 fn processes(host: &Host, program: &str) -> Vec<Pid> {
     let name = |line: &str| {
         line.split(' ')
@@ -54,16 +55,17 @@ fn only(host: &Host, program: &str) -> Pid {
     found[0]
 }
 
-/// The processor time that a guest on a host has used, in ticks; `None` when it has ended.
+/// Returns the processor time of a guest in ticks; `None` if it has ended.
 fn used(host: &Host, pid: i32) -> Option<u64> {
     let mut command = host.command("cat");
     command.arg(format!("/proc/{pid}/stat"));
-    let stat = must(command, SOON).ok()?.out;
+    let stat = must(command, TIMEOUT).ok()?.out;
     let fields: Vec<&str> = stat[stat.rfind(')')? + 1..].split_whitespace().collect();
     Some(fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?)
 }
 
-/// Waits until a guest that computes has got no processor time for [`STILL`]; when that was seen.
+/// Waits until a guest that computes has had no processor time for [`STILL`]. Returns the time when
+/// that was observed.
 fn stands_still(host: &Host, pid: i32) -> u64 {
     let mut since = (used(host, pid), now());
     let look = || {
@@ -77,10 +79,11 @@ fn stands_still(host: &Host, pid: i32) -> u64 {
             Err(format!("it runs: {ticks:?} ticks"))
         }
     };
-    eventually(SOON, look).expect("it stands still")
+    eventually(TIMEOUT, look).expect("it stands still")
 }
 
-/// A virtual machine with a resource manager and load watchers, and a guest that computes on h2; with its process there.
+/// Runs a test on a virtual machine with a resource manager and load watchers, and a guest that
+/// computes on h2, with its process there.
 fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     let bed = testbed_with_env(2, &[LEASE]);
     let (rm, env) = (
@@ -112,7 +115,7 @@ fn with_guest(policy: &str, test: impl FnOnce(&Vm, &str, i32)) {
     test(&vm, &guest, pid);
 }
 
-/// Waits until a load watcher of a host answers so.
+/// Waits until the load watcher of a host has a status like this.
 fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
     let look = || {
         let value = owner(vm.bed(), host, &["status"]);
@@ -125,17 +128,17 @@ fn watched(vm: &Vm, host: usize, is_so: impl Fn(&serde_json::Value) -> bool) {
             Err(value.to_string())
         }
     };
-    eventually(SOON, look).sure(vm);
+    eventually(TIMEOUT, look).sure(vm);
 }
 
-/// Waits until a guest gets more processor time.
+/// Waits until a guest has had more processor time.
 fn runs_on(host: &Host, pid: i32) {
     let before = used(host, pid).expect("it is there");
     let look = || match used(host, pid) {
         Some(ticks) if ticks > before => Ok(()),
         other => Err(format!("{other:?} ticks as before")),
     };
-    eventually(SOON, look).expect("it runs on");
+    eventually(TIMEOUT, look).expect("it runs on");
 }
 
 /// Waits until a host has no process of a guest.
@@ -144,13 +147,14 @@ fn is_ended(host: &Host, pid: i32) {
         (None, left) if left.is_empty() => Ok(()),
         other => Err(format!("{other:?}")),
     };
-    eventually(SOON, look).expect("it is ended");
+    eventually(TIMEOUT, look).expect("it is ended");
 }
 
-/// The event log tells that this guest, and no other, was ended for the owner of h2, whose sentence that is; and of its end.
+/// Checks in the event log that this guest, and no other, was ended for the owner of h2. Returns
+/// the owner's reason.
 fn told_as_ended(vm: &Vm, guest: &str) -> String {
     let is_it = |tid: &Tid| tid.to_string() == guest;
-    let ended = vm.event(SOON, "guests that are ended", |entry| {
+    let ended = vm.event(TIMEOUT, "guests that are ended", |entry| {
         matches!(entry.kind, EventKind::GuestsEnded { .. })
     });
     let ended = ended.sure(vm);
@@ -162,7 +166,7 @@ fn told_as_ended(vm: &Vm, guest: &str) -> String {
         "{guests:?}"
     );
     let over = |kind: &EventKind| matches!(kind, EventKind::TaskEnded { tid, .. } if is_it(tid));
-    vm.event(SOON, "its end", |entry| over(&entry.kind))
+    vm.event(TIMEOUT, "its end", |entry| over(&entry.kind))
         .sure(vm);
     let tasks = vm.tasks().sure(vm);
     assert!(tasks.iter().all(|task| task.tid != guest), "{tasks:?}");
@@ -175,24 +179,24 @@ fn is_used_again(vm: &Vm) {
         vm.spawn(&["-h2", "busy"])
             .map_err(|error| format!("{error:#}"))
     };
-    eventually(SOON, spawn).sure(vm);
+    eventually(TIMEOUT, spawn).sure(vm);
 }
 
 fn stopped(vm: &Vm) {
-    vm.event(SOON, "guests that stand still", |entry| {
+    vm.event(TIMEOUT, "guests that stand still", |entry| {
         matches!(entry.kind, EventKind::GuestsStopped { .. })
     })
     .sure(vm);
 }
 
 fn continued(vm: &Vm) {
-    vm.event(SOON, "guests that go on", |entry| {
+    vm.event(TIMEOUT, "guests that go on", |entry| {
         matches!(entry.kind, EventKind::GuestsContinued { .. })
     })
     .sure(vm);
 }
 
-/// The master's daemon is stopped, and then the owner of h2 logs in.
+/// Stops the master's daemon, and then logs the owner of h2 in.
 fn logs_in_while_the_master_stands_still(vm: &Vm) -> (Pid, Login) {
     let master = only(vm.bed().host(1), "pvmd");
     kill(master, Signal::SIGSTOP).expect("it is there");
@@ -202,7 +206,7 @@ fn logs_in_while_the_master_stands_still(vm: &Vm) -> (Pid, Login) {
     )
 }
 
-/// By its own clock the guest did not run between these times.
+/// Checks that the guest did not run between these times, by its own clock.
 fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
     let gaps = vm.gaps(guest).sure(vm);
     assert!(
@@ -211,9 +215,10 @@ fn assert_still(vm: &Vm, guest: &str, from: u64, to: u64) {
     );
 }
 
+/// The master's daemon is stopped when the owner logs in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_who_logs_in_while_the_masters_daemon_does_not_run_stops_guests_all_the_same() {
+fn an_owner_stops_guests_without_the_master() {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let (master, login) = logs_in_while_the_master_stands_still(vm);
@@ -221,16 +226,17 @@ fn an_owner_who_logs_in_while_the_masters_daemon_does_not_run_stops_guests_all_t
         let resumed = now();
         kill(master, Signal::SIGCONT).expect("it is there");
         login.out().expect("logs out");
-        // Nobody but its own host can have stopped it before.
+        // Only its own host can have stopped it before.
         assert_still(vm, guest, still - STILL, resumed);
         assert_eq!(vm.host_of(guest).expect("alive"), "h2");
         vm.halt().expect("halts");
     });
 }
 
+/// The owner leaves while the master's daemon is stopped.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_go_on_when_the_owner_has_left_although_the_masters_daemon_does_not_run() {
+fn guests_continue_without_the_master() {
     with_guest("leave_after = 600", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let (master, login) = logs_in_while_the_master_stands_still(vm);
@@ -242,7 +248,7 @@ fn guests_go_on_when_the_owner_has_left_although_the_masters_daemon_does_not_run
         assert_still(vm, guest, still - STILL, end);
         stopped(vm);
         continued(vm);
-        vm.event(SOON, "absent owner", |entry| {
+        vm.event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .sure(vm);
@@ -251,9 +257,10 @@ fn guests_go_on_when_the_owner_has_left_although_the_masters_daemon_does_not_run
     });
 }
 
+/// The owner's policy is to kill guests, and the master's daemon is stopped.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_whose_owner_wants_them_killed_are_ended_although_the_masters_daemon_does_not_run() {
+fn guests_are_killed_without_the_master() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let (master, login) = logs_in_while_the_master_stands_still(vm);
@@ -266,9 +273,10 @@ fn guests_whose_owner_wants_them_killed_are_ended_although_the_masters_daemon_do
     });
 }
 
+/// The owner's policy is to kill guests.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_whose_owner_wants_them_killed_are_ended_when_he_logs_in_and_whoever_asks_why_is_told() {
+fn guests_are_killed_and_the_reason_is_told() {
     with_guest("leave_after = 1\nthen = \"kill\"", |vm, guest, pid| {
         let other = vm.spawn(&["-h1", "busy"]).expect("spawned");
         let theirs = vm.bed().host(2);
@@ -278,14 +286,14 @@ fn guests_whose_owner_wants_them_killed_are_ended_when_he_logs_in_and_whoever_as
         assert!(said.contains("olga"), "{said}");
         let words = format!("the owner of h2 has guests ended, and so it was with {guest}: {said}");
         for subject in ["h2", guest] {
-            // The resource manager hears of it a moment later.
+            // The resource manager is notified a moment later.
             let told = || match vm.pvm(&["why", subject]) {
                 Ok(done) if done.out.contains(&words) => Ok(()),
                 other => Err(format!("{other:?}")),
             };
-            eventually(SOON, told).sure(vm);
+            eventually(TIMEOUT, told).sure(vm);
         }
-        // Nobody else's guest.
+        // Guests of other hosts are not affected.
         assert_eq!(vm.host_of(&other).expect("alive"), "h1");
         vm.gaps(&other).sure(vm);
         login.out().expect("logs out");
@@ -294,9 +302,10 @@ fn guests_whose_owner_wants_them_killed_are_ended_when_he_logs_in_and_whoever_as
     });
 }
 
+/// The master's daemon was killed before the owner logs in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_who_logs_in_when_the_masters_daemon_has_been_killed_has_his_processors_at_once() {
+fn an_owner_has_all_processors_without_the_master() {
     with_guest("leave_after = \"never\"", |vm, _, pid| {
         let theirs = vm.bed().host(2);
         kill(only(vm.bed().host(1), "pvmd"), Signal::SIGKILL).expect("it is there");
@@ -314,10 +323,10 @@ fn an_owner_who_logs_in_when_the_masters_daemon_has_been_killed_has_his_processo
     });
 }
 
+/// It is killed while the owner is present, with a resource manager and without.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_with_a_resource_manager_and_without()
- {
+fn guests_stay_stopped_without_load_watcher() {
     with_guest("leave_after = \"never\"", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
@@ -326,19 +335,22 @@ fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_w
         let present = |status: &serde_json::Value| status["owner"] == "present";
         for round in 0..2 {
             if round == 1 {
-                // It is not started again, because somebody wants it to end.
+                // SIGTERM is a request to end, so it is not restarted.
                 kill(only(vm.bed().host(1), "pvm-rm"), Signal::SIGTERM).expect("it is there");
-                vm.event(SOON, "no resource manager", |e| {
+                vm.event(TIMEOUT, "no resource manager", |e| {
                     matches!(e.kind, EventKind::RmGone { .. })
                 })
                 .expect("seen");
             }
             let dead = only(theirs, "pvm-load-watcher");
             kill(dead, Signal::SIGKILL).expect("it is there");
-            eventually(SOON, || match processes(theirs, "pvm-load-watcher")[..] {
-                [pid] if pid != dead => Ok(()),
-                ref other => Err(format!("{other:?}")),
-            })
+            eventually(
+                TIMEOUT,
+                || match processes(theirs, "pvm-load-watcher")[..] {
+                    [pid] if pid != dead => Ok(()),
+                    ref other => Err(format!("{other:?}")),
+                },
+            )
             .sure(vm);
             watched(vm, 2, present);
         }
@@ -351,10 +363,10 @@ fn guests_stand_still_when_the_load_watcher_is_killed_while_the_owner_is_there_w
     });
 }
 
+/// The owner leaves before the guests' time is over: they continue, and none has moved.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued_and_nothing_moved()
-{
+fn guests_stay_if_the_owner_leaves_soon() {
     with_guest("leave_after = 600", |vm, guest, pid| {
         let theirs = vm.bed().host(2);
         let login = Login::new(vm.bed(), "olga", theirs).expect("a login");
@@ -364,7 +376,7 @@ fn an_owner_who_leaves_within_the_time_that_he_gives_guests_finds_them_continued
         login.out().expect("logs out");
         continued(vm);
         assert_still(vm, guest, still - STILL, end);
-        vm.event(SOON, "absent owner", |entry| {
+        vm.event(TIMEOUT, "absent owner", |entry| {
             matches!(entry.kind, EventKind::OwnerAbsent { .. })
         })
         .expect("seen");

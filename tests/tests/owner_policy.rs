@@ -1,4 +1,5 @@
-//! What owners say counts on their machines: by a word, which needs no rights in the virtual machine, and by files.
+//! The will of owners counts on their machines: by a command, which needs no rights in the virtual
+//! machine, and by files.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -19,9 +20,9 @@ use std::fs::{self, FileTimes};
 use std::os::unix::fs::chown;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-const SOON: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Waits until the owner's status of a host is so, and answers it.
+/// Waits until the owner's status of a host is like this, and returns it.
 fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> Value {
     let look = || {
         let value = owner(vm.bed(), host, &["status"]);
@@ -34,21 +35,21 @@ fn status(vm: &Vm, host: usize, what: &str, is_so: impl Fn(&Value) -> bool) -> V
             _ => Err(format!("not {what}: {value}")),
         }
     };
-    eventually(SOON, look).sure(vm)
+    eventually(TIMEOUT, look).sure(vm)
 }
 
-/// Nobody is there; on a machine that does something else besides this test somebody may seem to be.
+/// True if no owner is present for sure. Other load on the machine may look like an owner.
 fn is_free(status: &Value) -> bool {
     status["owner"] != "present" && status["guests"] == "welcome"
 }
 
-/// A virtual machine with load watchers on all hosts.
+/// Runs a test on a virtual machine with load watchers on all hosts.
 fn watched(as_alice: bool, hosts: usize, test: impl FnOnce(&Vm)) {
     let bed = testbed(hosts);
     watched_on(&bed, as_alice, test);
 }
 
-/// The same on these hosts.
+/// As [`watched`], on these hosts.
 fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
     let rm = Some("pvm-rm --policy load".to_string());
     let vm = Vm::start(
@@ -75,18 +76,18 @@ fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
 }
 
 fn clean(vm: &Vm) {
-    vm.event(SOON, "clean host", |entry| {
+    vm.event(TIMEOUT, "clean host", |entry| {
         matches!(entry.kind, EventKind::HostClean { .. })
     })
     .sure(vm);
 }
 
 fn note(vm: &Vm, says: &str) {
-    vm.event(SOON, says, |entry| entry.text.contains(says))
+    vm.event(TIMEOUT, says, |entry| entry.text.contains(says))
         .sure(vm);
 }
 
-/// Waits until some spawn that names no host is placed there.
+/// Waits until a spawn without a host is placed on this host.
 fn used_again(vm: &Vm, wanted: &str) {
     let spawn = || {
         let tid = vm
@@ -99,12 +100,13 @@ fn used_again(vm: &Vm, wanted: &str) {
             Err(format!("placed on {host}"))
         }
     };
-    eventually(SOON, spawn).sure(vm);
+    eventually(TIMEOUT, spawn).sure(vm);
 }
 
+/// Here makes guests leave. Away lets them in although the owner is logged in.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logged_in() {
+fn an_owner_says_here_and_away() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let before = status(vm, 2, "used by one task", |s| {
@@ -157,7 +159,7 @@ fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logg
             s["owner"] == "absent" && s["confidence"] == 100
         });
         used_again(vm, "h2");
-        // The word was about this visit.
+        // The command was for this visit.
         let second = ssh::Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         status(vm, 2, "present", |s| s["owner"] == "present");
         for login in [login, second] {
@@ -174,7 +176,7 @@ fn an_owner_says_here_and_guests_leave_and_away_lets_them_in_although_he_is_logg
     });
 }
 
-/// On how many processors a task of a host may run.
+/// Returns the number of processors on which a task may run.
 fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
     let pid = vm
         .tasks()
@@ -185,7 +187,7 @@ fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
         .pid;
     let mut command = vm.bed().host(host).command("taskset");
     command.args(["-p", &pid.to_string()]);
-    let told = run(command, SOON).expect("taskset runs").out;
+    let told = run(command, TIMEOUT).expect("taskset runs").out;
     let mask = told
         .trim()
         .rsplit_once(' ')
@@ -197,15 +199,16 @@ fn processors(vm: &Vm, host: usize, tid: &str) -> usize {
         .sum()
 }
 
+/// Both can be taken back.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
+fn an_owner_limits_guests_and_forbids_hours() {
     watched(false, 2, |vm| {
         owner(vm.bed(), 2, &["limit", "1", "cores"]);
         status(vm, 2, "limited", |s| {
             s["policy"][0]["name"] == "cores" && s["policy"][0]["from"] == "pvm owner"
         });
-        // Where a second one would be is the load's matter, which others on this machine have a part in.
+        // The place of a second task depends on the load, also of other programs.
         let first = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let others = (0..3).map(|_| vm.spawn(&["hold", "1"]).expect("spawned"));
         let guests: Vec<String> = std::iter::once(first).chain(others).collect();
@@ -224,7 +227,7 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
         );
         note(vm, "h2: its owner allows one task, and it is there");
         let has = |host: usize, count: usize| {
-            eventually(SOON, || match processors(vm, host, there[0]) {
+            eventually(TIMEOUT, || match processors(vm, host, there[0]) {
                 all if all == count => Ok(()),
                 other => Err(format!("{other} processors")),
             })
@@ -261,13 +264,14 @@ fn an_owner_limits_guests_and_forbids_hours_and_takes_it_back() {
     });
 }
 
+/// It is taken back while no load watcher runs, and no guest stays confined.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confined() {
+fn a_limit_ends_although_no_load_watcher_runs() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let has = |count: usize| {
-            eventually(SOON, || match processors(vm, 2, &guest) {
+            eventually(TIMEOUT, || match processors(vm, 2, &guest) {
                 all if all == count => Ok(()),
                 other => Err(format!("{other} processors")),
             })
@@ -295,10 +299,11 @@ fn a_limit_that_is_taken_back_while_no_load_watcher_runs_leaves_no_guest_confine
     });
 }
 
+/// Guests stop and leave when less memory is free than the owner keeps, and return when there is
+/// room.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let_in_again_when_there_is_room()
- {
+fn guests_leave_the_owner_enough_memory() {
     let bed = testbed_with_env(2, &[("SEMPA_MEMINFO", "/tmp/meminfo")]);
     let has = |host: usize, gigabytes: u64| {
         let text = format!(
@@ -338,10 +343,10 @@ fn guests_that_leave_less_memory_than_the_owner_keeps_stop_and_leave_and_are_let
     }
 }
 
+/// An owner without input for long may be away. Input at a terminal or a keyboard counts at once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_who_has_typed_nothing_for_long_may_be_away_and_is_back_with_his_first_key_at_a_terminal_or_a_keyboard()
- {
+fn an_idle_owner_returns_with_the_first_key() {
     let env = [
         ("SEMPA_UTMP", "/tmp/utmp"),
         ("SEMPA_TERMINALS", "/tmp/terminals"),
@@ -426,9 +431,10 @@ fn since_1970(time: SystemTime) -> Duration {
     time.duration_since(UNIX_EPOCH).expect("after 1970")
 }
 
+/// A right file counts at once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_stays() {
+fn a_wrong_policy_file_leaves_the_old_policy() {
     watched(false, 2, |vm| {
         let file = vm.home().join(".config/sempa/owner.toml");
         fs::create_dir_all(file.parent().expect("a folder")).expect("the testbed's own home");
@@ -453,7 +459,7 @@ fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_sta
             waits["leave_at_us"].as_u64().is_some_and(|at| at > 0),
             "{waits}"
         );
-        vm.event(SOON, "present owner", |entry| {
+        vm.event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -486,9 +492,10 @@ fn a_policy_file_counts_at_once_and_a_wrong_one_is_refused_while_the_old_one_sta
     });
 }
 
+/// Until it is corrected.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_policy_that_is_wrong_from_the_start_lets_no_guest_in_until_it_is_mended() {
+fn a_wrong_first_policy_lets_no_guest_in() {
     let bed = testbed(2);
     let published = bed.host(2).path("/var/tmp/sempa-owner-21002.policy.toml");
     fs::write(&published, "never = [\"always\"]\nleaves = 1\n").expect("the testbed's own file");
@@ -518,7 +525,7 @@ fn a_policy_that_is_wrong_from_the_start_lets_no_guest_in_until_it_is_mended() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_load_watcher_that_ends_at_its_start_again_and_again_is_told_of() {
+fn a_load_watcher_that_keeps_failing_is_reported() {
     let bed = testbed_with_env(2, &[("SEMPA_GUEST_DEFAULTS", "corse=1")]);
     let rm = Some("pvm-rm --policy load".to_string());
     let vm = Vm::start(
@@ -530,7 +537,7 @@ fn a_load_watcher_that_ends_at_its_start_again_and_again_is_told_of() {
     )
     .expect("a virtual machine");
     vm.add(&["h2"]).expect("it joins");
-    // The first host's daemon has what the console gives it.
+    // The daemon of h1 has the environment of the console, without this setting.
     note(
         &vm,
         "load watcher of h2 ends at its start, 3 times in a row",
@@ -542,11 +549,11 @@ fn a_load_watcher_that_ends_at_its_start_again_and_again_is_told_of() {
             Err(vm.logs())
         }
     };
-    eventually(SOON, why).sure(&vm);
+    eventually(TIMEOUT, why).sure(&vm);
     vm.halt().expect("halts");
 }
 
-/// A setting in an owner's status: its value, and where it comes from.
+/// Returns a setting in an owner's status: its value and its origin.
 fn setting(status: &Value, name: &str) -> Option<(String, String)> {
     let one = status["policy"]
         .as_array()?
@@ -558,11 +565,11 @@ fn setting(status: &Value, name: &str) -> Option<(String, String)> {
     ))
 }
 
-/// The nice level of a process of a host.
+/// Returns the nice level of a process.
 fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
     let mut command = vm.bed().host(host).command("cat");
     command.arg(format!("/proc/{pid}/stat"));
-    let stat = run(command, SOON).expect("cat runs").out;
+    let stat = run(command, TIMEOUT).expect("cat runs").out;
     let rest = stat
         .rsplit_once(')')
         .map(|(_, rest)| rest)
@@ -573,9 +580,10 @@ fn nice(vm: &Vm, host: usize, pid: i32) -> i32 {
         .unwrap_or_else(|| panic!("{stat:?}"))
 }
 
+/// The virtual machine belongs to another user.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() {
+fn an_owner_publishes_a_policy_for_others() {
     watched(true, 2, |vm| {
         let file = vm.bed().folder().join("olga/rules.toml");
         let publish = |text: &str| {
@@ -600,7 +608,7 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
             waits["leave_at_us"].as_u64().is_some_and(|at| at > 0),
             "{waits}"
         );
-        vm.event(SOON, "present owner", |entry| {
+        vm.event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -618,7 +626,7 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
             .find(|task| task.tid == guest)
             .expect("it is there")
             .pid;
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if nice(vm, 2, pid) >= 7 {
                 Ok(())
             } else {
@@ -627,7 +635,7 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
         })
         .expect("it is nice");
 
-        // A wrong one is refused where it is said, and where it is read.
+        // A wrong policy is refused by the command, and where it is read.
         fs::write(&file, "leave_after = 1\nleaves = 1\n").expect("the testbed's own home");
         let home = vm.bed().folder().join("olga");
         let mut command = vm
@@ -635,7 +643,7 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
             .host(2)
             .command_as(Some(("olga", OLGA_UID, &home)), "pvm");
         command.args(["owner", "policy", "rules.toml"]);
-        let refused = run(command, SOON).expect("the console runs");
+        let refused = run(command, TIMEOUT).expect("the console runs");
         assert!(
             !refused.good() && refused.err.contains("rules.toml:2: unknown field `leaves`"),
             "{refused:?}"
@@ -666,7 +674,7 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
             Some("[blocked]\nusers = [\"alice\"]\n"),
             "{shown}"
         );
-        // Where the tasks of an ordinary user may not move they stand still.
+        // Tasks of an ordinary user cannot move, so they are stopped.
         let blocked =
             |s: &Value| s["guests"] == "stopped" && s["guests_why"] == "user 21001 is blocked here";
         status(vm, 2, "blocked", blocked);
@@ -679,10 +687,11 @@ fn an_owner_publishes_his_whole_policy_for_a_virtual_machine_of_somebody_else() 
     });
 }
 
+/// The user of the virtual machine has a policy file, too.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrators() {
-    // Hosts share the /etc of the machine that the test runs on.
+fn a_users_policy_overrides_no_administrator() {
+    // Hosts share /etc of the machine, so the policy is elsewhere.
     let place = "/var/tmp/the-administrators.toml";
     let bed = testbed_with_env(3, &[("SEMPA_ADMIN_POLICY", place)]);
     let admin = |host: usize, text: &str| {
@@ -690,7 +699,7 @@ fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrator
         fs::write(&file, text).expect("the testbed's own file");
         file
     };
-    // On h2 it is root's, on h3 somebody's who would like to be the administrator.
+    // On h2 the file belongs to root, on h3 to a user.
     admin(2, "cores = 1\n");
     chown(admin(3, "cores = 99\n"), Some(ALICE_UID), None).expect("the testbed's own file");
     watched_on(&bed, true, |vm| {
@@ -716,12 +725,13 @@ fn the_file_of_the_user_of_a_virtual_machine_does_not_override_the_administrator
     });
 }
 
+/// The virtual machine belongs to an ordinary user. A file of another user in the owner's name does
+/// not count.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_speaks_for_another()
-{
+fn owners_need_no_rights_and_cannot_be_forged() {
     watched(true, 2, |vm| {
-        // Somebody else's file under olga's name.
+        // A file of another user in olga's name.
         let forged = vm.bed().host(2).path("/var/tmp/sempa-owner-21002.toml");
         fs::write(
             &forged,
@@ -743,7 +753,7 @@ fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_s
 
         owner(vm.bed(), 2, &["here", "--for", "1h"]);
         status(vm, 2, "present", |s| s["owner"] == "present");
-        vm.event(SOON, "present owner", |entry| {
+        vm.event(TIMEOUT, "present owner", |entry| {
             matches!(entry.kind, EventKind::OwnerPresent { .. })
         })
         .expect("seen");
@@ -756,9 +766,10 @@ fn owners_need_no_rights_in_the_virtual_machine_of_an_ordinary_user_and_nobody_s
     });
 }
 
+/// There is no login record.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_session_of_systemd_is_an_owner_without_any_login_record() {
+fn a_systemd_session_counts_as_an_owner() {
     watched(false, 2, |vm| {
         let guest = vm.spawn(&["-h2", "hold", "1"]).expect("spawned");
         let folder = vm.bed().host(2).path("/run/systemd/sessions");
@@ -782,7 +793,7 @@ fn a_session_of_systemd_is_an_owner_without_any_login_record() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and dbus-daemon"]
-fn logind_is_asked_over_its_bus_and_its_desktops_say_whether_somebody_uses_them() {
+fn logind_tells_whether_desktops_are_used() {
     let bed = testbed(2);
     needs::require(logind::lacks());
     let logind = Logind::start(bed.host(2)).expect("a bus");
@@ -849,12 +860,13 @@ fn logind_is_asked_over_its_bus_and_its_desktops_say_whether_somebody_uses_them(
     });
 }
 
+/// And the reason if control groups are not used.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn an_owner_is_told_how_guests_are_stopped_on_his_machine_and_why_not_by_control_groups() {
+fn an_owner_is_told_how_guests_are_stopped() {
     let bed = testbed(2);
     let rm = Some("pvm-rm --policy load".to_string());
-    // On h1 only: the other daemon has what the remote shell gives it.
+    // Only for h1: the other daemon has the environment of the remote shell.
     let env = vec![("SEMPA_FREEZER".to_string(), "off".to_string())];
     let vm = Vm::start(
         &bed,
@@ -887,7 +899,7 @@ fn an_owner_is_told_how_guests_are_stopped_on_his_machine_and_why_not_by_control
     }
     let mut shown = bed.host(1).command("pvm");
     shown.arg("owner");
-    let shown = run(shown, SOON).expect("the console runs");
+    let shown = run(shown, TIMEOUT).expect("the console runs");
     assert!(
         shown
             .out

@@ -1,5 +1,5 @@
-//! Memory that follows a task (post-copy), between whole hosts: the task is there before its memory, is whole in the end, and
-//! ends, known to all, if what it needs is lost on the way.
+//! Memory that follows a task (post-copy), between hosts: the task runs before all of its memory
+//! has arrived, is whole in the end, and ends with a reason if memory is lost.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -13,22 +13,23 @@ use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Testbed, Vm, eventually};
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-/// Memory of a task, and what the images of it may have in bytes when that is not in them.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Memory of a task in MiB, and the bound for the bytes of images without it.
 const MIB: &str = "80";
 const IMAGES_MAX: u64 = 8 << 20;
-/// Silence after which a host is lost, where one is to be lost soon.
+/// The lease where a host is to be lost.
 const LEASE_MS: &str = "5000";
 /// Memory follows tasks of any size, and goes ahead of them.
 const ALWAYS: [(&str, &str); 2] = [("SEMPA_POST_COPY", "always"), ("SEMPA_PRE_COPY", "always")];
-/// None goes ahead: it would be on its way for longer than the tests take.
+/// No memory goes ahead: with a low rate that would take longer than the tests.
 const NOTHING_AHEAD: (&str, &str) = ("SEMPA_PRE_COPY", "never");
-/// So slowly, in bytes per second, that memory is on its way for longer than any of these tests takes.
+/// Bytes per second at which memory takes longer than any of these tests.
 const SLOWLY: &str = "1000000";
 
+/// It is not in the images, all of it arrives, and the task can move again at once.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_once() {
+fn the_memory_of_a_large_task_follows_it() {
     with_hosts(3, &[], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
@@ -53,7 +54,7 @@ fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_on
             moved.iter().all(|bytes| *bytes < IMAGES_MAX),
             "the memory is not in the images: {moved:?}"
         );
-        gone(vm.bed().host(1), "lazy-pages", SOON).expect("nothing fetches any more");
+        gone(vm.bed().host(1), "lazy-pages", TIMEOUT).expect("nothing fetches any more");
     });
 }
 
@@ -76,9 +77,10 @@ fn an_administrator_can_say_that_memory_never_follows() {
     });
 }
 
+/// The source dies before all memory has followed. The reason is reported.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() {
+fn a_task_ends_if_its_memory_is_lost() {
     let env = [
         ("SEMPA_LEASE_MS", LEASE_MS),
         ("SEMPA_MOVE_RATE", SLOWLY),
@@ -104,22 +106,22 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
             } => why.contains("its memory does not come any more"),
             _ => false,
         };
-        vm.event(SOON, "the reason", |entry| lost(&entry.kind))
+        vm.event(TIMEOUT, "the reason", |entry| lost(&entry.kind))
             .sure(vm);
-        let done = moving.finish(SOON).expect("the console ends");
+        let done = moving.finish(TIMEOUT).expect("the console ends");
         assert!(!done.good(), "{done:?}");
-        eventually(SOON, || match vm.tasks() {
+        eventually(TIMEOUT, || match vm.tasks() {
             Ok(tasks) if tasks.iter().all(|task| task.tid != tid) => Ok(()),
             other => Err(format!("{other:?}")),
         })
         .expect("it has ended");
-        gone(vm.bed().host(3), "lazy-pages", SOON).expect("nothing fetches any more");
+        gone(vm.bed().host(3), "lazy-pages", TIMEOUT).expect("nothing fetches any more");
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() {
+fn a_job_goes_back_if_memory_of_it_is_lost() {
     let env = [
         ("SEMPA_LEASE_MS", LEASE_MS),
         ("SEMPA_MOVE_RATE", SLOWLY),
@@ -127,11 +129,11 @@ fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() 
         NOTHING_AHEAD,
     ];
     with_hosts(3, &env, |vm| {
-        // The checkpoint is no faster than the move.
+        // The checkpoint has the same low rate.
         let tid = vm.spawn(&["-h2", "hold", "16"]).expect("spawned");
         is_whole(vm, &tid);
         let event = |what: &str, is: &dyn Fn(&EventKind) -> bool| {
-            vm.event(SOON, what, |entry| is(&entry.kind)).sure(vm)
+            vm.event(TIMEOUT, what, |entry| is(&entry.kind)).sure(vm)
         };
         vm.json(&["checkpoint", "--every", "1h", &tid])
             .expect("a pace");
@@ -154,13 +156,13 @@ fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() 
             matches!(kind, EventKind::Restarted { .. })
         });
         is_whole(vm, &tid);
-        assert!(!moving.finish(SOON).expect("the console ends").good());
+        assert!(!moving.finish(TIMEOUT).expect("the console ends").good());
     });
 }
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
+fn a_task_may_end_while_its_memory_follows() {
     with_hosts(3, &[("SEMPA_MOVE_RATE", SLOWLY), NOTHING_AHEAD], |vm| {
         let tid = vm.spawn(&["-h2", "hold", MIB]).expect("spawned");
         is_whole(vm, &tid);
@@ -171,13 +173,13 @@ fn a_task_that_ends_while_its_memory_follows_has_moved_and_ended() {
             .expect_good("kill")
             .expect("killed");
         moving
-            .finish(SOON)
+            .finish(TIMEOUT)
             .expect("the console ends")
             .expect_good("migrate")
             .expect("it had moved");
         reached(vm, &tid, Step::Arrive);
         for host in [2, 3] {
-            gone(vm.bed().host(host), "criu", SOON).expect("nothing is left of the engines");
+            gone(vm.bed().host(host), "criu", TIMEOUT).expect("nothing is left of the engines");
         }
     });
 }
@@ -211,7 +213,7 @@ const VICTIMS: [Victim; 5] = [
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_following_task_runs_once_when_a_process_is_killed() {
+fn a_post_copy_task_runs_once_when_a_process_dies() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
     with_faults(&bed, &[SHORT_LEASE], |faults| {
         faults.run(Sampling::EachStep, &VICTIMS, Fault::Kill);
@@ -221,7 +223,7 @@ fn a_following_task_runs_once_when_a_process_is_killed() {
 /// The memory needs some seconds, so that the process which fetches it runs at each of these points.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_following_task_survives_faults_of_what_fetches_it() {
+fn a_post_copy_task_survives_faults_of_its_fetcher() {
     let env = [ALWAYS[0], NOTHING_AHEAD, ("WITNESS_MIB", "3")];
     let bed = testbed_with_env(HOSTS, &env);
     let env = [ALWAYS[0], NOTHING_AHEAD, ("SEMPA_MOVE_RATE", SLOWLY)];
@@ -256,7 +258,7 @@ fn a_following_task_survives_faults_of_what_fetches_it() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_brief_pause_costs_a_following_task_nothing() {
+fn a_brief_pause_costs_a_post_copy_task_nothing() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
     let victims = [&VICTIMS[..], &[Victim::Master]].concat();
     with_faults(&bed, &[], |faults| {
@@ -266,7 +268,7 @@ fn a_brief_pause_costs_a_following_task_nothing() {
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_brief_cut_costs_a_following_task_nothing() {
+fn a_brief_cut_costs_a_post_copy_task_nothing() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
     let victims = [Victim::Source, Victim::Target, Victim::Master];
     with_faults(&bed, &[], |faults| {
@@ -282,7 +284,7 @@ fn a_brief_cut_costs_a_following_task_nothing() {
 /// A host is cut off until it is lost, or its way to the other host is.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_following_task_runs_once_when_a_host_is_cut_off() {
+fn a_post_copy_task_runs_once_when_a_host_is_cut() {
     let bed = testbed_with_env(HOSTS, &ALWAYS);
     let victims = [Victim::Source, Victim::Target];
     with_faults(&bed, &[SHORT_LEASE], |faults| {

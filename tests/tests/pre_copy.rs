@@ -1,5 +1,5 @@
-//! Memory that goes ahead of a task (pre-copy), between whole hosts: the task runs meanwhile and is whole in the end, little is
-//! left for later, and whoever is in its way the task loses nothing by it.
+//! Memory that goes ahead of a task (pre-copy), between hosts: the task runs meanwhile, arrives whole,
+//! and survives a failed pre-copy.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};
@@ -9,17 +9,21 @@ use sempa_tests::testbed::left;
 use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(60);
-/// Memory of a task, as its program wants to be told, and in bytes.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Memory of a task: the argument of its program in MiB, and bytes.
 const LARGE: (&str, u64) = ("96", 96 << 20);
-/// So slowly, in bytes per second, that it goes ahead for longer than any of these tests takes.
+/// Bytes per second at which memory takes longer than any of these tests.
 const SLOWLY: (&str, &str) = ("SEMPA_MOVE_RATE", "1000000");
-/// A way on which it goes ahead: on a fast one it would follow soon enough.
+/// Bytes per second at which memory goes ahead: on a faster network it follows the task.
 const SLOW: (&str, &str) = ("SEMPA_MOVE_RATE", "40000000");
-/// So much has gone ahead when a fault comes.
+/// Bytes that have left the host before a fault.
 const BEGUN: u64 = 2 << 20;
+/// Bytes that a program writes each time it counts: four pages.
+const WRITTEN: u64 = 4 * 4096;
+/// Bound for images without memory and for messages between the hosts, in bytes.
+const OVERHEAD: u64 = 8 << 20;
 
-/// Bytes that went ahead of all tasks so far, move by move.
+/// Returns the bytes that went ahead in each move so far.
 fn went_ahead(vm: &Vm) -> Vec<u64> {
     let events = vm.events().expect("events");
     let bytes = |kind: &EventKind| match kind {
@@ -36,24 +40,23 @@ fn went_ahead(vm: &Vm) -> Vec<u64> {
         .collect()
 }
 
+/// Its memory goes ahead once, and what it writes meanwhile follows.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_that_writes_while_its_memory_goes_ahead_is_whole_and_most_of_it_passes_once() {
+fn a_task_that_writes_during_pre_copy_is_whole() {
     with_hosts(3, &[SLOW], |vm| {
         let tid = vm
             .spawn(&["-h2", "hold", LARGE.0, "writes"])
             .expect("spawned");
-        is_whole(vm, &tid);
+        let mut count = is_whole(vm, &tid);
         for (from, to) in [(2, "h3"), (3, "h1"), (1, "h2")] {
             let before = left(vm.bed().host(from));
             vm.must_migrate(&tid, to);
             let bytes = left(vm.bed().host(from)) - before;
-            assert!(
-                bytes < LARGE.1 + LARGE.1 / 2,
-                "{bytes} bytes have left for {}",
-                LARGE.1
-            );
-            is_whole(vm, &tid);
+            let earlier = std::mem::replace(&mut count, is_whole(vm, &tid));
+            // All memory passes once, and again at most what was written since.
+            let bound = LARGE.1 + (count - earlier) * WRITTEN + OVERHEAD;
+            assert!(bytes < bound, "{bytes} bytes have left, bound {bound}");
         }
         let ahead = went_ahead(vm);
         assert!(
@@ -65,7 +68,7 @@ fn a_task_that_writes_while_its_memory_goes_ahead_is_whole_and_most_of_it_passes
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn nothing_goes_ahead_of_small_tasks_and_none_where_an_administrator_does_not_want_it() {
+fn pre_copy_is_for_large_tasks_and_can_be_disabled() {
     for (size, setting) in [("20", "usual"), (LARGE.0, "never")] {
         with_hosts(2, &[("SEMPA_PRE_COPY", setting)], |vm| {
             let tid = vm.spawn(&["-h1", "hold", size]).expect("spawned");
@@ -79,7 +82,7 @@ fn nothing_goes_ahead_of_small_tasks_and_none_where_an_administrator_does_not_wa
 
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
+fn a_suspended_task_does_not_wait_for_pre_copy() {
     with_hosts(3, &[SLOWLY], |vm| {
         let tid = vm.spawn(&["-h2", "hold", LARGE.0]).expect("spawned");
         is_whole(vm, &tid);
@@ -90,24 +93,25 @@ fn nobody_waits_for_memory_that_goes_ahead_of_a_task_that_is_to_stand_still() {
             .expect_good("suspend")
             .expect("suspended");
         reached(vm, &tid, Step::Run);
-        assert!(went_ahead(vm)[0] < LARGE.1, "not all of it");
+        assert!(went_ahead(vm)[0] < LARGE.1, "not all memory");
         vm.pvm(&["kill", &tid])
             .expect("the console runs")
             .expect_good("kill")
             .expect("killed");
         moving
-            .finish(SOON)
+            .finish(TIMEOUT)
             .expect("the console ends")
             .expect_good("migrate")
             .expect("it had moved");
     });
 }
 
+/// The reason is reported.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_told() {
+fn a_failed_pre_copy_leaves_the_task_at_the_source() {
     with_hosts(3, &[SLOWLY], |vm| {
-        let strikes: [(&str, &dyn Fn()); 2] = [
+        let kills: [(&str, &dyn Fn()); 2] = [
             ("the target's tasker", &|| {
                 let tasker =
                     process_of(vm.bed().host(3), Victim::TargetTasker).expect("it is there");
@@ -116,23 +120,23 @@ fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_
             }),
             ("the target", &|| vm.bed().host(3).kill_all()),
         ];
-        for (whom, strike) in strikes {
+        for (victim, kill) in kills {
             let tid = vm
                 .spawn(&["-h2", "hold", LARGE.0, "writes"])
                 .expect("spawned");
             is_whole(vm, &tid);
             let before = left(vm.bed().host(2));
             let moving = vm.start_migrate(&tid, "h3").expect("it begins");
-            eventually(SOON, || match left(vm.bed().host(2)) - before {
+            eventually(TIMEOUT, || match left(vm.bed().host(2)) - before {
                 bytes if bytes >= BEGUN => Ok(()),
                 bytes => Err(format!("{bytes} bytes have left")),
             })
             .sure(vm);
-            strike();
-            let done = moving.finish(SOON).expect("the console ends");
-            assert!(!done.good(), "{whom}: {done:?}");
+            kill();
+            let done = moving.finish(TIMEOUT).expect("the console ends");
+            assert!(!done.good(), "{victim}: {done:?}");
             is_whole(vm, &tid);
-            assert_eq!(vm.host_of(&tid).expect("it lives"), "h2", "{whom}");
+            assert_eq!(vm.host_of(&tid).expect("it lives"), "h2", "{victim}");
         }
         let events = vm.events().expect("events");
         let why: Vec<&Failure> = events

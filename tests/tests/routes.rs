@@ -75,7 +75,7 @@ fn rings_deliver_once_when_tasks_part_and_meet_again() {
 /// Three tasks move at the same time while routes are made and end everywhere.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn direct_routes_deliver_once_in_three_moves_at_a_time() {
+fn direct_routes_deliver_once_in_parallel_moves() {
     with_hosts(3, |vm, hosts| {
         let mut crowd = Crowd::start(vm, 2 * WORKERS, 2, &["-d"], hosts).sure(vm);
         let mut rng = Rng::new(23);
@@ -90,7 +90,7 @@ fn direct_routes_deliver_once_in_three_moves_at_a_time() {
 /// those that stay, and direct connections to those that left.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn direct_routes_deliver_once_to_stopped_guests_that_move() {
+fn direct_routes_deliver_once_to_stopped_guests() {
     with_hosts(2, |vm, hosts| {
         let mut owner = Speaker::new(vm, vm.bed().host(2), env!("CARGO_BIN_EXE_owner-speaks"));
         let mut crowd = Crowd::start(vm, WORKERS, 0, &["-d"], &hosts[1..]).sure(vm);

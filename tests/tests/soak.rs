@@ -1,4 +1,5 @@
-//! Tasks that talk are moved again and again: every message comes once, and nothing is left behind by a move.
+//! Tasks that exchange messages are moved many times: every message arrives once, and no move
+//! leaves anything behind.
 
 use sempa_tests::crowd::Crowd;
 use sempa_tests::footprint::{Footprint, KINDS, TASKS};
@@ -8,20 +9,22 @@ use sempa_tests::vm::Settings;
 use sempa_tests::{Sure, Vm, eventually};
 use std::time::Duration;
 
-const LONG: Duration = Duration::from_secs(120);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const HOSTS: [&str; 4] = ["h1", "h2", "h3", "h4"];
 const WORKERS: usize = 12;
-/// Each talks to so many on either side.
+/// Each worker exchanges messages with this number of neighbours on either side.
 const REACH: usize = 2;
-/// Moves at the same time, and how often.
+/// Moves at the same time, and how often they are repeated.
 const ROUNDS: [(usize, usize); 2] = [(1, 12), (3, 4)];
 
-/// Moves before anything is counted: what is made for the first move of a host and kept is there then.
+/// Moves before the first count: hosts keep some resources from their first moves.
 const WARM_UP: [(usize, usize); 1] = [(4, 3)];
-/// Descriptors of a process-id namespace without a task, with the process that holds it: taskers keep some for the next tasks.
+/// Descriptors of a spare process-id namespace and its process; taskers keep some for the next
+/// tasks.
 const OF_A_NAMESPACE: u64 = 3;
 
-/// Descriptors and threads of each kind of the virtual machine's own processes, without those of namespaces that are kept.
+/// Returns descriptors and threads of each kind of the virtual machine's own processes, without
+/// those of spare namespaces.
 fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     let count = |kind: usize| {
         let sum = &footprint.kinds[kind];
@@ -41,7 +44,7 @@ fn counts(footprint: &Footprint) -> Vec<(&'static str, [u64; 2])> {
     (0..TASKS).map(count).collect()
 }
 
-/// Has tasks talk and moves them, some at the same time and so often.
+/// Starts tasks that exchange messages, and moves them.
 fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
     let mut crowd = Crowd::start(vm, WORKERS, REACH, &[], &HOSTS).sure(vm);
     for (at_once, times) in rounds {
@@ -53,16 +56,17 @@ fn moved(vm: &Vm, rounds: &[(usize, usize)], rng: &mut Rng) {
     let account = crowd.finish().sure(vm);
     assert!(account.is_good(), "{account:?}\n{}", vm.logs());
     eprintln!("{account:?}");
-    sempa_tests::eventually(LONG, || match Footprint::of(vm).kinds[TASKS].processes {
+    sempa_tests::eventually(TIMEOUT, || match Footprint::of(vm).kinds[TASKS].processes {
         0 => Ok(()),
         left => Err(format!("{left} tasks are left")),
     })
     .expect("all end");
 }
 
+/// Twelve tasks exchange messages and are moved 24 times.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn twenty_four_moves_of_twelve_talking_tasks_lose_nothing_and_leave_nothing_behind() {
+fn many_moves_lose_nothing_and_leave_nothing() {
     let bed = testbed(HOSTS.len());
     let vm = Vm::start(&bed, Settings::default()).expect("a virtual machine");
     vm.add(&HOSTS[1..]).expect("the others join");
@@ -70,8 +74,8 @@ fn twenty_four_moves_of_twelve_talking_tasks_lose_nothing_and_leave_nothing_behi
     moved(&vm, &WARM_UP, &mut rng);
     let quiet = Footprint::of(&vm);
     moved(&vm, &ROUNDS, &mut rng);
-    // Threads that have nothing to do stay for a while.
-    let same = eventually(LONG, || {
+    // Idle threads stay for a while.
+    let same = eventually(TIMEOUT, || {
         let now = Footprint::of(&vm);
         let (before, after) = (counts(&quiet), counts(&now));
         let grown = before

@@ -1,5 +1,5 @@
-//! Suspended jobs, and tasks that give way to another user's: real processes, judged by their own clocks and by the processor
-//! time that they get.
+//! Suspended jobs, and jobs that yield to those of another user: real processes, judged by their
+//! own clocks and by their processor time.
 
 use pvm_rm::store::{Ledger, Shelf};
 use sempa_proto::event::EventKind;
@@ -14,8 +14,8 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-const SOON: Duration = Duration::from_secs(60);
-/// So long tasks are watched while they stand still, in microseconds.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Microseconds for which suspended tasks are watched.
 const STAND: u64 = 1_000_000;
 
 fn now() -> u64 {
@@ -25,14 +25,14 @@ fn now() -> u64 {
     u64::try_from(since.as_micros()).expect("fits")
 }
 
-/// What a file says to a host.
+/// Returns the content of a file as a host sees it.
 fn file(host: &Host, path: &str) -> String {
     let mut command = host.command("cat");
     command.arg(path);
-    must(command, SOON).expect("it is there").out
+    must(command, TIMEOUT).expect("it is there").out
 }
 
-/// The state of a process, and the processor time that it has used, in ticks.
+/// Returns the state of a process, and its processor time in ticks.
 fn stat(host: &Host, pid: i32) -> (String, u64) {
     let stat = file(host, &format!("/proc/{pid}/stat"));
     let fields: Vec<&str> = stat[stat.rfind(')').expect("a name") + 1..]
@@ -42,14 +42,14 @@ fn stat(host: &Host, pid: i32) -> (String, u64) {
     (fields[0].to_string(), ticks(11) + ticks(12))
 }
 
-/// True for a process whose control group is frozen.
+/// Returns true if the control group of a process is frozen.
 fn is_frozen(host: &Host, pid: i32) -> bool {
     let of = |name: &str| file(host, &format!("/proc/{pid}/{name}")).into_bytes();
     let Some(group) = cgroup::folder(&of("mountinfo"), &of("cgroup"), None) else {
         return false;
     };
     let events = group.join("cgroup.events");
-    // The group of all processes has no such file, and cannot be frozen.
+    // The root group has no such file, and cannot be frozen.
     events.exists()
         && file(host, &events.to_string_lossy())
             .lines()
@@ -73,11 +73,11 @@ fn host<'a>(vm: &Vm<'a>, task: &Task) -> &'a Host {
         .expect("one of ours")
 }
 
-/// Waits until a task stands still, stopped by a signal or frozen; the processor time that it has used.
+/// Waits until a task is stopped by a signal or frozen. Returns its processor time.
 fn still(vm: &Vm, tid: &str) -> u64 {
     let task = task(vm, tid);
     assert!(task.suspended && !task.stopped, "{task:?}");
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         let stands = is_frozen(host(vm, &task), task.pid);
         let (state, used) = stat(host(vm, &task), task.pid);
         if stands || state == "T" {
@@ -89,9 +89,9 @@ fn still(vm: &Vm, tid: &str) -> u64 {
     .sure(vm)
 }
 
-/// Waits until this span is over.
+/// Waits until this time.
 fn pass(until: u64) {
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         if now() > until {
             Ok(())
         } else {
@@ -101,7 +101,7 @@ fn pass(until: u64) {
     .expect("time passes");
 }
 
-/// Has a job suspended or resumed; what the resource manager says.
+/// Suspends or resumes a job. Returns the answer of the resource manager.
 fn order(vm: &Vm, words: &[&str]) -> Value {
     let answer = vm.json(&[&["job"], words].concat());
     answer.sure(vm).pop().expect("one value")
@@ -116,7 +116,7 @@ fn tids(value: &Value) -> Vec<String> {
     list.collect()
 }
 
-/// A virtual machine with a resource manager, and a job of two tasks on h2.
+/// Runs a test on a virtual machine with a resource manager and a job of two tasks on h2.
 fn with_job(test: impl FnOnce(&Vm, &[String])) {
     let bed = testbed(3);
     let vm = Vm::start(
@@ -130,7 +130,7 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     vm.add(&["h2", "h3"]).expect("the others join");
     vm.program("busy").expect("gcc");
     let top = vm.spawn(&["-h2", "busy", "1"]).expect("spawned");
-    // Whoever answers has connected, and started the other one before.
+    // A task that answers is connected, and has started the other one before.
     vm.gaps(&top).sure(&vm);
     let all = vm
         .tasks()
@@ -146,7 +146,7 @@ fn with_job(test: impl FnOnce(&Vm, &[String])) {
     vm.halt().expect("halts");
 }
 
-/// By its own clock a task stood still from one time to another, and goes on.
+/// Checks that a task did not run between these times, by its own clock, and that it continues.
 fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
     let gaps = vm.gaps(tid).sure(vm);
     assert!(
@@ -155,10 +155,10 @@ fn assert_stood(vm: &Vm, tid: &str, from: u64, to: u64) {
     );
 }
 
+/// Its tasks can move meanwhile, and continue when it is resumed.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn tasks_of_a_suspended_job_get_no_processor_time_move_as_they_stand_and_go_on_when_it_is_resumed()
-{
+fn a_suspended_job_gets_no_processor_time() {
     with_job(|vm, job| {
         let answer = order(vm, &["suspend", &job[0]]);
         let mut suspended = tids(&answer["tasks"]);
@@ -203,9 +203,10 @@ fn tasks_of_a_suspended_job_get_no_processor_time_move_as_they_stand_and_go_on_w
     });
 }
 
+/// The resource manager is killed, and the next one resumes the job.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_resumes_it() {
+fn a_job_stays_suspended_without_its_manager() {
     with_job(|vm, job| {
         order(vm, &["suspend", &job[0]]);
         let before: Vec<u64> = job.iter().map(|tid| still(vm, tid)).collect();
@@ -229,7 +230,7 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
             nix::sys::signal::Signal::SIGKILL,
         )
         .expect("it is there");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if times(vm) > first {
                 Ok(())
             } else {
@@ -253,7 +254,8 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
                 .expect_good("kill")
                 .expect("it ends");
         }
-        // One alone, which its daemon does without any resource manager, and which ends while it stands still.
+        // A single task: its daemon suspends it without a resource manager, and it can be ended
+        // meanwhile.
         let alone = vm.spawn(&["-h3", "busy"]).expect("spawned");
         order(vm, &["suspend", "--task", &alone]);
         still(vm, &alone);
@@ -261,7 +263,7 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
             .expect("pvm")
             .expect_good("kill")
             .expect("it ends");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
             if tasks.iter().all(|t| t.tid != alone) {
                 Ok(())
@@ -273,7 +275,7 @@ fn a_job_stays_suspended_when_the_resource_manager_is_killed_and_the_next_one_re
     });
 }
 
-/// Has a resource manager that keeps its books in this folder find that a user has taken so much lately.
+/// Writes the history of a resource manager in this folder: a user has used much.
 fn has_taken(folder: &Path, user: u32, index: f64) {
     let shelf = Shelf {
         dir: folder.to_path_buf(),
@@ -285,7 +287,8 @@ fn has_taken(folder: &Path, user: u32, index: f64) {
     ledger.close();
 }
 
-/// Two hosts whose owners allow one task each; h2 serves under the login of alice, and root has taken much.
+/// Runs a test on two hosts whose owners allow one task each. h2 is used as alice, and root has
+/// used much.
 fn with_two_users(test: impl FnOnce(&Vm)) {
     let bed = testbed(2);
     let prefix = needs::prefix_in_bed();
@@ -303,13 +306,13 @@ fn with_two_users(test: impl FnOnce(&Vm)) {
         let home = bed.folder().join("olga");
         let mut owner = host.command_as(Some(("olga", OLGA_UID, &home)), "pvm");
         owner.args(["owner", "limit", "1", "cores"]);
-        must(owner, SOON).expect("her word is believed");
+        must(owner, TIMEOUT).expect("her word is believed");
     }
     has_taken(&state, 0, 100.0);
     let mut manager = vm.command(bed.host(1), "pvm-rm");
     manager.args(["--wait", "600", "--state"]).arg(&state);
     let _manager = Running::start(manager, Stdio::null()).expect("it starts");
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         let tasks = vm.tasks().map_err(|error| format!("{error:#}"))?;
         let watchers = tasks
             .iter()
@@ -333,10 +336,11 @@ fn why(vm: &Vm, tid: &str) -> String {
         .out
 }
 
+/// A job of a user who has used much is suspended while another user's job runs, and resumed after
+/// it.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
-fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_when_that_one_has_ended()
- {
+fn a_user_with_a_large_share_yields_to_another() {
     with_two_users(|vm| {
         let farm: Vec<String> = (0..2)
             .map(|_| vm.spawn(&["hold", "1"]).expect("spawned"))
@@ -353,7 +357,7 @@ fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_
         spawn.args(["--json", "spawn", "hold", "1"]);
         let spawn = Running::start(spawn, Stdio::null()).expect("the console runs");
         let done = spawn
-            .finish(SOON)
+            .finish(TIMEOUT)
             .and_then(|done| done.expect_good("spawn"));
         let done = done.sure(vm);
         let answer: Value = serde_json::from_str(done.out.trim()).expect("a value");
@@ -392,12 +396,12 @@ fn who_has_taken_much_stands_still_while_another_user_has_his_place_and_goes_on_
                 Ok(())
             }
         };
-        eventually(SOON, goes_on).sure(vm);
+        eventually(TIMEOUT, goes_on).sure(vm);
         let told = why(vm, gave_way);
         assert!(told.contains("for user 0 again"), "{told}");
         let mut ask = vm.command(vm.bed().host(1), vm.home().join("pvm3/bin/LINUX64/hold"));
         ask.args(["ask", gave_way]);
-        let answer = must(ask, SOON).sure(vm);
+        let answer = must(ask, TIMEOUT).sure(vm);
         assert!(answer.out.contains("sum GOOD"), "{answer:?}");
     });
 }

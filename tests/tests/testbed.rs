@@ -1,12 +1,12 @@
-//! The testbed itself: hosts are separate, logins are real, and nothing stays behind.
+//! The testbed itself: hosts are separate, logins are real, and nothing is left behind.
 
 use sempa_tests::ssh::{Login, client_config};
 use sempa_tests::{Testbed, eventually, needs, utmp};
 use std::time::Duration;
 
-const SOON: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Makes hosts without installed programs: this needs none.
+/// Makes hosts without installed programs.
 fn testbed(count: usize) -> Testbed {
     needs::require(needs::lacks());
     Testbed::new(count, None, &[]).expect("a testbed")
@@ -18,7 +18,7 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
     let bed = testbed(2);
     for (i, host) in (1..).zip(bed.hosts()) {
         let name = host
-            .shell("hostname; ls -A /tmp; cat /proc/1/comm", SOON)
+            .shell("hostname; ls -A /tmp; cat /proc/1/comm", TIMEOUT)
             .expect("runs")
             .expect_good("ls")
             .expect("good");
@@ -32,7 +32,7 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
                 client_config(bed.folder(), "root").to_str().expect("text"),
             )
             .as_str(),
-        SOON,
+        TIMEOUT,
     );
     assert_eq!(
         far.expect("runs").expect_good("ssh").expect("good").out,
@@ -40,9 +40,10 @@ fn hosts_have_names_networks_and_folders_of_their_own() {
     );
 }
 
+/// A logout removes it.
 #[test]
 #[ignore = "system tier: needs root and hosts"]
-fn a_login_with_a_terminal_writes_a_utmp_record_and_a_logout_takes_it_back() {
+fn a_login_writes_a_utmp_record() {
     let bed = testbed(2);
     let host = bed.host(2);
     assert_eq!(utmp::logins(host).expect("readable"), vec![]);
@@ -56,7 +57,7 @@ fn a_login_with_a_terminal_writes_a_utmp_record_and_a_logout_takes_it_back() {
     assert!(seen[0].line.starts_with("pts/"), "{seen:?}");
     assert_eq!(utmp::logins(bed.host(1)).expect("readable"), vec![]);
     login.out().expect("logs out");
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         if utmp::logins(host).is_ok_and(|l| l.is_empty()) {
             Ok(())
         } else {
@@ -73,9 +74,9 @@ fn nothing_of_a_testbed_stays_when_it_ends() {
     let (folder, init) = (bed.folder().to_path_buf(), bed.host(1).init());
     let left = bed
         .host(1)
-        .shell("sleep 1000 & setsid sleep 1000 & true", SOON);
+        .shell("sleep 1000 & setsid sleep 1000 & true", TIMEOUT);
     assert!(left.expect("runs").good());
-    eventually(SOON, || {
+    eventually(TIMEOUT, || {
         let sleeps = bed
             .host(1)
             .processes()
@@ -99,7 +100,7 @@ fn nothing_of_a_testbed_stays_when_it_ends() {
     assert!(!folder.exists());
     for pid in inside.into_iter().chain([init]) {
         let path = format!("/proc/{pid}");
-        eventually(SOON, || {
+        eventually(TIMEOUT, || {
             if std::path::Path::new(&path).exists() {
                 Err(format!("{path} exists"))
             } else {
@@ -112,7 +113,7 @@ fn nothing_of_a_testbed_stays_when_it_ends() {
 
 #[test]
 #[ignore = "system tier: needs root and hosts"]
-fn nothing_of_a_testbed_stays_when_its_process_is_killed() {
+fn nothing_is_left_of_a_killed_testbed() {
     use std::io::{BufRead, BufReader};
     needs::require(needs::lacks());
     let mut owner = std::process::Command::new(env!("CARGO_BIN_EXE_sempa-host"))
@@ -138,7 +139,7 @@ fn nothing_of_a_testbed_stays_when_its_process_is_killed() {
                 Ok(())
             }
         };
-        eventually(SOON, there).expect("gone");
+        eventually(TIMEOUT, there).expect("gone");
     }
 }
 
@@ -151,7 +152,7 @@ fn two_testbeds_exist_at_once() {
     for bed in [&first, &second] {
         assert!(
             bed.desk()
-                .shell("ssh -V && getent hosts h1", SOON)
+                .shell("ssh -V && getent hosts h1", TIMEOUT)
                 .expect("runs")
                 .good()
         );

@@ -111,7 +111,7 @@ const TABLE: &[(&str, &str, &[Need])] = &[
     ("pvmd", "", &[]),
     ("pvmd", "disk", &[Disk]),
     ("pvmd::daemon", "", &[Root]),
-    ("pvm-tasker", "", &[GCC, Criu]),
+    ("pvm-tasker", "", &[Criu, GCC]),
     ("pvm-tasker::bin/pvm-tasker", "", &[PYTHON]),
     ("pvm-tasker::hold", "freez", &[Freezer]),
     ("pvm-tasker::kinds", "python", &[PYTHON]),
@@ -200,7 +200,7 @@ mod tests {
             needs_of("sempa-tests::finish_right", "python_tasks"),
             [Hosts, Criu, PYTHON]
         );
-        assert_eq!(needs_of("pvm-tasker::kinds", "x"), [GCC, Criu]);
+        assert_eq!(needs_of("pvm-tasker::kinds", "x"), [Criu, GCC]);
         assert_eq!(needs_of("pvm-console::terminal", "x"), [Hosts; 0]);
     }
 

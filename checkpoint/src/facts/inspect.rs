@@ -812,8 +812,10 @@ mod tests {
     fn foreign_socket_is_refused() {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().expect("pair");
         let stdin = std::os::fd::OwnedFd::from(theirs);
+        let mut sleep = Command::new("sleep");
+        let place = std::env::temp_dir();
         let (_child, subject) =
-            start_and_wait_until_mapped(Command::new("sleep").arg("1000").stdin(stdin));
+            start_and_wait_until_mapped(sleep.arg("1000").current_dir(place).stdin(stdin));
         let refused = inspect(&subject, "1".into(), &HashCache::default());
         assert_eq!(
             refused,

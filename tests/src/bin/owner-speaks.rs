@@ -1,5 +1,6 @@
-//! Speaks for the owner of the host it runs on, as a load watcher does: a line `stop WHY`, `kill MS WHY` or `welcome WHY` on
-//! standard input becomes a word to the daemon, and `done MICROS`, the time just before it, comes out.
+//! Speaks for the owner of its host like a load watcher: passes a line `stop WHY`, `kill MS WHY` or
+//! `welcome WHY` of standard input to the daemon, and prints `done MICROS`, the time just before
+//! it.
 
 #![allow(clippy::print_stdout)] // It is a program, and this is what it says.
 

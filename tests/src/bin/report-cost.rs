@@ -1,6 +1,6 @@
-//! What it costs a task to send a load report, as a load watcher does: so many sends to the resource manager, each after a pause,
-//! timed from the call to its return. Prints the nanoseconds of each, sorted, in one line. The resource manager throws them away:
-//! they come in a context that it does not know.
+//! Measures the cost of a load report for its sender: sends messages to the resource manager, each
+//! after a pause, and times the calls. Prints the nanoseconds of all calls, sorted, in one line.
+//! The resource manager discards the messages, because it does not know their context.
 
 #![allow(clippy::print_stdout)] // It is a program, and this is what it says.
 
@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 /// Sends.
 const SENDS: usize = 500;
-/// Pause between two: nobody sends reports one after the other.
+/// The pause before each send: load watchers do not send reports in a burst.
 const PAUSE: Duration = Duration::from_millis(5);
-/// A context and a tag that nobody receives.
+/// A context and a tag that no task receives.
 const NOBODYS: i32 = 0x5e4d;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {

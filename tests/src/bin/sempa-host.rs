@@ -1,5 +1,6 @@
-//! The first processes of a testbed host; the testbed starts it. For people there is `sempa-host testbed COUNT`, which
-//! makes a testbed, prints its folder and the first processes of its hosts, and keeps it until standard input closes.
+//! The first processes of a testbed host; the testbed starts it. `sempa-host testbed COUNT` makes a
+//! testbed by hand, prints its folder and the first processes of its hosts, and keeps it until
+//! standard input closes.
 
 use std::path::Path;
 
