@@ -147,9 +147,7 @@ pub enum Output {
         child: bool,
     },
     /// Terminate a task that was started too late for its request.
-    End {
-        tid: Tid,
-    },
+    End { tid: Tid },
     /// Add an event to the event log.
     Record(EventKind),
     /// Record a decision in the history.

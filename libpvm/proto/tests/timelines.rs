@@ -249,7 +249,6 @@ impl World {
         );
     }
 
-
     /// Puts a frame in flight; it may be lost, duplicated or delayed.
     fn launch(&mut self, from: usize, to: usize, frame: LinkFrame) {
         let copies = if self.dice.roll(1000) < self.bad {
@@ -348,7 +347,6 @@ impl World {
         }
     }
 
-
     fn stand(&mut self, task: usize) {
         self.state[task] = State::Still(None);
         for link in self.tasks[task].links.values_mut() {
@@ -426,7 +424,6 @@ impl World {
             self.chatter(messages);
         }
     }
-
 
     fn all_heard(&self) -> bool {
         let members = (0..MEMBERS).flat_map(|from| (0..MEMBERS).map(move |to| (from, to)));
@@ -517,8 +514,7 @@ fn live(seed: u64, first_line: u16, bad: u64) -> World {
 /// Members receive exactly the messages of valid incarnations; outside tasks receive everything
 /// sent since the restart.
 #[test]
-fn restarted_members_receive_valid_messages_only()
- {
+fn restarted_members_receive_valid_messages_only() {
     let (mut restarts, mut delivered) = (0, 0);
     for seed in 1..=400 {
         let world = live(seed, 0, 10);

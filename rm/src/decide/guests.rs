@@ -167,8 +167,7 @@ mod tests {
     /// Guests of one class share its index; a class without guests leaves its index to the next new
     /// class.
     #[test]
-    fn empty_guest_class_frees_its_index()
-    {
+    fn empty_guest_class_frees_its_index() {
         let (mut guests, names) = (Guests::default(), ["a", "b", "a"]);
         guests.learn(&host(1, &names));
         guests.learn(&host(2, &["b"]));

@@ -50,9 +50,7 @@ pub enum StayReason {
         excluded: Excluded,
     },
     /// The guest cannot migrate to any host for a while.
-    Held {
-        why: String,
-    },
+    Held { why: String },
     /// [`MOVES_AT_ONCE_MAX`] migrations are running; the guest waits.
     Turn,
     /// The owner grants guests some time before they leave.

@@ -126,10 +126,7 @@ pub enum WantsError {
     Part(String),
     /// A numeric attribute is compared with something that is not a number.
     #[error("{value:?} is not a number for {name}")]
-    Number {
-        name: String,
-        value: String,
-    },
+    Number { name: String, value: String },
     /// `host` and `arch` support only equality.
     #[error("{0} can only be compared with '=' or '!='")]
     NoOrder(String),

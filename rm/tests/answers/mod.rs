@@ -311,8 +311,7 @@ fn host_query_reports_current_exclusion() {
 
 /// A query reports the load of a host without a watcher as unknown, and a lost host as gone.
 #[test]
-fn host_query_reports_unknown_load_and_lost_host()
- {
+fn host_query_reports_unknown_load_and_lost_host() {
     let vm = world(2);
     let mut bed = Bed::start(&vm, false).expect("no other");
     assert_eq!(

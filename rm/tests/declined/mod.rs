@@ -13,8 +13,7 @@ use std::collections::BTreeSet;
 /// Tasks that a host refuses because of its owner are started elsewhere unless they are bound to
 /// it.
 #[test]
-fn tasks_refused_for_owner_start_elsewhere()
- {
+fn tasks_refused_for_owner_start_elsewhere() {
     let vm = world(3);
     let mut bed = Bed::start(&vm, false).expect("no other");
     bed.world().spawn(1, &request(3));

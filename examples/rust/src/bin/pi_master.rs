@@ -78,7 +78,8 @@ fn lead(vm: &Vm, wanted: u32, program: &str) -> Result<String> {
     let (mut results, mut hits, mut lost) = (0, 0i64, 0);
     while results < PIECES && lost < workers.len() {
         farm.hand_out()?;
-        let message = vm.recv_where(|message| message.tag == TAG_RESULT || ends.is_notice_message(message))?;
+        let message =
+            vm.recv_where(|message| message.tag == TAG_RESULT || ends.is_notice_message(message))?;
         if !ends.is_notice_message(&message) {
             let mut items = message.items()?;
             let (_piece, found) = (items.int()?, items.int()?);
