@@ -635,5 +635,4 @@ fn absent(signs: &OwnerSigns<'_>) -> Finding {
 }
 
 #[cfg(test)]
-#[path = "owner_tests.rs"]
 mod tests;

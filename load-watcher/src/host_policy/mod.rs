@@ -427,5 +427,4 @@ impl HostPolicy {
 }
 
 #[cfg(test)]
-#[path = "rules_tests.rs"]
 mod tests;
