@@ -98,8 +98,13 @@ fn check(file: &str, text: &str, replaced: &[words::Replaced]) -> Vec<Finding> {
         });
     };
     if !file.ends_with(".rs") {
+        // Code blocks quote output and programs.
+        let mut is_quoted = false;
         for (number, line) in (1..).zip(text.lines()) {
-            words::in_prose(line).for_each(|message| report(number, message));
+            is_quoted ^= line.trim_start().starts_with("```");
+            if !is_quoted {
+                words::in_prose(line).for_each(|message| report(number, message));
+            }
         }
         return found;
     }
