@@ -123,7 +123,7 @@ fn sample(turn: usize, sampling: Sampling, victims: &[Victim], pre_copies: bool)
     // The third that is tried and the victims must not rotate in step.
     let is_chosen = |i: usize| match sampling {
         Sampling::EachStep => true,
-        Sampling::EachThirdStep => (i + turn + turn / 3) % 3 == 0,
+        Sampling::EachThirdStep => (i + turn + turn / 3).is_multiple_of(3),
     };
     steps(pre_copies)
         .enumerate()

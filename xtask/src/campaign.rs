@@ -95,7 +95,7 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
         env: &env,
     };
     let tests = runner::runner(&profile).list(whole)?;
-    let mut skips = Skips::new(prepared.no_criu);
+    let mut skips = Skips::new(prepared.no_criu, true);
     let all = steps::all(&tests, seed, &mut skips, &profile);
     let chosen: Vec<&Step> = all
         .iter()

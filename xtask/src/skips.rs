@@ -32,6 +32,8 @@ enum Need {
     Freezer,
     /// A `/tmp` that is on a disk.
     Disk,
+    /// Free memory in MiB: for the usual sizes, and with `SEMPA_TEST_FULL`.
+    FreeMemory(u64, u64),
 }
 
 use Need::{
@@ -75,6 +77,16 @@ const TABLE: &[(&str, &str, &[Need])] = &[
     ("sempa-tests::groups", "pvms_own", &[PVM, PVM_EXAMPLES]),
     ("sempa-tests::groups", "tracer", &[PVM]),
     ("sempa-tests::guests", "", &[Criu]),
+    (
+        "sempa-tests::limits",
+        "giant",
+        &[Need::FreeMemory(2 << 10, 14 << 10)],
+    ),
+    (
+        "sempa-tests::limits",
+        "floods",
+        &[Need::FreeMemory(2 << 10, 6 << 10)],
+    ),
     ("sempa-tests::loss", "", &[Criu]),
     ("sempa-tests::lying_engines", "", &[Criu]),
     ("sempa-tests::lying_moves", "", &[Criu]),
@@ -134,9 +146,15 @@ fn needs_of(binary: &str, test: &str) -> Vec<Need> {
     if known { needs } else { vec![Hosts] }
 }
 
-/// Why a need is not met here; `None` if it is met. `criu` is the answer of the set-up.
-fn lack(need: Need, criu: Option<&str>) -> Option<String> {
+/// Why a need is not met here; `None` if it is met. `criu` is the answer of the set-up, and `full`
+/// is true for a campaign.
+fn lack(need: Need, criu: Option<&str>, full: bool) -> Option<String> {
     match need {
+        Need::FreeMemory(usual, all) => {
+            let wanted = if full { all } else { usual };
+            let free = free_mebibytes();
+            (free < wanted).then(|| format!("{wanted} MiB of free memory are needed, not {free}"))
+        }
         Need::Root => (!needs::is_root()).then(|| "this is not root".to_string()),
         Need::Hosts => needs::lacks(),
         Need::Criu => criu.map(String::from),
@@ -163,17 +181,29 @@ fn lack(need: Need, criu: Option<&str>) -> Option<String> {
     }
 }
 
+/// The memory that the kernel could give to a program now.
+fn free_mebibytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kibibytes = line.and_then(|words| words.split_whitespace().next()?.parse::<u64>().ok());
+    kibibytes.unwrap_or(0) >> 10
+}
+
 /// Decides which tests are skipped, and asks the machine once for each need.
 pub(crate) struct Skips {
     criu: Option<String>,
+    full: bool,
     answers: BTreeMap<Need, Option<String>>,
 }
 
 impl Skips {
-    /// `criu`: why there is no CRIU that works, if so.
-    pub(crate) fn new(criu: Option<String>) -> Skips {
+    /// `criu`: why there is no CRIU that works, if so. `full`: tests run with `SEMPA_TEST_FULL`.
+    pub(crate) fn new(criu: Option<String>, full: bool) -> Skips {
         Skips {
             criu,
+            full,
             answers: BTreeMap::new(),
         }
     }
@@ -183,7 +213,7 @@ impl Skips {
         needs_of(binary, test).into_iter().find_map(|need| {
             self.answers
                 .entry(need)
-                .or_insert_with(|| lack(need, self.criu.as_deref()))
+                .or_insert_with(|| lack(need, self.criu.as_deref(), self.full))
                 .clone()
         })
     }
@@ -213,7 +243,7 @@ mod tests {
     /// Without CRIU the tests that move tasks are skipped, with the reason of the set-up.
     #[test]
     fn missing_criu_skips_moves_only() {
-        let mut skips = Skips::new(Some("no CRIU".into()));
+        let mut skips = Skips::new(Some("no CRIU".into()), false);
         let reason = |skips: &mut Skips, name| skips.reason(name, "x");
         assert_eq!(
             reason(&mut skips, "pvm-tasker::moves").as_deref(),

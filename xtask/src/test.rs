@@ -32,7 +32,7 @@ pub(crate) fn run(words: &[String]) -> Result<bool> {
     println!("test: profile {profile}, {SEED}={seed}");
     let mut good = words.is_empty().then(formatted).is_none_or(|good| good);
     let env = prepare(&profile)?;
-    let mut skips = Skips::new(env.no_criu);
+    let mut skips = Skips::new(env.no_criu, false);
     println!(
         "test: set-up and build took {} s",
         start.elapsed().as_secs()

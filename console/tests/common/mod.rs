@@ -15,7 +15,7 @@ use std::thread;
 use std::time::Duration;
 
 /// Deadline of every wait; a loaded machine may need much of it.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 /// Bytes of the screen that a failed test shows.
 const SHOWN_BYTES: usize = 2000;
 pub(crate) const PROMPT: &str = "pvm> ";
