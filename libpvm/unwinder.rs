@@ -1,7 +1,8 @@
 //! For the build scripts of the shared libraries: which unwinder they take.
 
-/// Rust asks for the compiler's shared one. A task that loads that starts a tenth of a millisecond later, most of which goes
-/// into asking the processor what it is; so a library takes the static one along.
+/// Rust asks for the compiler's shared one. A task that loads that starts a tenth of a millisecond
+/// later, most of which goes into asking the processor what it is; so a library takes the static
+/// one along.
 pub(crate) fn take_along() {
     let folder = std::path::PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets it"))
         .join("unwinder");

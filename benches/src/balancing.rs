@@ -232,8 +232,8 @@ fn run_repetition(
     })
 }
 
-/// Runs the farm once: without a resource manager if `rm_overhead` is `None`, otherwise under one. The
-/// inner value is the declared work per unit, if it is declared.
+/// Runs the farm once: without a resource manager if `rm_overhead` is `None`, otherwise under one.
+/// The inner value is the declared work per unit, if it is declared.
 fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Result<FarmRun> {
     let vm = hosts.start()?;
     let manager = managed.map(|_| hosts.manage(&vm)).transpose()?;

@@ -7,8 +7,8 @@ use sempa_proto::Tid;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-/// Console of a Sempa virtual machine: starts it when none runs, adds hosts, starts, lists, moves and
-/// ends tasks.
+/// Console of a Sempa virtual machine: starts it when none runs, adds hosts, starts, lists, moves
+/// and ends tasks.
 ///
 /// Without a command it reads commands from its input. With one it carries it out and ends: `pvm
 /// conf`, `pvm add h2 h3`, `pvm spawn -3 hello`. `pvm help` lists the commands, `pvm help NAME`

@@ -8,8 +8,8 @@
 //!
 //! 1. A thread sends a wake sequence through the printer ([`AsyncOutput::run_waker`]).
 //! 2. The editor clears the rows of its prompt and redraws its line.
-//! 3. During the redraw the editor asks its hint for text ([`RedrawHint`]). The hint writes the queued
-//!    output to the cleared rows, and the editor draws the line below it.
+//! 3. During the redraw the editor asks its hint for text ([`RedrawHint`]). The hint writes the
+//!    queued output to the cleared rows, and the editor draws the line below it.
 //!
 //! The editor calls `Hint::display` once when it receives a hint and once when it draws the line
 //! after a key. Every further call is a redraw on cleared rows, which a wake causes.

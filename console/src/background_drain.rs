@@ -112,8 +112,8 @@ fn detach_on_signal(interrupts: SigSet, host: &str) {
     std::process::exit(i32::from(SIGNAL_EXIT_BASE + number));
 }
 
-/// Copies all output. A broken pipe at the target does not stop reading, because the writer would then
-/// block forever.
+/// Copies all output. A broken pipe at the target does not stop reading, because the writer would
+/// then block forever.
 ///
 /// # Errors
 /// Fails if some of it could not be read or written.

@@ -386,8 +386,8 @@ impl<M: VirtualMachine> DrainRun<'_, M> {
             );
             next = select_job(jobs, leave, self.progress.transferred, &self.attempts);
         }
-        // If no job is ready, the result is kept for [`ESTIMATE_MAX_AGE`]: jobs whose checkpoint failed
-        // and tasks that may still leave are examined again after that.
+        // If no job is ready, the result is kept for [`ESTIMATE_MAX_AGE`]: jobs whose checkpoint
+        // failed and tasks that may still leave are examined again after that.
         let time = if left <= time { Duration::ZERO } else { time };
         self.estimate.computed = next.is_none().then(|| (Instant::now(), time));
         Ok(next)
@@ -680,8 +680,8 @@ struct WriteEstimate {
 }
 
 impl WriteEstimate {
-    /// Returns the bytes of these tasks. Calls `ask` for unknown ones, up to [`MEMORY_QUERIES_MAX`] tasks in
-    /// total; those that stay unknown count with the mean of the others.
+    /// Returns the bytes of these tasks. Calls `ask` for unknown ones, up to [`MEMORY_QUERIES_MAX`]
+    /// tasks in total; those that stay unknown count with the mean of the others.
     fn bytes(&mut self, tasks: &[Tid], ask: impl Fn(Tid) -> Option<u64>) -> u64 {
         for tid in tasks {
             if self.memory.len() < MEMORY_QUERIES_MAX && !self.memory.contains_key(tid) {
@@ -700,8 +700,8 @@ impl WriteEstimate {
     }
 }
 
-/// Returns the seconds that checkpoints of this number of jobs take, given their total bytes and the
-/// measured migrations.
+/// Returns the seconds that checkpoints of this number of jobs take, given their total bytes and
+/// the measured migrations.
 fn write_seconds(jobs: usize, bytes: u64, transferred: TransferTotals) -> f64 {
     let measured = transferred.0 as f64 / (transferred.1.0 as f64 / 1e6);
     let rate = if transferred.1.0 > 0 {

@@ -1,7 +1,8 @@
 //! The sum of the squares of many numbers, by a master and its workers.
 //!
-//! Started by hand it is the master: it spawns workers, which are this same program, hands out ranges of numbers, a new
-//! one to whoever has sent a result, and goes on when a worker ends before its time.
+//! Started by hand it is the master: it spawns workers, which are this same program, hands out
+//! ranges of numbers, a new one to whoever has sent a result, and goes on when a worker ends before
+//! its time.
 //!
 //! `cargo run --example sum -- [workers] [numbers]`, while a virtual machine runs (`pvm start`).
 

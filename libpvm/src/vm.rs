@@ -603,8 +603,8 @@ impl Vm {
         ask!(self, "subscribing to events", Request::Subscribe { ctx, tag }, Reply::Done => ())
     }
 
-    /// Decodes the event in a message that [`Vm::subscribe_events`] requested; `None` if the message
-    /// contains something else.
+    /// Decodes the event in a message that [`Vm::subscribe_events`] requested; `None` if the
+    /// message contains something else.
     pub fn decode_event(message: &Message) -> Option<Event> {
         from_bytes(&message.body).ok()
     }

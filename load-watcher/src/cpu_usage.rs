@@ -5,8 +5,8 @@
 //! - The CPU account of the root control group (version 2) gives the used time at a quarter of that
 //!   cost. It contains neither the number of processors nor, since Linux 6.18 at the latest, the
 //!   time that the host of a virtual machine has given to others (steal).
-//! - Therefore the account is read for each sample, and /proc/stat only once per [`STAT_INTERVAL`], for
-//!   the number of processors and the share of stolen time.
+//! - Therefore the account is read for each sample, and /proc/stat only once per [`STAT_INTERVAL`],
+//!   for the number of processors and the share of stolen time.
 
 use crate::proc::CpuTimes;
 use sempa_proto::Micros;

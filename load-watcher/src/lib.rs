@@ -3,15 +3,15 @@
 //!
 //! "Pure" modules perform no I/O.
 //!
-//! - Load: [`proc`] parses /proc files (pure). [`sampler`] takes samples. [`cpu_usage`] measures all
-//!   processors cheaply. [`load_attribution`] separates the load of our tasks from external load. [`cgroup`]
-//!   measures a processor limit.
+//! - Load: [`proc`] parses /proc files (pure). [`sampler`] takes samples. [`cpu_usage`] measures
+//!   all processors cheaply. [`load_attribution`] separates the load of our tasks from external
+//!   load. [`cgroup`] measures a processor limit.
 //! - Logins: [`utmp`] parses login records (pure). [`sessions`] parses logind's sessions (pure).
 //!   [`logind`] queries logind over D-Bus.
 //! - Owner: [`probes`] reads the sources. [`owner`] derives the verdict from them (pure).
-//! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`owner_override`] and [`published_policy`] read
-//!   and write owners' overrides and policies. [`host_policy`] merges all sources. [`guests`] decides
-//!   what guests may do (pure).
+//! - Policy: [`policy`] and [`hours`] parse policy files (pure). [`owner_override`] and
+//!   [`published_policy`] read and write owners' overrides and policies. [`host_policy`] merges all
+//!   sources. [`guests`] decides what guests may do (pure).
 //! - Enforcement: [`confine`] confines guests to the processors that the owner allows.
 //! - Communication: [`watch`] reports changes of files. [`report`] decides when to sample and to
 //!   send (pure). [`status`] answers queries of users of this host.

@@ -3,7 +3,8 @@
 //!
 //! - Setting by setting, the owner's value wins over the administrator's, and the administrator's
 //!   over the user's ([`MergedPolicy::fill_from`]).
-//! - Several owners have equal rights, so the most restrictive value wins ([`MergedPolicy::restrict_by`]).
+//! - Several owners have equal rights, so the most restrictive value wins
+//!   ([`MergedPolicy::restrict_by`]).
 //! - A malformed text is refused with the line of its error.
 
 use crate::hours::Hours;

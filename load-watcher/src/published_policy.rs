@@ -3,8 +3,9 @@
 //! access to the owner's home.
 //!
 //! A policy is stored in `/var/tmp/sempa-owner-UID.policy.toml` and trusted under the same
-//! conditions as an override (see [`owner_override`]). It is parsed like any policy file: a malformed one is
-//! refused and the previous one stays in force; if there was none, no guest is welcome.
+//! conditions as an override (see [`owner_override`]). It is parsed like any policy file: a
+//! malformed one is refused and the previous one stays in force; if there was none, no guest is
+//! welcome.
 
 use crate::owner_override::{self, OVERRIDE_PREFIX};
 use crate::policy::{POLICY_BYTES_MAX, Policy, PolicyError};

@@ -106,8 +106,8 @@ impl Sampler {
 
     /// Takes a sample at `at` (time of day), without the part of the load that is ours. `busy`
     /// covers the time since the previous sample; in the first sample it is estimated from the run
-    /// queue. The available memory may be as old as [`MEMORY_INTERVAL`]. While memory matters, memory
-    /// or pressure is from the previous sample.
+    /// queue. The available memory may be as old as [`MEMORY_INTERVAL`]. While memory matters,
+    /// memory or pressure is from the previous sample.
     ///
     /// # Errors
     /// If a file cannot be read or parsed.

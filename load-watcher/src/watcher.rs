@@ -552,9 +552,9 @@ impl Watcher {
         true
     }
 
-    /// Exits if the resource manager has not requested reports for [`NO_REQUEST_TIMEOUT`]: it has another
-    /// load watcher here or wants none. Without a resource manager the load watcher keeps running
-    /// to protect the owner.
+    /// Exits if the resource manager has not requested reports for [`NO_REQUEST_TIMEOUT`]: it has
+    /// another load watcher here or wants none. Without a resource manager the load watcher keeps
+    /// running to protect the owner.
     fn exit_if_not_requested(&mut self, now: Micros) {
         if self.rm.tid().is_some() || self.vm.runtime().rm().is_none() {
             self.not_requested_since = None;

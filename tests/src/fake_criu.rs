@@ -1,5 +1,5 @@
-//! A stand-in for CRIU on the hosts of a testbed. It runs the real CRIU unless a test has told it to
-//! misbehave.
+//! A stand-in for CRIU on the hosts of a testbed. It runs the real CRIU unless a test has told it
+//! to misbehave.
 
 use crate::testbed::Testbed;
 use std::fs;
@@ -31,8 +31,8 @@ while True:
         (ours if ready is starter else starter).send(words)
 "#;
 
-/// Stops the real CRIU as soon as it has written this number of bytes of memory. Of a megabyte, a part
-/// will have left the host.
+/// Stops the real CRIU as soon as it has written this number of bytes of memory. Of a megabyte, a
+/// part will have left the host.
 const STALLER: &str = r#"
 import glob, os, signal, subprocess, sys
 real, number, least = sys.argv[1:]
@@ -48,8 +48,8 @@ if status < 0:
 sys.exit(status)
 "#;
 
-/// Reports a restored task without restoring one; `nobody` first reports a process number that cannot
-/// exist. Other requests go to the real CRIU.
+/// Reports a restored task without restoring one; `nobody` first reports a process number that
+/// cannot exist. Other requests go to the real CRIU.
 const CLAIMER: &str = r#"
 import os, socket, sys
 real, number, how = sys.argv[1:]
@@ -110,8 +110,8 @@ pub fn install(bed: &Testbed) {
 /// - `hang`: neither answer nor end.
 /// - `cut KIND`: write all images, then cut those of one kind in half.
 /// - `empty`: write all images, then remove them.
-/// - `stall BYTES`: stop once this number of bytes of memory is written, and behave the next time; a
-///   restore does not even begin.
+/// - `stall BYTES`: stop once this number of bytes of memory is written, and behave the next time;
+///   a restore does not even begin.
 /// - `wait`: wait for another word, then behave.
 /// - `nothing`: report a restored task without restoring one.
 /// - `nobody`: as `nothing`, and report a process that does not exist.
@@ -133,8 +133,8 @@ pub fn misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
     lines.lines().map(str::to_string).collect()
 }
 
-/// As [`misbehaved`], and clears the record. A line that is added meanwhile may be lost: a test that
-/// waits for one calls [`misbehaved`].
+/// As [`misbehaved`], and clears the record. A line that is added meanwhile may be lost: a test
+/// that waits for one calls [`misbehaved`].
 pub fn take_misbehaved(bed: &Testbed, host: &str) -> Vec<String> {
     let lines = misbehaved(bed, host);
     // There may be none.

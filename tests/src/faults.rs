@@ -1,7 +1,7 @@
 //! Faults that tests inject, and the steps at which they inject them.
 //!
-//! A daemon stops itself at a breakpoint: one end of a step of a migration, checkpoint or restart of
-//! one task. The test then injects a fault and resumes the daemon.
+//! A daemon stops itself at a breakpoint: one end of a step of a migration, checkpoint or restart
+//! of one task. The test then injects a fault and resumes the daemon.
 
 use crate::fake_criu;
 use crate::run::eventually;

@@ -199,8 +199,8 @@ impl<'a> MoveFaults<'a> {
         MoveFaults::with(vm, Oracle::start(vm)?, may_be_lost, None)
     }
 
-    /// As [`MoveFaults::new`] with another oracle. If all tasks leave the same host `home`, only one
-    /// move at a time can be held.
+    /// As [`MoveFaults::new`] with another oracle. If all tasks leave the same host `home`, only
+    /// one move at a time can be held.
     ///
     /// # Errors
     /// The testbed has no engine of its own.
@@ -296,7 +296,8 @@ impl<'a> MoveFaults<'a> {
             self.home.is_none() || points.len() == 1,
             "one move at a time from the same host: {points:?}"
         );
-        // A daemon delays the restart of a tasker that died before: the next round takes other hosts.
+        // A daemon delays the restart of a tasker that died before: the next round takes other
+        // hosts.
         let first = if points.len() == 1 {
             self.round % PAIRS
         } else {
@@ -558,8 +559,8 @@ impl<'a> MoveFaults<'a> {
     }
 }
 
-/// Returns how long a move waits at most for a process that no lease guards, before the process goes
-/// on: more than two short leases.
+/// Returns how long a move waits at most for a process that no lease guards, before the process
+/// goes on: more than two short leases.
 fn outlasting() -> Duration {
     Duration::from_secs(if is_full() { 30 } else { 7 })
 }

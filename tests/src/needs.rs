@@ -79,8 +79,8 @@ pub fn build_folder() -> Result<PathBuf> {
     })
 }
 
-/// Where `cargo xtask install` or `cargo xtask test` has put the programs for the tests: `SEMPA_PREFIX`, or
-/// `sempa-prefix` in the target folder.
+/// Where `cargo xtask install` or `cargo xtask test` has put the programs for the tests:
+/// `SEMPA_PREFIX`, or `sempa-prefix` in the target folder.
 ///
 /// # Errors
 /// Nothing is installed there.

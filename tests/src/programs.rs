@@ -9,7 +9,8 @@ use std::time::Duration;
 /// Time for one compilation on a loaded machine.
 const COMPILE_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`; returns the program's path.
+/// Compiles `tests/programs/NAME.c` into `folder` with `prefix/include` and `prefix/lib`; returns
+/// the program's path.
 ///
 /// # Errors
 /// gcc is missing or refuses the program; the error has its output.

@@ -124,7 +124,8 @@ impl Job {
         )
     }
 
-    /// Starts a small job with a folder of this name: its first task on h1, and one worker on `host`.
+    /// Starts a small job with a folder of this name: its first task on h1, and one worker on
+    /// `host`.
     ///
     /// # Panics
     /// It does not start.

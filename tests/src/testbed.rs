@@ -69,7 +69,8 @@ impl Testbed {
     /// the programs are installed.
     ///
     /// # Errors
-    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left behind.
+    /// The machine lacks something ([`needs::lacks`]) or the kernel refuses; nothing is left
+    /// behind.
     pub fn new(count: usize, prefix: Option<&Path>, keep: &[&Path]) -> Result<Testbed> {
         Testbed::make(&Wanted {
             count,
@@ -95,7 +96,8 @@ impl Testbed {
         })
     }
 
-    /// As [`Testbed::with_own_engine`], with more environment for daemons that are started from another host.
+    /// As [`Testbed::with_own_engine`], with more environment for daemons that are started from
+    /// another host.
     ///
     /// # Errors
     /// As [`Testbed::new`].

@@ -1,8 +1,8 @@
 //! Faults during checkpoints and restarts, with real processes.
 //!
-//! After each fault the job makes progress, or has gone back to its newest checkpoint; a restart has
-//! started the whole job or nothing and can be repeated. No task runs twice, no message is lost, and
-//! nothing is left behind. Each fault is tried at some points, chosen by a seed; with
+//! After each fault the job makes progress, or has gone back to its newest checkpoint; a restart
+//! has started the whole job or nothing and can be repeated. No task runs twice, no message is
+//! lost, and nothing is left behind. Each fault is tried at some points, chosen by a seed; with
 //! `SEMPA_TEST_FULL=1` at all of them.
 
 use sempa_tests::checkpoint_steps::{

@@ -1,5 +1,5 @@
-//! Guests are stopped while the owner of their host wants it: real processes, judged by the guests' own
-//! clocks.
+//! Guests are stopped while the owner of their host wants it: real processes, judged by the guests'
+//! own clocks.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::needs::testbed;

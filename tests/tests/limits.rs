@@ -1,6 +1,7 @@
 //! Sizes and numbers that PVM 3.4.6 does not support.
 //!
-//! The default sizes show the mechanism; with `SEMPA_TEST_FULL=1` they exceed the limits of PVM itself.
+//! The default sizes show the mechanism; with `SEMPA_TEST_FULL=1` they exceed the limits of PVM
+//! itself.
 
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use nix::unistd::Pid;
@@ -21,8 +22,8 @@ const TIMEOUT: Duration = Duration::from_secs(300);
 /// A size, and the free memory that the test needs, both in MiB.
 type Size = (u64, u64);
 
-/// A message that is too long for 32 bits: it is at the sender, in the receiver's inbox as it grows,
-/// and in between.
+/// A message that is too long for 32 bits: it is at the sender, in the receiver's inbox as it
+/// grows, and in between.
 const GIANT: Size = (4352, 14 << 10);
 /// More than all buffers between two tasks.
 const LARGE: Size = (300, 2 << 10);
@@ -173,8 +174,8 @@ fn limit_descriptors(pid: Pid, more: u32) {
     assert!(done.good(), "{}", done.err);
 }
 
-/// Two tasks meet, then their daemon is limited to this number of further descriptors, and the tasks
-/// exchange messages.
+/// Two tasks meet, then their daemon is limited to this number of further descriptors, and the
+/// tasks exchange messages.
 fn talk_with_limit(vm: &Vm, folder: &str, more: u32) {
     let folder = vm.home().join(folder);
     std::fs::create_dir(&folder).expect("made");
@@ -235,8 +236,8 @@ fn free_mebibytes() -> u64 {
         / 1024
 }
 
-/// Waits for other tests that need much memory, also those of other processes, and keeps them waiting
-/// while the result is held.
+/// Waits for other tests that need much memory, also those of other processes, and keeps them
+/// waiting while the result is held.
 ///
 /// # Panics
 /// There is not enough free memory.

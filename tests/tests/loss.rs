@@ -1,5 +1,5 @@
-//! What a job with checkpoints loses when a host dies, counted by the job itself; and the death of all
-//! hosts at once.
+//! What a job with checkpoints loses when a host dies, counted by the job itself; and the death of
+//! all hosts at once.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::faults::is_full;
@@ -42,8 +42,8 @@ fn restarts(events: &[Entry]) -> Vec<String> {
     events.iter().filter_map(restart).collect()
 }
 
-/// Returns the number of rounds lost with a host that was killed at this time, and the time from the
-/// last round that was kept until then; none before the job computes again.
+/// Returns the number of rounds lost with a host that was killed at this time, and the time from
+/// the last round that was kept until then; none before the job computes again.
 fn lost(marks: &[Mark], killed: u64) -> Option<(i64, Duration)> {
     let back = marks
         .windows(2)
@@ -171,7 +171,8 @@ fn hosts_die(pace: &str, death: Death) {
 
 /// Checks the time lost on a machine that has nothing else to do.
 fn is_within_bound(vm: &Vm<'_>, times: &[Duration]) {
-    /// Time for two checkpoints on a slow machine, if an event warns that checkpoints take too long.
+    /// Time for two checkpoints on a slow machine, if an event warns that checkpoints take too
+    /// long.
     const MARGIN: Duration = Duration::from_secs(4);
     let too_slow =
         |kind: &EventKind| matches!(kind, EventKind::Note { text } if text.contains("may be lost"));

@@ -1,5 +1,5 @@
-//! Engines that fail or lie, full disks and short memory during a migration. Each failure is reported
-//! in one line, the task continues at the source, and nothing is left behind.
+//! Engines that fail or lie, full disks and short memory during a migration. Each failure is
+//! reported in one line, the task continues at the source, and nothing is left behind.
 //!
 //! A seed chooses some of the cases; with `SEMPA_TEST_FULL=1` all are tried.
 
@@ -141,8 +141,8 @@ fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
         .collect()
 }
 
-/// Moves the task from h2 to h3, which must fail at this step with these words in one line. The task
-/// continues at h2, and nothing is left.
+/// Moves the task from h2 to h3, which must fail at this step with these words in one line. The
+/// task continues at h2, and nothing is left.
 fn fails(vm: &Vm<'_>, tid: &str, step: Step, what: &str, words: &str) {
     let before = failures(vm, tid).len();
     let done = check(vm, what, vm.migrate_when_ready(tid, "h3"));
@@ -199,8 +199,8 @@ fn a_lying_engine_leaves_the_task_at_the_source() {
     });
 }
 
-/// Memory follows the task. After a failure a tasker does without that for a while, so each case has
-/// new taskers.
+/// Memory follows the task. After a failure a tasker does without that for a while, so each case
+/// has new taskers.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_lying_lazy_engine_leaves_the_task_at_the_source() {
@@ -271,8 +271,8 @@ fn a_task_arrives_whole_after_a_repeated_dump() {
     });
 }
 
-/// An engine reports that all memory has arrived, and it has not. The source's copy is dead by then:
-/// the task must end before it reads zeros.
+/// An engine reports that all memory has arrived, and it has not. The source's copy is dead by
+/// then: the task must end before it reads zeros.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn memory_reported_too_early_ends_the_task() {
@@ -317,8 +317,8 @@ fn fill(host: &Host, full: bool) {
     assert!(done.as_ref().is_ok_and(Done::good), "{done:?}");
 }
 
-/// The disk of the source, the target or the master is full from a step on: whatever the steps write,
-/// images, records and tokens, finds no room.
+/// The disk of the source, the target or the master is full from a step on: whatever the steps
+/// write, images, records and tokens, finds no room.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_full_disk_at_any_step_costs_no_task() {

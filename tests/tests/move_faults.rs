@@ -1,8 +1,8 @@
 //! Faults at each step of a migration, with real processes.
 //!
 //! After each fault the task runs exactly once, or, when its only host was lost, is known to have
-//! ended; it never runs twice, and no message is lost. Each fault is tried once at each step, with a
-//! victim that a seed chooses; with `SEMPA_TEST_FULL=1` at both edges of each step and with each
+//! ended; it never runs twice, and no message is lost. Each fault is tried once at each step, with
+//! a victim that a seed chooses; with `SEMPA_TEST_FULL=1` at both edges of each step and with each
 //! victim.
 
 use sempa_tests::faults::{BRIEF, Fault, LONGER, Point, SHORT_LEASE, Until, is_full};

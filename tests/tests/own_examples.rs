@@ -112,7 +112,8 @@ fn has_processes(vm: &Vm, host: usize, count: usize, is_one: impl Fn(&str) -> bo
     eventually(LONG, look).unwrap_or_else(|error| panic!("{error:#}\n{}", vm.logs()));
 }
 
-/// Starts a master with four workers, of which the two on h2 never answer; both run when this returns.
+/// Starts a master with four workers, of which the two on h2 never answer; both run when this
+/// returns.
 fn start_with_silent(vm: &Vm, master: &str, workers: &str) -> Running {
     let running =
         Running::start(command(vm, &[master, "4", workers]), Stdio::null()).expect("it starts");
@@ -158,7 +159,8 @@ fn hello_and_ring_print_their_results() {
 }
 
 /// Every master in C, Fortran and Rust gets the same result of the workers in every language. A
-/// master goes on without workers that are killed or whose host is lost, and says so if it has none.
+/// master goes on without workers that are killed or whose host is lost, and says so if it has
+/// none.
 #[test]
 #[ignore = "system tier: needs root, hosts and gfortran"]
 fn masters_in_c_fortran_and_rust_agree_on_pi() {

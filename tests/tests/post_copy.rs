@@ -220,7 +220,8 @@ fn a_post_copy_task_runs_once_when_a_process_dies() {
     });
 }
 
-/// The memory needs some seconds, so that the process which fetches it runs at each of these points.
+/// The memory needs some seconds, so that the process which fetches it runs at each of these
+/// points.
 #[test]
 #[ignore = "system tier: needs root, hosts and CRIU"]
 fn a_post_copy_task_survives_faults_of_its_fetcher() {

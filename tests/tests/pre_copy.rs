@@ -1,5 +1,5 @@
-//! Memory that goes ahead of a task (pre-copy), between hosts: the task runs meanwhile, arrives whole,
-//! and survives a failed pre-copy.
+//! Memory that goes ahead of a task (pre-copy), between hosts: the task runs meanwhile, arrives
+//! whole, and survives a failed pre-copy.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Step};

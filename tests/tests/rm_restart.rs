@@ -1,5 +1,5 @@
-//! What survives the resource manager: it is killed, the virtual machine continues, and the next one
-//! continues with its knowledge.
+//! What survives the resource manager: it is killed, the virtual machine continues, and the next
+//! one continues with its knowledge.
 
 use pvm_rm::store::books::{DECISIONS_MAX, TASKS_MAX};
 use pvm_rm::store::{Ledger, Shelf};

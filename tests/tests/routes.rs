@@ -1,6 +1,6 @@
 //! Moves of tasks that exchange messages on direct routes: rings on one host, connections between
-//! two hosts, and both in turn. With `SEMPA_TEST_FULL=1` there are as many moves and faults as for the
-//! default route.
+//! two hosts, and both in turn. With `SEMPA_TEST_FULL=1` there are as many moves and faults as for
+//! the default route.
 
 use sempa_proto::event::EventKind;
 use sempa_tests::crowd::Crowd;

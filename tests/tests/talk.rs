@@ -111,8 +111,8 @@ fn routes(out: &str) -> HashMap<(usize, usize), u32> {
     out.lines().filter_map(route).collect()
 }
 
-/// Moves workers that use direct routes, one after the other. Before the next move both sides of all
-/// conversations of the moved worker have a new route.
+/// Moves workers that use direct routes, one after the other. Before the next move both sides of
+/// all conversations of the moved worker have a new route.
 fn move_and_wait_for_routes(vm: &Vm, talk: &mut Talk) {
     let mut rng = Rng::new(1);
     let all_have = |who: &[usize], least: &dyn Fn((usize, usize)) -> u32| {

@@ -20,15 +20,18 @@ enum What {
     Load,
     /// What a decision of the resource manager costs, with up to 10,000 hosts
     Decide,
-    /// A week of a thousand desktops and days of a greedy user, in virtual time, with what owners and migrate have measured
+    /// A week of a thousand desktops and days of a greedy user, in virtual time, with what owners
+    /// and migrate have measured
     Sim,
     /// What the resource manager adds to spawns and added hosts
     Rm,
-    /// A farm of unequal tasks on unequal hosts, balanced, beside the best assignment and one in turn
+    /// A farm of unequal tasks on unequal hosts, balanced, beside the best assignment and one in
+    /// turn
     Balance,
     /// How soon guests stand still, by their own clocks, when people log in at random times
     Owners,
-    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU, also with memory that follows, and moves with all memory at once
+    /// How long tasks stand still while they are moved, by their own clocks, beside bare CRIU, also
+    /// with memory that follows, and moves with all memory at once
     Migrate,
     /// Whether hundreds of moves of tasks that talk lose a message or leave anything behind
     Soak,
@@ -46,7 +49,8 @@ pub(crate) struct Words {
     /// What to measure
     #[arg(default_value = "all")]
     what: What,
-    /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as `2`, soak: only `tasks` or `moves`, beside those measured before
+    /// peers: only these rows, such as `rtt8` or `rtt8*`; balance: only these repetitions, such as
+    /// `2`, soak: only `tasks` or `moves`, beside those measured before
     #[arg(long, value_name = "ROW")]
     only: Vec<String>,
     /// micro: later runs are compared with this one
@@ -67,16 +71,19 @@ pub(crate) struct Words {
     /// owners, load: for so many minutes, instead of ten and three
     #[arg(long, value_name = "NUMBER")]
     minutes: Option<u64>,
-    /// migrate: MiB that the tasks hold, such as `16,512`; owners: how soon a task of so much leaves, and its memory, one size after the other
+    /// migrate: MiB that the tasks hold, such as `16,512`; owners: how soon a task of so much
+    /// leaves, and its memory, one size after the other
     #[arg(long, value_name = "MIB", value_delimiter = ',')]
     sizes: Vec<u32>,
     /// migrate: bytes per second that our moves may send, as with `SEMPA_MOVE_RATE`
     #[arg(long, value_name = "BYTES")]
     rate: Option<u64>,
-    /// peers, rm, owners, load, balance, migrate, soak: measure what is installed here instead of building and installing it
+    /// peers, rm, owners, load, balance, migrate, soak: measure what is installed here instead of
+    /// building and installing it
     #[arg(long, value_name = "DIR")]
     prefix: Option<PathBuf>,
-    /// micro, decide, sim, peers, rm, owners, load, balance, migrate, soak: where the table, JSON and plots go; a run of all rows goes to benches/results, one of some to target/bench
+    /// micro, decide, sim, peers, rm, owners, load, balance, migrate, soak: where the table, JSON
+    /// and plots go; a run of all rows goes to benches/results, one of some to target/bench
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
 }
@@ -133,11 +140,13 @@ pub(crate) fn run(words: &Words) -> Result<bool> {
     Ok(good)
 }
 
-/// Where the programs to be measured are installed; they are built unless somebody says where they are.
+/// Where the programs to be measured are installed; they are built unless somebody says where they
+/// are.
 fn installed(words: &Words) -> Result<PathBuf> {
     Ok(match &words.prefix {
         Some(prefix) => {
-            // The testbed's hosts have a program of their own. Together with this one: the same features, nothing built twice.
+            // The testbed's hosts have a program of their own. Together with this one: the same
+            // features, nothing built twice.
             if !install::cargo(&[
                 "build",
                 "--locked",

@@ -1,5 +1,5 @@
-//! `cargo xtask bench load`: what a load watcher costs its host, beside the figures of SEMPA's: its parts one by one, and one that
-//! watches a host of a virtual machine.
+//! `cargo xtask bench load`: what a load watcher costs its host, beside the figures of SEMPA's: its
+//! parts one by one, and one that watches a host of a virtual machine.
 
 use crate::install;
 use anyhow::{Context, Result, bail};
@@ -49,7 +49,8 @@ const ROWS: [(&str, &str, &str, f64); 6] = [
 ];
 /// The share of a processor, in percent, that a load watcher may use on a host that does nothing.
 const LIVE_PERCENT_MAX: f64 = 0.01;
-/// A machine that is busier than this share of its processors is not quiet; then the share above is told and not judged.
+/// A machine that is busier than this share of its processors is not quiet; then the share above is
+/// told and not judged.
 const QUIET: f64 = 0.05;
 /// What starting costs is over after this.
 const SETTLES: Duration = Duration::from_secs(30);
@@ -70,8 +71,8 @@ struct Live {
     quiet: bool,
 }
 
-/// Measures and prints; a watcher at work for so many minutes. `results` is the folder for the JSON. False if a figure is above
-/// what is allowed.
+/// Measures and prints; a watcher at work for so many minutes. `results` is the folder for the
+/// JSON. False if a figure is above what is allowed.
 ///
 /// # Errors
 /// The build fails, a program says something else, or no virtual machine can be started.
@@ -198,7 +199,8 @@ fn used(pid: u32) -> Result<f64> {
     Ok(sum)
 }
 
-/// All processor time of this machine since it was started, and the part in which there was nothing to do, in ticks.
+/// All processor time of this machine since it was started, and the part in which there was nothing
+/// to do, in ticks.
 fn machine() -> Result<(f64, f64)> {
     let text = fs::read_to_string("/proc/stat")?;
     let line = text.lines().next().context("/proc/stat is empty")?;

@@ -1,6 +1,6 @@
-//! `cargo xtask bench owners`: people log in at random times on hosts where tablix2 and a farm compute. How soon do the
-//! guests stand still, by their own clocks and by the kernel's counts, what becomes of them, and do their jobs end with the right
-//! results?
+//! `cargo xtask bench owners`: people log in at random times on hosts where tablix2 and a farm
+//! compute. How soon do the guests stand still, by their own clocks and by the kernel's counts,
+//! what becomes of them, and do their jobs end with the right results?
 
 mod judge;
 mod kernels;
@@ -25,8 +25,8 @@ use std::time::{Duration, Instant};
 const HOSTS: usize = 4;
 /// Tasks of the farm: each computes all the time and watches its own clock.
 const WORKERS: usize = 4;
-/// Units of work of each of them for each second of the run, some 10 ms of processor time each: with as many tasks on as few
-/// processors as here a farm takes a third of the run.
+/// Units of work of each of them for each second of the run, some 10 ms of processor time each:
+/// with as many tasks on as few processors as here a farm takes a third of the run.
 const UNITS_PER_SECOND: u64 = 5;
 /// People who are there at the same time at most, so that there is somewhere to go.
 const AT_ONCE: usize = 2;
@@ -38,7 +38,8 @@ const SOON: Duration = Duration::from_secs(60);
 /// Time for tablix2 and the farm to end after the last visit.
 const REST_TIME: Duration = Duration::from_secs(900);
 
-/// Runs for so many minutes; `results` is the folder for the JSON. `Ok(false)`: something did not hold.
+/// Runs for so many minutes; `results` is the folder for the JSON. `Ok(false)`: something did not
+/// hold.
 ///
 /// # Errors
 /// A step could not be done at all.

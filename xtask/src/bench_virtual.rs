@@ -1,5 +1,5 @@
-//! `cargo xtask bench decide` and `cargo xtask bench sim`: programs of the resource manager's own (`rm/benches`) that need no host
-//! but this one. What they say is shown and kept.
+//! `cargo xtask bench decide` and `cargo xtask bench sim`: programs of the resource manager's own
+//! (`rm/benches`) that need no host but this one. What they say is shown and kept.
 
 use crate::{install, setup};
 use anyhow::{Context, Result};
@@ -17,7 +17,8 @@ pub(crate) fn decide(results: &Path) -> Result<bool> {
     Ok(good)
 }
 
-/// A week, and some days, in virtual time with what was measured. False if somebody waits longer than is allowed.
+/// A week, and some days, in virtual time with what was measured. False if somebody waits longer
+/// than is allowed.
 ///
 /// # Errors
 /// The build fails, a measurement is missing, or the results cannot be written.
@@ -35,7 +36,8 @@ pub(crate) fn simulate(results: &Path) -> Result<bool> {
     Ok(good)
 }
 
-/// Builds and runs such a program: what it said, where it wrote its findings, and whether they are as they should be.
+/// Builds and runs such a program: what it said, where it wrote its findings, and whether they are
+/// as they should be.
 fn run(name: &str, words: &[String]) -> Result<(String, PathBuf, bool)> {
     let json = install::target()?.join(format!("{name}.json"));
     if json.exists() {

@@ -1,4 +1,5 @@
-//! `cargo xtask conformance`: the sentences of `tests/conformance` on PVM 3.4.6 and on ours, side by side.
+//! `cargo xtask conformance`: the sentences of `tests/conformance` on PVM 3.4.6 and on ours, side
+//! by side.
 
 use crate::install::{self, Parts};
 use crate::setup;
@@ -6,8 +7,8 @@ use anyhow::{Result, bail};
 use sempa_tests::conformance::{self, Outcome, System};
 use sempa_tests::needs;
 
-/// Runs the programs on the systems that `against` names; `chosen` are parts of program names. False if there is a
-/// difference that nothing explains.
+/// Runs the programs on the systems that `against` names; `chosen` are parts of program names.
+/// False if there is a difference that nothing explains.
 ///
 /// # Errors
 /// No testbed can be made here, or a system does not start.

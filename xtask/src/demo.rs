@@ -1,8 +1,8 @@
 //! `cargo xtask demo`: a running PVM program leaves a host whose owner comes back.
 //!
-//! Four hosts on this machine, Debian's unmodified tablix2 on them, a real ssh login on one, and the story of what the
-//! virtual machine did about it. Everything is in namespaces that end with this process, so an interruption needs no
-//! handler to clean up.
+//! Four hosts on this machine, Debian's unmodified tablix2 on them, a real ssh login on one, and
+//! the story of what the virtual machine did about it. Everything is in namespaces that end with
+//! this process, so an interruption needs no handler to clean up.
 
 use crate::install::{self, Parts};
 use crate::timeline::Timeline;
@@ -294,7 +294,8 @@ fn guests_on(vm: &Vm, host: &str) -> Result<Vec<String>> {
     Ok(left)
 }
 
-/// A task that is spawned now, without naming a host, is placed on the host that its owner has left.
+/// A task that is spawned now, without naming a host, is placed on the host that its owner has
+/// left.
 fn used_again(vm: &Vm, host: &str) -> Result<()> {
     vm.program("hold")?;
     eventually(SOON, || {

@@ -1,4 +1,5 @@
-//! What the demo can show without hosts of their own: a virtual machine of this host alone, running a PVM program.
+//! What the demo can show without hosts of their own: a virtual machine of this host alone, running
+//! a PVM program.
 
 use crate::demo::say;
 use anyhow::{Context, Result, bail};
@@ -12,7 +13,8 @@ const SOON: Duration = Duration::from_secs(60);
 /// One of Debian's examples, used when it is installed.
 const EXAMPLE: &str = "/usr/bin/master1";
 
-/// Starts, uses and halts a virtual machine with files in a folder of its own. `Ok(false)`: something did not hold.
+/// Starts, uses and halts a virtual machine with files in a folder of its own. `Ok(false)`:
+/// something did not hold.
 ///
 /// # Errors
 /// A program could not be started.

@@ -205,7 +205,8 @@ fn put(from: &Path, to: &Path, mode: u32) -> Result<()> {
     replace(to, &bytes, mode)
 }
 
-/// Writes beside the place and renames. An identical file stays: its time stamp is what other builds look at.
+/// Writes beside the place and renames. An identical file stays: its time stamp is what other
+/// builds look at.
 fn replace(to: &Path, bytes: &[u8], mode: u32) -> Result<()> {
     if fs::read(to).is_ok_and(|there| there == bytes) {
         return Ok(());

@@ -1,4 +1,5 @@
-//! The commands of this project's developers and of everybody who wants to see it work: `cargo xtask demo` and friends.
+//! The commands of this project's developers and of everybody who wants to see it work: `cargo
+//! xtask demo` and friends.
 
 mod bench;
 mod bench_load;
@@ -63,7 +64,8 @@ enum What {
     },
     /// The sentences of tests/conformance on PVM 3.4.6 and on ours, side by side
     Conformance {
-        /// `pvm3`: Debian's; `sempa`: ours, with programs compiled for ours and with programs compiled for Debian's
+        /// `pvm3`: Debian's; `sempa`: ours, with programs compiled for ours and with programs
+        /// compiled for Debian's
         #[arg(long, default_value = "both", value_parser = ["pvm3", "sempa", "both"])]
         against: String,
         /// Neither build nor install anything: take what is in the prefix

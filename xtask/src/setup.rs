@@ -136,8 +136,8 @@ fn apt(words: &[&str]) -> Result<()> {
     )
 }
 
-/// Makes sure that there is a CRIU which works on this kernel: the one that the tasker would find, or a new one under
-/// `prefix`.
+/// Makes sure that there is a CRIU which works on this kernel: the one that the tasker would find,
+/// or a new one under `prefix`.
 ///
 /// # Errors
 /// None works and none could be had.

@@ -1,4 +1,5 @@
-//! From the event log to the story of one owner's return: milliseconds since the login, for people and as JSON.
+//! From the event log to the story of one owner's return: milliseconds since the login, for people
+//! and as JSON.
 
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
@@ -51,8 +52,8 @@ pub(crate) struct Journey {
 }
 
 impl Timeline {
-    /// The story of the first login on the host with this index, told by the events at or after it. `names` are the
-    /// hosts by index.
+    /// The story of the first login on the host with this index, told by the events at or after it.
+    /// `names` are the hosts by index.
     pub(crate) fn of(
         index: u16,
         names: &BTreeMap<u16, String>,

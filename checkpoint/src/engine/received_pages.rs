@@ -19,8 +19,8 @@ struct Block {
     received: u128,
     /// Received pages that were not handed to the engine yet.
     undelivered: u128,
-    /// Number of the block in the file. `None` after all its pages were delivered and its memory was
-    /// freed.
+    /// Number of the block in the file. `None` after all its pages were delivered and its memory
+    /// was freed.
     slot: Option<u64>,
 }
 

@@ -1,8 +1,8 @@
 //! Message handlers: functions of the program that receive messages on arrival, before a receive
 //! call can take them (`pvm_addmhf`).
 //!
-//! Handler numbers start with the library's own handlers (`control::HANDLED_TAGS`), so the program's first
-//! handler has the number 9.
+//! Handler numbers start with the library's own handlers (`control::HANDLED_TAGS`), so the
+//! program's first handler has the number 9.
 
 use crate::control;
 use sempa_proto::message::CTX_TASK_CONTROL;

@@ -1,8 +1,8 @@
 //! Migration engines: the ways to migrate a task, and the syntax by which a task selects them.
 //!
 //! - `criu`: CRIU dumps the processes and restores them. Needs similar hosts and privileges.
-//! - `own`: the program is asked by a signal or a message to write its own checkpoint. It exits with
-//!   an agreed status and is restarted. Works between any two hosts, without privileges.
+//! - `own`: the program is asked by a signal or a message to write its own checkpoint. It exits
+//!   with an agreed status and is restarted. Works between any two hosts, without privileges.
 //! - `restart`: the program is ended and restarted; its state is lost. Works between any two hosts,
 //!   without privileges.
 

@@ -380,8 +380,8 @@ pub enum Request {
         /// Permits the removal of checkpoints that other virtual machines made.
         any: bool,
     },
-    /// The program is about to exit. An earlier migration had asked it to exit and was cancelled. If
-    /// the daemon still accepts that exit, [`ToTask::TakeNothing`] precedes the reply. →
+    /// The program is about to exit. An earlier migration had asked it to exit and was cancelled.
+    /// If the daemon still accepts that exit, [`ToTask::TakeNothing`] precedes the reply. →
     /// [`Reply::Done`]
     LastWords,
     /// Starts tasks on the hosts of a placement lease. → [`Reply::Spawned`], or [`Reply::Failed`]

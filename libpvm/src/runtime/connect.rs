@@ -46,8 +46,8 @@ impl EnrollOptions {
     /// The end of the daemon is reported to the program.
     ///
     /// # Errors
-    /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::BadEnvironment`] if the
-    /// variables give no valid path.
+    /// [`EnrollError::Root`] for user 0 without `PVM_ALLOW_ROOT`, [`EnrollError::BadEnvironment`]
+    /// if the variables give no valid path.
     pub fn from_env() -> Result<EnrollOptions, EnrollError> {
         let uid = nix::unistd::geteuid();
         EnrollOptions::from_vars(

@@ -1,8 +1,8 @@
 //! Direct routes to tasks on other hosts: setup, reading, writing and teardown of the connections.
 //!
 //! Like a ring, a direct route is only a route of a link: it may end at any time, and the daemons
-//! then carry the messages. [`RouteAgreements`] decides with which tasks to connect; this module carries the
-//! decisions out.
+//! then carry the messages. [`RouteAgreements`] decides with which tasks to connect; this module
+//! carries the decisions out.
 //!
 //! All sockets are in one epoll set, which the I/O thread watches while no thread spins on it.
 

@@ -15,8 +15,8 @@ enum GroupWaitEvent {
 
 impl Runtime {
     /// Sends a request to the group service and waits for the reply, which may depend on other
-    /// members. `on_messages` is called whenever messages arrive meanwhile; it must take all messages
-    /// out of the inbox. With `None` they stay there.
+    /// members. `on_messages` is called whenever messages arrive meanwhile; it must take all
+    /// messages out of the inbox. With `None` they stay there.
     pub fn group_request(
         &self,
         request: GroupRequest,

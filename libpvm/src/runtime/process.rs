@@ -116,8 +116,8 @@ extern "C" fn after_fork_in_child() {
     for slot in &FORK_FDS {
         let fd = slot.swap(NO_FD, Ordering::Relaxed);
         if fd != NO_FD {
-            // SAFETY: `fd` is this child's copy of a descriptor of the runtime; `ProcessOwned` never uses it
-            // again in the child.
+            // SAFETY: `fd` is this child's copy of a descriptor of the runtime; `ProcessOwned`
+            // never uses it again in the child.
             unsafe { libc::close(fd) };
         }
     }

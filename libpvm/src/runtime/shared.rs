@@ -748,9 +748,9 @@ impl Shared {
         self.alive.load(Ordering::Acquire)
     }
 
-    /// As [`Core::try_send_inline`]; also returns false if another thread holds the lock. Such a send
-    /// changes nothing for which a [`StateGuard`] would wake threads, except conditions of the I/O
-    /// thread's sleep.
+    /// As [`Core::try_send_inline`]; also returns false if another thread holds the lock. Such a
+    /// send changes nothing for which a [`StateGuard`] would wake threads, except conditions of the
+    /// I/O thread's sleep.
     pub(crate) fn try_send_inline(
         &self,
         peer: Tid,

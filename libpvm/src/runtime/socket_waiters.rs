@@ -75,8 +75,8 @@ impl SocketWaiters {
         }
     }
 
-    /// Sleeps until the socket is readable, until [`SocketWaiters::wake`], or until the given time has
-    /// passed. May return without a reason.
+    /// Sleeps until the socket is readable, until [`SocketWaiters::wake`], or until the given time
+    /// has passed. May return without a reason.
     pub(crate) fn wait(&self, max_wait: Duration) {
         let mut events = [EpollEvent::empty(); 2];
         let timeout = EpollTimeout::try_from(max_wait).unwrap_or(EpollTimeout::MAX);

@@ -2,8 +2,8 @@
 //! with a confidence and a reason. Pure.
 //!
 //! Each source is available, or unavailable with a reason. An unavailable source counts neither for
-//! nor against the presence of an owner. [`OwnerDetector::verdict`] checks the signs in this order; the
-//! first that applies decides:
+//! nor against the presence of an owner. [`OwnerDetector::verdict`] checks the signs in this order;
+//! the first that applies decides:
 //!
 //! 1. an owner's override "here": present;
 //! 2. a login with recent input, or with input that no source can tell: present (an override "away"

@@ -13,8 +13,8 @@
 //! - `tasker`: the tasker process.
 //! - `host_env`: programs and environment of this host.
 //! - `pki`, `net`, `session`, `address`, `udp_port`: connections with other daemons.
-//! - `bootstrap`, `host_start`, `sealed_bootstrap`, `manual_start`, `ssh`: starting daemons on other
-//!   hosts.
+//! - `bootstrap`, `host_start`, `sealed_bootstrap`, `manual_start`, `ssh`: starting daemons on
+//!   other hosts.
 //! - `images`, `memory_transfer`: images and memory of migrating tasks.
 //! - `bulk_tcp`, `bulk_fallback`, `blocking_stream`, `image_transfer`, `zeros`, `rate_limit`: how
 //!   images and memory are transferred.

@@ -1,9 +1,12 @@
-//! Hostile bytes for everything that reads what others have packed: message bodies through the C interface, the documented
-//! messages of resource managers, taskers and hosters, frames, and what other tasks write in shared memory.
+//! Hostile bytes for everything that reads what others have packed: message bodies through the C
+//! interface, the documented messages of resource managers, taskers and hosters, frames, and what
+//! other tasks write in shared memory.
 //!
 //! * `tests/inputs.rs` gives random inputs to this code in each test run.
-//! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` does so for as many inputs as it is told.
-//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer search (nightly compiler).
+//! * `cargo run --profile ci -p sempa-fuzz --bin storm -- 10000000 SEED` does so for as many inputs
+//!   as it is told.
+//! * `cargo fuzz run unpack --features libfuzzer` in this folder lets libFuzzer search (nightly
+//!   compiler).
 
 use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;
@@ -40,7 +43,8 @@ unsafe extern "C" {
 /// Elements that one unpacking call asks for at most.
 const ELEMENTS: usize = 64;
 
-/// Everything that reads, over these bytes. The first byte chooses the encoding, the second the order of the calls.
+/// Everything that reads, over these bytes. The first byte chooses the encoding, the second the
+/// order of the calls.
 pub fn one(data: &[u8]) {
     let [encoding, order, body @ ..] = data else {
         return;
@@ -101,7 +105,8 @@ fn number(body: &[u8], at: usize) -> u64 {
     })
 }
 
-/// Reads and writes a ring of which the other end has written all: anything may stand there, but nothing is read twice.
+/// Reads and writes a ring of which the other end has written all: anything may stand there, but
+/// nothing is read twice.
 fn rings(order: u8, body: &[u8]) {
     let mut data = [0; RING_BYTES];
     data[..body.len().min(RING_BYTES)].copy_from_slice(&body[..body.len().min(RING_BYTES)]);
@@ -186,7 +191,8 @@ fn loans(body: &[u8]) {
 }
 
 fn messages(encoding: c_int, mut order: u8, body: &[u8]) {
-    // SAFETY: every pointer leads to room for what is asked for; a text is never longer than the message that holds it.
+    // SAFETY: every pointer leads to room for what is asked for; a text is never longer than the
+    // message that holds it.
     unsafe {
         pvm_setopt(3, 0);
         let mid = pvm_mkbuf(encoding);
@@ -241,7 +247,8 @@ impl Dice {
         self.0
     }
 
-    /// Bytes in which small numbers and the largest ones are frequent: those are what lengths break on.
+    /// Bytes in which small numbers and the largest ones are frequent: those are what lengths break
+    /// on.
     pub fn bytes(&mut self) -> Vec<u8> {
         let len = self.roll() as usize % 96;
         let mut bytes: Vec<u8> = (0..len).map(|_| self.roll() as u8).collect();

@@ -1,4 +1,5 @@
-//! Random inputs, so many as the first argument says (a million), from the seed that the second one says (1).
+//! Random inputs, so many as the first argument says (a million), from the seed that the second one
+//! says (1).
 
 fn main() {
     let number = |at: usize, otherwise: u64| {

@@ -1,8 +1,8 @@
 //! Holds checkpoints and restarts at their points.
 //!
 //! Before tasks are stopped, again when all are stopped, and before a job is restarted, all daemons
-//! must answer. So most operations are held by their engines first, and daemons are stopped last, one
-//! of them before its job is that far.
+//! must answer. So most operations are held by their engines first, and daemons are stopped last,
+//! one of them before its job is that far.
 
 use super::fault_points::word;
 use super::names;
@@ -77,8 +77,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// Assigns a job to each point. Jobs that owe a restart come first. A job that is to be restarted
-    /// has ended when this returns, all others run on their own hosts.
+    /// Assigns a job to each point. Jobs that owe a restart come first. A job that is to be
+    /// restarted has ended when this returns, all others run on their own hosts.
     fn assign(&mut self, round: &[FaultPoint]) -> Result<Vec<usize>> {
         ensure!(round.len() <= JOBS, "more points than jobs: {round:?}");
         let mut free: Vec<usize> = (0..JOBS).collect();

@@ -9,10 +9,10 @@ use anyhow::{Context, Result, ensure};
 use sempa_proto::event::EventKind;
 
 impl CheckpointFaults<'_> {
-    /// Checks that each checkpoint is complete or has left nothing, and that its job makes progress;
-    /// the job has gone back to its newest checkpoint if and only if it has lost a task. Each restart
-    /// has started all of its job or nothing, and can be repeated. All tasks run once, no message is
-    /// lost, and nothing is left behind. Returns the outcome of each operation.
+    /// Checks that each checkpoint is complete or has left nothing, and that its job makes
+    /// progress; the job has gone back to its newest checkpoint if and only if it has lost a task.
+    /// Each restart has started all of its job or nothing, and can be repeated. All tasks run once,
+    /// no message is lost, and nothing is left behind. Returns the outcome of each operation.
     pub(super) fn judge(
         &mut self,
         all: Vec<Held>,
@@ -161,7 +161,8 @@ impl CheckpointFaults<'_> {
         })
     }
 
-    /// As [`CheckpointFaults::all_run_once`]; and the jobs make progress, with right results so far.
+    /// As [`CheckpointFaults::all_run_once`]; and the jobs make progress, with right results so
+    /// far.
     pub(super) fn all_make_progress(&self) -> Result<()> {
         self.all_run_once()?;
         for member in self.members.iter().filter(|member| member.runs) {

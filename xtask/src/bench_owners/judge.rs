@@ -1,5 +1,5 @@
-//! What the event log, the clocks of workers and the counts of kernels say about a run, beside the script's own table of who was
-//! where: pure.
+//! What the event log, the clocks of workers and the counts of kernels say about a run, beside the
+//! script's own table of who was where: pure.
 
 use super::kernels::{Seen, Used};
 use sempa_proto::event::EventKind;
@@ -10,22 +10,24 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The promise: nothing of ours runs longer beside an owner.
 pub(super) const PROMISE_US: u64 = 50_000;
-/// The promise for a host: so long after the login no guest is left there, and what its tasks hold takes this link beside that,
-/// in bytes per second, if there is somewhere to go. What took longer is told with its story.
+/// The promise for a host: so long after the login no guest is left there, and what its tasks hold
+/// takes this link beside that, in bytes per second, if there is somewhere to go. What took longer
+/// is told with its story.
 const CLEAN_US: u64 = 1_000_000;
 const LINK: u64 = 100_000_000;
 /// Processor time that the kernel may count for a process as it is stopped.
 const STOPPING_US: u64 = 1_000;
 /// A decision may be carried out so long after its reason has gone.
 const AFTER_US: u64 = 1_000_000;
-/// Of what is to be judged so many in a hundred may escape us: a task that ended just then, a process that nobody had found yet.
+/// Of what is to be judged so many in a hundred may escape us: a task that ended just then, a
+/// process that nobody had found yet.
 const SKIPPED_PERCENT_MAX: usize = 5;
 
 /// What each worker's own clock says, by tid as printed.
 pub(super) type Clocks = BTreeMap<String, Clock>;
 
-/// A worker's own clock, in microseconds since 1970. Nothing is known of the worker before it began to look at it, and after its
-/// last look.
+/// A worker's own clock, in microseconds since 1970. Nothing is known of the worker before it began
+/// to look at it, and after its last look.
 #[derive(Debug, Default)]
 pub(super) struct Clock {
     pub(super) first: u64,
@@ -46,7 +48,8 @@ enum Ran {
 }
 
 impl Clock {
-    /// What the worker did from when an owner came until a moment at which it is known to stand still.
+    /// What the worker did from when an owner came until a moment at which it is known to stand
+    /// still.
     fn ran(&self, since: u64, end: u64) -> Ran {
         match self
             .gaps
@@ -83,8 +86,8 @@ pub(super) struct Outcome {
     pub(super) stood_still_us: Vec<u64>,
     /// Workers beside an owner of whom that cannot be said.
     pub(super) workers_skipped: usize,
-    /// Processor time that kernels of tablix2 got on hosts whose owner had come longer than promised before, by the kernel's
-    /// count; sorted.
+    /// Processor time that kernels of tablix2 got on hosts whose owner had come longer than
+    /// promised before, by the kernel's count; sorted.
     pub(super) kernels_got_us: Vec<u64>,
     /// What dumps used inside of them meanwhile; sorted.
     pub(super) dumps_got_us: Vec<u64>,
@@ -141,7 +144,8 @@ pub(super) struct RanOn {
 pub(super) struct GotOn {
     pub(super) pid: u32,
     pub(super) got_us: u64,
-    /// What it used and what happened on its host, each with its milliseconds after the login record.
+    /// What it used and what happened on its host, each with its milliseconds after the login
+    /// record.
     pub(super) story: Vec<String>,
 }
 
@@ -461,8 +465,8 @@ impl Outcome {
         });
     }
 
-    /// What kernels of tablix2 got on a visited host behind the promised time, until they were gone from there or the visit was
-    /// over.
+    /// What kernels of tablix2 got on a visited host behind the promised time, until they were gone
+    /// from there or the visit was over.
     fn judge_kernels(&mut self, visit: &Visit, events: &[Entry], clocks: &Clocks, seen: &Seen) {
         let guests = stopped(events, visit).collect::<BTreeSet<String>>();
         let kernels = guests

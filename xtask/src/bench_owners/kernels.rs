@@ -1,5 +1,5 @@
-//! What processes of a program that does not watch its own clock get of the processors: the kernel counts it, and somebody
-//! looks at the counts all the time.
+//! What processes of a program that does not watch its own clock get of the processors: the kernel
+//! counts it, and somebody looks at the counts all the time.
 
 use anyhow::{Context, Result};
 use sempa_tests::testbed::Host;
@@ -31,9 +31,11 @@ pub(super) struct Sample {
 pub(super) struct Used {
     /// The program's.
     pub(super) program: u64,
-    /// While a tracer had the process in its hands: what a dump does inside of it. The program does not run then.
+    /// While a tracer had the process in its hands: what a dump does inside of it. The program does
+    /// not run then.
     pub(super) dump: u64,
-    /// Until it was seen to have no memory any more: it was killed, and the kernel took back what it had.
+    /// Until it was seen to have no memory any more: it was killed, and the kernel took back what
+    /// it had.
     pub(super) end: u64,
 }
 
@@ -59,7 +61,8 @@ struct Look {
 /// A process on a host: the host's index, and its own number on this machine.
 pub(super) type Process = (u16, u32);
 
-/// All that was seen, oldest first. Of samples that say the same the first and the last one are kept.
+/// All that was seen, oldest first. Of samples that say the same the first and the last one are
+/// kept.
 #[derive(Debug, Default)]
 pub(super) struct Seen {
     pub(super) all: BTreeMap<Process, Vec<Sample>>,
@@ -68,8 +71,9 @@ pub(super) struct Seen {
 }
 
 impl Seen {
-    /// The kernel counts for threads that are there: one that has ended takes nothing back. What a process used until a look at
-    /// which it was traced, or since one, is the dump's, which begins with a process that stands still; and so does its end.
+    /// The kernel counts for threads that are there: one that has ended takes nothing back. What a
+    /// process used until a look at which it was traced, or since one, is the dump's, which begins
+    /// with a process that stands still; and so does its end.
     fn note(&mut self, process: Process, look: Look) {
         let mut used = self
             .all
@@ -101,8 +105,9 @@ impl Seen {
         }
     }
 
-    /// What each process of a host got between these times, as far as that is sure: from the first look behind the beginning
-    /// to the last one before the end. None of a process at which nobody looked twice in that time.
+    /// What each process of a host got between these times, as far as that is sure: from the first
+    /// look behind the beginning to the last one before the end. None of a process at which nobody
+    /// looked twice in that time.
     pub(super) fn got_us(&self, host: u16, from: u64, to: u64) -> Vec<(Process, Used)> {
         let of_host = self.all.iter().filter(|((on, _), _)| *on == host);
         of_host

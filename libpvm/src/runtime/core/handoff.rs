@@ -1,9 +1,10 @@
 //! Handoff of a task to a new process: the program is asked to exit and is started again, and the
 //! new process continues the old one's links.
 //!
-//! 1. The daemon announces that the program will be asked to exit ([`Core::handle_exit_announcement`]). The old
-//!    process sends its state: the position of each link, the unacknowledged fragments, and
-//!    deferred notifications. After that the daemon passes it no messages.
+//! 1. The daemon announces that the program will be asked to exit
+//!    ([`Core::handle_exit_announcement`]). The old process sends its state: the position of each
+//!    link, the unacknowledged fragments, and deferred notifications. After that the daemon passes
+//!    it no messages.
 //! 2. If the request is withdrawn, the old process accepts messages again.
 //! 3. When the process exits later than the daemon expected, it reports that first
 //!    ([`Core::begin_exit`]).

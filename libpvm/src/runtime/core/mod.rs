@@ -279,7 +279,8 @@ impl Core {
         self.send_event_seq
     }
 
-    /// Time at which [`Core::run_timers`] must be called at the latest; may be earlier than necessary.
+    /// Time at which [`Core::run_timers`] must be called at the latest; may be earlier than
+    /// necessary.
     pub(crate) fn next_timer(&self) -> Option<Micros> {
         self.next_timer
     }

@@ -56,8 +56,8 @@ const POLL_ACKS_FRAGMENTS_MIN: u64 = ACK_FRAGMENTS * 2;
 
 /// Polling up to this number of empty rings is cheap.
 const CHEAP_EMPTY_RINGS: usize = 4;
-/// Number of empty polls, each together with more than [`CHEAP_EMPTY_RINGS`] empty rings, after which a
-/// ring is not polled until its writer rings the doorbell again.
+/// Number of empty polls, each together with more than [`CHEAP_EMPTY_RINGS`] empty rings, after
+/// which a ring is not polled until its writer rings the doorbell again.
 const EMPTY_POLLS_MAX: u8 = 8;
 
 /// Value for an unknown CPU.
@@ -375,8 +375,9 @@ impl ShmRoutes {
         PeerWakes(wakes)
     }
 
-    /// Defers waking the peers that would run on this thread's CPU. The next [`ShmRoutes::take_wakes`]
-    /// does not return them, the one after it does. Returns true if there are any.
+    /// Defers waking the peers that would run on this thread's CPU. The next
+    /// [`ShmRoutes::take_wakes`] does not return them, the one after it does. Returns true if there
+    /// are any.
     pub(crate) fn defer_wakes(&mut self) -> bool {
         let here = current_cpu();
         let late = self
@@ -488,8 +489,8 @@ impl Core {
         self.poll_rings_inner(now, false)
     }
 
-    /// As [`Core::poll_rings`], and clears the bits, so that every writer rings the doorbell again for
-    /// its next record.
+    /// As [`Core::poll_rings`], and clears the bits, so that every writer rings the doorbell again
+    /// for its next record.
     pub(crate) fn poll_rings_before_sleep(&mut self, now: Micros) -> bool {
         self.poll_rings_inner(now, true)
     }
