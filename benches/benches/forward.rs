@@ -10,7 +10,7 @@ use divan::{AllocProfiler, Bencher};
 use one_of_two::{Daemon, elsewhere, frame};
 use pvmd::shell::bench_hooks::{BenchReceiver, BenchSender};
 use pvmd_machine::{Event, Output};
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 
@@ -97,7 +97,7 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     let frame = data_frame((elsewhere(), daemon.tids[tasks - 1]), SMALL_PAYLOAD);
     let event = || Event::HostCarried {
         host: HostId::MASTER,
-        carried: Carried::Link(frame.clone()),
+        carried: DataMsg::Frame(frame.clone()),
     };
     measure_forwarding(bencher, daemon, event, |output| {
         matches!(output, Output::LinkToTask { .. })
@@ -116,7 +116,7 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
         });
         match daemon.poll() {
             Some(Output::Carry {
-                carried: Carried::Link(frame),
+                carried: DataMsg::Frame(frame),
                 ..
             }) => sending.send(frame).len(),
             other => panic!("it is forwarded: {other:?}"),
@@ -132,8 +132,11 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
 /// From the stream of a pair to the task's socket.
 #[divan::bench(args = PAYLOADS)]
 fn unqueued_from_another_host(bencher: Bencher, bytes: usize) {
-    let (mut daemon, mut sending, mut receiving) =
-        (Daemon::new(1), BenchSender::default(), BenchReceiver::default());
+    let (mut daemon, mut sending, mut receiving) = (
+        Daemon::new(1),
+        BenchSender::default(),
+        BenchReceiver::default(),
+    );
     let frame = data_frame((elsewhere(), daemon.tids[0]), bytes);
     for _ in 0..WARM_UP_FRAMES {
         sending.send(frame.clone());

@@ -57,10 +57,7 @@ pub enum Input {
         tids: Vec<Tid>,
     },
     /// A task has ended.
-    Ended {
-        tid: Tid,
-        used: Usage,
-    },
+    Ended { tid: Tid, used: Usage },
     /// The drain of a host begins or ends.
     Drain {
         host: String,

@@ -414,8 +414,7 @@ fn worst(all: &[Ratios], of: impl Fn(&Ratios) -> f64) -> f64 {
 /// On unequal hosts a job finishes within 15 % of the best assignment and 1.5 times faster than
 /// with round-robin.
 #[test]
-fn unequal_hosts_finish_near_best_assignment()
- {
+fn unequal_hosts_finish_near_best_assignment() {
     // The best assignment knows the sizes; the decisions do not. If sizes differ by a factor of
     // three, that costs little in every case.
     for Ratios {
@@ -441,8 +440,7 @@ fn unequal_hosts_finish_near_best_assignment()
 /// With declared work a job finishes within 15 % of the best assignment, however much its tasks
 /// differ.
 #[test]
-fn declared_work_finishes_near_best_assignment()
- {
+fn declared_work_finishes_near_best_assignment() {
     for all in [
         ratios(100, 300.0, 900.0),
         ratios(100, 100.0, 1000.0),

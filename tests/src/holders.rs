@@ -69,7 +69,7 @@ pub fn is_whole(vm: &Vm, tid: &str) {
 /// It has not, for long.
 pub fn reached(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| match kind {
-        EventKind::Moving { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
+        EventKind::MigrationStep { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
         _ => false,
     };
     vm.event(SOON, "the step", |entry| is(&entry.kind)).sure(vm);

@@ -2,7 +2,7 @@
 //! moves, for reasons that hold, and a balanced one is left alone.
 
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::MigrationCause;
 use sempa_tests::labour::{Harvest, Unequal, spawned};
 use sempa_tests::needs::{lacks, prefix, require};
 use sempa_tests::run::Running;
@@ -58,10 +58,10 @@ fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
 /// Moves for the sake of the load: their tasks and the hosts they went to.
 fn shifts(vm: &Vm) -> Vec<(String, u16)> {
     let of_load = |entry: Entry| match entry.kind {
-        EventKind::Moved {
+        EventKind::Migrated {
             tid,
             to,
-            cause: Cause::Load { .. },
+            cause: MigrationCause::Load { .. },
             ..
         } => Some((tid.to_string(), to.index())),
         _ => None,

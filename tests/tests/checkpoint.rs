@@ -135,7 +135,9 @@ fn checkpoints_are_removed_as_somebody_wants_and_what_a_job_that_has_ended_has_l
     let stays = format!("{newest} stays: job {} goes back to it", job.tid);
     assert!(all.out.contains(&stays), "{all:?}");
     let logged = vm.event(LONG, "removal", |entry| match &entry.kind {
-        EventKind::SetsRemoved { sets, .. } => *sets == [second.as_str()],
+        EventKind::CheckpointsRemoved {
+            checkpoints: sets, ..
+        } => *sets == [second.as_str()],
         _ => false,
     });
     logged.sure(&vm);

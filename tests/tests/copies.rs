@@ -66,11 +66,11 @@ fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
 
 /// Waits until it is told what became of the copies of a set: who has one, how many are missing, and why.
 fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
-    let is = |kind: &EventKind| matches!(kind, EventKind::SetCopied { set: of, .. } if of == set);
+    let is = |kind: &EventKind| matches!(kind, EventKind::CheckpointCopied { checkpoint: of, .. } if of == set);
     let told = vm
         .event(LONG, "what became of the copies", |entry| is(&entry.kind))
         .sure(vm);
-    let EventKind::SetCopied {
+    let EventKind::CheckpointCopied {
         hosts,
         missing,
         why,

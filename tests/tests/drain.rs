@@ -101,7 +101,7 @@ fn hosts_say_beforehand_whether_they_would_take_a_task_and_they_keep_their_word(
         assert!(
             !moves
                 .iter()
-                .any(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })),
+                .any(|entry| matches!(entry.kind, EventKind::MigrationFailed { .. })),
             "nor is it a move"
         );
         vm.must_migrate(&tid, "h3");
@@ -160,7 +160,7 @@ fn a_drained_host_is_left_by_all_kept_empty_by_the_next_resource_manager_and_use
         let pid = nix::unistd::Pid::from_raw(rm.0.cast_signed());
         // What it has heard is on the disk a moment later.
         vm.event(SOON, "drain", |entry| {
-            matches!(entry.kind, EventKind::DrainBegun { .. })
+            matches!(entry.kind, EventKind::DrainStarted { .. })
         })
         .expect("in the log");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
@@ -330,9 +330,12 @@ fn a_job_that_nobody_takes_is_in_the_store_at_the_deadline_and_goes_on() {
 /// When a host was to be empty by its last order, and when sets were complete after that, in microseconds since 1970.
 fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     let events = vm.events().sure(vm);
-    let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainBegun { .. });
+    let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainStarted { .. });
     let first = events.iter().rposition(begun).expect("one is emptied");
-    let EventKind::DrainBegun { until, .. } = &events[first].kind else {
+    let EventKind::DrainStarted {
+        deadline: until, ..
+    } = &events[first].kind
+    else {
         unreachable!("it was just found")
     };
     let sets = events[first..]
@@ -593,7 +596,7 @@ fn a_drain_typed_in_a_console_writes_what_that_has_started_and_outlives_it() {
             let events = vm.events().sure(vm);
             events
                 .iter()
-                .filter(|entry| matches!(entry.kind, EventKind::DrainBegun { .. }))
+                .filter(|entry| matches!(entry.kind, EventKind::DrainStarted { .. }))
                 .count()
         };
         keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);

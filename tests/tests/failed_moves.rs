@@ -119,7 +119,7 @@ fn lives_on(vm: &Vm, tid: &str, host: &str) {
 
 fn failure(vm: &Vm) -> Entry {
     vm.event(SOON, "failed move", |entry| {
-        matches!(entry.kind, EventKind::MoveFailed { .. })
+        matches!(entry.kind, EventKind::MigrationFailed { .. })
     })
     .sure(vm)
 }
@@ -139,7 +139,7 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 &entry.kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Dump,
                     why: Failure::Killed { signal: 9 },
                     ..
@@ -189,7 +189,7 @@ fn a_dump_killed_in_the_middle_of_writing_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 failure(vm).kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Dump,
                     ..
                 }
@@ -216,7 +216,7 @@ fn a_killed_restore_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 &entry.kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Restore,
                     why: Failure::Killed { signal: 9 },
                     ..
@@ -263,7 +263,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         vm.event(SOON, "end of the dump", |entry| {
             matches!(
                 entry.kind,
-                EventKind::Moving {
+                EventKind::MigrationStep {
                     step: Step::Dump,
                     ..
                 }
@@ -277,7 +277,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 &entry.kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Transfer,
                     ..
                 }
@@ -315,7 +315,7 @@ fn a_full_disk_at_either_end_leaves_the_task_at_the_source() {
             vm.event(
                 SOON,
                 "failed move at that step",
-                |entry| matches!(&entry.kind, EventKind::MoveFailed { step: failed, .. } if *failed == step),
+                |entry| matches!(&entry.kind, EventKind::MigrationFailed { step: failed, .. } if *failed == step),
             )
             .sure(vm);
             lives_on(vm, &tid, "h2");

@@ -54,7 +54,7 @@ fn stops(vm: &Vm) -> usize {
     let events = vm.events().expect("events");
     events
         .iter()
-        .filter(|entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
+        .filter(|entry| matches!(entry.kind, EventKind::GuestsPaused { .. }))
         .count()
 }
 
@@ -117,7 +117,7 @@ fn guests_that_occupy_all_processors_stand_still_by_their_own_clocks_until_they_
         );
         let events = vm.events().expect("events");
         let took = events.iter().filter_map(|entry| match &entry.kind {
-            EventKind::GuestsStopped { took, .. } => Some(took.0),
+            EventKind::GuestsPaused { duration: took, .. } => Some(took.0),
             _ => None,
         });
         let mut took: Vec<u64> = took.collect();
@@ -259,7 +259,7 @@ fn guests_go_on_when_whoever_spoke_for_the_owner_is_killed() {
         .expect("they stop");
         owner.kill();
         vm.event(SOON, "guests that go on", |entry| {
-            matches!(entry.kind, EventKind::GuestsContinued { .. })
+            matches!(entry.kind, EventKind::GuestsResumed { .. })
         })
         .sure(vm);
         for tid in guests {

@@ -44,10 +44,10 @@ fn an_ordinary_user_runs_tasks_and_is_told_why_they_can_neither_move_nor_be_chec
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
     let entry = vm
         .event(SOON, "refused move", |entry| {
-            matches!(entry.kind, EventKind::MoveFailed { .. })
+            matches!(entry.kind, EventKind::MigrationFailed { .. })
         })
         .sure(&vm);
-    let EventKind::MoveFailed {
+    let EventKind::MigrationFailed {
         why: Failure::Refused(reasons),
         ..
     } = &entry.kind

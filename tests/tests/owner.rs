@@ -64,7 +64,7 @@ fn guests_leave_when_the_owner_logs_in_and_the_host_is_used_again_after() {
         let counts: Vec<u64> = guests.iter().map(|tid| ask(vm, tid)).collect();
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         vm.event(SOON, "clean host", |entry| {
-            matches!(entry.kind, EventKind::HostClean { .. })
+            matches!(entry.kind, EventKind::HostVacated { .. })
         })
         .sure(vm);
         for (tid, count) in guests.iter().zip(counts) {

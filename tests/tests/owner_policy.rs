@@ -76,7 +76,7 @@ fn watched_on(bed: &Testbed, as_alice: bool, test: impl FnOnce(&Vm)) {
 
 fn clean(vm: &Vm) {
     vm.event(SOON, "clean host", |entry| {
-        matches!(entry.kind, EventKind::HostClean { .. })
+        matches!(entry.kind, EventKind::HostVacated { .. })
     })
     .sure(vm);
 }

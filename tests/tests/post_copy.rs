@@ -38,7 +38,7 @@ fn a_large_task_leaves_its_memory_behind_is_whole_in_the_end_and_can_go_on_at_on
         }
         let events = vm.events().expect("events");
         let bytes = |kind: &EventKind| {
-            if let EventKind::Moved { bytes, .. } = kind {
+            if let EventKind::Migrated { bytes, .. } = kind {
                 Some(*bytes)
             } else {
                 None
@@ -65,7 +65,7 @@ fn an_administrator_can_say_that_memory_never_follows() {
         is_whole(vm, &tid);
         vm.must_migrate(&tid, "h2");
         is_whole(vm, &tid);
-        let took_all = |kind: &EventKind| matches!(kind, EventKind::Moved { bytes, .. } if *bytes > IMAGES_MAX);
+        let took_all = |kind: &EventKind| matches!(kind, EventKind::Migrated { bytes, .. } if *bytes > IMAGES_MAX);
         assert!(
             vm.events()
                 .expect("events")
@@ -97,7 +97,7 @@ fn a_task_whose_memory_was_on_a_host_that_dies_ends_and_everybody_is_told_why() 
         );
         vm.bed().host(2).kill_all();
         let lost = |kind: &EventKind| match kind {
-            EventKind::MoveFailed {
+            EventKind::MigrationFailed {
                 step: Step::Arrive,
                 why: Failure::Images(why),
                 ..
@@ -144,7 +144,7 @@ fn a_job_goes_back_to_its_checkpoint_when_the_host_dies_that_had_memory_of_it() 
         event("its end", &|kind| {
             matches!(
                 kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Arrive,
                     ..
                 }

@@ -23,7 +23,7 @@ const BEGUN: u64 = 2 << 20;
 fn went_ahead(vm: &Vm) -> Vec<u64> {
     let events = vm.events().expect("events");
     let bytes = |kind: &EventKind| match kind {
-        EventKind::Moving {
+        EventKind::MigrationStep {
             step: Step::PreCopy,
             bytes,
             ..
@@ -138,7 +138,7 @@ fn a_task_whose_memory_goes_ahead_in_vain_runs_on_where_it_is_and_the_reason_is_
         let why: Vec<&Failure> = events
             .iter()
             .filter_map(|entry| match &entry.kind {
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::PreCopy,
                     why,
                     ..

@@ -45,7 +45,7 @@ fn stat(host: &Host, pid: i32) -> (String, u64) {
 /// True for a process whose control group is frozen.
 fn is_frozen(host: &Host, pid: i32) -> bool {
     let of = |name: &str| file(host, &format!("/proc/{pid}/{name}")).into_bytes();
-    let Some(group) = cgroup::folder(&of("mountinfo"), &of("cgroup"), None) else {
+    let Some(group) = cgroup::group_dir(&of("mountinfo"), &of("cgroup"), None) else {
         return false;
     };
     let events = group.join("cgroup.events");

@@ -248,7 +248,7 @@ fn guests_that_are_stopped_moved_and_go_on_while_they_talk_lose_double_and_reord
         let theirs: Vec<usize> = (0..6).filter(|who| talk.workers[*who].1 == place).collect();
         owner.say(&format!("stop number {number}"));
         let told = |entry: &sempa_tests::vm::Entry| match &entry.kind {
-            EventKind::GuestsStopped { guests, why, .. } => {
+            EventKind::GuestsPaused { guests, why, .. } => {
                 assert!(
                     *why != format!("number {number}") || guests.len() == theirs.len(),
                     "{guests:?}"
@@ -304,7 +304,7 @@ fn peers_compute_and_talk_on_while_a_task_is_moved() {
     let from = at("stop", &|kind| {
         matches!(
             kind,
-            EventKind::Moving {
+            EventKind::MigrationStep {
                 step: Step::Stop,
                 ..
             }
@@ -313,7 +313,7 @@ fn peers_compute_and_talk_on_while_a_task_is_moved() {
     let to = at("restore", &|kind| {
         matches!(
             kind,
-            EventKind::Moving {
+            EventKind::MigrationStep {
                 step: Step::Restore,
                 ..
             }

@@ -304,7 +304,7 @@ pub(super) fn come_late() {
 }
 
 fn called_off() -> Failure {
-    Failure::CalledOff("the move was given up".into())
+    Failure::Cancelled("the move was given up".into())
 }
 
 /// Runs in the child before it executes CRIU: images are readable by their owner only, the child

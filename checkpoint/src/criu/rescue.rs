@@ -74,7 +74,7 @@ impl Snapshot {
     pub(super) fn put_back_if(&self, why: &Failure) {
         if matches!(
             why,
-            Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)
+            Failure::Killed { .. } | Failure::Deadline { .. } | Failure::Cancelled(_)
         ) {
             self.put_back();
         }

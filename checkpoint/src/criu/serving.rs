@@ -608,6 +608,6 @@ mod tests {
             allowed: SOON,
             cancel,
         });
-        assert!(matches!(done, Err(Failure::CalledOff(_))), "{done:?}");
+        assert!(matches!(done, Err(Failure::Cancelled(_))), "{done:?}");
     }
 }

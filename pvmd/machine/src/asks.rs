@@ -9,9 +9,9 @@ use super::checkpoints::Counted;
 use super::spawn::ExecBack;
 use super::tasks::Phase;
 use super::{Machine, Output};
-use sempa_proto::host::{Answer, HostMsg, Question};
-use sempa_proto::suspend::Order;
-use sempa_proto::task::{LinkMark, Reply};
+use sempa_proto::host::{HostMsg, HostReply, HostRequest};
+use sempa_proto::suspend::SuspendOrder;
+use sempa_proto::task::{Reply, SendWatermark};
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -61,7 +61,7 @@ pub(super) struct Back {
 #[derive(Debug)]
 struct Pending {
     host: HostId,
-    question: Question,
+    question: HostRequest,
     asker: Asker,
     hops: u32,
 }
@@ -85,19 +85,19 @@ impl Asks {
 
 impl Machine {
     /// Sends a request to a host, which may be this one.
-    pub(super) fn ask(&mut self, host: HostId, question: Question, asker: Asker) {
+    pub(super) fn ask(&mut self, host: HostId, question: HostRequest, asker: Asker) {
         self.ask_on(host, question, asker, 0);
     }
 
     /// Sends a request to the host on which this task runs.
-    pub(super) fn ask_about(&mut self, tid: Tid, question: Question, asker: Asker) {
+    pub(super) fn ask_about(&mut self, tid: Tid, question: HostRequest, asker: Asker) {
         match self.location(tid) {
             Some(host) => self.ask(host, question, asker),
             None => self.unanswered(question, asker),
         }
     }
 
-    fn ask_on(&mut self, host: HostId, question: Question, asker: Asker, hops: u32) {
+    fn ask_on(&mut self, host: HostId, question: HostRequest, asker: Asker, hops: u32) {
         if self.table.get(host).is_none() || hops > HOPS_MAX {
             return self.unanswered(question, asker);
         }
@@ -115,58 +115,64 @@ impl Machine {
         if host == self.config.host {
             self.question(Back { host, id }, question);
         } else {
-            self.tell_host(host, HostMsg::Ask { id, question });
+            self.tell_host(
+                host,
+                HostMsg::HostRequest {
+                    id,
+                    request: question,
+                },
+            );
         }
     }
 
     /// Sends a reply to the daemon that sent the request.
-    pub(super) fn answer(&mut self, back: Back, answer: Answer) {
+    pub(super) fn answer(&mut self, back: Back, answer: HostReply) {
         if back.host == self.config.host {
             self.answered(back.host, back.id, answer);
         } else {
             self.tell_host(
                 back.host,
-                HostMsg::Answer {
+                HostMsg::HostReply {
                     id: back.id,
-                    answer,
+                    reply: answer,
                 },
             );
         }
     }
 
     /// Serves a request of a daemon.
-    pub(super) fn question(&mut self, back: Back, question: Question) {
+    pub(super) fn question(&mut self, back: Back, question: HostRequest) {
         if let Some(tid) = task_of(&question)
             && let Some(host) = self.elsewhere(tid)
         {
-            return self.answer(back, Answer::Elsewhere(host));
+            return self.answer(back, HostReply::MovedTo(host));
         }
         let reply = match question {
-            Question::Exec { parent, request } => {
+            HostRequest::Exec { parent, request } => {
                 return self.queue_exec(parent, request, ExecBack::Answer(back));
             }
-            Question::Watch { tid, watcher } => {
+            HostRequest::Watch { tid, watcher } => {
                 let gone = !self.is_alive(tid);
                 let after = if gone {
                     self.tasks.dead_mark(tid, watcher)
                 } else {
                     None
                 };
-                return self.answer(back, Answer::Watched { gone, after });
+                return self.answer(back, HostReply::Watched { gone, after });
             }
-            Question::Tasks { only } => Reply::Tasks(self.list_tasks(only)),
-            Question::Ping => Reply::Done,
-            Question::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
-            Question::TaskStatus { tid } => no_task(tid),
-            Question::Signal { tid, signal } => {
+            HostRequest::Tasks { task } => Reply::Tasks(self.list_tasks(task)),
+            HostRequest::Ping => Reply::Done,
+            HostRequest::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
+            HostRequest::TaskStatus { tid } => no_task(tid),
+            HostRequest::Signal { tid, signal } => {
                 self.told_to_end(tid, signal);
                 self.signal_task(tid, signal);
                 Reply::Done
             }
-            Question::Suspend(order) => return self.suspend(back, order),
-            Question::Facts { tid } => return self.facts_wanted(back, tid),
-            Question::Verdict { facts } => return self.verdict_wanted(back, facts),
-            Question::Count => {
+            HostRequest::Suspend(order) => return self.suspend(back, order),
+            HostRequest::Inspect { tid } => return self.facts_wanted(back, tid),
+            HostRequest::Verdict { facts } => return self.verdict_wanted(back, facts),
+            HostRequest::Inventory => {
                 let contexts = self
                     .contexts
                     .iter()
@@ -174,19 +180,22 @@ impl Machine {
                     .collect();
                 return self.answer(
                     back,
-                    Answer::Count {
+                    HostReply::Inventory {
                         tasks: self.list_tasks(None),
                         contexts,
                     },
                 );
             }
-            Question::HoldContexts(contexts) => {
+            HostRequest::ReserveContexts(contexts) => {
                 self.hold_contexts(contexts);
                 Reply::Done
             }
-            Question::KeepCopy { migration, set } => self.copy_asked(back.host, migration, set),
-            Question::Clock => Reply::Clock(self.unix),
-            Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
+            HostRequest::StoreCopy {
+                migration,
+                checkpoint: set,
+            } => self.copy_asked(back.host, migration, set),
+            HostRequest::Clock => Reply::Clock(self.unix),
+            HostRequest::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
                 Some(holder) if *holder == owner => {
                     self.contexts.remove(&ctx);
                     Reply::Done
@@ -194,7 +203,7 @@ impl Machine {
                 _ => no_context(ctx),
             },
         };
-        self.answer(back, Answer::Reply(reply));
+        self.answer(back, HostReply::Reply(reply));
     }
 
     /// Returns the host of a task that is on another host. `None` if the task is here, or should
@@ -231,7 +240,7 @@ impl Machine {
     }
 
     /// Finds the request of a reply and continues the work of its caller.
-    pub(super) fn answered(&mut self, from: HostId, id: RequestId, answer: Answer) {
+    pub(super) fn answered(&mut self, from: HostId, id: RequestId, answer: HostReply) {
         let Some(pending) = self.asks.open.remove(&id) else {
             return;
         };
@@ -244,37 +253,37 @@ impl Machine {
             return;
         }
         match (answer, pending.asker) {
-            (Answer::Elsewhere(host), asker) => {
+            (HostReply::MovedTo(host), asker) => {
                 self.ask_on(host, pending.question, asker, pending.hops + 1)
             }
-            (Answer::Reply(reply), Asker::Task { tid, id }) => self.reply(tid, id, reply),
-            (Answer::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => {
+            (HostReply::Reply(reply), Asker::Task { tid, id }) => self.reply(tid, id, reply),
+            (HostReply::Reply(Reply::Tasks(tasks)), Asker::Gather(gather)) => {
                 self.gathered(gather, tasks)
             }
-            (Answer::Count { tasks, contexts }, Asker::Count { count, .. }) => {
+            (HostReply::Inventory { tasks, contexts }, Asker::Count { count, .. }) => {
                 self.counted(count, Ok(Counted::new(tasks, contexts)));
             }
-            (Answer::Reply(reply), Asker::Copy { migration }) => {
+            (HostReply::Reply(reply), Asker::Copy { migration }) => {
                 self.copy_answered(migration, Some(reply))
             }
             (_, Asker::Nobody) => {}
-            (Answer::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
+            (HostReply::Reply(Reply::Spawned(results)), Asker::Spawn { spawn, part }) => {
                 self.part_spawned(spawn, part, Ok(results));
             }
-            (Answer::Watched { gone, after }, Asker::Watch { watcher }) => {
-                if let (true, Question::Watch { tid, .. }) = (gone, &pending.question) {
+            (HostReply::Watched { gone, after }, Asker::Watch { watcher }) => {
+                if let (true, HostRequest::Watch { tid, .. }) = (gone, &pending.question) {
                     self.watched_is_gone(watcher, *tid, after);
                 }
             }
-            (Answer::Watched { gone, .. }, Asker::Member { tid }) => {
+            (HostReply::Watched { gone, .. }, Asker::Member { tid }) => {
                 if gone {
                     self.member_ended(tid);
                 }
             }
-            (Answer::Facts(result), Asker::Facts(survey)) => {
+            (HostReply::Inspected(result), Asker::Facts(survey)) => {
                 self.facts_answered(survey, from, Some(result))
             }
-            (Answer::Verdict(verdict, engine), Asker::Verdict { survey, host }) => {
+            (HostReply::Verdict(verdict, engine), Asker::Verdict { survey, host }) => {
                 self.verdict_answered(survey, host, Some((verdict, engine)));
             }
             (_, asker) => {
@@ -287,16 +296,15 @@ impl Machine {
     }
 
     /// Completes a request that no host can answer.
-    fn unanswered(&mut self, question: Question, asker: Asker) {
+    fn unanswered(&mut self, question: HostRequest, asker: Asker) {
         match asker {
             Asker::Task { tid, id } => {
                 let reply = match question {
-                    Question::Tasks { .. } => Reply::Tasks(Vec::new()),
-                    Question::Signal { .. } => Reply::Done,
-                    Question::TaskStatus { tid } | Question::Suspend(Order { tid, .. }) => {
-                        no_task(tid)
-                    }
-                    Question::FreeContext { ctx, .. } => no_context(ctx),
+                    HostRequest::Tasks { .. } => Reply::Tasks(Vec::new()),
+                    HostRequest::Signal { .. } => Reply::Done,
+                    HostRequest::TaskStatus { tid }
+                    | HostRequest::Suspend(SuspendOrder { tid, .. }) => no_task(tid),
+                    HostRequest::FreeContext { ctx, .. } => no_context(ctx),
                     _ => Reply::Failed {
                         error: PvmError::HostFail,
                         reason: "the host left the virtual machine before it answered".into(),
@@ -313,8 +321,8 @@ impl Machine {
             Asker::Facts(survey) => self.facts_answered(survey, self.config.host, None),
             Asker::Verdict { survey, host } => self.verdict_answered(survey, host, None),
             Asker::Watch { watcher } => {
-                if let Question::Watch { tid, .. } = question {
-                    self.watched_is_gone(watcher, tid, None::<LinkMark>);
+                if let HostRequest::Watch { tid, .. } = question {
+                    self.watched_is_gone(watcher, tid, None::<SendWatermark>);
                 }
             }
         }
@@ -342,7 +350,7 @@ impl Machine {
 
     /// Resends requests after a session was established, if they survive a broken session.
     pub(super) fn ask_again(&mut self, host: HostId) {
-        let open: Vec<(RequestId, Question)> = self
+        let open: Vec<(RequestId, HostRequest)> = self
             .asks
             .open
             .iter()
@@ -350,20 +358,26 @@ impl Machine {
             .map(|(id, p)| (*id, p.question.clone()))
             .collect();
         for (id, question) in open {
-            self.tell_host(host, HostMsg::Ask { id, question });
+            self.tell_host(
+                host,
+                HostMsg::HostRequest {
+                    id,
+                    request: question,
+                },
+            );
         }
     }
 }
 
 /// Returns the task that a request is about, if the request must reach that task's host.
-fn task_of(question: &Question) -> Option<Tid> {
+fn task_of(question: &HostRequest) -> Option<Tid> {
     match question {
-        Question::Tasks { only: Some(tid) }
-        | Question::TaskStatus { tid }
-        | Question::Signal { tid, .. }
-        | Question::Suspend(Order { tid, .. })
-        | Question::Facts { tid }
-        | Question::Watch { tid, .. } => Some(*tid),
+        HostRequest::Tasks { task: Some(tid) }
+        | HostRequest::TaskStatus { tid }
+        | HostRequest::Signal { tid, .. }
+        | HostRequest::Suspend(SuspendOrder { tid, .. })
+        | HostRequest::Inspect { tid }
+        | HostRequest::Watch { tid, .. } => Some(*tid),
         _ => None,
     }
 }

@@ -30,14 +30,14 @@ use checkpoint_protocol::{
     RestartId, Restarts, SnapshotId, SnapshotOutput, Snapshots, SourceEvent,
 };
 use sempa_proto::checkpoint::{
-    CutFailure, Pace, PartMeta, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry, SavedGroup,
-    SetMeta, SetReport,
+    CHECKPOINT_TASKS_MAX, CHECKPOINT_VERSION, CheckpointFailure, CheckpointMeta, CheckpointReport,
+    CheckpointSchedule, RestartFailure, SavedGroup, SavedMailboxEntry, TaskMeta,
 };
 use sempa_proto::event::EventKind;
-use sempa_proto::host::PartRecord;
-use sempa_proto::host::{Held, Question};
-use sempa_proto::migration::{Failure, Report, Step, TaskFacts};
-use sempa_proto::table::{TASK_SERVES, TaskInfo};
+use sempa_proto::host::SavedTask;
+use sempa_proto::host::{HostRequest, PendingItem};
+use sempa_proto::migration::{Failure, Step, StepReport, TaskFacts};
+use sempa_proto::table::{TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
@@ -91,7 +91,10 @@ enum Doing {
     },
     /// Its checkpoint is complete, and its tasks are being killed. `looks` counts the checks so
     /// far.
-    Leaving { report: SetReport, looks: u32 },
+    Leaving {
+        report: CheckpointReport,
+        looks: u32,
+    },
     /// It is being restarted from a checkpoint.
     Restarting,
 }
@@ -101,7 +104,7 @@ enum Doing {
 struct Job {
     doing: Doing,
     /// Schedule of its checkpoints; `None` if they are only taken on request.
-    pace: Option<Pace>,
+    pace: Option<CheckpointSchedule>,
     /// Start of the first attempt at the current checkpoint.
     began: Micros,
     waiters: Vec<(Tid, RequestId)>,
@@ -149,7 +152,7 @@ impl Job {
 #[derive(Debug, Default)]
 struct Contents {
     groups: Vec<SavedGroup>,
-    mailbox: Vec<SavedEntry>,
+    mailbox: Vec<SavedMailboxEntry>,
     contexts: Vec<(i32, Tid)>,
     /// Tasks of the checkpoint that is being sealed.
     members: Vec<Tid>,
@@ -205,7 +208,7 @@ struct Wanted {
     on: Vec<String>,
     waiter: Option<(Tid, RequestId)>,
     why: String,
-    meta: Option<SetMeta>,
+    meta: Option<CheckpointMeta>,
     begun: Option<RestartId>,
     /// Contexts that were assigned to the restarted tasks.
     held: Vec<(i32, Tid)>,
@@ -310,7 +313,7 @@ impl Machine {
         &mut self,
         (tid, id): (Tid, RequestId),
         job: Tid,
-        pace: Option<Pace>,
+        pace: Option<CheckpointSchedule>,
         end: bool,
         wait: bool,
     ) {
@@ -324,7 +327,7 @@ impl Machine {
         }
         let entry = keeping.jobs.entry(job).or_default();
         match pace {
-            Some(Pace::Never) => {
+            Some(CheckpointSchedule::Never) => {
                 entry.pace = None;
                 if entry.is_stuck() {
                     self.forget_job(job);
@@ -344,10 +347,17 @@ impl Machine {
             | Doing::Leaving { .. }
             | Doing::Restarting => {
                 return match wait {
-                    true => self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay))),
-                    false => {
-                        self.fail(tid, id, PvmError::Already, CutFailure::UnderWay.to_string())
-                    }
+                    true => self.reply(
+                        tid,
+                        id,
+                        Reply::Checkpointed(Err(CheckpointFailure::InProgress)),
+                    ),
+                    false => self.fail(
+                        tid,
+                        id,
+                        PvmError::Already,
+                        CheckpointFailure::InProgress.to_string(),
+                    ),
                 };
             }
         };
@@ -394,7 +404,7 @@ impl Machine {
         for host in hosts {
             self.ask(
                 host,
-                Question::Count,
+                HostRequest::Inventory,
                 Asker::Count {
                     count: number,
                     host,
@@ -440,7 +450,7 @@ impl Machine {
                 if let Some(keeping) = self.keeping() {
                     keeping
                         .cuts
-                        .on_count_failed(cut, CutFailure::HostLost(host));
+                        .on_count_failed(cut, CheckpointFailure::HostLost(host));
                 }
             }
             (Purpose::Gone(job), None) => self.look_whether_gone(job, &found.tasks),
@@ -461,7 +471,7 @@ impl Machine {
             .and_then(|k| k.jobs.get(&job))
             .is_some_and(|job| job.doing == Doing::Counting);
         if counting {
-            self.cut_over(job, Err(CutFailure::HostLost(host)));
+            self.cut_over(job, Err(CheckpointFailure::HostLost(host)));
         }
     }
 
@@ -500,10 +510,13 @@ impl Machine {
         }
         let all = members(job, &mut entry.members, tasks);
         if all.is_empty() {
-            return self.cut_over(job, Err(CutFailure::NoSuchJob(job)));
+            return self.cut_over(job, Err(CheckpointFailure::NoSuchJob(job)));
         }
-        if all.len() > SET_TASKS_MAX {
-            return self.cut_over(job, Err(CutFailure::TooMany { tasks: all.len() }));
+        if all.len() > CHECKPOINT_TASKS_MAX {
+            return self.cut_over(
+                job,
+                Err(CheckpointFailure::TooManyTasks { tasks: all.len() }),
+            );
         }
         let (coordinator, cuts) = (&mut master.directing.coordinator, &keeping.cuts);
         if entry.is_wanted() && !all.iter().any(|task| cuts.part_of(task.tid).is_some()) {
@@ -522,10 +535,10 @@ impl Machine {
             .iter()
             .find_map(|task| Some((task.tid, other(task.tid)?)));
         if let Some((tid, id)) = moving {
-            let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMoving(id)]);
+            let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMigrating(id)]);
             return self.cut_over(
                 job,
-                Err(CutFailure::Task {
+                Err(CheckpointFailure::Task {
                     tid,
                     step: Step::Inspect,
                     why,
@@ -586,7 +599,7 @@ impl Machine {
             Err(bytes) => {
                 return keeping
                     .cuts
-                    .on_count_failed(cut, CutFailure::Mailbox { bytes });
+                    .on_count_failed(cut, CheckpointFailure::MailboxTooLarge { bytes });
             }
         };
         // While all tasks are stopped, none enters or leaves a group, and none arrives at a
@@ -673,13 +686,13 @@ impl Machine {
             return;
         };
         let line = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
-        let part = |(tid, host, facts)| PartMeta {
+        let part = |(tid, host, facts)| TaskMeta {
             tid,
             host: name(host),
             facts,
-            line: line(tid),
+            incarnation: line(tid),
         };
-        let parts: Vec<PartMeta> = parts.into_iter().map(part).collect();
+        let parts: Vec<TaskMeta> = parts.into_iter().map(part).collect();
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
@@ -695,7 +708,7 @@ impl Machine {
         let members = parts.iter().map(|part| part.tid).collect();
         let own = parts
             .iter()
-            .filter(|part| part.facts.anew().is_some())
+            .filter(|part| part.facts.restart_engine().is_some())
             .map(|part| part.tid)
             .collect();
         // The rest becomes part of the checkpoint.
@@ -716,18 +729,18 @@ impl Machine {
             ..
         } = known;
         let pace = master.keeping.jobs.get(&job).and_then(|entry| entry.pace);
-        let (version, wire) = (SET_VERSION, WIRE_VERSION);
-        let meta = SetMeta {
+        let (version, wire) = (CHECKPOINT_VERSION, WIRE_VERSION);
+        let meta = CheckpointMeta {
             version,
-            wire,
+            wire_version: wire,
             vm,
             job,
-            line,
-            parts,
+            latest_incarnation: line,
+            tasks: parts,
             groups,
             mailbox,
             contexts,
-            pace,
+            schedule: pace,
         };
         let keep = master.keeping.needed();
         self.out.push_back(Output::SealSet {
@@ -762,7 +775,7 @@ impl Machine {
         keeping.cuts.on_sealed(cut, result);
     }
 
-    fn cut_ended(&mut self, cut: SnapshotId, result: Result<Micros, CutFailure>) {
+    fn cut_ended(&mut self, cut: SnapshotId, result: Result<Micros, CheckpointFailure>) {
         let Some(keeping) = self.keeping() else {
             return;
         };
@@ -777,21 +790,21 @@ impl Machine {
         };
         let result = result.and_then(|frozen| {
             let (set, bytes) =
-                sealed.ok_or_else(|| CutFailure::Store("the set was lost".into()))?;
-            Ok(SetReport {
-                set,
+                sealed.ok_or_else(|| CheckpointFailure::Store("the set was lost".into()))?;
+            Ok(CheckpointReport {
+                name: set,
                 job,
                 tasks,
                 bytes,
                 frozen,
-                own,
+                self_checkpointed: own,
             })
         });
         self.cut_over(job, result);
     }
 
     /// Finishes a checkpoint that is complete, has failed or did not begin.
-    fn cut_over(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
+    fn cut_over(&mut self, job: Tid, result: Result<CheckpointReport, CheckpointFailure>) {
         let (now, lease) = (self.now, self.config.lease);
         let Some(entry) = self.keeping().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -805,11 +818,11 @@ impl Machine {
         if let Some(why) = result
             .as_ref()
             .err()
-            .filter(|why| why.may_try_again() && entry.tries < TRIES_MAX)
+            .filter(|why| why.is_transient() && entry.tries < TRIES_MAX)
         {
             return self.schedule(
                 job,
-                if why.is_being_written() {
+                if why.is_self_checkpoint_pending() {
                     WRITING_PAUSE
                 } else {
                     TRY_PAUSE
@@ -838,7 +851,7 @@ impl Machine {
             std::mem::take(&mut entry.waiters)
         };
         if let Ok(report) = &result {
-            entry.newest = Some(report.set.clone());
+            entry.newest = Some(report.name.clone());
             let ended = std::mem::take(&mut entry.ended);
             entry.members.retain(|tid| !ended.contains(tid));
             entry.fallen.forget_all_but(&report.tasks);
@@ -848,9 +861,9 @@ impl Machine {
                 .into_iter()
                 .for_each(|keeping| keeping.quiet.push(quiet));
         }
-        if let (Err(CutFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
+        if let (Err(CheckpointFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
             self.schedule(job, until.since(now));
-        } else if matches!(result, Err(CutFailure::NoSuchJob(_))) {
+        } else if matches!(result, Err(CheckpointFailure::NoSuchJob(_))) {
             self.job_over(job);
             self.forget_job(job);
         } else {
@@ -860,19 +873,19 @@ impl Machine {
             self.count(Purpose::Gone(job));
         }
         self.record(match &result {
-            Ok(SetReport {
-                set,
+            Ok(CheckpointReport {
+                name: set,
                 tasks,
                 bytes,
                 frozen,
                 ..
             }) => EventKind::Checkpointed {
-                set: set.clone(),
+                checkpoint: set.clone(),
                 job,
                 tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
                 bytes: *bytes,
                 frozen: *frozen,
-                parked,
+                vacated: parked,
             },
             Err(why) => EventKind::CheckpointFailed {
                 job,
@@ -883,7 +896,7 @@ impl Machine {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
         }
         if let Ok(report) = &result {
-            self.copy_wanted(job, &report.set);
+            self.copy_wanted(job, &report.name);
         }
     }
 
@@ -898,7 +911,7 @@ impl Machine {
         };
         let pause = pause(pace, good.then_some(took));
         let mut late = None;
-        if let Pace::Loss(bound) | Pace::Every(bound) = pace
+        if let CheckpointSchedule::MaxLoss(bound) | CheckpointSchedule::Every(bound) = pace
             && good
             && took + took + pause > bound
             && !std::mem::replace(&mut entry.said_late, true)
@@ -984,16 +997,16 @@ impl Machine {
         }
     }
 
-    fn part_of(&self, task: &Task) -> PartRecord {
+    fn part_of(&self, task: &Task) -> SavedTask {
         let left = task.away.as_ref().map_or(0, |away| away.left);
-        let keeps = |(place, held): &(usize, &Held)| match held {
+        let keeps = |(place, held): &(usize, &PendingItem)| match held {
             // Messages about routes and resource managers refer to the time of the checkpoint. The
             // restarted library is informed of the current resource manager.
-            Held::Item(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
-            Held::Item(_) => true,
+            PendingItem::Control(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
+            PendingItem::Control(_) => true,
             // Link data is in the memory of the tasks, or was left by an exited process. Tasks that
             // were dumped may already have continued and sent more.
-            Held::Link(_) => *place < left,
+            PendingItem::Frame(_) => *place < left,
         };
         let waiting = task
             .inbox
@@ -1003,8 +1016,8 @@ impl Machine {
             .filter(keeps)
             .map(|(_, held)| held.clone())
             .collect();
-        PartRecord {
-            version: SET_VERSION,
+        SavedTask {
+            version: CHECKPOINT_VERSION,
             record: self.record_of(task),
             waiting,
         }
@@ -1034,7 +1047,7 @@ impl Machine {
             if let Err(why) = result {
                 self.report(
                     id,
-                    Report::Failed {
+                    StepReport::Failed {
                         step: Step::Transfer,
                         why,
                     },
@@ -1071,18 +1084,20 @@ impl Machine {
 
 /// Returns the time until the next checkpoint. `took` is the duration of the last one; `None` if it
 /// failed.
-fn pause(pace: Pace, took: Option<Micros>) -> Micros {
+fn pause(pace: CheckpointSchedule, took: Option<Micros>) -> Micros {
     let pause = match (pace, took) {
         // In the worst case, all work since the start of the last checkpoint is lost until the next
         // one is stored, which may take half as long again.
-        (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
-        // The same, but the job must not spend all its time on checkpoints.
-        (Pace::Every(every), Some(took)) => {
-            pause(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2))
+        (CheckpointSchedule::MaxLoss(bound), Some(took)) => {
+            bound.since(Micros(took.0.saturating_mul(5) / 2))
         }
-        (Pace::Every(every), None) => every,
+        // The same, but the job must not spend all its time on checkpoints.
+        (CheckpointSchedule::Every(every), Some(took)) => {
+            pause(CheckpointSchedule::MaxLoss(every), Some(took)).max(Micros(every.0 / 2))
+        }
+        (CheckpointSchedule::Every(every), None) => every,
         // Work is at risk while there is no checkpoint.
-        (Pace::Loss(_) | Pace::Never, _) => TRY_PAUSE,
+        (CheckpointSchedule::MaxLoss(_) | CheckpointSchedule::Never, _) => TRY_PAUSE,
     };
     pause.max(PAUSE_MIN)
 }
@@ -1112,11 +1127,11 @@ fn members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<TaskI
     }
     let mut all: Vec<TaskInfo> = tasks
         .iter()
-        .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVES == 0)
+        .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVICE_FLAGS == 0)
         .cloned()
         .collect();
     // During a migration both hosts may report the task.
-    all.sort_by_key(|task| (task.tid, task.moving));
+    all.sort_by_key(|task| (task.tid, task.migrating));
     all.dedup_by_key(|task| task.tid);
     all
 }

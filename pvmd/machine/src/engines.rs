@@ -23,10 +23,12 @@ use super::notify::{daemons_message, ints};
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint_protocol::{InspectedTask, SourceEvent, TargetEvent};
-use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine, STATE_ENV};
+use sempa_proto::engine::{AskMethod, Engine, LaunchInfo, RESTART_COUNT_ENV, STATE_ENV};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Carried, Held};
-use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Usage, Verdict};
+use sempa_proto::host::{DataMsg, PendingItem};
+use sempa_proto::migration::{
+    Failure, Migration, MigrationCause, Refusal, TaskFacts, Usage, Verdict,
+};
 use sempa_proto::task::{Reply, SpawnRequest, ToTask};
 use sempa_proto::tasker::{DumpReport, StartTask, ToTasker};
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
@@ -121,15 +123,15 @@ pub(super) fn choose(criu: Verdict, other: Other) -> (Verdict, Engine) {
 }
 
 /// Returns the launch information of a spawn, if its tasks permit engines other than CRIU.
-pub(super) fn begin_of(request: &SpawnRequest) -> Result<Option<Box<Begin>>, String> {
-    let begin = Begin::of(request)?;
-    Ok(begin.anew().is_some().then(|| Box::new(begin)))
+pub(super) fn begin_of(request: &SpawnRequest) -> Result<Option<Box<LaunchInfo>>, String> {
+    let begin = LaunchInfo::from_request(request)?;
+    Ok(begin.restart_engine().is_some().then(|| Box::new(begin)))
 }
 
 impl Ending {
     /// True if the program reports by its exit status that it must be started again.
     pub(super) fn is_agreed(&self) -> bool {
-        matches!(self.engine, Engine::Own { .. })
+        matches!(self.engine, Engine::SelfCheckpoint { .. })
     }
 
     /// True if the program may exit as agreed, to be started again.
@@ -155,7 +157,7 @@ impl Task {
         self.unheeding = Some(id);
         self.begin
             .as_ref()
-            .is_some_and(|begin| begin.by_criu() && begin.own_first())
+            .is_some_and(|begin| begin.allows_criu() && begin.prefers_self_checkpoint())
     }
 
     /// True while the task has no process because it is being started again.
@@ -188,20 +190,20 @@ impl Machine {
     pub(super) fn facts_without_criu(
         &self,
         tid: Tid,
-        cause: Option<&Cause>,
+        cause: Option<&MigrationCause>,
     ) -> Option<Result<TaskFacts, Refusal>> {
         let task = self.tasks.get(tid)?;
         // CRIU must not migrate a task that may still exit by an earlier request, because the
         // target would not expect that exit.
         let begin = task.begin.as_ref()?;
-        let by_criu = begin.by_criu() && task.ending.is_none();
-        if cause != Some(&Cause::Checkpoint) {
+        let by_criu = begin.allows_criu() && task.ending.is_none();
+        if cause != Some(&MigrationCause::Checkpoint) {
             return (!by_criu).then(|| self.facts_anew(tid).unwrap_or(Err(Refusal::NoSuchTask)));
         }
         if task.ending.is_some() {
-            return Some(Err(Refusal::MayEndYet));
+            return Some(Err(Refusal::SelfCheckpointPending));
         }
-        let own_first = begin.own_first();
+        let own_first = begin.prefers_self_checkpoint();
         match self.facts_written(tid)? {
             Err(_) if by_criu => None,
             result => (own_first || !by_criu).then_some(result),
@@ -211,21 +213,21 @@ impl Machine {
     /// Returns the properties of a task whose program writes its own checkpoint.
     fn facts_written(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.begin.clone()?;
-        let Some(own) = begin.own() else {
-            return Some(Err(Refusal::NotByCriu {
-                engine: begin.anew()?,
+        let Some(own) = begin.self_checkpoint() else {
+            return Some(Err(Refusal::NoCheckpointEngine {
+                engine: begin.restart_engine()?,
             }));
         };
         begin.engines = vec![own];
-        Some(if begin.state.is_empty() {
-            Err(Refusal::NoState)
-        } else if self.holds_of(tid).any() {
+        Some(if begin.state_files.is_empty() {
+            Err(Refusal::NoStateFiles)
+        } else if self.holds_of(tid).is_suspended() {
             // The program must run to write its checkpoint.
             Err(Refusal::Suspended)
         } else {
             Ok(TaskFacts {
                 uid: self.config.uid,
-                begin: Some(begin),
+                launch: Some(begin),
                 ..TaskFacts::default()
             })
         })
@@ -235,15 +237,15 @@ impl Machine {
     pub(super) fn facts_with_criu(
         &self,
         tid: Tid,
-        cause: Option<&Cause>,
+        cause: Option<&MigrationCause>,
         result: Result<TaskFacts, Refusal>,
     ) -> Result<TaskFacts, Refusal> {
-        if cause == Some(&Cause::Checkpoint) {
+        if cause == Some(&MigrationCause::Checkpoint) {
             return result.or_else(|refusal| match self.facts_written(tid) {
                 Some(Ok(facts)) => Ok(facts),
                 // The user can add the missing list of files, so this is the more useful reason.
-                Some(Err(Refusal::NoState)) if matches!(refusal, Refusal::NoEngine { .. }) => {
-                    Err(Refusal::NoState)
+                Some(Err(Refusal::NoStateFiles)) if matches!(refusal, Refusal::NoEngine { .. }) => {
+                    Err(Refusal::NoStateFiles)
                 }
                 _ => Err(refusal),
             });
@@ -252,7 +254,7 @@ impl Machine {
             (
                 Ok(facts),
                 Some(Ok(TaskFacts {
-                    begin: Some(mut begin),
+                    launch: Some(mut begin),
                     ..
                 })),
             ) => {
@@ -265,7 +267,7 @@ impl Machine {
                     .filter(|e| *e == Engine::Criu || begin.engines.contains(e))
                     .collect();
                 Ok(TaskFacts {
-                    begin: Some(begin),
+                    launch: Some(begin),
                     ..facts
                 })
             }
@@ -277,18 +279,18 @@ impl Machine {
     /// Returns the properties of a task for the restart engines that it permits.
     fn facts_anew(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.begin.clone()?;
-        let suspended = self.holds_of(tid).any();
+        let suspended = self.holds_of(tid).is_suspended();
         begin.engines.retain(|engine| match engine {
             Engine::Criu => false,
             // The program must run to write its checkpoint.
-            Engine::Own { .. } => !suspended,
+            Engine::SelfCheckpoint { .. } => !suspended,
             Engine::Restart { .. } => true,
         });
         Some(match begin.engines.is_empty() {
             true => Err(Refusal::Suspended),
             false => Ok(TaskFacts {
                 uid: self.config.uid,
-                begin: Some(begin),
+                launch: Some(begin),
                 ..TaskFacts::default()
             }),
         })
@@ -312,10 +314,10 @@ impl Machine {
         let signal = result
             .as_ref()
             .ok()
-            .filter(|_| cause == Some(&Cause::Checkpoint))
-            .and_then(TaskFacts::signal);
+            .filter(|_| cause == Some(&MigrationCause::Checkpoint))
+            .and_then(TaskFacts::checkpoint_signal);
         match signal {
-            Some(signal) => self.tell_tasker(ToTasker::Minds {
+            Some(signal) => self.tell_tasker(ToTasker::CheckSignal {
                 migration: id,
                 tid,
                 signal,
@@ -339,7 +341,7 @@ impl Machine {
         let signal = facts
             .as_ref()
             .ok()
-            .and_then(TaskFacts::signal)
+            .and_then(TaskFacts::checkpoint_signal)
             .filter(|_| !minds);
         let Some(signal) = signal else {
             return self.inspection_over(id, tid, facts, (false, false));
@@ -350,9 +352,12 @@ impl Machine {
             .is_some_and(|task| task.falls_to_criu(id))
         {
             true => self.tell_tasker(ToTasker::Inspect { migration: id, tid }),
-            false => {
-                self.inspection_over(id, tid, Err(Refusal::NotMinded { signal }), (false, false))
-            }
+            false => self.inspection_over(
+                id,
+                tid,
+                Err(Refusal::SignalNotHandled { signal }),
+                (false, false),
+            ),
         }
     }
 
@@ -386,7 +391,7 @@ impl Machine {
             other => {
                 arrival.other = other;
                 let facts = TaskFacts {
-                    begin: None,
+                    launch: None,
                     ..facts
                 };
                 self.tell_tasker(ToTasker::Prepare {
@@ -435,7 +440,7 @@ impl Machine {
                 known,
                 other,
                 TaskFacts {
-                    begin: None,
+                    launch: None,
                     ..facts
                 },
             ),
@@ -474,9 +479,9 @@ impl Machine {
         self.timer(HEAR_TIME, Timer::AskToEnd(tid, id));
         if stands {
             // A paused task may run to report its link states.
-            self.tell_tasker(ToTasker::Hold {
+            self.tell_tasker(ToTasker::Pause {
                 tid,
-                after: HEAR_TIME,
+                run_for: HEAR_TIME,
             });
         }
         if wakes {
@@ -503,8 +508,8 @@ impl Machine {
         let Ending {
             migration, engine, ..
         } = *ending;
-        self.tell_tasker(ToTasker::End { tid, engine });
-        let Some((_, wait)) = engine.asks() else {
+        self.tell_tasker(ToTasker::RequestExit { tid, engine });
+        let Some((_, wait)) = engine.exit_request() else {
             return;
         };
         self.timer(
@@ -523,7 +528,8 @@ impl Machine {
         let Some(ending) = task.ending.filter(|ending| ending.asked) else {
             return;
         };
-        let (Some((Asked::Message(tag), wait)), Some(conn)) = (ending.engine.asks(), task.conn())
+        let (Some((AskMethod::Message(tag), wait)), Some(conn)) =
+            (ending.engine.exit_request(), task.conn())
         else {
             return;
         };
@@ -590,7 +596,11 @@ impl Machine {
         match engine {
             Engine::Criu => {}
             Engine::Restart { .. } => self.tell_tasker(ToTasker::Kill { tid }),
-            Engine::Own { asked, exit, wait } => {
+            Engine::SelfCheckpoint {
+                ask_method: asked,
+                exit_status: exit,
+                timeout_s: wait,
+            } => {
                 let why = format!(
                     "{engine}: it was asked {asked} and has not ended with exit status {exit} within {wait} s"
                 );
@@ -611,7 +621,7 @@ impl Machine {
         let goes_on = |ending: &Ending| {
             let asked = ending.asked.then_some(ending.engine);
             let mut by = asked.into_iter().chain(ending.asked_before);
-            !ending.for_good && by.any(|engine| engine.goes_on_after(status))
+            !ending.for_good && by.any(|engine| engine.restarts_after(status))
         };
         let Some(Ending { migration, .. }) = task.ending.filter(goes_on) else {
             return false;
@@ -627,8 +637,8 @@ impl Machine {
         task.requests.clear();
         task.meetings.clear();
         let count = task.begin.as_mut().map_or(0, |begin| {
-            begin.count += 1;
-            begin.count
+            begin.restart_count += 1;
+            begin.restart_count
         });
         let (successor, left, waited) = parting.inherit(count, task.inbox.drain());
         task.successor = Some(Box::new(successor));
@@ -646,7 +656,7 @@ impl Machine {
         self.still_no_more(tid);
         // Peers that share rings with the task read what is left in them.
         for partner in self.pairs.take(tid) {
-            self.deliver(partner, ToTask::PeerMoved { tid });
+            self.deliver(partner, ToTask::PeerMigrated { tid });
         }
         self.away_step(tid);
         true
@@ -690,14 +700,14 @@ impl Machine {
         if !ending.has_to_end() && ending.stage != Stage::Waking && conn.is_some() {
             // The program continues. If it exits as it was asked, it is started again.
             ending.stage = Stage::Returning;
-            let message = ToTask::TakeNothing { by: None };
+            let message = ToTask::PrepareExit { migration: None };
             self.out
                 .extend(conn.map(|conn| Output::ToTask { conn, message }));
             if self.has_to_stand(tid) {
                 // A paused task may run to continue its links.
-                self.tell_tasker(ToTasker::Hold {
+                self.tell_tasker(ToTasker::Pause {
                     tid,
-                    after: HEAR_TIME,
+                    run_for: HEAR_TIME,
                 });
             }
         }
@@ -755,7 +765,7 @@ impl Machine {
         if self.has_to_stand(tid) {
             self.hold_guest(tid);
         } else {
-            self.tell_tasker(ToTasker::GoOn { tid });
+            self.tell_tasker(ToTasker::Resume { tid });
         }
     }
 
@@ -805,7 +815,7 @@ impl Machine {
             .and_then(|task| task.ending.take())
             .is_some_and(|ending| ending.may_end())
         {
-            self.tell_tasker(ToTasker::EndsForGood { tid });
+            self.tell_tasker(ToTasker::WithdrawExitRequest { tid });
         }
     }
 
@@ -821,17 +831,17 @@ impl Machine {
 
     /// Sends a task without a process to its new host. The items that its process has left come
     /// first: no peer would send them again if this host were lost.
-    pub(super) fn send_away(&mut self, of: &Move) {
-        let left: Vec<Held> = self
+    pub(super) fn send_away(&mut self, of: &Migration) {
+        let left: Vec<PendingItem> = self
             .tasks
             .get(of.tid)
             .map(|task| task.inbox.iter().cloned().collect())
             .unwrap_or_default();
         for held in left {
-            let carried = Carried::Handed {
+            let carried = DataMsg::Forwarded {
                 dst: of.tid,
                 migration: of.id,
-                held,
+                item: held,
             };
             self.out.push_back(Output::Carry {
                 host: of.to,
@@ -890,7 +900,7 @@ impl Machine {
                 self.tell_tasker(ToTasker::Start(start));
                 self.note(format!(
                     "{tid} is started again where it was ({} times so far)",
-                    begin.count
+                    begin.restart_count
                 ));
                 self.stand_if_it_has_to(tid);
             }
@@ -937,13 +947,13 @@ impl Machine {
         let Some(begin) = self.tasks.get(tid).and_then(|task| task.begin.as_ref()) else {
             return;
         };
-        if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+        if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
             let why = format!(
                 "its working directory {dir} cannot be entered any more: nobody knows where it has written"
             );
             return self.source_event(id, SourceEvent::Dumped(Err(Failure::Io(why))));
         }
-        let (files, dir) = (begin.state_of(tid), world.work_dir(begin.dir()));
+        let (files, dir) = (begin.state_paths(tid), world.work_dir(begin.working_dir()));
         self.out.push_back(Output::CollectState {
             migration: id,
             files,
@@ -981,10 +991,10 @@ impl Machine {
             arrival
                 .record
                 .as_ref()
-                .and_then(|record| record.begin.as_ref()),
+                .and_then(|record| record.launch.as_ref()),
         );
         let Some((files, dir)) =
-            begin.map(|begin| (begin.state_of(tid), world.work_dir(begin.dir())))
+            begin.map(|begin| (begin.state_paths(tid), world.work_dir(begin.working_dir())))
         else {
             return;
         };
@@ -1016,14 +1026,14 @@ impl Machine {
             arrival
                 .record
                 .as_ref()
-                .and_then(|record| record.begin.clone()),
+                .and_then(|record| record.launch.clone()),
         );
         match self.beginning(world, tid, &begin.unwrap_or_default()) {
             Ok((start, epid)) => {
                 if let Some(arrival) = self.arrival_of(id) {
                     arrival.epid = Some(epid);
                 }
-                self.tell_tasker(ToTasker::Build {
+                self.tell_tasker(ToTasker::PrepareRestart {
                     migration: id,
                     start,
                 });
@@ -1038,18 +1048,18 @@ impl Machine {
         &self,
         world: &mut dyn World,
         tid: Tid,
-        begin: &Begin,
+        begin: &LaunchInfo,
     ) -> Result<(StartTask, i32), String> {
         let (path, argv) = super::spawn::find_program(world, &begin.request)
             .map_err(|error| format!("{}: {error}", begin.request.file))?;
         let mut env = self.environment(world, &begin.request);
-        let again = [AGAIN_ENV.as_bytes(), b"="].concat();
+        let again = [RESTART_COUNT_ENV.as_bytes(), b"="].concat();
         env.retain(|entry| !entry.starts_with(&again));
         let epid = std::iter::repeat_with(|| world.secret())
             .find(|epid| !self.tasks.expected.contains_key(epid));
         let epid = epid.unwrap_or_default();
         env.push(format!("PVMEPID={epid}").into_bytes());
-        env.push(format!("{AGAIN_ENV}={}", begin.count).into_bytes());
+        env.push(format!("{RESTART_COUNT_ENV}={}", begin.restart_count).into_bytes());
         let pinned = false;
         Ok((
             StartTask {
@@ -1057,7 +1067,7 @@ impl Machine {
                 path,
                 argv,
                 env,
-                dir: world.work_dir(begin.dir()),
+                working_dir: world.work_dir(begin.working_dir()),
                 pinned,
             },
             epid,
@@ -1068,8 +1078,8 @@ impl Machine {
 /// Returns this host's verdict on starting the program of such a task; `None` if the task permits
 /// only CRIU.
 fn anew(world: &dyn World, facts: &TaskFacts) -> Other {
-    let begin = facts.begin.as_ref()?;
-    let engine = begin.anew()?;
+    let begin = facts.launch.as_ref()?;
+    let engine = begin.restart_engine()?;
     let mut verdict = Verdict::new();
     if let Err(PvmError::NoFile) = super::spawn::find_program(world, &begin.request) {
         let why =
@@ -1079,7 +1089,7 @@ fn anew(world: &dyn World, facts: &TaskFacts) -> Other {
             why,
         });
     }
-    if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+    if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
         let why = "this host has no such directory that can be entered; what the program needs has to be there".into();
         verdict.push(Refusal::File {
             path: dir.into(),
@@ -1098,8 +1108,11 @@ fn lacks_dir(world: &dyn World, dir: &str) -> bool {
 /// True if the tasker need not be asked: the task's first engine is a restart engine that is
 /// possible here, or the task does not permit CRIU.
 fn decides(facts: &TaskFacts, verdict: &Verdict) -> bool {
-    let first = facts.begin.as_ref().and_then(|begin| begin.engines.first());
-    !facts.by_criu() || verdict.is_empty() && first != Some(&Engine::Criu)
+    let first = facts
+        .launch
+        .as_ref()
+        .and_then(|begin| begin.engines.first());
+    !facts.allows_criu() || verdict.is_empty() && first != Some(&Engine::Criu)
 }
 
 #[cfg(test)]
@@ -1110,7 +1123,7 @@ mod tests {
     /// refusals.
     #[test]
     fn criu_is_preferred_and_all_refusals_are_kept() {
-        let other = Engine::Restart { wait: 5 };
+        let other = Engine::Restart { timeout_s: 5 };
         assert_eq!(
             choose(vec![], Some((other, vec![]))),
             (vec![], Engine::Criu)

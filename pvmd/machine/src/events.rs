@@ -181,7 +181,7 @@ impl Machine {
         // False if tasks end because their host, or the whole virtual machine, ends.
         let by_itself = self.stop.is_none() && !self.is_leaving(host);
         match kind {
-            EventKind::DrainBegun { host, .. } => self.write_before_drain(host),
+            EventKind::DrainStarted { host, .. } => self.write_before_drain(host),
             EventKind::TaskerGone { host, .. } if by_itself => self.jobs_lost_tasker(host),
             _ => {}
         }

@@ -8,8 +8,8 @@
 use super::Machine;
 use super::asks::Asker;
 use sempa_proto::checkpoint::SavedGroup;
-use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, Meeting};
-use sempa_proto::host::Question;
+use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, GroupWait};
+use sempa_proto::host::HostRequest;
 use sempa_proto::task::{NAME_BYTES_MAX, Reply};
 use sempa_proto::{PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -41,9 +41,9 @@ struct Waiters {
 }
 
 impl Waiters {
-    fn info(&self) -> Meeting {
-        Meeting {
-            wanted: self.wanted as u32,
+    fn info(&self) -> GroupWait {
+        GroupWait {
+            required: self.wanted as u32,
             waiting: self.waiting.keys().copied().collect(),
         }
     }
@@ -149,7 +149,7 @@ impl Groups {
         let save = |(name, group): (&Name, &Group)| SavedGroup {
             name: name.to_vec(),
             state: group.state,
-            frozen: u32::try_from(group.frozen).unwrap_or(u32::MAX),
+            frozen_size: u32::try_from(group.frozen).unwrap_or(u32::MAX),
             members: group.members.iter().map(member).collect(),
         };
         let has_some = |group: &SavedGroup| group.members.iter().any(|tid| *tid != Tid::NONE);
@@ -180,7 +180,7 @@ impl Groups {
         for SavedGroup {
             name,
             state,
-            frozen,
+            frozen_size: frozen,
             members,
         } in saved
         {
@@ -565,7 +565,7 @@ impl Machine {
             // request.
             self.ask_about(
                 tid,
-                Question::Watch { tid, watcher: tid },
+                HostRequest::Watch { tid, watcher: tid },
                 Asker::Member { tid },
             );
         }

@@ -24,13 +24,13 @@ use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint_protocol::{Source, SourceEvent};
 use sempa_proto::event::EventKind;
-use sempa_proto::load::is_watcher;
-use sempa_proto::migration::{Cause, Failure, Refusal};
-use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
-use sempa_proto::table::TASK_SERVES;
+use sempa_proto::load::is_load_watcher;
+use sempa_proto::migration::{Failure, MigrationCause, Refusal};
+use sempa_proto::owner::{EvictionMode, GuestAccess, GuestDirective, REASON_BYTES_MAX};
+use sempa_proto::table::TASK_SERVICE_FLAGS;
 use sempa_proto::task::{Redirect, Reply, ResumeToken, ToTask};
-use sempa_proto::tasker::{Redirection, ToTasker};
-use sempa_proto::text::cut;
+use sempa_proto::tasker::{MemoryWrite, ToTasker};
+use sempa_proto::text::truncate;
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -68,7 +68,7 @@ pub(super) struct Still {
 #[derive(Debug)]
 struct Said {
     by: Tid,
-    word: GuestsWord,
+    word: GuestDirective,
     at: Micros,
     /// Guests at the time of the directive.
     guests: Vec<Tid>,
@@ -104,7 +104,7 @@ impl Hosting {
 impl Task {
     /// True for a task that the virtual machine needs for its own operation.
     pub(super) fn serves(&self) -> bool {
-        self.servant || self.flags & TASK_SERVES != 0
+        self.servant || self.flags & TASK_SERVICE_FLAGS != 0
     }
 
     /// True if the owner of the host may pause the task: it was spawned, has not exited and does
@@ -162,7 +162,7 @@ impl Machine {
 
     /// Handles a directive about guests, from a load watcher or from a program that the user has
     /// started from a command line.
-    pub(super) fn guests_word(&mut self, by: Tid, id: RequestId, mut word: GuestsWord) {
+    pub(super) fn guests_word(&mut self, by: Tid, id: RequestId, mut word: GuestDirective) {
         if self
             .tasks
             .get(by)
@@ -172,23 +172,26 @@ impl Machine {
                           may say what guests may do on this host";
             return self.fail(by, id, PvmError::Denied, reason);
         }
-        word.why.truncate(cut(&word.why, WHY_BYTES_MAX).len());
+        word.reason
+            .truncate(truncate(&word.reason, REASON_BYTES_MAX).len());
         self.take_word(by, word);
         self.reply(by, id, Reply::Done);
     }
 
     /// Puts a directive into force.
-    pub(super) fn take_word(&mut self, by: Tid, word: GuestsWord) {
+    pub(super) fn take_word(&mut self, by: Tid, word: GuestDirective) {
         let watches = self
             .tasks
             .get(by)
-            .is_some_and(|task| task.servant && is_watcher(&task.name));
+            .is_some_and(|task| task.servant && is_load_watcher(&task.name));
         self.hosting.speakers.spoke(by, &word, watches);
-        match word.guests {
-            Guests::Welcome => self.guests_go_on(&word.why),
-            Guests::Stopped { leave_at, .. } => {
-                let said = self.hosting.stopped.as_ref().map(|said| said.word.guests);
-                if let Some(at) = leave_at.filter(|_| said != Some(word.guests)) {
+        match word.access {
+            GuestAccess::Welcome => self.guests_go_on(&word.reason),
+            GuestAccess::Paused {
+                evict_at: leave_at, ..
+            } => {
+                let said = self.hosting.stopped.as_ref().map(|said| said.word.access);
+                if let Some(at) = leave_at.filter(|_| said != Some(word.access)) {
                     self.timer(at.since(self.unix), Timer::GuestsLeave);
                 }
                 match &mut self.hosting.stopped {
@@ -199,9 +202,9 @@ impl Machine {
         }
     }
 
-    fn stop_guests(&mut self, by: Tid, word: GuestsWord) {
-        self.log(format!("guests are stopped: {}", word.why));
-        let why = word.why.clone();
+    fn stop_guests(&mut self, by: Tid, word: GuestDirective) {
+        self.log(format!("guests are stopped: {}", word.reason));
+        let why = word.reason.clone();
         let here: Vec<Tid> = self
             .tasks
             .live
@@ -267,7 +270,7 @@ impl Machine {
         let guests = guests
             .filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspended.is_none()))
             .collect();
-        self.record(EventKind::GuestsContinued {
+        self.record(EventKind::GuestsResumed {
             host: self.config.host,
             guests,
             why: why.to_string(),
@@ -305,12 +308,12 @@ impl Machine {
         let (guests, took, why) = (
             said.guests.clone(),
             now.since(said.at),
-            said.word.why.clone(),
+            said.word.reason.clone(),
         );
-        self.record(EventKind::GuestsStopped {
+        self.record(EventKind::GuestsPaused {
             host,
             guests,
-            took,
+            duration: took,
             why,
         });
     }
@@ -319,7 +322,7 @@ impl Machine {
     pub(super) fn guest_gone(&mut self, task: &Task) {
         for id in task.still.iter().flat_map(|still| &still.ids) {
             self.out.push_back(Output::RemoveToken {
-                path: self.config.place.token(*id),
+                path: self.config.place.resume_token(*id),
             });
         }
         self.guest_is_still(task.tid);
@@ -332,10 +335,10 @@ impl Machine {
     /// wants them migrated, the resource manager does that.
     pub(super) fn guests_leave(&mut self) {
         let unix = self.unix;
-        let due = |said: &&mut Said| match said.word.guests {
-            Guests::Stopped {
-                leave_at: Some(at),
-                then: Leave::Kill,
+        let due = |said: &&mut Said| match said.word.access {
+            GuestAccess::Paused {
+                evict_at: Some(at),
+                eviction: EvictionMode::Kill,
             } => at <= unix && !said.ending,
             _ => false,
         };
@@ -343,7 +346,7 @@ impl Machine {
             return;
         };
         said.ending = true;
-        let why = said.word.why.clone();
+        let why = said.word.reason.clone();
         let guests: Vec<Tid> = self
             .tasks
             .live
@@ -443,9 +446,9 @@ impl Machine {
             .filter(|_| lets_go)
             .and_then(|task| self.still_by(task));
         let left = by.map(|by| by.since(self.now));
-        self.tell_tasker(ToTasker::Hold {
+        self.tell_tasker(ToTasker::Pause {
             tid,
-            after: left.unwrap_or_default(),
+            run_for: left.unwrap_or_default(),
         });
     }
 
@@ -456,7 +459,7 @@ impl Machine {
             let id = MigrationId(
                 STOP_BIT | u64::from(self.config.host.index()) << 40 | self.hosting.last,
             );
-            (id, vec![self.config.place.token(id)])
+            (id, vec![self.config.place.resume_token(id)])
         });
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -483,7 +486,7 @@ impl Machine {
         let Some(still) = &mut task.still else {
             if task.ending.is_some() {
                 // The task was only allowed to run for a limited time, to exit.
-                self.tell_tasker(ToTasker::GoOn { tid });
+                self.tell_tasker(ToTasker::Resume { tid });
             }
             return;
         };
@@ -495,7 +498,7 @@ impl Machine {
             ids.into_iter().for_each(|id| self.write_token(id));
         }
         // A task that a migration controls stays stopped.
-        self.tell_tasker(ToTasker::GoOn { tid });
+        self.tell_tasker(ToTasker::Resume { tid });
     }
 
     /// Resumes an arriving task that was marked to be paused.
@@ -506,7 +509,7 @@ impl Machine {
         if let Some(migration) = arrival.free() {
             self.write_token(migration);
         }
-        self.tell_tasker(ToTasker::GoOn { tid });
+        self.tell_tasker(ToTasker::Resume { tid });
     }
 
     /// Pauses an arriving task that may already run.
@@ -518,7 +521,10 @@ impl Machine {
             .filter(|a| a.run_ordered && !a.held)
         {
             arrival.held = true;
-            self.tell_tasker(ToTasker::Hold { tid, after });
+            self.tell_tasker(ToTasker::Pause {
+                tid,
+                run_for: after,
+            });
         }
     }
 
@@ -549,7 +555,7 @@ impl Machine {
         };
         for id in &still.ids {
             self.out.push_back(Output::RemoveToken {
-                path: self.config.place.token(*id),
+                path: self.config.place.resume_token(*id),
             });
         }
         if ending {
@@ -609,7 +615,7 @@ impl Machine {
         let still = self.tasks.get_mut(tid).and_then(|task| task.still.take());
         for id in still.into_iter().flat_map(|still| still.ids) {
             self.out.push_back(Output::RemoveToken {
-                path: self.config.place.token(id),
+                path: self.config.place.resume_token(id),
             });
         }
         self.guests_step();
@@ -640,9 +646,9 @@ impl Machine {
                 .get(tid)
                 .is_some_and(|t| t.still.is_some() && !t.is_ending())
         {
-            self.tell_tasker(ToTasker::Hold {
+            self.tell_tasker(ToTasker::Pause {
                 tid,
-                after: Micros::default(),
+                run_for: Micros::default(),
             });
             // A migration may have waited for that.
             self.settled(tid);
@@ -671,10 +677,10 @@ impl Machine {
     /// Allows a paused guest to run until its library has quiesced.
     pub(super) fn ease(&mut self, tid: Tid) {
         if self.has_to_stand(tid) {
-            self.tell_tasker(ToTasker::Ease {
+            self.tell_tasker(ToTasker::ResumeToQuiesce {
                 tid,
-                alone: ALONE_TIME,
-                after: EASE_TIME,
+                library_only_for: ALONE_TIME,
+                run_for: EASE_TIME,
             });
         }
     }
@@ -684,9 +690,9 @@ impl Machine {
     pub(super) fn stop_for_move(&mut self, id: MigrationId, tid: Tid) {
         let redirection = self.tasks.get(tid).and_then(|task| {
             let (migration, tokens) = task.still.as_ref()?.pending.clone()?;
-            let bytes = Redirect { migration, tokens }.in_memory();
-            Some(bytes.map(|bytes| Redirection {
-                place: task.redirect_at,
+            let bytes = Redirect { migration, tokens }.encode();
+            Some(bytes.map(|bytes| MemoryWrite {
+                address: task.redirect_at,
                 bytes,
             }))
         });
@@ -694,7 +700,7 @@ impl Machine {
             Ok(redirection) => self.tell_tasker(ToTasker::Stop {
                 migration: id,
                 tid,
-                redirection,
+                memory_write: redirection,
             }),
             Err(why) => self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why)))),
         }
@@ -737,9 +743,9 @@ impl Machine {
         };
         still.pending = None;
         if stopped {
-            self.tell_tasker(ToTasker::Hold {
+            self.tell_tasker(ToTasker::Pause {
                 tid,
-                after: Micros::default(),
+                run_for: Micros::default(),
             });
             // Nothing remains to be done for the migration.
             self.source_event(id, SourceEvent::Reconnected);
@@ -764,9 +770,9 @@ impl Machine {
     pub(super) fn places_for(&self, tid: Tid, program: &str) -> Result<usize, Refusal> {
         let host = self.config.host;
         match &self.hosting.stopped {
-            Some(said) => Err(Refusal::OwnerThere {
+            Some(said) => Err(Refusal::OwnerPresent {
                 host,
-                why: said.word.why.clone(),
+                why: said.word.reason.clone(),
             }),
             None => self
                 .places_left(tid, program)
@@ -781,7 +787,7 @@ impl Machine {
             .hosting
             .speakers
             .limits()
-            .find_map(|limits| limits.blocked(program))
+            .find_map(|limits| limits.blocking_pattern(program))
         {
             return Err(format!("its owner lets nobody run {pattern}"));
         }
@@ -789,14 +795,14 @@ impl Machine {
             .hosting
             .speakers
             .limits()
-            .filter_map(|limits| limits.cores)
+            .filter_map(|limits| limits.guests_max)
             .min()
         else {
             return Ok(usize::MAX);
         };
         // A task that is dumped for a checkpoint does not leave.
         let leaves = |source: &&Source| {
-            source.buffers_incoming() && source.migration().cause != Cause::Checkpoint
+            source.buffers_incoming() && source.migration().cause != MigrationCause::Checkpoint
         };
         let leaving: BTreeSet<Tid> = self
             .moves
@@ -831,10 +837,10 @@ impl Machine {
         let place = &self.config.place;
         let token = ResumeToken {
             migration,
-            socket: place.socket(),
+            socket: place.daemon_socket(),
         };
         self.out.push_back(Output::WriteToken {
-            path: place.token(migration),
+            path: place.resume_token(migration),
             token,
         });
     }

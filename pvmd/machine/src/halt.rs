@@ -11,7 +11,7 @@
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use sempa_proto::host::HostMsg;
-use sempa_proto::task::AtEnd;
+use sempa_proto::task::OnDaemonExit;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
@@ -96,8 +96,9 @@ impl Machine {
     /// Sends SIGTERM to the tasks that this daemon's tasker has not started, except those that want
     /// their calls to fail instead.
     fn signal_others(&mut self) {
-        let wants =
-            |t: &&Task| !t.spawned() && (t.by_tasker.is_some() || t.at_end == AtEnd::Signalled);
+        let wants = |t: &&Task| {
+            !t.spawned() && (t.by_tasker.is_some() || t.at_end == OnDaemonExit::Terminate)
+        };
         let conns: Vec<_> = self
             .tasks
             .live

@@ -17,10 +17,10 @@ use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::TargetEvent;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
-use sempa_proto::migration::{Move, Timeline, Usage};
-use sempa_proto::suspend::Holds;
-use sempa_proto::task::RedirectAt;
+use sempa_proto::host::{DataMsg, HostMsg, Location, PendingItem, TaskRecord};
+use sempa_proto::migration::{Migration, RestartGroup, Usage};
+use sempa_proto::suspend::Suspensions;
+use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
@@ -64,7 +64,7 @@ pub(super) struct Arrival {
     pub(super) signals: Vec<i32>,
     pub(super) pid: i32,
     /// Set if the task does not migrate, but is restarted from a checkpoint.
-    pub(super) begins: Option<Timeline>,
+    pub(super) begins: Option<RestartGroup>,
     /// Verdict on a restart engine, for the case that CRIU is not possible.
     pub(super) other: Other,
     /// Its program is started again here.
@@ -90,7 +90,7 @@ pub(super) struct HandedOver {
     migration: MigrationId,
     record: Box<TaskRecord>,
     /// Without the frames of links, which retransmit.
-    items: Vec<Held>,
+    items: Vec<PendingItem>,
     all: bool,
     /// Time until which this is kept. `None`: until the target is connected again.
     until: Option<Micros>,
@@ -174,7 +174,7 @@ impl Machine {
         }
         self.epoch = epoch;
         self.apply_location(location);
-        self.tell_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
+        self.tell_host(HostId::MASTER, HostMsg::TaskLocationAck { tid, epoch });
     }
 
     pub(super) fn apply_location(&mut self, location: Location) {
@@ -190,9 +190,9 @@ impl Machine {
         // A task that has ended may have been restarted.
         self.tasks.ends.forget(tid);
         let me = self.config.host;
-        if tid.home() == Some(me) {
+        if tid.birth_host() == Some(me) {
             // A task from a checkpoint may have a number that this daemon has not allocated.
-            self.tasks.spare(tid.local());
+            self.tasks.spare(tid.local_part());
         }
         if host == me {
             if self.tasks.get(tid).is_none() {
@@ -211,9 +211,9 @@ impl Machine {
             // The commit was revoked.
             for held in arrival.own.drain() {
                 match held {
-                    Held::Item(item) => self.deliver(tid, item),
+                    PendingItem::Control(item) => self.deliver(tid, item),
                     // Dropped, because links retransmit.
-                    Held::Link(_) => {}
+                    PendingItem::Frame(_) => {}
                 }
             }
         }
@@ -225,16 +225,16 @@ impl Machine {
         } else if from != host && self.table.get(from).is_some() {
             self.out.push_back(Output::Carry {
                 host: from,
-                carried: Carried::Passed { dst: tid, epoch },
+                carried: DataMsg::RouteDrained { dst: tid, epoch },
             });
         }
         self.tell_peers_of_move(tid);
     }
 
-    pub(super) fn send_record(&mut self, of: &Move, complete: bool) {
+    pub(super) fn send_record(&mut self, of: &Migration, complete: bool) {
         if let Some(task) = self.tasks.get(of.tid) {
             let record = Box::new(self.record_of(task));
-            let carried = Carried::Record {
+            let carried = DataMsg::Record {
                 dst: of.tid,
                 migration: of.id,
                 record,
@@ -247,7 +247,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn hand_task_over(&mut self, of: &Move) {
+    pub(super) fn hand_task_over(&mut self, of: &Migration) {
         let (dst, migration, to) = (of.tid, of.id, of.to);
         self.send_record(of, true);
         let Some(mut task) = self.tasks.live.remove(&dst) else {
@@ -278,7 +278,7 @@ impl Machine {
         self.stop_step();
     }
 
-    fn remember_handing(&mut self, of: &Move, record: Box<TaskRecord>) {
+    fn remember_handing(&mut self, of: &Migration, record: Box<TaskRecord>) {
         let (now, until) = (self.now, Some(self.handing_doubtful_until()));
         self.moves
             .handed_over
@@ -301,7 +301,13 @@ impl Machine {
     }
 
     /// Forwards an item for a task that has left.
-    pub(super) fn hand_on(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
+    pub(super) fn hand_on(
+        &mut self,
+        dst: Tid,
+        to: HostId,
+        migration: MigrationId,
+        held: PendingItem,
+    ) {
         let until = self.handing_doubtful_until();
         let remembered = self
             .moves
@@ -309,18 +315,19 @@ impl Machine {
             .get_mut(&dst)
             .filter(|handed| handed.migration == migration);
         // Link frames are retransmitted, except those of a process that has exited.
-        let remembered = remembered
-            .filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
+        let remembered = remembered.filter(|handed| {
+            matches!(held, PendingItem::Control(_)) || handed.record.handoff.is_some()
+        });
         if let Some(handed) = remembered {
             handed.items.push(held.clone());
             handed.until = handed.until.map(|_| until);
         }
         self.out.push_back(Output::Carry {
             host: to,
-            carried: Carried::Handed {
+            carried: DataMsg::Forwarded {
                 dst,
                 migration,
-                held,
+                item: held,
             },
         });
     }
@@ -353,21 +360,21 @@ impl Machine {
             handed.until = until;
             let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
             let mut say = |carried| self.out.push_back(Output::Carry { host, carried });
-            say(Carried::Record {
+            say(DataMsg::Record {
                 dst,
                 migration,
                 record,
                 complete: true,
             });
             for held in handed.items.iter().cloned() {
-                say(Carried::Handed {
+                say(DataMsg::Forwarded {
                     dst,
                     migration,
-                    held,
+                    item: held,
                 });
             }
             if handed.all {
-                say(Carried::HandedAll { dst, migration });
+                say(DataMsg::ForwardedAll { dst, migration });
             }
         }
         for Location {
@@ -380,7 +387,7 @@ impl Machine {
             if from == host && to != host {
                 self.out.push_back(Output::Carry {
                     host,
-                    carried: Carried::Passed { dst: tid, epoch },
+                    carried: DataMsg::RouteDrained { dst: tid, epoch },
                 });
             }
         }
@@ -409,7 +416,7 @@ impl Machine {
         {
             self.out.push_back(Output::Carry {
                 host: to,
-                carried: Carried::HandedAll { dst, migration },
+                carried: DataMsg::ForwardedAll { dst, migration },
             });
             let until = self.handing_doubtful_until();
             let handed = self
@@ -456,7 +463,7 @@ impl Machine {
     }
 
     /// Keeps an item that waited at the source.
-    pub(super) fn handed(&mut self, tid: Tid, migration: MigrationId, held: Held) {
+    pub(super) fn handed(&mut self, tid: Tid, migration: MigrationId, held: PendingItem) {
         match self
             .moves
             .arrivals
@@ -511,13 +518,13 @@ impl Machine {
         };
         if !arrival.waits {
             self.out.push_back(Output::RemoveToken {
-                path: self.config.place.token(arrival.migration),
+                path: self.config.place.resume_token(arrival.migration),
             });
         }
         let Some(record) = arrival.record.take() else {
             return;
         };
-        let (hosts, epoch) = (record.hosts.clone(), record.epoch);
+        let (hosts, epoch) = (record.known_hosts.clone(), record.hosts_epoch);
         let mut task = Task::from_record(record);
         (task.pid, task.suspended) = (arrival.pid, arrival.suspended);
         if arrival.anew {
@@ -626,13 +633,13 @@ impl Arrival {
     }
 
     /// Takes the state that was stored next to the task's images.
-    pub(super) fn take_whole(&mut self, record: TaskRecord, waiting: Vec<Held>) {
+    pub(super) fn take_whole(&mut self, record: TaskRecord, waiting: Vec<PendingItem>) {
         (self.record, self.complete, self.all_handed) = (Some(record), true, true);
         waiting.into_iter().for_each(|held| self.handed.push(held));
     }
 
     /// Notes the order to run: the copy at the source is gone. A suspended task stays paused.
-    pub(super) fn may_run(&mut self, now: Micros, suspended: Holds) {
+    pub(super) fn may_run(&mut self, now: Micros, suspended: Suspensions) {
         (self.run_ordered, self.suspended) = (true, Suspended::from(None, now, suspended));
     }
 
@@ -668,20 +675,20 @@ impl Arrival {
             parent: task.parent,
             name: task.name,
             flags: sempa_proto::table::TASK_FORKED | sempa_proto::table::TASK_CONNECTED,
-            epid: None,
+            spawn_token: None,
             output: task.output,
             trace: task.trace,
             rm: None,
-            marks: Vec::new(),
+            watermarks: Vec::new(),
             requests: Vec::new(),
-            meetings: Vec::new(),
+            untimed_requests: Vec::new(),
             restart: None,
-            begin: None,
-            successor: None,
-            watches: Vec::new(),
-            redirect_at: RedirectAt::default(),
-            hosts: Vec::new(),
-            epoch: Epoch(u64::MAX),
+            launch: None,
+            handoff: None,
+            notifications: Vec::new(),
+            redirect_address: RedirectAddress::default(),
+            known_hosts: Vec::new(),
+            hosts_epoch: Epoch(u64::MAX),
         }
     }
 }

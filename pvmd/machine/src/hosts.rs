@@ -481,7 +481,7 @@ impl Machine {
             Wanting::HostFile { refused } => {
                 let joined = added.iter().filter(|added| added.result.is_ok()).count() as u32;
                 let refused = refused + added.len() as u32 - joined;
-                self.record(EventKind::HostFileDone {
+                self.record(EventKind::HostFileProcessed {
                     added: joined,
                     refused,
                 });
@@ -604,11 +604,11 @@ impl Machine {
             let spared = self.spared_on(*host);
             self.tell_host(
                 *host,
-                HostMsg::Prepare {
+                HostMsg::PrepareTable {
                     table: table.clone(),
                     locations,
                     rm: self.rm.wide,
-                    spared,
+                    reserved_ids_max: spared,
                 },
             );
         }
@@ -666,7 +666,7 @@ impl Machine {
             .collect();
         let (waiting, epoch) = (change.waiting.clone(), table.epoch);
         for host in waiting {
-            self.tell_host(host, HostMsg::Commit { epoch });
+            self.tell_host(host, HostMsg::CommitTable { epoch });
         }
         let names: BTreeMap<HostId, String> = self
             .table

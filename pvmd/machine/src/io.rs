@@ -7,12 +7,14 @@
 
 use bytes::Bytes;
 use checkpoint_protocol::SnapshotId;
-use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
-use sempa_proto::host::PartRecord;
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::checkpoint::{
+    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection,
+};
+use sempa_proto::host::SavedTask;
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
 use sempa_proto::migration::{Failure, Step};
-use sempa_proto::route::RouteWord;
+use sempa_proto::route::RouteMsg;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
 use sempa_proto::{PvmError, Tid};
@@ -144,7 +146,7 @@ pub enum Event {
     TaskRoute {
         conn: ConnId,
         to: Tid,
-        word: RouteWord,
+        word: RouteMsg,
         /// As many as the message announces.
         descriptors: Descriptors,
     },
@@ -173,7 +175,7 @@ pub enum Event {
     /// A message on the data channel from another daemon, for a task of this host.
     HostCarried {
         host: HostId,
-        carried: Carried,
+        carried: DataMsg,
     },
     /// The session has ended, or the host was silent for the lease.
     HostLost {
@@ -238,12 +240,12 @@ pub enum Event {
     SetOpened {
         /// Id from the request.
         restart: u64,
-        result: Result<SetMeta, String>,
+        result: Result<CheckpointMeta, String>,
     },
     /// Result of [`Output::ReadPart`]: daemon state that is stored next to the images.
     PartRead {
         migration: MigrationId,
-        result: Result<PartRecord, Failure>,
+        result: Result<SavedTask, Failure>,
     },
     /// Result of [`Output::CollectState`]: number of bytes and files.
     StateCollected {
@@ -265,7 +267,7 @@ pub enum Event {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        result: Result<Removed, String>,
+        result: Result<RemovalResults, String>,
     },
     /// The store has removed these checkpoints to stay within its limits, or because their jobs
     /// ended long ago.
@@ -277,7 +279,7 @@ pub enum Event {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        result: Result<Vec<SetEntry>, String>,
+        result: Result<Vec<CheckpointEntry>, String>,
     },
     /// A peer without a certificate of this virtual machine was rejected.
     Stranger {
@@ -333,7 +335,7 @@ pub enum Output {
     /// messages may not.
     Carry {
         host: HostId,
-        carried: Carried,
+        carried: DataMsg,
     },
     /// Maintain a session with this host: dial until one is established, and again when it breaks,
     /// until [`Output::Forget`].
@@ -427,7 +429,7 @@ pub enum Output {
     Deposit {
         migration: MigrationId,
         /// State that this daemon has of the task.
-        record: Box<PartRecord>,
+        record: Box<SavedTask>,
         /// The master; `None` on the master itself.
         to: Option<HostId>,
     },
@@ -473,7 +475,7 @@ pub enum Output {
     /// Master: complete a checkpoint. → [`Event::SetSealed`]
     SealSet {
         cut: SnapshotId,
-        meta: Box<SetMeta>,
+        meta: Box<CheckpointMeta>,
         /// Names of checkpoints that must not be removed to make room.
         keep: Vec<String>,
     },
@@ -516,11 +518,11 @@ pub enum Output {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        which: Unwanted,
+        which: RemovalSelection,
         /// Include checkpoints of other virtual machines.
         any: bool,
         /// Checkpoints that must stay, with the reason.
-        stay: BTreeMap<String, Stays>,
+        stay: BTreeMap<String, RemovalRefusal>,
     },
     /// Master: send a copy of a checkpoint to this host, which expects it. → [`Event::ImagesSent`],
     /// on that host [`Event::ImagesReceived`]

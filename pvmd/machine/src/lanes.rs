@@ -22,7 +22,7 @@
 
 use rustc_hash::FxHashMap;
 use sempa_proto::Tid;
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::link::{LINK_HEAD_BYTES, LinkFrame};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -187,15 +187,15 @@ impl Fork {
 
     /// Returns the barrier for a control item that is sent next, if it needs one. The barrier and
     /// the item must be sent on the main stream immediately, as two entries.
-    pub fn fence(&mut self, word: &Carried) -> Option<Vec<Mark>> {
+    pub fn fence(&mut self, word: &DataMsg) -> Option<Vec<Mark>> {
         let (task, sends_too) = match word {
-            Carried::Link(_) => return None,
-            Carried::Ended { dst, .. } => (*dst, true),
-            Carried::Item { dst, .. }
-            | Carried::Passed { dst, .. }
-            | Carried::Record { dst, .. }
-            | Carried::Handed { dst, .. }
-            | Carried::HandedAll { dst, .. } => (*dst, false),
+            DataMsg::Frame(_) => return None,
+            DataMsg::Ended { dst, .. } => (*dst, true),
+            DataMsg::Item { dst, .. }
+            | DataMsg::RouteDrained { dst, .. }
+            | DataMsg::Record { dst, .. }
+            | DataMsg::Forwarded { dst, .. }
+            | DataMsg::ForwardedAll { dst, .. } => (*dst, false),
         };
         let mut marks = Vec::new();
         let mut concerned: Vec<&mut Out> = Vec::new();
@@ -450,8 +450,8 @@ mod tests {
             }
         }
 
-        fn word(&mut self, word: &Carried, about: Tid, now: Instant) {
-            let ended = matches!(word, Carried::Ended { .. });
+        fn word(&mut self, word: &DataMsg, about: Tid, now: Instant) {
+            let ended = matches!(word, DataMsg::Ended { .. });
             let number = self.sent.len();
             self.sent.push(Sent::Word(about, ended));
             if let Some(marks) = self.fork.fence(word) {
@@ -496,7 +496,7 @@ mod tests {
                 Act::Frame(src, dst) => self.frame((task(src), task(dst)), *now),
                 Act::Item(n) => {
                     self.word(
-                        &Carried::Item {
+                        &DataMsg::Item {
                             dst: task(n),
                             item: ToTask::PeerGone { tid: task(0) },
                         },
@@ -505,7 +505,7 @@ mod tests {
                     );
                 }
                 Act::Passed(n) => self.word(
-                    &Carried::Passed {
+                    &DataMsg::RouteDrained {
                         dst: task(n),
                         epoch: Epoch(1),
                     },
@@ -513,9 +513,9 @@ mod tests {
                     *now,
                 ),
                 Act::Ended(n) => self.word(
-                    &Carried::Ended {
+                    &DataMsg::Ended {
                         dst: task(n),
-                        marks: Vec::new(),
+                        watermarks: Vec::new(),
                     },
                     task(n),
                     *now,
@@ -667,7 +667,7 @@ mod tests {
             kind: LinkKind::Probe,
             seq: 7,
             ack: 9,
-            line: 0,
+            incarnation: 0,
             payload: Bytes::new(),
         };
         assert_eq!(ends_of(&frame.encode_head()), Some((src, dst)));

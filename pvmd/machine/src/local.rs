@@ -110,30 +110,32 @@ impl Machine {
                 self.conns.retire(conn);
                 self.detach(tid);
             }
-            ToDaemon::Request { id, what } => self.request(tid, id, what),
+            ToDaemon::Request { id, request: what } => self.request(tid, id, what),
             ToDaemon::Message(mut message) => {
                 message.src = tid;
                 self.message_to_daemon(message);
             }
             ToDaemon::Quiesced {
                 migration,
-                marks,
-                redirect_at,
+                watermarks: marks,
+                redirect_address: redirect_at,
             } => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.redirect_at = redirect_at;
                 }
                 self.task_quiesced(tid, migration, marks);
             }
-            ToDaemon::Parting {
-                by,
-                line,
-                talks,
-                later,
+            ToDaemon::Handoff {
+                migration: by,
+                incarnation: line,
+                links: talks,
+                deferred_notifications: later,
             } => self.parts(tid, by, (line, talks, later)),
-            ToDaemon::TakesNothing { by } => self.ask_to_end(tid, by),
-            ToDaemon::TakesAgain { by } => self.takes_again(tid, by),
-            ToDaemon::Route { to, word } => self.task_route(conn, to, word, Descriptors::default()),
+            ToDaemon::ReadyToExit { migration: by } => self.ask_to_end(tid, by),
+            ToDaemon::ExitCancelled { migration: by } => self.takes_again(tid, by),
+            ToDaemon::Route { to, message } => {
+                self.task_route(conn, to, message, Descriptors::default())
+            }
         }
     }
 
@@ -207,7 +209,7 @@ impl Machine {
             );
         }
         if self.stop.is_some() {
-            if hello.claim == Claim::Nobody {
+            if hello.claim == Claim::Probe {
                 self.conns.retire(conn);
                 return self.out.push_back(Output::CloseTask { conn });
             }
@@ -220,15 +222,17 @@ impl Machine {
             );
         }
         match hello.claim {
-            Claim::Spawned { epid } if self.tasks.expected.contains_key(&epid) => {
-                self.bind_spawned(conn, pid, epid)
+            Claim::Spawned { spawn_token } if self.tasks.expected.contains_key(&spawn_token) => {
+                self.bind_spawned(conn, pid, spawn_token)
             }
-            Claim::Spawned { epid } if self.is_beginning(epid) => self.comes_anew(conn, epid),
+            Claim::Spawned { spawn_token } if self.is_beginning(spawn_token) => {
+                self.comes_anew(conn, spawn_token)
+            }
             // A task that has connected or left already, or one of another virtual machine, has
             // this number. It gives no claim.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.resume(conn, tid, migration),
-            Claim::Nobody => self.refuse(conn, "nobody has nothing to say here".into()),
+            Claim::Probe => self.refuse(conn, "nobody has nothing to say here".into()),
         }
     }
 
@@ -240,7 +244,7 @@ impl Machine {
         let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
-        task.at_end = hello.at_end;
+        task.at_end = hello.on_daemon_exit;
         self.default_sinks(&mut task.output, &mut task.trace);
         self.trace_new_task(&task);
         self.tasks.insert(task);
@@ -303,10 +307,10 @@ impl Machine {
                 .servers
                 .tracer
                 .as_ref()
-                .filter(|t| t.trace() == task.trace)
+                .filter(|t| t.trace_sink() == task.trace)
                 .map(|t| t.settings.clone()),
             restart,
-            successor,
+            handoff: successor,
         };
         self.out.push_back(Output::ToTask {
             conn,
@@ -325,7 +329,7 @@ impl Machine {
         };
         let waited = task.inbox.drain();
         for held in &waited {
-            if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = held {
+            if let sempa_proto::host::PendingItem::Control(ToTask::Reply { id, .. }) = held {
                 task.answered(*id);
             }
         }

@@ -20,14 +20,15 @@ use checkpoint_protocol::{
 };
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::PartRecord;
+use sempa_proto::host::SavedTask;
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{
-    Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage,
+    Failure, FinalSourceState, Migration, MigrationCause, MigrationOrder, Refusal, Step,
+    StepReport, TaskFacts, Usage,
 };
 use sempa_proto::suspend;
-use sempa_proto::table::TASK_SERVES;
-use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
+use sempa_proto::table::TASK_SERVICE_FLAGS;
+use sempa_proto::task::{MigrationError, Reply, SendWatermark, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,11 +43,11 @@ pub(super) struct Moves {
     /// Parts of checkpoints whose tasks have received the replies to their requests.
     pub(super) settled: Vec<MigrationId>,
     /// Records of tasks, taken while all tasks of their jobs were paused.
-    pub(super) parts: BTreeMap<MigrationId, Box<PartRecord>>,
+    pub(super) parts: BTreeMap<MigrationId, Box<SavedTask>>,
     targets: BTreeMap<MigrationId, Target>,
     /// Migrations whose task has exited here while its images were being transferred. The
     /// coordinator has not decided yet whether the task has ended.
-    open_ends: BTreeMap<MigrationId, Move>,
+    open_ends: BTreeMap<MigrationId, Migration>,
     pub(super) arrivals: BTreeMap<Tid, Arrival>,
     pub(super) departed: BTreeMap<Tid, Departed>,
     pub(super) handed_over: BTreeMap<Tid, HandedOver>,
@@ -83,11 +84,11 @@ impl Machine {
         id: RequestId,
         tid: Tid,
         to: &str,
-        cause: Option<Cause>,
+        cause: Option<MigrationCause>,
         wait: bool,
     ) {
         let begun = self.check_move(tid, to).and_then(|(from, to)| {
-            let cause = cause.unwrap_or(Cause::Asked { by });
+            let cause = cause.unwrap_or(MigrationCause::Requested { requested_by: by });
             let now = self.now;
             self.make_way(tid, &cause)?;
             let master = self
@@ -105,13 +106,13 @@ impl Machine {
                     master.directing.waiters.insert(migration, (by, id));
                 }
             }
-            Ok(migration) => self.reply(by, id, Reply::MoveStarted(migration)),
+            Ok(migration) => self.reply(by, id, Reply::MigrationStarted(migration)),
             Err(refusal) if wait => {
-                let error = MoveError {
+                let error = MigrationError {
                     step: Step::Inspect,
                     why: Failure::Refused(vec![refusal]),
                 };
-                self.reply(by, id, Reply::Moved(Err(error)));
+                self.reply(by, id, Reply::Migrated(Err(error)));
             }
             Err(refusal) => {
                 let reason = format!("{tid} was not moved to {to}: {refusal}");
@@ -151,7 +152,7 @@ impl Machine {
                 migration: of,
                 order,
             } => self.order_move(host, of, order),
-            CoordinatorOutput::RecordLocation(Move { id, tid, to, .. }) => {
+            CoordinatorOutput::RecordLocation(Migration { id, tid, to, .. }) => {
                 self.out.push_back(Output::RecordMove {
                     migration: id,
                     tid,
@@ -161,7 +162,7 @@ impl Machine {
             CoordinatorOutput::AnnounceLocation(of) => self.locate(&of),
             CoordinatorOutput::LogEvent(kind) => {
                 // Neither end reports this step.
-                if let EventKind::Moving {
+                if let EventKind::MigrationStep {
                     tid,
                     step: Step::Commit,
                     ..
@@ -193,7 +194,7 @@ impl Machine {
                     HostMsg::SuspendDecided {
                         migration,
                         id,
-                        suspended,
+                        suspensions: suspended,
                     },
                 );
             }
@@ -203,23 +204,29 @@ impl Machine {
                     .as_mut()
                     .and_then(|master| master.directing.waiters.remove(&id));
                 if let Some((tid, request)) = waiter {
-                    self.reply(tid, request, Reply::Moved(result));
+                    self.reply(tid, request, Reply::Migrated(result));
                 }
             }
         }
     }
 
     /// Sends an order to one end of a migration.
-    pub(super) fn order_move(&mut self, host: HostId, of: Move, order: Order) {
+    pub(super) fn order_move(&mut self, host: HostId, of: Migration, order: MigrationOrder) {
         if host == self.config.host {
             self.move_order(of, order);
         } else {
-            self.tell_host(host, HostMsg::Order { of, order });
+            self.tell_host(
+                host,
+                HostMsg::MigrationOrder {
+                    migration: of,
+                    order,
+                },
+            );
         }
     }
 
     /// Makes the new location of a task known to all hosts.
-    pub(super) fn locate(&mut self, of: &Move) {
+    pub(super) fn locate(&mut self, of: &Migration) {
         let epoch = self.next_epoch();
         let from = if of.to == of.from {
             self.location(of.tid).unwrap_or(of.from)
@@ -227,7 +234,7 @@ impl Machine {
             of.from
         };
         // No daemon has anything in flight to the previous location of a task from a checkpoint.
-        let from = if of.cause == Cause::Restart {
+        let from = if of.cause == MigrationCause::Restart {
             of.to
         } else {
             from
@@ -247,7 +254,7 @@ impl Machine {
                 .insert(of.id, (of.tid, epoch, waiting.clone()));
         }
         for host in waiting {
-            self.tell_host(host, HostMsg::Located(location));
+            self.tell_host(host, HostMsg::TaskLocation(location));
         }
         self.apply_location(location);
         self.locating_step();
@@ -308,7 +315,12 @@ impl Machine {
     }
 
     /// Passes the report of one end to the coordinator of its migration, checkpoint or restart.
-    pub(super) fn move_reported(&mut self, host: HostId, migration: MigrationId, report: Report) {
+    pub(super) fn move_reported(
+        &mut self,
+        host: HostId,
+        migration: MigrationId,
+        report: StepReport,
+    ) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
             return;
@@ -333,7 +345,7 @@ impl Machine {
         host: HostId,
         id: MigrationId,
         number: RequestId,
-        order: &suspend::Order,
+        order: &suspend::SuspendOrder,
     ) {
         if let Some(master) = &mut self.master {
             master
@@ -386,11 +398,11 @@ impl Machine {
         busy
     }
 
-    pub(super) fn report(&mut self, migration: MigrationId, report: Report) {
+    pub(super) fn report(&mut self, migration: MigrationId, report: StepReport) {
         if self.master.is_some() {
             self.move_reported(self.config.host, migration, report);
         } else {
-            self.tell_host(HostId::MASTER, HostMsg::Report { migration, report });
+            self.tell_host(HostId::MASTER, HostMsg::StepReport { migration, report });
         }
     }
 
@@ -399,8 +411,8 @@ impl Machine {
             .extend(step.map(|step| Output::StepBegins { tid, step }));
     }
 
-    fn step_ended(&mut self, tid: Tid, report: &Report) {
-        if !matches!(report, Report::Failed { .. }) {
+    fn step_ended(&mut self, tid: Tid, report: &StepReport) {
+        if !matches!(report, StepReport::Failed { .. }) {
             self.out.push_back(Output::StepEnded {
                 tid,
                 step: report.step(),
@@ -409,20 +421,20 @@ impl Machine {
     }
 
     /// Handles an order of the coordinator.
-    pub(super) fn move_order(&mut self, of: Move, order: Order) {
+    pub(super) fn move_order(&mut self, of: Migration, order: MigrationOrder) {
         let id = of.id;
         match order {
-            Order::Inspect => {
+            MigrationOrder::Inspect => {
                 self.moves.sources.insert(id, Source::new(of));
             }
-            Order::Prepare {
+            MigrationOrder::Prepare {
                 facts,
-                suspended,
-                timeline,
-                memory_can_follow,
-                pre_copies,
+                suspensions: suspended,
+                restart_group: timeline,
+                supports_post_copy: memory_can_follow,
+                pre_copy: pre_copies,
             } => {
-                let token = self.config.place.token(id);
+                let token = self.config.place.resume_token(id);
                 let mut arrival = Arrival::new(of.tid, id, of.from);
                 arrival.begins = timeline;
                 arrival.suspended = Suspended::from(None, self.now, suspended);
@@ -432,62 +444,64 @@ impl Machine {
                     Target::new(of, facts, token, memory_can_follow, pre_copies),
                 );
             }
-            Order::GoOn if self.moves.deposits.remove(&id) => {
+            MigrationOrder::Abort if self.moves.deposits.remove(&id) => {
                 self.out.push_back(Output::DropImages { migration: id })
             }
-            Order::Stand | Order::Write { .. } | Order::GoOn => {
+            MigrationOrder::Pause | MigrationOrder::Dump { .. } | MigrationOrder::Abort => {
                 match self.moves.sources.get_mut(&id) {
                     Some(_) => self.source_event(id, SourceEvent::Order(order)),
-                    None if order == Order::GoOn => {}
+                    None if order == MigrationOrder::Abort => {}
                     None => self.report(
                         id,
-                        Report::Failed {
+                        StepReport::Failed {
                             step: Step::Quiesce,
                             why: Failure::TaskEnded,
                         },
                     ),
                 }
             }
-            Order::Leave { .. } | Order::Resume { .. } | Order::Yield => {
-                match self.moves.sources.get_mut(&id) {
-                    Some(_) => {
-                        if let Order::Resume { suspended } = order {
-                            self.hold_as(of.tid, suspended);
-                        }
-                        self.source_event(id, SourceEvent::Order(order));
+            MigrationOrder::Depart { .. }
+            | MigrationOrder::Resume { .. }
+            | MigrationOrder::Release => match self.moves.sources.get_mut(&id) {
+                Some(_) => {
+                    if let MigrationOrder::Resume { suspensions } = order {
+                        self.hold_as(of.tid, suspensions);
                     }
-                    None if self.moves.open_ends.contains_key(&id) => self.close_end(id, &order),
-                    None if matches!(order, Order::Resume { .. }) => {}
+                    self.source_event(id, SourceEvent::Order(order));
+                }
+                None if self.moves.open_ends.contains_key(&id) => self.close_end(id, &order),
+                None if matches!(order, MigrationOrder::Resume { .. }) => {}
+                None => {
+                    let step = if order == MigrationOrder::Release {
+                        Step::KillSource
+                    } else {
+                        Step::Quiesce
+                    };
+                    self.report(
+                        id,
+                        StepReport::Failed {
+                            step,
+                            why: Failure::TaskEnded,
+                        },
+                    );
+                }
+            },
+            MigrationOrder::Discard | MigrationOrder::Run { .. } => {
+                match self.moves.targets.get_mut(&id) {
+                    Some(target) => target.handle(TargetEvent::Order(order)),
+                    None if order == MigrationOrder::Discard => {}
                     None => {
-                        let step = if order == Order::Yield {
-                            Step::KillSource
-                        } else {
-                            Step::Quiesce
-                        };
+                        let why = Failure::Cancelled("the target has thrown it away".into());
                         self.report(
                             id,
-                            Report::Failed {
-                                step,
-                                why: Failure::TaskEnded,
+                            StepReport::Failed {
+                                step: Step::Run,
+                                why,
                             },
                         );
                     }
                 }
             }
-            Order::Discard | Order::Run { .. } => match self.moves.targets.get_mut(&id) {
-                Some(target) => target.handle(TargetEvent::Order(order)),
-                None if order == Order::Discard => {}
-                None => {
-                    let why = Failure::CalledOff("the target has thrown it away".into());
-                    self.report(
-                        id,
-                        Report::Failed {
-                            step: Step::Run,
-                            why,
-                        },
-                    );
-                }
-            },
         }
     }
 
@@ -529,7 +543,7 @@ impl Machine {
                     task.leaving = None;
                 }
                 if !self.end_called_off(id, tid) {
-                    self.tell_tasker(ToTasker::Continue { migration: id, tid });
+                    self.tell_tasker(ToTasker::AbortMigration { migration: id, tid });
                 }
             }
             SourceOutput::WriteResumeToken => {
@@ -543,7 +557,7 @@ impl Machine {
                     task.killing = true;
                 }
                 if !self.has_no_copy(id, tid) {
-                    self.tell_tasker(ToTasker::KillMoved { migration: id, tid });
+                    self.tell_tasker(ToTasker::KillSource { migration: id, tid });
                 }
             }
             SourceOutput::TransferOwnership => self.hand_task_over(&of),
@@ -551,7 +565,7 @@ impl Machine {
                 self.moves.sources.remove(&id);
                 self.part_over(id, tid);
                 self.out.push_back(Output::RemoveToken {
-                    path: self.config.place.token(id),
+                    path: self.config.place.resume_token(id),
                 });
                 self.settled(tid);
             }
@@ -568,31 +582,31 @@ impl Machine {
     }
 
     /// Executes the outputs of the source that concern memory and images.
-    fn source_writes(&mut self, of: &Move, output: &SourceOutput) {
-        let Move { id, tid, to, .. } = *of;
+    fn source_writes(&mut self, of: &Migration, output: &SourceOutput) {
+        let Migration { id, tid, to, .. } = *of;
         match output {
             SourceOutput::OpenMemoryStream => {
                 self.out.push_back(Output::LendMemory { migration: id, to })
             }
             SourceOutput::PreCopy => {
-                let memory_way = self.config.place.memory_way(id);
+                let memory_way = self.config.place.memory_socket(id);
                 self.tell_tasker(ToTasker::PreCopy {
                     migration: id,
                     tid,
-                    memory_way,
+                    memory_socket: memory_way,
                 });
             }
             SourceOutput::DiscardPreCopy => {
-                self.tell_tasker(ToTasker::EndPreCopy { migration: id })
+                self.tell_tasker(ToTasker::StopPreCopy { migration: id })
             }
             SourceOutput::Dump { post_copy } => {
-                let dir = self.config.place.images(id);
-                let memory_way = post_copy.then(|| self.config.place.memory_way(id));
+                let dir = self.config.place.image_dir(id);
+                let memory_way = post_copy.then(|| self.config.place.memory_socket(id));
                 self.tell_tasker(ToTasker::Dump {
                     migration: id,
                     tid,
                     dir,
-                    memory_way,
+                    memory_socket: memory_way,
                 });
             }
             SourceOutput::Upload => self.deposit(id),
@@ -613,7 +627,7 @@ impl Machine {
     }
 
     /// Inspects a task for a migration, by itself or through the tasker.
-    fn inspect(&mut self, id: MigrationId, of: &Move) {
+    fn inspect(&mut self, id: MigrationId, of: &Migration) {
         let tid = of.tid;
         // The source of a migration that was aborted before it held the task has not been removed.
         self.moves
@@ -628,7 +642,7 @@ impl Machine {
 
     /// Quiesces the library of a task for a migration.
     fn quiesce_for_move(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
-        let tokens: Vec<_> = std::iter::once(self.config.place.token(id))
+        let tokens: Vec<_> = std::iter::once(self.config.place.resume_token(id))
             .chain(token)
             .collect();
         if !self.quiesce_guest(id, tid, &tokens)
@@ -650,7 +664,7 @@ impl Machine {
     /// - The task must be paused and its program has just been restarted.
     ///
     /// The coordinator's deadline bounds the wait.
-    fn is_settling(&self, of: &Move) -> bool {
+    fn is_settling(&self, of: &Migration) -> bool {
         let staying = |s: &Source| {
             s.migration().tid == of.tid && s.migration().id != of.id && s.buffers_incoming()
         };
@@ -661,7 +675,10 @@ impl Machine {
         let comes = self.moves.arrivals.get(&of.tid).is_some_and(|a| a.located);
         // Other tasks in this phase may never connect.
         let again = |t: &Task| {
-            t.phase == Phase::Expected && t.begin.as_ref().is_some_and(|begin| begin.count > 0)
+            t.phase == Phase::Expected
+                && t.begin
+                    .as_ref()
+                    .is_some_and(|begin| begin.restart_count > 0)
         };
         let begins = self.tasks.get(of.tid).is_some_and(again) && self.has_to_stand(of.tid);
         comes || comes_back || begins || self.moves.sources.values().any(staying)
@@ -684,7 +701,7 @@ impl Machine {
         };
         if !task.spawned() {
             Some(Refusal::NotSpawned)
-        } else if task.pinned || task.flags & TASK_SERVES != 0 {
+        } else if task.pinned || task.flags & TASK_SERVICE_FLAGS != 0 {
             Some(Refusal::Pinned)
         } else if task.debugged {
             // Even before its debugger attaches, and while the debugger is detached.
@@ -723,39 +740,39 @@ impl Machine {
                 }
             }
             TargetOutput::ReceivePreCopy => {
-                let memory_way = self.config.place.memory_way(id);
-                self.tell_tasker(ToTasker::TakePreCopy {
+                let memory_way = self.config.place.memory_socket(id);
+                self.tell_tasker(ToTasker::ReceivePreCopy {
                     migration: id,
-                    memory_way,
+                    memory_socket: memory_way,
                 });
             }
-            TargetOutput::Restore if of.cause == Cause::Restart => {
+            TargetOutput::Restore if of.cause == MigrationCause::Restart => {
                 self.out.push_back(Output::ReadPart { migration: id });
             }
             TargetOutput::Restore if self.arrival_of(id).is_some_and(|arrival| arrival.anew) => {
                 self.beginnings.push_back(Job::Build(id));
             }
             TargetOutput::Restore => {
-                let dir = self.config.place.images(id);
+                let dir = self.config.place.image_dir(id);
                 let memory_way = self
                     .memory_follows(id)
-                    .then(|| self.config.place.memory_way(id));
+                    .then(|| self.config.place.memory_socket(id));
                 self.tell_tasker(ToTasker::Restore {
                     migration: id,
                     tid,
                     dir,
-                    again: None,
-                    memory_way,
+                    memory_write: None,
+                    memory_socket: memory_way,
                 });
             }
-            TargetOutput::Run(Parting { used, suspended }) => {
+            TargetOutput::Run(FinalSourceState { used, suspensions }) => {
                 let now = self.now;
                 let arrival = self.arrival_of(id).map(|arrival| {
-                    arrival.may_run(now, suspended);
+                    arrival.may_run(now, suspensions);
                     arrival.anew
                 });
                 match arrival {
-                    Some(true) if of.cause == Cause::Restart => {
+                    Some(true) if of.cause == MigrationCause::Restart => {
                         self.out.push_back(Output::NameState { migration: id })
                     }
                     _ => self.run(id, used),
@@ -797,7 +814,7 @@ impl Machine {
         self.tell_tasker(ToTasker::Run {
             migration: id,
             used,
-            held,
+            paused: held,
         });
     }
 
@@ -887,10 +904,10 @@ impl Machine {
             FromTasker::Inspected {
                 migration,
                 result,
-                memory_can_follow,
-                can_pre_copy,
+                supports_post_copy: memory_can_follow,
+                supports_pre_copy: can_pre_copy,
             } => {
-                let Some(Move { tid, cause, .. }) = self
+                let Some(Migration { tid, cause, .. }) = self
                     .moves
                     .sources
                     .get(&migration)
@@ -909,7 +926,10 @@ impl Machine {
                 };
                 self.inspected(migration, tid, result, (memory_can_follow, can_pre_copy));
             }
-            FromTasker::Minds { migration, minds } => self.signal_looked_at(migration, minds),
+            FromTasker::SignalChecked {
+                migration,
+                handles_signal,
+            } => self.signal_looked_at(migration, handles_signal),
             FromTasker::PreCopied { migration, result } => {
                 self.source_event(migration, SourceEvent::PreCopied(result))
             }
@@ -923,7 +943,7 @@ impl Machine {
             FromTasker::Dumped { migration, result } => {
                 self.source_event(migration, SourceEvent::Dumped(result))
             }
-            FromTasker::Continued { migration } => {
+            FromTasker::MigrationAborted { migration } => {
                 self.source_event(migration, SourceEvent::Continued)
             }
             FromTasker::SourceGone { migration, used } => {
@@ -939,7 +959,7 @@ impl Machine {
             FromTasker::Prepared {
                 migration,
                 verdict,
-                memory_can_follow,
+                supports_post_copy: memory_can_follow,
             } => {
                 let verdict = verdict
                     .into_iter()
@@ -953,8 +973,8 @@ impl Machine {
                 }
                 self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
             }
-            FromTasker::Ran { migration, result } => self.ran(migration, result),
-            FromTasker::Arrived { migration, result } => {
+            FromTasker::Running { migration, result } => self.ran(migration, result),
+            FromTasker::MemoryArrived { migration, result } => {
                 self.target_event(migration, TargetEvent::MemoryArrived(result))
             }
             FromTasker::Discarded { migration } => {
@@ -985,7 +1005,7 @@ impl Machine {
 
     /// Cancels all pre-copies to this host: arriving guests would be paused immediately.
     pub(super) fn call_off_pre_copies(&mut self, why: &str) {
-        let refusal = Refusal::OwnerThere {
+        let refusal = Refusal::OwnerPresent {
             host: self.config.host,
             why: why.to_string(),
         };
@@ -1042,7 +1062,12 @@ impl Machine {
     }
 
     /// The library has reported that it is quiesced; its socket closes next.
-    pub(super) fn task_quiesced(&mut self, tid: Tid, migration: MigrationId, marks: Vec<LinkMark>) {
+    pub(super) fn task_quiesced(
+        &mut self,
+        tid: Tid,
+        migration: MigrationId,
+        marks: Vec<SendWatermark>,
+    ) {
         let moving = self
             .moves
             .sources
@@ -1113,7 +1138,7 @@ impl Machine {
     }
 
     /// The coordinator has decided whether the migration of a task that has exited here continues.
-    fn close_end(&mut self, id: MigrationId, order: &Order) {
+    fn close_end(&mut self, id: MigrationId, order: &MigrationOrder) {
         let Some(of) = self.moves.open_ends.remove(&id) else {
             return;
         };
@@ -1122,8 +1147,8 @@ impl Machine {
         };
         let (status, used) = task.exited.unwrap_or_default();
         task.leaving = None;
-        if *order == Order::Yield {
-            self.report(id, Report::SourceGone(used));
+        if *order == MigrationOrder::Release {
+            self.report(id, StepReport::SourceGone(used));
             self.hand_task_over(&of);
         } else {
             self.end_task(of.tid, status, used);
@@ -1143,8 +1168,8 @@ fn code_of(refusal: &Refusal) -> PvmError {
     match refusal {
         Refusal::NoSuchTask => PvmError::NoTask,
         Refusal::NoSuchHost => PvmError::NoHost,
-        Refusal::AlreadyMoving(_) => PvmError::Already,
-        Refusal::TooManyMoves { .. } => PvmError::OutOfRes,
+        Refusal::AlreadyMigrating(_) => PvmError::Already,
+        Refusal::TooManyMigrations { .. } => PvmError::OutOfRes,
         _ => PvmError::Denied,
     }
 }

@@ -9,8 +9,8 @@ use super::route::hand_over;
 use super::tasks::Task;
 use super::{ConnId, Machine, Output};
 use sempa_proto::Tid;
-use sempa_proto::host::Held;
-use sempa_proto::route::{OFFER_ADDRESSES_MAX, RouteWord};
+use sempa_proto::host::PendingItem;
+use sempa_proto::route::{OFFER_ADDRESSES_MAX, RouteMsg};
 use sempa_proto::task::ToTask;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -96,13 +96,13 @@ impl Machine {
         &mut self,
         conn: ConnId,
         to: Tid,
-        word: RouteWord,
+        word: RouteMsg,
         descriptors: Descriptors,
     ) {
         let Some(from) = self.conns.task(conn) else {
             return;
         };
-        if let RouteWord::DirectOffer { addresses, .. } = &word
+        if let RouteMsg::DirectOffer { addresses, .. } = &word
             && addresses.len() > OFFER_ADDRESSES_MAX
         {
             return self.log(format!(
@@ -110,16 +110,16 @@ impl Machine {
                 addresses.len()
             ));
         }
-        if let RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } = word {
+        if let RouteMsg::DirectAccept { .. } | RouteMsg::DirectRefuse { .. } = word {
             self.pairs.answered(from, to);
         }
-        if word.descriptors() == 0 && descriptors.count() == 0 {
+        if word.fd_count() == 0 && descriptors.count() == 0 {
             return self.deliver(
                 to,
                 ToTask::Route {
                     from,
-                    near: false,
-                    word,
+                    same_host: false,
+                    message: word,
                 },
             );
         }
@@ -128,14 +128,14 @@ impl Machine {
             .get(to)
             .filter(|t| to != from && !t.hold)
             .and_then(Task::conn);
-        let complete = word.descriptors() == descriptors.count();
+        let complete = word.fd_count() == descriptors.count();
         match listens.filter(|_| complete && self.pairs.have_room(from, to)) {
             Some(conn) => {
                 self.pairs.join(from, to);
                 let message = ToTask::Route {
                     from,
-                    near: true,
-                    word,
+                    same_host: true,
+                    message: word,
                 };
                 self.out.push_back(Output::RouteToTask {
                     conn,
@@ -150,21 +150,23 @@ impl Machine {
     /// Handles a route message with descriptors that could not be delivered. An offer is refused.
     /// The sender of an acceptance is notified that the peer has migrated or ended, so that it does
     /// not use the rings.
-    fn word_came_to_nothing(&mut self, from: Tid, to: Tid, word: &RouteWord) {
+    fn word_came_to_nothing(&mut self, from: Tid, to: Tid, word: &RouteMsg) {
         match *word {
-            RouteWord::RingOffer { id, .. } => {
+            RouteMsg::RingOffer { id, .. } => {
                 self.deliver(
                     from,
                     ToTask::Route {
                         from: to,
-                        near: false,
-                        word: RouteWord::RingRefuse { id },
+                        same_host: false,
+                        message: RouteMsg::RingRefuse { id },
                     },
                 );
             }
             // The shared pool is only an optimization.
-            RouteWord::StoreOffer { .. } => {}
-            _ if self.tasks.get(to).is_some() => self.deliver(from, ToTask::PeerMoved { tid: to }),
+            RouteMsg::PoolOffer { .. } => {}
+            _ if self.tasks.get(to).is_some() => {
+                self.deliver(from, ToTask::PeerMigrated { tid: to })
+            }
             _ => self.deliver(from, ToTask::PeerGone { tid: to }),
         }
     }
@@ -179,14 +181,19 @@ impl Machine {
 
     /// Delivers a frame or an item on a task's connection. Whether the sender of a route message
     /// runs on the same host is decided only here.
-    pub(super) fn hand(&mut self, conn: ConnId, mut held: Held) {
-        if let Held::Item(ToTask::Route { from, near, word }) = &mut held {
-            *near = match word {
+    pub(super) fn hand(&mut self, conn: ConnId, mut held: PendingItem) {
+        if let PendingItem::Control(ToTask::Route {
+            from,
+            same_host: near,
+            message,
+        }) = &mut held
+        {
+            *near = match message {
                 // A task that is still arriving will be able to use rings soon.
-                RouteWord::RingRefuse { .. } => self.is_alive(*from),
+                RouteMsg::RingRefuse { .. } => self.is_alive(*from),
                 _ => self.tasks.get(*from).is_some(),
             };
-            if let (RouteWord::DirectOffer { .. }, Some(tid)) = (word, self.conns.task(conn)) {
+            if let (RouteMsg::DirectOffer { .. }, Some(tid)) = (message, self.conns.task(conn)) {
                 self.pairs.ask(tid, *from);
             }
         }
@@ -196,12 +203,12 @@ impl Machine {
 
 /// Returns the task that must be notified if this cannot be delivered because the receiver has
 /// ended.
-pub(super) fn sender_of(held: &Held) -> Option<Tid> {
+pub(super) fn sender_of(held: &PendingItem) -> Option<Tid> {
     match held {
-        Held::Link(frame) => {
+        PendingItem::Frame(frame) => {
             sempa_proto::link::LinkFrame::decode(frame.clone()).map(|frame| frame.src)
         }
-        Held::Item(ToTask::Route { from, .. }) => Some(*from),
-        Held::Item(_) => None,
+        PendingItem::Control(ToTask::Route { from, .. }) => Some(*from),
+        PendingItem::Control(_) => None,
     }
 }

@@ -14,9 +14,9 @@ use super::engines::Stage;
 use super::tasks::Task;
 use super::{Machine, Output};
 use bytes::Bytes;
-use sempa_proto::host::Held;
-use sempa_proto::link::{LinkFrame, LinkKind, Talk};
-use sempa_proto::task::{LinkMark, Successor, ToTask};
+use sempa_proto::host::PendingItem;
+use sempa_proto::link::{LinkFrame, LinkKind, LinkState};
+use sempa_proto::task::{ProcessHandoff, SendWatermark, ToTask};
 use sempa_proto::{Message, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -24,11 +24,11 @@ use std::collections::{BTreeMap, VecDeque};
 #[derive(Debug, Default)]
 pub(super) struct Parting {
     line: u16,
-    talks: BTreeMap<Tid, Talk>,
+    talks: BTreeMap<Tid, LinkState>,
     /// Fragments of messages that the process has received only partially.
     halves: Vec<Bytes>,
     /// Notifications that wait for the last messages of peers.
-    later: Vec<(LinkMark, Message)>,
+    later: Vec<(SendWatermark, Message)>,
     /// Frames of complete messages that the process has sent and no peer is known to have received.
     said: Vec<Bytes>,
     /// Per receiver, the first fragments of a message whose last one has not arrived.
@@ -36,9 +36,9 @@ pub(super) struct Parting {
 }
 
 /// Returns the notifications as items for the task.
-fn item(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
+fn item(later: Vec<(SendWatermark, Message)>) -> impl Iterator<Item = PendingItem> {
     later.into_iter().map(|(mark, message)| {
-        Held::Item(ToTask::Deliver {
+        PendingItem::Control(ToTask::Deliver {
             message,
             after: Some(mark),
         })
@@ -61,9 +61,9 @@ impl Parting {
         let talk = self
             .talks
             .entry(frame.dst)
-            .or_insert_with(|| Talk::new(frame.dst, frame.line));
-        if frame.seq + 1 == talk.end + whole.len() as u64 {
-            talk.end = frame.seq + 1;
+            .or_insert_with(|| LinkState::new(frame.dst, frame.incarnation));
+        if frame.seq + 1 == talk.end_seq + whole.len() as u64 {
+            talk.end_seq = frame.seq + 1;
             self.said.extend(whole.iter().cloned());
         }
         whole
@@ -74,19 +74,23 @@ impl Parting {
     pub(super) fn inherit(
         self,
         count: u32,
-        waited: VecDeque<Held>,
-    ) -> (Successor, Vec<Held>, Vec<Held>) {
+        waited: VecDeque<PendingItem>,
+    ) -> (ProcessHandoff, Vec<PendingItem>, Vec<PendingItem>) {
         // The process that made the requests has ended.
         let waited = waited
             .into_iter()
-            .filter(|held| !matches!(held, Held::Item(ToTask::Reply { .. })));
-        let first = self.said.into_iter().chain(self.halves).map(Held::Link);
+            .filter(|held| !matches!(held, PendingItem::Control(ToTask::Reply { .. })));
+        let first = self
+            .said
+            .into_iter()
+            .chain(self.halves)
+            .map(PendingItem::Frame);
         let left = first.chain(item(self.later)).collect();
         (
-            Successor {
-                line: self.line,
-                count,
-                talks: self.talks.into_values().collect(),
+            ProcessHandoff {
+                incarnation: self.line,
+                restart_count: count,
+                links: self.talks.into_values().collect(),
             },
             left,
             waited.collect(),
@@ -96,13 +100,13 @@ impl Parting {
 
 impl Task {
     /// True for an item that the old process may still receive.
-    pub(super) fn passes(&self, held: &Held) -> bool {
+    pub(super) fn passes(&self, held: &PendingItem) -> bool {
         // A library that must reconnect first has quiesced, or is about to.
         let listens = self
             .ending
             .is_some_and(|ending| ending.stage != Stage::Waking)
             && self.is_ending();
-        listens && matches!(held, Held::Item(ToTask::Reply { .. }))
+        listens && matches!(held, PendingItem::Control(ToTask::Reply { .. }))
     }
 }
 
@@ -126,7 +130,7 @@ impl Machine {
         }
         self.out.push_back(Output::ToTask {
             conn,
-            message: ToTask::TakeNothing { by },
+            message: ToTask::PrepareExit { migration: by },
         });
     }
 
@@ -135,7 +139,7 @@ impl Machine {
         &mut self,
         tid: Tid,
         by: MigrationId,
-        parting: (u16, Vec<Talk>, Vec<(LinkMark, Message)>),
+        parting: (u16, Vec<LinkState>, Vec<(SendWatermark, Message)>),
     ) {
         let (line, talks, later) = parting;
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -156,7 +160,8 @@ impl Machine {
                 );
             });
         }
-        let talks: BTreeMap<Tid, Talk> = talks.into_iter().map(|talk| (talk.peer, talk)).collect();
+        let talks: BTreeMap<Tid, LinkState> =
+            talks.into_iter().map(|talk| (talk.peer, talk)).collect();
         task.parting = Some(Box::new(Parting {
             line,
             talks,
@@ -222,9 +227,9 @@ impl Machine {
 
     fn mark_and_forward(&mut self, frame: &LinkFrame, bytes: Bytes) {
         if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(frame.src)) {
-            task.mark([LinkMark {
+            task.mark([SendWatermark {
                 peer: frame.dst,
-                end: frame.seq.saturating_add(1),
+                end_seq: frame.seq.saturating_add(1),
             }]);
         }
         self.forward_link(frame.src, frame.dst, bytes);

@@ -4,8 +4,8 @@
 use super::asks::Asker;
 use super::{Machine, Output};
 use sempa_proto::group::GroupRequest;
-use sempa_proto::host::{HostMsg, Question};
-use sempa_proto::suspend::{Cause, Order};
+use sempa_proto::host::{HostMsg, HostRequest};
+use sempa_proto::suspend::{SuspendCause, SuspendOrder};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{MailboxRequest, REQUESTS_OPEN_MAX, Reply, Request, Sink};
 use sempa_proto::tasker::ToTasker;
@@ -48,12 +48,12 @@ impl Machine {
         }
         let me = self.config.host;
         match what {
-            Request::Exit { marks } => self.leave(tid, id, marks),
-            Request::LastWords => self.last_words(tid, id),
+            Request::Exit { watermarks } => self.leave(tid, id, watermarks),
+            Request::AboutToExit => self.last_words(tid, id),
             Request::Config => self.reply(tid, id, Reply::Hosts(self.table.clone())),
             Request::Tasks { selector } => self.list(tid, id, selector),
             Request::Spawn(request) => self.spawn(tid, id, request, None),
-            Request::SpawnGranted { request, grant } => self.spawn_granted(tid, id, request, grant),
+            Request::SpawnLeased { request, lease } => self.spawn_granted(tid, id, request, lease),
             Request::HostStatus { name } => {
                 let host = if name == "." {
                     Some(me)
@@ -61,7 +61,7 @@ impl Machine {
                     self.table.by_name(&name).map(|h| h.id)
                 };
                 match host {
-                    Some(host) => self.ask(host, Question::Ping, Asker::Task { tid, id }),
+                    Some(host) => self.ask(host, HostRequest::Ping, Asker::Task { tid, id }),
                     None => self.fail(tid, id, PvmError::NoHost, no_host(&name)),
                 }
             }
@@ -71,7 +71,7 @@ impl Machine {
             Request::TaskStatus { tid: other } => {
                 self.ask_about(
                     other,
-                    Question::TaskStatus { tid: other },
+                    HostRequest::TaskStatus { tid: other },
                     Asker::Task { tid, id },
                 );
             }
@@ -81,7 +81,7 @@ impl Machine {
             Request::Signal { tid: other, signal } => {
                 self.ask_about(
                     other,
-                    Question::Signal { tid: other, signal },
+                    HostRequest::Signal { tid: other, signal },
                     Asker::Task { tid, id },
                 );
             }
@@ -93,13 +93,15 @@ impl Machine {
                 suspend,
                 cause,
             } => {
-                let cause = cause.unwrap_or(Cause::Asked { by: tid }).cut();
-                let order = Order {
+                let cause = cause
+                    .unwrap_or(SuspendCause::Requested { requested_by: tid })
+                    .truncated();
+                let order = SuspendOrder {
                     tid: other,
                     suspend,
                     cause,
                 };
-                self.ask_about(other, Question::Suspend(order), Asker::Task { tid, id });
+                self.ask_about(other, HostRequest::Suspend(order), Asker::Task { tid, id });
             }
             Request::CanMigrate { tid: of, to } => self.can_migrate(tid, id, of, to.as_deref()),
             Request::Notify(request) => self.notify_request(tid, id, request),
@@ -109,13 +111,16 @@ impl Machine {
                 let host = self.holder_of(ctx);
                 self.ask(
                     host,
-                    Question::FreeContext { owner: tid, ctx },
+                    HostRequest::FreeContext { owner: tid, ctx },
                     Asker::Task { tid, id },
                 );
             }
             Request::HostSync { host } => {
-                match host.home().filter(|host| self.table.get(*host).is_some()) {
-                    Some(host) => self.ask(host, Question::Clock, Asker::Task { tid, id }),
+                match host
+                    .birth_host()
+                    .filter(|host| self.table.get(*host).is_some())
+                {
+                    Some(host) => self.ask(host, HostRequest::Clock, Asker::Task { tid, id }),
                     None => self.fail(tid, id, PvmError::NoHost, no_host(&host.to_string())),
                 }
             }
@@ -126,8 +131,8 @@ impl Machine {
                 }
                 self.reply(tid, id, Reply::Done);
             }
-            Request::Tickle(words) => self.tickle(tid, id, &words),
-            Request::Guests(word) => self.guests_word(tid, id, word),
+            Request::DebugQuery(words) => self.tickle(tid, id, &words),
+            Request::SetGuestDirective(word) => self.guests_word(tid, id, word),
             Request::Serve(service) => self.serve(tid, id, service),
             Request::Freezer => self.reply(tid, id, Reply::Freezer(self.freezer.clone())),
             what => self.ask_master(tid, id, what),
@@ -139,7 +144,14 @@ impl Machine {
         if self.master.is_some() {
             self.master_request(tid, id, what);
         } else {
-            self.tell_host(HostId::MASTER, HostMsg::Request { tid, id, what });
+            self.tell_host(
+                HostId::MASTER,
+                HostMsg::TaskRequest {
+                    tid,
+                    id,
+                    request: what,
+                },
+            );
         }
     }
 
@@ -154,13 +166,20 @@ impl Machine {
             Request::Group(request) => self.group_request(tid, id, request),
             Request::Checkpoint {
                 job,
-                pace,
-                end,
+                schedule: pace,
+                end_job: end,
                 wait,
             } => self.checkpoint_wanted((tid, id), job, pace, end, wait),
-            Request::Sets => self.out.push_back(Output::ListSets { tid, id }),
-            Request::Restart { set, on, wait } => self.restart_wanted((tid, id), set, on, wait),
-            Request::RemoveSets { which, any } => self.sets_unwanted(tid, id, which, any),
+            Request::ListCheckpoints => self.out.push_back(Output::ListSets { tid, id }),
+            Request::Restart {
+                checkpoint: set,
+                on,
+                wait,
+            } => self.restart_wanted((tid, id), set, on, wait),
+            Request::RemoveCheckpoints {
+                which,
+                include_foreign,
+            } => self.sets_unwanted(tid, id, which, include_foreign),
             Request::Migrate {
                 tid: task,
                 to,
@@ -176,7 +195,7 @@ impl Machine {
                 self.reply(tid, id, Reply::Events(events));
             }
             Request::Subscribe { ctx, tag } => self.subscribe(tid, id, ctx, tag),
-            Request::Record { at, kind } => {
+            Request::RecordEvent { at, kind } => {
                 let host = self.location(tid).unwrap_or(HostId::MASTER);
                 self.append_event(host, at, kind);
                 self.reply(tid, id, Reply::Done);
@@ -203,9 +222,9 @@ impl Machine {
         {
             None if selector == Tid::NONE => self.table.hosts.iter().map(|h| h.id).collect(),
             None => return self.fail(tid, id, PvmError::NoHost, no_host(&selector.to_string())),
-            Some(_) if selector.local() != 0 => {
-                let question = Question::Tasks {
-                    only: Some(selector),
+            Some(_) if selector.local_part() != 0 => {
+                let question = HostRequest::Tasks {
+                    task: Some(selector),
                 };
                 return self.ask_about(selector, question, Asker::Task { tid, id });
             }
@@ -223,7 +242,11 @@ impl Machine {
             },
         );
         for host in hosts {
-            self.ask(host, Question::Tasks { only: None }, Asker::Gather(gather));
+            self.ask(
+                host,
+                HostRequest::Tasks { task: None },
+                Asker::Gather(gather),
+            );
         }
     }
 
@@ -245,7 +268,7 @@ impl Machine {
             return;
         };
         // During a migration both ends may list the task. The entry that is not migrating is kept.
-        tasks.sort_by_key(|t| (t.tid, t.moving));
+        tasks.sort_by_key(|t| (t.tid, t.migrating));
         tasks.dedup_by_key(|t| t.tid);
         tasks.sort_by_key(|t| (t.host, t.tid));
         self.reply(tid, id, Reply::Tasks(tasks));
@@ -286,7 +309,7 @@ impl Machine {
     /// has brought from another virtual machine.
     pub(super) fn holder_of(&self, ctx: i32) -> HostId {
         Tid::from_raw(ctx)
-            .home()
+            .birth_host()
             .filter(|host| self.table.get(*host).is_some())
             .unwrap_or(HostId::MASTER)
     }
@@ -341,7 +364,7 @@ impl Machine {
                 self.tell_host(
                     host,
                     HostMsg::EndTasks {
-                        spare: spare.clone(),
+                        except: spare.clone(),
                     },
                 );
             }
@@ -386,7 +409,11 @@ fn waits_for_others(what: &Request) -> bool {
 
 /// Returns the host that a host tid or a daemon's address names.
 pub(super) fn host_of(tid: Tid) -> Option<HostId> {
-    if tid.local() == 0 { tid.home() } else { None }
+    if tid.local_part() == 0 {
+        tid.birth_host()
+    } else {
+        None
+    }
 }
 
 fn no_host(name: &str) -> String {

@@ -8,7 +8,7 @@
 
 use super::{Machine, Output};
 use bytes::Bytes;
-use sempa_proto::host::{Carried, Held, HostMsg, Location};
+use sempa_proto::host::{DataMsg, HostMsg, Location, PendingItem};
 use sempa_proto::link::LinkFrame;
 use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{Epoch, HostId, PvmError, RequestId, Tid};
@@ -28,7 +28,10 @@ pub(super) struct Locations {
 impl Locations {
     /// Returns the host where the task runs, as far as this daemon knows.
     pub(super) fn host(&self, tid: Tid) -> Option<HostId> {
-        self.by_tid.get(&tid).map(|l| l.host).or_else(|| tid.home())
+        self.by_tid
+            .get(&tid)
+            .map(|l| l.host)
+            .or_else(|| tid.birth_host())
     }
 
     /// Returns the epoch of the task's location; 0 for a task on its birth host.
@@ -70,12 +73,12 @@ impl Machine {
     }
 
     /// Delivers or forwards a frame or an item. Returns false if the task is gone for good.
-    pub(super) fn route(&mut self, dst: Tid, held: Held) -> bool {
+    pub(super) fn route(&mut self, dst: Tid, held: PendingItem) -> bool {
         if let Some(task) = self.tasks.get_mut(dst) {
             if task.phase == super::tasks::Phase::Left {
                 return false;
             }
-            if let Held::Item(ToTask::Reply { id, .. }) = &held {
+            if let PendingItem::Control(ToTask::Reply { id, .. }) = &held {
                 task.answered(*id);
                 self.moves.settled.extend(task.take_settled());
             }
@@ -97,8 +100,8 @@ impl Machine {
         match self.location(dst) {
             Some(host) if host != self.config.host && self.table.get(host).is_some() => {
                 let carried = match held {
-                    Held::Link(frame) => Carried::Link(frame),
-                    Held::Item(item) => Carried::Item { dst, item },
+                    PendingItem::Frame(frame) => DataMsg::Frame(frame),
+                    PendingItem::Control(item) => DataMsg::Item { dst, item },
                 };
                 self.out.push_back(Output::Carry { host, carried });
                 true
@@ -113,7 +116,7 @@ impl Machine {
         let Some(item) = self.unless_news(dst, item) else {
             return;
         };
-        let held = Held::Item(item);
+        let held = PendingItem::Control(item);
         let sender = super::pairs::sender_of(&held);
         if !self.route(dst, held)
             && let Some(src) = sender
@@ -147,7 +150,7 @@ impl Machine {
 
     /// Forwards a link frame. If the receiver is gone, the sender receives [`ToTask::PeerGone`].
     pub(super) fn forward_link(&mut self, src: Tid, dst: Tid, frame: Bytes) {
-        if !self.route(dst, Held::Link(frame)) {
+        if !self.route(dst, PendingItem::Frame(frame)) {
             self.deliver(src, ToTask::PeerGone { tid: dst });
         }
     }
@@ -176,29 +179,29 @@ impl Machine {
     }
 
     /// Handles a message from the data channel of another host.
-    pub(super) fn host_carried(&mut self, host: HostId, carried: Carried) {
+    pub(super) fn host_carried(&mut self, host: HostId, carried: DataMsg) {
         match carried {
-            Carried::Link(bytes) => match LinkFrame::decode(bytes.clone()) {
+            DataMsg::Frame(bytes) => match LinkFrame::decode(bytes.clone()) {
                 Some(frame) => self.forward_link(frame.src, frame.dst, bytes),
                 None => self.log(format!(
                     "{host} carried a link frame that cannot be read; it was dropped"
                 )),
             },
-            Carried::Item { dst, item } => self.deliver(dst, item),
-            Carried::Ended { dst, marks } => self.task_ended_somewhere(dst, &marks),
-            Carried::Passed { dst, epoch } => self.passed(host, dst, epoch),
-            Carried::Record {
+            DataMsg::Item { dst, item } => self.deliver(dst, item),
+            DataMsg::Ended { dst, watermarks } => self.task_ended_somewhere(dst, &watermarks),
+            DataMsg::RouteDrained { dst, epoch } => self.passed(host, dst, epoch),
+            DataMsg::Record {
                 dst,
                 migration,
                 record,
                 complete,
             } => self.record_came(dst, migration, *record, complete),
-            Carried::Handed {
+            DataMsg::Forwarded {
                 dst,
                 migration,
-                held,
+                item: held,
             } => self.handed(dst, migration, held),
-            Carried::HandedAll { dst, migration } => self.handed_all(dst, migration),
+            DataMsg::ForwardedAll { dst, migration } => self.handed_all(dst, migration),
         }
     }
 
@@ -227,15 +230,15 @@ impl Machine {
             .filter(|t| t.tid != tid && t.marks.contains_key(&tid));
         peers.extend(senders.map(|t| t.tid));
         for peer in peers {
-            self.deliver(peer, ToTask::PeerMoved { tid });
+            self.deliver(peer, ToTask::PeerMigrated { tid });
         }
     }
 }
 
 /// Returns the output by which the shell delivers a frame or an item to a connected task.
-pub(super) fn hand_over(conn: super::ConnId, held: Held) -> Output {
+pub(super) fn hand_over(conn: super::ConnId, held: PendingItem) -> Output {
     match held {
-        Held::Link(frame) => Output::LinkToTask { conn, frame },
-        Held::Item(message) => Output::ToTask { conn, message },
+        PendingItem::Frame(frame) => Output::LinkToTask { conn, frame },
+        PendingItem::Control(message) => Output::ToTask { conn, message },
     }
 }

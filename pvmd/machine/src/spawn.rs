@@ -12,15 +12,17 @@ use super::asks::{Asker, Back};
 use super::late::Duty;
 use super::tasks::{Phase, Task};
 use super::{Machine, World, engines};
-use sempa_proto::engine::Begin;
+use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Answer, Question};
-use sempa_proto::load::is_watcher;
-use sempa_proto::owner::NO_GUESTS;
-use sempa_proto::sm::{GRANT_COUNT_MAX, SM_EXECACK, Taken, TaskOrder, pack_tids};
+use sempa_proto::host::{HostReply, HostRequest};
+use sempa_proto::load::is_load_watcher;
+use sempa_proto::owner::GUEST_REFUSED;
+use sempa_proto::sm::{
+    LEASE_TASKS_MAX, PlacementLeaseUse, SM_EXECACK, TaskerStartRequest, pack_tids,
+};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
-    GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
+    LeasedSpawn, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
     SPAWN_PINNED, SpawnRequest,
 };
 use sempa_proto::tasker::{StartTask, ToTasker};
@@ -53,7 +55,7 @@ struct Spawn {
     /// Hosts that have failed or refused; they get no further task of this spawn.
     lost: Vec<HostId>,
     /// The placement lease that determines the hosts.
-    grant: Option<GrantOf>,
+    grant: Option<LeasedSpawn>,
 }
 
 /// Spawns whose tasks are being started, and the position of the round robin.
@@ -120,7 +122,7 @@ impl Machine {
         tid: Tid,
         id: RequestId,
         request: SpawnRequest,
-        grant: GrantOf,
+        grant: LeasedSpawn,
     ) {
         let reason = if self.rm.current().is_none_or(|rm| rm.tid != grant.rm) {
             format!(
@@ -133,9 +135,9 @@ impl Machine {
                 grant.hosts.len(),
                 request.count
             )
-        } else if grant.hosts.len() > GRANT_COUNT_MAX {
+        } else if grant.hosts.len() > LEASE_TASKS_MAX {
             format!(
-                "no places are given for {} tasks in one request; {GRANT_COUNT_MAX} is the most",
+                "no places are given for {} tasks in one request; {LEASE_TASKS_MAX} is the most",
                 request.count
             )
         } else {
@@ -150,7 +152,7 @@ impl Machine {
         tid: Tid,
         id: RequestId,
         request: SpawnRequest,
-        grant: Option<GrantOf>,
+        grant: Option<LeasedSpawn>,
     ) {
         if request.count == 0 {
             return self.fail(
@@ -241,7 +243,7 @@ impl Machine {
             return self.ask_hosts(number, Vec::new(), indices, none);
         }
         // A request that names a host does not advance the round robin, as in PVM.
-        if !spawn.request.names_host() {
+        if !spawn.request.names_one_host() {
             self.spawns.last_host = hosts.last().copied();
         }
         let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
@@ -279,7 +281,7 @@ impl Machine {
             questions.push((
                 host,
                 spawn.last_part,
-                Question::Exec {
+                HostRequest::Exec {
                     parent: spawn.tid,
                     request,
                 },
@@ -315,7 +317,7 @@ impl Machine {
             return;
         };
         // With a lease, only the resource manager may choose another host.
-        let anywhere = spawn.grant.is_none() && !spawn.request.is_bound();
+        let anywhere = spawn.grant.is_none() && !spawn.request.has_fixed_place();
         let started = match results {
             Ok(started) => started,
             Err(_) if anywhere => {
@@ -327,7 +329,7 @@ impl Machine {
         let (mut started, mut elsewhere) = (started.into_iter(), Vec::new());
         for index in block {
             match started.next().unwrap_or(Err(PvmError::DSysErr)) {
-                Err(NO_GUESTS) if anywhere => elsewhere.push(index),
+                Err(GUEST_REFUSED) if anywhere => elsewhere.push(index),
                 result => spawn.results[index] = Some(result),
             }
         }
@@ -335,7 +337,7 @@ impl Machine {
             return self.spawn_step(number);
         }
         spawn.lost.push(host);
-        self.assign(number, elsewhere, NO_GUESTS);
+        self.assign(number, elsewhere, GUEST_REFUSED);
     }
 
     /// Replies to the spawner if all results are there.
@@ -367,7 +369,7 @@ impl Machine {
             self.output_asked(*child, parent, output);
             self.trace_spawn(trace, *child, parent);
         }
-        let granted = grant.map(|GrantOf { rm, wid, hosts }| {
+        let granted = grant.map(|LeasedSpawn { rm, wid, hosts }| {
             let tasks = hosts
                 .into_iter()
                 .zip(&results)
@@ -380,7 +382,10 @@ impl Machine {
             self.after_answers(Duty::Tell {
                 rm,
                 wid,
-                taken: Taken { by: tid, tasks },
+                taken: PlacementLeaseUse {
+                    spawner: tid,
+                    tasks,
+                },
             });
             // The resource manager knows why it chose these hosts.
             let why = "the resource manager has said so beforehand".to_string();
@@ -414,7 +419,7 @@ impl Machine {
         } else if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
         } else if places == 0 {
-            Err(NO_GUESTS)
+            Err(GUEST_REFUSED)
         } else {
             find_program(world, &job.request)
         };
@@ -426,7 +431,7 @@ impl Machine {
                     path,
                     argv,
                     env: self.environment(world, &job.request),
-                    dir: world.work_dir(split_place(&job.request.place).1),
+                    working_dir: world.work_dir(split_place(&job.request.place).1),
                     pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
                 let begin = begin.unwrap_or_default();
@@ -434,25 +439,25 @@ impl Machine {
                     true => {
                         self.start_one(world, &job, n, (base.clone(), begin.clone()), &mut orders)
                     }
-                    false => Err(NO_GUESTS),
+                    false => Err(GUEST_REFUSED),
                 };
                 (0..count).map(start).collect()
             }
             Err(error) => vec![Err(error); count as usize],
         };
-        if started.contains(&Err(NO_GUESTS))
+        if started.contains(&Err(GUEST_REFUSED))
             && let Some(refusal) = self.no_guest(Tid::NONE, &job.request.file)
         {
             self.note_not_started(format!("{} not started: {refusal}", job.request.file));
         }
         match job.back {
             ExecBack::Answer(back) => {
-                self.answer(back, Answer::Reply(Reply::Spawned(started.clone())))
+                self.answer(back, HostReply::Reply(Reply::Spawned(started.clone())))
             }
             ExecBack::Rm { rm, wid } => self.send_made(rm, 0, SM_EXECACK, wid, pack_tids(&started)),
             ExecBack::Startup => {
                 let file = &job.request.file;
-                if let Some(Err(error)) = started.first().filter(|_| is_watcher(file)) {
+                if let Some(Err(error)) = started.first().filter(|_| is_load_watcher(file)) {
                     self.no_watcher(*error);
                 } else if let Some(Err(error)) = started.first() {
                     let text = format!(
@@ -502,7 +507,7 @@ impl Machine {
         world: &mut dyn World,
         job: &ExecJob,
         instance: u32,
-        (mut start, begin): (StartTask, Option<Box<Begin>>),
+        (mut start, begin): (StartTask, Option<Box<LaunchInfo>>),
         orders: &mut Vec<ToTasker>,
     ) -> Result<Tid, PvmError> {
         let tid = self
@@ -540,7 +545,7 @@ impl Machine {
         match tasker {
             Some(tasker) => {
                 use std::os::unix::ffi::OsStrExt;
-                let order = TaskOrder {
+                let order = TaskerStartRequest {
                     tid,
                     flags: request.flags,
                     path: start.path.as_os_str().as_bytes().to_vec(),
@@ -565,7 +570,7 @@ impl Machine {
     /// Returns the variables that this daemon sets for a new task.
     pub(super) fn own_environment(&self, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let mut own = vec![
-            format!("PVMSOCK={}", self.config.place.socket().display()).into_bytes(),
+            format!("PVMSOCK={}", self.config.place.daemon_socket().display()).into_bytes(),
             format!("PVM_ARCH={}", self.config.arch).into_bytes(),
         ];
         if let (_, Some(dir)) = split_place(&request.place) {

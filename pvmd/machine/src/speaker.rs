@@ -16,8 +16,8 @@
 
 use super::tasks::Task;
 use super::{Machine, Timer};
-use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM, is_watcher};
-use sempa_proto::owner::{Guests, GuestsWord};
+use sempa_proto::load::{GuestLimits, LOAD_WATCHER_PROGRAM, is_load_watcher};
+use sempa_proto::owner::{GuestAccess, GuestDirective};
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ pub(super) const SPEAKER_TIME: Micros = Micros::from_secs(10);
 #[derive(Debug, Default)]
 pub(super) struct Speakers {
     /// The last directive of each running agent.
-    words: BTreeMap<Tid, GuestsWord>,
+    words: BTreeMap<Tid, GuestDirective>,
     /// Guest limits of the agent that ended last. They apply until a load watcher sends a directive
     /// or the agent's directive expires.
     left: Option<(Tid, GuestLimits)>,
@@ -45,7 +45,7 @@ pub(super) struct Speakers {
 impl Speakers {
     /// Records a directive. With `watches` the sender is this host's load watcher, which knows the
     /// wishes of all owners.
-    pub(super) fn spoke(&mut self, by: Tid, word: &GuestsWord, watches: bool) {
+    pub(super) fn spoke(&mut self, by: Tid, word: &GuestDirective, watches: bool) {
         self.words.insert(by, word.clone());
         if watches {
             self.left = None;
@@ -65,7 +65,7 @@ impl Speakers {
 impl Machine {
     /// True if a load watcher runs on this host or is being started.
     fn has_watcher(&self) -> bool {
-        let is = |task: &Task| task.servant && is_watcher(&task.name) && task.exited.is_none();
+        let is = |task: &Task| task.servant && is_load_watcher(&task.name) && task.exited.is_none();
         self.tasks.live.values().any(is)
     }
 
@@ -114,9 +114,9 @@ impl Machine {
             let why = format!("{tid}, which spoke for the owner, has ended");
             self.take_word(
                 tid,
-                GuestsWord {
-                    guests: Guests::Welcome,
-                    why,
+                GuestDirective {
+                    access: GuestAccess::Welcome,
+                    reason: why,
                     limits: GuestLimits::default(),
                 },
             );
@@ -127,7 +127,11 @@ impl Machine {
     /// Handles the end of this host's load watcher. Exit status 0 means that it is not needed;
     /// otherwise another one must be started.
     pub(super) fn watcher_ended(&mut self, task: &Task, status: i32) {
-        if !task.servant || !is_watcher(&task.name) || self.stop.is_some() || self.has_watcher() {
+        if !task.servant
+            || !is_load_watcher(&task.name)
+            || self.stop.is_some()
+            || self.has_watcher()
+        {
             return;
         }
         let was_missing = std::mem::replace(&mut self.hosting.speakers.missing, status != 0);
@@ -154,7 +158,7 @@ impl Machine {
             );
             self.note(text);
         }
-        let mut words = vec![WATCHER_PROGRAM.to_string()];
+        let mut words = vec![LOAD_WATCHER_PROGRAM.to_string()];
         if let Some(rm) = self.rm.current() {
             words.extend([
                 "--report-to".to_string(),
@@ -177,7 +181,7 @@ impl Machine {
             };
             let (name, seconds) = (&self.config.name, SPEAKER_TIME.0 / 1_000_000);
             let text = format!(
-                "{WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not guarded; {stay}it is tried \
+                "{LOAD_WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not guarded; {stay}it is tried \
                  again every {seconds} s"
             );
             self.note(text);

@@ -11,8 +11,8 @@ use super::asks::{Asker, Back};
 use super::engines::{Job, Other, choose};
 use super::{Machine, Timer};
 use sempa_proto::engine::Engine;
-use sempa_proto::host::{Answer, Question};
-use sempa_proto::migration::{Refusal, Survey, TaskFacts, Verdict};
+use sempa_proto::host::{HostReply, HostRequest};
+use sempa_proto::migration::{MigrationTargets, Refusal, TaskFacts, Verdict};
 use sempa_proto::task::Reply;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
@@ -90,7 +90,7 @@ impl Machine {
             .location(of)
             .filter(|host| of.is_task() && self.table.get(*host).is_some())
         else {
-            return self.reply(by, id, Reply::Survey(Err(Refusal::NoSuchTask)));
+            return self.reply(by, id, Reply::MigrationTargets(Err(Refusal::NoSuchTask)));
         };
         self.surveys.last += 1;
         let number = self.surveys.last;
@@ -106,7 +106,7 @@ impl Machine {
         };
         self.surveys.open.insert(number, open);
         self.timer(ANSWER_TIME, Timer::Survey(number));
-        self.ask_about(of, Question::Facts { tid: of }, Asker::Facts(number));
+        self.ask_about(of, HostRequest::Inspect { tid: of }, Asker::Facts(number));
     }
 
     /// Handles the properties of the task, or the reason why it cannot migrate at all. `None`: its
@@ -131,7 +131,7 @@ impl Machine {
             return self.survey_ended(number);
         }
         for host in hosts {
-            let question = Question::Verdict {
+            let question = HostRequest::Verdict {
                 facts: facts.clone(),
             };
             self.ask(
@@ -199,7 +199,7 @@ impl Machine {
         verdicts.sort_by_key(|(host, _)| (zone(*host) != here, *host));
         self.survey_over(
             number,
-            Ok(Survey {
+            Ok(MigrationTargets {
                 tid,
                 from,
                 resident_bytes,
@@ -209,9 +209,9 @@ impl Machine {
         );
     }
 
-    fn survey_over(&mut self, number: u64, result: Result<Survey, Refusal>) {
+    fn survey_over(&mut self, number: u64, result: Result<MigrationTargets, Refusal>) {
         if let Some(open) = self.surveys.open.remove(&number) {
-            self.reply(open.by, open.id, Reply::Survey(result));
+            self.reply(open.by, open.id, Reply::MigrationTargets(result));
         }
     }
 
@@ -225,16 +225,19 @@ impl Machine {
             .values()
             .find(|source| source.migration().tid == tid && source.is_departing());
         let refusal = moving
-            .map(|source| Refusal::AlreadyMoving(source.migration().id))
+            .map(|source| Refusal::AlreadyMigrating(source.migration().id))
             .or_else(|| self.cannot_move(tid));
         if let Some(refusal) = refusal {
-            return self.answer(back, Answer::Facts(Err(refusal)));
+            return self.answer(back, HostReply::Inspected(Err(refusal)));
         }
         if let Some(result) = self.facts_without_criu(tid, None) {
-            return self.answer(back, Answer::Facts(self.with_program(tid, result)));
+            return self.answer(back, HostReply::Inspected(self.with_program(tid, result)));
         }
         let question = self.surveys.ask(Asked::Facts(back, tid));
-        self.tell_tasker(ToTasker::Look { question, tid });
+        self.tell_tasker(ToTasker::QueryInspect {
+            query: question,
+            tid,
+        });
     }
 
     /// Adds the name of the task's program: owners of other hosts may not permit it.
@@ -274,12 +277,15 @@ impl Machine {
         facts: TaskFacts,
     ) {
         let question = self.surveys.ask(Asked::Verdict(back, known, other));
-        self.tell_tasker(ToTasker::Judge { question, facts });
+        self.tell_tasker(ToTasker::QueryVerdict {
+            query: question,
+            facts,
+        });
     }
 
     /// Answers with all objections of this host.
     pub(super) fn verdict_known(&mut self, back: Back, verdict: Verdict, engine: Engine) {
-        self.answer(back, Answer::Verdict(verdict, engine));
+        self.answer(back, HostReply::Verdict(verdict, engine));
     }
 
     /// The tasker has inspected a task.
@@ -287,7 +293,7 @@ impl Machine {
         if let Some(Asked::Facts(back, tid)) = self.surveys.asked.remove(&question) {
             let result = result.map_err(|refusal| self.named(refusal));
             let result = self.facts_with_criu(tid, None, result);
-            self.answer(back, Answer::Facts(self.with_program(tid, result)));
+            self.answer(back, HostReply::Inspected(self.with_program(tid, result)));
         }
     }
 
@@ -311,7 +317,9 @@ impl Machine {
         };
         for asked in std::mem::take(&mut self.surveys.asked).into_values() {
             match asked {
-                Asked::Facts(back, _) => self.answer(back, Answer::Facts(Err(refusal.clone()))),
+                Asked::Facts(back, _) => {
+                    self.answer(back, HostReply::Inspected(Err(refusal.clone())))
+                }
                 Asked::Verdict(back, mut known, _) => {
                     known.push(refusal.clone());
                     self.verdict_known(back, known, Engine::Criu);

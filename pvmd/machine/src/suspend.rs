@@ -14,8 +14,8 @@
 use super::asks::{Back, no_task};
 use super::guests::SUSPEND_TIME;
 use super::{Machine, Timer};
-use sempa_proto::host::{Answer, HostMsg, Question};
-use sempa_proto::suspend::{Cause, Holds, Order};
+use sempa_proto::host::{HostMsg, HostReply, HostRequest};
+use sempa_proto::suspend::{SuspendCause, SuspendOrder, Suspensions};
 use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -33,14 +33,18 @@ const NO_RM_LEASES: u64 = 6;
 pub(super) struct Suspended {
     /// Time at which the task was suspended or arrived here suspended.
     pub(super) since: Micros,
-    pub(super) holds: Holds,
+    pub(super) holds: Suspensions,
 }
 
 impl Suspended {
     /// Returns the state for these suspensions; `None` if there are none. An existing suspension
     /// keeps its time.
-    pub(super) fn from(before: Option<Suspended>, now: Micros, holds: Holds) -> Option<Suspended> {
-        holds.any().then_some(Suspended {
+    pub(super) fn from(
+        before: Option<Suspended>,
+        now: Micros,
+        holds: Suspensions,
+    ) -> Option<Suspended> {
+        holds.is_suspended().then_some(Suspended {
             since: before.map_or(now, |before| before.since),
             holds,
         })
@@ -53,7 +57,7 @@ struct PassedOn {
     migration: MigrationId,
     /// The requester that waits for the reply.
     back: Back,
-    order: Order,
+    order: SuspendOrder,
 }
 
 /// Requests that no coordinator has decided yet.
@@ -65,10 +69,10 @@ pub(super) struct Suspending {
 
 impl Machine {
     /// Handles a request to suspend or resume a task of this host.
-    pub(super) fn suspend(&mut self, back: Back, order: Order) {
+    pub(super) fn suspend(&mut self, back: Back, order: SuspendOrder) {
         let Some(migration) = self.suspended_by_coordinator(order.tid) else {
             let reply = self.suspend_here(&order);
-            return self.answer(back, Answer::Reply(reply));
+            return self.answer(back, HostReply::Reply(reply));
         };
         if self.suspending.passed_on.len() >= PASSED_ON_MAX {
             let reason = format!(
@@ -76,7 +80,7 @@ impl Machine {
             );
             return self.answer(
                 back,
-                Answer::Reply(Reply::Failed {
+                HostReply::Reply(Reply::Failed {
                     error: PvmError::OutOfRes,
                     reason,
                 }),
@@ -97,7 +101,7 @@ impl Machine {
         } else {
             self.tell_host(
                 HostId::MASTER,
-                HostMsg::SuspendMoving {
+                HostMsg::SuspendMigrating {
                     migration,
                     id,
                     order,
@@ -135,12 +139,12 @@ impl Machine {
         &mut self,
         migration: MigrationId,
         id: RequestId,
-        suspended: Option<Holds>,
+        suspended: Option<Suspensions>,
     ) {
         if let Some(holds) = suspended {
             if let Some(PassedOn { back, order, .. }) = self.suspending.passed_on.remove(&id) {
                 self.hold_as(order.tid, holds);
-                self.answer(back, Answer::Reply(Reply::Done));
+                self.answer(back, HostReply::Reply(Reply::Done));
             }
             return;
         }
@@ -159,14 +163,14 @@ impl Machine {
             let place = self.location(tid).filter(|host| *host != self.config.host);
             match place.filter(|_| self.suspended_by_coordinator(tid) == Some(migration)) {
                 // The copy here is being killed, or will be.
-                Some(host) => self.answer(back, Answer::Elsewhere(host)),
-                None => self.question(back, Question::Suspend(order)),
+                Some(host) => self.answer(back, HostReply::MovedTo(host)),
+                None => self.question(back, HostRequest::Suspend(order)),
             }
         }
     }
 
     /// Suspends or resumes a task of this host without a coordinator.
-    fn suspend_here(&mut self, order: &Order) -> Reply {
+    fn suspend_here(&mut self, order: &SuspendOrder) -> Reply {
         let tid = order.tid;
         match (self.tasks.get(tid), self.moves.arrivals.get(&tid)) {
             (Some(task), _) if task.exited.is_some() => return no_task(tid),
@@ -178,8 +182,8 @@ impl Machine {
             _ => {}
         }
         let before = self.holds_of(tid);
-        let after = before.after(order);
-        if let Some(event) = before.change(after, order) {
+        let after = before.apply(order);
+        if let Some(event) = before.change_event(after, order) {
             self.record(event);
         }
         self.hold_as(tid, after);
@@ -187,7 +191,7 @@ impl Machine {
     }
 
     /// Returns the suspensions of a task on this host.
-    pub(super) fn holds_of(&self, tid: Tid) -> Holds {
+    pub(super) fn holds_of(&self, tid: Tid) -> Suspensions {
         let suspended = match self.tasks.get(tid) {
             Some(task) => task.suspended,
             None => self
@@ -203,12 +207,12 @@ impl Machine {
 
     /// Applies these suspensions to a task of this host: pauses it, or resumes it if there are
     /// none.
-    pub(super) fn hold_as(&mut self, tid: Tid, holds: Holds) {
+    pub(super) fn hold_as(&mut self, tid: Tid, holds: Suspensions) {
         let (now, welcome) = (self.now, !self.hosting.is_stopped());
         if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) {
             let before = task.suspended;
             task.suspended = Suspended::from(before, now, holds);
-            match (before.is_some(), holds.any()) {
+            match (before.is_some(), holds.is_suspended()) {
                 (false, true) => self.hold_guest(tid),
                 (true, false) if welcome => self.free_guest(tid),
                 _ => {}
@@ -221,13 +225,13 @@ impl Machine {
         {
             let before = arrival.suspended;
             arrival.suspended = Suspended::from(before, now, holds);
-            match (before.is_some(), holds.any()) {
+            match (before.is_some(), holds.is_suspended()) {
                 (false, true) => self.hold_arrival(tid, SUSPEND_TIME),
                 (true, false) if arrival.held && welcome => self.free_arrival(tid),
                 _ => {}
             }
         }
-        if holds.gives_way {
+        if holds.preempted {
             self.go_on_without_rm();
         }
     }
@@ -250,7 +254,7 @@ impl Machine {
             .values()
             .filter(|a| a.run_ordered)
             .map(|a| (a.tid, a.suspended));
-        let gives_way = |suspended: Option<Suspended>| suspended.is_some_and(|s| s.holds.gives_way);
+        let gives_way = |suspended: Option<Suspended>| suspended.is_some_and(|s| s.holds.preempted);
         let all: Vec<Tid> = here
             .chain(coming)
             .filter(|(_, s)| gives_way(*s))
@@ -270,18 +274,18 @@ impl Machine {
         );
         for tid in all {
             if self.suspended_by_coordinator(tid).is_none() {
-                self.suspend_here(&Order {
+                self.suspend_here(&SuspendOrder {
                     tid,
                     suspend: false,
-                    cause: Cause::Share { why: why.clone() },
+                    cause: SuspendCause::Preempted { why: why.clone() },
                 });
             }
         }
     }
 }
 
-fn no_guest(order: &Order, spawned: bool) -> Reply {
-    let Order { tid, suspend, .. } = order;
+fn no_guest(order: &SuspendOrder, spawned: bool) -> Reply {
+    let SuspendOrder { tid, suspend, .. } = order;
     let what = if *suspend { "suspended" } else { "resumed" };
     let why = if spawned {
         "it serves the virtual machine"

@@ -14,9 +14,9 @@ impl Machine {
     /// Handles a control message of another daemon. Orders are accepted only from the master.
     pub(super) fn host_control(&mut self, host: HostId, message: HostMsg) {
         match message {
-            HostMsg::Prepare { .. }
-            | HostMsg::Commit { .. }
-            | HostMsg::Located(_)
+            HostMsg::PrepareTable { .. }
+            | HostMsg::CommitTable { .. }
+            | HostMsg::TaskLocation(_)
             | HostMsg::Halt { .. }
             | HostMsg::Shutdown
             | HostMsg::Rm { .. }
@@ -24,7 +24,7 @@ impl Machine {
             | HostMsg::EndTasks { .. }
             | HostMsg::SuspendDecided { .. }
             | HostMsg::DropCopies { .. }
-            | HostMsg::Order { .. } => {
+            | HostMsg::MigrationOrder { .. } => {
                 if host == HostId::MASTER {
                     self.master_orders(message);
                 } else {
@@ -33,65 +33,72 @@ impl Machine {
                     ));
                 }
             }
-            HostMsg::Prepared { epoch } => self.change_heard(host, epoch, false),
-            HostMsg::Committed { epoch } => self.change_heard(host, epoch, true),
-            HostMsg::LocatedAck { tid, epoch } => self.located_heard(host, tid, epoch),
+            HostMsg::TablePrepared { epoch } => self.change_heard(host, epoch, false),
+            HostMsg::TableCommitted { epoch } => self.change_heard(host, epoch, true),
+            HostMsg::TaskLocationAck { tid, epoch } => self.located_heard(host, tid, epoch),
             HostMsg::Leaving { why } => self.host_leaving(host, &why),
-            HostMsg::Request { tid, id, what } if self.master.is_some() => {
-                self.master_request(tid, id, what)
-            }
-            HostMsg::Request { tid, .. } => {
+            HostMsg::TaskRequest {
+                tid,
+                id,
+                request: what,
+            } if self.master.is_some() => self.master_request(tid, id, what),
+            HostMsg::TaskRequest { tid, .. } => {
                 self.log(format!(
                     "{host} sent a request of {tid} for the master here; it was dropped"
                 ));
             }
-            HostMsg::Ask { id, question } => {
-                self.question(super::asks::Back { host, id }, question)
-            }
-            HostMsg::Answer { id, answer } => self.answered(host, id, answer),
+            HostMsg::HostRequest {
+                id,
+                request: question,
+            } => self.question(super::asks::Back { host, id }, question),
+            HostMsg::HostReply { id, reply: answer } => self.answered(host, id, answer),
             HostMsg::Message(message) => self.daemon_message(message),
             HostMsg::Event { at, kind } => self.append_event(host, at, kind),
             HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => {
                 self.log_output(tid, bytes)
             }
             HostMsg::TaskOutput { .. } => {}
-            HostMsg::Left { tid } => self.task_left(tid),
-            HostMsg::Report { migration, report } => self.move_reported(host, migration, report),
-            HostMsg::SuspendMoving {
+            HostMsg::TaskLeft { tid } => self.task_left(tid),
+            HostMsg::StepReport { migration, report } => {
+                self.move_reported(host, migration, report)
+            }
+            HostMsg::SuspendMigrating {
                 migration,
                 id,
                 order,
             } => self.coordinate_suspend(host, migration, id, &order),
-            HostMsg::CopyKept {
+            HostMsg::CopyStored {
                 migration,
-                set,
+                checkpoint: set,
                 result,
             } => self.copy_kept(host, migration, set, result),
-            HostMsg::ToldToEnd { tid, signal } => self.told_to_end(tid, signal),
+            HostMsg::EndSignalSent { tid, signal } => self.told_to_end(tid, signal),
         }
     }
 
     fn master_orders(&mut self, message: HostMsg) {
         match message {
-            HostMsg::Prepare {
+            HostMsg::PrepareTable {
                 table,
                 locations,
                 rm,
-                spared,
+                reserved_ids_max: spared,
             } => self.prepare(table, locations, rm, spared),
-            HostMsg::Commit { epoch } => self.commit(epoch),
-            HostMsg::Located(location) => self.located_order(location),
+            HostMsg::CommitTable { epoch } => self.commit(epoch),
+            HostMsg::TaskLocation(location) => self.located_order(location),
             HostMsg::Halt { why } => self.end_by_order(&why),
             HostMsg::Shutdown => self.shut_down("the master says so"),
-            HostMsg::DropCopies { sets } => self.out.push_back(Output::DropSets { sets }),
+            HostMsg::DropCopies { checkpoints: sets } => {
+                self.out.push_back(Output::DropSets { sets })
+            }
             HostMsg::Rm { rm } => self.set_wide_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
-            HostMsg::EndTasks { spare } => self.end_tasks(&spare),
-            HostMsg::Order { of, order } => self.move_order(of, order),
+            HostMsg::EndTasks { except } => self.end_tasks(&except),
+            HostMsg::MigrationOrder { migration, order } => self.move_order(migration, order),
             HostMsg::SuspendDecided {
                 migration,
                 id,
-                suspended,
+                suspensions: suspended,
             } => self.suspend_decided(migration, id, suspended),
             _ => {}
         }
@@ -123,21 +130,21 @@ impl Machine {
         }
         self.tasks.spare(spared);
         for location in locations {
-            if location.tid.home() == Some(self.config.host) {
-                self.tasks.spare(location.tid.local());
+            if location.tid.birth_host() == Some(self.config.host) {
+                self.tasks.spare(location.tid.local_part());
             }
             self.locations.set(location);
         }
         self.set_wide_rm(rm);
         self.prepared = Some(table);
-        self.tell_host(HostId::MASTER, HostMsg::Prepared { epoch });
+        self.tell_host(HostId::MASTER, HostMsg::TablePrepared { epoch });
     }
 
     fn commit(&mut self, epoch: Epoch) {
         match self.prepared.take_if(|table| table.epoch == epoch) {
             Some(table) => {
                 self.apply_table(table);
-                self.tell_host(HostId::MASTER, HostMsg::Committed { epoch });
+                self.tell_host(HostId::MASTER, HostMsg::TableCommitted { epoch });
             }
             None => self.log(format!(
                 "the host table of epoch {epoch} was not prepared here; it was refused"

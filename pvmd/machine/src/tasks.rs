@@ -13,13 +13,15 @@ use super::parting::Parting;
 use super::suspend::Suspended;
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::Source;
-use sempa_proto::engine::Begin;
+use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
+use sempa_proto::host::{DataMsg, HostMsg, NotifySubject, PendingItem, PendingNotify, TaskRecord};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
-use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Restart, Sink, Successor, ToTask};
+use sempa_proto::task::{
+    OnDaemonExit, ProcessHandoff, RedirectAddress, RestartInfo, SendWatermark, Sink, ToTask,
+};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -41,29 +43,31 @@ const DRAIN_TIME: Micros = Micros::from_secs(2);
 /// Frames and items that wait for a task, in order.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
-    pub(super) queue: VecDeque<Held>,
+    pub(super) queue: VecDeque<PendingItem>,
     link_bytes: usize,
     words: usize,
 }
 
 impl Inbox {
     /// Adds a frame or an item. A link frame or route message above the limit is dropped.
-    pub(super) fn push(&mut self, held: Held) {
+    pub(super) fn push(&mut self, held: PendingItem) {
         match &held {
-            Held::Link(frame) if self.link_bytes + frame.len() > HELD_LINK_BYTES_MAX => return,
-            Held::Link(frame) => self.link_bytes += frame.len(),
-            Held::Item(ToTask::Route { .. }) if self.words >= HELD_WORDS_MAX => return,
-            Held::Item(ToTask::Route { .. }) => self.words += 1,
-            Held::Item(_) => {}
+            PendingItem::Frame(frame) if self.link_bytes + frame.len() > HELD_LINK_BYTES_MAX => {
+                return;
+            }
+            PendingItem::Frame(frame) => self.link_bytes += frame.len(),
+            PendingItem::Control(ToTask::Route { .. }) if self.words >= HELD_WORDS_MAX => return,
+            PendingItem::Control(ToTask::Route { .. }) => self.words += 1,
+            PendingItem::Control(_) => {}
         }
         self.queue.push_back(held);
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Held> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &PendingItem> {
         self.queue.iter()
     }
 
-    pub(super) fn drain(&mut self) -> VecDeque<Held> {
+    pub(super) fn drain(&mut self) -> VecDeque<PendingItem> {
         (self.link_bytes, self.words) = (0, 0);
         std::mem::take(&mut self.queue)
     }
@@ -100,7 +104,7 @@ pub(super) struct Task {
     /// The task that has started it, if it was not the daemon's own tasker.
     pub(super) by_tasker: Option<Tid>,
     /// Behavior of a task from a command line when this daemon ends.
-    pub(super) at_end: AtEnd,
+    pub(super) at_end: OnDaemonExit,
     /// The resource manager to notify of its end.
     pub(super) rm: Option<Tid>,
     pub(super) phase: Phase,
@@ -109,7 +113,7 @@ pub(super) struct Task {
     /// Its library has reported that it is quiesced.
     pub(super) quiesced: bool,
     /// Address at which its quiesced library looks for a redirect.
-    pub(super) redirect_at: RedirectAt,
+    pub(super) redirect_at: RedirectAddress,
     /// It was requested to quiesce for the owner of this host or for a suspension, and has not
     /// reconnected since.
     pub(super) still: Option<Still>,
@@ -128,13 +132,13 @@ pub(super) struct Task {
     /// If set, only these requests may be unanswered when the task is dumped.
     pub(super) closing: Option<BTreeSet<RequestId>>,
     /// Information for its library after a restore from a checkpoint.
-    pub(super) restart: Option<Restart>,
+    pub(super) restart: Option<RestartInfo>,
     /// Information for the library of its next process about the previous one.
-    pub(super) successor: Option<Box<Successor>>,
+    pub(super) successor: Option<Box<ProcessHandoff>>,
     /// The log of its process, which is about to exit.
     pub(super) parting: Option<Box<Parting>>,
     /// How it was started, if it permits engines that restart the program.
-    pub(super) begin: Option<Box<Begin>>,
+    pub(super) begin: Option<Box<LaunchInfo>>,
     /// The checkpoint for which it could not be asked to exit, because it does not handle the
     /// signal.
     pub(super) unheeding: Option<MigrationId>,
@@ -146,7 +150,7 @@ pub(super) struct Task {
     pub(super) returning: bool,
     /// Resource usage of its earlier processes.
     pub(super) used_before: Usage,
-    pub(super) watches: Vec<Watch>,
+    pub(super) watches: Vec<PendingNotify>,
     /// Exit status and usage of its process. The task ends when its socket is drained, or when the
     /// coordinator of its migration decides.
     pub(super) exited: Option<(i32, Usage)>,
@@ -178,12 +182,12 @@ impl Task {
             output: Sink::default(),
             trace: Sink::default(),
             by_tasker: None,
-            at_end: AtEnd::default(),
+            at_end: OnDaemonExit::default(),
             rm: None,
             phase,
             hold: false,
             quiesced: false,
-            redirect_at: RedirectAt::default(),
+            redirect_at: RedirectAddress::default(),
             still: None,
             suspended: None,
             inbox: Inbox::default(),
@@ -216,18 +220,22 @@ impl Task {
         Task {
             name: record.name,
             flags: record.flags,
-            epid: record.epid,
+            epid: record.spawn_token,
             output: record.output,
             trace: record.trace,
             rm: record.rm,
-            marks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
+            marks: record
+                .watermarks
+                .iter()
+                .map(|m| (m.peer, m.end_seq))
+                .collect(),
             requests: record.requests.into_iter().collect(),
-            meetings: record.meetings.into_iter().collect(),
+            meetings: record.untimed_requests.into_iter().collect(),
             restart: record.restart,
-            begin: record.begin,
-            successor: record.successor,
-            watches: record.watches,
-            redirect_at: record.redirect_at,
+            begin: record.launch,
+            successor: record.handoff,
+            watches: record.notifications,
+            redirect_at: record.redirect_address,
             ..Task::new(record.tid, record.parent, Phase::Detached)
         }
     }
@@ -267,17 +275,17 @@ impl Task {
     }
 
     /// Raises the watermarks of its links to at least these values.
-    pub(super) fn mark(&mut self, marks: impl IntoIterator<Item = LinkMark>) {
-        for LinkMark { peer, end } in marks {
+    pub(super) fn mark(&mut self, marks: impl IntoIterator<Item = SendWatermark>) {
+        for SendWatermark { peer, end_seq: end } in marks {
             let seen = self.marks.entry(peer).or_default();
             *seen = end.max(*seen);
         }
     }
 
-    pub(super) fn link_marks(&self) -> Vec<LinkMark> {
+    pub(super) fn link_marks(&self) -> Vec<SendWatermark> {
         self.marks
             .iter()
-            .map(|(&peer, &end)| LinkMark { peer, end })
+            .map(|(&peer, &end)| SendWatermark { peer, end_seq: end })
             .collect()
     }
 }
@@ -290,7 +298,7 @@ pub(super) struct Tasks {
     last_local: u32,
     spared: bool,
     /// Ended tasks with their watermarks, oldest first.
-    dead: VecDeque<(Tid, Vec<LinkMark>)>,
+    dead: VecDeque<(Tid, Vec<SendWatermark>)>,
     /// Tasks of all hosts whose ends are known here.
     pub(super) ends: Ends,
 }
@@ -334,7 +342,7 @@ impl Tasks {
     }
 
     /// Remembers the watermarks of an ended task.
-    pub(super) fn bury(&mut self, tid: Tid, marks: Vec<LinkMark>) {
+    pub(super) fn bury(&mut self, tid: Tid, marks: Vec<SendWatermark>) {
         if self.dead.len() >= DEAD_MAX {
             self.dead.pop_front();
         }
@@ -342,7 +350,7 @@ impl Tasks {
     }
 
     /// Returns the watermark of an ended task towards a peer.
-    pub(super) fn dead_mark(&self, tid: Tid, peer: Tid) -> Option<LinkMark> {
+    pub(super) fn dead_mark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
         let marks = &self.dead.iter().rev().find(|(dead, _)| *dead == tid)?.1;
         mark_of(tid, marks, peer)
     }
@@ -350,11 +358,14 @@ impl Tasks {
 
 /// Returns the watermark up to which `watcher` must receive messages of `dead` before a
 /// notification of its end.
-pub(super) fn mark_of(dead: Tid, marks: &[LinkMark], watcher: Tid) -> Option<LinkMark> {
-    marks.iter().find(|m| m.peer == watcher).map(|m| LinkMark {
-        peer: dead,
-        end: m.end,
-    })
+pub(super) fn mark_of(dead: Tid, marks: &[SendWatermark], watcher: Tid) -> Option<SendWatermark> {
+    marks
+        .iter()
+        .find(|m| m.peer == watcher)
+        .map(|m| SendWatermark {
+            peer: dead,
+            end_seq: m.end_seq,
+        })
 }
 
 impl Machine {
@@ -368,8 +379,8 @@ impl Machine {
             name: task.name.clone(),
             pid: task.pid,
             uid: self.config.uid,
-            moving,
-            stopped: stopped && self.hosting.is_stopped(),
+            migrating: moving,
+            paused: stopped && self.hosting.is_stopped(),
             suspended,
         };
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
@@ -406,25 +417,25 @@ impl Machine {
             parent: task.parent,
             name: task.name.clone(),
             flags: task.flags,
-            epid: task.epid,
+            spawn_token: task.epid,
             output: task.output,
             trace: task.trace,
             rm: task.rm,
-            marks: task.link_marks(),
+            watermarks: task.link_marks(),
             requests: task.requests.iter().copied().collect(),
-            meetings: task.meetings.iter().copied().collect(),
+            untimed_requests: task.meetings.iter().copied().collect(),
             restart: task.restart.clone(),
-            begin: task.begin.clone(),
-            successor: task.successor.clone(),
-            watches: task.watches.clone(),
-            redirect_at: task.redirect_at,
-            hosts: self.table.hosts.iter().map(|h| h.id).collect(),
-            epoch: self.table.epoch,
+            launch: task.begin.clone(),
+            handoff: task.successor.clone(),
+            notifications: task.watches.clone(),
+            redirect_address: task.redirect_at,
+            known_hosts: self.table.hosts.iter().map(|h| h.id).collect(),
+            hosts_epoch: self.table.epoch,
         }
     }
 
     /// Handles a task's request to leave the virtual machine (`pvm_exit`).
-    pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
+    pub(super) fn leave(&mut self, tid: Tid, id: RequestId, marks: Vec<SendWatermark>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
@@ -442,9 +453,9 @@ impl Machine {
             return;
         };
         task.parting = None;
-        let own: Vec<Watch> = task
+        let own: Vec<PendingNotify> = task
             .watches
-            .extract_if(.., |w| w.kind == WatchKind::TaskExit(tid))
+            .extract_if(.., |w| w.kind == NotifySubject::TaskExit(tid))
             .collect();
         for watch in own {
             self.send_exit_note(tid, tid, &watch, None);
@@ -479,7 +490,7 @@ impl Machine {
         self.rings_end(tid);
         self.move_task_ended(tid);
         for host in self.other_hosts() {
-            self.tell_host(host, HostMsg::Left { tid });
+            self.tell_host(host, HostMsg::TaskLeft { tid });
         }
         self.task_left(tid);
     }
@@ -546,9 +557,9 @@ impl Machine {
         self.tasks.bury(tid, marks.clone());
         if self.stop.is_none() {
             for host in self.other_hosts() {
-                let carried = Carried::Ended {
+                let carried = DataMsg::Ended {
                     dst: tid,
-                    marks: marks.clone(),
+                    watermarks: marks.clone(),
                 };
                 self.out.push_back(Output::Carry { host, carried });
             }
@@ -561,7 +572,7 @@ impl Machine {
     }
 
     /// Handles the end of a task of any host.
-    pub(super) fn task_ended_somewhere(&mut self, tid: Tid, marks: &[LinkMark]) {
+    pub(super) fn task_ended_somewhere(&mut self, tid: Tid, marks: &[SendWatermark]) {
         self.end_is_known(tid);
         self.notify_task_exit(tid, marks);
         self.contexts.retain(|_, owner| *owner != tid);
@@ -583,7 +594,7 @@ impl Machine {
 
     /// Notifies the senders of undeliverable frames and messages, so that they need not retain
     /// anything for this task.
-    pub(super) fn return_to_senders(&mut self, tid: Tid, held: VecDeque<Held>) {
+    pub(super) fn return_to_senders(&mut self, tid: Tid, held: VecDeque<PendingItem>) {
         let senders: BTreeSet<Tid> = held
             .iter()
             .filter_map(sender_of)

@@ -1,14 +1,14 @@
 //! Asserts that forwarding a frame in the daemon allocates nothing. This test runs in its own
 //! process because it counts all allocations.
 
-#[path = "../../../libpvm/proto/tests/counting/mod.rs"]
-mod counting;
+#[path = "../../../libpvm/proto/tests/counting_allocator/mod.rs"]
+mod counting_allocator;
 mod one_of_two;
 
 use bytes::{Bytes, BytesMut};
 use one_of_two::{Daemon, elsewhere, frame};
 use pvmd_machine::{Event, Output};
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 use std::ops::Range;
@@ -39,7 +39,7 @@ fn allocations(
         let frames: Vec<Bytes> = range
             .map(|n| frame(&mut buffer, ends, kind(n), n, &[7; 64]))
             .collect();
-        let before = counting::allocations();
+        let before = counting_allocator::allocations();
         for frame in &frames {
             daemon.handle(event(frame.clone()));
             assert!(
@@ -49,7 +49,7 @@ fn allocations(
             );
             assert!(daemon.poll().is_none());
         }
-        counting::allocations() - before
+        counting_allocator::allocations() - before
     };
     pass(0..WARM);
     pass(WARM..WARM + FRAMES)
@@ -83,7 +83,7 @@ fn outgoing_frames_allocate_nothing() {
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::Carry {
             host: HostId::MASTER,
-            carried: Carried::Link(frame),
+            carried: DataMsg::Frame(frame),
         } => frame == sent,
         _ => false,
     };
@@ -97,7 +97,7 @@ fn incoming_frames_allocate_nothing() {
     let ends = (elsewhere(), daemon.tids[0]);
     let event = |frame| Event::HostCarried {
         host: HostId::MASTER,
-        carried: Carried::Link(frame),
+        carried: DataMsg::Frame(frame),
     };
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::LinkToTask { conn, frame } => *conn == Daemon::conn(0) && frame == sent,

@@ -8,7 +8,7 @@ use super::session::pair_stream_item;
 use bytes::Bytes;
 use pvmd_machine::lanes::{Fork, Join, Lane, LaneId, Way, ends_of};
 use sempa_proto::frame::FrameDecoder;
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use std::future::Future;
 use std::pin::pin;
 use std::task::{Context, Waker};
@@ -78,13 +78,13 @@ impl BenchSender {
 #[derive(Debug, Default)]
 pub struct BenchReceiver {
     decoder: FrameDecoder,
-    join: Join<Carried>,
+    join: Join<DataMsg>,
 }
 
 impl BenchReceiver {
     /// Takes chunks from the pair stream. Returns the next item for the state machine if it is
     /// complete.
-    pub fn receive(&mut self, chunks: &[Bytes]) -> Option<Carried> {
+    pub fn receive(&mut self, chunks: &[Bytes]) -> Option<DataMsg> {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;
         match pair_stream_item(frame) {

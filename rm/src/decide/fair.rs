@@ -57,15 +57,9 @@ pub struct Limits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Limited {
     /// The user's limit would be exceeded.
-    User {
-        has: u32,
-        most: u32,
-    },
+    User { has: u32, most: u32 },
     /// The job's limit would be exceeded.
-    Job {
-        has: u32,
-        most: u32,
-    },
+    Job { has: u32, most: u32 },
     /// The queue is full.
     Queue,
 }

@@ -56,9 +56,7 @@ impl<'a> Ask<'a> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Why {
     /// The request names the host.
-    Asked {
-        host: String,
-    },
+    Asked { host: String },
     /// Round robin over the hosts.
     InTurn {
         /// Number of hosts that take part.
@@ -78,9 +76,7 @@ pub enum Why {
         host: String,
     },
     /// All tasks on the one host where they get most.
-    SameHost {
-        host: String,
-    },
+    SameHost { host: String },
     /// An external chooser selected the hosts.
     Chosen {
         /// Name of the external chooser.

@@ -426,8 +426,7 @@ mod tests {
     /// Post-copy of a large task does not change the predicted cost of a small one, and is not
     /// considered nearly free.
     #[test]
-    fn large_post_copy_keeps_cost_of_small_tasks()
-     {
+    fn large_post_copy_keeps_cost_of_small_tasks() {
         let mut estimates = Estimates::default();
         let small = estimates.cost(1 << 20, 1.0, None);
         let (resident, frozen) = (2 << 30, Micros::from_millis(900));

@@ -14,9 +14,7 @@ pub enum Reason<S = String> {
     /// The request names another host.
     OtherHost,
     /// The host has another architecture.
-    OtherArch {
-        has: S,
-    },
+    OtherArch { has: S },
     /// The request asks for the hosts that it does not name, and names this one.
     Complement,
     /// The owner is present.
@@ -35,9 +33,7 @@ pub enum Reason<S = String> {
         by: Tid,
     },
     /// The owner's task limit is reached.
-    Cores {
-        most: u32,
-    },
+    Cores { most: u32 },
     /// The free memory does not exceed what the owner keeps free by enough for a task.
     Memory {
         /// Bytes that must stay free.
@@ -51,9 +47,7 @@ pub enum Reason<S = String> {
         pattern: S,
     },
     /// The owner blocks this user.
-    User {
-        user: u32,
-    },
+    User { user: u32 },
     /// A condition of the request does not hold.
     Unmet {
         condition: Arc<Condition>,
@@ -67,13 +61,9 @@ pub enum Reason<S = String> {
     /// room.
     Declined,
     /// The host cannot accept migrations at present.
-    NoMoves {
-        why: S,
-    },
+    NoMoves { why: S },
     /// The host refused this task at the last attempt.
-    Refused {
-        why: S,
-    },
+    Refused { why: S },
 }
 
 impl Reason<&str> {

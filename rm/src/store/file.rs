@@ -65,10 +65,7 @@ pub enum StoreError {
     },
     /// A new file cannot be created.
     #[error("cannot make {path}: {why}; nothing is remembered")]
-    New {
-        path: PathBuf,
-        why: String,
-    },
+    New { path: PathBuf, why: String },
 }
 
 /// An opened file and its contents.

@@ -5,9 +5,9 @@ use super::fallen::Fallen;
 use super::{Doing, FENCE_TIME, GONE_LOOKS_MAX, GONE_PAUSE, Job, RESTART_PAUSE, SIGKILL, members};
 use crate::Machine;
 use crate::asks::Asker;
-use sempa_proto::checkpoint::CutFailure;
+use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::Question;
+use sempa_proto::host::HostRequest;
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::Reply;
@@ -19,14 +19,16 @@ impl Machine {
     pub(crate) fn jobs_lost_host(&mut self, host: HostId) {
         self.copies_lost(host);
         let why = format!("{} was lost", self.name_of(host));
-        self.jobs_lost(host, Some(host), &why, |_| CutFailure::HostLost(host));
+        self.jobs_lost(host, Some(host), &why, |_| {
+            CheckpointFailure::HostLost(host)
+        });
     }
 
     /// Master: handles the exit of a host's tasker, with which its tasks have died. The jobs roll
     /// back as if the host were lost, but the host remains.
     pub(crate) fn jobs_lost_tasker(&mut self, host: HostId) {
         let why = format!("the tasker of {} has ended", self.name_of(host));
-        let failure = |job| CutFailure::Task {
+        let failure = |job| CheckpointFailure::Task {
             tid: job,
             step: Step::Dump,
             why: Failure::Engine(why.clone()),
@@ -64,7 +66,7 @@ impl Machine {
         host: HostId,
         lost: Option<HostId>,
         why: &str,
-        failure: impl Fn(Tid) -> CutFailure,
+        failure: impl Fn(Tid) -> CheckpointFailure,
     ) {
         if self.stop.is_some() {
             return;
@@ -166,7 +168,7 @@ impl Machine {
     pub(super) fn kill(&mut self, tid: Tid) {
         self.ask_about(
             tid,
-            Question::Signal {
+            HostRequest::Signal {
                 tid,
                 signal: SIGKILL,
             },
@@ -193,7 +195,7 @@ impl Machine {
         if left > 0 {
             let cause = format!("{why}, and {left} of its tasks do not end");
             self.record(EventKind::RestartFailed {
-                set,
+                checkpoint: set,
                 cause,
                 why: "it would run twice".into(),
             });

@@ -12,7 +12,7 @@
 use crate::asks::Asker;
 use crate::{Machine, Output, Timer};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{HostMsg, Question};
+use sempa_proto::host::{HostMsg, HostRequest};
 use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use std::collections::{BTreeMap, VecDeque};
@@ -181,7 +181,7 @@ impl Machine {
                 };
                 let mut places: Vec<HostId> = others.clone();
                 if !places.is_empty() {
-                    places.rotate_left(job.local() as usize % others.len());
+                    places.rotate_left(job.local_part() as usize % others.len());
                 }
                 places.sort_by_key(|host| !has(host));
                 (places.into(), *number, Vec::new())
@@ -210,7 +210,10 @@ impl Machine {
         if let Some((host, migration, set)) = next {
             return self.ask(
                 host,
-                Question::KeepCopy { migration, set },
+                HostRequest::StoreCopy {
+                    migration,
+                    checkpoint: set,
+                },
                 Asker::Copy { migration },
             );
         }
@@ -248,8 +251,8 @@ impl Machine {
             return;
         }
         let missing = u32::try_from(missing).unwrap_or(u32::MAX);
-        self.record(EventKind::SetCopied {
-            set,
+        self.record(EventKind::CheckpointCopied {
+            checkpoint: set,
             job,
             hosts: made,
             missing,
@@ -301,7 +304,12 @@ impl Machine {
             .any(|there| there.get(&host) == Some(&set));
         if result.is_ok() && !is_known {
             // The copy was cancelled just before, and would never be removed later.
-            self.tell_host(host, HostMsg::DropCopies { sets: vec![set] });
+            self.tell_host(
+                host,
+                HostMsg::DropCopies {
+                    checkpoints: vec![set],
+                },
+            );
         }
     }
 
@@ -361,12 +369,20 @@ impl Machine {
                 .keeping()
                 .and_then(|keeping| keeping.jobs.get_mut(&job));
             match entry.map(|entry| entry.copied.there.insert(host, set.clone())) {
-                Some(Some(before)) if before != set => {
-                    self.tell_host(host, HostMsg::DropCopies { sets: vec![before] })
-                }
+                Some(Some(before)) if before != set => self.tell_host(
+                    host,
+                    HostMsg::DropCopies {
+                        checkpoints: vec![before],
+                    },
+                ),
                 Some(_) => {}
                 // The job has ended, and the copy would never be removed later.
-                None => self.tell_host(host, HostMsg::DropCopies { sets: vec![set] }),
+                None => self.tell_host(
+                    host,
+                    HostMsg::DropCopies {
+                        checkpoints: vec![set],
+                    },
+                ),
             }
         }
         self.copy_step();
@@ -436,7 +452,7 @@ impl Machine {
             self.tell_host(
                 host,
                 HostMsg::DropCopies {
-                    sets: sets.to_vec(),
+                    checkpoints: sets.to_vec(),
                 },
             );
         }
@@ -482,7 +498,12 @@ impl Machine {
         entry.copied.there = there;
         entry.copied.lacks.take_if(|set| which(set));
         for (host, set) in gone {
-            self.tell_host(host, HostMsg::DropCopies { sets: vec![set] });
+            self.tell_host(
+                host,
+                HostMsg::DropCopies {
+                    checkpoints: vec![set],
+                },
+            );
         }
     }
 
@@ -551,9 +572,9 @@ impl Machine {
         self.out.push_back(Output::DropImages { migration });
         self.tell_host(
             HostId::MASTER,
-            HostMsg::CopyKept {
+            HostMsg::CopyStored {
                 migration,
-                set,
+                checkpoint: set,
                 result,
             },
         );
@@ -570,9 +591,9 @@ impl Machine {
         });
         self.tell_host(
             HostId::MASTER,
-            HostMsg::CopyKept {
+            HostMsg::CopyStored {
                 migration,
-                set,
+                checkpoint: set,
                 result: Err(why.to_string()),
             },
         );

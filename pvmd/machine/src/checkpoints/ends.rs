@@ -90,7 +90,7 @@ impl Keeping {
                     }
                 }
             }
-            EventKind::MoveFailed { tid, .. } => {
+            EventKind::MigrationFailed { tid, .. } => {
                 for entry in self
                     .jobs
                     .values_mut()
@@ -149,7 +149,7 @@ impl Machine {
                     .entry(tid)
                     .and_modify(|entry| entry.end.told = Some(signal));
             }
-            None => self.tell_host(HostId::MASTER, HostMsg::ToldToEnd { tid, signal }),
+            None => self.tell_host(HostId::MASTER, HostMsg::EndSignalSent { tid, signal }),
         }
     }
 

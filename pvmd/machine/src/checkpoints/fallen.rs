@@ -41,7 +41,7 @@ impl Fallen {
             {
                 (*tid, host)
             }
-            EventKind::MoveFailed {
+            EventKind::MigrationFailed {
                 tid,
                 from,
                 step: Step::Arrive,

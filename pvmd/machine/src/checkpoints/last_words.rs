@@ -12,7 +12,7 @@
 use crate::pairs::sender_of;
 use crate::tasks::Task;
 use crate::{Machine, Output, Timer};
-use sempa_proto::host::{Carried, Held};
+use sempa_proto::host::{DataMsg, PendingItem};
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::migration::Failure;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
@@ -89,9 +89,9 @@ impl Machine {
             return;
         };
         let ended: Vec<Tid> = keeping.recent.all(now).collect();
-        let words = ended.into_iter().map(|dst| Carried::Ended {
+        let words = ended.into_iter().map(|dst| DataMsg::Ended {
             dst,
-            marks: Vec::new(),
+            watermarks: Vec::new(),
         });
         self.out
             .extend(words.map(|carried| Output::Carry { host, carried }));
@@ -150,9 +150,11 @@ impl Machine {
     /// The task must receive such a message before it is dumped.
     pub(super) fn has_heard_the_dead(&self, task: &Task) -> Result<(), Failure> {
         let left = task.away.as_ref().map_or(0, |away| away.left);
-        let is_said = |held: &&Held| match held {
-            Held::Link(bytes) => matches!(LinkFrame::kind_of(bytes), Some(LinkKind::Data { .. })),
-            Held::Item(_) => false,
+        let is_said = |held: &&PendingItem| match held {
+            PendingItem::Frame(bytes) => {
+                matches!(LinkFrame::kind_of(bytes), Some(LinkKind::Data { .. }))
+            }
+            PendingItem::Control(_) => false,
         };
         let mut senders = task
             .inbox
@@ -162,7 +164,7 @@ impl Machine {
             .filter_map(sender_of);
         match senders.find(|src| self.tasks.ends.known.contains(src)) {
             None => Ok(()),
-            Some(src) => Err(Failure::CalledOff(format!(
+            Some(src) => Err(Failure::Cancelled(format!(
                 "the last words of {src} have come, which has ended, and it has to take them first"
             ))),
         }

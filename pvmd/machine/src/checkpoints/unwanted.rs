@@ -3,7 +3,7 @@
 
 use super::{Doing, Job, Keeping};
 use crate::{Machine, Output};
-use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
+use sempa_proto::checkpoint::{CheckpointEntry, RemovalRefusal, RemovalResults, RemovalSelection};
 use sempa_proto::event::EventKind;
 use sempa_proto::task::Reply;
 use sempa_proto::{PvmError, RequestId, Tid};
@@ -36,11 +36,17 @@ impl Keeping {
 
 impl Machine {
     /// Master: handles a request to remove checkpoints.
-    pub(crate) fn sets_unwanted(&mut self, tid: Tid, id: RequestId, which: Unwanted, any: bool) {
+    pub(crate) fn sets_unwanted(
+        &mut self,
+        tid: Tid,
+        id: RequestId,
+        which: RemovalSelection,
+        any: bool,
+    ) {
         let Some(keeping) = self.keeping() else {
             return;
         };
-        if matches!(&which, Unwanted::Sets(sets) if sets.len() > NAMED_MAX) {
+        if matches!(&which, RemovalSelection::Checkpoints(sets) if sets.len() > NAMED_MAX) {
             let reason = format!("at most {NAMED_MAX} checkpoints are removed at once");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
@@ -50,7 +56,12 @@ impl Machine {
             .iter()
             .filter(|(_, entry)| entry.needs_newest())
         {
-            stay.extend(entry.newest.clone().map(|set| (set, Stays::Wanted(*job))));
+            stay.extend(
+                entry
+                    .newest
+                    .clone()
+                    .map(|set| (set, RemovalRefusal::OnlyRestartPoint(*job))),
+            );
         }
         // A checkpoint that a restart has requested, but not opened yet, is not protected by the
         // store.
@@ -58,7 +69,7 @@ impl Machine {
             keeping
                 .wanted
                 .values()
-                .map(|wanted| (wanted.set.clone(), Stays::InUse)),
+                .map(|wanted| (wanted.set.clone(), RemovalRefusal::InUse)),
         );
         self.out.push_back(Output::RemoveSets {
             tid,
@@ -74,13 +85,13 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        result: Result<Removed, String>,
+        result: Result<RemovalResults, String>,
     ) {
         let removed = result.iter().flatten().filter(|(_, became)| became.is_ok());
         let sets: Vec<String> = removed.map(|(set, _)| set.clone()).collect();
         self.copies_unwanted(&sets);
         self.sets_gone(sets, format!("{tid} asked for it"));
-        self.reply(tid, id, Reply::SetsRemoved(result));
+        self.reply(tid, id, Reply::CheckpointsRemoved(result));
     }
 
     /// Completes the store's list of checkpoints with the hosts that have copies.
@@ -88,12 +99,12 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        mut result: Result<Vec<SetEntry>, String>,
+        mut result: Result<Vec<CheckpointEntry>, String>,
     ) {
         for entry in result.iter_mut().flatten() {
-            entry.copies = self.copies_of(entry.job, &entry.set);
+            entry.copy_hosts = self.copies_of(entry.job, &entry.name);
         }
-        self.reply(tid, id, Reply::Sets(result));
+        self.reply(tid, id, Reply::Checkpoints(result));
     }
 
     /// Handles checkpoints that the store has removed on its own initiative.
@@ -116,6 +127,9 @@ impl Machine {
             entry.newest.take_if(|set| sets.contains(set));
             entry.origin.take_if(|set| sets.contains(set));
         }
-        self.record(EventKind::SetsRemoved { sets, why });
+        self.record(EventKind::CheckpointsRemoved {
+            checkpoints: sets,
+            why,
+        });
     }
 }

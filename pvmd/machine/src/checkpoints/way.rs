@@ -9,7 +9,7 @@
 
 use super::{Doing, Job};
 use crate::Machine;
-use sempa_proto::migration::{Cause, Refusal};
+use sempa_proto::migration::{MigrationCause, Refusal};
 use sempa_proto::{HostId, Tid};
 
 impl Machine {
@@ -18,17 +18,17 @@ impl Machine {
     ///
     /// # Errors
     /// The checkpoint has priority.
-    pub(crate) fn make_way(&mut self, tid: Tid, cause: &Cause) -> Result<(), Refusal> {
+    pub(crate) fn make_way(&mut self, tid: Tid, cause: &MigrationCause) -> Result<(), Refusal> {
         let Some(master) = self.master.as_deref_mut() else {
             return Ok(());
         };
         let (keeping, coordinator) = (&mut master.keeping, &mut master.directing.coordinator);
-        let drains = matches!(cause, Cause::Drain { .. });
+        let drains = matches!(cause, MigrationCause::Drain { .. });
         let counts =
             |job: &Job| job.drains && job.doing == Doing::Counting && job.members.contains(&tid);
         if drains && keeping.jobs.values().any(counts) {
             // The task has no part of a snapshot yet, so the id is a new one.
-            return Err(Refusal::AlreadyMoving(coordinator.next_id()));
+            return Err(Refusal::AlreadyMigrating(coordinator.next_id()));
         }
         if let Some(part) = keeping.cuts.part_of(tid) {
             let cut = keeping.cuts.snapshot_of(part.id);
@@ -37,16 +37,19 @@ impl Machine {
                 .and_then(|job| keeping.jobs.get(&job));
             // The whole job ends with this checkpoint.
             if job.is_some_and(|job| job.ends) {
-                return Err(Refusal::AlreadyMoving(part.id));
+                return Err(Refusal::AlreadyMigrating(part.id));
             }
             let first = drains && job.is_some_and(|job| job.drains);
             if let Some((_, part)) = keeping.cuts.binding_part(tid).filter(|_| first) {
-                return Err(Refusal::AlreadyMoving(part));
+                return Err(Refusal::AlreadyMigrating(part));
             }
         }
         while let Some((cut, part)) = keeping.cuts.binding_part(tid) {
-            if !matches!(cause, Cause::Owner { .. } | Cause::Drain { .. }) {
-                return Err(Refusal::AlreadyMoving(part));
+            if !matches!(
+                cause,
+                MigrationCause::Owner { .. } | MigrationCause::Drain { .. }
+            ) {
+                return Err(Refusal::AlreadyMigrating(part));
             }
             keeping.cuts.abort_for_migration(
                 cut,

@@ -13,9 +13,11 @@ mod way;
 use super::scene::{stopped_until, welcome};
 use super::sim::{Proc, Seen, Sim, host, seeds};
 use crate::{HostId, MachineConfig};
-use sempa_proto::checkpoint::{CutFailure, Pace, RestartFailure, SetReport};
+use sempa_proto::checkpoint::{
+    CheckpointFailure, CheckpointReport, CheckpointSchedule, RestartFailure,
+};
 use sempa_proto::group::{GroupReply, GroupRequest};
-use sempa_proto::owner::Leave;
+use sempa_proto::owner::EvictionMode;
 use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
 use sempa_proto::{Message, Micros, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -55,14 +57,14 @@ impl Scene {
     }
 
     fn any(&mut self) -> Tid {
-        self.tids[self.sim.dice.roll(self.tids.len() as u64) as usize]
+        self.tids[self.sim.dice.below(self.tids.len() as u64) as usize]
     }
 
     fn chatter(&mut self, rounds: u64) {
         for _ in 0..rounds {
             let (from, to) = (self.any(), self.any());
             self.talk(from, to);
-            let wait = Micros(self.sim.dice.roll(4_000));
+            let wait = Micros(self.sim.dice.below(4_000));
             self.sim.pass(wait);
         }
     }
@@ -117,21 +119,21 @@ impl Scene {
             self.console,
             Request::Checkpoint {
                 job,
-                pace: every.map(Pace::Every),
-                end: false,
+                schedule: every.map(CheckpointSchedule::Every),
+                end_job: false,
                 wait: true,
             },
         )
     }
 
-    fn checkpoint(&mut self, every: Option<Micros>) -> Result<SetReport, CutFailure> {
+    fn checkpoint(&mut self, every: Option<Micros>) -> Result<CheckpointReport, CheckpointFailure> {
         let job = self.job();
         let reply = self.sim.ask(
             self.console,
             Request::Checkpoint {
                 job,
-                pace: every.map(Pace::Every),
-                end: false,
+                schedule: every.map(CheckpointSchedule::Every),
+                end_job: false,
                 wait: true,
             },
         );
@@ -169,7 +171,7 @@ impl Scene {
         let reply = self.sim.ask(
             self.console,
             Request::Restart {
-                set: set.into(),
+                checkpoint: set.into(),
                 on,
                 wait: true,
             },
@@ -181,7 +183,7 @@ impl Scene {
     }
 
     /// Waits for the reply to a checkpoint request.
-    fn answer(&mut self, asked: RequestId) -> Result<SetReport, CutFailure> {
+    fn answer(&mut self, asked: RequestId) -> Result<CheckpointReport, CheckpointFailure> {
         let console = self.console;
         self.sim.until("the end of the checkpoint", |sim| {
             sim.procs[console].replies.contains_key(&asked)
@@ -329,7 +331,7 @@ fn restart_continues_from_checkpoint() {
         // The restart undoes all messages that the tasks send after the checkpoint.
         scene.chatter(40);
         scene.end_all();
-        scene.restarts_and_talks(&report.set);
+        scene.restarts_and_talks(&report.name);
     }
 }
 
@@ -359,7 +361,7 @@ fn failed_restart_can_be_repeated() {
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.end_all();
-        bad += scene.restart_may_fail(&report.set);
+        bad += scene.restart_may_fail(&report.name);
         scene.until_all_are_back();
         scene.chatter(60);
         scene.until_all_is_heard();
@@ -376,10 +378,10 @@ fn lost_host_rolls_job_back() {
         let first = scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = 100 + scene.sim.dice.roll(700);
+        let rounds = 100 + scene.sim.dice.below(700);
         scene.chatter(rounds);
         let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        let lost = host(2 + scene.sim.dice.below(3) as u16);
         scene.sim.kill_host(lost);
         scene
             .sim
@@ -409,9 +411,9 @@ fn job_survives_host_losses_at_any_time() {
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut hosts: Vec<u16> = (2..=5).collect();
         for _ in 0..3 {
-            let rounds = scene.sim.dice.roll(300);
+            let rounds = scene.sim.dice.below(300);
             scene.chatter(rounds);
-            let which = scene.sim.dice.roll(hosts.len() as u64) as usize;
+            let which = scene.sim.dice.below(hosts.len() as u64) as usize;
             scene.sim.kill_host(host(hosts.remove(which)));
         }
         let all = |sim: &Sim, tids: &[Tid]| {
@@ -480,7 +482,7 @@ fn barrier_completes_in_new_virtual_machine() {
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut scene = lost(scene);
         let places = scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(
             places.iter().all(|(_, at)| *at == HostId::MASTER),
@@ -583,7 +585,7 @@ fn restart_restores_mailbox_and_contexts() {
         let theirs = context(&mut scene.sim, scene.console);
         assert!(owned.iter().all(|(_, ctx)| *ctx != theirs), "seed {seed}");
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         assert_eq!(
@@ -623,8 +625,8 @@ fn restart_refused_on_mailbox_or_context_conflict() {
     scene.end_all();
     put(&mut scene, console, "ours", b"2");
     assert_eq!(
-        scene.restart(&report.set, &[]),
-        Err(RestartFailure::Mailbox(vec!["ours 0".into()]))
+        scene.restart(&report.name, &[]),
+        Err(RestartFailure::MailboxInUse(vec!["ours 0".into()]))
     );
     assert_eq!(stored(&mut scene, "ours").as_deref(), Some(&b"2"[..]));
     let gone = MailboxRequest::Delete {
@@ -633,7 +635,7 @@ fn restart_refused_on_mailbox_or_context_conflict() {
     };
     assert_eq!(scene.sim.ask(console, Request::Mailbox(gone)), Reply::Done);
     scene
-        .restart(&report.set, &[])
+        .restart(&report.name, &[])
         .expect("nothing stands in the way any more");
     scene.until_all_are_back();
     let first = scene.sim.proc_of(scene.tids[0]);
@@ -649,30 +651,33 @@ fn restart_refused_on_mailbox_or_context_conflict() {
     let other = Tid::from_raw(0x40999);
     machine.hold_contexts(vec![(ctx, other)]);
     assert_eq!(
-        scene.restart(&report.set, &[]),
-        Err(RestartFailure::Contexts(vec![ctx]))
+        scene.restart(&report.name, &[]),
+        Err(RestartFailure::ContextsInUse(vec![ctx]))
     );
 }
 
 fn host_of(ctx: i32) -> HostId {
-    Tid::from_raw(ctx).home().expect("a host gave it out")
+    Tid::from_raw(ctx).birth_host().expect("a host gave it out")
 }
 
 /// The newest checkpoint of a job is never older than the job's bound or interval.
 #[test]
 fn checkpoint_age_stays_within_bound() {
     let bound = Micros::from_secs(4);
-    for (seed, pace) in
-        seeds(10).flat_map(|seed| [(seed, Pace::Loss(bound)), (seed, Pace::Every(bound))])
-    {
+    for (seed, pace) in seeds(10).flat_map(|seed| {
+        [
+            (seed, CheckpointSchedule::MaxLoss(bound)),
+            (seed, CheckpointSchedule::Every(bound)),
+        ]
+    }) {
         let mut scene = Scene::new(seed, 3, 4);
         let job = scene.job();
         let reply = scene.sim.ask(
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: Some(pace),
-                end: false,
+                schedule: Some(pace),
+                end_job: false,
                 wait: true,
             },
         );
@@ -731,10 +736,10 @@ fn barrier_during_checkpoint_is_all_or_none() {
                     );
                 }
             }
-            let wait = Micros(scene.sim.dice.roll(1_500));
+            let wait = Micros(scene.sim.dice.below(1_500));
             scene.sim.pass(wait);
         };
-        for _ in 0..scene.sim.dice.roll(40) {
+        for _ in 0..scene.sim.dice.below(40) {
             step(&mut scene);
         }
         let asked = scene.begin_checkpoint(None);
@@ -751,7 +756,7 @@ fn barrier_during_checkpoint_is_all_or_none() {
         };
         scene.end_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         let passed = |scene: &Scene| -> Vec<usize> {
@@ -823,10 +828,10 @@ fn task_deaths_before_host_loss_roll_job_back() {
         scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.dice.roll(300);
+        let rounds = scene.sim.dice.below(300);
         scene.chatter(rounds);
         let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.dice.roll(3) as u16);
+        let lost = host(2 + scene.sim.dice.below(3) as u16);
         let procs: Vec<usize> = scene
             .tids
             .iter()
@@ -838,7 +843,7 @@ fn task_deaths_before_host_loss_roll_job_back() {
         for proc in there {
             scene.sim.exit(proc, 9);
         }
-        let while_it_goes_down = Micros(scene.sim.dice.roll(3_000_000));
+        let while_it_goes_down = Micros(scene.sim.dice.below(3_000_000));
         scene.sim.pass(while_it_goes_down);
         if seed % 2 == 0 {
             // These tasks exited because the others were gone.
@@ -859,10 +864,10 @@ fn deleted_host_rolls_job_back() {
         scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.dice.roll(300);
+        let rounds = scene.sim.dice.below(300);
         scene.chatter(rounds);
         let before = scene.sim.procs.len();
-        let name = format!("h{}", 2 + scene.sim.dice.roll(3));
+        let name = format!("h{}", 2 + scene.sim.dice.below(3));
         let reply = scene
             .sim
             .ask(scene.console, Request::DelHosts { names: vec![name] });
@@ -895,7 +900,7 @@ fn restart_refused_while_tasks_are_alive() {
         0
     );
     let report = scene.checkpoint(None).expect("nothing stands in the way");
-    let Err(RestartFailure::Alive(alive)) = scene.restart(&report.set, &[]) else {
+    let Err(RestartFailure::TasksAlive(alive)) = scene.restart(&report.name, &[]) else {
         panic!("it began")
     };
     assert_eq!(alive.len(), 3);
@@ -910,9 +915,9 @@ fn restart_refused_while_tasks_are_alive() {
         "who is alive is in its groups"
     );
     scene.end_all();
-    let no_host = scene.restart(&report.set, &["nowhere"]);
+    let no_host = scene.restart(&report.name, &["nowhere"]);
     assert_eq!(no_host, Err(RestartFailure::NoHost("nowhere".into())));
-    let places = scene.restart(&report.set, &["h2"]).expect("all are gone");
+    let places = scene.restart(&report.name, &["h2"]).expect("all are gone");
     assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?}");
 }
 
@@ -929,8 +934,8 @@ fn final_checkpoint_ends_job_when_complete() {
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: None,
-                end: true,
+                schedule: None,
+                end_job: true,
                 wait: true,
             },
         );
@@ -944,7 +949,7 @@ fn final_checkpoint_ends_job_when_complete() {
                 });
                 scene.sim.pass(Micros::from_millis(50));
                 scene
-                    .restart(&report.set, &[])
+                    .restart(&report.name, &[])
                     .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
                 scene.until_all_are_back();
             }
@@ -967,18 +972,18 @@ fn paused_guests_are_checkpointed() {
         assert_eq!(
             scene
                 .sim
-                .ask(speaker, stopped_until(None, Leave::Checkpoint)),
+                .ask(speaker, stopped_until(None, EvictionMode::Checkpoint)),
             Reply::Done
         );
-        let rounds = scene.sim.dice.roll(40);
+        let rounds = scene.sim.dice.below(40);
         scene.chatter(rounds);
         let (job, end) = (scene.job(), seed % 2 == 0);
         let reply = scene.sim.ask(
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: None,
-                end,
+                schedule: None,
+                end_job: end,
                 wait: true,
             },
         );
@@ -988,7 +993,7 @@ fn paused_guests_are_checkpointed() {
         if end {
             let on = ["h1", "h3"];
             scene
-                .restart(&report.set, &on)
+                .restart(&report.name, &on)
                 .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         } else {
             scene.sim.pass(Micros::from_millis(300));
@@ -1018,8 +1023,8 @@ fn inner_job_restart_keeps_links_to_outer_job() {
             scene.console,
             Request::Checkpoint {
                 job: alone,
-                pace: None,
-                end: true,
+                schedule: None,
+                end_job: true,
                 wait: true,
             },
         );
@@ -1032,7 +1037,7 @@ fn inner_job_restart_keeps_links_to_outer_job() {
             .until("it has ended", |sim| !is_listed(sim, alone));
         scene.sim.pass(Micros::from_millis(50));
         scene
-            .restart(&small.set, &[])
+            .restart(&small.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         // In every second run the two exchange no messages in between.
@@ -1046,7 +1051,7 @@ fn inner_job_restart_keeps_links_to_outer_job() {
         assert_eq!(report.tasks.len(), 3);
         scene.end_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         let last = |sim: &Sim, at: Tid, from: Tid| {
@@ -1085,7 +1090,7 @@ fn outsiders_reach_restarted_tasks() {
         }
         scene.end_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         let heard = |sim: &Sim, at: Tid, from: Tid| {

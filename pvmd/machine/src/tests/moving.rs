@@ -6,8 +6,8 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{
-    LinkMark, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, SPAWN_DEBUG, SPAWN_HOST,
-    SPAWN_PINNED, Sink, SpawnRequest,
+    MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, SPAWN_DEBUG, SPAWN_HOST,
+    SPAWN_PINNED, SendWatermark, Sink, SpawnRequest,
 };
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -56,18 +56,18 @@ fn on_its_way(seed: u64, hosts: usize, longest: u64) -> (Sim, usize, usize, Requ
         },
     )[0];
     let tid = sim.procs[mover].tid();
-    let what = NotifyWhat::TaskExit(vec![tid]);
+    let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         console,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 1,
             cancel: false,
         }),
     );
     let moving = sim.request(console, migrate(tid, "h3"));
-    let wait = Micros(sim.dice.roll(longest));
+    let wait = Micros(sim.dice.below(longest));
     sim.pass(wait);
     (sim, console, mover, moving)
 }
@@ -93,7 +93,7 @@ fn end_of_move(
         } => Vec::new(),
         other => panic!("no list: {other:?}"),
     };
-    let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
+    let moved = matches!(sim.procs[console].replies[&moving], Reply::Migrated(Ok(_)));
     (list, sim.procs[console].notes(1).len(), moved)
 }
 
@@ -128,8 +128,8 @@ fn random_migrations_keep_message_order() {
         let mut numbers: BTreeMap<(usize, Tid), u32> = BTreeMap::new();
         for round in 0..400 {
             let (from, to) = (
-                procs[sim.dice.roll(6) as usize],
-                tids[sim.dice.roll(6) as usize],
+                procs[sim.dice.below(6) as usize],
+                tids[sim.dice.below(6) as usize],
             );
             if sim.procs[from].tid() != to {
                 let number = numbers.entry((from, to)).or_default();
@@ -139,11 +139,11 @@ fn random_migrations_keep_message_order() {
                 sim.tell(from, to, &body);
             }
             if round % 10 == 0 {
-                let (tid, to) = (tids[sim.dice.roll(6) as usize], 1 + sim.dice.roll(4));
+                let (tid, to) = (tids[sim.dice.below(6) as usize], 1 + sim.dice.below(4));
                 open.push(sim.request(console, migrate(tid, &format!("h{to}"))));
                 moves += 1;
             }
-            let wait = Micros(sim.dice.roll(8_000));
+            let wait = Micros(sim.dice.below(8_000));
             sim.pass(wait);
         }
         sim.until("all messages", |s| check(s, &procs) == sent);
@@ -153,7 +153,7 @@ fn random_migrations_keep_message_order() {
         });
         let done = open
             .iter()
-            .filter(|id| matches!(sim.procs[console].replies[id], Reply::Moved(Ok(_))))
+            .filter(|id| matches!(sim.procs[console].replies[id], Reply::Migrated(Ok(_))))
             .count();
         assert!(done > 0, "none of {moves} moves happened (seed {seed})");
         all_done += done;
@@ -177,7 +177,7 @@ fn random_migrations_keep_message_order() {
                 sim.procs[sim.proc_of(task.tid)].host,
                 "seed {seed}"
             );
-            assert!(!task.moving);
+            assert!(!task.migrating);
         }
     }
     assert!(all_done > 160, "only {all_done} moves happened");
@@ -209,14 +209,14 @@ fn replies_notifications_and_output_follow_task() {
         let dying_tids: Vec<Tid> = dying.iter().map(|p| sim.procs[*p].tid()).collect();
         let note = |what, tag| {
             Request::Notify(NotifyRequest {
-                what,
+                subjects: what,
                 ctx: 0,
                 tag,
                 cancel: false,
             })
         };
-        sim.ask(mover, note(NotifyWhat::TaskExit(dying_tids.clone()), 1));
-        sim.ask(mover, note(NotifyWhat::HostAdd { count: -1 }, 2));
+        sim.ask(mover, note(NotifySubjects::TaskExit(dying_tids.clone()), 1));
+        sim.ask(mover, note(NotifySubjects::HostAdd { count: -1 }, 2));
         let open = sim.request(
             mover,
             Request::Mailbox(MailboxRequest::Take {
@@ -233,10 +233,10 @@ fn replies_notifications_and_output_follow_task() {
                 lines: vec!["h4".to_string()],
             },
         );
-        let wait = Micros(sim.dice.roll(330_000));
+        let wait = Micros(sim.dice.below(330_000));
         sim.pass(wait);
         let moving = sim.request(console, migrate(tid, "t40000"));
-        let wait = Micros(sim.dice.roll(40_000));
+        let wait = Micros(sim.dice.below(40_000));
         sim.pass(wait);
         // The following happens at a random moment of the migration.
         for (n, p) in dying.iter().enumerate() {
@@ -268,7 +268,7 @@ fn replies_notifications_and_output_follow_task() {
                 .all(|id| s.procs[console].replies.contains_key(id))
         });
         assert!(
-            matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
+            matches!(sim.procs[console].replies[&moving], Reply::Migrated(Ok(_))),
             "seed {seed}"
         );
         sim.until("what was asked before", |s| {
@@ -316,7 +316,7 @@ fn replies_notifications_and_output_follow_task() {
         sim.until("a message", |s| {
             matches!(s.procs[mover].seen.last(), Some(Seen::Message(..)))
         });
-        sim.ask(console, note(NotifyWhat::TaskExit(vec![tid]), 3));
+        sim.ask(console, note(NotifySubjects::TaskExit(vec![tid]), 3));
         sim.exit(mover, 0);
         sim.until("its end", |s| {
             s.procs[console].notes(3).len() == 1 && s.procs[console].notes(44).len() == 3
@@ -339,7 +339,7 @@ fn immovable_task_is_refused_with_reason() {
     let debugged = sim.procs[debugged].tid();
     let shell = sim.procs[console].tid();
     let refused = |sim: &mut Sim, tid: Tid, to: &str| match sim.ask(console, migrate(tid, to)) {
-        Reply::Moved(Err(error)) => match (error.step, error.why) {
+        Reply::Migrated(Err(error)) => match (error.step, error.why) {
             (Step::Inspect, Failure::Refused(why)) => why[0].clone(),
             other => panic!("{other:?}"),
         },
@@ -366,7 +366,7 @@ fn immovable_task_is_refused_with_reason() {
     assert_eq!(
         events
             .iter()
-            .filter(|e| matches!(e.kind, EventKind::MoveFailed { .. }))
+            .filter(|e| matches!(e.kind, EventKind::MigrationFailed { .. }))
             .count(),
         4
     );
@@ -379,7 +379,7 @@ fn lost_host_during_migration_never_doubles_task() {
     for seed in seeds(400) {
         let (mut sim, console, mover, moving) = on_its_way(seed, 4, 60_000);
         let tid = sim.procs[mover].tid();
-        let lost = host(2 + sim.dice.roll(3) as u16);
+        let lost = host(2 + sim.dice.below(3) as u16);
         sim.kill_host(lost);
         let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
         assert_eq!(
@@ -413,7 +413,7 @@ fn tasker_death_during_migration_never_doubles_task() {
     for seed in seeds(300) {
         let (mut sim, console, mover, moving) = on_its_way(seed, 3, 40_000);
         let tid = sim.procs[mover].tid();
-        let victim = host(2 + sim.dice.roll(2) as u16);
+        let victim = host(2 + sim.dice.below(2) as u16);
         sim.kill_tasker(victim);
         let (list, dead, moved) = end_of_move(&mut sim, console, tid, moving);
         assert_eq!(
@@ -454,7 +454,7 @@ fn killed_task_during_migration_ends_once() {
         assert_eq!(sim.procs[console].notes(1).len(), 1, "seed {seed}");
         moves += usize::from(matches!(
             sim.procs[console].replies[&moving],
-            Reply::Moved(Ok(_))
+            Reply::Migrated(Ok(_))
         ));
     }
     assert!(moves > 20, "{moves} moves came to their end");
@@ -467,21 +467,21 @@ fn exit_watermarks_delay_notification() {
     let watcher = sim.enrol(host(2));
     let leaver = sim.enrol(HostId::MASTER);
     let tid = sim.procs[leaver].tid();
-    let what = NotifyWhat::TaskExit(vec![tid]);
+    let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         watcher,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 1,
             cancel: false,
         }),
     );
-    let marks = vec![LinkMark {
+    let marks = vec![SendWatermark {
         peer: sim.procs[watcher].tid(),
-        end: 5,
+        end_seq: 5,
     }];
-    sim.ask(leaver, Request::Exit { marks });
+    sim.ask(leaver, Request::Exit { watermarks: marks });
     sim.pass(Micros::from_secs(5));
     assert!(
         sim.procs[watcher].notes(1).is_empty(),
@@ -500,7 +500,7 @@ fn broken_session_does_not_strand_task() {
         let (mut sim, console, mover, moving) = on_its_way(seed, 4, 12_000);
         let tid = sim.procs[mover].tid();
         sim.tell(console, tid, &0u32.to_be_bytes());
-        let long = Micros(1_000 + sim.dice.roll(400_000));
+        let long = Micros(1_000 + sim.dice.below(400_000));
         // With every third seed, messages of another host are in flight to the source.
         let other = if seed % 3 == 0 { 4 } else { 3 };
         sim.part(host(2), host(other), long);
@@ -508,14 +508,14 @@ fn broken_session_does_not_strand_task() {
         let (list, told, moved) = end_of_move(&mut sim, console, tid, moving);
         assert_eq!((list.len(), told), (1, 0), "seed {seed}");
         assert!(
-            !list[0].moving,
+            !list[0].migrating,
             "it has not arrived (seed {seed}): {list:?}"
         );
         assert_eq!(check(&sim, &[mover]), 2, "seed {seed}");
         moves += usize::from(moved);
         let again = sim.ask(console, migrate(tid, "h4"));
         assert!(
-            matches!(again, Reply::Moved(Ok(_))),
+            matches!(again, Reply::Migrated(Ok(_))),
             "seed {seed}: {again:?}"
         );
     }
@@ -552,7 +552,7 @@ fn tasker_death_at_target_fails_migration_at_once() {
         sim.until("the end of the move", |s| {
             s.procs[console].replies.contains_key(&moving)
         });
-        let Reply::Moved(Err(why)) = &sim.procs[console].replies[&moving] else {
+        let Reply::Migrated(Err(why)) = &sim.procs[console].replies[&moving] else {
             panic!("it moved (seed {seed})")
         };
         assert!(

@@ -6,9 +6,9 @@ use super::engines::{
 };
 use super::scene::{stopped, welcome};
 use super::sim::{ASK_TAG, Seen, Sim, host, seeds};
-use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::{Failure, Step};
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{Micros, Tid};
 
 /// Wait status of an agreed exit.
@@ -40,11 +40,11 @@ fn says(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
 }
 
 fn notify(sim: &mut Sim, proc: usize, tid: Tid) {
-    let what = NotifyWhat::TaskExit(vec![tid]);
+    let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         proc,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 9,
             cancel: false,
@@ -73,7 +73,7 @@ fn concurrent_restarts_lose_and_repeat_nothing() {
             } else {
                 ["h2", "h3"]
             };
-            let moving = [a, b].map(|tid| (tid, sim.dice.roll(30_000)));
+            let moving = [a, b].map(|tid| (tid, sim.dice.below(30_000)));
             let mut open = Vec::new();
             let begun = sim.now;
             while open.len() < 2
@@ -88,7 +88,7 @@ fn concurrent_restarts_lose_and_repeat_nothing() {
                 }
                 from_a += i32::from(says(&mut sim, a, b, from_a));
                 from_b += i32::from(says(&mut sim, b, a, from_b));
-                let wait = Micros(sim.dice.roll(1_500));
+                let wait = Micros(sim.dice.below(1_500));
                 sim.pass(wait);
             }
             let moved = open
@@ -180,7 +180,7 @@ fn exit_notification_follows_last_messages() {
             sim.until("it hears", |s| heard(s, old) == [7]);
         }
         let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(40_000));
+        let wait = Micros(sim.dice.below(40_000));
         sim.pass(wait);
         (0..3i32).for_each(|n| sim.tell(last, tid, &n.to_be_bytes()));
         sim.end_in_order(last, 0);
@@ -214,11 +214,11 @@ fn killed_process_and_successor_agree_on_messages() {
         let moving = start_move(&mut sim, console, tid, "h3");
         let mut n = 0;
         while !sim.procs[old].exited {
-            let mut body = vec![0; 4 + sim.dice.roll(200_000) as usize];
+            let mut body = vec![0; 4 + sim.dice.below(200_000) as usize];
             body[..4].copy_from_slice(&i32::to_be_bytes(n));
             sim.tell(old, to, &body);
             n += 1;
-            let wait = Micros(sim.dice.roll(300_000));
+            let wait = Micros(sim.dice.below(300_000));
             sim.pass(wait);
         }
         end_of_move(&mut sim, console, moving).expect("moved");
@@ -252,11 +252,11 @@ fn owner_changes_do_not_break_restart() {
         let speaker = sim.enrol(host(2));
         if seed % 3 > 0 {
             sim.ask(speaker, stopped());
-            let wait = Micros(sim.dice.roll(60_000));
+            let wait = Micros(sim.dice.below(60_000));
             sim.pass(wait);
         }
         let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(if deaf { 1_500_000 } else { 30_000 }));
+        let wait = Micros(sim.dice.below(if deaf { 1_500_000 } else { 30_000 }));
         sim.pass(wait);
         sim.request(speaker, if seed % 3 == 1 { welcome() } else { stopped() });
         let result = end_of_move(&mut sim, console, moving);
@@ -292,7 +292,7 @@ fn suspension_during_exit_request_takes_effect() {
             request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"),
         );
         let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(if deaf { 1_500_000 } else { 20_000 }));
+        let wait = Micros(sim.dice.below(if deaf { 1_500_000 } else { 20_000 }));
         sim.pass(wait);
         let suspended = sim.request(
             console,
@@ -333,7 +333,7 @@ fn expired_exit_request_has_no_effect() {
     watch(&mut sim, console, tid);
     assert!(end_of_move(&mut sim, console, moving).is_err());
     sim.pass(Micros::from_secs(120));
-    sim.ask(old, Request::Exit { marks: vec![] });
+    sim.ask(old, Request::Exit { watermarks: vec![] });
     sim.exit(old, AGREED);
     sim.until("its end", |s| s.procs[console].notes(1).len() == 1);
     sim.pass(Micros::from_secs(2));
@@ -351,7 +351,7 @@ fn disconnected_program_is_restarted_after_late_exit() {
         let (tid, old, moving) = asked(&mut sim, console, "h3");
         watch(&mut sim, console, tid);
         sim.tell(console, tid, &5i32.to_be_bytes());
-        sim.ask(old, Request::Exit { marks: vec![] });
+        sim.ask(old, Request::Exit { watermarks: vec![] });
         sim.close(old);
         assert!(
             end_of_move(&mut sim, console, moving).is_err(),
@@ -387,7 +387,7 @@ fn failed_migration_withdraws_exit_request() {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
         let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(12_000));
+        let wait = Micros(sim.dice.below(12_000));
         sim.pass(wait);
         sim.kill_host(host(3));
         assert!(end_of_move(&mut sim, console, moving).is_err());
@@ -462,7 +462,7 @@ fn exit_before_request_ends_task() {
         watch(&mut sim, console, tid);
         let old = sim.proc_of(tid);
         let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(12_000));
+        let wait = Micros(sim.dice.below(12_000));
         sim.pass(wait);
         let asked = sim.was_asked(old);
         sim.exit(old, AGREED);
@@ -492,7 +492,7 @@ fn reset_ends_task_during_restart() {
         watch(&mut sim, console, tid);
         let old = sim.proc_of(tid);
         let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(20_000));
+        let wait = Micros(sim.dice.below(20_000));
         sim.pass(wait);
         let gone = sim.procs[old].exited;
         sim.ask(console, Request::Reset { kill: true });
@@ -522,14 +522,14 @@ fn broken_session_during_restart_loses_no_messages() {
         let mut said = 0;
         let moving = start_move(&mut sim, console, tid, "h3");
         (0..20i32).for_each(|n| sim.tell(peer, tid, &n.to_be_bytes()));
-        let until = Micros(sim.dice.roll(12_000));
+        let until = Micros(sim.dice.below(12_000));
         let begun = sim.now;
         while sim.now.since(begun) < until && !sim.procs[old].exited {
             sim.tell(old, to, &i32::to_be_bytes(said));
             said += 1;
             sim.pass(Micros(500));
         }
-        let long = Micros(1_000 + sim.dice.roll(400_000));
+        let long = Micros(1_000 + sim.dice.below(400_000));
         sim.part(host(2), host(3 + (seed % 3 == 0) as u16), long);
         let _ = end_of_move(&mut sim, console, moving);
         // A migration that fails late restarts the program shortly after the failure is reported.
@@ -577,11 +577,11 @@ fn lost_host_during_restart_leaves_no_message_gap() {
         speak(&mut sim, 5);
         let moving = start_move(&mut sim, console, tid, "h3");
         for _ in 0..8 {
-            let (wait, count) = (Micros(sim.dice.roll(4_000)), sim.dice.roll(3) as i32);
+            let (wait, count) = (Micros(sim.dice.below(4_000)), sim.dice.below(3) as i32);
             sim.pass(wait);
             speak(&mut sim, count);
         }
-        let lost = host(2 + sim.dice.roll(2) as u16);
+        let lost = host(2 + sim.dice.below(2) as u16);
         sim.kill_host(lost);
         let moved = end_of_move(&mut sim, console, moving).is_ok();
         sim.pass(Micros::from_secs(10));
@@ -620,7 +620,7 @@ fn terminated_task_is_not_restarted() {
         let old = sim.proc_of(tid);
         let moving = start_move(&mut sim, console, tid, "h3");
         sim.until("it is asked", |s| s.deaf.contains(&old));
-        let wait = Micros(sim.dice.roll(900_000));
+        let wait = Micros(sim.dice.below(900_000));
         sim.pass(wait);
         sim.ask(console, Request::Signal { tid, signal: 15 });
         assert!(end_of_move(&mut sim, console, moving).is_err());
@@ -646,7 +646,7 @@ fn first_exit_request_survives_failed_second_one() {
             "it has not ended in its time"
         );
         let again = start_move(&mut sim, console, tid, "h4");
-        let wait = Micros(sim.dice.roll(12_000));
+        let wait = Micros(sim.dice.below(12_000));
         sim.pass(wait);
         sim.kill_host(host(4));
         assert!(end_of_move(&mut sim, console, again).is_err());
@@ -694,7 +694,7 @@ fn restarted_program_can_leave_arriving_owner() {
         let tid = spawn(&mut sim, console, request("child", "restart:wait=3", "h2"));
         let speaker = sim.enrol(host(3));
         let moving = start_move(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.dice.roll(15_000));
+        let wait = Micros(sim.dice.below(15_000));
         sim.pass(wait);
         sim.request(speaker, stopped());
         if end_of_move(&mut sim, console, moving).is_err() {
@@ -746,8 +746,8 @@ fn exit_request_message_is_delivered_once() {
         assert!(
             matches!(
                 moved,
-                Ok(Engine::Own {
-                    asked: Asked::Message(ASK_TAG),
+                Ok(Engine::SelfCheckpoint {
+                    ask_method: AskMethod::Message(ASK_TAG),
                     ..
                 })
             ),

@@ -4,18 +4,18 @@ use super::sim::{Sim, host, seeds};
 use crate::Event;
 use crate::io::Descriptors;
 use crate::pairs::PARTNERS_MAX;
-use sempa_proto::route::{OFFER_ADDRESSES_MAX, OfferId, RouteWord};
+use sempa_proto::route::{OFFER_ADDRESSES_MAX, OfferId, RouteMsg};
 use sempa_proto::task::{Reply, Request, SpawnRequest, ToTask};
 use sempa_proto::{Micros, Tid};
 use std::fs::File;
 
 /// Sends a route message with the number of descriptors that it announces.
-fn say(sim: &mut Sim, proc: usize, to: Tid, word: RouteWord) {
+fn say(sim: &mut Sim, proc: usize, to: Tid, word: RouteMsg) {
     let Some(conn) = sim.procs[proc].conn else {
         return;
     };
     let null = || File::open("/dev/null").expect("there is one").into();
-    let descriptors = Descriptors::new((0..word.descriptors()).map(|_| null()).collect());
+    let descriptors = Descriptors::new((0..word.fd_count()).map(|_| null()).collect());
     let on = sim.procs[proc].host;
     sim.proc_says(
         conn,
@@ -29,31 +29,35 @@ fn say(sim: &mut Sim, proc: usize, to: Tid, word: RouteWord) {
     );
 }
 
-fn ring_offer(id: u64) -> RouteWord {
-    RouteWord::RingOffer {
+fn ring_offer(id: u64) -> RouteMsg {
+    RouteMsg::RingOffer {
         id: OfferId(id),
         slot: 1,
     }
 }
 
-fn ring_accept(id: u64) -> RouteWord {
-    RouteWord::RingAccept {
+fn ring_accept(id: u64) -> RouteMsg {
+    RouteMsg::RingAccept {
         id: OfferId(id),
         slot: 2,
     }
 }
 
-fn direct_offer(id: u64) -> RouteWord {
-    RouteWord::DirectOffer {
+fn direct_offer(id: u64) -> RouteMsg {
+    RouteMsg::DirectOffer {
         id: OfferId(id),
         addresses: vec![],
         fingerprint: [7; 32],
-        line: 0,
+        incarnation: 0,
     }
 }
 
-fn word(from: Tid, near: bool, word: RouteWord) -> ToTask {
-    ToTask::Route { from, near, word }
+fn word(from: Tid, near: bool, word: RouteMsg) -> ToTask {
+    ToTask::Route {
+        from,
+        same_host: near,
+        message: word,
+    }
 }
 
 /// Waits until the process has got this many messages of its daemon. Returns all of them.
@@ -118,12 +122,12 @@ fn ring_offer_is_refused_across_hosts() {
     let (mut sim, _, procs, tids) = tasks(1, 2, &["h1", "h1", "h2"]);
     pair_up(&mut sim, (procs[0], procs[1]), 1);
     say(&mut sim, procs[0], tids[2], ring_offer(2));
-    let refused = word(tids[2], false, RouteWord::RingRefuse { id: OfferId(2) });
+    let refused = word(tids[2], false, RouteMsg::RingRefuse { id: OfferId(2) });
     assert_eq!(told(&mut sim, procs[0], 2)[1], refused);
     // To the task itself, and to a tid without a task.
     say(&mut sim, procs[0], tids[0], ring_offer(3));
     say(&mut sim, procs[0], Tid::from_raw(0x4_7777), ring_offer(4));
-    let ids = [3, 4].map(|id| RouteWord::RingRefuse { id: OfferId(id) });
+    let ids = [3, 4].map(|id| RouteMsg::RingRefuse { id: OfferId(id) });
     let refused = [
         word(tids[0], true, ids[0].clone()),
         word(Tid::from_raw(0x4_7777), false, ids[1].clone()),
@@ -139,10 +143,10 @@ fn ring_offer_to_arriving_task_is_refused_locally() {
     // The message makes the sender's daemon notify it of the migration.
     sim.tell(procs[0], tids[1], b"hello");
     sim.request(console, migrate(tids[1], "h1"));
-    let moved = ToTask::PeerMoved { tid: tids[1] };
+    let moved = ToTask::PeerMigrated { tid: tids[1] };
     sim.until("it moves here", |s| s.procs[procs[0]].told.contains(&moved));
     say(&mut sim, procs[0], tids[1], ring_offer(1));
-    let refused = |near| word(tids[1], near, RouteWord::RingRefuse { id: OfferId(1) });
+    let refused = |near| word(tids[1], near, RouteMsg::RingRefuse { id: OfferId(1) });
     let answers = [true, false].map(refused);
     sim.until("an answer", |s| {
         s.procs[procs[0]]
@@ -169,14 +173,14 @@ fn route_messages_reach_any_host() {
         [word(tids[0], false, direct_offer(2))]
     );
     let moved = sim.ask(console, migrate(tids[2], "h3"));
-    assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
+    assert!(matches!(moved, Reply::Migrated(Ok(_))), "{moved:?}");
     say(
         &mut sim,
         procs[1],
         tids[2],
-        RouteWord::DirectRefuse { id: OfferId(9) },
+        RouteMsg::DirectRefuse { id: OfferId(9) },
     );
-    let refuse = word(tids[1], false, RouteWord::DirectRefuse { id: OfferId(9) });
+    let refuse = word(tids[1], false, RouteMsg::DirectRefuse { id: OfferId(9) });
     sim.until("the word at its new place", |s| {
         s.procs[s.proc_of(tids[2])].told.contains(&refuse)
     });
@@ -219,12 +223,12 @@ fn only_ring_peers_are_notified_of_exit_or_migration() {
         sim.until("word of the end", |s| gone(s) == 1);
         let moved = sim.ask(console, migrate(tids[0], "h2"));
         assert!(
-            matches!(moved, Reply::Moved(Ok(_))),
+            matches!(moved, Reply::Migrated(Ok(_))),
             "{moved:?} (seed {seed})"
         );
         assert_eq!(
             told(&mut sim, procs[2], two + 1)[two..],
-            [ToTask::PeerMoved { tid: tids[0] }],
+            [ToTask::PeerMigrated { tid: tids[0] }],
             "seed {seed}"
         );
         sim.exit(procs[2], 0);
@@ -248,12 +252,12 @@ fn failed_ring_acceptance_is_reported() {
     say(&mut sim, procs[0], tids[1], ring_offer(1));
     told(&mut sim, procs[1], 1);
     let moved = sim.ask(console, migrate(tids[0], "h2"));
-    assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
+    assert!(matches!(moved, Reply::Migrated(Ok(_))), "{moved:?}");
     say(&mut sim, procs[1], tids[0], ring_accept(1));
     // The offer may be lost because the task is elsewhere; its daemon knows whether it lives.
     let lost = told(&mut sim, procs[1], 2)[1].clone();
     assert!(
-        matches!(lost, ToTask::PeerMoved { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
+        matches!(lost, ToTask::PeerMigrated { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
         "{lost:?}"
     );
     assert!(sim.procs[sim.proc_of(tids[0])].told.is_empty());
@@ -272,11 +276,11 @@ fn unanswered_offer_is_reported_on_exit() {
         &mut sim,
         procs[0],
         tids[2],
-        RouteWord::DirectRefuse { id: OfferId(1) },
+        RouteMsg::DirectRefuse { id: OfferId(1) },
     );
     told(&mut sim, procs[2], 1);
     assert_eq!(
-        sim.ask(procs[0], Request::Exit { marks: vec![] }),
+        sim.ask(procs[0], Request::Exit { watermarks: vec![] }),
         Reply::Done
     );
     for waits in [1, 3] {
@@ -295,11 +299,11 @@ fn unanswered_offer_is_reported_on_exit() {
 fn offer_with_too_many_addresses_is_dropped() {
     let (mut sim, _, procs, tids) = tasks(5, 1, &["h1", "h1"]);
     let addresses = vec!["127.0.0.1:1".parse().expect("an address"); OFFER_ADDRESSES_MAX + 1];
-    let offer = RouteWord::DirectOffer {
+    let offer = RouteMsg::DirectOffer {
         id: OfferId(1),
         addresses,
         fingerprint: [0; 32],
-        line: 0,
+        incarnation: 0,
     };
     say(&mut sim, procs[0], tids[1], offer);
     say(&mut sim, procs[0], tids[1], direct_offer(2));
@@ -332,11 +336,7 @@ fn ring_peer_limit_refuses_new_offers() {
     say(&mut sim, procs[2], tids[0], ring_offer(2));
     assert_eq!(
         told(&mut sim, procs[2], 1),
-        [word(
-            tids[0],
-            true,
-            RouteWord::RingRefuse { id: OfferId(2) }
-        )]
+        [word(tids[0], true, RouteMsg::RingRefuse { id: OfferId(2) })]
     );
     // An existing pair may replace its rings.
     pair_up(&mut sim, (procs[0], procs[1]), 3);
@@ -349,7 +349,7 @@ fn route_messages_survive_random_migrations() {
         let (mut sim, console, procs, tids) = tasks(seed, 3, &["h1", "h1", "h2", "h3"]);
         let (mut sent, mut open) = (0, Vec::new());
         for round in 0..120u64 {
-            let (from, to) = (sim.dice.roll(4) as usize, sim.dice.roll(4) as usize);
+            let (from, to) = (sim.dice.below(4) as usize, sim.dice.below(4) as usize);
             // A quiesced library would send this after it has resumed; here it is skipped.
             let speaker = &sim.procs[procs[from]];
             if from != to
@@ -357,7 +357,7 @@ fn route_messages_survive_random_migrations() {
                 && speaker.welcome.is_some()
                 && !speaker.has_let_go()
             {
-                let rings = sim.dice.roll(3) == 0;
+                let rings = sim.dice.below(3) == 0;
                 say(
                     &mut sim,
                     procs[from],
@@ -371,10 +371,10 @@ fn route_messages_survive_random_migrations() {
                 sent += usize::from(!rings);
             }
             if round % 12 == 0 {
-                let (tid, to) = (tids[sim.dice.roll(4) as usize], 1 + sim.dice.roll(3));
+                let (tid, to) = (tids[sim.dice.below(4) as usize], 1 + sim.dice.below(3));
                 open.push(sim.request(console, migrate(tid, &format!("h{to}"))));
             }
-            let wait = Micros(sim.dice.roll(10_000));
+            let wait = Micros(sim.dice.below(10_000));
             sim.pass(wait);
         }
         sim.until("all moves", |s| {
@@ -388,7 +388,7 @@ fn route_messages_survive_random_migrations() {
             for message in &sim.procs[*proc].told {
                 let ToTask::Route {
                     from,
-                    word: RouteWord::DirectOffer { id, .. },
+                    message: RouteMsg::DirectOffer { id, .. },
                     ..
                 } = message
                 else {

@@ -5,9 +5,9 @@ use super::sim::{Seen, Sim, host};
 use crate::HostId;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
-use sempa_proto::owner::{Guests, GuestsWord, Leave};
+use sempa_proto::owner::{EvictionMode, GuestAccess, GuestDirective};
 use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
@@ -19,14 +19,17 @@ pub(super) const PROMISE: Micros = Micros::from_millis(50);
 const PATIENCE: Micros = Micros::from_millis(220);
 
 pub(super) fn stopped() -> Request {
-    stopped_until(None, Leave::Move)
+    stopped_until(None, EvictionMode::Move)
 }
 
-pub(super) fn stopped_until(leave_at: Option<Micros>, then: Leave) -> Request {
-    let guests = Guests::Stopped { leave_at, then };
-    Request::Guests(GuestsWord {
-        guests,
-        why: "olga is there".into(),
+pub(super) fn stopped_until(leave_at: Option<Micros>, then: EvictionMode) -> Request {
+    let guests = GuestAccess::Paused {
+        evict_at: leave_at,
+        eviction: then,
+    };
+    Request::SetGuestDirective(GuestDirective {
+        access: guests,
+        reason: "olga is there".into(),
         limits: GuestLimits::default(),
     })
 }
@@ -37,9 +40,9 @@ pub(super) fn welcome() -> Request {
 
 /// The owner has left and sets these limits for guests.
 pub(super) fn welcome_with(limits: GuestLimits) -> Request {
-    Request::Guests(GuestsWord {
-        guests: Guests::Welcome,
-        why: "olga has left".into(),
+    Request::SetGuestDirective(GuestDirective {
+        access: GuestAccess::Welcome,
+        reason: "olga has left".into(),
         limits,
     })
 }
@@ -181,8 +184,8 @@ impl Scene {
     pub(super) fn say(&mut self, n: usize, word: Request) {
         let (sim, at) = (&mut self.sim, host(n as u16 + 1));
         match &word {
-            Request::Guests(GuestsWord {
-                guests: Guests::Welcome,
+            Request::SetGuestDirective(GuestDirective {
+                access: GuestAccess::Welcome,
                 ..
             }) => drop(self.stopped_at.remove(&at)),
             _ => drop(self.stopped_at.entry(at).or_insert(sim.now)),
@@ -212,8 +215,8 @@ impl Scene {
     pub(super) fn go_on(&mut self) {
         for _ in 0..5 {
             let (from, to) = (
-                self.sim.dice.roll(6) as usize,
-                self.sim.dice.roll(6) as usize,
+                self.sim.dice.below(6) as usize,
+                self.sim.dice.below(6) as usize,
             );
             talk(
                 &mut self.sim,
@@ -222,7 +225,7 @@ impl Scene {
                 self.tids[to],
             );
         }
-        let wait = Micros(self.sim.dice.roll(10_000));
+        let wait = Micros(self.sim.dice.below(10_000));
         self.sim.pass(wait);
     }
 
@@ -230,11 +233,11 @@ impl Scene {
     pub(super) fn watched(seed: u64) -> Scene {
         let mut scene = Scene::new(seed);
         scene.sim.faults.late_percent = 25;
-        let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
+        let what = NotifySubjects::TaskExit(scene.tids[2..4].to_vec());
         scene.sim.ask(
             scene.console,
             Request::Notify(NotifyRequest {
-                what,
+                subjects: what,
                 ctx: 0,
                 tag: 1,
                 cancel: false,
@@ -246,7 +249,7 @@ impl Scene {
 
     /// Waits a random time and, with every second seed, starts a migration.
     pub(super) fn some_time_after(&mut self, longest: u64) {
-        let wait = Micros(self.sim.dice.roll(longest));
+        let wait = Micros(self.sim.dice.below(longest));
         self.sim.pass(wait);
         if self.sim.seed.is_multiple_of(2) {
             self.move_one();
@@ -285,8 +288,8 @@ impl Scene {
 
     pub(super) fn move_one(&mut self) {
         let (tid, to) = (
-            self.tids[self.sim.dice.roll(6) as usize],
-            1 + self.sim.dice.roll(3),
+            self.tids[self.sim.dice.below(6) as usize],
+            1 + self.sim.dice.below(3),
         );
         let id = self
             .sim
@@ -372,20 +375,20 @@ impl Scene {
             );
             let task = list.iter().find(|t| t.tid == *tid).expect("it is there");
             assert_eq!(
-                (task.host, task.moving),
+                (task.host, task.migrating),
                 (proc.host, false),
                 "seed {}",
                 self.sim.seed
             );
             assert!(
-                !task.stopped && !task.suspended,
+                !task.paused && !task.suspended,
                 "{tid} (seed {})",
                 self.sim.seed
             );
         }
         assert_eq!(self.sim.tokens_left(), 0, "seed {}", self.sim.seed);
         open.iter()
-            .filter(|(_, id)| matches!(self.sim.procs[console].replies[id], Reply::Moved(Ok(_))))
+            .filter(|(_, id)| matches!(self.sim.procs[console].replies[id], Reply::Migrated(Ok(_))))
             .count()
     }
 }

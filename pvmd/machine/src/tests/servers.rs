@@ -56,7 +56,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
                 tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("ordered");
             sim.until("the order", |s| s.procs[tasker].notes(SM_STTASK).len() > n);
             let epid = epid_in(&sim.procs[tasker].notes(SM_STTASK)[n]);
-            let child = sim.claim(HostId::MASTER, Claim::Spawned { epid });
+            let child = sim.claim(HostId::MASTER, Claim::Spawned { spawn_token: epid });
             sim.until("it is welcome", |s| s.procs[child].welcome.is_some());
             assert_eq!(sim.procs[child].tid(), tid);
             children.push((child, tid));

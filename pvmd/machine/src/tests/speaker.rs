@@ -5,7 +5,7 @@ use super::sim::{Sim, host, seeds};
 use crate::HostId;
 use crate::speaker::SPEAKER_TIME;
 use sempa_proto::event::EventKind;
-use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM};
+use sempa_proto::load::{GuestLimits, LOAD_WATCHER_PROGRAM};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, PvmError};
 
@@ -36,7 +36,9 @@ fn watcher(sim: &Sim) -> Option<usize> {
 
 impl Guarded {
     fn new(seed: u64) -> Guarded {
-        let mut sim = Sim::with(seed, |c| c.rm_command = Some(vec![WATCHER_PROGRAM.into()]));
+        let mut sim = Sim::with(seed, |c| {
+            c.rm_command = Some(vec![LOAD_WATCHER_PROGRAM.into()])
+        });
         sim.until("it runs", |s| watcher(s).is_some());
         let watcher = watcher(&sim).expect("it runs");
         let console = sim.enrol(HostId::MASTER);
@@ -138,7 +140,9 @@ fn dead_watcher_is_restarted_unless_it_exited_well() {
 #[test]
 fn guests_stay_paused_without_a_watcher() {
     let mut guarded = Guarded::new(3);
-    guarded.sim.remove_program(HostId::MASTER, WATCHER_PROGRAM);
+    guarded
+        .sim
+        .remove_program(HostId::MASTER, LOAD_WATCHER_PROGRAM);
     let dead = guarded.watcher;
     guarded.sim.exit(dead, SIGTERM);
     guarded.sim.pass(LONG);
@@ -161,7 +165,7 @@ fn watcher_limits_outlive_the_watcher() {
     let mut guarded = Guarded::new(4);
     let allows = |most| {
         welcome_with(GuestLimits {
-            cores: Some(most),
+            guests_max: Some(most),
             ..GuestLimits::default()
         })
     };

@@ -3,10 +3,10 @@
 use super::scene::{PROMISE, Scene, events, listed, migrate, on, spawn, stopped, talk, welcome};
 use super::sim::{Seen, Sim, host, seeds};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::Held;
+use sempa_proto::host::PendingItem;
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, WINDOW_BYTES_MAX};
-use sempa_proto::suspend::Cause;
-use sempa_proto::task::{Reply, Request, RmServes};
+use sempa_proto::suspend::SuspendCause;
+use sempa_proto::task::{Reply, Request, RmServices};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 
 const LONG: Micros = Micros::from_secs(1);
@@ -22,9 +22,9 @@ fn suspended_tasks_stay_paused_and_lose_no_messages() {
         let mut scene = Scene::unlucky(seed);
         for _ in 0..60 {
             scene.go_on();
-            let n = scene.sim.dice.roll(3) as usize;
-            let tid = scene.tids[scene.sim.dice.roll(6) as usize];
-            match scene.sim.dice.roll(12) {
+            let n = scene.sim.dice.below(3) as usize;
+            let tid = scene.tids[scene.sim.dice.below(6) as usize];
+            match scene.sim.dice.below(12) {
                 0 => scene.say(n, stopped()),
                 1 => scene.say(n, welcome()),
                 2 | 3 => scene.move_one(),
@@ -64,7 +64,7 @@ fn suspended_task_migrates_without_running() {
             }
             let done = scene.sim.ask(console, migrate(tid, to));
             assert!(
-                matches!(done, Reply::Moved(Ok(_))),
+                matches!(done, Reply::Migrated(Ok(_))),
                 "{done:?} (seed {seed})"
             );
             assert!(scene.sim.procs[p].is_frozen(), "seed {seed}");
@@ -78,7 +78,7 @@ fn suspended_task_migrates_without_running() {
             assert!(
                 listed(&mut scene.sim, console)
                     .iter()
-                    .any(|t| t.tid == tid && t.suspended && !t.moving)
+                    .any(|t| t.tid == tid && t.suspended && !t.migrating)
             );
         }
         assert_eq!(scene.sim.procs[p].eased, 0, "it never ran (seed {seed})");
@@ -132,7 +132,7 @@ fn owner_does_not_wait_for_quiescing_suspended_task() {
         let mut scene = Scene::new(seed);
         scene.sim.faults.late_percent = 50;
         scene.suspend(scene.tids[2], true);
-        let wait = Micros(scene.sim.dice.roll(200_000));
+        let wait = Micros(scene.sim.dice.below(200_000));
         scene.sim.pass(wait);
         scene.say(1, stopped());
         scene.sim.pass(PROMISE + Micros(1));
@@ -152,8 +152,8 @@ fn suspension_is_visible_in_list_and_log() {
     let list = listed(&mut scene.sim, console);
     let still: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
     assert_eq!(still, [tid]);
-    assert!(list.iter().all(|t| !t.stopped && !t.moving));
-    let cause = Cause::Share {
+    assert!(list.iter().all(|t| !t.paused && !t.migrating));
+    let cause = SuspendCause::Preempted {
         why: "there is room".into(),
     };
     let room = Request::Suspend {
@@ -176,11 +176,11 @@ fn suspension_is_visible_in_list_and_log() {
         .collect();
     let first = EventKind::Suspended {
         tid,
-        cause: Cause::Asked { by },
+        cause: SuspendCause::Requested { requested_by: by },
     };
     let second = EventKind::Resumed {
         tid,
-        cause: Cause::Asked { by },
+        cause: SuspendCause::Requested { requested_by: by },
     };
     assert_eq!(told, [&first, &second], "what changes nothing is no event");
     scene.end();
@@ -222,10 +222,10 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
         }
     }
     let rm = spawn(&mut scene.sim, console, on("h2", "rm", 1))[0];
-    let serves = sempa_proto::task::RmServes {
+    let serves = sempa_proto::task::RmServices {
         spawn: false,
         others: false,
-        ends: true,
+        task_exits: true,
     };
     scene.sim.ask(rm, Request::RegisterRm(serves));
     let tid = scene.sim.procs[rm].tid();
@@ -253,7 +253,7 @@ fn exit_of_suspended_task_is_reported_once() {
         let console = scene.console;
         scene.suspend(scene.tids[2], true);
         scene.some_time_after(300_000);
-        match scene.sim.dice.roll(4) {
+        match scene.sim.dice.below(4) {
             0 => {
                 let victim = scene.procs[2];
                 scene.sim.exit(victim, 9);
@@ -339,8 +339,8 @@ impl Caller {
 
     fn call(&mut self, sim: &mut Sim) {
         if self.open.is_none() {
-            let caller = self.callers[sim.dice.roll(2) as usize];
-            let suspend = sim.dice.roll(3) > 0;
+            let caller = self.callers[sim.dice.below(2) as usize];
+            let suspend = sim.dice.below(3) > 0;
             let request = Request::Suspend {
                 tid: self.tid,
                 suspend,
@@ -354,7 +354,7 @@ impl Caller {
 /// Kills a host. Each other host loses its last messages with probability one half.
 fn kill_unheard(sim: &mut Sim, victim: HostId) {
     for to in [HostId::MASTER, host(3), host(4)] {
-        if sim.dice.roll(2) == 0 {
+        if sim.dice.below(2) == 0 {
             sim.lose_words(victim, to);
         }
     }
@@ -380,19 +380,19 @@ fn confirmed_suspension_survives_faults_in_migration() {
         };
         let moving = sim.request(console, migrate(tid, "h3"));
         let end = sim.now + Micros::from_millis(80);
-        let lose_at = sim.now + Micros(sim.dice.roll(60_000));
+        let lose_at = sim.now + Micros(sim.dice.below(60_000));
         let mut lost = None;
         while sim.now < end {
             if sim.now >= lose_at && lost.is_none() {
-                let victim = host(2 + sim.dice.roll(2) as u16);
+                let victim = host(2 + sim.dice.below(2) as u16);
                 lost = Some(victim);
-                match sim.dice.roll(4) {
+                match sim.dice.below(4) {
                     0 => {}
                     1 => sim.kill_tasker(victim),
                     _ => kill_unheard(&mut sim, victim),
                 }
             }
-            if sim.dice.roll(8) == 0 {
+            if sim.dice.below(8) == 0 {
                 caller.call(&mut sim);
             }
             sim.step();
@@ -457,17 +457,17 @@ fn manager(scene: &mut Scene) -> usize {
     let p = spawn(&mut scene.sim, scene.console, on("h1", "rm", 1))[0];
     scene.sim.ask(
         p,
-        Request::RegisterRm(RmServes {
+        Request::RegisterRm(RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         }),
     );
     p
 }
 
 fn share(scene: &mut Scene, rm: usize, tid: Tid) {
-    let cause = Some(Cause::Share {
+    let cause = Some(SuspendCause::Preempted {
         why: "user 7 waits".into(),
     });
     assert_eq!(
@@ -502,7 +502,7 @@ fn preempted_tasks_resume_without_resource_manager() {
         let died = scene.sim.now;
         // By now a host may know that there is no resource manager, and the task may migrate at any
         // time.
-        let (console, wait) = (scene.console, Micros(scene.sim.dice.roll(3_100_000)));
+        let (console, wait) = (scene.console, Micros(scene.sim.dice.below(3_100_000)));
         scene.sim.pass(wait);
         let p = scene.procs[2];
         let before = scene.sim.procs[p].is_frozen();
@@ -511,7 +511,7 @@ fn preempted_tasks_resume_without_resource_manager() {
             "seed {seed}"
         );
         let reply = scene.sim.ask(console, migrate(gave_way, "h3"));
-        moved += u32::from(before && matches!(reply, Reply::Moved(Ok(_))));
+        moved += u32::from(before && matches!(reply, Reply::Migrated(Ok(_))));
         scene.sim.until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
@@ -559,7 +559,7 @@ fn new_resource_manager_keeps_tasks_preempted() {
                 .find(|p| scene.sim.procs[*p].spawned.is_some())
                 .expect("the last");
             scene.sim.exit(rm, 9);
-            let wait = Micros(scene.sim.dice.roll(2_500_000));
+            let wait = Micros(scene.sim.dice.below(2_500_000));
             scene.sim.pass(wait);
             manager(&mut scene);
             scene.sim.pass(Micros::from_secs(30));
@@ -569,7 +569,7 @@ fn new_resource_manager_keeps_tasks_preempted() {
             .rev()
             .find(|p| scene.sim.procs[*p].spawned.is_some())
             .expect("the last");
-        let cause = Some(Cause::Share {
+        let cause = Some(SuspendCause::Preempted {
             why: "there is room".into(),
         });
         assert_eq!(
@@ -631,7 +631,7 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
             .get(tid)
             .expect("it is there");
         let frames = task.inbox.iter().filter_map(|held| {
-            if let Held::Link(frame) = held {
+            if let PendingItem::Frame(frame) = held {
                 Some(frame.len())
             } else {
                 None

@@ -7,15 +7,16 @@ use crate::{Event, HostId, Output};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event as Entry, EventKind};
-use sempa_proto::host::Held;
+use sempa_proto::host::PendingItem;
 use sempa_proto::message::{DSIG_X86_64, ENC_XDR};
 use sempa_proto::sm::{
-    GRANT_COUNT_MAX, GRANT_HOSTS_MAX, SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_GRANT_TAKEN,
-    SM_HOSTX, SM_TASKX, Taken, pack_exec, unpack_taken, unpack_tids,
+    LEASE_HOSTS_MAX, LEASE_TASKS_MAX, PlacementLeaseUse, SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK,
+    SM_HOSTX, SM_PLACEMENT_LEASE_USED, SM_TASKX, pack_exec, unpack_placement_lease_use,
+    unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{
-    Claim, GrantOf, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes,
+    Claim, LeasedSpawn, MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, RmServices,
     SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest, ToDaemon,
     ToTask,
 };
@@ -40,7 +41,7 @@ pub(super) fn tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
 fn homes(reply: Reply) -> Vec<u16> {
     tids(reply)
         .into_iter()
-        .map(|r| r.expect("started").home().expect("a task").index())
+        .map(|r| r.expect("started").birth_host().expect("a task").index())
         .collect()
 }
 
@@ -53,7 +54,7 @@ fn failed(reply: Reply) -> PvmError {
 
 fn exit_note(tids: Vec<Tid>, tag: i32) -> Request {
     Request::Notify(NotifyRequest {
-        what: NotifyWhat::TaskExit(tids),
+        subjects: NotifySubjects::TaskExit(tids),
         ctx: 0,
         tag,
         cancel: false,
@@ -168,7 +169,7 @@ fn inbox_keeps_all_last_messages() {
     // These frames are never repeated. Their size exceeds the windows of many links.
     let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 2000);
     let mut inbox = Inbox::default();
-    (0..count).for_each(|_| inbox.push(Held::Link(frame.clone())));
+    (0..count).for_each(|_| inbox.push(PendingItem::Frame(frame.clone())));
     assert_eq!(inbox.drain().len(), count);
 }
 
@@ -346,7 +347,7 @@ fn second_claim_becomes_new_task() {
         .iter()
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
-    let thief = sim.claim(HostId::MASTER, Claim::Spawned { epid });
+    let thief = sim.claim(HostId::MASTER, Claim::Spawned { spawn_token: epid });
     sim.until("accepted", |s| s.procs[thief].welcome.is_some());
     assert_ne!(sim.procs[thief].tid(), child);
     assert_eq!(
@@ -414,11 +415,11 @@ fn cancelled_notification_comes_at_once() {
     let other = sim.enrol(host(2));
     let dead = sim.procs[other].tid();
     sim.ask(console, exit_note(vec![dead, dead], 3));
-    let what = NotifyWhat::TaskExit(vec![dead]);
+    let what = NotifySubjects::TaskExit(vec![dead]);
     sim.ask(
         console,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 3,
             cancel: true,
@@ -426,7 +427,7 @@ fn cancelled_notification_comes_at_once() {
     );
     sim.pass(Micros::from_millis(50));
     assert_eq!(sim.procs[console].notes(3).len(), 1);
-    sim.ask(other, Request::Exit { marks: vec![] });
+    sim.ask(other, Request::Exit { watermarks: vec![] });
     sim.until("the other one", |s| s.procs[console].notes(3).len() == 2);
     let bad = sim.ask(console, exit_note(vec![Tid::MY_DAEMON], 3));
     assert!(matches!(
@@ -448,7 +449,10 @@ fn reenrolled_process_gets_new_tid() {
     });
     let proc = sim.proc_of(child);
     sim.ask(console, exit_note(vec![child], 1));
-    assert_eq!(sim.ask(proc, Request::Exit { marks: vec![] }), Reply::Done);
+    assert_eq!(
+        sim.ask(proc, Request::Exit { watermarks: vec![] }),
+        Reply::Done
+    );
     sim.close(proc);
     sim.pass(Micros::from_millis(200));
     assert!(sim.procs[console].notes(1).is_empty());
@@ -462,7 +466,7 @@ fn reenrolled_process_gets_new_tid() {
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
     sim.procs[proc].welcome = None;
-    sim.connect(proc, Claim::Spawned { epid });
+    sim.connect(proc, Claim::Spawned { spawn_token: epid });
     sim.until("again", |s| s.procs[proc].welcome.is_some());
     assert_ne!(sim.procs[proc].tid(), child);
     sim.exit(proc, 0);
@@ -484,7 +488,7 @@ fn messages_wait_for_spawned_task() {
         .iter()
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
-    sim.connect(proc, Claim::Spawned { epid });
+    sim.connect(proc, Claim::Spawned { spawn_token: epid });
     sim.until("all that waited", |s| s.procs[proc].seen.len() == 10);
     sim.exit(proc, 0);
     sim.pass(Micros::from_millis(100));
@@ -514,7 +518,7 @@ fn output_goes_to_collector_or_master_log() {
     sim.until("it is there", |s| {
         s.procs[s.proc_of(child)].welcome.is_some()
     });
-    let on = child.home().expect("a task");
+    let on = child.birth_host().expect("a task");
     let out = |tid: Tid, text: &str| {
         crate::Event::Tasker(sempa_proto::tasker::FromTasker::Output {
             tid,
@@ -532,10 +536,13 @@ fn output_goes_to_collector_or_master_log() {
     assert!(
         notes
             .iter()
-            .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == on.daemon()))
+            .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == on.daemon_tid()))
     );
     let quiet = tids(sim.ask(console, Request::Spawn(spawn("child", 1))))[0].expect("started");
-    sim.handle(quiet.home().expect("a task"), out(quiet, "to the log\n"));
+    sim.handle(
+        quiet.birth_host().expect("a task"),
+        out(quiet, "to the log\n"),
+    );
     sim.until("logged", |s| {
         s.nodes[&HostId::MASTER].output == b"to the log\n"
     });
@@ -606,7 +613,7 @@ fn mailbox_is_shared_by_all_hosts() {
             ..
         }
     ));
-    sim.ask(a, Request::Exit { marks: vec![] });
+    sim.ask(a, Request::Exit { watermarks: vec![] });
     sim.pass(Micros::from_millis(50));
     let gone = sim.ask(console, take("x", 0));
     assert!(matches!(
@@ -730,16 +737,16 @@ fn placement_lease_use_is_reported() {
         let rm = sim.enrol(HostId::MASTER);
         sim.ask(
             rm,
-            Request::RegisterRm(RmServes {
+            Request::RegisterRm(RmServices {
                 spawn: true,
                 others: false,
-                ends: true,
+                task_exits: true,
             }),
         );
         let giver = sim.procs[rm].tid();
-        let granted = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnGranted {
+        let granted = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnLeased {
             request,
-            grant: GrantOf {
+            lease: LeasedSpawn {
                 rm,
                 wid: 40 + i32::from(n),
                 hosts: vec![host(n)],
@@ -756,20 +763,20 @@ fn placement_lease_use_is_reported() {
             "seed {seed}"
         );
         sim.until("the giver knows", |s| {
-            s.procs[rm].notes(SM_GRANT_TAKEN).len() == 3
+            s.procs[rm].notes(SM_PLACEMENT_LEASE_USED).len() == 3
         });
-        let told = sim.procs[rm].notes(SM_GRANT_TAKEN);
+        let told = sim.procs[rm].notes(SM_PLACEMENT_LEASE_USED);
         let by = sim.procs[console].tid();
         for ((n, tid), note) in started.iter().zip(told) {
-            let taken = Taken {
-                by,
+            let taken = PlacementLeaseUse {
+                spawner: by,
                 tasks: vec![(host(*n), *tid)],
             };
             assert_eq!(
-                (note.wid, unpack_taken(note.body.clone())),
+                (note.wid, unpack_placement_lease_use(note.body.clone())),
                 (40 + i32::from(*n), Ok(taken))
             );
-            assert_eq!(tid.home(), Some(host(*n)));
+            assert_eq!(tid.birth_host(), Some(host(*n)));
         }
         let Reply::Events(log) = sim.ask(
             console,
@@ -806,7 +813,11 @@ fn placement_lease_use_is_reported() {
             failed(sim.ask(console, granted(2, giver, spawn("child", 1)))),
             PvmError::Denied
         );
-        assert_eq!(sim.procs[rm].notes(SM_GRANT_TAKEN).len(), 3, "seed {seed}");
+        assert_eq!(
+            sim.procs[rm].notes(SM_PLACEMENT_LEASE_USED).len(),
+            3,
+            "seed {seed}"
+        );
     }
 }
 
@@ -828,7 +839,7 @@ fn spawn_reply_precedes_start_and_log() {
     let before = entries(&sim);
     let message = ToDaemon::Request {
         id: RequestId(77),
-        what: Request::Spawn(spawn("child", 2)),
+        request: Request::Spawn(spawn("child", 2)),
     };
     let outputs = sim.outputs_of(HostId::MASTER, now, Event::TaskControl { conn, message });
     let answer = |output: &Output| {
@@ -864,51 +875,51 @@ fn one_request_uses_several_placement_leases() {
         let rm = sim.enrol(HostId::MASTER);
         sim.ask(
             rm,
-            Request::RegisterRm(RmServes {
+            Request::RegisterRm(RmServices {
                 spawn: true,
                 others: false,
-                ends: true,
+                task_exits: true,
             }),
         );
         let (giver, by) = (sim.procs[rm].tid(), sim.procs[console].tid());
         let granted = |sim: &mut Sim, hosts: &[u16], count: u32| {
-            let grant = GrantOf {
+            let grant = LeasedSpawn {
                 rm: giver,
                 wid: 7,
                 hosts: hosts.iter().map(|n| host(*n)).collect(),
             };
             sim.ask(
                 console,
-                Request::SpawnGranted {
+                Request::SpawnLeased {
                     request: spawn("child", count),
-                    grant,
+                    lease: grant,
                 },
             )
         };
         let first = tids(granted(&mut sim, &[3, 1, 3, 2], 4));
         let homes: Vec<_> = first
             .iter()
-            .map(|tid| tid.expect("started").home().expect("a home").index())
+            .map(|tid| tid.expect("started").birth_host().expect("a home").index())
             .collect();
         assert_eq!(homes, [3, 1, 3, 2], "seed {seed}");
         let second = tids(granted(&mut sim, &[9, 2, 8], 3));
         assert_eq!([second[0], second[2]], [Err(PvmError::NoHost); 2]);
-        assert_eq!(second[1].expect("started").home(), Some(host(2)));
+        assert_eq!(second[1].expect("started").birth_host(), Some(host(2)));
         assert_eq!(
             tids(granted(&mut sim, &[9, 8], 2)),
             [Err(PvmError::NoHost); 2]
         );
-        let many = [2; GRANT_COUNT_MAX + 1];
+        let many = [2; LEASE_TASKS_MAX + 1];
         for (hosts, count) in [(&[2, 2][..], 3), (&[], 1), (&many[..], many.len() as u32)] {
             assert_eq!(failed(granted(&mut sim, hosts, count)), PvmError::Denied);
         }
         sim.until("the giver knows", |s| {
-            s.procs[rm].notes(SM_GRANT_TAKEN).len() == 2
+            s.procs[rm].notes(SM_PLACEMENT_LEASE_USED).len() == 2
         });
         let told = sim.procs[rm]
-            .notes(SM_GRANT_TAKEN)
+            .notes(SM_PLACEMENT_LEASE_USED)
             .into_iter()
-            .map(|note| unpack_taken(note.body).expect("a word"));
+            .map(|note| unpack_placement_lease_use(note.body).expect("a word"));
         let at = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
         let all = [3, 1, 3, 2]
             .iter()
@@ -916,9 +927,12 @@ fn one_request_uses_several_placement_leases() {
             .map(|(n, tid)| at(*n, tid))
             .collect();
         let expected = [
-            Taken { by, tasks: all },
-            Taken {
-                by,
+            PlacementLeaseUse {
+                spawner: by,
+                tasks: all,
+            },
+            PlacementLeaseUse {
+                spawner: by,
                 tasks: vec![at(2, &second[1])],
             },
         ];
@@ -934,10 +948,10 @@ fn lease_reports_are_batched_in_order() {
         let rm = sim.enrol(HostId::MASTER);
         sim.ask(
             rm,
-            Request::RegisterRm(RmServes {
+            Request::RegisterRm(RmServices {
                 spawn: true,
                 others: false,
-                ends: false,
+                task_exits: false,
             }),
         );
         assert_eq!(
@@ -947,28 +961,28 @@ fn lease_reports_are_batched_in_order() {
         let giver = sim.procs[rm].tid();
         let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.news.waited;
         let mut tids_taken = Vec::new();
-        for n in 1..=GRANT_HOSTS_MAX {
-            let grant = GrantOf {
+        for n in 1..=LEASE_HOSTS_MAX {
+            let grant = LeasedSpawn {
                 rm: giver,
                 wid: n as i32,
                 hosts: vec![HostId::MASTER],
             };
             let reply = sim.ask(
                 console,
-                Request::SpawnGranted {
+                Request::SpawnLeased {
                     request: spawn("child", 1),
-                    grant,
+                    lease: grant,
                 },
             );
             tids_taken.push(tids(reply)[0].expect("started"));
         }
         sim.until("the giver knows", |s| {
-            s.procs[rm].notes(SM_GRANT_TAKEN).len() == GRANT_HOSTS_MAX
+            s.procs[rm].notes(SM_PLACEMENT_LEASE_USED).len() == LEASE_HOSTS_MAX
         });
         let told: Vec<_> = sim.procs[rm]
-            .notes(SM_GRANT_TAKEN)
+            .notes(SM_PLACEMENT_LEASE_USED)
             .into_iter()
-            .map(|note| unpack_taken(note.body).expect("a word").tasks)
+            .map(|note| unpack_placement_lease_use(note.body).expect("a word").tasks)
             .collect();
         let each: Vec<_> = tids_taken
             .iter()
@@ -977,8 +991,8 @@ fn lease_reports_are_batched_in_order() {
         assert_eq!(told, each, "seed {seed}");
         // Counts: one per placement, one message about each except those at the end of each half,
         // and starts and exits meanwhile.
-        let words = GRANT_HOSTS_MAX - 2;
-        let expected = GRANT_HOSTS_MAX + words..=3 * GRANT_HOSTS_MAX + words;
+        let words = LEASE_HOSTS_MAX - 2;
+        let expected = LEASE_HOSTS_MAX + words..=3 * LEASE_HOSTS_MAX + words;
         assert!(
             expected.contains(&waited(&sim)),
             "seed {seed}: {}",
@@ -1025,10 +1039,10 @@ fn resource_manager_spawns_adds_and_is_notified() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let rm = sim.enrol(HostId::MASTER);
-        let serves = RmServes {
+        let serves = RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         };
         assert_eq!(
             sim.ask(rm, Request::RegisterRm(serves)),
@@ -1046,7 +1060,14 @@ fn resource_manager_spawns_adds_and_is_notified() {
             s.procs[other].rm.is_some() && !s.procs[rm].notes(SM_EXECACK).is_empty()
         });
         let exec = pack_exec(sim.procs[console].tid(), &spawn("child", 2), 0, 2);
-        send_to_daemon(&mut sim, rm, host(2).daemon(), SM_EXEC, 77, exec.clone());
+        send_to_daemon(
+            &mut sim,
+            rm,
+            host(2).daemon_tid(),
+            SM_EXEC,
+            77,
+            exec.clone(),
+        );
         send_to_daemon(&mut sim, other, Tid::MY_DAEMON, SM_EXEC, 78, exec);
         let ack = |s: &Sim| {
             s.procs[rm]
@@ -1061,7 +1082,10 @@ fn resource_manager_spawns_adds_and_is_notified() {
             .into_iter()
             .flatten()
             .collect();
-        assert_eq!((ack.src, ack.ctx, started.len()), (host(2).daemon(), 0, 2));
+        assert_eq!(
+            (ack.src, ack.ctx, started.len()),
+            (host(2).daemon_tid(), 0, 2)
+        );
         sim.until("the refusal", |s| {
             s.nodes[&host(3)]
                 .log
@@ -1112,7 +1136,7 @@ fn resource_manager_spawns_adds_and_is_notified() {
         });
         assert_eq!(
             words(&sim.procs[rm].notes(SM_HOSTX)[0].body),
-            [host(3).daemon().raw()]
+            [host(3).daemon_tid().raw()]
         );
         let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: rm_tid }) else {
             panic!("no list")
@@ -1202,7 +1226,7 @@ fn events_are_numbered_and_can_be_followed() {
     };
     sim.ask(
         follower,
-        Request::Record {
+        Request::RecordEvent {
             at: Micros(5),
             kind: kind.clone(),
         },
@@ -1216,7 +1240,7 @@ fn events_are_numbered_and_can_be_followed() {
     );
     assert_eq!(
         (note.ctx, note.enc, note.src),
-        (3, DSIG_X86_64, HostId::MASTER.daemon())
+        (3, DSIG_X86_64, HostId::MASTER.daemon_tid())
     );
     let Reply::Events(all) = sim.ask(
         console,

@@ -3,7 +3,7 @@
 use super::*;
 use crate::Copies;
 use crate::tests::scene::events;
-use sempa_proto::checkpoint::Unwanted;
+use sempa_proto::checkpoint::RemovalSelection;
 use sempa_proto::event::EventKind;
 
 impl Scene {
@@ -26,8 +26,8 @@ impl Scene {
                 .into_iter()
                 .rev()
                 .find_map(|kind| match kind {
-                    EventKind::SetCopied {
-                        set: of,
+                    EventKind::CheckpointCopied {
+                        checkpoint: of,
                         hosts,
                         missing,
                         why,
@@ -79,7 +79,7 @@ fn copies_are_made_and_older_ones_removed() {
                 .collect::<Vec<_>>()
         );
         let listed = scene.sets();
-        assert_eq!(listed[0].copies.len(), 2, "{listed:?}");
+        assert_eq!(listed[0].copy_hosts.len(), 2, "{listed:?}");
         let (second, again, ..) = scene.copied();
         assert_eq!(
             scene.copies(),
@@ -120,7 +120,7 @@ fn no_copies_by_default() {
     assert!(
         !said
             .iter()
-            .any(|kind| matches!(kind, EventKind::SetCopied { .. }))
+            .any(|kind| matches!(kind, EventKind::CheckpointCopied { .. }))
     );
 }
 
@@ -137,7 +137,9 @@ fn present_owner_gets_no_new_copy() {
         };
         let speaker = scene.sim.enrol(owned);
         assert_eq!(
-            scene.sim.ask(speaker, stopped_until(None, Leave::Move)),
+            scene
+                .sim
+                .ask(speaker, stopped_until(None, EvictionMode::Move)),
             Reply::Done
         );
         assert_eq!(scene.copies(), [(owned, set)], "what is there stays");
@@ -161,7 +163,9 @@ fn owner_arrival_cancels_copy() {
         let mut scene = Scene::with_copies(seed, 3, Copies::Hosts(vec!["h2".into()]));
         let speaker = scene.sim.enrol(host(2));
         scene.made(None);
-        scene.sim.request(speaker, stopped_until(None, Leave::Move));
+        scene
+            .sim
+            .request(speaker, stopped_until(None, EvictionMode::Move));
         let set = scene.sim.sets.newest();
         let (hosts, missing, why) = scene.until_copied(&set);
         assert_eq!(hosts.len() as u32 + missing, 1);
@@ -202,7 +206,7 @@ fn lost_copies_are_replaced() {
             .map(|(at, _)| at)
             .collect();
         assert_eq!(now.len(), 1, "seed {seed}");
-        assert_eq!(scene.sets()[0].copies.len(), 1, "of {set}");
+        assert_eq!(scene.sets()[0].copy_hosts.len(), 1, "of {set}");
     }
     for seed in seeds(10) {
         let mut scene = Scene::with_copies(seed, 2, Copies::Number(2));
@@ -230,23 +234,26 @@ fn copies_are_removed_with_checkpoint_or_job() {
     for seed in seeds(20) {
         let mut scene = Scene::with_copies(seed, 3, Copies::Number(1));
         let (set, ..) = scene.copied();
-        assert_eq!(scene.remove(Unwanted::Sets(vec![set])).len(), 1);
+        assert_eq!(
+            scene.remove(RemovalSelection::Checkpoints(vec![set])).len(),
+            1
+        );
         scene.sim.pass(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "it was removed (seed {seed})");
         // Removed while it waits for the copy of another checkpoint.
         let (first, next) = (scene.made(None), scene.made(None));
-        scene.remove(Unwanted::Sets(vec![first, next]));
+        scene.remove(RemovalSelection::Checkpoints(vec![first, next]));
         scene.sim.pass(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
         // Removed at any moment of its copy.
         let set = scene.made(None);
-        let wait = Micros(scene.sim.dice.roll(20_000));
+        let wait = Micros(scene.sim.dice.below(20_000));
         scene.sim.pass(wait);
-        scene.remove(Unwanted::Sets(vec![set]));
+        scene.remove(RemovalSelection::Checkpoints(vec![set]));
         scene.sim.pass(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
         scene.made(None);
-        let wait = Micros(scene.sim.dice.roll(20_000));
+        let wait = Micros(scene.sim.dice.below(20_000));
         scene.sim.pass(wait);
         assert!(scene.ends(0, 0), "it has ended well");
         assert_eq!(scene.copies(), [], "seed {seed}");
@@ -287,9 +294,9 @@ fn failed_copy_goes_to_next_host() {
     for seed in seeds(40) {
         let mut scene = Scene::with_copies(seed, 4, Copies::Number(1));
         scene.made(None);
-        let wait = Micros(scene.sim.dice.roll(5_000));
+        let wait = Micros(scene.sim.dice.below(5_000));
         scene.sim.pass(wait);
-        let victim = host(2 + scene.sim.dice.roll(3) as u16);
+        let victim = host(2 + scene.sim.dice.below(3) as u16);
         scene.sim.kill_host(victim);
         let set = scene.sim.sets.newest();
         scene.sim.pass(Micros::from_secs(30));

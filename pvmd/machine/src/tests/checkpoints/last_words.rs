@@ -62,14 +62,14 @@ fn last_words_are_kept(seed: u64, before: bool) {
         scene.sim.pass(Micros::from_millis(300));
     }
     let sim = &mut scene.sim;
-    let (proc, late) = (sim.proc_of(worker), Micros(sim.dice.roll(900_000)));
+    let (proc, late) = (sim.proc_of(worker), Micros(sim.dice.below(900_000)));
     sim.slow_down(host(3), host(2), late);
     for n in 0..5i32 {
         sim.tell(proc, root, &n.to_be_bytes());
     }
     sim.pass(Micros::from_millis(5));
     sim.exit(proc, 0);
-    let moment = Micros(10_000 + sim.dice.roll(600_000));
+    let moment = Micros(10_000 + sim.dice.below(600_000));
     sim.pass(moment);
     let report = scene
         .checkpoint(None)
@@ -78,7 +78,7 @@ fn last_words_are_kept(seed: u64, before: bool) {
     scene.sim.pass(Micros::from_secs(2));
     scene.end_all();
     scene
-        .restart(&report.set, &[])
+        .restart(&report.name, &[])
         .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
     scene.until_all_are_back();
     scene.sim.pass(Micros::from_secs(2));
@@ -94,7 +94,7 @@ fn host_added_after_exit_causes_no_wait() {
         let gone = spawn_as(&mut sim, console, at("keeper", "h2"))[0];
         let proc = sim.proc_of(gone);
         sim.exit(proc, 0);
-        let moment = Micros(sim.dice.roll(200_000));
+        let moment = Micros(sim.dice.below(200_000));
         sim.pass(moment);
         let reply = sim.ask(
             console,

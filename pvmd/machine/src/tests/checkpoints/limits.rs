@@ -16,7 +16,7 @@ fn spoken_for(seed: u64) -> (Scene, Vec<usize>) {
 
 fn allow(scene: &mut Scene, speaker: usize, most: u32) {
     let limits = GuestLimits {
-        cores: Some(most),
+        guests_max: Some(most),
         ..GuestLimits::default()
     };
     assert_eq!(scene.sim.ask(speaker, welcome_with(limits)), Reply::Done);
@@ -69,7 +69,7 @@ fn task_in_checkpoint_keeps_its_slot() {
 fn restart_respects_owner_limits() {
     for seed in seeds(20) {
         let (mut scene, speakers) = spoken_for(seed);
-        let set = scene.checkpoint(None).expect("a set").set;
+        let set = scene.checkpoint(None).expect("a set").name;
         scene.end_all();
         for speaker in &speakers {
             allow(&mut scene, *speaker, 1);

@@ -53,7 +53,7 @@ impl Trial {
         let first = scene
             .checkpoint(every)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"))
-            .set;
+            .name;
         scene.chatter(10);
         if what == What::Restart {
             scene.end_all();
@@ -63,7 +63,7 @@ impl Trial {
             What::Checkpoint => scene.begin_checkpoint(None),
             What::Restart => {
                 let again = Request::Restart {
-                    set: first.clone(),
+                    checkpoint: first.clone(),
                     on: Vec::new(),
                     wait: true,
                 };

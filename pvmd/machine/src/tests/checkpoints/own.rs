@@ -3,11 +3,11 @@
 use super::{Scene, lost, spawn_as};
 use crate::tests::scene::{stopped_until, welcome};
 use crate::tests::sim::{Sim, host, seeds};
-use sempa_proto::checkpoint::CutFailure;
+use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::engine::Engine;
 use sempa_proto::group::{GroupReply, GroupRequest};
 use sempa_proto::migration::{Failure, Refusal, Step};
-use sempa_proto::owner::Leave;
+use sempa_proto::owner::EvictionMode;
 use sempa_proto::task::{Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Micros, Tid};
 
@@ -78,7 +78,7 @@ fn own_checkpoints_restart_without_message_loss() {
             .answer(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert_eq!(
-            (report.tasks.len(), &report.own),
+            (report.tasks.len(), &report.self_checkpointed),
             (6, &keepers),
             "seed {seed}"
         );
@@ -91,7 +91,7 @@ fn own_checkpoints_restart_without_message_loss() {
         scene.chatter(40);
         scene.end_all();
         let mut scene = if seed % 2 == 0 { scene } else { lost(scene) };
-        scene.restarts_and_talks(&report.set);
+        scene.restarts_and_talks(&report.name);
     }
 }
 
@@ -123,7 +123,7 @@ fn failed_restart_with_own_states_is_repeatable() {
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         scene.end_all();
-        bad += scene.restart_may_fail(&report.set);
+        bad += scene.restart_may_fail(&report.name);
         scene.until_all_are_back();
         scene.chatter(60);
         scene.until_all_are_back();
@@ -143,17 +143,17 @@ fn job_with_own_states_survives_host_losses() {
         first.unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut hosts: Vec<u16> = (2..=5).collect();
         for _ in 0..3 {
-            let rounds = scene.sim.dice.roll(300);
+            let rounds = scene.sim.dice.below(300);
             scene.chatter(rounds);
-            let which = scene.sim.dice.roll(hosts.len() as u64) as usize;
+            let which = scene.sim.dice.below(hosts.len() as u64) as usize;
             scene.sim.kill_host(host(hosts.remove(which)));
         }
         scene.sim.pass(Micros::from_secs(8));
         let job = scene.job();
         let never = Request::Checkpoint {
             job,
-            pace: Some(sempa_proto::checkpoint::Pace::Never),
-            end: false,
+            schedule: Some(sempa_proto::checkpoint::CheckpointSchedule::Never),
+            end_job: false,
             wait: true,
         };
         assert_eq!(scene.sim.ask(scene.console, never), Reply::Done);
@@ -193,7 +193,7 @@ fn messages_sent_after_snapshot_are_not_included() {
         scene.sim.until("the other one stands", |sim| {
             sim.procs[sim.proc_of(root)].is_frozen()
         });
-        let moment = Micros(scene.sim.dice.roll(8_000));
+        let moment = Micros(scene.sim.dice.below(8_000));
         scene.sim.pass(moment);
         scene
             .sim
@@ -210,7 +210,7 @@ fn messages_sent_after_snapshot_are_not_included() {
         scene.until_all_is_heard();
         scene.end_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         // The checkpoint does not contain the messages sent meanwhile.
@@ -228,15 +228,15 @@ fn owner_may_come_and_go_during_own_checkpoint() {
         scene.chatter(20);
         let speaker = scene.sim.enrol(host(2));
         let asked = scene.begin_checkpoint(None);
-        let moment = Micros(scene.sim.dice.roll(60_000));
+        let moment = Micros(scene.sim.dice.below(60_000));
         scene.sim.pass(moment);
         assert_eq!(
             scene
                 .sim
-                .ask(speaker, stopped_until(None, Leave::Checkpoint)),
+                .ask(speaker, stopped_until(None, EvictionMode::Checkpoint)),
             Reply::Done
         );
-        let while_he_is_there = Micros(scene.sim.dice.roll(9_000_000));
+        let while_he_is_there = Micros(scene.sim.dice.below(9_000_000));
         scene.sim.pass(while_he_is_there);
         assert_eq!(scene.sim.ask(speaker, welcome()), Reply::Done);
         let result = scene.answer(asked);
@@ -251,7 +251,7 @@ fn owner_may_come_and_go_during_own_checkpoint() {
         good += 1;
         scene.end_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.until_all_are_back();
         scene.chatter(40);
@@ -264,7 +264,7 @@ fn owner_may_come_and_go_during_own_checkpoint() {
 /// Returns why a checkpoint of the job fails.
 fn why_not(scene: &mut Scene) -> (Tid, Step, Failure) {
     match scene.checkpoint(None) {
-        Err(CutFailure::Task { tid, step, why }) => (tid, step, why),
+        Err(CheckpointFailure::Task { tid, step, why }) => (tid, step, why),
         other => panic!("{other:?}"),
     }
 }
@@ -278,13 +278,13 @@ fn obstacles_are_reported_before_programs_are_asked() {
         "heedless-keeper",
         &["SEMPA_ENGINE=own:signal=12", "SEMPA_STATE=state-{tid}"],
     );
-    let by_restart = Refusal::NotByCriu {
-        engine: Engine::Restart { wait: 5 },
+    let by_restart = Refusal::NoCheckpointEngine {
+        engine: Engine::Restart { timeout_s: 5 },
     };
-    let not_minded = Refusal::NotMinded { signal: 12 };
+    let not_minded = Refusal::SignalNotHandled { signal: 12 };
     for (request, refusal) in [
         (restart, by_restart),
-        (no_files, Refusal::NoState),
+        (no_files, Refusal::NoStateFiles),
         (heedless, not_minded),
     ] {
         let mut scene = job_of(3, 2, vec![keeper(), request]);
@@ -334,7 +334,11 @@ fn first_usable_engine_is_chosen() {
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{engines}: {why}"));
-        assert_eq!(report.own == report.tasks, by_itself, "{engines}");
+        assert_eq!(
+            report.self_checkpointed == report.tasks,
+            by_itself,
+            "{engines}"
+        );
         scene.until_all_are_back();
     }
 }
@@ -387,7 +391,7 @@ fn checkpoint_succeeds_after_slow_program_exits() {
         let report = scene
             .answer(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        assert_eq!(report.own.len(), 2, "seed {seed}");
+        assert_eq!(report.self_checkpointed.len(), 2, "seed {seed}");
         scene.until_all_are_back();
     }
 }
@@ -475,7 +479,7 @@ fn written_program_may_migrate_and_restart() {
         let reply = scene.sim.ask(scene.console, moving);
         let there = scene.sim.procs[scene.sim.proc_of(keepers[0])].host;
         assert!(
-            matches!(reply, Reply::Moved(Ok(_))) || there == host(4),
+            matches!(reply, Reply::Migrated(Ok(_))) || there == host(4),
             "{reply:?} (seed {seed})"
         );
         scene.until_all_are_back();
@@ -484,7 +488,7 @@ fn written_program_may_migrate_and_restart() {
         scene.until_all_is_heard();
         scene.end_all();
         let places = scene
-            .restart(&report.set, &["h1", "h2"])
+            .restart(&report.name, &["h1", "h2"])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(
             places

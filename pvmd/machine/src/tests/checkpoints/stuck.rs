@@ -3,7 +3,7 @@
 use super::{Scene, host};
 use crate::tests::scene::events;
 use crate::{Event, HostId};
-use sempa_proto::checkpoint::Pace;
+use sempa_proto::checkpoint::CheckpointSchedule;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Refusal;
 use sempa_proto::task::{Reply, Request};
@@ -50,8 +50,8 @@ fn failures(scene: &mut Scene) -> Vec<Micros> {
 fn ask_no_more(scene: &mut Scene, job: Tid) {
     let request = Request::Checkpoint {
         job,
-        pace: Some(Pace::Never),
-        end: false,
+        schedule: Some(CheckpointSchedule::Never),
+        end_job: false,
         wait: false,
     };
     assert_eq!(scene.sim.ask(scene.console, request), Reply::Done);
@@ -141,11 +141,13 @@ fn checkpoint_completed_after_rollback_is_removed() {
         let told: Vec<&String> = events
             .iter()
             .filter_map(|kind| match kind {
-                EventKind::Checkpointed { set, .. } => Some(set),
+                EventKind::Checkpointed {
+                    checkpoint: set, ..
+                } => Some(set),
                 _ => None,
             })
             .collect();
-        let there: Vec<String> = scene.sets().into_iter().map(|entry| entry.set).collect();
+        let there: Vec<String> = scene.sets().into_iter().map(|entry| entry.name).collect();
         assert!(
             there.iter().all(|set| told.contains(&set)),
             "{there:?} are there, {told:?} were told (seed {seed})"

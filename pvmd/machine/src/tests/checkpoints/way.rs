@@ -4,7 +4,7 @@ use super::Scene;
 use crate::HostId;
 use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Refusal};
+use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, RequestId, Tid};
 
@@ -31,11 +31,11 @@ fn is_kept(sim: &Sim, tid: Tid) -> bool {
 
 /// True if the migration was refused because of a checkpoint.
 fn in_the_way(why: &Failure) -> bool {
-    matches!(why, Failure::Refused(all) if matches!(all[..], [Refusal::AlreadyMoving(_)]))
+    matches!(why, Failure::Refused(all) if matches!(all[..], [Refusal::AlreadyMigrating(_)]))
 }
 
 /// Requests the migration of a task to another host.
-fn begin_move(scene: &mut Scene, tid: Tid, cause: Option<Cause>) -> RequestId {
+fn begin_move(scene: &mut Scene, tid: Tid, cause: Option<MigrationCause>) -> RequestId {
     let at = scene.sim.procs[scene.sim.proc_of(tid)].host.index();
     let to = format!("h{}", at % 3 + 1);
     scene.sim.request(
@@ -49,8 +49,8 @@ fn begin_move(scene: &mut Scene, tid: Tid, cause: Option<Cause>) -> RequestId {
     )
 }
 
-fn owner() -> Option<Cause> {
-    Some(Cause::Owner {
+fn owner() -> Option<MigrationCause> {
+    Some(MigrationCause::Owner {
         why: "olga is there".into(),
     })
 }
@@ -83,7 +83,7 @@ fn written_task_may_migrate_before_checkpoint_ends() {
         scene.chatter(20);
         let reply = answer(&mut scene, moving);
         assert!(
-            matches!(reply, Reply::Moved(Ok(_))),
+            matches!(reply, Reply::Migrated(Ok(_))),
             "seed {seed}: {reply:?}"
         );
         let Reply::Checkpointed(Ok(report)) = answer(&mut scene, set) else {
@@ -94,7 +94,7 @@ fn written_task_may_migrate_before_checkpoint_ends() {
         // The checkpoint is consistent, wherever its tasks run at the end.
         scene.end_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("seed {seed}: {why}"));
         scene.until_all_are_back();
         scene.until_all_is_heard();
@@ -110,7 +110,7 @@ fn eviction_takes_precedence_over_checkpoint() {
         let mut scene = Scene::new(seed, 3, 5);
         scene.chatter(5);
         let set = scene.begin_checkpoint(None);
-        let wait = Micros(scene.sim.dice.roll(30_000));
+        let wait = Micros(scene.sim.dice.below(30_000));
         scene.sim.pass(wait);
         let tid = scene.any();
         in_the_way += u32::from(is_kept(&scene.sim, tid));
@@ -118,7 +118,7 @@ fn eviction_takes_precedence_over_checkpoint() {
         scene.chatter(5);
         let reply = answer(&mut scene, moving);
         assert!(
-            matches!(reply, Reply::Moved(Ok(_))),
+            matches!(reply, Reply::Migrated(Ok(_))),
             "seed {seed}: {reply:?}"
         );
         let set = answer(&mut scene, set);
@@ -147,8 +147,8 @@ fn user_migration_is_refused_during_checkpoint() {
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: None,
-                end: ends,
+                schedule: None,
+                end_job: ends,
                 wait: true,
             },
         );
@@ -162,7 +162,7 @@ fn user_migration_is_refused_during_checkpoint() {
             scene.sim.step();
         }
         let moving = begin_move(&mut scene, tid, owner().filter(|_| ends));
-        let Reply::Moved(Err(error)) = answer(&mut scene, moving) else {
+        let Reply::Migrated(Err(error)) = answer(&mut scene, moving) else {
             panic!("it moved (seed {seed})")
         };
         if !in_the_way(&error.why) {
@@ -208,15 +208,15 @@ fn drain_waits_for_checkpoint() {
             .filter(|tid| on_h2(&scene, tid))
             .copied()
             .collect();
-        let begun = EventKind::DrainBegun {
+        let begun = EventKind::DrainStarted {
             host: host(2),
-            by,
-            until: None,
+            requested_by: by,
+            deadline: None,
         };
         assert_eq!(
             scene.sim.ask(
                 scene.console,
-                Request::Record {
+                Request::RecordEvent {
                     at: Micros(0),
                     kind: begun
                 }
@@ -226,10 +226,14 @@ fn drain_waits_for_checkpoint() {
         for tid in there {
             // Repeats the request as the resource manager does.
             loop {
-                let moving = begin_move(&mut scene, tid, Some(Cause::Drain { by }));
+                let moving = begin_move(
+                    &mut scene,
+                    tid,
+                    Some(MigrationCause::Drain { requested_by: by }),
+                );
                 match answer(&mut scene, moving) {
-                    Reply::Moved(Ok(_)) => break,
-                    Reply::Moved(Err(error)) => {
+                    Reply::Migrated(Ok(_)) => break,
+                    Reply::Migrated(Err(error)) => {
                         assert!(in_the_way(&error.why), "seed {seed}: {error:?}")
                     }
                     other => panic!("seed {seed}: {other:?}"),

@@ -4,7 +4,7 @@ use super::strikes::Edge;
 use super::{Channel, Happening, Sim, pair};
 use crate::io::StartOrder;
 use crate::{ConnId, Event, HostPlan, Output};
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::migration::Failure;
 use sempa_proto::task::ToTask;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError};
@@ -16,9 +16,9 @@ impl Sim {
                 let late = self.faults.late_percent;
                 if late > 0
                     && matches!(message, ToTask::Quiesce { .. })
-                    && self.dice.roll(100) < late
+                    && self.dice.below(100) < late
                 {
-                    let at = self.now + Micros(20_000 + self.dice.roll(120_000));
+                    let at = self.now + Micros(20_000 + self.dice.below(120_000));
                     self.channels.insert(Channel::ToProc(conn), at);
                 }
                 self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
@@ -28,10 +28,10 @@ impl Sim {
                 message,
                 descriptors,
             } => {
-                let ToTask::Route { word, .. } = &message else {
+                let ToTask::Route { message: word, .. } = &message else {
                     panic!("{message:?} brings descriptors")
                 };
-                assert_eq!(word.descriptors(), descriptors.count(), "{word:?}");
+                assert_eq!(word.fd_count(), descriptors.count(), "{word:?}");
                 self.tell_proc(conn, |proc| Happening::ToProc(proc, conn, message));
             }
             Output::LinkToTask { conn, frame } => {
@@ -247,9 +247,9 @@ fn round_trip(message: &HostMsg) -> HostMsg {
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
 }
 
-fn round_trip_carried(carried: &Carried) -> Carried {
-    if let Carried::Link(bytes) = carried {
-        return Carried::Link(bytes.clone());
+fn round_trip_carried(carried: &DataMsg) -> DataMsg {
+    if let DataMsg::Frame(bytes) = carried {
+        return DataMsg::Frame(bytes.clone());
     }
     let bytes = sempa_proto::frame::to_bytes(carried).expect("it fits");
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")

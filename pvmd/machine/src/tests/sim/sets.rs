@@ -3,12 +3,14 @@
 use super::{Happening, Proc, Seen, Sim};
 use crate::{Event, Output};
 use checkpoint_protocol::SnapshotId;
-use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
+use sempa_proto::checkpoint::{
+    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection,
+};
 use sempa_proto::frame::from_bytes;
-use sempa_proto::host::PartRecord;
+use sempa_proto::host::SavedTask;
 use sempa_proto::migration::Failure;
-use sempa_proto::task::{Redirect, Restart, ToDaemon};
-use sempa_proto::tasker::{DumpReport, Redirection};
+use sempa_proto::task::{Redirect, RestartInfo, ToDaemon};
+use sempa_proto::tasker::{DumpReport, MemoryWrite};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -26,7 +28,7 @@ pub(super) struct State {
 pub(super) struct Part {
     proc: Option<Proc>,
     state: Option<State>,
-    record: Option<PartRecord>,
+    record: Option<SavedTask>,
 }
 
 /// Image directories, checkpoints, and processes that are built and do not run yet.
@@ -34,7 +36,7 @@ pub(super) struct Part {
 pub(in crate::tests) struct Sets {
     images: BTreeMap<(HostId, MigrationId), Part>,
     drafts: BTreeMap<SnapshotId, BTreeMap<Tid, Part>>,
-    sets: BTreeMap<String, (SetMeta, BTreeMap<Tid, Part>)>,
+    sets: BTreeMap<String, (CheckpointMeta, BTreeMap<Tid, Part>)>,
     open: BTreeMap<u64, String>,
     /// Checkpoints of jobs that have ended.
     ended: BTreeSet<String>,
@@ -93,34 +95,44 @@ impl Sets {
         self.ended.iter().cloned().collect()
     }
 
-    fn entries(&self) -> Vec<SetEntry> {
-        let entry = |(set, (meta, parts)): (&String, &(SetMeta, BTreeMap<Tid, Part>))| SetEntry {
-            set: set.clone(),
-            job: meta.job,
-            made: Micros(0),
-            tasks: parts.len() as u32,
-            bytes: 1,
-            broken: None,
-            ended: self.ended.contains(set).then_some(Micros(1)),
-            copies: Vec::new(),
+    fn entries(&self) -> Vec<CheckpointEntry> {
+        let entry = |(set, (meta, parts)): (&String, &(CheckpointMeta, BTreeMap<Tid, Part>))| {
+            CheckpointEntry {
+                name: set.clone(),
+                job: meta.job,
+                created: Micros(0),
+                tasks: parts.len() as u32,
+                bytes: 1,
+                unusable_reason: None,
+                job_ended_at: self.ended.contains(set).then_some(Micros(1)),
+                copy_hosts: Vec::new(),
+            }
         };
         self.sets.iter().map(entry).collect()
     }
 
-    fn remove(&mut self, which: Unwanted, stay: &BTreeMap<String, Stays>) -> Removed {
+    fn remove(
+        &mut self,
+        which: RemovalSelection,
+        stay: &BTreeMap<String, RemovalRefusal>,
+    ) -> RemovalResults {
         let names = match which {
-            Unwanted::Sets(names) => names,
-            Unwanted::Job(job) => self
+            RemovalSelection::Checkpoints(names) => names,
+            RemovalSelection::Job(job) => self
                 .entries()
                 .into_iter()
                 .filter(|set| set.job == job)
-                .map(|set| set.set)
+                .map(|set| set.name)
                 .collect(),
         };
         let mut one = |name: &String| match stay.get(name) {
             Some(why) => Err(why.clone()),
-            None if self.open.values().any(|open| open == name) => Err(Stays::InUse),
-            None => self.sets.remove(name).map(|_| 1).ok_or(Stays::Unknown),
+            None if self.open.values().any(|open| open == name) => Err(RemovalRefusal::InUse),
+            None => self
+                .sets
+                .remove(name)
+                .map(|_| 1)
+                .ok_or(RemovalRefusal::Unknown),
         };
         names
             .into_iter()
@@ -143,8 +155,8 @@ impl Sets {
         let tids = self.sets.values().flat_map(|(_, parts)| parts.keys());
         let mut spared = BTreeMap::new();
         for tid in tids {
-            let highest = spared.entry(tid.home().expect("a task")).or_insert(0);
-            *highest = tid.local().max(*highest);
+            let highest = spared.entry(tid.birth_host().expect("a task")).or_insert(0);
+            *highest = tid.local_part().max(*highest);
         }
         spared
     }
@@ -174,7 +186,7 @@ impl Sim {
     }
 
     /// Builds a process from images. It stays stopped.
-    pub(super) fn build(&mut self, on: HostId, migration: MigrationId, redirection: &Redirection) {
+    pub(super) fn build(&mut self, on: HostId, migration: MigrationId, redirection: &MemoryWrite) {
         let part = self
             .sets
             .images
@@ -204,16 +216,16 @@ impl Sim {
     }
 
     /// Models what a library does after a restart.
-    pub(super) fn begin_again(&mut self, proc: usize, restart: &Restart) {
+    pub(super) fn begin_again(&mut self, proc: usize, restart: &RestartInfo) {
         let p = &mut self.procs[proc];
-        p.line = restart.timeline.line;
-        for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
-            let before = restart.timeline.before(*peer);
-            before.map(|before| link.follow(before));
-            link.begin_timeline(restart.timeline.line, before.is_some());
+        p.line = restart.group.incarnation;
+        for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_peer_gone()) {
+            let before = restart.group.incarnation_before(*peer);
+            before.map(|before| link.accept_incarnation(before));
+            link.begin_incarnation(restart.group.incarnation, before.is_some());
         }
         let again: Vec<_> = restart
-            .again
+            .requests_to_repeat
             .iter()
             .filter_map(|id| Some((*id, p.open.get(id)?.clone())))
             .collect();
@@ -224,7 +236,7 @@ impl Sim {
                 on,
                 Event::TaskControl {
                     conn,
-                    message: ToDaemon::Request { id, what },
+                    message: ToDaemon::Request { id, request: what },
                 },
             );
         }
@@ -316,7 +328,7 @@ impl Sim {
     }
 
     fn later(&mut self, on: HostId, event: Event) {
-        let at = self.now + Micros(200 + self.dice.roll(2_000));
+        let at = self.now + Micros(200 + self.dice.below(2_000));
         self.push(at, Happening::Event(on, event));
     }
 
@@ -387,7 +399,7 @@ impl Sim {
                 let draft = self.sets.drafts.remove(&cut).expect("begun");
                 assert_eq!(
                     draft.len(),
-                    meta.parts.len(),
+                    meta.tasks.len(),
                     "all of it is there (seed {})",
                     self.seed
                 );
@@ -427,7 +439,7 @@ impl Sim {
                     .iter()
                     .filter_map(|set| Some(self.sets.sets.get(set)?.0.job))
                     .collect();
-                for SetEntry { set, .. } in self
+                for CheckpointEntry { name: set, .. } in self
                     .sets
                     .entries()
                     .into_iter()

@@ -191,7 +191,7 @@ impl Sim {
             .collect();
         for (a, b) in with {
             let other = if a == lost { b } else { a };
-            let at = self.now + LEASE + Micros(self.dice.roll(200_000));
+            let at = self.now + LEASE + Micros(self.dice.below(200_000));
             self.push(at, Happening::LostSeen(other, lost));
             // The host notices the same when it resumes.
             self.push(at, Happening::LostSeen(lost, other));
@@ -220,7 +220,7 @@ impl Sim {
                 } else {
                     (LEASE, 200_000)
                 };
-                let at = self.now + span + Micros(self.dice.roll(scatter));
+                let at = self.now + span + Micros(self.dice.below(scatter));
                 self.push(at, Happening::LostSeen(by, of));
             }
         }
@@ -320,7 +320,7 @@ impl Sim {
         let why = || Failure::Images("its memory does not come any more".into());
         self.tasker(
             on,
-            FromTasker::Arrived {
+            FromTasker::MemoryArrived {
                 migration,
                 result: if lost { Err(why()) } else { Ok(()) },
             },

@@ -4,15 +4,15 @@ use super::{Channel, Happening, Proc, Sim};
 use crate::Event;
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
-use sempa_proto::task::{Redirect, RedirectAt};
-use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
+use sempa_proto::task::{Redirect, RedirectAddress};
+use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
 /// Returns where the library of a process looks for a redirect.
-pub(super) fn redirect_at(proc: usize) -> RedirectAt {
-    RedirectAt {
+pub(super) fn redirect_at(proc: usize) -> RedirectAddress {
+    RedirectAddress {
         pid: 7,
-        at: 0x7700 + proc as u64,
+        address: 0x7700 + proc as u64,
     }
 }
 
@@ -93,7 +93,7 @@ impl Sim {
     }
 
     pub(super) fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
-        if self.dice.roll(100) < self.faults.step_fails_percent {
+        if self.dice.below(100) < self.faults.step_fails_percent {
             Err(Failure::Engine("thrown".into()))
         } else {
             Ok(good)
@@ -128,9 +128,9 @@ impl Sim {
                 );
                 self.begin_if_it_may(proc);
             }
-            ToTasker::End { tid, engine } => self.asked_to_end(on, tid, engine),
+            ToTasker::RequestExit { tid, engine } => self.asked_to_end(on, tid, engine),
             // Processes of the task that survive it are not simulated.
-            ToTasker::EndsForGood { .. } => {}
+            ToTasker::WithdrawExitRequest { .. } => {}
             ToTasker::Signal { tid, .. } => {
                 if let Some(proc) = self.find_spawned(on, tid)
                     && !self.procs[proc].program.contains("stubborn")
@@ -143,12 +143,20 @@ impl Sim {
                     self.exit(proc, 9);
                 }
             }
-            ToTasker::Hold { tid, after } | ToTasker::Ease { tid, after, .. } => {
+            ToTasker::Pause {
+                tid,
+                run_for: after,
+            }
+            | ToTasker::ResumeToQuiesce {
+                tid,
+                run_for: after,
+                ..
+            } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
                     self.hold(on, proc, after);
                 }
             }
-            ToTasker::GoOn { tid } => {
+            ToTasker::Resume { tid } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
                     self.procs[proc].holds += 1;
                     self.procs[proc].held = false;
@@ -179,7 +187,7 @@ impl Sim {
         }
         p.held = true;
         if let Some(tid) = p.spawned {
-            self.tasker(on, FromTasker::Held { tid });
+            self.tasker(on, FromTasker::Paused { tid });
         }
     }
 
@@ -194,8 +202,8 @@ impl Sim {
     }
 
     /// Writes a redirect into the memory of a stopped process.
-    fn redirect(&mut self, proc: usize, redirection: &Redirection) {
-        assert_eq!(redirection.place, redirect_at(proc));
+    fn redirect(&mut self, proc: usize, redirection: &MemoryWrite) {
+        assert_eq!(redirection.address, redirect_at(proc));
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
         let p = &mut self.procs[proc];
         assert!(
@@ -209,26 +217,32 @@ impl Sim {
         let answer = match message {
             ToTasker::Inspect { migration, .. } => {
                 let [memory_can_follow, can_pre_copy] =
-                    [(); 2].map(|()| self.dice.roll(2) == 0 || self.strikes.pre_copies);
+                    [(); 2].map(|()| self.dice.below(2) == 0 || self.strikes.pre_copies);
                 FromTasker::Inspected {
                     migration,
                     result: Ok(TaskFacts::default()),
-                    memory_can_follow,
-                    can_pre_copy,
+                    supports_post_copy: memory_can_follow,
+                    supports_pre_copy: can_pre_copy,
                 }
             }
             ToTasker::Prepare { migration, .. } => FromTasker::Prepared {
                 migration,
                 verdict: self.refuses(on),
-                memory_can_follow: true,
+                supports_post_copy: true,
             },
-            ToTasker::Minds { migration, tid, .. } => {
+            ToTasker::CheckSignal { migration, tid, .. } => {
                 let minds = self
                     .find_spawned(on, tid)
                     .is_none_or(|proc| !self.procs[proc].program.contains("heedless"));
-                FromTasker::Minds { migration, minds }
+                FromTasker::SignalChecked {
+                    migration,
+                    handles_signal: minds,
+                }
             }
-            ToTasker::Look { question, tid } => {
+            ToTasker::QueryInspect {
+                query: question,
+                tid,
+            } => {
                 let facts = TaskFacts {
                     resident_bytes: 4096,
                     ..TaskFacts::default()
@@ -237,12 +251,18 @@ impl Sim {
                     .find_spawned(on, tid)
                     .map(|_| facts)
                     .ok_or(Refusal::NoSuchTask);
-                FromTasker::Seen { question, result }
+                FromTasker::QueryInspected {
+                    query: question,
+                    result,
+                }
             }
-            ToTasker::Judge { question, facts } => {
+            ToTasker::QueryVerdict {
+                query: question,
+                facts,
+            } => {
                 assert_eq!(facts.resident_bytes, 4096);
-                FromTasker::Judged {
-                    question,
+                FromTasker::QueryJudged {
+                    query: question,
                     verdict: self.refuses(on),
                 }
             }
@@ -260,11 +280,11 @@ impl Sim {
                         .and_then(|bytes| is_there.then_some(bytes).ok_or(Failure::TaskEnded)),
                 }
             }
-            ToTasker::EndPreCopy { .. } => return,
+            ToTasker::StopPreCopy { .. } => return,
             ToTasker::Stop {
                 migration,
                 tid,
-                redirection,
+                memory_write: redirection,
             } => {
                 let Some(proc) = self.find_spawned(on, tid) else {
                     return;
@@ -273,7 +293,7 @@ impl Sim {
                 self.procs[proc].stopped = result.is_ok();
                 // The redirect may have been written even though a later part of the step failed.
                 if let Some(redirection) =
-                    redirection.filter(|_| result.is_ok() || self.dice.roll(2) == 0)
+                    redirection.filter(|_| result.is_ok() || self.dice.below(2) == 0)
                 {
                     let stopped = std::mem::replace(&mut self.procs[proc].stopped, true);
                     self.redirect(proc, &redirection);
@@ -292,7 +312,7 @@ impl Sim {
                 );
                 FromTasker::Dumped { migration, result }
             }
-            ToTasker::Continue { migration, tid } => {
+            ToTasker::AbortMigration { migration, tid } => {
                 assert!(
                     !self.strikes.ran.contains(&migration),
                     "two live copies of {tid} (seed {})",
@@ -302,9 +322,9 @@ impl Sim {
                     self.procs[proc].stopped = false;
                     self.thaw(proc);
                 }
-                FromTasker::Continued { migration }
+                FromTasker::MigrationAborted { migration }
             }
-            ToTasker::KillMoved { migration, .. } => {
+            ToTasker::KillSource { migration, .. } => {
                 self.strikes.killed.insert(migration);
                 FromTasker::SourceGone {
                     migration,
@@ -319,7 +339,7 @@ impl Sim {
     /// Handles orders to the tasker of a target.
     fn tasker_receives(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
-            ToTasker::TakePreCopy { migration, .. } => {
+            ToTasker::ReceivePreCopy { migration, .. } => {
                 let Err(why) = self.step_result_of(on, ()) else {
                     self.taking.insert(migration, on);
                     return;
@@ -328,8 +348,8 @@ impl Sim {
             }
             ToTasker::Restore {
                 migration,
-                again,
-                memory_way,
+                memory_write: again,
+                memory_socket: memory_way,
                 ..
             } => {
                 self.following.extend(memory_way.map(|_| migration));
@@ -340,14 +360,18 @@ impl Sim {
                 FromTasker::Restored { migration, result }
             }
             ToTasker::Run {
-                migration, held, ..
-            } if self.run_built(on, migration, held) => FromTasker::Ran {
+                migration,
+                paused: held,
+                ..
+            } if self.run_built(on, migration, held) => FromTasker::Running {
                 migration,
                 result: Ok(()),
             },
-            ToTasker::Build { migration, start } => self.build_anew(on, migration, &start),
+            ToTasker::PrepareRestart { migration, start } => self.build_anew(on, migration, &start),
             ToTasker::Run {
-                migration, held, ..
+                migration,
+                paused: held,
+                ..
             } if self.anew.contains_key(&(on, migration)) => {
                 let Some(answer) = self.run_anew(on, migration, held) else {
                     return;
@@ -355,7 +379,9 @@ impl Sim {
                 answer
             }
             ToTasker::Run {
-                migration, held, ..
+                migration,
+                paused: held,
+                ..
             } => return self.run_moved(on, migration, held),
             ToTasker::Discard { migration } => {
                 self.taking.remove(&migration);
@@ -397,7 +423,7 @@ impl Sim {
         let p = &mut self.procs[proc];
         if p.exited && !p.kept {
             let result = Err(Failure::Engine("there is nothing to run".into()));
-            return self.tasker(on, FromTasker::Ran { migration, result });
+            return self.tasker(on, FromTasker::Running { migration, result });
         }
         (p.exited, p.kept) = (false, false);
         (p.host, p.stopped, p.held, p.holds) = (on, false, held, p.holds + 1);
@@ -406,14 +432,14 @@ impl Sim {
         p.mail.clear();
         self.tasker(
             on,
-            FromTasker::Ran {
+            FromTasker::Running {
                 migration,
                 result: Ok(()),
             },
         );
         if self.following.remove(&migration) {
             let late = if self.strikes.is_one() {
-                self.dice.roll(20_000)
+                self.dice.below(20_000)
             } else {
                 0
             };
@@ -425,7 +451,7 @@ impl Sim {
             }
             self.tasker(
                 on,
-                FromTasker::Arrived {
+                FromTasker::MemoryArrived {
                     migration,
                     result: Ok(()),
                 },

@@ -5,7 +5,7 @@ use super::{Channel, Happening, Sim, pair};
 use crate::Event;
 use crate::lanes::{Fork, Join, Lane, LaneId, Main, Way, ends_of};
 use sempa_proto::HostId;
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -18,15 +18,15 @@ pub(super) type Unsent = VecDeque<(Channel, Event)>;
 /// An item of one of the streams.
 #[derive(Clone, Debug)]
 pub(super) enum Parcel {
-    Main(Main<Carried>),
-    Lane(LaneId, Lane<Carried>),
+    Main(Main<DataMsg>),
+    Lane(LaneId, Lane<DataMsg>),
 }
 
 /// All data channels that ever existed.
 #[derive(Debug)]
 pub(super) struct Wires {
     begin: Instant,
-    wires: BTreeMap<WireId, (Fork, Join<Carried>)>,
+    wires: BTreeMap<WireId, (Fork, Join<DataMsg>)>,
     sessions: BTreeMap<(HostId, HostId), u64>,
     lanes_opened: usize,
 }
@@ -106,7 +106,7 @@ impl Sim {
 
     /// Sends an item over the data channel of an existing session, as the daemon's network code
     /// does.
-    pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: Carried) {
+    pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: DataMsg) {
         let wire = (
             from,
             to,
@@ -116,7 +116,7 @@ impl Sim {
         let (fork, _) = self.wires.wires.entry(wire).or_default();
         let mut parcels = Vec::new();
         let ends = match &carried {
-            Carried::Link(body) => ends_of(body),
+            DataMsg::Frame(body) => ends_of(body),
             _ => None,
         };
         match ends.map(|ends| (ends, fork.way(ends, now))) {
@@ -127,7 +127,7 @@ impl Sim {
                 fork.sent(ends);
             }
             _ => {
-                let ended = if let Carried::Ended { dst, .. } = &carried {
+                let ended = if let DataMsg::Ended { dst, .. } = &carried {
                     Some(*dst)
                 } else {
                     None
