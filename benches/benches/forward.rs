@@ -9,7 +9,7 @@ use divan::counter::ItemsCount;
 use divan::{AllocProfiler, Bencher};
 use pvmd::shell::bench_hooks::{BenchReceiver, BenchSender};
 use pvmd_machine::{Event, Output};
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 use two_host_daemon::{Daemon, frame, remote_task};
@@ -97,7 +97,7 @@ fn a_frame_from_another_host(bencher: Bencher, tasks: usize) {
     let frame = data_frame((remote_task(), daemon.tids[tasks - 1]), SMALL_PAYLOAD);
     let event = || Event::HostData {
         host: HostId::MASTER,
-        message: Carried::Link(frame.clone()),
+        message: DataMsg::Frame(frame.clone()),
     };
     measure_forwarding(bencher, daemon, event, |output| {
         matches!(output, Output::LinkToTask { .. })
@@ -116,7 +116,7 @@ fn queued_to_another_host(bencher: Bencher, bytes: usize) {
         });
         match daemon.poll() {
             Some(Output::SendData {
-                message: Carried::Link(frame),
+                message: DataMsg::Frame(frame),
                 ..
             }) => sending.send(frame).len(),
             other => panic!("it is forwarded: {other:?}"),

@@ -2,7 +2,7 @@
 
 use divan::counter::ItemsCount;
 use divan::{Bencher, black_box};
-use sempa_proto::body::{Encoding, Item, Packer, Unpacker};
+use sempa_proto::body::{Encoding, PackedNumber, Packer, Unpacker};
 
 /// Number of items per call.
 const ITEMS: usize = 1000;
@@ -12,7 +12,7 @@ fn main() {
     divan::main();
 }
 
-fn pack_numbers<T: Item + From<i8> + Sync>(bencher: Bencher, encoding: Encoding) {
+fn pack_numbers<T: PackedNumber + From<i8> + Sync>(bencher: Bencher, encoding: Encoding) {
     let values = vec![T::from(7); ITEMS];
     bencher.counter(ItemsCount::new(ITEMS)).bench(|| {
         let mut packer = Packer::new(encoding);
@@ -21,7 +21,7 @@ fn pack_numbers<T: Item + From<i8> + Sync>(bencher: Bencher, encoding: Encoding)
     });
 }
 
-fn unpack_numbers<T: Item + From<i8> + Sync>(bencher: Bencher, encoding: Encoding) {
+fn unpack_numbers<T: PackedNumber + From<i8> + Sync>(bencher: Bencher, encoding: Encoding) {
     let mut packer = Packer::new(encoding);
     packer.items(vec![T::from(7); ITEMS]);
     let body = packer.finish();

@@ -5,8 +5,8 @@ use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
-use sempa_ring::memory::{Ends, OwnBell, PeerBell, accept, offer};
-use sempa_ring::ring::{Broken, Reader, Writer};
+use sempa_ring::ring::{Reader, RingCorrupt, Writer};
+use sempa_ring::shared_memory::{OwnDoorbell, PeerDoorbell, RingPair, accept_pair, create_pair};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -24,17 +24,17 @@ fn main() {
 }
 
 /// Creates both ends of the rings of a pair.
-fn pair() -> (Ends, Ends) {
-    let (one, fd) = offer().expect("the system has memory");
-    let other = accept(fd.as_fd()).expect("it is ours");
+fn pair() -> (RingPair, RingPair) {
+    let (one, fd) = create_pair().expect("the system has memory");
+    let other = accept_pair(fd.as_fd()).expect("it is ours");
     (one, other)
 }
 
 /// Copies the next record to `out`. Returns false if there is none.
-fn read_record<A: sempa_ring::ring::Area>(
+fn read_record<A: sempa_ring::ring::RingMemory>(
     reader: &mut Reader<A>,
     out: &mut Vec<u8>,
-) -> Result<bool, Broken> {
+) -> Result<bool, RingCorrupt> {
     let Some(mut record) = reader.next_record()? else {
         return Ok(false);
     };
@@ -45,7 +45,7 @@ fn read_record<A: sempa_ring::ring::Area>(
     Ok(true)
 }
 
-fn await_record<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Vec<u8>) {
+fn await_record<A: sempa_ring::ring::RingMemory>(reader: &mut Reader<A>, out: &mut Vec<u8>) {
     let mut looks = 0;
     while !read_record(reader, out).expect("a good ring") {
         looks += 1;
@@ -56,7 +56,7 @@ fn await_record<A: sempa_ring::ring::Area>(reader: &mut Reader<A>, out: &mut Vec
     }
 }
 
-fn write_record<A: sempa_ring::ring::Area>(writer: &mut Writer<A>, body: &[u8]) {
+fn write_record<A: sempa_ring::ring::RingMemory>(writer: &mut Writer<A>, body: &[u8]) {
     assert!(
         writer.write([&[0; HEAD_BYTES], body]).expect("a good ring"),
         "the other end has taken all"
@@ -125,18 +125,18 @@ fn round_trip_of_two_threads(bencher: Bencher, bytes: usize) {
 /// `ringers` peers notify; the task finds all of them and clears their bits. No thread sleeps.
 #[divan::bench(args = NOTIFIERS)]
 fn a_bell_is_rung_and_answered(bencher: Bencher, ringers: usize) {
-    let own = OwnBell::new().expect("the system has memory");
+    let own = OwnDoorbell::new().expect("the system has memory");
     let peer =
-        PeerBell::map(own.share().expect("the system has memory").as_fd()).expect("it is ours");
+        PeerDoorbell::map(own.share().expect("the system has memory").as_fd()).expect("it is ours");
     bencher.counter(ItemsCount::new(ringers)).bench_local(|| {
         for slot in 0..ringers {
-            black_box(peer.ring(slot, false));
+            black_box(peer.notify(slot, false));
         }
         let (mut found, mut from) = (0, 0);
-        while let Some((index, mut bits)) = own.rung(from) {
+        while let Some((index, mut bits)) = own.pending_words(from) {
             from = index + 1;
             while bits != 0 {
-                own.hush(index * 64 + bits.trailing_zeros() as usize);
+                own.clear(index * 64 + bits.trailing_zeros() as usize);
                 bits &= bits - 1;
                 found += 1;
             }

@@ -4,7 +4,7 @@ use bytes::Bytes;
 use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
 use sempa_proto::body::{Encoding, Packer, Unpacker};
-use sempa_proto::frame::{FrameDecoder, FrameKind, encode};
+use sempa_proto::frame::{FrameDecoder, FrameKind, encode_frame};
 use sempa_proto::link::{Link, LinkEvent, LinkOutput};
 use sempa_proto::{HostId, Micros, RouteId, Tid};
 
@@ -31,7 +31,7 @@ fn frame_and_decode(bencher: Bencher, bytes: usize) {
     let body = vec![7u8; bytes];
     bencher.counter(BytesCount::new(bytes)).bench(|| {
         let mut decoder = FrameDecoder::new();
-        decoder.push(&encode(FrameKind::Image, &[black_box(&body)]));
+        decoder.push(&encode_frame(FrameKind::Image, &[black_box(&body)]));
         decoder.next_frame().expect("good").expect("whole")
     });
 }
@@ -50,7 +50,7 @@ fn link_hands_a_message_over(bencher: Bencher, bytes: usize) {
         one.send(Bytes::from_static(&[0; 16]), body.clone())
             .expect("room");
         let mut delivered = None;
-        while delivered.is_none() || !one.is_flushed() {
+        while delivered.is_none() || !one.is_all_acked() {
             now = now + Micros(1);
             let mut idle = true;
             while let Some(output) = one.poll(now) {

@@ -16,7 +16,7 @@ use crate::machine_info::MachineInfo;
 use anyhow::{Context, Result, bail, ensure};
 use sempa_proto::Tid;
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::MigrationCause;
 use sempa_tests::assignment::{Speed, best, blind};
 use sempa_tests::labour::{Harvest, Unequal};
 use sempa_tests::rng::Rng;
@@ -259,8 +259,8 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
     let for_load = |entry: &&Entry| {
         matches!(
             entry.kind,
-            EventKind::Moved {
-                cause: Cause::Load { .. },
+            EventKind::Migrated {
+                cause: MigrationCause::Load { .. },
                 ..
             }
         )
@@ -284,7 +284,7 @@ fn run_farm(hosts: &Unequal, managed: Option<Option<f64>>, units: &[u32]) -> Res
         .collect();
     let failed_moves = events
         .iter()
-        .filter(|entry| matches!(entry.kind, EventKind::MoveFailed { .. }))
+        .filter(|entry| matches!(entry.kind, EventKind::MigrationFailed { .. }))
         .count();
     vm.halt()?;
     drop(manager);
@@ -319,7 +319,7 @@ fn timeline(events: &[Entry], harvest: &Harvest) -> Vec<String> {
             entry.host.as_deref().unwrap_or("?")
         )),
         EventKind::TaskEnded { tid, .. } => units(tid).map(|_| format!("{tid} ends")),
-        EventKind::Moved { tid, from, to, .. } => {
+        EventKind::Migrated { tid, from, to, .. } => {
             units(tid).map(|_| format!("{tid} has moved from {from} to {to}"))
         }
         _ => None,

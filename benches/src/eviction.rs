@@ -226,7 +226,7 @@ fn eviction_times(
             .map(|entry| entry.at_us as i64)
             .ok_or_else(|| format!("the event log has no {what}"))
     };
-    let step = |wanted: Step| move |kind: &EventKind| matches!(kind, EventKind::Moving { tid: who, step, .. } if *step == wanted && who.to_string() == tid);
+    let step = |wanted: Step| move |kind: &EventKind| matches!(kind, EventKind::MigrationStep { tid: who, step, .. } if *step == wanted && who.to_string() == tid);
     let login = events.iter().find_map(|entry| match entry.kind {
         EventKind::OwnerPresent { host, since, .. } => Some((host, since.0 as i64)),
         _ => None,
@@ -234,11 +234,11 @@ fn eviction_times(
     let (host, login) = login.ok_or("the event log has no owner")?;
     let stopped = at(
         "stop",
-        &|kind| matches!(kind, EventKind::GuestsStopped { host: which, .. } if *which == host),
+        &|kind| matches!(kind, EventKind::GuestsPaused { host: which, .. } if *which == host),
     )?;
     let clean = at(
         "clean host",
-        &|kind| matches!(kind, EventKind::HostClean { host: which } if *which == host),
+        &|kind| matches!(kind, EventKind::HostVacated { host: which } if *which == host),
     )?;
     let arrived = at("end of the move", &step(Step::Arrive))?;
     let (from, until) = notes.find_gap(at("dump", &step(Step::Dump))?)?;

@@ -362,7 +362,7 @@ fn measure(vm: &Vm<'_>, plan: &PartPlan, hosts: &[&str]) -> Result<Part> {
         tasks: plan.tasks,
         hosts: plan.hosts,
         moves,
-        failed_moves: of(|kind| matches!(kind, EventKind::MoveFailed { .. })),
+        failed_moves: of(|kind| matches!(kind, EventKind::MigrationFailed { .. })),
         seconds,
         checked,
         lost,

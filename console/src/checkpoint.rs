@@ -7,7 +7,9 @@ use crate::session::Outcome;
 use crate::virtual_machine::{VirtualMachine, unexpected_reply};
 use crate::words::{option_value, parse_duration};
 use libpvm::Error;
-use sempa_proto::checkpoint::{CutFailure, Pace, Removed, SetEntry, Unwanted};
+use sempa_proto::checkpoint::{
+    CheckpointEntry, CheckpointFailure, CheckpointSchedule, RemovalResults, RemovalSelection,
+};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{HostId, Micros, Tid};
 use serde_json::{Value, json};
@@ -22,7 +24,7 @@ pub(crate) struct CheckpointCommand {
     /// The first task of the job.
     pub(crate) job: Tid,
     /// Changes the periodic checkpoints of the job, if given.
-    pub(crate) pace: Option<Pace>,
+    pub(crate) pace: Option<CheckpointSchedule>,
     /// Ends the job when its checkpoint is complete.
     pub(crate) ends_job: bool,
 }
@@ -43,7 +45,7 @@ pub(crate) enum CheckpointsCommand {
     List,
     /// Removes checkpoints from the store.
     Remove {
-        which: Unwanted,
+        which: RemovalSelection,
         /// Also removes checkpoints of other virtual machines.
         include_foreign: bool,
     },
@@ -82,11 +84,11 @@ pub(crate) fn parse_list(args: &[String]) -> Result<CheckpointsCommand, ParseErr
     match (names, job) {
         (None, None) if !any => Ok(CheckpointsCommand::List),
         (Some(names), None) => Ok(CheckpointsCommand::Remove {
-            which: Unwanted::Sets(names),
+            which: RemovalSelection::Checkpoints(names),
             include_foreign: any,
         }),
         (None, Some(job)) => Ok(CheckpointsCommand::Remove {
-            which: Unwanted::Job(job),
+            which: RemovalSelection::Job(job),
             include_foreign: any,
         }),
         _ => Err(wrong()),
@@ -102,8 +104,11 @@ pub(crate) fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
     while let Some(arg) = rest.next() {
         let mut timed = None;
         for (name, kind) in [
-            ("--every", Pace::Every as fn(Micros) -> Pace),
-            ("--loss", Pace::Loss),
+            (
+                "--every",
+                CheckpointSchedule::Every as fn(Micros) -> CheckpointSchedule,
+            ),
+            ("--loss", CheckpointSchedule::MaxLoss),
         ] {
             timed =
                 timed.or(option_value(COMMAND, name, arg, &mut rest)?.map(|value| (kind, value)));
@@ -121,7 +126,7 @@ pub(crate) fn parse(args: &[String]) -> Result<CheckpointCommand, ParseError> {
                     .ok_or_else(not)?;
                 pace = Some(kind(Micros(span.as_micros() as u64)));
             }
-            None if arg == "--stop" => pace = Some(Pace::Never),
+            None if arg == "--stop" => pace = Some(CheckpointSchedule::Never),
             None if arg == "--end" => end = true,
             None if arg.starts_with('-') => {
                 return Err(ParseError::UnknownFlag(
@@ -188,14 +193,14 @@ pub(crate) fn checkpoint(
         ends_job,
     } = command;
     let (every, loss) = match pace {
-        Some(Pace::Every(every)) => (Some(every.0 / 1_000_000), None),
-        Some(Pace::Loss(bound)) => (None, Some(bound.0 / 1_000_000)),
-        Some(Pace::Never) | None => (None, None),
+        Some(CheckpointSchedule::Every(every)) => (Some(every.0 / 1_000_000), None),
+        Some(CheckpointSchedule::MaxLoss(bound)) => (None, Some(bound.0 / 1_000_000)),
+        Some(CheckpointSchedule::Never) | None => (None, None),
     };
     match machine.ask(Request::Checkpoint {
         job: *job,
-        pace: *pace,
-        end: *ends_job,
+        schedule: *pace,
+        end_job: *ends_job,
         wait: true,
     })? {
         Reply::Done => {
@@ -215,13 +220,17 @@ pub(crate) fn checkpoint(
                 format!("{} tasks", tasks.len())
             };
             let frozen = report.frozen.0 as f64 / 1e3;
-            let own: Vec<String> = report.own.iter().map(Tid::to_string).collect();
+            let own: Vec<String> = report
+                .self_checkpointed
+                .iter()
+                .map(Tid::to_string)
+                .collect();
             let by_own = match own.len() {
                 0 => String::new(),
                 all if all == tasks.len() => " by their own checkpoints".into(),
                 some => format!(", {some} of them by their own checkpoints"),
             };
-            let (set, bytes) = (&report.set, report.bytes);
+            let (set, bytes) = (&report.name, report.bytes);
             let mut text = format!(
                 "{set}: {task_count} of job {job}{by_own}, {bytes} bytes, frozen {frozen:.1} ms\n"
             );
@@ -238,11 +247,11 @@ pub(crate) fn checkpoint(
             if *ends_job {
                 text.push_str(&format!(
                     "and ended; 'restart {}' starts it again\n",
-                    report.set
+                    report.name
                 ));
             }
             let value = json!({
-                "set": report.set, "ended": ends_job, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
+                "set": report.name, "ended": ends_job, "job": job.to_string(), "tasks": tasks, "bytes": report.bytes,
                 "own": own, "frozen_us": report.frozen.0, "every_s": every, "loss_s": loss,
             });
             Ok(Outcome::with_values(text, value, false))
@@ -264,10 +273,10 @@ pub(crate) fn checkpoint(
 
 /// Returns what happens to a job whose checkpoint failed, as a clause. The last argument is the
 /// word for the job in that clause.
-pub(crate) fn job_after_failure(why: &CutFailure, job_word: &str) -> String {
+pub(crate) fn job_after_failure(why: &CheckpointFailure, job_word: &str) -> String {
     match why {
-        CutFailure::NoSuchJob(_) => String::new(),
-        CutFailure::HostLost(_) => format!(
+        CheckpointFailure::NoSuchJob(_) => String::new(),
+        CheckpointFailure::HostLost(_) => format!(
             "; with its tasks there; {job_word} goes back to its newest checkpoint by itself, if it has one and is checkpointed again and again"
         ),
         _ => format!("; {job_word} goes on"),
@@ -286,18 +295,18 @@ pub(crate) fn checkpoints(
     else {
         return list_checkpoints(machine);
     };
-    match machine.ask(Request::RemoveSets {
+    match machine.ask(Request::RemoveCheckpoints {
         which: which.clone(),
-        any: *include_foreign,
+        include_foreign: *include_foreign,
     })? {
-        Reply::SetsRemoved(Ok(all)) => Ok(removal_outcome(which, &all)),
-        Reply::SetsRemoved(Err(why)) => Ok(Outcome::error(format!("checkpoints: {why}"))),
+        Reply::CheckpointsRemoved(Ok(all)) => Ok(removal_outcome(which, &all)),
+        Reply::CheckpointsRemoved(Err(why)) => Ok(Outcome::error(format!("checkpoints: {why}"))),
         _ => Err(unexpected_reply()),
     }
 }
 
-fn removal_outcome(which: &Unwanted, all: &Removed) -> Outcome {
-    if let (Unwanted::Job(job), []) = (which, &all[..]) {
+fn removal_outcome(which: &RemovalSelection, all: &RemovalResults) -> Outcome {
+    if let (RemovalSelection::Job(job), []) = (which, &all[..]) {
         return Outcome {
             json: vec![json!({ "removed": [], "kept": [] })],
             ..Outcome::error(format!(
@@ -324,8 +333,8 @@ fn removal_outcome(which: &Unwanted, all: &Removed) -> Outcome {
 
 /// Lists the checkpoints in the store.
 fn list_checkpoints(machine: &impl VirtualMachine) -> Result<Outcome, Error> {
-    match machine.ask(Request::Sets)? {
-        Reply::Sets(Ok(sets)) => {
+    match machine.ask(Request::ListCheckpoints)? {
+        Reply::Checkpoints(Ok(sets)) => {
             let value: Vec<Value> = sets.iter().map(entry_value).collect();
             Ok(Outcome::with_values(
                 list_text(&sets),
@@ -333,43 +342,43 @@ fn list_checkpoints(machine: &impl VirtualMachine) -> Result<Outcome, Error> {
                 false,
             ))
         }
-        Reply::Sets(Err(why)) => Ok(Outcome::error(format!("checkpoints: {why}"))),
+        Reply::Checkpoints(Err(why)) => Ok(Outcome::error(format!("checkpoints: {why}"))),
         _ => Err(unexpected_reply()),
     }
 }
 
-fn entry_value(checkpoint: &SetEntry) -> Value {
-    match &checkpoint.broken {
-        Some(why) => json!({ "set": checkpoint.set, "broken": why }),
+fn entry_value(checkpoint: &CheckpointEntry) -> Value {
+    match &checkpoint.unusable_reason {
+        Some(why) => json!({ "set": checkpoint.name, "broken": why }),
         None => json!({
-            "set": checkpoint.set, "job": checkpoint.job.to_string(), "made_us": checkpoint.made.0, "tasks": checkpoint.tasks, "bytes": checkpoint.bytes,
-            "ended_us": checkpoint.ended.map(|ended| ended.0), "copies": checkpoint.copies,
+            "set": checkpoint.name, "job": checkpoint.job.to_string(), "made_us": checkpoint.created.0, "tasks": checkpoint.tasks, "bytes": checkpoint.bytes,
+            "ended_us": checkpoint.job_ended_at.map(|ended| ended.0), "copies": checkpoint.copy_hosts,
         }),
     }
 }
 
-fn list_text(checkpoints: &[SetEntry]) -> String {
+fn list_text(checkpoints: &[CheckpointEntry]) -> String {
     if checkpoints.is_empty() {
         return "no checkpoints\n".into();
     }
     let width = checkpoints
         .iter()
-        .map(|set| set.set.len())
+        .map(|set| set.name.len())
         .max()
         .unwrap_or_default();
     let mut text = format!(
         "{:width$}  {:>8}  {:24}  {:>5}  {:>12}\n",
         "SET", "JOB", "MADE", "TASKS", "BYTES"
     );
-    for SetEntry {
-        set,
+    for CheckpointEntry {
+        name: set,
         job,
-        made,
+        created: made,
         tasks,
         bytes,
-        broken,
-        ended,
-        copies,
+        unusable_reason: broken,
+        job_ended_at: ended,
+        copy_hosts: copies,
     } in checkpoints
     {
         text.push_str(&match broken {
@@ -404,7 +413,7 @@ pub(crate) fn restart(
         hosts,
     } = command;
     match machine.ask(Request::Restart {
-        set: set.clone(),
+        checkpoint: set.clone(),
         on: hosts.clone(),
         wait: true,
     })? {
@@ -445,7 +454,7 @@ pub(crate) fn restart(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sempa_proto::checkpoint::Stays;
+    use sempa_proto::checkpoint::RemovalRefusal;
 
     fn words(line: &str) -> Vec<String> {
         line.split(' ')
@@ -459,7 +468,7 @@ mod tests {
     fn checkpoint_arguments_parse_in_any_order() {
         let job = Tid::from_raw(0x40002);
         let read = |line: &str| parse(&words(line));
-        let every = |seconds| Some(Pace::Every(Micros::from_secs(seconds)));
+        let every = |seconds| Some(CheckpointSchedule::Every(Micros::from_secs(seconds)));
         assert_eq!(
             read("t40002"),
             Ok(CheckpointCommand {
@@ -488,11 +497,11 @@ mod tests {
             read("t40002 --stop"),
             Ok(CheckpointCommand {
                 job,
-                pace: Some(Pace::Never),
+                pace: Some(CheckpointSchedule::Never),
                 ends_job: false
             })
         );
-        let loss = Some(Pace::Loss(Micros::from_secs(60)));
+        let loss = Some(CheckpointSchedule::MaxLoss(Micros::from_secs(60)));
         assert_eq!(
             read("t40002 --loss 1m"),
             Ok(CheckpointCommand {
@@ -543,12 +552,15 @@ mod tests {
     #[test]
     fn failure_text_depends_on_cause() {
         let job = Tid::from_raw(0x40002);
-        assert_eq!(job_after_failure(&CutFailure::NoSuchJob(job), "it"), "");
         assert_eq!(
-            job_after_failure(&CutFailure::UnderWay, "the job"),
+            job_after_failure(&CheckpointFailure::NoSuchJob(job), "it"),
+            ""
+        );
+        assert_eq!(
+            job_after_failure(&CheckpointFailure::InProgress, "the job"),
             "; the job goes on"
         );
-        let lost = job_after_failure(&CutFailure::HostLost(HostId::MASTER), "it");
+        let lost = job_after_failure(&CheckpointFailure::HostLost(HostId::MASTER), "it");
         assert!(
             lost.contains("it goes back to its newest checkpoint") && !lost.contains("goes on"),
             "{lost}"
@@ -578,27 +590,27 @@ mod tests {
     fn list_shows_usable_and_broken_checkpoints() {
         let job = Tid::from_raw(0x40002);
         let (broken, ended, copies) = (None, None, Vec::new());
-        let whole = SetEntry {
-            set: "a-1".into(),
+        let whole = CheckpointEntry {
+            name: "a-1".into(),
             job,
-            made: Micros(0),
+            created: Micros(0),
             tasks: 3,
             bytes: 4096,
-            broken,
-            ended,
-            copies,
+            unusable_reason: broken,
+            job_ended_at: ended,
+            copy_hosts: copies,
         };
-        let copied = SetEntry {
-            copies: vec!["h2".into(), "h3".into()],
+        let copied = CheckpointEntry {
+            copy_hosts: vec!["h2".into(), "h3".into()],
             ..whole.clone()
         };
-        let broken = SetEntry {
-            set: "b".into(),
-            broken: Some("another key".into()),
+        let broken = CheckpointEntry {
+            name: "b".into(),
+            unusable_reason: Some("another key".into()),
             ..whole.clone()
         };
-        let over = SetEntry {
-            ended: Some(Micros(0)),
+        let over = CheckpointEntry {
+            job_ended_at: Some(Micros(0)),
             ..whole.clone()
         };
         assert_eq!(entry_value(&copied)["copies"], json!(["h2", "h3"]));
@@ -623,7 +635,8 @@ mod tests {
     fn removal_selects_by_name_or_job() {
         let read = |line: &str| parse_list(&words(line));
         let sets = |names: &[&str], any| {
-            let which = Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
+            let which =
+                RemovalSelection::Checkpoints(names.iter().map(|name| name.to_string()).collect());
             Ok(CheckpointsCommand::Remove {
                 which,
                 include_foreign: any,
@@ -633,7 +646,7 @@ mod tests {
         assert_eq!(read("--remove a"), sets(&["a"], false));
         assert_eq!(read("--remove a b --any c"), sets(&["a", "b", "c"], true));
         assert_eq!(read("--remove=a --remove b"), sets(&["a", "b"], false));
-        let job = Unwanted::Job(Tid::from_raw(0x40002));
+        let job = RemovalSelection::Job(Tid::from_raw(0x40002));
         assert_eq!(
             read("--remove-job t40002"),
             Ok(CheckpointsCommand::Remove {
@@ -670,8 +683,11 @@ mod tests {
     #[test]
     fn removal_reports_each_checkpoint() {
         let job = Tid::from_raw(0x40002);
-        let all: Removed = vec![("a".into(), Ok(7)), ("b".into(), Err(Stays::Wanted(job)))];
-        let outcome = removal_outcome(&Unwanted::Job(job), &all);
+        let all: RemovalResults = vec![
+            ("a".into(), Ok(7)),
+            ("b".into(), Err(RemovalRefusal::OnlyRestartPoint(job))),
+        ];
+        let outcome = removal_outcome(&RemovalSelection::Job(job), &all);
         assert!(
             outcome.failed
                 && outcome
@@ -683,9 +699,9 @@ mod tests {
             json!([{ "set": "a", "bytes": 7 }])
         );
         assert_eq!(outcome.json[0]["kept"][0]["set"], "b");
-        assert!(!removal_outcome(&Unwanted::Job(job), &all[..1].to_vec()).failed);
+        assert!(!removal_outcome(&RemovalSelection::Job(job), &all[..1].to_vec()).failed);
         assert!(
-            removal_outcome(&Unwanted::Job(job), &Vec::new()).failed,
+            removal_outcome(&RemovalSelection::Job(job), &Vec::new()).failed,
             "none of it"
         );
     }

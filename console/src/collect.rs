@@ -347,7 +347,9 @@ impl<M: VirtualMachine> Session<M> {
         let Ok(tids) = body.int().and_then(|count| body.ints(count)) else {
             return String::new();
         };
-        let hosts = tids.into_iter().filter_map(|tid| Tid::from_raw(tid).home());
+        let hosts = tids
+            .into_iter()
+            .filter_map(|tid| Tid::from_raw(tid).birth_host());
         let new: Vec<HostId> = hosts
             .filter(|host| self.announced_hosts.insert(*host))
             .collect();

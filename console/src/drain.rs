@@ -22,8 +22,8 @@ use crate::session::Outcome;
 use crate::virtual_machine::{VirtualMachine, unexpected_reply};
 use crate::words::{option_value, parse_duration};
 use libpvm::Error;
-use sempa_proto::checkpoint::{CutFailure, SetEntry, SetReport};
-use sempa_proto::rm::{Answer, Question};
+use sempa_proto::checkpoint::{CheckpointEntry, CheckpointFailure, CheckpointReport};
+use sempa_proto::rm::{RmQuery, RmReply};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, PvmError, Tid};
@@ -129,14 +129,14 @@ type RemainingTasks = BTreeMap<Tid, Option<String>>;
 
 /// Unpacks an answer about a drain: whether the host is drained, the remaining tasks, and the
 /// number of tasks that cannot leave. `None` means that the host is unknown.
-fn unpack_answer(answer: Answer) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
+fn unpack_answer(answer: RmReply) -> Result<Option<(bool, RemainingTasks, u32)>, Error> {
     match answer {
-        Answer::Drain {
+        RmReply::Drain {
             drained,
             tasks,
-            stay,
+            staying: stay,
         } => Ok(Some((drained, tasks.into_iter().collect(), stay))),
-        Answer::Unknown => Ok(None),
+        RmReply::NotFound => Ok(None),
         _ => Err(unexpected_reply()),
     }
 }
@@ -233,7 +233,7 @@ impl<M: VirtualMachine> DrainRun<'_, M> {
     /// superseded.
     fn poll(&mut self) -> Result<bool, Error> {
         let host = &self.command.host;
-        let question = Question::Draining { host: host.clone() };
+        let question = RmQuery::DrainStatus { host: host.clone() };
         let (drained, mut now) = match self.machine.ask_rm(&question) {
             // The drain continues without a resource manager: its successor knows the order, and
             // checkpoints cannot wait for it.
@@ -425,13 +425,13 @@ impl<M: VirtualMachine> DrainRun<'_, M> {
             Ok(report) if ends => {
                 (self.show)(&format!(
                     "job {job} has ended; 'restart {}' starts it again\n",
-                    report.set
+                    report.name
                 ));
                 self.remaining.retain(|tid, _| !report.tasks.contains(tid));
                 self.departed.extend(report.tasks);
-                self.ended_checkpoints.push(report.set);
+                self.ended_checkpoints.push(report.name);
             }
-            Ok(SetReport { set, .. }) => {
+            Ok(CheckpointReport { name: set, .. }) => {
                 let text = format!("job {job} is in the store as {set} and goes on; ");
                 (self.show)(&format!(
                     "{text}'restart {set}' starts it again if {host} leaves\n"
@@ -441,7 +441,7 @@ impl<M: VirtualMachine> DrainRun<'_, M> {
             Err(why) => {
                 // Another checkpoint or restart of the job that is in progress will end; that
                 // failure is not permanent.
-                attempts.is_hopeless = !why.may_try_again() && why != CutFailure::UnderWay;
+                attempts.is_hopeless = !why.is_transient() && why != CheckpointFailure::InProgress;
                 let again = if again && !attempts.is_hopeless {
                     ", and is tried again while there is time"
                 } else {
@@ -484,8 +484,8 @@ impl<M: VirtualMachine> DrainRun<'_, M> {
             return Ok(());
         }
         // A store that cannot be read counts as empty.
-        let checkpoints = match self.machine.ask(Request::Sets)? {
-            Reply::Sets(checkpoints) => checkpoints.unwrap_or_default(),
+        let checkpoints = match self.machine.ask(Request::ListCheckpoints)? {
+            Reply::Checkpoints(checkpoints) => checkpoints.unwrap_or_default(),
             _ => return Err(unexpected_reply()),
         };
         for job in jobs_of(self.console, &parents(self.machine)?, &self.remaining) {
@@ -553,7 +553,7 @@ pub(crate) fn drain<M: VirtualMachine>(
         checkpoint,
     } = command;
     let micros = deadline.map(|deadline| Micros(deadline.as_micros() as u64));
-    let Some((_, tasks, stay)) = unpack_answer(machine.ask_rm(&Question::Drain {
+    let Some((_, tasks, stay)) = unpack_answer(machine.ask_rm(&RmQuery::Drain {
         host: host.clone(),
         within: micros,
     })?)?
@@ -597,15 +597,20 @@ fn is_rm_unavailable(error: &Error) -> bool {
 
 /// Returns the line about what a job loses if the host leaves. The last argument is the checkpoint
 /// that this drain caused, if there is one.
-fn loss_line(host: &str, job: Tid, checkpoints: &[SetEntry], kept: Option<&String>) -> String {
+fn loss_line(
+    host: &str,
+    job: Tid,
+    checkpoints: &[CheckpointEntry],
+    kept: Option<&String>,
+) -> String {
     let newest = checkpoints
         .iter()
-        .filter(|set| set.job == job && set.broken.is_none())
-        .max_by_key(|set| set.made);
+        .filter(|set| set.job == job && set.unusable_reason.is_none())
+        .max_by_key(|set| set.created);
     let lost = newest.map_or("all that it has done".into(), |set| {
-        format!("what it has done since {}", set.set)
+        format!("what it has done since {}", set.name)
     });
-    let more = match newest.is_some_and(|set| Some(&set.set) == kept) {
+    let more = match newest.is_some_and(|set| Some(&set.name) == kept) {
         true => String::new(),
         false => format!("; 'drain {host} --checkpoint' writes it"),
     };
@@ -761,12 +766,12 @@ fn request_checkpoint(
     machine: &impl VirtualMachine,
     job: Tid,
     ends: bool,
-) -> Result<Result<SetReport, CutFailure>, Error> {
+) -> Result<Result<CheckpointReport, CheckpointFailure>, Error> {
     // Must wait: without waiting, the resource manager would be responsible for restarting the job.
     match machine.ask(Request::Checkpoint {
         job,
-        pace: None,
-        end: ends,
+        schedule: None,
+        end_job: ends,
         wait: true,
     })? {
         Reply::Checkpointed(result) => Ok(result),
@@ -792,7 +797,7 @@ fn topmost_spawned(tid: Tid, parents: &BTreeMap<Tid, Tid>, spawned: impl Fn(&Tid
 
 /// Lets a host accept tasks again.
 pub(crate) fn undrain(machine: &impl VirtualMachine, host: &str) -> Result<Outcome, Error> {
-    let Some((drained, ..)) = unpack_answer(machine.ask_rm(&Question::Undrain {
+    let Some((drained, ..)) = unpack_answer(machine.ask_rm(&RmQuery::Undrain {
         host: host.to_string(),
     })?)?
     else {
@@ -1054,15 +1059,15 @@ mod tests {
     #[test]
     fn loss_counts_from_newest_usable_checkpoint() {
         let (job, other) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
-        let entry = |set: &str, job, made, broken: Option<&str>| SetEntry {
-            set: set.into(),
+        let entry = |set: &str, job, made, broken: Option<&str>| CheckpointEntry {
+            name: set.into(),
             job,
-            made: Micros(made),
+            created: Micros(made),
             tasks: 1,
             bytes: 1,
-            broken: broken.map(String::from),
-            ended: None,
-            copies: Vec::new(),
+            unusable_reason: broken.map(String::from),
+            job_ended_at: None,
+            copy_hosts: Vec::new(),
         };
         let sets = [
             entry("a", job, 1, None),

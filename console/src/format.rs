@@ -2,11 +2,11 @@
 
 use sempa_proto::engine::Engine;
 use sempa_proto::event::{Event, EventKind};
-use sempa_proto::migration::Survey;
+use sempa_proto::migration::MigrationTargets;
 use sempa_proto::table::{
     AddedHost, HostTable, TASK_CONNECTED, TASK_FORKED, TASK_HOSTER, TASK_RM, TASK_TASKER, TaskInfo,
 };
-use sempa_proto::task::{MailboxClass, MoveReport};
+use sempa_proto::task::{MailboxClass, MigrationReport};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -36,7 +36,7 @@ fn plural(count: usize) -> &'static str {
 
 /// Formats the output of `conf`.
 pub(crate) fn conf(table: &HostTable) -> String {
-    let (hosts, formats) = (table.hosts.len(), table.formats());
+    let (hosts, formats) = (table.hosts.len(), table.data_format_count());
     let mut out = format!(
         "{hosts} host{}, {formats} data format{}\n",
         plural(hosts),
@@ -198,7 +198,7 @@ pub(crate) fn ps_row(table: &HostTable, task: &TaskInfo, console: Tid, long: boo
         &task.name
     };
     // Not in PVM: stopped while the owner of its host is present, or suspended until it is resumed.
-    let state = match (task.stopped, task.suspended) {
+    let state = match (task.paused, task.suspended) {
         (false, false) => "",
         (true, false) => " (stopped)",
         (false, true) => " (suspended)",
@@ -254,7 +254,7 @@ pub(crate) fn tickle(numbers: &[i32]) -> String {
 }
 
 /// Formats the output of `can-migrate`.
-pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
+pub(crate) fn survey(table: &HostTable, survey: &MigrationTargets) -> String {
     let name = |host: HostId| {
         table
             .get(host)
@@ -294,7 +294,7 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> String {
 }
 
 /// Formats the output of a successful `migrate`.
-pub(crate) fn migrated(tid: Tid, to: &str, report: &MoveReport) -> String {
+pub(crate) fn migrated(tid: Tid, to: &str, report: &MigrationReport) -> String {
     let ms = (report.frozen.0 + 500) / 1000;
     match report.engine {
         Engine::Criu => format!(
@@ -339,7 +339,7 @@ pub(crate) fn event(names: &HostNames, event: &Event) -> String {
     format!(
         "{} {host} {}\n",
         time(event.at),
-        event.kind.told(|host| names.get(host))
+        event.kind.with_host_names(|host| names.get(host))
     )
 }
 
@@ -426,7 +426,7 @@ pub(crate) fn ctime(at: Micros) -> String {
 pub(crate) mod tests {
     use super::*;
     use sempa_proto::Epoch;
-    use sempa_proto::migration::{Cause, Failure, Step};
+    use sempa_proto::migration::{Failure, MigrationCause, Step};
     use sempa_proto::table::HostEntry;
 
     pub(crate) fn host(index: u16, name: &str) -> HostEntry {
@@ -455,7 +455,7 @@ pub(crate) mod tests {
 
     pub(crate) fn task(tid: i32, parent: i32, pid: i32, flags: i32, name: &str) -> TaskInfo {
         let tid = Tid::from_raw(tid);
-        let host = tid.home().expect("a task's tid");
+        let host = tid.birth_host().expect("a task's tid");
         let parent = Tid::from_raw(parent);
         TaskInfo {
             tid,
@@ -465,8 +465,8 @@ pub(crate) mod tests {
             name: name.into(),
             pid,
             uid: 0,
-            moving: false,
-            stopped: false,
+            migrating: false,
+            paused: false,
             suspended: false,
         }
     }
@@ -582,7 +582,7 @@ Console: 2 new hosts added
     #[test]
     fn migrations_and_events_are_one_line() {
         let id = sempa_proto::MigrationId(1);
-        let report = MoveReport {
+        let report = MigrationReport {
             id,
             bytes: 1234,
             frozen: Micros(98_400),
@@ -592,9 +592,9 @@ Console: 2 new hosts added
             migrated(Tid::from_raw(0x40002), "h3", &report),
             "t40002 moved to h3: 1234 bytes, frozen 98 ms\n"
         );
-        let report = MoveReport {
+        let report = MigrationReport {
             bytes: 0,
-            engine: Engine::Restart { wait: 5 },
+            engine: Engine::Restart { timeout_s: 5 },
             ..report
         };
         assert_eq!(
@@ -602,13 +602,13 @@ Console: 2 new hosts added
             "t40002 moved to h3 by restart: away 98 ms\n"
         );
         let (from, to) = (HostId::MASTER, HostId::new(3).expect("3"));
-        let kind = EventKind::MoveFailed {
+        let kind = EventKind::MigrationFailed {
             id: sempa_proto::MigrationId(4),
             tid: Tid::from_raw(0x40002),
             from,
             to,
-            cause: Cause::Asked {
-                by: Tid::from_raw(0x40001),
+            cause: MigrationCause::Requested {
+                requested_by: Tid::from_raw(0x40001),
             },
             step: Step::Dump,
             why: Failure::Killed { signal: 9 },
@@ -639,7 +639,7 @@ Console: 2 new hosts added
             number: 1,
             at: Micros(0),
             host: id,
-            kind: EventKind::HostClean { host: id },
+            kind: EventKind::HostVacated { host: id },
         };
         let mut names = host_names();
         assert!(event(&names, &before).starts_with("1970-01-01T00:00:00.000Z host 7 "));

@@ -43,7 +43,7 @@ pub(crate) fn await_hosts(vm: &Vm) -> bool {
                     Terminal.print_error(&format!("pvm: {}", event.kind));
                     all_joined = false;
                 }
-                EventKind::HostFileDone { .. } => return all_joined,
+                EventKind::HostFileProcessed { .. } => return all_joined,
                 _ => {}
             }
         }

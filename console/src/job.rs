@@ -9,7 +9,7 @@ use crate::usage::{self, SUMS_HEADER, option_value, sums_columns, sums_value};
 use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use sempa_proto::Tid;
-use sempa_proto::rm::{Answer, JobUse, Question, Suspended, TaskUse, Waits};
+use sempa_proto::rm::{JobUsage, RmQuery, RmReply, SuspensionInfo, TaskUsage, WaitingSpawn};
 use sempa_proto::task::Request;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -97,12 +97,12 @@ pub(crate) fn run(machine: &impl VirtualMachine, job: &JobCommand) -> Result<Out
 }
 
 fn list_jobs(machine: &impl VirtualMachine, user: Option<u32>) -> Result<Outcome, Error> {
-    let Answer::Jobs(jobs) = machine.ask_rm(&Question::Jobs { user })? else {
+    let RmReply::Jobs(jobs) = machine.ask_rm(&RmQuery::Jobs { user })? else {
         return Ok(Outcome::error(
             "job list: the resource manager knows no jobs",
         ));
     };
-    let Answer::Waiting(waiting) = machine.ask_rm(&Question::Waiting { user })? else {
+    let RmReply::WaitingSpawns(waiting) = machine.ask_rm(&RmQuery::WaitingSpawns { user })? else {
         return Ok(Outcome::error(
             "job list: the resource manager does not tell which spawns wait",
         ));
@@ -124,13 +124,13 @@ fn list_jobs(machine: &impl VirtualMachine, user: Option<u32>) -> Result<Outcome
 
 /// Returns a line such as "waiting: 3 of worker for job t40002, user 1000, since
 /// 2026-11-21T21:40:12.031Z, number 1 in turn: no host is free".
-fn waiting_line(waits: &Waits) -> String {
-    let Waits {
+fn waiting_line(waits: &WaitingSpawn) -> String {
+    let WaitingSpawn {
         program,
         count,
         job,
         user,
-        turn,
+        queue_position: turn,
         why,
         ..
     } = waits;
@@ -140,15 +140,15 @@ fn waiting_line(waits: &Waits) -> String {
     )
 }
 
-fn waiting_value(waits: &Waits) -> Value {
+fn waiting_value(waits: &WaitingSpawn) -> Value {
     json!({
         "program": waits.program,
         "count": waits.count,
-        "by": waits.by.to_string(),
+        "by": waits.requested_by.to_string(),
         "job": waits.job.to_string(),
         "user": waits.user,
         "since_us": waits.since.0,
-        "turn": waits.turn,
+        "turn": waits.queue_position,
         "why": waits.why,
     })
 }
@@ -160,13 +160,13 @@ fn jobs_header() -> String {
     )
 }
 
-fn job_line(job: &JobUse) -> String {
+fn job_line(job: &JobUsage) -> String {
     let program = if job.program.is_empty() {
         "-"
     } else {
         &job.program
     };
-    let (tid, began) = (job.job.to_string(), format::time(job.began));
+    let (tid, began) = (job.job.to_string(), format::time(job.started));
     let state = match (job.ended, &job.suspended) {
         (Some(_), _) => "ended",
         (None, Some(_)) => "suspended",
@@ -175,11 +175,11 @@ fn job_line(job: &JobUse) -> String {
     format!(
         "{tid:>9} {:>8} {} {began:24} {state:9} {program}\n",
         job.user,
-        sums_columns(&job.sums)
+        sums_columns(&job.totals)
     )
 }
 
-fn suspended_value(suspended: Option<&Suspended>) -> Value {
+fn suspended_value(suspended: Option<&SuspensionInfo>) -> Value {
     suspended.map_or(
         Value::Null,
         |s| json!({ "since_us": s.since.0, "why": s.to_string() }),
@@ -187,27 +187,27 @@ fn suspended_value(suspended: Option<&Suspended>) -> Value {
 }
 
 /// Returns a line such as "t40003: suspended by t80001 since 2026-11-21T21:40:12.031Z".
-fn suspended_since(what: impl std::fmt::Display, suspended: &Suspended) -> String {
+fn suspended_since(what: impl std::fmt::Display, suspended: &SuspensionInfo) -> String {
     format!(
         "{what}: {suspended} since {}\n",
         format::time(suspended.since)
     )
 }
 
-fn job_value(job: &JobUse) -> Value {
+fn job_value(job: &JobUsage) -> Value {
     json!({
         "job": job.job.to_string(),
         "user": job.user,
         "program": job.program,
-        "began_us": job.began.0,
+        "began_us": job.started.0,
         "ended_us": job.ended.map(|at| at.0),
-        "sums": sums_value(&job.sums),
+        "sums": sums_value(&job.totals),
         "suspended": suspended_value(job.suspended.as_ref()),
     })
 }
 
 /// Returns a task as JSON.
-pub(crate) fn task_value(task: &TaskUse) -> Value {
+pub(crate) fn task_value(task: &TaskUsage) -> Value {
     let status = task.ended.map(|(_, how)| how.to_string());
     json!({
         "tid": task.tid.to_string(),
@@ -215,16 +215,16 @@ pub(crate) fn task_value(task: &TaskUse) -> Value {
         "user": task.user,
         "program": task.program,
         "host": task.host,
-        "began_us": task.began.0,
+        "began_us": task.started.0,
         "ended_us": task.ended.map(|(at, _)| at.0),
         "end": status,
         "user_us": task.used.user.0,
         "system_us": task.used.system.0,
         "resident_max_bytes": task.used.resident_max_bytes,
-        "moves": task.moves,
+        "moves": task.migrations,
         "evictions": task.evictions,
         "suspended": suspended_value(task.suspended.as_ref()),
-        "suspended_before_us": task.stood.0,
+        "suspended_before_us": task.suspended_total.0,
     })
 }
 
@@ -240,7 +240,7 @@ pub(crate) fn job_status(
     command: &str,
     tid: Tid,
 ) -> Result<Outcome, Error> {
-    let Answer::Job { job, tasks } = machine.ask_rm(&Question::Job(tid))? else {
+    let RmReply::Job { job, tasks } = machine.ask_rm(&RmQuery::Job(tid))? else {
         return Ok(unknown_job(command, tid));
     };
     let mut text = jobs_header() + &job_line(&job);
@@ -262,7 +262,7 @@ pub(crate) fn job_status(
     Ok(Outcome::with_values(text, value, false))
 }
 
-fn task_line(task: &TaskUse) -> String {
+fn task_line(task: &TaskUsage) -> String {
     let now = if task.suspended.is_some() {
         "suspended"
     } else {
@@ -292,15 +292,18 @@ fn task_line(task: &TaskUse) -> String {
     let (tid, host) = (task.tid.to_string(), &task.host);
     format!(
         "{tid:>9} {host:>12} {cpu:>10} {mib:>9} {:>5}  {end:24} {program}\n",
-        task.moves
+        task.migrations
     )
 }
 
 /// Suspends or resumes a job through the resource manager.
 fn suspend_job(machine: &impl VirtualMachine, tid: Tid, suspend: bool) -> Result<Outcome, Error> {
     let word = if suspend { "suspend" } else { "resume" };
-    let Answer::Suspended { job, tasks, others } =
-        machine.ask_rm(&Question::Suspend { job: tid, suspend })?
+    let RmReply::Suspended {
+        job,
+        tasks,
+        unchanged: others,
+    } = machine.ask_rm(&RmQuery::Suspend { job: tid, suspend })?
     else {
         return Ok(unknown_job(&format!("job {word}"), tid));
     };
@@ -351,13 +354,13 @@ fn suspend_task(machine: &impl VirtualMachine, tid: Tid, suspend: bool) -> Resul
 
 /// Kills all tasks of a job, including those it spawns meanwhile, and waits until none is left.
 fn kill_job(machine: &impl VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
-    let (mut answer, started) = (machine.ask_rm(&Question::Kill(tid))?, Instant::now());
+    let (mut answer, started) = (machine.ask_rm(&RmQuery::Kill(tid))?, Instant::now());
     // Also covers a job that is being vacated at this moment.
     let vacated = cancel_vacated(machine, tid)?;
     loop {
         match answer {
-            Answer::Killed { left, .. } if left > 0 && started.elapsed() < KILL_TIMEOUT => {}
-            Answer::Killed {
+            RmReply::KillProgress { left, .. } if left > 0 && started.elapsed() < KILL_TIMEOUT => {}
+            RmReply::KillProgress {
                 job,
                 asked,
                 forced,
@@ -373,10 +376,10 @@ fn kill_job(machine: &impl VirtualMachine, tid: Tid) -> Result<Outcome, Error> {
             _ => return Ok(vacated.unwrap_or_else(|| unknown_job("job kill", tid))),
         }
         std::thread::sleep(KILL_POLL_INTERVAL);
-        answer = machine.ask_rm(&Question::Killed(tid))?;
-        if answer == Answer::Unknown {
+        answer = machine.ask_rm(&RmQuery::KillStatus(tid))?;
+        if answer == RmReply::NotFound {
             // Another resource manager has taken over and must be asked to continue.
-            answer = machine.ask_rm(&Question::Kill(tid))?;
+            answer = machine.ask_rm(&RmQuery::Kill(tid))?;
         }
     }
 }
@@ -419,7 +422,12 @@ fn kill_outcome(
 /// Cancels the restart of a vacated job, which waits in the store for free hosts. Returns `None` if
 /// the job does not wait.
 fn cancel_vacated(machine: &impl VirtualMachine, tid: Tid) -> Result<Option<Outcome>, Error> {
-    let Answer::Unparked { job, set, starting } = machine.ask_rm(&Question::Unpark(tid))? else {
+    let RmReply::VacatedCancelled {
+        job,
+        checkpoint: set,
+        starting,
+    } = machine.ask_rm(&RmQuery::CancelVacated(tid))?
+    else {
         return Ok(None);
     };
     let mut value = json!({ "job": job.to_string(), "set": set, "parked": false });

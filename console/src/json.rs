@@ -4,9 +4,9 @@
 
 use crate::format::HostNames;
 use sempa_proto::event::Event;
-use sempa_proto::migration::{Survey, Verdict};
+use sempa_proto::migration::{MigrationTargets, Verdict};
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
-use sempa_proto::task::{MailboxClass, MoveReport};
+use sempa_proto::task::{MailboxClass, MigrationReport};
 use sempa_proto::{HostId, PvmError, Tid};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ fn host(entry: &HostEntry) -> Value {
 pub(crate) fn conf(table: &HostTable) -> Value {
     json!({
         "epoch": table.epoch.0,
-        "formats": table.formats(),
+        "formats": table.data_format_count(),
         "hosts": table.hosts.iter().map(host).collect::<Vec<_>>(),
     })
 }
@@ -136,8 +136,8 @@ pub(crate) fn ps(table: &HostTable, tasks: &[TaskInfo]) -> Value {
             "name": task.name,
             "pid": task.pid,
             "uid": task.uid,
-            "moving": task.moving,
-            "stopped": task.stopped,
+            "moving": task.migrating,
+            "stopped": task.paused,
             "suspended": task.suspended,
         })
     };
@@ -172,7 +172,7 @@ pub(crate) fn spawned(job: Option<u32>, results: &[Result<Tid, PvmError>]) -> Va
 }
 
 /// Returns the value of `can-migrate`: the refusals of each host, as records and as text.
-pub(crate) fn survey(table: &HostTable, survey: &Survey) -> Value {
+pub(crate) fn survey(table: &HostTable, survey: &MigrationTargets) -> Value {
     let name = |host: HostId| table.get(host).map(|entry| entry.name.clone());
     let one = |(host, verdict): &(HostId, Verdict)| {
         let reasons: Vec<String> = verdict.iter().map(ToString::to_string).collect();
@@ -195,7 +195,7 @@ pub(crate) fn survey(table: &HostTable, survey: &Survey) -> Value {
 }
 
 /// Returns the value of a successful `migrate`.
-pub(crate) fn migrated(tid: Tid, to: &str, report: &MoveReport) -> Value {
+pub(crate) fn migrated(tid: Tid, to: &str, report: &MigrationReport) -> Value {
     json!({
         "tid": tid.to_string(),
         "to": to,
@@ -221,7 +221,7 @@ pub(crate) fn event(names: &HostNames, event: &Event) -> Value {
         "time": crate::format::time(event.at),
         "host": names.get(event.host),
         "host_index": event.host.index(),
-        "text": event.kind.told(|host| names.get(host)),
+        "text": event.kind.with_host_names(|host| names.get(host)),
         "kind": event.kind,
     })
 }
@@ -274,7 +274,7 @@ mod tests {
     /// An event has its text and its record.
     #[test]
     fn events_have_text_and_record() {
-        let kind = EventKind::HostClean {
+        let kind = EventKind::HostVacated {
             host: HostId::MASTER,
         };
         let value = event(

@@ -57,7 +57,7 @@ use libpvm::{EnrollError, Vm};
 use nix::sys::signal::{SigSet, Signal};
 use oneshot::Plan;
 use parse::Command;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::io;
@@ -198,11 +198,11 @@ fn socket_path() -> Result<PathBuf, String> {
     if let Some(socket) = std::env::var_os("PVMSOCK").filter(|value| !value.is_empty()) {
         return Ok(socket.into());
     }
-    let place = Place::of(nix::unistd::geteuid().as_raw(), |name| {
+    let place = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), |name| {
         std::env::var(name).ok()
     });
     place
-        .map(|place| place.socket())
+        .map(|place| place.daemon_socket())
         .map_err(|error| format!("pvm: {error}"))
 }
 

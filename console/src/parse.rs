@@ -15,7 +15,7 @@ use crate::why::{self, WhyCommand};
 use crate::words::option_value;
 use nix::sys::signal::Signal;
 use sempa_proto::Tid;
-use sempa_proto::task::TICKLE_WORDS_MAX;
+use sempa_proto::task::DEBUG_QUERY_WORDS_MAX;
 use std::str::FromStr;
 
 /// Which tasks `ps` shows and how.
@@ -328,7 +328,7 @@ fn command(name: &'static str, args: &[String]) -> Result<Command, ParseError> {
         ("spawn", []) => wrong(),
         ("spawn", _) => spawn::parse(args).map(Command::Spawn),
         ("start", _) => no_args(Command::Start),
-        ("tickle", [_, ..]) if args.len() <= TICKLE_WORDS_MAX => args
+        ("tickle", [_, ..]) if args.len() <= DEBUG_QUERY_WORDS_MAX => args
             .iter()
             .map(|word| parse_number(name, word))
             .collect::<Result<_, _>>()

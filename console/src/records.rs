@@ -7,7 +7,8 @@
 
 use sempa_proto::body::Unpacker;
 use sempa_proto::trace::{
-    DATA_IDS, DESCRIBED, EVENT_ENTRY, EVENT_EXIT, GROUP, ITEM_TABLE, USER_EVENT_END, VALUES,
+    DATA_IDS, DESCRIBED_MARKERS, EVENT_ENTRY, EVENT_EXIT, GROUP_MARKERS, ITEM_TABLE_MARKERS,
+    USER_EVENT_END_MARKER, VALUES_MARKERS,
 };
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::collections::BTreeMap;
@@ -63,10 +64,12 @@ impl RecordPrinter {
     pub(crate) fn read(&mut self, body: &mut Unpacker, out: &mut String) -> PvmResult<()> {
         while body.remaining() > 0 {
             match body.int()? {
-                marker if GROUP.contains(&marker) => {}
-                marker if marker == ITEM_TABLE[0] => self.read_item_names(body)?,
-                marker if marker == DESCRIBED[0] => self.read_described_record(body, out)?,
-                marker if marker == VALUES[0] => self.read_record(body, out)?,
+                marker if GROUP_MARKERS.contains(&marker) => {}
+                marker if marker == ITEM_TABLE_MARKERS[0] => self.read_item_names(body)?,
+                marker if marker == DESCRIBED_MARKERS[0] => {
+                    self.read_described_record(body, out)?
+                }
+                marker if marker == VALUES_MARKERS[0] => self.read_record(body, out)?,
                 USER_EVENT_BEGIN => self.read_user_event(body, out)?,
                 _ => return Err(PvmError::BadMsg),
             }
@@ -77,7 +80,7 @@ impl RecordPrinter {
     fn read_item_names(&mut self, body: &mut Unpacker) -> PvmResult<()> {
         loop {
             let id = body.int()?;
-            if id == ITEM_TABLE[1] {
+            if id == ITEM_TABLE_MARKERS[1] {
                 return Ok(());
             }
             let names = (body.string()?, body.string()?);
@@ -96,7 +99,7 @@ impl RecordPrinter {
         let mut values = Vec::new();
         loop {
             let item = body.int()?;
-            if item == DESCRIBED[1] {
+            if item == DESCRIBED_MARKERS[1] {
                 break;
             }
             let number = body.int()?;
@@ -135,7 +138,7 @@ impl RecordPrinter {
             .iter()
             .map(|item| read_value(body, item.type_code))
             .collect::<PvmResult<Vec<_>>>()?;
-        if body.int()? != VALUES[1] {
+        if body.int()? != VALUES_MARKERS[1] {
             return Err(PvmError::BadMsg);
         }
         self.print(&with_suffix(&kind, id), record_number(id), &values, out);
@@ -155,7 +158,7 @@ impl RecordPrinter {
         let mut values = vec![body.int()?.to_string(), body.int()?.to_string()];
         loop {
             let number = body.int()?;
-            if number == USER_EVENT_END {
+            if number == USER_EVENT_END_MARKER {
                 break;
             }
             values.push(read_value(body, number)?);

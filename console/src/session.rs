@@ -27,7 +27,7 @@ use libpvm::{Error, MigrateError};
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
 use sempa_proto::sm::NO_RESET_CLASS;
-use sempa_proto::task::{MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request};
+use sempa_proto::task::{MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{HostId, Message, PvmError, Tid};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -168,9 +168,9 @@ impl<M: VirtualMachine> Session<M> {
         // Both requests are optional. Without the first, `reset` also ends this console; without
         // the second, hosts that other consoles add are not announced.
         let _ = self.put_mailbox_entry(NO_RESET_CLASS, MBOX_MULTI_INSTANCE, body);
-        let what = NotifyWhat::HostAdd { count: -1 };
+        let what = NotifySubjects::HostAdd { count: -1 };
         let notify = NotifyRequest {
-            what,
+            subjects: what,
             ctx: CTX_BASE,
             tag: TAG_HOSTS,
             cancel: false,
@@ -387,7 +387,7 @@ impl<M: VirtualMachine> Session<M> {
                 Outcome::default()
             }
             Command::Sig(sig) => self.signal(&sig.tids, sig.signal, true),
-            Command::Tickle(words) => match self.vm.ask(Request::Tickle(words))? {
+            Command::Tickle(words) => match self.vm.ask(Request::DebugQuery(words))? {
                 Reply::Numbers(numbers) => {
                     Outcome::with_values(format::tickle(&numbers), json::tickle(&numbers), false)
                 }
@@ -734,7 +734,7 @@ impl<M: VirtualMachine> Session<M> {
         // machine.
         if tasks.is_empty()
             && selector
-                .home()
+                .birth_host()
                 .is_some_and(|home| table.get(home).is_none())
         {
             return Ok(Outcome::error(format!(

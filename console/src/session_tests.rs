@@ -9,11 +9,14 @@ use libpvm::spawn::TC_SIBLINGS;
 use sempa_proto::engine::Engine;
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::CTX_TASK_CONTROL;
-use sempa_proto::migration::{Failure, Refusal, Step, Survey};
-use sempa_proto::rm::{Answer, End, JobUse, Question, Sums, Suspended, TaskUse, UserUse, Waits};
+use sempa_proto::migration::{Failure, MigrationTargets, Refusal, Step};
+use sempa_proto::rm::{
+    JobUsage, RmQuery, RmReply, SuspensionInfo, TaskOutcome, TaskUsage, UsageTotals, UserUsage,
+    WaitingSpawn,
+};
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::Sink;
-use sempa_proto::task::{MailboxClass, MoveError, MoveReport, Reply, SpawnRequest};
+use sempa_proto::task::{MailboxClass, MigrationError, MigrationReport, Reply, SpawnRequest};
 use sempa_proto::{Micros, MigrationId};
 use std::cell::RefCell;
 
@@ -27,29 +30,29 @@ struct FakeVm {
     sent: RefCell<Vec<Message>>,
 }
 
-fn suspended() -> Suspended {
-    Suspended {
+fn suspended() -> SuspensionInfo {
+    SuspensionInfo {
         since: Micros(5),
-        cause: sempa_proto::suspend::Cause::Job {
-            by: Tid::from_raw(0x80001),
+        cause: sempa_proto::suspend::SuspendCause::JobRequested {
+            requested_by: Tid::from_raw(0x80001),
         },
     }
 }
 
-fn waiting_spawn() -> Waits {
+fn waiting_spawn() -> WaitingSpawn {
     let (program, why) = (
         "worker".into(),
         "no host is free: h1: owner present (olga on pts/1)".into(),
     );
     let (by, job) = (Tid::from_raw(0x40003), Tid::from_raw(0x40002));
-    Waits {
+    WaitingSpawn {
         program,
         count: 3,
-        by,
+        requested_by: by,
         job,
         user: 7,
         since: Micros(5),
-        turn: 1,
+        queue_position: 1,
         why,
     }
 }
@@ -112,9 +115,9 @@ impl VirtualMachine for FakeVm {
         Ok(names.iter().map(one).collect())
     }
 
-    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error> {
         if tid.raw() != 0x40002 {
-            let refusal = Refusal::Holds {
+            let refusal = Refusal::UnsupportedResource {
                 what: "an io_uring ring".into(),
             };
             return Err(Error::new(
@@ -130,7 +133,7 @@ impl VirtualMachine for FakeVm {
         let host = |n| HostId::new(n).expect("an index");
         let mut verdicts = vec![(host(2), vec![file, memory]), (host(3), Vec::new())];
         verdicts.truncate(if to.is_some() { 1 } else { 2 });
-        Ok(Survey {
+        Ok(MigrationTargets {
             tid,
             from: HostId::MASTER,
             resident_bytes: (4 << 20) + 1,
@@ -139,15 +142,15 @@ impl VirtualMachine for FakeVm {
         })
     }
 
-    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError> {
         match to {
-            "ha2" => Ok(MoveReport {
+            "ha2" => Ok(MigrationReport {
                 id: MigrationId(1),
                 bytes: 4096,
                 frozen: Micros(98_000),
                 engine: Engine::Criu,
             }),
-            "ha3" => Err(MoveError {
+            "ha3" => Err(MigrationError {
                 step: Step::Dump,
                 why: Failure::Killed { signal: 9 },
             }
@@ -175,60 +178,60 @@ impl VirtualMachine for FakeVm {
         Ok(())
     }
 
-    fn ask_rm(&self, question: &Question) -> Result<Answer, Error> {
+    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error> {
         Ok(match question {
-            Question::Job(tid) if tid.raw() == 0x40002 => {
-                let used = |n: i32| TaskUse {
+            RmQuery::Job(tid) if tid.raw() == 0x40002 => {
+                let used = |n: i32| TaskUsage {
                     tid: Tid::from_raw(0x40002 + n),
                     job: *tid,
                     user: 7,
                     program: "worker".into(),
                     host: "ha1".into(),
-                    began: Micros(0),
-                    ended: (n == 3).then_some((Micros(5), End::Status(0x300))),
+                    started: Micros(0),
+                    ended: (n == 3).then_some((Micros(5), TaskOutcome::Status(0x300))),
                     used: sempa_proto::migration::Usage::default(),
-                    moves: 0,
+                    migrations: 0,
                     evictions: 0,
-                    counted: true,
+                    counts_toward_limits: true,
                     suspended: (n == 1).then(suspended),
-                    stood: Micros(0),
+                    suspended_total: Micros(0),
                 };
                 let tasks = (0..=1).map(used).collect();
-                let (sums, program) = (Sums::default(), "master".into());
+                let (sums, program) = (UsageTotals::default(), "master".into());
                 let (began, suspended) = (Micros(0), Some(suspended()));
-                Answer::Job {
-                    job: JobUse {
+                RmReply::Job {
+                    job: JobUsage {
                         job: *tid,
                         user: 7,
                         program,
-                        began,
+                        started: began,
                         ended: None,
-                        sums,
+                        totals: sums,
                         suspended,
                     },
                     tasks,
                 }
             }
-            Question::Suspend { job, suspend } if job.raw() == 0x40003 => {
+            RmQuery::Suspend { job, suspend } if job.raw() == 0x40003 => {
                 let tid = |n: i32| Tid::from_raw(0x40002 + n);
                 let others = if *suspend {
                     vec![(tid(0), "no daemon has started it".to_string())]
                 } else {
                     vec![]
                 };
-                Answer::Suspended {
+                RmReply::Suspended {
                     job: tid(0),
                     tasks: vec![tid(1), tid(2)],
-                    others,
+                    unchanged: others,
                 }
             }
-            Question::Kill(job) | Question::Killed(job) if job.raw() == 0x40002 => {
-                let left = if matches!(question, Question::Kill(_)) {
+            RmQuery::Kill(job) | RmQuery::KillStatus(job) if job.raw() == 0x40002 => {
+                let left = if matches!(question, RmQuery::Kill(_)) {
                     2
                 } else {
                     0
                 };
-                Answer::Killed {
+                RmReply::KillProgress {
                     job: *job,
                     asked: 1500,
                     forced: 3,
@@ -236,12 +239,12 @@ impl VirtualMachine for FakeVm {
                     failed: Vec::new(),
                 }
             }
-            Question::Kill(job) if job.raw() == 0x40003 => {
+            RmQuery::Kill(job) if job.raw() == 0x40003 => {
                 let failed = vec![(
                     Tid::from_raw(0x40005),
                     "its daemon does not answer".to_string(),
                 )];
-                Answer::Killed {
+                RmReply::KillProgress {
                     job: *job,
                     asked: 2,
                     forced: 0,
@@ -249,22 +252,22 @@ impl VirtualMachine for FakeVm {
                     failed,
                 }
             }
-            Question::Unpark(tid) if tid.raw() == 0x40009 => Answer::Unparked {
+            RmQuery::CancelVacated(tid) if tid.raw() == 0x40009 => RmReply::VacatedCancelled {
                 job: *tid,
-                set: "c7".into(),
+                checkpoint: "c7".into(),
                 starting: false,
             },
-            Question::Users { .. } => Answer::Users(vec![UserUse {
+            RmQuery::Users { .. } => RmReply::Users(vec![UserUsage {
                 user: 7,
-                sums: Sums::default(),
+                totals: UsageTotals::default(),
                 index: 1.5,
             }]),
-            Question::Jobs { .. } => Answer::Jobs(Vec::new()),
-            Question::Waiting { user } => Answer::Waiting(match user {
+            RmQuery::Jobs { .. } => RmReply::Jobs(Vec::new()),
+            RmQuery::WaitingSpawns { user } => RmReply::WaitingSpawns(match user {
                 Some(9) => Vec::new(),
                 _ => vec![waiting_spawn()],
             }),
-            _ => Answer::Unknown,
+            _ => RmReply::NotFound,
         })
     }
 
@@ -279,7 +282,7 @@ impl VirtualMachine for FakeVm {
                 }]))
             }
             Request::Mailbox(MailboxRequest::Put { .. }) => Ok(Reply::MailboxIndex(0)),
-            Request::Tickle(_) => Ok(Reply::Numbers(vec![3])),
+            Request::DebugQuery(_) => Ok(Reply::Numbers(vec![3])),
             _ => Ok(Reply::Done),
         };
         self.requests.borrow_mut().push(request);
@@ -302,7 +305,7 @@ fn run_ok(session: &mut Session<FakeVm>, line: &str) -> String {
 fn output_message(tag: i32, tid: i32, words: &[i32], bytes: &[u8]) -> Message {
     let mut body = Packer::new(Encoding::Xdr);
     body.int(tid).items(words.iter().copied()).bytes(bytes);
-    let src = HostId::MASTER.daemon();
+    let src = HostId::MASTER.daemon_tid();
     Message {
         src,
         dst: CONSOLE,

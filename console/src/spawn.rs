@@ -101,7 +101,7 @@ impl SpawnCommand {
             output,
             trace,
         };
-        job.fill(&mut request);
+        job.apply_to(&mut request);
         request
     }
 }

@@ -6,7 +6,7 @@ use crate::session::Outcome;
 use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
 use sempa_proto::Tid;
-use sempa_proto::rm::{Answer, Question, Sums, UserUse};
+use sempa_proto::rm::{RmQuery, RmReply, UsageTotals, UserUsage};
 use serde_json::{Value, json};
 
 /// A parsed `usage` command.
@@ -79,7 +79,7 @@ pub(crate) fn run(machine: &impl VirtualMachine, usage: &UsageCommand) -> Result
     if let Some(tid) = usage.job {
         return job::job_status(machine, "usage", tid);
     }
-    let Answer::Users(users) = machine.ask_rm(&Question::Users { user: usage.user })? else {
+    let RmReply::Users(users) = machine.ask_rm(&RmQuery::Users { user: usage.user })? else {
         return Ok(Outcome::error(
             "usage: the resource manager has counted nothing",
         ));
@@ -95,15 +95,15 @@ pub(crate) const SUMS_HEADER: &str =
     " TASKS RUNNING  FAILED      CPU S     WALL S  MOVED EVICTED   RSS MIB";
 
 /// Returns usage sums as columns.
-pub(crate) fn sums_columns(sums: &Sums) -> String {
+pub(crate) fn sums_columns(sums: &UsageTotals) -> String {
     let seconds = |micros: u64| micros as f64 / 1e6;
-    let Sums {
+    let UsageTotals {
         tasks,
         running,
         failed,
         used,
-        wall,
-        moves,
+        wall_time: wall,
+        migrations: moves,
         evictions,
     } = sums;
     let cpu = seconds((used.user + used.system).0);
@@ -115,7 +115,7 @@ pub(crate) fn sums_columns(sums: &Sums) -> String {
 }
 
 /// Returns usage sums as JSON.
-pub(crate) fn sums_value(sums: &Sums) -> Value {
+pub(crate) fn sums_value(sums: &UsageTotals) -> Value {
     json!({
         "tasks": sums.tasks,
         "running": sums.running,
@@ -123,23 +123,23 @@ pub(crate) fn sums_value(sums: &Sums) -> Value {
         "user_us": sums.used.user.0,
         "system_us": sums.used.system.0,
         "resident_max_bytes": sums.used.resident_max_bytes,
-        "wall_us": sums.wall.0,
-        "moves": sums.moves,
+        "wall_us": sums.wall_time.0,
+        "moves": sums.migrations,
         "evictions": sums.evictions,
     })
 }
 
-fn user_line(user: &UserUse) -> String {
+fn user_line(user: &UserUsage) -> String {
     format!(
         "{:>8} {} {:>8.2}\n",
         user.user,
-        sums_columns(&user.sums),
+        sums_columns(&user.totals),
         user.index
     )
 }
 
-fn user_value(user: &UserUse) -> Value {
-    json!({ "user": user.user, "index": user.index, "sums": sums_value(&user.sums) })
+fn user_value(user: &UserUsage) -> Value {
+    json!({ "user": user.user, "index": user.index, "sums": sums_value(&user.totals) })
 }
 
 #[cfg(test)]

@@ -5,10 +5,10 @@ use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
 use sempa_proto::event::Event;
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::migration::Survey;
-use sempa_proto::rm::{self, Answer, CTX_RM, Question, TAG_ANSWER, TAG_ASK};
+use sempa_proto::migration::MigrationTargets;
+use sempa_proto::rm::{self, CTX_RM, RmQuery, RmReply, TAG_QUERY, TAG_REPLY};
 use sempa_proto::table::{AddedHost, HostTable, TASK_RM, TaskInfo};
-use sempa_proto::task::{MailboxRequest, MoveReport, Reply, Request, SpawnRequest};
+use sempa_proto::task::{MailboxRequest, MigrationReport, Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Message, PvmError, Tid};
 use std::time::Duration;
 
@@ -32,15 +32,15 @@ pub(crate) trait VirtualMachine {
     /// Removes the named hosts.
     fn delete(&self, names: &[String]) -> Result<Vec<Result<(), PvmError>>, Error>;
     /// Migrates a task and waits for the end of the migration.
-    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError>;
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError>;
     /// Returns the hosts that would accept a task, or whether `to` would.
-    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error>;
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error>;
     /// Returns up to `limit` events of the log, from number `from` on.
     fn events(&self, from: u64, limit: u32) -> Result<Vec<Event>, Error>;
     /// Sends a message. A message to a task that has exited is dropped.
     fn send(&self, message: Message) -> Result<(), Error>;
     /// Sends a question to the resource manager and waits for its answer.
-    fn ask_rm(&self, question: &Question) -> Result<Answer, Error>;
+    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error>;
     /// Sends any other request to the daemon. [`Reply::Failed`] becomes an error.
     fn ask(&self, what: Request) -> Result<Reply, Error>;
 }
@@ -74,7 +74,7 @@ impl VirtualMachine for Vm {
         self.delete_hosts(names)
     }
 
-    fn migrate(&self, tid: Tid, to: &str) -> Result<MoveReport, MigrateError> {
+    fn migrate(&self, tid: Tid, to: &str) -> Result<MigrationReport, MigrateError> {
         match Vm::migrate(self, tid, to, None, true)? {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {
@@ -86,7 +86,7 @@ impl VirtualMachine for Vm {
         }
     }
 
-    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
+    fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error> {
         Vm::can_migrate(self, tid, to)
     }
 
@@ -98,27 +98,27 @@ impl VirtualMachine for Vm {
         self.send_message(message)
     }
 
-    fn ask_rm(&self, question: &Question) -> Result<Answer, Error> {
+    fn ask_rm(&self, question: &RmQuery) -> Result<RmReply, Error> {
         let rm = Vm::tasks(self, Tid::NONE)?
             .into_iter()
             .find(|task| task.flags & TASK_RM != 0);
         let rm = rm
             .map(|task| task.tid)
             .ok_or_else(|| Error::new(PvmError::NoTask, NO_RM_RUNNING))?;
-        let body =
-            rm::pack(question).map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
+        let body = rm::encode(question)
+            .map_err(|error| Error::new(PvmError::BadMsg, error.to_string()))?;
         let wid = std::process::id().cast_signed();
         let (src, body) = (Vm::tid(self), Bytes::from(body));
         self.send_message(Message {
             src,
             dst: rm,
             ctx: CTX_RM,
-            tag: TAG_ASK,
+            tag: TAG_QUERY,
             wid,
             enc: DSIG_X86_64,
             body,
         })?;
-        let wanted = Match::any().src(rm).ctx(CTX_RM).tag(TAG_ANSWER);
+        let wanted = Match::any().src(rm).ctx(CTX_RM).tag(TAG_REPLY);
         let Some(answer) = self.recv_timeout(wanted, RM_ANSWER_TIMEOUT)? else {
             let reason = format!(
                 "resource manager {rm} did not answer within {} s: it is not Sempa's pvm-rm, or it hangs",
@@ -126,12 +126,12 @@ impl VirtualMachine for Vm {
             );
             return Err(Error::new(PvmError::NotImpl, reason));
         };
-        match rm::unpack(&answer.body) {
-            Ok(Some(Answer::Version(other))) => Err(version_mismatch(rm, other)),
+        match rm::decode(&answer.body) {
+            Ok(Some(RmReply::UnsupportedVersion(other))) => Err(version_mismatch(rm, other)),
             Ok(Some(answer)) => Ok(answer),
             Ok(None) => Err(version_mismatch(
                 rm,
-                rm::version_of(&answer.body).unwrap_or(0),
+                rm::version_prefix(&answer.body).unwrap_or(0),
             )),
             Err(error) => Err(Error::new(
                 PvmError::BadMsg,

@@ -5,7 +5,7 @@ use crate::parse::{ParseError, parse_tid};
 use crate::session::Outcome;
 use crate::virtual_machine::VirtualMachine;
 use libpvm::Error;
-use sempa_proto::rm::{Answer, Decided, Decision, HostNow, Question, TaskUse};
+use sempa_proto::rm::{Decision, DecisionKind, HostState, RmQuery, RmReply, TaskUsage};
 use serde_json::{Value, json};
 
 /// Number of newest decisions that are shown without `-a`.
@@ -16,7 +16,7 @@ const DECISIONS_SHOWN_MAX: usize = 20;
 pub(crate) struct WhyCommand {
     /// The task or host as it was typed.
     subject: String,
-    question: Question,
+    question: RmQuery,
     show_all: bool,
 }
 
@@ -35,7 +35,10 @@ pub(crate) fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
     // a digit.
     let is_tid = subject.starts_with('t') || subject.starts_with(|c: char| c.is_ascii_digit());
     let tid = parse_tid(subject).filter(|tid| is_tid && tid.is_task());
-    let question = tid.map_or_else(|| Question::WhyHost(subject.clone()), Question::WhyTask);
+    let question = tid.map_or_else(
+        || RmQuery::HostDecisions(subject.clone()),
+        RmQuery::TaskDecisions,
+    );
     Ok(WhyCommand {
         subject: subject.clone(),
         question,
@@ -45,10 +48,10 @@ pub(crate) fn parse(args: &[String]) -> Result<WhyCommand, ParseError> {
 
 /// Asks the resource manager and formats its answer.
 pub(crate) fn run(machine: &impl VirtualMachine, why: &WhyCommand) -> Result<Outcome, Error> {
-    let Answer::Why {
+    let RmReply::Decisions {
         task,
         decisions,
-        now,
+        host_state: now,
     } = machine.ask_rm(&why.question)?
     else {
         return Ok(Outcome::error(format!(
@@ -78,7 +81,7 @@ pub(crate) fn run(machine: &impl VirtualMachine, why: &WhyCommand) -> Result<Out
 
 fn text(
     subject: &str,
-    task: Option<&TaskUse>,
+    task: Option<&TaskUsage>,
     decisions: &[Decision],
     hidden: usize,
     now: Option<&str>,
@@ -88,7 +91,7 @@ fn text(
         lines.push(format!("({hidden} earlier ones: 'why -a {subject}')"));
     }
     let shown = decisions.iter().skip(hidden);
-    lines.extend(shown.map(|decision| format!("{} {}", format::time(decision.at), decision.what)));
+    lines.extend(shown.map(|decision| format!("{} {}", format::time(decision.at), decision.kind)));
     let end = task
         .and_then(|task| placement_note(task, decisions))
         .or(now);
@@ -97,13 +100,13 @@ fn text(
 }
 
 /// Returns a line such as "t80003: worker, job t40002, user 1000, on h3, began …".
-fn task_line(task: &TaskUse) -> String {
+fn task_line(task: &TaskUsage) -> String {
     let program = if task.program.is_empty() {
         "from a command line"
     } else {
         &task.program
     };
-    let began = format::time(task.began);
+    let began = format::time(task.started);
     let head = format!(
         "{}: {program}, job {}, user {}, on {}, began {began}",
         task.tid, task.job, task.user, task.host
@@ -115,10 +118,12 @@ fn task_line(task: &TaskUse) -> String {
 }
 
 /// Returns a note if the decisions do not include the placement of the task.
-fn placement_note(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str> {
+fn placement_note(task: &TaskUsage, decisions: &[Decision]) -> Option<&'static str> {
     let has = |tasks: &[(sempa_proto::Tid, String)]| tasks.iter().any(|(tid, _)| *tid == task.tid);
-    let placed = |d: &Decision| match &d.what {
-        Decided::Spawn { started: tasks, .. } | Decided::Restarted { tasks, .. } => has(tasks),
+    let placed = |d: &Decision| match &d.kind {
+        DecisionKind::Spawn { started: tasks, .. } | DecisionKind::Restarted { tasks, .. } => {
+            has(tasks)
+        }
         _ => false,
     };
     let line = "it was not placed by the resource manager: it was started from a command line, by a daemon, or while none ran";
@@ -126,28 +131,28 @@ fn placement_note(task: &TaskUse, decisions: &[Decision]) -> Option<&'static str
 }
 
 /// Describes whether tasks are placed on a host at present, and why not.
-fn host_state(subject: &str, now: &HostNow) -> String {
+fn host_state(subject: &str, now: &HostState) -> String {
     match now {
-        HostNow::Gone => {
+        HostState::Gone => {
             format!("now: nothing is placed on {subject}: it is not part of the virtual machine")
         }
-        HostNow::LeftOut { why, drained } => {
+        HostState::Excluded { why, drained } => {
             let drained = drained.map(|by| {
                 format!("it is being emptied, or kept empty ({by} asked for it); 'undrain' ends it")
             });
             let why: Vec<String> = why.iter().map(ToString::to_string).chain(drained).collect();
             format!("now: nothing is placed on {subject}: {}", why.join("; "))
         }
-        HostNow::Used(caveats) if caveats.is_empty() => {
+        HostState::Used(caveats) if caveats.is_empty() => {
             format!("now: {subject} is used like any other host")
         }
-        HostNow::Used(caveats) => format!("now: {subject} is used, but {}", caveats.join("; ")),
+        HostState::Used(caveats) => format!("now: {subject} is used, but {}", caveats.join("; ")),
     }
 }
 
 fn value(
     subject: &str,
-    task: Option<&TaskUse>,
+    task: Option<&TaskUsage>,
     decisions: &[Decision],
     now: Option<&str>,
 ) -> Value {
@@ -156,8 +161,8 @@ fn value(
             "number": d.number,
             "at_us": d.at.0,
             "time": format::time(d.at),
-            "text": d.what.to_string(),
-            "decided": d.what,
+            "text": d.kind.to_string(),
+            "decided": d.kind,
         })
     };
     json!({
@@ -171,7 +176,7 @@ fn value(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sempa_proto::rm::Excluded;
+    use sempa_proto::rm::RejectionReason;
     use sempa_proto::{Micros, Tid};
 
     fn words(line: &str) -> Result<WhyCommand, ParseError> {
@@ -184,11 +189,14 @@ mod tests {
         let question = |line: &str| words(line).expect(line).question;
         assert_eq!(
             question("t40001"),
-            Question::WhyTask(Tid::from_raw(0x40001))
+            RmQuery::TaskDecisions(Tid::from_raw(0x40001))
         );
-        assert_eq!(question("40001"), Question::WhyTask(Tid::from_raw(0x40001)));
+        assert_eq!(
+            question("40001"),
+            RmQuery::TaskDecisions(Tid::from_raw(0x40001))
+        );
         for host in ["beef", "h2", "t40000", "tea"] {
-            assert_eq!(question(host), Question::WhyHost(host.into()));
+            assert_eq!(question(host), RmQuery::HostDecisions(host.into()));
         }
         assert!(words("-a h2").expect("good").show_all);
         assert_eq!(words("a b"), Err(ParseError::WrongArgs("why")));
@@ -198,16 +206,16 @@ mod tests {
     /// The text about a host ends with its present state, whatever was decided before.
     #[test]
     fn host_text_ends_with_present_state() {
-        let came = Decided::OwnerCame {
+        let came = DecisionKind::OwnerReturned {
             host: "h2".into(),
             why: "olga on pts/1".into(),
         };
         let came = Decision {
             number: 1,
             at: Micros(0),
-            what: came,
+            kind: came,
         };
-        let last = |now: &HostNow| {
+        let last = |now: &HostState| {
             let text = text(
                 "h2",
                 None,
@@ -218,14 +226,14 @@ mod tests {
             text.lines().last().map(String::from).expect("a line")
         };
         let by = Tid::from_raw(0x40001);
-        let owner = Some(Excluded::Owner {
+        let owner = Some(RejectionReason::Owner {
             why: "olga on pts/1".into(),
         });
-        let closed = Some(Excluded::Other {
+        let closed = Some(RejectionReason::Other {
             why: "no guests now (the owner wants no guests always)".into(),
         });
-        let left_out = |why: &Option<Excluded>, drained| {
-            last(&HostNow::LeftOut {
+        let left_out = |why: &Option<RejectionReason>, drained| {
+            last(&HostState::Excluded {
                 why: why.clone(),
                 drained,
             })
@@ -244,14 +252,14 @@ mod tests {
             format!("{nothing}{present}; {drained}")
         );
         assert_eq!(
-            last(&HostNow::Gone),
+            last(&HostState::Gone),
             format!("{nothing}it is not part of the virtual machine")
         );
         assert_eq!(
-            last(&HostNow::Used(Vec::new())),
+            last(&HostState::Used(Vec::new())),
             "now: h2 is used like any other host"
         );
-        let but = HostNow::Used(vec!["its load is not known (no sample)".into()]);
+        let but = HostState::Used(vec!["its load is not known (no sample)".into()]);
         assert_eq!(
             last(&but),
             "now: h2 is used, but its load is not known (no sample)"

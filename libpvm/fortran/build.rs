@@ -8,14 +8,14 @@ use std::path::PathBuf;
 
 /// C files, each an object of the archive. A program without groups does not link `groups`, which
 /// needs `libgpvm3`.
-const PARTS: [&str; 5] = ["strings", "tasks", "hosts", "messages", "groups"];
+const C_SOURCES: [&str; 5] = ["strings", "tasks", "hosts", "messages", "groups"];
 
 /// First column of statements in fixed source form.
 const INDENT: &str = "      ";
 
 fn main() {
     let mut build = cc::Build::new();
-    for part in PARTS {
+    for part in C_SOURCES {
         let file = format!("csrc/{part}.c");
         println!("cargo:rerun-if-changed={file}");
         build.file(file);

@@ -1,7 +1,7 @@
 //! Errors of the Rust API. Their texts are sentences for the user.
 
 use sempa_proto::PvmError;
-use sempa_proto::task::{MoveError, Reply};
+use sempa_proto::task::{MigrationError, Reply};
 use std::io;
 use std::path::PathBuf;
 use thiserror::Error;
@@ -89,7 +89,7 @@ impl From<PvmError> for Error {
 pub enum MigrateError {
     /// The migration began and failed; the task continues on its host.
     #[error(transparent)]
-    Failed(#[from] MoveError),
+    Failed(#[from] MigrationError),
     /// The migration did not begin.
     #[error(transparent)]
     Refused(#[from] Error),

@@ -59,9 +59,9 @@ pub(crate) fn apply_to_request(
 ) -> Result<(), Error> {
     if let Some(job) = job
         .map_err(Error::clone)?
-        .filter(|job| job.is_about(&request.file))
+        .filter(|job| job.applies_to(&request.file))
     {
-        job.fill(request);
+        job.apply_to(request);
     }
     Ok(())
 }

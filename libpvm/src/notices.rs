@@ -2,7 +2,7 @@
 
 use crate::error::Error;
 use crate::vm::{Match, Vm};
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{HostId, Message, PvmError, Tid};
 use std::collections::VecDeque;
 use std::iter::FusedIterator;
@@ -45,7 +45,7 @@ pub enum Notice {
 pub struct Notices {
     vm: Vm,
     ctx: i32,
-    what: NotifyWhat,
+    what: NotifySubjects,
     /// Number of messages still to come; `None` if unlimited.
     remaining: Option<usize>,
     /// Notices that were read from a message and not returned yet.
@@ -60,7 +60,7 @@ impl Vm {
     /// # Errors
     /// [`PvmError::BadParam`] if a tid is not a task; otherwise the daemon's error.
     pub fn watch_tasks(&self, tids: &[Tid]) -> Result<Notices, Error> {
-        self.watch(NotifyWhat::TaskExit(tids.to_vec()), Some(tids.len()))
+        self.watch(NotifySubjects::TaskExit(tids.to_vec()), Some(tids.len()))
     }
 
     /// Requests one notice for the departure or loss of each of these hosts. The notice for a host
@@ -70,7 +70,7 @@ impl Vm {
     /// Returns the daemon's error.
     pub fn watch_hosts(&self, hosts: &[HostId]) -> Result<Notices, Error> {
         self.watch(
-            NotifyWhat::HostDelete(hosts.iter().map(|host| host.tid()).collect()),
+            NotifySubjects::HostDelete(hosts.iter().map(|host| host.tid()).collect()),
             Some(hosts.len()),
         )
     }
@@ -80,10 +80,10 @@ impl Vm {
     /// # Errors
     /// Returns the daemon's error.
     pub fn watch_new_hosts(&self) -> Result<Notices, Error> {
-        self.watch(NotifyWhat::HostAdd { count: -1 }, None)
+        self.watch(NotifySubjects::HostAdd { count: -1 }, None)
     }
 
-    fn watch(&self, what: NotifyWhat, remaining: Option<usize>) -> Result<Notices, Error> {
+    fn watch(&self, what: NotifySubjects, remaining: Option<usize>) -> Result<Notices, Error> {
         let ctx = match self.runtime().request(Request::NewContext) {
             Reply::Context(ctx) => ctx,
             other => return Err(Error::from_reply("making a context", other)),
@@ -157,7 +157,7 @@ impl Notices {
 
     fn request(&self, cancel: bool) -> NotifyRequest {
         NotifyRequest {
-            what: self.what.clone(),
+            subjects: self.what.clone(),
             ctx: self.ctx,
             tag: TAG,
             cancel,
@@ -166,18 +166,18 @@ impl Notices {
 }
 
 /// Decodes the notices in a message that answers the request `what`.
-fn decode_notices(what: &NotifyWhat, message: &Message) -> Result<VecDeque<Notice>, Error> {
+fn decode_notices(what: &NotifySubjects, message: &Message) -> Result<VecDeque<Notice>, Error> {
     let mut body = Vm::unpack(message)?;
-    let host = |tid: i32| Tid::from_raw(tid).home().ok_or(PvmError::BadMsg);
+    let host = |tid: i32| Tid::from_raw(tid).birth_host().ok_or(PvmError::BadMsg);
     let read = match what {
-        NotifyWhat::TaskExit(_) => body
+        NotifySubjects::TaskExit(_) => body
             .int()
             .map(|tid| [Notice::TaskEnded(Tid::from_raw(tid))].into()),
-        NotifyWhat::HostDelete(_) => body
+        NotifySubjects::HostDelete(_) => body
             .int()
             .and_then(host)
             .map(|host| [Notice::HostGone(host)].into()),
-        NotifyWhat::HostAdd { .. } => {
+        NotifySubjects::HostAdd { .. } => {
             body.int()
                 .and_then(|count| body.ints(count))
                 .and_then(|tids| {
@@ -224,10 +224,10 @@ mod tests {
     use super::*;
     use sempa_proto::body::{Encoding, Packer};
 
-    fn decode_words(what: NotifyWhat, words: &[i32]) -> Result<Vec<Notice>, Error> {
+    fn decode_words(what: NotifySubjects, words: &[i32]) -> Result<Vec<Notice>, Error> {
         let mut body = Packer::new(Encoding::Xdr);
         body.items(words.iter().copied());
-        let (src, dst) = (HostId::MASTER.daemon(), Tid::from_raw(0x40001));
+        let (src, dst) = (HostId::MASTER.daemon_tid(), Tid::from_raw(0x40001));
         let enc = sempa_proto::message::ENC_XDR;
         let message = Message {
             src,
@@ -247,20 +247,23 @@ mod tests {
         let task = Tid::from_raw(0x80001);
         let (h2, h3) = (HostId::new(2).expect("2"), HostId::new(3).expect("3"));
         assert_eq!(
-            decode_words(NotifyWhat::TaskExit(vec![task]), &[0x80001]),
+            decode_words(NotifySubjects::TaskExit(vec![task]), &[0x80001]),
             Ok(vec![Notice::TaskEnded(task)])
         );
         assert_eq!(
-            decode_words(NotifyWhat::HostDelete(vec![h2.tid()]), &[0x80000]),
+            decode_words(NotifySubjects::HostDelete(vec![h2.tid()]), &[0x80000]),
             Ok(vec![Notice::HostGone(h2)])
         );
         let joined = vec![Notice::HostJoined(h2), Notice::HostJoined(h3)];
         assert_eq!(
-            decode_words(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000, 0xc0000]),
+            decode_words(
+                NotifySubjects::HostAdd { count: -1 },
+                &[2, 0x80000, 0xc0000]
+            ),
             Ok(joined)
         );
-        assert!(decode_words(NotifyWhat::HostAdd { count: -1 }, &[2, 0x80000]).is_err());
-        assert!(decode_words(NotifyWhat::HostDelete(vec![h2.tid()]), &[0]).is_err());
+        assert!(decode_words(NotifySubjects::HostAdd { count: -1 }, &[2, 0x80000]).is_err());
+        assert!(decode_words(NotifySubjects::HostDelete(vec![h2.tid()]), &[0]).is_err());
     }
 
     /// The handles of the Rust API can be sent to other threads, and most of them can be shared.

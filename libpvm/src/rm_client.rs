@@ -16,7 +16,7 @@ use sempa_proto::sm::{
 };
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
-    NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest,
+    NotifyRequest, NotifySubjects, Reply, Request, RmInfo, RmServices, SpawnRequest,
 };
 use sempa_proto::{Epoch, HostId, Micros, PvmError, PvmResult, Tid};
 use std::time::{Duration, Instant};
@@ -224,7 +224,7 @@ impl Runtime {
     ///
     /// # Errors
     /// Returns the error of the daemon or the resource manager.
-    pub fn register_rm(&self, serves: RmServes) -> Result<(Tid, Option<HostEntry>), Error> {
+    pub fn register_rm(&self, serves: RmServices) -> Result<(Tid, Option<HostEntry>), Error> {
         let what = "registering a resource manager";
         if let RmOutcome::Answer(body) =
             self.call_rm(|serves| serves.others, SM_SCHED, Bytes::new)?
@@ -243,7 +243,7 @@ impl Runtime {
     }
 
     /// Returns the resource manager if it serves this kind of request and is another task.
-    fn rm_serving(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmInfo> {
+    fn rm_serving(&self, serves: impl Fn(RmServices) -> bool) -> Option<RmInfo> {
         self.rm()
             .filter(|rm| serves(rm.serves) && rm.tid != self.tid())
     }
@@ -251,9 +251,9 @@ impl Runtime {
     /// Starts tasks with a placement lease, if there is one and the daemons still accept it.
     fn spawn_leased(&self, request: &SpawnRequest) -> Option<Vec<Result<Tid, PvmError>>> {
         let grant = self.with_core_mut(|core, now| core.placement_leases.take(now, request))??;
-        match self.request(Request::SpawnGranted {
+        match self.request(Request::SpawnLeased {
             request: request.clone(),
-            grant,
+            lease: grant,
         }) {
             Reply::Spawned(results) if results.len() == request.count as usize => Some(results),
             _ => None,
@@ -261,7 +261,7 @@ impl Runtime {
     }
 
     /// Prepares a request to the resource manager, if there is one for it.
-    fn rm_call_target(&self, serves: impl Fn(RmServes) -> bool) -> Option<RmCallTarget> {
+    fn rm_call_target(&self, serves: impl Fn(RmServices) -> bool) -> Option<RmCallTarget> {
         // Read first, so that a death between the two reads is detected.
         let deaths = self.with_core(|core| core.rm_deaths());
         let rm = self.rm_serving(serves)?.tid;
@@ -274,7 +274,7 @@ impl Runtime {
 
     fn call_rm(
         &self,
-        serves: impl Fn(RmServes) -> bool,
+        serves: impl Fn(RmServices) -> bool,
         tag: i32,
         pack: impl FnOnce() -> Bytes,
     ) -> Result<RmOutcome, Error> {
@@ -352,10 +352,10 @@ fn pack_names(names: &[String]) -> Bytes {
 }
 
 fn pack_notify(request: &NotifyRequest) -> Bytes {
-    let (what, count, tids): (i32, i32, &[Tid]) = match &request.what {
-        NotifyWhat::TaskExit(tids) => (NOTIFY_TASK_EXIT, tids.len() as i32, tids),
-        NotifyWhat::HostDelete(tids) => (NOTIFY_HOST_DELETE, tids.len() as i32, tids),
-        NotifyWhat::HostAdd { count } => (NOTIFY_HOST_ADD, *count, &[]),
+    let (what, count, tids): (i32, i32, &[Tid]) = match &request.subjects {
+        NotifySubjects::TaskExit(tids) => (NOTIFY_TASK_EXIT, tids.len() as i32, tids),
+        NotifySubjects::HostDelete(tids) => (NOTIFY_HOST_DELETE, tids.len() as i32, tids),
+        NotifySubjects::HostAdd { count } => (NOTIFY_HOST_ADD, *count, &[]),
     };
     let what = if request.cancel {
         what + NOTIFY_CANCEL
@@ -383,7 +383,7 @@ fn unpack_host(from: &mut Unpacker) -> PvmResult<Result<HostEntry, PvmError>> {
     let raw = from.int()?;
     let (name, arch, speed, dsig) = (from.string()?, from.string()?, from.int()?, from.int()?);
     let tid = Tid::from_raw(raw);
-    Ok(match tid.home() {
+    Ok(match tid.birth_host() {
         Some(id) if raw > 0 && tid == id.tid() => Ok(HostEntry {
             id,
             name,
@@ -456,7 +456,9 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
     let mut tasks = Vec::new();
     while from.remaining() > 0 {
         let (tid, parent) = (Tid::from_raw(from.int()?), Tid::from_raw(from.int()?));
-        let host = Tid::from_raw(from.int()?).home().ok_or(PvmError::BadMsg)?;
+        let host = Tid::from_raw(from.int()?)
+            .birth_host()
+            .ok_or(PvmError::BadMsg)?;
         let (flags, name, pid) = (from.int()?, from.string()?, from.int()?);
         // The message does not name the user; a virtual machine belongs to one user.
         let uid = nix::unistd::geteuid().as_raw();
@@ -468,8 +470,8 @@ fn unpack_tasks(body: Bytes) -> PvmResult<Vec<TaskInfo>> {
             name,
             pid,
             uid,
-            moving: false,
-            stopped: false,
+            migrating: false,
+            paused: false,
             suspended: false,
         });
     }

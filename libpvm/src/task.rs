@@ -2,7 +2,7 @@
 
 use crate::error::{Error, MigrateError};
 use crate::vm::{Body, Match, MigrateReply, Vm};
-use sempa_proto::task::{MoveReport, Reply, Request};
+use sempa_proto::task::{MigrationReport, Reply, Request};
 use sempa_proto::{Message, PvmError, Tid};
 use serde::Serialize;
 use std::fmt;
@@ -134,7 +134,7 @@ impl Task {
     ///
     /// # Errors
     /// As [`Vm::migrate`]; the task then continues on its host.
-    pub fn migrate(&self, to: &str) -> Result<MoveReport, MigrateError> {
+    pub fn migrate(&self, to: &str) -> Result<MigrationReport, MigrateError> {
         match self.vm.migrate(self.tid, to, None, true)? {
             MigrateReply::Done(report) => Ok(report),
             MigrateReply::Started(id) => {

@@ -10,14 +10,14 @@ use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::frame::from_bytes;
 use sempa_proto::message::{CTX_BASE, ENC_XDR, Message};
-use sempa_proto::migration::{Cause, Refusal, Survey};
-use sempa_proto::owner::GuestsWord;
+use sempa_proto::migration::{MigrationCause, MigrationTargets, Refusal};
+use sempa_proto::owner::GuestDirective;
 use sempa_proto::sm::{SM_EXEC, pack_exec};
 use sempa_proto::suspend;
 use sempa_proto::table::{AddedHost, HostTable, TaskInfo};
 use sempa_proto::task::{
-    AtEnd, MailboxClass, MailboxRequest, MoveReport, NotifyRequest, Reply, Request, RmServes,
-    SpawnRequest,
+    MailboxClass, MailboxRequest, MigrationReport, NotifyRequest, OnDaemonExit, Reply, Request,
+    RmServices, SpawnRequest,
 };
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use serde::de::DeserializeOwned;
@@ -51,7 +51,7 @@ impl From<&str> for Body {
 impl From<Packer> for Body {
     fn from(packer: Packer) -> Body {
         Body {
-            enc: packer.encoding().word(),
+            enc: packer.encoding().enc_field(),
             bytes: packer.finish(),
         }
     }
@@ -112,7 +112,7 @@ pub enum MigrateReply {
     /// The migration has begun.
     Started(MigrationId),
     /// The migration is complete.
-    Done(MoveReport),
+    Done(MigrationReport),
 }
 
 /// This process as a task of the virtual machine. Clones stand for the same task.
@@ -146,7 +146,7 @@ impl Vm {
     /// # }
     /// ```
     pub fn enroll() -> Result<Vm, EnrollError> {
-        Vm::enroll_as(AtEnd::Told)
+        Vm::enroll_as(OnDaemonExit::FailCalls)
     }
 
     /// Joins this user's virtual machine. With [`AtEnd::Signalled`] a process that was started from
@@ -163,7 +163,7 @@ impl Vm {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn enroll_as(at_end: AtEnd) -> Result<Vm, EnrollError> {
+    pub fn enroll_as(at_end: OnDaemonExit) -> Result<Vm, EnrollError> {
         Ok(Vm {
             runtime: enroll(at_end)?,
         })
@@ -408,7 +408,7 @@ impl Vm {
         &self,
         tid: Tid,
         suspend: bool,
-        cause: Option<suspend::Cause>,
+        cause: Option<suspend::SuspendCause>,
     ) -> Result<(), Error> {
         ask!(self, "suspending a task", Request::Suspend { tid, suspend, cause }, Reply::Done => ())
     }
@@ -421,8 +421,8 @@ impl Vm {
     pub fn checkpoint_and_end(&self, job: Tid) -> Result<(), Error> {
         let request = Request::Checkpoint {
             job,
-            pace: None,
-            end: true,
+            schedule: None,
+            end_job: true,
             wait: false,
         };
         ask!(self, "checkpointing a job", request, Reply::Done => ())
@@ -434,7 +434,7 @@ impl Vm {
     /// Returns the daemon's error.
     pub fn restart_checkpoint(&self, checkpoint: &str, on: &[String]) -> Result<(), Error> {
         let request = Request::Restart {
-            set: checkpoint.into(),
+            checkpoint: checkpoint.into(),
             on: on.to_vec(),
             wait: false,
         };
@@ -462,7 +462,7 @@ impl Vm {
     ///
     /// # Errors
     /// `Already` or `Denied` if there is a resource manager.
-    pub fn register_rm(&self, serves: RmServes) -> Result<Tid, Error> {
+    pub fn register_rm(&self, serves: RmServices) -> Result<Tid, Error> {
         ask!(self, "registering a resource manager", Request::RegisterRm(serves), Reply::Rm { previous } => previous)
     }
 
@@ -535,7 +535,7 @@ impl Vm {
         &self,
         tid: Tid,
         to: &str,
-        cause: Option<Cause>,
+        cause: Option<MigrationCause>,
         wait: bool,
     ) -> Result<MigrateReply, MigrateError> {
         match self.runtime.request(Request::Migrate {
@@ -544,9 +544,9 @@ impl Vm {
             cause,
             wait,
         }) {
-            Reply::MoveStarted(id) => Ok(MigrateReply::Started(id)),
-            Reply::Moved(Ok(report)) => Ok(MigrateReply::Done(report)),
-            Reply::Moved(Err(error)) => Err(error.into()),
+            Reply::MigrationStarted(id) => Ok(MigrateReply::Started(id)),
+            Reply::Migrated(Ok(report)) => Ok(MigrateReply::Done(report)),
+            Reply::Migrated(Err(error)) => Err(error.into()),
             other => Err(Error::from_reply("moving a task", other).into()),
         }
     }
@@ -557,13 +557,13 @@ impl Vm {
     ///
     /// # Errors
     /// `Denied` or `NoTask` if the task cannot migrate at all, with the reason; `NoHost`.
-    pub fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<Survey, Error> {
+    pub fn can_migrate(&self, tid: Tid, to: Option<&str>) -> Result<MigrationTargets, Error> {
         match self.runtime.request(Request::CanMigrate {
             tid,
             to: to.map(String::from),
         }) {
-            Reply::Survey(Ok(survey)) => Ok(survey),
-            Reply::Survey(Err(refusal)) => {
+            Reply::MigrationTargets(Ok(survey)) => Ok(survey),
+            Reply::MigrationTargets(Err(refusal)) => {
                 let code = if refusal == Refusal::NoSuchTask {
                     PvmError::NoTask
                 } else {
@@ -582,8 +582,8 @@ impl Vm {
     /// # Errors
     /// `Denied` if this task was spawned and is not a load watcher that the resource manager
     /// started.
-    pub fn set_guest_directive(&self, directive: GuestsWord) -> Result<(), Error> {
-        ask!(self, "telling what foreign tasks may do here", Request::Guests(directive), Reply::Done => ())
+    pub fn set_guest_directive(&self, directive: GuestDirective) -> Result<(), Error> {
+        ask!(self, "telling what foreign tasks may do here", Request::SetGuestDirective(directive), Reply::Done => ())
     }
 
     /// Returns at most `limit` entries of the event log, beginning with number `from`.
@@ -614,7 +614,7 @@ impl Vm {
     /// # Errors
     /// Returns the daemon's error.
     pub fn record_event(&self, at: Micros, kind: EventKind) -> Result<(), Error> {
-        ask!(self, "recording an event", Request::Record { at, kind }, Reply::Done => ())
+        ask!(self, "recording an event", Request::RecordEvent { at, kind }, Reply::Done => ())
     }
 
     /// For resource managers: asks the daemon of a host to start tasks for `parent`. Returns the
@@ -631,7 +631,7 @@ impl Vm {
         let wid = self.runtime.next_wid();
         let total = i32::try_from(request.count).unwrap_or(i32::MAX);
         let body = pack_exec(parent, request, 0, total);
-        let dst = host.daemon();
+        let dst = host.daemon_tid();
         self.send_message(Message {
             src: self.tid(),
             dst,
@@ -659,7 +659,7 @@ impl Vm {
     /// # Errors
     /// `BadMsg` if this host cannot read its encoding.
     pub fn unpack(message: &Message) -> Result<Unpacker, Error> {
-        let encoding = Encoding::from_word(message.enc).ok_or_else(|| {
+        let encoding = Encoding::from_enc_field(message.enc).ok_or_else(|| {
             Error::new(
                 PvmError::BadMsg,
                 format!("the message from {} has an unknown encoding", message.src),

@@ -1,7 +1,7 @@
 //! Tests of the Rust API in a real virtual machine of one host. Each test is one task, or several
 //! with their own connections.
 
-use libpvm::proto::task::{AtEnd, Claim, Sink};
+use libpvm::proto::task::{Claim, OnDaemonExit, Sink};
 use libpvm::proto::{HostId, PvmError, Tid};
 use libpvm::runtime::EnrollOptions;
 use libpvm::{Body, Content, Match, Notice, Runtime, Vm};
@@ -21,7 +21,7 @@ fn task(lab: &Lab) -> Vm {
         socket: lab.socket(),
         claim: Claim::New,
         program: "api".into(),
-        at_end: AtEnd::Told,
+        at_end: OnDaemonExit::FailCalls,
     };
     Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }

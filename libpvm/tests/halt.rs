@@ -1,7 +1,7 @@
 //! Tests of programs from the command line when their virtual machine is halted, with real
 //! processes and one daemon.
 
-use libpvm::proto::task::{AtEnd, Claim};
+use libpvm::proto::task::{Claim, OnDaemonExit};
 use libpvm::runtime::EnrollOptions;
 use libpvm::{Match, Runtime, Vm};
 use nix::sys::signal::Signal;
@@ -26,7 +26,7 @@ fn child_enrols_and_receives() {
     if std::env::var_os(PART).is_none() {
         return;
     }
-    let vm = Vm::enroll_as(AtEnd::Signalled).expect("a daemon");
+    let vm = Vm::enroll_as(OnDaemonExit::Terminate).expect("a daemon");
     println!("here");
     let end = vm.recv(Match::any());
     panic!("nothing was sent to it, and yet it goes on: {end:?}");
@@ -38,7 +38,7 @@ fn task(lab: &Lab) -> Vm {
         socket: lab.socket(),
         claim: Claim::New,
         program: "halt".into(),
-        at_end: AtEnd::Told,
+        at_end: OnDaemonExit::FailCalls,
     };
     Vm::from_runtime(Runtime::connect(options).expect("a daemon"))
 }

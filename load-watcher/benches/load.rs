@@ -9,7 +9,7 @@ use pvm_load_watcher::sampler::Sampler;
 use pvm_load_watcher::utmp::{DEAD_PROCESS, USER_PROCESS, encode_record};
 use pvm_load_watcher::watch::{FileWatcher, WatchedPath, read_login_records};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, Login, OwnerVerdict};
-use sempa_proto::owner::Guests;
+use sempa_proto::owner::GuestAccess;
 use sempa_proto::{HostId, Micros, frame};
 use std::fs;
 use std::hint::black_box;
@@ -140,12 +140,12 @@ fn main() {
         host: HostId::MASTER,
         at: Micros(1),
         sample: sample(1),
-        owner: absent,
+        owner_verdict: absent,
         confidence: 90,
-        why: "nobody is logged in".into(),
+        owner_reason: "nobody is logged in".into(),
         logins: Vec::new(),
-        guests: Guests::Welcome,
-        guests_why: String::new(),
+        access: GuestAccess::Welcome,
+        access_reason: String::new(),
         limits: GuestLimits::default(),
     };
     let write = |_| {

@@ -6,7 +6,7 @@
 
 use crate::proc::{CpuTimes, group_cpu_time, leading_numbers, named_number, quota_v2, read};
 use sempa_proto::Micros;
-use sempa_proto::cgroup::folder;
+use sempa_proto::cgroup::group_dir;
 use std::fs::{self, File};
 use std::path::Path;
 
@@ -133,7 +133,7 @@ impl LimitingGroup {
     pub fn of_process(process: &Path) -> Option<LimitingGroup> {
         let cgroups = fs::read(process.join("cgroup")).ok()?;
         let mounts = fs::read(process.join("mountinfo")).ok()?;
-        let group_folder = |controller| folder(&mounts, &cgroups, controller);
+        let group_folder = |controller| group_dir(&mounts, &cgroups, controller);
         let mut text = Box::new([0; TEXT_BYTES_MAX]);
         let mut tightest: Option<(f32, GroupFiles)> = None;
         let mut consider = |files: Option<GroupFiles>, text: &mut [u8]| {

@@ -8,13 +8,13 @@
 use crate::hours::LocalTime;
 use crate::policy::{LeaveAfter, Policy};
 use sempa_proto::Micros;
-use sempa_proto::load::{GuestLimits, HEADROOM_BYTES, OwnerVerdict};
-use sempa_proto::owner::Guests;
+use sempa_proto::load::{GuestLimits, HEADROOM_BYTES_PER_TASK, OwnerVerdict};
+use sempa_proto::owner::GuestAccess;
 
 /// The decision about guests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decision {
-    pub guests: Guests,
+    pub guests: GuestAccess,
     /// The reason why they must stop, as one plain sentence; empty if they are welcome.
     pub why: String,
     /// Limits of guests that are welcome.
@@ -43,7 +43,7 @@ pub struct GuestInputs<'a> {
 
 /// After memory was short, guests return only when this much more than the owner's reserve is
 /// available: the headroom that placement requires for one more task.
-const REOPEN_HEADROOM_BYTES: u64 = HEADROOM_BYTES;
+const REOPEN_HEADROOM_BYTES: u64 = HEADROOM_BYTES_PER_TASK;
 /// Minimum time before they return: the memory that leaving guests free must not readmit them
 /// at once.
 const REOPEN_DELAY: Micros = Micros::from_secs(30);
@@ -134,7 +134,9 @@ impl GuestGate {
             .as_ref()
             .map(|_| self.closed_since.unwrap_or(case.now));
         let seen = match case.owner {
-            OwnerVerdict::Present { seen, .. } => Some((*seen, case.owner_reason.to_string())),
+            OwnerVerdict::Present {
+                detected_at: seen, ..
+            } => Some((*seen, case.owner_reason.to_string())),
             _ => None,
         };
         let since = self.closed_since.zip(reason);
@@ -143,11 +145,11 @@ impl GuestGate {
         let from = seen.iter().chain(&since).map(|(at, _)| *at).min();
         let (guests, why) = match (from, seen.or(since)) {
             (Some(from), Some((_, why))) => (stopped_guests(case.policy, from), why),
-            _ => (Guests::Welcome, String::new()),
+            _ => (GuestAccess::Welcome, String::new()),
         };
         let blocked = case.policy.blocked.as_ref();
         let limits = GuestLimits {
-            cores: case.policy.cores,
+            guests_max: case.policy.cores,
             memory_free: case.policy.memory_free.map_or(0, |size| size.0),
             programs: blocked.and_then(|b| b.programs.clone()).unwrap_or_default(),
             users: case.blocked_uids.to_vec(),
@@ -160,14 +162,14 @@ impl GuestGate {
     }
 }
 
-fn stopped_guests(policy: &Policy, from: Micros) -> Guests {
+fn stopped_guests(policy: &Policy, from: Micros) -> GuestAccess {
     let leave_at = match policy.leave_after.unwrap_or(LeaveAfter::Seconds(0)) {
         LeaveAfter::Seconds(seconds) => Some(from + Micros::from_secs(seconds)),
         LeaveAfter::Never => None,
     };
-    Guests::Stopped {
-        leave_at,
-        then: policy.then.unwrap_or_default(),
+    GuestAccess::Paused {
+        evict_at: leave_at,
+        eviction: policy.then.unwrap_or_default(),
     }
 }
 
@@ -175,7 +177,7 @@ fn stopped_guests(policy: &Policy, from: Micros) -> Guests {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use sempa_proto::owner::Leave;
+    use sempa_proto::owner::EvictionMode;
 
     const NOON: LocalTime = LocalTime {
         day: 0,
@@ -184,7 +186,7 @@ mod tests {
     const ABSENT: OwnerVerdict = OwnerVerdict::Absent { since: None };
     const PRESENT: OwnerVerdict = OwnerVerdict::Present {
         since: Micros(1),
-        seen: Micros(50_000_000),
+        detected_at: Micros(50_000_000),
     };
 
     fn parse(text: &str) -> Policy {
@@ -223,10 +225,10 @@ mod tests {
         )
     }
 
-    fn stopped_until(seconds: Option<u64>, then: Leave) -> Guests {
-        Guests::Stopped {
-            leave_at: seconds.map(Micros::from_secs),
-            then,
+    fn stopped_until(seconds: Option<u64>, then: EvictionMode) -> GuestAccess {
+        GuestAccess::Paused {
+            evict_at: seconds.map(Micros::from_secs),
+            eviction: then,
         }
     }
 
@@ -234,7 +236,7 @@ mod tests {
     #[test]
     fn default_policy_evicts_guests_of_present_owner() {
         let there = decide_once("", &PRESENT, 60);
-        assert_eq!(there.guests, stopped_until(Some(50), Leave::Move));
+        assert_eq!(there.guests, stopped_until(Some(50), EvictionMode::Move));
         assert_eq!(there.why, "alice is here");
         let maybe = OwnerVerdict::Maybe { since: Micros(1) };
         for owner in [ABSENT, maybe] {
@@ -243,7 +245,7 @@ mod tests {
                     decide_once("", &owner, 60).guests,
                     decide_once("", &owner, 60).why.as_str()
                 ),
-                (Guests::Welcome, "")
+                (GuestAccess::Welcome, "")
             );
         }
     }
@@ -253,15 +255,15 @@ mod tests {
     fn leave_after_and_then_are_applied() {
         assert_eq!(
             decide_once("leave_after = 30", &PRESENT, 60).guests,
-            stopped_until(Some(80), Leave::Move)
+            stopped_until(Some(80), EvictionMode::Move)
         );
         assert_eq!(
             decide_once("leave_after = \"never\"", &PRESENT, 60).guests,
-            stopped_until(None, Leave::Move)
+            stopped_until(None, EvictionMode::Move)
         );
         assert_eq!(
             decide_once("then = \"kill\"", &PRESENT, 60).guests,
-            stopped_until(Some(50), Leave::Kill)
+            stopped_until(Some(50), EvictionMode::Kill)
         );
     }
 
@@ -277,11 +279,11 @@ mod tests {
         };
         assert_eq!(
             decide(&mut door, &policy, &ABSENT, early, 100).guests,
-            Guests::Welcome
+            GuestAccess::Welcome
         );
         for seconds in [101, 120, 150] {
             let closed = decide(&mut door, &policy, &ABSENT, NOON, seconds);
-            assert_eq!(closed.guests, stopped_until(Some(131), Leave::Move));
+            assert_eq!(closed.guests, stopped_until(Some(131), EvictionMode::Move));
             assert_eq!(closed.why, "the owner wants no guests mon 12:00-13:00");
         }
         // A present owner is the better reason to show.
@@ -295,11 +297,11 @@ mod tests {
         };
         assert_eq!(
             decide(&mut door, &policy, &ABSENT, late, 160).guests,
-            Guests::Welcome
+            GuestAccess::Welcome
         );
         assert_eq!(
             decide(&mut door, &policy, &ABSENT, NOON, 170).guests,
-            stopped_until(Some(200), Leave::Move)
+            stopped_until(Some(200), EvictionMode::Move)
         );
     }
 
@@ -308,14 +310,14 @@ mod tests {
     fn guests_stop_outside_allowed_hours() {
         assert_eq!(
             decide_once("only = [\"mon 9-17\"]", &ABSENT, 1).guests,
-            Guests::Welcome
+            GuestAccess::Welcome
         );
         let closed = decide_once("only = [\"sat,sun\", \"22-6\"]", &ABSENT, 1);
         assert_eq!(
             closed.why,
             "the owner wants guests only sat-sun and 22:00-6:00"
         );
-        assert_ne!(closed.guests, Guests::Welcome);
+        assert_ne!(closed.guests, GuestAccess::Welcome);
         assert_eq!(
             decide_once("only = []", &ABSENT, 1).why,
             "the owner wants guests only never"
@@ -344,7 +346,10 @@ mod tests {
         let wrong = Some("owner.toml:2: no");
         for seconds in [101, 120] {
             let decision = at(seconds, wrong, &ABSENT);
-            assert_eq!(decision.guests, stopped_until(Some(131), Leave::Move));
+            assert_eq!(
+                decision.guests,
+                stopped_until(Some(131), EvictionMode::Move)
+            );
             assert_eq!(decision.why, "owner.toml:2: no");
         }
         assert_eq!(
@@ -352,7 +357,7 @@ mod tests {
             "alice is here",
             "the better reason"
         );
-        assert_eq!(at(150, None, &ABSENT).guests, Guests::Welcome);
+        assert_eq!(at(150, None, &ABSENT).guests, GuestAccess::Welcome);
     }
 
     /// Guests of a blocked user are never welcome; limits for other guests are part of the
@@ -378,9 +383,9 @@ mod tests {
         };
         assert_eq!(decide(&mut door, 9).why, "user 9 is blocked here");
         let other = decide(&mut door, 7);
-        assert_eq!(other.guests, Guests::Welcome);
+        assert_eq!(other.guests, GuestAccess::Welcome);
         let limits = GuestLimits {
-            cores: Some(2),
+            guests_max: Some(2),
             memory_free: 1 << 30,
             programs: vec!["x".into()],
             users: vec![9],
@@ -419,9 +424,13 @@ mod tests {
             (turns, decision.guests)
         };
         const G: u64 = 1 << 30;
-        let stopped = stopped_until(Some(107), Leave::Move);
-        assert_eq!(seen(0, 100), (false, Guests::Welcome), "nobody knows");
-        assert_eq!(seen(G, 101), (false, Guests::Welcome), "that is enough");
+        let stopped = stopped_until(Some(107), EvictionMode::Move);
+        assert_eq!(seen(0, 100), (false, GuestAccess::Welcome), "nobody knows");
+        assert_eq!(
+            seen(G, 101),
+            (false, GuestAccess::Welcome),
+            "that is enough"
+        );
         assert_eq!(seen(G - 1, 102), (true, stopped));
         assert_eq!(seen(2 * G, 103), (false, stopped), "they went a moment ago");
         assert_eq!(
@@ -429,15 +438,18 @@ mod tests {
             (false, stopped),
             "not enough for one more"
         );
-        assert_eq!(seen(G + HEADROOM_BYTES, 133), (true, Guests::Welcome));
+        assert_eq!(
+            seen(G + HEADROOM_BYTES_PER_TASK, 133),
+            (true, GuestAccess::Welcome)
+        );
         assert_eq!(
             seen(G - 1, 134),
-            (true, stopped_until(Some(139), Leave::Move)),
+            (true, stopped_until(Some(139), EvictionMode::Move)),
             "it counts anew"
         );
         assert_eq!(
             seen(0, 135),
-            (true, Guests::Welcome),
+            (true, GuestAccess::Welcome),
             "nobody knows any more"
         );
     }
@@ -454,9 +466,9 @@ mod tests {
             let owner = if there { PRESENT } else { ABSENT };
             let decision = decide(&mut GuestGate::default(), &policy, &owner, LocalTime { day, minute }, 60);
             let closed = minute < hours * 60;
-            prop_assert_eq!(decision.guests != Guests::Welcome, there || closed);
+            prop_assert_eq!(decision.guests != GuestAccess::Welcome, there || closed);
             prop_assert_eq!(decision.why.is_empty(), !there && !closed);
-            if let Guests::Stopped { leave_at: Some(at), .. } = decision.guests {
+            if let GuestAccess::Paused { evict_at: Some(at), .. } = decision.guests {
                 prop_assert!(at >= Micros::from_secs(50));
             }
         }

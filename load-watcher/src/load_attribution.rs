@@ -10,7 +10,7 @@
 
 use crate::proc::{CpuTimes, TICK_US, group_cpu_time, process_usage, read};
 use nix::time::{ClockId, clock_gettime};
-use sempa_proto::cgroup::folder;
+use sempa_proto::cgroup::group_dir;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -73,7 +73,7 @@ fn ticks_now() -> u64 {
 /// Returns the control group of a task if it has its own.
 fn group_of(root: &Path, pid: i32, mounts: &[u8]) -> Option<PathBuf> {
     let text = fs::read(root.join(pid.to_string()).join("cgroup")).ok()?;
-    let group = folder(mounts, &text, None)?;
+    let group = group_dir(mounts, &text, None)?;
     let name = group.parent()?.file_name()?.to_str()?;
     (name.starts_with(GROUPS_PREFIX) && group.join("cpu.stat").exists()).then_some(group)
 }

@@ -82,7 +82,7 @@ fn parse_policy_settings(text: &str) -> Result<Policy, String> {
 }
 
 fn run(args: Args) -> anyhow::Result<()> {
-    sempa_socket::take_short_turns();
+    sempa_socket::request_short_slice();
     let vm = Vm::enroll()?;
     let boss = RmSubscription::start(&vm, args.report_to)?;
     Watcher::new(vm, boss, args)?.run()

@@ -8,8 +8,8 @@
 //! - A malformed text is refused with the line of its error.
 
 use crate::hours::Hours;
-use sempa_proto::owner::Leave;
-use sempa_proto::text::{line_of, memory_parts};
+use sempa_proto::owner::EvictionMode;
+use sempa_proto::text::{line_number, split_memory_size};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -57,7 +57,7 @@ impl FromStr for MemorySize {
 
     fn from_str(text: &str) -> Result<MemorySize, String> {
         let wrong = || format!("{text:?} is no amount of memory; it looks like \"4G\" or \"512M\"");
-        let (digits, shift) = memory_parts(text).ok_or_else(wrong)?;
+        let (digits, shift) = split_memory_size(text).ok_or_else(wrong)?;
         let number: u64 = digits.parse().map_err(|_| wrong())?;
         number
             .checked_mul(1 << shift)
@@ -182,7 +182,7 @@ pub struct Policy {
     /// When guests leave that are no longer welcome; until then they are paused.
     pub leave_after: Option<LeaveAfter>,
     /// How guests leave that are no longer welcome.
-    pub then: Option<Leave>,
+    pub then: Option<EvictionMode>,
     /// Minutes without input after which a user who is logged in counts as possibly absent.
     pub idle_after_min: Option<u32>,
     /// Programs and users that are never admitted.
@@ -211,7 +211,7 @@ impl PolicyError {
             .join(" ");
         PolicyError {
             file: file.to_string(),
-            line: error.span().map_or(1, |span| line_of(text, span.start)),
+            line: error.span().map_or(1, |span| line_number(text, span.start)),
             reason,
         }
     }
@@ -251,7 +251,7 @@ impl Policy {
             .iter_mut()
             .flat_map(|blocked| &mut blocked.users)
             .flatten();
-        users.for_each(|user| user.source = format!("{file}:{}", line_of(text, user.offset)));
+        users.for_each(|user| user.source = format!("{file}:{}", line_number(text, user.offset)));
         policy
             .validate()
             .map_err(|(key, reason)| refused(line_of_key(text, key), reason))?;
@@ -425,10 +425,10 @@ impl MergedPolicy {
             LeaveAfter::Seconds(seconds) => *seconds,
             LeaveAfter::Never => u64::MAX,
         };
-        let surer = |then: &Leave| match then {
-            Leave::Kill => 2,
-            Leave::Checkpoint => 1,
-            Leave::Move => 0,
+        let surer = |then: &EvictionMode| match then {
+            EvictionMode::Kill => 2,
+            EvictionMode::Checkpoint => 1,
+            EvictionMode::Move => 0,
         };
         let policy = Policy {
             owners: union(a.owners, b.owners),

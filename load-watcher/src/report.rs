@@ -24,11 +24,12 @@ pub const LOGINS_MAX: usize = 64;
 fn differ_notably(a: &LoadSample, b: &LoadSample) -> bool {
     let memory = a.available_bytes.abs_diff(b.available_bytes);
     a.cores != b.cores
-        || (a.share - b.share).abs() > SHARE_CHANGE
+        || (a.cpu_limit - b.cpu_limit).abs() > SHARE_CHANGE
         || (a.busy - b.busy).abs() >= BUSY_CHANGE
         || a.running.abs_diff(b.running) >= RUNNING_CHANGE
-        || a.ours.is_some() != b.ours.is_some()
-        || (a.ours.unwrap_or(0.0) - b.ours.unwrap_or(0.0)).abs() >= BUSY_CHANGE * a.processors()
+        || a.task_cpus.is_some() != b.task_cpus.is_some()
+        || (a.task_cpus.unwrap_or(0.0) - b.task_cpus.unwrap_or(0.0)).abs()
+            >= BUSY_CHANGE * a.processors()
         || memory > a.available_bytes.max(b.available_bytes) / 10
 }
 
@@ -115,7 +116,7 @@ mod tests {
         assert!(reporter.owner_changed(
             &OwnerVerdict::Present {
                 since: Micros(1),
-                seen: Micros(2)
+                detected_at: Micros(2)
             },
             "nobody"
         ));
@@ -141,7 +142,7 @@ mod tests {
         assert!(reporter.must_report_load(
             soon,
             &LoadSample {
-                ours: Some(0.3),
+                task_cpus: Some(0.3),
                 ..sample(0.2, 1)
             }
         ));

@@ -9,7 +9,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use sempa_proto::body::Unpacker;
 use sempa_proto::load::TAG_REPORT_TO;
 use sempa_proto::rm::CTX_RM;
-use sempa_proto::task::{NotifyRequest, NotifyWhat};
+use sempa_proto::task::{NotifyRequest, NotifySubjects};
 use sempa_proto::{Message, Tid};
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -105,7 +105,7 @@ impl RmSubscription {
 /// Requests a notification when a resource manager exits.
 fn notify_on_exit(vm: &Vm, rm: Tid) -> Result<(), libpvm::Error> {
     vm.notify(NotifyRequest {
-        what: NotifyWhat::TaskExit(vec![rm]),
+        subjects: NotifySubjects::TaskExit(vec![rm]),
         ctx: CTX_RM,
         tag: TAG_RM_GONE,
         cancel: false,

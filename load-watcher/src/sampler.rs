@@ -141,25 +141,25 @@ impl Sampler {
             return Ok(LoadSample {
                 at,
                 cores,
-                share,
+                cpu_limit: share,
                 running,
                 load1,
                 busy,
                 available_bytes,
-                pressure,
-                ours,
+                cpu_pressure: pressure,
+                task_cpus: ours,
             });
         }
         Ok(LoadSample {
             at,
             cores,
-            share: 0.0,
+            cpu_limit: 0.0,
             running,
             load1,
             busy,
             available_bytes,
-            pressure: self.last_pressure,
-            ours: None,
+            cpu_pressure: self.last_pressure,
+            task_cpus: None,
         })
     }
 

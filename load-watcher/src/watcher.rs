@@ -31,13 +31,13 @@ use pvm_load_watcher::system::{local_time, raise_nice, time_of_day, to_micros};
 use pvm_load_watcher::watch::{
     FileWatcher, WakeReasons, WatchedPath, read_login_records, utmp_path,
 };
-use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_watcher};
+use sempa_proto::load::{LoadReport, LoadSample, OwnerVerdict, is_load_watcher};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::owner::{Guests, GuestsWord, WHY_BYTES_MAX};
-use sempa_proto::place::CONFINED_FILE;
-use sempa_proto::table::{TASK_FORKED, TASK_SERVES, TaskInfo};
+use sempa_proto::owner::{GuestAccess, GuestDirective, REASON_BYTES_MAX};
+use sempa_proto::runtime_paths::GUEST_CPUS_FILE;
+use sempa_proto::table::{TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::task::{Reply, Request};
-use sempa_proto::text::cut;
+use sempa_proto::text::truncate;
 use sempa_proto::{Micros, frame};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -119,7 +119,7 @@ pub(crate) struct Watcher {
     assessment: OwnerAssessment,
     decision: Decision,
     reported_decision: Option<Decision>,
-    sent_directive: Option<GuestsWord>,
+    sent_directive: Option<GuestDirective>,
     /// The report to send when nothing else is due.
     outgoing: Option<Body>,
     daemon_refuses: Cell<bool>,
@@ -234,7 +234,7 @@ impl Watcher {
             detector: OwnerDetector::default(),
             gate: GuestGate::default(),
             task_load: TaskLoad::new(Path::new("/proc")),
-            confine: CpuConfinement::new(runtime_file(CONFINED_FILE)).ok(),
+            confine: CpuConfinement::new(runtime_file(GUEST_CPUS_FILE)).ok(),
             limited: false,
             external_processors: 0.0,
             reporter: Reporter::default(),
@@ -272,12 +272,12 @@ impl Watcher {
             host: self.vm.host(),
             at: time_of_day(),
             sample: self.sample,
-            owner: self.assessment.owner.clone(),
+            owner_verdict: self.assessment.owner.clone(),
             confidence: self.assessment.confidence,
-            why: self.assessment.why.clone(),
+            owner_reason: self.assessment.why.clone(),
             logins,
-            guests,
-            guests_why,
+            access: guests,
+            access_reason: guests_why,
             limits,
         };
         self.outgoing = Some(Body {
@@ -286,7 +286,7 @@ impl Watcher {
         });
         let now = self.now();
         self.reporter
-            .record_sent(now, self.sample, report.owner, report.why);
+            .record_sent(now, self.sample, report.owner_verdict, report.owner_reason);
         self.reported_decision = Some(self.decision.clone());
         Ok(())
     }
@@ -366,9 +366,9 @@ impl Watcher {
             why,
             limits,
         } = &self.decision;
-        let word = GuestsWord {
-            guests: *guests,
-            why: cut(why, WHY_BYTES_MAX).to_string(),
+        let word = GuestDirective {
+            access: *guests,
+            reason: truncate(why, REASON_BYTES_MAX).to_string(),
             limits: limits.clone(),
         };
         if self.sent_directive.as_ref() == Some(&word) {
@@ -468,7 +468,7 @@ impl Watcher {
             // sample then attributes it correctly.
             self.set_task_processes(&self.tasks());
         } else {
-            self.sample.ours = Some(ours);
+            self.sample.task_cpus = Some(ours);
         }
     }
 
@@ -639,8 +639,11 @@ impl Watcher {
     /// Collects the status for a user of this host.
     fn status(&self) -> Status {
         let (guests, leave_at_us, then) = match self.decision.guests {
-            Guests::Welcome => ("welcome", None, None),
-            Guests::Stopped { leave_at, then } => ("stopped", leave_at.map(|at| at.0), Some(then)),
+            GuestAccess::Welcome => ("welcome", None, None),
+            GuestAccess::Paused {
+                evict_at: leave_at,
+                eviction: then,
+            } => ("stopped", leave_at.map(|at| at.0), Some(then)),
         };
         let owner = match self.assessment.owner {
             OwnerVerdict::Absent { .. } => "absent",
@@ -692,7 +695,9 @@ impl Watcher {
 
 /// True for a spawned task that does not serve the virtual machine.
 fn is_guest(task: &TaskInfo) -> bool {
-    task.flags & TASK_FORKED != 0 && task.flags & TASK_SERVES == 0 && !is_watcher(&task.name)
+    task.flags & TASK_FORKED != 0
+        && task.flags & TASK_SERVICE_FLAGS == 0
+        && !is_load_watcher(&task.name)
 }
 
 /// Returns the mechanism by which the daemon stops guests here, and why it is not control groups.

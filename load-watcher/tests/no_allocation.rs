@@ -1,10 +1,10 @@
 //! Samples of the real /proc, of our own tasks and of a limit allocate nothing. These tests count
 //! all allocations of their process, so they have their own binary.
 
-#[path = "../../libpvm/proto/tests/counting/mod.rs"]
-mod counting;
+#[path = "../../libpvm/proto/tests/counting_allocator/mod.rs"]
+mod counting_allocator;
 
-use counting::allocations;
+use counting_allocator::allocations;
 use pvm_load_watcher::cgroup::LimitingGroup;
 use pvm_load_watcher::load_attribution::TaskLoad;
 use pvm_load_watcher::proc::CpuTimes;

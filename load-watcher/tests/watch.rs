@@ -285,7 +285,7 @@ fn kept_memory_is_read_with_the_pressure() {
         let sample = sampler.sample(Micros(number)).expect("all files are good");
         (
             sample.available_bytes >> 10,
-            (sample.pressure * 100.0).round() as u64,
+            (sample.cpu_pressure * 100.0).round() as u64,
         )
     };
     assert_eq!(sample(2, false), (2, 2));
@@ -365,7 +365,7 @@ fn samples_follow_their_files() {
         (Micros(5), 4, 2, 1.5)
     );
     assert_eq!(
-        (first.busy, first.available_bytes, first.pressure),
+        (first.busy, first.available_bytes, first.cpu_pressure),
         (0.5, 4096, 0.0)
     );
     put("stat", "cpu 130 0 0 110 0 0 0 0\ncpu0 1\nintr 0\n");

@@ -8,8 +8,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, recvmsg, sendmsg};
 use sempa_proto::frame::{Frame, FrameDecoder, encode_control, encode_link};
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, LinkFrame, LinkKind};
-use sempa_proto::route::{OfferId, RouteWord};
-use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::route::{OfferId, RouteMsg};
+use sempa_proto::task::{Claim, Hello, OnDaemonExit, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -243,9 +243,9 @@ impl Task {
             magic: TASK_MAGIC,
             version: WIRE_VERSION,
             claim: Claim::New,
-            pid,
+            own_pid: pid,
             program: "a test".into(),
-            at_end: AtEnd::Told,
+            on_daemon_exit: OnDaemonExit::FailCalls,
         };
         task.send(&ToDaemon::Hello(hello));
         match task.read() {
@@ -263,7 +263,7 @@ impl Task {
 
     /// Returns the next message, `None` at the end.
     fn read(&mut self) -> Option<ToTask> {
-        Some(self.read_frame()?.control().expect("a message"))
+        Some(self.read_frame()?.decode_control().expect("a message"))
     }
 
     /// Returns the next frame of any kind, `None` at the end.
@@ -291,7 +291,7 @@ impl Task {
             kind,
             seq,
             ack: 0,
-            line: 0,
+            incarnation: 0,
             payload,
         };
         self.stream
@@ -302,7 +302,7 @@ impl Task {
     /// Returns the number of the next fragment.
     fn read_fragment(&mut self) -> u64 {
         let frame = self.read_frame().expect("the daemon writes");
-        frame.link().expect("a fragment").seq
+        frame.decode_link().expect("a fragment").seq
     }
 
     /// Sends frames in one write, with descriptors at the first byte.
@@ -351,7 +351,7 @@ impl Task {
     fn ask(&mut self, what: Request) -> Reply {
         self.requests += 1;
         let id = RequestId(self.requests);
-        self.send(&ToDaemon::Request { id, what });
+        self.send(&ToDaemon::Request { id, request: what });
         loop {
             match self.read() {
                 Some(ToTask::Reply { id: of, reply }) if of == id => return reply,
@@ -474,9 +474,9 @@ fn daemon_survives_garbage_on_socket_and_port() {
         magic: TASK_MAGIC,
         version: 999,
         claim: Claim::New,
-        pid: 1,
+        own_pid: 1,
         program: String::new(),
-        at_end: AtEnd::Told,
+        on_daemon_exit: OnDaemonExit::FailCalls,
     };
     old.send(&ToDaemon::Hello(hello));
     match old.read() {
@@ -521,7 +521,7 @@ fn contents(files: Vec<File>) -> Vec<String> {
 fn offer(to: Tid, id: u64) -> ToDaemon {
     ToDaemon::Route {
         to,
-        word: RouteWord::RingOffer {
+        message: RouteMsg::RingOffer {
             id: OfferId(id),
             slot: 0,
         },
@@ -546,15 +546,15 @@ fn missing_descriptor_closes_the_connection() {
         // One frame before the message and one after it, as a busy library writes them.
         a.send(&ToDaemon::Request {
             id: RequestId(2 * id),
-            what: Request::Config,
+            request: Request::Config,
         });
         let after = ToDaemon::Request {
             id: RequestId(2 * id + 1),
-            what: Request::Config,
+            request: Request::Config,
         };
         a.send_with(&[offer(b.tid(), id), after], &two);
         let (word, files) = b.read_with();
-        let expected = RouteWord::RingOffer {
+        let expected = RouteMsg::RingOffer {
             id: OfferId(id),
             slot: 0,
         };
@@ -562,8 +562,8 @@ fn missing_descriptor_closes_the_connection() {
             word,
             ToTask::Route {
                 from: a.tid(),
-                near: true,
-                word: expected
+                same_host: true,
+                message: expected
             }
         );
         assert_eq!(contents(files), ["rings", "bell"]);
@@ -580,14 +580,14 @@ fn missing_descriptor_closes_the_connection() {
                 "{reply:?}"
             );
         }
-        let word = RouteWord::RingAccept {
+        let word = RouteMsg::RingAccept {
             id: OfferId(id),
             slot: 7,
         };
         b.send_with(
             &[ToDaemon::Route {
                 to: a.tid(),
-                word: word.clone(),
+                message: word.clone(),
             }],
             &[memory("bell of b").as_raw_fd()],
         );
@@ -596,15 +596,15 @@ fn missing_descriptor_closes_the_connection() {
             answer,
             ToTask::Route {
                 from: b.tid(),
-                near: true,
-                word
+                same_host: true,
+                message: word
             }
         );
         assert_eq!(contents(files), ["bell of b"]);
     }
     let config = || ToDaemon::Request {
         id: RequestId(999),
-        what: Request::Config,
+        request: Request::Config,
     };
     let breaches: [(&[ToDaemon], usize); 4] = [
         (&[offer(b.tid(), 1)], 0),
@@ -725,7 +725,7 @@ fn remote_shell_adds_hosts_and_halt_ends_all() {
     assert!(vm.processes().len() >= 5, "{:?}", vm.processes());
     task.send(&ToDaemon::Request {
         id: RequestId(99),
-        what: Request::Halt,
+        request: Request::Halt,
     });
     assert!(vm.ended().success());
     vm.assert_clean();
@@ -972,7 +972,7 @@ fn manual_start_allows_other_hosts() {
     );
     task.send(&ToDaemon::Request {
         id: RequestId(99),
-        what: Request::Halt,
+        request: Request::Halt,
     });
     assert!(vm.ended().success());
     vm.assert_clean();
@@ -1019,13 +1019,13 @@ fn halt_does_not_wait_for_a_manual_start() {
     let lines = vec!["h2 so=ms".to_string(), "h3 so=ms".to_string()];
     task.send(&ToDaemon::Request {
         id: RequestId(1),
-        what: Request::AddHosts { lines },
+        request: Request::AddHosts { lines },
     });
     terminal.until("Type response: ");
     let begin = Instant::now();
     task.send(&ToDaemon::Request {
         id: RequestId(2),
-        what: Request::Halt,
+        request: Request::Halt,
     });
     assert!(vm.ended().success());
     assert!(begin.elapsed() < DEADLINE / 2, "{:?}", begin.elapsed());

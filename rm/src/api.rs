@@ -5,11 +5,11 @@ use bytes::Bytes;
 use libpvm::{Error, Match, MigrateError, MigrateReply, Vm};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::MigrationCause;
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::suspend;
 use sempa_proto::table::{HostTable, TaskInfo};
-use sempa_proto::task::{NotifyRequest, NotifyWhat, RmServes, SpawnRequest};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, RmServices, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -69,7 +69,7 @@ pub trait VmApi {
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn notify(&self, what: NotifyWhat, ctx: i32, tag: i32) -> Result<(), Error>;
+    fn notify(&self, what: NotifySubjects, ctx: i32, tag: i32) -> Result<(), Error>;
     /// Orders a host to start tasks. Returns the wait id of the acknowledgement.
     ///
     /// # Errors
@@ -79,7 +79,7 @@ pub trait VmApi {
     ///
     /// # Errors
     /// The migration has not begun.
-    fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError>;
+    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError>;
     /// Sends a signal to a task.
     ///
     /// # Errors
@@ -89,7 +89,7 @@ pub trait VmApi {
     ///
     /// # Errors
     /// Errors of the daemon.
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error>;
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error>;
     /// Orders that a job is checkpointed and ended. The event log reports the result.
     ///
     /// # Errors
@@ -189,10 +189,10 @@ impl VmApi for RealVm {
     }
 
     fn register(&self) -> Result<Tid, Error> {
-        self.vm.register_rm(RmServes {
+        self.vm.register_rm(RmServices {
             spawn: true,
             others: false,
-            ends: false,
+            task_exits: false,
         })
     }
 
@@ -204,9 +204,9 @@ impl VmApi for RealVm {
         self.vm.events(from, limit)
     }
 
-    fn notify(&self, what: NotifyWhat, ctx: i32, tag: i32) -> Result<(), Error> {
+    fn notify(&self, what: NotifySubjects, ctx: i32, tag: i32) -> Result<(), Error> {
         self.vm.notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx,
             tag,
             cancel: false,
@@ -217,7 +217,7 @@ impl VmApi for RealVm {
         self.vm.request_exec(host, parent, request)
     }
 
-    fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError> {
+    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
         match self
             .vm
             .migrate(tid, &to.tid().to_string(), Some(cause), false)?
@@ -230,7 +230,7 @@ impl VmApi for RealVm {
         self.vm.signal(tid, signal)
     }
 
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, Some(cause))
     }
 

@@ -9,8 +9,8 @@
 //!   before the first one is known.
 
 use crate::spawns::Incoming;
-use sempa_proto::rm::Attempt;
-use sempa_proto::sm::{GRANT_COUNT_MAX, GRANT_HOSTS_MAX};
+use sempa_proto::rm::PlacementAttempt;
+use sempa_proto::sm::{LEASE_HOSTS_MAX, LEASE_TASKS_MAX};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, VecDeque};
@@ -21,7 +21,7 @@ pub const GRANT_SPAN: Micros = Micros::from_secs(30);
 /// Interval at which grants are compared with a fresh placement.
 pub const REVIEW_PAUSE: Micros = Micros::from_secs(1);
 /// Maximum number of granted and unused slots of all tasks together.
-pub const GRANTED_MAX: usize = 2 * GRANT_HOSTS_MAX;
+pub const GRANTED_MAX: usize = 2 * LEASE_HOSTS_MAX;
 /// How long a request is remembered. Daemons report the last used slots after the end of the task
 /// that used them.
 const REMEMBERED: Micros = Micros::from_secs(60);
@@ -55,7 +55,7 @@ struct Kind {
     /// Reports about slots used before may still arrive.
     closed: bool,
     /// Explanation of the granted placement.
-    attempt: Option<Attempt>,
+    attempt: Option<PlacementAttempt>,
 }
 
 /// Slots of a grant were used.
@@ -64,7 +64,7 @@ pub struct Granted {
     /// The request that the grant answers in advance.
     pub from: Incoming,
     /// Why the tasks go to these hosts.
-    pub attempt: Attempt,
+    pub attempt: PlacementAttempt,
     /// At least half of the slots are used: a new grant is due.
     pub renew: bool,
 }
@@ -85,7 +85,7 @@ impl Grants {
     pub fn answered(&mut self, now: Micros, from: &Incoming) -> bool {
         self.forget(now);
         let env: usize = from.request.env.iter().map(Vec::len).sum();
-        if env > ENV_BYTES_MAX || from.request.count as usize > GRANT_COUNT_MAX {
+        if env > ENV_BYTES_MAX || from.request.count as usize > LEASE_TASKS_MAX {
             return false;
         }
         if self.tasks.len() >= TASKS_MAX && !self.tasks.contains_key(&from.src) {
@@ -109,7 +109,7 @@ impl Grants {
         };
         let kinds = self.tasks.entry(from.src).or_default();
         let like = |kind: &Kind| {
-            kind.from.request.is_like(&from.request) && now.since(kind.last) < GRANT_SPAN
+            kind.from.request.places_like(&from.request) && now.since(kind.last) < GRANT_SPAN
         };
         let again = kinds.front().is_some_and(like);
         kinds.push_front(Kind {
@@ -134,7 +134,7 @@ impl Grants {
             .filter(|kind| kind.holds(now))
             .map(|kind| kind.hosts.len())
             .sum();
-        GRANTED_MAX.saturating_sub(given).min(GRANT_HOSTS_MAX)
+        GRANTED_MAX.saturating_sub(given).min(LEASE_HOSTS_MAX)
     }
 
     /// Returns the request for which the next grant of a task is made.
@@ -166,7 +166,7 @@ impl Grants {
     }
 
     /// Grants these hosts for the task's last request, in place of earlier ones.
-    pub fn give(&mut self, task: Tid, hosts: &[HostId], attempt: Attempt) {
+    pub fn give(&mut self, task: Tid, hosts: &[HostId], attempt: PlacementAttempt) {
         if let Some(kind) = self
             .tasks
             .get_mut(&task)
@@ -198,7 +198,7 @@ impl Grants {
             }
         }
         kind.last = now;
-        let renew = last && !kind.closed && kind.hosts.len() <= GRANT_HOSTS_MAX / 2;
+        let renew = last && !kind.closed && kind.hosts.len() <= LEASE_HOSTS_MAX / 2;
         Some(Granted {
             from: kind.from.clone(),
             attempt,

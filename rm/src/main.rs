@@ -12,7 +12,7 @@ use pvm_rm::spawns::Rules;
 use pvm_rm::store::Shelf;
 use pvm_rm::{policy_file, replay};
 use sempa_proto::Micros;
-use sempa_proto::place::{Place, STATE_FILE};
+use sempa_proto::runtime_paths::{RM_DATABASE_FILE, RuntimePaths};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -114,10 +114,11 @@ fn labels(given: &[(String, String, String)]) -> Labels {
 /// Returns where the history is stored.
 fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
     let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let place = Place::of(nix::unistd::geteuid().as_raw(), variable).map_err(anyhow::Error::msg)?;
+    let place = RuntimePaths::from_env(nix::unistd::geteuid().as_raw(), variable)
+        .map_err(anyhow::Error::msg)?;
     // A spawned task knows its daemon's socket, but possibly not how the daemon chose its
     // directory.
-    let socket = variable("PVMSOCK").map_or_else(|| place.socket(), PathBuf::from);
+    let socket = variable("PVMSOCK").map_or_else(|| place.daemon_socket(), PathBuf::from);
     Ok(match state {
         Some(dir) => Shelf {
             dir: dir.to_path_buf(),
@@ -125,7 +126,7 @@ fn shelf(state: Option<&Path>) -> anyhow::Result<Shelf> {
         },
         None => Shelf {
             dir: socket.parent().unwrap_or(place.dir()).to_path_buf(),
-            name: STATE_FILE.to_string(),
+            name: RM_DATABASE_FILE.to_string(),
         },
     })
 }
@@ -217,7 +218,7 @@ fn run(args: &Args) -> anyhow::Result<()> {
         "pvm-rm {tid}: registered as resource manager, policy {}",
         service.conduct().placing
     ));
-    sempa_socket::take_short_turns();
+    sempa_socket::request_short_slice();
     match service.run() {
         Err(why @ ServiceError::Stopped(_)) => {
             say(format_args!("pvm-rm {tid}: {why}"));

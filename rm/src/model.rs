@@ -11,8 +11,8 @@ use crate::decide::{
 };
 use crate::recent::Recent;
 use sempa_proto::event::{Event, EventKind};
-use sempa_proto::load::{LoadReport, is_watcher};
-use sempa_proto::table::{HostTable, TASK_FORKED, TASK_SERVES, TaskInfo};
+use sempa_proto::load::{LoadReport, is_load_watcher};
+use sempa_proto::table::{HostTable, TASK_FORKED, TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use std::sync::Arc;
@@ -349,7 +349,7 @@ impl Model {
                 (job, Some(info.parent), Arc::from(info.name.as_str()));
             task.suspended = info.suspended;
             match task.moving {
-                _ if info.moving => {
+                _ if info.migrating => {
                     task.moving = Some(Going {
                         to: task.moving.and_then(|g| g.to),
                         at: now,
@@ -532,7 +532,10 @@ impl Model {
 
     /// Returns the known host of a task, else the host in its tid.
     pub fn host_of(&self, tid: Tid) -> Option<HostId> {
-        self.tasks.get(&tid).map(|t| t.host).or_else(|| tid.home())
+        self.tasks
+            .get(&tid)
+            .map(|t| t.host)
+            .or_else(|| tid.birth_host())
     }
 
     /// Returns user and job of a task. An unknown task belongs to the own user and is its own job.
@@ -598,7 +601,12 @@ impl Model {
                 name,
                 user,
             } => {
-                self.task_started(now, *tid, event.host, name.is_empty() || is_watcher(name));
+                self.task_started(
+                    now,
+                    *tid,
+                    event.host,
+                    name.is_empty() || is_load_watcher(name),
+                );
                 self.task_described(*tid, (*parent, *user), name);
             }
             EventKind::TaskEnded { tid, used, .. } => {
@@ -614,7 +622,7 @@ impl Model {
                 tasks.iter().for_each(|(tid, _)| self.ended.forget(*tid));
                 self.stale = true;
             }
-            EventKind::Moving { tid, to, .. } => {
+            EventKind::MigrationStep { tid, to, .. } => {
                 if let Some(task) = self.edit(*tid) {
                     task.moving = Some(Going {
                         to: Some(*to),
@@ -622,7 +630,7 @@ impl Model {
                     });
                 }
             }
-            EventKind::Moved {
+            EventKind::Migrated {
                 tid,
                 from,
                 to,
@@ -630,7 +638,7 @@ impl Model {
                 bytes,
                 resident,
                 frozen,
-                whole,
+                transfer_time: whole,
                 ..
             } => {
                 let (way, slowness) = (self.way(*from, *to), self.view.slowness(*from, *to));
@@ -649,7 +657,9 @@ impl Model {
                     self.promises.arrived(now, *tid, *to, (task.done, cost));
                 }
             }
-            EventKind::MoveFailed { tid, to, why, .. } => self.move_failed(now, *tid, *to, why),
+            EventKind::MigrationFailed { tid, to, why, .. } => {
+                self.move_failed(now, *tid, *to, why)
+            }
             EventKind::Suspended { tid, .. } => self.task_suspended(*tid, true),
             EventKind::Resumed { tid, .. } => self.task_suspended(*tid, false),
             _ => {}
@@ -809,5 +819,5 @@ impl Task {
 /// True for tasks that cannot migrate or that serve their host: started from a command line,
 /// resource managers, hosters, taskers, load watchers.
 fn is_pinned(flags: i32, name: &str) -> bool {
-    flags & TASK_FORKED == 0 || flags & TASK_SERVES != 0 || is_watcher(name)
+    flags & TASK_FORKED == 0 || flags & TASK_SERVICE_FLAGS != 0 || is_load_watcher(name)
 }

@@ -15,7 +15,7 @@
 use crate::decide::{CHOICE_NAME_MAX, ChoiceName, Limits, MARGIN, Policy};
 use crate::spawns::Rules;
 use sempa_proto::Micros;
-use sempa_proto::text::line_of;
+use sempa_proto::text::line_number;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use thiserror::Error;
@@ -136,7 +136,7 @@ impl Conduct {
         };
         let wrong = |at: usize, why: String| PolicyError {
             file: file.to_string(),
-            line: line_of(text, at),
+            line: line_number(text, at),
             why,
         };
         if content.len() > POLICY_BYTES_MAX {

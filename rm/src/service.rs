@@ -27,16 +27,16 @@ use memory::Memory;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::EventKind;
 use sempa_proto::frame::from_bytes;
-use sempa_proto::load::{LoadReport, TAG_REPORT_TO, WATCHER_PROGRAM, is_watcher};
+use sempa_proto::load::{LOAD_WATCHER_PROGRAM, LoadReport, TAG_REPORT_TO, is_load_watcher};
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::migration::Cause;
-use sempa_proto::rm::{CTX_RM, TAG_ASK};
+use sempa_proto::migration::MigrationCause;
+use sempa_proto::rm::{CTX_RM, TAG_QUERY};
 use sempa_proto::sm::{
-    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_GRANT_TAKEN, SM_HANDOFF, SM_HOSTX, SM_SCHED,
-    SM_SPAWN, SM_SPAWN_WAITS, SM_TASK, pack_waits, unpack_spawn, unpack_tids,
+    SM_ADDHOST, SM_CONFIG, SM_DELHOST, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_PLACEMENT_LEASE_USED,
+    SM_SCHED, SM_SPAWN, SM_SPAWN_WAITS, SM_TASK, pack_spawn_waits, unpack_spawn, unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
-use sempa_proto::task::{NotifyWhat, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
+use sempa_proto::task::{NotifySubjects, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, PvmError, Tid};
 use std::time::Duration;
 use thiserror::Error;
@@ -154,7 +154,7 @@ pub struct Service<V> {
 /// True for a load watcher of an earlier resource manager that can be asked to report here.
 fn is_left_watcher(task: &TaskInfo) -> bool {
     let serving = TASK_FORKED | TASK_CONNECTED;
-    is_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
+    is_load_watcher(&task.name) && task.flags & serving == serving && !task.parent.is_task()
 }
 
 /// True for daemons' reports about tasks, as opposed to requests.
@@ -164,7 +164,7 @@ fn is_news(message: &Message) -> bool {
         && if message.ctx == CTX_RM {
             tag == TAG_EVENT
         } else {
-            tag == SM_GRANT_TAKEN
+            tag == SM_PLACEMENT_LEASE_USED
         }
 }
 
@@ -201,7 +201,7 @@ impl<V: VmApi> Service<V> {
         }
         vm.subscribe(CTX_RM, TAG_EVENT)
             .map_err(ServiceError::Refused)?;
-        vm.notify(NotifyWhat::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD)
+        vm.notify(NotifySubjects::HostAdd { count: -1 }, CTX_RM, TAG_HOST_ADD)
             .map_err(ServiceError::Refused)?;
         let conduct = options.conduct;
         let (mut model, refresh_at) = (
@@ -323,7 +323,7 @@ impl<V: VmApi> Service<V> {
                     self.policy_changed(&message.body);
                     Ok(())
                 }
-                TAG_ASK => {
+                TAG_QUERY => {
                     self.answer(message);
                     Ok(())
                 }
@@ -342,9 +342,11 @@ impl<V: VmApi> Service<V> {
                 self.refuse(message, PvmError::NotImpl)
             }
             SM_EXECACK if message.src.is_daemon() => self.acknowledged(message),
-            SM_GRANT_TAKEN if message.src.is_daemon() => self.taken(message),
+            SM_PLACEMENT_LEASE_USED if message.src.is_daemon() => self.taken(message),
             SM_HOSTX if message.src.is_daemon() => {
-                if let Some(host) = first_int(message).and_then(|raw| Tid::from_raw(raw).home()) {
+                if let Some(host) =
+                    first_int(message).and_then(|raw| Tid::from_raw(raw).birth_host())
+                {
                     self.host_gone(host);
                 }
             }
@@ -363,7 +365,9 @@ impl<V: VmApi> Service<V> {
             }
             TAG_HOST_ADD => self.hosts_changed = true,
             TAG_HOST_DELETE => {
-                if let Some(host) = first_int(message).and_then(|raw| Tid::from_raw(raw).home()) {
+                if let Some(host) =
+                    first_int(message).and_then(|raw| Tid::from_raw(raw).birth_host())
+                {
                     self.host_gone(host);
                 }
             }
@@ -379,7 +383,9 @@ impl<V: VmApi> Service<V> {
         let now = self.vm.now();
         let shares_change = matches!(
             event.kind,
-            EventKind::TaskStarted { .. } | EventKind::TaskEnded { .. } | EventKind::Moved { .. }
+            EventKind::TaskStarted { .. }
+                | EventKind::TaskEnded { .. }
+                | EventKind::Migrated { .. }
         );
         if self.balance_at.is_some() && shares_change {
             self.model.account_change(now);
@@ -417,7 +423,7 @@ impl<V: VmApi> Service<V> {
             }
             EventKind::Suspended { tid, .. } => self.suspension_heard(*tid, true),
             EventKind::Resumed { tid, .. } => self.suspension_heard(*tid, false),
-            EventKind::Moved { tid, .. } => self.suspended_has_moved(*tid),
+            EventKind::Migrated { tid, .. } => self.suspended_has_moved(*tid),
             _ => {}
         }
         self.parking_heard(&event.kind);
@@ -479,7 +485,7 @@ impl<V: VmApi> Service<V> {
             }
         } else if !self.spawns.ack(now, message.wid, started.clone()) {
             // A process that joined without a spawn.
-            let host = message.src.home().unwrap_or(self.vm.host());
+            let host = message.src.birth_host().unwrap_or(self.vm.host());
             for tid in started.into_iter().flatten().flatten() {
                 self.model.task_started(now, tid, host, true);
             }
@@ -561,7 +567,7 @@ impl<V: VmApi> Service<V> {
         }
         for host in &new {
             self.vm.notify(
-                NotifyWhat::HostDelete(vec![host.tid()]),
+                NotifySubjects::HostDelete(vec![host.tid()]),
                 CTX_RM,
                 TAG_HOST_DELETE,
             )?;
@@ -670,7 +676,7 @@ impl<V: VmApi> Service<V> {
         }
         self.park(now, &decided);
         for host in self.model.newly_clean() {
-            self.record(EventKind::HostClean { host });
+            self.record(EventKind::HostVacated { host });
         }
     }
 
@@ -679,7 +685,7 @@ impl<V: VmApi> Service<V> {
         self.balance_at = Some(now + BALANCE_PAUSE);
         self.model.account(now);
         for shift in balance(self.model.snapshot(now)) {
-            let cause = Cause::Load {
+            let cause = MigrationCause::Load {
                 why: shift.why.to_string(),
             };
             if self.begin_move(
@@ -714,7 +720,7 @@ impl<V: VmApi> Service<V> {
                     self.standing.begins_to_wait();
                 }
                 let since = waited.map(|waited| Micros(self.vm.wall().0.saturating_sub(waited.0)));
-                self.send(to, SM_SPAWN_WAITS, wid, pack_waits(since));
+                self.send(to, SM_SPAWN_WAITS, wid, pack_spawn_waits(since));
             }
             spawns::Output::Reply { to, wid, body } => {
                 self.record_input(|| {
@@ -774,7 +780,7 @@ impl<V: VmApi> Service<V> {
                 // If this fails, the event log still reports the watcher's end.
                 drop(
                     self.vm
-                        .notify(NotifyWhat::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT),
+                        .notify(NotifySubjects::TaskExit(vec![tid]), CTX_RM, TAG_TASK_EXIT),
                 );
             }
             watchers::Output::Adopt(tid) => {
@@ -795,7 +801,7 @@ impl<V: VmApi> Service<V> {
             &TAG_LOAD.to_string(),
         ];
         SpawnRequest {
-            file: WATCHER_PROGRAM.to_string(),
+            file: LOAD_WATCHER_PROGRAM.to_string(),
             args: words.iter().map(|word| word.as_bytes().to_vec()).collect(),
             flags: SPAWN_PINNED | SPAWN_NO_PARENT | SPAWN_HOST,
             count: 1,

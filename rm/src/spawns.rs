@@ -20,8 +20,8 @@ use crate::store::record;
 use bytes::Bytes;
 use refusals::Refusals;
 use sempa_proto::event::EventKind;
-use sempa_proto::owner::NO_GUESTS;
-use sempa_proto::rm::{Attempt, Decided};
+use sempa_proto::owner::GUEST_REFUSED;
+use sempa_proto::rm::{DecisionKind, PlacementAttempt};
 use sempa_proto::sm::pack_tids;
 use sempa_proto::task::{SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, PvmResult, Tid};
@@ -72,13 +72,13 @@ impl Incoming {
         started: Vec<(Tid, String)>,
         error: Option<PvmError>,
         waited: Micros,
-        attempts: Vec<Attempt>,
+        attempts: Vec<PlacementAttempt>,
     ) -> Output {
         let (program, by, count) = (self.request.file.clone(), self.src, self.request.count);
         let (job, user) = (self.job, self.user);
-        Output::Decided(Decided::Spawn {
+        Output::Decided(DecisionKind::Spawn {
             program,
-            by,
+            requested_by: by,
             job,
             user,
             count,
@@ -151,7 +151,7 @@ pub enum Output {
     /// Add an event to the event log.
     Record(EventKind),
     /// Record a decision in the history.
-    Decided(Decided),
+    Decided(DecisionKind),
 }
 
 /// A task that was started by a grant.
@@ -180,7 +180,7 @@ struct Spawn {
     lost: Vec<HostId>,
     /// Hosts that declined its tasks, and when they may be asked again.
     declined: BTreeMap<HostId, Micros>,
-    attempts: Vec<Attempt>,
+    attempts: Vec<PlacementAttempt>,
     /// Why the request waits.
     waits_for: String,
     /// Names of the chosen hosts.
@@ -351,7 +351,7 @@ impl Spawns {
             declined,
             kept: hosts,
         };
-        let choice = choice.filter(|_| !request.names_host());
+        let choice = choice.filter(|_| !request.names_one_host());
         let placement = place_by(snapshot, &ask, choice);
         let none_free = placement.why == Why::NoneFree
             && placement.hosts.first() == Some(&Err(PvmError::OutOfRes));
@@ -565,7 +565,7 @@ impl Spawns {
         let results: Vec<PvmResult<Tid>> = results.take(order.tasks.len()).collect();
         let (elsewhere_too, mut elsewhere) = (spawn.may_go_elsewhere(&results), Vec::new());
         for (task, result) in order.tasks.into_iter().zip(results) {
-            if elsewhere_too && result == Err(NO_GUESTS) {
+            if elsewhere_too && result == Err(GUEST_REFUSED) {
                 elsewhere.push(task);
                 continue;
             }
@@ -667,7 +667,7 @@ impl Spawns {
             return;
         };
         spawn.lost.push(order.host);
-        if spawn.from.request.is_bound() {
+        if spawn.from.request.has_fixed_place() {
             for task in order.tasks {
                 spawn.results[task] = Some(Err(PvmError::HostFail));
             }
@@ -713,7 +713,7 @@ impl Spawns {
         let why = spawn
             .attempts
             .iter()
-            .map(|a| a.sentence.as_str())
+            .map(|a| a.reason.as_str())
             .collect::<Vec<_>>()
             .join("; then ");
         let failed = results.iter().filter_map(|r| r.as_ref().err()).next();
@@ -752,7 +752,7 @@ impl Spawns {
 
     /// Records tasks that a grant started, without a request here. Their daemon has reported them
     /// to the event log.
-    pub fn granted(&mut self, from: Incoming, started: Vec<Started>, attempt: Attempt) {
+    pub fn granted(&mut self, from: Incoming, started: Vec<Started>, attempt: PlacementAttempt) {
         self.out.extend(
             started
                 .iter()
@@ -765,9 +765,9 @@ impl Spawns {
             user,
             ..
         } = from;
-        self.out.push_back(Output::Decided(Decided::Spawn {
+        self.out.push_back(Output::Decided(DecisionKind::Spawn {
             program: request.file,
-            by: src,
+            requested_by: src,
             job,
             user,
             count: started.len() as u32,
@@ -783,19 +783,19 @@ impl Spawn {
     /// True if tasks that one host declined may be tried on other hosts. Tasks that must share a
     /// host, or that are limited per host, may only while none of them has a host.
     fn may_go_elsewhere(&self, results: &[PvmResult<Tid>]) -> bool {
-        if self.from.request.is_bound() || !results.contains(&Err(NO_GUESTS)) {
+        if self.from.request.has_fixed_place() || !results.contains(&Err(GUEST_REFUSED)) {
             return false;
         }
         let apart =
             Wants::of(&self.from.request).is_ok_and(|wants| wants.together == Together::Any);
         apart
             || (results.len() == self.results.len()
-                && results.iter().all(|one| *one == Err(NO_GUESTS)))
+                && results.iter().all(|one| *one == Err(GUEST_REFUSED)))
     }
 }
 
 /// Adds an attempt. Beyond the maximum, the second one is dropped.
-fn searched(attempts: &mut Vec<Attempt>, attempt: Attempt) {
+fn searched(attempts: &mut Vec<PlacementAttempt>, attempt: PlacementAttempt) {
     attempts.push(attempt);
     if attempts.len() > SEARCHES_MAX {
         attempts.remove(1);
@@ -806,7 +806,7 @@ fn searched(attempts: &mut Vec<Attempt>, attempt: Attempt) {
 fn started_by(from: &Incoming, tid: Tid, host: HostId) -> Output {
     let wants = Wants::of(&from.request).unwrap_or_default();
     let (named, pinned) = (
-        from.request.names_host(),
+        from.request.names_one_host(),
         from.request.flags & SPAWN_PINNED != 0,
     );
     let child = from.request.flags & SPAWN_NO_PARENT == 0;

@@ -296,7 +296,7 @@ impl Watchers {
             }
             // The first report may arrive before the host's acknowledgement, or the host has
             // started a watcher itself.
-            State::Starting { .. } | State::Wanted { .. } if src.home() == Some(from) => {
+            State::Starting { .. } | State::Wanted { .. } if src.birth_host() == Some(from) => {
                 if let State::Starting { wid: Some(wid), .. } = watcher.state {
                     self.late.put(wid);
                 }
@@ -311,7 +311,7 @@ impl Watchers {
                 self.out.push_back(Output::Notify(src));
             }
             // The host has a second watcher.
-            State::Running { .. } if src.home() == Some(from) => {
+            State::Running { .. } if src.birth_host() == Some(from) => {
                 self.out.push_back(Output::End(src));
                 return false;
             }

@@ -9,7 +9,7 @@ use pvm_rm::decide::{
     Stay, StayReason, TaskView, Until, moves, place,
 };
 use sempa_proto::load::{GuestLimits, LoadSample};
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::MigrationCause;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::sync::Arc;
@@ -310,7 +310,7 @@ fn evicted_tasks_spread_over_best_hosts() {
     assert_eq!(went, [(t(2, 1), 2, 1), (t(2, 2), 2, 4), (t(2, 3), 2, 1)]);
     assert_eq!(
         out.go[0].cause,
-        Cause::Owner {
+        MigrationCause::Owner {
             why: "alice on pts/0".into()
         }
     );

@@ -7,7 +7,7 @@ use pvm_rm::replay::{self, recorded_policy};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Usage;
-use sempa_proto::owner::{Guests, Leave};
+use sempa_proto::owner::{EvictionMode, GuestAccess};
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::task::{SPAWN_NO_PARENT, SpawnRequest};
 use sempa_proto::{Epoch, HostId, Micros, Tid};
@@ -39,14 +39,17 @@ fn report(host: u16, there: bool) -> Input {
     let (at, seen) = (Micros(8), Micros(8));
     let (owner, guests) = if there {
         (
-            OwnerVerdict::Present { since: at, seen },
-            Guests::Stopped {
-                leave_at: Some(at),
-                then: Leave::Move,
+            OwnerVerdict::Present {
+                since: at,
+                detected_at: seen,
+            },
+            GuestAccess::Paused {
+                evict_at: Some(at),
+                eviction: EvictionMode::Move,
             },
         )
     } else {
-        (OwnerVerdict::Absent { since: None }, Guests::Welcome)
+        (OwnerVerdict::Absent { since: None }, GuestAccess::Welcome)
     };
     let sample = LoadSample {
         cores: 1,
@@ -63,12 +66,12 @@ fn report(host: u16, there: bool) -> Input {
         host: h(host),
         at,
         sample,
-        owner,
+        owner_verdict: owner,
         confidence,
-        why,
+        owner_reason: why,
         logins,
-        guests,
-        guests_why,
+        access: guests,
+        access_reason: guests_why,
         limits,
     };
     Input::Report { report, own: 0 }
@@ -259,8 +262,8 @@ fn parking(host: u16, there: bool) -> Input {
     let Input::Report { mut report, own } = report(host, there) else {
         unreachable!("a report")
     };
-    if let Guests::Stopped { then, .. } = &mut report.guests {
-        *then = Leave::Checkpoint;
+    if let GuestAccess::Paused { eviction: then, .. } = &mut report.access {
+        *then = EvictionMode::Checkpoint;
     }
     Input::Report { report, own }
 }

@@ -10,7 +10,7 @@ use pvm_rm::decide::{
     Policy, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot, TaskView, Until, Way, Why, moves, place,
     place_by,
 };
-use sempa_proto::load::HEADROOM_BYTES;
+use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::load::LoadSample;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
@@ -171,9 +171,9 @@ fn constraints_keep_meaning_of_plain_places() {
 #[test]
 fn host_without_spare_memory_comes_last() {
     let mut snapshot = pool(2);
-    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES - 1);
+    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES_PER_TASK - 1);
     assert_eq!(indices(&placed(&snapshot, &request("", 1))), [1]);
-    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES * 2);
+    snapshot.hosts[1].sample = sampled(2, HEADROOM_BYTES_PER_TASK * 2);
     assert_eq!(
         indices(&placed(&snapshot, &request("", 6))),
         [2, 1, 2, 1, 1, 1],
@@ -217,7 +217,7 @@ fn throttled_host_does_not_count_as_idle() {
         let sample = LoadSample {
             cores: 4,
             busy: 0.25,
-            pressure,
+            cpu_pressure: pressure,
             ..LoadSample::default()
         };
         snapshot.hosts[i].sample = Some(Sampled {

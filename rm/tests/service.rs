@@ -27,10 +27,10 @@ use pvm_rm::spawns::{EXEC_TIME_MAX, Rules};
 use pvm_rm::store::Shelf;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::event::EventKind;
-use sempa_proto::load::{OwnerVerdict, TAG_REPORT_TO, WATCHER_PROGRAM};
+use sempa_proto::load::{LOAD_WATCHER_PROGRAM, OwnerVerdict, TAG_REPORT_TO};
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::migration::{Cause, Failure, Refusal, Usage};
-use sempa_proto::rm::{self, Answer, CTX_RM, Question, TAG_ANSWER, TAG_ASK};
+use sempa_proto::migration::{Failure, MigrationCause, Refusal, Usage};
+use sempa_proto::rm::{self, CTX_RM, RmQuery, RmReply, TAG_QUERY, TAG_REPLY};
 use sempa_proto::sm::{SM_EXECACK, SM_HANDOFF, SM_SCHED, SM_SPAWN, pack_tids};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{SPAWN_HOST, SPAWN_PINNED, SpawnRequest};
@@ -42,8 +42,8 @@ fn int(value: i32) -> Bytes {
     body.finish()
 }
 
-fn owner() -> Cause {
-    Cause::Owner {
+fn owner() -> MigrationCause {
+    MigrationCause::Owner {
         why: "alice on pts/0".into(),
     }
 }
@@ -289,7 +289,7 @@ fn each_host_gets_a_pinned_watcher() {
     let request = &execs[0].request;
     assert_eq!(
         (request.file.as_str(), request.flags & SPAWN_PINNED),
-        (WATCHER_PROGRAM, SPAWN_PINNED)
+        (LOAD_WATCHER_PROGRAM, SPAWN_PINNED)
     );
     let args: Vec<_> = request
         .args
@@ -373,7 +373,7 @@ fn watcher_of_predecessor_is_adopted() {
             Bed::watcher(host),
             host,
             TASK_FORKED | TASK_CONNECTED,
-            WATCHER_PROGRAM,
+            LOAD_WATCHER_PROGRAM,
         )
     };
     vm.0.borrow_mut().tasks.extend([left(1), left(2)]);
@@ -404,7 +404,7 @@ fn watcher_of_predecessor_is_adopted() {
         h(1),
         OwnerVerdict::Present {
             since: Micros(1),
-            seen: Micros(2),
+            detected_at: Micros(2),
         },
     );
     bed.settle();
@@ -440,7 +440,7 @@ fn watcher_started_by_host_is_adopted() {
         h(1),
         OwnerVerdict::Present {
             since: Micros(1),
-            seen: Micros(2),
+            detected_at: Micros(2),
         },
     );
     bed.settle();
@@ -473,7 +473,7 @@ fn reports_of_other_tasks_are_ignored() {
     let mut bed = Bed::quiet(&vm);
     let there = OwnerVerdict::Present {
         since: Micros(1),
-        seen: Micros(2),
+        detected_at: Micros(2),
     };
     bed.world().report(client(), h(1), there.clone());
     bed.world().report(Bed::watcher(2), h(1), there.clone());
@@ -493,7 +493,7 @@ fn first_report_may_precede_acknowledgement() {
         .expect("a watcher is started");
     let there = OwnerVerdict::Present {
         since: Micros(1),
-        seen: Micros(2),
+        detected_at: Micros(2),
     };
     bed.world().report(Bed::watcher(1), h(1), there);
     bed.settle();
@@ -530,7 +530,7 @@ fn owner_arrival_empties_host_until_departure() {
     let present = EventKind::OwnerPresent {
         host: h(2),
         since: Micros(7),
-        seen: Micros(8),
+        detected_at: Micros(8),
         why,
     };
     assert_eq!(bed.world().records, std::slice::from_ref(&present));
@@ -541,7 +541,7 @@ fn owner_arrival_empties_host_until_departure() {
     bed.settle();
     assert_eq!(
         bed.world().records.last(),
-        Some(&EventKind::HostClean { host: h(2) })
+        Some(&EventKind::HostVacated { host: h(2) })
     );
     bed.owner_comes(2);
     assert_eq!(bed.world().records.len(), 2, "said once");
@@ -833,7 +833,7 @@ fn host_without_guests_is_clean_at_once() {
     bed.owner_comes(3);
     assert_eq!(
         bed.world().records.last(),
-        Some(&EventKind::HostClean { host: h(3) })
+        Some(&EventKind::HostVacated { host: h(3) })
     );
 }
 
@@ -918,7 +918,7 @@ fn pinned_task_is_no_guest() {
     assert_eq!(bed.world().took_migrations().len(), 2);
     assert_eq!(
         bed.world().records.last(),
-        Some(&EventKind::HostClean { host: h(2) })
+        Some(&EventKind::HostVacated { host: h(2) })
     );
 }
 
@@ -1096,7 +1096,7 @@ fn restarted_tasks_are_known_again() {
     assert!(tids.iter().all(|tid| !bed.service.model().knows(*tid)));
     let tasks = tids.map(|tid| (tid, h(3))).to_vec();
     let restarted = EventKind::Restarted {
-        set: "s".into(),
+        checkpoint: "s".into(),
         job: tids[0],
         tasks,
         why: "h2 was lost".into(),
@@ -1169,7 +1169,7 @@ fn command_line_task_is_never_migrated() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
     bed.world().post(
-        h(2).daemon(),
+        h(2).daemon_tid(),
         CTX_BASE,
         SM_EXECACK,
         0,
@@ -1184,7 +1184,7 @@ proptest! {
     /// Any task may send any bytes. Events are accepted only from daemons, which send valid ones.
     #[test]
     fn invalid_messages_are_survived(messages in prop::collection::vec(
-        (prop::sample::select(vec![t(1, 2), Tid::MY_DAEMON, h(2).daemon(), Bed::watcher(1)]),
+        (prop::sample::select(vec![t(1, 2), Tid::MY_DAEMON, h(2).daemon_tid(), Bed::watcher(1)]),
          prop::bool::ANY, 0_i32..20, 990_i32..1010, prop::collection::vec(any::<u8>(), 0..64)), 0..60,
     )) {
         let vm = world(2);
@@ -1220,13 +1220,13 @@ fn with_books(dir: &std::path::Path) -> Options {
     }
 }
 
-fn ask(bed: &mut Bed, question: &Question) -> Answer {
-    let body = rm::pack(question).expect("it can be written").into();
-    bed.world().post(client(), CTX_RM, TAG_ASK, 4711, body);
+fn ask(bed: &mut Bed, question: &RmQuery) -> RmReply {
+    let body = rm::encode(question).expect("it can be written").into();
+    bed.world().post(client(), CTX_RM, TAG_QUERY, 4711, body);
     bed.settle();
     let (to, tag, wid, body) = bed.world().answers.pop().expect("an answer");
-    assert_eq!((to, tag, wid), (client(), TAG_ANSWER, 4711));
-    rm::unpack(&body)
+    assert_eq!((to, tag, wid), (client(), TAG_REPLY, 4711));
+    rm::decode(&body)
         .expect("it can be read")
         .expect("of this version")
 }

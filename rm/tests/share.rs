@@ -361,7 +361,7 @@ fn preempted_task_resumes_beside_old_neighbours() {
     );
     let host = snapshot.hosts.edit(h(1)).expect("a host");
     host.tasks.pop();
-    Arc::make_mut(&mut host.terms.limits).cores = Some(2);
+    Arc::make_mut(&mut host.terms.limits).guests_max = Some(2);
     snapshot.hosts.refresh(NOW);
     assert_eq!(
         go_on(&snapshot, &gave_way, &none),
@@ -376,7 +376,11 @@ fn fraction_of_processor_suffices_to_resume() {
     let mut snapshot = busy(1);
     suspend(&mut snapshot, t(1, 1));
     let host = snapshot.hosts.edit(h(1)).expect("a host");
-    host.sample.as_mut().expect("it is watched").sample.share = 0.5;
+    host.sample
+        .as_mut()
+        .expect("it is watched")
+        .sample
+        .cpu_limit = 0.5;
     snapshot.hosts.refresh(NOW);
     let gave_way = BTreeMap::from([(t(1, 1), Micros(NOW.0 - 60_000_000))]);
     assert_eq!(
@@ -434,7 +438,7 @@ proptest! {
             let mut host = idle(index, *cores, 0);
             let task = |n| TaskView { user: 1, ..TaskView::new(t(index, n), Micros(NOW.0 - u64::from(n))) };
             host.tasks = (1..=tasks).map(task).collect();
-            Arc::make_mut(&mut host.terms.limits).cores = (*limited || !free).then_some(tasks);
+            Arc::make_mut(&mut host.terms.limits).guests_max = (*limited || !free).then_some(tasks);
             host
         };
         let mut snapshot = Snapshot::new(NOW, Policy::Load, hosts.iter().enumerate().map(view).collect());
@@ -524,7 +528,7 @@ proptest! {
         let most = placed(&empty);
         for (n, gives) in gives.iter().enumerate() {
             prop_assert!(placed(&snapshot) < most, "{n} are enough");
-            let host = gives.tid.home().expect("a host");
+            let host = gives.tid.birth_host().expect("a host");
             let host = snapshot.hosts.edit(host).expect("a host");
             host.tasks.iter_mut().find(|task| task.tid == gives.tid).expect("it is there").suspended = true;
             snapshot.hosts.refresh(NOW);

@@ -7,9 +7,10 @@ use pvm_rm::store::books::{
 use pvm_rm::store::file::{FILE_BYTES_MAX, Opened};
 use pvm_rm::store::{Batch, Books, Place, Sheet, Store};
 use sempa_proto::event::{Event, EventKind};
-use sempa_proto::migration::{Cause, Usage};
+use sempa_proto::migration::{MigrationCause, Usage};
 use sempa_proto::rm::{
-    self, Answer, Attempt, Choice, Decided, End, JobUse, NotUsed, Question, Sums, TaskUse,
+    self, DecisionKind, JobUsage, PlacementAttempt, PlacementRule, RejectedHost, RmQuery, RmReply,
+    TaskOutcome, TaskUsage, UsageTotals,
 };
 use sempa_proto::table::TaskInfo;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
@@ -52,7 +53,7 @@ impl Log {
     }
 
     fn started(&mut self, at: u64, tid: Tid, parent: Tid, name: &str) {
-        let host = tid.home().map_or(1, HostId::index);
+        let host = tid.birth_host().map_or(1, HostId::index);
         self.say(
             at,
             host,
@@ -73,16 +74,16 @@ impl Log {
         };
         self.say(
             at,
-            tid.home().map_or(1, HostId::index),
+            tid.birth_host().map_or(1, HostId::index),
             EventKind::TaskEnded { tid, status, used },
         );
     }
 
-    fn moved(&mut self, at: u64, tid: Tid, from: u16, to: u16, cause: Cause) {
+    fn moved(&mut self, at: u64, tid: Tid, from: u16, to: u16, cause: MigrationCause) {
         let id = MigrationId(self.0.len() as u64);
         let (source, target, frozen, whole) = (h(from), h(to), Micros(50_000), Micros(80_000));
         let (bytes, resident) = (4096, 1 << 20);
-        let kind = EventKind::Moved {
+        let kind = EventKind::Migrated {
             id,
             tid,
             from: source,
@@ -91,14 +92,14 @@ impl Log {
             bytes,
             resident,
             frozen,
-            whole,
+            transfer_time: whole,
         };
         self.say(at, to, kind);
     }
 }
 
-fn owner() -> Cause {
-    Cause::Owner {
+fn owner() -> MigrationCause {
+    MigrationCause::Owner {
         why: "olga is logged in on pts/1".into(),
     }
 }
@@ -135,9 +136,9 @@ fn books(log: &Log) -> Books {
     books
 }
 
-fn job(books: &Books, tid: Tid) -> (JobUse, Vec<TaskUse>) {
-    match books.answer(&Question::Job(tid)) {
-        Answer::Job { job, tasks } => (job, tasks),
+fn job(books: &Books, tid: Tid) -> (JobUsage, Vec<TaskUsage>) {
+    match books.answer(&RmQuery::Job(tid)) {
+        RmReply::Job { job, tasks } => (job, tasks),
         other => panic!("{other:?}"),
     }
 }
@@ -158,14 +159,14 @@ fn job_sums_usage_of_its_tasks() {
     };
     let wall = Micros::from_secs(30);
     assert_eq!(
-        job.sums,
-        Sums {
+        job.totals,
+        UsageTotals {
             tasks: 4,
             running: 2,
             failed: 1,
             used,
-            wall,
-            moves: 1,
+            wall_time: wall,
+            migrations: 1,
             evictions: 1
         }
     );
@@ -175,18 +176,18 @@ fn job_sums_usage_of_its_tasks() {
         .collect();
     let expected = [
         (t(1, 2), "h1", None),
-        (t(1, 3), "h1", Some(End::Status(0))),
-        (t(2, 3), "h3", Some(End::Status(9))),
+        (t(1, 3), "h1", Some(TaskOutcome::Status(0))),
+        (t(2, 3), "h3", Some(TaskOutcome::Status(9))),
         (t(3, 3), "h3", None),
     ];
     assert_eq!(told, expected);
-    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else {
+    let RmReply::Users(users) = books.answer(&RmQuery::Users { user: Some(USER) }) else {
         panic!("no users")
     };
-    assert_eq!((users.len(), users[0].sums), (1, job.sums));
+    assert_eq!((users.len(), users[0].totals), (1, job.totals));
     assert_eq!(
-        books.answer(&Question::Users { user: Some(7) }),
-        Answer::Users(Vec::new())
+        books.answer(&RmQuery::Users { user: Some(7) }),
+        RmReply::Users(Vec::new())
     );
 }
 
@@ -211,7 +212,7 @@ fn again(log: &mut Log, at: u64, all: &[(Tid, Tid, u16)]) {
         at + 1,
         1,
         EventKind::Restarted {
-            set: "s".into(),
+            checkpoint: "s".into(),
             job: t(1, 3),
             tasks,
             why,
@@ -271,7 +272,7 @@ fn restarted_job_is_complete_in_any_report_order() {
             "{order:?}"
         );
         assert_eq!(
-            (job.sums.tasks, job.sums.running, job.sums.failed),
+            (job.totals.tasks, job.totals.running, job.totals.failed),
             (3, 3, 0),
             "{order:?}"
         );
@@ -286,7 +287,7 @@ fn restarted_job_is_complete_in_any_report_order() {
                 .into(),
             "{order:?}"
         );
-        let Answer::Jobs(jobs) = books.answer(&Question::Jobs { user: None }) else {
+        let RmReply::Jobs(jobs) = books.answer(&RmQuery::Jobs { user: None }) else {
             panic!("no jobs")
         };
         let alive: Vec<_> = jobs
@@ -299,28 +300,30 @@ fn restarted_job_is_complete_in_any_report_order() {
             (vec![t(1, 3)], 1 + usize::from(same_machine)),
             "{order:?}"
         );
-        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(2, 4))) else {
+        let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::TaskDecisions(t(2, 4)))
+        else {
             panic!("nothing")
         };
         assert!(
             decisions
                 .iter()
-                .any(|d| matches!(d.what, Decided::Restarted { .. })),
+                .any(|d| matches!(d.kind, DecisionKind::Restarted { .. })),
             "{decisions:?}"
         );
         let early = decisions
             .iter()
-            .any(|d| matches!(d.what, Decided::Moved { .. }));
+            .any(|d| matches!(d.kind, DecisionKind::Migrated { .. }));
         assert_eq!(
             early, same_machine,
             "what was decided before it went back is about the same task: {decisions:?}"
         );
-        let Answer::Why { decisions, .. } = books.answer(&Question::WhyTask(t(1, 3))) else {
+        let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::TaskDecisions(t(1, 3)))
+        else {
             panic!("nothing")
         };
         let moved = decisions
             .iter()
-            .any(|d| matches!(d.what, Decided::Moved { tid, .. } if tid == t(2, 4)));
+            .any(|d| matches!(d.kind, DecisionKind::Migrated { tid, .. } if tid == t(2, 4)));
         assert_eq!(
             moved, same_machine,
             "what was decided about a task is about its job: {decisions:?}"
@@ -332,11 +335,11 @@ fn restarted_job_is_complete_in_any_report_order() {
 }
 
 /// Returns what is reported about a task, job or host, as text.
-fn told(books: &Books, question: Question) -> Vec<String> {
-    let Answer::Why { decisions, .. } = books.answer(&question) else {
+fn told(books: &Books, question: RmQuery) -> Vec<String> {
+    let RmReply::Decisions { decisions, .. } = books.answer(&question) else {
         panic!("nothing is known")
     };
-    decisions.iter().map(|d| d.what.to_string()).collect()
+    decisions.iter().map(|d| d.kind.to_string()).collect()
 }
 
 /// A task that an owner has ended is reported with the reason and counts as an eviction.
@@ -372,9 +375,9 @@ fn task_killed_by_owner_counts_as_eviction() {
         "the owner of h3 has guests ended, and so it was with {one} {other}: olga is logged in on pts/1"
     );
     for question in [
-        Question::WhyTask(t(3, 3)),
-        Question::WhyTask(t(1, 2)),
-        Question::WhyHost("h3".into()),
+        RmQuery::TaskDecisions(t(3, 3)),
+        RmQuery::TaskDecisions(t(1, 2)),
+        RmQuery::HostDecisions("h3".into()),
     ] {
         let told = told(&books, question);
         assert_eq!(
@@ -389,15 +392,15 @@ fn task_killed_by_owner_counts_as_eviction() {
         );
     }
     let (job, tasks) = job(&books, t(3, 3));
-    assert_eq!((job.sums.moves, job.sums.evictions), (1, 2));
+    assert_eq!((job.totals.migrations, job.totals.evictions), (1, 2));
     assert_eq!(
-        (tasks[3].tid, tasks[3].moves, tasks[3].evictions),
+        (tasks[3].tid, tasks[3].migrations, tasks[3].evictions),
         (t(3, 3), 0, 1)
     );
-    let Answer::Users(users) = books.answer(&Question::Users { user: Some(USER) }) else {
+    let RmReply::Users(users) = books.answer(&RmQuery::Users { user: Some(USER) }) else {
         panic!("no users")
     };
-    assert_eq!(users[0].sums.evictions, 2);
+    assert_eq!(users[0].totals.evictions, 2);
 }
 
 /// Each task of a job that is vacated for an owner counts as an eviction.
@@ -411,21 +414,25 @@ fn vacating_counts_as_eviction_of_each_task() {
     let parked = |parked, set: &str| {
         let (set, job, bytes, frozen) = (set.to_string(), t(1, 3), 9, Micros(5));
         EventKind::Checkpointed {
-            set,
+            checkpoint: set,
             job,
             tasks: 3,
             bytes,
             frozen,
-            parked,
+            vacated: parked,
         }
     };
     log.say(5, 1, parked(false, "t40003-20261122T141503-1"));
-    assert_eq!(job(&books(&log), t(1, 3)).0.sums.evictions, 0, "it goes on");
+    assert_eq!(
+        job(&books(&log), t(1, 3)).0.totals.evictions,
+        0,
+        "it goes on"
+    );
     log.say(6, 1, parked(true, "t40003-20261122T141504-1"));
     tasks
         .iter()
         .for_each(|(tid, ..)| log.ended(7, *tid, 9, 1_000));
-    assert_eq!(job(&books(&log), t(1, 3)).0.sums.evictions, 3);
+    assert_eq!(job(&books(&log), t(1, 3)).0.totals.evictions, 3);
 }
 
 /// Failures are reported for the jobs and hosts they concern.
@@ -449,7 +456,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
         31,
         1,
         EventKind::RestartFailed {
-            set: set.clone(),
+            checkpoint: set.clone(),
             cause: cause.clone(),
             why: why(),
         },
@@ -458,7 +465,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
         32,
         1,
         EventKind::RestartFailed {
-            set: "nonsense".into(),
+            checkpoint: "nonsense".into(),
             cause,
             why: why(),
         },
@@ -481,7 +488,7 @@ fn failures_are_attributed_to_jobs_and_hosts() {
         },
     );
     let mut books = books(&log);
-    let job = told(&books, Question::WhyTask(t(1, 2)));
+    let job = told(&books, RmQuery::TaskDecisions(t(1, 2)));
     let tasker = format!(
         "the tasker of h3 has ended (signal 9), and with it {}",
         t(3, 3)
@@ -494,11 +501,11 @@ fn failures_are_attributed_to_jobs_and_hosts() {
     ];
     assert_eq!(job[job.len() - 3..], last);
     assert_eq!(
-        told(&books, Question::WhyHost("h3".into())).last(),
+        told(&books, RmQuery::HostDecisions("h3".into())).last(),
         Some(&tasker)
     );
     assert_eq!(
-        told(&books, Question::WhyHost("h4".into())),
+        told(&books, RmQuery::HostDecisions("h4".into())),
         ["h4 was not added: no route to it"]
     );
     let mut sheets = Sheets::new();
@@ -520,7 +527,7 @@ fn restarted_job_keeps_its_parent() {
     again(&mut log, 40, &[last, child, top]);
     let (job, _) = job(&books(&log), t(2, 5));
     assert_eq!(
-        (job.job, job.sums.tasks, job.sums.running),
+        (job.job, job.totals.tasks, job.totals.running),
         (t(1, 2), 10, 5)
     );
 }
@@ -531,7 +538,7 @@ fn service_tasks_and_consoles_are_no_jobs() {
     let mut log = story();
     log.started(30, t(1, 77), Tid::NONE, "");
     log.ended(31, t(1, 77), 0, 1);
-    let Answer::Jobs(jobs) = books(&log).answer(&Question::Jobs { user: None }) else {
+    let RmReply::Jobs(jobs) = books(&log).answer(&RmQuery::Jobs { user: None }) else {
         panic!("no jobs")
     };
     assert_eq!(jobs.iter().map(|j| j.job).collect::<Vec<_>>(), [t(1, 2)]);
@@ -541,36 +548,40 @@ fn service_tasks_and_consoles_are_no_jobs() {
 #[test]
 fn decisions_are_reported_for_their_subject() {
     let books = books(&story());
-    let Answer::Why {
+    let RmReply::Decisions {
         task: Some(task),
         decisions,
         ..
-    } = books.answer(&Question::WhyTask(t(2, 3)))
+    } = books.answer(&RmQuery::TaskDecisions(t(2, 3)))
     else {
         panic!()
     };
-    assert_eq!((task.moves, task.evictions), (1, 1));
+    assert_eq!((task.migrations, task.evictions), (1, 1));
     assert_eq!(
         decisions
             .iter()
-            .map(|d| d.what.to_string())
+            .map(|d| d.kind.to_string())
             .collect::<Vec<_>>(),
         [
             "t80003 moved from h2 to h3 because the owner of h2 is there (olga is logged in on pts/1): 4096 bytes, it \
           stood still for 50.0 ms"
         ]
     );
-    let Answer::Why { decisions, .. } = books.answer(&Question::WhyHost("h2".into())) else {
+    let RmReply::Decisions { decisions, .. } = books.answer(&RmQuery::HostDecisions("h2".into()))
+    else {
         panic!()
     };
     assert!(
         matches!(decisions[..], [_, _]),
         "it joined, and a task left it: {decisions:?}"
     );
-    assert_eq!(books.answer(&Question::WhyTask(t(1, 99))), Answer::Unknown);
     assert_eq!(
-        books.answer(&Question::WhyHost("nobody".into())),
-        Answer::Unknown
+        books.answer(&RmQuery::TaskDecisions(t(1, 99))),
+        RmReply::NotFound
+    );
+    assert_eq!(
+        books.answer(&RmQuery::HostDecisions("nobody".into())),
+        RmReply::NotFound
     );
 }
 
@@ -590,7 +601,7 @@ fn lost_host_or_reconciliation_ends_tasks() {
     let mut books = books(&log);
     assert_eq!(
         job(&books, t(1, 2)).1[3].ended,
-        Some((second(40), End::Lost))
+        Some((second(40), TaskOutcome::Lost))
     );
     let info = TaskInfo {
         tid: t(1, 77),
@@ -600,13 +611,13 @@ fn lost_host_or_reconciliation_ends_tasks() {
         name: String::new(),
         pid: 1,
         uid: USER,
-        moving: false,
-        stopped: false,
+        migrating: false,
+        paused: false,
         suspended: false,
     };
     books.reconcile(second(50), &[info]);
     let (job, _) = job(&books, t(1, 2));
-    assert_eq!((job.ended, job.sums.running), (Some(second(50)), 0));
+    assert_eq!((job.ended, job.totals.running), (Some(second(50)), 0));
 }
 
 /// A new virtual machine keeps the sums and may reuse tids.
@@ -622,14 +633,14 @@ fn new_virtual_machine_keeps_sums_and_reuses_tids() {
     log.0.iter().for_each(|event| books.event(event));
     let (job, tasks) = job(&books, t(1, 3));
     assert_eq!(
-        (tasks.len(), job.sums.tasks),
+        (tasks.len(), job.totals.tasks),
         (2, 2),
         "the former job of that tid is another one"
     );
-    let Answer::Users(users) = books.answer(&Question::Users { user: None }) else {
+    let RmReply::Users(users) = books.answer(&RmQuery::Users { user: None }) else {
         panic!("no users")
     };
-    assert_eq!(users[0].sums.tasks, 6);
+    assert_eq!(users[0].totals.tasks, 6);
 }
 
 /// The tables as a file would contain them.
@@ -653,15 +664,12 @@ fn reread(sheets: &Sheets) -> Books {
     books
 }
 
-fn questions() -> Vec<Question> {
-    let mut all = vec![
-        Question::Users { user: None },
-        Question::Jobs { user: None },
-    ];
+fn questions() -> Vec<RmQuery> {
+    let mut all = vec![RmQuery::Users { user: None }, RmQuery::Jobs { user: None }];
     for host in 1..=3 {
-        all.push(Question::WhyHost(format!("h{host}")));
+        all.push(RmQuery::HostDecisions(format!("h{host}")));
         all.extend(
-            (2..12).flat_map(|n| [Question::Job(t(host, n)), Question::WhyTask(t(host, n))]),
+            (2..12).flat_map(|n| [RmQuery::Job(t(host, n)), RmQuery::TaskDecisions(t(host, n))]),
         );
     }
     all
@@ -757,24 +765,24 @@ proptest! {
     #[test]
     fn sums_are_sums_of_tasks(happenings in happenings()) {
         let books = books(&written(&happenings));
-        let Answer::Jobs(jobs) = books.answer(&Question::Jobs { user: None }) else { panic!("no jobs") };
+        let RmReply::Jobs(jobs) = books.answer(&RmQuery::Jobs { user: None }) else { panic!("no jobs") };
         for one in jobs {
-            let Answer::Job { job, tasks } = books.answer(&Question::Job(one.job)) else { panic!("it was listed") };
-            if job.began != one.began {
+            let RmReply::Job { job, tasks } = books.answer(&RmQuery::Job(one.job)) else { panic!("it was listed") };
+            if job.started != one.started {
                 continue;
             }
-            let mut sums = Sums::default();
+            let mut sums = UsageTotals::default();
             for task in &tasks {
                 sums.tasks += 1;
                 sums.running += u64::from(task.ended.is_none());
-                sums.failed += u64::from(task.ended.is_some_and(|(_, how)| !how.is_good()));
+                sums.failed += u64::from(task.ended.is_some_and(|(_, how)| !how.is_success()));
                 sums.used = sums.used.plus(task.used);
-                sums.wall = sums.wall + task.ended.map_or(Micros(0), |(at, _)| at.since(task.began));
-                sums.moves += u64::from(task.moves);
+                sums.wall_time = sums.wall_time + task.ended.map_or(Micros(0), |(at, _)| at.since(task.started));
+                sums.migrations += u64::from(task.migrations);
                 sums.evictions += u64::from(task.evictions);
             }
-            prop_assert_eq!(job.sums, sums);
-            prop_assert_eq!(job.ended.is_none(), job.sums.running > 0);
+            prop_assert_eq!(job.totals, sums);
+            prop_assert_eq!(job.ended.is_none(), job.totals.running > 0);
         }
     }
 }
@@ -814,7 +822,7 @@ fn oldest_entries_are_removed_and_sums_remain() {
         }
     }
     for n in 0..DECISIONS_MAX + 10 {
-        books.decided(second(n as u64), Decided::Began { again: false });
+        books.decided(second(n as u64), DecisionKind::RmStarted { resumed: false });
     }
     apply(&mut sheets, books.batch());
     let count = |sheet| sheets.keys().filter(|(s, _)| *s == sheet).count();
@@ -826,32 +834,32 @@ fn oldest_entries_are_removed_and_sums_remain() {
         ),
         (TASKS_MAX, JOBS_MAX, DECISIONS_MAX)
     );
-    let Answer::Users(users) = reread(&sheets).answer(&Question::Users { user: None }) else {
+    let RmReply::Users(users) = reread(&sheets).answer(&RmQuery::Users { user: None }) else {
         panic!("no users")
     };
-    assert_eq!(users[0].sums.tasks, tasks as u64);
+    assert_eq!(users[0].totals.tasks, tasks as u64);
 }
 
 /// A spawn with these numbers of tasks, attempts, and excluded hosts with reasons.
-fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> Decided {
-    let why = rm::Excluded::Other {
+fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> DecisionKind {
+    let why = rm::RejectionReason::Other {
         why: "its owner allows two tasks, and they are there".into(),
     };
     let not_used = (0..hosts)
-        .map(|host| NotUsed {
+        .map(|host| RejectedHost {
             host: format!("host{host}.example.org"),
             why: why.clone(),
         })
         .collect();
     let sentence = "largest share of a processor, 1.97 on h2; not used: h3".to_string();
-    let attempt = Attempt {
-        choice: Choice::Rank,
-        sentence,
-        not_used,
+    let attempt = PlacementAttempt {
+        rule: PlacementRule::Rank,
+        reason: sentence,
+        rejected: not_used,
     };
-    Decided::Spawn {
+    DecisionKind::Spawn {
         program: "worker".into(),
-        by: t(1, 2),
+        requested_by: t(1, 2),
         job: t(1, 2),
         user: USER,
         count: tasks,
@@ -869,7 +877,7 @@ fn spawned(n: u32, tasks: u32, attempts: usize, hosts: u32) -> Decided {
     }
 }
 
-fn large_spawn(n: u32) -> Decided {
+fn large_spawn(n: u32) -> DecisionKind {
     spawned(n, 100, 40, 64)
 }
 
@@ -901,11 +909,12 @@ fn decisions_are_bounded_in_bytes() {
     let mut again = reread(&sheets);
     again.decided(second(9999), large_spawn(9999));
     apply(&mut sheets, again.batch());
-    let Answer::Why { decisions, .. } = again.answer(&Question::WhyTask(t(2, 10 + 1999 * 100)))
+    let RmReply::Decisions { decisions, .. } =
+        again.answer(&RmQuery::TaskDecisions(t(2, 10 + 1999 * 100)))
     else {
         panic!("kept")
     };
-    let Decided::Spawn { attempts, .. } = &decisions[0].what else {
+    let DecisionKind::Spawn { attempts, .. } = &decisions[0].kind else {
         panic!("{decisions:?}")
     };
     assert_eq!(attempts.len(), ATTEMPTS_MAX);

@@ -109,7 +109,7 @@ fn host_enforces_owners_task_limit() {
         &mut snapshot,
         2,
         GuestLimits {
-            cores: Some(3),
+            guests_max: Some(3),
             ..GuestLimits::default()
         },
     );
@@ -300,7 +300,7 @@ proptest! {
         for (i, (cores, gigabytes, blocked, owner)) in limits.iter().enumerate() {
             let programs = if *blocked { vec!["worker".to_string()] } else { Vec::new() };
             let (cores, memory_free) = (*cores, gigabytes << 30);
-            limited(&mut snapshot, i as u16 + 1, GuestLimits { cores, memory_free, programs, users: Vec::new() });
+            limited(&mut snapshot, i as u16 + 1, GuestLimits { guests_max: cores, memory_free, programs, users: Vec::new() });
             let why = String::new();
             snapshot.hosts[i].owner = match owner {
                 0 => Owner::Closed { why },

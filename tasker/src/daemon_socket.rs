@@ -105,7 +105,7 @@ impl DaemonSocket {
         }
         let mut messages = Vec::new();
         while let Some(frame) = self.decoder.next_frame()? {
-            messages.push(frame.control()?);
+            messages.push(frame.decode_control()?);
         }
         Ok(messages)
     }
@@ -114,7 +114,7 @@ impl DaemonSocket {
 /// Returns the substitute for a message that is too long. Only the messages listed here can be too
 /// long.
 fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
-    let refusal = || Refusal::Holds {
+    let refusal = || Refusal::UnsupportedResource {
         what: format!("more than can be told of a task: {error}"),
     };
     match message {
@@ -123,21 +123,25 @@ fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
             FromTasker::Inspected {
                 migration,
                 result: Err(refusal()),
-                memory_can_follow,
-                can_pre_copy,
+                supports_post_copy: memory_can_follow,
+                supports_pre_copy: can_pre_copy,
             }
         }
-        FromTasker::Seen { question, .. } => FromTasker::Seen {
-            question: *question,
+        FromTasker::QueryInspected {
+            query: question, ..
+        } => FromTasker::QueryInspected {
+            query: *question,
             result: Err(refusal()),
         },
         FromTasker::Prepared { migration, .. } => FromTasker::Prepared {
             migration: *migration,
             verdict: vec![refusal()],
-            memory_can_follow: false,
+            supports_post_copy: false,
         },
-        FromTasker::Judged { question, .. } => FromTasker::Judged {
-            question: *question,
+        FromTasker::QueryJudged {
+            query: question, ..
+        } => FromTasker::QueryJudged {
+            query: *question,
             verdict: vec![refusal()],
         },
         other => other.clone(),
@@ -148,7 +152,7 @@ fn substitute_for(message: &FromTasker, error: &FrameError) -> FromTasker {
 mod tests {
     use super::*;
     use sempa_proto::frame::FRAME_BYTES_MAX;
-    use sempa_proto::migration::{FileFact, FileMatch, TaskFacts};
+    use sempa_proto::migration::{FileRequirement, RequiredFile, TaskFacts};
     use sempa_proto::{MigrationId, RequestId};
     use std::io::Read;
     use std::os::unix::net::UnixStream;
@@ -156,10 +160,10 @@ mod tests {
     /// Returns facts that do not fit into a frame.
     fn oversized_facts() -> TaskFacts {
         let path = "x".repeat(4096);
-        let file = |n: usize| FileFact {
+        let file = |n: usize| RequiredFile {
             path: format!("/{n}/{path}").into(),
             bytes: 1,
-            must: FileMatch::Exists,
+            requirement: FileRequirement::Exists,
         };
         TaskFacts {
             files: (0..=FRAME_BYTES_MAX / 4096).map(file).collect(),
@@ -178,11 +182,11 @@ mod tests {
         control.send(&FromTasker::Inspected {
             migration,
             result: Ok(oversized_facts()),
-            memory_can_follow,
-            can_pre_copy,
+            supports_post_copy: memory_can_follow,
+            supports_pre_copy: can_pre_copy,
         });
-        control.send(&FromTasker::Seen {
-            question,
+        control.send(&FromTasker::QueryInspected {
+            query: question,
             result: Ok(oversized_facts()),
         });
         assert!(!control.is_closed() && !control.wants_write(), "it goes on");
@@ -195,20 +199,20 @@ mod tests {
                 .next_frame()
                 .expect("a frame")
                 .expect("a whole one")
-                .control()
+                .decode_control()
                 .expect("a word")
         };
-        let refused = |why: &Refusal| matches!(why, Refusal::Holds { what } if what.contains("more than can be told of a task"));
+        let refused = |why: &Refusal| matches!(why, Refusal::UnsupportedResource { what } if what.contains("more than can be told of a task"));
         match (next(), next()) {
             (
                 FromTasker::Inspected {
                     migration: of,
                     result: Err(first),
-                    memory_can_follow: false,
-                    can_pre_copy: false,
+                    supports_post_copy: false,
+                    supports_pre_copy: false,
                 },
-                FromTasker::Seen {
-                    question: to,
+                FromTasker::QueryInspected {
+                    query: to,
                     result: Err(second),
                 },
             ) => assert!(of == migration && to == question && refused(&first) && refused(&second)),

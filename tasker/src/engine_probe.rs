@@ -124,7 +124,7 @@ impl Supervisor {
 
     fn dump_probe(&mut self) -> Result<(), Failure> {
         let (Some(probe), Some(engine)) = (&self.migrations.probe, &self.migrations.engine) else {
-            return Err(Failure::CalledOff("the tasker ends".into()));
+            return Err(Failure::Cancelled("the tasker ends".into()));
         };
         let (pid, dir, pid_namespace) = (probe.pid, probe.dir.clone(), probe.namespace.inode());
         let dumping = engine.start_dump(DumpJob {
@@ -154,7 +154,7 @@ impl Supervisor {
         let io = |e: std::io::Error| Failure::Io(e.to_string());
         let (Some(probe), Some(engine)) = (&mut self.migrations.probe, &self.migrations.engine)
         else {
-            return Err(Failure::CalledOff("the tasker ends".into()));
+            return Err(Failure::Cancelled("the tasker ends".into()));
         };
         let source = std::mem::replace(&mut probe.namespace, Namespace::new(None).map_err(io)?);
         let outside = ExternalResources {

@@ -24,7 +24,7 @@ pub(crate) fn needs_engine(order: &ToTasker) -> bool {
     use ToTasker as T;
     matches!(
         order,
-        T::Inspect { .. } | T::Look { .. } | T::Prepare { .. } | T::Judge { .. }
+        T::Inspect { .. } | T::QueryInspect { .. } | T::Prepare { .. } | T::QueryVerdict { .. }
     )
 }
 
@@ -51,7 +51,7 @@ impl Supervisor {
             .get(&tid)
             .and_then(|task| task.namespace.as_ref().map(|n| (n, task.process.pid)));
         let (None, Some((namespace, pid))) = (&refused, namespace) else {
-            let refused = refused.unwrap_or(Refusal::Holds {
+            let refused = refused.unwrap_or(Refusal::UnsupportedResource {
                 what: NO_NAMESPACES.into(),
             });
             return self.on_inspected(requester, Err(refused));
@@ -69,7 +69,7 @@ impl Supervisor {
         if let Err(why) = self.start_uncancelled(work) {
             self.on_inspected(
                 requester,
-                Err(Refusal::Holds {
+                Err(Refusal::UnsupportedResource {
                     what: format!("something that could not be looked at: {why}"),
                 }),
             );
@@ -92,11 +92,14 @@ impl Supervisor {
                 FromTasker::Inspected {
                     migration,
                     result,
-                    memory_can_follow,
-                    can_pre_copy,
+                    supports_post_copy: memory_can_follow,
+                    supports_pre_copy: can_pre_copy,
                 }
             }
-            Requester::Query(question) => FromTasker::Seen { question, result },
+            Requester::Query(question) => FromTasker::QueryInspected {
+                query: question,
+                result,
+            },
         });
     }
 
@@ -127,7 +130,10 @@ impl Supervisor {
     /// Reports the verdict. A migration with a good verdict gets its place on this host.
     pub(crate) fn on_verdict(&mut self, requester: Requester, mut verdict: Verdict) {
         let reply = match requester {
-            Requester::Query(question) => FromTasker::Judged { question, verdict },
+            Requester::Query(question) => FromTasker::QueryJudged {
+                query: question,
+                verdict,
+            },
             Requester::Migration { migration, tid } => {
                 if verdict.is_empty()
                     && let Err(why) = self.reserve_target(migration, tid)
@@ -140,7 +146,7 @@ impl Supervisor {
                 FromTasker::Prepared {
                     migration,
                     verdict,
-                    memory_can_follow: self.migrations.post_copies.is_available(),
+                    supports_post_copy: self.migrations.post_copies.is_available(),
                 }
             }
         };

@@ -24,7 +24,7 @@ use nix::sys::stat::{Mode, fstatat};
 use nix::unistd::{Gid, UnlinkatFlags, fchown, unlinkat};
 use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
-use sempa_proto::tasker::{FromTasker, Redirection};
+use sempa_proto::tasker::{FromTasker, MemoryWrite};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -205,7 +205,7 @@ impl Supervisor {
         migration: MigrationId,
         dir: &Path,
         manifest: ImageManifest,
-        redirection: Option<Redirection>,
+        redirection: Option<MemoryWrite>,
     ) {
         let from = dir.to_path_buf();
         let work = move || WorkerResult::FilesPlaced {
@@ -257,7 +257,7 @@ impl Supervisor {
             return;
         };
         let result = match result {
-            Ok(_) if discard => Err(Failure::CalledOff("the move was discarded".into())),
+            Ok(_) if discard => Err(Failure::Cancelled("the move was discarded".into())),
             result => result,
         };
         match result {

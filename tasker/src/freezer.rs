@@ -74,7 +74,7 @@ impl Freezer {
         let mounts = of_self("mountinfo");
         if cgroup::mount_point(&mounts, None).is_some() {
             // An existing mount is used as the administrator has configured it.
-            let own = cgroup::folder(&mounts, &of_self("cgroup"), None)
+            let own = cgroup::group_dir(&mounts, &of_self("cgroup"), None)
                 .ok_or("the tasker's own control group of version 2 is not to be seen here")?;
             return Freezer::create_in(&own, None);
         }

@@ -104,7 +104,7 @@ fn run() -> anyhow::Result<()> {
     let _notes = checkpoint::criu::KdatCleanup::arm();
     // The owner waits for this thread to stop the guests. It never computes for long, and its
     // children start with normal priority.
-    sempa_socket::come_first();
+    sempa_socket::boost_priority();
     let mut supervisor = supervisor::Supervisor::new(socket).context("cannot set up")?;
     supervisor.run().context("lost the daemon")
 }

@@ -171,10 +171,10 @@ fn check_available(memory: u64, reserved: u64, available: u64) -> Result<(), Fai
             need: memory,
             have: available,
         },
-        reserved => Refusal::MemoryPromised {
+        reserved => Refusal::MemoryReserved {
             need: memory,
             have: available,
-            promised: reserved,
+            reserved: reserved,
         },
     }]))
 }
@@ -261,10 +261,10 @@ mod tests {
                 have: 499
             })
         );
-        let reservations = Refusal::MemoryPromised {
+        let reservations = Refusal::MemoryReserved {
             need: 500,
             have: 600,
-            promised: 200,
+            reserved: 200,
         };
         assert_eq!(check_available(500, 700, 600), refused(reservations));
         assert_eq!(

@@ -24,8 +24,8 @@ use crate::workers::{WorkerResult, Workers};
 use checkpoint::engine::{CallLimits, Cancel, DumpJob, Engine, MemoryServer};
 use checkpoint::facts::{self, HashCache};
 use sempa_proto::migration::{Failure, Usage};
-use sempa_proto::task::RedirectAt;
-use sempa_proto::tasker::{DumpReport, FromTasker, Redirection, ToTasker};
+use sempa_proto::task::RedirectAddress;
+use sempa_proto::tasker::{DumpReport, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -190,66 +190,72 @@ impl Supervisor {
             ToTasker::Inspect { migration, tid } => {
                 self.inspect(Requester::Migration { migration, tid }, tid)
             }
-            ToTasker::Look { question, tid } => self.inspect(Requester::Query(question), tid),
+            ToTasker::QueryInspect {
+                query: question,
+                tid,
+            } => self.inspect(Requester::Query(question), tid),
             ToTasker::Prepare {
                 migration,
                 tid,
                 facts,
             } => self.check_feasibility(Requester::Migration { migration, tid }, facts),
-            ToTasker::Judge { question, facts } => {
-                self.check_feasibility(Requester::Query(question), facts)
-            }
+            ToTasker::QueryVerdict {
+                query: question,
+                facts,
+            } => self.check_feasibility(Requester::Query(question), facts),
             ToTasker::PreCopy {
                 migration,
                 tid,
-                memory_way,
+                memory_socket: memory_way,
             } => self.start_pre_copy_or_report(migration, tid, &memory_way),
-            ToTasker::EndPreCopy { migration } => {
+            ToTasker::StopPreCopy { migration } => {
                 self.migrations.pre_copies.abort_outgoing(migration)
             }
-            ToTasker::TakePreCopy {
+            ToTasker::ReceivePreCopy {
                 migration,
-                memory_way,
+                memory_socket: memory_way,
             } => self.receive_pre_copy(migration, &memory_way),
             ToTasker::Stop {
                 migration,
                 tid,
-                redirection,
+                memory_write: redirection,
             } => self.stop(migration, tid, redirection),
             ToTasker::Dump {
                 migration,
                 tid,
                 dir,
-                memory_way,
+                memory_socket: memory_way,
             } => self.dump(migration, tid, dir, memory_way.as_deref()),
-            ToTasker::Continue { migration, tid } => self.continue_task(migration, tid),
-            ToTasker::KillMoved { migration, tid } => self.kill_migrated(migration, tid),
+            ToTasker::AbortMigration { migration, tid } => self.continue_task(migration, tid),
+            ToTasker::KillSource { migration, tid } => self.kill_migrated(migration, tid),
             ToTasker::Restore {
                 migration,
                 tid,
                 dir,
-                again,
-                memory_way,
+                memory_write: again,
+                memory_socket: memory_way,
             } => {
                 self.restore(migration, tid, &dir, again, memory_way.as_deref());
             }
             ToTasker::MemoryLost { migration, why } => self.on_memory_lost(migration, why),
-            ToTasker::Build { migration, start } => self.build_by_restart(migration, &start),
+            ToTasker::PrepareRestart { migration, start } => {
+                self.build_by_restart(migration, &start)
+            }
             ToTasker::Run {
                 migration,
                 used,
-                held,
+                paused: held,
             } => self.run_copy(migration, used, held),
             ToTasker::Discard { migration } => self.discard(migration),
             ToTasker::Start(_)
             | ToTasker::Signal { .. }
-            | ToTasker::End { .. }
-            | ToTasker::Minds { .. }
-            | ToTasker::EndsForGood { .. }
+            | ToTasker::RequestExit { .. }
+            | ToTasker::CheckSignal { .. }
+            | ToTasker::WithdrawExitRequest { .. }
             | ToTasker::Kill { .. }
-            | ToTasker::Hold { .. }
-            | ToTasker::Ease { .. }
-            | ToTasker::GoOn { .. } => {}
+            | ToTasker::Pause { .. }
+            | ToTasker::ResumeToQuiesce { .. }
+            | ToTasker::Resume { .. } => {}
         }
     }
 
@@ -307,13 +313,13 @@ impl Supervisor {
         }
     }
 
-    fn stop(&mut self, migration: MigrationId, tid: Tid, redirection: Option<Redirection>) {
+    fn stop(&mut self, migration: MigrationId, tid: Tid, redirection: Option<MemoryWrite>) {
         let result = match self.tasks.get_mut(&tid) {
             None => Err(Failure::TaskEnded),
             Some(Task {
                 namespace: None, ..
             }) => Err(Failure::Engine(NO_NAMESPACES.into())),
-            Some(task) if !matches!(task.phase, TaskPhase::Running) => Err(Failure::CalledOff(
+            Some(task) if !matches!(task.phase, TaskPhase::Running) => Err(Failure::Cancelled(
                 "another move of the task is under way on this host".into(),
             )),
             Some(task) => {
@@ -665,7 +671,7 @@ impl Supervisor {
                 _ => {}
             }
         }
-        self.send(&FromTasker::Continued { migration });
+        self.send(&FromTasker::MigrationAborted { migration });
     }
 
     fn kill_migrated(&mut self, migration: MigrationId, tid: Tid) {
@@ -729,10 +735,13 @@ impl Supervisor {
 /// host.
 pub(crate) fn write_redirection(
     namespace: &Namespace,
-    redirection: Option<Redirection>,
+    redirection: Option<MemoryWrite>,
 ) -> Result<(), Failure> {
-    let Some(Redirection {
-        place: RedirectAt { pid: inner, at },
+    let Some(MemoryWrite {
+        address: RedirectAddress {
+            pid: inner,
+            address,
+        },
         bytes,
     }) = redirection
     else {
@@ -752,7 +761,7 @@ pub(crate) fn write_redirection(
             "its library cannot be told where it goes on: process {pid}: {e}"
         ))
     };
-    sys::write_memory(pid, at, &bytes).map_err(failed)
+    sys::write_memory(pid, address, &bytes).map_err(failed)
 }
 
 /// Returns the time limit of a dump or restore of this size, with a new cancellation handle.

@@ -361,7 +361,7 @@ impl Supervisor {
         // A paused task does not change its memory, so sending it before the dump gains nothing.
         self.migrations.pre_copies.stop_soon(tid);
         if is_still {
-            self.send(&FromTasker::Held { tid });
+            self.send(&FromTasker::Paused { tid });
         }
         self.check_pauses();
     }
@@ -392,7 +392,7 @@ impl Supervisor {
         for tid in due {
             if self.tasks.get_mut(&tid).is_some_and(Task::check_pause) {
                 self.drain_output(tid);
-                self.send(&FromTasker::Held { tid });
+                self.send(&FromTasker::Paused { tid });
             }
         }
     }

@@ -308,7 +308,7 @@ impl Supervisor {
         arriving.running_tid = Some(tid);
         if arriving.complete {
             self.migrations.post_copies.arriving.remove(&migration);
-            self.send(&FromTasker::Arrived {
+            self.send(&FromTasker::MemoryArrived {
                 migration,
                 result: Ok(()),
             });
@@ -405,7 +405,7 @@ impl Supervisor {
                     .insert(migration, arriving);
                 return;
             }
-            (result, Some(_)) => self.send(&FromTasker::Arrived { migration, result }),
+            (result, Some(_)) => self.send(&FromTasker::MemoryArrived { migration, result }),
             (Err(why), None) => self.on_copy_lost(migration, why),
         }
         if let Some(missing) = missing {

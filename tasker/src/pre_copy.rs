@@ -207,7 +207,7 @@ impl Supervisor {
     ) -> Result<(), Failure> {
         let task = self.tasks.get(&tid).ok_or(Failure::TaskEnded)?;
         if !matches!(task.phase, TaskPhase::Running) {
-            return Err(Failure::CalledOff(
+            return Err(Failure::Cancelled(
                 "another move of the task is under way on this host".into(),
             ));
         }
@@ -286,7 +286,7 @@ impl Supervisor {
 
     fn start_receiving(&mut self, migration: MigrationId, path: &Path) -> Result<(), Failure> {
         if !self.migrations.targets.contains_key(&migration) {
-            return Err(Failure::CalledOff(
+            return Err(Failure::Cancelled(
                 "there is no room for its task any more".into(),
             ));
         }

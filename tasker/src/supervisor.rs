@@ -17,7 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::Pid;
-use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::Refusal;
 use sempa_proto::tasker::{Capabilities, FromTasker, StartTask, ToTasker};
 use sempa_proto::{MigrationId, Tid};
@@ -295,8 +295,8 @@ impl Supervisor {
         match order {
             ToTasker::Start(order) => self.start(&order),
             ToTasker::Signal { tid, signal } => self.signal(tid, signal),
-            ToTasker::End { tid, engine } => self.request_exit(tid, engine),
-            ToTasker::Minds {
+            ToTasker::RequestExit { tid, engine } => self.request_exit(tid, engine),
+            ToTasker::CheckSignal {
                 migration,
                 tid,
                 signal,
@@ -305,20 +305,24 @@ impl Supervisor {
                 let handles_signal = self.tasks.get(&tid).is_none_or(|task| {
                     signal_disposition::handles_signal(task.process.pid, signal)
                 });
-                self.send(&FromTasker::Minds {
+                self.send(&FromTasker::SignalChecked {
                     migration,
-                    minds: handles_signal,
+                    handles_signal: handles_signal,
                 });
             }
-            ToTasker::EndsForGood { tid } => {
+            ToTasker::WithdrawExitRequest { tid } => {
                 if let Some(task) = self.tasks.get_mut(&tid) {
                     task.exit_requested_for = None;
                 }
             }
             ToTasker::Kill { tid } => self.kill(tid),
-            ToTasker::Hold { tid, after } => self.pause_task(tid, after),
-            ToTasker::Ease { tid, alone, after } => self.resume_task_to_quiesce(tid, alone, after),
-            ToTasker::GoOn { tid } => self.end_pause(tid),
+            ToTasker::Pause { tid, run_for } => self.pause_task(tid, run_for),
+            ToTasker::ResumeToQuiesce {
+                tid,
+                library_only_for: alone,
+                run_for,
+            } => self.resume_task_to_quiesce(tid, alone, run_for),
+            ToTasker::Resume { tid } => self.end_pause(tid),
             migration_order => {
                 // The order waits for the first probe, so the probe starts without its delay.
                 if matches!(self.migrations.engine_status, EngineStatus::Probing(_)) {
@@ -415,26 +419,27 @@ impl Supervisor {
 
     /// Asks a task to exit, so that its program can be restarted.
     fn request_exit(&mut self, tid: Tid, engine: Engine) {
-        let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.asks()) else {
+        let (Some(task), Some((asked, wait))) = (self.tasks.get_mut(&tid), engine.exit_request())
+        else {
             return;
         };
         match asked {
-            Asked::Signal(signal)
-                if matches!(engine, Engine::Own { .. })
+            AskMethod::Signal(signal)
+                if matches!(engine, Engine::SelfCheckpoint { .. })
                     && !signal_disposition::handles_signal(task.process.pid, signal) =>
             {
-                let why = Refusal::NotMinded { signal }.to_string();
-                return self.send(&FromTasker::NotAsked { tid, why });
+                let why = Refusal::SignalNotHandled { signal }.to_string();
+                return self.send(&FromTasker::ExitNotRequested { tid, why });
             }
-            Asked::Signal(signal) => task.send(signal),
-            Asked::Message(_) => {}
+            AskMethod::Signal(signal) => task.send(signal),
+            AskMethod::Message(_) => {}
         }
         task.exit_requested_for = Some(engine);
         if !task.pause.is_not_paused() {
             task.allow_exit_within(Duration::from_secs(wait.into()));
         }
-        if matches!(asked, Asked::Message(_)) {
-            self.send(&FromTasker::ExpectsEnd { tid });
+        if matches!(asked, AskMethod::Message(_)) {
+            self.send(&FromTasker::ExitExpected { tid });
         }
     }
 
@@ -472,7 +477,7 @@ impl Supervisor {
         let pid = task.process.pid;
         if task.namespace.is_none()
             && task.exit_requested_for.is_some_and(|engine| {
-                sys::peek_exit_status(pid).is_some_and(|s| engine.goes_on_after(s))
+                sys::peek_exit_status(pid).is_some_and(|s| engine.restarts_after(s))
             })
         {
             // Without a namespace only the process group can be killed, which may miss processes.
@@ -495,7 +500,7 @@ impl Supervisor {
         self.cancel_fetch_of_exited(&task);
         if task
             .exit_requested_for
-            .is_some_and(|engine| engine.goes_on_after(status))
+            .is_some_and(|engine| engine.restarts_after(status))
         {
             let exited = FromTasker::Exited { tid, status, used };
             return self.kill_remaining(task, exited);

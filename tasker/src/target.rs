@@ -13,7 +13,7 @@ use crate::workers::{WorkerResult, Workers};
 use crate::written_files;
 use checkpoint::engine::{Cancel, ExternalResources, RestoreJob};
 use sempa_proto::migration::{Failure, Usage};
-use sempa_proto::tasker::{FromTasker, Redirection, StartTask};
+use sempa_proto::tasker::{FromTasker, MemoryWrite, StartTask};
 use sempa_proto::{MigrationId, Tid};
 use std::io;
 use std::os::fd::AsFd;
@@ -41,7 +41,7 @@ pub(crate) enum TargetStage {
     /// Files transferred with the task are being placed.
     PlacingFiles {
         dir: PathBuf,
-        redirection: Option<Redirection>,
+        redirection: Option<MemoryWrite>,
         discard: bool,
     },
     /// The engine builds the task.
@@ -49,7 +49,7 @@ pub(crate) enum TargetStage {
         worker: u64,
         manifest: ImageManifest,
         output: Output,
-        redirection: Option<Redirection>,
+        redirection: Option<MemoryWrite>,
         discard: bool,
         /// Why the post-copied memory will not arrive.
         lost_reason: Option<Failure>,
@@ -77,7 +77,7 @@ impl TargetStage {
             TargetStage::Restored {
                 pending_run: Some(_),
                 ..
-            } => FromTasker::Ran {
+            } => FromTasker::Running {
                 migration,
                 result: Err(why),
             },
@@ -131,7 +131,7 @@ impl Supervisor {
         migration: MigrationId,
         tid: Tid,
         dir: &Path,
-        redirection: Option<Redirection>,
+        redirection: Option<MemoryWrite>,
         memory_socket: Option<&Path>,
     ) {
         let reserved = match self.migrations.targets.get(&migration) {
@@ -186,7 +186,7 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         dir: &Path,
-        redirection: Option<Redirection>,
+        redirection: Option<MemoryWrite>,
     ) {
         let started = self.start_restore(migration, dir, redirection);
         match (started, self.migrations.targets.get_mut(&migration)) {
@@ -256,7 +256,7 @@ impl Supervisor {
         &mut self,
         migration: MigrationId,
         dir: &Path,
-        redirection: Option<Redirection>,
+        redirection: Option<MemoryWrite>,
     ) -> Result<TargetStage, Failure> {
         let target = self
             .migrations
@@ -369,7 +369,7 @@ impl Supervisor {
                 });
             }
             Ok(_) => {
-                let off = Err(Failure::CalledOff("the move was discarded".into()));
+                let off = Err(Failure::Cancelled("the move was discarded".into()));
                 let last = FromTasker::Restored {
                     migration,
                     result: off,
@@ -459,7 +459,7 @@ impl Supervisor {
                         .targets
                         .extend(other.map(|target| (migration, target)));
                     let not_held = Failure::Engine(format!("nothing is held here for {migration}"));
-                    return self.send(&FromTasker::Ran {
+                    return self.send(&FromTasker::Running {
                         migration,
                         result: Err(not_held),
                     });
@@ -486,7 +486,7 @@ impl Supervisor {
             task.continue_running();
         }
         self.tasks.insert(tid, task);
-        self.send(&FromTasker::Ran {
+        self.send(&FromTasker::Running {
             migration,
             result: Ok(()),
         });

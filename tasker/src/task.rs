@@ -12,7 +12,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::Usage;
-use sempa_proto::tasker::{OUTPUT_CHUNK_BYTES_MAX, Redirection, StartTask};
+use sempa_proto::tasker::{MemoryWrite, OUTPUT_CHUNK_BYTES_MAX, StartTask};
 use sempa_proto::{Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -82,7 +82,7 @@ pub(crate) struct Task {
     /// Set if the task was asked to exit so that its program can be restarted.
     pub(crate) exit_requested_for: Option<Engine>,
     /// Data that the next stop writes into the task.
-    pub(crate) redirection: Option<Redirection>,
+    pub(crate) redirection: Option<MemoryWrite>,
     /// Signals that arrived while it was stopped.
     pub(crate) kept_signals: Vec<i32>,
 }
@@ -316,7 +316,7 @@ fn create_process(
     let path = order.path.display();
     let failed =
         |what: &str, error: &dyn std::fmt::Display| format!("cannot start {path}: {what}: {error}");
-    let program = Program::new(&order.path, &order.dir, &order.argv, &order.env)
+    let program = Program::new(&order.path, &order.working_dir, &order.argv, &order.env)
         .map_err(|why| format!("cannot start {path}: {why}"))?;
     let stdin = File::open("/dev/null").map_err(|e| failed("/dev/null", &e))?;
     let (output, theirs) = Output::new().map_err(|e| failed("no pipe for its output", &e))?;
@@ -350,7 +350,7 @@ fn start_failure(order: &StartTask, why: StartError) -> String {
         ExecStage::Stdio => format!("cannot start {path}: its standard descriptors: {errno}"),
         ExecStage::Dir => format!(
             "cannot start {path}: working directory {}: {errno}",
-            order.dir.display()
+            order.working_dir.display()
         ),
         ExecStage::Exec | ExecStage::Access => format!("cannot start {path}: {errno}"),
     }

@@ -4,16 +4,16 @@ mod common;
 
 use common::{Tasker, is_alive, order, tid, wait_until};
 use sempa_proto::MigrationId;
-use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::{Failure, Usage};
 use sempa_proto::tasker::{FromTasker, StartTask, ToTasker};
 use std::path::Path;
 
 const MOVE: MigrationId = MigrationId(7);
-const OWN: Engine = Engine::Own {
-    asked: Asked::Signal(10),
-    exit: 85,
-    wait: 30,
+const OWN: Engine = Engine::SelfCheckpoint {
+    ask_method: AskMethod::Signal(10),
+    exit_status: 85,
+    timeout_s: 30,
 };
 /// Removes all capabilities: an ordinary user may not make namespaces.
 const WITHOUT_RIGHTS: [&str; 2] = ["setpriv", "--bounding-set=-all"];
@@ -79,7 +79,7 @@ fn built_program_waits_for_run() {
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
         let file = dir.path().join("ran");
-        tasker.send(ToTasker::Build {
+        tasker.send(ToTasker::PrepareRestart {
             migration: MOVE,
             start: shell(&format!("echo hello; touch {}", file.display())),
         });
@@ -101,7 +101,7 @@ fn built_program_waits_for_run() {
         tasker.send(ToTasker::Run {
             migration: MOVE,
             used: Usage::default(),
-            held: false,
+            paused: false,
         });
         assert_eq!(end(tasker), ("hello\n".to_string(), 0));
         assert!(file.exists());
@@ -112,7 +112,7 @@ fn built_program_waits_for_run() {
 #[test]
 fn discarded_program_never_runs() {
     with_and_without_rights(|tasker| {
-        tasker.send(ToTasker::Build {
+        tasker.send(ToTasker::PrepareRestart {
             migration: MOVE,
             start: shell("exit 0"),
         });
@@ -123,10 +123,10 @@ fn discarded_program_never_runs() {
         });
         wait_until("it is gone", || !is_alive(pid));
         let start = StartTask {
-            dir: "/nowhere/at/all".into(),
+            working_dir: "/nowhere/at/all".into(),
             ..shell("exit 0")
         };
-        tasker.send(ToTasker::Build {
+        tasker.send(ToTasker::PrepareRestart {
             migration: MigrationId(8),
             start,
         });
@@ -141,7 +141,7 @@ fn discarded_program_never_runs() {
         let dir = tempfile::tempdir().expect("dir");
         let path = dir.path().join("no-program");
         std::fs::write(&path, "not to be run").expect("written");
-        tasker.send(ToTasker::Build {
+        tasker.send(ToTasker::PrepareRestart {
             migration: MigrationId(9),
             start: StartTask {
                 path,
@@ -159,7 +159,7 @@ fn discarded_program_never_runs() {
 #[test]
 fn held_program_begins_when_freed() {
     with_and_without_rights(|tasker| {
-        tasker.send(ToTasker::Build {
+        tasker.send(ToTasker::PrepareRestart {
             migration: MOVE,
             start: shell("echo hello"),
         });
@@ -167,10 +167,10 @@ fn held_program_begins_when_freed() {
         tasker.send(ToTasker::Run {
             migration: MOVE,
             used: Usage::default(),
-            held: true,
+            paused: true,
         });
         tasker.until(&mut Vec::new(), |m| {
-            matches!(m, FromTasker::Ran { .. }).then_some(())
+            matches!(m, FromTasker::Running { .. }).then_some(())
         });
         let state = checkpoint::status::ProcStatus::of(pid).expect("it is there");
         assert!(
@@ -179,7 +179,7 @@ fn held_program_begins_when_freed() {
                 .is_some_and(|state| state.starts_with('T')),
             "{state:?}"
         );
-        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        tasker.send(ToTasker::Resume { tid: tid(1) });
         assert_eq!(end(tasker), ("hello\n".to_string(), 0));
     });
 }
@@ -193,7 +193,7 @@ fn agreed_exit_ends_children_left_behind() {
                 tasker,
                 &format!("trap 'exit {code}' USR1; echo ready; while :; do sleep 0.01; done"),
             );
-            tasker.send(ToTasker::End {
+            tasker.send(ToTasker::RequestExit {
                 tid: tid(1),
                 engine: OWN,
             });
@@ -214,10 +214,10 @@ fn agreed_exit_ends_children_left_behind() {
 /// A program that is asked by a message may end as soon as that is expected, and no child remains.
 #[test]
 fn exit_before_the_message_is_accepted() {
-    let by_message = Engine::Own {
-        asked: Asked::Message(77),
-        exit: 85,
-        wait: 30,
+    let by_message = Engine::SelfCheckpoint {
+        ask_method: AskMethod::Message(77),
+        exit_status: 85,
+        timeout_s: 30,
     };
     with_and_without_rights(|tasker| {
         let dir = tempfile::tempdir().expect("dir");
@@ -228,12 +228,12 @@ fn exit_before_the_message_is_accepted() {
             go.display()
         );
         let sleeper = with_sleeper(tasker, &script);
-        tasker.send(ToTasker::End {
+        tasker.send(ToTasker::RequestExit {
             tid: tid(1),
             engine: by_message,
         });
         tasker.until(&mut Vec::new(), |m| {
-            matches!(m, FromTasker::ExpectsEnd { .. }).then_some(())
+            matches!(m, FromTasker::ExitExpected { .. }).then_some(())
         });
         assert!(is_alive(sleeper));
         std::fs::write(&go, "").expect("written");
@@ -256,12 +256,12 @@ fn program_without_handler_gets_no_signal() {
         tasker.until(&mut Vec::new(), |m| {
             matches!(m, FromTasker::Started { .. }).then_some(())
         });
-        tasker.send(ToTasker::End {
+        tasker.send(ToTasker::RequestExit {
             tid: tid(1),
             engine: OWN,
         });
         let why = tasker.until(&mut Vec::new(), |m| match m {
-            FromTasker::NotAsked { why, .. } => Some(why.clone()),
+            FromTasker::ExitNotRequested { why, .. } => Some(why.clone()),
             _ => None,
         });
         assert!(why.contains("does not handle signal 10"), "{why}");
@@ -272,7 +272,7 @@ fn program_without_handler_gets_no_signal() {
                 out.extend(bytes);
             }
         }
-        tasker.send(ToTasker::End {
+        tasker.send(ToTasker::RequestExit {
             tid: tid(1),
             engine: OWN,
         });

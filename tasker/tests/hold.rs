@@ -5,17 +5,20 @@ mod common;
 use common::moving::*;
 use common::{PATIENCE, Tasker, is_alive, sh, tid, wait_until};
 use sempa_proto::Micros;
-use sempa_proto::task::RedirectAt;
-use sempa_proto::tasker::{FromTasker, Redirection, ToTasker};
+use sempa_proto::task::RedirectAddress;
+use sempa_proto::tasker::{FromTasker, MemoryWrite, ToTasker};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 const NOW: Micros = Micros(0);
 
 fn held(tasker: &mut Tasker, after: Micros, seen: &mut Vec<FromTasker>) {
-    tasker.send(ToTasker::Hold { tid: tid(1), after });
+    tasker.send(ToTasker::Pause {
+        tid: tid(1),
+        run_for: after,
+    });
     tasker.until(seen, |m| {
-        matches!(m, FromTasker::Held { tid: t } if *t == tid(1)).then_some(())
+        matches!(m, FromTasker::Paused { tid: t } if *t == tid(1)).then_some(())
     });
 }
 
@@ -80,7 +83,7 @@ fn held_task_uses_no_cpu_and_loses_nothing() {
         let before = used(pid);
         assert!(tasker.poll().is_none());
         assert_eq!(used(pid), before);
-        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        tasker.send(ToTasker::Resume { tid: tid(1) });
         let more = lines(&output) + 200;
         tasker.output_until(tid(1), &mut output, |text| lines(text) > more);
     }
@@ -109,14 +112,14 @@ fn last_order_wins_during_a_migration() {
     continue_task(&mut tasker, tid(1), common::migration(1), &mut seen);
     stands_still(&mut tasker);
     // The owner appears while the task is stopped for a migration.
-    tasker.send(ToTasker::GoOn { tid: tid(1) });
+    tasker.send(ToTasker::Resume { tid: tid(1) });
     stop(&mut tasker, tid(1), common::migration(2), &mut seen);
     held(&mut tasker, Micros::from_millis(30), &mut seen);
     continue_task(&mut tasker, tid(1), common::migration(2), &mut seen);
     stands_still(&mut tasker);
     // The owner leaves while the task is stopped for a migration.
     stop(&mut tasker, tid(1), common::migration(3), &mut seen);
-    tasker.send(ToTasker::GoOn { tid: tid(1) });
+    tasker.send(ToTasker::Resume { tid: tid(1) });
     stands_still(&mut tasker);
     continue_task(&mut tasker, tid(1), common::migration(3), &mut seen);
     output.extend(output_of(&seen, tid(1)));
@@ -149,10 +152,10 @@ fn held_task_migrates_without_running() {
     there.send(ToTasker::Run {
         migration: id,
         used: used_here,
-        held: true,
+        paused: true,
     });
     there.until(&mut Vec::new(), |m| {
-        matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(())
+        matches!(m, FromTasker::Running { result: Ok(()), .. }).then_some(())
     });
     output.extend(output_of(&seen, tid(1)));
     let before = used(copy);
@@ -161,7 +164,7 @@ fn held_task_migrates_without_running() {
         "it says nothing"
     );
     assert_eq!(used(copy), before);
-    there.send(ToTasker::GoOn { tid: tid(1) });
+    there.send(ToTasker::Resume { tid: tid(1) });
     let more = lines(&output) + 200;
     there.output_until(tid(1), &mut output, |text| lines(text) > more);
     assert_no_line_lost(&output);
@@ -195,7 +198,7 @@ fn held_task_can_be_terminated_and_killed() {
         signal: libc::SIGTERM,
     });
     tasker.until(&mut Vec::new(), |m| {
-        matches!(m, FromTasker::Held { .. }).then_some(())
+        matches!(m, FromTasker::Paused { .. }).then_some(())
     });
     let before = used(pid);
     // A signal that would continue it waits.
@@ -234,25 +237,25 @@ fn redirection_is_written_into_a_stopped_task() {
         .expect("a heap");
     let at = u64::from_str_radix(from, 16).expect("a number") + 4096;
     let stop = |tasker: &mut Tasker, number: u64, pid: i32, at: u64, seen: &mut Vec<FromTasker>| {
-        let redirection = Some(Redirection {
-            place: RedirectAt { pid, at },
+        let redirection = Some(MemoryWrite {
+            address: RedirectAddress { pid, address: at },
             bytes: b"sempa".to_vec(),
         });
         tasker.send(ToTasker::Stop {
             migration: common::migration(number),
             tid: tid(1),
-            redirection,
+            memory_write: redirection,
         });
         let result = tasker.until(seen, |m| match m {
             FromTasker::Stopped { result, .. } => Some(result.clone()),
             _ => None,
         });
-        tasker.send(ToTasker::Continue {
+        tasker.send(ToTasker::AbortMigration {
             migration: common::migration(number),
             tid: tid(1),
         });
         tasker.until(seen, |m| {
-            matches!(m, FromTasker::Continued { .. }).then_some(())
+            matches!(m, FromTasker::MigrationAborted { .. }).then_some(())
         });
         result
     };
@@ -299,7 +302,7 @@ fn own_stopped_children_stay_stopped() {
     };
     wait_until("the child has stopped itself", asleep);
     held(&mut tasker, NOW, &mut Vec::new());
-    tasker.send(ToTasker::GoOn { tid: tid(1) });
+    tasker.send(ToTasker::Resume { tid: tid(1) });
     assert!(tasker.poll().is_none(), "nobody says that it was woken");
     assert!(asleep());
     tasker.send(ToTasker::Kill { tid: tid(1) });
@@ -309,10 +312,10 @@ fn own_stopped_children_stay_stopped() {
 
 /// Quiesces a held task: its library runs, alone for `alone` at most.
 fn eased(tasker: &mut Tasker, alone: Micros) {
-    tasker.send(ToTasker::Ease {
+    tasker.send(ToTasker::ResumeToQuiesce {
         tid: tid(1),
-        alone,
-        after: LONG,
+        library_only_for: alone,
+        run_for: LONG,
     });
 }
 
@@ -369,19 +372,19 @@ fn quiesce_of_held_task_runs_the_library_first() {
         );
         held(&mut tasker, NOW, &mut Vec::new());
         eased(&mut tasker, LONG);
-        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        tasker.send(ToTasker::Resume { tid: tid(1) });
         counts_on("the program goes on", &of_program);
         counts_on("its child does", &|| counts.word(2));
         // During its time to quiesce.
-        tasker.send(ToTasker::Hold {
+        tasker.send(ToTasker::Pause {
             tid: tid(1),
-            after: LONG,
+            run_for: LONG,
         });
         eased(&mut tasker, LONG);
         let before = of_program();
         counts_on("the library runs alone", &of_library);
         held(&mut tasker, NOW, &mut Vec::new());
-        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        tasker.send(ToTasker::Resume { tid: tid(1) });
         wait_until("the program goes on", || of_program() > before);
         assert_eq!(
             counts.word(3),
@@ -431,7 +434,7 @@ fn task_with_library_running_alone_migrates() {
             // The tasker stops the program's threads within 20 ms or lets them run.
             assert!(Instant::now() < end, "the program runs in each attempt");
             continue_task(&mut here, tid(1), id, &mut seen);
-            here.send(ToTasker::GoOn { tid: tid(1) });
+            here.send(ToTasker::Resume { tid: tid(1) });
             attempts += 1;
         };
         dump(&mut here, tid(1), id, &images, &mut seen).expect("a dump");
@@ -441,10 +444,10 @@ fn task_with_library_running_alone_migrates() {
         there.send(ToTasker::Run {
             migration: id,
             used,
-            held: false,
+            paused: false,
         });
         there.until(&mut Vec::new(), |m| {
-            matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(())
+            matches!(m, FromTasker::Running { result: Ok(()), .. }).then_some(())
         });
         let (program, child) = (counts.word(0), counts.word(2));
         wait_until("the program goes on there", || {
@@ -538,7 +541,7 @@ impl Counts {
                 "it says nothing"
             );
             assert_eq!(self.steps(), steps, "somebody runs");
-            tasker.send(ToTasker::GoOn { tid: tid(1) });
+            tasker.send(ToTasker::Resume { tid: tid(1) });
             wait_until("it goes on", || self.steps() > steps);
         }
     }
@@ -585,7 +588,7 @@ fn fork_chain_does_not_escape_the_freezer() {
 fn group_of(pid: i32) -> PathBuf {
     let text = |path: String| std::fs::read(path).expect("it is there");
     let groups = text(format!("/proc/{pid}/cgroup"));
-    sempa_proto::cgroup::folder(&text("/proc/self/mountinfo".into()), &groups, None)
+    sempa_proto::cgroup::group_dir(&text("/proc/self/mountinfo".into()), &groups, None)
         .expect("version 2")
 }
 
@@ -634,10 +637,10 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
     there.send(ToTasker::Run {
         migration: id,
         used: used_here,
-        held: false,
+        paused: false,
     });
     there.until(&mut Vec::new(), |m| {
-        matches!(m, FromTasker::Ran { result: Ok(()), .. }).then_some(())
+        matches!(m, FromTasker::Running { result: Ok(()), .. }).then_some(())
     });
     output.extend(output_of(&seen, tid(1)));
     let more = lines(&output) + 200;
@@ -646,7 +649,7 @@ fn moves_frozen(mut here: Tasker, mut there: Tasker) {
     held(&mut there, Micros::from_millis(5), &mut seen);
     output.extend(output_of(&seen, tid(1)));
     assert!(is_frozen(&group_of(copy)), "{}", group_of(copy).display());
-    there.send(ToTasker::GoOn { tid: tid(1) });
+    there.send(ToTasker::Resume { tid: tid(1) });
     let more = lines(&output) + 200;
     there.output_until(tid(1), &mut output, |text| lines(text) > more);
     assert_no_line_lost(&output);
@@ -744,7 +747,7 @@ fn frozen_task_with_vfork_child_can_be_stopped() {
         );
         assert!(tasker.poll().is_none(), "it is held");
         assert_eq!(counts.steps(), steps);
-        tasker.send(ToTasker::GoOn { tid: tid(1) });
+        tasker.send(ToTasker::Resume { tid: tid(1) });
         wait_until("it goes on", || counts.steps() > steps);
     }
     tasker.send(ToTasker::Kill { tid: tid(1) });

@@ -26,7 +26,7 @@ fn with_waiting_dump(dir: &Path, output: &mut Vec<u8>) -> Tasker {
         migration: migration(1),
         tid: tid(1),
         dir: dir.join("images"),
-        memory_way: None,
+        memory_socket: None,
     });
     here
 }
@@ -115,7 +115,7 @@ fn engine_killed_while_writing_leaves_task_whole() {
             migration: id,
             tid: tid(1),
             dir: images.clone(),
-            memory_way: None,
+            memory_socket: None,
         });
         let engine = pid_in(&dir.path().join("pid"));
         wait_until("it writes", || {
@@ -155,13 +155,13 @@ fn cancelled_dump_ends_the_engine() {
     let mut output = Vec::new();
     let mut here = with_waiting_dump(dir.path(), &mut output);
     let engine = pid_in(&dir.path().join("pid"));
-    here.send(ToTasker::Continue {
+    here.send(ToTasker::AbortMigration {
         migration: migration(1),
         tid: tid(1),
     });
     assert!(matches!(
         dumped(&mut here, &mut Vec::new()),
-        Err(Failure::CalledOff(_))
+        Err(Failure::Cancelled(_))
     ));
     assert!(!is_alive(engine));
     goes_on(&mut here, &mut output);

@@ -202,8 +202,8 @@ impl Scene {
         let inspected = here.until(&mut Vec::new(), |m| match m {
             FromTasker::Inspected {
                 result,
-                memory_can_follow,
-                can_pre_copy,
+                supports_post_copy: memory_can_follow,
+                supports_pre_copy: can_pre_copy,
                 ..
             } => Some((result.clone(), *memory_can_follow, *can_pre_copy)),
             _ => None,
@@ -221,7 +221,7 @@ impl Scene {
         let prepared = there.until(&mut Vec::new(), |m| match m {
             FromTasker::Prepared {
                 verdict,
-                memory_can_follow,
+                supports_post_copy: memory_can_follow,
                 ..
             } => Some((verdict.clone(), *memory_can_follow)),
             _ => None,
@@ -239,14 +239,14 @@ impl Scene {
     /// Pre-copies its memory and returns the number of bytes.
     fn pre_copy(&mut self) -> u64 {
         let (source, target) = (self.way.source.clone(), self.way.target.clone());
-        self.there.send(ToTasker::TakePreCopy {
+        self.there.send(ToTasker::ReceivePreCopy {
             migration: migration(1),
-            memory_way: target,
+            memory_socket: target,
         });
         self.here.send(ToTasker::PreCopy {
             migration: migration(1),
             tid: tid(1),
-            memory_way: source,
+            memory_socket: source,
         });
         self.way.open();
         let went = self.here.until(&mut Vec::new(), |m| match m {
@@ -273,7 +273,7 @@ impl Scene {
             migration: migration(1),
             tid: tid(1),
             dir: images.clone(),
-            memory_way,
+            memory_socket: memory_way,
         });
         let report = moving::dumped(&mut here, &mut Vec::new()).expect("a dump");
         assert!(
@@ -286,8 +286,8 @@ impl Scene {
             migration: migration(1),
             tid: tid(1),
             dir: images,
-            again: None,
-            memory_way,
+            memory_write: None,
+            memory_socket: memory_way,
         });
         let restored = there.until(&mut Vec::new(), |m| match m {
             FromTasker::Restored { result, .. } => Some(result.clone()),
@@ -314,7 +314,7 @@ impl Scene {
     fn arrival(&mut self) -> (Result<(), Failure>, Vec<FromTasker>) {
         let mut seen = Vec::new();
         let result = self.there.until(&mut seen, |m| match m {
-            FromTasker::Arrived { result, .. } => Some(result.clone()),
+            FromTasker::MemoryArrived { result, .. } => Some(result.clone()),
             _ => None,
         });
         (result, seen)
@@ -407,20 +407,20 @@ fn cancelled_migration_ends_the_pre_copy() {
     moving::require_moves();
     let mut scene = Scene::begin("pages");
     let (source, target) = (scene.way.source.clone(), scene.way.target.clone());
-    scene.there.send(ToTasker::TakePreCopy {
+    scene.there.send(ToTasker::ReceivePreCopy {
         migration: migration(1),
-        memory_way: target,
+        memory_socket: target,
     });
     // The stream blocks after the first bytes.
     scene.here.send(ToTasker::PreCopy {
         migration: migration(1),
         tid: tid(1),
-        memory_way: source,
+        memory_socket: source,
     });
     wait_until("some of it is there", || {
         *scene.way.gate.0.lock().expect("no panic") == 0
     });
-    scene.here.send(ToTasker::EndPreCopy {
+    scene.here.send(ToTasker::StopPreCopy {
         migration: migration(1),
     });
     discard(&mut scene.there, migration(1), &mut Vec::new());
@@ -450,8 +450,8 @@ fn lost_pre_copy_fails_the_restore() {
         migration: migration(1),
         tid: tid(1),
         dir: images,
-        again: None,
-        memory_way,
+        memory_write: None,
+        memory_socket: memory_way,
     });
     let mut said = Vec::new();
     let restored = scene.there.until(&mut said, |m| match m {

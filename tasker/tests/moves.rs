@@ -5,7 +5,7 @@ mod common;
 use common::moving::*;
 use common::{Tasker, is_alive, migration, order, processes_with, sh, tid, wait_until};
 use sempa_proto::Micros;
-use sempa_proto::migration::{Failure, FileMatch, Refusal, TaskFacts, Usage};
+use sempa_proto::migration::{Failure, FileRequirement, Refusal, TaskFacts, Usage};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -165,8 +165,8 @@ fn killed_restore_leaves_task_at_source() {
         migration: migration(1),
         tid: tid(1),
         dir: images.clone(),
-        again: None,
-        memory_way: None,
+        memory_write: None,
+        memory_socket: None,
     });
     let engine = pid_in(&dir.path().join("pid"));
     nix::sys::signal::kill(
@@ -239,10 +239,10 @@ fn restored_copy_needs_no_engine() {
     there.send(ToTasker::Run {
         migration: migration(1),
         used: Usage::default(),
-        held: false,
+        paused: false,
     });
     let ran = there.until(&mut Vec::new(), |m| match m {
-        FromTasker::Ran { result, .. } => Some(result.clone()),
+        FromTasker::Running { result, .. } => Some(result.clone()),
         _ => None,
     });
     assert!(ran.is_err());
@@ -474,7 +474,7 @@ fn unsupported_resources_are_refused_by_name() {
             // Both ends are inside the task, so this one migrates.
             (_, "pty") => assert!(result.is_ok(), "{result:?}"),
             _ => assert!(
-                matches!(&result, Err(Refusal::Holds { what }) if what.contains(expected)),
+                matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains(expected)),
                 "{what}: {result:?}"
             ),
         }
@@ -494,10 +494,10 @@ fn unfit_target_refuses_before_the_stop() {
     facts.kernel_features.push("no_such_call".into());
     facts.cpu_features.push("no_such_feature".into());
     facts.resident_bytes = 1 << 60;
-    facts.files.push(sempa_proto::migration::FileFact {
+    facts.files.push(sempa_proto::migration::RequiredFile {
         path: "/no/such/program".into(),
         bytes: 1,
-        must: FileMatch::Content("00".into()),
+        requirement: FileRequirement::Content("00".into()),
     });
     let verdict = prepare(&mut there, tid(1), migration(1), facts);
     assert_eq!(verdict.len(), 4, "{verdict:?}");
@@ -540,7 +540,7 @@ fn concurrent_migrations_share_free_memory() {
         resident_bytes,
         ..facts.clone()
     };
-    let promised = |verdict: &[Refusal]| matches!(verdict, [Refusal::MemoryPromised { promised, .. }] if *promised == resident_bytes);
+    let promised = |verdict: &[Refusal]| matches!(verdict, [Refusal::MemoryReserved { reserved: promised, .. }] if *promised == resident_bytes);
     for number in 1..=3 {
         there.send(ToTasker::Prepare {
             migration: migration(number),
@@ -561,7 +561,7 @@ fn concurrent_migrations_share_free_memory() {
     assert_eq!(verdicts[&1], []);
     assert!(promised(&verdicts[&2]), "{verdicts:?}");
     assert!(
-        matches!(&verdicts[&3][..], [Refusal::MemoryPromised { .. }]),
+        matches!(&verdicts[&3][..], [Refusal::MemoryReserved { .. }]),
         "{verdicts:?}"
     );
     assert_eq!(
@@ -657,7 +657,7 @@ fn tasks_with_one_directory_migrate_at_once() {
     let (mut here, mut there) = (Tasker::start(), Tasker::start());
     for n in 1..=TASKS {
         let mut start = order(tid(n), &counter, &[]);
-        start.dir = dir.path().into();
+        start.working_dir = dir.path().into();
         here.send(ToTasker::Start(start));
     }
     let mut seen = Vec::new();
@@ -671,7 +671,7 @@ fn tasks_with_one_directory_migrate_at_once() {
         here.send(ToTasker::Stop {
             migration: migration(n.into()),
             tid: tid(n),
-            redirection: None,
+            memory_write: None,
         });
     }
     while count(&seen, |m| matches!(m, FromTasker::Stopped { .. })) < TASKS as usize {
@@ -683,7 +683,7 @@ fn tasks_with_one_directory_migrate_at_once() {
             migration: migration(n.into()),
             tid: tid(n),
             dir,
-            memory_way: None,
+            memory_socket: None,
         });
     }
     while count(&seen, |m| matches!(m, FromTasker::Dumped { .. })) < TASKS as usize {
@@ -700,8 +700,8 @@ fn tasks_with_one_directory_migrate_at_once() {
             migration: id,
             tid: tid(n),
             dir: dir.path().join(format!("images-{n}")),
-            again: None,
-            memory_way: None,
+            memory_write: None,
+            memory_socket: None,
         });
     }
     let mut restored = Vec::new();

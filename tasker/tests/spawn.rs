@@ -16,7 +16,7 @@ fn task_gets_its_arguments_and_reports_its_exit() {
     let mut tasker = Tasker::start();
     let script = "echo $0 $1 $MARK; pwd; read x || echo eof; ls -l /proc/self/fd | wc -l; exit 7";
     let mut start = order(tid(1), &sh(), &["-c", script, "name", "arg"]);
-    start.dir = "/usr".into();
+    start.working_dir = "/usr".into();
     tasker.send(ToTasker::Start(start));
     let (output, status, _) = tasker.follow_to_the_end(tid(1));
     // Descriptors 0, 1, 2, the directory that ls reads, and the line "total".
@@ -124,7 +124,7 @@ fn failed_start_is_reported_with_reason() {
     let why = why_of(order(tid(2), Path::new("/etc/passwd"), &[]));
     assert_eq!(why, "cannot start /etc/passwd: Permission denied");
     let mut start = order(tid(3), &sh(), &[]);
-    start.dir = "/no/such/folder".into();
+    start.working_dir = "/no/such/folder".into();
     assert_eq!(
         why_of(start),
         "cannot start /bin/sh: working directory /no/such/folder: No such file or directory"

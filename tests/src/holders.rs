@@ -67,7 +67,7 @@ pub fn is_whole(vm: &Vm, tid: &str) -> u64 {
 /// It has not in time.
 pub fn reached(vm: &Vm, tid: &str, wanted: Step) {
     let is = |kind: &EventKind| match kind {
-        EventKind::Moving { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
+        EventKind::MigrationStep { tid: of, step, .. } => *step == wanted && of.to_string() == tid,
         _ => false,
     };
     vm.event(TIMEOUT, "the step", |entry| is(&entry.kind))

@@ -502,7 +502,7 @@ impl<'a> MoveFaults<'a> {
     /// The event log has the end of the move, and that of the task or of its host.
     fn end_is_logged(&self, held: &HeldMove, lives: bool) -> Result<()> {
         let move_ended = |entry: &Entry| match &entry.kind {
-            EventKind::Moved { tid, .. } | EventKind::MoveFailed { tid, .. } => {
+            EventKind::Migrated { tid, .. } | EventKind::MigrationFailed { tid, .. } => {
                 tid.to_string() == held.tid
             }
             _ => false,

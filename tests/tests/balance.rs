@@ -2,7 +2,7 @@
 //! Moves happen for a predicted gain, and a balanced farm is left alone.
 
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::MigrationCause;
 use sempa_tests::labour::{Harvest, Unequal, spawned};
 use sempa_tests::needs::{lacks, prefix, require};
 use sempa_tests::run::Running;
@@ -59,10 +59,10 @@ fn reap(vm: &Vm, farm: Running, count: usize) -> Harvest {
 /// Returns the moves for load balancing: tasks and their new hosts.
 fn shifts(vm: &Vm) -> Vec<(String, u16)> {
     let of_load = |entry: Entry| match entry.kind {
-        EventKind::Moved {
+        EventKind::Migrated {
             tid,
             to,
-            cause: Cause::Load { .. },
+            cause: MigrationCause::Load { .. },
             ..
         } => Some((tid.to_string(), to.index())),
         _ => None,

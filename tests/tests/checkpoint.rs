@@ -138,7 +138,9 @@ fn checkpoints_are_listed_and_removed() {
     let stays = format!("{newest} stays: job {} goes back to it", job.tid);
     assert!(all.out.contains(&stays), "{all:?}");
     let logged = vm.event(TIMEOUT, "removal", |entry| match &entry.kind {
-        EventKind::SetsRemoved { sets, .. } => *sets == [second.as_str()],
+        EventKind::CheckpointsRemoved {
+            checkpoints: sets, ..
+        } => *sets == [second.as_str()],
         _ => false,
     });
     logged.sure(&vm);

@@ -68,7 +68,7 @@ fn checkpoint(vm: &Vm<'_>, job: &Job) -> String {
 /// Waits for the event about the copies of a checkpoint. Returns how many hosts have one, how many
 /// copies are missing, and why.
 fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
-    let is = |kind: &EventKind| matches!(kind, EventKind::SetCopied { set: of, .. } if of == set);
+    let is = |kind: &EventKind| matches!(kind, EventKind::CheckpointCopied { checkpoint: of, .. } if of == set);
     let told = vm
         .event(
             TIMEOUT,
@@ -76,7 +76,7 @@ fn told(vm: &Vm<'_>, set: &str) -> (usize, u32, String) {
             |entry| is(&entry.kind),
         )
         .sure(vm);
-    let EventKind::SetCopied {
+    let EventKind::CheckpointCopied {
         hosts,
         missing,
         why,

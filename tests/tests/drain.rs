@@ -99,7 +99,7 @@ fn can_migrate_tells_which_hosts_take_a_task() {
         assert!(
             !moves
                 .iter()
-                .any(|entry| matches!(entry.kind, EventKind::MoveFailed { .. })),
+                .any(|entry| matches!(entry.kind, EventKind::MigrationFailed { .. })),
             "nor is it a move"
         );
         vm.must_migrate(&tid, "h3");
@@ -159,7 +159,7 @@ fn a_drained_host_stays_empty_until_undrained() {
         let pid = nix::unistd::Pid::from_raw(rm.0.cast_signed());
         // The order is on the disk when it is in the log.
         vm.event(TIMEOUT, "drain", |entry| {
-            matches!(entry.kind, EventKind::DrainBegun { .. })
+            matches!(entry.kind, EventKind::DrainStarted { .. })
         })
         .expect("in the log");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).expect("it is there");
@@ -333,9 +333,12 @@ fn a_stuck_job_is_stored_by_the_deadline() {
 /// microseconds since 1970.
 fn drain_and_sets(vm: &Vm) -> (Option<u64>, Vec<u64>) {
     let events = vm.events().sure(vm);
-    let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainBegun { .. });
+    let begun = |entry: &Entry| matches!(entry.kind, EventKind::DrainStarted { .. });
     let first = events.iter().rposition(begun).expect("one is emptied");
-    let EventKind::DrainBegun { until, .. } = &events[first].kind else {
+    let EventKind::DrainStarted {
+        deadline: until, ..
+    } = &events[first].kind
+    else {
         unreachable!("it was just found")
     };
     let sets = events[first..]
@@ -602,7 +605,7 @@ fn a_drain_outlives_its_console() {
             let events = vm.events().sure(vm);
             events
                 .iter()
-                .filter(|entry| matches!(entry.kind, EventKind::DrainBegun { .. }))
+                .filter(|entry| matches!(entry.kind, EventKind::DrainStarted { .. }))
                 .count()
         };
         keys.write_all(b"drain h2 --deadline 8s\n").sure(vm);

@@ -90,10 +90,10 @@ fn moves(vm: &Vm, tid: &str, host: &str, by: &str) {
 }
 
 fn failure(vm: &Vm) -> Failure {
-    let is_it = |kind: &EventKind| matches!(kind, EventKind::MoveFailed { .. });
+    let is_it = |kind: &EventKind| matches!(kind, EventKind::MigrationFailed { .. });
     let entry = vm.event(TIMEOUT, "failed move", |entry| is_it(&entry.kind));
     match entry.sure(vm).kind {
-        EventKind::MoveFailed { why, .. } => why,
+        EventKind::MigrationFailed { why, .. } => why,
         other => panic!("{other:?}"),
     }
 }
@@ -123,7 +123,7 @@ fn counts_on(vm: &Vm) {
         .events()
         .expect("events")
         .into_iter()
-        .filter(|entry| matches!(entry.kind, EventKind::MovesBy { .. }));
+        .filter(|entry| matches!(entry.kind, EventKind::MigrationEngine { .. }));
     assert_eq!(said.count(), 2, "\n{}", vm.logs());
     let ended = vm.events().expect("events").into_iter();
     let ended =

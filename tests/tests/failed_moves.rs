@@ -120,7 +120,7 @@ fn lives_on(vm: &Vm, tid: &str, host: &str) {
 
 fn failure(vm: &Vm) -> Entry {
     vm.event(TIMEOUT, "failed move", |entry| {
-        matches!(entry.kind, EventKind::MoveFailed { .. })
+        matches!(entry.kind, EventKind::MigrationFailed { .. })
     })
     .sure(vm)
 }
@@ -140,7 +140,7 @@ fn a_killed_dump_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 &entry.kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Dump,
                     why: Failure::Killed { signal: 9 },
                     ..
@@ -190,7 +190,7 @@ fn a_dump_killed_while_writing_leaves_the_task() {
         assert!(
             matches!(
                 failure(vm).kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Dump,
                     ..
                 }
@@ -217,7 +217,7 @@ fn a_killed_restore_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 &entry.kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Restore,
                     why: Failure::Killed { signal: 9 },
                     ..
@@ -264,7 +264,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         vm.event(TIMEOUT, "end of the dump", |entry| {
             matches!(
                 entry.kind,
-                EventKind::Moving {
+                EventKind::MigrationStep {
                     step: Step::Dump,
                     ..
                 }
@@ -278,7 +278,7 @@ fn a_killed_transfer_leaves_the_task_at_the_source() {
         assert!(
             matches!(
                 &entry.kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Transfer,
                     ..
                 }
@@ -317,7 +317,7 @@ fn a_full_disk_leaves_the_task_at_the_source() {
             vm.event(
                 TIMEOUT,
                 "failed move at that step",
-                |entry| matches!(&entry.kind, EventKind::MoveFailed { step: failed, .. } if *failed == step),
+                |entry| matches!(&entry.kind, EventKind::MigrationFailed { step: failed, .. } if *failed == step),
             )
             .sure(vm);
             lives_on(vm, &tid, "h2");

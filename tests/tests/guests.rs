@@ -55,7 +55,7 @@ fn stops(vm: &Vm) -> usize {
     let events = vm.events().expect("events");
     events
         .iter()
-        .filter(|entry| matches!(entry.kind, EventKind::GuestsStopped { .. }))
+        .filter(|entry| matches!(entry.kind, EventKind::GuestsPaused { .. }))
         .count()
 }
 
@@ -119,7 +119,7 @@ fn stopped_guests_stand_still_by_their_own_clocks() {
         );
         let events = vm.events().expect("events");
         let took = events.iter().filter_map(|entry| match &entry.kind {
-            EventKind::GuestsStopped { took, .. } => Some(took.0),
+            EventKind::GuestsPaused { duration: took, .. } => Some(took.0),
             _ => None,
         });
         let mut took: Vec<u64> = took.collect();
@@ -262,7 +262,7 @@ fn guests_continue_when_the_owners_agent_dies() {
         .expect("they stop");
         owner.kill();
         vm.event(TIMEOUT, "continued guests", |entry| {
-            matches!(entry.kind, EventKind::GuestsContinued { .. })
+            matches!(entry.kind, EventKind::GuestsResumed { .. })
         })
         .sure(vm);
         for tid in guests {

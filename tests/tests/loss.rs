@@ -27,7 +27,9 @@ fn now() -> u64 {
 /// Returns the complete checkpoints: when each was complete, and its name.
 fn checkpoints(events: &[Entry]) -> Vec<(u64, String)> {
     let checkpoint = |entry: &Entry| match &entry.kind {
-        EventKind::Checkpointed { set, .. } => Some((entry.at_us, set.clone())),
+        EventKind::Checkpointed {
+            checkpoint: set, ..
+        } => Some((entry.at_us, set.clone())),
         _ => None,
     };
     events.iter().filter_map(checkpoint).collect()
@@ -36,7 +38,9 @@ fn checkpoints(events: &[Entry]) -> Vec<(u64, String)> {
 /// Returns the checkpoints to which the job went back.
 fn restarts(events: &[Entry]) -> Vec<String> {
     let restart = |entry: &Entry| match &entry.kind {
-        EventKind::Restarted { set, .. } => Some(set.clone()),
+        EventKind::Restarted {
+            checkpoint: set, ..
+        } => Some(set.clone()),
         _ => None,
     };
     events.iter().filter_map(restart).collect()

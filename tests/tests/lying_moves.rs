@@ -130,7 +130,7 @@ fn nothing_is_left(vm: &Vm<'_>, what: &str) {
 fn failures(vm: &Vm<'_>, tid: &str) -> Vec<(Step, String)> {
     let events = check(vm, "events", vm.events());
     let failure = |kind: &EventKind| match kind {
-        EventKind::MoveFailed {
+        EventKind::MigrationFailed {
             tid: of, step, why, ..
         } if of.to_string() == tid => Some((*step, why.to_string())),
         _ => None,

@@ -45,10 +45,10 @@ fn an_ordinary_users_tasks_run_and_do_not_move() {
     assert_eq!(vm.host_of(&tid).expect("alive"), "h2");
     let entry = vm
         .event(TIMEOUT, "refused move", |entry| {
-            matches!(entry.kind, EventKind::MoveFailed { .. })
+            matches!(entry.kind, EventKind::MigrationFailed { .. })
         })
         .sure(&vm);
-    let EventKind::MoveFailed {
+    let EventKind::MigrationFailed {
         why: Failure::Refused(reasons),
         ..
     } = &entry.kind

@@ -66,7 +66,7 @@ fn guests_leave_when_the_owner_logs_in() {
         let counts: Vec<u64> = guests.iter().map(|tid| ask(vm, tid)).collect();
         let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
         vm.event(TIMEOUT, "clean host", |entry| {
-            matches!(entry.kind, EventKind::HostClean { .. })
+            matches!(entry.kind, EventKind::HostVacated { .. })
         })
         .sure(vm);
         for (tid, count) in guests.iter().zip(counts) {

@@ -184,14 +184,14 @@ fn is_used_again(vm: &Vm) {
 
 fn stopped(vm: &Vm) {
     vm.event(TIMEOUT, "guests that stand still", |entry| {
-        matches!(entry.kind, EventKind::GuestsStopped { .. })
+        matches!(entry.kind, EventKind::GuestsPaused { .. })
     })
     .sure(vm);
 }
 
 fn continued(vm: &Vm) {
     vm.event(TIMEOUT, "guests that go on", |entry| {
-        matches!(entry.kind, EventKind::GuestsContinued { .. })
+        matches!(entry.kind, EventKind::GuestsResumed { .. })
     })
     .sure(vm);
 }

@@ -39,7 +39,7 @@ fn the_memory_of_a_large_task_follows_it() {
         }
         let events = vm.events().expect("events");
         let bytes = |kind: &EventKind| {
-            if let EventKind::Moved { bytes, .. } = kind {
+            if let EventKind::Migrated { bytes, .. } = kind {
                 Some(*bytes)
             } else {
                 None
@@ -66,7 +66,7 @@ fn an_administrator_can_say_that_memory_never_follows() {
         is_whole(vm, &tid);
         vm.must_migrate(&tid, "h2");
         is_whole(vm, &tid);
-        let took_all = |kind: &EventKind| matches!(kind, EventKind::Moved { bytes, .. } if *bytes > IMAGES_MAX);
+        let took_all = |kind: &EventKind| matches!(kind, EventKind::Migrated { bytes, .. } if *bytes > IMAGES_MAX);
         assert!(
             vm.events()
                 .expect("events")
@@ -99,7 +99,7 @@ fn a_task_ends_if_its_memory_is_lost() {
         );
         vm.bed().host(2).kill_all();
         let lost = |kind: &EventKind| match kind {
-            EventKind::MoveFailed {
+            EventKind::MigrationFailed {
                 step: Step::Arrive,
                 why: Failure::Images(why),
                 ..
@@ -146,7 +146,7 @@ fn a_job_goes_back_if_memory_of_it_is_lost() {
         event("its end", &|kind| {
             matches!(
                 kind,
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::Arrive,
                     ..
                 }

@@ -27,7 +27,7 @@ const OVERHEAD: u64 = 8 << 20;
 fn went_ahead(vm: &Vm) -> Vec<u64> {
     let events = vm.events().expect("events");
     let bytes = |kind: &EventKind| match kind {
-        EventKind::Moving {
+        EventKind::MigrationStep {
             step: Step::PreCopy,
             bytes,
             ..
@@ -142,7 +142,7 @@ fn a_failed_pre_copy_leaves_the_task_at_the_source() {
         let why: Vec<&Failure> = events
             .iter()
             .filter_map(|entry| match &entry.kind {
-                EventKind::MoveFailed {
+                EventKind::MigrationFailed {
                     step: Step::PreCopy,
                     why,
                     ..

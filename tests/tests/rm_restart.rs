@@ -5,7 +5,9 @@ use pvm_rm::store::books::{DECISIONS_MAX, TASKS_MAX};
 use pvm_rm::store::{Ledger, Shelf};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::migration::Usage;
-use sempa_proto::rm::{Attempt, Choice, Decided, Excluded, NotUsed};
+use sempa_proto::rm::{
+    DecisionKind, PlacementAttempt, PlacementRule, RejectedHost, RejectionReason,
+};
 use sempa_proto::{HostId, Micros, Tid};
 use sempa_tests::faults::is_full;
 use sempa_tests::needs::testbed;
@@ -222,30 +224,30 @@ fn fill_books(folder: &Path) {
             });
         }
     }
-    let why = Excluded::Other {
+    let why = RejectionReason::Other {
         why: "its owner allows two tasks, and they are there".into(),
     };
-    let not_used: Vec<NotUsed> = (0..8)
-        .map(|n| NotUsed {
+    let not_used: Vec<RejectedHost> = (0..8)
+        .map(|n| RejectedHost {
             host: format!("host{n}"),
             why: why.clone(),
         })
         .collect();
     for n in 0..DECISIONS_MAX as u32 {
         let sentence = "largest share of a processor, 1.97 on host2".to_string();
-        let attempts = vec![Attempt {
-            choice: Choice::Rank,
-            sentence,
-            not_used: not_used.clone(),
+        let attempts = vec![PlacementAttempt {
+            rule: PlacementRule::Rank,
+            reason: sentence,
+            rejected: not_used.clone(),
         }];
         let (program, started) = (
             "worker".to_string(),
             (0..4).map(|i| (tid(n + i), format!("host{i}"))).collect(),
         );
         let (by, job, user, count, error, waited) = (tid(n), tid(n), 0, 4, None, Micros(0));
-        let what = Decided::Spawn {
+        let what = DecisionKind::Spawn {
             program,
-            by,
+            requested_by: by,
             job,
             user,
             count,
@@ -501,7 +503,7 @@ fn load_watchers_work_without_a_resource_manager() {
     kill_for_good(&vm);
     let login = Login::new(vm.bed(), "olga", vm.bed().host(2)).expect("a login");
     vm.event(TIMEOUT, "guests that are stopped", |entry| {
-        matches!(entry.kind, EventKind::GuestsStopped { .. })
+        matches!(entry.kind, EventKind::GuestsPaused { .. })
     })
     .sure(&vm);
     let is_stopped = |tid: &str| {
@@ -515,7 +517,7 @@ fn load_watchers_work_without_a_resource_manager() {
     vm.spawn(&["-h1", "pvm-rm"])
         .expect("another resource manager");
     vm.event(TIMEOUT, "clean host", |entry| {
-        matches!(entry.kind, EventKind::HostClean { .. })
+        matches!(entry.kind, EventKind::HostVacated { .. })
     })
     .sure(&vm);
     assert_eq!(vm.host_of(&guest).expect("alive"), "h1");

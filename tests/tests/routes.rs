@@ -98,7 +98,7 @@ fn direct_routes_deliver_once_to_stopped_guests() {
         let mut rng = Rng::new(29);
         for number in 0..times(4, 16) {
             owner.say(&format!("stop number {number}"));
-            let told = |kind: &EventKind| matches!(kind, EventKind::GuestsStopped { why, .. } if *why == format!("number {number}"));
+            let told = |kind: &EventKind| matches!(kind, EventKind::GuestsPaused { why, .. } if *why == format!("number {number}"));
             vm.event(TIMEOUT, "stopped guests", |entry| told(&entry.kind))
                 .sure(vm);
             let there: Vec<usize> = ALL

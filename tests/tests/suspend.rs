@@ -45,7 +45,7 @@ fn stat(host: &Host, pid: i32) -> (String, u64) {
 /// Returns true if the control group of a process is frozen.
 fn is_frozen(host: &Host, pid: i32) -> bool {
     let of = |name: &str| file(host, &format!("/proc/{pid}/{name}")).into_bytes();
-    let Some(group) = cgroup::folder(&of("mountinfo"), &of("cgroup"), None) else {
+    let Some(group) = cgroup::group_dir(&of("mountinfo"), &of("cgroup"), None) else {
         return false;
     };
     let events = group.join("cgroup.events");

@@ -252,7 +252,7 @@ fn messages_arrive_once_to_stopped_guests() {
         let theirs: Vec<usize> = (0..6).filter(|who| talk.workers[*who].1 == place).collect();
         owner.say(&format!("stop number {number}"));
         let told = |entry: &sempa_tests::vm::Entry| match &entry.kind {
-            EventKind::GuestsStopped { guests, why, .. } => {
+            EventKind::GuestsPaused { guests, why, .. } => {
                 assert!(
                     *why != format!("number {number}") || guests.len() == theirs.len(),
                     "{guests:?}"

@@ -120,7 +120,7 @@ fn story(vm: &Vm) -> Result<Outcome> {
     vm.event(
         SOON,
         "clean host after the login",
-        |entry| matches!(entry.kind, EventKind::HostClean { host } if host.index() == index),
+        |entry| matches!(entry.kind, EventKind::HostVacated { host } if host.index() == index),
     )?;
     let mut reasons = guests_on(vm, owned.name())?;
     say(&format!(

@@ -69,7 +69,7 @@ impl Timeline {
             EventKind::OwnerPresent {
                 host,
                 since,
-                seen,
+                detected_at: seen,
                 why,
             } if host.index() == index => Some((since.0, seen.0, why.clone())),
             _ => None,
@@ -86,7 +86,7 @@ impl Timeline {
         for entry in events.iter().filter(|entry| entry.at_us >= since) {
             let at = after(entry.at_us);
             match &entry.kind {
-                EventKind::Moving {
+                EventKind::MigrationStep {
                     id,
                     tid,
                     from,
@@ -116,7 +116,7 @@ impl Timeline {
                         _ => {}
                     }
                 }
-                EventKind::Moved {
+                EventKind::Migrated {
                     id,
                     from,
                     bytes,
@@ -130,15 +130,15 @@ impl Timeline {
                         journey.frozen_ms = Some(frozen.0 as f64 / 1000.0);
                     }
                 }
-                EventKind::GuestsStopped { host, .. }
+                EventKind::GuestsPaused { host, .. }
                     if host.index() == index && line.guests_stopped_ms.is_none() =>
                 {
                     line.guests_stopped_ms = at;
                 }
-                EventKind::MoveFailed { from, .. } if from.index() == index => {
+                EventKind::MigrationFailed { from, .. } if from.index() == index => {
                     line.failures.push(entry.text.clone())
                 }
-                EventKind::HostClean { host }
+                EventKind::HostVacated { host }
                     if host.index() == index && line.host_clean_ms.is_none() =>
                 {
                     line.host_clean_ms = at;
@@ -234,7 +234,7 @@ impl Timeline {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use sempa_proto::migration::Cause;
+    use sempa_proto::migration::MigrationCause;
     use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
     fn entry(at_us: u64, kind: EventKind) -> Entry {
@@ -251,7 +251,7 @@ mod tests {
     fn the_story_of_a_login_is_read_from_the_events() {
         let (h1, h2) = (HostId::MASTER, HostId::new(2).expect("an index"));
         let (id, tid) = (MigrationId(7), Tid::task(h2, 1).expect("a tid"));
-        let step = |step, bytes| EventKind::Moving {
+        let step = |step, bytes| EventKind::MigrationStep {
             id,
             tid,
             from: h2,
@@ -259,7 +259,7 @@ mod tests {
             step,
             bytes,
         };
-        let cause = Cause::Owner { why: "x".into() };
+        let cause = MigrationCause::Owner { why: "x".into() };
         let events = [
             entry(500, step(Step::Stop, 0)),
             entry(
@@ -267,7 +267,7 @@ mod tests {
                 EventKind::OwnerPresent {
                     host: h2,
                     since: Micros(1_000_000),
-                    seen: Micros(1_002_000),
+                    detected_at: Micros(1_002_000),
                     why: "x".into(),
                 },
             ),
@@ -276,7 +276,7 @@ mod tests {
             entry(1_030_000, step(Step::Transfer, 5)),
             entry(
                 1_040_000,
-                EventKind::Moved {
+                EventKind::Migrated {
                     id,
                     tid,
                     from: h2,
@@ -285,10 +285,10 @@ mod tests {
                     bytes: 5,
                     resident: 5,
                     frozen: Micros(30_500),
-                    whole: Micros(30_500),
+                    transfer_time: Micros(30_500),
                 },
             ),
-            entry(1_041_000, EventKind::HostClean { host: h2 }),
+            entry(1_041_000, EventKind::HostVacated { host: h2 }),
         ];
         let names = BTreeMap::from([(1, "h1".to_string()), (2, "h2".to_string())]);
         let line = Timeline::of(2, &names, &events).expect("a login");

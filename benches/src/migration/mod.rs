@@ -341,10 +341,10 @@ impl<'a> SempaTask<'a> {
         let mut bytes = 0;
         for entry in events.iter().filter(new) {
             match &entry.kind {
-                EventKind::Moving { tid, step, .. } if tid.to_string() == self.tid => {
+                EventKind::MigrationStep { tid, step, .. } if tid.to_string() == self.tid => {
                     steps.push((step.to_string(), entry.at_us as i64));
                 }
-                EventKind::Moved {
+                EventKind::Migrated {
                     tid, bytes: all, ..
                 } if tid.to_string() == self.tid => bytes = *all,
                 _ => {}

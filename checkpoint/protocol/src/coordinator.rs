@@ -8,10 +8,11 @@ use super::admission_queue::{QueueState, admit};
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{
-    Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage,
+    Failure, FinalSourceState, Migration, MigrationCause, MigrationOrder, Refusal, Step,
+    StepReport, TaskFacts, Usage,
 };
-use sempa_proto::suspend::{self, Holds};
-use sempa_proto::task::{MoveError, MoveReport};
+use sempa_proto::suspend::{self, Suspensions};
+use sempa_proto::task::{MigrationError, MigrationReport};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
@@ -35,16 +36,16 @@ pub enum CoordinatorOutput {
     /// Send this order to the source or the target.
     Order {
         host: HostId,
-        migration: Move,
-        order: Order,
+        migration: Migration,
+        order: MigrationOrder,
     },
     /// Write the location record durably, then call [`Coordinator::on_location_recorded`]. It
     /// commits the migration to `to`; with `to` equal to `from` it takes a commit back, and no call
     /// is needed.
-    RecordLocation(Move),
+    RecordLocation(Migration),
     /// Announce the location `to` to every daemon under a new epoch. When all living daemons have
     /// acknowledged it, call [`Coordinator::on_location_announced`].
-    AnnounceLocation(Move),
+    AnnounceLocation(Migration),
     LogEvent(EventKind),
     /// Answer an end that has forwarded a suspend request. The answer must not overtake the orders
     /// to that end.
@@ -56,11 +57,11 @@ pub enum CoordinatorOutput {
         request: RequestId,
         /// The suspensions in force; `None` if this end was not entitled to forward the request,
         /// because the migration is over or the other end is authoritative.
-        suspensions: Option<Holds>,
+        suspensions: Option<Suspensions>,
     },
     Ended {
         id: MigrationId,
-        result: Result<MoveReport, MoveError>,
+        result: Result<MigrationReport, MigrationError>,
     },
 }
 
@@ -81,7 +82,7 @@ impl CoordinatorOutput {
 /// A migration in progress.
 #[derive(Debug)]
 struct ActiveMigration {
-    migration: Move,
+    migration: Migration,
     /// The step that must complete next.
     step: Step,
     deadline: Option<Micros>,
@@ -108,7 +109,7 @@ struct ActiveMigration {
     announcing: bool,
     /// Suspensions of the task. The coordinator keeps them because either host may be lost, and the
     /// other one continues with them.
-    suspensions: Holds,
+    suspensions: Suspensions,
     /// The target has forwarded a suspend request. Requests from the source may be older, so they
     /// are refused from now on.
     target_is_authoritative: bool,
@@ -125,7 +126,7 @@ impl ActiveMigration {
         match (self.resident_bytes, &self.queued) {
             (None, _) => Some(QueueState::SizeUnknown),
             (Some(bytes), Some((since, _))) => {
-                let paused = matches!(self.migration.cause, Cause::Owner { .. });
+                let paused = matches!(self.migration.cause, MigrationCause::Owner { .. });
                 Some(QueueState::Queued {
                     id: self.migration.id,
                     bytes,
@@ -151,7 +152,7 @@ impl ActiveMigration {
 
     /// Returns the timeout of a step.
     fn timeout(&self, step: Step) -> Micros {
-        match (step, self.engine.asks()) {
+        match (step, self.engine.exit_request()) {
             (Step::PreCopy, _) => Micros(self.sized_timeout.0 * PRE_COPY_TIMEOUT_FACTOR),
             (Step::Dump | Step::Transfer | Step::Restore, _) => self.sized_timeout,
             // The program is asked to exit. Its host reports if it has not done so within `wait`
@@ -185,7 +186,7 @@ impl Coordinator {
     }
 
     /// Returns the migration of this task that is in progress.
-    pub fn migration_of(&self, tid: Tid) -> Option<&Move> {
+    pub fn migration_of(&self, tid: Tid) -> Option<&Migration> {
         self.migrations
             .values()
             .map(|m| &m.migration)
@@ -234,27 +235,27 @@ impl Coordinator {
         tid: Tid,
         from: HostId,
         to: HostId,
-        cause: Cause,
+        cause: MigrationCause,
     ) -> Result<MigrationId, Refusal> {
         if from == to {
             return Err(Refusal::AlreadyThere);
         }
         if let Some(other) = self.migration_of(tid) {
-            return Err(Refusal::AlreadyMoving(other.id));
+            return Err(Refusal::AlreadyMigrating(other.id));
         }
         if self.migrations.len() >= MIGRATIONS_MAX {
-            return Err(Refusal::TooManyMoves {
+            return Err(Refusal::TooManyMigrations {
                 limit: MIGRATIONS_MAX,
             });
         }
-        let migration = Move {
+        let migration = Migration {
             id: self.next_id(),
             tid,
             from,
             to,
             cause,
         };
-        self.send_order(from, &migration, Order::Inspect);
+        self.send_order(from, &migration, MigrationOrder::Inspect);
         self.migrations.insert(
             migration.id,
             ActiveMigration {
@@ -273,7 +274,7 @@ impl Coordinator {
                 pre_copy: false,
                 source_dead_at: None,
                 announcing: false,
-                suspensions: Holds::default(),
+                suspensions: Suspensions::default(),
                 target_is_authoritative: false,
                 resident_bytes: None,
                 queued: None,
@@ -284,7 +285,7 @@ impl Coordinator {
 
     /// Handles a report of one end. Reports that do not match the current step belong to an aborted
     /// migration and are ignored.
-    pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
+    pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: StepReport) {
         let Some(m) = self.migrations.get(&id) else {
             return;
         };
@@ -299,7 +300,7 @@ impl Coordinator {
             Step::Prepare | Step::Restore | Step::Run | Step::Arrive => m.migration.to,
             Step::Transfer | Step::Commit => host,
         };
-        if let Report::Failed { step, why } = report {
+        if let StepReport::Failed { step, why } = report {
             if host == m.migration.from && m.step == Step::KillSource {
                 // The source was ordered to release the task. This report means that its copy had
                 // exited before. Other failures at the source, for example a missing
@@ -319,32 +320,33 @@ impl Coordinator {
         self.admit_queued(now);
     }
 
-    fn on_step_completed(&mut self, now: Micros, id: MigrationId, step: Step, report: Report) {
+    fn on_step_completed(&mut self, now: Micros, id: MigrationId, step: Step, report: StepReport) {
         let Some(m) = self.migrations.get_mut(&id) else {
             return;
         };
         let migration = m.migration.clone();
         let next = match report {
-            Report::Inspected {
+            StepReport::Inspected {
                 facts,
-                suspended,
-                memory_can_follow,
-                can_pre_copy,
+                suspensions: suspended,
+                supports_post_copy: memory_can_follow,
+                supports_pre_copy: can_pre_copy,
             } if m.step == Step::Inspect && m.queued.is_none() => {
                 m.suspensions = suspended;
                 let gib = facts.resident_bytes >> 30;
                 m.sized_timeout = STEP_TIMEOUT + Micros(TIMEOUT_PER_GIB.0 * (gib + 1));
                 m.post_copy = memory_can_follow;
-                let waits = matches!(migration.cause, Cause::Owner { .. }) || suspended.any();
+                let waits = matches!(migration.cause, MigrationCause::Owner { .. })
+                    || suspended.is_suspended();
                 m.pre_copy = can_pre_copy && memory_can_follow && !waits;
                 (m.resident_bytes, m.queued, m.deadline) =
                     (Some(facts.resident_bytes), Some((now, facts)), None);
                 return self.log_completed_step(id, step);
             }
-            Report::Prepared {
+            StepReport::Prepared {
                 verdict,
-                token,
-                memory_follows,
+                resume_token: token,
+                post_copy: memory_follows,
                 engine,
             } if m.step == Step::Prepare => {
                 if !verdict.is_empty() {
@@ -355,21 +357,18 @@ impl Coordinator {
                 m.departure_ordered_at = Some(now);
                 let pre_copies = m.pre_copy;
                 if engine != Engine::Criu {
-                    let Move { id, tid, .. } = migration;
-                    self.outputs
-                        .push_back(CoordinatorOutput::LogEvent(EventKind::MovesBy {
-                            id,
-                            tid,
-                            engine,
-                        }));
+                    let Migration { id, tid, .. } = migration;
+                    self.outputs.push_back(CoordinatorOutput::LogEvent(
+                        EventKind::MigrationEngine { id, tid, engine },
+                    ));
                 }
                 self.send_order(
                     migration.from,
                     &migration,
-                    Order::Leave {
-                        token,
-                        memory_follows,
-                        pre_copies,
+                    MigrationOrder::Depart {
+                        resume_token: token,
+                        post_copy: memory_follows,
+                        pre_copy: pre_copies,
                         engine,
                     },
                 );
@@ -379,19 +378,21 @@ impl Coordinator {
                     Step::Quiesce
                 }
             }
-            Report::PreCopied { bytes } if m.step == Step::PreCopy => {
+            StepReport::PreCopied { bytes } if m.step == Step::PreCopy => {
                 m.bytes = bytes;
                 m.pre_copy_time = now.since(m.departure_ordered_at.unwrap_or(now));
                 Step::Quiesce
             }
             // Source and target report over different connections. A report may overtake an earlier
             // one of the other end, and implies it.
-            Report::Quiesced if m.step >= Step::PreCopy => Step::Stop,
-            Report::Stopped if m.step >= Step::PreCopy => {
+            StepReport::Quiesced if m.step >= Step::PreCopy => Step::Stop,
+            StepReport::Stopped if m.step >= Step::PreCopy => {
                 m.stopped_at.get_or_insert(now);
                 Step::Dump
             }
-            Report::Dumped { bytes } | Report::Received { bytes } if m.step >= Step::PreCopy => {
+            StepReport::Dumped { bytes } | StepReport::Received { bytes }
+                if m.step >= Step::PreCopy =>
+            {
                 m.bytes = bytes;
                 if step == Step::Dump {
                     Step::Transfer
@@ -399,19 +400,21 @@ impl Coordinator {
                     Step::Restore
                 }
             }
-            Report::Restored if (Step::PreCopy..Step::Commit).contains(&m.step) => {
+            StepReport::Restored if (Step::PreCopy..Step::Commit).contains(&m.step) => {
                 self.outputs
                     .push_back(CoordinatorOutput::RecordLocation(migration.clone()));
                 Step::Commit
             }
-            Report::SourceGone(used) if m.step == Step::KillSource => {
+            StepReport::SourceGone(used) if m.step == Step::KillSource => {
                 return self.order_run(id, used);
             }
-            Report::Running if m.step == Step::Run => {
+            StepReport::Running if m.step == Step::Run => {
                 m.frozen = now.since(m.stopped_at.unwrap_or(now));
                 Step::Arrive
             }
-            Report::Arrived if m.step == Step::Arrive => return self.complete_migration(now, id),
+            StepReport::Arrived if m.step == Step::Arrive => {
+                return self.complete_migration(now, id);
+            }
             _ => return,
         };
         self.advance_step(now, id, step, next);
@@ -465,12 +468,12 @@ impl Coordinator {
                 self.send_order(
                     migration.to,
                     &migration,
-                    Order::Prepare {
+                    MigrationOrder::Prepare {
                         facts,
-                        suspended,
-                        timeline,
-                        memory_can_follow,
-                        pre_copies,
+                        suspensions: suspended,
+                        restart_group: timeline,
+                        supports_post_copy: memory_can_follow,
+                        pre_copy: pre_copies,
                     },
                 );
             }
@@ -484,11 +487,11 @@ impl Coordinator {
         } else {
             0
         };
-        let Move {
+        let Migration {
             id, tid, from, to, ..
         } = m.migration;
         self.outputs
-            .push_back(CoordinatorOutput::LogEvent(EventKind::Moving {
+            .push_back(CoordinatorOutput::LogEvent(EventKind::MigrationStep {
                 id,
                 tid,
                 from,
@@ -530,7 +533,7 @@ impl Coordinator {
         let source_lost = m.source_dead_at.is_some();
         self.advance_step(now, id, Step::Commit, Step::KillSource);
         if !source_lost {
-            self.send_order(migration.from, &migration, Order::Yield);
+            self.send_order(migration.from, &migration, MigrationOrder::Release);
         }
     }
 
@@ -541,13 +544,13 @@ impl Coordinator {
         };
         m.step = Step::Run;
         m.source_dead_at = None;
-        let parting = Parting {
+        let parting = FinalSourceState {
             used,
-            suspended: m.suspensions,
+            suspensions: m.suspensions,
         };
         let migration = m.migration.clone();
         self.log_completed_step(id, Step::KillSource);
-        self.send_order(migration.to, &migration, Order::Run(parting));
+        self.send_order(migration.to, &migration, MigrationOrder::Run(parting));
     }
 
     /// Handles a suspend or resume request that one end has forwarded.
@@ -559,7 +562,7 @@ impl Coordinator {
         host: HostId,
         migration: MigrationId,
         request: RequestId,
-        order: &suspend::Order,
+        order: &suspend::SuspendOrder,
     ) {
         let accepts = |m: &&mut ActiveMigration| {
             m.migration.tid == order.tid
@@ -573,10 +576,10 @@ impl Coordinator {
             .map(|m| {
                 m.target_is_authoritative |= m.migration.to == host;
                 let before = m.suspensions;
-                m.suspensions = before.after(order);
+                m.suspensions = before.apply(order);
                 self.outputs.extend(
                     before
-                        .change(m.suspensions, order)
+                        .change_event(m.suspensions, order)
                         .map(CoordinatorOutput::LogEvent),
                 );
                 m.suspensions
@@ -616,7 +619,7 @@ impl Coordinator {
     pub fn cancel(&mut self, id: MigrationId, why: &str) {
         if let Some(m) = self.migrations.get(&id).filter(|m| m.step < Step::Commit) {
             let step = m.step;
-            self.fail_migration(id, step, Failure::CalledOff(why.to_string()));
+            self.fail_migration(id, step, Failure::Cancelled(why.to_string()));
         }
     }
 
@@ -633,7 +636,7 @@ impl Coordinator {
             .filter(|m| tids.contains(&m.migration.tid))
             .collect();
         let is_queued_for_drain = |m: &&ActiveMigration| {
-            m.queued.is_some() && matches!(m.migration.cause, Cause::Drain { .. })
+            m.queued.is_some() && matches!(m.migration.cause, MigrationCause::Drain { .. })
         };
         if migrations.is_empty() || !migrations.iter().all(is_queued_for_drain) {
             return false;
@@ -643,7 +646,11 @@ impl Coordinator {
             .map(|m| (m.migration.id, m.step))
             .collect();
         for (id, step) in ids {
-            self.fail_migration(id, step, Failure::Refused(vec![Refusal::AlreadyMoving(id)]));
+            self.fail_migration(
+                id,
+                step,
+                Failure::Refused(vec![Refusal::AlreadyMigrating(id)]),
+            );
         }
         true
     }
@@ -684,7 +691,7 @@ impl Coordinator {
             .filter(|_| m.post_copy)
             .map_or(frozen, |at| now.since(at).max(frozen));
         let transfer_time = m.pre_copy_time + after;
-        let Move {
+        let Migration {
             id,
             tid,
             from,
@@ -692,7 +699,7 @@ impl Coordinator {
             cause,
         } = migration;
         self.outputs
-            .push_back(CoordinatorOutput::LogEvent(EventKind::Moving {
+            .push_back(CoordinatorOutput::LogEvent(EventKind::MigrationStep {
                 id,
                 tid,
                 from,
@@ -700,7 +707,7 @@ impl Coordinator {
                 step: Step::Arrive,
                 bytes: 0,
             }));
-        let moved = EventKind::Moved {
+        let moved = EventKind::Migrated {
             id,
             tid,
             from,
@@ -709,12 +716,12 @@ impl Coordinator {
             bytes,
             resident,
             frozen,
-            whole: transfer_time,
+            transfer_time: transfer_time,
         };
         self.outputs.push_back(CoordinatorOutput::LogEvent(moved));
         self.outputs.push_back(CoordinatorOutput::Ended {
             id,
-            result: Ok(MoveReport {
+            result: Ok(MigrationReport {
                 id,
                 bytes,
                 frozen,
@@ -737,7 +744,7 @@ impl Coordinator {
         }
         if m.step <= Step::Commit {
             if m.step == Step::Commit {
-                let reversal = Move {
+                let reversal = Migration {
                     to: m.migration.from,
                     ..m.migration.clone()
                 };
@@ -752,16 +759,16 @@ impl Coordinator {
                 self.send_order(
                     m.migration.from,
                     &m.migration,
-                    Order::Resume {
-                        suspended: m.suspensions,
+                    MigrationOrder::Resume {
+                        suspensions: m.suspensions,
                     },
                 );
             }
             if m.step >= Step::Prepare {
-                self.send_order(m.migration.to, &m.migration, Order::Discard);
+                self.send_order(m.migration.to, &m.migration, MigrationOrder::Discard);
             }
         }
-        let Move {
+        let Migration {
             id,
             tid,
             from,
@@ -769,7 +776,7 @@ impl Coordinator {
             cause,
         } = m.migration;
         self.outputs
-            .push_back(CoordinatorOutput::LogEvent(EventKind::MoveFailed {
+            .push_back(CoordinatorOutput::LogEvent(EventKind::MigrationFailed {
                 id,
                 tid,
                 from,
@@ -780,11 +787,11 @@ impl Coordinator {
             }));
         self.outputs.push_back(CoordinatorOutput::Ended {
             id,
-            result: Err(MoveError { step, why }),
+            result: Err(MigrationError { step, why }),
         });
     }
 
-    fn send_order(&mut self, host: HostId, migration: &Move, order: Order) {
+    fn send_order(&mut self, host: HostId, migration: &Migration, order: MigrationOrder) {
         self.outputs.push_back(CoordinatorOutput::Order {
             host,
             migration: migration.clone(),
@@ -816,14 +823,16 @@ mod tests {
             task(number),
             host(from),
             host(to),
-            Cause::Asked {
-                by: HostId::MASTER.tid(),
+            MigrationCause::Requested {
+                requested_by: HostId::MASTER.tid(),
             },
         )
     }
 
     /// Returns the results of all migrations that have ended.
-    fn ended(coordinator: &mut Coordinator) -> Vec<(MigrationId, Result<MoveReport, MoveError>)> {
+    fn ended(
+        coordinator: &mut Coordinator,
+    ) -> Vec<(MigrationId, Result<MigrationReport, MigrationError>)> {
         let end = |output| match output {
             CoordinatorOutput::Ended { id, result } => Some((id, result)),
             _ => None,
@@ -843,11 +852,11 @@ mod tests {
             .collect();
         assert_eq!(
             begin(&mut coordinator, 65),
-            Err(Refusal::TooManyMoves { limit: 64 })
+            Err(Refusal::TooManyMigrations { limit: 64 })
         );
         assert_eq!(
             begin(&mut coordinator, 64),
-            Err(Refusal::AlreadyMoving(all[63])),
+            Err(Refusal::AlreadyMigrating(all[63])),
             "that is the better reason"
         );
         assert_eq!(coordinator.active_count(), 64);
@@ -856,7 +865,7 @@ mod tests {
         assert!(begin(&mut coordinator, 65).is_ok());
         assert_eq!(
             begin(&mut coordinator, 66),
-            Err(Refusal::TooManyMoves { limit: 64 })
+            Err(Refusal::TooManyMigrations { limit: 64 })
         );
     }
 
@@ -874,7 +883,7 @@ mod tests {
                 ended(&mut coordinator),
                 [(
                     id,
-                    Err(MoveError {
+                    Err(MigrationError {
                         step: Step::Inspect,
                         why
                     })

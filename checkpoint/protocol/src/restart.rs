@@ -15,9 +15,10 @@
 
 use sempa_proto::checkpoint::RestartFailure;
 use sempa_proto::migration::{
-    Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Timeline,
+    Failure, FinalSourceState, Migration, MigrationCause, MigrationOrder, RestartGroup, Step,
+    StepReport, TaskFacts,
 };
-use sempa_proto::suspend::Holds;
+use sempa_proto::suspend::Suspensions;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -45,15 +46,15 @@ pub enum RestartOutput {
     Order {
         host: HostId,
         /// The task's part of the restart.
-        part: Move,
-        order: Order,
+        part: Migration,
+        order: MigrationOrder,
     },
     /// Unpack the images of this task and send them to its host. On failure call
     /// [`Restarts::on_send_failed`].
-    SendImages { restart: RestartId, part: Move },
+    SendImages { restart: RestartId, part: Migration },
     /// Announce the location of this task to every daemon, then call
     /// [`Restarts::on_location_announced`].
-    AnnounceLocation(Move),
+    AnnounceLocation(Migration),
     /// The restart has ended.
     Ended {
         restart: RestartId,
@@ -73,7 +74,7 @@ enum PartProgress {
 
 #[derive(Debug)]
 struct RestartPart {
-    migration: Move,
+    migration: Migration,
     progress: PartProgress,
     facts: TaskFacts,
     /// Hosts to try if this one refuses.
@@ -90,7 +91,7 @@ enum RestartStage {
 
 #[derive(Debug)]
 struct ActiveRestart {
-    group: Timeline,
+    group: RestartGroup,
     stage: RestartStage,
     parts: BTreeMap<MigrationId, RestartPart>,
     deadline: Micros,
@@ -136,7 +137,7 @@ impl Restarts {
     pub fn begin(
         &mut self,
         now: Micros,
-        group: Timeline,
+        group: RestartGroup,
         tasks: Vec<RestartTask>,
         mut next_id: impl FnMut() -> MigrationId,
     ) -> RestartId {
@@ -145,12 +146,12 @@ impl Restarts {
         for RestartTask { tid, facts, hosts } in tasks {
             let mut alternatives: VecDeque<HostId> = hosts.into();
             let to = alternatives.pop_front().unwrap_or(HostId::MASTER);
-            let migration = Move {
+            let migration = Migration {
                 id: next_id(),
                 tid,
                 from: HostId::MASTER,
                 to,
-                cause: Cause::Restart,
+                cause: MigrationCause::Restart,
             };
             parts.insert(
                 migration.id,
@@ -184,7 +185,7 @@ impl Restarts {
         now: Micros,
         host: HostId,
         part_id: MigrationId,
-        report: Report,
+        report: StepReport,
         next_id: impl FnOnce() -> MigrationId,
     ) {
         let Some(number) = self.restart_of(part_id) else {
@@ -201,7 +202,7 @@ impl Restarts {
             return;
         };
         match report {
-            Report::Prepared { verdict, .. } if part.progress == PartProgress::Started => {
+            StepReport::Prepared { verdict, .. } if part.progress == PartProgress::Started => {
                 if verdict.is_empty() {
                     part.progress = PartProgress::Prepared;
                 } else {
@@ -213,13 +214,13 @@ impl Restarts {
                     );
                 }
             }
-            Report::Restored if part.progress == PartProgress::Prepared => {
+            StepReport::Restored if part.progress == PartProgress::Prepared => {
                 part.progress = PartProgress::Held
             }
-            Report::Running if part.progress == PartProgress::Announced => {
+            StepReport::Running if part.progress == PartProgress::Announced => {
                 part.progress = PartProgress::Running
             }
-            Report::Failed { step, why } => {
+            StepReport::Failed { step, why } => {
                 let tid = part.migration.tid;
                 return self.fail(
                     number,
@@ -253,7 +254,7 @@ impl Restarts {
         let (tid, host) = (part.migration.tid, part.migration.to);
         match part.alternatives.pop_front() {
             Some(next) => {
-                part.migration = Move {
+                part.migration = Migration {
                     id,
                     to: next,
                     ..part.migration
@@ -286,7 +287,7 @@ impl Restarts {
             .get(&number)
             .and_then(|restart| restart.parts.get(&part_id))
         {
-            let Move { tid, to: host, .. } = part.migration;
+            let Migration { tid, to: host, .. } = part.migration;
             self.fail(
                 number,
                 RestartFailure::Task {
@@ -354,7 +355,7 @@ impl Restarts {
             .map(|part| part.progress)
             .min()
             .unwrap_or(PartProgress::Running);
-        let all: Vec<Move> = restart
+        let all: Vec<Migration> = restart
             .parts
             .values()
             .map(|part| part.migration.clone())
@@ -382,10 +383,10 @@ impl Restarts {
             RestartStage::Announcing if least_progress >= PartProgress::Announced => {
                 (restart.stage, restart.deadline, restart.timeout) =
                     (RestartStage::Running, now + STEP_TIMEOUT, STEP_TIMEOUT);
-                let run = |migration: Move| RestartOutput::Order {
+                let run = |migration: Migration| RestartOutput::Order {
                     host: migration.to,
                     part: migration,
-                    order: Order::Run(Parting::default()),
+                    order: MigrationOrder::Run(FinalSourceState::default()),
                 };
                 self.outputs.extend(all.into_iter().map(run));
             }
@@ -421,7 +422,7 @@ impl Restarts {
                 self.outputs.push_back(RestartOutput::Order {
                     host: migration.to,
                     part: migration,
-                    order: Order::Discard,
+                    order: MigrationOrder::Discard,
                 });
             }
         }
@@ -432,15 +433,15 @@ impl Restarts {
     }
 }
 
-fn prepare_order(part: &RestartPart, group: &Timeline) -> RestartOutput {
-    let (facts, suspended) = (part.facts.clone(), Holds::default());
+fn prepare_order(part: &RestartPart, group: &RestartGroup) -> RestartOutput {
+    let (facts, suspended) = (part.facts.clone(), Suspensions::default());
     let group = Some(group.clone());
-    let order = Order::Prepare {
+    let order = MigrationOrder::Prepare {
         facts,
-        suspended,
-        timeline: group,
-        memory_can_follow: false,
-        pre_copies: false,
+        suspensions: suspended,
+        restart_group: group,
+        supports_post_copy: false,
+        pre_copy: false,
     };
     RestartOutput::Order {
         host: part.migration.to,
@@ -469,10 +470,10 @@ mod tests {
             };
             let members = hosts.iter().map(|index| (task(index), 0)).collect();
             let (timeline, tasks) = (
-                Timeline {
-                    line: 1,
+                RestartGroup {
+                    incarnation: 1,
                     members,
-                    same: true,
+                    same_vm: true,
                 },
                 hosts.iter().map(candidate).collect(),
             );

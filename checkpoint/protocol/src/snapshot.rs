@@ -23,8 +23,10 @@
 //! Tasks outside the job are never paused. If a step fails before the seal, every task continues
 //! and nothing of the checkpoint remains.
 
-use sempa_proto::checkpoint::CutFailure;
-use sempa_proto::migration::{Cause, Failure, Move, Order, Report, Step, TaskFacts};
+use sempa_proto::checkpoint::CheckpointFailure;
+use sempa_proto::migration::{
+    Failure, Migration, MigrationCause, MigrationOrder, Step, StepReport, TaskFacts,
+};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -46,17 +48,20 @@ pub enum SnapshotOutput {
     Order {
         host: HostId,
         /// The task's part of the snapshot.
-        part: Move,
-        order: Order,
+        part: Migration,
+        order: MigrationOrder,
     },
     /// Ask all hosts for the tasks of the job, then call [`Snapshots::on_tasks_counted`] or
     /// [`Snapshots::on_count_failed`].
     CountTasks(SnapshotId),
     /// Accept the images of this task from its host, then call [`Snapshots::on_images_received`].
-    ExpectImages(Move),
+    ExpectImages(Migration),
     /// The images are at the master: add them to the store, then call
     /// [`Snapshots::on_images_stored`].
-    StoreImages { snapshot: SnapshotId, part: Move },
+    StoreImages {
+        snapshot: SnapshotId,
+        part: Migration,
+    },
     /// The images of all tasks are in the store: seal the checkpoint, then call
     /// [`Snapshots::on_sealed`].
     Seal {
@@ -74,7 +79,7 @@ pub enum SnapshotOutput {
     Ended {
         snapshot: SnapshotId,
         /// The time for which tasks were paused, or the reason of the failure.
-        result: Result<Micros, CutFailure>,
+        result: Result<Micros, CheckpointFailure>,
     },
 }
 
@@ -101,7 +106,7 @@ enum PartProgress {
 
 #[derive(Debug)]
 struct SnapshotPart {
-    migration: Move,
+    migration: Migration,
     progress: PartProgress,
     facts: TaskFacts,
 }
@@ -111,8 +116,8 @@ impl SnapshotPart {
     /// it.
     fn self_checkpoint_secs(&self) -> Option<u32> {
         self.facts
-            .anew()
-            .and_then(|engine| engine.asks())
+            .restart_engine()
+            .and_then(|engine| engine.exit_request())
             .map(|(_, seconds)| seconds)
     }
 }
@@ -173,7 +178,7 @@ impl Snapshots {
 
     /// Returns the part of this task in a snapshot in progress. It will pause the task, pauses it,
     /// or has resumed it.
-    pub fn part_of(&self, tid: Tid) -> Option<&Move> {
+    pub fn part_of(&self, tid: Tid) -> Option<&Migration> {
         let parts = self
             .active
             .values()
@@ -205,10 +210,10 @@ impl Snapshots {
     pub fn abort_for_migration(&mut self, number: SnapshotId, tid: Tid, why: String) {
         self.abort(
             number,
-            CutFailure::Task {
+            CheckpointFailure::Task {
                 tid,
                 step: Step::Dump,
-                why: Failure::CalledOff(why),
+                why: Failure::Cancelled(why),
             },
         );
     }
@@ -222,12 +227,12 @@ impl Snapshots {
     pub fn begin(&mut self, now: Micros, tasks: &[(MigrationId, Tid, HostId)]) -> SnapshotId {
         self.last_id += 1;
         let part = |&(id, tid, host): &(MigrationId, Tid, HostId)| {
-            let migration = Move {
+            let migration = Migration {
                 id,
                 tid,
                 from: host,
                 to: HostId::MASTER,
-                cause: Cause::Checkpoint,
+                cause: MigrationCause::Checkpoint,
             };
             (
                 id,
@@ -251,13 +256,13 @@ impl Snapshots {
             last_dumped_at: None,
         };
         self.active.insert(self.last_id, snapshot);
-        self.send_order(self.last_id, &Order::Inspect, |_| true);
+        self.send_order(self.last_id, &MigrationOrder::Inspect, |_| true);
         self.last_id
     }
 
     /// Handles a report of a task's host. Reports that do not match belong to a snapshot that has
     /// ended.
-    pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: Report) {
+    pub fn on_report(&mut self, now: Micros, host: HostId, id: MigrationId, report: StepReport) {
         let Some(number) = self.snapshot_of(id) else {
             return;
         };
@@ -273,14 +278,14 @@ impl Snapshots {
         };
         let tid = part.migration.tid;
         match report {
-            Report::Inspected { facts, .. } if part.progress == PartProgress::Started => {
+            StepReport::Inspected { facts, .. } if part.progress == PartProgress::Started => {
                 (part.facts, part.progress) = (facts, PartProgress::Inspected);
             }
-            Report::Stopped if part.progress == PartProgress::Inspected => {
+            StepReport::Stopped if part.progress == PartProgress::Inspected => {
                 part.progress = PartProgress::Paused;
                 snapshot.first_paused_at.get_or_insert(now);
             }
-            Report::Dumped { bytes } if part.progress == PartProgress::Paused => {
+            StepReport::Dumped { bytes } if part.progress == PartProgress::Paused => {
                 part.progress = PartProgress::Dumped;
                 snapshot.last_dumped_at = Some(now);
                 if part.self_checkpoint_secs().is_some() {
@@ -291,8 +296,8 @@ impl Snapshots {
                     snapshot.deadline = snapshot.deadline + snapshot.timeout.since(before);
                 }
             }
-            Report::Failed { step, why } => {
-                return self.abort(number, CutFailure::Task { tid, step, why });
+            StepReport::Failed { step, why } => {
+                return self.abort(number, CheckpointFailure::Task { tid, step, why });
             }
             _ => return,
         }
@@ -319,7 +324,7 @@ impl Snapshots {
             }),
             Err(why) => self.abort(
                 snapshot,
-                CutFailure::Task {
+                CheckpointFailure::Task {
                     tid: migration.tid,
                     step: Step::Transfer,
                     why,
@@ -334,7 +339,7 @@ impl Snapshots {
             return;
         };
         if let Err(why) = result {
-            return self.abort(number, CutFailure::Store(why));
+            return self.abort(number, CheckpointFailure::Store(why));
         }
         if let Some(part) = self
             .active
@@ -374,7 +379,7 @@ impl Snapshots {
         };
         let new: Vec<Tid> = tasks.iter().copied().filter(|tid| !known(tid)).collect();
         if !new.is_empty() {
-            return self.abort(number, CutFailure::Grew(new));
+            return self.abort(number, CheckpointFailure::JobSpawnedTasks(new));
         }
         let waits_for_others = |part: &&SnapshotPart| {
             part.self_checkpoint_secs().is_some()
@@ -395,7 +400,7 @@ impl Snapshots {
             );
             return self.abort(
                 number,
-                CutFailure::Task {
+                CheckpointFailure::Task {
                     tid,
                     step: Step::Dump,
                     why,
@@ -406,7 +411,7 @@ impl Snapshots {
         (snapshot.stage, snapshot.deadline) = (SnapshotStage::Dumping, now + snapshot.timeout);
         // Expect the images before ordering the dumps: a host may send them before this function
         // returns.
-        let parts: Vec<Move> = snapshot
+        let parts: Vec<Migration> = snapshot
             .parts
             .values()
             .map(|part| part.migration.clone())
@@ -418,9 +423,9 @@ impl Snapshots {
                 .get(&part.migration.tid)
                 .cloned()
                 .unwrap_or_default();
-            let order = Order::Write {
-                open: open_requests,
-                ended: ended_tasks.to_vec(),
+            let order = MigrationOrder::Dump {
+                open_requests: open_requests,
+                ended_tasks: ended_tasks.to_vec(),
             };
             SnapshotOutput::Order {
                 host: part.migration.from,
@@ -432,7 +437,7 @@ impl Snapshots {
     }
 
     /// Handles that the second count failed, or found more than a checkpoint can hold.
-    pub fn on_count_failed(&mut self, number: SnapshotId, why: CutFailure) {
+    pub fn on_count_failed(&mut self, number: SnapshotId, why: CheckpointFailure) {
         if self
             .active
             .get(&number)
@@ -464,7 +469,7 @@ impl Snapshots {
                     result: Ok(paused_for),
                 });
             }
-            Err(why) => self.abort(number, CutFailure::Store(why)),
+            Err(why) => self.abort(number, CheckpointFailure::Store(why)),
         }
     }
 
@@ -482,7 +487,7 @@ impl Snapshots {
                     self.advance(now, number);
                 }
             }
-            Err(why) => self.abort(number, CutFailure::Store(why)),
+            Err(why) => self.abort(number, CheckpointFailure::Store(why)),
         }
     }
 
@@ -502,7 +507,7 @@ impl Snapshots {
             .map(|(number, _)| *number)
             .collect();
         for number in lost {
-            self.abort(number, CutFailure::HostLost(host));
+            self.abort(number, CheckpointFailure::HostLost(host));
         }
     }
 
@@ -516,7 +521,7 @@ impl Snapshots {
             .map(|(number, snapshot)| (*number, snapshot.timeout))
             .collect();
         for (number, allowed) in late {
-            self.abort(number, CutFailure::Deadline { allowed });
+            self.abort(number, CheckpointFailure::Deadline { allowed });
         }
     }
 
@@ -550,7 +555,7 @@ impl Snapshots {
                     PAUSE_TIMEOUT + PAUSE_TIMEOUT + Micros::from_secs(longest.into());
                 (snapshot.stage, snapshot.deadline) =
                     (SnapshotStage::SelfCheckpointing, now + snapshot.timeout);
-                self.send_order(number, &Order::Stand, |part| {
+                self.send_order(number, &MigrationOrder::Pause, |part| {
                     part.self_checkpoint_secs().is_some()
                 });
                 self.advance(now, number);
@@ -558,7 +563,7 @@ impl Snapshots {
             SnapshotStage::SelfCheckpointing if snapshot.parts.values().all(ended) => {
                 (snapshot.stage, snapshot.deadline, snapshot.timeout) =
                     (SnapshotStage::Pausing, now + PAUSE_TIMEOUT, PAUSE_TIMEOUT);
-                self.send_order(number, &Order::Stand, |part| {
+                self.send_order(number, &MigrationOrder::Pause, |part| {
                     part.self_checkpoint_secs().is_none()
                 });
                 self.advance(now, number);
@@ -586,7 +591,7 @@ impl Snapshots {
     fn send_order(
         &mut self,
         number: SnapshotId,
-        order: &Order,
+        order: &MigrationOrder,
         selects: impl Fn(&SnapshotPart) -> bool,
     ) {
         let Some(snapshot) = self.active.get(&number) else {
@@ -602,8 +607,8 @@ impl Snapshots {
     }
 
     /// Aborts a snapshot: all tasks continue. Those that are dumped already do.
-    fn abort(&mut self, number: SnapshotId, why: CutFailure) {
-        self.send_order(number, &Order::GoOn, |_| true);
+    fn abort(&mut self, number: SnapshotId, why: CheckpointFailure) {
+        self.send_order(number, &MigrationOrder::Abort, |_| true);
         let Some(snapshot) = self.active.remove(&number) else {
             return;
         };
@@ -645,7 +650,7 @@ mod tests {
         let ended: Vec<_> = std::iter::from_fn(|| snapshots.poll())
             .filter_map(end)
             .collect();
-        assert_eq!(ended, [(number, Err(CutFailure::HostLost(host(3))))]);
+        assert_eq!(ended, [(number, Err(CheckpointFailure::HostLost(host(3))))]);
         assert!(snapshots.is_active(other) && !snapshots.is_active(number));
     }
 }

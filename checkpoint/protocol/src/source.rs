@@ -17,9 +17,9 @@
 
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{
-    Cause, Failure, Move, Order, Refusal, Report, Step, TaskFacts, Usage,
+    Failure, Migration, MigrationCause, MigrationOrder, Refusal, Step, StepReport, TaskFacts, Usage,
 };
-use sempa_proto::suspend::Holds;
+use sempa_proto::suspend::Suspensions;
 use sempa_proto::tasker::DumpReport;
 use sempa_proto::{RequestId, Tid};
 use std::collections::VecDeque;
@@ -29,7 +29,7 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct InspectedTask {
     pub facts: TaskFacts,
-    pub suspensions: Holds,
+    pub suspensions: Suspensions,
     /// Post-copy pays off for this task and is possible as far as the source is concerned.
     pub supports_post_copy: bool,
     /// The task is large enough for pre-copy.
@@ -40,7 +40,7 @@ pub struct InspectedTask {
 #[derive(Clone, Debug, PartialEq)]
 pub enum SourceEvent {
     /// An order of the coordinator.
-    Order(Order),
+    Order(MigrationOrder),
     /// The result of [`SourceOutput::Inspect`]: from the tasker, or a refusal of the daemon itself.
     Inspected(Result<InspectedTask, Refusal>),
     /// The result of [`SourceOutput::PreCopy`]: the bytes sent.
@@ -70,7 +70,7 @@ pub enum SourceEvent {
 /// An instruction to the source's daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SourceOutput {
-    Report(Report),
+    Report(StepReport),
     /// Request the task's facts from the tasker.
     Inspect,
     /// Open the stream on which the target will request memory.
@@ -187,7 +187,7 @@ enum SourceState {
 /// One migration at its source, or one task of a snapshot.
 #[derive(Debug)]
 pub struct Source {
-    migration: Move,
+    migration: Migration,
     state: SourceState,
     /// A snapshot: the task stays here.
     for_snapshot: bool,
@@ -205,9 +205,9 @@ pub struct Source {
 
 impl Source {
     /// Starts a migration or a snapshot with the order [`Order::Inspect`].
-    pub fn new(migration: Move) -> Source {
+    pub fn new(migration: Migration) -> Source {
         let outputs = VecDeque::from([SourceOutput::Inspect]);
-        let for_snapshot = migration.cause == Cause::Checkpoint;
+        let for_snapshot = migration.cause == MigrationCause::Checkpoint;
         let (state, engine) = (SourceState::Inspecting, Engine::Criu);
         Source {
             migration,
@@ -222,7 +222,7 @@ impl Source {
         }
     }
 
-    pub fn migration(&self) -> &Move {
+    pub fn migration(&self) -> &Migration {
         &self.migration
     }
 
@@ -284,36 +284,36 @@ impl Source {
         use SourceState as S;
         match (self.state, event) {
             (_, E::TaskExited) => self.on_task_exited(),
-            (_, E::Order(Order::Resume { .. } | Order::GoOn)) => self.resume(),
+            (_, E::Order(MigrationOrder::Resume { .. } | MigrationOrder::Abort)) => self.resume(),
             (S::Inspecting | S::Ready | S::PreCopying, event) => self.handle_before_quiesce(event),
             (S::AwaitingExit, E::Stopped(Ok(()))) if self.for_snapshot => {
-                let done = [Report::Quiesced, Report::Stopped].map(O::Report);
+                let done = [StepReport::Quiesced, StepReport::Stopped].map(O::Report);
                 self.enter(S::Paused, done);
             }
             (S::AwaitingExit, E::Stopped(Ok(()))) => {
                 let done = [
-                    Report::Quiesced,
-                    Report::Stopped,
-                    Report::Dumped { bytes: 0 },
+                    StepReport::Quiesced,
+                    StepReport::Stopped,
+                    StepReport::Dumped { bytes: 0 },
                 ]
                 .map(O::Report);
                 self.enter(S::Sending, done.into_iter().chain([O::SendRecord]));
             }
             (S::AwaitingExit, E::Stopped(Err(why))) => self.report_failure(Step::Quiesce, why),
             (S::Quiescing, E::Quiesced) => {
-                self.enter(S::Stopping, [O::Report(Report::Quiesced), O::Stop]);
+                self.enter(S::Stopping, [O::Report(StepReport::Quiesced), O::Stop]);
             }
             (S::Stopping, E::Stopped(Ok(()))) if self.for_snapshot => {
                 self.enter(S::AwaitingReplies, [O::AwaitReplies])
             }
             (S::AwaitingReplies, E::RequestsSettled) => {
-                self.enter(S::Paused, [O::Report(Report::Stopped)])
+                self.enter(S::Paused, [O::Report(StepReport::Stopped)])
             }
             (
                 S::Paused,
-                E::Order(Order::Write {
-                    open: open_requests,
-                    ended: ended_tasks,
+                E::Order(MigrationOrder::Dump {
+                    open_requests,
+                    ended_tasks,
                 }),
             ) => {
                 self.enter(
@@ -330,12 +330,12 @@ impl Source {
             },
             (S::Dumping, E::Dumped(Ok(dump))) if self.for_snapshot => {
                 self.uploaded = true;
-                let report = O::Report(Report::Dumped { bytes: dump.bytes });
+                let report = O::Report(StepReport::Dumped { bytes: dump.bytes });
                 self.enter(S::Resuming, [report, O::Upload, O::ResumeTask]);
             }
             (S::Stopping, E::Stopped(Ok(()))) => {
                 let post_copy = self.post_copy;
-                self.outputs.push_back(O::Report(Report::Stopped));
+                self.outputs.push_back(O::Report(StepReport::Stopped));
                 self.outputs
                     .extend((post_copy && !self.pre_copy).then_some(O::OpenMemoryStream));
                 self.enter(S::Dumping, [O::Dump { post_copy }, O::StartSendingImages]);
@@ -344,7 +344,7 @@ impl Source {
                 self.enter(
                     S::Sending,
                     [
-                        O::Report(Report::Dumped { bytes: dump.bytes }),
+                        O::Report(StepReport::Dumped { bytes: dump.bytes }),
                         O::FinishSendingImages,
                     ],
                 );
@@ -365,12 +365,14 @@ impl Source {
             (S::AwaitingReconnect, E::Reconnected) => {
                 self.enter(S::Done, [O::DeliverBuffered, O::Done])
             }
-            (S::Sending, E::Order(Order::Yield)) => self.enter(S::Killing, [O::KillSource]),
+            (S::Sending, E::Order(MigrationOrder::Release)) => {
+                self.enter(S::Killing, [O::KillSource])
+            }
             (S::Killing, E::Killed(used)) => {
                 self.enter(
                     S::Done,
                     [
-                        O::Report(Report::SourceGone(used)),
+                        O::Report(StepReport::SourceGone(used)),
                         O::TransferOwnership,
                         O::DropImages,
                         O::Done,
@@ -394,12 +396,12 @@ impl Source {
                     supports_post_copy,
                     supports_pre_copy,
                 } = inspected;
-                self.engine = facts.anew().unwrap_or_default();
-                let report = Report::Inspected {
+                self.engine = facts.restart_engine().unwrap_or_default();
+                let report = StepReport::Inspected {
                     facts,
-                    suspended: suspensions,
-                    memory_can_follow: supports_post_copy,
-                    can_pre_copy: supports_pre_copy,
+                    suspensions: suspensions,
+                    supports_post_copy: supports_post_copy,
+                    supports_pre_copy: supports_pre_copy,
                 };
                 self.enter(S::Ready, [O::Report(report)]);
             }
@@ -408,7 +410,7 @@ impl Source {
                 self.enter(
                     S::Done,
                     [
-                        O::Report(Report::Failed {
+                        O::Report(StepReport::Failed {
                             step: Step::Inspect,
                             why,
                         }),
@@ -418,10 +420,10 @@ impl Source {
             }
             (
                 S::Ready,
-                E::Order(Order::Leave {
-                    token,
-                    memory_follows,
-                    pre_copies,
+                E::Order(MigrationOrder::Depart {
+                    resume_token: token,
+                    post_copy: memory_follows,
+                    pre_copy: pre_copies,
                     engine: Engine::Criu,
                 }),
             ) => {
@@ -434,14 +436,14 @@ impl Source {
             }
             (S::PreCopying, E::PreCopied(Ok(bytes))) => {
                 self.outputs
-                    .push_back(O::Report(Report::PreCopied { bytes }));
+                    .push_back(O::Report(StepReport::PreCopied { bytes }));
                 self.quiesce();
             }
             (S::PreCopying, E::PreCopied(Err(why))) => self.report_failure(Step::PreCopy, why),
-            (S::Ready, E::Order(Order::Leave { engine, .. })) => {
+            (S::Ready, E::Order(MigrationOrder::Depart { engine, .. })) => {
                 self.enter(S::AwaitingExit, [O::RequestExit { engine }]);
             }
-            (S::Ready, E::Order(Order::Stand)) => match self.engine {
+            (S::Ready, E::Order(MigrationOrder::Pause)) => match self.engine {
                 Engine::Criu => self.enter(
                     S::Quiescing,
                     [O::BufferIncoming, O::Quiesce { resume_token: None }],
@@ -472,7 +474,7 @@ impl Source {
     /// sending orders to the target.
     fn report_failure(&mut self, step: Step, why: Failure) {
         self.outputs
-            .push_back(SourceOutput::Report(Report::Failed { step, why }));
+            .push_back(SourceOutput::Report(StepReport::Failed { step, why }));
     }
 
     fn resume(&mut self) {
@@ -536,7 +538,7 @@ impl Source {
             | SourceState::SavingState
             | SourceState::Dumping
             | SourceState::Sending => {
-                let report = Report::Failed {
+                let report = StepReport::Failed {
                     step: self.current_step(),
                     why: Failure::TaskEnded,
                 };

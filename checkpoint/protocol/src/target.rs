@@ -7,7 +7,8 @@
 
 use sempa_proto::engine::Engine;
 use sempa_proto::migration::{
-    Cause, Failure, Move, Order, Parting, Report, Step, TaskFacts, Verdict,
+    Failure, FinalSourceState, Migration, MigrationCause, MigrationOrder, Step, StepReport,
+    TaskFacts, Verdict,
 };
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -16,7 +17,7 @@ use std::path::PathBuf;
 #[derive(Clone, Debug, PartialEq)]
 pub enum TargetEvent {
     /// An order of the coordinator.
-    Order(Order),
+    Order(MigrationOrder),
     /// The result of [`TargetOutput::Prepare`].
     Prepared {
         /// Empty if the target accepts the task.
@@ -44,7 +45,7 @@ pub enum TargetEvent {
 /// An instruction to the target's daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TargetOutput {
-    Report(Report),
+    Report(StepReport),
     /// Request a verdict on this task.
     Prepare(TaskFacts),
     /// Request the tasker to keep the memory that pre-copy sends. Follows
@@ -56,7 +57,7 @@ pub enum TargetOutput {
     /// none of its code runs yet.
     Restore,
     /// The task belongs to this host from now on: request the tasker to run it.
-    Run(Parting),
+    Run(FinalSourceState),
     /// Write the token that makes the library connect to this daemon.
     WriteResumeToken,
     /// Request the tasker to discard everything of this migration.
@@ -95,7 +96,7 @@ enum TargetState {
 /// One migration at its target.
 #[derive(Debug)]
 pub struct Target {
-    migration: Move,
+    migration: Migration,
     /// Path of the token file that will wake the library.
     resume_token: PathBuf,
     /// Post-copy is used. Before the verdict: the source supports it.
@@ -109,7 +110,7 @@ pub struct Target {
 impl Target {
     /// Starts a migration or a restart with the order [`Order::Prepare`].
     pub fn new(
-        migration: Move,
+        migration: Migration,
         facts: TaskFacts,
         resume_token: PathBuf,
         supports_post_copy: bool,
@@ -129,7 +130,7 @@ impl Target {
         }
     }
 
-    pub fn migration(&self) -> &Move {
+    pub fn migration(&self) -> &Migration {
         &self.migration
     }
 
@@ -160,7 +161,7 @@ impl Target {
         use TargetOutput as O;
         use TargetState as S;
         match (self.state, event) {
-            (_, E::Order(Order::Discard)) => self.discard(),
+            (_, E::Order(MigrationOrder::Discard)) => self.discard(),
             (
                 S::AwaitingVerdict,
                 E::Prepared {
@@ -172,14 +173,15 @@ impl Target {
                 self.post_copy &= supports_post_copy && engine == Engine::Criu;
                 self.pre_copy &= self.post_copy;
                 let (refuses, memory_follows) = (!verdict.is_empty(), self.post_copy);
-                let report = O::Report(Report::Prepared {
+                let report = O::Report(StepReport::Prepared {
                     verdict,
-                    token: self.resume_token.clone(),
-                    memory_follows,
+                    resume_token: self.resume_token.clone(),
+                    post_copy: memory_follows,
                     engine,
                 });
                 // A restart from the store always has images.
-                let has_images = engine == Engine::Criu || self.migration.cause == Cause::Restart;
+                let has_images =
+                    engine == Engine::Criu || self.migration.cause == MigrationCause::Restart;
                 match (refuses, has_images) {
                     (true, _) => self.enter(S::Done, [report, O::Discard, O::Done]),
                     // Expect the images before the report is sent: the source may start to send
@@ -200,30 +202,30 @@ impl Target {
             (S::Receiving, E::Received(Ok(bytes))) => {
                 self.enter(
                     S::Restoring,
-                    [O::Report(Report::Received { bytes }), O::Restore],
+                    [O::Report(StepReport::Received { bytes }), O::Restore],
                 );
             }
             (S::Restoring, E::Restored(Ok(()))) => {
-                self.enter(S::Holding, [O::Report(Report::Restored)]);
+                self.enter(S::Holding, [O::Report(StepReport::Restored)]);
             }
-            (S::Holding, E::Order(Order::Run(parting))) => {
+            (S::Holding, E::Order(MigrationOrder::Run(parting))) => {
                 self.enter(S::Starting, [O::Run(parting)])
             }
             (S::Starting, E::RunCompleted(Ok(()))) => {
                 self.enter(
                     S::AwaitingMemory,
-                    [O::WriteResumeToken, O::Report(Report::Running)],
+                    [O::WriteResumeToken, O::Report(StepReport::Running)],
                 );
                 if !self.post_copy {
                     self.handle(E::MemoryArrived(Ok(())));
                 }
             }
             (S::AwaitingMemory, E::MemoryArrived(result)) => {
-                let failed = |why| Report::Failed {
+                let failed = |why| StepReport::Failed {
                     step: Step::Arrive,
                     why,
                 };
-                let report = result.map_or_else(failed, |()| Report::Arrived);
+                let report = result.map_or_else(failed, |()| StepReport::Arrived);
                 self.enter(S::Done, [O::Report(report), O::DropImages, O::Done]);
             }
             (S::Receiving, E::PreCopyLost(why)) if self.pre_copy => {
@@ -234,7 +236,7 @@ impl Target {
                 self.report_failure(Step::Restore, why)
             }
             (S::Starting, E::RunCompleted(Err(why))) => {
-                let report = Report::Failed {
+                let report = StepReport::Failed {
                     step: Step::Run,
                     why,
                 };
@@ -252,7 +254,7 @@ impl Target {
     }
 
     fn report_failure(&mut self, step: Step, why: Failure) {
-        let report = Report::Failed { step, why };
+        let report = StepReport::Failed { step, why };
         self.enter(
             TargetState::Discarding,
             [TargetOutput::Report(report), TargetOutput::Discard],

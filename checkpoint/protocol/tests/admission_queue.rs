@@ -8,8 +8,10 @@ use checkpoint_protocol::{
 use proptest::prelude::*;
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Order, Report, Step, TaskFacts, Usage};
-use sempa_proto::suspend::Holds;
+use sempa_proto::migration::{
+    Failure, MigrationCause, MigrationOrder, Step, StepReport, TaskFacts, Usage,
+};
+use sempa_proto::suspend::Suspensions;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -43,13 +45,13 @@ impl QueueWorld {
         self.begin_for(
             number,
             mib,
-            Cause::Asked {
-                by: HostId::MASTER.tid(),
+            MigrationCause::Requested {
+                requested_by: HostId::MASTER.tid(),
             },
         )
     }
 
-    fn begin_for(&mut self, number: i32, mib: u64, cause: Cause) -> MigrationId {
+    fn begin_for(&mut self, number: i32, mib: u64, cause: MigrationCause) -> MigrationId {
         let tid = Tid::from_raw(0x80000 + number);
         let id = self
             .coordinator
@@ -65,7 +67,7 @@ impl QueueWorld {
             match output {
                 CoordinatorOutput::Order {
                     migration,
-                    order: Order::Prepare { facts, .. },
+                    order: MigrationOrder::Prepare { facts, .. },
                     ..
                 } => {
                     assert_eq!(facts.resident_bytes, self.sizes[&migration.id]);
@@ -76,10 +78,10 @@ impl QueueWorld {
                     self.departing.remove(&id);
                     self.results.insert(id, result.is_ok());
                 }
-                CoordinatorOutput::LogEvent(EventKind::MoveFailed { id, .. }) => {
+                CoordinatorOutput::LogEvent(EventKind::MigrationFailed { id, .. }) => {
                     self.departing.remove(&id);
                 }
-                CoordinatorOutput::LogEvent(EventKind::Moving { id, step, .. }) => {
+                CoordinatorOutput::LogEvent(EventKind::MigrationStep { id, step, .. }) => {
                     self.completed_steps.push((id, step))
                 }
                 _ => {}
@@ -87,7 +89,7 @@ impl QueueWorld {
         }
     }
 
-    fn report(&mut self, id: MigrationId, from: u16, report: Report) {
+    fn report(&mut self, id: MigrationId, from: u16, report: StepReport) {
         self.coordinator.on_report(self.now, host(from), id, report);
         self.run_outputs();
     }
@@ -98,15 +100,15 @@ impl QueueWorld {
             ..TaskFacts::default()
         };
         let (suspended, memory_can_follow, can_pre_copy) =
-            (Holds::default(), self.pre_copy, self.pre_copy);
+            (Suspensions::default(), self.pre_copy, self.pre_copy);
         self.report(
             id,
             2,
-            Report::Inspected {
+            StepReport::Inspected {
                 facts,
-                suspended,
-                memory_can_follow,
-                can_pre_copy,
+                suspensions: suspended,
+                supports_post_copy: memory_can_follow,
+                supports_pre_copy: can_pre_copy,
             },
         );
     }
@@ -117,10 +119,10 @@ impl QueueWorld {
         self.report(
             id,
             3,
-            Report::Prepared {
+            StepReport::Prepared {
                 verdict,
-                token,
-                memory_follows,
+                resume_token: token,
+                post_copy: memory_follows,
                 engine,
             },
         );
@@ -129,12 +131,12 @@ impl QueueWorld {
     /// Reports that the images have arrived.
     fn report_received(&mut self, id: MigrationId) {
         self.report_prepared(id, Engine::Criu);
-        self.report(id, 2, Report::Stopped);
+        self.report(id, 2, StepReport::Stopped);
         self.departing.remove(&id);
         self.report(
             id,
             3,
-            Report::Received {
+            StepReport::Received {
                 bytes: self.sizes[&id],
             },
         );
@@ -143,16 +145,16 @@ impl QueueWorld {
     /// Reports all remaining steps.
     fn report_remaining_steps(&mut self, id: MigrationId) {
         self.report_until_running(id);
-        self.report(id, 3, Report::Arrived);
+        self.report(id, 3, StepReport::Arrived);
     }
 
     /// Reports the steps until the task runs at the target; its memory may still be incomplete.
     fn report_until_running(&mut self, id: MigrationId) {
-        self.report(id, 3, Report::Restored);
+        self.report(id, 3, StepReport::Restored);
         self.coordinator.on_location_recorded(id, Ok(()));
         self.coordinator.on_location_announced(self.now, id);
-        self.report(id, 2, Report::SourceGone(Usage::default()));
-        self.report(id, 3, Report::Running);
+        self.report(id, 2, StepReport::SourceGone(Usage::default()));
+        self.report(id, 3, StepReport::Running);
     }
 
     fn advance_to_deadline(&mut self) -> bool {
@@ -230,7 +232,7 @@ fn restarted_programs_occupy_no_slot() {
     for number in 1..=2 * DEPARTURES_MAX as i32 {
         let id = world.begin(number, 1);
         world.report_inspected(id);
-        world.report_prepared(id, Engine::Restart { wait: 3600 });
+        world.report_prepared(id, Engine::Restart { timeout_s: 3600 });
     }
     let id = world.begin(100, 4096);
     world.report_inspected(id);
@@ -265,7 +267,7 @@ fn paused_task_ignores_post_copy_slots() {
     let unwanted = world.begin_for(
         22,
         300,
-        Cause::Owner {
+        MigrationCause::Owner {
             why: "olga is there".into(),
         },
     );
@@ -275,13 +277,13 @@ fn paused_task_ignores_post_copy_slots() {
         Some(&300),
         "who stands still for an owner runs again the sooner"
     );
-    world.report(first[0], 3, Report::Arrived);
+    world.report(first[0], 3, StepReport::Arrived);
     assert_eq!(
         world.admitted_mib.last(),
         Some(&300),
         "the small one and three others are on the link"
     );
-    world.report(first[1], 3, Report::Arrived);
+    world.report(first[1], 3, StepReport::Arrived);
     assert_eq!(world.admitted_mib.last(), Some(&200));
 }
 
@@ -306,7 +308,7 @@ fn eviction_skips_pre_copy() {
     let unwanted = world.begin_for(
         22,
         300,
-        Cause::Owner {
+        MigrationCause::Owner {
             why: "olga is there".into(),
         },
     );
@@ -317,8 +319,8 @@ fn eviction_skips_pre_copy() {
         "what goes ahead of the others is in nobody's way who stands still"
     );
     world.report_prepared(unwanted, Engine::Criu);
-    world.report(unwanted, 2, Report::PreCopied { bytes: 1 });
-    world.report(unwanted, 2, Report::Quiesced);
+    world.report(unwanted, 2, StepReport::PreCopied { bytes: 1 });
+    world.report(unwanted, 2, StepReport::Quiesced);
     let steps = |world: &QueueWorld| {
         world
             .completed_steps
@@ -329,7 +331,7 @@ fn eviction_skips_pre_copy() {
     };
     assert_eq!(steps(&world), [], "nothing goes ahead where an owner waits");
     for id in &first {
-        world.report(*id, 2, Report::PreCopied { bytes: 1 });
+        world.report(*id, 2, StepReport::PreCopied { bytes: 1 });
     }
     assert_eq!(steps(&world), first);
 }
@@ -420,7 +422,7 @@ proptest! {
                 (4, Some(id)) => {
                     let why = Failure::Engine("dice".into());
                     let step = if inspected.contains_key(&id) { Step::Prepare } else { Step::Inspect };
-                    world.report(id, 2, Report::Failed { step, why });
+                    world.report(id, 2, StepReport::Failed { step, why });
                 }
                 (5, _) => {
                     world.now = world.now + Micros(u64::from(dice) * 10);
@@ -458,10 +460,14 @@ fn only_queued_drain_migrations_are_cancelled() {
             .collect::<BTreeSet<_>>()
     };
     for number in 0..=DEPARTURES_MAX as i32 {
-        let id = world.begin_for(number, 100 + number as u64, Cause::Drain { by });
+        let id = world.begin_for(
+            number,
+            100 + number as u64,
+            MigrationCause::Drain { requested_by: by },
+        );
         world.report_inspected(id);
     }
-    let asked = world.begin_for(50, 900, Cause::Asked { by });
+    let asked = world.begin_for(50, 900, MigrationCause::Requested { requested_by: by });
     world.report_inspected(asked);
     world.now = world.now + SIZE_WAIT_MAX;
     world.coordinator.on_timer(world.now);

@@ -4,19 +4,21 @@
 //! The two copies of the task, the daemons and the network are simulated; the three state machines
 //! are the real ones.
 
-#[path = "../../../libpvm/proto/tests/dice/mod.rs"]
-mod dice;
+#[path = "../../../libpvm/proto/tests/rng/mod.rs"]
+mod rng;
 
 use checkpoint_protocol::{
     Coordinator, CoordinatorOutput, InspectedTask, Source, SourceEvent, SourceOutput, Target,
     TargetEvent, TargetOutput,
 };
-use dice::Dice;
+use rng::Rng;
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Order, Refusal, Report, Step, TaskFacts, Usage};
-use sempa_proto::suspend::{self, Holds};
-use sempa_proto::task::{MoveError, MoveReport};
+use sempa_proto::migration::{
+    Failure, MigrationCause, MigrationOrder, Refusal, Step, StepReport, TaskFacts, Usage,
+};
+use sempa_proto::suspend::{self, Suspensions};
+use sempa_proto::task::{MigrationError, MigrationReport};
 use sempa_proto::tasker::DumpReport;
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, HashMap};
@@ -33,8 +35,8 @@ enum Copy {
 /// A simulated event: a message in transit, or the completion of work.
 #[derive(Debug)]
 enum SimEvent {
-    Order(HostId, sempa_proto::migration::Move, Order),
-    Report(HostId, MigrationId, Report),
+    Order(HostId, sempa_proto::migration::Migration, MigrationOrder),
+    Report(HostId, MigrationId, StepReport),
     Source(SourceEvent),
     Target(TargetEvent),
     Recorded(MigrationId),
@@ -45,7 +47,7 @@ enum SimEvent {
     /// A user requests to suspend (true) or resume the task.
     SuspendRequest(bool),
     ForwardedRequest(HostId, MigrationId, NumberedRequest),
-    SuspendDecision(Option<Holds>, NumberedRequest),
+    SuspendDecision(Option<Suspensions>, NumberedRequest),
 }
 
 /// A suspend request and its number, counted from 1. True: suspend.
@@ -70,7 +72,7 @@ struct Faults {
 }
 
 struct Simulation {
-    dice: Dice,
+    dice: Rng,
     /// The engine that the target chooses. For every third seed the program is asked to exit and
     /// restarted.
     engine: Engine,
@@ -94,12 +96,12 @@ struct Simulation {
     images_dropped: bool,
     handed_over: bool,
     location: HostId,
-    result: Option<Result<MoveReport, MoveError>>,
+    result: Option<Result<MigrationReport, MigrationError>>,
     /// Values of the final event: resident memory, time stopped, and time until all memory had
     /// arrived.
     reported: Option<(u64, Micros, Micros)>,
     /// Suspensions of the two copies, as known to their daemons.
-    suspensions: (Holds, Holds),
+    suspensions: (Suspensions, Suspensions),
     target_runs: bool,
     /// The suspend requests so far.
     requests: Vec<bool>,
@@ -109,12 +111,12 @@ struct Simulation {
     awaited_host: Option<HostId>,
 }
 
-fn suspend_order(suspend: bool) -> suspend::Order {
+fn suspend_order(suspend: bool) -> suspend::SuspendOrder {
     let tid = Tid::task(host(2), 1).expect("good");
-    suspend::Order {
+    suspend::SuspendOrder {
         tid,
         suspend,
-        cause: suspend::Cause::Asked { by: tid },
+        cause: suspend::SuspendCause::Requested { requested_by: tid },
     }
 }
 
@@ -125,9 +127,9 @@ fn host(index: u16) -> HostId {
 impl Simulation {
     fn new(seed: u64, faults: Faults) -> Simulation {
         let mut world = Simulation {
-            dice: Dice(seed | 1),
+            dice: Rng(seed | 1),
             engine: if seed.is_multiple_of(3) {
-                Engine::Restart { wait: 5 }
+                Engine::Restart { timeout_s: 5 }
             } else {
                 Engine::Criu
             },
@@ -159,7 +161,13 @@ impl Simulation {
         let tid = Tid::task(host(2), 1).expect("good");
         world
             .coordinator
-            .begin(Micros(0), tid, host(2), host(3), Cause::Asked { by: tid })
+            .begin(
+                Micros(0),
+                tid,
+                host(2),
+                host(3),
+                MigrationCause::Requested { requested_by: tid },
+            )
             .expect("nothing forbids it");
         if let Some((lost, at)) = world.faults.lost_host {
             world.schedule(Micros(at), SimEvent::LoseHost(lost));
@@ -179,7 +187,7 @@ impl Simulation {
     }
 
     fn schedule_soon(&mut self, item: SimEvent) {
-        let at = self.now + Micros(self.dice.roll(5_000));
+        let at = self.now + Micros(self.dice.below(5_000));
         // Each tasker answers in order.
         let channel = match &item {
             SimEvent::Source(_) => (2, 0),
@@ -196,7 +204,7 @@ impl Simulation {
         if self.lost_hosts.contains(&from) || self.lost_hosts.contains(&to) {
             return;
         }
-        let at = self.now + Micros(self.dice.roll(5_000));
+        let at = self.now + Micros(self.dice.below(5_000));
         let last = self
             .last_arrival
             .entry((from.index(), to.index()))
@@ -212,10 +220,10 @@ impl Simulation {
         answer: T,
         to_event: impl Fn(Result<T, Failure>) -> SimEvent,
     ) {
-        if self.dice.roll(100) < self.faults.stalls_percent {
+        if self.dice.below(100) < self.faults.stalls_percent {
             return;
         }
-        let result = if self.dice.roll(100) < self.faults.step_fails_percent {
+        let result = if self.dice.below(100) < self.faults.step_fails_percent {
             Err(Failure::Engine("dice".into()))
         } else {
             Ok(answer)
@@ -249,14 +257,14 @@ impl Simulation {
     fn handle(&mut self, item: SimEvent) {
         match item {
             SimEvent::Order(at, ..) if self.lost_hosts.contains(&at) => {}
-            SimEvent::Order(_, of, Order::Inspect) => self.source = Some(Source::new(of)),
+            SimEvent::Order(_, of, MigrationOrder::Inspect) => self.source = Some(Source::new(of)),
             SimEvent::Order(
                 at,
                 of,
-                Order::Prepare {
+                MigrationOrder::Prepare {
                     facts,
-                    memory_can_follow,
-                    pre_copies,
+                    supports_post_copy: memory_can_follow,
+                    pre_copy: pre_copies,
                     ..
                 },
             ) => {
@@ -270,12 +278,15 @@ impl Simulation {
                 ));
             }
             SimEvent::Order(at, of, order) if at == of.from => {
-                if let Order::Resume { suspended } = order {
+                if let MigrationOrder::Resume {
+                    suspensions: suspended,
+                } = order
+                {
                     self.suspensions.0 = suspended;
                 }
-                if self.source.is_none() && order == Order::Yield {
+                if self.source.is_none() && order == MigrationOrder::Release {
                     // The migration is over at the source, because the task has exited.
-                    let report = Report::Failed {
+                    let report = StepReport::Failed {
                         step: Step::KillSource,
                         why: Failure::TaskEnded,
                     };
@@ -284,8 +295,8 @@ impl Simulation {
                 self.source_event(SourceEvent::Order(order));
             }
             SimEvent::Order(_, _, order) => {
-                if let Order::Run(parting) = &order {
-                    (self.suspensions.1, self.target_runs) = (parting.suspended, true);
+                if let MigrationOrder::Run(parting) = &order {
+                    (self.suspensions.1, self.target_runs) = (parting.suspensions, true);
                 }
                 self.target_event(TargetEvent::Order(order));
             }
@@ -305,7 +316,7 @@ impl Simulation {
             SimEvent::Source(event) => self.source_event(event),
             SimEvent::Target(event) => self.target_event(event),
             SimEvent::Recorded(id) => {
-                let result = if self.dice.roll(100) < self.faults.step_fails_percent {
+                let result = if self.dice.below(100) < self.faults.step_fails_percent {
                     Err(Failure::Io("disk".into()))
                 } else {
                     Ok(())
@@ -372,11 +383,11 @@ impl Simulation {
         } else {
             &mut self.suspensions.1
         };
-        *holds = holds.after(&suspend_order(suspend));
+        *holds = holds.apply(&suspend_order(suspend));
         self.acknowledged = Some(asked);
     }
 
-    fn on_suspend_decision(&mut self, holds: Option<Holds>, asked: NumberedRequest) {
+    fn on_suspend_decision(&mut self, holds: Option<Suspensions>, asked: NumberedRequest) {
         if asked.1 != self.requests.len() {
             return;
         }
@@ -450,10 +461,10 @@ impl Simulation {
                     self.location = migration.to;
                     self.schedule_soon(SimEvent::Located(migration.id));
                 }
-                CoordinatorOutput::LogEvent(EventKind::Moved {
+                CoordinatorOutput::LogEvent(EventKind::Migrated {
                     resident,
                     frozen,
-                    whole,
+                    transfer_time: whole,
                     ..
                 }) => {
                     self.reported = Some((resident, frozen, whole));
@@ -549,7 +560,7 @@ impl Simulation {
                 });
             }
             SourceOutput::StartSendingImages => {
-                if self.dice.roll(100) < self.faults.step_fails_percent {
+                if self.dice.below(100) < self.faults.step_fails_percent {
                     let transfer_error = || Failure::Images("cut".into());
                     self.answer_as_tasker((), move |_| {
                         SimEvent::Source(SourceEvent::ImagesSent(Err(transfer_error())))
@@ -560,8 +571,8 @@ impl Simulation {
                 }
             }
             SourceOutput::FinishSendingImages => {
-                let fails = self.dice.roll(100) < self.faults.step_fails_percent;
-                let ack_lost = self.dice.roll(100) < self.faults.lost_ack_percent;
+                let fails = self.dice.below(100) < self.faults.step_fails_percent;
+                let ack_lost = self.dice.below(100) < self.faults.lost_ack_percent;
                 let transfer_error = || Err(Failure::Images("cut".into()));
                 let sent = SimEvent::Source(SourceEvent::ImagesSent(if fails || ack_lost {
                     transfer_error()
@@ -569,7 +580,7 @@ impl Simulation {
                     Ok(())
                 }));
                 if ack_lost {
-                    let at = self.now + Micros(self.dice.roll(60_000));
+                    let at = self.now + Micros(self.dice.below(60_000));
                     self.schedule(at, sent);
                 } else {
                     self.schedule_soon(sent);
@@ -777,7 +788,7 @@ fn failed_step_leaves_exactly_one_running_copy() {
 fn failed_migration_discards_pre_copied_memory() {
     let (mut moved, mut stayed) = (0, 0);
     for seed in 1..20_000 {
-        let lost_host = (seed % 4 == 0).then(|| (host(3), Dice(seed * 35 + 1).roll(60_000)));
+        let lost_host = (seed % 4 == 0).then(|| (host(3), Rng(seed * 35 + 1).below(60_000)));
         let (step_fails_percent, stalls_percent) = (8, 3);
         let (post_copy, pre_copy) = (true, true);
         let faults = Faults {
@@ -838,7 +849,7 @@ fn failed_migration_discards_pre_copied_memory() {
 fn lost_post_copy_memory_ends_the_task() {
     let (mut moved, mut died, mut stayed) = (0, 0, 0);
     for seed in 1..30_000 {
-        let lost_host = (seed % 4 == 0).then(|| (host(2), Dice(seed * 33 + 1).roll(60_000)));
+        let lost_host = (seed % 4 == 0).then(|| (host(2), Rng(seed * 33 + 1).below(60_000)));
         let faults = Faults {
             post_copy: true,
             step_fails_percent: 8,
@@ -914,7 +925,7 @@ fn unacknowledged_transfer_leaves_one_copy() {
 fn lost_host_leaves_at_most_one_copy() {
     for seed in 1..20_000 {
         let lost = host(2 + (seed % 2) as u16);
-        let at = Dice(seed * 77 + 1).roll(60_000);
+        let at = Rng(seed * 77 + 1).below(60_000);
         let world = simulate(
             seed,
             Faults {
@@ -942,7 +953,7 @@ fn lost_host_leaves_at_most_one_copy() {
 #[test]
 fn killed_task_ends_unless_committed() {
     for seed in 1..10_000 {
-        let at = Dice(seed * 91 + 3).roll(60_000);
+        let at = Rng(seed * 91 + 3).below(60_000);
         let world = simulate(
             seed,
             Faults {
@@ -970,12 +981,12 @@ fn killed_task_ends_unless_committed() {
 fn surviving_copy_obeys_last_suspend_request() {
     let (mut at_target, mut back, mut source_lost) = (0, 0, 0);
     for seed in 1..40_000 {
-        let mut dice = Dice(seed * 13 + 5);
-        let mut suspend_requests: Vec<(u64, bool)> = (0..1 + dice.roll(4))
-            .map(|_| (dice.roll(60_000), dice.roll(2) == 0))
+        let mut dice = Rng(seed * 13 + 5);
+        let mut suspend_requests: Vec<(u64, bool)> = (0..1 + dice.below(4))
+            .map(|_| (dice.below(60_000), dice.below(2) == 0))
             .collect();
         suspend_requests.sort_unstable();
-        let lost_host = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.roll(60_000)));
+        let lost_host = (seed % 3 > 0).then(|| (host(1 + (seed % 3) as u16), dice.below(60_000)));
         let step_fails_percent = 3 * (seed % 2);
         let world = simulate(
             seed,
@@ -991,7 +1002,7 @@ fn surviving_copy_obeys_last_suspend_request() {
         };
         if world.copies.1 == Copy::Running {
             assert_eq!(
-                world.suspensions.1.any(),
+                world.suspensions.1.is_suspended(),
                 suspended,
                 "seed {seed}: at the target"
             );
@@ -999,7 +1010,7 @@ fn surviving_copy_obeys_last_suspend_request() {
             source_lost += u32::from(suspended && world.lost_hosts.contains(&host(2)));
         } else if world.copies.0 == Copy::Running {
             assert_eq!(
-                world.suspensions.0.any(),
+                world.suspensions.0.is_suspended(),
                 suspended,
                 "seed {seed}: at the source"
             );

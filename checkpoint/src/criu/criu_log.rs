@@ -1,6 +1,6 @@
 //! Finds the line of CRIU's log that explains a failure.
 
-use sempa_proto::text::cut;
+use sempa_proto::text::truncate;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 
@@ -107,7 +107,7 @@ pub(super) fn failure_reason(log: &Path, stderr: &Path) -> Option<String> {
 }
 
 fn shorten(line: &str) -> String {
-    cut(line, LINE_BYTES_MAX).to_string()
+    truncate(line, LINE_BYTES_MAX).to_string()
 }
 
 #[cfg(test)]

@@ -619,6 +619,6 @@ mod tests {
             timeout: TEST_TIMEOUT,
             cancel,
         });
-        assert!(matches!(done, Err(Failure::CalledOff(_))), "{done:?}");
+        assert!(matches!(done, Err(Failure::Cancelled(_))), "{done:?}");
     }
 }

@@ -305,7 +305,7 @@ pub(super) fn lower_thread_priority() {
 }
 
 fn canceled() -> Failure {
-    Failure::CalledOff("the move was given up".into())
+    Failure::Cancelled("the move was given up".into())
 }
 
 /// Runs in the child before it executes CRIU: images are readable by their owner only, the child

@@ -74,7 +74,7 @@ impl TaskSnapshot {
     pub(super) fn restore_after(&self, why: &Failure) {
         if matches!(
             why,
-            Failure::Killed { .. } | Failure::Deadline { .. } | Failure::CalledOff(_)
+            Failure::Killed { .. } | Failure::Deadline { .. } | Failure::Cancelled(_)
         ) {
             self.restore();
         }

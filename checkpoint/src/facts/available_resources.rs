@@ -4,7 +4,7 @@
 use super::verdict::MEMORY_SLACK_BYTES;
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 use nix::sys::statvfs::statvfs;
-use sempa_proto::cgroup::{folder, mount_point};
+use sempa_proto::cgroup::{group_dir, mount_point};
 use std::fs::read_to_string;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -93,7 +93,7 @@ fn smallest_remainder(hierarchies: [(Option<&str>, &ControllerFiles); 2]) -> Opt
         std::fs::read("/proc/self/cgroup").ok()?,
     );
     let remainder_in = |(controller, files): (Option<&str>, &ControllerFiles)| {
-        let group = folder(&mounts, &groups, controller)?;
+        let group = group_dir(&mounts, &groups, controller)?;
         remainder_with_ancestors(&group, &mount_point(&mounts, controller)?, files)
     };
     hierarchies.into_iter().filter_map(remainder_in).min()

@@ -54,7 +54,7 @@ impl FilePolicy {
             other => {
                 let other: String = String::from_utf8_lossy(other).chars().take(40).collect();
                 let what = format!("SEMPA_FILES={other}, which is none of shared, copy and refuse");
-                Err(Refusal::Holds { what })
+                Err(Refusal::UnsupportedResource { what })
             }
         }
     }

@@ -8,7 +8,7 @@ use super::files::{COPIED_BYTES_MAX, COPIED_FILES_MAX, FilePolicy, is_users_file
 use super::hash::HashCache;
 use super::{fifo_peers, kernel, memory_map, sockets, sysv, this_host};
 use crate::status::ProcStatus;
-use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts};
+use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -102,7 +102,7 @@ impl InspectionFindings {
             .is_some_and(|(_, need)| *need == FileNeed::Content);
         let need = match (self.policy, need) {
             _ if is_program => FileNeed::Content,
-            (FilePolicy::Refuse, _) => return Err(Refusal::FilesStay { path: path.into() }),
+            (FilePolicy::Refuse, _) => return Err(Refusal::OpenFilesRefused { path: path.into() }),
             (FilePolicy::Copy, FileNeed::Exists) if is_users_file(&meta) => {
                 FileNeed::ExistsOrCopied
             }
@@ -136,7 +136,7 @@ impl InspectionFindings {
             (files + 1, sum.saturating_add(bytes))
         });
         match files > COPIED_FILES_MAX || bytes > COPIED_BYTES_MAX {
-            true => Err(Refusal::FilesTooLarge {
+            true => Err(Refusal::OpenFilesTooLarge {
                 files,
                 bytes,
                 limit: COPIED_BYTES_MAX,
@@ -147,7 +147,7 @@ impl InspectionFindings {
 }
 
 fn unsupported(what: impl Into<String>) -> Refusal {
-    Refusal::Holds { what: what.into() }
+    Refusal::UnsupportedResource { what: what.into() }
 }
 
 /// Inspects a task without disturbing it. Changes during the inspection may be missed. `engine` is
@@ -208,7 +208,7 @@ pub fn inspect(
             .filter_map(|pid| ProcStatus::of(*pid)?.number::<u32>("Threads"))
             .sum(),
         files: file_facts(findings.files, hashes)?,
-        begin: None,
+        launch: None,
     })
 }
 
@@ -464,7 +464,7 @@ fn inspect_mappings(pid: i32, findings: &mut InspectionFindings) -> Result<(), R
         let (path, need) = match mapping {
             memory_map::Mapping::Private(path) => (path, FileNeed::Content),
             memory_map::Mapping::Shared(path) if findings.policy == FilePolicy::Refuse => {
-                return Err(Refusal::FilesStay { path });
+                return Err(Refusal::OpenFilesRefused { path });
             }
             memory_map::Mapping::Shared(path) => (path, FileNeed::Length),
             memory_map::Mapping::Unsupported(what) => return Err(unsupported(what)),
@@ -609,20 +609,20 @@ fn unreadable(path: &Path, error: &io::Error) -> Refusal {
 fn file_facts(
     files: BTreeMap<PathBuf, (u64, FileNeed)>,
     hashes: &HashCache,
-) -> Result<Vec<FileFact>, Refusal> {
+) -> Result<Vec<RequiredFile>, Refusal> {
     files
         .into_iter()
         .map(|(path, (bytes, need))| {
             let must = match need {
-                FileNeed::Directory => FileMatch::Directory,
-                FileNeed::Exists | FileNeed::MinimumLength => FileMatch::Exists,
+                FileNeed::Directory => FileRequirement::Directory,
+                FileNeed::Exists | FileNeed::MinimumLength => FileRequirement::Exists,
                 FileNeed::ExistsOrCopied | FileNeed::MinimumLengthOrCopied => {
-                    FileMatch::ExistsOrCarried
+                    FileRequirement::ExistsOrCopied
                 }
-                FileNeed::Length => FileMatch::Length,
-                FileNeed::LengthOrCopied => FileMatch::LengthOrCarried,
+                FileNeed::Length => FileRequirement::Length,
+                FileNeed::LengthOrCopied => FileRequirement::LengthOrCopied,
                 FileNeed::Content => {
-                    FileMatch::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?)
+                    FileRequirement::Content(hashes.hash(&path).map_err(|e| unreadable(&path, &e))?)
                 }
             };
             let bytes = if matches!(need, FileNeed::Exists | FileNeed::ExistsOrCopied) {
@@ -630,7 +630,11 @@ fn file_facts(
             } else {
                 bytes
             };
-            Ok(FileFact { path, bytes, must })
+            Ok(RequiredFile {
+                path,
+                bytes,
+                requirement: must,
+            })
         })
         .collect()
 }
@@ -690,7 +694,7 @@ mod tests {
     #[test]
     fn copied_files_are_limited() {
         let refused = |files, bytes| {
-            Err(Refusal::FilesTooLarge {
+            Err(Refusal::OpenFilesTooLarge {
                 files,
                 bytes,
                 limit: 1 << 30,
@@ -797,14 +801,17 @@ mod tests {
                 .files
                 .iter()
                 .find(|f| f.path.ends_with(end))
-                .map(|f| f.must.clone())
+                .map(|f| f.requirement.clone())
         };
         assert_eq!(
             must(place.to_str().expect("UTF-8")),
-            Some(FileMatch::Directory)
+            Some(FileRequirement::Directory)
         );
-        assert!(matches!(must("sleep"), Some(FileMatch::Content(_))));
-        assert!(matches!(must("libc.so.6"), Some(FileMatch::Content(_))));
+        assert!(matches!(must("sleep"), Some(FileRequirement::Content(_))));
+        assert!(matches!(
+            must("libc.so.6"),
+            Some(FileRequirement::Content(_))
+        ));
         assert_eq!(judge_task(&facts, &ThisHost::new(hashes, 0)), []);
     }
 
@@ -861,7 +868,7 @@ mod tests {
         subject.processes.push(std::process::id() as i32);
         let refused = inspect(&subject, "1".into(), &HashCache::default());
         assert!(
-            matches!(&refused, Err(Refusal::Holds { what }) if what.contains("background process")),
+            matches!(&refused, Err(Refusal::UnsupportedResource { what }) if what.contains("background process")),
             "{refused:?}"
         );
         drop(child);

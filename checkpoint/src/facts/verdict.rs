@@ -1,6 +1,6 @@
 //! The target's verdict: a pure function of the task's facts and the properties of a host.
 
-use sempa_proto::migration::{FileFact, FileMatch, Refusal, TaskFacts, Verdict};
+use sempa_proto::migration::{FileRequirement, Refusal, RequiredFile, TaskFacts, Verdict};
 use std::io;
 use std::path::Path;
 
@@ -77,10 +77,10 @@ pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     if have < need {
         verdict.push(Refusal::Memory { need, have });
     } else if have.saturating_sub(reserved) < need {
-        verdict.push(Refusal::MemoryPromised {
+        verdict.push(Refusal::MemoryReserved {
             need,
             have,
-            promised: reserved,
+            reserved: reserved,
         });
     }
     let need = u64::from(facts.threads);
@@ -98,10 +98,12 @@ pub fn judge_task(facts: &TaskFacts, host: &dyn HostProperties) -> Verdict {
     verdict
 }
 
-fn difference(file: &FileFact, uid: u32, host: &dyn HostProperties) -> Option<String> {
+fn difference(file: &RequiredFile, uid: u32, host: &dyn HostProperties) -> Option<String> {
     let found = match host.find_file(&file.path) {
         Ok(found) => found,
-        Err(e) if e.kind() == io::ErrorKind::NotFound && file.must.is_carried() => {
+        Err(e)
+            if e.kind() == io::ErrorKind::NotFound && file.requirement.is_copied_if_missing() =>
+        {
             let why = host.creation_obstacle(&file.path, uid)?;
             return Some(format!(
                 "it does not exist on the target, and cannot be carried there: {why}"
@@ -118,18 +120,18 @@ fn difference(file: &FileFact, uid: u32, host: &dyn HostProperties) -> Option<St
             file.bytes, found.bytes
         )
     });
-    match &file.must {
-        FileMatch::Directory => {
+    match &file.requirement {
+        FileRequirement::Directory => {
             (!found.is_directory).then(|| "it is no directory on the target".into())
         }
-        FileMatch::ExistsOrCarried | FileMatch::LengthOrCarried if found.is_directory => {
+        FileRequirement::ExistsOrCopied | FileRequirement::LengthOrCopied if found.is_directory => {
             Some("it is a directory on the target".into())
         }
-        FileMatch::Exists | FileMatch::ExistsOrCarried => {
+        FileRequirement::Exists | FileRequirement::ExistsOrCopied => {
             length.filter(|_| found.bytes < file.bytes)
         }
-        FileMatch::Length | FileMatch::LengthOrCarried => length,
-        FileMatch::Content(expected) => length.or_else(|| match host.hash(&file.path) {
+        FileRequirement::Length | FileRequirement::LengthOrCopied => length,
+        FileRequirement::Content(expected) => length.or_else(|| match host.hash(&file.path) {
             Ok(hash) => {
                 (hash != *expected).then(|| "its content is another one on the target".into())
             }
@@ -218,11 +220,11 @@ mod tests {
         }
     }
 
-    fn fact(path: &str, bytes: u64, must: FileMatch) -> FileFact {
-        FileFact {
+    fn fact(path: &str, bytes: u64, must: FileRequirement) -> RequiredFile {
+        RequiredFile {
             path: path.into(),
             bytes,
-            must,
+            requirement: must,
         }
     }
 
@@ -237,12 +239,12 @@ mod tests {
             engine: "4.2.1".into(),
             threads: 3,
             files: vec![
-                fact("/bin/prog", 100, FileMatch::Content("aa".into())),
-                fact("/data/in", 7, FileMatch::Length),
-                fact("/data/log", 5, FileMatch::Exists),
-                fact("/data", 0, FileMatch::Directory),
+                fact("/bin/prog", 100, FileRequirement::Content("aa".into())),
+                fact("/data/in", 7, FileRequirement::Length),
+                fact("/data/log", 5, FileRequirement::Exists),
+                fact("/data", 0, FileRequirement::Directory),
             ],
-            begin: None,
+            launch: None,
         }
     }
 
@@ -299,10 +301,10 @@ mod tests {
         let reserved = (1 << 30) - room + 1;
         assert_eq!(
             with(reserved),
-            [Refusal::MemoryPromised {
+            [Refusal::MemoryReserved {
                 need: room,
                 have: 1 << 30,
-                promised: reserved
+                reserved: reserved
             }]
         );
         let small = FakeHost {
@@ -333,38 +335,38 @@ mod tests {
             [Refusal::File { why, .. }] => why.clone(),
             other => panic!("{other:?}"),
         };
-        use FileMatch::{ExistsOrCarried, LengthOrCarried};
-        assert_eq!(say(&with("/data/new", 5, LengthOrCarried)), "");
-        assert_eq!(say(&with("/data/new", 5, ExistsOrCarried)), "");
+        use FileRequirement::{ExistsOrCopied, LengthOrCopied};
+        assert_eq!(say(&with("/data/new", 5, LengthOrCopied)), "");
+        assert_eq!(say(&with("/data/new", 5, ExistsOrCopied)), "");
         let there =
             "it does not exist on the target, and cannot be carried there: its folder: EACCES";
-        assert_eq!(say(&with("/else/new", 5, LengthOrCarried)), there);
+        assert_eq!(say(&with("/else/new", 5, LengthOrCopied)), there);
         assert_eq!(
             say(&TaskFacts {
                 uid: 5,
-                ..with("/data/new", 5, LengthOrCarried)
+                ..with("/data/new", 5, LengthOrCopied)
             }),
             there
         );
-        assert_eq!(say(&with("/data/in", 7, LengthOrCarried)), "");
+        assert_eq!(say(&with("/data/in", 7, LengthOrCopied)), "");
         let length = "it has 6 bytes at the source, 7 on the target";
-        assert_eq!(say(&with("/data/in", 6, LengthOrCarried)), length);
+        assert_eq!(say(&with("/data/in", 6, LengthOrCopied)), length);
         assert_eq!(
-            say(&with("/data/log", 0, ExistsOrCarried)),
+            say(&with("/data/log", 0, ExistsOrCopied)),
             "",
             "it is only appended to"
         );
         assert_eq!(
-            say(&with("/data/in", 6, ExistsOrCarried)),
+            say(&with("/data/in", 6, ExistsOrCopied)),
             "",
             "it has grown since"
         );
         assert_eq!(
-            say(&with("/data/in", 9, ExistsOrCarried)),
+            say(&with("/data/in", 9, ExistsOrCopied)),
             "it has 9 bytes at the source, 7 on the target"
         );
         assert_eq!(
-            say(&with("/data", 4096, LengthOrCarried)),
+            say(&with("/data", 4096, LengthOrCopied)),
             "it is a directory on the target"
         );
     }

@@ -3,7 +3,7 @@
 
 use libpvm::Vm;
 use libpvm::proto::Tid;
-use libpvm::proto::group::{GroupInfo, Meeting};
+use libpvm::proto::group::{GroupInfo, GroupWait};
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
@@ -67,9 +67,9 @@ fn members(group: &GroupInfo) -> impl Iterator<Item = (usize, Tid)> {
 }
 
 /// Returns how many tasks a meeting requires and how many have arrived; −1 and 0 if there is none.
-fn progress(meeting: Option<&Meeting>) -> (i64, usize) {
+fn progress(meeting: Option<&GroupWait>) -> (i64, usize) {
     meeting.map_or((-1, 0), |meeting| {
-        (i64::from(meeting.wanted), meeting.waiting.len())
+        (i64::from(meeting.required), meeting.waiting.len())
     })
 }
 
@@ -148,8 +148,8 @@ mod tests {
             name: b"gg".to_vec(),
             state: GroupState::Dynamic,
             members: vec![Tid::NONE, tid(7), tid(1)],
-            barrier: Some(Meeting {
-                wanted: 3,
+            barrier: Some(GroupWait {
+                required: 3,
                 waiting: vec![tid(1)],
             }),
             freeze: None,

@@ -82,15 +82,19 @@ impl Progress {
     fn apply_event(&mut self, at: Micros, kind: &EventKind) {
         self.log_start.get_or_insert(at);
         match kind {
-            EventKind::DrainBegun { host, by, .. } if *by == self.requester => {
+            EventKind::DrainStarted {
+                host,
+                requested_by: by,
+                ..
+            } if *by == self.requester => {
                 (self.host, self.departed_bytes, self.checkpoints, self.end) =
                     (Some(*host), 0, BTreeMap::new(), None);
             }
             // The resource manager keeps one deadline per host, the newest.
-            EventKind::DrainBegun {
+            EventKind::DrainStarted {
                 host,
-                by,
-                until: Some(_),
+                requested_by: by,
+                deadline: Some(_),
             } if self.host == Some(*host) => {
                 self.end.get_or_insert(DrainEnd::Superseded(*by));
             }
@@ -99,17 +103,21 @@ impl Progress {
             }
             EventKind::TaskStarted { tid, .. } => drop(self.started_at.insert(*tid, at)),
             EventKind::TaskEnded { tid, .. } => drop(self.started_at.remove(tid)),
-            EventKind::Checkpointed { set, job, .. } => {
+            EventKind::Checkpointed {
+                checkpoint: set,
+                job,
+                ..
+            } => {
                 self.checkpoints.insert(*job, set.clone());
                 self.checkpointed_at.insert(*job, at);
             }
-            EventKind::Moving { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
-            EventKind::Moved {
+            EventKind::MigrationStep { tid, step, .. } => drop(self.steps.insert(*tid, *step)),
+            EventKind::Migrated {
                 tid,
                 from,
                 bytes,
                 resident,
-                whole,
+                transfer_time: whole,
                 ..
             } => {
                 self.steps.remove(tid);
@@ -125,7 +133,7 @@ impl Progress {
                     );
                 }
             }
-            EventKind::MoveFailed { tid, .. } => drop(self.steps.remove(tid)),
+            EventKind::MigrationFailed { tid, .. } => drop(self.steps.remove(tid)),
             _ => {}
         }
     }
@@ -185,13 +193,13 @@ pub(super) fn megabytes(bytes: u64) -> String {
 mod tests {
     use super::*;
     use sempa_proto::MigrationId;
-    use sempa_proto::migration::{Cause, Usage};
+    use sempa_proto::migration::{MigrationCause, Usage};
 
     /// The text about a migrating task follows from the event log.
     #[test]
     fn progress_text_follows_log() {
         let (tid, host) = (Tid::from_raw(0x40001), HostId::MASTER);
-        let moving = |step| EventKind::Moving {
+        let moving = |step| EventKind::MigrationStep {
             id: MigrationId(1),
             tid,
             from: host,
@@ -217,10 +225,10 @@ mod tests {
             heard.migration_text(tid),
             format!("it is on its way, {} done", Step::Dump)
         );
-        let (cause, frozen) = (Cause::Drain { by: tid }, Micros(1));
+        let (cause, frozen) = (MigrationCause::Drain { requested_by: tid }, Micros(1));
         heard.apply_event(
             Micros(1),
-            &EventKind::Moved {
+            &EventKind::Migrated {
                 id: MigrationId(1),
                 tid,
                 from: host,
@@ -229,7 +237,7 @@ mod tests {
                 bytes: 200_000,
                 resident: 12_340_000,
                 frozen,
-                whole: frozen,
+                transfer_time: frozen,
             },
         );
         assert_eq!(
@@ -246,29 +254,29 @@ mod tests {
     fn totals_count_from_start_of_drain() {
         let [me, other, job] = [1, 2, 3].map(|n| Tid::from_raw(0x40000 + n));
         let (host, elsewhere, time) = (HostId::new(2).expect("a host"), HostId::MASTER, Micros(1));
-        let begun = |by| EventKind::DrainBegun {
+        let begun = |by| EventKind::DrainStarted {
             host,
-            by,
-            until: None,
+            requested_by: by,
+            deadline: None,
         };
         let written = |set: &str| EventKind::Checkpointed {
-            set: set.into(),
+            checkpoint: set.into(),
             job,
             tasks: 1,
             bytes: 1,
             frozen: time,
-            parked: false,
+            vacated: false,
         };
-        let moved = |from| EventKind::Moved {
+        let moved = |from| EventKind::Migrated {
             id: MigrationId(1),
             tid: job,
             from,
             to: elsewhere,
-            cause: Cause::Drain { by: me },
+            cause: MigrationCause::Drain { requested_by: me },
             bytes: 7,
             resident: 5,
             frozen: time,
-            whole: time,
+            transfer_time: time,
         };
         let mut heard = Progress::new(me);
         let mut hear = |kinds: &[EventKind]| {
@@ -294,12 +302,15 @@ mod tests {
     fn cancel_or_later_deadline_ends_drain() {
         let [me, other] = [1, 2].map(|n| Tid::from_raw(0x40000 + n));
         let (host, elsewhere) = (HostId::new(2).expect("a host"), HostId::MASTER);
-        let begun = |by, host, until: Option<u64>| EventKind::DrainBegun {
+        let begun = |by, host, until: Option<u64>| EventKind::DrainStarted {
             host,
-            by,
-            until: until.map(Micros),
+            requested_by: by,
+            deadline: until.map(Micros),
         };
-        let ended = |host| EventKind::DrainEnded { host, by: other };
+        let ended = |host| EventKind::DrainEnded {
+            host,
+            requested_by: other,
+        };
         let mut heard = Progress::new(me);
         let mut hear = |kinds: &[EventKind]| {
             kinds
@@ -347,12 +358,12 @@ mod tests {
         };
         let (set, tasks, bytes, frozen, parked) = ("a".to_string(), 2, 1, Micros(1), false);
         let written = EventKind::Checkpointed {
-            set,
+            checkpoint: set,
             job,
             tasks,
             bytes,
             frozen,
-            parked,
+            vacated: parked,
         };
         let mut heard = Progress::default();
         heard.apply_event(Micros(100), &start(child));

@@ -5,9 +5,9 @@
 
 use crate::memory::ProgramBytes;
 use bytes::Bytes;
-use sempa_proto::link::SMALL_BYTES_MAX;
+use sempa_proto::buffer_pool;
+use sempa_proto::link::INLINE_BODY_BYTES_MAX;
 use sempa_proto::message::{DSIG_X86_64, ENC_TRACE, ENC_XDR};
-use sempa_proto::pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 
 /// Value of `enc` that `pvm_getminfo` returns for a buffer packed in place.
@@ -108,7 +108,7 @@ pub(crate) struct Buffer {
 impl Drop for Body {
     fn drop(&mut self) {
         if let Body::Growing(bytes) = self {
-            pool::give(std::mem::take(bytes));
+            buffer_pool::recycle(std::mem::take(bytes));
         }
     }
 }
@@ -208,7 +208,7 @@ impl Buffer {
     pub(crate) fn wire_body(&mut self) -> PvmResult<Bytes> {
         match &mut self.body {
             Body::Growing(bytes) => {
-                let sealed = pool::seal(std::mem::take(bytes));
+                let sealed = buffer_pool::freeze(std::mem::take(bytes));
                 self.body = Body::Sealed(sealed.clone());
                 Ok(sealed)
             }
@@ -223,14 +223,14 @@ impl Buffer {
                     return Err(PvmError::NoMem);
                 }
                 let mut out = Vec::new();
-                pool::make_room(&mut out, total);
+                buffer_pool::reserve(&mut out, total);
                 for piece in pieces {
                     match piece {
                         Segment::UserMemory(span) => span.append_to(&mut out),
                         Segment::Owned(bytes) => out.extend_from_slice(bytes),
                     }
                 }
-                Ok(pool::seal(out))
+                Ok(buffer_pool::freeze(out))
             }
         }
     }
@@ -240,7 +240,9 @@ impl Buffer {
     #[inline]
     pub(crate) fn small_body(&self) -> Option<&[u8]> {
         match &self.body {
-            Body::Growing(bytes) if bytes.len() <= SMALL_BYTES_MAX && self.enc != Enc::Trace => {
+            Body::Growing(bytes)
+                if bytes.len() <= INLINE_BODY_BYTES_MAX && self.enc != Enc::Trace =>
+            {
                 Some(bytes)
             }
             _ => None,

@@ -12,7 +12,7 @@
 use crate::buffers::{BODY_BYTES_MAX, Buffer, Enc, Segment};
 use crate::memory::{ProgramBytes, Strided};
 use bytes::Bytes;
-use sempa_proto::pool;
+use sempa_proto::buffer_pool;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::ffi::CStr;
 
@@ -143,7 +143,7 @@ fn pack_array<T: Copy>(
     let enc = buffer.enc;
     let out = buffer.body_mut()?;
     check_body_limit(out, bytes)?;
-    pool::make_room(out, bytes);
+    buffer_pool::reserve(out, bytes);
     write(out, enc);
     Ok(())
 }

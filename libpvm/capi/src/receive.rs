@@ -17,7 +17,7 @@ use crate::session::{self, Session};
 use crate::trace;
 use libpvm::{Inbox, Runtime};
 use sempa_proto::message::CTX_TASK_CONTROL;
-use sempa_proto::trace::int;
+use sempa_proto::trace::int_item;
 use sempa_proto::{Message, PvmError, PvmResult};
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -138,14 +138,14 @@ fn run_handler(handler: HandlerFn, mid: i32, ctx: i32) {
             return Vec::new();
         };
         vec![
-            int("RST", -1),
-            int("RMC", buffer.tag),
-            int("RCX", buffer.ctx),
-            int("MB", mid),
-            int("MNB", buffer.len_as_int()),
-            int("MC", buffer.tag),
-            int("MCX", buffer.ctx),
-            int("SRC", buffer.src),
+            int_item("RST", -1),
+            int_item("RMC", buffer.tag),
+            int_item("RCX", buffer.ctx),
+            int_item("MB", mid),
+            int_item("MNB", buffer.len_as_int()),
+            int_item("MC", buffer.tag),
+            int_item("MCX", buffer.ctx),
+            int_item("SRC", buffer.src),
         ]
     });
     IN_HANDLER.set(true);

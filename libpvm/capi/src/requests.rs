@@ -7,11 +7,11 @@ use crate::{control, env, output, process, receive};
 use libpvm::Runtime;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{CTX_BASE, ENC_XDR};
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::table::{AddedHost, HostEntry, HostTable, TaskInfo};
 use sempa_proto::task::{
-    MailboxClass, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes, SPAWN_ARCH,
-    SPAWN_HOST, Service, Sink, SpawnRequest, TracerSettings,
+    MailboxClass, MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, RmServices,
+    SPAWN_ARCH, SPAWN_HOST, Service, Sink, SpawnRequest, TracerSettings,
 };
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
@@ -256,11 +256,11 @@ pub(crate) fn host_clock(host: i32) -> PvmResult<u64> {
 /// An error of the daemon. The loss of the connection is the expected result, not an error.
 pub(crate) fn halt() -> PvmResult<()> {
     let rt = session::runtime()?;
-    let paths = Place::of(process::uid() as u32, env::get)
+    let paths = RuntimePaths::from_env(process::uid() as u32, env::get)
         .ok()
         .filter(|_| rt.parent() == Tid::NONE);
     // The lock file holds the daemon's pid and is the last file that the daemon removes.
-    let lock_holder = || fs::read_to_string(paths.as_ref()?.lock()).ok();
+    let lock_holder = || fs::read_to_string(paths.as_ref()?.lock_file()).ok();
     let before = lock_holder();
     match expect_done(rt.request(Request::Halt)) {
         Ok(()) | Err(PvmError::SysErr) => {}
@@ -337,7 +337,7 @@ pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult
     let tids: Vec<Tid> = vals.iter().map(|tid| Tid::from_raw(*tid)).collect();
     let ask = |what| {
         rt.notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx,
             tag,
             cancel,
@@ -353,12 +353,12 @@ pub(crate) fn notify(what: i32, tag: i32, count: i32, vals: &[i32]) -> PvmResult
             if others.is_empty() {
                 Ok(())
             } else {
-                ask(NotifyWhat::TaskExit(others))
+                ask(NotifySubjects::TaskExit(others))
             }
         }
         2 if count < 1 => Err(PvmError::BadParam),
-        2 => ask(NotifyWhat::HostDelete(tids)),
-        3 => ask(NotifyWhat::HostAdd { count }),
+        2 => ask(NotifySubjects::HostDelete(tids)),
+        3 => ask(NotifySubjects::HostAdd { count }),
         4 => rt.notify_new_routes(ctx, tag, if cancel { 0 } else { count }),
         5 if count < 1 => Err(PvmError::BadParam),
         5 => tids
@@ -573,7 +573,7 @@ pub(crate) fn no_reset_tasks() -> PvmResult<Vec<i32>> {
 /// # Errors
 /// `BadParam` for no numbers or too many numbers.
 pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
-    match session::runtime()?.request(Request::Tickle(words)) {
+    match session::runtime()?.request(Request::DebugQuery(words)) {
         Reply::Numbers(numbers) => Ok(numbers),
         other => Err(reply_error(&other)),
     }
@@ -587,10 +587,10 @@ pub(crate) fn tickle(words: Vec<i32>) -> PvmResult<Vec<i32>> {
 pub(crate) fn register_rm() -> PvmResult<(i32, Option<HostEntry>)> {
     let rt = session::runtime()?;
     let (previous, master) = rt
-        .register_rm(RmServes {
+        .register_rm(RmServices {
             spawn: true,
             others: true,
-            ends: true,
+            task_exits: true,
         })
         .map_err(|error| error.code)?;
     put_own_tid(sempa_proto::sm::RM_CLASS)?;

@@ -7,8 +7,8 @@ use crate::receive;
 use crate::session::{self, Session};
 use bytes::Bytes;
 use libpvm::Runtime;
-use sempa_proto::link::SMALL_BYTES_MAX;
-use sempa_proto::message::{DSIG_X86_64, message_head};
+use sempa_proto::link::INLINE_BODY_BYTES_MAX;
+use sempa_proto::message::{DSIG_X86_64, encode_message_head};
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -80,7 +80,7 @@ fn try_send_inline(session: &mut Session, tid: i32, tag: i32) -> bool {
     }
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
     let direct = pvmrouteopt.load(Relaxed) == ROUTE_DIRECT;
-    let head = message_head(ctx, tag, buffer.wid, buffer.enc.sent_code());
+    let head = encode_message_head(ctx, tag, buffer.wid, buffer.enc.sent_code());
     let sent = rt.try_send_inline(dst, head, body, direct);
     if sent {
         buffer.record_sent(rt.tid(), dst, ctx, tag);
@@ -184,9 +184,9 @@ pub(crate) fn send_array(tid: i32, tag: i32, items: &Strided<u8>) -> PvmResult<(
     let (dst, ctx) = (Tid::from_raw(tid), pvmmyctx.load(Relaxed));
     if let Some(small) = items
         .as_slice()
-        .filter(|bytes| bytes.len() <= SMALL_BYTES_MAX)
+        .filter(|bytes| bytes.len() <= INLINE_BODY_BYTES_MAX)
     {
-        let head = message_head(ctx, tag, 0, DSIG_X86_64);
+        let head = encode_message_head(ctx, tag, 0, DSIG_X86_64);
         if rt.try_send_inline(dst, head, small, pvmrouteopt.load(Relaxed) == ROUTE_DIRECT) {
             poll_if_prompt(&rt);
             return Ok(());

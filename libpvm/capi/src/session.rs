@@ -18,7 +18,7 @@ use crate::output::OutputCatcher;
 use crate::process;
 use crate::receive::Matcher;
 use libpvm::{EnrollError, Runtime};
-use sempa_proto::task::AtEnd;
+use sempa_proto::task::OnDaemonExit;
 use sempa_proto::{Message, PvmError, PvmResult, Tid};
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering::Relaxed;
@@ -195,7 +195,7 @@ impl Session {
             }
         }
         process::prepare_for_fork();
-        let rt = libpvm::enroll(AtEnd::Signalled).map_err(report_enroll_error)?;
+        let rt = libpvm::enroll(OnDaemonExit::Terminate).map_err(report_enroll_error)?;
         self.adopt_settings(&rt);
         rt.set_accepts_routes(pvmrouteopt.load(Relaxed) != ROUTE_NONE);
         self.runtime = Some(rt);

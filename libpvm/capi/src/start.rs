@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 use crate::{env, process, session};
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, OsStr, OsString};
 use std::io::Read;
@@ -30,16 +30,16 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 /// `DupHost` if a daemon is already running, `CantStart` if the new one does not come up, `SysErr`
 /// if it does not accept this task.
 pub(crate) fn start_daemon(args: &[Vec<u8>], block: bool) -> PvmResult<()> {
-    let paths = Place::of(process::uid() as u32, env::get).map_err(|reason| {
+    let paths = RuntimePaths::from_env(process::uid() as u32, env::get).map_err(|reason| {
         session::log_stderr(&format!("{reason}\n"), true);
         PvmError::CantStart
     })?;
-    let accepts_connections = || UnixStream::connect(paths.socket()).is_ok();
+    let accepts_connections = || UnixStream::connect(paths.daemon_socket()).is_ok();
     let deadline = Instant::now() + EXIT_TIMEOUT;
     // A daemon that was halted accepts connections for a moment longer.
     while accepts_connections() {
         let left = deadline.saturating_duration_since(Instant::now());
-        if left < RETRY_INTERVAL || libpvm::runtime::daemon_answers(&paths.socket(), left) {
+        if left < RETRY_INTERVAL || libpvm::runtime::daemon_answers(&paths.daemon_socket(), left) {
             return Err(PvmError::DupHost);
         }
         std::thread::sleep(RETRY_INTERVAL);

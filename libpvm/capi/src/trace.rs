@@ -13,8 +13,8 @@ use crate::session;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::message::{ENC_TRACE, ENC_XDR};
 use sempa_proto::trace::{
-    EVENT_ENTRY, EVENT_EXIT, Item, USER_EVENT_END, Value, head, int, ints, mask_has, pack_group,
-    pack_record,
+    EVENT_ENTRY, EVENT_EXIT, TraceItem, TraceValue, USER_EVENT_END_MARKER, int_item, ints_item,
+    mask_selects, pack_group, pack_record, record_head,
 };
 use sempa_proto::{Message, Tid};
 use std::cell::Cell;
@@ -83,16 +83,16 @@ fn enabled_event_number(event: &str) -> Option<i32> {
         return None;
     }
     let number = EventMask::event_number(event)? as i32;
-    mask_has(&pvmtrc.mask(), number).then_some(number)
+    mask_selects(&pvmtrc.mask(), number).then_some(number)
 }
 
 /// Runs a call of the interface and records it. `entry` and `exit` return the items to record
 /// before and after `body`.
 pub(crate) fn traced_call<R>(
     event: &str,
-    entry: impl FnOnce() -> Vec<Item>,
+    entry: impl FnOnce() -> Vec<TraceItem>,
     body: impl FnOnce() -> R,
-    exit: impl FnOnce(&R) -> Vec<Item>,
+    exit: impl FnOnce(&R) -> Vec<TraceItem>,
 ) -> R {
     IN_LIBRARY_CALL.with(|inside| {
         if inside.get() || pvmtoplvl.load(Relaxed) == 0 {
@@ -114,9 +114,9 @@ pub(crate) fn traced_call<R>(
 fn recorded_call<R>(
     inside: &Cell<bool>,
     event: &str,
-    entry: impl FnOnce() -> Vec<Item>,
+    entry: impl FnOnce() -> Vec<TraceItem>,
     body: impl FnOnce() -> R,
-    exit: impl FnOnce(&R) -> Vec<Item>,
+    exit: impl FnOnce(&R) -> Vec<TraceItem>,
 ) -> R {
     let began = process::now();
     let mut entry = Some(entry);
@@ -149,10 +149,10 @@ fn recorded_call<R>(
 /// library reports its calls in this way.
 pub(crate) mod external {
     use super::{
-        EVENT_ENTRY, EVENT_EXIT, Item, OPTION_TIME, event_name, has_tracer, process, pvmtrc,
+        EVENT_ENTRY, EVENT_EXIT, OPTION_TIME, TraceItem, event_name, has_tracer, process, pvmtrc,
         record, state,
     };
-    use sempa_proto::trace::mask_has;
+    use sempa_proto::trace::mask_selects;
     use std::cell::{Cell, RefCell};
     use std::sync::atomic::Ordering::Relaxed;
 
@@ -163,7 +163,7 @@ pub(crate) mod external {
     struct OpenRecord {
         event: i32,
         at: (i64, i64),
-        items: Vec<Item>,
+        items: Vec<TraceItem>,
     }
 
     thread_local! {
@@ -176,7 +176,7 @@ pub(crate) mod external {
     pub(crate) fn is_enabled(number: i32) -> bool {
         has_tracer()
             && (0..libpvm::trace_events::EVENTS.len() as i32).contains(&number)
-            && mask_has(&pvmtrc.mask(), number)
+            && mask_selects(&pvmtrc.mask(), number)
     }
 
     /// Starts a record of an event, or of the begin or end of a call. Returns false, with nothing
@@ -203,7 +203,7 @@ pub(crate) mod external {
 
     /// Adds an item to the record under construction. Returns false if there is no record or if it
     /// is full.
-    pub(crate) fn add_item(item: Item) -> bool {
+    pub(crate) fn add_item(item: TraceItem) -> bool {
         OPEN_RECORD.with_borrow_mut(|open| match open {
             Some(open) if open.items.len() < ITEMS_MAX => {
                 open.items.push(item);
@@ -224,19 +224,19 @@ pub(crate) mod external {
     #[cfg(test)]
     mod tests {
         use super::*;
-        use sempa_proto::trace::int;
+        use sempa_proto::trace::int_item;
 
         /// Without a tracer no event is enabled, and no record can be started.
         #[test]
         fn untraced_event_starts_no_record() {
-            assert!(!begin_record(1, EVENT_ENTRY) && !add_item(int("CC", 1)));
+            assert!(!begin_record(1, EVENT_ENTRY) && !add_item(int_item("CC", 1)));
             assert!(!is_enabled(-1) && !is_enabled(i32::MAX));
         }
     }
 }
 
 /// Records an event without an end, such as `exit`.
-pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<Item>) {
+pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<TraceItem>) {
     if IN_LIBRARY_CALL.get() && event != "mhf_invoke" {
         return;
     }
@@ -246,32 +246,32 @@ pub(crate) fn record_event(event: &str, items: impl FnOnce() -> Vec<Item>) {
 }
 
 /// Items of a call that returns only a code.
-pub(crate) fn return_code_items(answer: &i32) -> Vec<Item> {
-    vec![int("CC", *answer)]
+pub(crate) fn return_code_items(answer: &i32) -> Vec<TraceItem> {
+    vec![int_item("CC", *answer)]
 }
 
 /// Returns an item with an address in the program's memory.
-pub(crate) fn address_item<T>(name: &'static str, place: *const T) -> Item {
-    Item {
+pub(crate) fn address_item<T>(name: &'static str, place: *const T) -> TraceItem {
+    TraceItem {
         name,
-        value: Value::Long(place as i64),
+        value: TraceValue::Long(place as i64),
     }
 }
 
 /// Returns an item with a list of texts.
-pub(crate) fn text_list_item(name: &'static str, value: Vec<Vec<u8>>) -> Item {
-    Item {
+pub(crate) fn text_list_item(name: &'static str, value: Vec<Vec<u8>>) -> TraceItem {
+    TraceItem {
         name,
-        value: Value::Texts(value),
+        value: TraceValue::Texts(value),
     }
 }
 
 /// For records without items of their own.
-pub(crate) fn no_items() -> Vec<Item> {
+pub(crate) fn no_items() -> Vec<TraceItem> {
     Vec::new()
 }
 
-fn record(name: &str, event: i32, at: (i64, i64), items: Vec<Item>) {
+fn record(name: &str, event: i32, at: (i64, i64), items: Vec<TraceItem>) {
     let mut state = state();
     if matches!(pvmtrc.trace_opt.load(Relaxed), OPTION_TIME | OPTION_COUNT) {
         state
@@ -291,14 +291,20 @@ fn record(name: &str, event: i32, at: (i64, i64), items: Vec<Item>) {
 }
 
 impl TraceState {
-    fn append(&mut self, name: &str, event: i32, (seconds, micros): (i64, i64), items: Vec<Item>) {
+    fn append(
+        &mut self,
+        name: &str,
+        event: i32,
+        (seconds, micros): (i64, i64),
+        items: Vec<TraceItem>,
+    ) {
         let sink = [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag]
             .map(|place| place.load(Relaxed));
         let sink = (sink[0], sink[1], sink[2]);
         if self.sink != sink {
             (self.sink, self.described_events) = (sink, BTreeSet::new());
         }
-        let mut all = head(seconds as i32, micros as i32, pvmmytid.load(Relaxed));
+        let mut all = record_head(seconds as i32, micros as i32, pvmmytid.load(Relaxed));
         all.extend(items);
         let mut out = Packer::new(Encoding::Xdr);
         let describe = self.described_events.insert(event);
@@ -346,22 +352,28 @@ pub(crate) fn flush() {
             .keys()
             .map(|event| event_name(*event).to_vec())
             .collect();
-        let mut items = vec![int("VCT", sums.len() as i32), text_list_item("VID", names)];
+        let mut items = vec![
+            int_item("VCT", sums.len() as i32),
+            text_list_item("VID", names),
+        ];
         if timing {
-            items.push(ints(
+            items.push(ints_item(
                 "TGS",
                 sums.values()
                     .map(|sum| (sum.micros / 1_000_000) as i32)
                     .collect(),
             ));
-            items.push(ints(
+            items.push(ints_item(
                 "TGU",
                 sums.values()
                     .map(|sum| (sum.micros % 1_000_000) as i32)
                     .collect(),
             ));
         }
-        items.push(ints("PRF", sums.values().map(|sum| sum.count).collect()));
+        items.push(ints_item(
+            "PRF",
+            sums.values().map(|sum| sum.count).collect(),
+        ));
         let name = if timing { "timing" } else { "profiling" };
         let number = EventMask::event_number(name).map_or(0, |number| number as i32);
         state.append(name, number, process::now(), items);
@@ -386,7 +398,7 @@ pub(crate) fn user_event(body: &[u8]) {
         return;
     }
     let mut out = Packer::new(Encoding::Xdr);
-    out.append_encoded(body).int(USER_EVENT_END);
+    out.append_encoded(body).int(USER_EVENT_END_MARKER);
     let sink =
         [&pvmtrc.trace_tid, &pvmtrc.trace_ctx, &pvmtrc.trace_tag].map(|place| place.load(Relaxed));
     send_to_tracer((sink[0], sink[1], sink[2]), ENC_TRACE, out.finish());

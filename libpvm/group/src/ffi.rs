@@ -7,10 +7,10 @@
 
 #![allow(unsafe_code)]
 
-use crate::collect::{self, Circle};
-use crate::combine::{Op, combine};
-use crate::pvm::{self, Data, Kind};
-use crate::server;
+use crate::collective::{self, Collective};
+use crate::pvm::{self, ElementType, Elements};
+use crate::reduce_ops::{ReduceOp, combine};
+use crate::server_compat;
 use sempa_proto::group::{GroupCall, GroupEvent};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -32,7 +32,7 @@ pub static pvmgs_tmout: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut())
 ///
 /// # Safety
 /// `group` is null or a string that lives for `'a`.
-unsafe fn name<'a>(group: *const c_char) -> &'a CStr {
+unsafe fn group_name<'a>(group: *const c_char) -> &'a CStr {
     if group.is_null() {
         c""
     } else {
@@ -45,17 +45,17 @@ unsafe fn name<'a>(group: *const c_char) -> &'a CStr {
 ///
 /// # Safety
 /// `group` is null or a string.
-unsafe fn quietly(
+unsafe fn request_number(
     call: GroupCall,
     event: GroupEvent,
     group: *const c_char,
     number: c_int,
 ) -> c_int {
     // SAFETY: the caller's contract: null or a string.
-    let group = unsafe { name(group) };
+    let group = unsafe { group_name(group) };
     let ask = || {
         (
-            pvm::number(call, group, number).unwrap_or_else(pvm::note),
+            pvm::request_number(call, group, number).unwrap_or_else(pvm::set_errno),
             Vec::new(),
         )
     };
@@ -69,7 +69,7 @@ unsafe fn quietly(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Join, GroupEvent::Join, group, 0) }
+    unsafe { request_number(GroupCall::Join, GroupEvent::Join, group, 0) }
 }
 
 /// Leaves a group.
@@ -79,7 +79,7 @@ pub unsafe extern "C" fn pvm_joingroup(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Leave, GroupEvent::Leave, group, 0) }
+    unsafe { request_number(GroupCall::Leave, GroupEvent::Leave, group, 0) }
 }
 
 /// Returns the instance number of a task.
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn pvm_lvgroup(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Instance, GroupEvent::Instance, group, tid) }
+    unsafe { request_number(GroupCall::Instance, GroupEvent::Instance, group, tid) }
 }
 
 /// Returns the task with an instance number.
@@ -99,7 +99,7 @@ pub unsafe extern "C" fn pvm_getinst(group: *const c_char, tid: c_int) -> c_int 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Member, GroupEvent::Member, group, instance) }
+    unsafe { request_number(GroupCall::Member, GroupEvent::Member, group, instance) }
 }
 
 /// Returns the number of members.
@@ -109,7 +109,7 @@ pub unsafe extern "C" fn pvm_gettid(group: *const c_char, instance: c_int) -> c_
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Size, GroupEvent::Size, group, 0) }
+    unsafe { request_number(GroupCall::Size, GroupEvent::Size, group, 0) }
 }
 
 /// Waits until `count` members wait; −1: all current members.
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn pvm_gsize(group: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    unsafe { quietly(GroupCall::Barrier, GroupEvent::Barrier, group, count) }
+    unsafe { request_number(GroupCall::Barrier, GroupEvent::Barrier, group, count) }
 }
 
 /// Waits until `count` members call this function; then the group accepts no new members.
@@ -129,7 +129,8 @@ pub unsafe extern "C" fn pvm_barrier(group: *const c_char, count: c_int) -> c_in
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_freezegroup(group: *const c_char, count: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    pvm::number(GroupCall::Freeze, unsafe { name(group) }, count).unwrap_or_else(pvm::note)
+    pvm::request_number(GroupCall::Freeze, unsafe { group_name(group) }, count)
+        .unwrap_or_else(pvm::set_errno)
 }
 
 /// Sends the active send buffer to all members except the caller, which need not be a member.
@@ -139,10 +140,10 @@ pub unsafe extern "C" fn pvm_freezegroup(group: *const c_char, count: c_int) -> 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
     // SAFETY: by this function's contract.
-    let group = unsafe { name(group) };
+    let group = unsafe { group_name(group) };
     let others = || {
         let me = pvm::mytid()?;
-        let mut members = pvm::list(GroupCall::Members, group)?;
+        let mut members = pvm::request_list(GroupCall::Members, group)?;
         members.retain(|tid| *tid != 0 && *tid != me);
         if members.is_empty() {
             Err(PvmError::NoInst)
@@ -152,12 +153,12 @@ pub unsafe extern "C" fn pvm_bcast(group: *const c_char, tag: c_int) -> c_int {
     };
     pvm::traced(GroupEvent::Bcast, group, tag, || match others() {
         Ok(others) => (pvm::mcast(&others, tag), others),
-        Err(error) => (pvm::note(error), Vec::new()),
+        Err(error) => (pvm::set_errno(error), Vec::new()),
     })
 }
 
 /// Makes a collective call: returns 0 on success and reports an error.
-fn together(
+fn collective_call(
     event: GroupEvent,
     (place, group, tag): (&CStr, &CStr, c_int),
     work: impl FnOnce() -> PvmResult<()>,
@@ -172,45 +173,47 @@ fn together(
 }
 
 /// Arrays of a gather or scatter call.
-struct Parts {
+struct CollectiveArrays {
     /// `count` elements of this member.
-    one: *mut c_void,
+    member: *mut c_void,
     /// At the root: `count` elements for each instance.
-    all: *mut c_void,
+    root: *mut c_void,
     count: c_int,
     kind: c_int,
 }
 
 /// Exchanges data between the members: own elements, and at the root the elements of each instance.
-type Exchange = fn(&Circle, &Data, &dyn Fn(usize) -> Data) -> PvmResult<()>;
+type Exchange = fn(&Collective, &Elements, &dyn Fn(usize) -> Elements) -> PvmResult<()>;
 
 /// Makes a gather or scatter call.
 ///
 /// # Safety
 /// `group` is null or a string; the arrays are null or have the length that [`Parts`] states.
-unsafe fn by_instance(
+unsafe fn gather_or_scatter(
     (event, place): (GroupEvent, &CStr),
     (group, root, tag): (*const c_char, c_int, c_int),
-    parts: Parts,
+    parts: CollectiveArrays,
     exchange: Exchange,
 ) -> c_int {
     // SAFETY: by this function's contract.
-    let group = unsafe { name(group) };
+    let group = unsafe { group_name(group) };
     let work = || {
-        let kind = Kind::try_from(parts.kind)?;
+        let kind = ElementType::try_from(parts.kind)?;
         // SAFETY: by this function's contract.
-        let one = unsafe { Data::new(parts.one, parts.count, kind)? };
-        let circle = Circle::of(group, root, tag)?;
-        if !circle.am_root() {
+        let one = unsafe { Elements::new(parts.member, parts.count, kind)? };
+        let circle = Collective::query(group, root, tag)?;
+        if !circle.is_root() {
             return exchange(&circle, &one, &|_| one);
         }
-        circle.without_holes()?;
+        circle.contiguous_size()?;
         // SAFETY: by this function's contract, because this is the root.
-        let all = unsafe { Data::new(parts.all, parts.count, kind)? };
+        let all = unsafe { Elements::new(parts.root, parts.count, kind)? };
         // SAFETY: the array has `count` elements for each instance.
-        exchange(&circle, &one, &|instance| unsafe { all.part(instance) })
+        exchange(&circle, &one, &|instance| unsafe {
+            all.instance_part(instance)
+        })
     };
-    together(event, (place, group, tag), work)
+    collective_call(event, (place, group, tag), work)
 }
 
 /// Collects `count` elements of every member in the root's `result`, ordered by instance.
@@ -228,19 +231,19 @@ pub unsafe extern "C" fn pvm_gather(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
-    let parts = Parts {
-        one: data,
-        all: result,
+    let parts = CollectiveArrays {
+        member: data,
+        root: result,
         count,
         kind,
     };
     // SAFETY: by this function's contract.
     unsafe {
-        by_instance(
+        gather_or_scatter(
             (GroupEvent::Gather, c"pvm_gather"),
             (group, root, tag),
             parts,
-            collect::gather,
+            collective::gather,
         )
     }
 }
@@ -261,19 +264,19 @@ pub unsafe extern "C" fn pvm_scatter(
     group: *const c_char,
     root: c_int,
 ) -> c_int {
-    let parts = Parts {
-        one: result,
-        all: data,
+    let parts = CollectiveArrays {
+        member: result,
+        root: data,
         count,
         kind,
     };
     // SAFETY: by this function's contract.
     unsafe {
-        by_instance(
+        gather_or_scatter(
             (GroupEvent::Scatter, c"pvm_scatter"),
             (group, root, tag),
             parts,
-            collect::scatter,
+            collective::scatter,
         )
     }
 }
@@ -294,41 +297,48 @@ pub unsafe extern "C" fn pvm_reduce(
     root: c_int,
 ) -> c_int {
     // SAFETY: by this function's contract.
-    let group = unsafe { name(group) };
-    let mut told = 0;
+    let group = unsafe { group_name(group) };
+    let mut function_error = 0;
     let reduce = || {
-        let (function, known) = (function.ok_or(PvmError::BadParam)?, Kind::try_from(kind)?);
+        let (function, element_type) = (
+            function.ok_or(PvmError::BadParam)?,
+            ElementType::try_from(kind)?,
+        );
         // SAFETY: by this function's contract.
-        let data = unsafe { Data::new(data, count, known)? };
-        let circle = Circle::of(group, root, tag)?;
-        let words = if circle.am_root() {
-            (count as usize * known.size()).div_ceil(8)
+        let data = unsafe { Elements::new(data, count, element_type)? };
+        let circle = Collective::query(group, root, tag)?;
+        let words = if circle.is_root() {
+            (count as usize * element_type.size()).div_ceil(8)
         } else {
             1
         };
         let mut memory = vec![0u64; words];
         // SAFETY: the memory has all elements at the root; other members do not use it.
-        let spare = unsafe { Data::new(memory.as_mut_ptr().cast(), count, known)? };
-        collect::reduce(&circle, &data, &spare, || {
+        let received = unsafe { Elements::new(memory.as_mut_ptr().cast(), count, element_type)? };
+        collective::reduce(&circle, &data, &received, || {
             let (mut kind, mut count, mut info) = (kind, count, 0);
             function(
                 &mut kind,
-                data.place(),
-                spare.place(),
+                data.as_ptr(),
+                received.as_ptr(),
                 &mut count,
                 &mut info,
             );
-            told = info.min(0);
-            if told == 0 {
+            function_error = info.min(0);
+            if function_error == 0 {
                 Ok(())
             } else {
-                Err(PvmError::from_code(told).unwrap_or(PvmError::BadParam))
+                Err(PvmError::from_code(function_error).unwrap_or(PvmError::BadParam))
             }
         })
     };
-    let done = together(GroupEvent::Reduce, (c"pvm_reduce", group, tag), reduce);
+    let done = collective_call(GroupEvent::Reduce, (c"pvm_reduce", group, tag), reduce);
     // The program's function may use error codes that PVM does not know.
-    if told < 0 { told } else { done }
+    if function_error < 0 {
+        function_error
+    } else {
+        done
+    }
 }
 
 /// Executes one of the predefined reduce functions.
@@ -337,7 +347,7 @@ pub unsafe extern "C" fn pvm_reduce(
 /// `kind` and `count` point to one value each, `info` is null or does; both arrays have `*count`
 /// elements of this type.
 unsafe fn predefined(
-    op: Op,
+    op: ReduceOp,
     kind: *mut c_int,
     x: *mut c_void,
     y: *mut c_void,
@@ -345,7 +355,7 @@ unsafe fn predefined(
     info: *mut c_int,
 ) {
     // SAFETY: by this function's contract both point to one value.
-    let (kind, count) = unsafe { (Kind::try_from(*kind), *count) };
+    let (kind, count) = unsafe { (ElementType::try_from(*kind), *count) };
     // SAFETY: by this function's contract the arrays have this many elements.
     let done = kind
         .and_then(|kind| unsafe { combine(op, kind, x, y, usize::try_from(count).unwrap_or(0)) });
@@ -378,20 +388,20 @@ macro_rules! reducers {
 }
 reducers! {
     /// Selects the larger of two elements; for complex numbers the one with the larger modulus.
-    PvmMax = Op::Max;
+    PvmMax = ReduceOp::Max;
     /// Selects the smaller of two elements; for complex numbers the one with the smaller modulus.
-    PvmMin = Op::Min;
+    PvmMin = ReduceOp::Min;
     /// Adds the elements of both arrays.
-    PvmSum = Op::Sum;
+    PvmSum = ReduceOp::Sum;
     /// Multiplies the elements of both arrays.
-    PvmProduct = Op::Product;
+    PvmProduct = ReduceOp::Product;
 }
 
 /// Returns the tid for messages to the group server. Programs written for PVM's group server get
 /// their replies from there.
 #[unsafe(no_mangle)]
 pub extern "C" fn gs_getgstid() -> c_int {
-    let tid = server::tid().unwrap_or_else(pvm::note);
+    let tid = server_compat::server_tid().unwrap_or_else(pvm::set_errno);
     gstid.store(tid, Relaxed);
     tid
 }

@@ -7,13 +7,13 @@
 //! has loaded.
 //!
 //! * [`ffi`]: the functions that programs call.
-//! * `collect`: gather, scatter, reduce.
-//! * `combine`: the predefined reduce functions.
-//! * `server`: replaces PVM's group server.
+//! * `collective`: gather, scatter, reduce.
+//! * `reduce_ops`: the predefined reduce functions.
+//! * `server_compat`: replaces PVM's group server.
 //! * `pvm`: typed access to `libpvm3`.
 
-mod collect;
-mod combine;
+mod collective;
 pub mod ffi;
 mod pvm;
-mod server;
+mod reduce_ops;
+mod server_compat;

@@ -10,7 +10,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 
 /// Context of notifications about members; programs do not use it.
-const CTX_NOTES: c_int = CTX_GROUPS - 1;
+const CTX_NOTIFICATIONS: c_int = CTX_GROUPS - 1;
 /// PVM's constant `PvmTaskExit` for `pvm_notify`.
 const TASK_EXIT: c_int = 1;
 /// PVM's constant `PvmNotifyCancel` for `pvm_notify`.
@@ -18,13 +18,13 @@ const NOTIFY_CANCEL: c_int = 256;
 /// PVM's constant `PvmDataDefault`, XDR encoding.
 const DATA_DEFAULT: c_int = 0;
 /// Time to wait for a member's message before its exit is checked.
-const PATIENCE: TimeVal = TimeVal {
+const EXIT_CHECK_INTERVAL: TimeVal = TimeVal {
     seconds: 1,
     micros: 0,
 };
 /// Time to wait for the answer to a cancelled notification. A later answer is recognized by its tag
 /// and dropped.
-const CANCEL_TIME: TimeVal = TimeVal {
+const CANCEL_TIMEOUT: TimeVal = TimeVal {
     seconds: 5,
     micros: 0,
 };
@@ -97,7 +97,7 @@ unsafe extern "C" {
 }
 
 /// Converts a result of PVM: negative numbers are error codes.
-fn good(answer: c_int) -> PvmResult<c_int> {
+fn check_code(answer: c_int) -> PvmResult<c_int> {
     if answer >= 0 {
         Ok(answer)
     } else {
@@ -106,10 +106,10 @@ fn good(answer: c_int) -> PvmResult<c_int> {
 }
 
 /// Makes a group request whose reply is a number.
-pub(crate) fn number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<c_int> {
+pub(crate) fn request_number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<c_int> {
     let null = std::ptr::null_mut();
     // SAFETY: the name is a string, and no list is requested.
-    good(unsafe {
+    check_code(unsafe {
         sempa_group_request(
             call as c_int,
             group.as_ptr(),
@@ -121,10 +121,12 @@ pub(crate) fn number(call: GroupCall, group: &CStr, number: c_int) -> PvmResult<
 }
 
 /// Makes a group request whose reply is a list.
-pub(crate) fn list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
+pub(crate) fn request_list(call: GroupCall, group: &CStr) -> PvmResult<Vec<c_int>> {
     let (mut place, mut count) = (std::ptr::null_mut(), 0);
     // SAFETY: the name is a string, and the pointers point to one value each.
-    good(unsafe { sempa_group_request(call as c_int, group.as_ptr(), 0, &mut place, &mut count) })?;
+    check_code(unsafe {
+        sempa_group_request(call as c_int, group.as_ptr(), 0, &mut place, &mut count)
+    })?;
     if place.is_null() {
         return Ok(Vec::new());
     }
@@ -143,13 +145,13 @@ pub(crate) fn traced<F>(event: GroupEvent, group: &CStr, argument: c_int, body: 
 where
     F: FnOnce() -> (c_int, Vec<c_int>),
 {
-    let mut call = Call {
+    let mut call = TracedCall {
         body: Some(body),
         receivers: Vec::new(),
         list: std::ptr::null(),
         count: 0,
     };
-    let place: *mut Call<F> = &mut call;
+    let place: *mut TracedCall<F> = &mut call;
     // SAFETY: `run` gets the call that it expects, and nothing else uses it meanwhile. The
     // receivers live as long as the call.
     unsafe {
@@ -161,7 +163,7 @@ where
             event as c_int,
             group.as_ptr(),
             argument,
-            run::<F>,
+            run_traced::<F>,
             place.cast(),
             list,
             count,
@@ -170,16 +172,16 @@ where
 }
 
 /// A call in progress, and the data for the trace record of its end.
-struct Call<F> {
+struct TracedCall<F> {
     body: Option<F>,
     receivers: Vec<c_int>,
     list: *const c_int,
     count: c_int,
 }
 
-extern "C" fn run<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_int {
+extern "C" fn run_traced<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_int {
     // SAFETY: `traced` passes its own call, and only to this function.
-    let call = unsafe { &mut *data.cast::<Call<F>>() };
+    let call = unsafe { &mut *data.cast::<TracedCall<F>>() };
     let Some(body) = call.body.take() else {
         return PvmError::SysErr.code();
     };
@@ -190,7 +192,7 @@ extern "C" fn run<F: FnOnce() -> (c_int, Vec<c_int>)>(data: *mut c_void) -> c_in
 }
 
 pub(crate) fn mytid() -> PvmResult<c_int> {
-    good(pvm_mytid())
+    check_code(pvm_mytid())
 }
 
 /// Reports an error as a function of `libpvm3` does; returns its code.
@@ -200,7 +202,7 @@ pub(crate) fn report(place: &CStr, error: PvmError) -> c_int {
 }
 
 /// Sets `pvm_errno` without a report; returns the code.
-pub(crate) fn note(error: PvmError) -> c_int {
+pub(crate) fn set_errno(error: PvmError) -> c_int {
     // SAFETY: an int of `libpvm3` that both libraries access atomically.
     unsafe { pvm_errno.store(error.code(), Relaxed) };
     error.code()
@@ -214,7 +216,7 @@ pub(crate) fn mcast(tids: &[c_int], tag: c_int) -> c_int {
 
 /// Adds a message handler in the context of groups; returns its id.
 pub(crate) fn add_handler(src: c_int, tag: c_int, handler: Handler) -> PvmResult<c_int> {
-    good(pvm_addmhf(src, tag, CTX_GROUPS, Some(handler)))
+    check_code(pvm_addmhf(src, tag, CTX_GROUPS, Some(handler)))
 }
 
 /// Removes a message handler by its id.
@@ -224,7 +226,7 @@ pub(crate) fn remove_handler(id: c_int) {
 
 /// Element types that collective calls support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ElementType {
     Byte,
     Short,
     Int,
@@ -235,47 +237,47 @@ pub(crate) enum Kind {
     Long,
 }
 
-impl TryFrom<c_int> for Kind {
+impl TryFrom<c_int> for ElementType {
     type Error = PvmError;
 
     /// Converts a code of `pvm3.h`; collective calls do not support strings and unsigned types.
-    fn try_from(code: c_int) -> PvmResult<Kind> {
+    fn try_from(code: c_int) -> PvmResult<ElementType> {
         Ok(match code {
-            1 => Kind::Byte,
-            2 => Kind::Short,
-            3 => Kind::Int,
-            4 => Kind::Float,
-            5 => Kind::Cplx,
-            6 => Kind::Double,
-            7 => Kind::Dcplx,
-            8 => Kind::Long,
+            1 => ElementType::Byte,
+            2 => ElementType::Short,
+            3 => ElementType::Int,
+            4 => ElementType::Float,
+            5 => ElementType::Cplx,
+            6 => ElementType::Double,
+            7 => ElementType::Dcplx,
+            8 => ElementType::Long,
             _ => return Err(PvmError::BadParam),
         })
     }
 }
 
-impl Kind {
+impl ElementType {
     /// Size of one element in bytes.
     pub(crate) fn size(self) -> usize {
         match self {
-            Kind::Byte => 1,
-            Kind::Short => 2,
-            Kind::Int | Kind::Float => 4,
-            Kind::Cplx | Kind::Double | Kind::Long => 8,
-            Kind::Dcplx => 16,
+            ElementType::Byte => 1,
+            ElementType::Short => 2,
+            ElementType::Int | ElementType::Float => 4,
+            ElementType::Cplx | ElementType::Double | ElementType::Long => 8,
+            ElementType::Dcplx => 16,
         }
     }
 }
 
 /// Elements in the program's memory.
 #[derive(Clone, Copy)]
-pub(crate) struct Data {
-    place: *mut c_void,
+pub(crate) struct Elements {
+    address: *mut c_void,
     count: c_int,
-    kind: Kind,
+    element_type: ElementType,
 }
 
-impl Data {
+impl Elements {
     /// Wraps the program's array.
     ///
     /// # Errors
@@ -284,83 +286,91 @@ impl Data {
     /// # Safety
     /// `place` is null or points to `count` elements that live as long as this value. Only
     /// [`Data::unpack`] and [`Data::copy_from`] write them.
-    pub(crate) unsafe fn new(place: *mut c_void, count: c_int, kind: Kind) -> PvmResult<Data> {
+    pub(crate) unsafe fn new(
+        place: *mut c_void,
+        count: c_int,
+        kind: ElementType,
+    ) -> PvmResult<Elements> {
         if place.is_null() || count <= 0 {
             Err(PvmError::BadParam)
         } else {
-            Ok(Data { place, count, kind })
+            Ok(Elements {
+                address: place,
+                count,
+                element_type: kind,
+            })
         }
     }
 
     /// Address of the first element.
-    pub(crate) fn place(&self) -> *mut c_void {
-        self.place
+    pub(crate) fn as_ptr(&self) -> *mut c_void {
+        self.address
     }
 
     /// Returns the part of a longer array that belongs to an instance.
     ///
     /// # Safety
     /// The array has `(instance + 1) * count` elements.
-    pub(crate) unsafe fn part(&self, instance: usize) -> Data {
-        let bytes = self.count as usize * self.kind.size();
-        Data {
+    pub(crate) unsafe fn instance_part(&self, instance: usize) -> Elements {
+        let bytes = self.count as usize * self.element_type.size();
+        Elements {
             // SAFETY: the part is within the array by this function's contract.
-            place: unsafe { self.place.byte_add(instance * bytes) },
+            address: unsafe { self.address.byte_add(instance * bytes) },
             ..*self
         }
     }
 
     /// Copies the same number of elements; the arrays may overlap.
-    pub(crate) fn copy_from(&self, other: &Data) {
-        let bytes = self.count as usize * self.kind.size();
+    pub(crate) fn copy_from(&self, other: &Elements) {
+        let bytes = self.count as usize * self.element_type.size();
         // SAFETY: both arrays have `count` elements by the contract of `new`.
-        unsafe { std::ptr::copy(other.place.cast::<u8>(), self.place.cast::<u8>(), bytes) };
+        unsafe { std::ptr::copy(other.address.cast::<u8>(), self.address.cast::<u8>(), bytes) };
     }
 
     fn pack(&self) -> PvmResult<()> {
-        let pack = match self.kind {
-            Kind::Byte => pvm_pkbyte,
-            Kind::Short => pvm_pkshort,
-            Kind::Int => pvm_pkint,
-            Kind::Float => pvm_pkfloat,
-            Kind::Cplx => pvm_pkcplx,
-            Kind::Double => pvm_pkdouble,
-            Kind::Dcplx => pvm_pkdcplx,
-            Kind::Long => pvm_pklong,
+        let pack = match self.element_type {
+            ElementType::Byte => pvm_pkbyte,
+            ElementType::Short => pvm_pkshort,
+            ElementType::Int => pvm_pkint,
+            ElementType::Float => pvm_pkfloat,
+            ElementType::Cplx => pvm_pkcplx,
+            ElementType::Double => pvm_pkdouble,
+            ElementType::Dcplx => pvm_pkdcplx,
+            ElementType::Long => pvm_pklong,
         };
         // SAFETY: `count` elements of this kind by the contract of `new`.
-        good(unsafe { pack(self.place, self.count, 1) }).map(|_| ())
+        check_code(unsafe { pack(self.address, self.count, 1) }).map(|_| ())
     }
 
     fn unpack(&self) -> PvmResult<()> {
-        let unpack = match self.kind {
-            Kind::Byte => pvm_upkbyte,
-            Kind::Short => pvm_upkshort,
-            Kind::Int => pvm_upkint,
-            Kind::Float => pvm_upkfloat,
-            Kind::Cplx => pvm_upkcplx,
-            Kind::Double => pvm_upkdouble,
-            Kind::Dcplx => pvm_upkdcplx,
-            Kind::Long => pvm_upklong,
+        let unpack = match self.element_type {
+            ElementType::Byte => pvm_upkbyte,
+            ElementType::Short => pvm_upkshort,
+            ElementType::Int => pvm_upkint,
+            ElementType::Float => pvm_upkfloat,
+            ElementType::Cplx => pvm_upkcplx,
+            ElementType::Double => pvm_upkdouble,
+            ElementType::Dcplx => pvm_upkdcplx,
+            ElementType::Long => pvm_upklong,
         };
         // SAFETY: there is space for `count` elements of this type by the contract of `new`.
-        good(unsafe { unpack(self.place, self.count, 1) }).map(|_| ())
+        check_code(unsafe { unpack(self.address, self.count, 1) }).map(|_| ())
     }
 }
 
 /// Messages between members that do not disturb the program's own. The program's buffers, context
 /// and matching function are saved, and restored on drop.
-pub(crate) struct Aside {
+pub(crate) struct MemberChannel {
     sbuf: c_int,
     rbuf: c_int,
     ctx: c_int,
     matcher: Option<Matcher>,
 }
 
-impl Aside {
+impl MemberChannel {
     /// Saves the program's state and enters the context of groups.
-    pub(crate) fn begin() -> Aside {
-        Aside {
+    pub(crate) fn open() -> MemberChannel {
+        MemberChannel {
             sbuf: pvm_setsbuf(0),
             rbuf: pvm_setrbuf(0),
             ctx: pvm_setcontext(CTX_GROUPS),
@@ -368,20 +378,20 @@ impl Aside {
         }
     }
 
-    pub(crate) fn send(&self, tid: c_int, tag: c_int, data: &Data) -> PvmResult<()> {
-        self.message(tid, tag, || data.pack())
+    pub(crate) fn send(&self, tid: c_int, tag: c_int, data: &Elements) -> PvmResult<()> {
+        self.send_packed(tid, tag, || data.pack())
     }
 
     /// Sends a message that `fill` packs.
-    pub(crate) fn message(
+    pub(crate) fn send_packed(
         &self,
         tid: c_int,
         tag: c_int,
         fill: impl FnOnce() -> PvmResult<()>,
     ) -> PvmResult<()> {
-        let mid = good(pvm_mkbuf(DATA_DEFAULT))?;
+        let mid = check_code(pvm_mkbuf(DATA_DEFAULT))?;
         pvm_setsbuf(mid);
-        let sent = fill().and_then(|()| good(pvm_send(tid, tag)));
+        let sent = fill().and_then(|()| check_code(pvm_send(tid, tag)));
         pvm_setsbuf(0);
         pvm_freebuf(mid);
         sent.map(|_| ())
@@ -392,17 +402,17 @@ impl Aside {
     ///
     /// # Errors
     /// `NoInst` if the member has ended without sending its elements.
-    pub(crate) fn receive(&self, tid: c_int, tag: c_int, data: &Data) -> PvmResult<()> {
+    pub(crate) fn receive(&self, tid: c_int, tag: c_int, data: &Elements) -> PvmResult<()> {
         let mut watch = None;
         loop {
             // SAFETY: the time lives as long as the call.
-            if good(unsafe { pvm_trecv(tid, tag, &PATIENCE) })? > 0 {
+            if check_code(unsafe { pvm_trecv(tid, tag, &EXIT_CHECK_INTERVAL) })? > 0 {
                 break;
             }
-            let watch = watch.get_or_insert_with(|| Watch::begin(tid));
+            let watch = watch.get_or_insert_with(|| ExitWatch::begin(tid));
             if watch.has_ended() {
                 // The notification of the exit comes after the member's last message.
-                if good(pvm_nrecv(tid, tag))? == 0 {
+                if check_code(pvm_nrecv(tid, tag))? == 0 {
                     return Err(PvmError::NoInst);
                 }
                 break;
@@ -414,7 +424,7 @@ impl Aside {
     }
 }
 
-impl Drop for Aside {
+impl Drop for MemberChannel {
     fn drop(&mut self) {
         pvm_recvf(self.matcher);
         pvm_setcontext(self.ctx);
@@ -426,70 +436,70 @@ impl Drop for Aside {
 /// Packs integers into the active send buffer.
 pub(crate) fn pack_ints(words: &[c_int]) -> PvmResult<()> {
     // SAFETY: pointer and length belong to one slice.
-    good(unsafe { pvm_pkint(words.as_ptr().cast(), words.len() as c_int, 1) }).map(|_| ())
+    check_code(unsafe { pvm_pkint(words.as_ptr().cast(), words.len() as c_int, 1) }).map(|_| ())
 }
 
 /// Packs a string into the active send buffer.
 pub(crate) fn pack_text(text: &CStr) -> PvmResult<()> {
     // SAFETY: the text is a string.
-    good(unsafe { pvm_pkstr(text.as_ptr()) }).map(|_| ())
+    check_code(unsafe { pvm_pkstr(text.as_ptr()) }).map(|_| ())
 }
 
 /// A notification of a task's exit, with a unique tag.
-struct Watch {
+struct ExitWatch {
     tid: c_int,
     tag: c_int,
-    open: bool,
+    pending: bool,
 }
 
-impl Watch {
-    fn begin(tid: c_int) -> Watch {
+impl ExitWatch {
+    fn begin(tid: c_int) -> ExitWatch {
         static LAST: AtomicI32 = AtomicI32::new(0);
-        let mut watch = Watch {
+        let mut watch = ExitWatch {
             tid,
             tag: LAST.fetch_add(1, Relaxed) & c_int::MAX,
-            open: false,
+            pending: false,
         };
         // Without a notification the wait continues unchanged.
-        watch.open = watch.in_notes(|| watch.ask(TASK_EXIT)) >= 0;
+        watch.pending = watch.in_notification_context(|| watch.notify(TASK_EXIT)) >= 0;
         watch
     }
 
     /// Calls `f` in the context of notifications.
-    fn in_notes<R>(&self, f: impl FnOnce() -> R) -> R {
-        pvm_setcontext(CTX_NOTES);
+    fn in_notification_context<R>(&self, f: impl FnOnce() -> R) -> R {
+        pvm_setcontext(CTX_NOTIFICATIONS);
         let answer = f();
         pvm_setcontext(CTX_GROUPS);
         answer
     }
 
-    fn ask(&self, what: c_int) -> c_int {
+    fn notify(&self, what: c_int) -> c_int {
         // SAFETY: the pointer points to one tid.
         unsafe { pvm_notify(what, self.tag, 1, &self.tid) }
     }
 
     /// True if the task's exit has been notified.
     fn has_ended(&mut self) -> bool {
-        let came = self.open && self.in_notes(|| pvm_nrecv(-1, self.tag)) > 0;
+        let came = self.pending && self.in_notification_context(|| pvm_nrecv(-1, self.tag)) > 0;
         if came {
-            self.open = false;
+            self.pending = false;
             pvm_freebuf(pvm_setrbuf(0));
         }
         came
     }
 }
 
-impl Drop for Watch {
+impl Drop for ExitWatch {
     fn drop(&mut self) {
-        if !self.open {
+        if !self.pending {
             return;
         }
         // A cancelled notification is sent immediately.
         let message = pvm_setrbuf(0);
-        self.in_notes(|| {
-            self.ask(TASK_EXIT | NOTIFY_CANCEL);
+        self.in_notification_context(|| {
+            self.notify(TASK_EXIT | NOTIFY_CANCEL);
             // SAFETY: the time lives as long as the call.
-            unsafe { pvm_trecv(-1, self.tag, &CANCEL_TIME) }
+            unsafe { pvm_trecv(-1, self.tag, &CANCEL_TIMEOUT) }
         });
         pvm_freebuf(pvm_setrbuf(message));
     }

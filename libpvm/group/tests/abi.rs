@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Symbols that programs use.
-const NAMES: &str = "
+const EXPORTED_SYMBOLS: &str = "
     pvm_barrier pvm_bcast pvm_freezegroup pvm_gather pvm_getinst pvm_gettid pvm_gsize pvm_joingroup pvm_lvgroup
     pvm_reduce pvm_scatter PvmMax PvmMin PvmSum PvmProduct gs_getgstid gstid pvmgs_tmout";
 
 /// Returns the path of a library that the test run has built.
-fn built(name: &str) -> PathBuf {
+fn built_library(name: &str) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a path");
     let folders = test.ancestors().skip(1).take(2);
     let found = folders
@@ -34,7 +34,7 @@ fn output(program: &str, args: &[&str], path: &Path) -> String {
 }
 
 /// Returns the symbols that `nm` prints, without versions.
-fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
+fn symbols(args: &[&str], path: &Path) -> BTreeSet<String> {
     let text = output("nm", args, path);
     let words = text
         .lines()
@@ -48,10 +48,13 @@ fn names(args: &[&str], path: &Path) -> BTreeSet<String> {
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn library_exports_exactly_pvms_symbols() {
-    let exported = names(&["-D", "--defined-only"], &built("libgpvm3.so"));
+    let exported = symbols(&["-D", "--defined-only"], &built_library("libgpvm3.so"));
     assert_eq!(
         exported,
-        NAMES.split_whitespace().map(String::from).collect()
+        EXPORTED_SYMBOLS
+            .split_whitespace()
+            .map(String::from)
+            .collect()
     );
 }
 
@@ -59,8 +62,8 @@ fn library_exports_exactly_pvms_symbols() {
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn imported_symbols_exist_in_libpvm3() {
-    let have = names(&["-D", "--defined-only"], &built("libpvm3.so"));
-    let wanted = names(&["-D", "--undefined-only"], &built("libgpvm3.so"));
+    let have = symbols(&["-D", "--defined-only"], &built_library("libpvm3.so"));
+    let wanted = symbols(&["-D", "--undefined-only"], &built_library("libgpvm3.so"));
     let pvms: Vec<&String> = wanted
         .iter()
         .filter(|name| {
@@ -73,7 +76,7 @@ fn imported_symbols_exist_in_libpvm3() {
     assert!(pvms.iter().all(|name| have.contains(*name)), "{pvms:?}");
     // A runtime in this library would open a second connection.
     assert!(
-        !names(&["--defined-only"], &built("libgpvm3.so"))
+        !symbols(&["--defined-only"], &built_library("libgpvm3.so"))
             .iter()
             .any(|name| name.contains("Runtime"))
     );
@@ -83,7 +86,7 @@ fn imported_symbols_exist_in_libpvm3() {
 #[test]
 #[ignore = "system tier: needs gcc and binutils"]
 fn soname_is_pvms_and_libpvm3_is_not_linked() {
-    let dynamic = output("readelf", &["-d", "-W"], &built("libgpvm3.so"));
+    let dynamic = output("readelf", &["-d", "-W"], &built_library("libgpvm3.so"));
     assert!(
         dynamic.contains("Library soname: [libgpvm3.so.3]"),
         "{dynamic}"

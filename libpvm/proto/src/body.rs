@@ -19,7 +19,7 @@ pub enum Encoding {
 
 impl Encoding {
     /// Returns the `enc` field of a message created on this machine.
-    pub fn word(self) -> i32 {
+    pub fn enc_field(self) -> i32 {
         match self {
             Encoding::Xdr => ENC_XDR,
             Encoding::Raw => DSIG_X86_64,
@@ -27,7 +27,7 @@ impl Encoding {
     }
 
     /// Returns the encoding of a received message, or `None` if this machine cannot decode it.
-    pub fn from_word(word: i32) -> Option<Encoding> {
+    pub fn from_enc_field(word: i32) -> Option<Encoding> {
         match word {
             ENC_XDR => Some(Encoding::Xdr),
             DSIG_X86_64 => Some(Encoding::Raw),
@@ -37,7 +37,7 @@ impl Encoding {
 }
 
 /// A number type that can be packed.
-pub trait Item: Copy {
+pub trait PackedNumber: Copy {
     /// Appends the value in XDR.
     fn put_xdr(self, out: &mut Vec<u8>);
     /// Appends the value in native byte order.
@@ -49,7 +49,7 @@ pub trait Item: Copy {
 
 macro_rules! item {
     ($($t:ty as $wire:ty),*) => {$(
-        impl Item for $t {
+        impl PackedNumber for $t {
             fn put_xdr(self, out: &mut Vec<u8>) {
                 out.extend_from_slice(&<$wire>::from(self).to_be_bytes());
             }
@@ -101,7 +101,7 @@ impl Packer {
         &self.bytes
     }
 
-    pub fn items<T: Item>(&mut self, items: impl IntoIterator<Item = T>) -> &mut Self {
+    pub fn items<T: PackedNumber>(&mut self, items: impl IntoIterator<Item = T>) -> &mut Self {
         for item in items {
             match self.encoding {
                 Encoding::Xdr => item.put_xdr(&mut self.bytes),
@@ -208,7 +208,7 @@ impl Unpacker {
     ///
     /// # Errors
     /// [`PvmError::NoData`] past the end.
-    pub fn item<T: Item>(&mut self) -> PvmResult<T> {
+    pub fn item<T: PackedNumber>(&mut self) -> PvmResult<T> {
         match self.encoding {
             Encoding::Xdr => T::get_xdr(self),
             Encoding::Raw => T::get_raw(self),

@@ -6,21 +6,21 @@ use std::path::{Path, PathBuf};
 
 /// A mounted hierarchy: the group at its root, and the mount point.
 #[derive(Debug, PartialEq, Eq)]
-struct Mount {
+struct MountedHierarchy {
     root: PathBuf,
-    point: PathBuf,
+    mount_point: PathBuf,
 }
 
-impl Mount {
+impl MountedHierarchy {
     /// Returns the directory of a group of the hierarchy.
-    fn folder(&self, group: &Path) -> Option<PathBuf> {
-        Some(self.point.join(group.strip_prefix(&self.root).ok()?))
+    fn group_dir(&self, group: &Path) -> Option<PathBuf> {
+        Some(self.mount_point.join(group.strip_prefix(&self.root).ok()?))
     }
 }
 
 /// Finds a mount in the text of /proc/PID/mountinfo: the hierarchy of `controller`, or version 2
 /// without one.
-fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
+fn find_mount(mountinfo: &[u8], controller: Option<&str>) -> Option<MountedHierarchy> {
     let path = |word: &[u8]| PathBuf::from(OsString::from_vec(word.to_vec()));
     mountinfo.split(|b| *b == b'\n').find_map(|line| {
         let words: Vec<&[u8]> = line.split(|b| *b == b' ').collect();
@@ -36,9 +36,9 @@ fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
             }
         };
         fits.then(|| {
-            Some(Mount {
+            Some(MountedHierarchy {
                 root: path(words.get(3)?),
-                point: path(words.get(4)?),
+                mount_point: path(words.get(4)?),
             })
         })?
     })
@@ -46,7 +46,7 @@ fn mount_of(mountinfo: &[u8], controller: Option<&str>) -> Option<Mount> {
 
 /// Finds the group of a process in the text of /proc/PID/cgroup: in the hierarchy of `controller`,
 /// or in version 2 without one.
-fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+fn find_group(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
     cgroups.split(|b| *b == b'\n').find_map(|line| {
         let mut parts = line.splitn(3, |b| *b == b':');
         let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
@@ -63,13 +63,13 @@ fn group_of(cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
 /// Returns the directory of a process's group, from the texts of its /proc/PID/mountinfo and
 /// /proc/PID/cgroup: in the hierarchy of `controller`, or in version 2 without one. `None` if the
 /// hierarchy is not mounted or the group lies outside the mounted part.
-pub fn folder(mountinfo: &[u8], cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
-    mount_of(mountinfo, controller)?.folder(&group_of(cgroups, controller)?)
+pub fn group_dir(mountinfo: &[u8], cgroups: &[u8], controller: Option<&str>) -> Option<PathBuf> {
+    find_mount(mountinfo, controller)?.group_dir(&find_group(cgroups, controller)?)
 }
 
 /// Returns the mount point of a hierarchy, which is the directory of its outermost visible group.
 pub fn mount_point(mountinfo: &[u8], controller: Option<&str>) -> Option<PathBuf> {
-    mount_of(mountinfo, controller).map(|mount| mount.point)
+    find_mount(mountinfo, controller).map(|mount| mount.mount_point)
 }
 
 #[cfg(test)]
@@ -79,39 +79,39 @@ mod tests {
     #[test]
     fn groups_are_found_in_both_cgroup_versions() {
         let cgroups = b"3:cpuset:/\n2:cpu,cpuacct:/slice/one\n1:name=systemd:/x\n0::/user/two\n";
-        assert_eq!(group_of(cgroups, Some("cpu")), Some("/slice/one".into()));
+        assert_eq!(find_group(cgroups, Some("cpu")), Some("/slice/one".into()));
         assert_eq!(
-            group_of(cgroups, Some("cpuacct")),
+            find_group(cgroups, Some("cpuacct")),
             Some("/slice/one".into())
         );
-        assert_eq!(group_of(cgroups, None), Some("/user/two".into()));
-        assert_eq!(group_of(cgroups, Some("memory")), None);
+        assert_eq!(find_group(cgroups, None), Some("/user/two".into()));
+        assert_eq!(find_group(cgroups, Some("memory")), None);
         let mounts =
             b"30 29 0:26 / /sys/fs/cgroup/cpu rw shared:9 - cgroup cgroup rw,cpu,cpuacct\n\
             31 29 0:27 /user /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
-        let mount = |root: &str, point: &str| Mount {
+        let mount = |root: &str, point: &str| MountedHierarchy {
             root: root.into(),
-            point: point.into(),
+            mount_point: point.into(),
         };
         assert_eq!(
-            mount_of(mounts, Some("cpuacct")),
+            find_mount(mounts, Some("cpuacct")),
             Some(mount("/", "/sys/fs/cgroup/cpu"))
         );
         assert_eq!(
-            mount_of(mounts, None),
+            find_mount(mounts, None),
             Some(mount("/user", "/sys/fs/cgroup"))
         );
-        let seen = mount_of(mounts, None).expect("just seen");
+        let seen = find_mount(mounts, None).expect("just seen");
         assert_eq!(
-            seen.folder(Path::new("/user/two")),
+            seen.group_dir(Path::new("/user/two")),
             Some("/sys/fs/cgroup/two".into())
         );
-        assert_eq!(seen.folder(Path::new("/elsewhere")), None);
+        assert_eq!(seen.group_dir(Path::new("/elsewhere")), None);
         assert_eq!(
-            folder(mounts, cgroups, None),
+            group_dir(mounts, cgroups, None),
             Some("/sys/fs/cgroup/two".into())
         );
-        assert_eq!(folder(mounts, cgroups, Some("memory")), None);
+        assert_eq!(group_dir(mounts, cgroups, Some("memory")), None);
         assert_eq!(mount_point(mounts, None), Some("/sys/fs/cgroup".into()));
     }
 }

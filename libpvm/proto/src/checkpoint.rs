@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Largest number of tasks in one checkpoint.
-pub const SET_TASKS_MAX: usize = 1024;
+pub const CHECKPOINT_TASKS_MAX: usize = 1024;
 /// Largest total size of the mailbox entries that belong to the tasks of one checkpoint.
 pub const SAVED_MAILBOX_BYTES_MAX: usize = 16 << 20;
 /// Version of [`SetMeta`], [`PartRecord`] and the other files next to the images.
-pub const SET_VERSION: u16 = 5;
+pub const CHECKPOINT_VERSION: u16 = 5;
 
 /// Schedule of automatic checkpoints of a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Pace {
+pub enum CheckpointSchedule {
     /// No more automatic checkpoints.
     Never,
     /// At a fixed interval: each checkpoint is complete this long after the previous one began, if
@@ -25,14 +25,14 @@ pub enum Pace {
     Every(Micros),
     /// Often enough that at most this much work is lost, if a checkpoint takes as long as the
     /// previous one.
-    Loss(Micros),
+    MaxLoss(Micros),
 }
 
 /// Result of a completed checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SetReport {
+pub struct CheckpointReport {
     /// Name that identifies it for a restart.
-    pub set: String,
+    pub name: String,
     /// First task of the job.
     pub job: Tid,
     pub tasks: Vec<Tid>,
@@ -41,43 +41,43 @@ pub struct SetReport {
     /// From the stop of the first task until the images of the last one were written.
     pub frozen: Micros,
     /// Tasks that wrote their own checkpoints and were restarted.
-    pub own: Vec<Tid>,
+    pub self_checkpointed: Vec<Tid>,
 }
 
 /// One checkpoint in a list.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SetEntry {
+pub struct CheckpointEntry {
     /// Name of the checkpoint.
-    pub set: String,
+    pub name: String,
     /// First task of the job.
     pub job: Tid,
     /// Time of its creation, in microseconds since 1970.
-    pub made: Micros,
+    pub created: Micros,
     /// Number of tasks in it.
     pub tasks: u32,
     /// Size in the store.
     pub bytes: u64,
     /// Why it is unusable; `None`: it is usable.
-    pub broken: Option<String>,
+    pub unusable_reason: Option<String>,
     /// Time at which its job ended permanently, in microseconds since 1970. Such a checkpoint is
     /// most probably not needed any more.
-    pub ended: Option<Micros>,
+    pub job_ended_at: Option<Micros>,
     /// Hosts with a copy of it, as far as this virtual machine made the copies.
-    pub copies: Vec<String>,
+    pub copy_hosts: Vec<String>,
 }
 
 /// Selection of checkpoints to remove.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Unwanted {
+pub enum RemovalSelection {
     /// The checkpoints with these names.
-    Sets(Vec<String>),
+    Checkpoints(Vec<String>),
     /// All checkpoints of this job that this virtual machine made.
     Job(Tid),
 }
 
 /// The reason why a checkpoint was not removed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
-pub enum Stays {
+pub enum RemovalRefusal {
     /// No checkpoint has this name.
     #[error("there is no such checkpoint; 'pvm checkpoints' lists them")]
     Unknown,
@@ -88,7 +88,7 @@ pub enum Stays {
     #[error(
         "job {0} goes back to it when a host is lost; 'pvm checkpoint --stop {0}' before, or remove older ones"
     )]
-    Wanted(Tid),
+    OnlyRestartPoint(Tid),
     /// The named virtual machine made it and may still need it.
     #[error("the virtual machine {0:?} has made it; remove it there, or say --any if that is gone")]
     Foreign(String),
@@ -98,33 +98,33 @@ pub enum Stays {
 }
 
 /// For each selected checkpoint its former size, or why it was not removed.
-pub type Removed = Vec<(String, Result<u64, Stays>)>;
+pub type RemovalResults = Vec<(String, Result<u64, RemovalRefusal>)>;
 
 /// Result of a successful restart.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestartReport {
     /// Name of the checkpoint.
-    pub set: String,
+    pub checkpoint: String,
     /// The restarted tasks and their hosts.
     pub tasks: Vec<(Tid, HostId)>,
 }
 
 /// The reason why a checkpoint failed. All tasks continue, and earlier checkpoints are intact.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum CutFailure {
+pub enum CheckpointFailure {
     /// Neither the task nor any descendant of it exists.
     NoSuchJob(Tid),
     /// The job has more tasks than a checkpoint may have.
-    TooMany {
+    TooManyTasks {
         /// Number of tasks of the job.
         tasks: usize,
     },
     /// Another checkpoint or a restart of the job is in progress.
-    UnderWay,
+    InProgress,
     /// One of the tasks cannot be dumped.
     Task { tid: Tid, step: Step, why: Failure },
     /// The job spawned these tasks during the checkpoint.
-    Grew(Vec<Tid>),
+    JobSpawnedTasks(Vec<Tid>),
     /// A host was lost.
     HostLost(HostId),
     /// The checkpoint did not end in time.
@@ -132,63 +132,63 @@ pub enum CutFailure {
     /// The store reported an error.
     Store(String),
     /// The mailbox entries of the job's tasks exceed [`SAVED_MAILBOX_BYTES_MAX`].
-    Mailbox {
+    MailboxTooLarge {
         /// Total size of the entries.
         bytes: usize,
     },
 }
 
-impl CutFailure {
+impl CheckpointFailure {
     /// True if a retry will probably succeed: the job was changing, or one of its tasks was
     /// migrating.
-    pub fn may_try_again(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         use Failure::TaskEnded;
-        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMoving(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::MayEndYet)));
+        let is_moving = |why: &Failure| matches!(why, Failure::Refused(all) if all.iter().all(|r| matches!(r, Refusal::AlreadyMigrating(_) | Refusal::NotConnected | Refusal::NoSuchTask | Refusal::SelfCheckpointPending)));
         match self {
-            CutFailure::Grew(_) => true,
-            CutFailure::Task {
-                why: TaskEnded | Failure::CalledOff(_),
+            CheckpointFailure::JobSpawnedTasks(_) => true,
+            CheckpointFailure::Task {
+                why: TaskEnded | Failure::Cancelled(_),
                 ..
             } => true,
-            CutFailure::Task { why, .. } => is_moving(why),
+            CheckpointFailure::Task { why, .. } => is_moving(why),
             _ => false,
         }
     }
 }
 
-impl CutFailure {
+impl CheckpointFailure {
     /// True if a program is still writing its own checkpoint for an earlier request.
-    pub fn is_being_written(&self) -> bool {
-        matches!(self, CutFailure::Task { why: Failure::Refused(all), .. } if all.contains(&Refusal::MayEndYet))
+    pub fn is_self_checkpoint_pending(&self) -> bool {
+        matches!(self, CheckpointFailure::Task { why: Failure::Refused(all), .. } if all.contains(&Refusal::SelfCheckpointPending))
     }
 }
 
-impl fmt::Display for CutFailure {
+impl fmt::Display for CheckpointFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            CutFailure::NoSuchJob(tid) => {
+            CheckpointFailure::NoSuchJob(tid) => {
                 write!(f, "there is no task {tid}, and none that it has spawned")
             }
-            CutFailure::TooMany { tasks } => {
+            CheckpointFailure::TooManyTasks { tasks } => {
                 write!(
                     f,
-                    "the job has {tasks} tasks, and a checkpoint takes {SET_TASKS_MAX} at most"
+                    "the job has {tasks} tasks, and a checkpoint takes {CHECKPOINT_TASKS_MAX} at most"
                 )
             }
-            CutFailure::UnderWay => {
+            CheckpointFailure::InProgress => {
                 f.write_str("another checkpoint or a restart of this job is under way")
             }
-            CutFailure::Task { tid, step, why } => write!(f, "{tid}: {step}: {why}"),
-            CutFailure::Grew(tids) => {
+            CheckpointFailure::Task { tid, step, why } => write!(f, "{tid}: {step}: {why}"),
+            CheckpointFailure::JobSpawnedTasks(tids) => {
                 let tids: Vec<String> = tids.iter().map(Tid::to_string).collect();
                 write!(f, "the job has spawned {} meanwhile", tids.join(" "))
             }
-            CutFailure::HostLost(host) => write!(f, "{host} was lost"),
-            CutFailure::Deadline { allowed } => {
+            CheckpointFailure::HostLost(host) => write!(f, "{host} was lost"),
+            CheckpointFailure::Deadline { allowed } => {
                 write!(f, "not done within {} s", allowed.0 / 1_000_000)
             }
-            CutFailure::Store(why) => f.write_str(why),
-            CutFailure::Mailbox { bytes } => {
+            CheckpointFailure::Store(why) => f.write_str(why),
+            CheckpointFailure::MailboxTooLarge { bytes } => {
                 write!(
                     f,
                     "its tasks have {bytes} bytes in the mailbox, and a checkpoint takes {SAVED_MAILBOX_BYTES_MAX}"
@@ -204,17 +204,17 @@ pub enum RestartFailure {
     /// The store does not have the checkpoint or cannot read it.
     Store(String),
     /// These tasks of the checkpoint, or other tasks with their tids, are alive.
-    Alive(Vec<Tid>),
+    TasksAlive(Vec<Tid>),
     /// Groups of the checkpoint have members that do not belong to it.
-    Groups(Vec<String>),
+    GroupsInUse(Vec<String>),
     /// Mailbox entries of the checkpoint already exist and belong to other tasks.
-    Mailbox(Vec<String>),
+    MailboxInUse(Vec<String>),
     /// Contexts of the checkpoint belong to other tasks.
-    Contexts(Vec<i32>),
+    ContextsInUse(Vec<i32>),
     /// The virtual machine has no such host.
     NoHost(String),
     /// Another restart or a checkpoint of the job is in progress.
-    UnderWay,
+    InProgress,
     /// One of the tasks could not be restarted.
     Task {
         tid: Tid,
@@ -229,7 +229,7 @@ pub enum RestartFailure {
 }
 
 /// Lists the first items and the number of all others.
-fn some<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
+fn list_first<T>(list: &[T], name: impl Fn(&T) -> String) -> String {
     const SHOWN: usize = 10;
     let mut text = list
         .iter()
@@ -247,35 +247,35 @@ impl fmt::Display for RestartFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             RestartFailure::Store(why) => f.write_str(why),
-            RestartFailure::Alive(tids) => write!(
+            RestartFailure::TasksAlive(tids) => write!(
                 f,
                 "{} are alive: end the job first, or start a new virtual machine, which gives none of these numbers away",
-                some(tids, Tid::to_string)
+                list_first(tids, Tid::to_string)
             ),
-            RestartFailure::Groups(names) => {
+            RestartFailure::GroupsInUse(names) => {
                 write!(
                     f,
                     "the groups {} have other members: a task cannot be in them at its old place",
                     names.join(" ")
                 )
             }
-            RestartFailure::Mailbox(entries) => {
-                let entries = some(entries, String::clone);
+            RestartFailure::MailboxInUse(entries) => {
+                let entries = list_first(entries, String::clone);
                 write!(
                     f,
                     "the mailbox has entries of others where the tasks had theirs: {entries}"
                 )
             }
-            RestartFailure::Contexts(contexts) => write!(
+            RestartFailure::ContextsInUse(contexts) => write!(
                 f,
                 "others have been given the contexts {}: their messages would be taken for the job's; end them, or start \
                  a new virtual machine",
-                some(contexts, |ctx| format!("{ctx:#x}"))
+                list_first(contexts, |ctx| format!("{ctx:#x}"))
             ),
             RestartFailure::NoHost(name) => {
                 write!(f, "there is no host {name} in the virtual machine")
             }
-            RestartFailure::UnderWay => {
+            RestartFailure::InProgress => {
                 f.write_str("another restart or a checkpoint of this job is under way")
             }
             RestartFailure::Task {
@@ -294,31 +294,31 @@ impl fmt::Display for RestartFailure {
 
 /// Metadata of a checkpoint, stored next to the images.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SetMeta {
+pub struct CheckpointMeta {
     /// Value of [`SET_VERSION`] when it was written.
     pub version: u16,
     /// Wire version of the task libraries in the images.
-    pub wire: u16,
+    pub wire_version: u16,
     /// The virtual machine, identified by the time of day of its start, in microseconds.
     pub vm: Micros,
     /// First task of the job.
     pub job: Tid,
     /// Latest incarnation in the virtual machine.
-    pub line: u16,
-    pub parts: Vec<PartMeta>,
+    pub latest_incarnation: u16,
+    pub tasks: Vec<TaskMeta>,
     /// Groups of which the tasks are members.
     pub groups: Vec<SavedGroup>,
     /// Mailbox entries of the tasks.
-    pub mailbox: Vec<SavedEntry>,
+    pub mailbox: Vec<SavedMailboxEntry>,
     /// Contexts that belong to the tasks.
     pub contexts: Vec<(i32, Tid)>,
     /// The job's schedule of automatic checkpoints.
-    pub pace: Option<Pace>,
+    pub schedule: Option<CheckpointSchedule>,
 }
 
 /// A mailbox entry at the time of the checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SavedEntry {
+pub struct SavedMailboxEntry {
     pub name: String,
     /// Index in the class.
     pub index: i32,
@@ -330,14 +330,14 @@ pub struct SavedEntry {
 
 /// Metadata of one task of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PartMeta {
+pub struct TaskMeta {
     pub tid: Tid,
     /// Name of the host on which it ran.
     pub host: String,
     /// Properties for the verdict of the restoring host.
     pub facts: TaskFacts,
     /// Incarnation of the task.
-    pub line: u16,
+    pub incarnation: u16,
 }
 
 /// A group at the time of the checkpoint.
@@ -347,7 +347,7 @@ pub struct SavedGroup {
     /// Dynamic, static or broken.
     pub state: GroupState,
     /// Number of members when the group was frozen.
-    pub frozen: u32,
+    pub frozen_size: u32,
     /// Members by instance; NONE for a free instance and for a task outside the checkpoint.
     pub members: Vec<Tid>,
 }

@@ -20,20 +20,20 @@ pub const ENGINE_ENV: &str = "SEMPA_ENGINE";
 /// colons. Relative names are in the working directory; [`STATE_TID`] stands for the task's tid.
 pub const STATE_ENV: &str = "SEMPA_STATE";
 /// Placeholder for the task's tid in [`STATE_ENV`].
-pub const STATE_TID: &str = "{tid}";
+pub const STATE_TID_PLACEHOLDER: &str = "{tid}";
 /// Largest number of files in [`STATE_ENV`].
 pub const STATE_FILES_MAX: usize = 64;
 /// Environment variable of a restarted program: the number of its restarts.
-pub const AGAIN_ENV: &str = "SEMPA_AGAIN";
+pub const RESTART_COUNT_ENV: &str = "SEMPA_AGAIN";
 /// Default exit status by which a program reports that it wrote its checkpoint and must be
 /// restarted.
-pub const EXIT_AGAIN: u8 = 85;
+pub const RESTART_EXIT_STATUS: u8 = 85;
 /// Default time, in seconds, for a program to write its own checkpoint and exit.
-pub const OWN_WAIT: u32 = 60;
+pub const SELF_CHECKPOINT_TIMEOUT_S: u32 = 60;
 /// Default time, in seconds, for a program to exit before it is restarted.
-pub const RESTART_WAIT: u32 = 5;
+pub const RESTART_TIMEOUT_S: u32 = 5;
 /// Longest time, in seconds, that a program may get.
-pub const WAIT_MAX: u32 = 3600;
+pub const TIMEOUT_S_MAX: u32 = 3600;
 /// Default signal that asks a program for its checkpoint.
 const SIGUSR1: i32 = 10;
 const SIGTERM: i32 = 15;
@@ -53,7 +53,7 @@ const SIGNALS: [(&str, i32); 9] = [
 
 /// The way to ask a program for its own checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Asked {
+pub enum AskMethod {
     /// The number of a signal.
     Signal(i32),
     /// By a message with this tag from its daemon. The message contains the time limit in seconds,
@@ -61,11 +61,11 @@ pub enum Asked {
     Message(i32),
 }
 
-impl fmt::Display for Asked {
+impl fmt::Display for AskMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Asked::Signal(signal) => write!(f, "by signal {signal}"),
-            Asked::Message(tag) => write!(f, "by a message with tag {tag}"),
+            AskMethod::Signal(signal) => write!(f, "by signal {signal}"),
+            AskMethod::Message(tag) => write!(f, "by a message with tag {tag}"),
         }
     }
 }
@@ -77,17 +77,22 @@ pub enum Engine {
     #[default]
     Criu,
     /// The program writes its own checkpoint and is restarted.
-    Own {
-        asked: Asked,
+    #[serde(rename = "Own")]
+    SelfCheckpoint {
+        #[serde(rename = "asked")]
+        ask_method: AskMethod,
         /// Exit status by which the program reports success.
-        exit: u8,
+        #[serde(rename = "exit")]
+        exit_status: u8,
         /// Time limit in seconds.
-        wait: u32,
+        #[serde(rename = "wait")]
+        timeout_s: u32,
     },
     /// The program is ended and restarted.
     Restart {
         /// Time to exit before it is killed, in seconds.
-        wait: u32,
+        #[serde(rename = "wait")]
+        timeout_s: u32,
     },
 }
 
@@ -103,7 +108,7 @@ pub struct EngineError(pub String);
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
     "{STATE_ENV}: \"{0}\" is not understood; it names up to {STATE_FILES_MAX} files, each once, separated by colons, in which \
-     {STATE_TID} stands for the tid"
+     {STATE_TID_PLACEHOLDER} stands for the tid"
 )]
 pub struct StateError(pub String);
 
@@ -111,7 +116,7 @@ pub struct StateError(pub String);
 ///
 /// # Errors
 /// A name is empty, repeated or ends with a slash, or there are too many.
-pub fn state_files(text: &str) -> Result<Vec<String>, StateError> {
+pub fn parse_state_files(text: &str) -> Result<Vec<String>, StateError> {
     let files: Vec<String> = text
         .split(':')
         .map(|file| file.trim().to_string())
@@ -127,7 +132,7 @@ pub fn state_files(text: &str) -> Result<Vec<String>, StateError> {
 
 /// Returns the value of a variable in the environment of a spawn; `None` if it is empty. The last
 /// of several entries counts, as for the program.
-fn said(env: &[Vec<u8>], name: &str) -> Option<String> {
+fn env_value(env: &[Vec<u8>], name: &str) -> Option<String> {
     let of = |entry: &Vec<u8>| {
         let text = entry
             .strip_prefix(name.as_bytes())?
@@ -146,7 +151,7 @@ impl Engine {
     ///
     /// # Errors
     /// The part that is not valid.
-    pub fn list(text: &str) -> Result<Vec<Engine>, EngineError> {
+    pub fn parse_list(text: &str) -> Result<Vec<Engine>, EngineError> {
         let words = text.split(',').map(str::trim);
         let list = words
             .map(Engine::parse)
@@ -168,15 +173,17 @@ impl Engine {
         let mut parts = word.split(':').map(str::trim);
         let mut engine = match parts.next() {
             Some("criu") => Engine::Criu,
-            Some("own") => Engine::Own {
-                asked: Asked::Signal(SIGUSR1),
-                exit: EXIT_AGAIN,
-                wait: OWN_WAIT,
+            Some("own") => Engine::SelfCheckpoint {
+                ask_method: AskMethod::Signal(SIGUSR1),
+                exit_status: RESTART_EXIT_STATUS,
+                timeout_s: SELF_CHECKPOINT_TIMEOUT_S,
             },
-            Some("restart") => Engine::Restart { wait: RESTART_WAIT },
+            Some("restart") => Engine::Restart {
+                timeout_s: RESTART_TIMEOUT_S,
+            },
             _ => return Err(wrong()),
         };
-        let mut said = Vec::new();
+        let mut seen = Vec::new();
         for part in parts {
             let (name, value) = part
                 .split_once('=')
@@ -184,28 +191,44 @@ impl Engine {
                 .ok_or_else(wrong)?;
             // Both settings determine how the program is asked, so only one is permitted.
             let what = if name == "message" { "signal" } else { name };
-            if said.contains(&what) {
+            if seen.contains(&what) {
                 return Err(wrong());
             }
-            said.push(what);
+            seen.push(what);
             match (&mut engine, name) {
-                (Engine::Own { asked, .. }, "signal") => {
-                    *asked = Asked::Signal(signal_named(value).ok_or_else(wrong)?)
-                }
-                (Engine::Own { asked, .. }, "message") => {
+                (
+                    Engine::SelfCheckpoint {
+                        ask_method: asked, ..
+                    },
+                    "signal",
+                ) => *asked = AskMethod::Signal(signal_named(value).ok_or_else(wrong)?),
+                (
+                    Engine::SelfCheckpoint {
+                        ask_method: asked, ..
+                    },
+                    "message",
+                ) => {
                     let tag = value
                         .parse()
                         .ok()
                         .filter(|tag| *tag >= 0)
                         .ok_or_else(wrong)?;
-                    *asked = Asked::Message(tag);
+                    *asked = AskMethod::Message(tag);
                 }
-                (Engine::Own { exit, .. }, "exit") => *exit = value.parse().map_err(|_| wrong())?,
-                (Engine::Own { wait, .. } | Engine::Restart { wait }, "wait") => {
-                    *wait = value
+                (
+                    Engine::SelfCheckpoint {
+                        exit_status: exit, ..
+                    },
+                    "exit",
+                ) => *exit = value.parse().map_err(|_| wrong())?,
+                (
+                    Engine::SelfCheckpoint { timeout_s, .. } | Engine::Restart { timeout_s },
+                    "wait",
+                ) => {
+                    *timeout_s = value
                         .parse()
                         .ok()
-                        .filter(|wait| (1..=WAIT_MAX).contains(wait))
+                        .filter(|wait| (1..=TIMEOUT_S_MAX).contains(wait))
                         .ok_or_else(wrong)?;
                 }
                 _ => return Err(wrong()),
@@ -218,32 +241,39 @@ impl Engine {
     ///
     /// # Errors
     /// The part that is not valid.
-    pub fn wanted(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineError> {
-        said(env, ENGINE_ENV).map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::list(&text))
+    pub fn list_from_env(env: &[Vec<u8>]) -> Result<Vec<Engine>, EngineError> {
+        env_value(env, ENGINE_ENV)
+            .map_or_else(|| Ok(vec![Engine::Criu]), |text| Engine::parse_list(&text))
     }
 
     fn name(&self) -> &'static str {
         match self {
             Engine::Criu => "criu",
-            Engine::Own { .. } => "own",
+            Engine::SelfCheckpoint { .. } => "own",
             Engine::Restart { .. } => "restart",
         }
     }
 
     /// Returns how the program is asked to exit and its time limit in seconds; `None` for CRIU.
-    pub fn asks(&self) -> Option<(Asked, u32)> {
+    pub fn exit_request(&self) -> Option<(AskMethod, u32)> {
         match *self {
             Engine::Criu => None,
-            Engine::Own { asked, wait, .. } => Some((asked, wait)),
-            Engine::Restart { wait } => Some((Asked::Signal(SIGTERM), wait)),
+            Engine::SelfCheckpoint {
+                ask_method: asked,
+                timeout_s: wait,
+                ..
+            } => Some((asked, wait)),
+            Engine::Restart { timeout_s } => Some((AskMethod::Signal(SIGTERM), timeout_s)),
         }
     }
 
     /// True if a process with this wait status must be restarted after it was asked to exit.
-    pub fn goes_on_after(&self, status: i32) -> bool {
+    pub fn restarts_after(&self, status: i32) -> bool {
         match *self {
             Engine::Criu => false,
-            Engine::Own { exit, .. } => status == i32::from(exit) << 8,
+            Engine::SelfCheckpoint {
+                exit_status: exit, ..
+            } => status == i32::from(exit) << 8,
             Engine::Restart { .. } => true,
         }
     }
@@ -267,7 +297,7 @@ impl fmt::Display for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Engine::Criu => f.write_str("CRIU"),
-            Engine::Own { .. } => f.write_str("its own checkpoint"),
+            Engine::SelfCheckpoint { .. } => f.write_str("its own checkpoint"),
             Engine::Restart { .. } => f.write_str("restart"),
         }
     }
@@ -275,69 +305,69 @@ impl fmt::Display for Engine {
 
 /// How a program was started, for its restart, and the engines that it permits.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Begin {
+pub struct LaunchInfo {
     /// Engines in order of preference.
     pub engines: Vec<Engine>,
     /// The spawn request, for one task.
     pub request: SpawnRequest,
     /// Number of restarts so far.
-    pub count: u32,
+    pub restart_count: u32,
     /// Files of the program's own checkpoint, as [`STATE_ENV`] names them; empty if it names none.
-    pub state: Vec<String>,
+    pub state_files: Vec<String>,
 }
 
-impl Begin {
+impl LaunchInfo {
     /// Derives the value from a spawn request.
     ///
     /// # Errors
     /// An invalid part of the request's environment.
-    pub fn of(request: &SpawnRequest) -> Result<Begin, String> {
-        let engines = Engine::wanted(&request.env).map_err(|error| error.to_string())?;
-        let state = said(&request.env, STATE_ENV)
-            .map(|text| state_files(&text))
+    pub fn from_request(request: &SpawnRequest) -> Result<LaunchInfo, String> {
+        let engines = Engine::list_from_env(&request.env).map_err(|error| error.to_string())?;
+        let state = env_value(&request.env, STATE_ENV)
+            .map(|text| parse_state_files(&text))
             .transpose();
         let state = state
             .map_err(|error| error.to_string())?
             .unwrap_or_default();
-        Ok(Begin {
+        Ok(LaunchInfo {
             engines,
             request: SpawnRequest {
                 count: 1,
                 ..request.clone()
             },
-            count: 0,
-            state,
+            restart_count: 0,
+            state_files: state,
         })
     }
 
     /// Returns the engine for the program's own checkpoint, if it is permitted.
-    pub fn own(&self) -> Option<Engine> {
+    pub fn self_checkpoint(&self) -> Option<Engine> {
         self.engines
             .iter()
             .copied()
-            .find(|engine| matches!(engine, Engine::Own { .. }))
+            .find(|engine| matches!(engine, Engine::SelfCheckpoint { .. }))
     }
 
     /// Returns the files of the program's own checkpoint for the task with this tid.
-    pub fn state_of(&self, tid: Tid) -> Vec<PathBuf> {
-        self.state
+    pub fn state_paths(&self, tid: Tid) -> Vec<PathBuf> {
+        self.state_files
             .iter()
-            .map(|file| file.replace(STATE_TID, &tid.to_string()).into())
+            .map(|file| file.replace(STATE_TID_PLACEHOLDER, &tid.to_string()).into())
             .collect()
     }
 
     /// True if the program's own checkpoint is permitted and CRIU is not the first engine.
-    pub fn own_first(&self) -> bool {
-        self.own().is_some() && self.engines.first() != Some(&Engine::Criu)
+    pub fn prefers_self_checkpoint(&self) -> bool {
+        self.self_checkpoint().is_some() && self.engines.first() != Some(&Engine::Criu)
     }
 
     /// True if CRIU is permitted.
-    pub fn by_criu(&self) -> bool {
+    pub fn allows_criu(&self) -> bool {
         self.engines.contains(&Engine::Criu)
     }
 
     /// Returns the first engine that restarts the program.
-    pub fn anew(&self) -> Option<Engine> {
+    pub fn restart_engine(&self) -> Option<Engine> {
         self.engines
             .iter()
             .copied()
@@ -345,7 +375,7 @@ impl Begin {
     }
 
     /// Returns the working directory of the spawn request.
-    pub fn dir(&self) -> Option<&str> {
+    pub fn working_dir(&self) -> Option<&str> {
         self.request
             .place
             .split_once(':')
@@ -358,36 +388,36 @@ impl Begin {
 mod tests {
     use super::*;
 
-    const fn own(asked: Asked) -> Engine {
-        Engine::Own {
-            asked,
-            exit: EXIT_AGAIN,
-            wait: OWN_WAIT,
+    const fn own(asked: AskMethod) -> Engine {
+        Engine::SelfCheckpoint {
+            ask_method: asked,
+            exit_status: RESTART_EXIT_STATUS,
+            timeout_s: SELF_CHECKPOINT_TIMEOUT_S,
         }
     }
 
-    const OWN: Engine = own(Asked::Signal(SIGUSR1));
+    const OWN: Engine = own(AskMethod::Signal(SIGUSR1));
 
     #[test]
     fn engine_list_parses_with_settings() {
-        let list = |text| Engine::list(text).expect("good");
+        let list = |text| Engine::parse_list(text).expect("good");
         assert_eq!(list("criu"), [Engine::Criu]);
         assert_eq!(
             list(" own , restart:wait=9 "),
-            [OWN, Engine::Restart { wait: 9 }]
+            [OWN, Engine::Restart { timeout_s: 9 }]
         );
-        let other = Engine::Own {
-            asked: Asked::Signal(12),
-            exit: 3,
-            wait: 7,
+        let other = Engine::SelfCheckpoint {
+            ask_method: AskMethod::Signal(12),
+            exit_status: 3,
+            timeout_s: 7,
         };
         assert_eq!(
             list("criu,own:signal=USR2:exit=3:wait=7"),
             [Engine::Criu, other]
         );
         assert_eq!(list("own:wait=7:signal=SIGUSR2:exit=3"), [other]);
-        assert_eq!(list("own:signal=40"), [own(Asked::Signal(40))]);
-        assert_eq!(list("own:message=0"), [own(Asked::Message(0))]);
+        assert_eq!(list("own:signal=40"), [own(AskMethod::Signal(40))]);
+        assert_eq!(list("own:message=0"), [own(AskMethod::Message(0))]);
     }
 
     #[test]
@@ -414,7 +444,7 @@ mod tests {
             "own:signal=USR1:message=7",
             "own:message=7:exit=3:message=8",
         ] {
-            let error = Engine::list(word).expect_err(word).to_string();
+            let error = Engine::parse_list(word).expect_err(word).to_string();
             assert!(error.starts_with("SEMPA_ENGINE: \""), "{word}: {error}");
         }
     }
@@ -429,18 +459,18 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert_eq!(
-            Engine::wanted(&env(&["SEMPA_ENGINES=x", "A=b"])),
+            Engine::list_from_env(&env(&["SEMPA_ENGINES=x", "A=b"])),
             Ok(vec![Engine::Criu])
         );
         assert_eq!(
-            Engine::wanted(&env(&["SEMPA_ENGINE="])),
+            Engine::list_from_env(&env(&["SEMPA_ENGINE="])),
             Ok(vec![Engine::Criu])
         );
         assert_eq!(
-            Engine::wanted(&env(&["SEMPA_ENGINE=x", "SEMPA_ENGINE=own"])),
+            Engine::list_from_env(&env(&["SEMPA_ENGINE=x", "SEMPA_ENGINE=own"])),
             Ok(vec![OWN])
         );
-        assert!(Engine::wanted(&env(&["SEMPA_ENGINE=x"])).is_err());
+        assert!(Engine::list_from_env(&env(&["SEMPA_ENGINE=x"])).is_err());
     }
 
     /// State files must be named once each; their names may contain the tid.
@@ -450,17 +480,23 @@ mod tests {
             env: vec![format!("SEMPA_STATE={state}").into()],
             ..SpawnRequest::default()
         };
-        let begin = Begin::of(&env("state-{tid}: /data/{tid}/{tid}.log")).expect("good");
+        let begin =
+            LaunchInfo::from_request(&env("state-{tid}: /data/{tid}/{tid}.log")).expect("good");
         let tid = Tid::from_raw(0x40007);
         assert_eq!(
-            begin.state_of(tid),
+            begin.state_paths(tid),
             [
                 PathBuf::from("state-t40007"),
                 "/data/t40007/t40007.log".into()
             ]
         );
         assert_eq!(
-            (Begin::of(&env("")).expect("nothing").state, begin.own()),
+            (
+                LaunchInfo::from_request(&env(""))
+                    .expect("nothing")
+                    .state_files,
+                begin.self_checkpoint()
+            ),
             (vec![], None)
         );
         let many = (0..=STATE_FILES_MAX)
@@ -468,20 +504,21 @@ mod tests {
             .collect::<Vec<_>>()
             .join(":");
         for text in ["a::b", "a:a", "a:", "dir/", &many] {
-            let why = Begin::of(&env(text)).expect_err(text);
+            let why = LaunchInfo::from_request(&env(text)).expect_err(text);
             assert!(
                 why.starts_with("SEMPA_STATE: \"") && why.contains(text),
                 "{why}"
             );
         }
-        assert!(state_files(&many[2..]).is_ok(), "as many as may be");
+        assert!(parse_state_files(&many[2..]).is_ok(), "as many as may be");
     }
 
     #[test]
     fn only_agreed_exit_status_restarts_program() {
-        assert!(OWN.goes_on_after(85 << 8) && !OWN.goes_on_after(0) && !OWN.goes_on_after(85));
+        assert!(OWN.restarts_after(85 << 8) && !OWN.restarts_after(0) && !OWN.restarts_after(85));
         assert!(
-            Engine::Restart { wait: 1 }.goes_on_after(9) && !Engine::Criu.goes_on_after(85 << 8)
+            Engine::Restart { timeout_s: 1 }.restarts_after(9)
+                && !Engine::Criu.restarts_after(85 << 8)
         );
     }
 }

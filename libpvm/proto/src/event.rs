@@ -2,7 +2,7 @@
 
 use crate::engine::Engine;
 use crate::ids::{HostId, Micros, MigrationId, Tid};
-use crate::migration::{Cause, Failure, Step, Usage};
+use crate::migration::{Failure, MigrationCause, Step, Usage};
 use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -35,7 +35,8 @@ pub enum EventKind {
         why: String,
     },
     /// All lines of the host file have been processed.
-    HostFileDone {
+    #[serde(rename = "HostFileDone")]
+    HostFileProcessed {
         /// Hosts of the file that joined.
         added: u32,
         /// Lines with errors and hosts that did not join.
@@ -86,7 +87,8 @@ pub enum EventKind {
         /// Time of the owner's activity (for a login: of its record), in microseconds since 1970.
         since: Micros,
         /// Time at which the load watcher detected it.
-        seen: Micros,
+        #[serde(rename = "seen")]
+        detected_at: Micros,
         /// The reason in one sentence.
         why: String,
     },
@@ -97,17 +99,20 @@ pub enum EventKind {
         why: String,
     },
     /// All foreign tasks have left a host.
-    HostClean {
+    #[serde(rename = "HostClean")]
+    HostVacated {
         host: HostId,
     },
     /// A migration uses an engine other than CRIU.
-    MovesBy {
+    #[serde(rename = "MovesBy")]
+    MigrationEngine {
         id: MigrationId,
         tid: Tid,
         engine: Engine,
     },
     /// A migration completed a step.
-    Moving {
+    #[serde(rename = "Moving")]
+    MigrationStep {
         id: MigrationId,
         tid: Tid,
         from: HostId,
@@ -117,12 +122,13 @@ pub enum EventKind {
         bytes: u64,
     },
     /// A migration is complete: the task runs at the target.
-    Moved {
+    #[serde(rename = "Moved")]
+    Migrated {
         id: MigrationId,
         tid: Tid,
         from: HostId,
         to: HostId,
-        cause: Cause,
+        cause: MigrationCause,
         /// Size of the images.
         bytes: u64,
         /// Task memory that was transferred, in the images or by post-copy; 0 if the program saved
@@ -132,30 +138,35 @@ pub enum EventKind {
         frozen: Micros,
         /// From the library's quiesce until all memory is at the target, plus the duration of
         /// pre-copy.
-        whole: Micros,
+        #[serde(rename = "whole")]
+        transfer_time: Micros,
     },
     /// A migration failed; the task continues at `from`, unless the failure is its exit.
-    MoveFailed {
+    #[serde(rename = "MoveFailed")]
+    MigrationFailed {
         id: MigrationId,
         tid: Tid,
         from: HostId,
         to: HostId,
-        cause: Cause,
+        cause: MigrationCause,
         /// The step that failed.
         step: Step,
         why: Failure,
     },
     /// All guests of a host are paused for its owner.
-    GuestsStopped {
+    #[serde(rename = "GuestsStopped")]
+    GuestsPaused {
         host: HostId,
         guests: Vec<Tid>,
         /// From the load watcher's directive until the last guest was stopped.
-        took: Micros,
+        #[serde(rename = "took")]
+        duration: Micros,
         /// The load watcher's reason, in one sentence.
         why: String,
     },
     /// The guests of a host continue.
-    GuestsContinued {
+    #[serde(rename = "GuestsContinued")]
+    GuestsResumed {
         host: HostId,
         /// The tasks that were paused.
         guests: Vec<Tid>,
@@ -171,45 +182,52 @@ pub enum EventKind {
     /// A task was suspended until a request resumes it.
     Suspended {
         tid: Tid,
-        cause: suspend::Cause,
+        cause: suspend::SuspendCause,
     },
     /// A suspended task was resumed. It runs unless its host's owner is present.
     Resumed {
         tid: Tid,
-        cause: suspend::Cause,
+        cause: suspend::SuspendCause,
     },
     /// A whole job was suspended, including tasks that it spawns later.
     JobSuspended {
         /// First task of the job.
         job: Tid,
         /// The task that requested it.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// A suspended job was resumed.
     JobResumed {
         /// First task of the job.
         job: Tid,
         /// The task that requested it.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// A drain of a host was requested: its tasks leave, and no others are placed there.
-    DrainBegun {
+    #[serde(rename = "DrainBegun")]
+    DrainStarted {
         host: HostId,
         /// The task that requested it.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
         /// Deadline for the host to be empty, as time of day.
-        until: Option<Micros>,
+        #[serde(rename = "until")]
+        deadline: Option<Micros>,
     },
     /// A drained host accepts tasks again.
     DrainEnded {
         host: HostId,
         /// The task that requested it.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// A checkpoint of a job is complete.
     Checkpointed {
         /// Name of the checkpoint.
-        set: String,
+        #[serde(rename = "set")]
+        checkpoint: String,
         /// First task of the job.
         job: Tid,
         /// Number of tasks in it.
@@ -220,7 +238,8 @@ pub enum EventKind {
         frozen: Micros,
         /// The resource manager vacated the job: it was ended and will be restarted when there is
         /// room.
-        parked: bool,
+        #[serde(rename = "parked")]
+        vacated: bool,
     },
     /// A checkpoint of a job failed; the job continues.
     CheckpointFailed {
@@ -231,7 +250,8 @@ pub enum EventKind {
     /// The tasks of a checkpoint run again.
     Restarted {
         /// Name of the checkpoint.
-        set: String,
+        #[serde(rename = "set")]
+        checkpoint: String,
         /// First task of the job.
         job: Tid,
         /// The tasks and their hosts.
@@ -242,7 +262,8 @@ pub enum EventKind {
     /// The restart of a checkpoint failed.
     RestartFailed {
         /// Name of the checkpoint.
-        set: String,
+        #[serde(rename = "set")]
+        checkpoint: String,
         /// Reason for the attempt.
         cause: String,
         /// Reason for the failure.
@@ -252,16 +273,20 @@ pub enum EventKind {
     Note {
         text: String,
     },
-    SetsRemoved {
+    #[serde(rename = "SetsRemoved")]
+    CheckpointsRemoved {
         /// Names of the checkpoints.
-        sets: Vec<String>,
+        #[serde(rename = "sets")]
+        checkpoints: Vec<String>,
         /// Reason for the removal.
         why: String,
     },
     /// A checkpoint was copied to the stores of all or some of the intended hosts.
-    SetCopied {
+    #[serde(rename = "SetCopied")]
+    CheckpointCopied {
         /// Name of the checkpoint.
-        set: String,
+        #[serde(rename = "set")]
+        checkpoint: String,
         /// First task of the job.
         job: Tid,
         /// Hosts that have a copy.
@@ -292,7 +317,7 @@ pub enum EventKind {
 impl EventKind {
     /// Returns the sentence of [`Display`](fmt::Display) with host names in place of host numbers,
     /// also within text from other programs. A host without a known name keeps its number.
-    pub fn told<'a>(&self, name: impl Fn(HostId) -> Option<&'a str>) -> String {
+    pub fn with_host_names<'a>(&self, name: impl Fn(HostId) -> Option<&'a str>) -> String {
         match self {
             // Their sentences already contain the name.
             EventKind::HostAdded { .. } | EventKind::HostGone { .. } => self.to_string(),
@@ -308,34 +333,34 @@ impl EventKind {
                 format!(
                     "{program} placed on {}: {}",
                     hosts.join(" "),
-                    with_names(why, name)
+                    insert_host_names(why, name)
                 )
             }
-            _ => with_names(&self.to_string(), name),
+            _ => insert_host_names(&self.to_string(), name),
         }
     }
 }
 
 /// Replaces hosts as [`HostId`] prints them by their names.
-fn with_names<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
-    const SIGN: &str = "host ";
+fn insert_host_names<'a>(text: &str, name: impl Fn(HostId) -> Option<&'a str>) -> String {
+    const PREFIX: &str = "host ";
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
-    while let Some(at) = rest.find(SIGN) {
-        let (before, behind) = (&rest[..at], &rest[at + SIGN.len()..]);
-        let digits = behind.bytes().take_while(u8::is_ascii_digit).count();
-        let is_word = !before.ends_with(|last: char| last.is_alphanumeric());
-        let host = behind[..digits]
+    while let Some(at) = rest.find(PREFIX) {
+        let (before, after) = (&rest[..at], &rest[at + PREFIX.len()..]);
+        let digits = after.bytes().take_while(u8::is_ascii_digit).count();
+        let starts_word = !before.ends_with(|last: char| last.is_alphanumeric());
+        let host = after[..digits]
             .parse()
             .ok()
             .and_then(HostId::new)
-            .filter(|_| is_word);
+            .filter(|_| starts_word);
         out.push_str(before);
         match host.and_then(&name) {
             Some(name) => out.push_str(name),
-            None => out.push_str(&rest[at..at + SIGN.len() + digits]),
+            None => out.push_str(&rest[at..at + PREFIX.len() + digits]),
         }
-        rest = &behind[digits..];
+        rest = &after[digits..];
     }
     out + rest
 }
@@ -345,7 +370,7 @@ impl fmt::Display for EventKind {
         match self {
             EventKind::HostAdded { host, name } => write!(f, "{name} joined as {host}"),
             EventKind::HostRefused { name, why } => write!(f, "{name} was not added: {why}"),
-            EventKind::HostFileDone { added, refused } => {
+            EventKind::HostFileProcessed { added, refused } => {
                 write!(
                     f,
                     "the host file is done: hosts that joined {added}, lines that came to nothing {refused}"
@@ -369,30 +394,34 @@ impl fmt::Display for EventKind {
                 write!(f, "owner of {host} present: {why}")
             }
             EventKind::OwnerAbsent { host, why } => write!(f, "owner of {host} absent: {why}"),
-            EventKind::HostClean { host } => {
+            EventKind::HostVacated { host } => {
                 write!(f, "{host} is clean: no foreign task is left on it")
             }
-            EventKind::GuestsStopped {
+            EventKind::GuestsPaused {
                 host,
                 guests,
-                took,
+                duration: took,
                 why,
             } => {
                 write!(
                     f,
                     "guests of {host} stopped: {} within {:.1} ms: {why}",
-                    tasks(guests),
-                    millis(*took)
+                    list_tasks(guests),
+                    as_millis(*took)
                 )
             }
-            EventKind::GuestsContinued { host, guests, why } => {
-                write!(f, "guests of {host} go on: {}: {why}", tasks(guests))
+            EventKind::GuestsResumed { host, guests, why } => {
+                write!(f, "guests of {host} go on: {}: {why}", list_tasks(guests))
             }
             EventKind::GuestsEnded { host, guests, why } => {
-                write!(f, "guests of {host} are ended: {}: {why}", tasks(guests))
+                write!(
+                    f,
+                    "guests of {host} are ended: {}: {why}",
+                    list_tasks(guests)
+                )
             }
-            EventKind::MovesBy { id, tid, engine } => write_way(f, *id, *tid, engine),
-            EventKind::Moving {
+            EventKind::MigrationEngine { id, tid, engine } => write_engine(f, *id, *tid, engine),
+            EventKind::MigrationStep {
                 id,
                 tid,
                 from,
@@ -407,7 +436,7 @@ impl fmt::Display for EventKind {
                     Ok(())
                 }
             }
-            EventKind::Moved {
+            EventKind::Migrated {
                 id,
                 tid,
                 from,
@@ -416,20 +445,20 @@ impl fmt::Display for EventKind {
                 bytes,
                 resident,
                 frozen,
-                whole,
+                transfer_time: whole,
             } => {
-                let stood = millis(*frozen);
+                let stood = as_millis(*frozen);
                 write!(
                     f,
                     "{id}: {tid} moved from {from} to {to} ({cause}): {bytes} bytes, frozen {stood:.1} ms"
                 )?;
                 if whole > frozen {
-                    write_memory(f, *resident, *whole)
+                    write_transfer_time(f, *resident, *whole)
                 } else {
                     Ok(())
                 }
             }
-            EventKind::MoveFailed {
+            EventKind::MigrationFailed {
                 id,
                 tid,
                 from,
@@ -445,28 +474,34 @@ impl fmt::Display for EventKind {
             }
             EventKind::Suspended { tid, cause } => write!(f, "{tid} suspended: {cause}"),
             EventKind::Resumed { tid, cause } => write!(f, "{tid} resumed: {cause}"),
-            EventKind::JobSuspended { job, by } => {
-                write!(f, "job {job} suspended: {by} asked for it")
+            EventKind::JobSuspended { job, requested_by } => {
+                write!(f, "job {job} suspended: {requested_by} asked for it")
             }
-            EventKind::JobResumed { job, by } => write!(f, "job {job} resumed: {by} asked for it"),
-            EventKind::DrainBegun { host, by, .. } => {
+            EventKind::JobResumed { job, requested_by } => {
+                write!(f, "job {job} resumed: {requested_by} asked for it")
+            }
+            EventKind::DrainStarted {
+                host,
+                requested_by: by,
+                ..
+            } => {
                 write!(
                     f,
                     "{host} is being emptied, and takes no tasks: {by} asked for it"
                 )
             }
-            EventKind::DrainEnded { host, by } => {
-                write!(f, "{host} takes tasks again: {by} asked for it")
+            EventKind::DrainEnded { host, requested_by } => {
+                write!(f, "{host} takes tasks again: {requested_by} asked for it")
             }
             EventKind::Checkpointed {
-                set,
+                checkpoint: set,
                 job,
                 tasks,
                 bytes,
                 frozen,
-                parked,
+                vacated: parked,
             } => {
-                let frozen = millis(*frozen);
+                let frozen = as_millis(*frozen);
                 write!(
                     f,
                     "checkpoint {set} of job {job}: {tasks} tasks, {bytes} bytes, frozen {frozen:.1} ms"
@@ -481,7 +516,7 @@ impl fmt::Display for EventKind {
                 write!(f, "no checkpoint of job {job}: {why}")
             }
             EventKind::Restarted {
-                set,
+                checkpoint: set,
                 job,
                 tasks,
                 why,
@@ -491,15 +526,22 @@ impl fmt::Display for EventKind {
                     .iter()
                     .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
-            EventKind::RestartFailed { set, cause, why } => {
-                write!(f, "checkpoint {set} was not started again ({cause}): {why}")
+            EventKind::RestartFailed {
+                checkpoint,
+                cause,
+                why,
+            } => {
+                write!(
+                    f,
+                    "checkpoint {checkpoint} was not started again ({cause}): {why}"
+                )
             }
             EventKind::Note { text } => f.write_str(text),
-            EventKind::SetsRemoved { sets, why } => {
-                write!(f, "checkpoints removed: {} ({why})", sets.join(" "))
+            EventKind::CheckpointsRemoved { checkpoints, why } => {
+                write!(f, "checkpoints removed: {} ({why})", checkpoints.join(" "))
             }
-            EventKind::SetCopied {
-                set,
+            EventKind::CheckpointCopied {
+                checkpoint: set,
                 job,
                 hosts,
                 missing,
@@ -553,16 +595,16 @@ fn write_end(f: &mut fmt::Formatter<'_>, tid: Tid, status: i32, used: &Usage) ->
 }
 
 /// Writes the duration of a post-copy migration.
-fn write_memory(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt::Result {
+fn write_transfer_time(f: &mut fmt::Formatter<'_>, resident: u64, whole: Micros) -> fmt::Result {
     write!(
         f,
         ", its memory of {resident} bytes there after {:.1} ms",
-        millis(whole)
+        as_millis(whole)
     )
 }
 
 /// Writes the engine of a migration and what it does with the task's process.
-fn write_way(
+fn write_engine(
     f: &mut fmt::Formatter<'_>,
     id: MigrationId,
     tid: Tid,
@@ -571,22 +613,28 @@ fn write_way(
     write!(f, "{id}: {tid} goes by {engine}")?;
     match engine {
         Engine::Criu => Ok(()),
-        Engine::Own { asked, exit, wait } => {
+        Engine::SelfCheckpoint {
+            ask_method: asked,
+            exit_status: exit,
+            timeout_s: wait,
+        } => {
             write!(
                 f,
                 ": it is asked {asked}, and has {wait} s to end with exit status {exit}"
             )
         }
-        Engine::Restart { wait } => write!(f, ": it is ended, within {wait} s, and started again"),
+        Engine::Restart { timeout_s } => {
+            write!(f, ": it is ended, within {timeout_s} s, and started again")
+        }
     }
 }
 
-fn millis(time: Micros) -> f64 {
+fn as_millis(time: Micros) -> f64 {
     time.0 as f64 / 1e3
 }
 
 /// Formats a list of tasks for a sentence.
-fn tasks(tids: &[Tid]) -> String {
+fn list_tasks(tids: &[Tid]) -> String {
     let names: Vec<String> = tids.iter().map(Tid::to_string).collect();
     if names.is_empty() {
         "none were there".into()
@@ -603,20 +651,24 @@ pub fn describe_status(status: i32) -> String {
     }
 }
 
-impl suspend::Holds {
+impl suspend::Suspensions {
     /// Returns the event for the change that a request caused; `None` if the task stays suspended
     /// or stays running.
     #[must_use]
-    pub fn change(self, after: suspend::Holds, order: &suspend::Order) -> Option<EventKind> {
-        let suspend::Order { tid, cause, .. } = order.clone();
-        match (self.any(), after.any()) {
+    pub fn change_event(
+        self,
+        after: suspend::Suspensions,
+        order: &suspend::SuspendOrder,
+    ) -> Option<EventKind> {
+        let suspend::SuspendOrder { tid, cause, .. } = order.clone();
+        match (self.is_suspended(), after.is_suspended()) {
             (false, true) => Some(EventKind::Suspended { tid, cause }),
             (true, false) => Some(EventKind::Resumed { tid, cause }),
             // The preemption has ended, but the task stays suspended by request.
-            (true, true) if self.gives_way && !after.gives_way => {
-                after.asked.map(|by| EventKind::Suspended {
+            (true, true) if self.preempted && !after.preempted => {
+                after.requested_by.map(|by| EventKind::Suspended {
                     tid,
-                    cause: suspend::Cause::Asked { by },
+                    cause: suspend::SuspendCause::Requested { requested_by: by },
                 })
             }
             _ => None,
@@ -643,11 +695,11 @@ mod tests {
         let present = EventKind::OwnerPresent {
             host: host(2),
             since: Micros(0),
-            seen: Micros(0),
+            detected_at: Micros(0),
             why,
         };
         assert_eq!(
-            present.told(name),
+            present.with_host_names(name),
             "owner of leo present: zoe is logged in on leo"
         );
         let placed = EventKind::Placed {
@@ -655,28 +707,28 @@ mod tests {
             hosts: vec![host(1), host(3)],
             why: "first host 3".into(),
         };
-        assert_eq!(placed.told(name), "x placed on 1 max: first max");
+        assert_eq!(placed.with_host_names(name), "x placed on 1 max: first max");
         let gone = EventKind::HostGone {
             host: host(2),
             name: "leo".into(),
             why: "lost".into(),
         };
-        assert_eq!(gone.told(name), "leo (host 2) is gone: lost");
+        assert_eq!(gone.with_host_names(name), "leo (host 2) is gone: lost");
         let closed = EventKind::HostClosed {
             host: host(2),
             why: "the owner wants no guests always".into(),
         };
         assert_eq!(
-            closed.told(name),
+            closed.with_host_names(name),
             "leo takes no guests: the owner wants no guests always"
         );
         assert_eq!(
-            EventKind::HostOpened { host: host(3) }.told(name),
+            EventKind::HostOpened { host: host(3) }.with_host_names(name),
             "max takes guests again"
         );
-        let unknown = EventKind::HostClean { host: host(1) };
+        let unknown = EventKind::HostVacated { host: host(1) };
         assert_eq!(
-            unknown.told(name),
+            unknown.with_host_names(name),
             "host 1 is clean: no foreign task is left on it"
         );
     }
@@ -692,9 +744,9 @@ mod tests {
             "hosts 2 3",
             "the host  2",
         ] {
-            assert_eq!(with_names(text, |_| Some("leo")), text);
+            assert_eq!(insert_host_names(text, |_| Some("leo")), text);
         }
-        assert_eq!(with_names("host 2, host 3.", name), "leo, max.");
-        assert_eq!(with_names("Zürich's host 2", name), "Zürich's leo");
+        assert_eq!(insert_host_names("host 2, host 3.", name), "leo, max.");
+        assert_eq!(insert_host_names("Zürich's host 2", name), "Zürich's leo");
     }
 }

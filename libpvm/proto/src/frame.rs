@@ -18,11 +18,11 @@ pub const FRAME_BYTES_MAX: usize = 64 << 20;
 pub const FRAME_HEAD_BYTES: usize = 5;
 
 /// Smallest allocation of a full decoder buffer: hundreds of small frames share it.
-const ROOM_BYTES_MIN: usize = 64 << 10;
+const RESERVE_BYTES_MIN: usize = 64 << 10;
 
 /// Largest allocation for announced bytes that have not arrived, because announcing costs a peer
 /// nothing.
-const ROOM_BYTES_MAX: usize = 256 << 10;
+const RESERVE_BYTES_MAX: usize = 256 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FrameKind {
@@ -78,7 +78,7 @@ impl Frame {
     ///
     /// # Errors
     /// [`FrameError::BadBody`] if the frame has another kind or its bytes are not a `T`.
-    pub fn control<T: DeserializeOwned>(&self) -> Result<T, FrameError> {
+    pub fn decode_control<T: DeserializeOwned>(&self) -> Result<T, FrameError> {
         if self.kind != FrameKind::Control {
             return Err(FrameError::BadBody(format!(
                 "expected a control frame, got {:?}",
@@ -92,7 +92,7 @@ impl Frame {
     ///
     /// # Errors
     /// [`FrameError::BadBody`] if the frame has another kind or is too short.
-    pub fn link(&self) -> Result<LinkFrame, FrameError> {
+    pub fn decode_link(&self) -> Result<LinkFrame, FrameError> {
         if self.kind != FrameKind::Link {
             return Err(FrameError::BadBody(format!(
                 "expected a link frame, got {:?}",
@@ -130,7 +130,7 @@ pub fn from_bytes<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, FrameError> {
 /// [`FrameError::TooLong`] if the message exceeds [`FRAME_BYTES_MAX`].
 pub fn encode_control<T: Serialize>(value: &T) -> Result<Bytes, FrameError> {
     let body = to_bytes(value)?;
-    Ok(encode(FrameKind::Control, &[&body]))
+    Ok(encode_frame(FrameKind::Control, &[&body]))
 }
 
 /// Returns the frame header for a body of `body_len` bytes.
@@ -143,7 +143,7 @@ pub fn frame_head(kind: FrameKind, body_len: usize) -> [u8; FRAME_HEAD_BYTES] {
 }
 
 /// Encodes a frame whose body is the concatenation of `parts`.
-pub fn encode(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
+pub fn encode_frame(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
     let body_len: usize = parts.iter().map(|p| p.len()).sum();
     assert!(
         body_len <= FRAME_BYTES_MAX,
@@ -159,7 +159,7 @@ pub fn encode(kind: FrameKind, parts: &[&[u8]]) -> Bytes {
 
 /// Encodes a link frame as a complete frame.
 pub fn encode_link(frame: &LinkFrame) -> Bytes {
-    encode(FrameKind::Link, &[&frame.encode_head(), &frame.payload])
+    encode_frame(FrameKind::Link, &[&frame.encode_head(), &frame.payload])
 }
 
 /// Splits a byte stream into frames. Feed it with [`push`](Self::push), read with
@@ -180,8 +180,8 @@ impl FrameDecoder {
             // Reserve space for the whole frame at once, so that its first bytes are not copied
             // repeatedly.
             self.buffer.reserve(
-                self.missing()
-                    .clamp(ROOM_BYTES_MIN, ROOM_BYTES_MAX)
+                self.missing_bytes()
+                    .clamp(RESERVE_BYTES_MIN, RESERVE_BYTES_MAX)
                     .max(bytes.len()),
             );
         }
@@ -189,7 +189,7 @@ impl FrameDecoder {
     }
 
     /// Returns how many bytes the first frame still lacks, as far as its header has arrived.
-    fn missing(&self) -> usize {
+    fn missing_bytes(&self) -> usize {
         let announced = self
             .buffer
             .first_chunk::<4>()
@@ -255,7 +255,7 @@ mod tests {
             for part in [&stream[..cut], &stream[cut..]] {
                 decoder.push(part);
                 while let Some(frame) = decoder.next_frame().expect("a good stream") {
-                    seen.push(frame.control::<(u32, String)>().expect("a pair"));
+                    seen.push(frame.decode_control::<(u32, String)>().expect("a pair"));
                 }
             }
             assert_eq!(seen, [(1, "one".to_string()), (2, "two".to_string())]);

@@ -63,9 +63,9 @@ pub enum GroupState {
 
 /// A barrier or freeze for which members wait.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Meeting {
+pub struct GroupWait {
     /// Number of members that must arrive.
-    pub wanted: u32,
+    pub required: u32,
     /// Members that have arrived and wait.
     pub waiting: Vec<Tid>,
 }
@@ -78,9 +78,9 @@ pub struct GroupInfo {
     /// Members by instance; [`Tid::NONE`] for a free instance.
     pub members: Vec<Tid>,
     /// The barrier in progress.
-    pub barrier: Option<Meeting>,
+    pub barrier: Option<GroupWait>,
     /// The freeze in progress.
-    pub freeze: Option<Meeting>,
+    pub freeze: Option<GroupWait>,
 }
 
 impl GroupInfo {
@@ -169,13 +169,13 @@ impl TryFrom<i32> for GroupCall {
 /// Per group: length of the name, its bytes as one integer each, number of members, length of the
 /// member list, barrier count (−1 without a barrier), number of waiting members; then the member
 /// list (−1 for a free instance) and the waiting members.
-pub fn list_words(groups: &[GroupInfo]) -> Vec<i32> {
+pub fn encode_group_list(groups: &[GroupInfo]) -> Vec<i32> {
     let mut words = vec![groups.len() as i32];
     for group in groups {
         words.push(group.name.len() as i32);
         words.extend(group.name.iter().map(|byte| i32::from(*byte)));
         let waiting: &[Tid] = group.barrier.as_ref().map_or(&[], |b| &b.waiting);
-        let wanted = group.barrier.as_ref().map_or(-1, |b| b.wanted as i32);
+        let wanted = group.barrier.as_ref().map_or(-1, |b| b.required as i32);
         words.extend([
             group.size() as i32,
             group.members.len() as i32,
@@ -231,7 +231,7 @@ impl GroupEvent {
     ];
 
     /// Returns the event name, the item name of the argument and the item name of the result.
-    pub fn names(self) -> (&'static str, Option<&'static str>, &'static str) {
+    pub fn trace_names(self) -> (&'static str, Option<&'static str>, &'static str) {
         match self {
             GroupEvent::Join => ("joingroup", None, "CC"),
             GroupEvent::Leave => ("lvgroup", None, "CC"),

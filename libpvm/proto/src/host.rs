@@ -5,16 +5,16 @@
 //! between the two channels. Items that must not overtake a task's own messages (its exit, replies,
 //! notifications) therefore travel as [`Carried`].
 
-use crate::engine::{Begin, Engine};
+use crate::engine::{Engine, LaunchInfo};
 use crate::event::EventKind;
 use crate::ids::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use crate::message::Message;
-use crate::migration::{Move, Order, Refusal, Report, TaskFacts, Verdict};
-use crate::suspend::{self, Holds};
+use crate::migration::{Migration, MigrationOrder, Refusal, StepReport, TaskFacts, Verdict};
+use crate::suspend::{self, Suspensions};
 use crate::table::{HostTable, TaskInfo};
 use crate::task::{
-    LinkMark, RedirectAt, Reply, Request, Restart, RmInfo, Sink, SpawnRequest, Successor, ToTask,
-    TracerInfo,
+    ProcessHandoff, RedirectAddress, Reply, Request, RestartInfo, RmInfo, SendWatermark, Sink,
+    SpawnRequest, ToTask, TracerInfo,
 };
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -33,11 +33,11 @@ pub struct Location {
 /// A request from one daemon to another. Requests that only the master can serve travel as
 /// [`HostMsg::Request`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Question {
+pub enum HostRequest {
     /// Lists the tasks of the host. → [`Reply::Tasks`]
     Tasks {
         /// Restricts the list to this task.
-        only: Option<Tid>,
+        task: Option<Tid>,
     },
     /// Starts tasks on the receiving host. → [`Reply::Spawned`]
     Exec {
@@ -52,7 +52,7 @@ pub enum Question {
     /// Sends a signal to a task. → [`Reply::Done`]
     Signal { tid: Tid, signal: i32 },
     /// Suspends or resumes a task. → [`Reply::Done`] or [`Reply::Failed`]
-    Suspend(suspend::Order),
+    Suspend(suspend::SuspendOrder),
     /// Asks whether a task is alive and, if not, how far it had sent. → [`Answer::Watched`]
     Watch {
         tid: Tid,
@@ -60,22 +60,22 @@ pub enum Question {
         watcher: Tid,
     },
     /// Inspects a task and checks whether it can migrate at all. → [`Answer::Facts`]
-    Facts { tid: Tid },
+    Inspect { tid: Tid },
     /// Asks whether the host would accept such a task; nothing is prepared. → [`Answer::Verdict`]
     Verdict { facts: TaskFacts },
     /// Lists the host's tasks and contexts, for a checkpoint or a restart. → [`Answer::Count`]
-    Count,
+    Inventory,
     /// From the master: asks the host to store a copy of a checkpoint. The copy is transferred like
     /// images, under this migration id. → [`Reply::Done`] or [`Reply::Failed`], then
     /// [`HostMsg::CopyKept`]
-    KeepCopy {
+    StoreCopy {
         /// Id of the transfer.
         migration: MigrationId,
         /// Name of the checkpoint.
-        set: String,
+        checkpoint: String,
     },
     /// Assigns contexts again to tasks that are restarted from a checkpoint. → [`Reply::Done`]
-    HoldContexts(Vec<(i32, Tid)>),
+    ReserveContexts(Vec<(i32, Tid)>),
     /// Reads the time of day. → [`Reply::Clock`]
     Clock,
     /// Releases a context. → [`Reply::Done`] or [`Reply::Failed`]
@@ -88,24 +88,24 @@ pub enum Question {
 
 /// A reply to a [`Question`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Answer {
+pub enum HostReply {
     /// The same reply as to a task.
     Reply(Reply),
     /// The task has migrated; ask this host.
-    Elsewhere(HostId),
+    MovedTo(HostId),
     /// The reply to [`Question::Watch`].
     Watched {
         /// True if the task has ended or never existed.
         gone: bool,
         /// Position up to which it had sent to the watcher, if it sent anything.
-        after: Option<LinkMark>,
+        after: Option<SendWatermark>,
     },
     /// Reply to [`Question::Facts`]: the task's properties, or why it cannot migrate at all.
-    Facts(Result<TaskFacts, Refusal>),
+    Inspected(Result<TaskFacts, Refusal>),
     /// Reply to [`Question::Verdict`], and the engine that would be used.
     Verdict(Verdict, Engine),
     /// The reply to [`Question::Count`].
-    Count {
+    Inventory {
         /// The tasks of the host.
         tasks: Vec<TaskInfo>,
         /// Contexts that the host has allocated, with their owners on any host.
@@ -117,7 +117,7 @@ pub enum Answer {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum HostMsg {
     /// From the master: prepares the next host table. → [`HostMsg::Prepared`]
-    Prepare {
+    PrepareTable {
         /// The table with its epoch.
         table: HostTable,
         /// Tasks that do not run on their birth host; only for hosts that are new in this table.
@@ -125,18 +125,18 @@ pub enum HostMsg {
         rm: Option<RmInfo>,
         /// Highest task number of the receiving host that occurs in a checkpoint; the host
         /// allocates only higher ones.
-        spared: u32,
+        reserved_ids_max: u32,
     },
     /// The table of this epoch is prepared.
-    Prepared { epoch: Epoch },
+    TablePrepared { epoch: Epoch },
     /// From the master: puts the prepared table of this epoch into force. → [`HostMsg::Committed`]
-    Commit { epoch: Epoch },
+    CommitTable { epoch: Epoch },
     /// The table of this epoch is in force on the sender.
-    Committed { epoch: Epoch },
+    TableCommitted { epoch: Epoch },
     /// From the master: a task has a new location. → [`HostMsg::LocatedAck`]
-    Located(Location),
+    TaskLocation(Location),
     /// The sender knows the new location of a task.
-    LocatedAck {
+    TaskLocationAck {
         tid: Tid,
         /// Epoch of the new location.
         epoch: Epoch,
@@ -150,23 +150,23 @@ pub enum HostMsg {
     Shutdown,
     /// To the master: a task's request that only the master can serve. The reply goes to the task,
     /// wherever it runs.
-    Request {
+    TaskRequest {
         tid: Tid,
         /// Id that the task chose.
         id: RequestId,
-        what: Request,
+        request: Request,
     },
     /// A request to another daemon. → [`HostMsg::Answer`]
-    Ask {
+    HostRequest {
         /// Chosen by the sender.
         id: RequestId,
-        question: Question,
+        request: HostRequest,
     },
     /// The reply to [`HostMsg::Ask`].
-    Answer {
+    HostReply {
         /// Id of the request.
         id: RequestId,
-        answer: Answer,
+        reply: HostReply,
     },
     /// A task's message to the receiving daemon.
     Message(Message),
@@ -189,26 +189,29 @@ pub enum HostMsg {
         tracer: Option<TracerInfo>,
     },
     /// A task has left the virtual machine; its process continues.
-    Left { tid: Tid },
+    TaskLeft { tid: Tid },
     /// From the master: end the spawned tasks (`reset`).
     EndTasks {
         /// Tasks that must not be ended.
-        spare: Vec<Tid>,
+        except: Vec<Tid>,
     },
     /// From the master as migration coordinator: an order to the source or the target.
-    Order { of: Move, order: Order },
+    MigrationOrder {
+        migration: Migration,
+        order: MigrationOrder,
+    },
     /// To the master: a report of the source or the target.
-    Report {
+    StepReport {
         migration: MigrationId,
-        report: Report,
+        report: StepReport,
     },
     /// To the master: a request to suspend or resume a task that is migrating. →
     /// [`HostMsg::SuspendDecided`]
-    SuspendMoving {
+    SuspendMigrating {
         migration: MigrationId,
         /// Chosen by the sender.
         id: RequestId,
-        order: suspend::Order,
+        order: suspend::SuspendOrder,
     },
     /// From the master as migration coordinator: the suspension state that is now in force,
     /// whatever the outcome of the migration.
@@ -218,39 +221,39 @@ pub enum HostMsg {
         id: RequestId,
         /// `None`: the task's daemon must decide again, because the migration is over or the task
         /// is at another location.
-        suspended: Option<Holds>,
+        suspensions: Option<Suspensions>,
     },
     /// To the master: the outcome of [`Question::KeepCopy`].
-    CopyKept {
+    CopyStored {
         /// Id of the transfer.
         migration: MigrationId,
         /// Name of the checkpoint.
-        set: String,
+        checkpoint: String,
         /// Ok if the copy is in the store.
         result: Result<(), String>,
     },
     /// From the master: copies of these checkpoints are not needed any more.
     DropCopies {
         /// Names of the checkpoints.
-        sets: Vec<String>,
+        checkpoints: Vec<String>,
     },
     /// To the master: a signal that usually ends a task is being sent to this task on the sender's
     /// host. Precedes the task's exit.
-    ToldToEnd { tid: Tid, signal: i32 },
+    EndSignalSent { tid: Tid, signal: i32 },
 }
 
 /// An item that is waiting for a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Held {
+pub enum PendingItem {
     /// A link frame's body.
-    Link(Bytes),
+    Frame(Bytes),
     /// A control message of a daemon for the task.
-    Item(ToTask),
+    Control(ToTask),
 }
 
 /// The subject of one pending notification.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum WatchKind {
+pub enum NotifySubject {
     /// The exit of this task.
     TaskExit(Tid),
     /// The loss of this host; host tid as the caller passed it.
@@ -264,8 +267,8 @@ pub enum WatchKind {
 
 /// One pending notification of a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Watch {
-    pub kind: WatchKind,
+pub struct PendingNotify {
+    pub kind: NotifySubject,
     pub ctx: i32,
     pub tag: i32,
 }
@@ -281,49 +284,49 @@ pub struct TaskRecord {
     /// Bitwise combination of `TASK_*` values.
     pub flags: i32,
     /// Number by which the task claimed its tid.
-    pub epid: Option<i32>,
+    pub spawn_token: Option<i32>,
     pub output: Sink,
     pub trace: Sink,
     /// The resource manager to notify of its exit.
     pub rm: Option<Tid>,
     /// Send position of each link, as the task's daemons saw it.
-    pub marks: Vec<LinkMark>,
+    pub watermarks: Vec<SendWatermark>,
     /// Requests without a reply.
     pub requests: Vec<RequestId>,
     /// Those of `requests` that wait for other tasks without a time limit.
-    pub meetings: Vec<RequestId>,
+    pub untimed_requests: Vec<RequestId>,
     /// Information that its library still needs, if it was restored from a checkpoint.
-    pub restart: Option<Restart>,
+    pub restart: Option<RestartInfo>,
     /// How it was started, if it permits engines other than CRIU.
-    pub begin: Option<Box<Begin>>,
+    pub launch: Option<Box<LaunchInfo>>,
     /// Information that its next process needs about the previous one.
-    pub successor: Option<Box<Successor>>,
+    pub handoff: Option<Box<ProcessHandoff>>,
     /// Pending notifications that the task requested.
-    pub watches: Vec<Watch>,
+    pub notifications: Vec<PendingNotify>,
     /// Address at which its quiesced library looks for a redirect.
-    pub redirect_at: RedirectAt,
+    pub redirect_address: RedirectAddress,
     /// Hosts known at its previous location; the task is notified of hosts that joined since.
-    pub hosts: Vec<HostId>,
+    pub known_hosts: Vec<HostId>,
     /// Epoch of the host table from which `hosts` is.
-    pub epoch: Epoch,
+    pub hosts_epoch: Epoch,
 }
 
 /// State that a task's daemon had of it, stored next to its images.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PartRecord {
+pub struct SavedTask {
     /// Value of [`SET_VERSION`](crate::checkpoint::SET_VERSION) when it was written.
     pub version: u16,
     pub record: TaskRecord,
     /// Items that were waiting for the task. For a task that wrote its own checkpoint, also the
     /// messages that its process had sent and partial messages that it had received.
-    pub waiting: Vec<Held>,
+    pub waiting: Vec<PendingItem>,
 }
 
 /// A message on the data channel: for a task on the receiving host, or about one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Carried {
+pub enum DataMsg {
     /// A link frame's body as the sending task wrote it.
-    Link(Bytes),
+    Frame(Bytes),
     /// A control message of a daemon for a task.
     Item { dst: Tid, item: ToTask },
     /// A task has ended. Its host sends this to all hosts, after everything that the task sent.
@@ -331,11 +334,11 @@ pub enum Carried {
         /// The task that ended.
         dst: Tid,
         /// Send position of each link.
-        marks: Vec<LinkMark>,
+        watermarks: Vec<SendWatermark>,
     },
     /// To the source of a migration: everything that the sender has routed to the task's old
     /// location precedes this.
-    Passed {
+    RouteDrained {
         dst: Tid,
         /// Epoch of the new location.
         epoch: Epoch,
@@ -351,11 +354,11 @@ pub enum Carried {
     },
     /// To the target of a migration: an item that was waiting at the source. Items keep their
     /// order.
-    Handed {
+    Forwarded {
         dst: Tid,
         migration: MigrationId,
-        held: Held,
+        item: PendingItem,
     },
     /// To the target of a migration: no more items wait at the source.
-    HandedAll { dst: Tid, migration: MigrationId },
+    ForwardedAll { dst: Tid, migration: MigrationId },
 }

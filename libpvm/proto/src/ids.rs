@@ -7,7 +7,7 @@ use thiserror::Error;
 /// Bit 31 of a tid marks the address of a daemon (pvm_intro, "task identifiers").
 const DAEMON_BIT: u32 = 0x8000_0000;
 /// Bit 30 of a tid marks a multicast address.
-const GROUP_BIT: u32 = 0x4000_0000;
+const MULTICAST_BIT: u32 = 0x4000_0000;
 /// Bits 18 to 29 hold the host index.
 const HOST_MASK: u32 = 0x3ffc_0000;
 /// Bits 0 to 17 hold the number of the task on its birth host.
@@ -59,23 +59,23 @@ impl HostId {
     }
 
     /// Returns the address of the host's daemon: host part with bit 31 set.
-    pub fn daemon(self) -> Tid {
+    pub fn daemon_tid(self) -> Tid {
         Tid(DAEMON_BIT | self.tid().0)
     }
 }
 
 impl TryFrom<u16> for HostId {
-    type Error = NoHostIndex;
+    type Error = InvalidHostIndex;
 
-    fn try_from(index: u16) -> Result<HostId, NoHostIndex> {
-        HostId::new(index).ok_or(NoHostIndex(index))
+    fn try_from(index: u16) -> Result<HostId, InvalidHostIndex> {
+        HostId::new(index).ok_or(InvalidHostIndex(index))
     }
 }
 
 /// A number outside the range of host indices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("{0} is no index of a host; those are 1 to {max}", max = HostId::INDEX_MAX)]
-pub struct NoHostIndex(pub u16);
+pub struct InvalidHostIndex(pub u16);
 
 impl fmt::Display for HostId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -118,24 +118,24 @@ impl Tid {
 
     /// True for the id of a task: not a daemon or multicast address, host and local part present.
     pub fn is_task(self) -> bool {
-        self.0 & (DAEMON_BIT | GROUP_BIT) == 0
+        self.0 & (DAEMON_BIT | MULTICAST_BIT) == 0
             && self.0 & HOST_MASK != 0
             && self.0 & LOCAL_MASK != 0
     }
 
     /// True for the address of a daemon, including [`Tid::MY_DAEMON`].
     pub fn is_daemon(self) -> bool {
-        self.0 & DAEMON_BIT != 0 && self.0 & (GROUP_BIT | LOCAL_MASK) == 0
+        self.0 & DAEMON_BIT != 0 && self.0 & (MULTICAST_BIT | LOCAL_MASK) == 0
     }
 
     /// Returns the host on which the task was created; `None` if the host part is empty. A migrated
     /// task keeps its tid, so this is not necessarily the host on which it runs.
-    pub fn home(self) -> Option<HostId> {
+    pub fn birth_host(self) -> Option<HostId> {
         HostId::new(((self.0 & HOST_MASK) >> HOST_SHIFT) as u16)
     }
 
     /// Number of the task on its birth host; 0 for hosts and daemons.
-    pub fn local(self) -> u32 {
+    pub fn local_part(self) -> u32 {
         self.0 & LOCAL_MASK
     }
 
@@ -242,10 +242,10 @@ mod tests {
         assert_eq!(t.raw(), 0x80001);
         assert_eq!(t.to_string(), "t80001");
         assert_eq!(h2.tid().raw(), 0x80000);
-        assert_eq!(h2.daemon().raw() as u32, 0x8008_0000);
+        assert_eq!(h2.daemon_tid().raw() as u32, 0x8008_0000);
         assert!(t.is_task() && !t.is_daemon());
-        assert!(h2.daemon().is_daemon() && Tid::MY_DAEMON.is_daemon());
-        assert_eq!(t.home(), Some(h2));
+        assert!(h2.daemon_tid().is_daemon() && Tid::MY_DAEMON.is_daemon());
+        assert_eq!(t.birth_host(), Some(h2));
         assert_eq!(t.host_part(), h2.tid());
     }
 
@@ -280,9 +280,9 @@ mod tests {
                 postcard::from_bytes::<[HostId; 2]>(&among).is_err(),
                 "{index}"
             );
-            let told = HostId::try_from(index).expect_err("no host").to_string();
+            let message = HostId::try_from(index).expect_err("no host").to_string();
             assert_eq!(
-                told,
+                message,
                 format!("{index} is no index of a host; those are 1 to 4095")
             );
         }
@@ -298,7 +298,7 @@ mod tests {
             (far.index(), far.tid(), Tid::task(far, 1)),
             (10_000, Tid::NONE, None)
         );
-        assert!(far.daemon().home().is_none());
+        assert!(far.daemon_tid().birth_host().is_none());
         let bytes = postcard::to_allocvec(&far).expect("it is written");
         assert!(postcard::from_bytes::<HostId>(&bytes).is_err());
     }

@@ -18,9 +18,9 @@
 //! take precedence. `pvm spawn --job FILE` starts its tasks; the spawns of a program with
 //! [`JOB_ENV`] in its environment get its defaults.
 
-use crate::engine::{ENGINE_ENV, Engine, STATE_ENV, state_files};
+use crate::engine::{ENGINE_ENV, Engine, STATE_ENV, parse_state_files};
 use crate::task::{SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SpawnRequest};
-use crate::text::line_of;
+use crate::text::line_number;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -30,11 +30,11 @@ use toml::Spanned;
 /// Environment variable that names a job file for the spawns of a program.
 pub const JOB_ENV: &str = "SEMPA_JOB";
 /// Environment variable of a spawn that contains its constraints.
-pub const WANTS_ENV: &str = "SEMPA_WANTS";
+pub const CONSTRAINTS_ENV: &str = "SEMPA_WANTS";
 /// Environment variable of a spawn that selects how open files are handled when a task migrates.
-pub const FILES_ENV: &str = "SEMPA_FILES";
+pub const OPEN_FILES_ENV: &str = "SEMPA_FILES";
 /// Valid values of [`FILES_ENV`].
-const FILES: [&str; 3] = ["shared", "copy", "refuse"];
+const OPEN_FILES_POLICIES: [&str; 3] = ["shared", "copy", "refuse"];
 /// Largest size of a job file.
 pub const JOB_BYTES_MAX: usize = 64 << 10;
 /// Largest number of tasks in a job file.
@@ -42,14 +42,14 @@ pub const JOB_COUNT_MAX: u32 = 65_536;
 
 /// An error in a job file.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{file}, line {line}: {why}; nothing is started")]
+#[error("{file}, line {line}: {reason}; nothing is started")]
 pub struct JobError {
     /// Name of the file as the user gave it.
     pub file: String,
     /// Line number, from 1.
     pub line: usize,
     /// Description of the error.
-    pub why: String,
+    pub reason: String,
 }
 
 /// Content of a job file.
@@ -68,23 +68,29 @@ pub struct JobFile {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Number {
+#[serde(
+    untagged,
+    expecting = "data did not match any variant of untagged enum Number"
+)]
+enum WorkValue {
     Whole(u64),
-    Part(f64),
+    Fractional(f64),
     Text(String),
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum Spread {
-    Yes(bool),
-    Most(u32),
+#[serde(
+    untagged,
+    expecting = "data did not match any variant of untagged enum Spread"
+)]
+enum SpreadValue {
+    Enabled(bool),
+    Max(u32),
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
-struct File {
+struct JobToml {
     program: Option<Spanned<String>>,
     #[serde(default)]
     arguments: Vec<Spanned<String>>,
@@ -94,8 +100,8 @@ struct File {
     directory: Option<Spanned<String>>,
     wants: Option<Spanned<String>>,
     rank: Option<Spanned<String>>,
-    work: Option<Spanned<Number>>,
-    spread: Option<Spanned<Spread>>,
+    work: Option<Spanned<WorkValue>>,
+    spread: Option<Spanned<SpreadValue>>,
     #[serde(default)]
     same_host: bool,
     #[serde(default)]
@@ -108,7 +114,7 @@ struct File {
 }
 
 /// Position in the file and description of an error.
-type Wrong = (Range<usize>, String);
+type SpannedError = (Range<usize>, String);
 
 impl JobFile {
     /// Parses a job file; `file` is its name for errors.
@@ -118,8 +124,8 @@ impl JobFile {
     pub fn parse(file: &str, text: &str) -> Result<JobFile, JobError> {
         let wrong = |at: usize, why: String| JobError {
             file: file.to_string(),
-            line: line_of(text, at),
-            why,
+            line: line_number(text, at),
+            reason: why,
         };
         if text.len() > JOB_BYTES_MAX {
             return Err(wrong(
@@ -130,22 +136,23 @@ impl JobFile {
                 ),
             ));
         }
-        let read = toml::from_str::<File>(text).map_err(|error| {
+        let read = toml::from_str::<JobToml>(text).map_err(|error| {
             wrong(
                 error.span().map_or(0, |span| span.start),
                 error.message().trim().to_string(),
             )
         })?;
-        read.job().map_err(|(span, why)| wrong(span.start, why))
+        read.into_job_file()
+            .map_err(|(span, why)| wrong(span.start, why))
     }
 
     /// True if the file applies to this program.
-    pub fn is_about(&self, program: &str) -> bool {
+    pub fn applies_to(&self, program: &str) -> bool {
         self.program.as_ref().is_none_or(|own| own == program)
     }
 
     /// Adds defaults for everything that a request leaves open.
-    pub fn fill(&self, request: &mut SpawnRequest) {
+    pub fn apply_to(&self, request: &mut SpawnRequest) {
         if request.args.is_empty() {
             request.args = self
                 .arguments
@@ -157,10 +164,10 @@ impl JobFile {
             .place
             .split_once(':')
             .map_or((&*request.place, None), |(p, d)| (p, Some(d)));
-        let names =
+        let has_place =
             request.flags & (SPAWN_HOST | SPAWN_ARCH | SPAWN_COMPLEMENT) != 0 || !place.is_empty();
         let (flags, place) = match &self.place {
-            Some((flags, place)) if !names => (*flags, place.as_str()),
+            Some((flags, place)) if !has_place => (*flags, place.as_str()),
             _ => (0, place),
         };
         let directory = directory.or(self.directory.as_deref());
@@ -169,12 +176,12 @@ impl JobFile {
         });
         (request.flags, request.place) = (request.flags | flags, place);
         for (name, value) in &self.environment {
-            let is_said = |entry: &Vec<u8>| {
+            let is_set = |entry: &Vec<u8>| {
                 entry
                     .strip_prefix(name.as_bytes())
                     .is_some_and(|v| v.starts_with(b"="))
             };
-            if !request.env.iter().any(is_said) {
+            if !request.env.iter().any(is_set) {
                 request.env.push(format!("{name}={value}").into_bytes());
             }
         }
@@ -182,7 +189,7 @@ impl JobFile {
 }
 
 /// Checks a text that becomes a part of the constraints.
-fn part(text: &Spanned<String>, what: &str) -> Result<String, Wrong> {
+fn checked_part(text: &Spanned<String>, what: &str) -> Result<String, SpannedError> {
     let bad = |c: char| c == ':' || c.is_control();
     let inner = text.get_ref().trim();
     if inner.is_empty() || inner.contains(bad) {
@@ -195,16 +202,16 @@ fn part(text: &Spanned<String>, what: &str) -> Result<String, Wrong> {
 }
 
 /// Checks a name, which must not be empty.
-fn named(text: Spanned<String>, what: &str) -> Result<String, Wrong> {
+fn checked_name(text: Spanned<String>, what: &str) -> Result<String, SpannedError> {
     match text.get_ref().trim().is_empty() || text.get_ref().contains('\0') {
         true => Err((text.span(), format!("{what} is empty"))),
         false => Ok(text.into_inner()),
     }
 }
 
-impl File {
-    fn job(self) -> Result<JobFile, Wrong> {
-        let wants = self.wants()?;
+impl JobToml {
+    fn into_job_file(self) -> Result<JobFile, SpannedError> {
+        let wants = self.constraint_line()?;
         let mut environment = BTreeMap::new();
         for (name, value) in self.environment {
             let bad = |c: char| c == '=' || c == '\0';
@@ -220,31 +227,37 @@ impl File {
             environment.insert(name.into_inner(), value.into_inner());
         }
         if !wants.is_empty() {
-            environment.insert(WANTS_ENV.to_string(), wants);
+            environment.insert(CONSTRAINTS_ENV.to_string(), wants);
         }
         if let Some(engine) = self.engine {
-            Engine::list(engine.get_ref()).map_err(|error| (engine.span(), error.to_string()))?;
+            Engine::parse_list(engine.get_ref())
+                .map_err(|error| (engine.span(), error.to_string()))?;
             environment.insert(ENGINE_ENV.to_string(), engine.into_inner());
         }
         if let Some(state) = self.state {
-            state_files(state.get_ref()).map_err(|error| (state.span(), error.to_string()))?;
+            parse_state_files(state.get_ref())
+                .map_err(|error| (state.span(), error.to_string()))?;
             environment.insert(STATE_ENV.to_string(), state.into_inner());
         }
         if let Some(files) = self.files {
-            if !FILES.contains(&files.get_ref().as_str()) {
+            if !OPEN_FILES_POLICIES.contains(&files.get_ref().as_str()) {
                 return Err((
                     files.span(),
-                    format!("{:?} is none of {}", files.get_ref(), FILES.join(", ")),
+                    format!(
+                        "{:?} is none of {}",
+                        files.get_ref(),
+                        OPEN_FILES_POLICIES.join(", ")
+                    ),
                 ));
             }
-            environment.insert(FILES_ENV.to_string(), files.into_inner());
+            environment.insert(OPEN_FILES_ENV.to_string(), files.into_inner());
         }
         let place = match (self.host, self.arch) {
             (Some(_), Some(arch)) => {
                 return Err((arch.span(), "host and arch exclude each other".to_string()));
             }
-            (Some(host), None) => Some((SPAWN_HOST, part(&host, "host")?)),
-            (None, Some(arch)) => Some((SPAWN_ARCH, part(&arch, "arch")?)),
+            (Some(host), None) => Some((SPAWN_HOST, checked_part(&host, "host")?)),
+            (None, Some(arch)) => Some((SPAWN_ARCH, checked_part(&arch, "arch")?)),
             (None, None) => None,
         };
         if let Some(count) = self
@@ -264,7 +277,7 @@ impl File {
         Ok(JobFile {
             program: self
                 .program
-                .map(|program| named(program, "program"))
+                .map(|program| checked_name(program, "program"))
                 .transpose()?,
             arguments: self
                 .arguments
@@ -275,26 +288,26 @@ impl File {
             place,
             directory: self
                 .directory
-                .map(|directory| named(directory, "directory"))
+                .map(|directory| checked_name(directory, "directory"))
                 .transpose()?,
             environment,
         })
     }
 
     /// Encodes the constraints in one line, in the syntax of [`WANTS_ENV`].
-    fn wants(&self) -> Result<String, Wrong> {
+    fn constraint_line(&self) -> Result<String, SpannedError> {
         let mut parts = Vec::new();
         if let Some(wants) = &self.wants {
-            parts.push(part(wants, "wants")?);
+            parts.push(checked_part(wants, "wants")?);
         }
         if let Some(rank) = &self.rank {
-            parts.push(format!("rank = {}", part(rank, "rank")?));
+            parts.push(format!("rank = {}", checked_part(rank, "rank")?));
         }
         if let Some(work) = &self.work {
             let text = match work.get_ref() {
-                Number::Whole(seconds) => seconds.to_string(),
-                Number::Part(seconds) => seconds.to_string(),
-                Number::Text(text) => text.trim().to_string(),
+                WorkValue::Whole(seconds) => seconds.to_string(),
+                WorkValue::Fractional(seconds) => seconds.to_string(),
+                WorkValue::Text(text) => text.trim().to_string(),
             };
             let digits = text.trim_end_matches(['s', 'm', 'h']).trim();
             if text.len() > digits.len() + 2
@@ -314,15 +327,15 @@ impl File {
             .as_ref()
             .map(|spread| (spread.get_ref(), spread.span()))
         {
-            None | Some((Spread::Yes(false), _)) => {}
+            None | Some((SpreadValue::Enabled(false), _)) => {}
             Some((_, span)) if self.same_host => {
                 return Err((span, "spread and same-host exclude each other".to_string()));
             }
-            Some((Spread::Yes(true), _)) => parts.push("spread".to_string()),
-            Some((Spread::Most(0), span)) => {
+            Some((SpreadValue::Enabled(true), _)) => parts.push("spread".to_string()),
+            Some((SpreadValue::Max(0), span)) => {
                 return Err((span, "spread must be at least 1".to_string()));
             }
-            Some((Spread::Most(most), _)) => parts.push(format!("spread = {most}")),
+            Some((SpreadValue::Max(most), _)) => parts.push(format!("spread = {most}")),
         }
         parts.extend(self.same_host.then(|| "same-host".to_string()));
         parts.extend(self.barrier.then(|| "barrier".to_string()));
@@ -368,12 +381,12 @@ COLOUR = "blue"
             (job.program.as_deref(), job.count),
             (Some("worker"), Some(8))
         );
-        assert!(job.is_about("worker") && !job.is_about("other"));
+        assert!(job.applies_to("worker") && !job.applies_to("other"));
         let mut request = SpawnRequest {
             file: "worker".into(),
             ..SpawnRequest::default()
         };
-        job.fill(&mut request);
+        job.apply_to(&mut request);
         assert_eq!(
             (request.args.len(), request.flags, request.place.as_str()),
             (2, 0, ":/data")
@@ -400,7 +413,7 @@ COLOUR = "blue"
             ..SpawnRequest::default()
         };
         let mut request = said.clone();
-        job.fill(&mut request);
+        job.apply_to(&mut request);
         assert_eq!(
             (request.args, request.flags, request.place),
             (said.args, said.flags, said.place)
@@ -416,20 +429,20 @@ COLOUR = "blue"
             ("arch = 'LINUX64'", SPAWN_ARCH, "LINUX64"),
         ] {
             let job = JobFile::parse("f", text).expect(text);
-            assert!(job.is_about("anything"));
+            assert!(job.applies_to("anything"));
             for (place, filled) in [("", name.to_string()), (":/d", format!("{name}:/d"))] {
                 let mut request = SpawnRequest {
                     place: place.into(),
                     ..SpawnRequest::default()
                 };
-                job.fill(&mut request);
+                job.apply_to(&mut request);
                 assert_eq!((request.flags, request.place), (flag, filled));
             }
             let mut request = SpawnRequest {
                 place: "?cores >= 4".into(),
                 ..SpawnRequest::default()
             };
-            job.fill(&mut request);
+            job.apply_to(&mut request);
             assert_eq!((request.flags, request.place.as_str()), (0, "?cores >= 4"));
         }
     }
@@ -487,7 +500,7 @@ COLOUR = "blue"
         assert!(
             JobFile::parse("f", &long)
                 .expect_err("too long")
-                .why
+                .reason
                 .contains("are allowed")
         );
         assert_eq!(JobFile::parse("f", ""), Ok(JobFile::default()));

@@ -17,10 +17,11 @@
 //! * [`sm`]: the documented messages between tasks, resource managers and daemons. [`trace`]:
 //!   records for tracers.
 //! * [`table`], [`event`], [`migration`], [`suspend`], [`load`]: the records these messages carry.
-//! * [`place`]: paths of a virtual machine's socket and files. [`cgroup`]: paths of a process's
+//! * [`runtime_paths`]: paths of a virtual machine's socket and files. [`cgroup`]: paths of a process's
 //!   control groups. [`text`]: parsing and truncation of text.
 
 pub mod body;
+pub mod buffer_pool;
 pub mod cgroup;
 pub mod checkpoint;
 pub mod engine;
@@ -36,10 +37,9 @@ pub mod load;
 pub mod message;
 pub mod migration;
 pub mod owner;
-pub mod place;
-pub mod pool;
 pub mod rm;
 pub mod route;
+pub mod runtime_paths;
 pub mod sm;
 mod spawn;
 pub mod suspend;
@@ -50,7 +50,9 @@ pub mod text;
 pub mod trace;
 
 pub use error::{PvmError, PvmResult};
-pub use ids::{Epoch, HostId, JobId, Micros, MigrationId, NoHostIndex, RequestId, RouteId, Tid};
+pub use ids::{
+    Epoch, HostId, InvalidHostIndex, JobId, Micros, MigrationId, RequestId, RouteId, Tid,
+};
 pub use message::Message;
 
 /// Version of every wire format in this crate. A peer with another version is refused at its first

@@ -14,16 +14,16 @@
 //! returns `None`, and then sleeps at most until [`Link::next_wakeup`].
 
 mod frame;
-mod talk;
+mod handoff;
 
 pub use self::frame::{
-    FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES,
-    SHORT_HEAD_SPARE, decode_short_head, encode_short_head,
+    CPU_HINT_BYTE, FLAG_OUT_OF_LINE, FrameRef, LINK_HEAD_BYTES, LinkFrame, LinkKind, Payload,
+    SHORT_HEAD_BYTES, decode_short_head, encode_short_head,
 };
-pub use self::talk::Talk;
+pub use self::handoff::LinkState;
 
+use crate::buffer_pool;
 use crate::ids::{Micros, RouteId, Tid};
-use crate::pool;
 use bytes::Bytes;
 use std::collections::VecDeque;
 use thiserror::Error;
@@ -48,15 +48,15 @@ pub const PROBE_DELAY: Micros = Micros::from_millis(300);
 /// Longest interval between two probes; the interval doubles up to this limit.
 pub const PROBE_DELAY_MAX: Micros = Micros::from_secs(5);
 /// A second resync request for the same fragment within this time counts as a duplicate.
-pub const RESYNC_ECHO: Micros = Micros::from_millis(50);
+pub const RESYNC_ECHO_WINDOW: Micros = Micros::from_millis(50);
 
 /// Largest header of a message.
 pub const HEAD_BYTES_MAX: usize = 24;
 /// Bodies up to this size are stored inside the link's queue: a separate allocation costs more than
 /// the copy.
-pub const SMALL_BYTES_MAX: usize = 128;
+pub const INLINE_BODY_BYTES_MAX: usize = 128;
 /// Queue capacity, in messages, that an idle link keeps allocated.
-const KEPT_MESSAGES: usize = 64;
+const IDLE_QUEUE_CAPACITY: usize = 64;
 
 /// An external event for a link.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ pub enum LinkEvent {
     /// There is no route; nothing is transmitted until the next [`LinkEvent::RouteUp`].
     RouteDown,
     /// The peer has migrated; frames in flight may be lost.
-    PeerMoved,
+    PeerMigrated,
     /// The peer has ended permanently.
     PeerGone,
     /// The time of [`Link::next_wakeup`] has come.
@@ -94,20 +94,20 @@ pub enum LinkError {
 /// The body of a retained message.
 #[derive(Clone, Debug)]
 enum Body {
-    Small {
+    Inline {
         len: u8,
-        bytes: [u8; SMALL_BYTES_MAX],
+        bytes: [u8; INLINE_BODY_BYTES_MAX],
     },
-    Large(Bytes),
+    Shared(Bytes),
 }
 
 impl Body {
     /// Copies a body of at most [`SMALL_BYTES_MAX`] bytes.
     #[inline]
-    fn copy(body: &[u8]) -> Body {
-        let mut bytes = [0; SMALL_BYTES_MAX];
+    fn inline(body: &[u8]) -> Body {
+        let mut bytes = [0; INLINE_BODY_BYTES_MAX];
         bytes[..body.len()].copy_from_slice(body);
-        Body::Small {
+        Body::Inline {
             len: body.len() as u8,
             bytes,
         }
@@ -116,27 +116,27 @@ impl Body {
     #[inline]
     fn bytes(&self) -> &[u8] {
         match self {
-            Body::Small { len, bytes } => &bytes[..usize::from(*len)],
-            Body::Large(bytes) => bytes,
+            Body::Inline { len, bytes } => &bytes[..usize::from(*len)],
+            Body::Shared(bytes) => bytes,
         }
     }
 
     fn shared(&self) -> Option<&Bytes> {
         match self {
-            Body::Small { .. } => None,
-            Body::Large(bytes) => Some(bytes),
+            Body::Inline { .. } => None,
+            Body::Shared(bytes) => Some(bytes),
         }
     }
 }
 
 /// Returns the number of fragments of a message with this length, header included.
-fn fragments_of(bytes: usize) -> u64 {
+fn fragment_count(bytes: usize) -> u64 {
     (bytes.div_ceil(FRAGMENT_BYTES_MAX) as u64).max(1)
 }
 
 /// A message that is retained until it is acknowledged.
 #[derive(Clone, Debug)]
-struct Retained {
+struct RetainedMessage {
     first_seq: u64,
     fragments: u64,
     head: [u8; HEAD_BYTES_MAX],
@@ -144,20 +144,20 @@ struct Retained {
     body: Body,
 }
 
-impl Retained {
+impl RetainedMessage {
     #[inline]
-    fn new(first_seq: u64, head: &[u8], body: Body) -> Retained {
+    fn new(first_seq: u64, head: &[u8], body: Body) -> RetainedMessage {
         assert!(
             head.len() <= HEAD_BYTES_MAX,
             "a message's header has a limit"
         );
-        let mut kept = [0; HEAD_BYTES_MAX];
-        kept[..head.len()].copy_from_slice(head);
-        let fragments = fragments_of(head.len() + body.bytes().len());
-        Retained {
+        let mut head_bytes = [0; HEAD_BYTES_MAX];
+        head_bytes[..head.len()].copy_from_slice(head);
+        let fragments = fragment_count(head.len() + body.bytes().len());
+        RetainedMessage {
             first_seq,
             fragments,
-            head: kept,
+            head: head_bytes,
             head_len: head.len() as u8,
             body,
         }
@@ -196,44 +196,44 @@ impl Retained {
 
 /// Sending half of a link.
 #[derive(Clone, Debug)]
-struct Sender {
+struct SendHalf {
     /// Messages that are not fully acknowledged, oldest first.
-    retained: VecDeque<Retained>,
+    retained: VecDeque<RetainedMessage>,
     retained_bytes: usize,
     /// All fragments below are acknowledged.
     acked: u64,
     /// Next fragment to transmit; a resync sets it back, at most to `acked`.
-    next: u64,
+    next_seq: u64,
     /// Lowest fragment that was never transmitted.
-    fresh: u64,
+    highest_sent: u64,
     /// Number after the last queued fragment.
-    end: u64,
+    end_seq: u64,
     /// Sizes of the fragments `acked..next`.
     flight: VecDeque<usize>,
     flight_bytes: usize,
     probe_due: Option<Micros>,
     probe_delay: Micros,
-    probe_wanted: bool,
+    probe_pending: bool,
     last_resync: Option<(u64, Micros)>,
-    unlimited: bool,
+    window_lifted: bool,
     /// Unacknowledged fragments below this number were transmitted on routes that may have lost
     /// them.
-    doubted: u64,
+    maybe_lost_below: u64,
     /// Messages sent by the previous process of this task that its daemon has yet to return.
-    back: Option<Box<talk::Back>>,
+    returning: Option<Box<handoff::ReturningMessages>>,
 }
 
 /// Receiving half of a link.
 #[derive(Clone, Debug)]
-struct Receiver {
-    expected: u64,
+struct ReceiveHalf {
+    expected_seq: u64,
     partial: Vec<u8>,
     ready: VecDeque<Bytes>,
     unacked_bytes: usize,
     unacked_fragments: u64,
     ack_due: Option<Micros>,
     /// An acknowledgement to send immediately; `true` requests a resync.
-    answer: Option<bool>,
+    pending_ack: Option<bool>,
     /// A resync was requested for the gap at this number.
     reported_gap: Option<u64>,
 }
@@ -244,24 +244,26 @@ pub struct Link {
     local: Tid,
     peer: Tid,
     route: Option<RouteId>,
-    gone: bool,
-    line: u16,
-    tx: Sender,
-    rx: Receiver,
+    peer_gone: bool,
+    incarnation: u16,
+    tx: SendHalf,
+    rx: ReceiveHalf,
 }
 
 /// True if `line` is a later incarnation than `than`.
 ///
 /// Numbers wrap around: a number is later if it is less than half the number range ahead. Zero, the
 /// incarnation of a task that was never restarted, is earlier than all others.
-pub fn is_later(line: u16, than: u16) -> bool {
-    line != than && line != 0 && (than == 0 || line.wrapping_sub(than) < 1 << 15)
+pub fn is_later_incarnation(incarnation: u16, other: u16) -> bool {
+    incarnation != other
+        && incarnation != 0
+        && (other == 0 || incarnation.wrapping_sub(other) < 1 << 15)
 }
 
-impl Sender {
+impl SendHalf {
     /// Returns the index of the retained message that contains this fragment.
     #[inline]
-    fn holder(&self, seq: u64) -> usize {
+    fn retained_index(&self, seq: u64) -> usize {
         // Nearly always the newest message.
         let newest = self
             .retained
@@ -272,18 +274,18 @@ impl Sender {
     }
 
     #[inline]
-    fn keep(&mut self, message: Retained) {
+    fn retain(&mut self, message: RetainedMessage) {
         self.retained_bytes += message.len();
-        self.end += message.fragments;
+        self.end_seq += message.fragments;
         self.retained.push_back(message);
     }
 
     /// Renumbers the retained messages from 1.
-    fn number_anew(&mut self) {
-        self.end = 1;
+    fn renumber(&mut self) {
+        self.end_seq = 1;
         for message in &mut self.retained {
-            message.first_seq = self.end;
-            self.end = message.end_seq();
+            message.first_seq = self.end_seq;
+            self.end_seq = message.end_seq();
         }
     }
 }
@@ -295,33 +297,33 @@ impl Link {
             local,
             peer,
             route: None,
-            gone: false,
-            line: 0,
-            tx: Sender {
+            peer_gone: false,
+            incarnation: 0,
+            tx: SendHalf {
                 retained: VecDeque::new(),
                 retained_bytes: 0,
                 acked: 1,
-                next: 1,
-                fresh: 1,
-                end: 1,
+                next_seq: 1,
+                highest_sent: 1,
+                end_seq: 1,
                 flight: VecDeque::new(),
                 flight_bytes: 0,
                 probe_due: None,
                 probe_delay: PROBE_DELAY,
-                probe_wanted: false,
+                probe_pending: false,
                 last_resync: None,
-                unlimited: false,
-                doubted: 1,
-                back: None,
+                window_lifted: false,
+                maybe_lost_below: 1,
+                returning: None,
             },
-            rx: Receiver {
-                expected: 1,
+            rx: ReceiveHalf {
+                expected_seq: 1,
                 partial: Vec::new(),
                 ready: VecDeque::new(),
                 unacked_bytes: 0,
                 unacked_fragments: 0,
                 ack_due: None,
-                answer: None,
+                pending_ack: None,
                 reported_gap: None,
             },
         }
@@ -333,37 +335,37 @@ impl Link {
 
     /// Returns the number after the last queued fragment. A notification of this task's exit
     /// carries it; the receiver delivers the notification only after all fragments below it.
-    pub fn sent_end(&self) -> u64 {
-        self.tx.end
+    pub fn queued_end_seq(&self) -> u64 {
+        self.tx.end_seq
     }
 
     /// Returns the number of the next fragment expected from the peer.
-    pub fn expected(&self) -> u64 {
-        self.rx.expected
+    pub fn expected_seq(&self) -> u64 {
+        self.rx.expected_seq
     }
 
     /// True if every message has been acknowledged.
-    pub fn is_flushed(&self) -> bool {
+    pub fn is_all_acked(&self) -> bool {
         self.tx.retained.is_empty()
     }
 
     /// True if every fragment was transmitted on the current route at least once and none has yet
     /// to be returned by the daemon.
     #[inline]
-    pub fn is_transmitted(&self) -> bool {
-        self.tx.next >= self.tx.end && self.tx.back.is_none()
+    pub fn is_all_transmitted(&self) -> bool {
+        self.tx.next_seq >= self.tx.end_seq && self.tx.returning.is_none()
     }
 
     /// Returns the number of transmitted but unacknowledged fragments.
     #[inline]
     pub fn in_flight(&self) -> u64 {
-        self.tx.next - self.tx.acked
+        self.tx.next_seq - self.tx.acked
     }
 
     /// True once [`LinkEvent::PeerGone`] was handled.
     #[inline]
-    pub fn is_gone(&self) -> bool {
-        self.gone
+    pub fn is_peer_gone(&self) -> bool {
+        self.peer_gone
     }
 
     pub fn retained_bytes(&self) -> usize {
@@ -374,7 +376,7 @@ impl Link {
     #[inline]
     pub fn next_wakeup(&self) -> Option<Micros> {
         self.route?;
-        if self.gone {
+        if self.peer_gone {
             return None;
         }
         match (self.rx.ack_due, self.tx.probe_due) {
@@ -389,19 +391,20 @@ impl Link {
     /// # Errors
     /// [`LinkError::Full`] when [`RETAINED_BYTES_MAX`] is reached; nothing was queued.
     pub fn send(&mut self, head: impl AsRef<[u8]>, body: Bytes) -> Result<(), LinkError> {
-        if self.gone {
+        if self.peer_gone {
             return Ok(());
         }
         let head = head.as_ref();
         if self.tx.retained_bytes + head.len() + body.len() > RETAINED_BYTES_MAX {
             return Err(LinkError::Full);
         }
-        let body = if body.len() <= SMALL_BYTES_MAX {
-            Body::copy(&body)
+        let body = if body.len() <= INLINE_BODY_BYTES_MAX {
+            Body::inline(&body)
         } else {
-            Body::Large(body)
+            Body::Shared(body)
         };
-        self.tx.keep(Retained::new(self.tx.end, head, body));
+        self.tx
+            .retain(RetainedMessage::new(self.tx.end_seq, head, body));
         Ok(())
     }
 
@@ -411,26 +414,35 @@ impl Link {
     /// Returns `None` and queues nothing unless the link has a route, an open window and nothing
     /// else to transmit.
     #[inline]
-    pub fn send_at_once(&mut self, now: Micros, head: &[u8], body: &[u8]) -> Option<FrameRef<'_>> {
-        let idle =
-            self.tx.next == self.tx.end && !self.tx.probe_wanted && self.rx.answer != Some(true);
+    pub fn try_send_inline(
+        &mut self,
+        now: Micros,
+        head: &[u8],
+        body: &[u8],
+    ) -> Option<FrameRef<'_>> {
+        let idle = self.tx.next_seq == self.tx.end_seq
+            && !self.tx.probe_pending
+            && self.rx.pending_ack != Some(true);
         if !idle
-            || self.gone
+            || self.peer_gone
             || self.route.is_none()
-            || body.len() > SMALL_BYTES_MAX
-            || !self.is_open()
+            || body.len() > INLINE_BODY_BYTES_MAX
+            || !self.is_window_open()
         {
             return None;
         }
-        self.tx
-            .keep(Retained::new(self.tx.end, head, Body::copy(body)));
-        self.next_data(now)
+        self.tx.retain(RetainedMessage::new(
+            self.tx.end_seq,
+            head,
+            Body::inline(body),
+        ));
+        self.next_data_frame(now)
     }
 
     /// Retransmits every unacknowledged fragment without a resync request. For a sender that has no
     /// time to find out which ones were lost.
-    pub fn transmit_again(&mut self) {
-        self.tx.next = self.tx.acked;
+    pub fn retransmit_unacked(&mut self) {
+        self.tx.next_seq = self.tx.acked;
         self.tx.flight.clear();
         self.tx.flight_bytes = 0;
     }
@@ -439,9 +451,9 @@ impl Link {
     /// over the remaining frames. Fragments that used a replaced route are retransmitted, because
     /// the task will not be there to learn which ones arrived.
     pub fn lift_window(&mut self) {
-        self.tx.unlimited = true;
-        if std::mem::replace(&mut self.tx.doubted, 1) > self.tx.acked {
-            self.transmit_again();
+        self.tx.window_lifted = true;
+        if std::mem::replace(&mut self.tx.maybe_lost_below, 1) > self.tx.acked {
+            self.retransmit_unacked();
         }
     }
 
@@ -452,52 +464,58 @@ impl Link {
     /// - Otherwise the peer continued to run. The link restarts with the messages that were never
     ///   transmitted. The peer has most probably received all others and must not receive them
     ///   twice.
-    pub fn begin_timeline(&mut self, line: u16, together: bool) {
-        if !together {
-            let fresh = self.tx.fresh;
+    pub fn begin_incarnation(&mut self, incarnation: u16, peer_restored_too: bool) {
+        if !peer_restored_too {
+            let fresh = self.tx.highest_sent;
             self.tx
                 .retained
                 .retain(|message| message.first_seq >= fresh);
-            self.tx.retained_bytes = self.tx.retained.iter().map(Retained::len).sum();
+            self.tx.retained_bytes = self.tx.retained.iter().map(RetainedMessage::len).sum();
             // Messages yet to be returned were transmitted, too, so they are dropped. Exception:
             // the link was reset after they were sent, so the peer cannot have received them.
-            self.tx.back.take_if(|back| !back.is_anew());
-            self.restart(line);
+            self.tx.returning.take_if(|back| !back.was_reset());
+            self.reset_to_incarnation(incarnation);
         }
-        self.line = line;
+        self.incarnation = incarnation;
     }
 
     /// True if `line` is a later incarnation: the peer was restarted.
-    pub fn is_before(&self, line: u16) -> bool {
-        is_later(line, self.line)
+    pub fn is_older_than(&self, incarnation: u16) -> bool {
+        is_later_incarnation(incarnation, self.incarnation)
     }
 
     /// Incarnation of this end.
-    pub fn line(&self) -> u16 {
-        self.line
+    pub fn incarnation(&self) -> u16 {
+        self.incarnation
     }
 
     /// Resets the link to this incarnation: retained messages get new numbers, and a partial
     /// message from the peer is discarded.
-    fn restart(&mut self, line: u16) {
+    fn reset_to_incarnation(&mut self, incarnation: u16) {
         let tx = &mut self.tx;
-        if let Some(back) = &mut tx.back {
-            back.begin_anew(tx.acked, &tx.retained);
+        if let Some(back) = &mut tx.returning {
+            back.record_reset(tx.acked, &tx.retained);
         }
-        tx.number_anew();
+        tx.renumber();
         tx.flight.clear();
-        (tx.flight_bytes, tx.acked, tx.next, tx.fresh, tx.doubted) = (0, 1, 1, 1, 1);
+        (
+            tx.flight_bytes,
+            tx.acked,
+            tx.next_seq,
+            tx.highest_sent,
+            tx.maybe_lost_below,
+        ) = (0, 1, 1, 1, 1);
         (
             tx.probe_due,
-            tx.probe_wanted,
+            tx.probe_pending,
             tx.probe_delay,
             tx.last_resync,
         ) = (None, false, PROBE_DELAY, None);
         let rx = &mut self.rx;
         rx.partial.clear();
-        (rx.expected, rx.unacked_bytes, rx.unacked_fragments) = (1, 0, 0);
-        (rx.ack_due, rx.answer, rx.reported_gap) = (None, None, None);
-        (self.line, self.gone) = (line, false);
+        (rx.expected_seq, rx.unacked_bytes, rx.unacked_fragments) = (1, 0, 0);
+        (rx.ack_due, rx.pending_ack, rx.reported_gap) = (None, None, None);
+        (self.incarnation, self.peer_gone) = (incarnation, false);
     }
 
     /// Checks the incarnation of a frame from the peer; true if the frame is valid.
@@ -506,24 +524,24 @@ impl Link {
     ///   incarnation.
     /// - Earlier incarnation: the peer does not know of the restart yet, or the frame is old. In
     ///   both cases an acknowledgement informs the peer.
-    pub fn follow(&mut self, line: u16) -> bool {
-        if line == self.line {
+    pub fn accept_incarnation(&mut self, incarnation: u16) -> bool {
+        if incarnation == self.incarnation {
             return true;
         }
-        if is_later(line, self.line) {
-            self.restart(line);
+        if is_later_incarnation(incarnation, self.incarnation) {
+            self.reset_to_incarnation(incarnation);
             return true;
         }
-        self.rx.answer.get_or_insert(false);
+        self.rx.pending_ack.get_or_insert(false);
         false
     }
 
     /// Frees excess queue memory of a quiet link.
-    pub fn trim(&mut self) {
+    pub fn shrink_idle(&mut self) {
         if self.tx.retained.is_empty() {
-            self.tx.retained.shrink_to(KEPT_MESSAGES);
-            self.tx.flight.shrink_to(KEPT_MESSAGES);
-            self.rx.ready.shrink_to(KEPT_MESSAGES);
+            self.tx.retained.shrink_to(IDLE_QUEUE_CAPACITY);
+            self.tx.flight.shrink_to(IDLE_QUEUE_CAPACITY);
+            self.rx.ready.shrink_to(IDLE_QUEUE_CAPACITY);
         }
     }
 
@@ -532,23 +550,23 @@ impl Link {
             LinkEvent::Frame(frame) => self.handle_frame(now, frame),
             LinkEvent::RouteUp(route) => {
                 self.route = Some(route);
-                self.ask_again();
+                self.schedule_probe();
             }
             LinkEvent::RouteDown => self.route = None,
-            LinkEvent::PeerMoved => self.ask_again(),
+            LinkEvent::PeerMigrated => self.schedule_probe(),
             LinkEvent::PeerGone => {
-                self.gone = true;
+                self.peer_gone = true;
                 let tx = &mut self.tx;
                 tx.retained.clear();
                 tx.flight.clear();
-                tx.back = None;
+                tx.returning = None;
                 (
                     tx.retained_bytes,
                     tx.flight_bytes,
                     tx.probe_due,
-                    tx.probe_wanted,
+                    tx.probe_pending,
                 ) = (0, 0, None, false);
-                (tx.acked, tx.next, tx.fresh) = (tx.end, tx.end, tx.end);
+                (tx.acked, tx.next_seq, tx.highest_sent) = (tx.end_seq, tx.end_seq, tx.end_seq);
             }
             LinkEvent::Wake => self.handle_wake(now),
         }
@@ -556,36 +574,46 @@ impl Link {
 
     /// Schedules a probe after a route change, to learn which fragments arrived, and an
     /// acknowledgement of what arrived here.
-    fn ask_again(&mut self) {
+    fn schedule_probe(&mut self) {
         self.tx.probe_delay = PROBE_DELAY;
-        self.tx.probe_wanted = self.tx.fresh > self.tx.acked;
-        self.tx.doubted = self.tx.fresh;
-        if self.rx.expected > 1 {
-            self.rx.answer.get_or_insert(false);
+        self.tx.probe_pending = self.tx.highest_sent > self.tx.acked;
+        self.tx.maybe_lost_below = self.tx.highest_sent;
+        if self.rx.expected_seq > 1 {
+            self.rx.pending_ack.get_or_insert(false);
         }
     }
 
     fn handle_wake(&mut self, now: Micros) {
         if self.rx.ack_due.is_some_and(|due| due <= now) {
-            self.rx.answer.get_or_insert(false);
+            self.rx.pending_ack.get_or_insert(false);
         }
         if self.tx.probe_due.is_some_and(|due| due <= now) {
             self.tx.probe_delay = Micros(self.tx.probe_delay.0 * 2).min(PROBE_DELAY_MAX);
             self.tx.probe_due = Some(now + self.tx.probe_delay);
-            self.tx.probe_wanted = true;
+            self.tx.probe_pending = true;
         }
     }
 
     fn handle_frame(&mut self, now: Micros, frame: LinkFrame) {
-        if frame.src == self.peer && frame.dst == self.local && self.follow(frame.line) {
-            self.take(now, frame.kind, frame.seq, frame.ack, frame.payload);
+        if frame.src == self.peer
+            && frame.dst == self.local
+            && self.accept_incarnation(frame.incarnation)
+        {
+            self.handle_parts(now, frame.kind, frame.seq, frame.ack, frame.payload);
         }
     }
 
     /// Processes a frame of the peer as [`Link::handle`] does, with the payload still in the
     /// route's memory.
     #[inline]
-    pub fn take(&mut self, now: Micros, kind: LinkKind, seq: u64, ack: u64, payload: impl Payload) {
+    pub fn handle_parts(
+        &mut self,
+        now: Micros,
+        kind: LinkKind,
+        seq: u64,
+        ack: u64,
+        payload: impl Payload,
+    ) {
         // Frames from a peer that has ended are valid, too: its earlier messages are still
         // delivered, only not acknowledged.
         match kind {
@@ -596,21 +624,21 @@ impl Link {
             LinkKind::Ack { resync } => self.handle_ack(now, ack, resync),
             LinkKind::Probe => {
                 self.handle_ack(now, ack, false);
-                let missing = seq > self.rx.expected;
-                self.rx.answer = Some(missing || self.rx.answer.unwrap_or(false));
+                let missing = seq > self.rx.expected_seq;
+                self.rx.pending_ack = Some(missing || self.rx.pending_ack.unwrap_or(false));
             }
         }
     }
 
     /// Processes a complete message, header and body, as if it had arrived in fragments. `seq` is
     /// the number of the first one.
-    pub fn take_whole(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
+    pub fn handle_whole_message(&mut self, now: Micros, seq: u64, ack: u64, message: Bytes) {
         self.handle_ack(now, ack, false);
-        let rest = fragments_of(message.len()) - 1;
-        if seq == self.rx.expected {
+        let rest = fragment_count(message.len()) - 1;
+        if seq == self.rx.expected_seq {
             // Only a peer that violates the protocol starts a message within another one.
             self.rx.partial.clear();
-            self.rx.expected += rest;
+            self.rx.expected_seq += rest;
             self.rx.unacked_fragments += rest;
             self.handle_data(now, seq + rest, true, message);
         } else {
@@ -621,32 +649,32 @@ impl Link {
     #[inline]
     fn handle_data(&mut self, now: Micros, seq: u64, last: bool, payload: impl Payload) {
         let rx = &mut self.rx;
-        if seq < rx.expected {
-            rx.answer.get_or_insert(false);
+        if seq < rx.expected_seq {
+            rx.pending_ack.get_or_insert(false);
             return;
         }
-        if seq > rx.expected {
-            if rx.reported_gap != Some(rx.expected) {
-                rx.reported_gap = Some(rx.expected);
-                rx.answer = Some(true);
+        if seq > rx.expected_seq {
+            if rx.reported_gap != Some(rx.expected_seq) {
+                rx.reported_gap = Some(rx.expected_seq);
+                rx.pending_ack = Some(true);
             }
             return;
         }
-        rx.expected += 1;
+        rx.expected_seq += 1;
         rx.unacked_fragments += 1;
         rx.unacked_bytes += payload.len();
         if last && rx.partial.is_empty() {
             rx.ready.push_back(payload.into_bytes());
         } else {
-            pool::make_room_for_a_piece(&mut rx.partial, payload.len());
+            buffer_pool::reserve_growing(&mut rx.partial, payload.len());
             payload.append_to(&mut rx.partial);
             if last {
                 rx.ready
-                    .push_back(pool::seal(std::mem::take(&mut rx.partial)));
+                    .push_back(buffer_pool::freeze(std::mem::take(&mut rx.partial)));
             }
         }
         if rx.unacked_bytes >= ACK_BYTES || rx.unacked_fragments >= ACK_FRAGMENTS {
-            rx.answer.get_or_insert(false);
+            rx.pending_ack.get_or_insert(false);
         } else if rx.ack_due.is_none() {
             rx.ack_due = Some(now + ACK_DELAY);
         }
@@ -655,7 +683,7 @@ impl Link {
     #[inline]
     fn handle_ack(&mut self, now: Micros, ack: u64, resync: bool) {
         let tx = &mut self.tx;
-        if ack > tx.fresh {
+        if ack > tx.highest_sent {
             // This fragment was never sent. A lying peer harms only its own link.
             return;
         }
@@ -666,25 +694,25 @@ impl Link {
                 }
                 tx.acked += 1;
             }
-            tx.next = tx.next.max(tx.acked);
+            tx.next_seq = tx.next_seq.max(tx.acked);
             while tx.retained.front().is_some_and(|m| m.end_seq() <= tx.acked) {
                 let done = tx.retained.pop_front().expect("just seen");
                 tx.retained_bytes -= done.len();
             }
-            let is_owed = tx.fresh > tx.acked;
+            let has_unacked = tx.highest_sent > tx.acked;
             tx.probe_delay = PROBE_DELAY;
-            tx.probe_due = is_owed.then(|| now + tx.probe_delay);
+            tx.probe_due = has_unacked.then(|| now + tx.probe_delay);
             // This acknowledgement answers a probe that was not sent yet. Sent now, with nothing
             // outstanding, the probe would repeat forever.
-            tx.probe_wanted &= is_owed;
+            tx.probe_pending &= has_unacked;
         }
-        if resync && ack == tx.acked && tx.next > ack {
-            let echo = tx
+        if resync && ack == tx.acked && tx.next_seq > ack {
+            let is_duplicate = tx
                 .last_resync
-                .is_some_and(|(seq, at)| seq == ack && now.since(at) < RESYNC_ECHO);
-            if !echo {
+                .is_some_and(|(seq, at)| seq == ack && now.since(at) < RESYNC_ECHO_WINDOW);
+            if !is_duplicate {
                 tx.last_resync = Some((ack, now));
-                tx.next = ack;
+                tx.next_seq = ack;
                 tx.flight.clear();
                 tx.flight_bytes = 0;
             }
@@ -709,75 +737,82 @@ impl Link {
     #[inline]
     pub fn has_frame(&self) -> bool {
         self.route.is_some()
-            && !self.gone
-            && (self.rx.answer.is_some()
-                || self.tx.probe_wanted
-                || (self.tx.next < self.tx.end && self.is_open()))
+            && !self.peer_gone
+            && (self.rx.pending_ack.is_some()
+                || self.tx.probe_pending
+                || (self.tx.next_seq < self.tx.end_seq && self.is_window_open()))
     }
 
     /// Returns the next frame for the route; it counts as transmitted.
     #[inline]
     pub fn next_frame(&mut self, now: Micros) -> Option<FrameRef<'_>> {
         self.route?;
-        if self.gone {
+        if self.peer_gone {
             return None;
         }
-        if let Some(resync) = self.rx.answer {
+        if let Some(resync) = self.rx.pending_ack {
             // A plain acknowledgement travels with data if there are any.
-            let travels =
-                !resync && !self.tx.probe_wanted && self.tx.next < self.tx.end && self.is_open();
-            if !travels {
-                return Some(self.frame(LinkKind::Ack { resync }, 0));
+            let travels_with_data = !resync
+                && !self.tx.probe_pending
+                && self.tx.next_seq < self.tx.end_seq
+                && self.is_window_open();
+            if !travels_with_data {
+                return Some(self.empty_frame(LinkKind::Ack { resync }, 0));
             }
         }
-        if std::mem::take(&mut self.tx.probe_wanted) {
+        if std::mem::take(&mut self.tx.probe_pending) {
             self.tx.probe_due.get_or_insert(now + self.tx.probe_delay);
-            let fresh = self.tx.fresh;
-            return Some(self.frame(LinkKind::Probe, fresh));
+            let fresh = self.tx.highest_sent;
+            return Some(self.empty_frame(LinkKind::Probe, fresh));
         }
-        self.next_data(now)
+        self.next_data_frame(now)
     }
 
     /// True if the window permits another fragment.
     #[inline]
-    fn is_open(&self) -> bool {
+    fn is_window_open(&self) -> bool {
         let tx = &self.tx;
-        tx.back.is_none()
-            && (tx.unlimited
+        tx.returning.is_none()
+            && (tx.window_lifted
                 || (tx.flight_bytes < WINDOW_BYTES_MAX
                     && (tx.flight.len() as u64) < WINDOW_FRAGMENTS_MAX))
     }
 
     #[inline]
-    fn next_data(&mut self, now: Micros) -> Option<FrameRef<'_>> {
-        if self.tx.next >= self.tx.end || !self.is_open() {
+    fn next_data_frame(&mut self, now: Micros) -> Option<FrameRef<'_>> {
+        if self.tx.next_seq >= self.tx.end_seq || !self.is_window_open() {
             return None;
         }
         let tx = &mut self.tx;
-        let seq = tx.next;
-        let index = tx.holder(seq);
+        let seq = tx.next_seq;
+        let index = tx.retained_index(seq);
         let message = &tx.retained[index];
         let (head, body) = message.fragment(seq);
         let (len, last) = (head.len() + body.len(), seq + 1 == message.end_seq());
         tx.flight.push_back(len);
         tx.flight_bytes += len;
-        tx.next += 1;
-        tx.fresh = tx.fresh.max(tx.next);
+        tx.next_seq += 1;
+        tx.highest_sent = tx.highest_sent.max(tx.next_seq);
         tx.probe_due.get_or_insert(now + tx.probe_delay);
-        let ack = self.acknowledge(false);
+        let ack = self.take_ack(false);
         let message = &self.tx.retained[index];
         let (head, body) = message.fragment(seq);
-        let (src, dst, line, kind) = (self.local, self.peer, self.line, LinkKind::Data { last });
+        let (src, dst, line, kind) = (
+            self.local,
+            self.peer,
+            self.incarnation,
+            LinkKind::Data { last },
+        );
         Some(FrameRef {
             src,
             dst,
             kind,
             seq,
             ack,
-            line,
+            incarnation: line,
             head,
             body,
-            shared: message.body.shared(),
+            shared_body: message.body.shared(),
         })
     }
 
@@ -785,61 +820,64 @@ impl Link {
     ///
     /// Only if the message is next, its body has at least `bytes_min` bytes, and no fragment of it
     /// was transmitted since the last resync.
-    pub fn next_whole(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
+    pub fn next_whole_message(&self, bytes_min: usize) -> Option<(&[u8], &Bytes)> {
         let ready = self.route.is_some()
-            && !self.gone
-            && self.rx.answer != Some(true)
-            && !self.tx.probe_wanted;
-        if !ready || self.tx.next >= self.tx.end || !self.is_open() {
+            && !self.peer_gone
+            && self.rx.pending_ack != Some(true)
+            && !self.tx.probe_pending;
+        if !ready || self.tx.next_seq >= self.tx.end_seq || !self.is_window_open() {
             return None;
         }
-        let message = &self.tx.retained[self.tx.holder(self.tx.next)];
+        let message = &self.tx.retained[self.tx.retained_index(self.tx.next_seq)];
         let body = message
             .body
             .shared()
             .filter(|body| body.len() >= bytes_min)?;
-        (message.first_seq == self.tx.next).then_some((message.head(), body))
+        (message.first_seq == self.tx.next_seq).then_some((message.head(), body))
     }
 
     /// Marks the message of [`Link::next_whole`] as transmitted. Returns the number of its first
     /// fragment and the acknowledgement to send with it. Its bytes do not count for the window,
     /// because no daemon holds them.
-    pub fn whole_sent(&mut self, now: Micros) -> (u64, u64) {
+    pub fn mark_whole_sent(&mut self, now: Micros) -> (u64, u64) {
         let tx = &mut self.tx;
-        let (seq, fragments) = (tx.next, tx.retained[tx.holder(tx.next)].fragments);
+        let (seq, fragments) = (
+            tx.next_seq,
+            tx.retained[tx.retained_index(tx.next_seq)].fragments,
+        );
         tx.flight.extend((0..fragments).map(|_| 0));
-        tx.next += fragments;
-        tx.fresh = tx.fresh.max(tx.next);
+        tx.next_seq += fragments;
+        tx.highest_sent = tx.highest_sent.max(tx.next_seq);
         tx.probe_due.get_or_insert(now + tx.probe_delay);
-        (seq, self.acknowledge(false))
+        (seq, self.take_ack(false))
     }
 
     /// Creates a frame without payload.
-    fn frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
-        let ack = self.acknowledge(matches!(kind, LinkKind::Ack { .. }));
-        let (src, dst, line) = (self.local, self.peer, self.line);
+    fn empty_frame(&mut self, kind: LinkKind, seq: u64) -> FrameRef<'_> {
+        let ack = self.take_ack(matches!(kind, LinkKind::Ack { .. }));
+        let (src, dst, line) = (self.local, self.peer, self.incarnation);
         FrameRef {
             src,
             dst,
             kind,
             seq,
             ack,
-            line,
+            incarnation: line,
             head: &[],
             body: &[],
-            shared: None,
+            shared_body: None,
         }
     }
 
     /// Returns the acknowledgement for the next frame: everything that has arrived. A pending
     /// resync request stays pending unless this frame `answers` it.
     #[inline]
-    fn acknowledge(&mut self, answers: bool) -> u64 {
+    fn take_ack(&mut self, is_ack_frame: bool) -> u64 {
         let rx = &mut self.rx;
         (rx.unacked_bytes, rx.unacked_fragments, rx.ack_due) = (0, 0, None);
-        if answers || rx.answer == Some(false) {
-            rx.answer = None;
+        if is_ack_frame || rx.pending_ack == Some(false) {
+            rx.pending_ack = None;
         }
-        rx.expected
+        rx.expected_seq
     }
 }

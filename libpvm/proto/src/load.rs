@@ -1,28 +1,28 @@
 //! Reports of a load watcher about its host.
 
 use crate::ids::{HostId, Micros};
-use crate::owner::Guests;
+use crate::owner::GuestAccess;
 use serde::{Deserialize, Serialize};
 
 pub use crate::owner::GuestLimits;
 
 /// Mailbox class in which the resource manager publishes where load watchers must report.
-pub const LOAD_CLASS: &str = "###_SEMPA_LOAD_###";
+pub const LOAD_REPORT_CLASS: &str = "###_SEMPA_LOAD_###";
 
 /// Program name of the load watchers.
-pub const WATCHER_PROGRAM: &str = "pvm-load-watcher";
+pub const LOAD_WATCHER_PROGRAM: &str = "pvm-load-watcher";
 
 /// Free memory that a host must have for each task placed there, unless the request names an
 /// amount.
-pub const HEADROOM_BYTES: u64 = 64 << 20;
+pub const HEADROOM_BYTES_PER_TASK: u64 = 64 << 20;
 
 /// Tag, in the resource manager's context, of an empty message to a load watcher that an earlier
 /// resource manager started. It tells the watcher to report to the sender.
 pub const TAG_REPORT_TO: i32 = 7;
 
 /// True if a program, named with or without its path, is a load watcher.
-pub fn is_watcher(program: &str) -> bool {
-    program.rsplit('/').next() == Some(WATCHER_PROGRAM)
+pub fn is_load_watcher(program: &str) -> bool {
+    program.rsplit('/').next() == Some(LOAD_WATCHER_PROGRAM)
 }
 
 /// Values read from /proc at one time.
@@ -34,7 +34,7 @@ pub struct LoadSample {
     pub cores: u32,
     /// Processors that a limit (of a control group) leaves to this host's programs; 0: no limit.
     /// With a limit, the values below are about these programs and not about the whole machine.
-    pub share: f32,
+    pub cpu_limit: f32,
     /// Runnable threads at this instant. With a limit: threads that ran or were throttled since the
     /// previous sample.
     pub running: u32,
@@ -46,17 +46,17 @@ pub struct LoadSample {
     pub available_bytes: u64,
     /// Share of time in which some task waited for a processor, 0.0 to 1.0 over ten seconds; 0 if
     /// the kernel does not report it.
-    pub pressure: f32,
+    pub cpu_pressure: f32,
     /// Processors used since the previous sample by the virtual machine's tasks, with all their
     /// processes, and by the daemon. `None` if not measured, for example on an idle host.
-    pub ours: Option<f32>,
+    pub task_cpus: Option<f32>,
 }
 
 impl LoadSample {
     /// Number of processors that the host's programs may use.
     pub fn processors(&self) -> f32 {
-        if self.share > 0.0 {
-            self.share
+        if self.cpu_limit > 0.0 {
+            self.cpu_limit
         } else {
             self.cores.max(1) as f32
         }
@@ -92,7 +92,7 @@ pub enum OwnerVerdict {
         /// The earliest login that still lasts, or the owner's own command.
         since: Micros,
         /// Time at which the watcher detected it.
-        seen: Micros,
+        detected_at: Micros,
     },
 }
 
@@ -109,16 +109,16 @@ pub struct LoadReport {
     /// Time of the report, in microseconds since 1970.
     pub at: Micros,
     pub sample: LoadSample,
-    pub owner: OwnerVerdict,
+    pub owner_verdict: OwnerVerdict,
     /// Confidence in `owner`, in percent.
     pub confidence: u8,
     /// Reason for `owner`, in one sentence.
-    pub why: String,
+    pub owner_reason: String,
     /// Logins that support `owner`.
     pub logins: Vec<Login>,
-    pub guests: Guests,
+    pub access: GuestAccess,
     /// Reason for a restriction of `guests`, in one sentence; empty if guests may run.
-    pub guests_why: String,
+    pub access_reason: String,
     /// Limits for guests while they may run.
     pub limits: GuestLimits,
 }
@@ -134,17 +134,24 @@ mod tests {
             ..GuestLimits::default()
         };
         assert_eq!(
-            limits(&["miner"]).blocked("/home/bob/bin/miner"),
+            limits(&["miner"]).blocking_pattern("/home/bob/bin/miner"),
             Some("miner")
         );
-        assert_eq!(limits(&["miner"]).blocked("mine"), None);
-        assert_eq!(limits(&["x", "*min*r"]).blocked("examiner"), Some("*min*r"));
+        assert_eq!(limits(&["miner"]).blocking_pattern("mine"), None);
         assert_eq!(
-            limits(&["/home/bob/*"]).blocked("/home/bob/bin/miner"),
+            limits(&["x", "*min*r"]).blocking_pattern("examiner"),
+            Some("*min*r")
+        );
+        assert_eq!(
+            limits(&["/home/bob/*"]).blocking_pattern("/home/bob/bin/miner"),
             Some("/home/bob/*")
         );
-        assert_eq!(limits(&["a*a"]).blocked("a"), None, "one letter is not two");
-        assert_eq!(limits(&["*"]).blocked("anything"), Some("*"));
-        assert_eq!(limits(&[]).blocked("anything"), None);
+        assert_eq!(
+            limits(&["a*a"]).blocking_pattern("a"),
+            None,
+            "one letter is not two"
+        );
+        assert_eq!(limits(&["*"]).blocking_pattern("anything"), Some("*"));
+        assert_eq!(limits(&[]).blocking_pattern("anything"), None);
     }
 }

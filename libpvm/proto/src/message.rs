@@ -38,7 +38,7 @@ pub struct Message {
 
 /// Encodes a message header: context, tag, wait id, encoding; little-endian.
 #[inline]
-pub fn message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSAGE_HEAD_BYTES] {
+pub fn encode_message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSAGE_HEAD_BYTES] {
     let mut head = [0; MESSAGE_HEAD_BYTES];
     for (place, word) in head.chunks_exact_mut(4).zip([ctx, tag, wid, enc]) {
         place.copy_from_slice(&word.to_le_bytes());
@@ -49,14 +49,14 @@ pub fn message_head(ctx: i32, tag: i32, wid: i32, enc: i32) -> [u8; MESSAGE_HEAD
 impl Message {
     /// Encodes the header that precedes the body on a link. Source and destination are those of the
     /// link.
-    pub fn head(&self) -> [u8; MESSAGE_HEAD_BYTES] {
-        message_head(self.ctx, self.tag, self.wid, self.enc)
+    pub fn encode_head(&self) -> [u8; MESSAGE_HEAD_BYTES] {
+        encode_message_head(self.ctx, self.tag, self.wid, self.enc)
     }
 
     /// Concatenates header and body.
     pub fn encode(&self) -> Bytes {
         let mut out = BytesMut::with_capacity(MESSAGE_HEAD_BYTES + self.body.len());
-        out.put_slice(&self.head());
+        out.put_slice(&self.encode_head());
         out.put_slice(&self.body);
         out.freeze()
     }

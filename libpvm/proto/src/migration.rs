@@ -5,9 +5,9 @@
 //! afterwards only the target may run it. The state machines of the protocol are in the
 //! `checkpoint` crate.
 
-use crate::engine::{Asked, Begin, Engine, STATE_ENV};
+use crate::engine::{AskMethod, Engine, LaunchInfo, STATE_ENV};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
-use crate::suspend::Holds;
+use crate::suspend::Suspensions;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::PathBuf;
@@ -80,11 +80,13 @@ impl fmt::Display for Step {
 
 /// The reason for a migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Cause {
+pub enum MigrationCause {
     /// A user or program requested it.
-    Asked {
+    #[serde(rename = "Asked")]
+    Requested {
         /// The task that sent the request.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// The owner of the host returned.
     Owner {
@@ -99,7 +101,8 @@ pub enum Cause {
     /// The host is being drained.
     Drain {
         /// The task that requested the drain.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// Not a migration: the task stops for a checkpoint of its job.
     Checkpoint,
@@ -107,43 +110,45 @@ pub enum Cause {
     Restart,
 }
 
-impl fmt::Display for Cause {
+impl fmt::Display for MigrationCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Cause::Asked { by } => write!(f, "asked by {by}"),
-            Cause::Owner { why } => write!(f, "owner: {why}"),
-            Cause::Load { why } => write!(f, "load: {why}"),
-            Cause::Drain { by } => write!(f, "drain: {by} has the host emptied"),
-            Cause::Checkpoint => f.write_str("checkpoint of its job"),
-            Cause::Restart => f.write_str("restart of its job from a checkpoint"),
+            MigrationCause::Requested { requested_by } => write!(f, "asked by {requested_by}"),
+            MigrationCause::Owner { why } => write!(f, "owner: {why}"),
+            MigrationCause::Load { why } => write!(f, "load: {why}"),
+            MigrationCause::Drain { requested_by } => {
+                write!(f, "drain: {requested_by} has the host emptied")
+            }
+            MigrationCause::Checkpoint => f.write_str("checkpoint of its job"),
+            MigrationCause::Restart => f.write_str("restart of its job from a checkpoint"),
         }
     }
 }
 
 /// One attempt to migrate one task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Move {
+pub struct Migration {
     pub id: MigrationId,
     pub tid: Tid,
     pub from: HostId,
     pub to: HostId,
-    pub cause: Cause,
+    pub cause: MigrationCause,
 }
 
 /// A file that the task also needs on the target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileFact {
+pub struct RequiredFile {
     /// Absolute path as the task sees it.
     pub path: PathBuf,
     /// Length at the source, in bytes.
     pub bytes: u64,
     /// Properties that must be equal on both hosts.
-    pub must: FileMatch,
+    pub requirement: FileRequirement,
 }
 
 /// The required equality of a file on source and target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum FileMatch {
+pub enum FileRequirement {
     /// Same length and same BLAKE3 hash of the content: programs and libraries.
     Content(String),
     /// Same length: files open for reading.
@@ -154,17 +159,17 @@ pub enum FileMatch {
     /// The path must be a directory.
     Directory,
     /// Same length. A missing file is copied to the target.
-    LengthOrCarried,
+    LengthOrCopied,
     /// As [`FileMatch::Exists`]. A missing file is copied to the target.
-    ExistsOrCarried,
+    ExistsOrCopied,
 }
 
-impl FileMatch {
+impl FileRequirement {
     /// True if the file is copied to a target that lacks it.
-    pub fn is_carried(&self) -> bool {
+    pub fn is_copied_if_missing(&self) -> bool {
         matches!(
             self,
-            FileMatch::LengthOrCarried | FileMatch::ExistsOrCarried
+            FileRequirement::LengthOrCopied | FileRequirement::ExistsOrCopied
         )
     }
 }
@@ -190,24 +195,24 @@ pub struct TaskFacts {
     /// Number of threads in all its processes.
     pub threads: u32,
     /// Files that the target must have.
-    pub files: Vec<FileFact>,
+    pub files: Vec<RequiredFile>,
     /// How the task was started, and the engines that it permits; `None`: CRIU only. The fields
     /// above are needed only for CRIU.
-    pub begin: Option<Box<Begin>>,
+    pub launch: Option<Box<LaunchInfo>>,
 }
 
 impl TaskFacts {
     /// True if CRIU may migrate the task.
-    pub fn by_criu(&self) -> bool {
-        self.begin.as_ref().is_none_or(|begin| begin.by_criu())
+    pub fn allows_criu(&self) -> bool {
+        self.launch.as_ref().is_none_or(|begin| begin.allows_criu())
     }
 
     /// Returns the signal that requests the task's own checkpoint, if its first engine is that and
     /// uses a signal.
-    pub fn signal(&self) -> Option<i32> {
-        match self.begin.as_ref()?.engines.first()? {
-            Engine::Own {
-                asked: Asked::Signal(signal),
+    pub fn checkpoint_signal(&self) -> Option<i32> {
+        match self.launch.as_ref()?.engines.first()? {
+            Engine::SelfCheckpoint {
+                ask_method: AskMethod::Signal(signal),
                 ..
             } => Some(*signal),
             _ => None,
@@ -215,8 +220,10 @@ impl TaskFacts {
     }
 
     /// Returns the first engine that restarts the program.
-    pub fn anew(&self) -> Option<Engine> {
-        self.begin.as_ref().and_then(|begin| begin.anew())
+    pub fn restart_engine(&self) -> Option<Engine> {
+        self.launch
+            .as_ref()
+            .and_then(|begin| begin.restart_engine())
     }
 }
 
@@ -230,7 +237,8 @@ pub enum Refusal {
     /// The task already runs on the target.
     AlreadyThere,
     /// Another migration of the task is in progress.
-    AlreadyMoving(MigrationId),
+    #[serde(rename = "AlreadyMoving")]
+    AlreadyMigrating(MigrationId),
     /// The task was started from a command line, so no process of the virtual machine is its
     /// parent.
     NotSpawned,
@@ -245,7 +253,8 @@ pub enum Refusal {
         why: String,
     },
     /// The task has a resource that cannot be migrated.
-    Holds {
+    #[serde(rename = "Holds")]
+    UnsupportedResource {
         /// The resource in words (`io_uring ring`, `System V shared memory`, …).
         what: String,
     },
@@ -286,7 +295,8 @@ pub enum Refusal {
     /// The host did not answer in time or has left.
     HostLost(HostId),
     /// The owner of the target permits no guests to run at present.
-    OwnerThere {
+    #[serde(rename = "OwnerThere")]
+    OwnerPresent {
         host: HostId,
         /// The load watcher's reason, in one sentence.
         why: String,
@@ -298,14 +308,17 @@ pub enum Refusal {
         why: String,
     },
     /// The coordinator's limit of concurrent migrations is reached.
-    TooManyMoves { limit: usize },
+    #[serde(rename = "TooManyMoves")]
+    TooManyMigrations { limit: usize },
     /// The task must not migrate while files are open (`SEMPA_FILES=refuse`).
-    FilesStay {
+    #[serde(rename = "FilesStay")]
+    OpenFilesRefused {
         /// One of its open files.
         path: PathBuf,
     },
     /// Its open files exceed the limit for copying files.
-    FilesTooLarge {
+    #[serde(rename = "FilesTooLarge")]
+    OpenFilesTooLarge {
         /// Number of open files.
         files: usize,
         /// Total size of these files.
@@ -317,28 +330,34 @@ pub enum Refusal {
     Suspended,
     /// The task was asked for its own checkpoint without success, and may still exit for that
     /// reason.
-    MayEndYet,
+    #[serde(rename = "MayEndYet")]
+    SelfCheckpointPending,
     /// The signal that would request the task's own checkpoint has no handler, or none yet, and
     /// would only kill the task.
-    NotMinded { signal: i32 },
+    #[serde(rename = "NotMinded")]
+    SignalNotHandled { signal: i32 },
     /// Checkpoints of jobs are written by CRIU or by the program itself, and the task permits
     /// neither.
-    NotByCriu {
+    #[serde(rename = "NotByCriu")]
+    NoCheckpointEngine {
         /// The engine that the task permits.
         engine: Engine,
     },
     /// The task writes its own checkpoint, but its state files are not configured.
-    NoState,
+    #[serde(rename = "NoState")]
+    NoStateFiles,
     /// The target would have enough memory, but part of it is reserved for tasks that are migrating
     /// there.
-    MemoryPromised {
+    #[serde(rename = "MemoryPromised")]
+    MemoryReserved {
         /// Bytes that the task needs.
         need: u64,
         /// Bytes available on the target.
         have: u64,
         /// Bytes of `have` that are reserved for accepted tasks whose memory has not completely
         /// arrived.
-        promised: u64,
+        #[serde(rename = "promised")]
+        reserved: u64,
     },
     /// The images would become a process of a user other than the virtual machine's.
     OtherUser {
@@ -364,12 +383,12 @@ impl fmt::Display for Refusal {
             Refusal::NoSuchTask => f.write_str("there is no such task"),
             Refusal::NoSuchHost => f.write_str("there is no such host"),
             Refusal::AlreadyThere => f.write_str("it runs there already"),
-            Refusal::AlreadyMoving(id) => write!(f, "it is being moved already ({id})"),
+            Refusal::AlreadyMigrating(id) => write!(f, "it is being moved already ({id})"),
             Refusal::NotSpawned => f.write_str("it was started from a command line, not spawned"),
             Refusal::NotConnected => f.write_str("it is not connected to its daemon"),
             Refusal::Pinned => f.write_str("it belongs to its host"),
             Refusal::NoEngine { host, why } => write!(f, "{host} cannot dump or restore: {why}"),
-            Refusal::Holds { what } => write!(f, "it holds {what}"),
+            Refusal::UnsupportedResource { what } => write!(f, "it holds {what}"),
             Refusal::CpuFeatures { missing } => {
                 write!(f, "the target's processor lacks {}", missing.join(" "))
             }
@@ -395,17 +414,19 @@ impl fmt::Display for Refusal {
                 )
             }
             Refusal::HostLost(host) => write!(f, "{host} does not answer"),
-            Refusal::OwnerThere { host, why } => write!(f, "{host} takes no guests now: {why}"),
+            Refusal::OwnerPresent { host, why } => write!(f, "{host} takes no guests now: {why}"),
             Refusal::OwnerLimits { host, why } => write!(f, "{host} does not take it: {why}"),
-            Refusal::TooManyMoves { limit } => write!(f, "{limit} moves are under way already"),
-            Refusal::FilesStay { path } => {
+            Refusal::TooManyMigrations { limit } => {
+                write!(f, "{limit} moves are under way already")
+            }
+            Refusal::OpenFilesRefused { path } => {
                 write!(
                     f,
                     "it has {} open, and is not to be moved then (SEMPA_FILES=refuse)",
                     path.display()
                 )
             }
-            Refusal::FilesTooLarge {
+            Refusal::OpenFilesTooLarge {
                 files,
                 bytes,
                 limit,
@@ -418,29 +439,29 @@ impl fmt::Display for Refusal {
             Refusal::Suspended => {
                 f.write_str("it is suspended, and has to run to write its own checkpoint")
             }
-            Refusal::NotMinded { signal } => {
+            Refusal::SignalNotHandled { signal } => {
                 write!(
                     f,
                     "it does not handle signal {signal}, or not yet, and would just be ended by it"
                 )
             }
-            Refusal::MayEndYet => {
+            Refusal::SelfCheckpointPending => {
                 f.write_str("it was asked to write its own checkpoint, and may do so yet")
             }
-            Refusal::NotByCriu { engine } => {
+            Refusal::NoCheckpointEngine { engine } => {
                 write!(
                     f,
                     "checkpoints of jobs are written by CRIU or by programs themselves, and it wants to be taken by {engine}"
                 )
             }
-            Refusal::NoState => write!(
+            Refusal::NoStateFiles => write!(
                 f,
                 "it writes its own checkpoint, and the environment of its spawn does not say into which files ({STATE_ENV}): for a checkpoint of its job they have to be kept"
             ),
-            Refusal::MemoryPromised {
+            Refusal::MemoryReserved {
                 need,
                 have,
-                promised,
+                reserved: promised,
             } => write!(
                 f,
                 "it needs {need} bytes, and of the {have} that the target has {promised} are promised to tasks on their way there: try again when they have arrived"
@@ -467,7 +488,7 @@ pub type Verdict = Vec<Refusal>;
 
 /// The hosts that would accept a task. The query changes nothing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Survey {
+pub struct MigrationTargets {
     pub tid: Tid,
     /// The host on which it runs.
     pub from: HostId,
@@ -479,7 +500,7 @@ pub struct Survey {
     pub engines: Vec<(HostId, Engine)>,
 }
 
-impl Survey {
+impl MigrationTargets {
     /// Returns the nearest host that would accept the task.
     pub fn nearest(&self) -> Option<HostId> {
         self.verdicts
@@ -518,7 +539,8 @@ pub enum Failure {
     /// The task exited during the migration.
     TaskEnded,
     /// The migration was cancelled.
-    CalledOff(String),
+    #[serde(rename = "CalledOff")]
+    Cancelled(String),
 }
 
 impl fmt::Display for Failure {
@@ -535,7 +557,7 @@ impl fmt::Display for Failure {
             Failure::Io(text) => f.write_str(text),
             Failure::HostLost(host) => write!(f, "{host} was lost"),
             Failure::TaskEnded => f.write_str("the task ended"),
-            Failure::CalledOff(why) => write!(f, "called off: {why}"),
+            Failure::Cancelled(why) => write!(f, "called off: {why}"),
         }
     }
 }
@@ -565,30 +587,30 @@ impl Usage {
 
 /// State of a task when the source's copy is gone. The target continues with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Parting {
+pub struct FinalSourceState {
     /// Resources used so far, as far as known.
     pub used: Usage,
     /// Suspensions that remain in force.
-    pub suspended: Holds,
+    pub suspensions: Suspensions,
 }
 
 /// Tasks that are restarted together from a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Timeline {
+pub struct RestartGroup {
     /// Their incarnation. Link frames of an earlier incarnation are void.
-    pub line: u16,
+    pub incarnation: u16,
     /// All restarted tasks, each with its incarnation at the time of the checkpoint. These can
     /// differ: a task may have been restarted before while the others had not heard of it.
     pub members: Vec<(Tid, u16)>,
     /// True in the virtual machine that made the checkpoint: there, tasks outside the group may
     /// still be the ones that the checkpoint refers to.
-    pub same: bool,
+    pub same_vm: bool,
 }
 
-impl Timeline {
+impl RestartGroup {
     /// Returns the incarnation of a restarted task at the time of the checkpoint; `None` if it is
     /// not in the group.
-    pub fn before(&self, tid: Tid) -> Option<u16> {
+    pub fn incarnation_before(&self, tid: Tid) -> Option<u16> {
         self.members
             .iter()
             .find(|(member, _)| *member == tid)
@@ -598,7 +620,7 @@ impl Timeline {
 
 /// An order of the coordinator to the source or the target.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Order {
+pub enum MigrationOrder {
     /// Source: report the task's properties. Nothing changes.
     Inspect,
     /// Target: give a verdict and prepare for the task.
@@ -606,22 +628,22 @@ pub enum Order {
         /// Properties of the task.
         facts: TaskFacts,
         /// Suspensions of the task, for requests that arrive before it runs on the target.
-        suspended: Holds,
+        suspensions: Suspensions,
         /// Set if the task is restarted from a checkpoint; `None`: it migrates.
-        timeline: Option<Timeline>,
+        restart_group: Option<RestartGroup>,
         /// The source supports post-copy for this task.
-        memory_can_follow: bool,
+        supports_post_copy: bool,
         /// Pre-copy precedes the dump if post-copy is used.
-        pre_copies: bool,
+        pre_copy: bool,
     },
     /// Source: quiesce, stop, dump and send the images to the target.
-    Leave {
+    Depart {
         /// Path, on the target, of the file that wakes the quiesced library.
-        token: PathBuf,
+        resume_token: PathBuf,
         /// Post-copy: most memory stays at the source and is served on demand.
-        memory_follows: bool,
+        post_copy: bool,
         /// Pre-copy: send memory before any other step.
-        pre_copies: bool,
+        pre_copy: bool,
         /// The engine. One that restarts the program asks it to exit instead of dumping it.
         engine: Engine,
     },
@@ -629,55 +651,55 @@ pub enum Order {
     Resume {
         /// Suspensions that are in force, including requests that arrived at the target. A
         /// suspended task stays stopped.
-        suspended: Holds,
+        suspensions: Suspensions,
     },
     /// Target, before the commit: discard everything.
     Discard,
     /// Source, after the commit: kill and reap the copy, and forward the items that wait for the
     /// task.
-    Yield,
+    Release,
     /// Target, after the source's copy is gone: run the task.
-    Run(Parting),
+    Run(FinalSourceState),
     /// Source, for a checkpoint: quiesce and stop the task, and keep it stopped.
-    Stand,
+    Pause,
     /// Source, for a checkpoint, when all tasks of the job are stopped: write the images, resume
     /// the task, and send the images to the master.
-    Write {
+    Dump {
         /// Requests for which the task waits, as the master knows them. All other requests are
         /// already answered.
-        open: Vec<RequestId>,
+        open_requests: Vec<RequestId>,
         /// Tasks of the job that ended since its last checkpoint; before the first checkpoint,
         /// tasks that ended recently. Their last messages would not be sent again, so they are
         /// delivered first.
-        ended: Vec<Tid>,
+        ended_tasks: Vec<Tid>,
     },
     /// Source, for a checkpoint: it is aborted; resume the task.
-    GoOn,
+    Abort,
 }
 
 /// A report of the source or the target to the coordinator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Report {
+pub enum StepReport {
     /// Source: the task's properties.
     Inspected {
         /// For the target's verdict.
         facts: TaskFacts,
         /// Suspensions of the task. From now on the coordinator's state is authoritative: both ends
         /// forward requests to it.
-        suspended: Holds,
+        suspensions: Suspensions,
         /// Post-copy pays off for this task and is possible as far as the source is concerned.
-        memory_can_follow: bool,
+        supports_post_copy: bool,
         /// The task is large enough for pre-copy.
-        can_pre_copy: bool,
+        supports_pre_copy: bool,
     },
     /// Target: the verdict and the path of the file that will wake the task.
     Prepared {
         /// Empty if the target accepts the task.
         verdict: Verdict,
         /// Path of the token file on the target.
-        token: PathBuf,
+        resume_token: PathBuf,
         /// Post-copy will be used: source and target support it.
-        memory_follows: bool,
+        post_copy: bool,
         engine: Engine,
     },
     /// Source: pre-copy has ended, and these bytes are at the target.
@@ -716,22 +738,22 @@ pub enum Report {
     },
 }
 
-impl Report {
+impl StepReport {
     /// Returns the step that this report completes.
     pub fn step(&self) -> Step {
         match self {
-            Report::Inspected { .. } => Step::Inspect,
-            Report::Prepared { .. } => Step::Prepare,
-            Report::PreCopied { .. } => Step::PreCopy,
-            Report::Quiesced => Step::Quiesce,
-            Report::Stopped => Step::Stop,
-            Report::Dumped { .. } => Step::Dump,
-            Report::Received { .. } => Step::Transfer,
-            Report::Restored => Step::Restore,
-            Report::SourceGone(_) => Step::KillSource,
-            Report::Running => Step::Run,
-            Report::Arrived => Step::Arrive,
-            Report::Failed { step, .. } => *step,
+            StepReport::Inspected { .. } => Step::Inspect,
+            StepReport::Prepared { .. } => Step::Prepare,
+            StepReport::PreCopied { .. } => Step::PreCopy,
+            StepReport::Quiesced => Step::Quiesce,
+            StepReport::Stopped => Step::Stop,
+            StepReport::Dumped { .. } => Step::Dump,
+            StepReport::Received { .. } => Step::Transfer,
+            StepReport::Restored => Step::Restore,
+            StepReport::SourceGone(_) => Step::KillSource,
+            StepReport::Running => Step::Run,
+            StepReport::Arrived => Step::Arrive,
+            StepReport::Failed { step, .. } => *step,
         }
     }
 }

@@ -7,15 +7,15 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// Largest size of [`GuestsWord::why`]; longer sentences are truncated.
-pub const WHY_BYTES_MAX: usize = 512;
+pub const REASON_BYTES_MAX: usize = 512;
 /// Error of a host whose owner permits no guests at present, no more of them, or not this program.
 /// The placement then tries other hosts, unless the spawn names one.
-pub const NO_GUESTS: PvmError = PvmError::OutOfRes;
+pub const GUEST_REFUSED: PvmError = PvmError::OutOfRes;
 
 /// How guests are evicted from a host; in files "move", "kill" and "checkpoint".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Leave {
+pub enum EvictionMode {
     /// Migrate to another host. Without one they stay paused.
     #[default]
     Move,
@@ -26,38 +26,38 @@ pub enum Leave {
     Checkpoint,
 }
 
-impl fmt::Display for Leave {
+impl fmt::Display for EvictionMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Leave::Move => "move",
-            Leave::Kill => "kill",
-            Leave::Checkpoint => "checkpoint",
+            EvictionMode::Move => "move",
+            EvictionMode::Kill => "kill",
+            EvictionMode::Checkpoint => "checkpoint",
         })
     }
 }
 
 /// Permission of guests to run on a host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Guests {
+pub enum GuestAccess {
     #[default]
     Welcome,
     /// Guests must be paused immediately.
-    Stopped {
+    Paused {
         /// Time of the eviction if the owner is still present then, in microseconds since 1970;
         /// `None`: guests stay paused.
-        leave_at: Option<Micros>,
+        evict_at: Option<Micros>,
         /// How guests are evicted.
-        then: Leave,
+        eviction: EvictionMode,
     },
 }
 
 /// A load watcher's directive to the daemon of its host. It is in force until the next one, or
 /// until the watcher ends.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GuestsWord {
-    pub guests: Guests,
+pub struct GuestDirective {
+    pub access: GuestAccess,
     /// The reason in one sentence.
-    pub why: String,
+    pub reason: String,
     /// Limits for guests while they may run. The host enforces them regardless of who places tasks,
     /// except the memory limit, which is measured.
     pub limits: GuestLimits,
@@ -67,7 +67,7 @@ pub struct GuestsWord {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct GuestLimits {
     /// Largest number of guests at the same time.
-    pub cores: Option<u32>,
+    pub guests_max: Option<u32>,
     /// Bytes of memory that stay free for the owner.
     pub memory_free: u64,
     /// Programs that must not run here: name patterns, in which `*` stands for any characters.
@@ -78,17 +78,17 @@ pub struct GuestLimits {
 
 impl GuestLimits {
     /// Returns the pattern that blocks a program, given by its path or name.
-    pub fn blocked(&self, program: &str) -> Option<&str> {
+    pub fn blocking_pattern(&self, program: &str) -> Option<&str> {
         let name = program.rsplit('/').next().unwrap_or(program);
         self.programs
             .iter()
             .map(String::as_str)
-            .find(|pattern| fits(pattern, name) || fits(pattern, program))
+            .find(|pattern| matches_pattern(pattern, name) || matches_pattern(pattern, program))
     }
 }
 
 /// True if a name matches the pattern; `*` stands for any characters.
-fn fits(pattern: &str, name: &str) -> bool {
+fn matches_pattern(pattern: &str, name: &str) -> bool {
     let Some((head, mut rest)) = pattern.split_once('*') else {
         return pattern == name;
     };

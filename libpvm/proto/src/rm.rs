@@ -8,9 +8,9 @@
 //!
 //! Hosts are identified by name, because they may be gone when a decision is queried.
 
-mod decided;
+mod decision_kind;
 
-pub use decided::Decided;
+pub use decision_kind::DecisionKind;
 
 use crate::event::describe_status;
 use crate::frame::{FrameError, from_bytes, to_bytes};
@@ -24,20 +24,20 @@ use std::fmt;
 pub const RM_VERSION: u16 = 6;
 /// Context of all messages to the resource manager other than PVM's documented ones.
 pub const CTX_RM: i32 = 0x7ffe0;
-pub const TAG_ASK: i32 = 10;
-pub const TAG_ANSWER: i32 = 11;
+pub const TAG_QUERY: i32 = 10;
+pub const TAG_REPLY: i32 = 11;
 /// Number of rejected hosts that a decision lists; of all others it stores only the number.
-pub const NOT_USED_MAX: usize = 64;
+pub const REJECTED_HOSTS_MAX: usize = 64;
 /// Largest number of entries in one reply; the newest are returned.
-pub const ANSWER_ENTRIES_MAX: usize = 1000;
+pub const REPLY_ENTRIES_MAX: usize = 1000;
 
 /// A query or command for the resource manager.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Question {
+pub enum RmQuery {
     /// Lists the decisions about a task, or about a job and its tasks. → [`Answer::Why`]
-    WhyTask(Tid),
+    TaskDecisions(Tid),
     /// Lists the decisions about a host, by its name. → [`Answer::Why`]
-    WhyHost(String),
+    HostDecisions(String),
     /// Lists the resource usage of users. → [`Answer::Users`]
     Users {
         /// Restricts the list to this user.
@@ -66,18 +66,18 @@ pub enum Question {
     /// Ends a drain: the host accepts tasks again. → [`Answer::Drain`] with the tasks on the host
     Undrain { host: String },
     /// Reports the progress of a drain. → [`Answer::Drain`]
-    Draining { host: String },
+    DrainStatus { host: String },
     /// Cancels the pending restart of a vacated job, which was checkpointed and ended until there
     /// is room; any of its tasks may be named. → [`Answer::Unparked`]
-    Unpark(Tid),
+    CancelVacated(Tid),
     /// Ends all tasks of a job, including those that are being started; any of its tasks may be
     /// named. Tasks are asked to exit, and killed after a timeout. → [`Answer::Killed`] with the
     /// progress so far
     Kill(Tid),
     /// Reports the progress of [`Question::Kill`]. → [`Answer::Killed`]
-    Killed(Tid),
+    KillStatus(Tid),
     /// Lists the spawns that wait for hosts. → [`Answer::Waiting`]
-    Waiting {
+    WaitingSpawns {
         /// Restricts the list to this user's spawns.
         user: Option<u32>,
     },
@@ -86,36 +86,36 @@ pub enum Question {
 /// A reply of the resource manager. New variants must be added at the end, and [`Answer::Version`]
 /// must stay the first.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Answer {
+pub enum RmReply {
     /// The query's version is not supported; the supported version.
-    Version(u16),
+    UnsupportedVersion(u16),
     /// Decisions about the subject, oldest first.
-    Why {
+    Decisions {
         /// The task's record, if the query named a task.
-        task: Option<TaskUse>,
+        task: Option<TaskUsage>,
         decisions: Vec<Decision>,
         /// The host's current state, if the query named a host.
-        now: Option<HostNow>,
+        host_state: Option<HostState>,
     },
     /// Users in ascending order of their ids.
-    Users(Vec<UserUse>),
+    Users(Vec<UserUsage>),
     /// The selected jobs, oldest first.
-    Jobs(Vec<JobUse>),
+    Jobs(Vec<JobUsage>),
     /// A job with its tasks.
     Job {
-        job: JobUse,
+        job: JobUsage,
         /// Its tasks, oldest first.
-        tasks: Vec<TaskUse>,
+        tasks: Vec<TaskUsage>,
     },
     /// The named task, job or host is unknown.
-    Unknown,
+    NotFound,
     /// A job was suspended or resumed.
     Suspended {
         job: Tid,
         /// Tasks that were suspended or resumed by this query.
         tasks: Vec<Tid>,
         /// Tasks whose state did not change, with reasons; at most [`ANSWER_ENTRIES_MAX`].
-        others: Vec<(Tid, String)>,
+        unchanged: Vec<(Tid, String)>,
     },
     /// State of a host's drain.
     Drain {
@@ -126,19 +126,19 @@ pub enum Answer {
         tasks: Vec<(Tid, Option<String>)>,
         /// Number of tasks that are bound to the host or not managed here; they stay until they
         /// end.
-        stay: u32,
+        staying: u32,
     },
     /// The pending restart of a vacated job was cancelled.
-    Unparked {
+    VacatedCancelled {
         /// First task of the job.
         job: Tid,
         /// Its checkpoint, which is kept.
-        set: String,
+        checkpoint: String,
         /// The restart is already in progress and cannot be cancelled.
         starting: bool,
     },
     /// Progress of ending a job.
-    Killed {
+    KillProgress {
         job: Tid,
         /// Number of tasks that were asked to exit.
         asked: u32,
@@ -150,14 +150,14 @@ pub enum Answer {
         failed: Vec<(Tid, String)>,
     },
     /// Waiting spawns in queue order; at most [`ANSWER_ENTRIES_MAX`].
-    Waiting(Vec<Waits>),
+    WaitingSpawns(Vec<WaitingSpawn>),
 }
 
 /// Encodes a query or reply.
 ///
 /// # Errors
 /// The value cannot be encoded.
-pub fn pack<T: Serialize>(what: &T) -> Result<Vec<u8>, FrameError> {
+pub fn encode<T: Serialize>(what: &T) -> Result<Vec<u8>, FrameError> {
     let mut out = RM_VERSION.to_le_bytes().to_vec();
     out.extend(to_bytes(what)?);
     Ok(out)
@@ -167,7 +167,7 @@ pub fn pack<T: Serialize>(what: &T) -> Result<Vec<u8>, FrameError> {
 ///
 /// # Errors
 /// The bytes are malformed.
-pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError> {
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError> {
     let Some((version, rest)) = bytes.split_first_chunk::<2>() else {
         return Err(FrameError::BadBody("it has no version".into()));
     };
@@ -178,7 +178,7 @@ pub fn unpack<T: DeserializeOwned>(bytes: &[u8]) -> Result<Option<T>, FrameError
 }
 
 /// Returns the version prefix of a message; `None` if it is too short.
-pub fn version_of(bytes: &[u8]) -> Option<u16> {
+pub fn version_prefix(bytes: &[u8]) -> Option<u16> {
     bytes
         .first_chunk::<2>()
         .map(|version| u16::from_le_bytes(*version))
@@ -186,51 +186,52 @@ pub fn version_of(bytes: &[u8]) -> Option<u16> {
 
 /// Outcome of a task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum End {
+pub enum TaskOutcome {
     /// Wait status of its process.
     Status(i32),
     /// The task ended with its host, or while no resource manager was running.
     Lost,
 }
 
-impl End {
+impl TaskOutcome {
     /// True for exit status 0.
-    pub fn is_good(self) -> bool {
-        self == End::Status(0)
+    pub fn is_success(self) -> bool {
+        self == TaskOutcome::Status(0)
     }
 }
 
-impl fmt::Display for End {
+impl fmt::Display for TaskOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            End::Status(status) => f.write_str(&describe_status(*status)),
-            End::Lost => f.write_str("lost"),
+            TaskOutcome::Status(status) => f.write_str(&describe_status(*status)),
+            TaskOutcome::Lost => f.write_str("lost"),
         }
     }
 }
 
 /// Start and cause of a suspension.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Suspended {
+pub struct SuspensionInfo {
     /// Start of the suspension, in microseconds since 1970.
     pub since: Micros,
-    pub cause: suspend::Cause,
+    pub cause: suspend::SuspendCause,
 }
 
-impl fmt::Display for Suspended {
+impl fmt::Display for SuspensionInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.cause {
-            suspend::Cause::Asked { by } | suspend::Cause::Job { by } => {
-                write!(f, "suspended by {by}")
+            suspend::SuspendCause::Requested { requested_by }
+            | suspend::SuspendCause::JobRequested { requested_by } => {
+                write!(f, "suspended by {requested_by}")
             }
-            suspend::Cause::Share { why } => write!(f, "gives way: {why}"),
+            suspend::SuspendCause::Preempted { why } => write!(f, "gives way: {why}"),
         }
     }
 }
 
 /// The resource manager's record of a task.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TaskUse {
+pub struct TaskUsage {
     pub tid: Tid,
     /// First task of its job.
     pub job: Tid,
@@ -241,26 +242,26 @@ pub struct TaskUse {
     /// Name of the host on which it runs, or ran last.
     pub host: String,
     /// Start time, in microseconds since 1970.
-    pub began: Micros,
+    pub started: Micros,
     /// Time and outcome of its end; `None` while it runs.
-    pub ended: Option<(Micros, End)>,
+    pub ended: Option<(Micros, TaskOutcome)>,
     /// Resources used; known only after its end.
     pub used: Usage,
-    pub moves: u32,
+    pub migrations: u32,
     /// Number of evictions by owners. A migration counts here and as a migration; the forced end of
     /// the task counts only here.
     pub evictions: u32,
     /// True if it counts toward the limits of its user and job.
-    pub counted: bool,
+    pub counts_toward_limits: bool,
     /// Set while the task is suspended.
-    pub suspended: Option<Suspended>,
+    pub suspended: Option<SuspensionInfo>,
     /// Total duration of earlier suspensions.
-    pub stood: Micros,
+    pub suspended_total: Micros,
 }
 
 /// The resource manager's record of a job.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct JobUse {
+pub struct JobUsage {
     /// First task of the job.
     pub job: Tid,
     /// User id of the job.
@@ -268,28 +269,28 @@ pub struct JobUse {
     /// Program of the first task; empty for a task from a command line.
     pub program: String,
     /// Start time, in microseconds since 1970.
-    pub began: Micros,
+    pub started: Micros,
     /// End of its last task; `None` while one runs.
     pub ended: Option<Micros>,
     /// Totals over its tasks.
-    pub sums: Sums,
+    pub totals: UsageTotals,
     /// Set while the job is suspended, which includes tasks that it spawns later.
-    pub suspended: Option<Suspended>,
+    pub suspended: Option<SuspensionInfo>,
 }
 
 /// The resource manager's record of a user.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct UserUse {
+pub struct UserUsage {
     pub user: u32,
     /// Totals over the user's tasks.
-    pub sums: Sums,
+    pub totals: UsageTotals,
     /// Index of the Up-Down scheme; the user with the lowest index is served first.
     pub index: f64,
 }
 
 /// Totals over several tasks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Sums {
+pub struct UsageTotals {
     /// Number of tasks started.
     pub tasks: u64,
     /// Number of tasks that still run.
@@ -299,8 +300,8 @@ pub struct Sums {
     /// Processor time and largest memory size of all ended tasks.
     pub used: Usage,
     /// Total time between start and end of all ended tasks, without their suspensions.
-    pub wall: Micros,
-    pub moves: u64,
+    pub wall_time: Micros,
+    pub migrations: u64,
     /// Number of evictions by owners. A migration counts here and as a migration; the forced end of
     /// a task counts only here.
     pub evictions: u64,
@@ -313,16 +314,18 @@ pub struct Decision {
     pub number: u64,
     /// Time in microseconds since 1970.
     pub at: Micros,
-    pub what: Decided,
+    pub kind: DecisionKind,
 }
 
 /// The rule by which hosts were selected, or the reason why none was.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Choice {
+pub enum PlacementRule {
     /// The request names the host.
-    Asked,
+    #[serde(rename = "Asked")]
+    HostRequested,
     /// Round robin over the hosts.
-    InTurn,
+    #[serde(rename = "InTurn")]
+    RoundRobin,
     /// The host on which a task gets the largest share of a processor.
     Load {
         /// The first selected host.
@@ -335,38 +338,45 @@ pub enum Choice {
     /// All tasks on one host.
     SameHost,
     /// An external policy program decides.
-    Chosen,
+    #[serde(rename = "Chosen")]
+    ExternalPolicy,
     /// The limit of the user or job is reached.
     Limit,
     /// The request's constraints are invalid.
-    NotUnderstood,
+    #[serde(rename = "NotUnderstood")]
+    InvalidConstraints,
     /// The request names no host of the virtual machine.
     NoSuchHost,
-    NoneFree,
+    #[serde(rename = "NoneFree")]
+    NoHostFree,
 }
 
 /// One attempt to select hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Attempt {
-    pub choice: Choice,
+pub struct PlacementAttempt {
+    #[serde(rename = "choice")]
+    pub rule: PlacementRule,
     /// The complete reason in one sentence.
-    pub sentence: String,
+    #[serde(rename = "sentence")]
+    pub reason: String,
     /// Hosts that were rejected.
-    pub not_used: Vec<NotUsed>,
+    #[serde(rename = "not_used")]
+    pub rejected: Vec<RejectedHost>,
 }
 
 /// A host that was rejected for a placement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NotUsed {
+pub struct RejectedHost {
     pub host: String,
-    pub why: Excluded,
+    pub why: RejectionReason,
 }
 
 /// The reason why a host was rejected.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Excluded {
+pub enum RejectionReason {
     /// The request names another host.
-    NotAsked,
+    #[serde(rename = "NotAsked")]
+    OtherHostRequested,
     /// The host has another architecture.
     Arch { has: String },
     /// The host's owner is present.
@@ -375,41 +385,46 @@ pub enum Excluded {
         why: String,
     },
     /// The host violates a constraint of the request.
-    Unmet {
+    #[serde(rename = "Unmet")]
+    ConstraintViolated {
         condition: String,
         /// The host's actual value.
         has: String,
     },
     /// The host was lost or did not answer.
-    NoAnswer,
+    #[serde(rename = "NoAnswer")]
+    Unresponsive,
     Other {
         /// The reason in one sentence.
         why: String,
     },
 }
 
-impl fmt::Display for Excluded {
+impl fmt::Display for RejectionReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Excluded::NotAsked => f.write_str("another host was asked for"),
-            Excluded::Arch { has } => write!(f, "its architecture is {has}"),
-            Excluded::Owner { why } => write!(f, "its owner is there ({why})"),
-            Excluded::Unmet { condition, has } => write!(f, "{condition} does not hold ({has})"),
-            Excluded::NoAnswer => f.write_str("it did not answer"),
-            Excluded::Other { why } => f.write_str(why),
+            RejectionReason::OtherHostRequested => f.write_str("another host was asked for"),
+            RejectionReason::Arch { has } => write!(f, "its architecture is {has}"),
+            RejectionReason::Owner { why } => write!(f, "its owner is there ({why})"),
+            RejectionReason::ConstraintViolated { condition, has } => {
+                write!(f, "{condition} does not hold ({has})")
+            }
+            RejectionReason::Unresponsive => f.write_str("it did not answer"),
+            RejectionReason::Other { why } => f.write_str(why),
         }
     }
 }
 
 /// Current state of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum HostNow {
+pub enum HostState {
     /// The host is not in the virtual machine.
     Gone,
     /// No tasks are placed on the host.
-    LeftOut {
+    #[serde(rename = "LeftOut")]
+    Excluded {
         /// The reason other than a drain, if there is one.
-        why: Option<Excluded>,
+        why: Option<RejectionReason>,
         /// The task that requested a drain, if there is one.
         drained: Option<Tid>,
     },
@@ -419,12 +434,12 @@ pub enum HostNow {
 
 /// A spawn that waits for hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Waits {
+pub struct WaitingSpawn {
     /// The program to spawn.
     pub program: String,
     /// Number of tasks to place.
     pub count: u32,
-    pub by: Tid,
+    pub requested_by: Tid,
     /// Job of the requesting task.
     pub job: Tid,
     /// User id of the requesting task.
@@ -432,14 +447,14 @@ pub struct Waits {
     /// Start of the wait, in microseconds since 1970.
     pub since: Micros,
     /// Position in the queue, from 1.
-    pub turn: u32,
+    pub queue_position: u32,
     /// Result of the last attempt to place it.
     pub why: String,
 }
 
 /// Expected or actual benefit and cost of a migration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Expected {
+pub struct MigrationBenefit {
     /// Time saved over all affected tasks; 0 for a migration that is mandatory.
     pub gain: Micros,
     /// Time that the migration costs.
@@ -452,19 +467,19 @@ mod tests {
 
     #[test]
     fn other_versions_are_recognized_and_garbage_refused() {
-        let bytes = pack(&Question::Jobs { user: Some(7) }).expect("it can be written");
+        let bytes = encode(&RmQuery::Jobs { user: Some(7) }).expect("it can be written");
         assert_eq!(
-            unpack::<Question>(&bytes),
-            Ok(Some(Question::Jobs { user: Some(7) }))
+            decode::<RmQuery>(&bytes),
+            Ok(Some(RmQuery::Jobs { user: Some(7) }))
         );
         let mut newer = bytes.clone();
         newer[0] = 99;
         assert_eq!(
-            (unpack::<Question>(&newer), version_of(&newer)),
+            (decode::<RmQuery>(&newer), version_prefix(&newer)),
             (Ok(None), Some(99))
         );
-        assert!(unpack::<Question>(&bytes[..1]).is_err());
-        assert!(unpack::<Question>(&bytes[..2]).is_err());
+        assert!(decode::<RmQuery>(&bytes[..1]).is_err());
+        assert!(decode::<RmQuery>(&bytes[..2]).is_err());
     }
 
     /// A placement decision concerns its tasks, the used hosts and the rejected hosts, but not
@@ -472,39 +487,39 @@ mod tests {
     #[test]
     fn decision_concerns_its_tasks_and_hosts() {
         let (job, tid) = (Tid::from_raw(0x40001), Tid::from_raw(0x40002));
-        let left_out = NotUsed {
+        let left_out = RejectedHost {
             host: "h3".into(),
-            why: Excluded::Owner {
+            why: RejectionReason::Owner {
                 why: "olga on pts/1".into(),
             },
         };
-        let not_asked = NotUsed {
+        let not_asked = RejectedHost {
             host: "h4".into(),
-            why: Excluded::NotAsked,
+            why: RejectionReason::OtherHostRequested,
         };
         let sentence = "largest share of a processor, 1.00 on h2".to_string();
-        let choice = Choice::Load {
+        let choice = PlacementRule::Load {
             host: "h2".into(),
             permille: 1000,
         };
-        let what = Decided::Spawn {
+        let what = DecisionKind::Spawn {
             program: "worker".into(),
-            by: job,
+            requested_by: job,
             job,
             user: 0,
             count: 1,
             started: vec![(tid, "h2".into())],
             error: None,
             waited: Micros::from_millis(1500),
-            attempts: vec![Attempt {
-                choice,
-                sentence,
-                not_used: vec![left_out, not_asked],
+            attempts: vec![PlacementAttempt {
+                rule: choice,
+                reason: sentence,
+                rejected: vec![left_out, not_asked],
             }],
         };
-        let is_about = |task: Tid| what.is_about(|one| one == task);
+        let is_about = |task: Tid| what.concerns_task(|one| one == task);
         assert!(is_about(tid) && is_about(job) && !is_about(Tid::from_raw(0x40003)));
-        assert!(what.is_about_host("h2") && what.is_about_host("h3") && !what.is_about_host("h4"));
+        assert!(what.concerns_host("h2") && what.concerns_host("h3") && !what.concerns_host("h4"));
         assert_eq!(
             what.to_string(),
             "worker started for t40001 on h2: largest share of a processor, 1.00 on h2; it waited 1.5 s"

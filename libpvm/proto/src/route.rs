@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 
 /// Largest number of descriptors that travel with one message.
-pub const WORD_DESCRIPTORS_MAX: usize = 2;
+pub const ROUTE_FDS_MAX: usize = 2;
 pub const OFFER_ADDRESSES_MAX: usize = 16;
 
 /// Distinguishes an offer from earlier ones of the same task. The offering task chooses it, unique
@@ -22,7 +22,7 @@ pub type Fingerprint = [u8; 32];
 
 /// A message about a route between two tasks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum RouteWord {
+pub enum RouteMsg {
     /// Offers shared memory for both directions, to a task on the same host. Two descriptors travel
     /// along: the rings and the offering task's doorbell.
     RingOffer {
@@ -50,7 +50,7 @@ pub enum RouteWord {
         fingerprint: Fingerprint,
         /// Incarnation of the offering end's link. Frames on a direct route do not carry it, so
         /// both ends use the later one.
-        line: u16,
+        incarnation: u16,
     },
     /// The peer's program accepts the route. Its library connects next, unless both tasks are on
     /// one host.
@@ -59,23 +59,23 @@ pub enum RouteWord {
         /// Hash of the accepting task's certificate.
         fingerprint: Fingerprint,
         /// Incarnation of the accepting end's link.
-        line: u16,
+        incarnation: u16,
     },
     /// The peer's program does not allow direct routes (`PvmDontRoute`), or cannot have one.
     DirectRefuse { id: OfferId },
     /// Offers a shared pool: memory that only its task can write and in which large messages lie
     /// from now on. One descriptor travels along. Has effect only for a task on the same host.
-    StoreOffer { id: OfferId },
+    PoolOffer { id: OfferId },
     /// The pool is mapped and can be read.
-    StoreAccept { id: OfferId },
+    PoolAccept { id: OfferId },
 }
 
-impl RouteWord {
+impl RouteMsg {
     /// Returns the number of descriptors that travel with the message.
-    pub fn descriptors(&self) -> usize {
+    pub fn fd_count(&self) -> usize {
         match self {
-            RouteWord::RingOffer { .. } => 2,
-            RouteWord::RingAccept { .. } | RouteWord::StoreOffer { .. } => 1,
+            RouteMsg::RingOffer { .. } => 2,
+            RouteMsg::RingAccept { .. } | RouteMsg::PoolOffer { .. } => 1,
             _ => 0,
         }
     }

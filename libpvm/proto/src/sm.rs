@@ -55,10 +55,10 @@ pub const SM_SPAWN_WAITS: i32 = BASE + 0x100;
 /// Resource manager to task, not in PVM: the hosts for the task's next spawns by requests like the
 /// one that was answered under this wait id. The task can use them without a request, see
 /// [`Grant`].
-pub const SM_GRANT: i32 = BASE + 0x101;
+pub const SM_PLACEMENT_LEASE: i32 = BASE + 0x101;
 /// Daemon to resource manager, not in PVM: tasks were started by a placement lease. The wait id is
 /// that of the lease.
-pub const SM_GRANT_TAKEN: i32 = BASE + 0x102;
+pub const SM_PLACEMENT_LEASE_USED: i32 = BASE + 0x102;
 
 /// Well-known mailbox class of resource managers.
 pub const RM_CLASS: &str = "###_PVM_RM_###";
@@ -102,7 +102,7 @@ fn unpack_time(from: &mut Unpacker) -> PvmResult<Micros> {
 
 /// Encodes the body of [`SM_SPAWN_WAITS`]: the time of day since which the request waits; `None`:
 /// it has stopped waiting.
-pub fn pack_waits(since: Option<Micros>) -> Bytes {
+pub fn pack_spawn_waits(since: Option<Micros>) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     pack_time(&mut out, since.unwrap_or_default());
     out.finish()
@@ -112,15 +112,15 @@ pub fn pack_waits(since: Option<Micros>) -> Bytes {
 ///
 /// # Errors
 /// [`PvmError::NoData`] if the body is too short.
-pub fn unpack_waits(body: Bytes) -> PvmResult<Option<Micros>> {
+pub fn unpack_spawn_waits(body: Bytes) -> PvmResult<Option<Micros>> {
     Ok(Some(unpack_time(&mut Unpacker::xdr(body))?).filter(|at| *at != Micros::default()))
 }
 
 /// Largest number of hosts in a placement lease.
-pub const GRANT_HOSTS_MAX: usize = 3 * GRANT_COUNT_MAX;
+pub const LEASE_HOSTS_MAX: usize = 3 * LEASE_TASKS_MAX;
 /// Largest number of tasks in a request that can get a placement lease. For larger requests the
 /// round trip is short compared to the start of the tasks.
-pub const GRANT_COUNT_MAX: usize = 16;
+pub const LEASE_TASKS_MAX: usize = 16;
 
 /// A placement lease: hosts that a resource manager assigns to future requests.
 ///
@@ -128,17 +128,17 @@ pub const GRANT_COUNT_MAX: usize = 16;
 /// place, flags and environment, need not ask for each. Modeled on Condor's claims, by which a
 /// queue starts successive jobs on a machine without asking the matchmaker.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Grant {
+pub struct PlacementLease {
     /// Hosts of the next tasks, in this order; at most [`GRANT_HOSTS_MAX`].
     pub hosts: Vec<HostId>,
     /// Time for which the lease is valid after the last such request.
-    pub span: Micros,
+    pub valid_for: Micros,
 }
 
 /// Encodes the body of [`SM_GRANT`].
-pub fn pack_grant(grant: &Grant) -> Bytes {
+pub fn pack_placement_lease(grant: &PlacementLease) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    pack_time(&mut out, grant.span);
+    pack_time(&mut out, grant.valid_for);
     out.int(grant.hosts.len() as i32)
         .items(grant.hosts.iter().map(|host| host.tid().raw()));
     out.finish()
@@ -148,35 +148,35 @@ pub fn pack_grant(grant: &Grant) -> Bytes {
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
-pub fn unpack_grant(body: Bytes) -> PvmResult<Grant> {
+pub fn unpack_placement_lease(body: Bytes) -> PvmResult<PlacementLease> {
     let mut from = Unpacker::xdr(body);
     let (span, count) = (unpack_time(&mut from)?, from.int()?);
-    if usize::try_from(count).is_ok_and(|count| count > GRANT_HOSTS_MAX) {
+    if usize::try_from(count).is_ok_and(|count| count > LEASE_HOSTS_MAX) {
         return Err(PvmError::BadMsg);
     }
     let hosts = from
         .ints(count)?
         .into_iter()
-        .map(|raw| Tid::from_raw(raw).home().ok_or(PvmError::BadMsg));
-    Ok(Grant {
+        .map(|raw| Tid::from_raw(raw).birth_host().ok_or(PvmError::BadMsg));
+    Ok(PlacementLease {
         hosts: hosts.collect::<PvmResult<_>>()?,
-        span,
+        valid_for: span,
     })
 }
 
 /// Tasks that one request started by a placement lease.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Taken {
+pub struct PlacementLeaseUse {
     /// The task that spawned them.
-    pub by: Tid,
+    pub spawner: Tid,
     /// Host and tid of each task; at most [`GRANT_COUNT_MAX`].
     pub tasks: Vec<(HostId, Tid)>,
 }
 
 /// Encodes the body of [`SM_GRANT_TAKEN`].
-pub fn pack_taken(taken: &Taken) -> Bytes {
+pub fn pack_placement_lease_use(taken: &PlacementLeaseUse) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
-    out.int(taken.by.raw()).int(taken.tasks.len() as i32);
+    out.int(taken.spawner.raw()).int(taken.tasks.len() as i32);
     for (host, tid) in &taken.tasks {
         out.int(host.tid().raw()).int(tid.raw());
     }
@@ -187,16 +187,16 @@ pub fn pack_taken(taken: &Taken) -> Bytes {
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
-pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
+pub fn unpack_placement_lease_use(body: Bytes) -> PvmResult<PlacementLeaseUse> {
     let mut from = Unpacker::xdr(body);
     let (by, count) = (Tid::from_raw(from.int()?), from.int()?);
     let count = usize::try_from(count)
         .ok()
-        .filter(|count| (1..=GRANT_COUNT_MAX).contains(count));
+        .filter(|count| (1..=LEASE_TASKS_MAX).contains(count));
     let mut task = || {
         let (host, tid) = (Tid::from_raw(from.int()?), Tid::from_raw(from.int()?));
         Ok((
-            host.home().ok_or(PvmError::BadMsg)?,
+            host.birth_host().ok_or(PvmError::BadMsg)?,
             Some(tid)
                 .filter(|tid| tid.is_task())
                 .ok_or(PvmError::BadMsg)?,
@@ -208,7 +208,7 @@ pub fn unpack_taken(body: Bytes) -> PvmResult<Taken> {
     if !by.is_task() {
         return Err(PvmError::BadMsg);
     }
-    Ok(Taken { by, tasks })
+    Ok(PlacementLeaseUse { spawner: by, tasks })
 }
 
 /// Encodes the body of a request [`SM_SPAWN`]. `since` is set if a previous resource manager, which
@@ -350,7 +350,7 @@ pub fn unpack_tids(body: Bytes) -> PvmResult<Vec<Result<Tid, PvmError>>> {
 
 /// A request to a tasker to start a task.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct TaskOrder {
+pub struct TaskerStartRequest {
     /// Tid of the new task.
     pub tid: Tid,
     /// Bitwise combination of `PvmTask*` values.
@@ -367,7 +367,7 @@ pub struct TaskOrder {
 }
 
 /// Encodes the body of [`SM_STTASK`].
-pub fn pack_task_order(order: &TaskOrder) -> Bytes {
+pub fn pack_tasker_start(order: &TaskerStartRequest) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(order.tid.raw()).int(order.flags).str(&order.path);
     out.strs(&order.argv).strs(&order.env).items(order.position);
@@ -376,7 +376,7 @@ pub fn pack_task_order(order: &TaskOrder) -> Bytes {
 
 /// A tasker's report about a task that has ended or could not be started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TaskEnd {
+pub struct TaskExit {
     pub tid: Tid,
     /// Wait status of its process.
     pub status: i32,
@@ -385,7 +385,7 @@ pub struct TaskEnd {
 }
 
 /// Encodes the body of [`SM_TASKX`].
-pub fn pack_task_end(end: &TaskEnd) -> Bytes {
+pub fn pack_task_exit(end: &TaskExit) -> Bytes {
     let (seconds, rest) = (
         |t: Micros| (t.0 / 1_000_000) as i32,
         |t: Micros| (t.0 % 1_000_000) as i32,
@@ -407,7 +407,7 @@ pub fn pack_task_end(end: &TaskEnd) -> Bytes {
 ///
 /// # Errors
 /// [`PvmError::NoData`] if tid or status are missing.
-pub fn unpack_task_end(body: Bytes) -> PvmResult<TaskEnd> {
+pub fn unpack_task_exit(body: Bytes) -> PvmResult<TaskExit> {
     let mut from = Unpacker::xdr(body);
     let (tid, status) = (Tid::from_raw(from.int()?), from.int()?);
     let mut time = || {
@@ -418,7 +418,7 @@ pub fn unpack_task_end(body: Bytes) -> PvmResult<TaskEnd> {
         Micros(seconds * 1_000_000 + micros)
     };
     let (user, system) = (time(), time());
-    Ok(TaskEnd {
+    Ok(TaskExit {
         tid,
         status,
         used: Usage {
@@ -431,7 +431,7 @@ pub fn unpack_task_end(body: Bytes) -> PvmResult<TaskEnd> {
 
 /// A request to a hoster to start a daemon on another host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct HostOrder {
+pub struct HosterStartRequest {
     /// Tid of the new host.
     pub host: Tid,
     /// Value of the host option `so=`; empty without it.
@@ -445,7 +445,7 @@ pub struct HostOrder {
 }
 
 /// Encodes the body of [`SM_STHOST`].
-pub fn pack_host_orders(orders: &[HostOrder]) -> Bytes {
+pub fn pack_hoster_starts(orders: &[HosterStartRequest]) -> Bytes {
     let mut out = Packer::new(Encoding::Xdr);
     out.int(orders.len() as i32);
     for order in orders {
@@ -465,7 +465,7 @@ pub fn pack_host_orders(orders: &[HostOrder]) -> Bytes {
 ///
 /// # Errors
 /// [`PvmError::NoData`] or [`PvmError::BadMsg`] if the body is malformed.
-pub fn unpack_host_answers(body: Bytes) -> PvmResult<Vec<(Tid, String)>> {
+pub fn unpack_hoster_reply(body: Bytes) -> PvmResult<Vec<(Tid, String)>> {
     let mut from = Unpacker::xdr(body);
     let count = usize::try_from(from.int()?).map_err(|_| PvmError::BadMsg)?;
     if count.saturating_mul(8) > from.remaining() {
@@ -510,8 +510,8 @@ mod tests {
         );
         assert_eq!(
             (
-                unpack_waits(pack_waits(since)),
-                unpack_waits(pack_waits(None))
+                unpack_spawn_waits(pack_spawn_waits(since)),
+                unpack_spawn_waits(pack_spawn_waits(None))
             ),
             (Ok(since), Ok(None))
         );
@@ -545,22 +545,22 @@ mod tests {
             system: Micros(7),
             ..Usage::default()
         };
-        let end = TaskEnd {
+        let end = TaskExit {
             tid: Tid::from_raw(0x40001),
             status: 0x100,
             used,
         };
-        let body = pack_task_end(&end);
-        assert_eq!(unpack_task_end(body.clone()), Ok(end));
-        let short = unpack_task_end(body.slice(..8));
+        let body = pack_task_exit(&end);
+        assert_eq!(unpack_task_exit(body.clone()), Ok(end));
+        let short = unpack_task_exit(body.slice(..8));
         assert_eq!(
             short,
-            Ok(TaskEnd {
+            Ok(TaskExit {
                 used: Usage::default(),
                 ..end
             })
         );
-        assert_eq!(unpack_task_end(body.slice(..4)), Err(PvmError::NoData));
+        assert_eq!(unpack_task_exit(body.slice(..4)), Err(PvmError::NoData));
     }
 
     #[test]
@@ -568,12 +568,12 @@ mod tests {
         for count in [-1, i32::MAX] {
             let mut out = Packer::new(Encoding::Xdr);
             out.int(count);
-            assert!(unpack_host_answers(out.finish()).is_err());
+            assert!(unpack_hoster_reply(out.finish()).is_err());
         }
         let mut out = Packer::new(Encoding::Xdr);
         out.int(1).int(0x80000).str(b"PvmCantStart");
         assert_eq!(
-            unpack_host_answers(out.finish()),
+            unpack_hoster_reply(out.finish()),
             Ok(vec![(Tid::from_raw(0x80000), "PvmCantStart".into())])
         );
     }

@@ -33,19 +33,19 @@ pub struct SpawnRequest {
 
 impl SpawnRequest {
     /// True if the request names one host or one architecture, so that there is no alternative.
-    pub fn is_bound(&self) -> bool {
+    pub fn has_fixed_place(&self) -> bool {
         self.flags & (SPAWN_HOST | SPAWN_ARCH) != 0
     }
 
     /// True if the request names exactly one host. Such a host counts as the user's explicit
     /// choice.
-    pub fn names_host(&self) -> bool {
+    pub fn names_one_host(&self) -> bool {
         self.flags & SPAWN_HOST != 0 && self.flags & SPAWN_COMPLEMENT == 0
     }
 
     /// True if all properties that affect placement are equal, so that both requests get the same
     /// hosts.
-    pub fn is_like(&self, other: &SpawnRequest) -> bool {
+    pub fn places_like(&self, other: &SpawnRequest) -> bool {
         let same = self.count == other.count && self.flags == other.flags;
         same && self.file == other.file && self.place == other.place && self.env == other.env
     }
@@ -53,7 +53,7 @@ impl SpawnRequest {
 
 /// A spawn on hosts of a placement lease, see [`crate::sm::Grant`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct GrantOf {
+pub struct LeasedSpawn {
     /// The resource manager that issued the lease.
     pub rm: Tid,
     /// The lease's wait id.

@@ -2,34 +2,34 @@
 //! through migrations, until it is resumed.
 
 use crate::ids::Tid;
-use crate::text::cut;
+use crate::text::truncate;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// A request to suspend or resume a task.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Order {
+pub struct SuspendOrder {
     pub tid: Tid,
     /// False: resume the task.
     pub suspend: bool,
-    pub cause: Cause,
+    pub cause: SuspendCause,
 }
 
 /// The suspensions of a task. It runs when there are none.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holds {
+pub struct Suspensions {
     /// The task that requested the suspension of this task or its job.
-    pub asked: Option<Tid>,
+    pub requested_by: Option<Tid>,
     /// The resource manager preempted the task in favor of another user. The suspension ends when
     /// that resource manager is gone, because only it can lift it.
-    pub gives_way: bool,
+    pub preempted: bool,
 }
 
-impl Holds {
+impl Suspensions {
     /// True while the task is suspended.
     #[must_use]
-    pub fn any(self) -> bool {
-        self.asked.is_some() || self.gives_way
+    pub fn is_suspended(self) -> bool {
+        self.requested_by.is_some() || self.preempted
     }
 
     /// Returns the suspensions after this request.
@@ -38,66 +38,77 @@ impl Holds {
     /// - A request to resume the whole job does not lift a preemption.
     /// - The end of a preemption does not lift a requested suspension.
     #[must_use]
-    pub fn after(self, order: &Order) -> Holds {
+    pub fn apply(self, order: &SuspendOrder) -> Suspensions {
         match (&order.cause, order.suspend) {
             // Valid without a preemption, too: a user may have resumed the task and suspended it
             // again since.
-            (Cause::Share { .. }, suspend) => Holds {
-                gives_way: suspend,
+            (SuspendCause::Preempted { .. }, suspend) => Suspensions {
+                preempted: suspend,
                 ..self
             },
-            (Cause::Asked { by } | Cause::Job { by }, true) => Holds {
-                asked: Some(*by),
+            (
+                SuspendCause::Requested { requested_by }
+                | SuspendCause::JobRequested { requested_by },
+                true,
+            ) => Suspensions {
+                requested_by: Some(*requested_by),
                 ..self
             },
-            (Cause::Job { .. }, false) => Holds {
-                asked: None,
+            (SuspendCause::JobRequested { .. }, false) => Suspensions {
+                requested_by: None,
                 ..self
             },
-            (Cause::Asked { .. }, false) => Holds::default(),
+            (SuspendCause::Requested { .. }, false) => Suspensions::default(),
         }
     }
 }
 
 /// Largest size of the sentence in [`Cause::Share`]; longer ones are truncated.
-pub const WHY_BYTES_MAX: usize = 512;
+pub const REASON_BYTES_MAX: usize = 512;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Cause {
+pub enum SuspendCause {
     /// A program requested it for this task.
-    Asked {
+    #[serde(rename = "Asked")]
+    Requested {
         /// The task that sent the request.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// A request for the whole job.
-    Job {
+    #[serde(rename = "Job")]
+    JobRequested {
         /// The task that sent the request.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// The task was preempted for a user with a smaller share, or this preemption has ended.
-    Share {
+    #[serde(rename = "Share")]
+    Preempted {
         /// The resource manager's reason, in one sentence.
         why: String,
     },
 }
 
-impl Cause {
+impl SuspendCause {
     /// Truncates the sentence to [`WHY_BYTES_MAX`] bytes.
     #[must_use]
-    pub fn cut(mut self) -> Cause {
-        if let Cause::Share { why } = &mut self {
-            why.truncate(cut(why, WHY_BYTES_MAX).len());
+    pub fn truncated(mut self) -> SuspendCause {
+        if let SuspendCause::Preempted { why } = &mut self {
+            why.truncate(truncate(why, REASON_BYTES_MAX).len());
         }
         self
     }
 }
 
-impl fmt::Display for Cause {
+impl fmt::Display for SuspendCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Cause::Asked { by } => write!(f, "{by} asked for it"),
-            Cause::Job { by } => write!(f, "{by} asked for its whole job"),
-            Cause::Share { why } => write!(f, "shares of users: {why}"),
+            SuspendCause::Requested { requested_by } => write!(f, "{requested_by} asked for it"),
+            SuspendCause::JobRequested { requested_by } => {
+                write!(f, "{requested_by} asked for its whole job")
+            }
+            SuspendCause::Preempted { why } => write!(f, "shares of users: {why}"),
         }
     }
 }
@@ -112,26 +123,28 @@ mod tests {
     fn direct_resume_lifts_all_suspensions() {
         let by = Tid::from_raw(0x40001);
         let (asked, job, share) = (
-            Cause::Asked { by },
-            Cause::Job { by },
-            Cause::Share { why: String::new() },
+            SuspendCause::Requested { requested_by: by },
+            SuspendCause::JobRequested { requested_by: by },
+            SuspendCause::Preempted { why: String::new() },
         );
-        let after = |words: &[(bool, &Cause)]| {
+        let after = |words: &[(bool, &SuspendCause)]| {
             words
                 .iter()
-                .fold(Holds::default(), |holds, (suspend, cause)| {
-                    holds.after(&Order {
+                .fold(Suspensions::default(), |holds, (suspend, cause)| {
+                    holds.apply(&SuspendOrder {
                         tid: by,
                         suspend: *suspend,
                         cause: (*cause).clone(),
                     })
                 })
         };
-        assert!(after(&[(true, &share), (true, &asked), (false, &share)]).any());
-        assert!(after(&[(true, &share), (true, &job), (false, &job)]).any());
-        assert!(!after(&[(true, &share), (true, &job), (false, &asked)]).any());
-        assert!(!after(&[(true, &share), (true, &job), (false, &job), (false, &share)]).any());
-        assert!(!after(&[(true, &job), (false, &job)]).any());
+        assert!(after(&[(true, &share), (true, &asked), (false, &share)]).is_suspended());
+        assert!(after(&[(true, &share), (true, &job), (false, &job)]).is_suspended());
+        assert!(!after(&[(true, &share), (true, &job), (false, &asked)]).is_suspended());
+        assert!(
+            !after(&[(true, &share), (true, &job), (false, &job), (false, &share)]).is_suspended()
+        );
+        assert!(!after(&[(true, &job), (false, &job)]).is_suspended());
         let asked_since = [
             (true, &share),
             (false, &asked),
@@ -140,16 +153,16 @@ mod tests {
         ];
         assert_eq!(
             after(&asked_since),
-            Holds {
-                asked: Some(by),
-                gives_way: false
+            Suspensions {
+                requested_by: Some(by),
+                preempted: false
             }
         );
         assert_eq!(
             after(&[(true, &job), (false, &share)]),
-            Holds {
-                asked: Some(by),
-                gives_way: false
+            Suspensions {
+                requested_by: Some(by),
+                preempted: false
             }
         );
     }

@@ -59,7 +59,7 @@ impl HostTable {
     }
 
     /// Number of distinct data signatures (PVM's "data formats").
-    pub fn formats(&self) -> usize {
+    pub fn data_format_count(&self) -> usize {
         let mut seen: Vec<i32> = self.hosts.iter().map(|h| h.dsig).collect();
         seen.sort_unstable();
         seen.dedup();
@@ -77,7 +77,7 @@ pub const TASK_TASKER: i32 = 0x400;
 pub const TASK_TRACER: i32 = 0x800;
 /// Flags of tasks that serve the virtual machine. Such tasks are never migrated, paused or
 /// suspended.
-pub const TASK_SERVES: i32 = TASK_RM | TASK_HOSTER | TASK_TASKER;
+pub const TASK_SERVICE_FLAGS: i32 = TASK_RM | TASK_HOSTER | TASK_TASKER;
 
 /// A task as `pvm_tasks` reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -97,9 +97,9 @@ pub struct TaskInfo {
     pub pid: i32,
     pub uid: u32,
     /// True while a migration of it is in progress.
-    pub moving: bool,
+    pub migrating: bool,
     /// True while it is paused for the owner of its host.
-    pub stopped: bool,
+    pub paused: bool,
     /// True while it is suspended by a request, until another request resumes it.
     pub suspended: bool,
 }

@@ -7,22 +7,23 @@
 //! migrated.
 
 pub use crate::spawn::{
-    GrantOf, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT, SPAWN_PINNED,
-    Sink, SpawnRequest,
+    LeasedSpawn, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
+    SPAWN_PINNED, Sink, SpawnRequest,
 };
 
 use crate::checkpoint::{
-    CutFailure, Pace, Removed, RestartFailure, RestartReport, SetEntry, SetReport, Unwanted,
+    CheckpointEntry, CheckpointFailure, CheckpointReport, CheckpointSchedule, RemovalResults,
+    RemovalSelection, RestartFailure, RestartReport,
 };
 use crate::engine::Engine;
 use crate::error::PvmError;
 use crate::event::{Event, EventKind};
 use crate::group::{GroupReply, GroupRequest};
 use crate::ids::{HostId, Micros, MigrationId, RequestId, Tid};
-use crate::link::Talk;
+use crate::link::LinkState;
 use crate::message::Message;
-use crate::migration::{Failure, Refusal, Step, Survey, Timeline};
-use crate::route::RouteWord;
+use crate::migration::{Failure, MigrationTargets, Refusal, RestartGroup, Step};
+use crate::route::RouteMsg;
 use crate::table::{AddedHost, HostTable, TaskInfo};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
@@ -44,14 +45,14 @@ pub const LIBRARY_SOCKET_FLAG: i32 = 0o2000;
 
 /// Number by which a spawned process claims its tid (environment variable `PVMEPID`); always
 /// positive.
-pub type ExpectedPid = i32;
+pub type SpawnToken = i32;
 
 /// Position up to which one end of a link has sent. Orders notifications after messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LinkMark {
+pub struct SendWatermark {
     pub peer: Tid,
     /// Number after the last fragment sent to the peer.
-    pub end: u64,
+    pub end_seq: u64,
 }
 
 /// Identity of a connecting process.
@@ -59,13 +60,13 @@ pub struct LinkMark {
 pub enum Claim {
     /// A probe for a running daemon. A running daemon refuses it; a daemon that is ending sends no
     /// answer.
-    Nobody,
+    Probe,
     /// A process that the virtual machine did not start.
     New,
     /// A process that the daemon started.
     Spawned {
         /// The number from the environment of the process.
-        epid: ExpectedPid,
+        spawn_token: SpawnToken,
     },
     /// A task that closed its daemon connection for a migration, on this host or another one.
     Resume { tid: Tid, migration: MigrationId },
@@ -74,12 +75,12 @@ pub enum Claim {
 /// Behavior of a task from a command line when its daemon ends. Tasks that a daemon or a tasker
 /// started always end with it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub enum AtEnd {
+pub enum OnDaemonExit {
     /// SIGTERM, as in PVM: a program of PVM's interface expects nothing else.
     #[default]
-    Signalled,
+    Terminate,
     /// No signal; subsequent PVM calls return `PvmSysErr`. For a process that has other work to do.
-    Told,
+    FailCalls,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -90,15 +91,15 @@ pub struct Hello {
     pub version: u16,
     pub claim: Claim,
     /// Process id in the process's own PID namespace.
-    pub pid: i32,
+    pub own_pid: i32,
     pub program: String,
     /// Behavior when the daemon ends.
-    pub at_end: AtEnd,
+    pub on_daemon_exit: OnDaemonExit,
 }
 
 /// The subject of a notification (`pvm_notify`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum NotifyWhat {
+pub enum NotifySubjects {
     /// One message for each of these tasks when it ends.
     TaskExit(Vec<Tid>),
     /// One message for each host that leaves; host tids as the caller passed them.
@@ -113,7 +114,7 @@ pub enum NotifyWhat {
 /// A request of `pvm_notify`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NotifyRequest {
-    pub what: NotifyWhat,
+    pub subjects: NotifySubjects,
     pub ctx: i32,
     pub tag: i32,
     /// Cancels an earlier request instead.
@@ -162,21 +163,21 @@ pub struct MailboxClass {
 
 /// Requests that a resource manager serves; the daemon continues to serve all others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RmServes {
+pub struct RmServices {
     /// Placement of spawns (`SM_SPAWN`).
     pub spawn: bool,
     /// All others: `SM_CONFIG`, `SM_ADDHOST`, `SM_DELHOST`, `SM_TASK`, `SM_NOTIFY`.
     pub others: bool,
     /// Exits of its tasks (`SM_TASKX`). A resource manager that follows the event log does not need
     /// them.
-    pub ends: bool,
+    pub task_exits: bool,
 }
 
 /// The resource manager that a task must ask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RmInfo {
     pub tid: Tid,
-    pub serves: RmServes,
+    pub serves: RmServices,
 }
 
 /// A service that a task provides instead of its daemon.
@@ -212,7 +213,7 @@ pub struct TracerInfo {
 }
 
 impl TracerInfo {
-    pub fn trace(&self) -> Sink {
+    pub fn trace_sink(&self) -> Sink {
         Sink {
             tid: self.tid,
             ctx: self.settings.trace_ctx,
@@ -220,7 +221,7 @@ impl TracerInfo {
         }
     }
 
-    pub fn output(&self) -> Sink {
+    pub fn output_sink(&self) -> Sink {
         Sink {
             tid: self.tid,
             ctx: self.settings.out_ctx,
@@ -230,7 +231,7 @@ impl TracerInfo {
 }
 
 /// Largest number of integers in one `pvm_tickle`.
-pub const TICKLE_WORDS_MAX: usize = 10;
+pub const DEBUG_QUERY_WORDS_MAX: usize = 10;
 
 /// A request of a task to its daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -239,7 +240,7 @@ pub enum Request {
     /// on the socket. → [`Reply::Done`]
     Exit {
         /// Send position of each link.
-        marks: Vec<LinkMark>,
+        watermarks: Vec<SendWatermark>,
     },
     /// Lists the hosts. → [`Reply::Hosts`]
     Config,
@@ -274,14 +275,14 @@ pub enum Request {
         /// False: resumes the task.
         suspend: bool,
         /// Reason of the resource manager; `None`: the caller requests it.
-        cause: Option<crate::suspend::Cause>,
+        cause: Option<crate::suspend::SuspendCause>,
     },
     /// Requests or cancels notifications. → [`Reply::Done`]
     Notify(NotifyRequest),
     /// Stops the whole virtual machine. → [`Reply::Done`], then the socket closes.
     Halt,
     /// Registers the task as the resource manager of this daemon. → [`Reply::Rm`]
-    RegisterRm(RmServes),
+    RegisterRm(RmServices),
     /// Accesses the mailbox. → [`Reply::Mailbox`], [`Reply::MailboxIndex`],
     /// [`Reply::MailboxClasses`], [`Reply::Done`]
     Mailbox(MailboxRequest),
@@ -312,7 +313,7 @@ pub enum Request {
         /// Host name, or host tid in hex as `t80000`.
         to: String,
         /// Reason of the resource manager; `None`: the caller requests it.
-        cause: Option<crate::migration::Cause>,
+        cause: Option<crate::migration::MigrationCause>,
         /// Reply only when the migration has ended.
         wait: bool,
     },
@@ -324,7 +325,7 @@ pub enum Request {
     },
     /// Sets the permissions of guests on this host; sent by a load watcher for the host's owner. →
     /// [`Reply::Done`]
-    Guests(crate::owner::GuestsWord),
+    SetGuestDirective(crate::owner::GuestDirective),
     /// Reads the event log. → [`Reply::Events`]
     Events {
         /// Number of the first event to return.
@@ -336,7 +337,7 @@ pub enum Request {
     /// [`Reply::Done`]
     Subscribe { ctx: i32, tag: i32 },
     /// Adds an entry to the event log (resource managers and load watchers). → [`Reply::Done`]
-    Record { at: Micros, kind: EventKind },
+    RecordEvent { at: Micros, kind: EventKind },
     /// Starts to provide a service for this daemon; stops if the task already provides it. →
     /// [`Reply::Serving`]
     Serve(Service),
@@ -346,7 +347,7 @@ pub enum Request {
     /// Sets the destination of this task's own trace records. → [`Reply::Done`]
     SetTrace(Sink),
     /// Queries internal state of the daemon (`pvm_tickle`). → [`Reply::Numbers`]
-    Tickle(Vec<i32>),
+    DebugQuery(Vec<i32>),
     /// Asks how this host pauses guests. → [`Reply::Freezer`]
     Freezer,
     /// Checkpoints all tasks of a job at one moment. → [`Reply::Checkpointed`]
@@ -355,19 +356,19 @@ pub enum Request {
         job: Tid,
         /// Schedule of further checkpoints. If there is one, the job is restarted from its newest
         /// checkpoint when a host is lost.
-        pace: Option<Pace>,
+        schedule: Option<CheckpointSchedule>,
         /// Ends the job's tasks when the checkpoint is complete, wherever they run by then; the job
         /// can be restarted from it. If the checkpoint fails, the tasks continue.
-        end: bool,
+        end_job: bool,
         /// False: [`Reply::Done`] comes immediately, and the event log reports the outcome.
         wait: bool,
     },
     /// Lists the checkpoints in the store. → [`Reply::Sets`]
-    Sets,
+    ListCheckpoints,
     /// Restarts the tasks of a checkpoint. → [`Reply::Restarted`]
     Restart {
         /// Name of the checkpoint.
-        set: String,
+        checkpoint: String,
         /// Names of the hosts to start them on. Empty: the hosts on which they ran, or others where
         /// that is impossible.
         on: Vec<String>,
@@ -375,26 +376,26 @@ pub enum Request {
         wait: bool,
     },
     /// Removes checkpoints from the store. → [`Reply::SetsRemoved`]
-    RemoveSets {
-        which: Unwanted,
+    RemoveCheckpoints {
+        which: RemovalSelection,
         /// Permits the removal of checkpoints that other virtual machines made.
-        any: bool,
+        include_foreign: bool,
     },
     /// The program is about to exit. An earlier migration had asked it to exit and was cancelled.
     /// If the daemon still accepts that exit, [`ToTask::TakeNothing`] precedes the reply. →
     /// [`Reply::Done`]
-    LastWords,
+    AboutToExit,
     /// Starts tasks on the hosts of a placement lease. → [`Reply::Spawned`], or [`Reply::Failed`]
     /// if the lease's issuer is not the resource manager any more
-    SpawnGranted {
+    SpawnLeased {
         request: SpawnRequest,
-        grant: GrantOf,
+        lease: LeasedSpawn,
     },
 }
 
 /// Outcome of a successful migration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MoveReport {
+pub struct MigrationReport {
     pub id: MigrationId,
     /// Size of the images.
     pub bytes: u64,
@@ -437,33 +438,33 @@ pub enum Reply {
     /// The host's time of day, in microseconds since 1970.
     Clock(Micros),
     /// The migration has begun.
-    MoveStarted(MigrationId),
+    MigrationStarted(MigrationId),
     /// The migration has ended.
-    Moved(Result<MoveReport, MoveError>),
+    Migrated(Result<MigrationReport, MigrationError>),
     /// The hosts that would accept the task, or why it cannot migrate at all.
-    Survey(Result<Survey, Refusal>),
+    MigrationTargets(Result<MigrationTargets, Refusal>),
     /// Entries of the log, oldest first.
     Events(Vec<Event>),
     /// True: the task provides the service from now on. False: it has stopped.
     Serving(bool),
     Numbers(Vec<i32>),
     /// The completed checkpoint, or why there is none.
-    Checkpointed(Result<SetReport, CutFailure>),
+    Checkpointed(Result<CheckpointReport, CheckpointFailure>),
     /// The checkpoints in the store, oldest first.
-    Sets(Result<Vec<SetEntry>, String>),
+    Checkpoints(Result<Vec<CheckpointEntry>, String>),
     /// The restarted tasks, or why they were not restarted.
     Restarted(Result<RestartReport, RestartFailure>),
     /// Ok: control groups freeze the guests of this host. Err: why signals stop them instead.
     /// `None`: no tasker has reported yet.
     Freezer(Option<Result<(), String>>),
     /// The outcome for each checkpoint, or why the store is not readable.
-    SetsRemoved(Result<Removed, String>),
+    CheckpointsRemoved(Result<RemovalResults, String>),
 }
 
 /// A failed migration; the task continues at the source.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{step} failed: {why}")]
-pub struct MoveError {
+pub struct MigrationError {
     pub step: Step,
     pub why: Failure,
 }
@@ -487,30 +488,30 @@ pub struct Welcome {
     /// Settings of the tracer, if `trace` leads to it because the task has no other destination.
     pub tracer: Option<TracerSettings>,
     /// The process was restored from a checkpoint, and this is its first message since then.
-    pub restart: Option<Restart>,
+    pub restart: Option<RestartInfo>,
     /// The process replaces an earlier one of the same task, and this is its first message.
-    pub successor: Option<Box<Successor>>,
+    pub handoff: Option<Box<ProcessHandoff>>,
 }
 
 /// Information for a library whose process replaces one that has ended. The frames that the old
 /// process had sent follow the welcome, with the task itself as their source.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Successor {
+pub struct ProcessHandoff {
     /// Incarnation of new links.
-    pub line: u16,
+    pub incarnation: u16,
     /// Number of earlier processes of the task.
-    pub count: u32,
+    pub restart_count: u32,
     /// States of the links to continue.
-    pub talks: Vec<Talk>,
+    pub links: Vec<LinkState>,
 }
 
 /// Information for a library whose process was restored from a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Restart {
+pub struct RestartInfo {
     /// The tasks restarted together with it, and their incarnation.
-    pub timeline: Timeline,
+    pub group: RestartGroup,
     /// Requests that will get no reply unless they are repeated.
-    pub again: Vec<RequestId>,
+    pub requests_to_repeat: Vec<RequestId>,
 }
 
 /// From a task to its daemon.
@@ -522,7 +523,7 @@ pub enum ToDaemon {
     Request {
         /// Chosen by the task, unique for it.
         id: RequestId,
-        what: Request,
+        request: Request,
     },
     /// A message to a daemon's address (`SM_*`).
     Message(Message),
@@ -531,39 +532,39 @@ pub enum ToDaemon {
     Quiesced {
         migration: MigrationId,
         /// Send position of each link.
-        marks: Vec<LinkMark>,
+        watermarks: Vec<SendWatermark>,
         /// Address at which the library looks for a [`Redirect`].
-        redirect_at: RedirectAt,
+        redirect_address: RedirectAddress,
     },
     /// First answer to [`ToTask::TakeNothing`]: the state of the task's links.
     ///
     /// The link frames that the next process needs follow: partial messages from peers, with the
     /// peers as sources, and everything that peers have not acknowledged.
     /// [`ToDaemon::TakesNothing`] ends the handoff.
-    Parting {
-        by: MigrationId,
+    Handoff {
+        migration: MigrationId,
         /// Incarnation of new links.
-        line: u16,
+        incarnation: u16,
         /// State of each link.
-        talks: Vec<Talk>,
+        links: Vec<LinkState>,
         /// Notifications that wait for the last messages of peers.
-        later: Vec<(LinkMark, Message)>,
+        deferred_notifications: Vec<(SendWatermark, Message)>,
     },
     /// The task has handed off its state: from now on it may exit at any time without losing
     /// anything.
-    TakesNothing { by: MigrationId },
+    ReadyToExit { migration: MigrationId },
     /// Answer to [`ToTask::TakeNothing`] without a migration: the task continues, and an exit
     /// would lose messages again.
-    TakesAgain {
+    ExitCancelled {
         /// The migration of the earlier [`ToTask::TakeNothing`].
-        by: MigrationId,
+        migration: MigrationId,
     },
     /// A message to another task about a route between the two.
     Route {
         /// Task that receives the message.
         to: Tid,
         /// Its descriptors travel with the frame.
-        word: RouteWord,
+        message: RouteMsg,
     },
 }
 
@@ -585,12 +586,12 @@ pub enum ToTask {
     Deliver {
         message: Message,
         /// Position that must be reached before the delivery.
-        after: Option<LinkMark>,
+        after: Option<SendWatermark>,
     },
     /// This task has ended or never existed: messages retained for it can be dropped.
     PeerGone { tid: Tid },
     /// This task has migrated: frames in flight to it may be lost.
-    PeerMoved { tid: Tid },
+    PeerMigrated { tid: Tid },
     /// The resource manager changed or died.
     RmChanged {
         /// The new one; `None`: it died.
@@ -599,10 +600,10 @@ pub enum ToTask {
     /// The program is about to be asked to exit, for a restart. Messages that other tasks send from
     /// now on are for the next process: only replies are delivered to this one. →
     /// [`ToDaemon::Parting`]
-    TakeNothing {
+    PrepareExit {
         /// The migration that restarts it. `None` cancels the request, and delivery continues. →
         /// [`ToDaemon::TakesAgain`]
-        by: Option<MigrationId>,
+        migration: Option<MigrationId>,
     },
     /// Close all connections outside the process: answer [`ToDaemon::Quiesced`], close the socket,
     /// then wait until one of these files contains a [`ResumeToken`], and connect again with
@@ -617,9 +618,9 @@ pub enum ToTask {
         /// Task that sent the message.
         from: Tid,
         /// True if it runs on this host.
-        near: bool,
+        same_host: bool,
         /// Its descriptors travel with the frame.
-        word: RouteWord,
+        message: RouteMsg,
     },
 }
 
@@ -628,11 +629,11 @@ pub const REDIRECT_BYTES_MAX: usize = 12 << 10;
 
 /// Address of a buffer of [`REDIRECT_BYTES_MAX`] bytes in a library's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RedirectAt {
+pub struct RedirectAddress {
     /// Process id in its own PID namespace, which is the same on all hosts.
     pub pid: i32,
     /// Address in that process.
-    pub at: u64,
+    pub address: u64,
 }
 
 /// Replaces the token files for which a quiesced library waits.
@@ -652,7 +653,7 @@ impl Redirect {
     ///
     /// # Errors
     /// It is longer than [`REDIRECT_BYTES_MAX`].
-    pub fn in_memory(&self) -> Result<Vec<u8>, String> {
+    pub fn encode(&self) -> Result<Vec<u8>, String> {
         let text = crate::frame::to_bytes(self).map_err(|e| e.to_string())?;
         let bytes: Vec<u8> = (text.len() as u64)
             .to_ne_bytes()

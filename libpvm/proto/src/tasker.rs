@@ -8,7 +8,7 @@
 use crate::engine::Engine;
 use crate::ids::{Micros, MigrationId, RequestId, Tid};
 use crate::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
-use crate::task::RedirectAt;
+use crate::task::RedirectAddress;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -27,7 +27,7 @@ pub struct StartTask {
     /// The complete environment, `NAME=value`.
     pub env: Vec<Vec<u8>>,
     /// Working directory. If it is not accessible, the task is not started.
-    pub dir: PathBuf,
+    pub working_dir: PathBuf,
     /// The task is bound to its host and may access processes outside a PID namespace. It gets no
     /// PID namespace and never migrates.
     pub pinned: bool,
@@ -46,8 +46,8 @@ pub struct Capabilities {
 
 /// Bytes to write into the memory of a stopped process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Redirection {
-    pub place: RedirectAt,
+pub struct MemoryWrite {
+    pub address: RedirectAddress,
     pub bytes: Vec<u8>,
 }
 
@@ -77,20 +77,20 @@ pub enum ToTasker {
     /// If the process exits in the agreed way, all other processes of the task are killed before
     /// this is reported (without a PID namespace: are being killed). A paused task may run until
     /// the time limit. → [`FromTasker::Exited`] after its exit, or [`FromTasker::NotAsked`]
-    End {
+    RequestExit {
         tid: Tid,
         /// The engine, with the way to ask and the agreed exit status.
         engine: Engine,
     },
     /// Withdraw [`ToTasker::End`]: an exit of the task is final from now on.
-    EndsForGood { tid: Tid },
+    WithdrawExitRequest { tid: Tid },
     /// Kill all processes of the task. → [`FromTasker::Exited`]
     Kill { tid: Tid },
     /// Report the task's properties and resources; nothing changes. → [`FromTasker::Inspected`]
     Inspect { migration: MigrationId, tid: Tid },
     /// Check whether the task handles this signal, which would ask it for its own checkpoint;
     /// nothing changes. → [`FromTasker::Minds`]
-    Minds {
+    CheckSignal {
         /// Id of the migration or checkpoint.
         migration: MigrationId,
         tid: Tid,
@@ -105,16 +105,16 @@ pub enum ToTasker {
         facts: TaskFacts,
     },
     /// As [`ToTasker::Inspect`], for a query without a migration. → [`FromTasker::Seen`]
-    Look {
+    QueryInspect {
         /// Id of the query.
-        question: RequestId,
+        query: RequestId,
         tid: Tid,
     },
     /// As [`ToTasker::Prepare`], for a query without a migration: nothing is prepared. →
     /// [`FromTasker::Judged`]
-    Judge {
+    QueryVerdict {
         /// Id of the query.
-        question: RequestId,
+        query: RequestId,
         /// Properties of the task.
         facts: TaskFacts,
     },
@@ -125,39 +125,39 @@ pub enum ToTasker {
     /// can quiesce. Then all its processes are stopped, and they stay stopped until
     /// [`ToTasker::GoOn`], whatever the outcome of a migration. A task that is already paused runs
     /// once more for that time. While a migration controls the task, the pause is deferred.
-    Hold {
+    Pause {
         tid: Tid,
         /// Time for which the task may still run.
-        after: Micros,
+        run_for: Micros,
     },
     /// As [`ToTasker::Hold`], for a task that was stopped before its library had quiesced. Where
     /// possible, only the library's threads run at first. → [`FromTasker::Held`], once
-    Ease {
+    ResumeToQuiesce {
         tid: Tid,
         /// Time for which only the library runs. Afterwards the program runs, too, because it may
         /// hold locks that the library needs.
-        alone: Micros,
+        library_only_for: Micros,
         /// Total time for which the task may run.
-        after: Micros,
+        run_for: Micros,
     },
     /// End a pause: resume the task, unless a migration controls it. No answer.
-    GoOn { tid: Tid },
+    Resume { tid: Tid },
     /// Source: pre-copy memory of the running task, over the connection on which the target will
     /// request the rest. Ends early if the task is paused. → [`FromTasker::PreCopied`]
     PreCopy {
         migration: MigrationId,
         tid: Tid,
         /// Socket on which the daemon listens.
-        memory_way: PathBuf,
+        memory_socket: PathBuf,
     },
     /// Source: stop the pre-copy; its result is not needed. No answer.
-    EndPreCopy { migration: MigrationId },
+    StopPreCopy { migration: MigrationId },
     /// Target: receive pre-copied memory over the connection on which the rest will be requested.
     /// No answer except [`FromTasker::PreCopyLost`].
-    TakePreCopy {
+    ReceivePreCopy {
         migration: MigrationId,
         /// Socket on which the daemon listens.
-        memory_way: PathBuf,
+        memory_socket: PathBuf,
     },
     /// Stop all processes of the task. → [`FromTasker::Stopped`]
     Stop {
@@ -165,7 +165,7 @@ pub enum ToTasker {
         tid: Tid,
         /// Bytes to write into the stopped task. They tell a library that has already quiesced its
         /// next location.
-        redirection: Option<Redirection>,
+        memory_write: Option<MemoryWrite>,
     },
     /// Write the images of the stopped task into this new directory; the task stays stopped. →
     /// [`FromTasker::Dumped`]
@@ -177,14 +177,14 @@ pub enum ToTasker {
         /// Socket on which the daemon listens, for post-copy: most memory stays here and is served
         /// on request, also after the task was killed. `None`: all memory is written into the
         /// directory.
-        memory_way: Option<PathBuf>,
+        memory_socket: Option<PathBuf>,
     },
     /// The migration is aborted: end a running dump and resume the task. →
     /// [`FromTasker::Continued`]
-    Continue { migration: MigrationId, tid: Tid },
+    AbortMigration { migration: MigrationId, tid: Tid },
     /// The migration is committed: kill the stopped task, reap it and read its last output. →
     /// [`FromTasker::SourceGone`]
-    KillMoved { migration: MigrationId, tid: Tid },
+    KillSource { migration: MigrationId, tid: Tid },
     /// Rebuild the task from these images, up to the point where it could run. →
     /// [`FromTasker::Restored`]
     Restore {
@@ -194,14 +194,14 @@ pub enum ToTasker {
         dir: PathBuf,
         /// For a restart from a checkpoint: bytes to write into the restored task, which tell it
         /// its next location. Files to which it had appended since the checkpoint are truncated.
-        again: Option<Redirection>,
+        memory_write: Option<MemoryWrite>,
         /// Socket on which the daemon listens, for post-copy: most memory must be requested there.
         /// → [`FromTasker::Arrived`], after [`FromTasker::Ran`], unless the task is discarded
-        memory_way: Option<PathBuf>,
+        memory_socket: Option<PathBuf>,
     },
     /// Start a program in place of a process that has ended on another host, up to the point where
     /// it could run. → [`FromTasker::Restored`]
-    Build {
+    PrepareRestart {
         migration: MigrationId,
         /// The program to start.
         start: StartTask,
@@ -212,7 +212,7 @@ pub enum ToTasker {
         /// Resources that it used elsewhere; [`FromTasker::Exited`] reports the sum.
         used: Usage,
         /// The migration is complete, but the task stays paused until [`ToTasker::GoOn`].
-        held: bool,
+        paused: bool,
     },
     /// The missing memory of a post-copied task will not arrive: the task must not continue. →
     /// [`FromTasker::Arrived`] or [`FromTasker::Restored`]
@@ -240,9 +240,9 @@ pub enum FromTasker {
     },
     /// From now on an exit of the program counts as requested; the daemon may send the message that
     /// asks it.
-    ExpectsEnd { tid: Tid },
+    ExitExpected { tid: Tid },
     /// The program was not asked to exit, because it would not handle the request.
-    NotAsked {
+    ExitNotRequested {
         tid: Tid,
         /// The reason in one sentence.
         why: String,
@@ -269,38 +269,38 @@ pub enum FromTasker {
         migration: MigrationId,
         result: Result<TaskFacts, Refusal>,
         /// Post-copy is possible and pays off for this task.
-        memory_can_follow: bool,
+        supports_post_copy: bool,
         /// Pre-copy should precede a post-copy.
-        can_pre_copy: bool,
+        supports_pre_copy: bool,
     },
     /// Whether the task handles a signal, as far as can be determined.
-    Minds {
+    SignalChecked {
         /// Id of the migration or checkpoint.
         migration: MigrationId,
         /// True if the signal would do more than end the task.
-        minds: bool,
+        handles_signal: bool,
     },
     /// The target's verdict; empty: the task is accepted.
     Prepared {
         migration: MigrationId,
         verdict: Verdict,
         /// This host supports post-copy as target.
-        memory_can_follow: bool,
+        supports_post_copy: bool,
     },
     /// As [`FromTasker::Inspected`], for a query.
-    Seen {
+    QueryInspected {
         /// Id of the query.
-        question: RequestId,
+        query: RequestId,
         result: Result<TaskFacts, Refusal>,
     },
     /// As [`FromTasker::Prepared`], for a query.
-    Judged {
+    QueryJudged {
         /// Id of the query.
-        question: RequestId,
+        query: RequestId,
         verdict: Verdict,
     },
     /// The task is paused: none of its processes runs.
-    Held { tid: Tid },
+    Paused { tid: Tid },
     /// Pre-copy has ended: the number of bytes at the target, or why none are usable.
     PreCopied {
         migration: MigrationId,
@@ -322,7 +322,7 @@ pub enum FromTasker {
         result: Result<DumpReport, Failure>,
     },
     /// The task continues on this host.
-    Continued { migration: MigrationId },
+    MigrationAborted { migration: MigrationId },
     /// The source's copy is killed and reaped.
     SourceGone {
         migration: MigrationId,
@@ -337,12 +337,12 @@ pub enum FromTasker {
         result: Result<i32, Failure>,
     },
     /// The restored task runs, or could not be started.
-    Ran {
+    Running {
         migration: MigrationId,
         result: Result<(), Failure>,
     },
     /// All memory of a running task has arrived; on failure the task has been killed.
-    Arrived {
+    MemoryArrived {
         migration: MigrationId,
         result: Result<(), Failure>,
     },

@@ -1,7 +1,7 @@
 //! Parsing and truncation of text for users.
 
 /// Returns the longest prefix of at most `bytes_max` bytes that ends at a character boundary.
-pub fn cut(text: &str, bytes_max: usize) -> &str {
+pub fn truncate(text: &str, bytes_max: usize) -> &str {
     let end = (0..=bytes_max.min(text.len()))
         .rev()
         .find(|at| text.is_char_boundary(*at))
@@ -10,13 +10,13 @@ pub fn cut(text: &str, bytes_max: usize) -> &str {
 }
 
 /// Returns the line number, from 1, of the byte at offset `at`.
-pub fn line_of(text: &str, at: usize) -> usize {
+pub fn line_number(text: &str, at: usize) -> usize {
     text.bytes().take(at).filter(|byte| *byte == b'\n').count() + 1
 }
 
 /// Splits a memory size such as `4G` into the number and the binary shift of its unit; `None` for
 /// an empty text.
-pub fn memory_parts(text: &str) -> Option<(&str, u32)> {
+pub fn split_memory_size(text: &str) -> Option<(&str, u32)> {
     let last = text.chars().last()?;
     let shift = match last.to_ascii_uppercase() {
         'K' => 10,
@@ -39,26 +39,26 @@ mod tests {
 
     #[test]
     fn truncation_respects_character_boundaries() {
-        assert_eq!(cut("olga läuft", 6), "olga l");
-        assert_eq!(cut("olga läuft", 7), "olga l");
-        assert_eq!(cut("olga", 7), "olga");
+        assert_eq!(truncate("olga läuft", 6), "olga l");
+        assert_eq!(truncate("olga läuft", 7), "olga l");
+        assert_eq!(truncate("olga", 7), "olga");
     }
 
     #[test]
     fn line_end_belongs_to_its_line() {
         assert_eq!(
-            [0, 1, 2, 3, 9].map(|at| line_of("a\nb\n", at)),
+            [0, 1, 2, 3, 9].map(|at| line_number("a\nb\n", at)),
             [1, 1, 2, 2, 3]
         );
     }
 
     #[test]
     fn memory_size_has_at_most_one_unit() {
-        assert_eq!(memory_parts("4G"), Some(("4", 30)));
-        assert_eq!(memory_parts("1.5 k"), Some(("1.5", 10)));
-        assert_eq!(memory_parts("17"), Some(("17", 0)));
-        assert_eq!(memory_parts("4 GK"), Some(("4 G", 10)));
-        assert_eq!(memory_parts("ä"), Some(("ä", 0)));
-        assert_eq!(memory_parts(""), None);
+        assert_eq!(split_memory_size("4G"), Some(("4", 30)));
+        assert_eq!(split_memory_size("1.5 k"), Some(("1.5", 10)));
+        assert_eq!(split_memory_size("17"), Some(("17", 0)));
+        assert_eq!(split_memory_size("4 GK"), Some(("4 G", 10)));
+        assert_eq!(split_memory_size("ä"), Some(("ä", 0)));
+        assert_eq!(split_memory_size(""), None);
     }
 }

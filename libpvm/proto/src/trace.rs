@@ -8,15 +8,15 @@ use crate::body::Packer;
 use std::ffi::CStr;
 
 /// Markers before and after a group of buffered records.
-pub const GROUP: [i32; 2] = [-1, -2];
+pub const GROUP_MARKERS: [i32; 2] = [-1, -2];
 /// Markers before and after the table of items.
-pub const ITEM_TABLE: [i32; 2] = [-3, -4];
+pub const ITEM_TABLE_MARKERS: [i32; 2] = [-3, -4];
 /// Markers before and after a record that describes itself.
-pub const DESCRIBED: [i32; 2] = [-5, -6];
+pub const DESCRIBED_MARKERS: [i32; 2] = [-5, -6];
 /// Markers before and after a record of values only.
-pub const VALUES: [i32; 2] = [-7, -8];
+pub const VALUES_MARKERS: [i32; 2] = [-7, -8];
 /// Marker after a user-defined event.
-pub const USER_EVENT_END: i32 = -10;
+pub const USER_EVENT_END_MARKER: i32 = -10;
 
 /// Added to the number of an event when a call begins.
 pub const EVENT_ENTRY: i32 = 0x4000;
@@ -31,10 +31,10 @@ pub const END_TASK: (i32, &str) = (76, "endtask");
 pub const SPAWN_TASK: (i32, &str) = (77, "spntask");
 
 /// Type flag of an item that is a list.
-const LIST: i32 = 0x80;
-const INT: i32 = 6;
-const LONG: i32 = 8;
-const TEXT: i32 = 12;
+const LIST_FLAG: i32 = 0x80;
+const TYPE_INT: i32 = 6;
+const TYPE_LONG: i32 = 8;
+const TYPE_TEXT: i32 = 12;
 
 /// Short names of record items. The position is the item's number.
 pub const DATA_IDS: [&CStr; 123] = [
@@ -63,14 +63,14 @@ pub fn item_number(name: &str) -> i32 {
 }
 
 /// True if a mask, encoded as in `PVMTMASK`, selects this event.
-pub fn mask_has(mask: &[u8], event: i32) -> bool {
+pub fn mask_selects(mask: &[u8], event: i32) -> bool {
     let place = usize::try_from(event / 4).ok().and_then(|at| mask.get(at));
     place.is_some_and(|byte| byte & 1 << (event & 3) != 0)
 }
 
 /// Value of an item.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Value {
+pub enum TraceValue {
     Int(i32),
     /// An address or another 64-bit number.
     Long(i64),
@@ -81,52 +81,60 @@ pub enum Value {
 
 /// One item of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Item {
+pub struct TraceItem {
     /// Must be one of [`DATA_IDS`].
     pub name: &'static str,
-    pub value: Value,
+    pub value: TraceValue,
 }
 
-pub fn int(name: &'static str, value: i32) -> Item {
-    Item {
+pub fn int_item(name: &'static str, value: i32) -> TraceItem {
+    TraceItem {
         name,
-        value: Value::Int(value),
+        value: TraceValue::Int(value),
     }
 }
 
-pub fn text(name: &'static str, value: impl Into<Vec<u8>>) -> Item {
-    Item {
+pub fn text_item(name: &'static str, value: impl Into<Vec<u8>>) -> TraceItem {
+    TraceItem {
         name,
-        value: Value::Text(value.into()),
+        value: TraceValue::Text(value.into()),
     }
 }
 
-pub fn ints(name: &'static str, value: Vec<i32>) -> Item {
-    Item {
+pub fn ints_item(name: &'static str, value: Vec<i32>) -> TraceItem {
+    TraceItem {
         name,
-        value: Value::Ints(value),
+        value: TraceValue::Ints(value),
     }
 }
 
 /// Returns the items with which every record begins: time and tid.
-pub fn head(seconds: i32, micros: i32, tid: i32) -> Vec<Item> {
-    vec![int("TS", seconds), int("TU", micros), int("TID", tid)]
+pub fn record_head(seconds: i32, micros: i32, tid: i32) -> Vec<TraceItem> {
+    vec![
+        int_item("TS", seconds),
+        int_item("TU", micros),
+        int_item("TID", tid),
+    ]
 }
 
 /// Packs the table of items.
 pub fn pack_item_table(out: &mut Packer) {
-    out.int(ITEM_TABLE[0]);
+    out.int(ITEM_TABLE_MARKERS[0]);
     for (number, name) in DATA_IDS.iter().enumerate() {
         out.int(number as i32)
             .str(name.to_bytes())
             .str(name.to_bytes());
     }
-    out.int(ITEM_TABLE[1]);
+    out.int(ITEM_TABLE_MARKERS[1]);
 }
 
 /// Packs a record. With `name` it describes itself.
-pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[Item]) {
-    let [begin, end] = if name.is_some() { DESCRIBED } else { VALUES };
+pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[TraceItem]) {
+    let [begin, end] = if name.is_some() {
+        DESCRIBED_MARKERS
+    } else {
+        VALUES_MARKERS
+    };
     out.int(begin).int(event);
     if let Some(name) = name {
         out.str(name.as_bytes());
@@ -134,20 +142,20 @@ pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[It
     for item in items {
         if name.is_some() {
             let kind = match &item.value {
-                Value::Int(_) => INT,
-                Value::Long(_) => LONG,
-                Value::Text(_) => TEXT,
-                Value::Ints(_) => INT | LIST,
-                Value::Texts(_) => TEXT | LIST,
+                TraceValue::Int(_) => TYPE_INT,
+                TraceValue::Long(_) => TYPE_LONG,
+                TraceValue::Text(_) => TYPE_TEXT,
+                TraceValue::Ints(_) => TYPE_INT | LIST_FLAG,
+                TraceValue::Texts(_) => TYPE_TEXT | LIST_FLAG,
             };
             out.int(item_number(item.name)).int(kind);
         }
         match &item.value {
-            Value::Int(value) => out.int(*value),
-            Value::Long(value) => out.items([*value]),
-            Value::Text(value) => out.str(value),
-            Value::Ints(values) => out.int(values.len() as i32).items(values.iter().copied()),
-            Value::Texts(values) => out.strs(values),
+            TraceValue::Int(value) => out.int(*value),
+            TraceValue::Long(value) => out.items([*value]),
+            TraceValue::Text(value) => out.str(value),
+            TraceValue::Ints(values) => out.int(values.len() as i32).items(values.iter().copied()),
+            TraceValue::Texts(values) => out.strs(values),
         };
     }
     out.int(end);
@@ -155,7 +163,9 @@ pub fn pack_record(out: &mut Packer, event: i32, name: Option<&str>, items: &[It
 
 /// Packs buffered records with the group markers.
 pub fn pack_group(out: &mut Packer, records: &[u8]) {
-    out.int(GROUP[0]).append_encoded(records).int(GROUP[1]);
+    out.int(GROUP_MARKERS[0])
+        .append_encoded(records)
+        .int(GROUP_MARKERS[1]);
 }
 
 #[cfg(test)]
@@ -165,8 +175,12 @@ mod tests {
 
     #[test]
     fn record_describes_itself_only_with_a_name() {
-        let mut items = head(1, 2, 0x40001);
-        items.extend([int("CC", -2), ints("STL", vec![7]), text("SW", "h2")]);
+        let mut items = record_head(1, 2, 0x40001);
+        items.extend([
+            int_item("CC", -2),
+            ints_item("STL", vec![7]),
+            text_item("SW", "h2"),
+        ]);
         let mut out = Packer::new(Encoding::Xdr);
         pack_record(&mut out, 52 | EVENT_EXIT, Some("spawn"), &items);
         pack_record(&mut out, 52 | EVENT_EXIT, None, &items);
@@ -209,10 +223,10 @@ mod tests {
             assert_eq!(item_number(name), number);
         }
         assert!(
-            mask_has(b"@A", 4)
-                && !mask_has(b"@A", 5)
-                && !mask_has(b"@A", 400)
-                && !mask_has(b"", -1)
+            mask_selects(b"@A", 4)
+                && !mask_selects(b"@A", 5)
+                && !mask_selects(b"@A", 400)
+                && !mask_selects(b"", -1)
         );
     }
 }

@@ -4,12 +4,12 @@
 //! Every pair of tasks exchanges numbered messages. Each receiver checks that every number arrives
 //! once and in order, with the bytes that were sent.
 
-mod dice;
+mod rng;
 
 use bytes::Bytes;
-use dice::Dice;
+use rng::Rng;
 use sempa_proto::link::{
-    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, SMALL_BYTES_MAX,
+    FRAGMENT_BYTES_MAX, INLINE_BODY_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput,
     WINDOW_BYTES_MAX, WINDOW_FRAGMENTS_MAX,
 };
 use sempa_proto::{Micros, RouteId, Tid};
@@ -17,49 +17,49 @@ use std::collections::BTreeMap;
 
 /// Fault rates of the network, per thousand.
 #[derive(Clone, Copy, Debug)]
-struct Weather {
+struct FaultRates {
     loss: u64,
     duplication: u64,
     reordering: u64,
     /// Chance, at each step, that a task loses its route for a while or migrates.
-    moves: u64,
+    migrations: u64,
 }
 
-const CALM: Weather = Weather {
+const NO_FAULTS: FaultRates = FaultRates {
     loss: 0,
     duplication: 0,
     reordering: 0,
-    moves: 0,
+    migrations: 0,
 };
-const ROUGH: Weather = Weather {
+const MODERATE_FAULTS: FaultRates = FaultRates {
     loss: 5,
     duplication: 10,
     reordering: 10,
-    moves: 4,
+    migrations: 4,
 };
-const STORM: Weather = Weather {
+const HEAVY_FAULTS: FaultRates = FaultRates {
     loss: 30,
     duplication: 30,
     reordering: 60,
-    moves: 4,
+    migrations: 4,
 };
 
 struct Network {
-    dice: Dice,
-    weather: Weather,
+    rng: Rng,
+    faults: FaultRates,
     now: Micros,
     tids: Vec<Tid>,
     /// `links[a][b]`: a's end of its link to b.
     links: Vec<Vec<Link>>,
     /// Time at which a task without a route gets its next one.
-    away: Vec<Option<Micros>>,
+    route_back_at: Vec<Option<Micros>>,
     routes: u64,
-    air: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
+    in_flight: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
     serial: u64,
     sent: Vec<Vec<u64>>,
     received: Vec<Vec<u64>>,
     transmitted: u64,
-    wholes: u64,
+    whole_messages: u64,
 }
 
 fn message(from: usize, to: usize, number: u64, len: usize) -> (Bytes, Bytes) {
@@ -74,7 +74,7 @@ fn message(from: usize, to: usize, number: u64, len: usize) -> (Bytes, Bytes) {
 }
 
 impl Network {
-    fn new(seed: u64, tasks: usize, weather: Weather) -> Network {
+    fn new(seed: u64, tasks: usize, weather: FaultRates) -> Network {
         let tids: Vec<Tid> = (1..=tasks as i32)
             .map(|i| Tid::from_raw(0x40000 + i))
             .collect();
@@ -86,18 +86,18 @@ impl Network {
             link.handle(Micros(0), LinkEvent::RouteUp(RouteId(0)));
         }
         Network {
-            dice: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
-            weather,
+            rng: Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            faults: weather,
             now: Micros(0),
             links,
-            away: vec![None; tasks],
+            route_back_at: vec![None; tasks],
             routes: 0,
-            air: BTreeMap::new(),
+            in_flight: BTreeMap::new(),
             serial: 0,
             sent: vec![vec![0; tasks]; tasks],
             received: vec![vec![0; tasks]; tasks],
             transmitted: 0,
-            wholes: 0,
+            whole_messages: 0,
             tids,
         }
     }
@@ -106,12 +106,12 @@ impl Network {
         let number = self.sent[from][to];
         self.sent[from][to] += 1;
         let (head, body) = message(from, to, number, len);
-        if body.len() <= SMALL_BYTES_MAX && self.dice.roll(2) == 0 {
+        if body.len() <= INLINE_BODY_BYTES_MAX && self.rng.below(2) == 0 {
             let frame = self.links[from][to]
-                .send_at_once(self.now, &head, &body)
+                .try_send_inline(self.now, &head, &body)
                 .map(|frame| frame.to_frame());
             if let Some(frame) = frame {
-                return self.launch(from, to, frame);
+                return self.transmit(from, to, frame);
             }
         }
         self.links[from][to]
@@ -120,14 +120,14 @@ impl Network {
     }
 
     /// Sends a random message: usually small, sometimes with several fragments.
-    fn send_something(&mut self) {
+    fn send_random(&mut self) {
         let tasks = self.tids.len() as u64;
-        let from = self.dice.roll(tasks) as usize;
-        let to = ((from as u64 + 1 + self.dice.roll(tasks - 1)) % tasks) as usize;
-        let len = match self.dice.roll(2000) {
-            0 => self.dice.roll(4 * FRAGMENT_BYTES_MAX as u64),
-            1..6 => FRAGMENT_BYTES_MAX as u64 - 24 + self.dice.roll(3) - 1,
-            _ => self.dice.roll(100),
+        let from = self.rng.below(tasks) as usize;
+        let to = ((from as u64 + 1 + self.rng.below(tasks - 1)) % tasks) as usize;
+        let len = match self.rng.below(2000) {
+            0 => self.rng.below(4 * FRAGMENT_BYTES_MAX as u64),
+            1..6 => FRAGMENT_BYTES_MAX as u64 - 24 + self.rng.below(3) - 1,
+            _ => self.rng.below(100),
         };
         self.send(from, to, len as usize);
     }
@@ -138,7 +138,7 @@ impl Network {
             while let Some(output) = self.links[a][b].poll(self.now) {
                 match output {
                     LinkOutput::Deliver(bytes) => self.check(b, a, bytes),
-                    LinkOutput::Transmit(frame) => self.launch(a, b, frame),
+                    LinkOutput::Transmit(frame) => self.transmit(a, b, frame),
                 }
                 self.pump_whole(a, b);
             }
@@ -147,15 +147,15 @@ impl Network {
 
     /// Sends half of the messages with several fragments whole, as a frame larger than a fragment.
     fn pump_whole(&mut self, a: usize, b: usize) {
-        while let Some((head, body)) = self.links[a][b].next_whole(FRAGMENT_BYTES_MAX) {
+        while let Some((head, body)) = self.links[a][b].next_whole_message(FRAGMENT_BYTES_MAX) {
             let payload: Bytes = [head, body].concat().into();
-            if self.dice.roll(2) == 0 {
+            if self.rng.below(2) == 0 {
                 return;
             }
             let (src, dst) = (self.tids[a], self.tids[b]);
-            let (seq, ack) = self.links[a][b].whole_sent(self.now);
-            self.wholes += 1;
-            self.launch(
+            let (seq, ack) = self.links[a][b].mark_whole_sent(self.now);
+            self.whole_messages += 1;
+            self.transmit(
                 a,
                 b,
                 LinkFrame {
@@ -164,7 +164,7 @@ impl Network {
                     kind: LinkKind::Data { last: true },
                     seq,
                     ack,
-                    line: 0,
+                    incarnation: 0,
                     payload,
                 },
             );
@@ -183,25 +183,25 @@ impl Network {
         self.received[from][to] += 1;
     }
 
-    fn launch(&mut self, from: usize, to: usize, frame: LinkFrame) {
+    fn transmit(&mut self, from: usize, to: usize, frame: LinkFrame) {
         assert!(
-            self.away[from].is_none(),
+            self.route_back_at[from].is_none(),
             "a link without a route transmits nothing"
         );
         self.transmitted += 1;
-        let copies = match self.dice.roll(1000) {
-            roll if roll < self.weather.loss => 0,
-            roll if roll < self.weather.loss + self.weather.duplication => 2,
+        let copies = match self.rng.below(1000) {
+            roll if roll < self.faults.loss => 0,
+            roll if roll < self.faults.loss + self.faults.duplication => 2,
             _ => 1,
         };
         for _ in 0..copies {
-            let extra = if self.dice.roll(1000) < self.weather.reordering {
-                self.dice.roll(3000)
+            let extra = if self.rng.below(1000) < self.faults.reordering {
+                self.rng.below(3000)
             } else {
                 0
             };
             self.serial += 1;
-            self.air.insert(
+            self.in_flight.insert(
                 (self.now + Micros(100 + extra), self.serial),
                 (from, to, frame.clone()),
             );
@@ -210,40 +210,40 @@ impl Network {
 
     /// Takes a task's route away. Frames in flight to it are lost in half of the cases (a
     /// migration) and kept otherwise (a broken route).
-    fn unroute(&mut self, task: usize) {
-        if self.away[task].is_some() {
+    fn take_route_down(&mut self, task: usize) {
+        if self.route_back_at[task].is_some() {
             return;
         }
-        self.away[task] = Some(self.now + Micros(self.dice.roll(200_000)));
+        self.route_back_at[task] = Some(self.now + Micros(self.rng.below(200_000)));
         for link in &mut self.links[task] {
             link.handle(self.now, LinkEvent::RouteDown);
         }
-        if self.dice.roll(2) == 0 {
-            self.air.retain(|_, (_, to, _)| *to != task);
+        if self.rng.below(2) == 0 {
+            self.in_flight.retain(|_, (_, to, _)| *to != task);
         }
     }
 
-    fn reroute(&mut self, task: usize) {
-        self.away[task] = None;
+    fn bring_route_up(&mut self, task: usize) {
+        self.route_back_at[task] = None;
         self.routes += 1;
         let (now, route) = (self.now, RouteId(self.routes));
         for link in &mut self.links[task] {
             link.handle(now, LinkEvent::RouteUp(route));
         }
         for peer in 0..self.tids.len() {
-            self.links[peer][task].handle(now, LinkEvent::PeerMoved);
+            self.links[peer][task].handle(now, LinkEvent::PeerMigrated);
             self.pump(peer);
         }
     }
 
     /// Advances to the next event. False if there is none.
     fn step(&mut self) -> bool {
-        if self.dice.roll(1000) < self.weather.moves {
-            let task = self.dice.roll(self.tids.len() as u64) as usize;
-            self.unroute(task);
+        if self.rng.below(1000) < self.faults.migrations {
+            let task = self.rng.below(self.tids.len() as u64) as usize;
+            self.take_route_down(task);
         }
-        let arrival = self.air.keys().next().map(|(at, _)| *at);
-        let back = self.away.iter().flatten().min().copied();
+        let arrival = self.in_flight.keys().next().map(|(at, _)| *at);
+        let back = self.route_back_at.iter().flatten().min().copied();
         let timer = self
             .links
             .iter()
@@ -255,11 +255,16 @@ impl Network {
         };
         self.now = self.now.max(at);
         if arrival == Some(at) {
-            let (_, (from, to, frame)) = self.air.pop_first().expect("just seen");
-            if self.away[to].is_none() && frame.payload.len() > FRAGMENT_BYTES_MAX {
-                self.links[to][from].take_whole(self.now, frame.seq, frame.ack, frame.payload);
+            let (_, (from, to, frame)) = self.in_flight.pop_first().expect("just seen");
+            if self.route_back_at[to].is_none() && frame.payload.len() > FRAGMENT_BYTES_MAX {
+                self.links[to][from].handle_whole_message(
+                    self.now,
+                    frame.seq,
+                    frame.ack,
+                    frame.payload,
+                );
                 self.pump(to);
-            } else if self.away[to].is_none() {
+            } else if self.route_back_at[to].is_none() {
                 let wire = [&frame.encode_head()[..], &frame.payload].concat();
                 let frame = LinkFrame::decode(wire.into()).expect("our own encoding");
                 self.links[to][from].handle(self.now, LinkEvent::Frame(frame));
@@ -267,11 +272,11 @@ impl Network {
             }
         } else if back == Some(at) {
             let task = self
-                .away
+                .route_back_at
                 .iter()
                 .position(|t| *t == Some(at))
                 .expect("just seen");
-            self.reroute(task);
+            self.bring_route_up(task);
         } else {
             for a in 0..self.tids.len() {
                 for b in 0..self.tids.len() {
@@ -286,15 +291,15 @@ impl Network {
     }
 
     fn settle(&mut self) {
-        self.weather.moves = 0;
+        self.faults.migrations = 0;
         for _ in 0..20_000_000 {
             for a in 0..self.tids.len() {
-                if self.away[a].is_none() {
+                if self.route_back_at[a].is_none() {
                     self.pump(a);
                 }
             }
-            if self.sent == self.received && self.links.iter().flatten().all(Link::is_flushed) {
-                return self.rest();
+            if self.sent == self.received && self.links.iter().flatten().all(Link::is_all_acked) {
+                return self.assert_becomes_silent();
             }
             assert!(
                 self.step(),
@@ -305,10 +310,10 @@ impl Network {
     }
 
     /// Links with nothing outstanding become silent.
-    fn rest(&mut self) {
+    fn assert_becomes_silent(&mut self) {
         for _ in 0..100_000 {
             for a in 0..self.tids.len() {
-                if self.away[a].is_none() {
+                if self.route_back_at[a].is_none() {
                     self.pump(a);
                 }
             }
@@ -324,13 +329,13 @@ impl Network {
     }
 }
 
-fn converse(seed: u64, tasks: usize, weather: Weather, messages: u64) -> Network {
+fn run_network(seed: u64, tasks: usize, weather: FaultRates, messages: u64) -> Network {
     let mut network = Network::new(seed, tasks, weather);
     for _ in 0..messages {
-        network.send_something();
-        if network.dice.roll(4) > 0 {
+        network.send_random();
+        if network.rng.below(4) > 0 {
             for a in 0..tasks {
-                if network.away[a].is_none() {
+                if network.route_back_at[a].is_none() {
                     network.pump(a);
                 }
             }
@@ -348,8 +353,11 @@ fn million_messages_arrive_once_in_order() {
     let (mut messages, mut wholes, mut seed) = (0, 0, 0);
     while messages < 1_000_000 {
         seed += 1;
-        let network = converse(seed, 2 + (seed % 4) as usize, ROUGH, 10_000);
-        (messages, wholes) = (messages + network.messages(), wholes + network.wholes);
+        let network = run_network(seed, 2 + (seed % 4) as usize, MODERATE_FAULTS, 10_000);
+        (messages, wholes) = (
+            messages + network.messages(),
+            wholes + network.whole_messages,
+        );
     }
     assert!(wholes > 100, "messages in one piece, too: {wholes}");
 }
@@ -357,13 +365,13 @@ fn million_messages_arrive_once_in_order() {
 #[test]
 fn heavy_faults_only_delay_messages() {
     for seed in 1..20 {
-        converse(seed, 2 + (seed % 4) as usize, STORM, 5_000);
+        run_network(seed, 2 + (seed % 4) as usize, HEAVY_FAULTS, 5_000);
     }
 }
 
 #[test]
 fn reliable_routes_need_no_retransmission() {
-    let mut network = Network::new(1, 2, CALM);
+    let mut network = Network::new(1, 2, NO_FAULTS);
     for _ in 0..1000 {
         network.send(0, 1, 10);
     }
@@ -379,7 +387,7 @@ fn reliable_routes_need_no_retransmission() {
 /// Two tasks that each send a gigabyte before they receive do not block each other.
 #[test]
 fn mutual_bulk_senders_do_not_deadlock() {
-    let mut network = Network::new(1, 2, CALM);
+    let mut network = Network::new(1, 2, NO_FAULTS);
     let piece: Bytes = vec![7; 16 << 20].into();
     for (a, b) in [(0, 1), (1, 0)] {
         for _ in 0..64 {
@@ -398,16 +406,20 @@ fn mutual_bulk_senders_do_not_deadlock() {
                         assert_eq!(bytes.len(), 16 << 20);
                         delivered += 1;
                     }
-                    LinkOutput::Transmit(frame) => network.launch(a, b, frame),
+                    LinkOutput::Transmit(frame) => network.transmit(a, b, frame),
                 }
             }
         }
-        let in_the_air: usize = network.air.values().map(|(.., f)| f.payload.len()).sum();
+        let in_the_air: usize = network
+            .in_flight
+            .values()
+            .map(|(.., f)| f.payload.len())
+            .sum();
         assert!(
             in_the_air <= 2 * (WINDOW_BYTES_MAX + FRAGMENT_BYTES_MAX),
             "the window bounds what daemons hold"
         );
-        if let Some((key, (from, to, frame))) = network.air.pop_first() {
+        if let Some((key, (from, to, frame))) = network.in_flight.pop_first() {
             network.now = network.now.max(key.0);
             network.links[to][from].handle(network.now, LinkEvent::Frame(frame));
         }
@@ -436,7 +448,7 @@ fn window_bounds_fragments_and_bytes() {
         2 * WINDOW_FRAGMENTS_MAX,
         "a task that ends hands everything over"
     );
-    assert!(link.is_transmitted() && !link.is_flushed());
+    assert!(link.is_all_transmitted() && !link.is_all_acked());
 }
 
 #[test]
@@ -458,7 +470,7 @@ fn answered_probe_is_not_sent() {
         kind: LinkKind::Ack { resync: false },
         seq: 0,
         ack: 2,
-        line: 0,
+        incarnation: 0,
         payload: Bytes::new(),
     };
     link.handle(Micros(2), LinkEvent::Frame(ack));
@@ -499,7 +511,7 @@ fn foreign_frames_and_future_acks_are_ignored() {
         kind,
         seq,
         ack,
-        line: 0,
+        incarnation: 0,
         payload: Bytes::from_static(b"?"),
     };
     link.handle(
@@ -511,5 +523,5 @@ fn foreign_frames_and_future_acks_are_ignored() {
         LinkEvent::Frame(frame(b, LinkKind::Ack { resync: true }, 0, 99)),
     );
     assert_eq!(link.poll(Micros(1)), None);
-    assert!(!link.is_flushed(), "the message is still kept");
+    assert!(!link.is_all_acked(), "the message is still kept");
 }

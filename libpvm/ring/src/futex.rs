@@ -5,10 +5,10 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 /// Sleeps while the word has this value, at most for `span`. May return early.
-pub fn wait(word: &AtomicU32, value: u32, span: Option<Duration>) {
-    let time = span.map(|span| libc::timespec {
-        tv_sec: i64::try_from(span.as_secs()).unwrap_or(i64::MAX),
-        tv_nsec: i64::from(span.subsec_nanos()),
+pub fn wait(word: &AtomicU32, value: u32, timeout: Option<Duration>) {
+    let time = timeout.map(|timeout| libc::timespec {
+        tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: i64::from(timeout.subsec_nanos()),
     });
     let time = time.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: the word outlives the call, and the kernel only reads the word and the time.

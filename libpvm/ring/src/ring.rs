@@ -9,7 +9,7 @@
 //! - A reader that was never far from the writer since its last fence omits the fence: no writer
 //!   can be starved.
 
-use crate::sync::{Apart, AtomicU32, AtomicU64, Ordering, fence};
+use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
 /// Bytes before each record: its length and the inverted length, which reveals garbage.
 pub const RECORD_HEAD_BYTES: usize = 8;
@@ -17,54 +17,55 @@ pub const RECORD_HEAD_BYTES: usize = 8;
 /// then use only a few pages of memory.
 pub const REWIND_BYTES: usize = 16 << 10;
 /// Record length that sends the reader to the start of the ring.
-const REWIND: u32 = u32::MAX;
+const REWIND_MARKER: u32 = u32::MAX;
 /// The reader frees space after it has read this fraction of the ring, or everything.
-const RELEASE_SHARE: u64 = 8;
+const RELEASE_DIVISOR: u64 = 8;
 /// A writer can be starved only if more than this fraction of the ring is occupied, because a
 /// record needs at most the rest.
-const STARVED_SHARE: u64 = 4;
+const STARVED_DIVISOR: u64 = 4;
 
 /// Control words that both ends access.
 #[derive(Debug, Default)]
 #[repr(C)]
-pub struct Words {
-    tail: Apart<AtomicU64>,
-    head: Apart<AtomicU64>,
+pub struct RingControl {
+    tail: CachePadded<AtomicU64>,
+    head: CachePadded<AtomicU64>,
     starved: AtomicU32,
     /// Set by either end when it closes the ring.
     closed: AtomicU32,
     /// Leases of messages in the writer's shared pool that the reader has returned, one bit each.
-    returned: AtomicU64,
+    returned_leases: AtomicU64,
 }
 
-impl Words {
+impl RingControl {
     /// Creates control words with arbitrary positions.
-    pub fn at(tail: u64, head: u64) -> Words {
-        Words {
-            tail: Apart(AtomicU64::new(tail)),
-            head: Apart(AtomicU64::new(head)),
-            ..Words::default()
+    pub fn with_positions(tail: u64, head: u64) -> RingControl {
+        RingControl {
+            tail: CachePadded(AtomicU64::new(tail)),
+            head: CachePadded(AtomicU64::new(head)),
+            ..RingControl::default()
         }
     }
 
     /// Reader: returns the lease of a message.
-    pub fn give_back(&self, slot: u8) {
-        self.returned.fetch_or(1 << (slot % 64), Ordering::Release);
+    pub fn return_lease(&self, slot: u8) {
+        self.returned_leases
+            .fetch_or(1 << (slot % 64), Ordering::Release);
     }
 
     /// Writer: takes the leases returned since the last call. Their memory may be written again.
-    pub fn take_returned(&self) -> u64 {
-        if self.returned.load(Ordering::Relaxed) == 0 {
+    pub fn take_returned_leases(&self) -> u64 {
+        if self.returned_leases.load(Ordering::Relaxed) == 0 {
             0
         } else {
-            self.returned.swap(0, Ordering::Acquire)
+            self.returned_leases.swap(0, Ordering::Acquire)
         }
     }
 }
 
 /// Memory of a ring.
-pub trait Area {
-    fn words(&self) -> &Words;
+pub trait RingMemory {
+    fn control(&self) -> &RingControl;
     /// Size of the data: a power of two, at least 64.
     fn capacity(&self) -> usize;
     /// Copies into the data; the range must not cross its end.
@@ -81,18 +82,18 @@ pub trait Area {
 
 /// The other end violated the protocol. This ring is unusable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Broken;
+pub struct RingCorrupt;
 
-impl std::fmt::Display for Broken {
+impl std::fmt::Display for RingCorrupt {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("the shared ring holds what no writer of ours puts there")
     }
 }
 
-impl std::error::Error for Broken {}
+impl std::error::Error for RingCorrupt {}
 
 #[inline]
-fn record_bytes(len: usize) -> usize {
+fn record_size(len: usize) -> usize {
     RECORD_HEAD_BYTES + len.next_multiple_of(8)
 }
 
@@ -108,7 +109,7 @@ pub struct Writer<A> {
     rewind_at: u64,
 }
 
-impl<A: Area> Writer<A> {
+impl<A: RingMemory> Writer<A> {
     /// Creates the writing end of an empty ring.
     pub fn new(area: A) -> Writer<A> {
         Writer::with_rewind(area, REWIND_BYTES)
@@ -126,13 +127,13 @@ impl<A: Area> Writer<A> {
     }
 
     /// Memory of the ring.
-    pub fn area(&self) -> &A {
+    pub fn memory(&self) -> &A {
         &self.area
     }
 
     /// Takes returned leases; see [`Words::take_returned`].
-    pub fn take_returned(&self) -> u64 {
-        self.area.words().take_returned()
+    pub fn take_returned_leases(&self) -> u64 {
+        self.area.control().take_returned_leases()
     }
 
     /// True if a record of `len` bytes fits.
@@ -140,13 +141,13 @@ impl<A: Area> Writer<A> {
     /// # Errors
     /// [`Broken`] if the reader's position is impossible.
     #[inline]
-    pub fn has_room(&mut self, len: usize) -> Result<bool, Broken> {
-        let need = record_bytes(len) as u64;
+    pub fn has_space(&mut self, len: usize) -> Result<bool, RingCorrupt> {
+        let need = record_size(len) as u64;
         let capacity = self.area.capacity() as u64;
         if self.tail - self.head + need <= capacity {
             return Ok(true);
         }
-        self.look()?;
+        self.refresh_head()?;
         Ok(self.tail - self.head + need <= capacity)
     }
 
@@ -155,14 +156,14 @@ impl<A: Area> Writer<A> {
     ///
     /// # Errors
     /// As [`Writer::has_room`].
-    pub fn wants_room(&mut self, len: usize) -> Result<bool, Broken> {
-        if self.has_room(len)? {
+    pub fn has_space_or_wake_me(&mut self, len: usize) -> Result<bool, RingCorrupt> {
+        if self.has_space(len)? {
             return Ok(true);
         }
-        let starved = &self.area.words().starved;
+        let starved = &self.area.control().starved;
         starved.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        self.has_room(len)
+        self.has_space(len)
     }
 
     /// Writes a record that consists of `parts`. Returns false and writes nothing if it does not
@@ -171,9 +172,9 @@ impl<A: Area> Writer<A> {
     /// # Errors
     /// As [`Writer::has_room`].
     #[inline]
-    pub fn write<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<bool, Broken> {
+    pub fn write<const N: usize>(&mut self, parts: [&[u8]; N]) -> Result<bool, RingCorrupt> {
         let len = parts.iter().map(|part| part.len()).sum();
-        if !self.has_room(len)? {
+        if !self.has_space(len)? {
             return Ok(false);
         }
         if self.tail >= self.rewind_at {
@@ -181,12 +182,16 @@ impl<A: Area> Writer<A> {
         }
         let length = u32::try_from(len).expect("a record is smaller than its ring");
         let mut at = self.tail;
-        self.put(&mut at, &head(length));
+        self.copy_in(&mut at, &record_head(length));
         for part in parts {
-            self.put(&mut at, part);
+            self.copy_in(&mut at, part);
         }
-        self.tail += record_bytes(len) as u64;
-        self.area.words().tail.0.store(self.tail, Ordering::Release);
+        self.tail += record_size(len) as u64;
+        self.area
+            .control()
+            .tail
+            .0
+            .store(self.tail, Ordering::Release);
         Ok(true)
     }
 
@@ -196,27 +201,27 @@ impl<A: Area> Writer<A> {
         let capacity = self.area.capacity();
         let rest = (capacity as u64) - self.tail % capacity as u64;
         // A false position is detected later, when space is short.
-        let is_empty = self.area.words().head.0.load(Ordering::Acquire) == self.tail;
-        if is_empty && rest + record_bytes(len) as u64 <= capacity as u64 {
+        let is_empty = self.area.control().head.0.load(Ordering::Acquire) == self.tail;
+        if is_empty && rest + record_size(len) as u64 <= capacity as u64 {
             self.head = self.tail;
             let mut at = self.tail;
-            self.put(&mut at, &head(REWIND));
+            self.copy_in(&mut at, &record_head(REWIND_MARKER));
             self.tail += rest;
             self.rewind_at = self.tail + self.rewind_bytes;
         }
     }
 
-    fn look(&mut self) -> Result<(), Broken> {
-        let head = self.area.words().head.0.load(Ordering::Acquire);
+    fn refresh_head(&mut self) -> Result<(), RingCorrupt> {
+        let head = self.area.control().head.0.load(Ordering::Acquire);
         if head < self.head || head > self.tail {
-            return Err(Broken);
+            return Err(RingCorrupt);
         }
         self.head = head;
         Ok(())
     }
 
     #[inline]
-    fn put(&self, at: &mut u64, bytes: &[u8]) {
+    fn copy_in(&self, at: &mut u64, bytes: &[u8]) {
         let capacity = self.area.capacity();
         let offset = (*at % capacity as u64) as usize;
         *at += bytes.len() as u64;
@@ -230,20 +235,20 @@ impl<A: Area> Writer<A> {
 
     /// Tells the other end that this end is closed.
     pub fn close(&self) {
-        self.area.words().closed.store(1, Ordering::SeqCst);
+        self.area.control().closed.store(1, Ordering::SeqCst);
     }
 
     /// True if the other end is closed: unread records will not be read. Must be called after a
     /// full fence, so that the result is not older than the last record.
     #[inline]
     pub fn is_closed(&self) -> bool {
-        self.area.words().closed.load(Ordering::Acquire) != 0
+        self.area.control().closed.load(Ordering::Acquire) != 0
     }
 }
 
 /// Encodes the length and its inverse, which precede a record.
 #[inline]
-fn head(length: u32) -> [u8; RECORD_HEAD_BYTES] {
+fn record_head(length: u32) -> [u8; RECORD_HEAD_BYTES] {
     (u64::from(length) | u64::from(!length) << 32).to_le_bytes()
 }
 
@@ -258,7 +263,7 @@ pub struct Reader<A> {
     tail: u64,
 }
 
-impl<A: Area> Reader<A> {
+impl<A: RingMemory> Reader<A> {
     /// Creates the reading end of an empty ring.
     pub fn new(area: A) -> Reader<A> {
         Reader {
@@ -271,14 +276,14 @@ impl<A: Area> Reader<A> {
     }
 
     /// Memory of the ring.
-    pub fn area(&self) -> &A {
+    pub fn memory(&self) -> &A {
         &self.area
     }
 
     /// True if no record was available at this moment.
     #[inline]
     pub fn is_empty(&self) -> bool {
-        self.head == self.tail && self.area.words().tail.0.load(Ordering::Acquire) == self.head
+        self.head == self.tail && self.area.control().tail.0.load(Ordering::Acquire) == self.head
     }
 
     /// Returns the next record, if there is one.
@@ -286,10 +291,10 @@ impl<A: Area> Reader<A> {
     /// # Errors
     /// [`Broken`] if the next bytes are not a record.
     #[inline]
-    pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, Broken> {
+    pub fn next_record(&mut self) -> Result<Option<Record<'_, A>>, RingCorrupt> {
         loop {
             if self.head == self.tail {
-                self.tail = self.area.words().tail.0.load(Ordering::Acquire);
+                self.tail = self.area.control().tail.0.load(Ordering::Acquire);
                 if self.head == self.tail {
                     return Ok(None);
                 }
@@ -299,31 +304,31 @@ impl<A: Area> Reader<A> {
                 .tail
                 .checked_sub(self.head)
                 .filter(|there| *there <= capacity)
-                .ok_or(Broken)?;
+                .ok_or(RingCorrupt)?;
             if there < RECORD_HEAD_BYTES as u64 || !self.head.is_multiple_of(8) {
-                return Err(Broken);
+                return Err(RingCorrupt);
             }
             let mut bytes = [0; RECORD_HEAD_BYTES];
             self.area.read((self.head % capacity) as usize, &mut bytes);
             let word = u64::from_le_bytes(bytes);
             let length = word as u32;
-            if head(length) != bytes {
-                return Err(Broken);
+            if record_head(length) != bytes {
+                return Err(RingCorrupt);
             }
-            if length == REWIND {
+            if length == REWIND_MARKER {
                 let rest = capacity - self.head % capacity;
                 if rest > there {
-                    return Err(Broken);
+                    return Err(RingCorrupt);
                 }
                 self.head += rest;
                 continue;
             }
             let len = length as usize;
-            if record_bytes(len) as u64 > there {
-                return Err(Broken);
+            if record_size(len) as u64 > there {
+                return Err(RingCorrupt);
             }
             let at = self.head + RECORD_HEAD_BYTES as u64;
-            self.head += record_bytes(len) as u64;
+            self.head += record_size(len) as u64;
             return Ok(Some(Record {
                 area: &self.area,
                 at,
@@ -337,15 +342,15 @@ impl<A: Area> Reader<A> {
     #[inline]
     pub fn release(&mut self) -> bool {
         let (unreleased, capacity) = (self.head - self.released, self.area.capacity() as u64);
-        if unreleased == 0 || (self.head != self.tail && unreleased < capacity / RELEASE_SHARE) {
+        if unreleased == 0 || (self.head != self.tail && unreleased < capacity / RELEASE_DIVISOR) {
             return false;
         }
         self.released = self.head;
-        let words = self.area.words();
+        let words = self.area.control();
         words.head.0.store(self.head, Ordering::Release);
         // A writer without space has seen at least `fenced`, and has written more than this
         // fraction beyond it. The reader will read all of that, and the fence follows then.
-        if self.tail - self.fenced < capacity / STARVED_SHARE {
+        if self.tail - self.fenced < capacity / STARVED_DIVISOR {
             return false;
         }
         self.fenced = self.head;
@@ -356,14 +361,14 @@ impl<A: Area> Reader<A> {
     /// Tells the other end that this end is closed. A record written at the same time is visible to
     /// a read after this call, or its writer finds the ring closed after its next fence.
     pub fn close(&self) {
-        self.area.words().closed.store(1, Ordering::SeqCst);
+        self.area.control().closed.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     /// True if the other end is closed. Its records are all visible to reads after this call.
     #[inline]
     pub fn is_closed(&self) -> bool {
-        self.area.words().closed.load(Ordering::Acquire) != 0
+        self.area.control().closed.load(Ordering::Acquire) != 0
     }
 }
 
@@ -375,7 +380,7 @@ pub struct Record<'a, A> {
     left: usize,
 }
 
-impl<A: Area> Record<'_, A> {
+impl<A: RingMemory> Record<'_, A> {
     /// Number of bytes left.
     pub fn len(&self) -> usize {
         self.left
@@ -431,10 +436,10 @@ mod tests {
 
     /// A ring in ordinary memory, for one thread.
     #[derive(Clone, Debug)]
-    struct Plain(Rc<(Words, RefCell<Vec<u8>>)>);
+    struct Plain(Rc<(RingControl, RefCell<Vec<u8>>)>);
 
-    impl Area for Plain {
-        fn words(&self) -> &Words {
+    impl RingMemory for Plain {
+        fn control(&self) -> &RingControl {
             &self.0.0
         }
         fn capacity(&self) -> usize {
@@ -451,7 +456,7 @@ mod tests {
 
     fn ring(capacity: usize) -> (Writer<Plain>, Reader<Plain>, Plain) {
         let area = Plain(Rc::new((
-            Words::default(),
+            RingControl::default(),
             RefCell::new(vec![0xaa; capacity]),
         )));
         (Writer::new(area.clone()), Reader::new(area.clone()), area)
@@ -512,7 +517,7 @@ mod tests {
     fn starved_writer_is_woken() {
         let (mut writer, mut reader, _) = ring(64);
         assert!(writer.write([&[1; 40]]).expect("good"));
-        assert!(!writer.wants_room(40).expect("good"));
+        assert!(!writer.has_space_or_wake_me(40).expect("good"));
         assert!(reader.next_record().expect("good").is_some());
         assert!(reader.release(), "the writer has to be woken");
         assert!(writer.write([&[2; 40]]).expect("good"));
@@ -540,8 +545,8 @@ mod tests {
                     .borrow_mut()
                     .iter_mut()
                     .for_each(|byte| *byte = dice() as u8),
-                1 => area.words().tail.0.store(dice() % 200, Ordering::Relaxed),
-                _ => area.words().head.0.store(dice() % 200, Ordering::Relaxed),
+                1 => area.control().tail.0.store(dice() % 200, Ordering::Relaxed),
+                _ => area.control().head.0.store(dice() % 200, Ordering::Relaxed),
             }
             let mut taken = 0;
             while let Ok(Some(mut record)) = reader.next_record() {

@@ -8,4 +8,4 @@ pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 /// Keeps values that two processors write in separate cache lines.
 #[derive(Debug, Default)]
 #[repr(C, align(128))]
-pub(crate) struct Apart<T>(pub(crate) T);
+pub(crate) struct CachePadded<T>(pub(crate) T);

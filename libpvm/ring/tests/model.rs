@@ -6,21 +6,21 @@ use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering, fence};
 use loom::thread;
-use sempa_ring::bell::{Bell, Wake};
-use sempa_ring::ring::{Area, Reader, Words, Writer};
+use sempa_ring::doorbell::{Bell, Wake};
+use sempa_ring::ring::{Reader, RingMemory, Words, Writer};
 
 const CAPACITY: usize = 64;
 
 /// Memory that the checker monitors: a concurrent write and read of one byte fails the test.
-struct Watched {
+struct MonitoredMemory {
     words: Words,
     bytes: Vec<UnsafeCell<u8>>,
 }
 
 #[derive(Clone)]
-struct Checked(Arc<Watched>);
+struct LoomMemory(Arc<Watched>);
 
-impl Area for Checked {
+impl RingMemory for Checked {
     fn words(&self) -> &Words {
         &self.0.words
     }
@@ -61,7 +61,7 @@ fn read(reader: &mut Reader<Checked>) -> Option<Vec<u8>> {
 }
 
 /// Writes and reads three records of `BYTES` bytes at the same time.
-fn three_arrive<const BYTES: usize>(writer: fn(Checked) -> Writer<Checked>) {
+fn exchange_three_records<const BYTES: usize>(writer: fn(Checked) -> Writer<Checked>) {
     loom::model(move || {
         let area = area();
         let mut writer = writer(area.clone());
@@ -98,8 +98,8 @@ fn starved_writer_is_woken() {
         let area = area();
         let mut writer = Writer::new(area.clone());
         assert!(writer.write([&[1; 40]]).expect("a good ring"));
-        let told = Arc::new(AtomicU32::new(0));
-        let tell = told.clone();
+        let woken = Arc::new(AtomicU32::new(0));
+        let tell = woken.clone();
         let reading = thread::spawn(move || {
             let mut reader = Reader::new(area);
             assert!(read(&mut reader).is_some());
@@ -107,10 +107,10 @@ fn starved_writer_is_woken() {
                 tell.store(1, Ordering::SeqCst);
             }
         });
-        let has_room = writer.wants_room(40).expect("a good ring");
+        let has_room = writer.has_space_or_wake_me(40).expect("a good ring");
         reading.join().expect("read");
         assert!(
-            has_room || told.load(Ordering::SeqCst) == 1,
+            has_room || woken.load(Ordering::SeqCst) == 1,
             "nobody would ever wake the writer"
         );
     });
@@ -136,7 +136,7 @@ fn release_without_fence_starves_no_writer() {
             }
         });
         assert!(writer.write([&[1; 40]]).expect("a good ring"));
-        let has_room = writer.wants_room(40).expect("a good ring");
+        let has_room = writer.has_space_or_wake_me(40).expect("a good ring");
         reading.join().expect("read");
         assert!(
             has_room || told.load(Ordering::SeqCst) == 1,
@@ -156,7 +156,7 @@ fn sleeper_misses_no_record() {
             ringing.ring(3, false) == Wake::Sleepers
         });
         let mut reader = Reader::new(area);
-        let seen = bell.about_to_sleep();
+        let seen = bell.prepare_sleep();
         let found = bell.rung(0).is_some() && read(&mut reader).is_some();
         let woken = writing.join().expect("written");
         assert!(
@@ -168,7 +168,7 @@ fn sleeper_misses_no_record() {
 
 /// Returns a doorbell with a bit set, and a thread that writes a record, notifies the doorbell and
 /// returns the result.
-fn rung_once() -> (Arc<Bell>, Reader<Checked>, thread::JoinHandle<Wake>) {
+fn notified_doorbell() -> (Arc<Bell>, Reader<Checked>, thread::JoinHandle<Wake>) {
     let area = area();
     let bell = Arc::new(Bell::default());
     bell.ring(3, false);
@@ -183,8 +183,8 @@ fn rung_once() -> (Arc<Bell>, Reader<Checked>, thread::JoinHandle<Wake>) {
 #[test]
 fn always_notified_drainer_misses_no_record() {
     loom::model(|| {
-        let (bell, mut reader, writing) = rung_once();
-        bell.call_for_everything(true);
+        let (bell, mut reader, writing) = notified_doorbell();
+        bell.set_notify_always(true);
         let found = bell.rung(0).is_some() && read(&mut reader).is_some();
         let called = writing.join().expect("written") == Wake::Ear;
         assert!(found || called, "it would sleep for ever");
@@ -194,7 +194,7 @@ fn always_notified_drainer_misses_no_record() {
 #[test]
 fn cleared_bit_is_set_by_later_writers() {
     loom::model(|| {
-        let (bell, mut reader, writing) = rung_once();
+        let (bell, mut reader, writing) = notified_doorbell();
         bell.hush(3);
         let found = read(&mut reader).is_some();
         writing.join().expect("written");
@@ -247,14 +247,14 @@ fn accepted_request_misses_no_record() {
     loom::model(|| {
         let area = area();
         let bell = Arc::new(Bell::default());
-        bell.call_ear();
+        bell.request_drainer();
         let (mut writer, calling) = (Writer::new(area.clone()), bell.clone());
         let writing = thread::spawn(move || {
             assert!(writer.write([&[1; 8]]).expect("a good ring"));
             calling.ring(3, true);
         });
         let mut reader = Reader::new(area);
-        bell.take_call();
+        bell.accept_drainer_request();
         let found = bell.rung(0).is_some() && read(&mut reader).is_some();
         writing.join().expect("written");
         assert!(
@@ -307,14 +307,14 @@ fn accepted_request_misses_no_close() {
     loom::model(|| {
         let area = area();
         let bell = Arc::new(Bell::default());
-        bell.call_ear();
+        bell.request_drainer();
         let (reader, calling) = (Reader::new(area.clone()), bell.clone());
         let ending = thread::spawn(move || {
             reader.close();
             calling.ring(3, true);
         });
         let writer = Writer::new(area);
-        bell.take_call();
+        bell.accept_drainer_request();
         let closed = writer.is_closed();
         ending.join().expect("ended");
         assert!(

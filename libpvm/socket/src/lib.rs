@@ -2,11 +2,11 @@
 //! socket buffers and scheduling latency.
 
 mod receive;
-mod room;
+mod sched_latency;
+mod sockbuf;
 mod spin;
-mod turns;
 
-pub use receive::{Passed, Received, Taken, receive};
-pub use room::make_room;
-pub use spin::{Reach, Spin};
-pub use turns::{come_first, take_short_turns};
+pub use receive::{MessageFds, PendingFds, Received, receive};
+pub use sched_latency::{boost_priority, request_short_slice};
+pub use sockbuf::enlarge_send_buffer;
+pub use spin::{SenderReach, SpinBudget};

@@ -3,23 +3,23 @@
 
 use bytes::{BufMut, BytesMut};
 use nix::sys::socket::MsgFlags;
-use sempa_proto::route::WORD_DESCRIPTORS_MAX;
+use sempa_proto::route::ROUTE_FDS_MAX;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 /// Size of the control buffer of one read, in words of eight bytes: its header of 16 bytes and the
 /// descriptors.
-const CONTROL_WORDS: usize = 2 + (WORD_DESCRIPTORS_MAX * size_of::<RawFd>()).div_ceil(8);
+const CONTROL_WORDS: usize = 2 + (ROUTE_FDS_MAX * size_of::<RawFd>()).div_ceil(8);
 
 /// Descriptors that arrived on a socket for messages that are not processed yet, in order. `None`
 /// stands for a set that was lost.
 #[derive(Debug, Default)]
-pub struct Passed(VecDeque<Option<OwnedFd>>);
+pub struct PendingFds(VecDeque<Option<OwnedFd>>);
 
 /// The descriptors of one message.
 #[derive(Debug)]
-pub enum Taken {
+pub enum MessageFds {
     /// All descriptors that the message announces.
     All(Vec<OwnedFd>),
     /// This process could not accept them because of its descriptor limit. The message must be
@@ -29,7 +29,7 @@ pub enum Taken {
     Missing,
 }
 
-impl Passed {
+impl PendingFds {
     /// Number of descriptors; a lost set counts as one.
     pub fn len(&self) -> usize {
         self.0.len()
@@ -45,15 +45,15 @@ impl Passed {
     }
 
     /// Takes the descriptors of the next message, which announces this many.
-    pub fn take(&mut self, announced: usize) -> Taken {
+    pub fn take(&mut self, announced: usize) -> MessageFds {
         if announced > 0 && self.0.front().is_some_and(Option::is_none) {
             self.0.pop_front();
-            return Taken::Lost;
+            return MessageFds::Lost;
         }
         if self.0.len() < announced || self.0.iter().take(announced).any(Option::is_none) {
-            return Taken::Missing;
+            return MessageFds::Missing;
         }
-        Taken::All(self.0.drain(..announced).flatten().collect())
+        MessageFds::All(self.0.drain(..announced).flatten().collect())
     }
 }
 
@@ -64,7 +64,7 @@ pub struct Received {
     pub bytes: usize,
     /// True if the socket is empty. Otherwise more bytes may be available, because the kernel stops
     /// after descriptors and at the end of the buffer.
-    pub all: bool,
+    pub drained: bool,
 }
 
 /// Reads the available bytes to the end of `buffer` and the descriptors that came with them, as
@@ -76,7 +76,7 @@ pub struct Received {
 pub fn receive(
     socket: &impl AsFd,
     buffer: &mut BytesMut,
-    passed: &mut Passed,
+    passed: &mut PendingFds,
     flags: MsgFlags,
 ) -> io::Result<Received> {
     let mut control = [0u64; CONTROL_WORDS];
@@ -99,16 +99,19 @@ pub fn receive(
     let bytes = usize::try_from(read).map_err(|_| io::Error::last_os_error())?;
     // SAFETY: the kernel has written the first `bytes` bytes of the buffer.
     unsafe { buffer.advance_mut(bytes) };
-    let mut came = Vec::new();
+    let mut received_fds = Vec::new();
     // SAFETY: the header is as the kernel wrote it, and the control words that it points to are
     // still alive.
-    unsafe { take_descriptors(&message, &mut came) };
+    unsafe { take_fds(&message, &mut received_fds) };
     if message.msg_flags & libc::MSG_CTRUNC == 0 {
-        let all = bytes < room && came.is_empty();
-        passed.0.extend(came.into_iter().map(Some));
-        return Ok(Received { bytes, all });
+        let all = bytes < room && received_fds.is_empty();
+        passed.0.extend(received_fds.into_iter().map(Some));
+        return Ok(Received {
+            bytes,
+            drained: all,
+        });
     }
-    if came.len() >= WORD_DESCRIPTORS_MAX {
+    if received_fds.len() >= ROUTE_FDS_MAX {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             "more descriptors came than one word may have",
@@ -116,7 +119,10 @@ pub fn receive(
     }
     // The control buffer had space, so the process had reached its descriptor limit.
     passed.0.push_back(None);
-    Ok(Received { bytes, all: false })
+    Ok(Received {
+        bytes,
+        drained: false,
+    })
 }
 
 /// Takes ownership of the descriptors of a message.
@@ -124,7 +130,7 @@ pub fn receive(
 /// # Safety
 /// The kernel has filled in `message`, its control buffer is alive, and this function is called
 /// once for it.
-unsafe fn take_descriptors(message: &libc::msghdr, into: &mut Vec<OwnedFd>) {
+unsafe fn take_fds(message: &libc::msghdr, into: &mut Vec<OwnedFd>) {
     // SAFETY: by this function's contract the control buffer is as the kernel wrote it, so the
     // macros stay inside it.
     let mut head = unsafe { libc::CMSG_FIRSTHDR(message) };
@@ -185,7 +191,7 @@ mod tests {
             b"with",
             &files.each_ref().map(|file| file.as_raw_fd()),
         );
-        let (mut buffer, mut descriptors) = (BytesMut::from(&b"held "[..]), Passed::default());
+        let (mut buffer, mut descriptors) = (BytesMut::from(&b"held "[..]), PendingFds::default());
         buffer.reserve(100);
         let received =
             receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT).expect("there");
@@ -193,12 +199,12 @@ mod tests {
             received,
             Received {
                 bytes: 4,
-                all: false
+                drained: false
             }
         );
         assert_eq!((&buffer[..], descriptors.len()), (&b"held with"[..], 2));
-        assert!(matches!(descriptors.take(3), Taken::Missing));
-        let Taken::All(got) = descriptors.take(2) else {
+        assert!(matches!(descriptors.take(3), MessageFds::Missing));
+        let MessageFds::All(got) = descriptors.take(2) else {
             panic!("both are here")
         };
         for (file, got) in files.iter().zip(&got) {
@@ -212,7 +218,7 @@ mod tests {
         let (near, far) = UnixStream::pair().expect("a pair");
         let file = tempfile::tempfile().expect("a file");
         send(&near, b"x", &[file.as_raw_fd(); 40]);
-        let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), Passed::default());
+        let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), PendingFds::default());
         let refused =
             receive(&far, &mut buffer, &mut descriptors, MsgFlags::empty()).map_err(|e| e.kind());
         assert_eq!(
@@ -224,7 +230,7 @@ mod tests {
     #[test]
     fn empty_socket_and_end_of_stream_differ() {
         let (near, far) = UnixStream::pair().expect("a pair");
-        let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), Passed::default());
+        let (mut buffer, mut descriptors) = (BytesMut::with_capacity(100), PendingFds::default());
         let mut look = || {
             receive(&far, &mut buffer, &mut descriptors, MsgFlags::MSG_DONTWAIT)
                 .map_err(|e| e.kind())
@@ -235,7 +241,7 @@ mod tests {
             look(),
             Ok(Received {
                 bytes: 0,
-                all: true
+                drained: true
             })
         );
     }

@@ -14,80 +14,80 @@ use std::time::{Duration, Instant};
 /// Smaller budgets count as zero.
 const SPIN_MIN: Duration = Duration::from_micros(2);
 /// Waits without spinning before the first retry; each failed retry doubles the number.
-const PAUSE_MIN: u32 = 16;
+const RETRY_WAITS_MIN: u32 = 16;
 /// Largest number of waits between two retries.
-const PAUSE_MAX: u32 = 1024;
+const RETRY_WAITS_MAX: u32 = 1024;
 /// Consecutive misses after which spinning for daemons ends.
-const DAEMONS_TRIES: u32 = 8;
+const DAEMON_MISSES_MAX: u32 = 8;
 
 /// A longer yield means that a compute-bound thread runs on this processor; threads that exchange
 /// messages run for shorter times.
-const TURN_MAX: Duration = Duration::from_micros(200);
+const CHEAP_YIELD_MAX: Duration = Duration::from_micros(200);
 
 /// The most distant sender of the awaited message. It determines for how long spinning can pay off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reach {
+pub enum SenderReach {
     /// Only tasks on this host.
     Host,
     /// Also tasks on other hosts, over direct connections. At first such a peer sleeps, too, and
     /// answers late. With shorter budgets both sides would miss forever, although two spinning
     /// sides would answer in a fifth of the time.
-    Tasks,
+    RemoteTasks,
     /// Also the daemons of other hosts. A message and its answer wake four threads, and each
     /// wake-up may cost as much as one on this host.
-    Daemons,
+    RemoteDaemons,
 }
 
-impl Reach {
+impl SenderReach {
     /// Longest spin budget. For one host: about the cost of a wake-up on another processor.
-    fn longest(self) -> Duration {
+    fn budget_max(self) -> Duration {
         Duration::from_micros(match self {
-            Reach::Host => 50,
-            Reach::Tasks => 120,
-            Reach::Daemons => 250,
+            SenderReach::Host => 50,
+            SenderReach::RemoteTasks => 120,
+            SenderReach::RemoteDaemons => 250,
         })
     }
 
     /// Spin budget of a retry.
-    fn again(self) -> Duration {
+    fn retry_budget(self) -> Duration {
         match self {
-            Reach::Host => Duration::from_micros(20),
-            Reach::Tasks | Reach::Daemons => self.longest(),
+            SenderReach::Host => Duration::from_micros(20),
+            SenderReach::RemoteTasks | SenderReach::RemoteDaemons => self.budget_max(),
         }
     }
 
     /// Next spin budget after consecutive misses, the last of them with budget `last`.
-    fn after_in_vain(self, misses: u32, last: Duration) -> Duration {
+    fn budget_after_misses(self, misses: u32, last: Duration) -> Duration {
         match self {
-            Reach::Host | Reach::Tasks => last / 2,
+            SenderReach::Host | SenderReach::RemoteTasks => last / 2,
             // Shorter budgets would always miss while the peers sleep.
-            Reach::Daemons if misses < DAEMONS_TRIES => last,
-            Reach::Daemons => Duration::ZERO,
+            SenderReach::RemoteDaemons if misses < DAEMON_MISSES_MAX => last,
+            SenderReach::RemoteDaemons => Duration::ZERO,
         }
     }
 }
 
 /// Adaptive spin budget, learned from recent waits.
 #[derive(Debug)]
-pub struct Spin {
-    span: Duration,
+pub struct SpinBudget {
+    budget: Duration,
     /// Misses since the last success or retry.
     misses: u32,
     /// Waits until the next retry, while the budget is zero.
-    pause: u32,
-    next_pause: u32,
+    waits_until_retry: u32,
+    next_retry_waits: u32,
     /// Waits left that spin without yielding, and their number after the next expensive yield.
-    keeps: u32,
-    next_keeps: u32,
+    no_yield_waits: u32,
+    next_no_yield_waits: u32,
     /// Never spin: there is no other processor for the thread that must answer.
-    alone: bool,
-    reach: Reach,
+    never_spin: bool,
+    reach: SenderReach,
 }
 
-impl Spin {
+impl SpinBudget {
     /// Starts with the longest budget, or with no spinning on a single processor.
     #[must_use]
-    pub fn new(reach: Reach) -> Spin {
+    pub fn new(reach: SenderReach) -> SpinBudget {
         // `available_parallelism` also reads the limits of control groups, which takes as long as
         // the rest of a task's enrollment.
         let alone = nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).is_ok_and(|set| {
@@ -96,110 +96,110 @@ impl Spin {
                 .count()
                 == 1
         });
-        Spin {
-            alone,
-            ..Spin::with_company(reach)
+        SpinBudget {
+            never_spin: alone,
+            ..SpinBudget::multiprocessor(reach)
         }
     }
 
     /// Never spins, because other threads need the processor more.
     #[must_use]
-    pub fn never() -> Spin {
-        Spin {
-            alone: true,
-            ..Spin::with_company(Reach::Host)
+    pub fn never() -> SpinBudget {
+        SpinBudget {
+            never_spin: true,
+            ..SpinBudget::multiprocessor(SenderReach::Host)
         }
     }
 
     /// Starts with the longest budget, on the assumption of several processors.
     #[must_use]
-    pub fn with_company(reach: Reach) -> Spin {
-        let (span, pause) = (reach.longest(), PAUSE_MIN);
-        let keeps = PAUSE_MIN;
-        Spin {
-            span,
+    pub fn multiprocessor(reach: SenderReach) -> SpinBudget {
+        let (span, pause) = (reach.budget_max(), RETRY_WAITS_MIN);
+        let keeps = RETRY_WAITS_MIN;
+        SpinBudget {
+            budget: span,
             misses: 0,
-            pause,
-            next_pause: pause,
-            keeps: 0,
-            next_keeps: keeps,
-            alone: false,
+            waits_until_retry: pause,
+            next_retry_waits: pause,
+            no_yield_waits: 0,
+            next_no_yield_waits: keeps,
+            never_spin: false,
             reach,
         }
     }
 
     /// Returns the spin budget of the next wait, at most `span`; `None`: sleep immediately.
-    pub fn budget(&mut self, span: Option<Duration>, reach: Reach) -> Option<Duration> {
+    pub fn next_budget(&mut self, span: Option<Duration>, reach: SenderReach) -> Option<Duration> {
         self.reach = reach;
-        if self.alone {
+        if self.never_spin {
             return None;
         }
-        if self.span.is_zero() {
-            self.pause -= 1;
-            if self.pause > 0 {
+        if self.budget.is_zero() {
+            self.waits_until_retry -= 1;
+            if self.waits_until_retry > 0 {
                 return None;
             }
-            (self.span, self.misses) = (reach.again(), 0);
+            (self.budget, self.misses) = (reach.retry_budget(), 0);
         }
-        self.keeps = self.keeps.saturating_sub(1);
-        Some(span.map_or(self.span, |span| span.min(self.span)))
+        self.no_yield_waits = self.no_yield_waits.saturating_sub(1);
+        Some(span.map_or(self.budget, |span| span.min(self.budget)))
     }
 
     /// Yields the processor to other runnable threads, unless that was expensive recently.
-    pub fn give_way(&mut self) {
-        if self.gives_way() {
+    pub fn yield_cpu(&mut self) {
+        if self.should_yield() {
             let before = Instant::now();
             std::thread::yield_now();
-            self.gave_way(before.elapsed());
+            self.record_yield(before.elapsed());
         }
     }
 
     /// True while spinning should yield the processor to others.
     #[must_use]
-    pub fn gives_way(&self) -> bool {
-        self.keeps == 0
+    pub fn should_yield(&self) -> bool {
+        self.no_yield_waits == 0
     }
 
     /// Records the duration of a yield.
-    fn gave_way(&mut self, took: Duration) {
-        if took > TURN_MAX {
-            self.keeps = self.next_keeps;
-            self.next_keeps = (self.next_keeps * 2).min(PAUSE_MAX);
+    fn record_yield(&mut self, took: Duration) {
+        if took > CHEAP_YIELD_MAX {
+            self.no_yield_waits = self.next_no_yield_waits;
+            self.next_no_yield_waits = (self.next_no_yield_waits * 2).min(RETRY_WAITS_MAX);
         } else {
-            self.next_keeps = (self.next_keeps - 1).max(PAUSE_MIN);
+            self.next_no_yield_waits = (self.next_no_yield_waits - 1).max(RETRY_WAITS_MIN);
         }
     }
 
     /// Records a message that came after spinning for this time. A time longer than the budget
     /// means that this thread did not run meanwhile.
-    pub fn ended(&mut self, after: Duration, budget: Duration) {
+    pub fn record_spin(&mut self, after: Duration, budget: Duration) {
         if after <= budget + SPIN_MIN {
-            self.paid_off()
+            self.record_success()
         } else {
-            self.was_in_vain()
+            self.record_miss()
         }
     }
 
     /// Records a message that came after this time without spinning.
-    pub fn slept(&mut self, after: Duration) {
-        if after <= self.reach.longest() {
-            self.paid_off();
+    pub fn record_sleep(&mut self, after: Duration) {
+        if after <= self.reach.budget_max() {
+            self.record_success();
         }
     }
 
-    fn paid_off(&mut self) {
-        (self.span, self.misses) = (self.reach.longest(), 0);
-        self.next_pause = PAUSE_MIN;
+    fn record_success(&mut self) {
+        (self.budget, self.misses) = (self.reach.budget_max(), 0);
+        self.next_retry_waits = RETRY_WAITS_MIN;
     }
 
     /// Records a spin without a message.
-    pub fn was_in_vain(&mut self) {
+    pub fn record_miss(&mut self) {
         self.misses += 1;
-        self.span = self.reach.after_in_vain(self.misses, self.span);
-        if self.span < SPIN_MIN {
-            self.span = Duration::ZERO;
-            self.pause = self.next_pause;
-            self.next_pause = (self.next_pause * 2).min(PAUSE_MAX);
+        self.budget = self.reach.budget_after_misses(self.misses, self.budget);
+        if self.budget < SPIN_MIN {
+            self.budget = Duration::ZERO;
+            self.waits_until_retry = self.next_retry_waits;
+            self.next_retry_waits = (self.next_retry_waits * 2).min(RETRY_WAITS_MAX);
         }
     }
 }
@@ -208,49 +208,56 @@ impl Spin {
 mod tests {
     use super::*;
 
-    fn shared_machine() -> Spin {
-        Spin::with_company(Reach::Host)
+    fn multiprocessor_spin() -> SpinBudget {
+        SpinBudget::multiprocessor(SenderReach::Host)
     }
 
     #[test]
     fn misses_end_spinning_with_occasional_retries() {
-        let mut spin = shared_machine();
+        let mut spin = multiprocessor_spin();
         let mut awake = Duration::ZERO;
         for _ in 0..10_000 {
-            if let Some(budget) = spin.budget(None, Reach::Host) {
+            if let Some(budget) = spin.next_budget(None, SenderReach::Host) {
                 awake += budget;
-                spin.was_in_vain();
+                spin.record_miss();
             }
         }
         assert!(awake < Duration::from_micros(1000), "{awake:?}");
         assert!(
-            (0..=PAUSE_MAX).any(|_| spin.budget(None, Reach::Host).is_some()),
+            (0..=RETRY_WAITS_MAX).any(|_| spin.next_budget(None, SenderReach::Host).is_some()),
             "never tried again"
         );
     }
 
     #[test]
     fn successful_spinning_continues() {
-        let mut spin = shared_machine();
+        let mut spin = multiprocessor_spin();
         for _ in 0..1000 {
-            let budget = spin.budget(None, Reach::Host).expect("it paid off");
-            assert!((Reach::Host.again()..=Reach::Host.longest()).contains(&budget));
-            spin.ended(Duration::from_nanos(300), budget);
+            let budget = spin
+                .next_budget(None, SenderReach::Host)
+                .expect("it paid off");
+            assert!(
+                (SenderReach::Host.retry_budget()..=SenderReach::Host.budget_max())
+                    .contains(&budget)
+            );
+            spin.record_spin(Duration::from_nanos(300), budget);
         }
     }
 
     /// Yields are rare next to a compute-bound thread and frequent again after its end.
     #[test]
     fn yields_are_rare_next_to_compute_bound_threads() {
-        let mut spin = shared_machine();
+        let mut spin = multiprocessor_spin();
         let mut slices = |took| {
             let waits = (0..10_000).map(|_| {
-                let budget = spin.budget(None, Reach::Host).expect("it pays off");
-                let gives_way = spin.gives_way();
+                let budget = spin
+                    .next_budget(None, SenderReach::Host)
+                    .expect("it pays off");
+                let gives_way = spin.should_yield();
                 if gives_way {
-                    spin.gave_way(took);
+                    spin.record_yield(took);
                 }
-                spin.ended(Duration::ZERO, budget);
+                spin.record_spin(Duration::ZERO, budget);
                 gives_way
             });
             waits.filter(|gives_way| *gives_way).count()
@@ -261,7 +268,7 @@ mod tests {
         );
         assert!((1..=20).contains(&beside_work), "{beside_work} times");
         assert!(
-            afterwards > 10_000 - PAUSE_MAX as usize - 1,
+            afterwards > 10_000 - RETRY_WAITS_MAX as usize - 1,
             "{afterwards} times"
         );
     }
@@ -269,20 +276,23 @@ mod tests {
     #[test]
     fn single_processor_never_spins() {
         assert_eq!(
-            Spin {
-                alone: true,
-                ..Spin::new(Reach::Host)
+            SpinBudget {
+                never_spin: true,
+                ..SpinBudget::new(SenderReach::Host)
             }
-            .budget(None, Reach::Host),
+            .next_budget(None, SenderReach::Host),
             None
         );
-        assert_eq!(Spin::never().budget(None, Reach::Tasks), None);
+        assert_eq!(
+            SpinBudget::never().next_budget(None, SenderReach::RemoteTasks),
+            None
+        );
     }
 
     #[test]
     fn budget_respects_the_callers_limit() {
         assert_eq!(
-            shared_machine().budget(Some(Duration::from_micros(3)), Reach::Host),
+            multiprocessor_spin().next_budget(Some(Duration::from_micros(3)), SenderReach::Host),
             Some(Duration::from_micros(3))
         );
     }
@@ -290,20 +300,23 @@ mod tests {
     /// Simulates two peers that ask each other in turn, both without spinning at first. Returns
     /// which of them spin at the end. An answer takes `way`, plus `waking` if its sender must be
     /// woken.
-    fn awake_in_the_end(reach: Reach, way: u64, waking: u64) -> [bool; 2] {
-        let mut both = [Spin::with_company(reach), Spin::with_company(reach)];
+    fn spinning_at_end(reach: SenderReach, way: u64, waking: u64) -> [bool; 2] {
+        let mut both = [
+            SpinBudget::multiprocessor(reach),
+            SpinBudget::multiprocessor(reach),
+        ];
         both.iter_mut()
-            .for_each(|spin| (0..8).for_each(|_| spin.was_in_vain()));
+            .for_each(|spin| (0..8).for_each(|_| spin.record_miss()));
         let mut awake = [false; 2];
         for round in 0..2000 {
             let (i, other) = (round % 2, (round + 1) % 2);
             let answer = Duration::from_micros(if awake[other] { way } else { way + waking });
-            let budget = both[i].budget(None, reach);
+            let budget = both[i].next_budget(None, reach);
             awake[i] = budget.is_some_and(|budget| answer <= budget);
             match budget {
-                Some(budget) if awake[i] => both[i].ended(answer, budget),
-                Some(_) => both[i].was_in_vain(),
-                None => both[i].slept(answer),
+                Some(budget) if awake[i] => both[i].record_spin(answer, budget),
+                Some(_) => both[i].record_miss(),
+                None => both[i].record_sleep(answer),
             }
         }
         awake
@@ -311,12 +324,18 @@ mod tests {
 
     #[test]
     fn remote_peers_reach_mutual_spinning() {
-        assert_eq!(awake_in_the_end(Reach::Tasks, 16, 40), [true; 2]);
-        assert_eq!(awake_in_the_end(Reach::Daemons, 50, 150), [true; 2]);
+        assert_eq!(spinning_at_end(SenderReach::RemoteTasks, 16, 40), [true; 2]);
+        assert_eq!(
+            spinning_at_end(SenderReach::RemoteDaemons, 50, 150),
+            [true; 2]
+        );
     }
 
     #[test]
     fn late_answers_end_spinning() {
-        assert_eq!(awake_in_the_end(Reach::Daemons, 300, 150), [false; 2]);
+        assert_eq!(
+            spinning_at_end(SenderReach::RemoteDaemons, 300, 150),
+            [false; 2]
+        );
     }
 }

@@ -4,14 +4,14 @@
 use bytes::BytesMut;
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-use sempa_socket::{Passed, Received, Taken, receive};
+use sempa_socket::{MessageFds, PendingFds, Received, receive};
 use std::fs::File;
 use std::io::IoSlice;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 /// Descriptor limit above the number that a test process has open.
-const LIMIT: u64 = 128;
+const FD_LIMIT: u64 = 128;
 
 fn send(to: &UnixStream, bytes: &[u8], descriptors: &[RawFd]) {
     let rights = [ControlMessage::ScmRights(descriptors)];
@@ -34,9 +34,9 @@ fn lost_descriptors_do_not_shift_to_other_messages() {
     for word in [b"none", b"half", b"both"] {
         send(&near, word, &[file.as_raw_fd(), near.as_raw_fd()]);
     }
-    setrlimit(Resource::RLIMIT_NOFILE, LIMIT, LIMIT).expect("it may have less");
+    setrlimit(Resource::RLIMIT_NOFILE, FD_LIMIT, FD_LIMIT).expect("it may have less");
     let mut full: Vec<File> = std::iter::from_fn(|| File::open("/dev/null").ok()).collect();
-    let (mut buffer, mut passed) = (BytesMut::with_capacity(100), Passed::default());
+    let (mut buffer, mut passed) = (BytesMut::with_capacity(100), PendingFds::default());
     for room in 0..3 {
         full.truncate(full.len() - usize::from(room > 0));
         let received =
@@ -45,7 +45,7 @@ fn lost_descriptors_do_not_shift_to_other_messages() {
             received,
             Received {
                 bytes: 4,
-                all: false
+                drained: false
             },
             "it may go on behind them"
         );
@@ -56,11 +56,11 @@ fn lost_descriptors_do_not_shift_to_other_messages() {
         4,
         "two sets that are lost, and two descriptors"
     );
-    assert!(matches!(passed.take(2), Taken::Lost));
+    assert!(matches!(passed.take(2), MessageFds::Lost));
     assert!(
-        matches!(passed.take(2), Taken::Lost),
+        matches!(passed.take(2), MessageFds::Lost),
         "also that of which one came"
     );
-    assert!(matches!(passed.take(2), Taken::All(both) if both.len() == 2));
-    assert!(matches!(passed.take(1), Taken::Missing));
+    assert!(matches!(passed.take(2), MessageFds::All(both) if both.len() == 2));
+    assert!(matches!(passed.take(1), MessageFds::Missing));
 }

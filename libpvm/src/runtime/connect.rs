@@ -6,9 +6,9 @@ use bytes::Bytes;
 use nix::sys::socket::{MsgFlags, getsockopt, send, sockopt::PeerCredentials};
 use sempa_proto::WIRE_VERSION;
 use sempa_proto::frame::{FrameDecoder, encode_control};
-use sempa_proto::place::Place;
-use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask, Welcome};
-use sempa_socket::{Passed, Received, receive};
+use sempa_proto::runtime_paths::RuntimePaths;
+use sempa_proto::task::{Claim, Hello, OnDaemonExit, TASK_MAGIC, ToDaemon, ToTask, Welcome};
+use sempa_socket::{PendingFds, Received, receive};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -37,7 +37,7 @@ pub struct EnrollOptions {
     /// Program name that task lists show.
     pub program: String,
     /// Behavior of a process from a command line when its daemon ends.
-    pub at_end: AtEnd,
+    pub at_end: OnDaemonExit,
 }
 
 impl EnrollOptions {
@@ -68,21 +68,21 @@ impl EnrollOptions {
         }
         let socket = match non_empty("PVMSOCK") {
             Some(path) => PathBuf::from(path),
-            None => Place::of(uid, &env)
+            None => RuntimePaths::from_env(uid, &env)
                 .map_err(EnrollError::BadEnvironment)?
-                .socket(),
+                .daemon_socket(),
         };
         let spawn_token = non_empty("PVMEPID")
             .and_then(|text| text.trim().parse().ok())
             .filter(|spawn_token| *spawn_token > 0 && !token_used);
         let claim = spawn_token.map_or(Claim::New, |spawn_token| Claim::Spawned {
-            epid: spawn_token,
+            spawn_token: spawn_token,
         });
         Ok(EnrollOptions {
             socket,
             claim,
             program: program_name(),
-            at_end: AtEnd::Told,
+            at_end: OnDaemonExit::FailCalls,
         })
     }
 }
@@ -114,7 +114,7 @@ pub(crate) struct AcceptedConnection {
     /// Bytes that arrived after the welcome.
     pub(crate) decoder: FrameDecoder,
     /// Descriptors that belong to those bytes.
-    pub(crate) passed: Passed,
+    pub(crate) passed: PendingFds,
     pub(crate) welcome: Welcome,
 }
 
@@ -124,7 +124,7 @@ pub fn daemon_answers(path: &Path, within: Duration) -> bool {
     let silent = |error: &EnrollError| {
         matches!(error, EnrollError::Io { .. } | EnrollError::NoDaemon { .. })
     };
-    !handshake_within(within, path, Claim::Nobody, "", AtEnd::default())
+    !handshake_within(within, path, Claim::Probe, "", OnDaemonExit::default())
         .is_err_and(|error| silent(&error))
 }
 
@@ -133,7 +133,7 @@ pub(crate) fn handshake(
     path: &Path,
     claim: Claim,
     program: &str,
-    at_end: AtEnd,
+    at_end: OnDaemonExit,
 ) -> Result<AcceptedConnection, EnrollError> {
     handshake_within(HANDSHAKE_TIMEOUT, path, claim, program, at_end)
 }
@@ -143,7 +143,7 @@ fn handshake_within(
     path: &Path,
     claim: Claim,
     program: &str,
-    at_end: AtEnd,
+    at_end: OnDaemonExit,
 ) -> Result<AcceptedConnection, EnrollError> {
     let io_error = |source: io::Error| EnrollError::Io {
         path: path.to_path_buf(),
@@ -157,7 +157,7 @@ fn handshake_within(
         _ => io_error(source),
     })?;
     mark_library_socket(&socket).map_err(io_error)?;
-    sempa_socket::make_room(&socket);
+    sempa_socket::enlarge_send_buffer(&socket);
     let socket = ProcessOwned::new_fd(socket);
     let owner = getsockopt(socket.get(), PeerCredentials)
         .map_err(|e| io_error(e.into()))?
@@ -174,9 +174,9 @@ fn handshake_within(
         magic: TASK_MAGIC,
         version: WIRE_VERSION,
         claim,
-        pid,
+        own_pid: pid,
         program: program.to_string(),
-        at_end,
+        on_daemon_exit: at_end,
     };
     let hello =
         encode_control(&ToDaemon::Hello(hello)).map_err(|e| io_error(io::Error::other(e)))?;
@@ -193,7 +193,7 @@ fn handshake_within(
             ) => {}
         written => written.map_err(io_error)?,
     }
-    let (mut decoder, mut passed) = (FrameDecoder::new(), Passed::default());
+    let (mut decoder, mut passed) = (FrameDecoder::new(), PendingFds::default());
     let welcome = read_welcome(socket.get(), &mut decoder, &mut passed, path)?;
     socket.get().set_read_timeout(None).map_err(io_error)?;
     Ok(AcceptedConnection {
@@ -218,7 +218,7 @@ fn write_all(socket: &UnixStream, mut bytes: Bytes) -> io::Result<()> {
 fn read_welcome(
     socket: &UnixStream,
     decoder: &mut FrameDecoder,
-    passed: &mut Passed,
+    passed: &mut PendingFds,
     path: &Path,
 ) -> Result<Welcome, EnrollError> {
     let version = |why: String| EnrollError::VersionMismatch {
@@ -231,7 +231,7 @@ fn read_welcome(
     };
     loop {
         if let Some(frame) = decoder.next_frame().map_err(|e| version(e.to_string()))? {
-            return match frame.control::<ToTask>() {
+            return match frame.decode_control::<ToTask>() {
                 Ok(ToTask::Welcome(welcome)) if welcome.tid.is_task() => Ok(welcome),
                 Ok(ToTask::Refused { reason }) => Err(EnrollError::Refused(reason)),
                 Ok(_) => Err(version("its first word is neither yes nor no".into())),
@@ -292,7 +292,7 @@ mod tests {
         let first = options(7, false, &spawned).expect("good");
         assert_eq!(
             (first.socket, first.claim),
-            ("/x/y".into(), Claim::Spawned { epid: 42 })
+            ("/x/y".into(), Claim::Spawned { spawn_token: 42 })
         );
         assert_eq!(options(7, true, &spawned).expect("good").claim, Claim::New);
         assert_eq!(

@@ -17,7 +17,7 @@ use rustc_hash::FxHashMap;
 use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::link::{LinkEvent, decode_short_head};
 use sempa_proto::message::ENC_XDR;
-use sempa_proto::route::{Fingerprint, OFFER_ADDRESSES_MAX, OfferId, RouteWord};
+use sempa_proto::route::{Fingerprint, OFFER_ADDRESSES_MAX, OfferId, RouteMsg};
 use sempa_proto::{Message, Micros, PvmResult, Tid};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -251,14 +251,14 @@ impl Core {
         now: Micros,
         from: Tid,
         same_host: bool,
-        message: RouteWord,
+        message: RouteMsg,
     ) {
         let event = match message {
-            RouteWord::DirectOffer {
+            RouteMsg::DirectOffer {
                 id,
                 mut addresses,
                 fingerprint,
-                line,
+                incarnation: line,
             } => {
                 self.adopt_incarnation(now, from, line);
                 addresses.truncate(OFFER_ADDRESSES_MAX);
@@ -272,10 +272,10 @@ impl Core {
                     same_host,
                 }
             }
-            RouteWord::DirectAccept {
+            RouteMsg::DirectAccept {
                 id,
                 fingerprint,
-                line,
+                incarnation: line,
             } => {
                 self.adopt_incarnation(now, from, line);
                 self.direct.peer_fingerprint = fingerprint;
@@ -285,7 +285,7 @@ impl Core {
                     same_host: fingerprint == NO_CERTIFICATE,
                 }
             }
-            RouteWord::DirectRefuse { id } => RouteEvent::Refused { peer: from, id },
+            RouteMsg::DirectRefuse { id } => RouteEvent::Refused { peer: from, id },
             _ => return,
         };
         if self.is_connected() && !self.has_lifted_windows() {
@@ -300,7 +300,7 @@ impl Core {
         if incarnation != self.incarnation_with(peer)
             && let Some(link) = self.get_or_create_link(peer)
         {
-            link.follow(incarnation);
+            link.accept_incarnation(incarnation);
             self.pump_link(now, peer);
         }
     }
@@ -330,17 +330,17 @@ impl Core {
                     let incarnation = self.incarnation_with(to);
                     self.send_route_message(
                         to,
-                        RouteWord::DirectAccept {
+                        RouteMsg::DirectAccept {
                             id,
                             fingerprint: NO_CERTIFICATE,
-                            line: incarnation,
+                            incarnation: incarnation,
                         },
                         Vec::new(),
                     );
                 }
                 RouteOutput::Dial { to, id } => {
                     if !self.dial(now, to, id) {
-                        self.send_route_message(to, RouteWord::DirectRefuse { id }, Vec::new());
+                        self.send_route_message(to, RouteMsg::DirectRefuse { id }, Vec::new());
                         self.direct.agreements.handle(now, RouteEvent::Failed(to));
                     }
                 }
@@ -349,7 +349,7 @@ impl Core {
                     .acceptor
                     .accepted(id, self.direct.peer_fingerprint),
                 RouteOutput::Refuse { to, id } => {
-                    self.send_route_message(to, RouteWord::DirectRefuse { id }, Vec::new());
+                    self.send_route_message(to, RouteMsg::DirectRefuse { id }, Vec::new());
                 }
                 RouteOutput::Close { peer } => self.close_direct(now, peer),
                 RouteOutput::Notify { ctx, tag, words } => {
@@ -392,11 +392,11 @@ impl Core {
         let incarnation = self.incarnation_with(to);
         self.send_route_message(
             to,
-            RouteWord::DirectOffer {
+            RouteMsg::DirectOffer {
                 id,
                 addresses,
                 fingerprint,
-                line: incarnation,
+                incarnation: incarnation,
             },
             Vec::new(),
         )
@@ -421,10 +421,10 @@ impl Core {
         let incarnation = self.incarnation_with(to);
         self.send_route_message(
             to,
-            RouteWord::DirectAccept {
+            RouteMsg::DirectAccept {
                 id,
                 fingerprint,
-                line: incarnation,
+                incarnation: incarnation,
             },
             Vec::new(),
         )
@@ -566,7 +566,7 @@ impl Core {
                 .split_first_chunk()
                 .and_then(|(head, rest)| Some((decode_short_head(*head)?, rest)))
             {
-                Some(((kind, seq, ack), rest)) => link.take(now, kind, seq, ack, rest),
+                Some(((kind, seq, ack), rest)) => link.handle_parts(now, kind, seq, ack, rest),
                 None => garbage = true,
             }
         });

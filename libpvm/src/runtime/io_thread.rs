@@ -24,7 +24,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::SigSet;
 use sempa_proto::Micros;
 use sempa_proto::frame::{FrameDecoder, from_bytes};
-use sempa_proto::task::{AtEnd, Claim, Redirect, ResumeToken};
+use sempa_proto::task::{Claim, OnDaemonExit, Redirect, ResumeToken};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -87,7 +87,7 @@ enum NextStep {
 }
 
 fn run(shared: &Arc<Shared>, program: &str) {
-    sempa_socket::take_short_turns();
+    sempa_socket::request_short_slice();
     let mut drainer = None;
     loop {
         let (next, needs_drainer) = {
@@ -268,7 +268,12 @@ fn connect_to_next_daemon(
     loop {
         // A task that migrates was started by a tasker and ends with it, so the default of `at_end`
         // suffices.
-        match handshake(&token.socket, claim.clone(), program, AtEnd::default()) {
+        match handshake(
+            &token.socket,
+            claim.clone(),
+            program,
+            OnDaemonExit::default(),
+        ) {
             Ok(accepted) if accepted.welcome.tid == shared.own_tid => {
                 return adopt(shared, accepted);
             }

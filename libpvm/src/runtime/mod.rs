@@ -38,7 +38,9 @@ use self::shared::{Shared, StateGuard};
 use crate::error::EnrollError;
 use crate::inbox::Inbox;
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
-use sempa_proto::task::{AtEnd, Claim, Reply, Request, RmInfo, Sink, TracerSettings, Welcome};
+use sempa_proto::task::{
+    Claim, OnDaemonExit, Reply, Request, RmInfo, Sink, TracerSettings, Welcome,
+};
 use sempa_proto::{HostId, Message, Micros, PvmError, PvmResult, Tid};
 use std::collections::VecDeque;
 use std::os::fd::RawFd;
@@ -63,7 +65,7 @@ const DEFER_WAKES_BYTES_MIN: usize = 256 << 10;
 ///
 /// # Errors
 /// See [`EnrollError`].
-pub fn enroll(at_end: AtEnd) -> Result<Runtime, EnrollError> {
+pub fn enroll(at_end: OnDaemonExit) -> Result<Runtime, EnrollError> {
     let mut options = EnrollOptions {
         at_end,
         ..EnrollOptions::from_env()?
@@ -563,10 +565,10 @@ impl Runtime {
     pub fn exit(&self) -> PvmResult<()> {
         self.leave_groups();
         if self.lock().is_some_and(|mut state| state.core.begin_exit()) {
-            self.request(Request::LastWords);
+            self.request(Request::AboutToExit);
         }
         let marks = self.flush_all();
-        let reply = marks.map(|marks| self.request(Request::Exit { marks }));
+        let reply = marks.map(|marks| self.request(Request::Exit { watermarks: marks }));
         if let Some(mut state) = self.lock() {
             state.lose("this task has left the virtual machine");
             drop(state);
@@ -581,7 +583,7 @@ impl Runtime {
 
     /// Writes all sent messages, without regard to flow-control windows. Returns the sequence
     /// number that each link has reached.
-    fn flush_all(&self) -> PvmResult<Vec<sempa_proto::task::LinkMark>> {
+    fn flush_all(&self) -> PvmResult<Vec<sempa_proto::task::SendWatermark>> {
         let mut state = self.lock().ok_or(PvmError::SysErr)?;
         loop {
             let now = state.now();

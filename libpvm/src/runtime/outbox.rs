@@ -2,7 +2,7 @@
 
 use super::process::ProcessOwned;
 use bytes::{Buf, Bytes};
-use sempa_proto::frame::{FrameKind, encode, encode_link};
+use sempa_proto::frame::{FrameKind, encode_frame, encode_link};
 use sempa_proto::link::{LINK_HEAD_BYTES, LinkFrame};
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -47,7 +47,7 @@ impl Outbox {
             return self.push(encode_link(frame));
         }
         let head = frame.encode_head();
-        let mut whole = encode(FrameKind::Link, &[&head]).to_vec();
+        let mut whole = encode_frame(FrameKind::Link, &[&head]).to_vec();
         let announced = (1 + LINK_HEAD_BYTES + frame.payload.len()) as u32;
         whole[..4].copy_from_slice(&announced.to_le_bytes());
         self.push(whole.into());
@@ -183,7 +183,7 @@ mod tests {
             kind: LinkKind::Data { last: true },
             seq: len as u64,
             ack: 1,
-            line: 0,
+            incarnation: 0,
             payload: vec![len as u8; len].into(),
         };
         let sizes = [0, 1, COPY_BYTES_MAX, COPY_BYTES_MAX + 1, 60_000];
@@ -203,7 +203,7 @@ mod tests {
                     .next_frame()
                     .expect("good")
                     .expect("there")
-                    .link()
+                    .decode_link()
                     .expect("a link frame");
                 assert_eq!(got, frame(len));
             }

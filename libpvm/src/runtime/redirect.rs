@@ -4,7 +4,7 @@
 //! run to be notified, so the tasker writes the new location here while the task is stopped.
 
 use sempa_proto::frame::from_bytes;
-use sempa_proto::task::{REDIRECT_BYTES_MAX, Redirect, RedirectAt};
+use sempa_proto::task::{REDIRECT_BYTES_MAX, Redirect, RedirectAddress};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const BUFFER_WORDS: usize = REDIRECT_BYTES_MAX / 8;
@@ -14,11 +14,11 @@ const BUFFER_WORDS: usize = REDIRECT_BYTES_MAX / 8;
 static BUFFER: [AtomicU64; BUFFER_WORDS] = [const { AtomicU64::new(0) }; BUFFER_WORDS];
 
 /// Empties the buffer and returns its address.
-pub(super) fn reset() -> RedirectAt {
+pub(super) fn reset() -> RedirectAddress {
     BUFFER[0].store(0, Ordering::Release);
-    RedirectAt {
+    RedirectAddress {
         pid: std::process::id().cast_signed(),
-        at: BUFFER.as_ptr().addr() as u64,
+        address: BUFFER.as_ptr().addr() as u64,
     }
 }
 
@@ -49,7 +49,7 @@ mod tests {
     use sempa_proto::MigrationId;
 
     fn write(bytes: &[u8]) {
-        assert_eq!(reset().at, BUFFER.as_ptr().addr() as u64);
+        assert_eq!(reset().address, BUFFER.as_ptr().addr() as u64);
         for (place, bytes) in BUFFER.iter().zip(bytes.chunks(8)) {
             let mut word = [0; 8];
             word[..bytes.len()].copy_from_slice(bytes);
@@ -68,7 +68,7 @@ mod tests {
             migration: MigrationId(7),
             tokens,
         };
-        write(&redirect.in_memory().expect("it fits"));
+        write(&redirect.encode().expect("it fits"));
         assert_eq!(take(), Some(redirect));
         assert_eq!(take(), None);
         write(&u64::MAX.to_ne_bytes());
@@ -79,6 +79,6 @@ mod tests {
             migration: MigrationId(7),
             tokens: vec!["x".repeat(REDIRECT_BYTES_MAX).into()],
         };
-        assert!(long.in_memory().is_err());
+        assert!(long.encode().is_err());
     }
 }

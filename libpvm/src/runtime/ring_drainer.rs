@@ -30,11 +30,11 @@ pub(super) fn start(shared: &Arc<Shared>) -> io::Result<JoinHandle<()>> {
 }
 
 fn run(shared: &Shared) {
-    sempa_socket::take_short_turns();
+    sempa_socket::request_short_slice();
     let bell = shared.doorbell();
     let (mut woken, mut all_polled_at, mut sleep) = (true, Micros(0), SLEEP_MAX);
     while !shared.is_stopped() {
-        bell.take_call();
+        bell.accept_drainer_request();
         {
             let mut state = shared.lock();
             let now = state.now();
@@ -47,8 +47,8 @@ fn run(shared: &Shared) {
             state.core.pump_rings(now);
             state.flush();
         }
-        futex::wait(bell.ear(), 0, Some(sleep));
-        woken = bell.is_called();
+        futex::wait(bell.drainer_word(), 0, Some(sleep));
+        woken = bell.is_drainer_requested();
         sleep = if woken {
             SLEEP_MAX
         } else {

@@ -18,8 +18,8 @@ use sempa_proto::frame::FrameDecoder;
 use sempa_proto::task::Request;
 use sempa_proto::{Micros, Tid};
 use sempa_ring::futex;
-use sempa_ring::memory::OwnBell;
-use sempa_socket::{Passed, Reach, Received, Spin, receive};
+use sempa_ring::shared_memory::OwnDoorbell;
+use sempa_socket::{PendingFds, Received, SenderReach, SpinBudget, receive};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -79,10 +79,10 @@ pub(crate) struct State {
     pub(crate) socket: Option<Arc<ProcessOwned<UnixStream>>>,
     pub(crate) decoder: FrameDecoder,
     /// Received descriptors that belong to frames not handled yet.
-    descriptors: Passed,
+    descriptors: PendingFds,
     pub(crate) io_thread_sleep: IoThreadSleep,
     /// Decides by recent success whether waiting threads spin.
-    spin: Spin,
+    spin: SpinBudget,
     /// Time of the last read of the socket.
     socket_read_at: Micros,
     /// The drainer thread runs.
@@ -112,7 +112,7 @@ pub(crate) struct Shared {
     /// releases it for them.
     lock_waiters: AtomicU32,
     /// Doorbell on which threads sleep until the next event. Peers on this host ring it, too.
-    doorbell: Arc<ProcessOwned<OwnBell>>,
+    doorbell: Arc<ProcessOwned<OwnDoorbell>>,
     /// Signalled when bytes were written or never will be.
     written: Condvar,
     /// Epoll sets for the daemon's socket.
@@ -203,7 +203,7 @@ impl<'a> StateGuard<'a> {
             shared.socket_waiters.wake();
         }
         if arrived {
-            shared.doorbell.get().stir();
+            shared.doorbell.get().bump_word();
             futex::wake_all(shared.doorbell.get().word());
         }
         if written {
@@ -254,11 +254,11 @@ impl<'a> StateGuard<'a> {
             return false;
         }
         let reach = if self.core.direct.is_empty() {
-            Reach::Host
+            SenderReach::Host
         } else {
-            Reach::Tasks
+            SenderReach::RemoteTasks
         };
-        let Some(budget) = self.spin.budget(span, reach) else {
+        let Some(budget) = self.spin.next_budget(span, reach) else {
             return false;
         };
         if self.core.shm.has_deferred_wakes() {
@@ -267,7 +267,7 @@ impl<'a> StateGuard<'a> {
         // The peer that must answer ran on this CPU last: yield the CPU to it immediately, or
         // sleep.
         let shares_cpu = self.core.shm.shares_cpu();
-        if shares_cpu && !self.spin.gives_way() {
+        if shares_cpu && !self.spin.should_yield() {
             return false;
         }
         let polls = if shares_cpu { 1 } else { POLLS_PER_CLOCK_READ };
@@ -280,7 +280,7 @@ impl<'a> StateGuard<'a> {
                     if self.core.event_seq() != news {
                         // The clock was not read in the first round, which took a negligible time.
                         let after = begin.map_or(Duration::ZERO, |begin: Instant| begin.elapsed());
-                        self.spin.ended(after, budget);
+                        self.spin.record_spin(after, budget);
                         return true;
                     }
                 }
@@ -291,14 +291,14 @@ impl<'a> StateGuard<'a> {
                 std::hint::spin_loop();
             }
             let begin = *begin.get_or_insert_with(Instant::now);
-            self.spin.give_way();
+            self.spin.yield_cpu();
             let now = self.now();
             if self.poll_direct(now) && self.core.event_seq() != news {
-                self.spin.ended(begin.elapsed(), budget);
+                self.spin.record_spin(begin.elapsed(), budget);
                 return true;
             }
             if begin.elapsed() >= budget {
-                self.spin.was_in_vain();
+                self.spin.record_miss();
                 return false;
             }
         }
@@ -306,7 +306,7 @@ impl<'a> StateGuard<'a> {
 
     /// Makes threads of this task sleep immediately when they wait.
     pub(crate) fn disable_spinning(&mut self) {
-        self.spin = Spin::never();
+        self.spin = SpinBudget::never();
     }
 
     /// Releases the lock for the threads that are blocked on it, and takes it again.
@@ -356,7 +356,7 @@ impl<'a> StateGuard<'a> {
         {
             return self.wait_at_socket(sleep_duration(span));
         }
-        let seen = self.shared.doorbell.get().about_to_sleep();
+        let seen = self.shared.doorbell.get().prepare_sleep();
         let (now, news) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
         // From here on the I/O thread watches the direct routes.
@@ -394,7 +394,7 @@ impl<'a> StateGuard<'a> {
     fn wait_at_socket(&mut self, span: Duration) {
         let shared = self.shared;
         let bell = shared.doorbell();
-        bell.call_for_everything(true);
+        bell.set_notify_always(true);
         let (now, news) = (self.now(), self.core.event_seq());
         self.core.poll_rings_before_sleep(now);
         let (wake_set, wakes) = (self.wake_set(), self.take_wakes());
@@ -410,7 +410,7 @@ impl<'a> StateGuard<'a> {
             self.has_socket_waiter = false;
             self.pump();
         }
-        bell.call_for_everything(shared.ready_event.get().is_some());
+        bell.set_notify_always(shared.ready_event.get().is_some());
     }
 
     /// Sleeps until bytes have been written or the connection has changed, at most for `span`.
@@ -621,7 +621,10 @@ impl State {
                 Ok(Received { bytes: 0, .. }) => {
                     return self.lose("the daemon closed the connection");
                 }
-                Ok(Received { bytes, all }) => {
+                Ok(Received {
+                    bytes,
+                    drained: all,
+                }) => {
                     total += bytes;
                     self.handle_frames();
                     if all {
@@ -676,7 +679,7 @@ impl State {
         &mut self,
         socket: Arc<ProcessOwned<UnixStream>>,
         decoder: FrameDecoder,
-        passed: Passed,
+        passed: PendingFds,
         seats: &SocketWaiters,
     ) -> io::Result<()> {
         seats.watch(socket.get())?;
@@ -699,7 +702,7 @@ impl Shared {
             passed,
             welcome,
         } = accepted;
-        let listening = Arc::new(ProcessOwned::new(OwnBell::new()?));
+        let listening = Arc::new(ProcessOwned::new(OwnDoorbell::new()?));
         let mut core = Core::new(&welcome);
         core.shm = ShmRoutes::new(listening.clone());
         let alive = core.alive();
@@ -708,9 +711,9 @@ impl Shared {
             clock: Clock::new(),
             socket: None,
             decoder: FrameDecoder::new(),
-            descriptors: Passed::default(),
+            descriptors: PendingFds::default(),
             io_thread_sleep: IoThreadSleep::Awake,
-            spin: Spin::new(Reach::Host),
+            spin: SpinBudget::new(SenderReach::Host),
             socket_read_at: Micros(0),
             has_drainer: false,
             event_waiters: 0,
@@ -830,7 +833,7 @@ impl Shared {
             let _ = self.ready_event.set(ProcessOwned::new_fd(fresh));
         }
         let held = self.lock();
-        self.doorbell.get().call_for_everything(true);
+        self.doorbell.get().set_notify_always(true);
         drop(held);
         Ok(self
             .ready_event
@@ -854,7 +857,7 @@ impl Shared {
     }
 
     /// Returns the doorbell that peers on this host ring.
-    pub(crate) fn doorbell(&self) -> &OwnBell {
+    pub(crate) fn doorbell(&self) -> &OwnDoorbell {
         self.doorbell.get()
     }
 
@@ -872,8 +875,8 @@ impl Shared {
     pub(crate) fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.wake_io_thread();
-        if self.doorbell.get().call_ear() {
-            futex::wake_all(self.doorbell.get().ear());
+        if self.doorbell.get().request_drainer() {
+            futex::wake_all(self.doorbell.get().drainer_word());
         }
     }
 
@@ -895,7 +898,7 @@ impl Shared {
         };
         let must_notify = state.core.begin_exit();
         let mut exit_notice = must_notify
-            .then(|| state.core.send_request(Request::LastWords).ok())
+            .then(|| state.core.send_request(Request::AboutToExit).ok())
             .flatten();
         loop {
             let now = state.now();

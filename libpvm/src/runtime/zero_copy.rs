@@ -15,14 +15,14 @@ use super::process::ProcessOwned;
 use super::shm::{Ring, ShmRoutes, Slot};
 use bytes::Bytes;
 use sempa_proto::link::{
-    Link, LinkKind, SHORT_HEAD_APART, SHORT_HEAD_BYTES, SHORT_HEAD_SPARE, encode_short_head,
+    CPU_HINT_BYTE, FLAG_OUT_OF_LINE, Link, LinkKind, SHORT_HEAD_BYTES, encode_short_head,
 };
-use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::{Message, Micros, PvmError, PvmResult, Tid};
-use sempa_ring::blocks::Block;
-use sempa_ring::memory::{Ends, RING_BYTES, Shared};
-use sempa_ring::ring::{Broken, Record};
-use sempa_ring::store::{LOANS_MAX, Loan, OwnStore, PeerStore, Returns, STORE_BYTES};
+use sempa_ring::block_allocator::Block;
+use sempa_ring::ring::{Record, RingCorrupt};
+use sempa_ring::shared_memory::{RING_BYTES, RingPair, SharedRing};
+use sempa_ring::shared_pool::{LEASES_MAX, Lease, LeaseReturns, OwnPool, POOL_BYTES, PeerPool};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Weak};
 
@@ -33,7 +33,7 @@ const LEASE_BYTES_MIN: usize = RING_BYTES / 2;
 const MULTICAST_LEASE_BYTES_MIN: usize = 32 << 10;
 /// A pool of which more bytes than this are lost to tasks that ended or left with a lease is
 /// replaced by a new one.
-const ABANDONED_BYTES_MAX: usize = STORE_BYTES / 2;
+const ABANDONED_BYTES_MAX: usize = POOL_BYTES / 2;
 /// Delay of the next attempt after no pool could be created.
 const POOL_RETRY_DELAY: Micros = Micros::from_secs(30);
 /// Maximum number of pools of one peer that hold leased messages: the current one and older ones.
@@ -44,7 +44,7 @@ const POOL_IDLE_TIMEOUT: Micros = Micros::from_secs(60);
 /// This task's own pool, with its current use.
 #[derive(Debug)]
 struct SharedPool {
-    own: ProcessOwned<OwnStore>,
+    own: ProcessOwned<OwnPool>,
     id: OfferId,
     fd: Arc<ProcessOwned<OwnedFd>>,
     used_at: Micros,
@@ -70,7 +70,7 @@ pub(super) struct SharedPools {
     /// One message is being sent to several tasks.
     is_multicast: bool,
     /// Pools of peers that may hold leased messages.
-    peer_pools: Vec<(Tid, Weak<PeerStore>)>,
+    peer_pools: Vec<(Tid, Weak<PeerPool>)>,
 }
 
 /// Leases over one ring, in both directions.
@@ -81,23 +81,23 @@ pub(super) struct Leases {
     /// Pool that was offered to the peer, and whether the peer has accepted it.
     offered_pool: Option<(OfferId, bool)>,
     /// Pool that the peer offered and this task accepted.
-    peer_pool: Option<(OfferId, Arc<PeerStore>)>,
-    returns: Arc<Returns>,
+    peer_pool: Option<(OfferId, Arc<PeerPool>)>,
+    returns: Arc<LeaseReturns>,
 }
 
 impl Leases {
-    pub(super) fn new(ends: &Ends) -> Leases {
+    pub(super) fn new(ends: &RingPair) -> Leases {
         Leases {
             leased_blocks: Vec::new(),
             offered_pool: None,
             peer_pool: None,
-            returns: Returns::new(ends.reader.area()),
+            returns: LeaseReturns::new(ends.reader.memory()),
         }
     }
 }
 
 /// Leased message. A forked child never returns the lease.
-struct LeasedMessage(ProcessOwned<Loan>);
+struct LeasedMessage(ProcessOwned<Lease>);
 
 impl AsRef<[u8]> for LeasedMessage {
     fn as_ref(&self) -> &[u8] {
@@ -112,29 +112,31 @@ impl Ring {
     /// Accepts a message that is in the peer's pool; returns its length.
     pub(super) fn take_lease(
         leases: &Leases,
-        mut record: Record<'_, Shared>,
+        mut record: Record<'_, SharedRing>,
         now: Micros,
         (seq, ack): (u64, u64),
         link: &mut Link,
-    ) -> Result<usize, Broken> {
+    ) -> Result<usize, RingCorrupt> {
         let mut words = [0; LEASE_RECORD_WORDS];
         for word in &mut words {
-            *word = u64::from_le_bytes(record.take().ok_or(Broken)?);
+            *word = u64::from_le_bytes(record.take().ok_or(RingCorrupt)?);
         }
         let [id, offset, len, slot] = words;
         let (_, pool) = leases
             .peer_pool
             .as_ref()
             .filter(|(theirs, _)| theirs.0 == id)
-            .ok_or(Broken)?;
-        let number = |word| usize::try_from(word).map_err(|_| Broken);
+            .ok_or(RingCorrupt)?;
+        let number = |word| usize::try_from(word).map_err(|_| RingCorrupt);
         let block = Block {
             offset: number(offset)?,
             len: number(len)?,
         };
-        let slot = u8::try_from(slot).map_err(|_| Broken)?;
-        let lease = pool.borrow(block, slot, &leases.returns).ok_or(Broken)?;
-        link.take_whole(
+        let slot = u8::try_from(slot).map_err(|_| RingCorrupt)?;
+        let lease = pool
+            .lease(block, slot, &leases.returns)
+            .ok_or(RingCorrupt)?;
+        link.handle_whole_message(
             now,
             seq,
             ack,
@@ -145,7 +147,7 @@ impl Ring {
 
     /// Frees the blocks of all leases that the peer has returned.
     fn free_returned(&mut self, mut pool: Option<&mut SharedPool>) {
-        let mut returned = self.ends.writer.take_returned();
+        let mut returned = self.ends.writer.take_returned_leases();
         while returned != 0 {
             let slot = returned.trailing_zeros() as usize;
             returned &= returned - 1;
@@ -158,7 +160,7 @@ impl Ring {
                 continue;
             };
             if let Some(pool) = pool.as_deref_mut().filter(|pool| pool.id == id) {
-                pool.own.get_mut().give_back(block);
+                pool.own.get_mut().release(block);
             }
         }
     }
@@ -178,12 +180,12 @@ impl SharedPools {
             && copy.body.len() == body.len()
             && copy.head == head
         {
-            own.share(copy.block);
+            own.add_user(copy.block);
             return Some(copy.block);
         }
         let block = own.put([head, body])?;
         if self.is_multicast && one_copy.is_none() {
-            own.share(block);
+            own.add_user(block);
             *one_copy = Some(MulticastCopy {
                 head: head.to_vec(),
                 body: body.clone(),
@@ -207,7 +209,7 @@ impl ShmRoutes {
         } else {
             LEASE_BYTES_MIN
         };
-        let Some((head, body)) = link.next_whole(bytes_min) else {
+        let Some((head, body)) = link.next_whole_message(bytes_min) else {
             return false;
         };
         let ring = ring.get_mut();
@@ -222,7 +224,7 @@ impl ShmRoutes {
             .iter()
             .position(Option::is_none)
             .unwrap_or(leased_blocks.len());
-        if index >= LOANS_MAX {
+        if index >= LEASES_MAX {
             return false;
         }
         let Some(block) = pools.copy_into_pool(head, body) else {
@@ -236,10 +238,10 @@ impl ShmRoutes {
             leased_blocks.push(None);
         }
         leased_blocks[index] = Some((pool.id, block));
-        let (seq, ack) = link.whole_sent(now);
+        let (seq, ack) = link.mark_whole_sent(now);
         let mut short = encode_short_head(LinkKind::Data { last: true }, seq, ack);
-        short[0] |= SHORT_HEAD_APART;
-        short[SHORT_HEAD_SPARE] = ring.own_cpu_hint();
+        short[0] |= FLAG_OUT_OF_LINE;
+        short[CPU_HINT_BYTE] = ring.own_cpu_hint();
         let words = [
             pool.id.0,
             block.offset as u64,
@@ -289,7 +291,7 @@ impl ShmRoutes {
         };
         let loans = &ring.get().leases;
         if let Some((_, store)) = &loans.peer_pool {
-            std::mem::forget(store.borrow(Block { offset: 0, len: 1 }, 0, &loans.returns));
+            std::mem::forget(store.lease(Block { offset: 0, len: 1 }, 0, &loans.returns));
         }
     }
 
@@ -305,14 +307,14 @@ impl ShmRoutes {
         self.pools
             .own_pool
             .as_ref()
-            .map_or(0, |store| store.own.get().in_use())
+            .map_or(0, |store| store.own.get().allocated_blocks())
     }
 
     /// Ends all leases over a ring that has ended: blocks leased to the peer are lost, and leases
     /// from the peer need not be returned.
     pub(super) fn end_leases(&mut self, ring: &mut Ring) {
         ring.free_returned(self.pools.own_pool.as_mut());
-        ring.leases.returns.end();
+        ring.leases.returns.detach();
         let Some(pool) = &mut self.pools.own_pool else {
             return;
         };
@@ -321,7 +323,7 @@ impl ShmRoutes {
                 pool.own.get_mut().abandon(block);
             }
         }
-        if pool.own.get().abandoned() > ABANDONED_BYTES_MAX {
+        if pool.own.get().abandoned_bytes() > ABANDONED_BYTES_MAX {
             self.pools.own_pool = None;
         }
     }
@@ -334,7 +336,7 @@ impl ShmRoutes {
             }
         }
         let idle = |store: &SharedPool| {
-            store.own.get().in_use() == 0 && now.since(store.used_at) >= POOL_IDLE_TIMEOUT
+            store.own.get().allocated_blocks() == 0 && now.since(store.used_at) >= POOL_IDLE_TIMEOUT
         };
         if self.pools.own_pool.as_ref().is_some_and(idle) {
             self.pools.own_pool = None;
@@ -356,7 +358,7 @@ impl ShmRoutes {
             .filter_map(|(_, store)| store.upgrade())
         {
             // Ignored: what could not be copied remains readable.
-            let _ = store.keep();
+            let _ = store.make_private_copy();
         }
     }
 }
@@ -399,7 +401,7 @@ impl Core {
         if let Some(store) = &mut pools.own_pool
             && let Some(copy) = store.multicast.take()
         {
-            store.own.get_mut().give_back(copy.block);
+            store.own.get_mut().release(copy.block);
         }
     }
 
@@ -410,7 +412,7 @@ impl Core {
             if near.pools.retry_at.is_some_and(|until| now < until) {
                 return;
             }
-            let Ok((own, fd)) = OwnStore::new() else {
+            let Ok((own, fd)) = OwnPool::new() else {
                 near.pools.retry_at = Some(now + POOL_RETRY_DELAY);
                 return;
             };
@@ -441,7 +443,7 @@ impl Core {
         }
         ring.leases.offered_pool = Some((id, false));
         let peer = ring.peer;
-        self.send_route_message(peer, RouteWord::StoreOffer { id }, vec![fd]);
+        self.send_route_message(peer, RouteMsg::PoolOffer { id }, vec![fd]);
     }
 
     /// Handles a route message of a peer about pools.
@@ -449,7 +451,7 @@ impl Core {
         &mut self,
         now: Micros,
         from: Tid,
-        message: &RouteWord,
+        message: &RouteMsg,
         descriptors: &[OwnedFd],
     ) {
         // Records that were written before this message refer to the previous pool.
@@ -463,7 +465,7 @@ impl Core {
         };
         let leases = &mut ring.get_mut().leases;
         match *message {
-            RouteWord::StoreOffer { id } => {
+            RouteMsg::PoolOffer { id } => {
                 // The previous pool stays mapped only while its messages are in use.
                 leases.peer_pool = None;
                 pools.peer_pools.retain(|(_, pool)| pool.strong_count() > 0);
@@ -478,16 +480,16 @@ impl Core {
                 }
                 let Some(pool) = descriptors
                     .first()
-                    .and_then(|fd| PeerStore::map(fd.as_fd()).ok())
+                    .and_then(|fd| PeerPool::map(fd.as_fd()).ok())
                 else {
                     return;
                 };
                 let pool = Arc::new(pool);
                 pools.peer_pools.push((from, Arc::downgrade(&pool)));
                 leases.peer_pool = Some((id, pool));
-                self.send_route_message(from, RouteWord::StoreAccept { id }, Vec::new());
+                self.send_route_message(from, RouteMsg::PoolAccept { id }, Vec::new());
             }
-            RouteWord::StoreAccept { id } => {
+            RouteMsg::PoolAccept { id } => {
                 if let Some((offered, accepted)) = &mut leases.offered_pool
                     && *offered == id
                 {
@@ -507,7 +509,7 @@ impl Core {
                 ring.leases
                     .peer_pool
                     .as_ref()
-                    .is_some_and(|(_, store)| store.is_used())
+                    .is_some_and(|(_, store)| store.has_leases())
             };
             let peer = match &self.shm.slots[slot] {
                 Slot::Ring(ring) if used(ring.get()) => ring.get().peer,
@@ -522,10 +524,10 @@ impl Core {
         for store in peer_pools
             .iter()
             .filter_map(|(_, store)| store.upgrade())
-            .filter(|store| store.is_used())
+            .filter(|store| store.has_leases())
         {
             // Ignored, as in [`ShmRoutes::copy_leased_messages`].
-            let _ = store.keep();
+            let _ = store.make_private_copy();
         }
     }
 }

@@ -24,7 +24,7 @@ use crate::policy::{BlockedUser, MergedPolicy, Policy, PolicyError};
 use crate::published_policy::{self, PolicyRejection};
 use nix::unistd::{Uid, User};
 use sempa_proto::load::Login;
-use sempa_proto::text::cut;
+use sempa_proto::text::truncate;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -141,7 +141,7 @@ fn blocked_uid(user: &BlockedUser) -> Result<u32, String> {
         Ok(None) => "no account of this host has this name".to_string(),
         Err(error) => format!("the accounts of this host cannot be read: {}", error.desc()),
     };
-    let shown = cut(name, UNKNOWN_NAME_BYTES_MAX);
+    let shown = truncate(name, UNKNOWN_NAME_BYTES_MAX);
     name.parse()
         .map_err(|_| format!("{place}: blocked user {shown:?}: {why}; nobody is kept away by it"))
 }

@@ -546,7 +546,7 @@ impl OwnerDetector {
                 (
                     OwnerVerdict::Present {
                         since: since.unwrap_or(seen),
-                        seen,
+                        detected_at: seen,
                     },
                     confidence,
                     why,

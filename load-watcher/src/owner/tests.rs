@@ -100,7 +100,7 @@ fn verdict_keeps_start_and_end_of_visit() {
     let (first, why) = at(100_001, vec![alice.clone()]);
     let present = OwnerVerdict::Present {
         since: Micros::from_secs(100_000),
-        seen: Micros::from_secs(100_001),
+        detected_at: Micros::from_secs(100_001),
     };
     assert_eq!(first, present);
     assert_eq!(
@@ -341,7 +341,13 @@ fn idle_login_is_maybe_until_first_key() {
         .insert("pts/3".into(), Micros::from_secs(30_000));
     let back = scene.verdict_with(&mut sense, 30_001);
     let (since, seen) = (Micros::from_secs(1000), Micros::from_secs(30_001));
-    assert_eq!(back.owner, OwnerVerdict::Present { since, seen });
+    assert_eq!(
+        back.owner,
+        OwnerVerdict::Present {
+            since,
+            detected_at: seen
+        }
+    );
     assert_eq!(back.confidence, 99);
 }
 
@@ -639,7 +645,7 @@ proptest! {
         prop_assert!(sensed.confidence <= 100 && !sensed.why.is_empty() && sensed.why.lines().count() == 1);
         let now = Micros::from_secs(now);
         match sensed.owner {
-            OwnerVerdict::Present { since, seen } => prop_assert!(since <= now && seen <= now),
+            OwnerVerdict::Present { since, detected_at: seen } => prop_assert!(since <= now && seen <= now),
             OwnerVerdict::Maybe { since } => prop_assert!(since <= now),
             OwnerVerdict::Absent { since } => prop_assert!(since.is_none()),
         }

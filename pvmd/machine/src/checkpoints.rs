@@ -30,14 +30,14 @@ use checkpoint_protocol::{
     RestartId, Restarts, SnapshotId, SnapshotOutput, Snapshots, SourceEvent,
 };
 use sempa_proto::checkpoint::{
-    CutFailure, Pace, PartMeta, RestartFailure, SET_TASKS_MAX, SET_VERSION, SavedEntry, SavedGroup,
-    SetMeta, SetReport,
+    CHECKPOINT_TASKS_MAX, CHECKPOINT_VERSION, CheckpointFailure, CheckpointMeta, CheckpointReport,
+    CheckpointSchedule, RestartFailure, SavedGroup, SavedMailboxEntry, TaskMeta,
 };
 use sempa_proto::event::EventKind;
-use sempa_proto::host::PartRecord;
-use sempa_proto::host::{Held, Question};
-use sempa_proto::migration::{Failure, Report, Step, TaskFacts};
-use sempa_proto::table::{TASK_SERVES, TaskInfo};
+use sempa_proto::host::SavedTask;
+use sempa_proto::host::{HostRequest, PendingItem};
+use sempa_proto::migration::{Failure, Step, StepReport, TaskFacts};
+use sempa_proto::table::{TASK_SERVICE_FLAGS, TaskInfo};
 use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
@@ -91,7 +91,10 @@ enum JobActivity {
     },
     /// Its checkpoint is complete, and its tasks are being killed. `checks` counts the checks so
     /// far.
-    EndingJob { report: SetReport, checks: u32 },
+    EndingJob {
+        report: CheckpointReport,
+        checks: u32,
+    },
     /// It is being restarted from a checkpoint.
     Restarting,
 }
@@ -101,7 +104,7 @@ enum JobActivity {
 struct CheckpointedJob {
     activity: JobActivity,
     /// Schedule of its checkpoints; `None` if they are only taken on request.
-    schedule: Option<Pace>,
+    schedule: Option<CheckpointSchedule>,
     /// Start of the first attempt at the current checkpoint.
     started_at: Micros,
     waiters: Vec<(Tid, RequestId)>,
@@ -149,7 +152,7 @@ impl CheckpointedJob {
 #[derive(Debug, Default)]
 struct SnapshotContents {
     groups: Vec<SavedGroup>,
-    mailbox: Vec<SavedEntry>,
+    mailbox: Vec<SavedMailboxEntry>,
     contexts: Vec<(i32, Tid)>,
     /// Tasks of the checkpoint that is being sealed.
     members: Vec<Tid>,
@@ -205,7 +208,7 @@ struct OpenRestart {
     hosts: Vec<String>,
     waiter: Option<(Tid, RequestId)>,
     why: String,
-    meta: Option<SetMeta>,
+    meta: Option<CheckpointMeta>,
     restart_id: Option<RestartId>,
     /// Contexts that were assigned to the restarted tasks.
     assigned_contexts: Vec<(i32, Tid)>,
@@ -312,7 +315,7 @@ impl Machine {
         &mut self,
         (tid, id): (Tid, RequestId),
         job: Tid,
-        schedule: Option<Pace>,
+        schedule: Option<CheckpointSchedule>,
         end: bool,
         wait: bool,
     ) {
@@ -326,7 +329,7 @@ impl Machine {
         }
         let entry = job_checkpoints.jobs.entry(job).or_default();
         match schedule {
-            Some(Pace::Never) => {
+            Some(CheckpointSchedule::Never) => {
                 entry.schedule = None;
                 if entry.is_stuck() {
                     self.forget_job(job);
@@ -346,10 +349,17 @@ impl Machine {
             | JobActivity::EndingJob { .. }
             | JobActivity::Restarting => {
                 return match wait {
-                    true => self.reply(tid, id, Reply::Checkpointed(Err(CutFailure::UnderWay))),
-                    false => {
-                        self.fail(tid, id, PvmError::Already, CutFailure::UnderWay.to_string())
-                    }
+                    true => self.reply(
+                        tid,
+                        id,
+                        Reply::Checkpointed(Err(CheckpointFailure::InProgress)),
+                    ),
+                    false => self.fail(
+                        tid,
+                        id,
+                        PvmError::Already,
+                        CheckpointFailure::InProgress.to_string(),
+                    ),
                 };
             }
         };
@@ -396,7 +406,7 @@ impl Machine {
         for host in hosts {
             self.call_host(
                 host,
-                Question::Count,
+                HostRequest::Inventory,
                 RpcCaller::Inventory {
                     inventory: number,
                     host,
@@ -446,7 +456,7 @@ impl Machine {
                 if let Some(job_checkpoints) = self.job_checkpoints() {
                     job_checkpoints
                         .snapshots
-                        .on_count_failed(cut, CutFailure::HostLost(host));
+                        .on_count_failed(cut, CheckpointFailure::HostLost(host));
                 }
             }
             (InventoryPurpose::CheckGone(job), None) => self.check_job_gone(job, &found.tasks),
@@ -469,7 +479,7 @@ impl Machine {
             .and_then(|k| k.jobs.get(&job))
             .is_some_and(|job| job.activity == JobActivity::TakingInventory);
         if counting {
-            self.finish_checkpoint(job, Err(CutFailure::HostLost(host)));
+            self.finish_checkpoint(job, Err(CheckpointFailure::HostLost(host)));
         }
     }
 
@@ -508,10 +518,13 @@ impl Machine {
         }
         let all = job_members(job, &mut entry.members, tasks);
         if all.is_empty() {
-            return self.finish_checkpoint(job, Err(CutFailure::NoSuchJob(job)));
+            return self.finish_checkpoint(job, Err(CheckpointFailure::NoSuchJob(job)));
         }
-        if all.len() > SET_TASKS_MAX {
-            return self.finish_checkpoint(job, Err(CutFailure::TooMany { tasks: all.len() }));
+        if all.len() > CHECKPOINT_TASKS_MAX {
+            return self.finish_checkpoint(
+                job,
+                Err(CheckpointFailure::TooManyTasks { tasks: all.len() }),
+            );
         }
         let (coordinator, cuts) = (
             &mut master.migrations.coordinator,
@@ -533,10 +546,10 @@ impl Machine {
             .iter()
             .find_map(|task| Some((task.tid, other(task.tid)?)));
         if let Some((tid, id)) = moving {
-            let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMoving(id)]);
+            let why = Failure::Refused(vec![sempa_proto::migration::Refusal::AlreadyMigrating(id)]);
             return self.finish_checkpoint(
                 job,
-                Err(CutFailure::Task {
+                Err(CheckpointFailure::Task {
                     tid,
                     step: Step::Inspect,
                     why,
@@ -605,7 +618,7 @@ impl Machine {
             Err(bytes) => {
                 return job_checkpoints
                     .snapshots
-                    .on_count_failed(cut, CutFailure::Mailbox { bytes });
+                    .on_count_failed(cut, CheckpointFailure::MailboxTooLarge { bytes });
             }
         };
         // While all tasks are stopped, none enters or leaves a group, and none arrives at a
@@ -705,13 +718,13 @@ impl Machine {
             return;
         };
         let line = |tid: Tid| lines.get(&tid).copied().unwrap_or_default();
-        let part = |(tid, host, facts)| PartMeta {
+        let part = |(tid, host, facts)| TaskMeta {
             tid,
             host: name(host),
             facts,
-            line: line(tid),
+            incarnation: line(tid),
         };
-        let parts: Vec<PartMeta> = parts.into_iter().map(part).collect();
+        let parts: Vec<TaskMeta> = parts.into_iter().map(part).collect();
         let Some(master) = self.master.as_deref_mut() else {
             return;
         };
@@ -729,7 +742,7 @@ impl Machine {
         let members = parts.iter().map(|part| part.tid).collect();
         let self_checkpointed = parts
             .iter()
-            .filter(|part| part.facts.anew().is_some())
+            .filter(|part| part.facts.restart_engine().is_some())
             .map(|part| part.tid)
             .collect();
         // The rest becomes part of the checkpoint.
@@ -754,18 +767,18 @@ impl Machine {
             .jobs
             .get(&job)
             .and_then(|entry| entry.schedule);
-        let (version, wire) = (SET_VERSION, WIRE_VERSION);
-        let meta = SetMeta {
+        let (version, wire) = (CHECKPOINT_VERSION, WIRE_VERSION);
+        let meta = CheckpointMeta {
             version,
-            wire,
+            wire_version: wire,
             vm,
             job,
-            line: latest_incarnation,
-            parts,
+            latest_incarnation,
+            tasks: parts,
             groups,
             mailbox,
             contexts,
-            pace,
+            schedule: pace,
         };
         let protected = master.checkpoints.needed_checkpoints();
         self.outputs.push_back(Output::SealCheckpoint {
@@ -804,7 +817,7 @@ impl Machine {
         job_checkpoints.snapshots.on_sealed(cut, result);
     }
 
-    fn handle_snapshot_end(&mut self, cut: SnapshotId, result: Result<Micros, CutFailure>) {
+    fn handle_snapshot_end(&mut self, cut: SnapshotId, result: Result<Micros, CheckpointFailure>) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
@@ -819,21 +832,21 @@ impl Machine {
         };
         let result = result.and_then(|frozen| {
             let (set, bytes) =
-                sealed.ok_or_else(|| CutFailure::Store("the set was lost".into()))?;
-            Ok(SetReport {
-                set,
+                sealed.ok_or_else(|| CheckpointFailure::Store("the set was lost".into()))?;
+            Ok(CheckpointReport {
+                name: set,
                 job,
                 tasks,
                 bytes,
                 frozen,
-                own: self_checkpointed,
+                self_checkpointed,
             })
         });
         self.finish_checkpoint(job, result);
     }
 
     /// Finishes a checkpoint that is complete, has failed or did not begin.
-    fn finish_checkpoint(&mut self, job: Tid, result: Result<SetReport, CutFailure>) {
+    fn finish_checkpoint(&mut self, job: Tid, result: Result<CheckpointReport, CheckpointFailure>) {
         let (now, lease) = (self.now, self.config.lease);
         let Some(entry) = self.job_checkpoints().and_then(|k| k.jobs.get_mut(&job)) else {
             return;
@@ -847,11 +860,11 @@ impl Machine {
         if let Some(why) = result
             .as_ref()
             .err()
-            .filter(|why| why.may_try_again() && entry.attempts < ATTEMPTS_MAX)
+            .filter(|why| why.is_transient() && entry.attempts < ATTEMPTS_MAX)
         {
             return self.schedule_check(
                 job,
-                if why.is_being_written() {
+                if why.is_self_checkpoint_pending() {
                     WRITING_RETRY_INTERVAL
                 } else {
                     RETRY_INTERVAL
@@ -880,7 +893,7 @@ impl Machine {
             std::mem::take(&mut entry.waiters)
         };
         if let Ok(report) = &result {
-            entry.newest_checkpoint = Some(report.set.clone());
+            entry.newest_checkpoint = Some(report.name.clone());
             let ended = std::mem::take(&mut entry.ended);
             entry.members.retain(|tid| !ended.contains(tid));
             entry.recently_dead.retain_tasks(&report.tasks);
@@ -890,9 +903,9 @@ impl Machine {
                 .into_iter()
                 .for_each(|job_checkpoints| job_checkpoints.maybe_ended.push(quiet));
         }
-        if let (Err(CutFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
+        if let (Err(CheckpointFailure::NoSuchJob(_)), Some(until)) = (&result, unknown_until) {
             self.schedule_check(job, until.since(now));
-        } else if matches!(result, Err(CutFailure::NoSuchJob(_))) {
+        } else if matches!(result, Err(CheckpointFailure::NoSuchJob(_))) {
             self.handle_job_end(job);
             self.forget_job(job);
         } else {
@@ -902,19 +915,19 @@ impl Machine {
             self.take_inventory(InventoryPurpose::CheckGone(job));
         }
         self.record(match &result {
-            Ok(SetReport {
-                set,
+            Ok(CheckpointReport {
+                name: set,
                 tasks,
                 bytes,
                 frozen,
                 ..
             }) => EventKind::Checkpointed {
-                set: set.clone(),
+                checkpoint: set.clone(),
                 job,
                 tasks: u32::try_from(tasks.len()).unwrap_or(u32::MAX),
                 bytes: *bytes,
                 frozen: *frozen,
-                parked: vacated,
+                vacated,
             },
             Err(why) => EventKind::CheckpointFailed {
                 job,
@@ -925,7 +938,7 @@ impl Machine {
             self.reply(tid, id, Reply::Checkpointed(result.clone()));
         }
         if let Ok(report) = &result {
-            self.queue_copy(job, &report.set);
+            self.queue_copy(job, &report.name);
         }
     }
 
@@ -940,7 +953,8 @@ impl Machine {
         };
         let pause = checkpoint_interval(checkpoint_schedule, is_complete.then_some(took));
         let mut late = None;
-        if let Pace::Loss(bound) | Pace::Every(bound) = checkpoint_schedule
+        if let CheckpointSchedule::MaxLoss(bound) | CheckpointSchedule::Every(bound) =
+            checkpoint_schedule
             && is_complete
             && took + took + pause > bound
             && !std::mem::replace(&mut entry.lateness_reported, true)
@@ -1037,19 +1051,19 @@ impl Machine {
         }
     }
 
-    fn saved_task(&self, task: &Task) -> PartRecord {
+    fn saved_task(&self, task: &Task) -> SavedTask {
         let left = task
             .respawning
             .as_ref()
             .map_or(0, |respawning| respawning.left_items);
-        let keeps = |(place, held): &(usize, &Held)| match held {
+        let keeps = |(place, held): &(usize, &PendingItem)| match held {
             // Messages about routes and resource managers refer to the time of the checkpoint. The
             // restarted library is informed of the current resource manager.
-            Held::Item(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
-            Held::Item(_) => true,
+            PendingItem::Control(ToTask::Route { .. } | ToTask::RmChanged { .. }) => false,
+            PendingItem::Control(_) => true,
             // Link data is in the memory of the tasks, or was left by an exited process. Tasks that
             // were dumped may already have continued and sent more.
-            Held::Link(_) => *place < left,
+            PendingItem::Frame(_) => *place < left,
         };
         let waiting = task
             .inbox
@@ -1059,8 +1073,8 @@ impl Machine {
             .filter(keeps)
             .map(|(_, held)| held.clone())
             .collect();
-        PartRecord {
-            version: SET_VERSION,
+        SavedTask {
+            version: CHECKPOINT_VERSION,
             record: self.task_record(task),
             waiting,
         }
@@ -1090,7 +1104,7 @@ impl Machine {
             if let Err(why) = result {
                 self.send_step_report(
                     id,
-                    Report::Failed {
+                    StepReport::Failed {
                         step: Step::Transfer,
                         why,
                     },
@@ -1127,18 +1141,21 @@ impl Machine {
 
 /// Returns the time until the next checkpoint. `took` is the duration of the last one; `None` if it
 /// failed.
-fn checkpoint_interval(schedule: Pace, took: Option<Micros>) -> Micros {
+fn checkpoint_interval(schedule: CheckpointSchedule, took: Option<Micros>) -> Micros {
     let pause = match (schedule, took) {
         // In the worst case, all work since the start of the last checkpoint is lost until the next
         // one is stored, which may take half as long again.
-        (Pace::Loss(bound), Some(took)) => bound.since(Micros(took.0.saturating_mul(5) / 2)),
-        // The same, but the job must not spend all its time on checkpoints.
-        (Pace::Every(every), Some(took)) => {
-            checkpoint_interval(Pace::Loss(every), Some(took)).max(Micros(every.0 / 2))
+        (CheckpointSchedule::MaxLoss(bound), Some(took)) => {
+            bound.since(Micros(took.0.saturating_mul(5) / 2))
         }
-        (Pace::Every(every), None) => every,
+        // The same, but the job must not spend all its time on checkpoints.
+        (CheckpointSchedule::Every(every), Some(took)) => {
+            checkpoint_interval(CheckpointSchedule::MaxLoss(every), Some(took))
+                .max(Micros(every.0 / 2))
+        }
+        (CheckpointSchedule::Every(every), None) => every,
         // Work is at risk while there is no checkpoint.
-        (Pace::Loss(_) | Pace::Never, _) => RETRY_INTERVAL,
+        (CheckpointSchedule::MaxLoss(_) | CheckpointSchedule::Never, _) => RETRY_INTERVAL,
     };
     pause.max(CHECKPOINT_INTERVAL_MIN)
 }
@@ -1168,11 +1185,11 @@ fn job_members(job: Tid, known: &mut BTreeSet<Tid>, tasks: &[TaskInfo]) -> Vec<T
     }
     let mut all: Vec<TaskInfo> = tasks
         .iter()
-        .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVES == 0)
+        .filter(|task| known.contains(&task.tid) && task.flags & TASK_SERVICE_FLAGS == 0)
         .cloned()
         .collect();
     // During a migration both hosts may report the task.
-    all.sort_by_key(|task| (task.tid, task.moving));
+    all.sort_by_key(|task| (task.tid, task.migrating));
     all.dedup_by_key(|task| task.tid);
     all
 }

@@ -1,7 +1,7 @@
 //! Queries of this daemon's internal state (`pvm_tickle`): lists for its log, and single numbers.
 
 use super::Machine;
-use sempa_proto::task::{Reply, TICKLE_WORDS_MAX};
+use sempa_proto::task::{DEBUG_QUERY_WORDS_MAX, Reply};
 use sempa_proto::{HostId, PvmError, RequestId, Tid};
 
 impl Machine {
@@ -19,8 +19,8 @@ impl Machine {
     /// | 7 | sets a window in PVM; without effect here |
     /// | 8 | declares a host lost |
     pub(super) fn debug_query(&mut self, tid: Tid, id: RequestId, words: &[i32]) {
-        if words.is_empty() || words.len() > TICKLE_WORDS_MAX {
-            let reason = format!("a question has 1 to {TICKLE_WORDS_MAX} numbers");
+        if words.is_empty() || words.len() > DEBUG_QUERY_WORDS_MAX {
+            let reason = format!("a question has 1 to {DEBUG_QUERY_WORDS_MAX} numbers");
             return self.fail(tid, id, PvmError::BadParam, reason);
         }
         let argument = words.get(1).copied().unwrap_or(0);

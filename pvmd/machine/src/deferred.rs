@@ -5,7 +5,7 @@
 
 use super::Machine;
 use sempa_proto::event::EventKind;
-use sempa_proto::sm::{SM_GRANT_TAKEN, Taken, pack_taken};
+use sempa_proto::sm::{PlacementLeaseUse, SM_PLACEMENT_LEASE_USED, pack_placement_lease_use};
 use sempa_proto::{Micros, Tid};
 
 /// Longest time for which work is deferred.
@@ -17,7 +17,11 @@ pub(super) enum DeferredAction {
     Record(Micros, EventKind),
     /// A report to a resource manager: tasks have taken places that it had leased under this wait
     /// id.
-    ReportTaken { rm: Tid, wid: i32, taken: Taken },
+    ReportTaken {
+        rm: Tid,
+        wid: i32,
+        taken: PlacementLeaseUse,
+    },
 }
 
 /// Deferred actions, in order. There are never more than follow from one event.
@@ -54,9 +58,13 @@ impl Machine {
         for duty in std::mem::take(&mut self.deferred.actions) {
             match duty {
                 DeferredAction::Record(at, kind) => self.record_at(at, kind),
-                DeferredAction::ReportTaken { rm, wid, taken } => {
-                    self.send_daemon_message(rm, 0, SM_GRANT_TAKEN, wid, pack_taken(&taken))
-                }
+                DeferredAction::ReportTaken { rm, wid, taken } => self.send_daemon_message(
+                    rm,
+                    0,
+                    SM_PLACEMENT_LEASE_USED,
+                    wid,
+                    pack_placement_lease_use(&taken),
+                ),
             }
         }
     }

@@ -181,7 +181,7 @@ impl Machine {
         // False if tasks end because their host, or the whole virtual machine, ends.
         let spontaneous = self.stop.is_none() && !self.is_leaving(host);
         match kind {
-            EventKind::DrainBegun { host, .. } => self.checkpoint_before_drain(host),
+            EventKind::DrainStarted { host, .. } => self.checkpoint_before_drain(host),
             EventKind::TaskerGone { host, .. } if spontaneous => {
                 self.roll_back_for_lost_tasker(host)
             }

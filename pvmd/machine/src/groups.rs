@@ -8,8 +8,8 @@
 use super::Machine;
 use super::rpc::RpcCaller;
 use sempa_proto::checkpoint::SavedGroup;
-use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, Meeting};
-use sempa_proto::host::Question;
+use sempa_proto::group::{ALL_MEMBERS, GroupInfo, GroupReply, GroupRequest, GroupState, GroupWait};
+use sempa_proto::host::HostRequest;
 use sempa_proto::task::{NAME_BYTES_MAX, Reply};
 use sempa_proto::{PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -41,9 +41,9 @@ struct Rendezvous {
 }
 
 impl Rendezvous {
-    fn info(&self) -> Meeting {
-        Meeting {
-            wanted: self.required as u32,
+    fn info(&self) -> GroupWait {
+        GroupWait {
+            required: self.required as u32,
             waiting: self.waiting.keys().copied().collect(),
         }
     }
@@ -152,7 +152,7 @@ impl Groups {
         let save = |(name, group): (&GroupName, &Group)| SavedGroup {
             name: name.to_vec(),
             state: group.state,
-            frozen: u32::try_from(group.frozen_size).unwrap_or(u32::MAX),
+            frozen_size: u32::try_from(group.frozen_size).unwrap_or(u32::MAX),
             members: group.members.iter().map(member).collect(),
         };
         let has_some = |group: &SavedGroup| group.members.iter().any(|tid| *tid != Tid::NONE);
@@ -183,7 +183,7 @@ impl Groups {
         for SavedGroup {
             name,
             state,
-            frozen,
+            frozen_size: frozen,
             members,
         } in saved
         {
@@ -597,7 +597,7 @@ impl Machine {
             // request.
             self.call_host_of_task(
                 tid,
-                Question::Watch { tid, watcher: tid },
+                HostRequest::Watch { tid, watcher: tid },
                 RpcCaller::GroupMember { tid },
             );
         }

@@ -25,13 +25,13 @@ use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer};
 use checkpoint_protocol::{Source, SourceEvent};
 use sempa_proto::event::EventKind;
-use sempa_proto::load::is_watcher;
-use sempa_proto::migration::{Cause, Failure, Refusal};
-use sempa_proto::owner::{Guests, GuestsWord, Leave, WHY_BYTES_MAX};
-use sempa_proto::table::TASK_SERVES;
+use sempa_proto::load::is_load_watcher;
+use sempa_proto::migration::{Failure, MigrationCause, Refusal};
+use sempa_proto::owner::{EvictionMode, GuestAccess, GuestDirective, REASON_BYTES_MAX};
+use sempa_proto::table::TASK_SERVICE_FLAGS;
 use sempa_proto::task::{Redirect, Reply, ResumeToken, ToTask};
-use sempa_proto::tasker::{Redirection, ToTasker};
-use sempa_proto::text::cut;
+use sempa_proto::tasker::{MemoryWrite, ToTasker};
+use sempa_proto::text::truncate;
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -69,7 +69,7 @@ pub(super) struct Pause {
 #[derive(Debug)]
 struct ActiveDirective {
     sender: Tid,
-    directive: GuestsWord,
+    directive: GuestDirective,
     received_at: Micros,
     /// Guests at the time of the directive.
     guests: Vec<Tid>,
@@ -107,7 +107,7 @@ impl OwnerControl {
 impl Task {
     /// True for a task that the virtual machine needs for its own operation.
     pub(super) fn is_service(&self) -> bool {
-        self.is_service || self.flags & TASK_SERVES != 0
+        self.is_service || self.flags & TASK_SERVICE_FLAGS != 0
     }
 
     /// True if the owner of the host may pause the task: it was spawned, has not exited and does
@@ -166,7 +166,12 @@ impl Machine {
 
     /// Handles a directive about guests, from a load watcher or from a program that the user has
     /// started from a command line.
-    pub(super) fn handle_guest_directive(&mut self, by: Tid, id: RequestId, mut word: GuestsWord) {
+    pub(super) fn handle_guest_directive(
+        &mut self,
+        by: Tid,
+        id: RequestId,
+        mut word: GuestDirective,
+    ) {
         if self
             .tasks
             .get(by)
@@ -176,29 +181,32 @@ impl Machine {
                           may say what guests may do on this host";
             return self.fail(by, id, PvmError::Denied, reason);
         }
-        word.why.truncate(cut(&word.why, WHY_BYTES_MAX).len());
+        word.reason
+            .truncate(truncate(&word.reason, REASON_BYTES_MAX).len());
         self.apply_directive(by, word);
         self.reply(by, id, Reply::Done);
     }
 
     /// Puts a directive into force.
-    pub(super) fn apply_directive(&mut self, by: Tid, word: GuestsWord) {
+    pub(super) fn apply_directive(&mut self, by: Tid, word: GuestDirective) {
         let watches = self
             .tasks
             .get(by)
-            .is_some_and(|task| task.is_service && is_watcher(&task.name));
+            .is_some_and(|task| task.is_service && is_load_watcher(&task.name));
         self.owner_control
             .owner_agents
             .record_directive(by, &word, watches);
-        match word.guests {
-            Guests::Welcome => self.resume_guests(&word.why),
-            Guests::Stopped { leave_at, .. } => {
+        match word.access {
+            GuestAccess::Welcome => self.resume_guests(&word.reason),
+            GuestAccess::Paused {
+                evict_at: leave_at, ..
+            } => {
                 let said = self
                     .owner_control
                     .active_directive
                     .as_ref()
-                    .map(|said| said.directive.guests);
-                if let Some(at) = leave_at.filter(|_| said != Some(word.guests)) {
+                    .map(|said| said.directive.access);
+                if let Some(at) = leave_at.filter(|_| said != Some(word.access)) {
                     self.set_timer(at.since(self.unix_time), Timer::Eviction);
                 }
                 match &mut self.owner_control.active_directive {
@@ -209,9 +217,9 @@ impl Machine {
         }
     }
 
-    fn pause_guests(&mut self, sender: Tid, directive: GuestsWord) {
-        self.log(format!("guests are stopped: {}", directive.why));
-        let why = directive.why.clone();
+    fn pause_guests(&mut self, sender: Tid, directive: GuestDirective) {
+        self.log(format!("guests are stopped: {}", directive.reason));
+        let why = directive.reason.clone();
         let here: Vec<Tid> = self
             .tasks
             .live
@@ -277,7 +285,7 @@ impl Machine {
         let guests = guests
             .filter(|tid| self.tasks.get(*tid).is_some_and(|t| t.suspension.is_none()))
             .collect();
-        self.record(EventKind::GuestsContinued {
+        self.record(EventKind::GuestsResumed {
             host: self.config.host,
             guests,
             why: why.to_string(),
@@ -316,12 +324,12 @@ impl Machine {
         let (guests, took, why) = (
             said.guests.clone(),
             now.since(said.received_at),
-            said.directive.why.clone(),
+            said.directive.reason.clone(),
         );
-        self.record(EventKind::GuestsStopped {
+        self.record(EventKind::GuestsPaused {
             host,
             guests,
-            took,
+            duration: took,
             why,
         });
     }
@@ -330,7 +338,7 @@ impl Machine {
     pub(super) fn forget_guest(&mut self, task: &Task) {
         for id in task.pause.iter().flat_map(|still| &still.resume_ids) {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.token(*id),
+                path: self.config.paths.resume_token(*id),
             });
         }
         self.mark_paused(task.tid);
@@ -343,10 +351,10 @@ impl Machine {
     /// wants them migrated, the resource manager does that.
     pub(super) fn evict_guests(&mut self) {
         let unix = self.unix_time;
-        let due = |said: &&mut ActiveDirective| match said.directive.guests {
-            Guests::Stopped {
-                leave_at: Some(at),
-                then: Leave::Kill,
+        let due = |said: &&mut ActiveDirective| match said.directive.access {
+            GuestAccess::Paused {
+                evict_at: Some(at),
+                eviction: EvictionMode::Kill,
             } => at <= unix && !said.exit_requested,
             _ => false,
         };
@@ -354,7 +362,7 @@ impl Machine {
             return;
         };
         said.exit_requested = true;
-        let why = said.directive.why.clone();
+        let why = said.directive.reason.clone();
         let guests: Vec<Tid> = self
             .tasks
             .live
@@ -454,9 +462,9 @@ impl Machine {
             .filter(|_| quiescing)
             .and_then(|task| self.pause_deadline(task));
         let left = by.map(|by| by.since(self.now));
-        self.send_to_tasker(ToTasker::Hold {
+        self.send_to_tasker(ToTasker::Pause {
             tid,
-            after: left.unwrap_or_default(),
+            run_for: left.unwrap_or_default(),
         });
     }
 
@@ -469,7 +477,7 @@ impl Machine {
                     | u64::from(self.config.host.index()) << 40
                     | self.owner_control.last_pause,
             );
-            (id, vec![self.config.paths.token(id)])
+            (id, vec![self.config.paths.resume_token(id)])
         });
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
@@ -496,7 +504,7 @@ impl Machine {
         let Some(still) = &mut task.pause else {
             if task.graceful_exit.is_some() {
                 // The task was only allowed to run for a limited time, to exit.
-                self.send_to_tasker(ToTasker::GoOn { tid });
+                self.send_to_tasker(ToTasker::Resume { tid });
             }
             return;
         };
@@ -508,7 +516,7 @@ impl Machine {
             ids.into_iter().for_each(|id| self.write_resume_token(id));
         }
         // A task that a migration controls stays stopped.
-        self.send_to_tasker(ToTasker::GoOn { tid });
+        self.send_to_tasker(ToTasker::Resume { tid });
     }
 
     /// Resumes an arriving task that was marked to be paused.
@@ -519,7 +527,7 @@ impl Machine {
         if let Some(migration) = arrival.end_pause() {
             self.write_resume_token(migration);
         }
-        self.send_to_tasker(ToTasker::GoOn { tid });
+        self.send_to_tasker(ToTasker::Resume { tid });
     }
 
     /// Pauses an arriving task that may already run.
@@ -531,7 +539,10 @@ impl Machine {
             .filter(|a| a.run_ordered && !a.paused)
         {
             arrival.paused = true;
-            self.send_to_tasker(ToTasker::Hold { tid, after });
+            self.send_to_tasker(ToTasker::Pause {
+                tid,
+                run_for: after,
+            });
         }
     }
 
@@ -562,7 +573,7 @@ impl Machine {
         };
         for id in &still.resume_ids {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.token(*id),
+                path: self.config.paths.resume_token(*id),
             });
         }
         if ending {
@@ -622,7 +633,7 @@ impl Machine {
         let still = self.tasks.get_mut(tid).and_then(|task| task.pause.take());
         for id in still.into_iter().flat_map(|still| still.resume_ids) {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.token(id),
+                path: self.config.paths.resume_token(id),
             });
         }
         self.report_if_all_paused();
@@ -653,9 +664,9 @@ impl Machine {
                 .get(tid)
                 .is_some_and(|t| t.pause.is_some() && !t.is_exiting())
         {
-            self.send_to_tasker(ToTasker::Hold {
+            self.send_to_tasker(ToTasker::Pause {
                 tid,
-                after: Micros::default(),
+                run_for: Micros::default(),
             });
             // A migration may have waited for that.
             self.start_queued_migration(tid);
@@ -689,10 +700,10 @@ impl Machine {
     /// Allows a paused guest to run until its library has quiesced.
     pub(super) fn resume_to_quiesce(&mut self, tid: Tid) {
         if self.must_pause(tid) {
-            self.send_to_tasker(ToTasker::Ease {
+            self.send_to_tasker(ToTasker::ResumeToQuiesce {
                 tid,
-                alone: LIBRARY_ONLY_TIMEOUT,
-                after: RESUME_TO_QUIESCE_TIMEOUT,
+                library_only_for: LIBRARY_ONLY_TIMEOUT,
+                run_for: RESUME_TO_QUIESCE_TIMEOUT,
             });
         }
     }
@@ -702,9 +713,9 @@ impl Machine {
     pub(super) fn stop_for_migration(&mut self, id: MigrationId, tid: Tid) {
         let memory_write = self.tasks.get(tid).and_then(|task| {
             let (migration, tokens) = task.pause.as_ref()?.pending_migration.clone()?;
-            let bytes = Redirect { migration, tokens }.in_memory();
-            Some(bytes.map(|bytes| Redirection {
-                place: task.redirect_address,
+            let bytes = Redirect { migration, tokens }.encode();
+            Some(bytes.map(|bytes| MemoryWrite {
+                address: task.redirect_address,
                 bytes,
             }))
         });
@@ -712,7 +723,7 @@ impl Machine {
             Ok(memory_write) => self.send_to_tasker(ToTasker::Stop {
                 migration: id,
                 tid,
-                redirection: memory_write,
+                memory_write,
             }),
             Err(why) => self.source_event(id, SourceEvent::Stopped(Err(Failure::Engine(why)))),
         }
@@ -763,9 +774,9 @@ impl Machine {
         };
         still.pending_migration = None;
         if stopped {
-            self.send_to_tasker(ToTasker::Hold {
+            self.send_to_tasker(ToTasker::Pause {
                 tid,
-                after: Micros::default(),
+                run_for: Micros::default(),
             });
             // Nothing remains to be done for the migration.
             self.source_event(id, SourceEvent::Reconnected);
@@ -790,9 +801,9 @@ impl Machine {
     pub(super) fn free_slots_for(&self, tid: Tid, program: &str) -> Result<usize, Refusal> {
         let host = self.config.host;
         match &self.owner_control.active_directive {
-            Some(said) => Err(Refusal::OwnerThere {
+            Some(said) => Err(Refusal::OwnerPresent {
                 host,
-                why: said.directive.why.clone(),
+                why: said.directive.reason.clone(),
             }),
             None => self
                 .free_slots_by_limits(tid, program)
@@ -807,7 +818,7 @@ impl Machine {
             .owner_control
             .owner_agents
             .limits()
-            .find_map(|limits| limits.blocked(program))
+            .find_map(|limits| limits.blocking_pattern(program))
         {
             return Err(format!("its owner lets nobody run {pattern}"));
         }
@@ -815,14 +826,14 @@ impl Machine {
             .owner_control
             .owner_agents
             .limits()
-            .filter_map(|limits| limits.cores)
+            .filter_map(|limits| limits.guests_max)
             .min()
         else {
             return Ok(usize::MAX);
         };
         // A task that is dumped for a checkpoint does not leave.
         let leaves = |source: &&Source| {
-            source.buffers_incoming() && source.migration().cause != Cause::Checkpoint
+            source.buffers_incoming() && source.migration().cause != MigrationCause::Checkpoint
         };
         let leaving: BTreeSet<Tid> = self
             .migrations
@@ -857,10 +868,10 @@ impl Machine {
         let place = &self.config.paths;
         let token = ResumeToken {
             migration,
-            socket: place.socket(),
+            socket: place.daemon_socket(),
         };
         self.outputs.push_back(Output::WriteToken {
-            path: place.token(migration),
+            path: place.resume_token(migration),
             token,
         });
     }

@@ -11,7 +11,7 @@
 use super::tasks::Task;
 use super::{Machine, Output, Timer};
 use sempa_proto::host::HostMsg;
-use sempa_proto::task::AtEnd;
+use sempa_proto::task::OnDaemonExit;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeSet;
@@ -97,7 +97,7 @@ impl Machine {
     /// their calls to fail instead.
     fn signal_unspawned_tasks(&mut self) {
         let wants = |t: &&Task| {
-            !t.is_spawned() && (t.tasker.is_some() || t.on_daemon_exit == AtEnd::Signalled)
+            !t.is_spawned() && (t.tasker.is_some() || t.on_daemon_exit == OnDaemonExit::Terminate)
         };
         let conns: Vec<_> = self
             .tasks

@@ -14,9 +14,9 @@ use super::restart_engine::ExitStage;
 use super::tasks::Task;
 use super::{Machine, Output};
 use bytes::Bytes;
-use sempa_proto::host::Held;
-use sempa_proto::link::{LinkFrame, LinkKind, Talk};
-use sempa_proto::task::{LinkMark, Successor, ToTask};
+use sempa_proto::host::PendingItem;
+use sempa_proto::link::{LinkFrame, LinkKind, LinkState};
+use sempa_proto::task::{ProcessHandoff, SendWatermark, ToTask};
 use sempa_proto::{Message, MigrationId, Tid};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -24,11 +24,11 @@ use std::collections::{BTreeMap, VecDeque};
 #[derive(Debug, Default)]
 pub(super) struct HandoffLog {
     incarnation: u16,
-    links: BTreeMap<Tid, Talk>,
+    links: BTreeMap<Tid, LinkState>,
     /// Fragments of messages that the process has received only partially.
     partial_messages: Vec<Bytes>,
     /// Notifications that wait for the last messages of peers.
-    deferred_notifications: Vec<(LinkMark, Message)>,
+    deferred_notifications: Vec<(SendWatermark, Message)>,
     /// Frames of complete messages that the process has sent and no peer is known to have received.
     unacknowledged: Vec<Bytes>,
     /// Per receiver, the first fragments of a message whose last one has not arrived.
@@ -36,9 +36,9 @@ pub(super) struct HandoffLog {
 }
 
 /// Returns the notifications as items for the task.
-fn notification_items(later: Vec<(LinkMark, Message)>) -> impl Iterator<Item = Held> {
+fn notification_items(later: Vec<(SendWatermark, Message)>) -> impl Iterator<Item = PendingItem> {
     later.into_iter().map(|(mark, message)| {
-        Held::Item(ToTask::Deliver {
+        PendingItem::Control(ToTask::Deliver {
             message,
             after: Some(mark),
         })
@@ -61,9 +61,9 @@ impl HandoffLog {
         let link = self
             .links
             .entry(frame.dst)
-            .or_insert_with(|| Talk::new(frame.dst, frame.line));
-        if frame.seq + 1 == link.end + complete.len() as u64 {
-            link.end = frame.seq + 1;
+            .or_insert_with(|| LinkState::new(frame.dst, frame.incarnation));
+        if frame.seq + 1 == link.end_seq + complete.len() as u64 {
+            link.end_seq = frame.seq + 1;
             self.unacknowledged.extend(complete.iter().cloned());
         }
         complete
@@ -74,25 +74,25 @@ impl HandoffLog {
     pub(super) fn into_handoff(
         self,
         count: u32,
-        waiting: VecDeque<Held>,
-    ) -> (Successor, Vec<Held>, Vec<Held>) {
+        waiting: VecDeque<PendingItem>,
+    ) -> (ProcessHandoff, Vec<PendingItem>, Vec<PendingItem>) {
         // The process that made the requests has ended.
         let waiting = waiting
             .into_iter()
-            .filter(|held| !matches!(held, Held::Item(ToTask::Reply { .. })));
+            .filter(|held| !matches!(held, PendingItem::Control(ToTask::Reply { .. })));
         let first = self
             .unacknowledged
             .into_iter()
             .chain(self.partial_messages)
-            .map(Held::Link);
+            .map(PendingItem::Frame);
         let left = first
             .chain(notification_items(self.deferred_notifications))
             .collect();
         (
-            Successor {
-                line: self.incarnation,
-                count,
-                talks: self.links.into_values().collect(),
+            ProcessHandoff {
+                incarnation: self.incarnation,
+                restart_count: count,
+                links: self.links.into_values().collect(),
             },
             left,
             waiting.collect(),
@@ -102,13 +102,13 @@ impl HandoffLog {
 
 impl Task {
     /// True for an item that the old process may still receive.
-    pub(super) fn accepts_during_handoff(&self, held: &Held) -> bool {
+    pub(super) fn accepts_during_handoff(&self, held: &PendingItem) -> bool {
         // A library that must reconnect first has quiesced, or is about to.
         let is_connected = self
             .graceful_exit
             .is_some_and(|ending| ending.stage != ExitStage::Reconnecting)
             && self.is_exiting();
-        is_connected && matches!(held, Held::Item(ToTask::Reply { .. }))
+        is_connected && matches!(held, PendingItem::Control(ToTask::Reply { .. }))
     }
 }
 
@@ -132,7 +132,7 @@ impl Machine {
         }
         self.outputs.push_back(Output::ToTask {
             conn,
-            message: ToTask::TakeNothing { by },
+            message: ToTask::PrepareExit { migration: by },
         });
     }
 
@@ -141,7 +141,7 @@ impl Machine {
         &mut self,
         tid: Tid,
         by: MigrationId,
-        link_states: (u16, Vec<Talk>, Vec<(LinkMark, Message)>),
+        link_states: (u16, Vec<LinkState>, Vec<(SendWatermark, Message)>),
     ) {
         let (incarnation, talks, deferred_notifications) = link_states;
         let Some(task) = self.tasks.get_mut(tid) else {
@@ -164,7 +164,8 @@ impl Machine {
                     );
                 });
         }
-        let links: BTreeMap<Tid, Talk> = talks.into_iter().map(|talk| (talk.peer, talk)).collect();
+        let links: BTreeMap<Tid, LinkState> =
+            talks.into_iter().map(|talk| (talk.peer, talk)).collect();
         task.handoff_log = Some(Box::new(HandoffLog {
             incarnation,
             links,
@@ -244,9 +245,9 @@ impl Machine {
 
     fn record_and_forward(&mut self, frame: &LinkFrame, bytes: Bytes) {
         if let (LinkKind::Data { .. }, Some(task)) = (frame.kind, self.tasks.get_mut(frame.src)) {
-            task.raise_watermarks([LinkMark {
+            task.raise_watermarks([SendWatermark {
                 peer: frame.dst,
-                end: frame.seq.saturating_add(1),
+                end_seq: frame.seq.saturating_add(1),
             }]);
         }
         self.forward_link(frame.src, frame.dst, bytes);

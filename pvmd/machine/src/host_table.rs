@@ -14,9 +14,9 @@ impl Machine {
     /// Handles a control message of another daemon. Orders are accepted only from the master.
     pub(super) fn handle_host_message(&mut self, host: HostId, message: HostMsg) {
         match message {
-            HostMsg::Prepare { .. }
-            | HostMsg::Commit { .. }
-            | HostMsg::Located(_)
+            HostMsg::PrepareTable { .. }
+            | HostMsg::CommitTable { .. }
+            | HostMsg::TaskLocation(_)
             | HostMsg::Halt { .. }
             | HostMsg::Shutdown
             | HostMsg::Rm { .. }
@@ -24,7 +24,7 @@ impl Machine {
             | HostMsg::EndTasks { .. }
             | HostMsg::SuspendDecided { .. }
             | HostMsg::DropCopies { .. }
-            | HostMsg::Order { .. } => {
+            | HostMsg::MigrationOrder { .. } => {
                 if host == HostId::MASTER {
                     self.handle_master_order(message);
                 } else {
@@ -33,69 +33,74 @@ impl Machine {
                     ));
                 }
             }
-            HostMsg::Prepared { epoch } => self.handle_change_ack(host, epoch, false),
-            HostMsg::Committed { epoch } => self.handle_change_ack(host, epoch, true),
-            HostMsg::LocatedAck { tid, epoch } => self.location_acknowledged(host, tid, epoch),
+            HostMsg::TablePrepared { epoch } => self.handle_change_ack(host, epoch, false),
+            HostMsg::TableCommitted { epoch } => self.handle_change_ack(host, epoch, true),
+            HostMsg::TaskLocationAck { tid, epoch } => self.location_acknowledged(host, tid, epoch),
             HostMsg::Leaving { why } => self.handle_host_leaving(host, &why),
-            HostMsg::Request { tid, id, what } if self.master.is_some() => {
-                self.handle_master_request(tid, id, what)
-            }
-            HostMsg::Request { tid, .. } => {
+            HostMsg::TaskRequest {
+                tid,
+                id,
+                request: what,
+            } if self.master.is_some() => self.handle_master_request(tid, id, what),
+            HostMsg::TaskRequest { tid, .. } => {
                 self.log(format!(
                     "{host} sent a request of {tid} for the master here; it was dropped"
                 ));
             }
-            HostMsg::Ask { id, question } => {
-                self.serve_host_request(super::rpc::ReplyAddress { host, id }, question)
-            }
-            HostMsg::Answer { id, answer } => self.handle_host_reply(host, id, answer),
+            HostMsg::HostRequest {
+                id,
+                request: question,
+            } => self.serve_host_request(super::rpc::ReplyAddress { host, id }, question),
+            HostMsg::HostReply { id, reply: answer } => self.handle_host_reply(host, id, answer),
             HostMsg::Message(message) => self.handle_daemon_message(message),
             HostMsg::Event { at, kind } => self.append_event(host, at, kind),
             HostMsg::TaskOutput { tid, bytes } if self.master.is_some() => {
                 self.log_output(tid, bytes)
             }
             HostMsg::TaskOutput { .. } => {}
-            HostMsg::Left { tid } => self.remove_from_services(tid),
-            HostMsg::Report { migration, report } => {
+            HostMsg::TaskLeft { tid } => self.remove_from_services(tid),
+            HostMsg::StepReport { migration, report } => {
                 self.handle_step_report(host, migration, report)
             }
-            HostMsg::SuspendMoving {
+            HostMsg::SuspendMigrating {
                 migration,
                 id,
                 order,
             } => self.pass_suspend_to_coordinator(host, migration, id, &order),
-            HostMsg::CopyKept {
+            HostMsg::CopyStored {
                 migration,
-                set,
+                checkpoint: set,
                 result,
             } => self.handle_copy_stored(host, migration, set, result),
-            HostMsg::ToldToEnd { tid, signal } => self.note_end_signal(tid, signal),
+            HostMsg::EndSignalSent { tid, signal } => self.note_end_signal(tid, signal),
         }
     }
 
     fn handle_master_order(&mut self, message: HostMsg) {
         match message {
-            HostMsg::Prepare {
+            HostMsg::PrepareTable {
                 table,
                 locations,
                 rm,
-                spared,
+                reserved_ids_max: spared,
             } => self.prepare_table(table, locations, rm, spared),
-            HostMsg::Commit { epoch } => self.commit_table(epoch),
-            HostMsg::Located(location) => self.handle_location(location),
+            HostMsg::CommitTable { epoch } => self.commit_table(epoch),
+            HostMsg::TaskLocation(location) => self.handle_location(location),
             HostMsg::Halt { why } => self.shut_down_orderly(&why),
             HostMsg::Shutdown => self.shut_down_now("the master says so"),
-            HostMsg::DropCopies { sets: checkpoints } => self
+            HostMsg::DropCopies { checkpoints } => self
                 .outputs
                 .push_back(Output::DropCheckpoints { checkpoints }),
             HostMsg::Rm { rm } => self.set_vm_rm(rm),
             HostMsg::Tracer { tracer } => self.set_tracer(tracer),
-            HostMsg::EndTasks { spare } => self.end_tasks(&spare),
-            HostMsg::Order { of, order } => self.handle_migration_order(of, order),
+            HostMsg::EndTasks { except } => self.end_tasks(&except),
+            HostMsg::MigrationOrder { migration, order } => {
+                self.handle_migration_order(migration, order)
+            }
             HostMsg::SuspendDecided {
                 migration,
                 id,
-                suspended,
+                suspensions: suspended,
             } => self.handle_suspend_decision(migration, id, suspended),
             _ => {}
         }
@@ -127,21 +132,21 @@ impl Machine {
         }
         self.tasks.reserve_ids_up_to(reserved_ids_max);
         for location in locations {
-            if location.tid.home() == Some(self.config.host) {
-                self.tasks.reserve_ids_up_to(location.tid.local());
+            if location.tid.birth_host() == Some(self.config.host) {
+                self.tasks.reserve_ids_up_to(location.tid.local_part());
             }
             self.locations.update(location);
         }
         self.set_vm_rm(rm);
         self.prepared_table = Some(table);
-        self.send_to_host(HostId::MASTER, HostMsg::Prepared { epoch });
+        self.send_to_host(HostId::MASTER, HostMsg::TablePrepared { epoch });
     }
 
     fn commit_table(&mut self, epoch: Epoch) {
         match self.prepared_table.take_if(|table| table.epoch == epoch) {
             Some(table) => {
                 self.apply_table(table);
-                self.send_to_host(HostId::MASTER, HostMsg::Committed { epoch });
+                self.send_to_host(HostId::MASTER, HostMsg::TableCommitted { epoch });
             }
             None => self.log(format!(
                 "the host table of epoch {epoch} was not prepared here; it was refused"

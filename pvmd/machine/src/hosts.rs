@@ -503,7 +503,7 @@ impl Machine {
             AddRequester::HostFile { refused } => {
                 let joined = added.iter().filter(|added| added.result.is_ok()).count() as u32;
                 let refused = refused + added.len() as u32 - joined;
-                self.record(EventKind::HostFileDone {
+                self.record(EventKind::HostFileProcessed {
                     added: joined,
                     refused,
                 });
@@ -631,11 +631,11 @@ impl Machine {
             let spared = self.reserved_ids_of(*host);
             self.send_to_host(
                 *host,
-                HostMsg::Prepare {
+                HostMsg::PrepareTable {
                     table: table.clone(),
                     locations,
                     rm: self.rm.vm_wide,
-                    spared,
+                    reserved_ids_max: spared,
                 },
             );
         }
@@ -693,7 +693,7 @@ impl Machine {
             .collect();
         let (waiting, epoch) = (change.awaited_hosts.clone(), table.epoch);
         for host in waiting {
-            self.send_to_host(host, HostMsg::Commit { epoch });
+            self.send_to_host(host, HostMsg::CommitTable { epoch });
         }
         let names: BTreeMap<HostId, String> = self
             .table

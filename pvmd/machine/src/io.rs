@@ -7,12 +7,14 @@
 
 use bytes::Bytes;
 use checkpoint_protocol::SnapshotId;
-use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
-use sempa_proto::host::PartRecord;
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::checkpoint::{
+    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection,
+};
+use sempa_proto::host::SavedTask;
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::ids::{HostId, Micros, MigrationId, RequestId};
 use sempa_proto::migration::{Failure, Step};
-use sempa_proto::route::RouteWord;
+use sempa_proto::route::RouteMsg;
 use sempa_proto::task::{ResumeToken, ToDaemon, ToTask};
 use sempa_proto::tasker::{DumpReport, FromTasker, ToTasker};
 use sempa_proto::{PvmError, Tid};
@@ -144,7 +146,7 @@ pub enum Event {
     TaskRoute {
         conn: ConnId,
         to: Tid,
-        message: RouteWord,
+        message: RouteMsg,
         /// As many as the message announces.
         descriptors: Descriptors,
     },
@@ -173,7 +175,7 @@ pub enum Event {
     /// A message on the data channel from another daemon, for a task of this host.
     HostData {
         host: HostId,
-        message: Carried,
+        message: DataMsg,
     },
     /// The session has ended, or the host was silent for the lease.
     HostLost {
@@ -239,12 +241,12 @@ pub enum Event {
     CheckpointOpened {
         /// Id from the request.
         restart: u64,
-        result: Result<SetMeta, String>,
+        result: Result<CheckpointMeta, String>,
     },
     /// Result of [`Output::ReadPart`]: daemon state that is stored next to the images.
     PartRead {
         migration: MigrationId,
-        result: Result<PartRecord, Failure>,
+        result: Result<SavedTask, Failure>,
     },
     /// Result of [`Output::CollectState`]: number of bytes and files.
     StateCollected {
@@ -266,7 +268,7 @@ pub enum Event {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        result: Result<Removed, String>,
+        result: Result<RemovalResults, String>,
     },
     /// The store has removed these checkpoints to stay within its limits, or because their jobs
     /// ended long ago.
@@ -278,7 +280,7 @@ pub enum Event {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        result: Result<Vec<SetEntry>, String>,
+        result: Result<Vec<CheckpointEntry>, String>,
     },
     /// A peer without a certificate of this virtual machine was rejected.
     Unauthenticated {
@@ -334,7 +336,7 @@ pub enum Output {
     /// messages may not.
     SendData {
         host: HostId,
-        message: Carried,
+        message: DataMsg,
     },
     /// Maintain a session with this host: dial until one is established, and again when it breaks,
     /// until [`Output::Disconnect`].
@@ -428,7 +430,7 @@ pub enum Output {
     UploadPart {
         migration: MigrationId,
         /// State that this daemon has of the task.
-        record: Box<PartRecord>,
+        record: Box<SavedTask>,
         /// The master; `None` on the master itself.
         to: Option<HostId>,
     },
@@ -474,7 +476,7 @@ pub enum Output {
     /// Master: complete a checkpoint. → [`Event::CheckpointSealed`]
     SealCheckpoint {
         snapshot: SnapshotId,
-        meta: Box<SetMeta>,
+        meta: Box<CheckpointMeta>,
         /// Names of checkpoints that must not be removed to make room.
         protected: Vec<String>,
     },
@@ -517,11 +519,11 @@ pub enum Output {
         /// Task that sent the request.
         tid: Tid,
         id: RequestId,
-        selection: Unwanted,
+        selection: RemovalSelection,
         /// Include checkpoints of other virtual machines.
         include_foreign: bool,
         /// Checkpoints that must stay, with the reason.
-        refused: BTreeMap<String, Stays>,
+        refused: BTreeMap<String, RemovalRefusal>,
     },
     /// Master: send a copy of a checkpoint to this host, which expects it. → [`Event::ImagesSent`],
     /// on that host [`Event::ImagesReceived`]

@@ -79,7 +79,7 @@ pub use io::{ConnId, Event, HostPlan, Output, StartId, StartedHost, World};
 
 use checkpoint_protocol::{SourceEvent, TargetEvent};
 use sempa_proto::event::EventKind;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
@@ -111,7 +111,7 @@ pub struct MachineConfig {
     /// Commands that start a tasker, a tracer and a hoster, split into words.
     pub server_commands: Vec<Vec<String>>,
     /// Paths of the daemon's socket and files.
-    pub paths: Place,
+    pub paths: RuntimePaths,
     pub hostfile: Vec<String>,
     /// Highest task number of each host that occurs in a checkpoint. New tasks get higher numbers
     /// (master only).
@@ -448,13 +448,19 @@ impl Machine {
                     task.pid = pid;
                 }
             }
-            FromTasker::ExpectsEnd { tid } => self.send_exit_message(tid),
-            FromTasker::NotAsked { tid, why } => self.handle_exit_not_requested(tid, why),
+            FromTasker::ExitExpected { tid } => self.send_exit_message(tid),
+            FromTasker::ExitNotRequested { tid, why } => self.handle_exit_not_requested(tid, why),
             FromTasker::StartFailed { tid, why } => self.start_failed(tid, &why),
             FromTasker::Output { tid, bytes } => self.task_output(tid, bytes),
-            FromTasker::Held { tid } => self.handle_guest_paused(tid),
-            FromTasker::Seen { question, result } => self.tasker_inspected(question, result),
-            FromTasker::Judged { question, verdict } => self.tasker_judged(question, verdict),
+            FromTasker::Paused { tid } => self.handle_guest_paused(tid),
+            FromTasker::QueryInspected {
+                query: question,
+                result,
+            } => self.tasker_inspected(question, result),
+            FromTasker::QueryJudged {
+                query: question,
+                verdict,
+            } => self.tasker_judged(question, verdict),
             FromTasker::Exited { tid, status, used } => self.process_exited(tid, status, used),
             message => self.handle_tasker_migration_message(message),
         }

@@ -6,7 +6,7 @@
 //! stored. A checkpoint saves the entries that its tasks own, and a restart stores them again.
 
 use super::Machine;
-use sempa_proto::checkpoint::{SAVED_MAILBOX_BYTES_MAX, SavedEntry};
+use sempa_proto::checkpoint::{SAVED_MAILBOX_BYTES_MAX, SavedMailboxEntry};
 use sempa_proto::task::{MailboxClass, MailboxRequest, NAME_BYTES_MAX, Reply};
 use sempa_proto::{Message, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
@@ -217,7 +217,7 @@ impl Mailbox {
     ///
     /// # Errors
     /// The size of the entries in bytes, if it exceeds [`SAVED_MAILBOX_BYTES_MAX`].
-    pub(super) fn entries_of(&self, tasks: &[Tid]) -> Result<Vec<SavedEntry>, usize> {
+    pub(super) fn entries_of(&self, tasks: &[Tid]) -> Result<Vec<SavedMailboxEntry>, usize> {
         let tasks: BTreeSet<Tid> = tasks.iter().copied().collect();
         let all = self
             .classes
@@ -233,7 +233,7 @@ impl Mailbox {
         if bytes > SAVED_MAILBOX_BYTES_MAX {
             return Err(bytes);
         }
-        let save = |(name, index, entry): (&String, &i32, &MailboxEntry)| SavedEntry {
+        let save = |(name, index, entry): (&String, &i32, &MailboxEntry)| SavedMailboxEntry {
             name: name.clone(),
             index: *index,
             owner: entry.owner,
@@ -246,14 +246,14 @@ impl Mailbox {
     /// Returns the class and index of each saved entry that conflicts with an entry of another
     /// owner. Entries without an owner do not conflict: the saved tasks themselves may have left
     /// them.
-    pub(super) fn conflicts(&self, saved: &[SavedEntry]) -> Vec<String> {
+    pub(super) fn conflicts(&self, saved: &[SavedMailboxEntry]) -> Vec<String> {
         let taken = saved.iter().filter(|entry| self.is_conflict(entry));
         taken
             .map(|entry| format!("{} {}", entry.name, entry.index))
             .collect()
     }
 
-    fn is_conflict(&self, entry: &SavedEntry) -> bool {
+    fn is_conflict(&self, entry: &SavedMailboxEntry) -> bool {
         let existing = self
             .classes
             .get(&entry.name)
@@ -263,7 +263,7 @@ impl Mailbox {
     }
 
     /// True if all these entries can be added within the limits.
-    pub(super) fn has_room_for(&self, saved: &[SavedEntry]) -> bool {
+    pub(super) fn has_room_for(&self, saved: &[SavedMailboxEntry]) -> bool {
         let bytes: usize = saved.iter().map(|entry| entry.message.body.len()).sum();
         self.entries + saved.len() <= MAILBOX_ENTRIES_MAX
             && self.stored_bytes + bytes <= MAILBOX_BYTES_MAX
@@ -271,12 +271,12 @@ impl Mailbox {
 
     /// Stores saved entries again. An entry that another owner has stored in the meantime is not
     /// replaced.
-    fn restore(&mut self, saved: Vec<SavedEntry>) {
+    fn restore(&mut self, saved: Vec<SavedMailboxEntry>) {
         for entry in saved {
             if self.is_conflict(&entry) {
                 continue;
             }
-            let SavedEntry {
+            let SavedMailboxEntry {
                 name,
                 index,
                 owner,
@@ -401,7 +401,7 @@ impl Machine {
     }
 
     /// Stores the entries of tasks that are restarted from a checkpoint. Only the master does this.
-    pub(super) fn restore_mailbox(&mut self, saved: Vec<SavedEntry>) {
+    pub(super) fn restore_mailbox(&mut self, saved: Vec<SavedMailboxEntry>) {
         let Some(master) = &mut self.master else {
             return;
         };

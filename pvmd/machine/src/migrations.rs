@@ -20,14 +20,15 @@ use checkpoint_protocol::{
 };
 use sempa_proto::engine::Engine;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::PartRecord;
+use sempa_proto::host::SavedTask;
 use sempa_proto::host::{HostMsg, Location};
 use sempa_proto::migration::{
-    Cause, Failure, Move, Order, Parting, Refusal, Report, Step, TaskFacts, Usage,
+    Failure, FinalSourceState, Migration, MigrationCause, MigrationOrder, Refusal, Step,
+    StepReport, TaskFacts, Usage,
 };
 use sempa_proto::suspend;
-use sempa_proto::table::TASK_SERVES;
-use sempa_proto::task::{LinkMark, MoveError, Reply, ToTask};
+use sempa_proto::table::TASK_SERVICE_FLAGS;
+use sempa_proto::task::{MigrationError, Reply, SendWatermark, ToTask};
 use sempa_proto::tasker::{FromTasker, ToTasker};
 use sempa_proto::{Epoch, HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,11 +43,11 @@ pub(super) struct LocalMigrations {
     /// Parts of checkpoints whose tasks have received the replies to their requests.
     pub(super) settled_parts: Vec<MigrationId>,
     /// Records of tasks, taken while all tasks of their jobs were paused.
-    pub(super) part_records: BTreeMap<MigrationId, Box<PartRecord>>,
+    pub(super) part_records: BTreeMap<MigrationId, Box<SavedTask>>,
     targets: BTreeMap<MigrationId, Target>,
     /// Migrations whose task has exited here while its images were being transferred. The
     /// coordinator has not decided yet whether the task has ended.
-    undecided_exits: BTreeMap<MigrationId, Move>,
+    undecided_exits: BTreeMap<MigrationId, Migration>,
     pub(super) arrivals: BTreeMap<Tid, ArrivingTask>,
     pub(super) forwarding: BTreeMap<Tid, Forwarding>,
     pub(super) unconfirmed_transfers: BTreeMap<Tid, ForwardedItems>,
@@ -83,11 +84,13 @@ impl Machine {
         id: RequestId,
         tid: Tid,
         to: &str,
-        cause: Option<Cause>,
+        cause: Option<MigrationCause>,
         wait: bool,
     ) {
         let started = self.resolve_migration(tid, to).and_then(|(from, to)| {
-            let cause = cause.unwrap_or(Cause::Asked { by: requester });
+            let cause = cause.unwrap_or(MigrationCause::Requested {
+                requested_by: requester,
+            });
             let now = self.now;
             self.admit_migration(tid, &cause)?;
             let master = self
@@ -105,13 +108,13 @@ impl Machine {
                     master.migrations.waiters.insert(migration, (requester, id));
                 }
             }
-            Ok(migration) => self.reply(requester, id, Reply::MoveStarted(migration)),
+            Ok(migration) => self.reply(requester, id, Reply::MigrationStarted(migration)),
             Err(refusal) if wait => {
-                let error = MoveError {
+                let error = MigrationError {
                     step: Step::Inspect,
                     why: Failure::Refused(vec![refusal]),
                 };
-                self.reply(requester, id, Reply::Moved(Err(error)));
+                self.reply(requester, id, Reply::Migrated(Err(error)));
             }
             Err(refusal) => {
                 let reason = format!("{tid} was not moved to {to}: {refusal}");
@@ -151,7 +154,7 @@ impl Machine {
                 migration: of,
                 order,
             } => self.send_migration_order(host, of, order),
-            CoordinatorOutput::RecordLocation(Move { id, tid, to, .. }) => {
+            CoordinatorOutput::RecordLocation(Migration { id, tid, to, .. }) => {
                 self.outputs.push_back(Output::RecordMigration {
                     migration: id,
                     tid,
@@ -161,7 +164,7 @@ impl Machine {
             CoordinatorOutput::AnnounceLocation(of) => self.publish_location(&of),
             CoordinatorOutput::LogEvent(kind) => {
                 // Neither end reports this step.
-                if let EventKind::Moving {
+                if let EventKind::MigrationStep {
                     tid,
                     step: Step::Commit,
                     ..
@@ -193,7 +196,7 @@ impl Machine {
                     HostMsg::SuspendDecided {
                         migration,
                         id,
-                        suspended,
+                        suspensions: suspended,
                     },
                 );
             }
@@ -203,23 +206,34 @@ impl Machine {
                     .as_mut()
                     .and_then(|master| master.migrations.waiters.remove(&id));
                 if let Some((tid, request)) = waiter {
-                    self.reply(tid, request, Reply::Moved(result));
+                    self.reply(tid, request, Reply::Migrated(result));
                 }
             }
         }
     }
 
     /// Sends an order to one end of a migration.
-    pub(super) fn send_migration_order(&mut self, host: HostId, of: Move, order: Order) {
+    pub(super) fn send_migration_order(
+        &mut self,
+        host: HostId,
+        of: Migration,
+        order: MigrationOrder,
+    ) {
         if host == self.config.host {
             self.handle_migration_order(of, order);
         } else {
-            self.send_to_host(host, HostMsg::Order { of, order });
+            self.send_to_host(
+                host,
+                HostMsg::MigrationOrder {
+                    migration: of,
+                    order,
+                },
+            );
         }
     }
 
     /// Makes the new location of a task known to all hosts.
-    pub(super) fn publish_location(&mut self, of: &Move) {
+    pub(super) fn publish_location(&mut self, of: &Migration) {
         let epoch = self.next_epoch();
         let from = if of.to == of.from {
             self.location(of.tid).unwrap_or(of.from)
@@ -227,7 +241,7 @@ impl Machine {
             of.from
         };
         // No daemon has anything in flight to the previous location of a task from a checkpoint.
-        let from = if of.cause == Cause::Restart {
+        let from = if of.cause == MigrationCause::Restart {
             of.to
         } else {
             from
@@ -247,7 +261,7 @@ impl Machine {
                 .insert(of.id, (of.tid, epoch, waiting.clone()));
         }
         for host in waiting {
-            self.send_to_host(host, HostMsg::Located(location));
+            self.send_to_host(host, HostMsg::TaskLocation(location));
         }
         self.apply_location(location);
         self.complete_acknowledged_locations();
@@ -314,7 +328,7 @@ impl Machine {
         &mut self,
         host: HostId,
         migration: MigrationId,
-        report: Report,
+        report: StepReport,
     ) {
         let now = self.now;
         let Some(master) = self.master.as_deref_mut() else {
@@ -348,7 +362,7 @@ impl Machine {
         host: HostId,
         id: MigrationId,
         request: RequestId,
-        order: &suspend::Order,
+        order: &suspend::SuspendOrder,
     ) {
         if let Some(master) = &mut self.master {
             master
@@ -401,11 +415,11 @@ impl Machine {
         busy
     }
 
-    pub(super) fn send_step_report(&mut self, migration: MigrationId, report: Report) {
+    pub(super) fn send_step_report(&mut self, migration: MigrationId, report: StepReport) {
         if self.master.is_some() {
             self.handle_step_report(self.config.host, migration, report);
         } else {
-            self.send_to_host(HostId::MASTER, HostMsg::Report { migration, report });
+            self.send_to_host(HostId::MASTER, HostMsg::StepReport { migration, report });
         }
     }
 
@@ -414,8 +428,8 @@ impl Machine {
             .extend(step.map(|step| Output::StepStarting { tid, step }));
     }
 
-    fn output_step_end(&mut self, tid: Tid, report: &Report) {
-        if !matches!(report, Report::Failed { .. }) {
+    fn output_step_end(&mut self, tid: Tid, report: &StepReport) {
+        if !matches!(report, StepReport::Failed { .. }) {
             self.outputs.push_back(Output::StepEnded {
                 tid,
                 step: report.step(),
@@ -424,20 +438,20 @@ impl Machine {
     }
 
     /// Handles an order of the coordinator.
-    pub(super) fn handle_migration_order(&mut self, of: Move, order: Order) {
+    pub(super) fn handle_migration_order(&mut self, of: Migration, order: MigrationOrder) {
         let id = of.id;
         match order {
-            Order::Inspect => {
+            MigrationOrder::Inspect => {
                 self.migrations.sources.insert(id, Source::new(of));
             }
-            Order::Prepare {
+            MigrationOrder::Prepare {
                 facts,
-                suspended,
-                timeline,
-                memory_can_follow,
-                pre_copies,
+                suspensions: suspended,
+                restart_group: timeline,
+                supports_post_copy: memory_can_follow,
+                pre_copy: pre_copies,
             } => {
-                let token = self.config.paths.token(id);
+                let token = self.config.paths.resume_token(id);
                 let mut arrival = ArrivingTask::new(of.tid, id, of.from);
                 arrival.restart_group = timeline;
                 arrival.suspension = TaskSuspension::updated(None, self.now, suspended);
@@ -447,64 +461,66 @@ impl Machine {
                     Target::new(of, facts, token, memory_can_follow, pre_copies),
                 );
             }
-            Order::GoOn if self.migrations.uploads.remove(&id) => {
+            MigrationOrder::Abort if self.migrations.uploads.remove(&id) => {
                 self.outputs.push_back(Output::DropImages { migration: id })
             }
-            Order::Stand | Order::Write { .. } | Order::GoOn => {
+            MigrationOrder::Pause | MigrationOrder::Dump { .. } | MigrationOrder::Abort => {
                 match self.migrations.sources.get_mut(&id) {
                     Some(_) => self.source_event(id, SourceEvent::Order(order)),
-                    None if order == Order::GoOn => {}
+                    None if order == MigrationOrder::Abort => {}
                     None => self.send_step_report(
                         id,
-                        Report::Failed {
+                        StepReport::Failed {
                             step: Step::Quiesce,
                             why: Failure::TaskEnded,
                         },
                     ),
                 }
             }
-            Order::Leave { .. } | Order::Resume { .. } | Order::Yield => {
-                match self.migrations.sources.get_mut(&id) {
-                    Some(_) => {
-                        if let Order::Resume { suspended } = order {
-                            self.apply_suspensions(of.tid, suspended);
-                        }
-                        self.source_event(id, SourceEvent::Order(order));
+            MigrationOrder::Depart { .. }
+            | MigrationOrder::Resume { .. }
+            | MigrationOrder::Release => match self.migrations.sources.get_mut(&id) {
+                Some(_) => {
+                    if let MigrationOrder::Resume { suspensions } = order {
+                        self.apply_suspensions(of.tid, suspensions);
                     }
-                    None if self.migrations.undecided_exits.contains_key(&id) => {
-                        self.resolve_deferred_exit(id, &order)
-                    }
-                    None if matches!(order, Order::Resume { .. }) => {}
+                    self.source_event(id, SourceEvent::Order(order));
+                }
+                None if self.migrations.undecided_exits.contains_key(&id) => {
+                    self.resolve_deferred_exit(id, &order)
+                }
+                None if matches!(order, MigrationOrder::Resume { .. }) => {}
+                None => {
+                    let step = if order == MigrationOrder::Release {
+                        Step::KillSource
+                    } else {
+                        Step::Quiesce
+                    };
+                    self.send_step_report(
+                        id,
+                        StepReport::Failed {
+                            step,
+                            why: Failure::TaskEnded,
+                        },
+                    );
+                }
+            },
+            MigrationOrder::Discard | MigrationOrder::Run { .. } => {
+                match self.migrations.targets.get_mut(&id) {
+                    Some(target) => target.handle(TargetEvent::Order(order)),
+                    None if order == MigrationOrder::Discard => {}
                     None => {
-                        let step = if order == Order::Yield {
-                            Step::KillSource
-                        } else {
-                            Step::Quiesce
-                        };
+                        let why = Failure::Cancelled("the target has thrown it away".into());
                         self.send_step_report(
                             id,
-                            Report::Failed {
-                                step,
-                                why: Failure::TaskEnded,
+                            StepReport::Failed {
+                                step: Step::Run,
+                                why,
                             },
                         );
                     }
                 }
             }
-            Order::Discard | Order::Run { .. } => match self.migrations.targets.get_mut(&id) {
-                Some(target) => target.handle(TargetEvent::Order(order)),
-                None if order == Order::Discard => {}
-                None => {
-                    let why = Failure::CalledOff("the target has thrown it away".into());
-                    self.send_step_report(
-                        id,
-                        Report::Failed {
-                            step: Step::Run,
-                            why,
-                        },
-                    );
-                }
-            },
         }
     }
 
@@ -553,7 +569,7 @@ impl Machine {
                     task.transferring = None;
                 }
                 if !self.abort_graceful_exit(id, tid) {
-                    self.send_to_tasker(ToTasker::Continue { migration: id, tid });
+                    self.send_to_tasker(ToTasker::AbortMigration { migration: id, tid });
                 }
             }
             SourceOutput::WriteResumeToken => {
@@ -567,7 +583,7 @@ impl Machine {
                     task.being_killed = true;
                 }
                 if !self.report_absent_copy(id, tid) {
-                    self.send_to_tasker(ToTasker::KillMoved { migration: id, tid });
+                    self.send_to_tasker(ToTasker::KillSource { migration: id, tid });
                 }
             }
             SourceOutput::TransferOwnership => self.transfer_ownership(&of),
@@ -575,7 +591,7 @@ impl Machine {
                 self.migrations.sources.remove(&id);
                 self.forget_part(id, tid);
                 self.outputs.push_back(Output::RemoveToken {
-                    path: self.config.paths.token(id),
+                    path: self.config.paths.resume_token(id),
                 });
                 self.start_queued_migration(tid);
             }
@@ -592,31 +608,31 @@ impl Machine {
     }
 
     /// Executes the outputs of the source that concern memory and images.
-    fn run_source_transfer(&mut self, of: &Move, output: &SourceOutput) {
-        let Move { id, tid, to, .. } = *of;
+    fn run_source_transfer(&mut self, of: &Migration, output: &SourceOutput) {
+        let Migration { id, tid, to, .. } = *of;
         match output {
             SourceOutput::OpenMemoryStream => self
                 .outputs
                 .push_back(Output::ServeMemory { migration: id, to }),
             SourceOutput::PreCopy => {
-                let memory_way = self.config.paths.memory_way(id);
+                let memory_way = self.config.paths.memory_socket(id);
                 self.send_to_tasker(ToTasker::PreCopy {
                     migration: id,
                     tid,
-                    memory_way,
+                    memory_socket: memory_way,
                 });
             }
             SourceOutput::DiscardPreCopy => {
-                self.send_to_tasker(ToTasker::EndPreCopy { migration: id })
+                self.send_to_tasker(ToTasker::StopPreCopy { migration: id })
             }
             SourceOutput::Dump { post_copy } => {
-                let dir = self.config.paths.images(id);
-                let memory_way = post_copy.then(|| self.config.paths.memory_way(id));
+                let dir = self.config.paths.image_dir(id);
+                let memory_way = post_copy.then(|| self.config.paths.memory_socket(id));
                 self.send_to_tasker(ToTasker::Dump {
                     migration: id,
                     tid,
                     dir,
-                    memory_way,
+                    memory_socket: memory_way,
                 });
             }
             SourceOutput::Upload => self.upload_part(id),
@@ -640,7 +656,7 @@ impl Machine {
     }
 
     /// Inspects a task for a migration, by itself or through the tasker.
-    fn inspect_for_migration(&mut self, id: MigrationId, of: &Move) {
+    fn inspect_for_migration(&mut self, id: MigrationId, of: &Migration) {
         let tid = of.tid;
         // The source of a migration that was aborted before it held the task has not been removed.
         self.migrations
@@ -655,7 +671,7 @@ impl Machine {
 
     /// Quiesces the library of a task for a migration.
     fn quiesce_for_migration(&mut self, id: MigrationId, tid: Tid, token: Option<PathBuf>) {
-        let tokens: Vec<_> = std::iter::once(self.config.paths.token(id))
+        let tokens: Vec<_> = std::iter::once(self.config.paths.resume_token(id))
             .chain(token)
             .collect();
         if !self.quiesce_paused_guest(id, tid, &tokens)
@@ -677,7 +693,7 @@ impl Machine {
     /// - The task must be paused and its program has just been restarted.
     ///
     /// The coordinator's deadline bounds the wait.
-    fn must_wait_for_previous(&self, of: &Move) -> bool {
+    fn must_wait_for_previous(&self, of: &Migration) -> bool {
         let staying = |s: &Source| {
             s.migration().tid == of.tid && s.migration().id != of.id && s.buffers_incoming()
         };
@@ -692,7 +708,10 @@ impl Machine {
             .is_some_and(|a| a.located);
         // Other tasks in this phase may never connect.
         let restarted = |t: &Task| {
-            t.phase == Phase::Expected && t.launch.as_ref().is_some_and(|begin| begin.count > 0)
+            t.phase == Phase::Expected
+                && t.launch
+                    .as_ref()
+                    .is_some_and(|begin| begin.restart_count > 0)
         };
         let restarting_paused =
             self.tasks.get(of.tid).is_some_and(restarted) && self.must_pause(of.tid);
@@ -719,7 +738,7 @@ impl Machine {
         };
         if !task.is_spawned() {
             Some(Refusal::NotSpawned)
-        } else if task.pinned || task.flags & TASK_SERVES != 0 {
+        } else if task.pinned || task.flags & TASK_SERVICE_FLAGS != 0 {
             Some(Refusal::Pinned)
         } else if task.debugged {
             // Even before its debugger attaches, and while the debugger is detached.
@@ -763,13 +782,13 @@ impl Machine {
                 }
             }
             TargetOutput::ReceivePreCopy => {
-                let memory_way = self.config.paths.memory_way(id);
-                self.send_to_tasker(ToTasker::TakePreCopy {
+                let memory_way = self.config.paths.memory_socket(id);
+                self.send_to_tasker(ToTasker::ReceivePreCopy {
                     migration: id,
-                    memory_way,
+                    memory_socket: memory_way,
                 });
             }
-            TargetOutput::Restore if of.cause == Cause::Restart => {
+            TargetOutput::Restore if of.cause == MigrationCause::Restart => {
                 self.outputs.push_back(Output::ReadPart { migration: id });
             }
             TargetOutput::Restore
@@ -780,26 +799,26 @@ impl Machine {
                 self.world_calls.push_back(WorldCall::Prepare(id));
             }
             TargetOutput::Restore => {
-                let dir = self.config.paths.images(id);
+                let dir = self.config.paths.image_dir(id);
                 let memory_way = self
                     .uses_post_copy(id)
-                    .then(|| self.config.paths.memory_way(id));
+                    .then(|| self.config.paths.memory_socket(id));
                 self.send_to_tasker(ToTasker::Restore {
                     migration: id,
                     tid,
                     dir,
-                    again: None,
-                    memory_way,
+                    memory_write: None,
+                    memory_socket: memory_way,
                 });
             }
-            TargetOutput::Run(Parting { used, suspended }) => {
+            TargetOutput::Run(FinalSourceState { used, suspensions }) => {
                 let now = self.now;
                 let arrival = self.arrival_of(id).map(|arrival| {
-                    arrival.order_run(now, suspended);
+                    arrival.order_run(now, suspensions);
                     arrival.by_restart
                 });
                 match arrival {
-                    Some(true) if of.cause == Cause::Restart => self
+                    Some(true) if of.cause == MigrationCause::Restart => self
                         .outputs
                         .push_back(Output::InstallState { migration: id }),
                     _ => self.run_restored_task(id, used),
@@ -843,7 +862,7 @@ impl Machine {
         self.send_to_tasker(ToTasker::Run {
             migration: id,
             used,
-            held,
+            paused: held,
         });
     }
 
@@ -941,10 +960,10 @@ impl Machine {
             FromTasker::Inspected {
                 migration,
                 result,
-                memory_can_follow,
-                can_pre_copy,
+                supports_post_copy: memory_can_follow,
+                supports_pre_copy: can_pre_copy,
             } => {
-                let Some(Move { tid, cause, .. }) = self
+                let Some(Migration { tid, cause, .. }) = self
                     .migrations
                     .sources
                     .get(&migration)
@@ -963,7 +982,10 @@ impl Machine {
                 };
                 self.handle_inspection(migration, tid, result, (memory_can_follow, can_pre_copy));
             }
-            FromTasker::Minds { migration, minds } => self.handle_signal_check(migration, minds),
+            FromTasker::SignalChecked {
+                migration,
+                handles_signal,
+            } => self.handle_signal_check(migration, handles_signal),
             FromTasker::PreCopied { migration, result } => {
                 self.source_event(migration, SourceEvent::PreCopied(result))
             }
@@ -977,7 +999,7 @@ impl Machine {
             FromTasker::Dumped { migration, result } => {
                 self.source_event(migration, SourceEvent::Dumped(result))
             }
-            FromTasker::Continued { migration } => {
+            FromTasker::MigrationAborted { migration } => {
                 self.source_event(migration, SourceEvent::Continued)
             }
             FromTasker::SourceGone { migration, used } => {
@@ -993,7 +1015,7 @@ impl Machine {
             FromTasker::Prepared {
                 migration,
                 verdict,
-                memory_can_follow,
+                supports_post_copy: memory_can_follow,
             } => {
                 let verdict = verdict
                     .into_iter()
@@ -1007,8 +1029,8 @@ impl Machine {
                 }
                 self.target_event(migration, TargetEvent::Restored(result.map(|_| ())));
             }
-            FromTasker::Ran { migration, result } => self.run_completed(migration, result),
-            FromTasker::Arrived { migration, result } => {
+            FromTasker::Running { migration, result } => self.run_completed(migration, result),
+            FromTasker::MemoryArrived { migration, result } => {
                 self.target_event(migration, TargetEvent::MemoryArrived(result))
             }
             FromTasker::Discarded { migration } => {
@@ -1039,7 +1061,7 @@ impl Machine {
 
     /// Cancels all pre-copies to this host: arriving guests would be paused immediately.
     pub(super) fn cancel_pre_copies(&mut self, why: &str) {
-        let refusal = Refusal::OwnerThere {
+        let refusal = Refusal::OwnerPresent {
             host: self.config.host,
             why: why.to_string(),
         };
@@ -1100,7 +1122,7 @@ impl Machine {
         &mut self,
         tid: Tid,
         migration: MigrationId,
-        marks: Vec<LinkMark>,
+        marks: Vec<SendWatermark>,
     ) {
         let migrating = self
             .migrations
@@ -1172,7 +1194,7 @@ impl Machine {
     }
 
     /// The coordinator has decided whether the migration of a task that has exited here continues.
-    fn resolve_deferred_exit(&mut self, id: MigrationId, order: &Order) {
+    fn resolve_deferred_exit(&mut self, id: MigrationId, order: &MigrationOrder) {
         let Some(of) = self.migrations.undecided_exits.remove(&id) else {
             return;
         };
@@ -1181,8 +1203,8 @@ impl Machine {
         };
         let (status, used) = task.exited.unwrap_or_default();
         task.transferring = None;
-        if *order == Order::Yield {
-            self.send_step_report(id, Report::SourceGone(used));
+        if *order == MigrationOrder::Release {
+            self.send_step_report(id, StepReport::SourceGone(used));
             self.transfer_ownership(&of);
         } else {
             self.end_task(of.tid, status, used);
@@ -1202,8 +1224,8 @@ fn refusal_code(refusal: &Refusal) -> PvmError {
     match refusal {
         Refusal::NoSuchTask => PvmError::NoTask,
         Refusal::NoSuchHost => PvmError::NoHost,
-        Refusal::AlreadyMoving(_) => PvmError::Already,
-        Refusal::TooManyMoves { .. } => PvmError::OutOfRes,
+        Refusal::AlreadyMigrating(_) => PvmError::Already,
+        Refusal::TooManyMigrations { .. } => PvmError::OutOfRes,
         _ => PvmError::Denied,
     }
 }

@@ -14,9 +14,9 @@ use super::tasks::watermark_for;
 use super::{Machine, Timer};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::host::{Question, Watch, WatchKind};
+use sempa_proto::host::{HostRequest, NotifySubject, PendingNotify};
 use sempa_proto::message::ENC_XDR;
-use sempa_proto::task::{LinkMark, NotifyRequest, NotifyWhat, Reply, ToTask};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, SendWatermark, ToTask};
 use sempa_proto::{Epoch, HostId, Message, Micros, PvmError, RequestId, Tid};
 
 /// Largest number of pending notifications of one task.
@@ -31,30 +31,30 @@ impl Machine {
     /// As in PVM, a cancelled notification of an exit or a lost host is sent immediately.
     pub(super) fn notify_request(&mut self, tid: Tid, id: RequestId, request: NotifyRequest) {
         let NotifyRequest {
-            what,
+            subjects: what,
             ctx,
             tag,
             cancel,
         } = request;
-        let watch = |kind: WatchKind| Watch { kind, ctx, tag };
-        let watches: Vec<Watch> = match what {
-            NotifyWhat::TaskExit(tids) => {
+        let watch = |kind: NotifySubject| PendingNotify { kind, ctx, tag };
+        let watches: Vec<PendingNotify> = match what {
+            NotifySubjects::TaskExit(tids) => {
                 if let Some(other) = tids.iter().find(|t| !t.is_task()) {
                     let reason = format!("{other} is not the id of a task");
                     return self.fail(tid, id, PvmError::BadParam, reason);
                 }
                 tids.into_iter()
-                    .map(|t| watch(WatchKind::TaskExit(t)))
+                    .map(|t| watch(NotifySubject::TaskExit(t)))
                     .collect()
             }
-            NotifyWhat::HostDelete(hosts) => hosts
+            NotifySubjects::HostDelete(hosts) => hosts
                 .into_iter()
-                .map(|h| watch(WatchKind::HostDelete(h)))
+                .map(|h| watch(NotifySubject::HostDelete(h)))
                 .collect(),
-            NotifyWhat::HostAdd { count } => {
+            NotifySubjects::HostAdd { count } => {
                 self.set_host_add_notify(
                     tid,
-                    watch(WatchKind::HostAdd {
+                    watch(NotifySubject::HostAdd {
                         count: if cancel { 0 } else { count },
                     }),
                 );
@@ -79,20 +79,21 @@ impl Machine {
         }
     }
 
-    fn set_host_add_notify(&mut self, tid: Tid, watch: Watch) {
+    fn set_host_add_notify(&mut self, tid: Tid, watch: PendingNotify) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
-        let same = |w: &Watch| {
-            matches!(w.kind, WatchKind::HostAdd { .. }) && (w.ctx, w.tag) == (watch.ctx, watch.tag)
+        let same = |w: &PendingNotify| {
+            matches!(w.kind, NotifySubject::HostAdd { .. })
+                && (w.ctx, w.tag) == (watch.ctx, watch.tag)
         };
         task.notifications.retain(|w| !same(w));
-        if watch.kind != (WatchKind::HostAdd { count: 0 }) {
+        if watch.kind != (NotifySubject::HostAdd { count: 0 }) {
             task.notifications.push(watch);
         }
     }
 
-    fn cancel_notify(&mut self, tid: Tid, watch: &Watch) {
+    fn cancel_notify(&mut self, tid: Tid, watch: &PendingNotify) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
@@ -103,10 +104,12 @@ impl Machine {
         self.send_tid_notification(tid, watch);
     }
 
-    fn add_notify(&mut self, tid: Tid, watch: Watch) {
+    fn add_notify(&mut self, tid: Tid, watch: PendingNotify) {
         match watch.kind {
-            WatchKind::HostDelete(host)
-                if host.home().is_none_or(|h| self.table.get(h).is_none()) =>
+            NotifySubject::HostDelete(host)
+                if host
+                    .birth_host()
+                    .is_none_or(|h| self.table.get(h).is_none()) =>
             {
                 return self.send_tid_notification(tid, &watch);
             }
@@ -123,13 +126,13 @@ impl Machine {
 
     /// Asks the daemon of a watched task whether the task is alive. It may have ended already, or
     /// may never have existed.
-    fn check_watched_task(&mut self, watcher: Tid, watch: &Watch) {
-        if let WatchKind::TaskExit(tid) = watch.kind
+    fn check_watched_task(&mut self, watcher: Tid, watch: &PendingNotify) {
+        if let NotifySubject::TaskExit(tid) = watch.kind
             && tid != watcher
         {
             self.call_host_of_task(
                 tid,
-                Question::Watch { tid, watcher },
+                HostRequest::Watch { tid, watcher },
                 RpcCaller::Watch { watcher },
             );
         }
@@ -141,14 +144,14 @@ impl Machine {
         &mut self,
         watcher: Tid,
         tid: Tid,
-        after: Option<LinkMark>,
+        after: Option<SendWatermark>,
     ) {
         let Some(task) = self.tasks.get_mut(watcher) else {
             return;
         };
-        let fired: Vec<Watch> = task
+        let fired: Vec<PendingNotify> = task
             .notifications
-            .extract_if(.., |w| w.kind == WatchKind::TaskExit(tid))
+            .extract_if(.., |w| w.kind == NotifySubject::TaskExit(tid))
             .collect();
         for watch in fired {
             self.send_exit_notification(watcher, tid, &watch, after);
@@ -156,8 +159,8 @@ impl Machine {
     }
 
     /// Sends the notifications of an exit to all tasks of this host that requested them.
-    pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, marks: &[LinkMark]) {
-        let waits = |w: &Watch| w.kind == WatchKind::TaskExit(tid);
+    pub(super) fn notify_watchers_of_exit(&mut self, tid: Tid, marks: &[SendWatermark]) {
+        let waits = |w: &PendingNotify| w.kind == NotifySubject::TaskExit(tid);
         let watchers: Vec<Tid> = self
             .tasks
             .live
@@ -176,8 +179,8 @@ impl Machine {
         &mut self,
         watcher: Tid,
         tid: Tid,
-        watch: &Watch,
-        after: Option<LinkMark>,
+        watch: &PendingNotify,
+        after: Option<SendWatermark>,
     ) {
         self.send_after_last_messages(
             notification_message(watcher, watch, pack_ints(&[tid.raw()])),
@@ -192,14 +195,14 @@ impl Machine {
         &mut self,
         message: Message,
         exited: Tid,
-        after: Option<LinkMark>,
+        after: Option<SendWatermark>,
     ) {
         let watcher = message.dst;
         // Daemons do not see the frames on a direct route between the two tasks. The receiver's
         // library knows its position.
-        let after = after.unwrap_or(LinkMark {
+        let after = after.unwrap_or(SendWatermark {
             peer: exited,
-            end: 1,
+            end_seq: 1,
         });
         self.deliver(
             watcher,
@@ -220,14 +223,15 @@ impl Machine {
         self.deliver(watcher, ToTask::PeerGone { tid: dead });
     }
 
-    fn send_tid_notification(&mut self, watcher: Tid, watch: &Watch) {
-        let (WatchKind::TaskExit(subject) | WatchKind::HostDelete(subject)) = watch.kind else {
+    fn send_tid_notification(&mut self, watcher: Tid, watch: &PendingNotify) {
+        let (NotifySubject::TaskExit(subject) | NotifySubject::HostDelete(subject)) = watch.kind
+        else {
             return;
         };
         self.send_notification(watcher, watch, pack_ints(&[subject.raw()]));
     }
 
-    fn send_notification(&mut self, dst: Tid, watch: &Watch, body: Bytes) {
+    fn send_notification(&mut self, dst: Tid, watch: &PendingNotify, body: Bytes) {
         self.deliver(
             dst,
             ToTask::Deliver {
@@ -245,8 +249,8 @@ impl Machine {
             let Some(task) = self.tasks.get_mut(*watcher) else {
                 continue;
             };
-            let lost = |w: &mut Watch| matches!(w.kind, WatchKind::HostDelete(h) if h.home() == Some(host));
-            let fired: Vec<Watch> = task.notifications.extract_if(.., lost).collect();
+            let lost = |w: &mut PendingNotify| matches!(w.kind, NotifySubject::HostDelete(h) if h.birth_host() == Some(host));
+            let fired: Vec<PendingNotify> = task.notifications.extract_if(.., lost).collect();
             for watch in fired {
                 self.send_tid_notification(*watcher, &watch);
             }
@@ -282,7 +286,7 @@ impl Machine {
         };
         let mut fired = Vec::new();
         for watch in &mut task.notifications {
-            if let WatchKind::HostAdd { count } = &mut watch.kind {
+            if let NotifySubject::HostAdd { count } = &mut watch.kind {
                 if *count > 0 {
                     *count -= 1;
                 }
@@ -290,7 +294,7 @@ impl Machine {
             }
         }
         task.notifications
-            .retain(|w| w.kind != WatchKind::HostAdd { count: 0 });
+            .retain(|w| w.kind != NotifySubject::HostAdd { count: 0 });
         let mut words = vec![added.len() as i32];
         words.extend(added.iter().map(|h| h.tid().raw()));
         for watch in fired {
@@ -306,8 +310,10 @@ impl Machine {
         };
         for watch in task.notifications.clone() {
             match watch.kind {
-                WatchKind::HostDelete(host)
-                    if host.home().is_none_or(|h| self.table.get(h).is_none()) =>
+                NotifySubject::HostDelete(host)
+                    if host
+                        .birth_host()
+                        .is_none_or(|h| self.table.get(h).is_none()) =>
                 {
                     self.cancel_notify(tid, &watch);
                 }
@@ -327,15 +333,15 @@ impl Machine {
     }
 }
 
-fn exit_subject(watch: &Watch) -> Option<Tid> {
+fn exit_subject(watch: &PendingNotify) -> Option<Tid> {
     match watch.kind {
-        WatchKind::TaskExit(tid) => Some(tid),
+        NotifySubject::TaskExit(tid) => Some(tid),
         _ => None,
     }
 }
 
 /// Builds a notification message in PVM's format.
-fn notification_message(dst: Tid, watch: &Watch, body: Bytes) -> Message {
+fn notification_message(dst: Tid, watch: &PendingNotify, body: Bytes) -> Message {
     own_daemon_message(dst, (watch.ctx, watch.tag), body)
 }
 

@@ -27,7 +27,7 @@ impl Machine {
         if self.location(dst) == Some(me) {
             Tid::MY_DAEMON
         } else {
-            me.daemon()
+            me.daemon_tid()
         }
     }
 

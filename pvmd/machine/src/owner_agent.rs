@@ -17,8 +17,8 @@
 
 use super::tasks::Task;
 use super::{Machine, Timer};
-use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM, is_watcher};
-use sempa_proto::owner::{Guests, GuestsWord};
+use sempa_proto::load::{GuestLimits, LOAD_WATCHER_PROGRAM, is_load_watcher};
+use sempa_proto::owner::{GuestAccess, GuestDirective};
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub(super) const OWNER_AGENT_TIMEOUT: Micros = Micros::from_secs(10);
 #[derive(Debug, Default)]
 pub(super) struct OwnerAgents {
     /// The last directive of each running agent.
-    directives: BTreeMap<Tid, GuestsWord>,
+    directives: BTreeMap<Tid, GuestDirective>,
     /// Guest limits of the agent that ended last. They apply until a load watcher sends a directive
     /// or the agent's directive expires.
     remaining_limits: Option<(Tid, GuestLimits)>,
@@ -46,7 +46,12 @@ pub(super) struct OwnerAgents {
 impl OwnerAgents {
     /// Records a directive. With `from_watcher` the sender is this host's load watcher, which knows
     /// the wishes of all owners.
-    pub(super) fn record_directive(&mut self, by: Tid, directive: &GuestsWord, from_watcher: bool) {
+    pub(super) fn record_directive(
+        &mut self,
+        by: Tid,
+        directive: &GuestDirective,
+        from_watcher: bool,
+    ) {
         self.directives.insert(by, directive.clone());
         if from_watcher {
             self.remaining_limits = None;
@@ -66,7 +71,8 @@ impl OwnerAgents {
 impl Machine {
     /// True if a load watcher runs on this host or is being started.
     fn has_watcher(&self) -> bool {
-        let is = |task: &Task| task.is_service && is_watcher(&task.name) && task.exited.is_none();
+        let is =
+            |task: &Task| task.is_service && is_load_watcher(&task.name) && task.exited.is_none();
         self.tasks.live.values().any(is)
     }
 
@@ -115,9 +121,9 @@ impl Machine {
             let why = format!("{tid}, which spoke for the owner, has ended");
             self.apply_directive(
                 tid,
-                GuestsWord {
-                    guests: Guests::Welcome,
-                    why,
+                GuestDirective {
+                    access: GuestAccess::Welcome,
+                    reason: why,
                     limits: GuestLimits::default(),
                 },
             );
@@ -128,7 +134,10 @@ impl Machine {
     /// Handles the end of this host's load watcher. Exit status 0 means that it is not needed;
     /// otherwise another one must be started.
     pub(super) fn watcher_ended(&mut self, task: &Task, status: i32) {
-        if !task.is_service || !is_watcher(&task.name) || self.stop.is_some() || self.has_watcher()
+        if !task.is_service
+            || !is_load_watcher(&task.name)
+            || self.stop.is_some()
+            || self.has_watcher()
         {
             return;
         }
@@ -163,7 +172,7 @@ impl Machine {
             );
             self.log_and_record(text);
         }
-        let mut words = vec![WATCHER_PROGRAM.to_string()];
+        let mut words = vec![LOAD_WATCHER_PROGRAM.to_string()];
         if let Some(rm) = self.rm.current() {
             words.extend([
                 "--report-to".to_string(),
@@ -186,7 +195,7 @@ impl Machine {
             };
             let (name, seconds) = (&self.config.name, OWNER_AGENT_TIMEOUT.0 / 1_000_000);
             let text = format!(
-                "{WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not guarded; {stay}it is tried \
+                "{LOAD_WATCHER_PROGRAM} could not be started on {name}: {error}; its owner is not guarded; {stay}it is tried \
                  again every {seconds} s"
             );
             self.log_and_record(text);

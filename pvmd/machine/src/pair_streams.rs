@@ -22,7 +22,7 @@
 
 use rustc_hash::FxHashMap;
 use sempa_proto::Tid;
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::link::{LINK_HEAD_BYTES, LinkFrame};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -187,15 +187,15 @@ impl FenceSender {
 
     /// Returns the barrier for a control item that is sent next, if it needs one. The barrier and
     /// the item must be sent on the main stream immediately, as two entries.
-    pub fn barrier_for(&mut self, control_item: &Carried) -> Option<Vec<LanePosition>> {
+    pub fn barrier_for(&mut self, control_item: &DataMsg) -> Option<Vec<LanePosition>> {
         let (task, sends_too) = match control_item {
-            Carried::Link(_) => return None,
-            Carried::Ended { dst, .. } => (*dst, true),
-            Carried::Item { dst, .. }
-            | Carried::Passed { dst, .. }
-            | Carried::Record { dst, .. }
-            | Carried::Handed { dst, .. }
-            | Carried::HandedAll { dst, .. } => (*dst, false),
+            DataMsg::Frame(_) => return None,
+            DataMsg::Ended { dst, .. } => (*dst, true),
+            DataMsg::Item { dst, .. }
+            | DataMsg::RouteDrained { dst, .. }
+            | DataMsg::Record { dst, .. }
+            | DataMsg::Forwarded { dst, .. }
+            | DataMsg::ForwardedAll { dst, .. } => (*dst, false),
         };
         let mut marks = Vec::new();
         let mut affected: Vec<&mut LaneSender> = Vec::new();
@@ -457,8 +457,8 @@ mod tests {
             }
         }
 
-        fn control_item(&mut self, word: &Carried, about: Tid, now: Instant) {
-            let ended = matches!(word, Carried::Ended { .. });
+        fn control_item(&mut self, word: &DataMsg, about: Tid, now: Instant) {
+            let ended = matches!(word, DataMsg::Ended { .. });
             let number = self.sent.len();
             self.sent.push(Sent::Item(about, ended));
             if let Some(marks) = self.fork.barrier_for(word) {
@@ -503,7 +503,7 @@ mod tests {
                 Action::Frame(src, dst) => self.frame((task(src), task(dst)), *now),
                 Action::Item(n) => {
                     self.control_item(
-                        &Carried::Item {
+                        &DataMsg::Item {
                             dst: task(n),
                             item: ToTask::PeerGone { tid: task(0) },
                         },
@@ -512,7 +512,7 @@ mod tests {
                     );
                 }
                 Action::Migrate(n) => self.control_item(
-                    &Carried::Passed {
+                    &DataMsg::RouteDrained {
                         dst: task(n),
                         epoch: Epoch(1),
                     },
@@ -520,9 +520,9 @@ mod tests {
                     *now,
                 ),
                 Action::End(n) => self.control_item(
-                    &Carried::Ended {
+                    &DataMsg::Ended {
                         dst: task(n),
-                        marks: Vec::new(),
+                        watermarks: Vec::new(),
                     },
                     task(n),
                     *now,
@@ -677,7 +677,7 @@ mod tests {
             kind: LinkKind::Probe,
             seq: 7,
             ack: 9,
-            line: 0,
+            incarnation: 0,
             payload: Bytes::new(),
         };
         assert_eq!(ends_of(&frame.encode_head()), Some((src, dst)));

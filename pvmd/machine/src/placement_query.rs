@@ -12,8 +12,8 @@ use super::restart_engine::{RestartVerdict, WorldCall, choose_engine};
 use super::rpc::{ReplyAddress, RpcCaller};
 use super::{Machine, Timer};
 use sempa_proto::engine::Engine;
-use sempa_proto::host::{Answer, Question};
-use sempa_proto::migration::{Refusal, Survey, TaskFacts, Verdict};
+use sempa_proto::host::{HostReply, HostRequest};
+use sempa_proto::migration::{MigrationTargets, Refusal, TaskFacts, Verdict};
 use sempa_proto::task::Reply;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
@@ -97,7 +97,11 @@ impl Machine {
             .location(task)
             .filter(|host| task.is_task() && self.table.get(*host).is_some())
         else {
-            return self.reply(requester, id, Reply::Survey(Err(Refusal::NoSuchTask)));
+            return self.reply(
+                requester,
+                id,
+                Reply::MigrationTargets(Err(Refusal::NoSuchTask)),
+            );
         };
         self.placement_queries.last_query += 1;
         let number = self.placement_queries.last_query;
@@ -115,7 +119,7 @@ impl Machine {
         self.set_timer(PLACEMENT_QUERY_TIMEOUT, Timer::PlacementQuery(number));
         self.call_host_of_task(
             task,
-            Question::Facts { tid: task },
+            HostRequest::Inspect { tid: task },
             RpcCaller::Inspection(number),
         );
     }
@@ -142,7 +146,7 @@ impl Machine {
             return self.complete_placement_query(query);
         }
         for host in hosts {
-            let question = Question::Verdict {
+            let question = HostRequest::Verdict {
                 facts: facts.clone(),
             };
             self.call_host(host, question, RpcCaller::Verdict { query, host });
@@ -203,7 +207,7 @@ impl Machine {
         verdicts.sort_by_key(|(host, _)| (zone(*host) != here, *host));
         self.reply_placement_query(
             query,
-            Ok(Survey {
+            Ok(MigrationTargets {
                 tid,
                 from,
                 resident_bytes,
@@ -213,9 +217,9 @@ impl Machine {
         );
     }
 
-    fn reply_placement_query(&mut self, query: u64, result: Result<Survey, Refusal>) {
+    fn reply_placement_query(&mut self, query: u64, result: Result<MigrationTargets, Refusal>) {
         if let Some(open) = self.placement_queries.pending.remove(&query) {
-            self.reply(open.requester, open.id, Reply::Survey(result));
+            self.reply(open.requester, open.id, Reply::MigrationTargets(result));
         }
     }
 
@@ -229,18 +233,24 @@ impl Machine {
             .values()
             .find(|source| source.migration().tid == tid && source.is_departing());
         let refusal = migrating
-            .map(|source| Refusal::AlreadyMoving(source.migration().id))
+            .map(|source| Refusal::AlreadyMigrating(source.migration().id))
             .or_else(|| self.migration_refusal(tid));
         if let Some(refusal) = refusal {
-            return self.send_host_reply(back, Answer::Facts(Err(refusal)));
+            return self.send_host_reply(back, HostReply::Inspected(Err(refusal)));
         }
         if let Some(result) = self.inspect_without_criu(tid, None) {
-            return self.send_host_reply(back, Answer::Facts(self.add_program_name(tid, result)));
+            return self.send_host_reply(
+                back,
+                HostReply::Inspected(self.add_program_name(tid, result)),
+            );
         }
         let question = self
             .placement_queries
             .add_tasker_request(TaskerRequest::Inspect(back, tid));
-        self.send_to_tasker(ToTasker::Look { question, tid });
+        self.send_to_tasker(ToTasker::QueryInspect {
+            query: question,
+            tid,
+        });
     }
 
     /// Adds the name of the task's program: owners of other hosts may not permit it.
@@ -282,12 +292,15 @@ impl Machine {
         let question = self
             .placement_queries
             .add_tasker_request(TaskerRequest::Verdict(back, objections, other));
-        self.send_to_tasker(ToTasker::Judge { question, facts });
+        self.send_to_tasker(ToTasker::QueryVerdict {
+            query: question,
+            facts,
+        });
     }
 
     /// Answers with all objections of this host.
     pub(super) fn answer_verdict(&mut self, back: ReplyAddress, verdict: Verdict, engine: Engine) {
-        self.send_host_reply(back, Answer::Verdict(verdict, engine));
+        self.send_host_reply(back, HostReply::Verdict(verdict, engine));
     }
 
     /// The tasker has inspected a task.
@@ -301,7 +314,10 @@ impl Machine {
         {
             let result = result.map_err(|refusal| self.set_refusal_host(refusal));
             let result = self.merge_criu_facts(tid, None, result);
-            self.send_host_reply(back, Answer::Facts(self.add_program_name(tid, result)));
+            self.send_host_reply(
+                back,
+                HostReply::Inspected(self.add_program_name(tid, result)),
+            );
         }
     }
 
@@ -328,7 +344,7 @@ impl Machine {
         for asked in std::mem::take(&mut self.placement_queries.tasker_requests).into_values() {
             match asked {
                 TaskerRequest::Inspect(back, _) => {
-                    self.send_host_reply(back, Answer::Facts(Err(refusal.clone())))
+                    self.send_host_reply(back, HostReply::Inspected(Err(refusal.clone())))
                 }
                 TaskerRequest::Verdict(back, mut known, _) => {
                     known.push(refusal.clone());

@@ -17,10 +17,10 @@ use super::tasks::{Inbox, Phase, Task};
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::TargetEvent;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Carried, Held, HostMsg, Location, TaskRecord};
-use sempa_proto::migration::{Move, Timeline, Usage};
-use sempa_proto::suspend::Holds;
-use sempa_proto::task::RedirectAt;
+use sempa_proto::host::{DataMsg, HostMsg, Location, PendingItem, TaskRecord};
+use sempa_proto::migration::{Migration, RestartGroup, Usage};
+use sempa_proto::suspend::Suspensions;
+use sempa_proto::task::RedirectAddress;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, Tid};
 use std::collections::BTreeSet;
@@ -64,7 +64,7 @@ pub(super) struct ArrivingTask {
     pub(super) signals: Vec<i32>,
     pub(super) pid: i32,
     /// Set if the task does not migrate, but is restarted from a checkpoint.
-    pub(super) restart_group: Option<Timeline>,
+    pub(super) restart_group: Option<RestartGroup>,
     /// Verdict on a restart engine, for the case that CRIU is not possible.
     pub(super) restart_verdict: RestartVerdict,
     /// Its program is started again here.
@@ -90,7 +90,7 @@ pub(super) struct ForwardedItems {
     migration: MigrationId,
     record: Box<TaskRecord>,
     /// Without the frames of links, which retransmit.
-    items: Vec<Held>,
+    items: Vec<PendingItem>,
     all_sent: bool,
     /// Time until which this is kept. `None`: until the target is connected again.
     kept_until: Option<Micros>,
@@ -176,7 +176,7 @@ impl Machine {
         }
         self.epoch = epoch;
         self.apply_location(location);
-        self.send_to_host(HostId::MASTER, HostMsg::LocatedAck { tid, epoch });
+        self.send_to_host(HostId::MASTER, HostMsg::TaskLocationAck { tid, epoch });
     }
 
     pub(super) fn apply_location(&mut self, location: Location) {
@@ -192,9 +192,9 @@ impl Machine {
         // A task that has ended may have been restarted.
         self.tasks.known_exits.forget(tid);
         let me = self.config.host;
-        if tid.home() == Some(me) {
+        if tid.birth_host() == Some(me) {
             // A task from a checkpoint may have a number that this daemon has not allocated.
-            self.tasks.reserve_ids_up_to(tid.local());
+            self.tasks.reserve_ids_up_to(tid.local_part());
         }
         if host == me {
             if self.tasks.get(tid).is_none() {
@@ -213,9 +213,9 @@ impl Machine {
             // The commit was revoked.
             for held in arrival.direct.drain() {
                 match held {
-                    Held::Item(item) => self.deliver(tid, item),
+                    PendingItem::Control(item) => self.deliver(tid, item),
                     // Dropped, because links retransmit.
-                    Held::Link(_) => {}
+                    PendingItem::Frame(_) => {}
                 }
             }
         }
@@ -227,16 +227,16 @@ impl Machine {
         } else if from != host && self.table.get(from).is_some() {
             self.outputs.push_back(Output::SendData {
                 host: from,
-                message: Carried::Passed { dst: tid, epoch },
+                message: DataMsg::RouteDrained { dst: tid, epoch },
             });
         }
         self.notify_peers_of_migration(tid);
     }
 
-    pub(super) fn send_record(&mut self, of: &Move, complete: bool) {
+    pub(super) fn send_record(&mut self, of: &Migration, complete: bool) {
         if let Some(task) = self.tasks.get(of.tid) {
             let record = Box::new(self.task_record(task));
-            let message = Carried::Record {
+            let message = DataMsg::Record {
                 dst: of.tid,
                 migration: of.id,
                 record,
@@ -249,7 +249,7 @@ impl Machine {
         }
     }
 
-    pub(super) fn transfer_ownership(&mut self, of: &Move) {
+    pub(super) fn transfer_ownership(&mut self, of: &Migration) {
         let (dst, migration, to) = (of.tid, of.id, of.to);
         self.send_record(of, true);
         let Some(mut task) = self.tasks.live.remove(&dst) else {
@@ -280,7 +280,7 @@ impl Machine {
         self.advance_stop();
     }
 
-    fn remember_forwarding(&mut self, of: &Move, record: Box<TaskRecord>) {
+    fn remember_forwarding(&mut self, of: &Migration, record: Box<TaskRecord>) {
         let (now, kept_until) = (self.now, Some(self.delivery_known_at()));
         self.migrations
             .unconfirmed_transfers
@@ -303,7 +303,13 @@ impl Machine {
     }
 
     /// Forwards an item for a task that has left.
-    pub(super) fn forward(&mut self, dst: Tid, to: HostId, migration: MigrationId, held: Held) {
+    pub(super) fn forward(
+        &mut self,
+        dst: Tid,
+        to: HostId,
+        migration: MigrationId,
+        held: PendingItem,
+    ) {
         let until = self.delivery_known_at();
         let remembered = self
             .migrations
@@ -311,18 +317,19 @@ impl Machine {
             .get_mut(&dst)
             .filter(|handed| handed.migration == migration);
         // Link frames are retransmitted, except those of a process that has exited.
-        let remembered = remembered
-            .filter(|handed| matches!(held, Held::Item(_)) || handed.record.successor.is_some());
+        let remembered = remembered.filter(|handed| {
+            matches!(held, PendingItem::Control(_)) || handed.record.handoff.is_some()
+        });
         if let Some(handed) = remembered {
             handed.items.push(held.clone());
             handed.kept_until = handed.kept_until.map(|_| until);
         }
         self.outputs.push_back(Output::SendData {
             host: to,
-            message: Carried::Handed {
+            message: DataMsg::Forwarded {
                 dst,
                 migration,
-                held,
+                item: held,
             },
         });
     }
@@ -355,21 +362,21 @@ impl Machine {
             handed.kept_until = until;
             let (dst, migration, record) = (*dst, handed.migration, handed.record.clone());
             let mut say = |message| self.outputs.push_back(Output::SendData { host, message });
-            say(Carried::Record {
+            say(DataMsg::Record {
                 dst,
                 migration,
                 record,
                 complete: true,
             });
             for held in handed.items.iter().cloned() {
-                say(Carried::Handed {
+                say(DataMsg::Forwarded {
                     dst,
                     migration,
-                    held,
+                    item: held,
                 });
             }
             if handed.all_sent {
-                say(Carried::HandedAll { dst, migration });
+                say(DataMsg::ForwardedAll { dst, migration });
             }
         }
         for Location {
@@ -382,7 +389,7 @@ impl Machine {
             if from == host && to != host {
                 self.outputs.push_back(Output::SendData {
                     host,
-                    message: Carried::Passed { dst: tid, epoch },
+                    message: DataMsg::RouteDrained { dst: tid, epoch },
                 });
             }
         }
@@ -411,7 +418,7 @@ impl Machine {
         {
             self.outputs.push_back(Output::SendData {
                 host: to,
-                message: Carried::HandedAll { dst, migration },
+                message: DataMsg::ForwardedAll { dst, migration },
             });
             let until = self.delivery_known_at();
             let handed = self
@@ -458,7 +465,7 @@ impl Machine {
     }
 
     /// Keeps an item that waited at the source.
-    pub(super) fn handle_forwarded(&mut self, tid: Tid, migration: MigrationId, held: Held) {
+    pub(super) fn handle_forwarded(&mut self, tid: Tid, migration: MigrationId, held: PendingItem) {
         match self
             .migrations
             .arrivals
@@ -516,13 +523,13 @@ impl Machine {
         };
         if !arrival.library_quiesced {
             self.outputs.push_back(Output::RemoveToken {
-                path: self.config.paths.token(arrival.migration),
+                path: self.config.paths.resume_token(arrival.migration),
             });
         }
         let Some(record) = arrival.record.take() else {
             return;
         };
-        let (hosts, epoch) = (record.hosts.clone(), record.epoch);
+        let (hosts, epoch) = (record.known_hosts.clone(), record.hosts_epoch);
         let mut task = Task::from_record(record);
         (task.pid, task.suspension) = (arrival.pid, arrival.suspension);
         if arrival.by_restart {
@@ -636,7 +643,7 @@ impl ArrivingTask {
     }
 
     /// Takes the state that was stored next to the task's images.
-    pub(super) fn take_saved_state(&mut self, record: TaskRecord, waiting: Vec<Held>) {
+    pub(super) fn take_saved_state(&mut self, record: TaskRecord, waiting: Vec<PendingItem>) {
         (self.record, self.record_complete, self.all_forwarded) = (Some(record), true, true);
         waiting
             .into_iter()
@@ -644,7 +651,7 @@ impl ArrivingTask {
     }
 
     /// Notes the order to run: the copy at the source is gone. A suspended task stays paused.
-    pub(super) fn order_run(&mut self, now: Micros, suspended: Holds) {
+    pub(super) fn order_run(&mut self, now: Micros, suspended: Suspensions) {
         (self.run_ordered, self.suspension) = (true, TaskSuspension::updated(None, now, suspended));
     }
 
@@ -680,20 +687,20 @@ impl ArrivingTask {
             parent: task.parent,
             name: task.name,
             flags: sempa_proto::table::TASK_FORKED | sempa_proto::table::TASK_CONNECTED,
-            epid: None,
+            spawn_token: None,
             output: task.output,
             trace: task.trace,
             rm: None,
-            marks: Vec::new(),
+            watermarks: Vec::new(),
             requests: Vec::new(),
-            meetings: Vec::new(),
+            untimed_requests: Vec::new(),
             restart: None,
-            begin: None,
-            successor: None,
-            watches: Vec::new(),
-            redirect_at: RedirectAt::default(),
-            hosts: Vec::new(),
-            epoch: Epoch(u64::MAX),
+            launch: None,
+            handoff: None,
+            notifications: Vec::new(),
+            redirect_address: RedirectAddress::default(),
+            known_hosts: Vec::new(),
+            hosts_epoch: Epoch(u64::MAX),
         }
     }
 }

@@ -4,8 +4,8 @@
 use super::rpc::RpcCaller;
 use super::{Machine, Output};
 use sempa_proto::group::GroupRequest;
-use sempa_proto::host::{HostMsg, Question};
-use sempa_proto::suspend::{Cause, Order};
+use sempa_proto::host::{HostMsg, HostRequest};
+use sempa_proto::suspend::{SuspendCause, SuspendOrder};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{MailboxRequest, REQUESTS_OPEN_MAX, Reply, Request, Sink};
 use sempa_proto::tasker::ToTasker;
@@ -48,12 +48,12 @@ impl Machine {
         }
         let me = self.config.host;
         match what {
-            Request::Exit { marks } => self.leave_vm(tid, id, marks),
-            Request::LastWords => self.handle_about_to_exit(tid, id),
+            Request::Exit { watermarks } => self.leave_vm(tid, id, watermarks),
+            Request::AboutToExit => self.handle_about_to_exit(tid, id),
             Request::Config => self.reply(tid, id, Reply::Hosts(self.table.clone())),
             Request::Tasks { selector } => self.query_task_list(tid, id, selector),
             Request::Spawn(request) => self.spawn(tid, id, request, None),
-            Request::SpawnGranted { request, grant } => self.spawn_leased(tid, id, request, grant),
+            Request::SpawnLeased { request, lease } => self.spawn_leased(tid, id, request, lease),
             Request::HostStatus { name } => {
                 let host = if name == "." {
                     Some(me)
@@ -61,7 +61,9 @@ impl Machine {
                     self.table.by_name(&name).map(|h| h.id)
                 };
                 match host {
-                    Some(host) => self.call_host(host, Question::Ping, RpcCaller::Task { tid, id }),
+                    Some(host) => {
+                        self.call_host(host, HostRequest::Ping, RpcCaller::Task { tid, id })
+                    }
                     None => self.fail(tid, id, PvmError::NoHost, no_host_message(&name)),
                 }
             }
@@ -71,7 +73,7 @@ impl Machine {
             Request::TaskStatus { tid: other } => {
                 self.call_host_of_task(
                     other,
-                    Question::TaskStatus { tid: other },
+                    HostRequest::TaskStatus { tid: other },
                     RpcCaller::Task { tid, id },
                 );
             }
@@ -81,7 +83,7 @@ impl Machine {
             Request::Signal { tid: other, signal } => {
                 self.call_host_of_task(
                     other,
-                    Question::Signal { tid: other, signal },
+                    HostRequest::Signal { tid: other, signal },
                     RpcCaller::Task { tid, id },
                 );
             }
@@ -93,15 +95,17 @@ impl Machine {
                 suspend,
                 cause,
             } => {
-                let cause = cause.unwrap_or(Cause::Asked { by: tid }).cut();
-                let order = Order {
+                let cause = cause
+                    .unwrap_or(SuspendCause::Requested { requested_by: tid })
+                    .truncated();
+                let order = SuspendOrder {
                     tid: other,
                     suspend,
                     cause,
                 };
                 self.call_host_of_task(
                     other,
-                    Question::Suspend(order),
+                    HostRequest::Suspend(order),
                     RpcCaller::Task { tid, id },
                 );
             }
@@ -115,14 +119,17 @@ impl Machine {
                 let host = self.context_holder(ctx);
                 self.call_host(
                     host,
-                    Question::FreeContext { owner: tid, ctx },
+                    HostRequest::FreeContext { owner: tid, ctx },
                     RpcCaller::Task { tid, id },
                 );
             }
             Request::HostSync { host } => {
-                match host.home().filter(|host| self.table.get(*host).is_some()) {
+                match host
+                    .birth_host()
+                    .filter(|host| self.table.get(*host).is_some())
+                {
                     Some(host) => {
-                        self.call_host(host, Question::Clock, RpcCaller::Task { tid, id })
+                        self.call_host(host, HostRequest::Clock, RpcCaller::Task { tid, id })
                     }
                     None => self.fail(
                         tid,
@@ -139,8 +146,8 @@ impl Machine {
                 }
                 self.reply(tid, id, Reply::Done);
             }
-            Request::Tickle(words) => self.debug_query(tid, id, &words),
-            Request::Guests(word) => self.handle_guest_directive(tid, id, word),
+            Request::DebugQuery(words) => self.debug_query(tid, id, &words),
+            Request::SetGuestDirective(word) => self.handle_guest_directive(tid, id, word),
             Request::Serve(service) => self.toggle_service(tid, id, service),
             Request::Freezer => self.reply(tid, id, Reply::Freezer(self.freezer.clone())),
             what => self.forward_to_master(tid, id, what),
@@ -152,14 +159,7 @@ impl Machine {
         if self.master.is_some() {
             self.handle_master_request(tid, id, request);
         } else {
-            self.send_to_host(
-                HostId::MASTER,
-                HostMsg::Request {
-                    tid,
-                    id,
-                    what: request,
-                },
-            );
+            self.send_to_host(HostId::MASTER, HostMsg::TaskRequest { tid, id, request });
         }
     }
 
@@ -174,15 +174,20 @@ impl Machine {
             Request::Group(request) => self.group_request(tid, id, request),
             Request::Checkpoint {
                 job,
-                pace,
-                end,
+                schedule: pace,
+                end_job: end,
                 wait,
             } => self.handle_checkpoint_request((tid, id), job, pace, end, wait),
-            Request::Sets => self.outputs.push_back(Output::ListCheckpoints { tid, id }),
-            Request::Restart { set, on, wait } => {
-                self.handle_restart_request((tid, id), set, on, wait)
-            }
-            Request::RemoveSets { which, any } => self.handle_removal_request(tid, id, which, any),
+            Request::ListCheckpoints => self.outputs.push_back(Output::ListCheckpoints { tid, id }),
+            Request::Restart {
+                checkpoint: set,
+                on,
+                wait,
+            } => self.handle_restart_request((tid, id), set, on, wait),
+            Request::RemoveCheckpoints {
+                which,
+                include_foreign,
+            } => self.handle_removal_request(tid, id, which, include_foreign),
             Request::Migrate {
                 tid: task,
                 to,
@@ -198,7 +203,7 @@ impl Machine {
                 self.reply(tid, id, Reply::Events(events));
             }
             Request::Subscribe { ctx, tag } => self.subscribe(tid, id, ctx, tag),
-            Request::Record { at, kind } => {
+            Request::RecordEvent { at, kind } => {
                 let host = self.location(tid).unwrap_or(HostId::MASTER);
                 self.append_event(host, at, kind);
                 self.reply(tid, id, Reply::Done);
@@ -232,9 +237,9 @@ impl Machine {
                     no_host_message(&selector.to_string()),
                 );
             }
-            Some(_) if selector.local() != 0 => {
-                let question = Question::Tasks {
-                    only: Some(selector),
+            Some(_) if selector.local_part() != 0 => {
+                let question = HostRequest::Tasks {
+                    task: Some(selector),
                 };
                 return self.call_host_of_task(selector, question, RpcCaller::Task { tid, id });
             }
@@ -254,7 +259,7 @@ impl Machine {
         for host in hosts {
             self.call_host(
                 host,
-                Question::Tasks { only: None },
+                HostRequest::Tasks { task: None },
                 RpcCaller::ScatterGather(gather),
             );
         }
@@ -278,7 +283,7 @@ impl Machine {
             return;
         };
         // During a migration both ends may list the task. The entry that is not migrating is kept.
-        tasks.sort_by_key(|t| (t.tid, t.moving));
+        tasks.sort_by_key(|t| (t.tid, t.migrating));
         tasks.dedup_by_key(|t| t.tid);
         tasks.sort_by_key(|t| (t.host, t.tid));
         self.reply(tid, id, Reply::Tasks(tasks));
@@ -319,7 +324,7 @@ impl Machine {
     /// has brought from another virtual machine.
     pub(super) fn context_holder(&self, ctx: i32) -> HostId {
         Tid::from_raw(ctx)
-            .home()
+            .birth_host()
             .filter(|host| self.table.get(*host).is_some())
             .unwrap_or(HostId::MASTER)
     }
@@ -376,7 +381,7 @@ impl Machine {
                 self.send_to_host(
                     host,
                     HostMsg::EndTasks {
-                        spare: survivors.clone(),
+                        except: survivors.clone(),
                     },
                 );
             }
@@ -422,7 +427,11 @@ fn is_untimed(request: &Request) -> bool {
 
 /// Returns the host that a host tid or a daemon's address names.
 pub(super) fn named_host(tid: Tid) -> Option<HostId> {
-    if tid.local() == 0 { tid.home() } else { None }
+    if tid.local_part() == 0 {
+        tid.birth_host()
+    } else {
+        None
+    }
 }
 
 fn no_host_message(name: &str) -> String {

@@ -22,10 +22,12 @@ use super::rpc::ReplyAddress;
 use super::tasks::{Phase, Task};
 use super::{Machine, Output, Timer, World};
 use checkpoint_protocol::{InspectedTask, SourceEvent, TargetEvent};
-use sempa_proto::engine::{AGAIN_ENV, Asked, Begin, Engine, STATE_ENV};
+use sempa_proto::engine::{AskMethod, Engine, LaunchInfo, RESTART_COUNT_ENV, STATE_ENV};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Carried, Held};
-use sempa_proto::migration::{Cause, Failure, Move, Refusal, TaskFacts, Usage, Verdict};
+use sempa_proto::host::{DataMsg, PendingItem};
+use sempa_proto::migration::{
+    Failure, Migration, MigrationCause, Refusal, TaskFacts, Usage, Verdict,
+};
 use sempa_proto::task::{Reply, SpawnRequest, ToTask};
 use sempa_proto::tasker::{DumpReport, StartTask, ToTasker};
 use sempa_proto::{Micros, MigrationId, PvmError, RequestId, Tid};
@@ -120,15 +122,15 @@ pub(super) fn choose_engine(criu: Verdict, other: RestartVerdict) -> (Verdict, E
 }
 
 /// Returns the launch information of a spawn, if its tasks permit engines other than CRIU.
-pub(super) fn launch_info_of(request: &SpawnRequest) -> Result<Option<Box<Begin>>, String> {
-    let begin = Begin::of(request)?;
-    Ok(begin.anew().is_some().then(|| Box::new(begin)))
+pub(super) fn launch_info_of(request: &SpawnRequest) -> Result<Option<Box<LaunchInfo>>, String> {
+    let begin = LaunchInfo::from_request(request)?;
+    Ok(begin.restart_engine().is_some().then(|| Box::new(begin)))
 }
 
 impl GracefulExit {
     /// True if the program reports by its exit status that it must be started again.
     pub(super) fn is_self_checkpoint(&self) -> bool {
-        matches!(self.engine, Engine::Own { .. })
+        matches!(self.engine, Engine::SelfCheckpoint { .. })
     }
 
     /// True if the program may exit as agreed, to be started again.
@@ -155,7 +157,7 @@ impl Task {
         self.ignores_checkpoint_signal = Some(id);
         self.launch
             .as_ref()
-            .is_some_and(|begin| begin.by_criu() && begin.own_first())
+            .is_some_and(|begin| begin.allows_criu() && begin.prefers_self_checkpoint())
     }
 
     /// True while the task has no process because it is being started again.
@@ -188,23 +190,23 @@ impl Machine {
     pub(super) fn inspect_without_criu(
         &self,
         tid: Tid,
-        cause: Option<&Cause>,
+        cause: Option<&MigrationCause>,
     ) -> Option<Result<TaskFacts, Refusal>> {
         let task = self.tasks.get(tid)?;
         // CRIU must not migrate a task that may still exit by an earlier request, because the
         // target would not expect that exit.
         let begin = task.launch.as_ref()?;
-        let by_criu = begin.by_criu() && task.graceful_exit.is_none();
-        if cause != Some(&Cause::Checkpoint) {
+        let by_criu = begin.allows_criu() && task.graceful_exit.is_none();
+        if cause != Some(&MigrationCause::Checkpoint) {
             return (!by_criu).then(|| {
                 self.inspect_for_restart(tid)
                     .unwrap_or(Err(Refusal::NoSuchTask))
             });
         }
         if task.graceful_exit.is_some() {
-            return Some(Err(Refusal::MayEndYet));
+            return Some(Err(Refusal::SelfCheckpointPending));
         }
-        let own_first = begin.own_first();
+        let own_first = begin.prefers_self_checkpoint();
         match self.inspect_self_checkpoint(tid)? {
             Err(_) if by_criu => None,
             result => (own_first || !by_criu).then_some(result),
@@ -214,21 +216,21 @@ impl Machine {
     /// Returns the properties of a task whose program writes its own checkpoint.
     fn inspect_self_checkpoint(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.launch.clone()?;
-        let Some(own) = begin.own() else {
-            return Some(Err(Refusal::NotByCriu {
-                engine: begin.anew()?,
+        let Some(own) = begin.self_checkpoint() else {
+            return Some(Err(Refusal::NoCheckpointEngine {
+                engine: begin.restart_engine()?,
             }));
         };
         begin.engines = vec![own];
-        Some(if begin.state.is_empty() {
-            Err(Refusal::NoState)
-        } else if self.suspensions_of(tid).any() {
+        Some(if begin.state_files.is_empty() {
+            Err(Refusal::NoStateFiles)
+        } else if self.suspensions_of(tid).is_suspended() {
             // The program must run to write its checkpoint.
             Err(Refusal::Suspended)
         } else {
             Ok(TaskFacts {
                 uid: self.config.uid,
-                begin: Some(begin),
+                launch: Some(begin),
                 ..TaskFacts::default()
             })
         })
@@ -238,15 +240,15 @@ impl Machine {
     pub(super) fn merge_criu_facts(
         &self,
         tid: Tid,
-        cause: Option<&Cause>,
+        cause: Option<&MigrationCause>,
         result: Result<TaskFacts, Refusal>,
     ) -> Result<TaskFacts, Refusal> {
-        if cause == Some(&Cause::Checkpoint) {
+        if cause == Some(&MigrationCause::Checkpoint) {
             return result.or_else(|refusal| match self.inspect_self_checkpoint(tid) {
                 Some(Ok(facts)) => Ok(facts),
                 // The user can add the missing list of files, so this is the more useful reason.
-                Some(Err(Refusal::NoState)) if matches!(refusal, Refusal::NoEngine { .. }) => {
-                    Err(Refusal::NoState)
+                Some(Err(Refusal::NoStateFiles)) if matches!(refusal, Refusal::NoEngine { .. }) => {
+                    Err(Refusal::NoStateFiles)
                 }
                 _ => Err(refusal),
             });
@@ -255,7 +257,7 @@ impl Machine {
             (
                 Ok(facts),
                 Some(Ok(TaskFacts {
-                    begin: Some(mut begin),
+                    launch: Some(mut begin),
                     ..
                 })),
             ) => {
@@ -268,7 +270,7 @@ impl Machine {
                     .filter(|e| *e == Engine::Criu || begin.engines.contains(e))
                     .collect();
                 Ok(TaskFacts {
-                    begin: Some(begin),
+                    launch: Some(begin),
                     ..facts
                 })
             }
@@ -280,18 +282,18 @@ impl Machine {
     /// Returns the properties of a task for the restart engines that it permits.
     fn inspect_for_restart(&self, tid: Tid) -> Option<Result<TaskFacts, Refusal>> {
         let mut begin = self.tasks.get(tid)?.launch.clone()?;
-        let suspended = self.suspensions_of(tid).any();
+        let suspended = self.suspensions_of(tid).is_suspended();
         begin.engines.retain(|engine| match engine {
             Engine::Criu => false,
             // The program must run to write its checkpoint.
-            Engine::Own { .. } => !suspended,
+            Engine::SelfCheckpoint { .. } => !suspended,
             Engine::Restart { .. } => true,
         });
         Some(match begin.engines.is_empty() {
             true => Err(Refusal::Suspended),
             false => Ok(TaskFacts {
                 uid: self.config.uid,
-                begin: Some(begin),
+                launch: Some(begin),
                 ..TaskFacts::default()
             }),
         })
@@ -315,10 +317,10 @@ impl Machine {
         let signal = result
             .as_ref()
             .ok()
-            .filter(|_| cause == Some(&Cause::Checkpoint))
-            .and_then(TaskFacts::signal);
+            .filter(|_| cause == Some(&MigrationCause::Checkpoint))
+            .and_then(TaskFacts::checkpoint_signal);
         match signal {
-            Some(signal) => self.send_to_tasker(ToTasker::Minds {
+            Some(signal) => self.send_to_tasker(ToTasker::CheckSignal {
                 migration: id,
                 tid,
                 signal,
@@ -344,7 +346,7 @@ impl Machine {
         let signal = facts
             .as_ref()
             .ok()
-            .and_then(TaskFacts::signal)
+            .and_then(TaskFacts::checkpoint_signal)
             .filter(|_| !handled);
         let Some(signal) = signal else {
             return self.finish_inspection(id, tid, facts, (false, false));
@@ -355,9 +357,12 @@ impl Machine {
             .is_some_and(|task| task.fall_back_to_criu(id))
         {
             true => self.send_to_tasker(ToTasker::Inspect { migration: id, tid }),
-            false => {
-                self.finish_inspection(id, tid, Err(Refusal::NotMinded { signal }), (false, false))
-            }
+            false => self.finish_inspection(
+                id,
+                tid,
+                Err(Refusal::SignalNotHandled { signal }),
+                (false, false),
+            ),
         }
     }
 
@@ -391,7 +396,7 @@ impl Machine {
             other => {
                 arrival.restart_verdict = other;
                 let facts = TaskFacts {
-                    begin: None,
+                    launch: None,
                     ..facts
                 };
                 self.send_to_tasker(ToTasker::Prepare {
@@ -453,7 +458,7 @@ impl Machine {
                 known,
                 other,
                 TaskFacts {
-                    begin: None,
+                    launch: None,
                     ..facts
                 },
             ),
@@ -493,9 +498,9 @@ impl Machine {
         self.set_timer(HANDOFF_TIMEOUT, Timer::HandoffTimeout(tid, id));
         if is_paused {
             // A paused task may run to report its link states.
-            self.send_to_tasker(ToTasker::Hold {
+            self.send_to_tasker(ToTasker::Pause {
                 tid,
-                after: HANDOFF_TIMEOUT,
+                run_for: HANDOFF_TIMEOUT,
             });
         }
         if wakes {
@@ -524,8 +529,8 @@ impl Machine {
         let GracefulExit {
             migration, engine, ..
         } = *ending;
-        self.send_to_tasker(ToTasker::End { tid, engine });
-        let Some((_, wait)) = engine.asks() else {
+        self.send_to_tasker(ToTasker::RequestExit { tid, engine });
+        let Some((_, wait)) = engine.exit_request() else {
             return;
         };
         self.set_timer(
@@ -544,7 +549,8 @@ impl Machine {
         let Some(ending) = task.graceful_exit.filter(|ending| ending.requested) else {
             return;
         };
-        let (Some((Asked::Message(tag), wait)), Some(conn)) = (ending.engine.asks(), task.conn())
+        let (Some((AskMethod::Message(tag), wait)), Some(conn)) =
+            (ending.engine.exit_request(), task.conn())
         else {
             return;
         };
@@ -622,7 +628,11 @@ impl Machine {
         match engine {
             Engine::Criu => {}
             Engine::Restart { .. } => self.send_to_tasker(ToTasker::Kill { tid }),
-            Engine::Own { asked, exit, wait } => {
+            Engine::SelfCheckpoint {
+                ask_method: asked,
+                exit_status: exit,
+                timeout_s: wait,
+            } => {
                 let why = format!(
                     "{engine}: it was asked {asked} and has not ended with exit status {exit} within {wait} s"
                 );
@@ -643,7 +653,7 @@ impl Machine {
         let continues = |ending: &GracefulExit| {
             let asked = ending.requested.then_some(ending.engine);
             let mut by = asked.into_iter().chain(ending.earlier_request);
-            !ending.is_final && by.any(|engine| engine.goes_on_after(status))
+            !ending.is_final && by.any(|engine| engine.restarts_after(status))
         };
         let Some(GracefulExit { migration, .. }) = task.graceful_exit.filter(continues) else {
             return false;
@@ -659,8 +669,8 @@ impl Machine {
         task.requests.clear();
         task.untimed_requests.clear();
         let count = task.launch.as_mut().map_or(0, |begin| {
-            begin.count += 1;
-            begin.count
+            begin.restart_count += 1;
+            begin.restart_count
         });
         let (successor, left, waiting) = log.into_handoff(count, task.inbox.drain());
         task.handoff = Some(Box::new(successor));
@@ -678,7 +688,7 @@ impl Machine {
         self.end_pause(tid);
         // Peers that share rings with the task read what is left in them.
         for partner in self.ring_peers.remove_task(tid) {
-            self.deliver(partner, ToTask::PeerMoved { tid });
+            self.deliver(partner, ToTask::PeerMigrated { tid });
         }
         self.advance_respawn(tid);
         true
@@ -734,14 +744,14 @@ impl Machine {
         if !ending.must_exit() && ending.stage != ExitStage::Reconnecting && conn.is_some() {
             // The program continues. If it exits as it was asked, it is started again.
             ending.stage = ExitStage::Resuming;
-            let message = ToTask::TakeNothing { by: None };
+            let message = ToTask::PrepareExit { migration: None };
             self.outputs
                 .extend(conn.map(|conn| Output::ToTask { conn, message }));
             if self.must_pause(tid) {
                 // A paused task may run to continue its links.
-                self.send_to_tasker(ToTasker::Hold {
+                self.send_to_tasker(ToTasker::Pause {
                     tid,
-                    after: HANDOFF_TIMEOUT,
+                    run_for: HANDOFF_TIMEOUT,
                 });
             }
         }
@@ -804,7 +814,7 @@ impl Machine {
         if self.must_pause(tid) {
             self.pause_guest(tid);
         } else {
-            self.send_to_tasker(ToTasker::GoOn { tid });
+            self.send_to_tasker(ToTasker::Resume { tid });
         }
     }
 
@@ -857,7 +867,7 @@ impl Machine {
             .and_then(|task| task.graceful_exit.take())
             .is_some_and(|ending| ending.may_exit())
         {
-            self.send_to_tasker(ToTasker::EndsForGood { tid });
+            self.send_to_tasker(ToTasker::WithdrawExitRequest { tid });
         }
     }
 
@@ -873,17 +883,17 @@ impl Machine {
 
     /// Sends a task without a process to its new host. The items that its process has left come
     /// first: no peer would send them again if this host were lost.
-    pub(super) fn send_task_without_process(&mut self, of: &Move) {
-        let left: Vec<Held> = self
+    pub(super) fn send_task_without_process(&mut self, of: &Migration) {
+        let left: Vec<PendingItem> = self
             .tasks
             .get(of.tid)
             .map(|task| task.inbox.iter().cloned().collect())
             .unwrap_or_default();
         for held in left {
-            let message = Carried::Handed {
+            let message = DataMsg::Forwarded {
                 dst: of.tid,
                 migration: of.id,
-                held,
+                item: held,
             };
             self.outputs.push_back(Output::SendData {
                 host: of.to,
@@ -943,7 +953,7 @@ impl Machine {
                 self.send_to_tasker(ToTasker::Start(start));
                 self.log_and_record(format!(
                     "{tid} is started again where it was ({} times so far)",
-                    begin.count
+                    begin.restart_count
                 ));
                 self.pause_if_required(tid);
             }
@@ -990,13 +1000,13 @@ impl Machine {
         let Some(begin) = self.tasks.get(tid).and_then(|task| task.launch.as_ref()) else {
             return;
         };
-        if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+        if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
             let why = format!(
                 "its working directory {dir} cannot be entered any more: nobody knows where it has written"
             );
             return self.source_event(id, SourceEvent::Dumped(Err(Failure::Io(why))));
         }
-        let (files, dir) = (begin.state_of(tid), world.work_dir(begin.dir()));
+        let (files, dir) = (begin.state_paths(tid), world.work_dir(begin.working_dir()));
         self.outputs.push_back(Output::CollectState {
             migration: id,
             files,
@@ -1038,10 +1048,10 @@ impl Machine {
             arrival
                 .record
                 .as_ref()
-                .and_then(|record| record.begin.as_ref()),
+                .and_then(|record| record.launch.as_ref()),
         );
         let Some((files, dir)) =
-            begin.map(|begin| (begin.state_of(tid), world.work_dir(begin.dir())))
+            begin.map(|begin| (begin.state_paths(tid), world.work_dir(begin.working_dir())))
         else {
             return;
         };
@@ -1073,14 +1083,14 @@ impl Machine {
             arrival
                 .record
                 .as_ref()
-                .and_then(|record| record.begin.clone()),
+                .and_then(|record| record.launch.clone()),
         );
         match self.launch_order(world, tid, &begin.unwrap_or_default()) {
             Ok((start, spawn_token)) => {
                 if let Some(arrival) = self.arrival_of(id) {
                     arrival.spawn_token = Some(spawn_token);
                 }
-                self.send_to_tasker(ToTasker::Build {
+                self.send_to_tasker(ToTasker::PrepareRestart {
                     migration: id,
                     start,
                 });
@@ -1095,18 +1105,18 @@ impl Machine {
         &self,
         world: &mut dyn World,
         tid: Tid,
-        begin: &Begin,
+        begin: &LaunchInfo,
     ) -> Result<(StartTask, i32), String> {
         let (path, argv) = super::spawn::find_program(world, &begin.request)
             .map_err(|error| format!("{}: {error}", begin.request.file))?;
         let mut env = self.environment(world, &begin.request);
-        let again = [AGAIN_ENV.as_bytes(), b"="].concat();
+        let again = [RESTART_COUNT_ENV.as_bytes(), b"="].concat();
         env.retain(|entry| !entry.starts_with(&again));
         let spawn_token = std::iter::repeat_with(|| world.random_secret())
             .find(|spawn_token| !self.tasks.by_spawn_token.contains_key(spawn_token));
         let spawn_token = spawn_token.unwrap_or_default();
         env.push(format!("PVMEPID={spawn_token}").into_bytes());
-        env.push(format!("{AGAIN_ENV}={}", begin.count).into_bytes());
+        env.push(format!("{RESTART_COUNT_ENV}={}", begin.restart_count).into_bytes());
         let pinned = false;
         Ok((
             StartTask {
@@ -1114,7 +1124,7 @@ impl Machine {
                 path,
                 argv,
                 env,
-                dir: world.work_dir(begin.dir()),
+                working_dir: world.work_dir(begin.working_dir()),
                 pinned,
             },
             spawn_token,
@@ -1125,8 +1135,8 @@ impl Machine {
 /// Returns this host's verdict on starting the program of such a task; `None` if the task permits
 /// only CRIU.
 fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
-    let begin = facts.begin.as_ref()?;
-    let engine = begin.anew()?;
+    let begin = facts.launch.as_ref()?;
+    let engine = begin.restart_engine()?;
     let mut verdict = Verdict::new();
     if let Err(PvmError::NoFile) = super::spawn::find_program(world, &begin.request) {
         let why =
@@ -1136,7 +1146,7 @@ fn judge_restart(world: &dyn World, facts: &TaskFacts) -> RestartVerdict {
             why,
         });
     }
-    if let Some(dir) = begin.dir().filter(|dir| lacks_dir(world, dir)) {
+    if let Some(dir) = begin.working_dir().filter(|dir| lacks_dir(world, dir)) {
         let why = "this host has no such directory that can be entered; what the program needs has to be there".into();
         verdict.push(Refusal::File {
             path: dir.into(),
@@ -1155,8 +1165,11 @@ fn lacks_dir(world: &dyn World, dir: &str) -> bool {
 /// True if the tasker need not be asked: the task's first engine is a restart engine that is
 /// possible here, or the task does not permit CRIU.
 fn is_decided(facts: &TaskFacts, verdict: &Verdict) -> bool {
-    let first = facts.begin.as_ref().and_then(|begin| begin.engines.first());
-    !facts.by_criu() || verdict.is_empty() && first != Some(&Engine::Criu)
+    let first = facts
+        .launch
+        .as_ref()
+        .and_then(|begin| begin.engines.first());
+    !facts.allows_criu() || verdict.is_empty() && first != Some(&Engine::Criu)
 }
 
 #[cfg(test)]
@@ -1167,7 +1180,7 @@ mod tests {
     /// refusals.
     #[test]
     fn criu_is_preferred_and_all_refusals_are_kept() {
-        let other = Engine::Restart { wait: 5 };
+        let other = Engine::Restart { timeout_s: 5 };
         assert_eq!(
             choose_engine(vec![], Some((other, vec![]))),
             (vec![], Engine::Criu)

@@ -9,8 +9,8 @@ use super::routing::delivery_output;
 use super::tasks::Task;
 use super::{ConnId, Machine, Output};
 use sempa_proto::Tid;
-use sempa_proto::host::Held;
-use sempa_proto::route::{OFFER_ADDRESSES_MAX, RouteWord};
+use sempa_proto::host::PendingItem;
+use sempa_proto::route::{OFFER_ADDRESSES_MAX, RouteMsg};
 use sempa_proto::task::ToTask;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -96,13 +96,13 @@ impl Machine {
         &mut self,
         conn: ConnId,
         to: Tid,
-        route_message: RouteWord,
+        route_message: RouteMsg,
         descriptors: Descriptors,
     ) {
         let Some(from) = self.conns.task_of(conn) else {
             return;
         };
-        if let RouteWord::DirectOffer { addresses, .. } = &route_message
+        if let RouteMsg::DirectOffer { addresses, .. } = &route_message
             && addresses.len() > OFFER_ADDRESSES_MAX
         {
             return self.log(format!(
@@ -110,16 +110,16 @@ impl Machine {
                 addresses.len()
             ));
         }
-        if let RouteWord::DirectAccept { .. } | RouteWord::DirectRefuse { .. } = route_message {
+        if let RouteMsg::DirectAccept { .. } | RouteMsg::DirectRefuse { .. } = route_message {
             self.ring_peers.remove_direct_offer(from, to);
         }
-        if route_message.descriptors() == 0 && descriptors.count() == 0 {
+        if route_message.fd_count() == 0 && descriptors.count() == 0 {
             return self.deliver(
                 to,
                 ToTask::Route {
                     from,
-                    near: false,
-                    word: route_message,
+                    same_host: false,
+                    message: route_message,
                 },
             );
         }
@@ -128,14 +128,14 @@ impl Machine {
             .get(to)
             .filter(|t| to != from && !t.holds_items)
             .and_then(Task::conn);
-        let complete = route_message.descriptors() == descriptors.count();
+        let complete = route_message.fd_count() == descriptors.count();
         match receiver.filter(|_| complete && self.ring_peers.can_share_rings(from, to)) {
             Some(conn) => {
                 self.ring_peers.add_pair(from, to);
                 let message = ToTask::Route {
                     from,
-                    near: true,
-                    word: route_message,
+                    same_host: true,
+                    message: route_message,
                 };
                 self.outputs.push_back(Output::ToTaskWithFds {
                     conn,
@@ -150,21 +150,23 @@ impl Machine {
     /// Handles a route message with descriptors that could not be delivered. An offer is refused.
     /// The sender of an acceptance is notified that the peer has migrated or ended, so that it does
     /// not use the rings.
-    fn route_message_undeliverable(&mut self, from: Tid, to: Tid, message: &RouteWord) {
+    fn route_message_undeliverable(&mut self, from: Tid, to: Tid, message: &RouteMsg) {
         match *message {
-            RouteWord::RingOffer { id, .. } => {
+            RouteMsg::RingOffer { id, .. } => {
                 self.deliver(
                     from,
                     ToTask::Route {
                         from: to,
-                        near: false,
-                        word: RouteWord::RingRefuse { id },
+                        same_host: false,
+                        message: RouteMsg::RingRefuse { id },
                     },
                 );
             }
             // The shared pool is only an optimization.
-            RouteWord::StoreOffer { .. } => {}
-            _ if self.tasks.get(to).is_some() => self.deliver(from, ToTask::PeerMoved { tid: to }),
+            RouteMsg::PoolOffer { .. } => {}
+            _ if self.tasks.get(to).is_some() => {
+                self.deliver(from, ToTask::PeerMigrated { tid: to })
+            }
             _ => self.deliver(from, ToTask::PeerGone { tid: to }),
         }
     }
@@ -179,14 +181,19 @@ impl Machine {
 
     /// Delivers a frame or an item on a task's connection. Whether the sender of a route message
     /// runs on the same host is decided only here.
-    pub(super) fn deliver_now(&mut self, conn: ConnId, mut held: Held) {
-        if let Held::Item(ToTask::Route { from, near, word }) = &mut held {
-            *near = match word {
+    pub(super) fn deliver_now(&mut self, conn: ConnId, mut held: PendingItem) {
+        if let PendingItem::Control(ToTask::Route {
+            from,
+            same_host: near,
+            message,
+        }) = &mut held
+        {
+            *near = match message {
                 // A task that is still arriving will be able to use rings soon.
-                RouteWord::RingRefuse { .. } => self.is_alive(*from),
+                RouteMsg::RingRefuse { .. } => self.is_alive(*from),
                 _ => self.tasks.get(*from).is_some(),
             };
-            if let (RouteWord::DirectOffer { .. }, Some(tid)) = (word, self.conns.task_of(conn)) {
+            if let (RouteMsg::DirectOffer { .. }, Some(tid)) = (message, self.conns.task_of(conn)) {
                 self.ring_peers.add_direct_offer(tid, *from);
             }
         }
@@ -196,12 +203,12 @@ impl Machine {
 
 /// Returns the task that must be notified if this cannot be delivered because the receiver has
 /// ended.
-pub(super) fn sender_of(held: &Held) -> Option<Tid> {
+pub(super) fn sender_of(held: &PendingItem) -> Option<Tid> {
     match held {
-        Held::Link(frame) => {
+        PendingItem::Frame(frame) => {
             sempa_proto::link::LinkFrame::decode(frame.clone()).map(|frame| frame.src)
         }
-        Held::Item(ToTask::Route { from, .. }) => Some(*from),
-        Held::Item(_) => None,
+        PendingItem::Control(ToTask::Route { from, .. }) => Some(*from),
+        PendingItem::Control(_) => None,
     }
 }

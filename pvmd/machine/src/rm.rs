@@ -14,12 +14,12 @@ use sempa_proto::event::{EventKind, describe_status};
 use sempa_proto::host::HostMsg;
 use sempa_proto::migration::Usage;
 use sempa_proto::sm::{
-    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_STHOSTACK, SM_TASKX, TaskEnd,
-    pack_task_end, pack_tids, unpack_exec,
+    SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_HANDOFF, SM_HOSTX, SM_STHOSTACK, SM_TASKX, TaskExit,
+    pack_task_exit, pack_tids, unpack_exec,
 };
 use sempa_proto::table::{AddedHost, TASK_RM};
 use sempa_proto::task::{
-    LinkMark, Reply, RmInfo, RmServes, SPAWN_NO_PARENT, SPAWN_PINNED, SpawnRequest, ToTask,
+    Reply, RmInfo, RmServices, SPAWN_NO_PARENT, SPAWN_PINNED, SendWatermark, SpawnRequest, ToTask,
 };
 use sempa_proto::{HostId, Message, Micros, RequestId, Tid};
 use std::collections::VecDeque;
@@ -85,7 +85,7 @@ impl RmState {
 
 impl Machine {
     /// Registers a task as the resource manager of this daemon.
-    pub(super) fn register_rm(&mut self, tid: Tid, id: RequestId, serves: RmServes) {
+    pub(super) fn register_rm(&mut self, tid: Tid, id: RequestId, serves: RmServices) {
         let previous = self.rm.current().map_or(Tid::NONE, |rm| rm.tid);
         self.reply(tid, id, Reply::Rm { previous });
         self.record(EventKind::RmRegistered { tid });
@@ -198,16 +198,16 @@ impl Machine {
     pub(super) fn report_exit_to_rm(
         &mut self,
         task: &Task,
-        marks: &[LinkMark],
+        marks: &[SendWatermark],
         status: i32,
         used: Usage,
     ) {
         let wants =
-            |rm: &Tid| *rm != task.tid && self.rm.find(*rm).is_some_and(|rm| rm.serves.ends);
+            |rm: &Tid| *rm != task.tid && self.rm.find(*rm).is_some_and(|rm| rm.serves.task_exits);
         let Some(rm) = task.rm.filter(wants) else {
             return;
         };
-        let body = pack_task_end(&TaskEnd {
+        let body = pack_task_exit(&TaskExit {
             tid: task.tid,
             status,
             used,
@@ -227,7 +227,7 @@ impl Machine {
     pub(super) fn report_lost_host_to_rm(&mut self, host: HostId) {
         if let (true, Some(rm)) = (self.master.is_some(), self.rm.vm_wide) {
             let mut body = Packer::new(Encoding::Xdr);
-            body.int(host.daemon().raw());
+            body.int(host.daemon_tid().raw());
             self.send_daemon_message(rm.tid, 0, SM_HOSTX, 0, body.finish());
         }
     }

@@ -18,8 +18,8 @@
 
 use super::{Machine, Timer};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::Held;
-use sempa_proto::sm::{GRANT_HOSTS_MAX, SM_GRANT_TAKEN, unpack_taken};
+use sempa_proto::host::PendingItem;
+use sempa_proto::sm::{LEASE_HOSTS_MAX, SM_PLACEMENT_LEASE_USED, unpack_placement_lease_use};
 use sempa_proto::task::ToTask;
 use sempa_proto::{Micros, Tid};
 
@@ -27,7 +27,7 @@ use sempa_proto::{Micros, Tid};
 const LEASE_USE_WINDOW: Micros = Micros::from_secs(1);
 /// Largest number of used slots that may be unreported. A resource manager issues a new lease when
 /// half of one is used.
-const UNREPORTED_SLOTS_MAX: usize = GRANT_HOSTS_MAX / 2;
+const UNREPORTED_SLOTS_MAX: usize = LEASE_HOSTS_MAX / 2;
 /// Longest delay of a batched message.
 const BATCH_DELAY_MAX: Micros = Micros::from_millis(100);
 /// Largest number of messages in a batch.
@@ -72,9 +72,9 @@ fn used_slots(item: &ToTask) -> Option<usize> {
     let ToTask::Deliver { message, .. } = item else {
         return None;
     };
-    let is_taken = message.tag == SM_GRANT_TAKEN && message.src.is_daemon();
+    let is_taken = message.tag == SM_PLACEMENT_LEASE_USED && message.src.is_daemon();
     is_taken
-        .then(|| unpack_taken(message.body.clone()).ok())
+        .then(|| unpack_placement_lease_use(message.body.clone()).ok())
         .flatten()
         .map(|taken| taken.tasks.len())
 }
@@ -143,7 +143,7 @@ impl Machine {
                 BatchedItem::Event(number) => self.event_for_subscriber(receiver, number),
             };
             if let Some(item) = item {
-                self.route_to_task(receiver, Held::Item(item));
+                self.route_to_task(receiver, PendingItem::Control(item));
             }
         }
     }

@@ -8,7 +8,7 @@
 
 use super::{Machine, Output};
 use bytes::Bytes;
-use sempa_proto::host::{Carried, Held, HostMsg, Location};
+use sempa_proto::host::{DataMsg, HostMsg, Location, PendingItem};
 use sempa_proto::link::LinkFrame;
 use sempa_proto::task::{Reply, ToTask};
 use sempa_proto::{Epoch, HostId, PvmError, RequestId, Tid};
@@ -28,7 +28,10 @@ pub(super) struct Locations {
 impl Locations {
     /// Returns the host where the task runs, as far as this daemon knows.
     pub(super) fn host_of(&self, tid: Tid) -> Option<HostId> {
-        self.by_tid.get(&tid).map(|l| l.host).or_else(|| tid.home())
+        self.by_tid
+            .get(&tid)
+            .map(|l| l.host)
+            .or_else(|| tid.birth_host())
     }
 
     /// Returns the epoch of the task's location; 0 for a task on its birth host.
@@ -70,12 +73,12 @@ impl Machine {
     }
 
     /// Delivers or forwards a frame or an item. Returns false if the task is gone for good.
-    pub(super) fn route_to_task(&mut self, dst: Tid, held: Held) -> bool {
+    pub(super) fn route_to_task(&mut self, dst: Tid, held: PendingItem) -> bool {
         if let Some(task) = self.tasks.get_mut(dst) {
             if task.phase == super::tasks::Phase::Left {
                 return false;
             }
-            if let Held::Item(ToTask::Reply { id, .. }) = &held {
+            if let PendingItem::Control(ToTask::Reply { id, .. }) = &held {
                 task.remove_request(*id);
                 self.migrations
                     .settled_parts
@@ -102,8 +105,8 @@ impl Machine {
         match self.location(dst) {
             Some(host) if host != self.config.host && self.table.get(host).is_some() => {
                 let message = match held {
-                    Held::Link(frame) => Carried::Link(frame),
-                    Held::Item(item) => Carried::Item { dst, item },
+                    PendingItem::Frame(frame) => DataMsg::Frame(frame),
+                    PendingItem::Control(item) => DataMsg::Item { dst, item },
                 };
                 self.outputs.push_back(Output::SendData { host, message });
                 true
@@ -118,7 +121,7 @@ impl Machine {
         let Some(item) = self.batch_for_rm(dst, item) else {
             return;
         };
-        let held = Held::Item(item);
+        let held = PendingItem::Control(item);
         let sender = super::ring_peers::sender_of(&held);
         if !self.route_to_task(dst, held)
             && let Some(src) = sender
@@ -152,7 +155,7 @@ impl Machine {
 
     /// Forwards a link frame. If the receiver is gone, the sender receives [`ToTask::PeerGone`].
     pub(super) fn forward_link(&mut self, src: Tid, dst: Tid, frame: Bytes) {
-        if !self.route_to_task(dst, Held::Link(frame)) {
+        if !self.route_to_task(dst, PendingItem::Frame(frame)) {
             self.deliver(src, ToTask::PeerGone { tid: dst });
         }
     }
@@ -181,29 +184,29 @@ impl Machine {
     }
 
     /// Handles a message from the data channel of another host.
-    pub(super) fn handle_data_message(&mut self, host: HostId, carried: Carried) {
+    pub(super) fn handle_data_message(&mut self, host: HostId, carried: DataMsg) {
         match carried {
-            Carried::Link(bytes) => match LinkFrame::decode(bytes.clone()) {
+            DataMsg::Frame(bytes) => match LinkFrame::decode(bytes.clone()) {
                 Some(frame) => self.forward_link(frame.src, frame.dst, bytes),
                 None => self.log(format!(
                     "{host} carried a link frame that cannot be read; it was dropped"
                 )),
             },
-            Carried::Item { dst, item } => self.deliver(dst, item),
-            Carried::Ended { dst, marks } => self.handle_task_end(dst, &marks),
-            Carried::Passed { dst, epoch } => self.drained_by(host, dst, epoch),
-            Carried::Record {
+            DataMsg::Item { dst, item } => self.deliver(dst, item),
+            DataMsg::Ended { dst, watermarks } => self.handle_task_end(dst, &watermarks),
+            DataMsg::RouteDrained { dst, epoch } => self.drained_by(host, dst, epoch),
+            DataMsg::Record {
                 dst,
                 migration,
                 record,
                 complete,
             } => self.handle_record(dst, migration, *record, complete),
-            Carried::Handed {
+            DataMsg::Forwarded {
                 dst,
                 migration,
-                held,
+                item: held,
             } => self.handle_forwarded(dst, migration, held),
-            Carried::HandedAll { dst, migration } => self.handle_forwarded_all(dst, migration),
+            DataMsg::ForwardedAll { dst, migration } => self.handle_forwarded_all(dst, migration),
         }
     }
 
@@ -232,15 +235,15 @@ impl Machine {
             .filter(|t| t.tid != tid && t.watermarks.contains_key(&tid));
         peers.extend(senders.map(|t| t.tid));
         for peer in peers {
-            self.deliver(peer, ToTask::PeerMoved { tid });
+            self.deliver(peer, ToTask::PeerMigrated { tid });
         }
     }
 }
 
 /// Returns the output by which the shell delivers a frame or an item to a connected task.
-pub(super) fn delivery_output(conn: super::ConnId, held: Held) -> Output {
+pub(super) fn delivery_output(conn: super::ConnId, held: PendingItem) -> Output {
     match held {
-        Held::Link(frame) => Output::LinkToTask { conn, frame },
-        Held::Item(message) => Output::ToTask { conn, message },
+        PendingItem::Frame(frame) => Output::LinkToTask { conn, frame },
+        PendingItem::Control(message) => Output::ToTask { conn, message },
     }
 }

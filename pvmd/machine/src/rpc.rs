@@ -9,9 +9,9 @@ use super::checkpoints::Inventory;
 use super::spawn::ExecRequester;
 use super::tasks::Phase;
 use super::{Machine, Output};
-use sempa_proto::host::{Answer, HostMsg, Question};
-use sempa_proto::suspend::Order;
-use sempa_proto::task::{LinkMark, Reply};
+use sempa_proto::host::{HostMsg, HostReply, HostRequest};
+use sempa_proto::suspend::SuspendOrder;
+use sempa_proto::task::{Reply, SendWatermark};
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -91,7 +91,7 @@ pub(super) struct ReplyAddress {
 #[derive(Debug)]
 struct OpenRequest {
     host: HostId,
-    request: Question,
+    request: HostRequest,
     caller: RpcCaller,
     hops: u32,
 }
@@ -115,19 +115,25 @@ impl OpenRequests {
 
 impl Machine {
     /// Sends a request to a host, which may be this one.
-    pub(super) fn call_host(&mut self, host: HostId, question: Question, caller: RpcCaller) {
+    pub(super) fn call_host(&mut self, host: HostId, question: HostRequest, caller: RpcCaller) {
         self.call_with_hops(host, question, caller, 0);
     }
 
     /// Sends a request to the host on which this task runs.
-    pub(super) fn call_host_of_task(&mut self, tid: Tid, question: Question, caller: RpcCaller) {
+    pub(super) fn call_host_of_task(&mut self, tid: Tid, question: HostRequest, caller: RpcCaller) {
         match self.location(tid) {
             Some(host) => self.call_host(host, question, caller),
             None => self.fail_host_request(question, caller),
         }
     }
 
-    fn call_with_hops(&mut self, host: HostId, question: Question, caller: RpcCaller, hops: u32) {
+    fn call_with_hops(
+        &mut self,
+        host: HostId,
+        question: HostRequest,
+        caller: RpcCaller,
+        hops: u32,
+    ) {
         if self.table.get(host).is_none() || hops > HOPS_MAX {
             return self.fail_host_request(question, caller);
         }
@@ -145,58 +151,64 @@ impl Machine {
         if host == self.config.host {
             self.serve_host_request(ReplyAddress { host, id }, question);
         } else {
-            self.send_to_host(host, HostMsg::Ask { id, question });
+            self.send_to_host(
+                host,
+                HostMsg::HostRequest {
+                    id,
+                    request: question,
+                },
+            );
         }
     }
 
     /// Sends a reply to the daemon that sent the request.
-    pub(super) fn send_host_reply(&mut self, reply_to: ReplyAddress, answer: Answer) {
+    pub(super) fn send_host_reply(&mut self, reply_to: ReplyAddress, answer: HostReply) {
         if reply_to.host == self.config.host {
             self.handle_host_reply(reply_to.host, reply_to.id, answer);
         } else {
             self.send_to_host(
                 reply_to.host,
-                HostMsg::Answer {
+                HostMsg::HostReply {
                     id: reply_to.id,
-                    answer,
+                    reply: answer,
                 },
             );
         }
     }
 
     /// Serves a request of a daemon.
-    pub(super) fn serve_host_request(&mut self, reply_to: ReplyAddress, question: Question) {
+    pub(super) fn serve_host_request(&mut self, reply_to: ReplyAddress, question: HostRequest) {
         if let Some(tid) = subject_task(&question)
             && let Some(host) = self.remote_location(tid)
         {
-            return self.send_host_reply(reply_to, Answer::Elsewhere(host));
+            return self.send_host_reply(reply_to, HostReply::MovedTo(host));
         }
         let reply = match question {
-            Question::Exec { parent, request } => {
+            HostRequest::Exec { parent, request } => {
                 return self.queue_exec(parent, request, ExecRequester::Answer(reply_to));
             }
-            Question::Watch { tid, watcher } => {
+            HostRequest::Watch { tid, watcher } => {
                 let gone = !self.is_alive(tid);
                 let after = if gone {
                     self.tasks.exited_watermark(tid, watcher)
                 } else {
                     None
                 };
-                return self.send_host_reply(reply_to, Answer::Watched { gone, after });
+                return self.send_host_reply(reply_to, HostReply::Watched { gone, after });
             }
-            Question::Tasks { only } => Reply::Tasks(self.list_tasks(only)),
-            Question::Ping => Reply::Done,
-            Question::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
-            Question::TaskStatus { tid } => no_task_reply(tid),
-            Question::Signal { tid, signal } => {
+            HostRequest::Tasks { task } => Reply::Tasks(self.list_tasks(task)),
+            HostRequest::Ping => Reply::Done,
+            HostRequest::TaskStatus { tid } if self.is_alive(tid) => Reply::Done,
+            HostRequest::TaskStatus { tid } => no_task_reply(tid),
+            HostRequest::Signal { tid, signal } => {
                 self.note_end_signal(tid, signal);
                 self.signal_task(tid, signal);
                 Reply::Done
             }
-            Question::Suspend(order) => return self.handle_suspend_order(reply_to, order),
-            Question::Facts { tid } => return self.inspect_for_query(reply_to, tid),
-            Question::Verdict { facts } => return self.judge_for_query(reply_to, facts),
-            Question::Count => {
+            HostRequest::Suspend(order) => return self.handle_suspend_order(reply_to, order),
+            HostRequest::Inspect { tid } => return self.inspect_for_query(reply_to, tid),
+            HostRequest::Verdict { facts } => return self.judge_for_query(reply_to, facts),
+            HostRequest::Inventory => {
                 let contexts = self
                     .contexts
                     .iter()
@@ -204,21 +216,22 @@ impl Machine {
                     .collect();
                 return self.send_host_reply(
                     reply_to,
-                    Answer::Count {
+                    HostReply::Inventory {
                         tasks: self.list_tasks(None),
                         contexts,
                     },
                 );
             }
-            Question::HoldContexts(contexts) => {
+            HostRequest::ReserveContexts(contexts) => {
                 self.reserve_contexts(contexts);
                 Reply::Done
             }
-            Question::KeepCopy { migration, set } => {
-                self.handle_copy_request(reply_to.host, migration, set)
-            }
-            Question::Clock => Reply::Clock(self.unix_time),
-            Question::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
+            HostRequest::StoreCopy {
+                migration,
+                checkpoint: set,
+            } => self.handle_copy_request(reply_to.host, migration, set),
+            HostRequest::Clock => Reply::Clock(self.unix_time),
+            HostRequest::FreeContext { owner, ctx } => match self.contexts.get(&ctx) {
                 Some(holder) if *holder == owner => {
                     self.contexts.remove(&ctx);
                     Reply::Done
@@ -226,7 +239,7 @@ impl Machine {
                 _ => no_context_reply(ctx),
             },
         };
-        self.send_host_reply(reply_to, Answer::Reply(reply));
+        self.send_host_reply(reply_to, HostReply::Reply(reply));
     }
 
     /// Returns the host of a task that is on another host. `None` if the task is here, or should
@@ -268,7 +281,7 @@ impl Machine {
     }
 
     /// Finds the request of a reply and continues the work of its caller.
-    pub(super) fn handle_host_reply(&mut self, from: HostId, id: RequestId, answer: Answer) {
+    pub(super) fn handle_host_reply(&mut self, from: HostId, id: RequestId, answer: HostReply) {
         let Some(pending) = self.rpcs.open.remove(&id) else {
             return;
         };
@@ -281,37 +294,37 @@ impl Machine {
             return;
         }
         match (answer, pending.caller) {
-            (Answer::Elsewhere(host), caller) => {
+            (HostReply::MovedTo(host), caller) => {
                 self.call_with_hops(host, pending.request, caller, pending.hops + 1)
             }
-            (Answer::Reply(reply), RpcCaller::Task { tid, id }) => self.reply(tid, id, reply),
-            (Answer::Reply(Reply::Tasks(tasks)), RpcCaller::ScatterGather(query)) => {
+            (HostReply::Reply(reply), RpcCaller::Task { tid, id }) => self.reply(tid, id, reply),
+            (HostReply::Reply(Reply::Tasks(tasks)), RpcCaller::ScatterGather(query)) => {
                 self.add_to_task_list(query, tasks)
             }
-            (Answer::Count { tasks, contexts }, RpcCaller::Inventory { inventory, .. }) => {
+            (HostReply::Inventory { tasks, contexts }, RpcCaller::Inventory { inventory, .. }) => {
                 self.handle_inventory(inventory, Ok(Inventory::new(tasks, contexts)));
             }
-            (Answer::Reply(reply), RpcCaller::StoreCopy { migration }) => {
+            (HostReply::Reply(reply), RpcCaller::StoreCopy { migration }) => {
                 self.handle_copy_reply(migration, Some(reply))
             }
             (_, RpcCaller::Ignored) => {}
-            (Answer::Reply(Reply::Spawned(results)), RpcCaller::Spawn { spawn, part }) => {
+            (HostReply::Reply(Reply::Spawned(results)), RpcCaller::Spawn { spawn, part }) => {
                 self.part_spawned(spawn, part, Ok(results));
             }
-            (Answer::Watched { gone, after }, RpcCaller::Watch { watcher }) => {
-                if let (true, Question::Watch { tid, .. }) = (gone, &pending.request) {
+            (HostReply::Watched { gone, after }, RpcCaller::Watch { watcher }) => {
+                if let (true, HostRequest::Watch { tid, .. }) = (gone, &pending.request) {
                     self.notify_watcher_of_exit(watcher, *tid, after);
                 }
             }
-            (Answer::Watched { gone, .. }, RpcCaller::GroupMember { tid }) => {
+            (HostReply::Watched { gone, .. }, RpcCaller::GroupMember { tid }) => {
                 if gone {
                     self.remove_ended_member(tid);
                 }
             }
-            (Answer::Facts(result), RpcCaller::Inspection(query)) => {
+            (HostReply::Inspected(result), RpcCaller::Inspection(query)) => {
                 self.query_facts_received(query, from, Some(result))
             }
-            (Answer::Verdict(verdict, engine), RpcCaller::Verdict { query, host }) => {
+            (HostReply::Verdict(verdict, engine), RpcCaller::Verdict { query, host }) => {
                 self.query_verdict_received(query, host, Some((verdict, engine)));
             }
             (_, caller) => {
@@ -324,16 +337,15 @@ impl Machine {
     }
 
     /// Completes a request that no host can answer.
-    fn fail_host_request(&mut self, question: Question, caller: RpcCaller) {
+    fn fail_host_request(&mut self, question: HostRequest, caller: RpcCaller) {
         match caller {
             RpcCaller::Task { tid, id } => {
                 let reply = match question {
-                    Question::Tasks { .. } => Reply::Tasks(Vec::new()),
-                    Question::Signal { .. } => Reply::Done,
-                    Question::TaskStatus { tid } | Question::Suspend(Order { tid, .. }) => {
-                        no_task_reply(tid)
-                    }
-                    Question::FreeContext { ctx, .. } => no_context_reply(ctx),
+                    HostRequest::Tasks { .. } => Reply::Tasks(Vec::new()),
+                    HostRequest::Signal { .. } => Reply::Done,
+                    HostRequest::TaskStatus { tid }
+                    | HostRequest::Suspend(SuspendOrder { tid, .. }) => no_task_reply(tid),
+                    HostRequest::FreeContext { ctx, .. } => no_context_reply(ctx),
                     _ => Reply::Failed {
                         error: PvmError::HostFail,
                         reason: "the host left the virtual machine before it answered".into(),
@@ -354,8 +366,8 @@ impl Machine {
             }
             RpcCaller::Verdict { query, host } => self.query_verdict_received(query, host, None),
             RpcCaller::Watch { watcher } => {
-                if let Question::Watch { tid, .. } = question {
-                    self.notify_watcher_of_exit(watcher, tid, None::<LinkMark>);
+                if let HostRequest::Watch { tid, .. } = question {
+                    self.notify_watcher_of_exit(watcher, tid, None::<SendWatermark>);
                 }
             }
         }
@@ -383,7 +395,7 @@ impl Machine {
 
     /// Resends requests after a session was established, if they survive a broken session.
     pub(super) fn resend_requests_to(&mut self, host: HostId) {
-        let open: Vec<(RequestId, Question)> = self
+        let open: Vec<(RequestId, HostRequest)> = self
             .rpcs
             .open
             .iter()
@@ -391,20 +403,26 @@ impl Machine {
             .map(|(id, p)| (*id, p.request.clone()))
             .collect();
         for (id, question) in open {
-            self.send_to_host(host, HostMsg::Ask { id, question });
+            self.send_to_host(
+                host,
+                HostMsg::HostRequest {
+                    id,
+                    request: question,
+                },
+            );
         }
     }
 }
 
 /// Returns the task that a request is about, if the request must reach that task's host.
-fn subject_task(question: &Question) -> Option<Tid> {
+fn subject_task(question: &HostRequest) -> Option<Tid> {
     match question {
-        Question::Tasks { only: Some(tid) }
-        | Question::TaskStatus { tid }
-        | Question::Signal { tid, .. }
-        | Question::Suspend(Order { tid, .. })
-        | Question::Facts { tid }
-        | Question::Watch { tid, .. } => Some(*tid),
+        HostRequest::Tasks { task: Some(tid) }
+        | HostRequest::TaskStatus { tid }
+        | HostRequest::Signal { tid, .. }
+        | HostRequest::Suspend(SuspendOrder { tid, .. })
+        | HostRequest::Inspect { tid }
+        | HostRequest::Watch { tid, .. } => Some(*tid),
         _ => None,
     }
 }

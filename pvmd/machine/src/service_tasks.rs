@@ -17,8 +17,8 @@ use super::{Machine, Output, StartId};
 use crate::io::{HostPlan, HosterOrder};
 use sempa_proto::host::HostMsg;
 use sempa_proto::sm::{
-    HostOrder, SM_STHOST, SM_STTASK, TaskOrder, pack_host_orders, pack_task_order,
-    unpack_host_answers, unpack_task_end,
+    HosterStartRequest, SM_STHOST, SM_STTASK, TaskerStartRequest, pack_hoster_starts,
+    pack_tasker_start, unpack_hoster_reply, unpack_task_exit,
 };
 use sempa_proto::table::{TASK_HOSTER, TASK_TASKER, TASK_TRACER};
 use sempa_proto::task::{Reply, Service, Sink, TracerInfo, TracerSettings};
@@ -144,10 +144,10 @@ impl Machine {
             return;
         };
         if !output.tid.is_task() {
-            *output = tracer.output();
+            *output = tracer.output_sink();
         }
         if !trace.tid.is_task() {
-            *trace = tracer.trace();
+            *trace = tracer.trace_sink();
         }
     }
 
@@ -198,10 +198,15 @@ impl Machine {
     }
 
     /// Requests a task from a tasker.
-    pub(super) fn request_task_start(&mut self, tasker: Tid, task: &Task, order: TaskOrder) {
+    pub(super) fn request_task_start(
+        &mut self,
+        tasker: Tid,
+        task: &Task,
+        order: TaskerStartRequest,
+    ) {
         self.service_tasks.task_starters.insert(tasker);
         debug_assert_eq!(task.tasker, Some(tasker), "it ends with its tasker");
-        self.send_daemon_message(tasker, 0, SM_STTASK, 0, pack_task_order(&order));
+        self.send_daemon_message(tasker, 0, SM_STTASK, 0, pack_tasker_start(&order));
     }
 
     /// Returns the variables that a tasker must add to its own environment for a task.
@@ -220,7 +225,7 @@ impl Machine {
 
     /// Handles a tasker's report that one of its tasks has ended.
     pub(super) fn handle_task_end_report(&mut self, src: Tid, body: bytes::Bytes) -> PvmResult<()> {
-        let end = unpack_task_end(body)?;
+        let end = unpack_task_exit(body)?;
         match self.tasks.get(end.tid) {
             Some(task) if task.tasker == Some(src) => {
                 self.process_exited(end.tid, end.status, end.used)
@@ -287,7 +292,7 @@ impl Machine {
                     secret,
                 }) => {
                     let (host, option) = (plan.id.tid(), plan.start_option.unwrap_or_default());
-                    list.push(HostOrder {
+                    list.push(HosterStartRequest {
                         host,
                         option,
                         login,
@@ -305,7 +310,7 @@ impl Machine {
             self.service_tasks
                 .hoster_requests
                 .insert(wid, HosterRequest { hoster, starts });
-            self.send_daemon_message(hoster, 0, SM_STHOST, wid, pack_host_orders(&list));
+            self.send_daemon_message(hoster, 0, SM_STHOST, wid, pack_hoster_starts(&list));
         }
     }
 
@@ -316,7 +321,7 @@ impl Machine {
         wid: i32,
         body: bytes::Bytes,
     ) -> PvmResult<()> {
-        let answers = unpack_host_answers(body)?;
+        let answers = unpack_hoster_reply(body)?;
         let Some(orders) = self
             .service_tasks
             .hoster_requests

@@ -12,15 +12,17 @@ use super::deferred::DeferredAction;
 use super::rpc::{ReplyAddress, RpcCaller};
 use super::tasks::{Phase, Task};
 use super::{Machine, World, restart_engine};
-use sempa_proto::engine::Begin;
+use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Answer, Question};
-use sempa_proto::load::is_watcher;
-use sempa_proto::owner::NO_GUESTS;
-use sempa_proto::sm::{GRANT_COUNT_MAX, SM_EXECACK, Taken, TaskOrder, pack_tids};
+use sempa_proto::host::{HostReply, HostRequest};
+use sempa_proto::load::is_load_watcher;
+use sempa_proto::owner::GUEST_REFUSED;
+use sempa_proto::sm::{
+    LEASE_TASKS_MAX, PlacementLeaseUse, SM_EXECACK, TaskerStartRequest, pack_tids,
+};
 use sempa_proto::table::TASK_FORKED;
 use sempa_proto::task::{
-    GrantOf, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
+    LeasedSpawn, Reply, SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_DEBUG, SPAWN_HOST, SPAWN_NO_PARENT,
     SPAWN_PINNED, SpawnRequest,
 };
 use sempa_proto::tasker::{StartTask, ToTasker};
@@ -53,7 +55,7 @@ struct PendingSpawn {
     /// Hosts that have failed or refused; they get no further task of this spawn.
     excluded_hosts: Vec<HostId>,
     /// The placement lease that determines the hosts.
-    lease: Option<GrantOf>,
+    lease: Option<LeasedSpawn>,
 }
 
 /// Spawns whose tasks are being started, and the position of the round robin.
@@ -120,7 +122,7 @@ impl Machine {
         tid: Tid,
         id: RequestId,
         request: SpawnRequest,
-        grant: GrantOf,
+        grant: LeasedSpawn,
     ) {
         let reason = if self.rm.current().is_none_or(|rm| rm.tid != grant.rm) {
             format!(
@@ -133,9 +135,9 @@ impl Machine {
                 grant.hosts.len(),
                 request.count
             )
-        } else if grant.hosts.len() > GRANT_COUNT_MAX {
+        } else if grant.hosts.len() > LEASE_TASKS_MAX {
             format!(
-                "no places are given for {} tasks in one request; {GRANT_COUNT_MAX} is the most",
+                "no places are given for {} tasks in one request; {LEASE_TASKS_MAX} is the most",
                 request.count
             )
         } else {
@@ -150,7 +152,7 @@ impl Machine {
         tid: Tid,
         id: RequestId,
         request: SpawnRequest,
-        lease: Option<GrantOf>,
+        lease: Option<LeasedSpawn>,
     ) {
         if request.count == 0 {
             return self.fail(
@@ -241,7 +243,7 @@ impl Machine {
             return self.request_parts(number, Vec::new(), indices, error_without_host);
         }
         // A request that names a host does not advance the round robin, as in PVM.
-        if !spawn.request.names_host() {
+        if !spawn.request.names_one_host() {
             self.spawns.last_host = hosts.last().copied();
         }
         let (each, more) = (indices.len() / hosts.len(), indices.len() % hosts.len());
@@ -279,7 +281,7 @@ impl Machine {
             questions.push((
                 host,
                 spawn.last_part,
-                Question::Exec {
+                HostRequest::Exec {
                     parent: spawn.tid,
                     request,
                 },
@@ -315,7 +317,7 @@ impl Machine {
             return;
         };
         // With a lease, only the resource manager may choose another host.
-        let anywhere = spawn.lease.is_none() && !spawn.request.is_bound();
+        let anywhere = spawn.lease.is_none() && !spawn.request.has_fixed_place();
         let started = match results {
             Ok(started) => started,
             Err(_) if anywhere => {
@@ -327,7 +329,7 @@ impl Machine {
         let (mut started, mut reassigned) = (started.into_iter(), Vec::new());
         for index in block {
             match started.next().unwrap_or(Err(PvmError::DSysErr)) {
-                Err(NO_GUESTS) if anywhere => reassigned.push(index),
+                Err(GUEST_REFUSED) if anywhere => reassigned.push(index),
                 result => spawn.results[index] = Some(result),
             }
         }
@@ -335,7 +337,7 @@ impl Machine {
             return self.reply_if_spawned(number);
         }
         spawn.excluded_hosts.push(host);
-        self.assign_hosts(number, reassigned, NO_GUESTS);
+        self.assign_hosts(number, reassigned, GUEST_REFUSED);
     }
 
     /// Replies to the spawner if all results are there.
@@ -367,7 +369,7 @@ impl Machine {
             self.report_output_requested(*child, parent, output);
             self.trace_task_request(trace, *child, parent);
         }
-        let granted = lease.map(|GrantOf { rm, wid, hosts }| {
+        let granted = lease.map(|LeasedSpawn { rm, wid, hosts }| {
             let tasks = hosts
                 .into_iter()
                 .zip(&results)
@@ -380,7 +382,10 @@ impl Machine {
             self.defer(DeferredAction::ReportTaken {
                 rm,
                 wid,
-                taken: Taken { by: tid, tasks },
+                taken: PlacementLeaseUse {
+                    spawner: tid,
+                    tasks,
+                },
             });
             // The resource manager knows why it chose these hosts.
             let why = "the resource manager has said so beforehand".to_string();
@@ -419,7 +424,7 @@ impl Machine {
         } else if self.tasker_gone || self.stop.is_some() {
             Err(PvmError::DSysErr)
         } else if places == 0 {
-            Err(NO_GUESTS)
+            Err(GUEST_REFUSED)
         } else {
             find_program(world, &job.request)
         };
@@ -431,7 +436,7 @@ impl Machine {
                     path,
                     argv,
                     env: self.environment(world, &job.request),
-                    dir: world.work_dir(split_place(&job.request.place).1),
+                    working_dir: world.work_dir(split_place(&job.request.place).1),
                     pinned: job.request.flags & SPAWN_PINNED != 0,
                 };
                 let begin = begin.unwrap_or_default();
@@ -439,27 +444,27 @@ impl Machine {
                     true => {
                         self.start_task(world, &job, n, (base.clone(), begin.clone()), &mut orders)
                     }
-                    false => Err(NO_GUESTS),
+                    false => Err(GUEST_REFUSED),
                 };
                 (0..count).map(start).collect()
             }
             Err(error) => vec![Err(error); count as usize],
         };
-        if started.contains(&Err(NO_GUESTS))
+        if started.contains(&Err(GUEST_REFUSED))
             && let Some(refusal) = self.guest_refusal(Tid::NONE, &job.request.file)
         {
             self.log_refusal(format!("{} not started: {refusal}", job.request.file));
         }
         match job.requester {
             ExecRequester::Answer(back) => {
-                self.send_host_reply(back, Answer::Reply(Reply::Spawned(started.clone())))
+                self.send_host_reply(back, HostReply::Reply(Reply::Spawned(started.clone())))
             }
             ExecRequester::Rm { rm, wid } => {
                 self.send_daemon_message(rm, 0, SM_EXECACK, wid, pack_tids(&started))
             }
             ExecRequester::Startup => {
                 let file = &job.request.file;
-                if let Some(Err(error)) = started.first().filter(|_| is_watcher(file)) {
+                if let Some(Err(error)) = started.first().filter(|_| is_load_watcher(file)) {
                     self.watcher_start_failed(*error);
                 } else if let Some(Err(error)) = started.first() {
                     let text = format!(
@@ -515,7 +520,7 @@ impl Machine {
         world: &mut dyn World,
         job: &ExecJob,
         instance: u32,
-        (mut start, begin): (StartTask, Option<Box<Begin>>),
+        (mut start, begin): (StartTask, Option<Box<LaunchInfo>>),
         orders: &mut Vec<ToTasker>,
     ) -> Result<Tid, PvmError> {
         let tid = self
@@ -559,7 +564,7 @@ impl Machine {
         match tasker {
             Some(tasker) => {
                 use std::os::unix::ffi::OsStrExt;
-                let order = TaskOrder {
+                let order = TaskerStartRequest {
                     tid,
                     flags: request.flags,
                     path: start.path.as_os_str().as_bytes().to_vec(),
@@ -584,7 +589,7 @@ impl Machine {
     /// Returns the variables that this daemon sets for a new task.
     pub(super) fn daemon_environment(&self, request: &SpawnRequest) -> Vec<Vec<u8>> {
         let mut own = vec![
-            format!("PVMSOCK={}", self.config.paths.socket().display()).into_bytes(),
+            format!("PVMSOCK={}", self.config.paths.daemon_socket().display()).into_bytes(),
             format!("PVM_ARCH={}", self.config.arch).into_bytes(),
         ];
         if let (_, Some(dir)) = split_place(&request.place) {

@@ -13,8 +13,8 @@
 use super::guests::SUSPEND_QUIESCE_TIMEOUT;
 use super::rpc::{ReplyAddress, no_task_reply};
 use super::{Machine, Timer};
-use sempa_proto::host::{Answer, HostMsg, Question};
-use sempa_proto::suspend::{Cause, Holds, Order};
+use sempa_proto::host::{HostMsg, HostReply, HostRequest};
+use sempa_proto::suspend::{SuspendCause, SuspendOrder, Suspensions};
 use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ const PREEMPTION_EXPIRY_LEASES: u64 = 6;
 pub(super) struct TaskSuspension {
     /// Time at which the task was suspended or arrived here suspended.
     pub(super) since: Micros,
-    pub(super) suspensions: Holds,
+    pub(super) suspensions: Suspensions,
 }
 
 impl TaskSuspension {
@@ -41,9 +41,9 @@ impl TaskSuspension {
     pub(super) fn updated(
         before: Option<TaskSuspension>,
         now: Micros,
-        suspensions: Holds,
+        suspensions: Suspensions,
     ) -> Option<TaskSuspension> {
-        suspensions.any().then_some(TaskSuspension {
+        suspensions.is_suspended().then_some(TaskSuspension {
             since: before.map_or(now, |before| before.since),
             suspensions,
         })
@@ -56,7 +56,7 @@ struct ForwardedOrder {
     migration: MigrationId,
     /// The requester that waits for the reply.
     reply_to: ReplyAddress,
-    order: Order,
+    order: SuspendOrder,
 }
 
 /// Requests that no coordinator has decided yet.
@@ -68,10 +68,10 @@ pub(super) struct ForwardedOrders {
 
 impl Machine {
     /// Handles a request to suspend or resume a task of this host.
-    pub(super) fn handle_suspend_order(&mut self, reply_to: ReplyAddress, order: Order) {
+    pub(super) fn handle_suspend_order(&mut self, reply_to: ReplyAddress, order: SuspendOrder) {
         let Some(migration) = self.deciding_migration(order.tid) else {
             let reply = self.suspend_local(&order);
-            return self.send_host_reply(reply_to, Answer::Reply(reply));
+            return self.send_host_reply(reply_to, HostReply::Reply(reply));
         };
         if self.forwarded_suspends.forwarded.len() >= FORWARDED_ORDERS_MAX {
             let reason = format!(
@@ -79,7 +79,7 @@ impl Machine {
             );
             return self.send_host_reply(
                 reply_to,
-                Answer::Reply(Reply::Failed {
+                HostReply::Reply(Reply::Failed {
                     error: PvmError::OutOfRes,
                     reason,
                 }),
@@ -100,7 +100,7 @@ impl Machine {
         } else {
             self.send_to_host(
                 HostId::MASTER,
-                HostMsg::SuspendMoving {
+                HostMsg::SuspendMigrating {
                     migration,
                     id,
                     order,
@@ -138,7 +138,7 @@ impl Machine {
         &mut self,
         migration: MigrationId,
         id: RequestId,
-        suspended: Option<Holds>,
+        suspended: Option<Suspensions>,
     ) {
         if let Some(holds) = suspended {
             if let Some(ForwardedOrder {
@@ -146,7 +146,7 @@ impl Machine {
             }) = self.forwarded_suspends.forwarded.remove(&id)
             {
                 self.apply_suspensions(order.tid, holds);
-                self.send_host_reply(reply_to, Answer::Reply(Reply::Done));
+                self.send_host_reply(reply_to, HostReply::Reply(Reply::Done));
             }
             return;
         }
@@ -168,14 +168,14 @@ impl Machine {
             let place = self.location(tid).filter(|host| *host != self.config.host);
             match place.filter(|_| self.deciding_migration(tid) == Some(migration)) {
                 // The copy here is being killed, or will be.
-                Some(host) => self.send_host_reply(reply_to, Answer::Elsewhere(host)),
-                None => self.serve_host_request(reply_to, Question::Suspend(order)),
+                Some(host) => self.send_host_reply(reply_to, HostReply::MovedTo(host)),
+                None => self.serve_host_request(reply_to, HostRequest::Suspend(order)),
             }
         }
     }
 
     /// Suspends or resumes a task of this host without a coordinator.
-    fn suspend_local(&mut self, order: &Order) -> Reply {
+    fn suspend_local(&mut self, order: &SuspendOrder) -> Reply {
         let tid = order.tid;
         match (self.tasks.get(tid), self.migrations.arrivals.get(&tid)) {
             (Some(task), _) if task.exited.is_some() => return no_task_reply(tid),
@@ -187,8 +187,8 @@ impl Machine {
             _ => {}
         }
         let before = self.suspensions_of(tid);
-        let after = before.after(order);
-        if let Some(event) = before.change(after, order) {
+        let after = before.apply(order);
+        if let Some(event) = before.change_event(after, order) {
             self.record(event);
         }
         self.apply_suspensions(tid, after);
@@ -196,7 +196,7 @@ impl Machine {
     }
 
     /// Returns the suspensions of a task on this host.
-    pub(super) fn suspensions_of(&self, tid: Tid) -> Holds {
+    pub(super) fn suspensions_of(&self, tid: Tid) -> Suspensions {
         let suspended = match self.tasks.get(tid) {
             Some(task) => task.suspension,
             None => self
@@ -212,12 +212,12 @@ impl Machine {
 
     /// Applies these suspensions to a task of this host: pauses it, or resumes it if there are
     /// none.
-    pub(super) fn apply_suspensions(&mut self, tid: Tid, holds: Holds) {
+    pub(super) fn apply_suspensions(&mut self, tid: Tid, holds: Suspensions) {
         let (now, welcome) = (self.now, !self.owner_control.pauses_guests());
         if let Some(task) = self.tasks.get_mut(tid).filter(|task| task.exited.is_none()) {
             let before = task.suspension;
             task.suspension = TaskSuspension::updated(before, now, holds);
-            match (before.is_some(), holds.any()) {
+            match (before.is_some(), holds.is_suspended()) {
                 (false, true) => self.pause_guest(tid),
                 (true, false) if welcome => self.resume_guest(tid),
                 _ => {}
@@ -230,13 +230,13 @@ impl Machine {
         {
             let before = arrival.suspension;
             arrival.suspension = TaskSuspension::updated(before, now, holds);
-            match (before.is_some(), holds.any()) {
+            match (before.is_some(), holds.is_suspended()) {
                 (false, true) => self.pause_arrival(tid, SUSPEND_QUIESCE_TIMEOUT),
                 (true, false) if arrival.paused && welcome => self.resume_arrival(tid),
                 _ => {}
             }
         }
-        if holds.gives_way {
+        if holds.preempted {
             self.expire_preemptions();
         }
     }
@@ -260,7 +260,7 @@ impl Machine {
             .filter(|a| a.run_ordered)
             .map(|a| (a.tid, a.suspension));
         let gives_way =
-            |suspended: Option<TaskSuspension>| suspended.is_some_and(|s| s.suspensions.gives_way);
+            |suspended: Option<TaskSuspension>| suspended.is_some_and(|s| s.suspensions.preempted);
         let all: Vec<Tid> = here
             .chain(arriving)
             .filter(|(_, s)| gives_way(*s))
@@ -280,18 +280,18 @@ impl Machine {
         );
         for tid in all {
             if self.deciding_migration(tid).is_none() {
-                self.suspend_local(&Order {
+                self.suspend_local(&SuspendOrder {
                     tid,
                     suspend: false,
-                    cause: Cause::Share { why: why.clone() },
+                    cause: SuspendCause::Preempted { why: why.clone() },
                 });
             }
         }
     }
 }
 
-fn not_suspendable_reply(order: &Order, spawned: bool) -> Reply {
-    let Order { tid, suspend, .. } = order;
+fn not_suspendable_reply(order: &SuspendOrder, spawned: bool) -> Reply {
+    let SuspendOrder { tid, suspend, .. } = order;
     let what = if *suspend { "suspended" } else { "resumed" };
     let why = if spawned {
         "it serves the virtual machine"

@@ -113,31 +113,31 @@ impl Machine {
                 self.conns.retire(conn);
                 self.detach(tid);
             }
-            ToDaemon::Request { id, what } => self.handle_request(tid, id, what),
+            ToDaemon::Request { id, request: what } => self.handle_request(tid, id, what),
             ToDaemon::Message(mut message) => {
                 message.src = tid;
                 self.forward_to_daemon(message);
             }
             ToDaemon::Quiesced {
                 migration,
-                marks,
-                redirect_at,
+                watermarks: marks,
+                redirect_address: redirect_at,
             } => {
                 if let Some(task) = self.tasks.get_mut(tid) {
                     task.redirect_address = redirect_at;
                 }
                 self.library_quiesced(tid, migration, marks);
             }
-            ToDaemon::Parting {
-                by,
-                line,
-                talks,
-                later,
+            ToDaemon::Handoff {
+                migration: by,
+                incarnation: line,
+                links: talks,
+                deferred_notifications: later,
             } => self.start_handoff_log(tid, by, (line, talks, later)),
-            ToDaemon::TakesNothing { by } => self.request_exit(tid, by),
-            ToDaemon::TakesAgain { by } => self.handle_exit_cancelled(tid, by),
-            ToDaemon::Route { to, word } => {
-                self.forward_route_message(conn, to, word, Descriptors::default())
+            ToDaemon::ReadyToExit { migration: by } => self.request_exit(tid, by),
+            ToDaemon::ExitCancelled { migration: by } => self.handle_exit_cancelled(tid, by),
+            ToDaemon::Route { to, message } => {
+                self.forward_route_message(conn, to, message, Descriptors::default())
             }
         }
     }
@@ -211,7 +211,7 @@ impl Machine {
             );
         }
         if self.stop.is_some() {
-            if hello.claim == Claim::Nobody {
+            if hello.claim == Claim::Probe {
                 self.conns.retire(conn);
                 return self.outputs.push_back(Output::CloseTask { conn });
             }
@@ -224,17 +224,19 @@ impl Machine {
             );
         }
         match hello.claim {
-            Claim::Spawned { epid } if self.tasks.by_spawn_token.contains_key(&epid) => {
-                self.bind_spawned(conn, pid, epid)
+            Claim::Spawned { spawn_token }
+                if self.tasks.by_spawn_token.contains_key(&spawn_token) =>
+            {
+                self.bind_spawned(conn, pid, spawn_token)
             }
-            Claim::Spawned { epid } if self.is_respawn_token(epid) => {
-                self.connect_respawned(conn, epid)
+            Claim::Spawned { spawn_token } if self.is_respawn_token(spawn_token) => {
+                self.connect_respawned(conn, spawn_token)
             }
             // A task that has connected or left already, or one of another virtual machine, has
             // this number. It gives no claim.
             Claim::New | Claim::Spawned { .. } => self.enrol(conn, pid, &hello),
             Claim::Resume { tid, migration } => self.reconnect_library(conn, tid, migration),
-            Claim::Nobody => self.refuse_connection(conn, "nobody has nothing to say here".into()),
+            Claim::Probe => self.refuse_connection(conn, "nobody has nothing to say here".into()),
         }
     }
 
@@ -247,7 +249,7 @@ impl Machine {
         let mut task = Task::new(tid, Tid::NONE, Phase::Connected(conn));
         task.flags = TASK_CONNECTED;
         task.pid = pid;
-        task.on_daemon_exit = hello.at_end;
+        task.on_daemon_exit = hello.on_daemon_exit;
         self.apply_tracer_sinks(&mut task.output, &mut task.trace);
         self.trace_task_start(&task);
         self.tasks.insert(task);
@@ -310,10 +312,10 @@ impl Machine {
                 .service_tasks
                 .tracer
                 .as_ref()
-                .filter(|t| t.trace() == task.trace)
+                .filter(|t| t.trace_sink() == task.trace)
                 .map(|t| t.settings.clone()),
             restart,
-            successor,
+            handoff: successor,
         };
         self.outputs.push_back(Output::ToTask {
             conn,
@@ -332,7 +334,7 @@ impl Machine {
         };
         let items = task.inbox.drain();
         for held in &items {
-            if let sempa_proto::host::Held::Item(ToTask::Reply { id, .. }) = held {
+            if let sempa_proto::host::PendingItem::Control(ToTask::Reply { id, .. }) = held {
                 task.remove_request(*id);
             }
         }

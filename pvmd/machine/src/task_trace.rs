@@ -10,7 +10,8 @@ use sempa_proto::body::{Encoding, Packer};
 use sempa_proto::migration::Usage;
 use sempa_proto::task::Sink;
 use sempa_proto::trace::{
-    END_TASK, Item, NEW_TASK, SPAWN_TASK, head, int, pack_item_table, pack_record, text,
+    END_TASK, NEW_TASK, SPAWN_TASK, TraceItem, int_item, pack_item_table, pack_record, record_head,
+    text_item,
 };
 use std::collections::{BTreeSet, VecDeque};
 
@@ -47,13 +48,13 @@ impl Machine {
         sink: Sink,
         of: Tid,
         (event, name): (i32, &str),
-        items: Vec<Item>,
+        items: Vec<TraceItem>,
     ) {
         if !sink.tid.is_task() || sink.tid == of {
             return;
         }
         self.send_item_table(sink);
-        let mut all = head(
+        let mut all = record_head(
             (self.unix_time.0 / 1_000_000) as i32,
             (self.unix_time.0 % 1_000_000) as i32,
             of.raw(),
@@ -75,16 +76,16 @@ impl Machine {
             task.name.as_str()
         };
         let items = vec![
-            int("PT", or_none(task.parent.raw())),
-            int("TF", task.flags),
-            text("TN", name),
+            int_item("PT", or_none(task.parent.raw())),
+            int_item("TF", task.flags),
+            text_item("TN", name),
         ];
         self.send_trace_record(task.trace, task.tid, NEW_TASK, items);
     }
 
     /// Sends the record of a requested task.
     pub(super) fn trace_task_request(&mut self, sink: Sink, tid: Tid, parent: Tid) {
-        self.send_trace_record(sink, tid, SPAWN_TASK, vec![int("PT", parent.raw())]);
+        self.send_trace_record(sink, tid, SPAWN_TASK, vec![int_item("PT", parent.raw())]);
     }
 
     /// Sends the record of a task's end.
@@ -94,11 +95,11 @@ impl Machine {
             |t: u64| (t % 1_000_000) as i32,
         );
         let items = vec![
-            int("TST", status),
-            int("TUS", seconds(used.user.0)),
-            int("TUU", micros(used.user.0)),
-            int("TSS", seconds(used.system.0)),
-            int("TSU", micros(used.system.0)),
+            int_item("TST", status),
+            int_item("TUS", seconds(used.user.0)),
+            int_item("TUU", micros(used.user.0)),
+            int_item("TSS", seconds(used.system.0)),
+            int_item("TSU", micros(used.system.0)),
         ];
         self.send_trace_record(task.trace, task.tid, END_TASK, items);
     }

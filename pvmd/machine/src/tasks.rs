@@ -13,13 +13,15 @@ use super::ring_peers::sender_of;
 use super::suspension::TaskSuspension;
 use super::{ConnId, Machine, Output};
 use checkpoint_protocol::Source;
-use sempa_proto::engine::Begin;
+use sempa_proto::engine::LaunchInfo;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{Carried, Held, HostMsg, TaskRecord, Watch, WatchKind};
+use sempa_proto::host::{DataMsg, HostMsg, NotifySubject, PendingItem, PendingNotify, TaskRecord};
 use sempa_proto::link::RETAINED_BYTES_MAX;
 use sempa_proto::migration::Usage;
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM, TaskInfo};
-use sempa_proto::task::{AtEnd, LinkMark, RedirectAt, Restart, Sink, Successor, ToTask};
+use sempa_proto::task::{
+    OnDaemonExit, ProcessHandoff, RedirectAddress, RestartInfo, SendWatermark, Sink, ToTask,
+};
 use sempa_proto::{Epoch, HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -41,31 +43,35 @@ const SOCKET_DRAIN_TIMEOUT: Micros = Micros::from_secs(2);
 /// Frames and items that wait for a task, in order.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
-    pub(super) queue: VecDeque<Held>,
+    pub(super) queue: VecDeque<PendingItem>,
     frame_bytes: usize,
     route_messages: usize,
 }
 
 impl Inbox {
     /// Adds a frame or an item. A link frame or route message above the limit is dropped.
-    pub(super) fn push(&mut self, held: Held) {
+    pub(super) fn push(&mut self, held: PendingItem) {
         match &held {
-            Held::Link(frame) if self.frame_bytes + frame.len() > INBOX_FRAME_BYTES_MAX => return,
-            Held::Link(frame) => self.frame_bytes += frame.len(),
-            Held::Item(ToTask::Route { .. }) if self.route_messages >= INBOX_ROUTE_MESSAGES_MAX => {
+            PendingItem::Frame(frame) if self.frame_bytes + frame.len() > INBOX_FRAME_BYTES_MAX => {
                 return;
             }
-            Held::Item(ToTask::Route { .. }) => self.route_messages += 1,
-            Held::Item(_) => {}
+            PendingItem::Frame(frame) => self.frame_bytes += frame.len(),
+            PendingItem::Control(ToTask::Route { .. })
+                if self.route_messages >= INBOX_ROUTE_MESSAGES_MAX =>
+            {
+                return;
+            }
+            PendingItem::Control(ToTask::Route { .. }) => self.route_messages += 1,
+            PendingItem::Control(_) => {}
         }
         self.queue.push_back(held);
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Held> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &PendingItem> {
         self.queue.iter()
     }
 
-    pub(super) fn drain(&mut self) -> VecDeque<Held> {
+    pub(super) fn drain(&mut self) -> VecDeque<PendingItem> {
         (self.frame_bytes, self.route_messages) = (0, 0);
         std::mem::take(&mut self.queue)
     }
@@ -102,7 +108,7 @@ pub(super) struct Task {
     /// The task that has started it, if it was not the daemon's own tasker.
     pub(super) tasker: Option<Tid>,
     /// Behavior of a task from a command line when this daemon ends.
-    pub(super) on_daemon_exit: AtEnd,
+    pub(super) on_daemon_exit: OnDaemonExit,
     /// The resource manager to notify of its end.
     pub(super) rm: Option<Tid>,
     pub(super) phase: Phase,
@@ -111,7 +117,7 @@ pub(super) struct Task {
     /// Its library has reported that it is quiesced.
     pub(super) quiesced: bool,
     /// Address at which its quiesced library looks for a redirect.
-    pub(super) redirect_address: RedirectAt,
+    pub(super) redirect_address: RedirectAddress,
     /// It was requested to quiesce for the owner of this host or for a suspension, and has not
     /// reconnected since.
     pub(super) pause: Option<Pause>,
@@ -130,13 +136,13 @@ pub(super) struct Task {
     /// If set, only these requests may be unanswered when the task is dumped.
     pub(super) permitted_open: Option<BTreeSet<RequestId>>,
     /// Information for its library after a restore from a checkpoint.
-    pub(super) restart: Option<Restart>,
+    pub(super) restart: Option<RestartInfo>,
     /// Information for the library of its next process about the previous one.
-    pub(super) handoff: Option<Box<Successor>>,
+    pub(super) handoff: Option<Box<ProcessHandoff>>,
     /// The log of its process, which is about to exit.
     pub(super) handoff_log: Option<Box<HandoffLog>>,
     /// How it was started, if it permits engines that restart the program.
-    pub(super) launch: Option<Box<Begin>>,
+    pub(super) launch: Option<Box<LaunchInfo>>,
     /// The checkpoint for which it could not be asked to exit, because it does not handle the
     /// signal.
     pub(super) ignores_checkpoint_signal: Option<MigrationId>,
@@ -148,7 +154,7 @@ pub(super) struct Task {
     pub(super) restarted: bool,
     /// Resource usage of its earlier processes.
     pub(super) earlier_usage: Usage,
-    pub(super) notifications: Vec<Watch>,
+    pub(super) notifications: Vec<PendingNotify>,
     /// Exit status and usage of its process. The task ends when its socket is drained, or when the
     /// coordinator of its migration decides.
     pub(super) exited: Option<(i32, Usage)>,
@@ -180,12 +186,12 @@ impl Task {
             output: Sink::default(),
             trace: Sink::default(),
             tasker: None,
-            on_daemon_exit: AtEnd::default(),
+            on_daemon_exit: OnDaemonExit::default(),
             rm: None,
             phase,
             holds_items: false,
             quiesced: false,
-            redirect_address: RedirectAt::default(),
+            redirect_address: RedirectAddress::default(),
             pause: None,
             suspension: None,
             inbox: Inbox::default(),
@@ -218,18 +224,22 @@ impl Task {
         Task {
             name: record.name,
             flags: record.flags,
-            spawn_token: record.epid,
+            spawn_token: record.spawn_token,
             output: record.output,
             trace: record.trace,
             rm: record.rm,
-            watermarks: record.marks.iter().map(|m| (m.peer, m.end)).collect(),
+            watermarks: record
+                .watermarks
+                .iter()
+                .map(|m| (m.peer, m.end_seq))
+                .collect(),
             requests: record.requests.into_iter().collect(),
-            untimed_requests: record.meetings.into_iter().collect(),
+            untimed_requests: record.untimed_requests.into_iter().collect(),
             restart: record.restart,
-            launch: record.begin,
-            handoff: record.successor,
-            notifications: record.watches,
-            redirect_address: record.redirect_at,
+            launch: record.launch,
+            handoff: record.handoff,
+            notifications: record.notifications,
+            redirect_address: record.redirect_address,
             ..Task::new(record.tid, record.parent, Phase::Detached)
         }
     }
@@ -271,17 +281,17 @@ impl Task {
     }
 
     /// Raises the watermarks of its links to at least these values.
-    pub(super) fn raise_watermarks(&mut self, marks: impl IntoIterator<Item = LinkMark>) {
-        for LinkMark { peer, end } in marks {
+    pub(super) fn raise_watermarks(&mut self, marks: impl IntoIterator<Item = SendWatermark>) {
+        for SendWatermark { peer, end_seq: end } in marks {
             let seen = self.watermarks.entry(peer).or_default();
             *seen = end.max(*seen);
         }
     }
 
-    pub(super) fn link_watermarks(&self) -> Vec<LinkMark> {
+    pub(super) fn link_watermarks(&self) -> Vec<SendWatermark> {
         self.watermarks
             .iter()
-            .map(|(&peer, &end)| LinkMark { peer, end })
+            .map(|(&peer, &end)| SendWatermark { peer, end_seq: end })
             .collect()
     }
 }
@@ -294,7 +304,7 @@ pub(super) struct Tasks {
     last_local: u32,
     has_reserved_ids: bool,
     /// Ended tasks with their watermarks, oldest first.
-    exited: VecDeque<(Tid, Vec<LinkMark>)>,
+    exited: VecDeque<(Tid, Vec<SendWatermark>)>,
     /// Tasks of all hosts whose ends are known here.
     pub(super) known_exits: KnownExits,
 }
@@ -338,7 +348,7 @@ impl Tasks {
     }
 
     /// Remembers the watermarks of an ended task.
-    pub(super) fn record_exit(&mut self, tid: Tid, marks: Vec<LinkMark>) {
+    pub(super) fn record_exit(&mut self, tid: Tid, marks: Vec<SendWatermark>) {
         if self.exited.len() >= EXITED_MAX {
             self.exited.pop_front();
         }
@@ -346,7 +356,7 @@ impl Tasks {
     }
 
     /// Returns the watermark of an ended task towards a peer.
-    pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<LinkMark> {
+    pub(super) fn exited_watermark(&self, tid: Tid, peer: Tid) -> Option<SendWatermark> {
         let marks = &self.exited.iter().rev().find(|(dead, _)| *dead == tid)?.1;
         watermark_for(tid, marks, peer)
     }
@@ -354,11 +364,18 @@ impl Tasks {
 
 /// Returns the watermark up to which `watcher` must receive messages of `exited` before a
 /// notification of its end.
-pub(super) fn watermark_for(exited: Tid, marks: &[LinkMark], watcher: Tid) -> Option<LinkMark> {
-    marks.iter().find(|m| m.peer == watcher).map(|m| LinkMark {
-        peer: exited,
-        end: m.end,
-    })
+pub(super) fn watermark_for(
+    exited: Tid,
+    marks: &[SendWatermark],
+    watcher: Tid,
+) -> Option<SendWatermark> {
+    marks
+        .iter()
+        .find(|m| m.peer == watcher)
+        .map(|m| SendWatermark {
+            peer: exited,
+            end_seq: m.end_seq,
+        })
 }
 
 impl Machine {
@@ -372,8 +389,8 @@ impl Machine {
             name: task.name.clone(),
             pid: task.pid,
             uid: self.config.uid,
-            moving: migrating,
-            stopped: stopped && self.owner_control.pauses_guests(),
+            migrating,
+            paused: stopped && self.owner_control.pauses_guests(),
             suspended,
         };
         let wanted = |tid: Tid| only.is_none_or(|only| only == tid);
@@ -410,25 +427,25 @@ impl Machine {
             parent: task.parent,
             name: task.name.clone(),
             flags: task.flags,
-            epid: task.spawn_token,
+            spawn_token: task.spawn_token,
             output: task.output,
             trace: task.trace,
             rm: task.rm,
-            marks: task.link_watermarks(),
+            watermarks: task.link_watermarks(),
             requests: task.requests.iter().copied().collect(),
-            meetings: task.untimed_requests.iter().copied().collect(),
+            untimed_requests: task.untimed_requests.iter().copied().collect(),
             restart: task.restart.clone(),
-            begin: task.launch.clone(),
-            successor: task.handoff.clone(),
-            watches: task.notifications.clone(),
-            redirect_at: task.redirect_address,
-            hosts: self.table.hosts.iter().map(|h| h.id).collect(),
-            epoch: self.table.epoch,
+            launch: task.launch.clone(),
+            handoff: task.handoff.clone(),
+            notifications: task.notifications.clone(),
+            redirect_address: task.redirect_address,
+            known_hosts: self.table.hosts.iter().map(|h| h.id).collect(),
+            hosts_epoch: self.table.epoch,
         }
     }
 
     /// Handles a task's request to leave the virtual machine (`pvm_exit`).
-    pub(super) fn leave_vm(&mut self, tid: Tid, id: RequestId, marks: Vec<LinkMark>) {
+    pub(super) fn leave_vm(&mut self, tid: Tid, id: RequestId, marks: Vec<SendWatermark>) {
         let Some(task) = self.tasks.get_mut(tid) else {
             return;
         };
@@ -446,9 +463,9 @@ impl Machine {
             return;
         };
         task.handoff_log = None;
-        let own: Vec<Watch> = task
+        let own: Vec<PendingNotify> = task
             .notifications
-            .extract_if(.., |w| w.kind == WatchKind::TaskExit(tid))
+            .extract_if(.., |w| w.kind == NotifySubject::TaskExit(tid))
             .collect();
         for watch in own {
             self.send_exit_notification(tid, tid, &watch, None);
@@ -483,7 +500,7 @@ impl Machine {
         self.end_peer_routes(tid);
         self.notify_sources_ended(tid);
         for host in self.other_hosts() {
-            self.send_to_host(host, HostMsg::Left { tid });
+            self.send_to_host(host, HostMsg::TaskLeft { tid });
         }
         self.remove_from_services(tid);
     }
@@ -559,9 +576,9 @@ impl Machine {
         self.tasks.record_exit(tid, marks.clone());
         if self.stop.is_none() {
             for host in self.other_hosts() {
-                let message = Carried::Ended {
+                let message = DataMsg::Ended {
                     dst: tid,
-                    marks: marks.clone(),
+                    watermarks: marks.clone(),
                 };
                 self.outputs.push_back(Output::SendData { host, message });
             }
@@ -574,7 +591,7 @@ impl Machine {
     }
 
     /// Handles the end of a task of any host.
-    pub(super) fn handle_task_end(&mut self, tid: Tid, marks: &[LinkMark]) {
+    pub(super) fn handle_task_end(&mut self, tid: Tid, marks: &[SendWatermark]) {
         self.handle_exit_notice(tid);
         self.notify_watchers_of_exit(tid, marks);
         self.contexts.retain(|_, owner| *owner != tid);
@@ -596,7 +613,7 @@ impl Machine {
 
     /// Notifies the senders of undeliverable frames and messages, so that they need not retain
     /// anything for this task.
-    pub(super) fn notify_senders_of_end(&mut self, tid: Tid, held: VecDeque<Held>) {
+    pub(super) fn notify_senders_of_end(&mut self, tid: Tid, held: VecDeque<PendingItem>) {
         let senders: BTreeSet<Tid> = held
             .iter()
             .filter_map(sender_of)

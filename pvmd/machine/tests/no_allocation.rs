@@ -1,13 +1,13 @@
 //! Asserts that forwarding a frame in the daemon allocates nothing. This test runs in its own
 //! process because it counts all allocations.
 
-#[path = "../../../libpvm/proto/tests/counting/mod.rs"]
-mod counting;
+#[path = "../../../libpvm/proto/tests/counting_allocator/mod.rs"]
+mod counting_allocator;
 mod two_host_daemon;
 
 use bytes::{Bytes, BytesMut};
 use pvmd_machine::{Event, Output};
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::link::LinkKind;
 use sempa_proto::{HostId, Tid};
 use std::ops::Range;
@@ -39,7 +39,7 @@ fn count_allocations(
         let frames: Vec<Bytes> = range
             .map(|n| frame(&mut buffer, src_dst, kind(n), n, &[7; 64]))
             .collect();
-        let before = counting::allocations();
+        let before = counting_allocator::allocations();
         for frame in &frames {
             daemon.handle(event(frame.clone()));
             assert!(
@@ -49,7 +49,7 @@ fn count_allocations(
             );
             assert!(daemon.poll().is_none());
         }
-        counting::allocations() - before
+        counting_allocator::allocations() - before
     };
     forward_range(0..WARM_UP_FRAMES);
     forward_range(WARM_UP_FRAMES..WARM_UP_FRAMES + COUNTED_FRAMES)
@@ -83,7 +83,7 @@ fn outgoing_frames_allocate_nothing() {
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::SendData {
             host: HostId::MASTER,
-            message: Carried::Link(frame),
+            message: DataMsg::Frame(frame),
         } => frame == sent,
         _ => false,
     };
@@ -97,7 +97,7 @@ fn incoming_frames_allocate_nothing() {
     let ends = (remote_task(), daemon.tids[0]);
     let event = |frame| Event::HostData {
         host: HostId::MASTER,
-        message: Carried::Link(frame),
+        message: DataMsg::Frame(frame),
     };
     let forwarded = |output: &Output, sent: &Bytes| match output {
         Output::LinkToTask { conn, frame } => *conn == Daemon::conn(0) && frame == sent,

@@ -10,7 +10,7 @@ use pvmd_machine::pair_streams::{
     FenceReceiver, FenceSender, LaneEntry, LaneId, StreamChoice, ends_of,
 };
 use sempa_proto::frame::FrameDecoder;
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use std::future::Future;
 use std::pin::pin;
 use std::task::{Context, Waker};
@@ -80,13 +80,13 @@ impl BenchSender {
 #[derive(Debug, Default)]
 pub struct BenchReceiver {
     decoder: FrameDecoder,
-    join: FenceReceiver<Carried>,
+    join: FenceReceiver<DataMsg>,
 }
 
 impl BenchReceiver {
     /// Takes chunks from the pair stream. Returns the next item for the state machine if it is
     /// complete.
-    pub fn receive(&mut self, chunks: &[Bytes]) -> Option<Carried> {
+    pub fn receive(&mut self, chunks: &[Bytes]) -> Option<DataMsg> {
         chunks.iter().for_each(|chunk| self.decoder.push(chunk));
         let frame = self.decoder.next_frame().ok()??;
         match pair_stream_item(frame) {

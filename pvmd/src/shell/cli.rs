@@ -11,7 +11,7 @@ use clap::Parser;
 use nix::unistd::{gethostname, getuid};
 use pvmd_machine::master_plan;
 use sempa_proto::HostId;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -89,7 +89,8 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
         bail!(text);
     }
     let uid = getuid().as_raw();
-    let runtime_dir = Place::of(uid, runtime_paths_variable).map_err(anyhow::Error::msg)?;
+    let runtime_dir =
+        RuntimePaths::from_env(uid, runtime_paths_variable).map_err(anyhow::Error::msg)?;
     let hostfile = arguments
         .hostfile
         .or_else(|| env_var("PVMHOSTFILE").map(PathBuf::from));
@@ -118,7 +119,7 @@ fn run_master(arguments: Arguments) -> anyhow::Result<()> {
             );
         }
     }
-    let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log() == *log);
+    let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log_file() == *log);
     let lease = configured_lease()?;
     let runtime_dir = RuntimeDir::acquire(runtime_dir, uid, keep_log)?;
     let setup = DaemonSetup {

@@ -32,7 +32,7 @@ use checkpoint::allocator;
 use checkpoint::capabilities::{self, Capability};
 use checkpoint::status::ProcStatus;
 use pvmd_machine::{Machine, MachineConfig};
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -116,7 +116,7 @@ pub(crate) fn run(
     capabilities::drop_capabilities_except(capabilities::capability_set(&NEEDED_CAPABILITIES))
         .context("cannot give up rights")?;
     let log_path =
-        env_var("SEMPA_LOG").map_or_else(|| setup.runtime_dir.paths().log(), PathBuf::from);
+        env_var("SEMPA_LOG").map_or_else(|| setup.runtime_dir.paths().log_file(), PathBuf::from);
     let bytes_max = env_var("PVMDLOGMAX")
         .and_then(|v| v.parse().ok())
         .unwrap_or(log::LOG_BYTES_MAX);
@@ -124,7 +124,7 @@ pub(crate) fn run(
         .with_context(|| format!("cannot write the log {}", log_path.display()))?;
     allocator::limit_arenas(HEAP_ARENAS);
     allocator::keep_freed_bytes(HEAP_RETAINED_BYTES);
-    sempa_socket::take_short_turns();
+    sempa_socket::request_short_slice();
     // A single thread runs the loop and all streams: a message that comes in leaves again without
     // waking another thread, which would cost more than everything else. Disk access uses blocking
     // threads.
@@ -184,8 +184,12 @@ async fn assemble_and_run(
         net.port()?,
     );
     let addresses = addresses.map_err(anyhow::Error::msg)?;
-    let listener = task_listener::bind(&paths.socket())
-        .with_context(|| format!("cannot listen for tasks at {}", paths.socket().display()))?;
+    let listener = task_listener::bind(&paths.daemon_socket()).with_context(|| {
+        format!(
+            "cannot listen for tasks at {}",
+            paths.daemon_socket().display()
+        )
+    })?;
     let programs = programs_folder().context("cannot find the folder of this program")?;
     let starter = authority.map(|authority| {
         starter_settings(authority, &paths, &addresses, lease, &programs, files_limit)
@@ -271,7 +275,7 @@ async fn assemble_and_run(
         runtime_dir,
     };
     announce(ReadyDaemon {
-        socket: paths.socket(),
+        socket: paths.daemon_socket(),
         addresses,
     })?;
     log.write_line("ready");
@@ -318,7 +322,7 @@ struct RoleParts {
 }
 
 impl RoleParts {
-    fn of(role: Role, place: &Place, host: HostId) -> anyhow::Result<RoleParts> {
+    fn of(role: Role, place: &RuntimePaths, host: HostId) -> anyhow::Result<RoleParts> {
         Ok(match role {
             Role::Master { hostfile } => {
                 let authority = Authority::new(place.vm())?;
@@ -363,7 +367,7 @@ fn log_startup(name: &str, addresses: &[SocketAddr], runtime_dir: &RuntimeDir, l
 
 fn starter_settings(
     authority: Arc<Authority>,
-    place: &Place,
+    place: &RuntimePaths,
     addresses: &[SocketAddr],
     lease: Duration,
     programs: &Path,
@@ -377,7 +381,7 @@ fn starter_settings(
         allow_root: nix::unistd::getuid().is_root(),
         lease,
         remote_shell: env_var("PVM_RSH"),
-        ssh: SshCommand::new(place.ssh_settings()),
+        ssh: SshCommand::new(place.ssh_config()),
         daemon_command: env_var("PVM_DPATH"),
         program: programs.join("pvmd"),
         files_limit,

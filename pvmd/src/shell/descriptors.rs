@@ -9,15 +9,15 @@ use nix::errno::Errno;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use pvmd_machine::io::Descriptors;
 use sempa_proto::frame::{Frame, FrameDecoder};
-use sempa_proto::route::WORD_DESCRIPTORS_MAX;
-use sempa_socket::{Passed, Taken};
+use sempa_proto::route::ROUTE_FDS_MAX;
+use sempa_socket::{MessageFds, PendingFds};
 use std::io::{self, IoSlice};
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 /// Most descriptors of one connection that may wait for the rest of their frame: those of a partly
 /// received frame and of the frame after it.
-const DESCRIPTORS_PENDING_MAX: usize = 2 * WORD_DESCRIPTORS_MAX;
+const DESCRIPTORS_PENDING_MAX: usize = 2 * ROUTE_FDS_MAX;
 /// Buffer space reserved for a read.
 const READ_BYTES: usize = 256 << 10;
 /// The buffer is enlarged when less space than this is left.
@@ -27,7 +27,7 @@ const READ_SPACE_MIN: usize = 16 << 10;
 #[derive(Debug, Default)]
 pub(crate) struct TaskFrameReader {
     decoder: FrameDecoder,
-    received_fds: Passed,
+    received_fds: PendingFds,
 }
 
 impl TaskFrameReader {
@@ -65,9 +65,9 @@ impl TaskFrameReader {
     /// Returns none if the kernel dropped them because this daemon may have no more open files.
     pub(crate) fn take_descriptors(&mut self, announced: usize) -> Result<Descriptors, String> {
         match self.received_fds.take(announced) {
-            Taken::All(all) => Ok(Descriptors::new(all)),
-            Taken::Lost => Ok(Descriptors::default()),
-            Taken::Missing => Err(format!(
+            MessageFds::All(all) => Ok(Descriptors::new(all)),
+            MessageFds::Lost => Ok(Descriptors::default()),
+            MessageFds::Missing => Err(format!(
                 "a word announced {announced} descriptors and {} came",
                 self.received_fds.len()
             )),

@@ -26,7 +26,7 @@ use bytes::Bytes;
 use checkpoint::allocator;
 use pvmd_machine::{ConnId, Event, Machine, Output, World};
 use sempa_proto::frame::encode_control;
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::task::ToTask;
 use sempa_proto::tasker::ToTasker;
 use sempa_proto::{HostId, Micros};
@@ -522,7 +522,7 @@ impl Driver {
     }
 
     /// Sends an item over the data channel of another host.
-    fn send_to_host(&mut self, host: HostId, carried: Carried) {
+    fn send_to_host(&mut self, host: HostId, carried: DataMsg) {
         self.reply_spinner.on_request(&carried, Instant::now());
         self.parts.net.send_data(host, carried);
     }

@@ -4,7 +4,7 @@
 use nix::unistd::{AccessFlags, access};
 use pvmd_machine::World;
 use rustls::crypto::SecureRandom;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{Micros, PvmError};
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -83,7 +83,7 @@ impl HostEnvironment {
     /// Builds the world from the environment of this process and the settings.
     pub(crate) fn new(
         settings: HostEnvironmentSettings,
-        place: &Place,
+        place: &RuntimePaths,
         uid: u32,
     ) -> HostEnvironment {
         let own: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
@@ -167,7 +167,7 @@ pub(crate) fn library_folder(
 fn task_environment(
     mut env: BTreeMap<OsString, OsString>,
     library: Option<&Path>,
-    place: &Place,
+    place: &RuntimePaths,
     uid: u32,
 ) -> BTreeMap<OsString, OsString> {
     for name in SESSION_VARIABLES {
@@ -175,8 +175,10 @@ fn task_environment(
     }
     let mut set = |name: &str, value: OsString| env.insert(name.into(), value);
     set("PVM_ARCH", ARCH.into());
-    set("PVMSOCK", place.socket().into());
-    if Place::of(uid, |_| None).is_ok_and(|default_place| default_place.vm() != place.vm()) {
+    set("PVMSOCK", place.daemon_socket().into());
+    if RuntimePaths::from_env(uid, |_| None)
+        .is_ok_and(|default_place| default_place.vm() != place.vm())
+    {
         set("PVM_VMID", place.vm().into());
     }
     if uid == 0 {
@@ -288,7 +290,7 @@ mod tests {
     use super::*;
 
     fn world() -> HostEnvironment {
-        let place = Place::of(7, |_| None).expect("a good name");
+        let place = RuntimePaths::from_env(7, |_| None).expect("a good name");
         let settings = HostEnvironmentSettings {
             search_path: Some("/nowhere:/bin".into()),
             ..HostEnvironmentSettings::default()
@@ -338,7 +340,7 @@ mod tests {
             .map(|(n, v)| (OsString::from(n), OsString::from(v)))
             .into_iter()
             .collect();
-        let place = Place::of(7, |_| None).expect("a good name");
+        let place = RuntimePaths::from_env(7, |_| None).expect("a good name");
         let env = task_environment(own, Some(Path::new("/a")), &place, 7);
         let get = |name: &str| {
             env.get(OsStr::new(name))
@@ -355,8 +357,9 @@ mod tests {
             (Some("LINUX64".into()), None)
         );
         let named = |vm: &str| {
-            let place = Place::of(7, |name| (name == "PVM_VMID").then(|| vm.to_string()))
-                .expect("a good name");
+            let place =
+                RuntimePaths::from_env(7, |name| (name == "PVM_VMID").then(|| vm.to_string()))
+                    .expect("a good name");
             task_environment(BTreeMap::new(), None, &place, 7).remove(OsStr::new("PVM_VMID"))
         };
         assert_eq!((named("pvm"), named("b")), (None, Some("b".into())));

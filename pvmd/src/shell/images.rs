@@ -20,7 +20,7 @@ use pvmd_machine::io::Event;
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{FrameDecoder, encode_control};
 use sempa_proto::migration::Failure;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, MigrationId};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -84,7 +84,7 @@ impl Drop for AbortGuard {
 
 /// All transfers of this host. Owned by the daemon's loop.
 pub(crate) struct ImageTransfers {
-    place: Place,
+    place: RuntimePaths,
     inputs: InputSender,
     log: Log,
     rate: Arc<RateLimit>,
@@ -99,7 +99,7 @@ pub(crate) struct ImageTransfers {
 impl ImageTransfers {
     /// Creates a state without transfers. `rate_limit` limits what leaves this host.
     pub(crate) fn new(
-        place: Place,
+        place: RuntimePaths,
         inputs: InputSender,
         log: Log,
         rate: Arc<RateLimit>,
@@ -174,7 +174,7 @@ impl ImageTransfers {
         state: DirState,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
-        let dir = self.place.images(migration);
+        let dir = self.place.image_dir(migration);
         self.start_sending(migration, to, net, state, move |came, progress, rate| {
             complete(&dir)?;
             let (out, back) = came()?;
@@ -232,7 +232,7 @@ impl ImageTransfers {
             let connection_receiver: AwaitConnection = Box::new(move || {
                 connection_receiver
                     .blocking_recv()
-                    .map_err(|_| Failure::CalledOff("the transfer was broken off".into()))
+                    .map_err(|_| Failure::Cancelled("the transfer was broken off".into()))
             });
             let _ = result_sender.send(
                 work(connection_receiver, &thread_progress, &rate).and_then(|(sent, mut back)| {
@@ -304,7 +304,7 @@ impl ImageTransfers {
         migration: MigrationId,
         complete: impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static,
     ) {
-        let (dir, inputs) = (self.place.images(migration), self.inputs.clone());
+        let (dir, inputs) = (self.place.image_dir(migration), self.inputs.clone());
         let worker_thread = tokio::task::spawn_blocking(move || {
             let result = complete(&dir).map(|()| 0);
             let _ = inputs.blocking_send(Input::Event(Event::ImagesReceived { migration, result }));
@@ -322,7 +322,7 @@ impl ImageTransfers {
 
     /// Accepts the images of this migration from this host.
     pub(crate) fn expect(&mut self, migration: MigrationId, from: HostId) {
-        let dir = self.place.images(migration);
+        let dir = self.place.image_dir(migration);
         self.expect_into(migration, from, move |incoming| receive(&dir, incoming));
     }
 
@@ -435,7 +435,7 @@ impl ImageTransfers {
     pub(crate) fn drop_images(&mut self, migration: MigrationId) -> JoinHandle<()> {
         self.expected.remove(&migration);
         let transfer = self.transfers.remove(&migration);
-        let dir = self.place.images(migration);
+        let dir = self.place.image_dir(migration);
         tokio::spawn(async move {
             if let Some(Transfer {
                 stream,
@@ -535,7 +535,7 @@ async fn serve_receiving(
         .map_err(|why| failed(&why))?;
     let offer: ConnectionOffer = frame
         .ok_or_else(|| failed(&"nothing was announced"))?
-        .control()
+        .decode_control()
         .map_err(|e| failed(&e))?;
     let connected = fallbacks
         .connect(session, (migration, BulkContent::Images), &offer)

@@ -7,7 +7,7 @@
 use super::sys::{OwnedSocket, register};
 use bytes::BytesMut;
 use nix::sys::socket::MsgFlags;
-use sempa_socket::{Passed, Received, receive};
+use sempa_socket::{PendingFds, Received, receive};
 use std::io::{self, ErrorKind, IoSlice, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -25,7 +25,7 @@ impl LocalSocket {
     /// The socket cannot be registered with the runtime.
     pub(crate) fn new(socket: UnixStream) -> io::Result<LocalSocket> {
         socket.set_nonblocking(true)?;
-        sempa_socket::make_room(&socket);
+        sempa_socket::enlarge_send_buffer(&socket);
         Ok(LocalSocket(register(socket, Interest::READABLE)?))
     }
 
@@ -42,12 +42,15 @@ impl LocalSocket {
     pub(crate) async fn read(
         &self,
         buffer: &mut BytesMut,
-        passed: &mut Passed,
+        passed: &mut PendingFds,
     ) -> io::Result<usize> {
         loop {
             let mut ready = self.0.readable().await?;
             match receive(self.socket(), buffer, passed, MsgFlags::MSG_DONTWAIT) {
-                Ok(Received { bytes, all }) => {
+                Ok(Received {
+                    bytes,
+                    drained: all,
+                }) => {
                     // Later data is signaled again, but the end of the stream only once: there the
                     // socket stays readable.
                     if bytes > 0 && all {
@@ -139,7 +142,7 @@ mod tests {
 
     /// Reads at least `bytes` bytes. Returns them and the number of descriptors received.
     async fn read(socket: &LocalSocket, bytes: usize) -> (BytesMut, usize) {
-        let (mut all, mut descriptors) = (BytesMut::new(), Passed::default());
+        let (mut all, mut descriptors) = (BytesMut::new(), PendingFds::default());
         while all.len() < bytes {
             all.reserve(BUFFER_BYTES);
             assert!(socket.read(&mut all, &mut descriptors).await.expect("open") > 0);
@@ -167,7 +170,7 @@ mod tests {
             socket
                 .read(
                     &mut BytesMut::with_capacity(BUFFER_BYTES),
-                    &mut Passed::default()
+                    &mut PendingFds::default()
                 )
                 .await
                 .expect("an end"),
@@ -230,7 +233,7 @@ mod tests {
         assert_eq!(all, vec![7; 5 * BUFFER_BYTES]);
         assert_eq!(
             socket
-                .read(&mut all, &mut Passed::default())
+                .read(&mut all, &mut PendingFds::default())
                 .await
                 .expect("an end"),
             0
@@ -247,7 +250,7 @@ mod tests {
             reader
                 .read(
                     &mut BytesMut::with_capacity(BUFFER_BYTES),
-                    &mut Passed::default(),
+                    &mut PendingFds::default(),
                 )
                 .await
                 .map_err(|e| e.kind())

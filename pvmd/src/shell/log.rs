@@ -124,7 +124,7 @@ impl Log {
         let (month, day, hour, minute, second) = local_time(i64::try_from(now).unwrap_or(0));
         format!(
             "[{}] {month:02}/{day:02} {hour:02}:{minute:02}:{second:02}",
-            self.host.daemon()
+            self.host.daemon_tid()
         )
     }
 

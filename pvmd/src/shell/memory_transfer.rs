@@ -21,7 +21,7 @@ use super::sys::{PriorityBoost, unread_by_peer};
 use super::zeros::{self, Part};
 use pvmd_machine::io::Event;
 use sempa_proto::frame::encode_control;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, MigrationId};
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read, Write};
@@ -58,7 +58,7 @@ struct MemoryTransfer {
 
 /// All memory transfers of this host. Owned by the daemon's loop.
 pub(crate) struct MemoryTransfers {
-    place: Place,
+    place: RuntimePaths,
     inputs: InputSender,
     log: Log,
     rate: Arc<RateLimit>,
@@ -70,7 +70,7 @@ pub(crate) struct MemoryTransfers {
 impl MemoryTransfers {
     /// Creates a state without transfers. `rate_limit` limits what leaves this host.
     pub(crate) fn new(
-        place: Place,
+        place: RuntimePaths,
         inputs: InputSender,
         log: Log,
         rate: Arc<RateLimit>,
@@ -174,7 +174,7 @@ impl MemoryTransfers {
                     .await
                     .map_err(|e| failed(&e))?;
                 let frame = frame.ok_or_else(|| failed(&"nothing was announced"))?;
-                let offer: ConnectionOffer = frame.control().map_err(|e| failed(&e))?;
+                let offer: ConnectionOffer = frame.decode_control().map_err(|e| failed(&e))?;
                 let session = (&announced.pair, &announced.session);
                 fallbacks
                     .connect(session, (migration, BulkContent::Memory), &offer)
@@ -224,7 +224,7 @@ impl MemoryTransfers {
         {
             way.task.abort();
         }
-        remove_any(&self.place.memory_way(migration));
+        remove_any(&self.place.memory_socket(migration));
     }
 
     /// Aborts all transfers with a lost host.
@@ -242,7 +242,7 @@ impl MemoryTransfers {
     }
 
     fn listen(&self, migration: MigrationId) -> Option<UnixListener> {
-        let path = self.place.memory_way(migration);
+        let path = self.place.memory_socket(migration);
         remove_any(&path);
         let listener = UnixListener::bind(&path);
         listener

@@ -6,7 +6,7 @@ use super::log::Log;
 use pvmd_machine::io::Event;
 use sempa_proto::frame::to_bytes;
 use sempa_proto::migration::Failure;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::task::ResumeToken;
 use sempa_proto::{HostId, MigrationId, Tid};
 use std::collections::BTreeMap;
@@ -40,9 +40,9 @@ const TOKEN_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 type PendingTokens = Arc<Mutex<BTreeMap<PathBuf, Vec<u8>>>>;
 
 impl MigrationFiles {
-    pub(crate) fn new(place: &Place, inputs: InputSender) -> MigrationFiles {
+    pub(crate) fn new(place: &RuntimePaths, inputs: InputSender) -> MigrationFiles {
         MigrationFiles {
-            record: place.moves(),
+            record: place.migration_log(),
             inputs,
             record_lock: Arc::default(),
             pending_tokens: PendingTokens::default(),

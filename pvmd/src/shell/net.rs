@@ -27,7 +27,7 @@ use quinn::{
 use rustc_hash::FxHashMap;
 use rustls::pki_types::CertificateDer;
 use sempa_proto::frame::encode_control;
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::migration::Failure;
 use sempa_proto::{HostId, Tid};
 use std::collections::{HashMap, VecDeque};
@@ -112,7 +112,7 @@ struct Session {
     channels: Option<SessionQueues>,
     fence_sender: FenceSender,
     pair_streams: FxHashMap<LaneId, Outbox>,
-    fence_receiver: FenceReceiver<Carried>,
+    fence_receiver: FenceReceiver<DataMsg>,
 }
 
 impl Session {
@@ -171,14 +171,14 @@ impl Session {
     }
 
     /// Sends a control item, preceded by the barrier it needs.
-    fn send_control_item(&mut self, word: &Carried, frame: Bytes) {
+    fn send_control_item(&mut self, word: &DataMsg, frame: Bytes) {
         if let Some(marks) = self.fence_sender.barrier_for(word) {
             self.send_main(Outgoing::Reliable(
                 encode_control(&MainEntry::<()>::Barrier(marks)).expect("a fence is short"),
             ));
         }
         self.send_main(Outgoing::Reliable(frame));
-        if let Carried::Ended { dst, .. } = word {
+        if let DataMsg::Ended { dst, .. } = word {
             self.close_pair_streams(Some(*dst));
         }
     }
@@ -383,8 +383,8 @@ impl Net {
     }
 
     /// Sends an item or frame for a task on this host, or queues it until a session is up.
-    pub(crate) fn send_data(&mut self, host: HostId, carried: Carried) {
-        if let Carried::Link(body) = carried {
+    pub(crate) fn send_data(&mut self, host: HostId, carried: DataMsg) {
+        if let DataMsg::Frame(body) = carried {
             let (vm, me, lease) = (&self.vm, self.own_host, self.lease);
             let peer = self.peers.entry(host).or_default();
             match peer.session.as_mut().filter(|s| s.channels.is_some()) {
@@ -635,7 +635,7 @@ impl Net {
     }
 
     /// Returns the next item of the data channel for the state machine.
-    pub(crate) fn next_data(&mut self, host: HostId, number: u64) -> Option<Carried> {
+    pub(crate) fn next_data(&mut self, host: HostId, number: u64) -> Option<DataMsg> {
         self.current_session(host, number)?.fence_receiver.pop()
     }
 

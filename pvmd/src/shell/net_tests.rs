@@ -17,9 +17,9 @@ use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, Server
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer, ServerName, UnixTime};
 use rustls::{DigitallySignedStruct, SignatureScheme};
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::link::{LinkFrame, LinkKind};
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{Epoch, HostId, MigrationId, Tid};
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -58,8 +58,8 @@ impl Daemon {
     fn start(test: &str, own_host: u16, identity: &HostCredentials, lease: Duration) -> Daemon {
         let dir = scratch(&format!("{test}-{own_host}"));
         let tmp = dir.to_string_lossy().into_owned();
-        let place =
-            Place::of(0, |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name");
+        let place = RuntimePaths::from_env(0, |name| (name == "PVM_TMP").then(|| tmp.clone()))
+            .expect("a good name");
         std::fs::create_dir_all(place.dir()).expect("writable");
         let (log, _) =
             log::open(&dir.join("log"), host(own_host), log::LOG_BYTES_MAX).expect("writable");
@@ -161,7 +161,7 @@ impl Drop for Daemon {
 enum DaemonInput {
     News(SessionChange),
     Control(HostMsg),
-    Carried(Carried),
+    Carried(DataMsg),
     Event(Event),
 }
 
@@ -177,7 +177,7 @@ async fn connected_pair(test: &str, lease: Duration) -> (Daemon, Daemon) {
 }
 
 fn commit_message(epoch: u64) -> HostMsg {
-    HostMsg::Committed {
+    HostMsg::TableCommitted {
         epoch: Epoch(epoch),
     }
 }
@@ -200,14 +200,14 @@ async fn frames_queued_before_session_all_arrive() {
     // More than the windows of many links.
     let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 1600);
     for _ in 0..count {
-        one.net.send_data(host(2), Carried::Link(frame.clone()));
+        one.net.send_data(host(2), DataMsg::Frame(frame.clone()));
     }
     one.net.connect(two.own_host, vec![two.address()]);
     two.net.connect(one.own_host, vec![one.address()]);
     tokio::join!(one.await_session(host(2)), two.await_session(host(1)));
     for n in 0..count {
         match timeout(DEADLINE, two.next()).await {
-            Ok(DaemonInput::Carried(Carried::Link(came))) if came == frame => {}
+            Ok(DaemonInput::Carried(DataMsg::Frame(came))) if came == frame => {}
             seen => panic!("after {n} of {count} frames came {seen:?}"),
         }
     }
@@ -220,7 +220,7 @@ async fn mutual_connect_yields_one_ordered_session() {
         one.net.send_control(two.own_host, &commit_message(n));
         two.net.send_data(
             one.own_host,
-            Carried::Link(Bytes::from(vec![n as u8; 5000])),
+            DataMsg::Frame(Bytes::from(vec![n as u8; 5000])),
         );
     }
     for n in 0..2000 {
@@ -229,7 +229,7 @@ async fn mutual_connect_yields_one_ordered_session() {
             seen => panic!("{seen:?}"),
         }
         match timeout(DEADLINE, one.next()).await.expect("in time") {
-            DaemonInput::Carried(Carried::Link(body)) => assert_eq!(body, vec![n as u8; 5000]),
+            DaemonInput::Carried(DataMsg::Frame(body)) => assert_eq!(body, vec![n as u8; 5000]),
             seen => panic!("{seen:?}"),
         }
     }
@@ -248,7 +248,7 @@ fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
         kind,
         seq,
         ack: 1,
-        line: 0,
+        incarnation: 0,
         payload: Bytes::new(),
     };
     [&frame.encode_head()[..], &vec![7; bytes]].concat().into()
@@ -257,7 +257,7 @@ fn frame(src: u32, dst: u32, seq: u64, bytes: usize) -> Bytes {
 /// Returns the ends and the sequence number of the next link frame.
 async fn next_frame(daemon: &mut Daemon) -> ((Tid, Tid), u64) {
     match timeout(DEADLINE, daemon.next()).await {
-        Ok(DaemonInput::Carried(Carried::Link(body))) => {
+        Ok(DaemonInput::Carried(DataMsg::Frame(body))) => {
             let frame = LinkFrame::decode(body).expect("a link frame");
             ((frame.src, frame.dst), frame.seq)
         }
@@ -274,19 +274,19 @@ async fn busy_pair_does_not_delay_another_pair() {
     let (mut one, mut two) = connected_pair("lanes", Duration::from_secs(10)).await;
     for seq in 0..BEFORE {
         one.net
-            .send_data(two.own_host, Carried::Link(frame(1, 1, seq, 100)));
+            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, seq, 100)));
         one.net
-            .send_data(two.own_host, Carried::Link(frame(2, 2, seq, 100)));
+            .send_data(two.own_host, DataMsg::Frame(frame(2, 2, seq, 100)));
     }
     for _ in 0..2 * BEFORE {
         next_frame(&mut two).await;
     }
     for seq in 0..MUCH {
         one.net
-            .send_data(two.own_host, Carried::Link(frame(1, 1, seq, 60 << 10)));
+            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, seq, 60 << 10)));
     }
     one.net
-        .send_data(two.own_host, Carried::Link(frame(2, 2, BEFORE, 8)));
+        .send_data(two.own_host, DataMsg::Frame(frame(2, 2, BEFORE, 8)));
     let (mut behind, mut much) = (0, 0);
     while much < MUCH {
         let (ends, seq) = next_frame(&mut two).await;
@@ -316,7 +316,7 @@ async fn frame_overtakes_backlog_of_hundred_pairs() {
     for seq in 0..BEFORE {
         (1..=last).for_each(|pair| {
             one.net
-                .send_data(two.own_host, Carried::Link(frame(pair, pair, seq, 8)))
+                .send_data(two.own_host, DataMsg::Frame(frame(pair, pair, seq, 8)))
         });
     }
     for _ in 0..BEFORE * u64::from(last) {
@@ -326,13 +326,13 @@ async fn frame_overtakes_backlog_of_hundred_pairs() {
         (1..last).for_each(|pair| {
             one.net.send_data(
                 two.own_host,
-                Carried::Link(frame(pair, pair, seq, 60 << 10)),
+                DataMsg::Frame(frame(pair, pair, seq, 60 << 10)),
             )
         });
     }
     let begun = Instant::now();
     one.net
-        .send_data(two.own_host, Carried::Link(frame(last, last, BEFORE, 8)));
+        .send_data(two.own_host, DataMsg::Frame(frame(last, last, BEFORE, 8)));
     let (src, all) = (
         Tid::task(host(1), last).expect("a task"),
         MUCH * u64::from(STREAMING),
@@ -360,21 +360,21 @@ async fn control_items_and_frames_keep_their_order() {
     for seq in 0..ROUNDS {
         // Large frames take long in transit; control items are small.
         one.net
-            .send_data(two.own_host, Carried::Link(frame(1, 1, 2 * seq, 50_000)));
+            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, 2 * seq, 50_000)));
         one.net.send_data(
             two.own_host,
-            Carried::Passed {
+            DataMsg::RouteDrained {
                 dst,
                 epoch: Epoch(seq),
             },
         );
         one.net
-            .send_data(two.own_host, Carried::Link(frame(1, 1, 2 * seq + 1, 8)));
+            .send_data(two.own_host, DataMsg::Frame(frame(1, 1, 2 * seq + 1, 8)));
     }
     for seq in 0..ROUNDS {
         assert_eq!(next_frame(&mut two).await.1, 2 * seq);
         match timeout(DEADLINE, two.next()).await {
-            Ok(DaemonInput::Carried(Carried::Passed { epoch, .. })) => {
+            Ok(DaemonInput::Carried(DataMsg::RouteDrained { epoch, .. })) => {
                 assert_eq!(epoch, Epoch(seq))
             }
             seen => panic!("instead of the word {seq}: {seen:?}"),
@@ -395,16 +395,16 @@ async fn more_pairs_than_streams_lose_nothing() {
         for seq in 0..EACH {
             for pair in first..first + PAIRS {
                 one.net
-                    .send_data(two.own_host, Carried::Link(frame(pair, pair, seq, 500)));
+                    .send_data(two.own_host, DataMsg::Frame(frame(pair, pair, seq, 500)));
             }
         }
         for pair in first..first + PAIRS {
             let dst = Tid::task(host(1), pair).expect("a task");
             one.net.send_data(
                 two.own_host,
-                Carried::Ended {
+                DataMsg::Ended {
                     dst,
-                    marks: Vec::new(),
+                    watermarks: Vec::new(),
                 },
             );
         }
@@ -412,13 +412,13 @@ async fn more_pairs_than_streams_lose_nothing() {
     let mut seen = HashMap::new();
     for _ in 0..2 * PAIRS as u64 * (EACH + 1) {
         match timeout(DEADLINE, two.next()).await {
-            Ok(DaemonInput::Carried(Carried::Link(body))) => {
+            Ok(DaemonInput::Carried(DataMsg::Frame(body))) => {
                 let frame = LinkFrame::decode(body).expect("a link frame");
                 let count: &mut u64 = seen.entry(frame.src).or_default();
                 assert_eq!(frame.seq, *count, "{}", frame.src);
                 *count += 1;
             }
-            Ok(DaemonInput::Carried(Carried::Ended { dst, .. })) => {
+            Ok(DaemonInput::Carried(DataMsg::Ended { dst, .. })) => {
                 assert_eq!(seen.get(&dst), Some(&EACH), "{dst} ended")
             }
             other => panic!("after {} tasks: {other:?}", seen.len()),

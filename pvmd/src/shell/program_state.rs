@@ -7,7 +7,7 @@ use checkpoint::state_files::{self, SpaceReservations, StagedFiles, StateError};
 use pvmd_machine::io::Event;
 use sempa_proto::MigrationId;
 use sempa_proto::migration::Failure;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::tasker::DumpReport;
 use std::collections::HashMap;
 use std::fs::DirBuilder;
@@ -20,7 +20,7 @@ type StagedByMigration = Arc<Mutex<HashMap<MigrationId, Option<StagedFiles>>>>;
 
 /// The operations in progress on such files.
 pub(crate) struct ProgramStateFiles {
-    place: Place,
+    place: RuntimePaths,
     inputs: InputSender,
     staged: StagedByMigration,
     collect_room: Arc<SpaceReservations>,
@@ -35,7 +35,7 @@ fn io_failure(error: &StateError) -> Failure {
 }
 
 impl ProgramStateFiles {
-    pub(crate) fn new(place: Place, inputs: InputSender) -> ProgramStateFiles {
+    pub(crate) fn new(place: RuntimePaths, inputs: InputSender) -> ProgramStateFiles {
         ProgramStateFiles {
             place,
             inputs,
@@ -53,7 +53,10 @@ impl ProgramStateFiles {
 
     /// Copies files into the image directory of this migration. Reports [`Event::StateCollected`].
     pub(crate) fn collect(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let (images, room) = (self.place.images(migration), Arc::clone(&self.collect_room));
+        let (images, room) = (
+            self.place.image_dir(migration),
+            Arc::clone(&self.collect_room),
+        );
         // Created before the thread starts: the thread must not create the directory again after a
         // drop. A failure shows when the directory is used.
         let _ = DirBuilder::new().mode(0o700).create(&images);
@@ -69,7 +72,7 @@ impl ProgramStateFiles {
     /// Copies the files next to their destinations under temporary names. Reports
     /// [`Event::StateStaged`].
     pub(crate) fn stage(&self, migration: MigrationId, files: Vec<PathBuf>, dir: PathBuf) {
-        let (images, staged) = (self.place.images(migration), self.staged.clone());
+        let (images, staged) = (self.place.image_dir(migration), self.staged.clone());
         lock(&staged).insert(migration, None);
         self.spawn_work(move || {
             let result = state_files::stage(&files, &dir, &images)
@@ -90,7 +93,7 @@ impl ProgramStateFiles {
     pub(crate) fn rename_staged(&self, migration: MigrationId) {
         let all = lock(&self.staged).remove(&migration).flatten();
         self.spawn_work(move || {
-            let dropped = || Failure::CalledOff("it was given up".into());
+            let dropped = || Failure::Cancelled("it was given up".into());
             let result = all
                 .ok_or_else(dropped)
                 .and_then(|all| all.install().map_err(|e| io_failure(&e)));

@@ -5,9 +5,9 @@
 //! therefore stays awake for a short time if spinning paid off recently. A daemon that has
 //! forwarded a reply to its task sleeps immediately, because the task needs the processor.
 
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use sempa_proto::link::{LinkFrame, LinkKind};
-use sempa_socket::{Reach, Spin};
+use sempa_socket::{SenderReach, SpinBudget};
 use std::time::{Duration, Instant};
 
 /// Larger frames belong to bulk transfers, which keep both hosts awake without spinning.
@@ -16,7 +16,7 @@ const REQUEST_BYTES_MAX: usize = 4 << 10;
 /// The daemon's spin state. All other hosts share it.
 #[derive(Debug)]
 pub(crate) struct ReplySpinner {
-    spin: Spin,
+    spin: SpinBudget,
     /// When the pending request was sent and the time to spin for its reply; the inner `None` means
     /// sleep.
     waiting: Option<(Instant, Option<Duration>)>,
@@ -25,30 +25,30 @@ pub(crate) struct ReplySpinner {
 impl ReplySpinner {
     pub(crate) fn new() -> ReplySpinner {
         ReplySpinner {
-            spin: Spin::new(Reach::Daemons),
+            spin: SpinBudget::new(SenderReach::RemoteDaemons),
             waiting: None,
         }
     }
 
     /// Starts to wait for a reply if a small data frame was sent to another host.
-    pub(crate) fn on_request(&mut self, carried: &Carried, now: Instant) {
+    pub(crate) fn on_request(&mut self, carried: &DataMsg, now: Instant) {
         if is_small_data(carried) && self.waiting.is_none_or(|(_, awake)| awake.is_none()) {
-            self.waiting = Some((now, self.spin.budget(None, Reach::Daemons)));
+            self.waiting = Some((now, self.spin.next_budget(None, SenderReach::RemoteDaemons)));
         }
     }
 
     /// Ends the wait if a small data frame came from another host, and learns from its duration.
-    pub(crate) fn on_reply(&mut self, carried: &Carried, now: Instant) {
+    pub(crate) fn on_reply(&mut self, carried: &DataMsg, now: Instant) {
         match self.waiting.take_if(|_| is_small_data(carried)) {
-            Some((since, Some(budget))) => self.spin.ended(now.duration_since(since), budget),
-            Some((since, None)) => self.spin.slept(now.duration_since(since)),
+            Some((since, Some(budget))) => self.spin.record_spin(now.duration_since(since), budget),
+            Some((since, None)) => self.spin.record_sleep(now.duration_since(since)),
             None => {}
         }
     }
 
     /// Yields the processor to other runnable threads: one of them may produce the reply.
     pub(crate) fn yield_cpu(&mut self) {
-        self.spin.give_way();
+        self.spin.yield_cpu();
     }
 
     /// Returns true while the daemon should spin for a reply.
@@ -59,15 +59,15 @@ impl ReplySpinner {
         if now.duration_since(since) <= spin_budget {
             return true;
         }
-        self.spin.was_in_vain();
+        self.spin.record_miss();
         self.waiting = None;
         false
     }
 }
 
 /// True for small data frames of tasks. False for the links' own control frames.
-fn is_small_data(carried: &Carried) -> bool {
-    let Carried::Link(body) = carried else {
+fn is_small_data(carried: &DataMsg) -> bool {
+    let DataMsg::Frame(body) = carried else {
         return false;
     };
     body.len() <= REQUEST_BYTES_MAX
@@ -83,7 +83,7 @@ mod tests {
     /// Simulated time between two clock reads.
     const POLL_INTERVAL: Duration = Duration::from_micros(10);
 
-    fn frame(kind: LinkKind, bytes: usize) -> Carried {
+    fn frame(kind: LinkKind, bytes: usize) -> DataMsg {
         let (src, dst) = (Tid::from_raw(0x40001), Tid::from_raw(0x80001));
         let head = LinkFrame {
             src,
@@ -91,14 +91,14 @@ mod tests {
             kind,
             seq: 1,
             ack: 1,
-            line: 0,
+            incarnation: 0,
             payload: Bytes::new(),
         }
         .encode_head();
-        Carried::Link([&head[..], &vec![0; bytes]].concat().into())
+        DataMsg::Frame([&head[..], &vec![0; bytes]].concat().into())
     }
 
-    fn request() -> Carried {
+    fn request() -> DataMsg {
         frame(LinkKind::Data { last: true }, 8)
     }
 
@@ -106,7 +106,7 @@ mod tests {
     fn new_spinner() -> (ReplySpinner, Instant) {
         (
             ReplySpinner {
-                spin: Spin::with_company(Reach::Daemons),
+                spin: SpinBudget::multiprocessor(SenderReach::RemoteDaemons),
                 waiting: None,
             },
             Instant::now(),

@@ -11,7 +11,7 @@ use checkpoint::file_transfer_journal;
 use nix::fcntl::{Flock, FlockArg};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC, statfs};
 use ring::digest::{SHA256, digest};
-use sempa_proto::place::{CONFINED_FILE, Place, STATE_FILE};
+use sempa_proto::runtime_paths::{GUEST_CPUS_FILE, RM_DATABASE_FILE, RuntimePaths};
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -76,7 +76,7 @@ fn failed(act: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Runt
 /// A runtime directory held by this process. Dropping it removes the directory and all files in it.
 #[derive(Debug)]
 pub(crate) struct RuntimeDir {
-    paths: Place,
+    paths: RuntimePaths,
     /// Held for its lock.
     _lock: Flock<File>,
     /// Keeps systemd-tmpfiles from removing old files: it skips a locked directory.
@@ -97,7 +97,7 @@ impl RuntimeDir {
     /// # Errors
     /// The directory is not private, another daemon runs there, or a file operation fails.
     pub(crate) fn acquire(
-        place: Place,
+        place: RuntimePaths,
         uid: u32,
         keep_log: bool,
     ) -> Result<RuntimeDir, RuntimeDirError> {
@@ -105,7 +105,7 @@ impl RuntimeDir {
     }
 
     fn acquire_with_memory_dir(
-        paths: Place,
+        paths: RuntimePaths,
         uid: u32,
         keep_log: bool,
         memory: &Path,
@@ -130,7 +130,7 @@ impl RuntimeDir {
                     let (paths, image_dir_lock, on_disk_reason) =
                         match create_image_dir_in_memory(&paths, uid, memory) {
                             Ok(None) => (paths, None, None),
-                            Ok(Some((dir, lock))) => (paths.with_images_in(dir), Some(lock), None),
+                            Ok(Some((dir, lock))) => (paths.with_image_root(dir), Some(lock), None),
                             Err(why) => (paths, None, Some(why)),
                         };
                     let runtime_dir = RuntimeDir {
@@ -161,7 +161,7 @@ impl RuntimeDir {
     }
 
     /// Returns the paths of the directory.
-    pub(crate) fn paths(&self) -> &Place {
+    pub(crate) fn paths(&self) -> &RuntimePaths {
         &self.paths
     }
 
@@ -178,13 +178,13 @@ impl RuntimeDir {
     /// Undoes file transfers of tasks that never ran on this host. No task of this directory may be
     /// running.
     pub(crate) fn undo_file_transfers(&self) {
-        file_transfer_journal::undo_all(self.paths.all_images());
+        file_transfer_journal::undo_all(self.paths.image_root());
     }
 
     /// Recreates the second directory if it is missing; called before images are written. When the
     /// last login of an ordinary user ends, logind removes the user's files in shared memory.
     pub(crate) fn ensure_image_dir(&self) {
-        let dir = self.paths.all_images();
+        let dir = self.paths.image_root();
         if self.image_dir_lock.is_some() && !dir.exists() {
             // A failure shows when the directory is used.
             let _ = ensure_private_dir(dir, nix::unistd::getuid().as_raw());
@@ -195,7 +195,7 @@ impl RuntimeDir {
     fn entries(&self) -> Vec<PathBuf> {
         let mut all = entries(self.paths.dir());
         if self.image_dir_lock.is_some() {
-            all.extend(entries(self.paths.all_images()));
+            all.extend(entries(self.paths.image_root()));
         }
         all
     }
@@ -210,8 +210,8 @@ impl RuntimeDir {
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned();
-            if entry != self.paths.lock()
-                && entry != self.paths.log()
+            if entry != self.paths.lock_file()
+                && entry != self.paths.log_file()
                 && is_daemon_file(&self.paths, &entry, &name)
             {
                 remove_any(&entry);
@@ -229,17 +229,18 @@ impl Drop for RuntimeDir {
                 .unwrap_or_default()
                 .to_string_lossy()
                 .into_owned();
-            let wanted = self.keep_log && entry == self.paths.log();
-            let ours = is_daemon_file(&self.paths, &entry, &name) || name.starts_with(STATE_FILE);
-            if !wanted && entry != self.paths.lock() && ours {
+            let wanted = self.keep_log && entry == self.paths.log_file();
+            let ours =
+                is_daemon_file(&self.paths, &entry, &name) || name.starts_with(RM_DATABASE_FILE);
+            if !wanted && entry != self.paths.lock_file() && ours {
                 remove_any(&entry);
             }
         }
         if self.image_dir_lock.is_some() {
-            remove_with_root(self.paths.all_images());
+            remove_with_root(self.paths.image_root());
         }
         // The lock file is removed last: a daemon that finds no lock file may take the directory.
-        let _ = fs::remove_file(self.paths.lock());
+        let _ = fs::remove_file(self.paths.lock_file());
         remove_with_root(self.paths.dir());
     }
 }
@@ -259,7 +260,7 @@ fn remove_with_root(dir: &Path) {
 /// # Errors
 /// Why it cannot be created.
 fn create_image_dir_in_memory(
-    place: &Place,
+    place: &RuntimePaths,
     uid: u32,
     memory: &Path,
 ) -> Result<Option<(PathBuf, Flock<File>)>, String> {
@@ -301,8 +302,8 @@ fn is_in_memory(dir: &Path) -> bool {
 }
 
 /// True if a daemon accepts connections there.
-fn is_reachable(place: &Place) -> bool {
-    std::os::unix::net::UnixStream::connect(place.socket()).is_ok()
+fn is_reachable(place: &RuntimePaths) -> bool {
+    std::os::unix::net::UnixStream::connect(place.daemon_socket()).is_ok()
 }
 
 /// Locks a directory. Returns `None` if the directory was replaced before the lock was taken.
@@ -316,18 +317,18 @@ fn lock_dir(dir: &Path) -> Result<Option<Flock<File>>, String> {
 }
 
 /// True for files that daemons and libraries create here; all other files must not be removed.
-fn is_daemon_file(place: &Place, path: &Path, name: &str) -> bool {
-    let moves = place.moves();
+fn is_daemon_file(place: &RuntimePaths, path: &Path, name: &str) -> bool {
+    let moves = place.migration_log();
     [
-        place.socket(),
+        place.daemon_socket(),
         moves.with_extension("before"),
         moves,
-        place.log(),
-        place.ssh_settings(),
+        place.log_file(),
+        place.ssh_config(),
     ]
     .iter()
     .any(|p| p == path)
-        || name == CONFINED_FILE
+        || name == GUEST_CPUS_FILE
         || ["images-", "memory-", "resume-", ".tmp-"]
             .iter()
             .any(|prefix| name.starts_with(prefix))
@@ -366,7 +367,7 @@ pub(crate) fn remove_images(dir: &Path) {
 }
 
 /// Creates the directory and its parent with mode 0700, or checks that existing ones are private.
-fn create_runtime_dir(place: &Place, uid: u32) -> Result<(), RuntimeDirError> {
+fn create_runtime_dir(place: &RuntimePaths, uid: u32) -> Result<(), RuntimeDirError> {
     ensure_private_dir(place.dir(), uid)
 }
 
@@ -415,8 +416,8 @@ type Locked = (Flock<File>, Option<String>);
 
 /// Locks the lock file and writes this process id into it. Returns `None` if the file was replaced
 /// before it was locked.
-fn lock_file(place: &Place) -> Result<Option<Locked>, RuntimeDirError> {
-    let path = place.lock();
+fn lock_file(place: &RuntimePaths) -> Result<Option<Locked>, RuntimeDirError> {
+    let path = place.lock_file();
     let mut file = OpenOptions::new()
         .read(true)
         .write(true)
@@ -477,9 +478,10 @@ mod tests {
             Scratch(dir)
         }
 
-        fn place(&self) -> Place {
+        fn place(&self) -> RuntimePaths {
             let tmp = self.0.to_string_lossy().into_owned();
-            Place::of(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name")
+            RuntimePaths::from_env(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone()))
+                .expect("a good name")
         }
     }
 
@@ -501,8 +503,9 @@ mod tests {
             .expect("there")
             .mode();
         assert_eq!(mode & 0o777, 0o700);
-        fs::write(runtime_dir.paths().socket(), "").expect("writable");
-        fs::create_dir(runtime_dir.paths().images(sempa_proto::MigrationId(3))).expect("writable");
+        fs::write(runtime_dir.paths().daemon_socket(), "").expect("writable");
+        fs::create_dir(runtime_dir.paths().image_dir(sempa_proto::MigrationId(3)))
+            .expect("writable");
         drop(runtime_dir);
         assert_eq!(entries(&scratch.0), Vec::<PathBuf>::new());
     }
@@ -511,7 +514,8 @@ mod tests {
     fn second_daemon_is_refused_with_pid_of_first() {
         let scratch = Scratch::new();
         let runtime_dir = RuntimeDir::acquire(scratch.place(), uid(), false).expect("free");
-        let _ear = std::os::unix::net::UnixListener::bind(scratch.place().socket()).expect("bound");
+        let _ear =
+            std::os::unix::net::UnixListener::bind(scratch.place().daemon_socket()).expect("bound");
         let text = RuntimeDir::acquire(scratch.place(), uid(), false)
             .expect_err("held")
             .to_string();
@@ -545,17 +549,20 @@ mod tests {
         let scratch = Scratch::new();
         let place = scratch.place();
         create_runtime_dir(&place, uid()).expect("fresh");
-        fs::write(place.lock(), "4711\n").expect("writable");
-        fs::write(place.socket(), "").expect("writable");
-        fs::write(place.token(sempa_proto::MigrationId(1)), "").expect("writable");
-        fs::write(place.log(), "why it died\n").expect("writable");
+        fs::write(place.lock_file(), "4711\n").expect("writable");
+        fs::write(place.daemon_socket(), "").expect("writable");
+        fs::write(place.resume_token(sempa_proto::MigrationId(1)), "").expect("writable");
+        fs::write(place.log_file(), "why it died\n").expect("writable");
         fs::write(place.dir().join("mine"), "").expect("writable");
         let runtime_dir = RuntimeDir::acquire(place.clone(), uid(), false).expect("stale");
         assert_eq!(runtime_dir.predecessor(), Some("4711"));
-        assert!(!place.socket().exists() && !place.token(sempa_proto::MigrationId(1)).exists());
-        assert!(place.log().exists() && place.dir().join("mine").exists());
+        assert!(
+            !place.daemon_socket().exists()
+                && !place.resume_token(sempa_proto::MigrationId(1)).exists()
+        );
+        assert!(place.log_file().exists() && place.dir().join("mine").exists());
         drop(runtime_dir);
-        assert!(!place.log().exists() && place.dir().join("mine").exists());
+        assert!(!place.log_file().exists() && place.dir().join("mine").exists());
     }
 
     /// Returns a directory on a disk and one in memory.
@@ -587,8 +594,8 @@ mod tests {
         };
         let runtime_dir = take(disk.place());
         let (own, images) = (
-            runtime_dir.paths().all_images().to_path_buf(),
-            runtime_dir.paths().images(MIGRATION),
+            runtime_dir.paths().image_root().to_path_buf(),
+            runtime_dir.paths().image_dir(MIGRATION),
         );
         assert!(
             images.starts_with(&memory.0) && runtime_dir.on_disk_reason().is_none(),
@@ -600,10 +607,11 @@ mod tests {
         fs::create_dir(disk.0.join("x")).expect("writable");
         let tmp = disk.0.join("x").to_string_lossy().into_owned();
         let other = take(
-            Place::of(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone())).expect("a good name"),
+            RuntimePaths::from_env(uid(), |name| (name == "PVM_TMP").then(|| tmp.clone()))
+                .expect("a good name"),
         );
         assert_ne!(
-            other.paths().all_images(),
+            other.paths().image_root(),
             own,
             "a place of the same name elsewhere has another one"
         );
@@ -625,7 +633,12 @@ mod tests {
         let (disk, _) = disk_and_memory();
         let runtime_dir =
             RuntimeDir::acquire_with_memory_dir(disk.place(), uid(), false, &disk.0).expect("free");
-        assert!(runtime_dir.paths().images(MIGRATION).starts_with(&disk.0));
+        assert!(
+            runtime_dir
+                .paths()
+                .image_dir(MIGRATION)
+                .starts_with(&disk.0)
+        );
         assert!(
             runtime_dir
                 .on_disk_reason()

@@ -14,7 +14,7 @@ use bytes::Bytes;
 use pvmd_machine::pair_streams::{LaneEntry, LaneId, MainEntry};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control};
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::{HostId, MigrationId, WIRE_VERSION};
 use serde::{Deserialize, Serialize};
 use std::sync::OnceLock;
@@ -182,7 +182,7 @@ impl SessionContext {
         let frame = read_frame(stream, decoder)
             .await?
             .ok_or("a stream ended before its hello")?;
-        let hello: StreamHello = frame.control().map_err(|e| e.to_string())?;
+        let hello: StreamHello = frame.decode_control().map_err(|e| e.to_string())?;
         if hello.magic != STREAM_MAGIC || hello.version != WIRE_VERSION {
             return Err(format!(
                 "it speaks version {}, this daemon {WIRE_VERSION}",
@@ -245,7 +245,7 @@ impl SessionContext {
     ) -> String {
         loop {
             let message = match read_frame(&mut stream, &mut decoder).await {
-                Ok(Some(frame)) => frame.control::<HostMsg>(),
+                Ok(Some(frame)) => frame.decode_control::<HostMsg>(),
                 Ok(None) => {
                     connection.close(CLOSE_LEAVING, b"");
                     return "it has closed the session".into();
@@ -443,23 +443,23 @@ async fn read_data(
     }
 }
 
-fn main_item(frame: Frame) -> Result<MainEntry<Carried>, String> {
+fn main_item(frame: Frame) -> Result<MainEntry<DataMsg>, String> {
     match frame {
         Frame {
             kind: FrameKind::Link,
             body,
-        } => Ok(MainEntry::Item(Carried::Link(body))),
-        frame => frame.control().map_err(|e| e.to_string()),
+        } => Ok(MainEntry::Item(DataMsg::Frame(body))),
+        frame => frame.decode_control().map_err(|e| e.to_string()),
     }
 }
 
-pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<Carried>, String> {
+pub(super) fn pair_stream_item(frame: Frame) -> Result<LaneEntry<DataMsg>, String> {
     match frame {
         Frame {
             kind: FrameKind::Link,
             body,
-        } => Ok(LaneEntry::Item(Carried::Link(body))),
-        frame => match frame.control::<LaneEntry<()>>() {
+        } => Ok(LaneEntry::Item(DataMsg::Frame(body))),
+        frame => match frame.decode_control::<LaneEntry<()>>() {
             Ok(LaneEntry::Barrier(words)) => Ok(LaneEntry::Barrier(words)),
             Ok(LaneEntry::Item(())) => {
                 Err("it sent something on a lane that does not belong there".into())

@@ -5,7 +5,7 @@ use super::outbox::Outbox;
 use pvmd_machine::pair_streams::{LaneEntry, LaneId, MainEntry};
 use quinn::Connection;
 use sempa_proto::frame::FrameDecoder;
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -84,9 +84,9 @@ pub(crate) struct SessionContext {
 #[derive(Debug)]
 pub(crate) enum DataItem {
     /// From the main stream.
-    Main(MainEntry<Carried>),
+    Main(MainEntry<DataMsg>),
     /// From a pair stream.
-    Lane(LaneId, LaneEntry<Carried>),
+    Lane(LaneId, LaneEntry<DataMsg>),
 }
 
 /// The queues of a session that is up.

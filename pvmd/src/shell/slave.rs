@@ -17,7 +17,7 @@ use super::sealed_bootstrap::{self, BootstrapSecret};
 use super::sys::fork_before_threads;
 use nix::unistd::{ForkResult, dup2_stderr, dup2_stdin, dup2_stdout, getuid, setsid};
 use sempa_proto::PvmError;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Read, Write};
 use std::net::SocketAddr;
@@ -178,7 +178,7 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
         text,
     })?;
     let vm = bootstrap.vm.clone();
-    let runtime_dir = Place::of(uid, |name| {
+    let runtime_dir = RuntimePaths::from_env(uid, |name| {
         if name == "PVM_VMID" {
             Some(vm.clone())
         } else {
@@ -189,7 +189,7 @@ fn build_setup(bootstrap: &Bootstrap) -> Result<DaemonSetup, Refusal> {
         error: PvmError::CantStart,
         text,
     })?;
-    let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log() == *log);
+    let keep_log = env_var("SEMPA_LOG").is_some_and(|log| runtime_dir.log_file() == *log);
     let runtime_dir = RuntimeDir::acquire(runtime_dir, uid, keep_log).map_err(|e| {
         let error = if matches!(e, RuntimeDirError::Running { .. }) {
             PvmError::DupHost

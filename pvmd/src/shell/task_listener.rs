@@ -227,9 +227,9 @@ impl TaskListener {
                 Err(reason) => return Some(reason),
             };
             let event = match frame.kind {
-                FrameKind::Control => match frame.control::<ToDaemon>() {
-                    Ok(ToDaemon::Route { to, word: message }) => {
-                        match incoming.take_descriptors(message.descriptors()) {
+                FrameKind::Control => match frame.decode_control::<ToDaemon>() {
+                    Ok(ToDaemon::Route { to, message }) => {
+                        match incoming.take_descriptors(message.fd_count()) {
                             Ok(descriptors) => Event::TaskRoute {
                                 conn,
                                 to,
@@ -242,7 +242,7 @@ impl TaskListener {
                     Ok(message) => Event::TaskControl { conn, message },
                     Err(e) => return Some(e.to_string()),
                 },
-                FrameKind::Link => match frame.link() {
+                FrameKind::Link => match frame.decode_link() {
                     Ok(link) if link.payload.len() > FRAGMENT_BYTES_MAX => {
                         return Some(format!(
                             "a fragment of {} bytes is over the limit",
@@ -278,7 +278,7 @@ async fn await_close_reason(cut: &mut watch::Receiver<Option<String>>) -> String
 }
 
 fn check_hello(frame: &Frame) -> Result<ToDaemon, String> {
-    match frame.control::<ToDaemon>() {
+    match frame.decode_control::<ToDaemon>() {
         Ok(ToDaemon::Hello(hello)) if hello.magic != TASK_MAGIC => {
             Err("the first frame is not a task's hello".into())
         }

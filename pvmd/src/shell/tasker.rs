@@ -179,7 +179,9 @@ async fn forward_messages(
     let mut incoming = TaskFrameReader::default();
     let protocol_error = loop {
         let message = match incoming.next_frame(&socket).await {
-            Ok(Some(frame)) => frame.control::<FromTasker>().map_err(|e| e.to_string()),
+            Ok(Some(frame)) => frame
+                .decode_control::<FromTasker>()
+                .map_err(|e| e.to_string()),
             Ok(None) => break None,
             Err(why) => Err(why),
         };

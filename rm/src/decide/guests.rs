@@ -2,7 +2,7 @@
 //! owners return everywhere at once, one search for a target serves all guests of a class.
 
 use super::{HostView, Leaving, Owner, TaskView};
-use sempa_proto::load::HEADROOM_BYTES;
+use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::{HostId, Tid};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -80,7 +80,7 @@ impl Guests {
 
     /// Returns the index of a task's class, after counting one more guest.
     fn number(&mut self, host: &HostView, task: &TaskView) -> usize {
-        let size = (task.bytes > HEADROOM_BYTES).then(|| task.bytes.ilog2());
+        let size = (task.bytes > HEADROOM_BYTES_PER_TASK).then(|| task.bytes.ilog2());
         let (user, program) = (task.user, task.name.clone());
         let kind = Kind {
             arch: host.arch.as_str().into(),

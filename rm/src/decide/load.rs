@@ -4,7 +4,7 @@
 
 use super::index::{Index, merged};
 use super::{HostView, Reason, SAMPLE_AGE_MAX, Sampled, Snapshot};
-use sempa_proto::load::HEADROOM_BYTES;
+use sempa_proto::load::HEADROOM_BYTES_PER_TASK;
 use sempa_proto::{HostId, Micros};
 use std::borrow::Cow;
 use std::cmp::Reverse;
@@ -76,20 +76,23 @@ impl Load {
         let limits = &host.terms.limits;
         let room = match available {
             0 => u32::MAX,
-            bytes => u32::try_from(bytes.saturating_sub(limits.memory_free) / HEADROOM_BYTES)
-                .unwrap_or(u32::MAX),
+            bytes => {
+                u32::try_from(bytes.saturating_sub(limits.memory_free) / HEADROOM_BYTES_PER_TASK)
+                    .unwrap_or(u32::MAX)
+            }
         };
-        let capacity = fresh.filter(|s| s.sample.share > 0.0).map_or(
+        let capacity = fresh.filter(|s| s.sample.cpu_limit > 0.0).map_or(
             u64::from(host.cores.max(1)) * 1000,
             |limited| {
                 // The report is not trusted: any value may be in it.
-                (f64::from(limited.sample.share) * 1000.0).clamp(1.0, f64::from(u32::MAX)) as u64
+                (f64::from(limited.sample.cpu_limit) * 1000.0).clamp(1.0, f64::from(u32::MAX))
+                    as u64
             },
         );
         let speed = u64::try_from(host.speed).unwrap_or(0).max(1);
         let foreign = foreign(host, now).round() as u32;
         let more = fresh.map_or(0.0, |s| demand(s).more).round() as u32;
-        let (calm, most) = (host.owner.is_calm(), limits.cores.unwrap_or(u32::MAX));
+        let (calm, most) = (host.owner.is_calm(), limits.guests_max.unwrap_or(u32::MAX));
         Load {
             host: host.id,
             capacity,
@@ -150,14 +153,14 @@ pub(super) fn full(
     load: impl Fn() -> Load,
 ) -> Option<Reason<&str>> {
     let limits = &host.terms.limits;
-    if let Some(most) = limits.cores.filter(|_| load().left() == 0) {
+    if let Some(most) = limits.guests_max.filter(|_| load().left() == 0) {
         return Some(Reason::Cores { most });
     }
     let (keeps, has) = (
         limits.memory_free,
         host.fresh_sample(now)?.sample.available_bytes,
     );
-    (keeps > 0 && has < keeps.saturating_add(bytes.max(HEADROOM_BYTES)))
+    (keeps > 0 && has < keeps.saturating_add(bytes.max(HEADROOM_BYTES_PER_TASK)))
         .then_some(Reason::Memory { keeps, has })
 }
 
@@ -234,14 +237,14 @@ fn demand(sampled: &Sampled) -> Demand {
     let queued = (sample.running as f32 + sample.load1) / 2.0;
     let demand = if sample.busy >= SATURATED {
         used.max(queued)
-    } else if sample.pressure >= PRESSED {
+    } else if sample.cpu_pressure >= PRESSED {
         // Threads that wait for this share of their time would use this much without the limit.
-        used / (1.0 - sample.pressure).max(0.25)
+        used / (1.0 - sample.cpu_pressure).max(0.25)
     } else {
         used
     };
     let own = sampled.own as f32;
-    let Some(ours) = sample.ours.filter(|ours| ours.is_finite()) else {
+    let Some(ours) = sample.task_cpus.filter(|ours| ours.is_finite()) else {
         return Demand {
             foreign: (demand - own).max(0.0),
             more: 0.0,
@@ -424,7 +427,7 @@ mod tests {
             busy,
             running: queue,
             load1: queue as f32,
-            ours,
+            task_cpus: ours,
             ..LoadSample::default()
         };
         Sampled {

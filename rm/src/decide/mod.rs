@@ -53,7 +53,8 @@ pub use reason::Reason;
 pub use reserve::{RESERVE_AFTER, reserve};
 pub use share::{Again, GIVING_MAX, GivesWay, give_way, go_on};
 pub use wants::{
-    Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, WANTS_ENV, Wants, WantsError,
+    CONSTRAINTS_ENV, Condition, Figure, Has, Name, Op, Rank, Together, WANTS_BYTES_MAX, Wants,
+    WantsError,
 };
 
 use sempa_proto::load::{GuestLimits, LoadSample};
@@ -296,7 +297,7 @@ impl Terms {
             return Some(Reason::User { user });
         }
         self.limits
-            .blocked(program)
+            .blocking_pattern(program)
             .map(|pattern| Reason::Program { pattern })
     }
 }

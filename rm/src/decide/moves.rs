@@ -13,7 +13,7 @@ use super::excluded::Excluding;
 use super::guests::Guest;
 use super::load::{Load, Loads, full};
 use super::{Excluded, HostView, Leaving, Owner, Reason, Snapshot, TaskView};
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::MigrationCause;
 use sempa_proto::{HostId, Micros, Tid};
 use std::fmt;
 
@@ -36,7 +36,7 @@ pub struct MoveDecision {
     pub from: HostId,
     pub to: HostId,
     /// Why the task must leave, for the event log.
-    pub cause: Cause,
+    pub cause: MigrationCause,
     /// Why the target was chosen, in one sentence.
     pub why: String,
 }
@@ -346,7 +346,7 @@ pub fn room_ever(snapshot: &Snapshot, tasks: u32, kinds: &[(u32, String)]) -> bo
         .into_iter()
         .filter(|host| lets_in(host, kinds));
     hosts
-        .map(|host| u64::from(host.terms.limits.cores.unwrap_or(u32::MAX)))
+        .map(|host| u64::from(host.terms.limits.guests_max.unwrap_or(u32::MAX)))
         .sum::<u64>()
         >= u64::from(tasks)
 }
@@ -358,10 +358,12 @@ fn lets_in(host: &HostView, kinds: &[(u32, String)]) -> bool {
 }
 
 /// Returns the cause of the migrations if tasks must leave the host of this owner.
-fn cause(owner: &Owner) -> Option<Cause> {
+fn cause(owner: &Owner) -> Option<MigrationCause> {
     match owner {
-        Owner::Present { why } | Owner::Closed { why } => Some(Cause::Owner { why: why.clone() }),
-        Owner::Drained { by } => Some(Cause::Drain { by: *by }),
+        Owner::Present { why } | Owner::Closed { why } => {
+            Some(MigrationCause::Owner { why: why.clone() })
+        }
+        Owner::Drained { by } => Some(MigrationCause::Drain { requested_by: *by }),
         Owner::Unknown | Owner::Absent { .. } | Owner::Maybe { .. } => None,
     }
 }

@@ -70,7 +70,7 @@ impl<'a> Placing<'a> {
             && self.wants.rank.is_none()
             && self.wants.together != Together::SameHost;
         let by_load =
-            plain && self.snapshot.policy == Policy::Load && !self.ask.request.names_host();
+            plain && self.snapshot.policy == Policy::Load && !self.ask.request.names_one_host();
         if by_load && self.snapshot.hosts.len() > EXPLAINED_HOSTS_MAX {
             let quick = self.by_load(None);
             if let Some((hosts, looked_at)) = quick.filter(|(hosts, _)| !hosts.is_empty()) {
@@ -177,7 +177,7 @@ impl<'a> Placing<'a> {
             };
             (
                 hosts,
-                if self.ask.request.names_host() {
+                if self.ask.request.names_one_host() {
                     asked
                 } else {
                     Why::InTurn { hosts: among }
@@ -187,7 +187,7 @@ impl<'a> Placing<'a> {
         if hosts.is_empty() {
             return self.none();
         }
-        let of_load = snapshot.policy == Policy::Load && !self.ask.request.names_host();
+        let of_load = snapshot.policy == Policy::Load && !self.ask.request.names_one_host();
         let unknown = if of_load {
             unknown(snapshot, fit.iter().map(|h| h.id))
         } else {

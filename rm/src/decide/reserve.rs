@@ -25,7 +25,7 @@ fn takes(snapshot: &Snapshot, ask: &Ask<'_>, wants: &Wants, host: &HostView) -> 
         .fresh_sample(snapshot.now)
         .map_or(host.cores, |sampled| sampled.sample.cores)
         .max(1);
-    let most = host.terms.limits.cores.unwrap_or(cores);
+    let most = host.terms.limits.guests_max.unwrap_or(cores);
     match wants.together {
         Together::Spread(spread) => u64::from(most.min(spread)),
         Together::Any | Together::SameHost => u64::from(most),

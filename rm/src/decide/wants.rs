@@ -28,9 +28,9 @@ use super::HostView;
 use super::load::Load;
 use super::predict::LEFT_MAX;
 use sempa_proto::Micros;
-pub use sempa_proto::job::WANTS_ENV;
+pub use sempa_proto::job::CONSTRAINTS_ENV;
 use sempa_proto::task::{SPAWN_ARCH, SPAWN_HOST, SpawnRequest};
-use sempa_proto::text::memory_parts;
+use sempa_proto::text::split_memory_size;
 use std::fmt;
 use std::sync::Arc;
 use thiserror::Error;
@@ -180,7 +180,7 @@ impl Figure {
     fn number(self, text: &str) -> Option<u64> {
         match self {
             Figure::Memory => {
-                let (digits, shift) = memory_parts(text)?;
+                let (digits, shift) = split_memory_size(text)?;
                 let value: f64 = digits
                     .parse()
                     .ok()
@@ -444,7 +444,7 @@ impl Wants {
     pub fn of(request: &SpawnRequest) -> Result<Wants, WantsError> {
         let of_env = |entry: &Vec<u8>| {
             let text = std::str::from_utf8(entry).ok()?;
-            text.strip_prefix(WANTS_ENV)?
+            text.strip_prefix(CONSTRAINTS_ENV)?
                 .strip_prefix('=')
                 .map(Wants::parse)
         };

@@ -4,11 +4,18 @@
 use super::{Going, MOVES_MAX, Model, NOT_YET, REFUSED_MAX, REFUSED_MIN};
 use crate::decide::{REST, SHIFTS_SPAN, Until};
 use libpvm::MigrateError;
-use sempa_proto::migration::{Cause, Failure, Refusal};
+use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 impl Model {
-    pub(super) fn moved(&mut self, now: Micros, tid: Tid, to: HostId, cause: &Cause, bytes: u64) {
+    pub(super) fn moved(
+        &mut self,
+        now: Micros,
+        tid: Tid,
+        to: HostId,
+        cause: &MigrationCause,
+        bytes: u64,
+    ) {
         if self.ended.has(tid) {
             return;
         }
@@ -17,8 +24,8 @@ impl Model {
         // State that the program saved itself is not all of its memory.
         task.bytes = if bytes > 0 { bytes } else { task.bytes };
         task.refused.clear();
-        task.named |= matches!(cause, Cause::Asked { .. });
-        if matches!(cause, Cause::Load { .. }) {
+        task.named |= matches!(cause, MigrationCause::Requested { .. });
+        if matches!(cause, MigrationCause::Load { .. }) {
             task.shifts.push_back(now);
             while task
                 .shifts
@@ -28,7 +35,7 @@ impl Model {
                 task.shifts.pop_front();
             }
         }
-        if !matches!(cause, Cause::Asked { .. }) {
+        if !matches!(cause, MigrationCause::Requested { .. }) {
             task.moves.push_back(now);
             while task.moves.len() > MOVES_MAX
                 || task.moves.front().is_some_and(|at| now.since(*at) > REST)
@@ -101,20 +108,20 @@ impl Model {
                 }
             }
             // The model is out of date; a fresh list names the task's host.
-            Refusal::AlreadyThere | Refusal::AlreadyMoving(_) | Refusal::NoSuchHost => {
+            Refusal::AlreadyThere | Refusal::AlreadyMigrating(_) | Refusal::NoSuchHost => {
                 self.stale = true;
                 self.hold(tid, now + NOT_YET, &text);
             }
             Refusal::NotConnected => self.hold(tid, now + NOT_YET, &text),
-            Refusal::TooManyMoves { .. } => self.hold(tid, now + REFUSED_MIN, &text),
-            Refusal::Suspended | Refusal::MayEndYet | Refusal::NotMinded { .. } => {
-                self.hold(tid, now + REFUSED_MIN, &text)
-            }
-            Refusal::Holds { .. }
-            | Refusal::FilesStay { .. }
-            | Refusal::FilesTooLarge { .. }
-            | Refusal::NotByCriu { .. }
-            | Refusal::NoState
+            Refusal::TooManyMigrations { .. } => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::Suspended
+            | Refusal::SelfCheckpointPending
+            | Refusal::SignalNotHandled { .. } => self.hold(tid, now + REFUSED_MIN, &text),
+            Refusal::UnsupportedResource { .. }
+            | Refusal::OpenFilesRefused { .. }
+            | Refusal::OpenFilesTooLarge { .. }
+            | Refusal::NoCheckpointEngine { .. }
+            | Refusal::NoStateFiles
             | Refusal::Debugged
             | Refusal::FilesTooMany { .. } => {
                 self.hold(tid, now + REFUSED_MAX, &text);
@@ -133,9 +140,9 @@ impl Model {
             },
             Refusal::HostLost(host) if *host == from => self.hold(tid, now + REFUSED_MIN, &text),
             Refusal::HostLost(_)
-            | Refusal::OwnerThere { .. }
+            | Refusal::OwnerPresent { .. }
             | Refusal::OwnerLimits { .. }
-            | Refusal::MemoryPromised { .. } => {
+            | Refusal::MemoryReserved { .. } => {
                 self.target_failed(now, tid, to, REFUSED_MIN, &text);
             }
             Refusal::CpuFeatures { .. }

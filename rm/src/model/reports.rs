@@ -5,7 +5,7 @@ use super::Model;
 use crate::decide::{Leaving, Owner, Terms};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::{LoadReport, OwnerVerdict};
-use sempa_proto::owner::{Guests, Leave};
+use sempa_proto::owner::{EvictionMode, GuestAccess};
 use sempa_proto::{HostId, Micros};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -37,39 +37,39 @@ impl Model {
 
 /// Returns the owner's state according to a report. `left`: when the last owner left.
 pub(super) fn owner(report: &LoadReport, left: Option<Micros>) -> Owner {
-    match (&report.guests, &report.owner) {
+    match (&report.access, &report.owner_verdict) {
         (_, OwnerVerdict::Present { .. }) => Owner::Present {
-            why: report.why.clone(),
+            why: report.owner_reason.clone(),
         },
-        (Guests::Stopped { .. }, _) => Owner::Closed {
-            why: report.guests_why.clone(),
+        (GuestAccess::Paused { .. }, _) => Owner::Closed {
+            why: report.access_reason.clone(),
         },
-        (Guests::Welcome, OwnerVerdict::Maybe { .. }) => Owner::Maybe {
-            why: report.why.clone(),
+        (GuestAccess::Welcome, OwnerVerdict::Maybe { .. }) => Owner::Maybe {
+            why: report.owner_reason.clone(),
             idle: !report.logins.is_empty(),
         },
-        (Guests::Welcome, OwnerVerdict::Absent { .. }) => Owner::Absent { left },
+        (GuestAccess::Welcome, OwnerVerdict::Absent { .. }) => Owner::Absent { left },
     }
 }
 
 /// Returns the conditions for guests according to a report, with times on the model's clock.
 /// Unchanged limits keep sharing the same value.
 pub(super) fn terms(now: Micros, report: &LoadReport, before: &Terms) -> Terms {
-    let leaving = match report.guests {
-        Guests::Stopped {
-            then: Leave::Kill,
-            leave_at: Some(_),
+    let leaving = match report.access {
+        GuestAccess::Paused {
+            eviction: EvictionMode::Kill,
+            evict_at: Some(_),
         } => Leaving::Ended,
-        Guests::Stopped { leave_at: None, .. } => Leaving::Never,
-        Guests::Stopped {
-            leave_at: Some(at), ..
+        GuestAccess::Paused { evict_at: None, .. } => Leaving::Never,
+        GuestAccess::Paused {
+            evict_at: Some(at), ..
         } if at > report.at => Leaving::At(now + at.since(report.at)),
-        Guests::Stopped { .. } | Guests::Welcome => Leaving::Now,
+        GuestAccess::Paused { .. } | GuestAccess::Welcome => Leaving::Now,
     };
     let parks = matches!(
-        report.guests,
-        Guests::Stopped {
-            then: Leave::Checkpoint,
+        report.access,
+        GuestAccess::Paused {
+            eviction: EvictionMode::Checkpoint,
             ..
         }
     );
@@ -96,19 +96,26 @@ pub(super) fn is_news(was: &Owner, is: &Owner) -> bool {
 
 /// Returns the event for such a change.
 pub(super) fn came_or_went(was: &Owner, report: &LoadReport) -> EventKind {
-    let (host, why) = (report.host, report.why.clone());
-    match (&report.guests, &report.owner, was) {
-        (_, OwnerVerdict::Present { since, seen }, _) => EventKind::OwnerPresent {
+    let (host, why) = (report.host, report.owner_reason.clone());
+    match (&report.access, &report.owner_verdict, was) {
+        (
+            _,
+            OwnerVerdict::Present {
+                since,
+                detected_at: seen,
+            },
+            _,
+        ) => EventKind::OwnerPresent {
             host,
             since: *since,
-            seen: *seen,
+            detected_at: *seen,
             why,
         },
-        (Guests::Stopped { .. }, ..) => EventKind::HostClosed {
+        (GuestAccess::Paused { .. }, ..) => EventKind::HostClosed {
             host,
-            why: report.guests_why.clone(),
+            why: report.access_reason.clone(),
         },
-        (Guests::Welcome, _, Owner::Closed { .. }) => EventKind::HostOpened { host },
-        (Guests::Welcome, ..) => EventKind::OwnerAbsent { host, why },
+        (GuestAccess::Welcome, _, Owner::Closed { .. }) => EventKind::HostOpened { host },
+        (GuestAccess::Welcome, ..) => EventKind::OwnerAbsent { host, why },
     }
 }

@@ -11,15 +11,15 @@ use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::frame::to_bytes;
-use sempa_proto::load::{LoadReport, WATCHER_PROGRAM};
+use sempa_proto::load::{LOAD_WATCHER_PROGRAM, LoadReport};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
-use sempa_proto::migration::{Cause, Usage};
-use sempa_proto::owner::Guests;
-use sempa_proto::rm::{CTX_RM, Question, TAG_ASK, pack};
+use sempa_proto::migration::{MigrationCause, Usage};
+use sempa_proto::owner::GuestAccess;
+use sempa_proto::rm::{CTX_RM, RmQuery, TAG_QUERY, encode};
 use sempa_proto::sm::{SM_EXECACK, SM_SPAWN, pack_spawn, pack_tids, unpack_tids};
 use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_FORKED, TaskInfo};
-use sempa_proto::task::{NotifyWhat, SPAWN_NO_PARENT, SpawnRequest};
+use sempa_proto::task::{NotifySubjects, SPAWN_NO_PARENT, SpawnRequest};
 use sempa_proto::{HostId, Message, Micros, MigrationId, PvmError, Tid};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -50,14 +50,14 @@ struct Running {
     /// Time of its last spawn in the recording; the task ends later than this.
     spawns_until: Micros,
     began: Micros,
-    moving: Option<(Micros, HostId, Cause)>,
-    suspended: suspend::Holds,
+    moving: Option<(Micros, HostId, MigrationCause)>,
+    suspended: suspend::Suspensions,
 }
 
 impl Running {
     /// True if the task computes, as far as its host lets it.
     fn works(&self) -> bool {
-        self.moving.is_none() && !self.suspended.any() && self.has_work()
+        self.moving.is_none() && !self.suspended.is_suspended() && self.has_work()
     }
 
     /// Less than a microsecond of work counts as none.
@@ -335,7 +335,7 @@ impl State {
         let Some((report, foreign)) = self.reports.get(&host) else {
             return speed;
         };
-        if matches!(report.guests, Guests::Stopped { .. }) {
+        if matches!(report.access, GuestAccess::Paused { .. }) {
             return 0.0;
         }
         let threads = self.guests(host) as f64 + f64::from(*foreign);
@@ -357,7 +357,7 @@ impl State {
         let rates = self.rates();
         let end = |task: &Running| match &task.moving {
             Some((at, ..)) => Some(*at),
-            None if task.suspended.any() => None,
+            None if task.suspended.is_suspended() => None,
             None if !task.has_work() => {
                 Some(task.spawns_until + Micros(1)).filter(|behind| *behind > self.now)
             }
@@ -473,18 +473,18 @@ impl State {
         }
         let from = std::mem::replace(&mut task.host, to);
         match cause {
-            Cause::Load { .. } => self.figures.moves_load += 1,
-            Cause::Owner { .. } | Cause::Asked { .. } | Cause::Drain { .. } => {
-                self.figures.moves_owner += 1
-            }
+            MigrationCause::Load { .. } => self.figures.moves_load += 1,
+            MigrationCause::Owner { .. }
+            | MigrationCause::Requested { .. }
+            | MigrationCause::Drain { .. } => self.figures.moves_owner += 1,
             // These causes do not migrate tasks.
-            Cause::Checkpoint | Cause::Restart => {}
+            MigrationCause::Checkpoint | MigrationCause::Restart => {}
         }
         let id = MigrationId(self.numbers + 1);
         let (bytes, resident, frozen, whole) = (IMAGE_BYTES, IMAGE_BYTES, MOVE_TIME, MOVE_TIME);
         self.event(
             to,
-            EventKind::Moved {
+            EventKind::Migrated {
                 id,
                 tid,
                 from,
@@ -493,7 +493,7 @@ impl State {
                 bytes,
                 resident,
                 frozen,
-                whole,
+                transfer_time: whole,
             },
         );
     }
@@ -531,12 +531,12 @@ impl State {
                 within,
             } => {
                 let order = if begun {
-                    Question::Drain { host, within }
+                    RmQuery::Drain { host, within }
                 } else {
-                    Question::Undrain { host }
+                    RmQuery::Undrain { host }
                 };
-                if let Ok(body) = pack(&order) {
-                    self.post(by, CTX_RM, TAG_ASK, 0, DSIG_X86_64, body.into());
+                if let Ok(body) = encode(&order) {
+                    self.post(by, CTX_RM, TAG_QUERY, 0, DSIG_X86_64, body.into());
                 }
             }
             Input::Spawn {
@@ -650,7 +650,7 @@ impl State {
         let mut report = report.clone();
         let (demand, cores) = (foreign + own, report.sample.processors());
         (report.sample.busy, report.sample.load1) = ((demand / cores).min(1.0), demand);
-        (report.sample.running, report.sample.pressure) = (demand.round() as u32, 0.0);
+        (report.sample.running, report.sample.cpu_pressure) = (demand.round() as u32, 0.0);
         if let Ok(body) = to_bytes(&report) {
             self.post(watcher, CTX_RM, TAG_LOAD, 0, DSIG_X86_64, body.into());
         }
@@ -665,7 +665,7 @@ impl State {
     /// Starts tasks on a host, as its daemon does on an order.
     fn exec(&mut self, host: HostId, parent: Tid, request: &SpawnRequest) -> i32 {
         self.orders += 1;
-        let (wid, is_watcher) = (self.orders, request.file == WATCHER_PROGRAM);
+        let (wid, is_watcher) = (self.orders, request.file == LOAD_WATCHER_PROGRAM);
         let mut results = Vec::new();
         for _ in 0..request.count {
             let started = self
@@ -694,8 +694,11 @@ impl State {
                 seconds: left,
                 spawns_until,
             } = work;
-            let (program, began, suspended) =
-                (request.file.clone(), self.now, suspend::Holds::default());
+            let (program, began, suspended) = (
+                request.file.clone(),
+                self.now,
+                suspend::Suspensions::default(),
+            );
             let user = self.user_of(parent);
             let parent = if request.flags & SPAWN_NO_PARENT != 0 {
                 Tid::NONE
@@ -730,7 +733,7 @@ impl State {
             );
         }
         self.post(
-            host.daemon(),
+            host.daemon_tid(),
             CTX_BASE,
             SM_EXECACK,
             wid,
@@ -826,16 +829,16 @@ impl VmApi for World {
             name: String::new(),
             pid: 0,
             uid,
-            moving: false,
-            stopped: false,
+            migrating: false,
+            paused: false,
             suspended: false,
         };
         let spawner = |(tid, s): (&Tid, &Spawner)| plain(*tid, s.parent, s.host, s.user);
         let running = |(tid, task): (&Tid, &Running)| TaskInfo {
             flags: TASK_FORKED,
             name: task.program.clone(),
-            moving: task.moving.is_some(),
-            suspended: task.suspended.any(),
+            migrating: task.moving.is_some(),
+            suspended: task.suspended.is_suspended(),
             ..plain(*tid, task.parent, task.host, task.user)
         };
         Ok(state
@@ -858,7 +861,7 @@ impl VmApi for World {
         Ok(Vec::new())
     }
 
-    fn notify(&self, _what: NotifyWhat, _ctx: i32, _tag: i32) -> Result<(), Error> {
+    fn notify(&self, _what: NotifySubjects, _ctx: i32, _tag: i32) -> Result<(), Error> {
         Ok(())
     }
 
@@ -866,7 +869,7 @@ impl VmApi for World {
         Ok(self.0.borrow_mut().exec(host, parent, request))
     }
 
-    fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError> {
+    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
         let mut state = self.0.borrow_mut();
         let at = state.now + MOVE_TIME;
         match state.tasks.get_mut(&tid) {
@@ -886,13 +889,13 @@ impl VmApi for World {
         Ok(())
     }
 
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
         let mut state = self.0.borrow_mut();
         let Some(task) = state.tasks.get_mut(&tid) else {
             return Err(Error::new(PvmError::NoTask, "it has ended"));
         };
         let (order, before, host) = (
-            suspend::Order {
+            suspend::SuspendOrder {
                 tid,
                 suspend,
                 cause,
@@ -900,8 +903,8 @@ impl VmApi for World {
             task.suspended,
             task.host,
         );
-        task.suspended = before.after(&order);
-        let change = before.change(task.suspended, &order);
+        task.suspended = before.apply(&order);
+        let change = before.change_event(task.suspended, &order);
         change
             .into_iter()
             .for_each(|event| state.event(host, event));

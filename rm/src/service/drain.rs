@@ -7,7 +7,7 @@ use crate::api::VmApi;
 use crate::decide::{Stay, moves};
 use crate::recording::Input;
 use sempa_proto::event::EventKind;
-use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer};
+use sempa_proto::rm::{REPLY_ENTRIES_MAX, RmReply};
 use sempa_proto::{HostId, Micros, Tid};
 use std::collections::BTreeMap;
 
@@ -60,9 +60,9 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Handles a request to drain a host, within a time or as soon as possible.
-    pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> Answer {
+    pub(super) fn drain(&mut self, by: Tid, host: &str, within: Option<Micros>) -> RmReply {
         let Some(id) = self.model.host_called(host) else {
-            return Answer::Unknown;
+            return RmReply::NotFound;
         };
         self.record_input(|| Input::Drain {
             host: host.to_string(),
@@ -75,10 +75,10 @@ impl<V: VmApi> Service<V> {
             Some(within) => drop(self.draining.0.insert(id, now + within)),
             None => drop(self.draining.0.remove(&id)),
         }
-        self.record(EventKind::DrainBegun {
+        self.record(EventKind::DrainStarted {
             host: id,
-            by,
-            until,
+            requested_by: by,
+            deadline: until,
         });
         self.take_grants_back();
         self.model.drain(id, Some(by));
@@ -87,9 +87,9 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Handles a request to let a host take tasks again.
-    pub(super) fn undrain(&mut self, by: Tid, host: &str) -> Answer {
+    pub(super) fn undrain(&mut self, by: Tid, host: &str) -> RmReply {
         let Some(id) = self.model.host_called(host) else {
-            return Answer::Unknown;
+            return RmReply::NotFound;
         };
         if self.model.is_drained(id) {
             self.record_input(|| Input::Drain {
@@ -98,7 +98,10 @@ impl<V: VmApi> Service<V> {
                 begun: false,
                 within: None,
             });
-            self.record(EventKind::DrainEnded { host: id, by });
+            self.record(EventKind::DrainEnded {
+                host: id,
+                requested_by: by,
+            });
             self.model.drain(id, None);
             self.draining.0.remove(&id);
             self.changed = true;
@@ -107,14 +110,14 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Returns the progress of a drain.
-    pub(super) fn draining(&mut self, host: &str) -> Answer {
+    pub(super) fn draining(&mut self, host: &str) -> RmReply {
         self.model
             .host_called(host)
-            .map_or(Answer::Unknown, |id| self.drain_state(id))
+            .map_or(RmReply::NotFound, |id| self.drain_state(id))
     }
 
     /// Returns the remaining tasks of a host, with the reasons of those that stay.
-    fn drain_state(&mut self, id: HostId) -> Answer {
+    fn drain_state(&mut self, id: HostId) -> RmReply {
         let drained = self.model.is_drained(id);
         let snapshot = self.model.snapshot(self.vm.now());
         let stays: BTreeMap<Tid, Stay> = moves(snapshot)
@@ -123,7 +126,7 @@ impl<V: VmApi> Service<V> {
             .map(|stay| (stay.tid, stay))
             .collect();
         let Some(host) = snapshot.host(id) else {
-            return Answer::Unknown;
+            return RmReply::NotFound;
         };
         let why = |tid: &Tid| stays.get(tid).map(|stay| stay.reason(snapshot));
         let (fixed, others): (Vec<_>, Vec<_>) = host.tasks.iter().partition(|task| task.pinned);
@@ -131,15 +134,15 @@ impl<V: VmApi> Service<V> {
             .iter()
             .map(|task| (task.tid, why(&task.tid)))
             .collect();
-        tasks.truncate(ANSWER_ENTRIES_MAX);
+        tasks.truncate(REPLY_ENTRIES_MAX);
         let stay = fixed
             .iter()
-            .filter(|task| !sempa_proto::load::is_watcher(&task.name))
+            .filter(|task| !sempa_proto::load::is_load_watcher(&task.name))
             .count() as u32;
-        Answer::Drain {
+        RmReply::Drain {
             drained,
             tasks,
-            stay,
+            staying: stay,
         }
     }
 
@@ -154,7 +157,7 @@ impl<V: VmApi> Service<V> {
             .collect();
         for id in due {
             self.draining.0.remove(&id);
-            let Answer::Drain { tasks, .. } = self.drain_state(id) else {
+            let RmReply::Drain { tasks, .. } = self.drain_state(id) else {
                 continue;
             };
             if tasks.is_empty() {

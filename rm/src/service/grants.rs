@@ -7,8 +7,11 @@ use crate::grants::GRANT_SPAN;
 use crate::recording::Input;
 use crate::spawns::{Incoming, Rules, Started};
 use crate::store::record;
-use sempa_proto::rm::Attempt;
-use sempa_proto::sm::{Grant, SM_GRANT, Taken, pack_grant, unpack_taken};
+use sempa_proto::rm::PlacementAttempt;
+use sempa_proto::sm::{
+    PlacementLease, PlacementLeaseUse, SM_PLACEMENT_LEASE, pack_placement_lease,
+    unpack_placement_lease_use,
+};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{HostId, Message, Micros, Tid};
 
@@ -58,7 +61,7 @@ impl<V: VmApi> Service<V> {
         now: Micros,
         task: Tid,
         count: usize,
-    ) -> Option<(Vec<HostId>, Attempt)> {
+    ) -> Option<(Vec<HostId>, PlacementAttempt)> {
         let snapshot = self.model.snapshot(now);
         let Incoming {
             user,
@@ -74,22 +77,22 @@ impl<V: VmApi> Service<V> {
         let placement = place(snapshot, &ask);
         let hosts = placement.hosts.iter().map_while(|host| host.ok()).collect();
         let mut attempt = record::attempt(&placement, snapshot);
-        attempt.sentence = format!("said beforehand: {}", attempt.sentence);
+        attempt.reason = format!("said beforehand: {}", attempt.reason);
         Some((hosts, attempt))
     }
 
-    fn give(&mut self, task: Tid, hosts: Vec<HostId>, attempt: Attempt) {
+    fn give(&mut self, task: Tid, hosts: Vec<HostId>, attempt: PlacementAttempt) {
         let Some(wid) = self.grants.next_of(task).map(|next| next.wid) else {
             return;
         };
         self.grants.give(task, &hosts, attempt);
         self.send(
             task,
-            SM_GRANT,
+            SM_PLACEMENT_LEASE,
             wid,
-            pack_grant(&Grant {
+            pack_placement_lease(&PlacementLease {
                 hosts,
-                span: GRANT_SPAN,
+                valid_for: GRANT_SPAN,
             }),
         );
     }
@@ -125,11 +128,11 @@ impl<V: VmApi> Service<V> {
         for (task, wid) in whom {
             self.send(
                 task,
-                SM_GRANT,
+                SM_PLACEMENT_LEASE,
                 wid,
-                pack_grant(&Grant {
+                pack_placement_lease(&PlacementLease {
                     hosts: Vec::new(),
-                    span: GRANT_SPAN,
+                    valid_for: GRANT_SPAN,
                 }),
             );
         }
@@ -137,7 +140,9 @@ impl<V: VmApi> Service<V> {
 
     /// Handles a daemon's report that tasks were started by a grant.
     pub(super) fn taken(&mut self, message: &Message) {
-        let Ok(Taken { by, tasks }) = unpack_taken(message.body.clone()) else {
+        let Ok(PlacementLeaseUse { spawner: by, tasks }) =
+            unpack_placement_lease_use(message.body.clone())
+        else {
             return;
         };
         let now = self.vm.now();

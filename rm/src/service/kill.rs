@@ -8,7 +8,7 @@
 
 use super::{SIGKILL, Service};
 use crate::api::VmApi;
-use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer};
+use sempa_proto::rm::{REPLY_ENTRIES_MAX, RmReply};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -79,12 +79,12 @@ impl Ending {
         signals
     }
 
-    fn answer(&self, job: Tid) -> Answer {
+    fn answer(&self, job: Tid) -> RmReply {
         let count = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
         let failed = self
             .failed
             .iter()
-            .take(ANSWER_ENTRIES_MAX)
+            .take(REPLY_ENTRIES_MAX)
             .map(|(tid, why)| (*tid, why.clone()))
             .collect();
         let (asked, forced, left) = (
@@ -92,7 +92,7 @@ impl Ending {
             count(self.forced.len()),
             count(self.left),
         );
-        Answer::Killed {
+        RmReply::KillProgress {
             job,
             asked,
             forced,
@@ -138,7 +138,7 @@ impl Killing {
 
 impl<V: VmApi> Service<V> {
     /// Handles a request to end a whole job. `tid`: any task of the job.
-    pub(super) fn kill_job(&mut self, by: Tid, tid: Tid) -> Answer {
+    pub(super) fn kill_job(&mut self, by: Tid, tid: Tid) -> RmReply {
         let now = self.vm.now();
         let in_books = self.memory.ledger.books.job_of(tid).map(|job| job.job);
         let Some(job) = in_books.or_else(|| {
@@ -146,7 +146,7 @@ impl<V: VmApi> Service<V> {
                 .knows(tid)
                 .then(|| self.model.user_and_job(tid).1)
         }) else {
-            return Answer::Unknown;
+            return RmReply::NotFound;
         };
         self.killing.0.retain(|_, ending| {
             now.since(ending.begun) < GIVEN_UP && (ending.left > 0 || ending.look_at > now)
@@ -173,14 +173,14 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Returns the progress of ending a job.
-    pub(super) fn killed(&self, tid: Tid) -> Answer {
+    pub(super) fn killed(&self, tid: Tid) -> RmReply {
         let of = |(job, ending): (&Tid, &Ending)| *job == tid || ending.asked.contains_key(&tid);
         let found = self
             .killing
             .0
             .iter()
             .find(|(job, ending)| of((job, ending)));
-        found.map_or(Answer::Unknown, |(job, ending)| ending.answer(*job))
+        found.map_or(RmReply::NotFound, |(job, ending)| ending.answer(*job))
     }
 
     /// Sends the signals that are due.

@@ -9,10 +9,10 @@ use bytes::Bytes;
 use libpvm::{Error, MigrateError};
 use sempa_proto::event::Event;
 use sempa_proto::frame::{from_bytes, to_bytes};
-use sempa_proto::migration::Cause;
+use sempa_proto::migration::MigrationCause;
 use sempa_proto::rm::{
-    ANSWER_ENTRIES_MAX, Answer, Decided, Expected, HostNow, Question, RM_VERSION, TAG_ANSWER,
-    Waits, pack, unpack,
+    DecisionKind, HostState, MigrationBenefit, REPLY_ENTRIES_MAX, RM_VERSION, RmQuery, RmReply,
+    TAG_REPLY, WaitingSpawn, decode, encode,
 };
 use sempa_proto::{HostId, Message, Micros, Tid};
 use std::collections::BTreeMap;
@@ -69,7 +69,7 @@ impl<V: VmApi> Service<V> {
         self.memory
             .ledger
             .books
-            .decided(wall, Decided::Began { again });
+            .decided(wall, DecisionKind::RmStarted { resumed: again });
         Ok(())
     }
 
@@ -85,12 +85,12 @@ impl<V: VmApi> Service<V> {
                 continue;
             }
             self.model.belongs(task.tid, task.user);
-            let age = wall.since(task.began);
+            let age = wall.since(task.started);
             if age <= now {
                 self.model
                     .recall_task(task.tid, task.job, Micros(now.0 - age.0));
             }
-            if task.counted {
+            if task.counts_toward_limits {
                 self.spawns
                     .task_started(now, task.tid, (task.user, task.job));
             }
@@ -145,8 +145,8 @@ impl<V: VmApi> Service<V> {
         now: Micros,
         tid: Tid,
         (from, to): (HostId, HostId),
-        cause: Cause,
-        expected: Option<Expected>,
+        cause: MigrationCause,
+        expected: Option<MigrationBenefit>,
     ) -> bool {
         let begun = self.vm.migrate(tid, to, cause.clone());
         self.told_to_go(tid, (from, to), cause, expected, begun.as_ref().err());
@@ -162,8 +162,8 @@ impl<V: VmApi> Service<V> {
         &mut self,
         tid: Tid,
         (from, to): (HostId, HostId),
-        cause: Cause,
-        expected: Option<Expected>,
+        cause: MigrationCause,
+        expected: Option<MigrationBenefit>,
         error: Option<&MigrateError>,
     ) {
         let refused = error.map(ToString::to_string);
@@ -182,13 +182,13 @@ impl<V: VmApi> Service<V> {
         }
         let expected = expected.unwrap_or_else(|| {
             let cost = self.model.cost(tid, (from, to));
-            Expected {
+            MigrationBenefit {
                 gain: Micros::default(),
                 cost,
             }
         });
         let (from, to) = (self.model.host_name(from), self.model.host_name(to));
-        let what = Decided::Go {
+        let what = DecisionKind::MigrationOrdered {
             tid,
             from,
             to,
@@ -234,13 +234,20 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Explains a host: earlier decisions about it and its current state.
-    fn why_host(&mut self, name: String) -> Answer {
+    fn why_host(&mut self, name: String) -> RmReply {
         let id = self.model.host_called(&name);
         let drained = id.and_then(|id| self.model.drained_by(id));
-        let mut answer = self.memory.ledger.books.answer(&Question::WhyHost(name));
-        if let Answer::Why { now, .. } = &mut answer {
+        let mut answer = self
+            .memory
+            .ledger
+            .books
+            .answer(&RmQuery::HostDecisions(name));
+        if let RmReply::Decisions {
+            host_state: now, ..
+        } = &mut answer
+        {
             let mut holds = record::host_now(self.model.snapshot(self.vm.now()), id, drained);
-            if let HostNow::Used(but) = &mut holds {
+            if let HostState::Used(but) = &mut holds {
                 but.extend(id.and_then(|id| self.spawns.kept_for(id)));
             }
             *now = Some(holds);
@@ -249,37 +256,37 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Lists the waiting spawns of all users or of one.
-    fn waiting(&self, user: Option<u32>) -> Answer {
-        let wanted = |waits: &Waits| user.is_none_or(|user| user == waits.user);
+    fn waiting(&self, user: Option<u32>) -> RmReply {
+        let wanted = |waits: &WaitingSpawn| user.is_none_or(|user| user == waits.user);
         let all = self.spawns.waits(self.vm.now(), self.vm.wall());
-        Answer::Waiting(all.filter(wanted).take(ANSWER_ENTRIES_MAX).collect())
+        RmReply::WaitingSpawns(all.filter(wanted).take(REPLY_ENTRIES_MAX).collect())
     }
 
     /// Answers a question or carries out an order of a client.
     pub(super) fn answer(&mut self, message: &Message) {
-        let answer = match unpack::<Question>(&message.body) {
-            Ok(Some(Question::Suspend { job, suspend })) => {
+        let answer = match decode::<RmQuery>(&message.body) {
+            Ok(Some(RmQuery::Suspend { job, suspend })) => {
                 self.suspend_job(message.src, job, suspend)
             }
-            Ok(Some(Question::Drain { host, within })) => self.drain(message.src, &host, within),
-            Ok(Some(Question::Undrain { host })) => self.undrain(message.src, &host),
-            Ok(Some(Question::Draining { host })) => self.draining(&host),
-            Ok(Some(Question::Kill(job))) => self.kill_job(message.src, job),
-            Ok(Some(Question::Killed(job))) => self.killed(job),
-            Ok(Some(Question::Unpark(job))) => self.unpark(message.src, job),
-            Ok(Some(Question::WhyHost(name))) => self.why_host(name),
-            Ok(Some(Question::Waiting { user })) => self.waiting(user),
+            Ok(Some(RmQuery::Drain { host, within })) => self.drain(message.src, &host, within),
+            Ok(Some(RmQuery::Undrain { host })) => self.undrain(message.src, &host),
+            Ok(Some(RmQuery::DrainStatus { host })) => self.draining(&host),
+            Ok(Some(RmQuery::Kill(job))) => self.kill_job(message.src, job),
+            Ok(Some(RmQuery::KillStatus(job))) => self.killed(job),
+            Ok(Some(RmQuery::CancelVacated(job))) => self.unpark(message.src, job),
+            Ok(Some(RmQuery::HostDecisions(name))) => self.why_host(name),
+            Ok(Some(RmQuery::WaitingSpawns { user })) => self.waiting(user),
             Ok(Some(question)) => {
                 self.learn(self.vm.now());
                 self.memory.ledger.books.answer(&question)
             }
-            Ok(None) | Err(_) => Answer::Version(RM_VERSION),
+            Ok(None) | Err(_) => RmReply::UnsupportedVersion(RM_VERSION),
         };
-        if let Ok(bytes) = pack(&answer) {
+        if let Ok(bytes) = encode(&answer) {
             // The client may be gone.
             drop(
                 self.vm
-                    .answer(message.src, TAG_ANSWER, message.wid, Bytes::from(bytes)),
+                    .answer(message.src, TAG_REPLY, message.wid, Bytes::from(bytes)),
             );
         }
     }

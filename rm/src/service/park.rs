@@ -9,7 +9,7 @@ use crate::api::VmApi;
 use crate::decide::{Moves, room_ever, room_for};
 use crate::store::books::parked::{PARKED_MAX, Parked};
 use sempa_proto::event::EventKind;
-use sempa_proto::rm::Answer;
+use sempa_proto::rm::RmReply;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
@@ -136,9 +136,9 @@ impl<V: VmApi> Service<V> {
                 }
             }
             EventKind::Checkpointed {
-                set,
+                checkpoint: set,
                 job,
-                parked: true,
+                vacated: true,
                 ..
             } => {
                 parking.asked.remove(job);
@@ -152,7 +152,9 @@ impl<V: VmApi> Service<V> {
                     },
                 );
             }
-            EventKind::RestartFailed { set, .. } => {
+            EventKind::RestartFailed {
+                checkpoint: set, ..
+            } => {
                 parking.starting.take_if(|(starting, _)| starting == set);
                 if let Some(Try {
                     next,
@@ -164,7 +166,9 @@ impl<V: VmApi> Service<V> {
                     (*next, *pause) = (now + *pause, Micros(pause.0 * 2).min(TRY_PAUSE_MAX));
                 }
             }
-            EventKind::Restarted { set, .. } => {
+            EventKind::Restarted {
+                checkpoint: set, ..
+            } => {
                 parking.starting.take_if(|(starting, _)| starting == set);
                 parking.tried.remove(set);
             }
@@ -189,7 +193,7 @@ impl<V: VmApi> Service<V> {
         }
         self.parking.look_at = now + LOOK_PAUSE;
         for (job, by) in self.parking.unwanted.clone() {
-            if let Answer::Unparked {
+            if let RmReply::VacatedCancelled {
                 starting: false, ..
             } = self.unpark(by, job)
             {
@@ -276,7 +280,7 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Handles a request not to restart a vacated job.
-    pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> Answer {
+    pub(super) fn unpark(&mut self, by: Tid, tid: Tid) -> RmReply {
         let of = self
             .parking
             .families
@@ -288,7 +292,7 @@ impl<V: VmApi> Service<V> {
         let Some(Parked { job, set, .. }) = parked.cloned() else {
             let being = of.filter(|job| self.parking.asked.contains_key(job));
             self.parking.unwanted.extend(being.map(|job| (job, by)));
-            return Answer::Unknown;
+            return RmReply::NotFound;
         };
         let (now, starting) = (self.vm.now(), self.parking.starting.as_ref());
         let starting = starting.is_some_and(|(other, until)| *other == set && *until > now);
@@ -299,7 +303,11 @@ impl<V: VmApi> Service<V> {
                 "job {job} is not started again ({by} wants it so); its checkpoint {set} stays"
             ));
         }
-        Answer::Unparked { job, set, starting }
+        RmReply::VacatedCancelled {
+            job,
+            checkpoint: set,
+            starting,
+        }
     }
 
     /// Gives up checkpoints whose restart has failed too often; a user can still restart them.

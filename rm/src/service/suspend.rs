@@ -8,8 +8,8 @@ use crate::decide::{Again, Ask, give_way, go_on};
 use libpvm::Error;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration;
-use sempa_proto::rm::{ANSWER_ENTRIES_MAX, Answer, Suspended};
-use sempa_proto::suspend::Cause;
+use sempa_proto::rm::{REPLY_ENTRIES_MAX, RmReply, SuspensionInfo};
+use sempa_proto::suspend::SuspendCause;
 use sempa_proto::{Micros, Tid};
 use std::collections::BTreeMap;
 
@@ -57,18 +57,20 @@ impl<V: VmApi> Service<V> {
         self.standing.look = true;
         let there = |tid: &Tid| self.model.is_suspended(*tid);
         let known = books.running().filter(|task| there(&task.tid));
-        let known: Vec<(Tid, Tid, Option<Suspended>)> = known
+        let known: Vec<(Tid, Tid, Option<SuspensionInfo>)> = known
             .map(|task| (task.tid, task.job, task.suspended.clone()))
             .collect();
         for (tid, job, suspended) in known {
             self.spawns.task_suspended(now, tid, true);
             match suspended.map(|s| (s.cause, s.since)) {
-                Some((Cause::Share { .. }, since)) => {
+                Some((SuspendCause::Preempted { .. }, since)) => {
                     let age = wall.since(since).min(now);
                     self.standing.gave_way.insert(tid, Micros(now.0 - age.0));
                 }
                 // The previous resource manager died while resuming this job.
-                Some((cause @ Cause::Job { .. }, _)) if !self.standing.jobs.contains_key(&job) => {
+                Some((cause @ SuspendCause::JobRequested { .. }, _))
+                    if !self.standing.jobs.contains_key(&job) =>
+                {
                     self.suspend_again(tid, false, cause);
                 }
                 _ => {}
@@ -104,18 +106,24 @@ impl<V: VmApi> Service<V> {
     }
 
     /// Handles a request to suspend or resume a whole job.
-    pub(super) fn suspend_job(&mut self, by: Tid, tid: Tid, suspend: bool) -> Answer {
+    pub(super) fn suspend_job(&mut self, by: Tid, tid: Tid, suspend: bool) -> RmReply {
         let Some(job) = self.memory.ledger.books.job_of(tid).map(|job| job.job) else {
-            return Answer::Unknown;
+            return RmReply::NotFound;
         };
         let all = self.model.tasks_of(job);
         let (mut tasks, mut others) = (Vec::new(), Vec::new());
         let is_suspended = self.standing.jobs.contains_key(&job);
         if suspend != is_suspended && !(suspend && all.is_empty()) {
             self.record(if suspend {
-                EventKind::JobSuspended { job, by }
+                EventKind::JobSuspended {
+                    job,
+                    requested_by: by,
+                }
             } else {
-                EventKind::JobResumed { job, by }
+                EventKind::JobResumed {
+                    job,
+                    requested_by: by,
+                }
             });
             if suspend {
                 self.standing.jobs.insert(job, by);
@@ -129,7 +137,11 @@ impl<V: VmApi> Service<V> {
             let stands = self.model.is_suspended(tid)
                 || (!suspend && self.memory.ledger.books.is_suspended(tid));
             if self.standing.gave_way.contains_key(&tid)
-                && let Err(error) = self.vm.suspend(tid, suspend, Cause::Job { by })
+                && let Err(error) = self.vm.suspend(
+                    tid,
+                    suspend,
+                    SuspendCause::JobRequested { requested_by: by },
+                )
             {
                 // Otherwise the task would be resumed, or stay suspended, without its job at the
                 // end of the preemption.
@@ -146,18 +158,26 @@ impl<V: VmApi> Service<V> {
                     ));
                 }
                 false if !suspend => {}
-                _ => match self.suspend_task(tid, suspend, Cause::Job { by }) {
+                _ => match self.suspend_task(
+                    tid,
+                    suspend,
+                    SuspendCause::JobRequested { requested_by: by },
+                ) {
                     Ok(()) => tasks.push(tid),
                     Err(error) => others.push((tid, error.to_string())),
                 },
             }
         }
-        others.truncate(ANSWER_ENTRIES_MAX);
-        Answer::Suspended { job, tasks, others }
+        others.truncate(REPLY_ENTRIES_MAX);
+        RmReply::Suspended {
+            job,
+            tasks,
+            unchanged: others,
+        }
     }
 
     /// Suspends or resumes a task.
-    fn suspend_task(&mut self, tid: Tid, suspend: bool, cause: Cause) -> Result<(), Error> {
+    fn suspend_task(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) -> Result<(), Error> {
         self.vm.suspend(tid, suspend, cause)?;
         self.model.task_suspended(tid, suspend);
         self.suspension_heard(tid, suspend);
@@ -167,7 +187,7 @@ impl<V: VmApi> Service<V> {
 
     /// Suspends or resumes a task without a client that waits for the result. A task that has ended
     /// is ignored; other errors are logged.
-    fn suspend_again(&mut self, tid: Tid, suspend: bool, cause: Cause) {
+    fn suspend_again(&mut self, tid: Tid, suspend: bool, cause: SuspendCause) {
         if let Err(error) = self.suspend_task(tid, suspend, cause)
             && error.code != sempa_proto::PvmError::NoTask
         {
@@ -187,7 +207,7 @@ impl<V: VmApi> Service<V> {
             .retain(|job, _| books.job_of(*job).is_some_and(|job| job.ended.is_none()));
         for (job, by) in self.standing.jobs.clone() {
             for tid in self.model.running_of(job) {
-                self.suspend_again(tid, true, Cause::Job { by });
+                self.suspend_again(tid, true, SuspendCause::JobRequested { requested_by: by });
             }
         }
     }
@@ -233,7 +253,7 @@ impl<V: VmApi> Service<V> {
             self.suspend_again(
                 gives.tid,
                 true,
-                Cause::Share {
+                SuspendCause::Preempted {
                     why: gives.why.clone(),
                 },
             );
@@ -271,7 +291,13 @@ impl<V: VmApi> Service<V> {
                     let why = format!(
                         "it gave way on {here}, where others work now, and there is room on {there}"
                     );
-                    self.begin_move(now, tid, (from, to), migration::Cause::Load { why }, None);
+                    self.begin_move(
+                        now,
+                        tid,
+                        (from, to),
+                        migration::MigrationCause::Load { why },
+                        None,
+                    );
                 }
             }
         }
@@ -280,7 +306,7 @@ impl<V: VmApi> Service<V> {
     fn end_of_giving_way(&mut self, tid: Tid, why: String) {
         let job = self.model.user_and_job(tid).1;
         if !self.standing.jobs.contains_key(&job) {
-            self.suspend_again(tid, false, Cause::Share { why });
+            self.suspend_again(tid, false, SuspendCause::Preempted { why });
         }
     }
 }

@@ -5,7 +5,7 @@
 use super::{Incoming, Output, Spawns};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer};
-use sempa_proto::rm::{Attempt, Choice};
+use sempa_proto::rm::{PlacementAttempt, PlacementRule};
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::BTreeMap;
 
@@ -31,11 +31,11 @@ impl Refusals {
 }
 
 /// Returns the record of an attempt that failed because of a limit.
-pub(super) fn limit(sentence: String) -> Attempt {
-    Attempt {
-        choice: Choice::Limit,
-        sentence,
-        not_used: Vec::new(),
+pub(super) fn limit(sentence: String) -> PlacementAttempt {
+    PlacementAttempt {
+        rule: PlacementRule::Limit,
+        reason: sentence,
+        rejected: Vec::new(),
     }
 }
 

@@ -5,8 +5,8 @@ use super::{Incoming, Output, Spawns, held, searched};
 use crate::decide::{Fair, RESERVE_AFTER, Waiting};
 use crate::store::books::PROGRAM_BYTES_MAX;
 use sempa_proto::event::EventKind;
-use sempa_proto::rm::Waits;
-use sempa_proto::text::cut;
+use sempa_proto::rm::WaitingSpawn;
+use sempa_proto::text::truncate;
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
 /// Maximum size of the kept explanation why a request waits, in bytes.
@@ -165,7 +165,7 @@ impl Spawns {
         let Some(spawn) = self.open.get_mut(&number) else {
             return;
         };
-        (spawn.unplaced, spawn.waits_for) = (tasks, cut(&why, WHY_BYTES_MAX).to_string());
+        (spawn.unplaced, spawn.waits_for) = (tasks, truncate(&why, WHY_BYTES_MAX).to_string());
         let Incoming {
             user,
             job,
@@ -258,7 +258,7 @@ impl Spawns {
     }
 
     /// Lists the waiting requests in the order of service.
-    pub fn waits(&self, now: Micros, wall: Micros) -> impl Iterator<Item = Waits> {
+    pub fn waits(&self, now: Micros, wall: Micros) -> impl Iterator<Item = WaitingSpawn> {
         let one = move |(
             turn,
             Waiting {
@@ -273,20 +273,20 @@ impl Spawns {
                 ..
             } = spawn.from;
             let waited = waited + now.since(spawn.began);
-            let program = cut(&request.file, PROGRAM_BYTES_MAX).to_string();
+            let program = truncate(&request.file, PROGRAM_BYTES_MAX).to_string();
             let why = spawn.waits_for.clone();
             let (count, since) = (
                 spawn.unplaced.len() as u32,
                 Micros(wall.0.saturating_sub(waited.0)),
             );
-            Some(Waits {
+            Some(WaitingSpawn {
                 program,
                 count,
-                by,
+                requested_by: by,
                 job,
                 user,
                 since,
-                turn,
+                queue_position: turn,
                 why,
             })
         };

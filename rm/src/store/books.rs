@@ -17,8 +17,8 @@ use parked::Parked;
 use sempa_proto::event::Event;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
-    ANSWER_ENTRIES_MAX, Answer, Decided, Decision, End, JobUse, Question, Sums, Suspended, TaskUse,
-    UserUse,
+    Decision, DecisionKind, JobUsage, REPLY_ENTRIES_MAX, RmQuery, RmReply, SuspensionInfo,
+    TaskOutcome, TaskUsage, UsageTotals, UserUsage,
 };
 use sempa_proto::suspend;
 use sempa_proto::table::TaskInfo;
@@ -112,7 +112,7 @@ impl Place {
 /// Sums and index of a user.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 struct User {
-    sums: Sums,
+    sums: UsageTotals,
     /// Time of the last change of the sums.
     changed: Micros,
     /// The user's index, and its time.
@@ -125,8 +125,8 @@ struct User {
 pub struct Books {
     place: Place,
     users: BTreeMap<u32, User>,
-    jobs: BTreeMap<u64, JobUse>,
-    tasks: BTreeMap<u64, TaskUse>,
+    jobs: BTreeMap<u64, JobUsage>,
+    tasks: BTreeMap<u64, TaskUsage>,
     decisions: BTreeMap<u64, Decision>,
     learned: BTreeMap<u64, Vec<u8>>,
     last: u64,
@@ -323,14 +323,14 @@ impl Books {
     }
 
     /// Adds a decision. The oldest are dropped beyond the limit.
-    pub fn decided(&mut self, at: Micros, what: Decided) {
+    pub fn decided(&mut self, at: Micros, what: DecisionKind) {
         let number = self.number();
         self.decisions.insert(
             number,
             Decision {
                 number,
                 at,
-                what: room::shortened(what),
+                kind: room::shortened(what),
             },
         );
         self.dirty.insert((Sheet::Decisions, number));
@@ -352,7 +352,7 @@ impl Books {
         let at = self.place.at;
         running
             .into_iter()
-            .for_each(|number| self.end(number, at, End::Lost, Usage::default()));
+            .for_each(|number| self.end(number, at, TaskOutcome::Lost, Usage::default()));
         self.place = Place::default();
         self.dirty.insert((Sheet::Place, 0));
         for map in [&mut self.job_numbers, &mut self.task_numbers] {
@@ -378,7 +378,7 @@ impl Books {
     /// the list has ended unnoticed.
     pub fn reconcile(&mut self, now: Micros, list: &[TaskInfo]) {
         let there: BTreeSet<Tid> = list.iter().map(|info| info.tid).collect();
-        let gone = |t: &TaskUse| t.ended.is_none() && !there.contains(&t.tid);
+        let gone = |t: &TaskUsage| t.ended.is_none() && !there.contains(&t.tid);
         let gone: Vec<u64> = self
             .tasks
             .iter()
@@ -386,7 +386,7 @@ impl Books {
             .map(|(n, _)| *n)
             .collect();
         gone.into_iter()
-            .for_each(|number| self.end(number, now, End::Lost, Usage::default()));
+            .for_each(|number| self.end(number, now, TaskOutcome::Lost, Usage::default()));
         for info in list {
             let host = self.host(info.host);
             if let Some(number) = self.task_numbers.get(&info.tid).copied() {
@@ -400,7 +400,7 @@ impl Books {
     }
 
     fn host_gone(&mut self, at: Micros, name: &str) {
-        let on = |t: &TaskUse| t.ended.is_none() && t.host == name;
+        let on = |t: &TaskUsage| t.ended.is_none() && t.host == name;
         let lost: Vec<u64> = self
             .tasks
             .iter()
@@ -408,7 +408,7 @@ impl Books {
             .map(|(n, _)| *n)
             .collect();
         lost.into_iter()
-            .for_each(|number| self.end(number, at, End::Lost, Usage::default()));
+            .for_each(|number| self.end(number, at, TaskOutcome::Lost, Usage::default()));
     }
 
     fn task_started(
@@ -419,7 +419,7 @@ impl Books {
         name: &str,
         host: HostId,
     ) {
-        let serves = sempa_proto::load::is_watcher(name)
+        let serves = sempa_proto::load::is_load_watcher(name)
             || tid == self.own_task
             || !tid.is_task()
             || tid == parent;
@@ -445,7 +445,7 @@ impl Books {
             // A parent that started before recording began is assumed to start now.
             let (began, user) = self.no_loner(parent).unwrap_or((at, self.own_user));
             let home = parent
-                .home()
+                .birth_host()
                 .map(|home| self.host(home))
                 .unwrap_or_default();
             self.take_up(began, parent, (parent, user), "", home);
@@ -488,7 +488,7 @@ impl Books {
         let Some(began) = numbers
             .iter()
             .filter_map(|number| self.tasks.get(number))
-            .map(|task| task.began)
+            .map(|task| task.started)
             .min()
         else {
             return;
@@ -523,18 +523,18 @@ impl Books {
             });
         }
         if let Some(job) = self.jobs.get_mut(&to) {
-            job.began = job.began.min(began);
+            job.started = job.started.min(began);
         }
     }
 
     /// Changes the sums of a job, and deletes a job without tasks.
-    fn recount(&mut self, number: u64, at: Micros, change: impl Fn(&mut Sums)) {
+    fn recount(&mut self, number: u64, at: Micros, change: impl Fn(&mut UsageTotals)) {
         let Some(job) = self.jobs.get_mut(&number) else {
             return;
         };
-        change(&mut job.sums);
-        job.ended = (job.sums.running == 0).then_some(job.ended.unwrap_or(at));
-        if job.sums.tasks == 0 {
+        change(&mut job.totals);
+        job.ended = (job.totals.running == 0).then_some(job.ended.unwrap_or(at));
+        if job.totals.tasks == 0 {
             let tid = job.job;
             self.jobs.remove(&number);
             if self.job_numbers.get(&tid) == Some(&number) {
@@ -552,7 +552,7 @@ impl Books {
     }
 
     /// Records that a task was suspended (with a cause) or resumed.
-    fn suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::Cause>) {
+    fn suspended(&mut self, tid: Tid, at: Micros, cause: Option<suspend::SuspendCause>) {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
@@ -560,8 +560,9 @@ impl Books {
             return;
         };
         let before = task.suspended.take();
-        task.stood = task.stood + before.map_or(Micros::default(), |before| at.since(before.since));
-        task.suspended = cause.map(|cause| Suspended { since: at, cause });
+        task.suspended_total = task.suspended_total
+            + before.map_or(Micros::default(), |before| at.since(before.since));
+        task.suspended = cause.map(|cause| SuspensionInfo { since: at, cause });
         self.dirty.insert((Sheet::Tasks, number));
     }
 
@@ -569,18 +570,18 @@ impl Books {
         if let Some(number) = self.job_numbers.get(&tid).copied()
             && let Some(job) = self.jobs.get_mut(&number)
         {
-            job.suspended = suspend.then_some(Suspended {
+            job.suspended = suspend.then_some(SuspensionInfo {
                 since: at,
-                cause: suspend::Cause::Job { by },
+                cause: suspend::SuspendCause::JobRequested { requested_by: by },
             });
             self.dirty.insert((Sheet::Jobs, number));
         }
         self.decided(
             at,
-            Decided::JobSuspended {
+            DecisionKind::JobSuspended {
                 job: tid,
                 suspend,
-                by,
+                requested_by: by,
             },
         );
     }
@@ -605,7 +606,7 @@ impl Books {
     }
 
     /// Returns the job of a task, or the job with this task at its top.
-    pub fn job_of(&self, tid: Tid) -> Option<&JobUse> {
+    pub fn job_of(&self, tid: Tid) -> Option<&JobUsage> {
         self.job(self.known(tid).map_or(tid, |task| task.job))
     }
 
@@ -617,15 +618,16 @@ impl Books {
     /// Returns the suspended jobs, with the task that requested it.
     pub fn suspended_jobs(&self) -> impl Iterator<Item = (Tid, Tid)> {
         let current =
-            |(number, job): &(&u64, &JobUse)| self.job_numbers.get(&job.job) == Some(*number);
-        let who = |job: &JobUse| match job
+            |(number, job): &(&u64, &JobUsage)| self.job_numbers.get(&job.job) == Some(*number);
+        let who = |job: &JobUsage| match job
             .suspended
             .as_ref()
             .filter(|_| job.ended.is_none())?
             .cause
         {
-            suspend::Cause::Asked { by } | suspend::Cause::Job { by } => Some((job.job, by)),
-            suspend::Cause::Share { .. } => None,
+            suspend::SuspendCause::Requested { requested_by: by }
+            | suspend::SuspendCause::JobRequested { requested_by: by } => Some((job.job, by)),
+            suspend::SuspendCause::Preempted { .. } => None,
         };
         self.jobs
             .iter()
@@ -633,7 +635,7 @@ impl Books {
             .filter_map(move |(_, job)| who(job))
     }
 
-    fn known(&self, tid: Tid) -> Option<&TaskUse> {
+    fn known(&self, tid: Tid) -> Option<&TaskUsage> {
         self.task_numbers
             .get(&tid)
             .and_then(|number| self.tasks.get(number))
@@ -652,7 +654,7 @@ impl Books {
         if tid == job || self.job(job).is_none() {
             let number = self.number();
             let (sums, program) = (
-                Sums::default(),
+                UsageTotals::default(),
                 if tid == job {
                     room::program(program)
                 } else {
@@ -661,13 +663,13 @@ impl Books {
             );
             self.jobs.insert(
                 number,
-                JobUse {
+                JobUsage {
                     job,
                     user,
                     program,
-                    began,
+                    started: began,
                     ended: None,
-                    sums,
+                    totals: sums,
                     suspended: None,
                 },
             );
@@ -675,20 +677,20 @@ impl Books {
         }
         let number = self.number();
         let (used, program) = (Usage::default(), room::program(program));
-        let task = TaskUse {
+        let task = TaskUsage {
             tid,
             job,
             user,
             program,
             host,
-            began,
+            started: began,
             ended: None,
             used,
-            moves: 0,
+            migrations: 0,
             evictions: 0,
-            counted: false,
+            counts_toward_limits: false,
             suspended: None,
-            stood: Micros::default(),
+            suspended_total: Micros::default(),
         };
         self.tasks.insert(number, task);
         self.task_numbers.insert(tid, number);
@@ -700,7 +702,7 @@ impl Books {
         self.trim();
     }
 
-    fn job(&self, job: Tid) -> Option<&JobUse> {
+    fn job(&self, job: Tid) -> Option<&JobUsage> {
         self.job_numbers
             .get(&job)
             .and_then(|number| self.jobs.get(number))
@@ -718,7 +720,7 @@ impl Books {
     }
 
     /// Changes the sums of a user and of a job.
-    fn sum(&mut self, job: Option<u64>, user: u32, at: Micros, change: impl Fn(&mut Sums)) {
+    fn sum(&mut self, job: Option<u64>, user: u32, at: Micros, change: impl Fn(&mut UsageTotals)) {
         let entry = self.users.entry(user).or_default();
         entry.changed = entry.changed.max(at);
         change(&mut entry.sums);
@@ -726,13 +728,13 @@ impl Books {
         if let Some(number) = job
             && let Some(job) = self.jobs.get_mut(&number)
         {
-            change(&mut job.sums);
-            job.ended = (job.sums.running == 0).then_some(at);
+            change(&mut job.totals);
+            job.ended = (job.totals.running == 0).then_some(at);
             self.dirty.insert((Sheet::Jobs, number));
         }
     }
 
-    fn end(&mut self, number: u64, at: Micros, how: End, used: Usage) {
+    fn end(&mut self, number: u64, at: Micros, how: TaskOutcome, used: Usage) {
         if let Some(tid) = self
             .tasks
             .get(&number)
@@ -745,14 +747,18 @@ impl Books {
             return;
         };
         (task.ended, task.used) = (Some((at, how)), used);
-        let wall = Micros(at.since(task.began).0.saturating_sub(task.stood.0));
+        let wall = Micros(
+            at.since(task.started)
+                .0
+                .saturating_sub(task.suspended_total.0),
+        );
         let user = task.user;
         self.dirty.insert((Sheet::Tasks, number));
         self.sum(self.counted_to(number), user, at, |sums| {
             sums.running = sums.running.saturating_sub(1);
-            sums.failed += u64::from(!how.is_good());
+            sums.failed += u64::from(!how.is_success());
             sums.used = sums.used.plus(used);
-            sums.wall = sums.wall + wall;
+            sums.wall_time = sums.wall_time + wall;
         });
     }
 
@@ -763,13 +769,13 @@ impl Books {
         let Some(task) = self.tasks.get_mut(&number).filter(|t| t.ended.is_none()) else {
             return;
         };
-        task.moves += 1;
+        task.migrations += 1;
         task.evictions += u32::from(eviction);
         task.host = to;
-        let (user, began) = (task.user, task.began);
+        let (user, began) = (task.user, task.started);
         self.dirty.insert((Sheet::Tasks, number));
         self.sum(self.counted_to(number), user, began, |sums| {
-            sums.moves += 1;
+            sums.migrations += 1;
             sums.evictions += u64::from(eviction);
         });
     }
@@ -783,7 +789,7 @@ impl Books {
             return;
         };
         task.evictions += 1;
-        let (user, began) = (task.user, task.began);
+        let (user, began) = (task.user, task.started);
         self.dirty.insert((Sheet::Tasks, number));
         self.sum(self.counted_to(number), user, began, |sums| {
             sums.evictions += 1
@@ -795,14 +801,18 @@ impl Books {
         let Some(number) = self.task_numbers.get(&tid).copied() else {
             return;
         };
-        if let Some(task) = self.tasks.get_mut(&number).filter(|t| !t.counted) {
-            task.counted = true;
+        if let Some(task) = self
+            .tasks
+            .get_mut(&number)
+            .filter(|t| !t.counts_toward_limits)
+        {
+            task.counts_toward_limits = true;
             self.dirty.insert((Sheet::Tasks, number));
         }
     }
 
     /// Returns the tasks that run according to the history.
-    pub fn running(&self) -> impl Iterator<Item = &TaskUse> {
+    pub fn running(&self) -> impl Iterator<Item = &TaskUsage> {
         self.tasks.values().filter(|t| t.ended.is_none())
     }
 
@@ -859,91 +869,92 @@ impl Books {
     }
 
     /// Answers a question from the history.
-    pub fn answer(&self, question: &Question) -> Answer {
+    pub fn answer(&self, question: &RmQuery) -> RmReply {
         match question {
-            Question::WhyTask(tid) => {
+            RmQuery::TaskDecisions(tid) => {
                 let task = self.known(*tid).cloned();
                 let members = self.members(*tid);
-                let about =
-                    |what: &Decided| what.is_about(|one| one == *tid || members.contains(&one));
+                let about = |what: &DecisionKind| {
+                    what.concerns_task(|one| one == *tid || members.contains(&one))
+                };
                 let decisions = self.decisions_about(about, self.began(*tid));
                 let unknown = task.is_none() && decisions.is_empty();
                 if unknown {
-                    Answer::Unknown
+                    RmReply::NotFound
                 } else {
-                    Answer::Why {
+                    RmReply::Decisions {
                         task,
                         decisions,
-                        now: None,
+                        host_state: None,
                     }
                 }
             }
-            Question::WhyHost(name) => {
-                let decisions = self.decisions_about(|what| what.is_about_host(name), None);
+            RmQuery::HostDecisions(name) => {
+                let decisions = self.decisions_about(|what| what.concerns_host(name), None);
                 let known = self.hosts.values().any(|host| host == name);
                 let unknown = !known && decisions.is_empty();
                 if unknown {
-                    Answer::Unknown
+                    RmReply::NotFound
                 } else {
-                    Answer::Why {
+                    RmReply::Decisions {
                         task: None,
                         decisions,
-                        now: None,
+                        host_state: None,
                     }
                 }
             }
-            Question::Users { user } => {
+            RmQuery::Users { user } => {
                 let wanted = self
                     .users
                     .iter()
                     .filter(|(id, _)| user.is_none_or(|user| user == **id));
-                let one = |(id, u): (&u32, &User)| UserUse {
+                let one = |(id, u): (&u32, &User)| UserUsage {
                     user: *id,
-                    sums: u.sums,
+                    totals: u.sums,
                     index: u.index,
                 };
-                Answer::Users(wanted.map(one).take(ANSWER_ENTRIES_MAX).collect())
+                RmReply::Users(wanted.map(one).take(REPLY_ENTRIES_MAX).collect())
             }
-            Question::Jobs { user } => {
+            RmQuery::Jobs { user } => {
                 let wanted = self
                     .jobs
                     .values()
                     .filter(|j| user.is_none_or(|user| user == j.user));
-                Answer::Jobs(newest(wanted))
+                RmReply::Jobs(newest(wanted))
             }
-            Question::Job(tid) => {
+            RmQuery::Job(tid) => {
                 let Some(job) = self.job_of(*tid).cloned() else {
-                    return Answer::Unknown;
+                    return RmReply::NotFound;
                 };
                 let tasks = newest(
                     self.tasks
                         .values()
-                        .filter(|t| t.job == job.job && t.began >= job.began),
+                        .filter(|t| t.job == job.job && t.started >= job.started),
                 );
-                Answer::Job { job, tasks }
+                RmReply::Job { job, tasks }
             }
             // Orders, and questions that only the service can answer.
-            Question::Suspend { .. }
-            | Question::Drain { .. }
-            | Question::Undrain { .. }
-            | Question::Draining { .. }
-            | Question::Kill(_)
-            | Question::Killed(_)
-            | Question::Unpark(_)
-            | Question::Waiting { .. } => Answer::Unknown,
+            RmQuery::Suspend { .. }
+            | RmQuery::Drain { .. }
+            | RmQuery::Undrain { .. }
+            | RmQuery::DrainStatus { .. }
+            | RmQuery::Kill(_)
+            | RmQuery::KillStatus(_)
+            | RmQuery::CancelVacated(_)
+            | RmQuery::WaitingSpawns { .. } => RmReply::NotFound,
         }
     }
 
     /// Returns the tasks of the job whose first task is `tid`; empty if `tid` is no such task.
     fn members(&self, tid: Tid) -> BTreeSet<Tid> {
-        let job = self.job(tid).map(|job| job.began);
+        let job = self.job(tid).map(|job| job.started);
         let since = job.filter(|_| self.known(tid).is_none_or(|task| task.job == tid));
         let Some(since) = since else {
             return BTreeSet::new();
         };
         self.tasks
             .values()
-            .filter(|task| task.job == tid && task.began >= since)
+            .filter(|task| task.job == tid && task.started >= since)
             .map(|task| task.tid)
             .collect()
     }
@@ -956,13 +967,13 @@ impl Books {
             .values()
             .rev()
             .filter(|task| task.tid == tid)
-            .map(|task| task.began);
+            .map(|task| task.started);
         let mut began = lives.next()?;
-        let again = |what: &Decided| matches!(what, Decided::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
+        let again = |what: &DecisionKind| matches!(what, DecisionKind::Restarted { tasks, .. } if tasks.iter().any(|(t, _)| *t == tid));
         let again: Vec<Micros> = self
             .decisions
             .values()
-            .filter(|d| again(&d.what))
+            .filter(|d| again(&d.kind))
             .map(|d| d.at)
             .collect();
         let mut until = Micros(u64::MAX);
@@ -979,14 +990,14 @@ impl Books {
     /// task with the same tid.
     fn decisions_about(
         &self,
-        wanted: impl Fn(&Decided) -> bool,
+        wanted: impl Fn(&DecisionKind) -> bool,
         since: Option<Micros>,
     ) -> Vec<Decision> {
         let new = |d: &&Decision| since.is_none_or(|since| d.at + SLACK >= since);
         newest(
             self.decisions
                 .values()
-                .filter(|d| wanted(&d.what))
+                .filter(|d| wanted(&d.kind))
                 .filter(new),
         )
     }
@@ -1008,7 +1019,7 @@ fn tid_of(key: u64) -> Option<Tid> {
 
 /// Returns the newest entries, the oldest of them first.
 fn newest<'a, T: Clone + 'a>(all: impl DoubleEndedIterator<Item = &'a T>) -> Vec<T> {
-    let mut list: Vec<T> = all.rev().take(ANSWER_ENTRIES_MAX).cloned().collect();
+    let mut list: Vec<T> = all.rev().take(REPLY_ENTRIES_MAX).cloned().collect();
     list.reverse();
     list
 }

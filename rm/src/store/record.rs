@@ -2,91 +2,92 @@
 
 use crate::decide::{self, Outcome, Placement, Reason, Shift, Snapshot, Stay, StayReason, Why};
 use sempa_proto::rm::{
-    Attempt, Choice, Decided, Excluded, Expected, HostNow, NOT_USED_MAX, NotUsed,
+    DecisionKind, HostState, MigrationBenefit, PlacementAttempt, PlacementRule, REJECTED_HOSTS_MAX,
+    RejectedHost, RejectionReason,
 };
 use sempa_proto::{HostId, Tid};
 
 /// Converts an attempt to place tasks.
-pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> Attempt {
+pub fn attempt(placement: &Placement, snapshot: &Snapshot) -> PlacementAttempt {
     let choice = match &placement.why {
-        Why::Asked { .. } => Choice::Asked,
-        Why::InTurn { .. } => Choice::InTurn,
-        Why::Load { host, usable } => Choice::Load {
+        Why::Asked { .. } => PlacementRule::HostRequested,
+        Why::InTurn { .. } => PlacementRule::RoundRobin,
+        Why::Load { host, usable } => PlacementRule::Load {
             host: host.clone(),
             permille: *usable,
         },
-        Why::Rank { .. } => Choice::Rank,
-        Why::SameHost { .. } => Choice::SameHost,
-        Why::Chosen { .. } | Why::NotChosen { .. } => Choice::Chosen,
-        Why::NotUnderstood(_) => Choice::NotUnderstood,
-        Why::NoSuchHost => Choice::NoSuchHost,
-        Why::NoneFree => Choice::NoneFree,
+        Why::Rank { .. } => PlacementRule::Rank,
+        Why::SameHost { .. } => PlacementRule::SameHost,
+        Why::Chosen { .. } | Why::NotChosen { .. } => PlacementRule::ExternalPolicy,
+        Why::NotUnderstood(_) => PlacementRule::InvalidConstraints,
+        Why::NoSuchHost => PlacementRule::NoSuchHost,
+        Why::NoneFree => PlacementRule::NoHostFree,
     };
     let not_used = not_used(&placement.excluded, snapshot);
-    Attempt {
-        choice,
-        sentence: placement.sentence(snapshot),
-        not_used,
+    PlacementAttempt {
+        rule: choice,
+        reason: placement.sentence(snapshot),
+        rejected: not_used,
     }
 }
 
 /// Converts the first excluded hosts.
-pub fn not_used(excluded: &decide::Excluded, snapshot: &Snapshot) -> Vec<NotUsed> {
-    let one = |(host, why): &(HostId, Reason)| NotUsed {
+pub fn not_used(excluded: &decide::Excluded, snapshot: &Snapshot) -> Vec<RejectedHost> {
+    let one = |(host, why): &(HostId, Reason)| RejectedHost {
         host: snapshot.name(*host),
         why: told(why),
     };
-    excluded.iter().take(NOT_USED_MAX).map(one).collect()
+    excluded.iter().take(REJECTED_HOSTS_MAX).map(one).collect()
 }
 
-fn told(why: &Reason) -> Excluded {
+fn told(why: &Reason) -> RejectionReason {
     match why {
-        Reason::OtherHost | Reason::Complement => Excluded::NotAsked,
-        Reason::OtherArch { has } => Excluded::Arch { has: has.clone() },
-        Reason::Owner { why } => Excluded::Owner { why: why.clone() },
-        Reason::Unmet { condition, has } => Excluded::Unmet {
+        Reason::OtherHost | Reason::Complement => RejectionReason::OtherHostRequested,
+        Reason::OtherArch { has } => RejectionReason::Arch { has: has.clone() },
+        Reason::Owner { why } => RejectionReason::Owner { why: why.clone() },
+        Reason::Unmet { condition, has } => RejectionReason::ConstraintViolated {
             condition: condition.to_string(),
             has: has.to_string(),
         },
-        Reason::NoAnswer => Excluded::NoAnswer,
-        other => Excluded::Other {
+        Reason::NoAnswer => RejectionReason::Unresponsive,
+        other => RejectionReason::Other {
             why: other.to_string(),
         },
     }
 }
 
 /// Returns the current state of a host for an answer. `drained`: task that requested a drain.
-pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostNow {
+pub fn host_now(snapshot: &Snapshot, id: Option<HostId>, drained: Option<Tid>) -> HostState {
     let Some(id) = id.filter(|id| snapshot.host(*id).is_some()) else {
-        return HostNow::Gone;
+        return HostState::Gone;
     };
     let why = decide::left_out(snapshot, id).filter(|why| !matches!(why, Reason::Drained { .. }));
     if why.is_some() || drained.is_some() {
-        return HostNow::LeftOut {
+        return HostState::Excluded {
             why: why.as_ref().map(told),
             drained,
         };
     }
-    HostNow::Used(decide::used_but(snapshot, id))
+    HostState::Used(decide::used_but(snapshot, id))
 }
 
 /// Converts the decision that a guest stays.
-pub fn stays(stay: &Stay, snapshot: &Snapshot) -> Decided {
+pub fn stays(stay: &Stay, snapshot: &Snapshot) -> DecisionKind {
     let not_used = match &stay.why {
         StayReason::NoHost { excluded } => not_used(excluded, snapshot),
         _ => Vec::new(),
     };
-    Decided::Stays {
+    DecisionKind::CannotLeave {
         tid: stay.tid,
         host: snapshot.name(stay.host),
         why: stay.why.to_string(),
-        not_used,
+        rejected: not_used,
     }
 }
 
 /// Converts the result of a rebalancing migration.
-pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> Decided {
-    let pair = |(gain, cost)| Expected { gain, cost };
+pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> DecisionKind {
+    let pair = |(gain, cost)| MigrationBenefit { gain, cost };
     let Outcome {
         tid,
         from,
@@ -94,18 +95,18 @@ pub fn came_out(outcome: &Outcome, name: impl Fn(HostId) -> String) -> Decided {
         expected,
         came,
     } = *outcome;
-    Decided::CameOut {
+    DecisionKind::BenefitMeasured {
         tid,
         from: name(from),
         to: name(to),
         expected: pair(expected),
-        came: pair(came),
+        actual: pair(came),
     }
 }
 
 /// Returns the predicted gain and cost of a rebalancing migration.
-pub fn expected(shift: &Shift) -> Expected {
-    Expected {
+pub fn expected(shift: &Shift) -> MigrationBenefit {
+    MigrationBenefit {
         gain: shift.why.gain,
         cost: shift.why.cost,
     }

@@ -11,7 +11,8 @@ use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
 use sempa_proto::rm::{
-    self, Answer, CTX_RM, Decided, End, Excluded, HostNow, Question, TAG_ASK, Waits,
+    self, CTX_RM, DecisionKind, HostState, RejectionReason, RmQuery, RmReply, TAG_QUERY,
+    TaskOutcome, WaitingSpawn,
 };
 use sempa_proto::{Micros, PvmError, Tid};
 
@@ -59,29 +60,29 @@ fn why_query_names_placement_and_excluded_hosts() {
         EventKind::OwnerPresent {
             host: h(3),
             since: Micros(1),
-            seen: Micros(2),
+            detected_at: Micros(2),
             why: "x".into(),
         },
     );
     let tids = two_workers(&mut bed);
-    let Answer::Why {
+    let RmReply::Decisions {
         task: Some(task),
         decisions,
         ..
-    } = ask(&mut bed, &Question::WhyTask(tids[1]))
+    } = ask(&mut bed, &RmQuery::TaskDecisions(tids[1]))
     else {
         panic!()
     };
     assert_eq!(
-        (task.job, task.counted, task.host.as_str()),
+        (task.job, task.counts_toward_limits, task.host.as_str()),
         (client(), true, "h2")
     );
-    let Decided::Spawn {
+    let DecisionKind::Spawn {
         started,
         attempts,
         error: None,
         ..
-    } = &decisions[0].what
+    } = &decisions[0].kind
     else {
         panic!("{decisions:?}")
     };
@@ -90,7 +91,7 @@ fn why_query_names_placement_and_excluded_hosts() {
         [(tids[0], "h1".to_string()), (tids[1], "h2".to_string())]
     );
     let left_out: Vec<_> = attempts[0]
-        .not_used
+        .rejected
         .iter()
         .map(|n| (n.host.as_str(), n.why.clone()))
         .collect();
@@ -98,17 +99,18 @@ fn why_query_names_placement_and_excluded_hosts() {
         left_out,
         [(
             "h3",
-            Excluded::Owner {
+            RejectionReason::Owner {
                 why: "alice on pts/0".into()
             }
         )]
     );
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h3".into())) else {
+    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::HostDecisions("h3".into()))
+    else {
         panic!()
     };
     let kinds: Vec<bool> = decisions
         .iter()
-        .map(|d| matches!(d.what, Decided::OwnerCame { .. }))
+        .map(|d| matches!(d.kind, DecisionKind::OwnerReturned { .. }))
         .collect();
     assert_eq!(
         kinds,
@@ -116,8 +118,8 @@ fn why_query_names_placement_and_excluded_hosts() {
         "its owner came, then it was left out: {decisions:?}"
     );
     assert_eq!(
-        ask(&mut bed, &Question::WhyTask(t(1, 999))),
-        Answer::Unknown
+        ask(&mut bed, &RmQuery::TaskDecisions(t(1, 999))),
+        RmReply::NotFound
     );
 }
 
@@ -129,13 +131,16 @@ fn query_of_other_version_gets_own_version() {
     bed.world().post(
         client(),
         CTX_RM,
-        TAG_ASK,
+        TAG_QUERY,
         1,
         Bytes::from_static(&[0xff, 0xff, 1, 2, 3]),
     );
     bed.settle();
     let body = bed.world().answers[0].3.clone();
-    assert_eq!(rm::unpack(&body), Ok(Some(Answer::Version(rm::RM_VERSION))));
+    assert_eq!(
+        rm::decode(&body),
+        Ok(Some(RmReply::UnsupportedVersion(rm::RM_VERSION)))
+    );
 }
 
 /// A restarted resource manager restores usage, limits and jobs, and catches up with the events it
@@ -179,19 +184,28 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
     vm.0.borrow_mut().tasks.retain(|task| task.tid != tids[0]);
     vm.0.borrow_mut().forget_mail();
     let mut bed = Bed::with(&vm, options).expect("no other");
-    let Answer::Job { job, tasks } = ask(&mut bed, &Question::Job(tids[1])) else {
+    let RmReply::Job { job, tasks } = ask(&mut bed, &RmQuery::Job(tids[1])) else {
         panic!("no job")
     };
     assert_eq!(
-        (job.job, job.sums.tasks, job.sums.running, job.sums.used),
+        (
+            job.job,
+            job.totals.tasks,
+            job.totals.running,
+            job.totals.used
+        ),
         (client(), 3, 2, used)
     );
-    assert_eq!(tasks[1].ended.map(|(_, how)| how), Some(End::Status(0x300)));
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(tids[1])) else {
+    assert_eq!(
+        tasks[1].ended.map(|(_, how)| how),
+        Some(TaskOutcome::Status(0x300))
+    );
+    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(tids[1]))
+    else {
         panic!("forgotten")
     };
     assert!(
-        matches!(decisions[0].what, Decided::Spawn { .. }),
+        matches!(decisions[0].kind, DecisionKind::Spawn { .. }),
         "{decisions:?}"
     );
     // One task of the user still counts.
@@ -214,8 +228,12 @@ fn restarted_rm_restores_usage_jobs_and_missed_events() {
 }
 
 /// Returns the current state of h2.
-fn now(bed: &mut Bed) -> HostNow {
-    let Answer::Why { now: Some(now), .. } = ask(bed, &Question::WhyHost("h2".into())) else {
+fn now(bed: &mut Bed) -> HostState {
+    let RmReply::Decisions {
+        host_state: Some(now),
+        ..
+    } = ask(bed, &RmQuery::HostDecisions("h2".into()))
+    else {
         panic!("it is known")
     };
     now
@@ -227,14 +245,14 @@ fn close(bed: &mut Bed, why: Option<&str>) {
     bed.owner_leaves(2);
 }
 
-fn left_out(why: Option<Excluded>) -> HostNow {
-    HostNow::LeftOut { why, drained: None }
+fn left_out(why: Option<RejectionReason>) -> HostState {
+    HostState::Excluded { why, drained: None }
 }
 
 const NIGHT: &str = "the owner wants no guests always";
 
-fn at_night() -> Option<Excluded> {
-    Some(Excluded::Other {
+fn at_night() -> Option<RejectionReason> {
+    Some(RejectionReason::Other {
         why: format!("no guests now ({NIGHT})"),
     })
 }
@@ -244,9 +262,9 @@ fn at_night() -> Option<Excluded> {
 fn host_query_reports_current_exclusion() {
     let vm = world(2);
     let mut bed = Bed::quiet(&vm);
-    assert_eq!(now(&mut bed), HostNow::Used(Vec::new()));
+    assert_eq!(now(&mut bed), HostState::Used(Vec::new()));
     bed.owner_comes(2);
-    let owner = Some(Excluded::Owner {
+    let owner = Some(RejectionReason::Owner {
         why: "alice on pts/0".into(),
     });
     assert_eq!(now(&mut bed), left_out(owner.clone()));
@@ -266,12 +284,12 @@ fn host_query_reports_current_exclusion() {
     );
     ask(
         &mut bed,
-        &Question::Drain {
+        &RmQuery::Drain {
             host: "h2".into(),
             within: None,
         },
     );
-    let both = HostNow::LeftOut {
+    let both = HostState::Excluded {
         why: at_night(),
         drained: Some(client()),
     };
@@ -279,15 +297,15 @@ fn host_query_reports_current_exclusion() {
     close(&mut bed, None);
     assert_eq!(
         now(&mut bed),
-        HostNow::LeftOut {
+        HostState::Excluded {
             why: None,
             drained: Some(client())
         }
     );
-    ask(&mut bed, &Question::Undrain { host: "h2".into() });
-    assert_eq!(now(&mut bed), HostNow::Used(Vec::new()));
+    ask(&mut bed, &RmQuery::Undrain { host: "h2".into() });
+    assert_eq!(now(&mut bed), HostState::Used(Vec::new()));
     bed.world().limits = GuestLimits {
-        cores: Some(0),
+        guests_max: Some(0),
         programs: vec!["miner".into()],
         users: vec![7],
         ..GuestLimits::default()
@@ -295,18 +313,18 @@ fn host_query_reports_current_exclusion() {
     bed.owner_leaves(2);
     assert_eq!(
         now(&mut bed),
-        left_out(Some(Excluded::Other {
+        left_out(Some(RejectionReason::Other {
             why: "its owner allows no tasks".into()
         }))
     );
-    bed.world().limits.cores = None;
+    bed.world().limits.guests_max = None;
     bed.owner_leaves(2);
     let blocked = [
         "its owner blocks the program \"miner\"",
         "its owner blocks user 7",
     ]
     .map(String::from);
-    assert_eq!(now(&mut bed), HostNow::Used(blocked.to_vec()));
+    assert_eq!(now(&mut bed), HostState::Used(blocked.to_vec()));
 }
 
 /// A query reports the load of a host without a watcher as unknown, and a lost host as gone.
@@ -316,7 +334,7 @@ fn host_query_reports_unknown_load_and_lost_host() {
     let mut bed = Bed::start(&vm, false).expect("no other");
     assert_eq!(
         now(&mut bed),
-        HostNow::Used(vec!["its load is not known (no sample)".into()])
+        HostState::Used(vec!["its load is not known (no sample)".into()])
     );
     bed.world().hosts.pop();
     bed.world().event(
@@ -328,7 +346,7 @@ fn host_query_reports_unknown_load_and_lost_host() {
         },
     );
     bed.settle();
-    assert_eq!(now(&mut bed), HostNow::Gone);
+    assert_eq!(now(&mut bed), HostState::Gone);
 }
 
 /// Each change between a present owner, closed rules and neither is recorded and remembered.
@@ -345,7 +363,7 @@ fn owner_and_rule_changes_are_recorded() {
     let records = bed.world().records.clone();
     let told: Vec<String> = records
         .iter()
-        .filter(|kind| !matches!(kind, EventKind::HostClean { .. }))
+        .filter(|kind| !matches!(kind, EventKind::HostVacated { .. }))
         .map(EventKind::to_string)
         .collect();
     let (here, shut) = (
@@ -356,10 +374,11 @@ fn owner_and_rule_changes_are_recorded() {
         told,
         [here, &shut, here, &shut, "host 2 takes guests again"]
     );
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else {
+    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::HostDecisions("h2".into()))
+    else {
         panic!("nothing")
     };
-    let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
+    let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
     let shut = format!("h2 takes no guests: {NIGHT}");
     assert_eq!(
         told,
@@ -387,8 +406,8 @@ fn waiting_spawns_are_listed_with_turn_and_reason() {
             ..Conduct::default()
         }),
     );
-    let waiting = |bed: &mut Bed, user| match ask(bed, &Question::Waiting { user }) {
-        Answer::Waiting(all) => all,
+    let waiting = |bed: &mut Bed, user| match ask(bed, &RmQuery::WaitingSpawns { user }) {
+        RmReply::WaitingSpawns(all) => all,
         other => panic!("{other:?}"),
     };
     assert_eq!(waiting(&mut bed, None), []);
@@ -399,14 +418,14 @@ fn waiting_spawns_are_listed_with_turn_and_reason() {
     let wall = Micros::from_secs(1_700_000_000 + 100);
     let why = "the user has 2 tasks, and 2 are allowed".to_string();
     let (program, by, job) = ("worker".to_string(), client(), client());
-    let first = Waits {
+    let first = WaitingSpawn {
         program,
         count: 1,
-        by,
+        requested_by: by,
         job,
         user: 0,
         since: wall,
-        turn: 1,
+        queue_position: 1,
         why,
     };
     assert_eq!(waiting(&mut bed, None), [first]);
@@ -426,7 +445,9 @@ fn waiting_spawns_are_listed_with_turn_and_reason() {
     bed.settle();
     let all = waiting(&mut bed, Some(0));
     assert_eq!(
-        all.iter().map(|w| (w.count, w.turn)).collect::<Vec<_>>(),
+        all.iter()
+            .map(|w| (w.count, w.queue_position))
+            .collect::<Vec<_>>(),
         [(1, 1), (2, 2)]
     );
     let owner = "no host is free: h1: owner present (alice on pts/0)";

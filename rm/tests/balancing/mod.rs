@@ -5,7 +5,7 @@ use crate::{ask, with_conduct};
 use pvm_rm::policy::Conduct;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Usage;
-use sempa_proto::rm::{Answer, Decided, Expected, Question};
+use sempa_proto::rm::{DecisionKind, MigrationBenefit, RmQuery, RmReply};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, Tid};
 
@@ -69,14 +69,16 @@ fn task_on_named_host_is_not_balanced() {
 }
 
 /// Returns the recorded result of a task's migration, if it is known.
-fn came_out(bed: &mut Bed, tid: Tid) -> Option<(Expected, Expected, String)> {
-    let Answer::Why { decisions, .. } = ask(bed, &Question::WhyTask(tid)) else {
+fn came_out(bed: &mut Bed, tid: Tid) -> Option<(MigrationBenefit, MigrationBenefit, String)> {
+    let RmReply::Decisions { decisions, .. } = ask(bed, &RmQuery::TaskDecisions(tid)) else {
         panic!("nothing is known of {tid}")
     };
-    decisions.iter().find_map(|decision| match &decision.what {
-        Decided::CameOut { expected, came, .. } => {
-            Some((*expected, *came, decision.what.to_string()))
-        }
+    decisions.iter().find_map(|decision| match &decision.kind {
+        DecisionKind::BenefitMeasured {
+            expected,
+            actual: came,
+            ..
+        } => Some((*expected, *came, decision.kind.to_string())),
         _ => None,
     })
 }

@@ -8,15 +8,15 @@ use pvm_rm::service::{Options, Service, ServiceError, TAG_EVENT, TAG_LOAD};
 use sempa_proto::event::{Event, EventKind};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
-use sempa_proto::migration::{Cause, Failure};
-use sempa_proto::owner::{Guests, Leave};
+use sempa_proto::migration::{Failure, MigrationCause};
+use sempa_proto::owner::{EvictionMode, GuestAccess};
 use sempa_proto::rm::CTX_RM;
 use sempa_proto::sm::{
-    SM_EXECACK, SM_SPAWN, SM_SPAWN_WAITS, pack_spawn, pack_tids, unpack_tids, unpack_waits,
+    SM_EXECACK, SM_SPAWN, SM_SPAWN_WAITS, pack_spawn, pack_tids, unpack_spawn_waits, unpack_tids,
 };
 use sempa_proto::suspend;
 use sempa_proto::table::{HostEntry, HostTable, TASK_CONNECTED, TASK_FORKED, TaskInfo};
-use sempa_proto::task::{MoveError, NotifyWhat, SpawnRequest};
+use sempa_proto::task::{MigrationError, NotifySubjects, SpawnRequest};
 use sempa_proto::{Epoch, HostId, Message, Micros, MigrationId, PvmError, PvmResult, Tid, frame};
 use std::cell::RefCell;
 use std::collections::{HashMap, VecDeque};
@@ -62,15 +62,15 @@ pub(crate) struct World {
     pub(crate) answers: Vec<(Tid, i32, i32, Bytes)>,
     pub(crate) log: Vec<Event>,
     pub(crate) execs: Vec<Exec>,
-    pub(crate) migrations: Vec<(Tid, HostId, Cause)>,
-    pub(crate) refuse: HashMap<(Tid, HostId), MoveError>,
+    pub(crate) migrations: Vec<(Tid, HostId, MigrationCause)>,
+    pub(crate) refuse: HashMap<(Tid, HostId), MigrationError>,
     pub(crate) records: Vec<EventKind>,
     pub(crate) killed: Vec<Tid>,
     pub(crate) signals: Vec<(Tid, i32)>,
     pub(crate) refuses_signals: HashMap<Tid, PvmError>,
-    pub(crate) suspends: Vec<(Tid, bool, suspend::Cause)>,
+    pub(crate) suspends: Vec<(Tid, bool, suspend::SuspendCause)>,
     /// Causes of the suspension of each task.
-    holds: HashMap<Tid, suspend::Holds>,
+    holds: HashMap<Tid, suspend::Suspensions>,
     pub(crate) refuses_suspending: HashMap<Tid, PvmError>,
     pub(crate) watched: Vec<Tid>,
     pub(crate) checkpoints: Vec<Tid>,
@@ -78,7 +78,7 @@ pub(crate) struct World {
     /// Limits that all owners set.
     pub(crate) limits: GuestLimits,
     /// How guests leave when an owner arrives.
-    pub(crate) then: Leave,
+    pub(crate) then: EvictionMode,
     /// The reason, if the owners' rules exclude guests.
     pub(crate) closed: Option<String>,
     /// Busy fraction of the hosts' processors and number of runnable threads, as load watchers
@@ -160,9 +160,9 @@ impl VmApi for FakeVm {
         assert_eq!((ctx, tag), (CTX_RM, TAG_EVENT));
         Ok(())
     }
-    fn notify(&self, what: NotifyWhat, ctx: i32, _tag: i32) -> Result<(), Error> {
+    fn notify(&self, what: NotifySubjects, ctx: i32, _tag: i32) -> Result<(), Error> {
         assert_eq!(ctx, CTX_RM);
-        if let NotifyWhat::TaskExit(tids) = what {
+        if let NotifySubjects::TaskExit(tids) = what {
             self.0.borrow_mut().watched.extend(tids);
         }
         Ok(())
@@ -179,7 +179,7 @@ impl VmApi for FakeVm {
         });
         Ok(wid)
     }
-    fn migrate(&self, tid: Tid, to: HostId, cause: Cause) -> Result<(), MigrateError> {
+    fn migrate(&self, tid: Tid, to: HostId, cause: MigrationCause) -> Result<(), MigrateError> {
         let mut world = self.0.borrow_mut();
         world.migrations.push((tid, to, cause));
         world
@@ -196,21 +196,21 @@ impl VmApi for FakeVm {
         world.killed.push(tid);
         Ok(())
     }
-    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::Cause) -> Result<(), Error> {
+    fn suspend(&self, tid: Tid, suspend: bool, cause: suspend::SuspendCause) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
         if let Some(code) = world.refuses_suspending.get(&tid) {
             return Err(Error::new(*code, "refused"));
         }
         world.suspends.push((tid, suspend, cause.clone()));
-        let order = suspend::Order {
+        let order = suspend::SuspendOrder {
             tid,
             suspend,
             cause,
         };
         let before = world.holds.get(&tid).copied().unwrap_or_default();
-        world.holds.insert(tid, before.after(&order));
-        if let Some(event) = before.change(before.after(&order), &order) {
-            world.event(tid.home().expect("a task"), event);
+        world.holds.insert(tid, before.apply(&order));
+        if let Some(event) = before.change_event(before.apply(&order), &order) {
+            world.event(tid.birth_host().expect("a task"), event);
         }
         Ok(())
     }
@@ -224,10 +224,12 @@ impl VmApi for FakeVm {
     }
     fn record(&self, _at: Micros, kind: EventKind) -> Result<(), Error> {
         let mut world = self.0.borrow_mut();
-        use EventKind::{DrainBegun, DrainEnded, HostClosed, HostOpened, JobResumed, JobSuspended};
+        use EventKind::{
+            DrainEnded, DrainStarted, HostClosed, HostOpened, JobResumed, JobSuspended,
+        };
         let of_hosts = matches!(
             kind,
-            DrainBegun { .. } | DrainEnded { .. } | HostClosed { .. } | HostOpened { .. }
+            DrainStarted { .. } | DrainEnded { .. } | HostClosed { .. } | HostOpened { .. }
         );
         if of_hosts || matches!(kind, JobSuspended { .. } | JobResumed { .. }) {
             world.event(HostId::MASTER, kind.clone());
@@ -302,7 +304,7 @@ impl World {
             .sent
             .iter()
             .filter(|s| s.0 == client() && s.1 == SM_SPAWN_WAITS && s.2 == wid);
-        told.map(|s| unpack_waits(s.3.clone()).expect("a word"))
+        told.map(|s| unpack_spawn_waits(s.3.clone()).expect("a word"))
             .collect()
     }
 
@@ -318,7 +320,7 @@ impl World {
 
     pub(crate) fn ack_with(&mut self, exec: &Exec, results: &[PvmResult<Tid>]) {
         self.post(
-            exec.host.daemon(),
+            exec.host.daemon_tid(),
             CTX_BASE,
             SM_EXECACK,
             exec.wid,
@@ -343,27 +345,29 @@ impl World {
             OwnerVerdict::Absent { .. } => "nobody is logged in",
         };
         let guests = match &owner {
-            OwnerVerdict::Present { seen, .. } => Guests::Stopped {
-                leave_at: Some(*seen),
-                then: self.then,
+            OwnerVerdict::Present {
+                detected_at: seen, ..
+            } => GuestAccess::Paused {
+                evict_at: Some(*seen),
+                eviction: self.then,
             },
-            _ if self.closed.is_some() => Guests::Stopped {
-                leave_at: Some(Micros(8)),
-                then: self.then,
+            _ if self.closed.is_some() => GuestAccess::Paused {
+                evict_at: Some(Micros(8)),
+                eviction: self.then,
             },
-            _ => Guests::Welcome,
+            _ => GuestAccess::Welcome,
         };
         let guests_why = self.closed.clone().unwrap_or_else(|| why.into());
         let report = LoadReport {
             host,
             at: Micros(8),
             sample,
-            owner,
+            owner_verdict: owner,
             confidence: 90,
-            why: why.into(),
+            owner_reason: why.into(),
             logins: Vec::new(),
-            guests,
-            guests_why,
+            access: guests,
+            access_reason: guests_why,
             limits: self.limits.clone(),
         };
         let body = frame::to_bytes(&report)
@@ -372,11 +376,11 @@ impl World {
         self.post(watcher, CTX_RM, TAG_LOAD, 0, body);
     }
 
-    pub(crate) fn moved(&mut self, tid: Tid, from: u16, to: u16, cause: Cause) {
+    pub(crate) fn moved(&mut self, tid: Tid, from: u16, to: u16, cause: MigrationCause) {
         self.moves += 1;
         let id = MigrationId(self.moves);
         let (from, to, time) = (h(from), h(to), Micros(1));
-        let kind = EventKind::Moved {
+        let kind = EventKind::Migrated {
             id,
             tid,
             from,
@@ -385,7 +389,7 @@ impl World {
             bytes: 1,
             resident: 1,
             frozen: time,
-            whole: time,
+            transfer_time: time,
         };
         self.event(to, kind);
     }
@@ -393,10 +397,10 @@ impl World {
     pub(crate) fn move_failed(&mut self, tid: Tid, from: u16, to: u16, why: Failure) {
         self.moves += 1;
         let (id, step) = (MigrationId(self.moves), sempa_proto::migration::Step::Dump);
-        let cause = Cause::Owner { why: String::new() };
+        let cause = MigrationCause::Owner { why: String::new() };
         self.event(
             h(from),
-            EventKind::MoveFailed {
+            EventKind::MigrationFailed {
                 id,
                 tid,
                 from: h(from),
@@ -447,8 +451,8 @@ pub(crate) fn info(tid: Tid, host: u16, flags: i32, name: &str) -> TaskInfo {
         name: name.into(),
         pid,
         uid,
-        moving: false,
-        stopped: false,
+        migrating: false,
+        paused: false,
         suspended: false,
     }
 }
@@ -554,7 +558,7 @@ impl Bed {
     pub(crate) fn owner_comes(&mut self, host: u16) {
         let owner = OwnerVerdict::Present {
             since: Micros(7),
-            seen: Micros(8),
+            detected_at: Micros(8),
         };
         self.world().report(Bed::watcher(host), h(host), owner);
         self.settle();
@@ -590,8 +594,8 @@ pub(crate) fn request(count: u32) -> SpawnRequest {
     }
 }
 
-pub(crate) fn failed(why: Failure) -> MoveError {
-    MoveError {
+pub(crate) fn failed(why: Failure) -> MigrationError {
+    MigrationError {
         step: sempa_proto::migration::Step::Prepare,
         why,
     }

@@ -10,7 +10,7 @@ use pvm_rm::spawns::Rules;
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Usage;
-use sempa_proto::owner::Guests;
+use sempa_proto::owner::GuestAccess;
 use sempa_proto::table::{HostEntry, HostTable};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{Epoch, HostId, Micros, Tid};
@@ -230,12 +230,12 @@ fn report(host: u16) -> Input {
         host: h(host),
         at: Micros(1),
         sample,
-        owner: OwnerVerdict::Absent { since: None },
+        owner_verdict: OwnerVerdict::Absent { since: None },
         confidence: 90,
-        why: String::new(),
+        owner_reason: String::new(),
         logins: Vec::new(),
-        guests: Guests::Welcome,
-        guests_why: String::new(),
+        access: GuestAccess::Welcome,
+        access_reason: String::new(),
         limits: GuestLimits::default(),
     };
     Input::Report { report, own: 0 }

@@ -5,7 +5,7 @@ use crate::with_conduct;
 use pvm_rm::policy::Conduct;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
-use sempa_proto::owner::NO_GUESTS;
+use sempa_proto::owner::GUEST_REFUSED;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{HostId, Micros};
 use std::collections::BTreeSet;
@@ -20,14 +20,14 @@ fn tasks_refused_for_owner_start_elsewhere() {
     bed.settle();
     let execs = bed.world().took_execs();
     let on1 = bed.world().ack(&execs[0]);
-    bed.world().ack_with(&execs[1], &[Err(NO_GUESTS)]);
+    bed.world().ack_with(&execs[1], &[Err(GUEST_REFUSED)]);
     let on3 = bed.world().ack(&execs[2]);
     bed.settle();
     let again = bed.world().took_execs();
     assert_eq!(again.len(), 1, "{again:?}");
     assert!(again[0].host != execs[1].host && again[0].request.count == 1);
     // The owner of the second host has arrived, too; the last host accepts the task.
-    bed.world().ack_with(&again[0], &[Err(NO_GUESTS)]);
+    bed.world().ack_with(&again[0], &[Err(GUEST_REFUSED)]);
     bed.settle();
     let last = bed.world().took_execs();
     let there = bed.world().ack(&last[0]);
@@ -48,11 +48,11 @@ fn tasks_refused_for_owner_start_elsewhere() {
     bed.settle();
     let exec = bed.world().took_execs().remove(0);
     bed.world()
-        .ack_with(&exec, &[Err(NO_GUESTS), Err(NO_GUESTS)]);
+        .ack_with(&exec, &[Err(GUEST_REFUSED), Err(GUEST_REFUSED)]);
     bed.settle();
     assert_eq!(
         bed.world().answer(2),
-        Some(Ok(vec![Err(NO_GUESTS), Err(NO_GUESTS)]))
+        Some(Ok(vec![Err(GUEST_REFUSED), Err(GUEST_REFUSED)]))
     );
 }
 
@@ -77,17 +77,18 @@ fn refused_grouped_tasks_keep_their_constraint() {
     };
     let (mut bed, execs) = first_order(&same_host);
     let tid = t(execs[0].host.index(), 100);
-    bed.world().ack_with(&execs[0], &[Ok(tid), Err(NO_GUESTS)]);
+    bed.world()
+        .ack_with(&execs[0], &[Ok(tid), Err(GUEST_REFUSED)]);
     bed.settle();
     assert_eq!(
         bed.world().answer(1),
-        Some(Ok(vec![Ok(tid), Err(NO_GUESTS)])),
+        Some(Ok(vec![Ok(tid), Err(GUEST_REFUSED)])),
         "the other one has no place beside it"
     );
 
     let (mut bed, execs) = first_order(&same_host);
     bed.world()
-        .ack_with(&execs[0], &[Err(NO_GUESTS), Err(NO_GUESTS)]);
+        .ack_with(&execs[0], &[Err(GUEST_REFUSED), Err(GUEST_REFUSED)]);
     bed.settle();
     let again = bed.world().took_execs();
     assert_eq!(
@@ -103,7 +104,7 @@ fn refused_grouped_tasks_keep_their_constraint() {
     let (mut bed, execs) = first_order(&spread);
     assert_eq!(execs.len(), 2);
     let there = bed.world().ack(&execs[0]);
-    bed.world().ack_with(&execs[1], &[Err(NO_GUESTS)]);
+    bed.world().ack_with(&execs[1], &[Err(GUEST_REFUSED)]);
     bed.settle();
     assert_eq!(
         bed.world()
@@ -137,7 +138,7 @@ fn refused_spawn_waits_and_is_retried() {
         for _ in 0..2 {
             let execs = bed.world().took_execs();
             assert_eq!(execs.len(), 1);
-            bed.world().ack_with(&execs[0], &[Err(NO_GUESTS)]);
+            bed.world().ack_with(&execs[0], &[Err(GUEST_REFUSED)]);
             // The host records the refusal in the event log.
             bed.world().event(
                 execs[0].host,
@@ -166,7 +167,7 @@ fn refused_spawn_waits_and_is_retried() {
     let bed = refused_by_all(Micros(0));
     assert_eq!(
         bed.world().answer(1),
-        Some(Ok(vec![Err(NO_GUESTS)])),
+        Some(Ok(vec![Err(GUEST_REFUSED)])),
         "it may not wait"
     );
 

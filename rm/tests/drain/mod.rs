@@ -3,23 +3,25 @@
 use crate::common::{Bed, client, h, request, spawned, t, world};
 use crate::{ask, with_books};
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure};
-use sempa_proto::rm::{Answer, Question};
+use sempa_proto::migration::{Failure, MigrationCause};
+use sempa_proto::rm::{RmQuery, RmReply};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
-fn by() -> Cause {
-    Cause::Drain { by: client() }
+fn by() -> MigrationCause {
+    MigrationCause::Drain {
+        requested_by: client(),
+    }
 }
 
 fn drain(bed: &mut Bed, within: Option<Micros>) -> Vec<(Tid, Option<String>)> {
-    let Answer::Drain {
+    let RmReply::Drain {
         drained: true,
         tasks,
         ..
     } = ask(
         bed,
-        &Question::Drain {
+        &RmQuery::Drain {
             host: "h2".into(),
             within,
         },
@@ -31,7 +33,7 @@ fn drain(bed: &mut Bed, within: Option<Micros>) -> Vec<(Tid, Option<String>)> {
 }
 
 fn left(bed: &mut Bed) -> Vec<(Tid, Option<String>)> {
-    let Answer::Drain { tasks, .. } = ask(bed, &Question::Draining { host: "h2".into() }) else {
+    let RmReply::Drain { tasks, .. } = ask(bed, &RmQuery::DrainStatus { host: "h2".into() }) else {
         panic!("h2 is there")
     };
     tasks
@@ -56,7 +58,7 @@ fn drained_host_is_emptied_and_reusable() {
     assert_eq!(left(&mut bed), []);
     assert_eq!(
         bed.world().records.last(),
-        Some(&EventKind::HostClean { host: h(2) })
+        Some(&EventKind::HostVacated { host: h(2) })
     );
     bed.world().took_migrations();
     // Tasks are placed there neither by choice nor by name.
@@ -82,11 +84,17 @@ fn drained_host_is_emptied_and_reusable() {
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
     // A task that a user migrates there is evicted again.
-    bed.world()
-        .moved(t(2, 1), 1, 2, Cause::Asked { by: client() });
+    bed.world().moved(
+        t(2, 1),
+        1,
+        2,
+        MigrationCause::Requested {
+            requested_by: client(),
+        },
+    );
     bed.settle();
     assert_eq!(bed.world().took_migrations().len(), 1);
-    let Answer::Drain { drained, .. } = ask(&mut bed, &Question::Undrain { host: "h2".into() })
+    let RmReply::Drain { drained, .. } = ask(&mut bed, &RmQuery::Undrain { host: "h2".into() })
     else {
         panic!("no")
     };
@@ -104,12 +112,12 @@ fn drained_host_is_emptied_and_reusable() {
     assert_eq!(
         ask(
             &mut bed,
-            &Question::Drain {
+            &RmQuery::Drain {
                 host: "h9".into(),
                 within: None
             }
         ),
-        Answer::Unknown
+        RmReply::NotFound
     );
 }
 
@@ -168,10 +176,11 @@ fn drain_outlasts_owner_visit() {
         bed.world().answer(2),
         Some(Ok(vec![Err(PvmError::OutOfRes)]))
     );
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyHost("h2".into())) else {
+    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::HostDecisions("h2".into()))
+    else {
         panic!("no reason")
     };
-    let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
+    let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
     assert!(
         told.contains(&format!("h2 is being emptied: {} asked for it", client())),
         "{told:?}"
@@ -197,7 +206,7 @@ fn restarted_rm_keeps_drained_hosts() {
             .iter()
             .all(|exec| exec.host == h(1))
     );
-    ask(&mut bed, &Question::Undrain { host: "h2".into() });
+    ask(&mut bed, &RmQuery::Undrain { host: "h2".into() });
     bed.pass(Micros::from_secs(1));
     drop(bed);
     vm.0.borrow_mut().forget_mail();

@@ -8,10 +8,10 @@ use pvm_rm::policy::Conduct;
 use pvm_rm::service::TAG_POLICY;
 use pvm_rm::spawns::Rules;
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::rm::{Answer, CTX_RM, Choice, Decided, Question};
+use sempa_proto::rm::{CTX_RM, DecisionKind, PlacementRule, RmQuery, RmReply};
 use sempa_proto::sm::{
-    GRANT_COUNT_MAX, GRANT_HOSTS_MAX, Grant, SM_GRANT, SM_GRANT_TAKEN, Taken, pack_taken,
-    unpack_grant,
+    LEASE_HOSTS_MAX, LEASE_TASKS_MAX, PlacementLease, PlacementLeaseUse, SM_PLACEMENT_LEASE,
+    SM_PLACEMENT_LEASE_USED, pack_placement_lease_use, unpack_placement_lease,
 };
 use sempa_proto::table::TASK_CONNECTED;
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
@@ -47,14 +47,14 @@ fn spawns(bed: &mut Bed, wids: std::ops::RangeInclusive<i32>, request: &SpawnReq
 }
 
 /// Returns the leases that a task has got, with the wait ids of their requests.
-fn given(bed: &Bed, task: Tid) -> Vec<(i32, Grant)> {
+fn given(bed: &Bed, task: Tid) -> Vec<(i32, PlacementLease)> {
     let world = bed.world();
     let to_it = world
         .sent
         .iter()
-        .filter(|(to, tag, ..)| (*to, *tag) == (task, SM_GRANT));
+        .filter(|(to, tag, ..)| (*to, *tag) == (task, SM_PLACEMENT_LEASE));
     to_it
-        .map(|(_, _, wid, body)| (*wid, unpack_grant(body.clone()).expect("a grant")))
+        .map(|(_, _, wid, body)| (*wid, unpack_placement_lease(body.clone()).expect("a grant")))
         .collect()
 }
 
@@ -69,12 +69,17 @@ fn all_taken(bed: &mut Bed, wid: i32, tasks: &[(u16, Tid)]) {
         .tasks
         .extend(tasks.iter().map(|(host, tid)| spawned(*tid, *host)));
     let tasks = tasks.iter().map(|(host, tid)| (h(*host), *tid)).collect();
-    let body = pack_taken(&Taken {
-        by: client(),
+    let body = pack_placement_lease_use(&PlacementLeaseUse {
+        spawner: client(),
         tasks,
     });
-    bed.world()
-        .post(h(1).daemon(), CTX_BASE, SM_GRANT_TAKEN, wid, body);
+    bed.world().post(
+        h(1).daemon_tid(),
+        CTX_BASE,
+        SM_PLACEMENT_LEASE_USED,
+        wid,
+        body,
+    );
     bed.settle();
 }
 
@@ -86,10 +91,19 @@ fn second_equal_spawn_gets_lease() {
     spawns(&mut bed, 1..=1, &request(1));
     assert_eq!(given(&bed, client()), [], "once is not a habit");
     spawns(&mut bed, 2..=2, &request(1));
-    let [(wid, Grant { hosts, span })] = &given(&bed, client())[..] else {
+    let [
+        (
+            wid,
+            PlacementLease {
+                hosts,
+                valid_for: span,
+            },
+        ),
+    ] = &given(&bed, client())[..]
+    else {
         panic!("{:?}", given(&bed, client()))
     };
-    assert_eq!((*wid, *span, hosts.len()), (2, GRANT_SPAN, GRANT_HOSTS_MAX));
+    assert_eq!((*wid, *span, hosts.len()), (2, GRANT_SPAN, LEASE_HOSTS_MAX));
     // Two of the three hosts have one task each. As with single placements, the third host comes
     // first, and no host gets more than its share.
     assert_eq!(
@@ -116,28 +130,33 @@ fn task_started_by_lease_is_known_and_explained() {
         ..request(1)
     };
     spawns(&mut bed, 1..=2, &named);
-    assert_eq!(given(&bed, client())[0].1.hosts, [h(2); GRANT_HOSTS_MAX]);
+    assert_eq!(given(&bed, client())[0].1.hosts, [h(2); LEASE_HOSTS_MAX]);
     taken(&mut bed, 2, 2, t(2, 900));
     assert!(bed.service.model().is_guest(t(2, 900)));
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(2, 900))) else {
+    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(t(2, 900)))
+    else {
         panic!("nothing is known")
     };
-    let spawn = |d: &Decided| match d {
-        Decided::Spawn {
-            by,
+    let spawn = |d: &DecisionKind| match d {
+        DecisionKind::Spawn {
+            requested_by: by,
             count: 1,
             started,
             attempts,
             ..
         } => {
-            let why = (&attempts[0].choice, attempts[0].sentence.as_str());
+            let why = (&attempts[0].rule, attempts[0].reason.as_str());
             *by == client()
                 && started[..] == [(t(2, 900), "h2".to_string())]
-                && why == (&Choice::Asked, "said beforehand: h2 was asked for")
+                && why
+                    == (
+                        &PlacementRule::HostRequested,
+                        "said beforehand: h2 was asked for",
+                    )
         }
         _ => false,
     };
-    assert!(decisions.iter().any(|d| spawn(&d.what)), "{decisions:?}");
+    assert!(decisions.iter().any(|d| spawn(&d.kind)), "{decisions:?}");
     // Three tasks are on h2: an owner who arrives evicts all of them.
     bed.owner_comes(2);
     assert_eq!(bed.world().took_migrations().len(), 3);
@@ -152,7 +171,7 @@ fn repeated_group_spawns_get_lease() {
     let (wid, grant) = given(&bed, client()).pop().expect("a grant");
     assert_eq!(
         (given(&bed, client()).len(), wid, grant.hosts.len()),
-        (1, 2, GRANT_HOSTS_MAX)
+        (1, 2, LEASE_HOSTS_MAX)
     );
     for host in 1..=3 {
         assert_eq!(
@@ -170,12 +189,13 @@ fn repeated_group_spawns_get_lease() {
     all_taken(&mut bed, 2, &tids);
     for (_, tid) in tids {
         assert!(bed.service.model().is_guest(tid));
-        let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(tid)) else {
+        let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(tid))
+        else {
             panic!("nothing is known")
         };
-        let together = |d: &Decided| match d {
-            Decided::Spawn {
-                by,
+        let together = |d: &DecisionKind| match d {
+            DecisionKind::Spawn {
+                requested_by: by,
                 count: 3,
                 started,
                 attempts,
@@ -184,11 +204,11 @@ fn repeated_group_spawns_get_lease() {
                 let named = tids.map(|(host, tid)| (tid, format!("h{host}")));
                 *by == client()
                     && started[..] == named
-                    && attempts[0].sentence.starts_with("said beforehand: ")
+                    && attempts[0].reason.starts_with("said beforehand: ")
             }
             _ => false,
         };
-        assert!(decisions.iter().any(|d| together(&d.what)), "{decisions:?}");
+        assert!(decisions.iter().any(|d| together(&d.kind)), "{decisions:?}");
     }
 }
 
@@ -206,7 +226,7 @@ fn lease_follows_host_changes_while_used() {
     bed.pass(REVIEW_PAUSE);
     assert_eq!(
         (given(&bed, client()).len(), places(&bed)),
-        (2, vec![h(2); GRANT_HOSTS_MAX])
+        (2, vec![h(2); LEASE_HOSTS_MAX])
     );
     for n in 0..5 {
         bed.pass(Micros(GRANT_SPAN.0 / 2));
@@ -242,14 +262,14 @@ fn unused_leases_are_released() {
     };
     assert_eq!(
         [0, 1, 2].map(|n| twice(&mut bed, others[n])),
-        [GRANT_HOSTS_MAX, GRANT_HOSTS_MAX, 0]
+        [LEASE_HOSTS_MAX, LEASE_HOSTS_MAX, 0]
     );
     bed.world().event(h(1), ended(others[0]));
     bed.settle();
-    assert_eq!(twice(&mut bed, others[2]), GRANT_HOSTS_MAX);
+    assert_eq!(twice(&mut bed, others[2]), LEASE_HOSTS_MAX);
     assert_eq!(twice(&mut bed, others[3]), 0);
     bed.pass(REVIEW_PAUSE);
-    assert_eq!(twice(&mut bed, others[3]), GRANT_HOSTS_MAX);
+    assert_eq!(twice(&mut bed, others[3]), LEASE_HOSTS_MAX);
     for idle in [others[1], others[2]] {
         assert_eq!(
             given(&bed, idle).pop().map(|(_, grant)| grant.hosts),
@@ -266,7 +286,7 @@ fn half_used_lease_is_renewed() {
     let mut bed = Bed::quiet(&vm);
     spawns(&mut bed, 1..=2, &request(1));
     let hosts = given(&bed, client())[0].1.hosts.clone();
-    let last = GRANT_HOSTS_MAX / 2 - 1;
+    let last = LEASE_HOSTS_MAX / 2 - 1;
     for (n, host) in hosts.iter().take(last).enumerate() {
         taken(&mut bed, 2, host.index(), t(host.index(), 900 + n as u32));
     }
@@ -332,7 +352,7 @@ fn unsuitable_requests_get_no_lease() {
         spawns(&mut bed, 10 * n..=10 * n, &request(1));
         spawns(&mut bed, 10 * n + 1..=10 * n + 1, &other);
     }
-    spawns(&mut bed, 40..=44, &request(GRANT_COUNT_MAX as u32 + 1));
+    spawns(&mut bed, 40..=44, &request(LEASE_TASKS_MAX as u32 + 1));
     let nowhere = SpawnRequest {
         flags: SPAWN_HOST,
         place: "nowhere".into(),
@@ -369,12 +389,12 @@ fn drain_or_policy_change_revokes_leases() {
     assert!(matches!(
         ask(
             &mut bed,
-            &Question::Drain {
+            &RmQuery::Drain {
                 host: "h2".into(),
                 within: None
             }
         ),
-        Answer::Drain { .. }
+        RmReply::Drain { .. }
     ));
     let (wid, grant) = given(&bed, client()).pop().expect("another word");
     assert_eq!(
@@ -383,38 +403,38 @@ fn drain_or_policy_change_revokes_leases() {
     );
     // On its next request the task gets the other host only.
     spawns(&mut bed, 3..=3, &request(1));
-    assert_eq!(given(&bed, client())[2].1.hosts, [h(1); GRANT_HOSTS_MAX]);
+    assert_eq!(given(&bed, client())[2].1.hosts, [h(1); LEASE_HOSTS_MAX]);
     // A lease that seems to be used up may still have unused slots.
     let before = given(&bed, client()).len();
     bed.owner_comes(1);
     for first in [700, 750, 800] {
-        let tids = (first..).take(GRANT_COUNT_MAX).map(|n| (1, t(1, n)));
+        let tids = (first..).take(LEASE_TASKS_MAX).map(|n| (1, t(1, n)));
         all_taken(&mut bed, 3, &tids.collect::<Vec<_>>());
     }
     assert!(matches!(
         ask(
             &mut bed,
-            &Question::Drain {
+            &RmQuery::Drain {
                 host: "h1".into(),
                 within: None
             }
         ),
-        Answer::Drain { .. }
+        RmReply::Drain { .. }
     ));
     assert_eq!(
         given(&bed, client())[before..],
         [(
             3,
-            Grant {
+            PlacementLease {
                 hosts: vec![],
-                span: GRANT_SPAN
+                valid_for: GRANT_SPAN
             }
         )]
     );
     for host in ["h1", "h2"] {
         assert!(matches!(
-            ask(&mut bed, &Question::Undrain { host: host.into() }),
-            Answer::Drain { .. }
+            ask(&mut bed, &RmQuery::Undrain { host: host.into() }),
+            RmReply::Drain { .. }
         ));
     }
     bed.owner_leaves(1);
@@ -427,9 +447,9 @@ fn drain_or_policy_change_revokes_leases() {
         given(&bed, client())[before..],
         [(
             20,
-            Grant {
+            PlacementLease {
                 hosts: vec![],
-                span: GRANT_SPAN
+                valid_for: GRANT_SPAN
             }
         )]
     );
@@ -452,27 +472,32 @@ fn job_being_killed_gets_no_lease() {
     }
     assert_eq!(given(&bed, spawner).len(), 1);
     assert!(matches!(
-        ask(&mut bed, &Question::Kill(spawner)),
-        Answer::Killed { left: 1.., .. }
+        ask(&mut bed, &RmQuery::Kill(spawner)),
+        RmReply::KillProgress { left: 1.., .. }
     ));
     assert_eq!(
         given(&bed, spawner)[1..],
         [(
             2,
-            Grant {
+            PlacementLease {
                 hosts: vec![],
-                span: GRANT_SPAN
+                valid_for: GRANT_SPAN
             }
         )]
     );
     // The report of tasks started before the revocation arrives later.
     bed.world().tasks.push(spawned(t(2, 900), 2));
-    let body = pack_taken(&Taken {
-        by: spawner,
+    let body = pack_placement_lease_use(&PlacementLeaseUse {
+        spawner: spawner,
         tasks: vec![(h(2), t(2, 900))],
     });
-    bed.world()
-        .post(h(1).daemon(), CTX_BASE, SM_GRANT_TAKEN, 2, body);
+    bed.world().post(
+        h(1).daemon_tid(),
+        CTX_BASE,
+        SM_PLACEMENT_LEASE_USED,
+        2,
+        body,
+    );
     bed.settle();
     assert!(bed.service.model().knows(t(2, 900)));
     assert_eq!(given(&bed, spawner).len(), 2);
@@ -486,7 +511,7 @@ fn lease_use_after_exit_is_counted() {
     spawns(&mut bed, 1..=2, &request(1));
     bed.world().event(h(1), ended(client()));
     bed.settle();
-    for n in 0..GRANT_HOSTS_MAX as u32 {
+    for n in 0..LEASE_HOSTS_MAX as u32 {
         taken(&mut bed, 2, 2, t(2, 900 + n));
         assert!(
             bed.service.model().is_guest(t(2, 900 + n)),
@@ -531,7 +556,7 @@ fn different_request_gives_up_lease() {
     }
     assert_eq!(
         given(&bed, t(1, 20))[0].1.hosts.len(),
-        GRANT_HOSTS_MAX,
+        LEASE_HOSTS_MAX,
         "nobody has to give any back"
     );
     assert_eq!(given(&bed, client()).len(), 2);
@@ -592,18 +617,18 @@ fn invalid_lease_reports_are_ignored() {
     taken(&mut bed, 77, 2, t(2, 900));
     assert!(!bed.service.model().knows(t(2, 900)));
     bed.world().post(
-        h(1).daemon(),
+        h(1).daemon_tid(),
         CTX_BASE,
-        SM_GRANT_TAKEN,
+        SM_PLACEMENT_LEASE_USED,
         2,
         bytes::Bytes::from_static(b"rubbish"),
     );
-    let body = pack_taken(&Taken {
-        by: client(),
+    let body = pack_placement_lease_use(&PlacementLeaseUse {
+        spawner: client(),
         tasks: vec![(h(2), t(2, 901))],
     });
     bed.world()
-        .post(t(2, 50), CTX_BASE, SM_GRANT_TAKEN, 2, body);
+        .post(t(2, 50), CTX_BASE, SM_PLACEMENT_LEASE_USED, 2, body);
     bed.settle();
     assert_eq!(bed.world().records.len(), before);
     assert!(!bed.service.model().knows(t(2, 901)), "only daemons say so");

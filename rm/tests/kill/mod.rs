@@ -5,7 +5,7 @@ use crate::common::{Bed, client, h, request, spawned, t, world};
 use pvm_rm::service::TERM_TIME;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Usage;
-use sempa_proto::rm::{Answer, Question};
+use sempa_proto::rm::{RmQuery, RmReply};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::{Micros, PvmError, Tid};
 
@@ -51,12 +51,12 @@ fn ended(bed: &mut Bed, tid: Tid) {
 fn large_job_is_terminated_then_killed() {
     let (mut bed, top) = large();
     // Any task of the job may be named.
-    let Answer::Killed {
+    let RmReply::KillProgress {
         job,
         left,
         forced: 0,
         ..
-    } = ask(&mut bed, &Question::Kill(t(2, 1000)))
+    } = ask(&mut bed, &RmQuery::Kill(t(2, 1000)))
     else {
         panic!()
     };
@@ -106,19 +106,19 @@ fn large_job_is_terminated_then_killed() {
     let mut forced = std::mem::take(&mut bed.world().signals);
     forced.sort_unstable();
     assert_eq!(forced, stubborn.map(|tid| (tid, 9)));
-    let Answer::Killed { left: 3, .. } = ask(&mut bed, &Question::Killed(top)) else {
+    let RmReply::KillProgress { left: 3, .. } = ask(&mut bed, &RmQuery::KillStatus(top)) else {
         panic!()
     };
     stubborn.into_iter().for_each(|tid| ended(&mut bed, tid));
     bed.pass(Micros::from_secs(1));
-    let done = Answer::Killed {
+    let done = RmReply::KillProgress {
         job: top,
         asked: ALL + 1,
         forced: 3,
         left: 0,
         failed: Vec::new(),
     };
-    assert_eq!(ask(&mut bed, &Question::Killed(top)), done);
+    assert_eq!(ask(&mut bed, &RmQuery::KillStatus(top)), done);
     let notes = bed.world().notes();
     assert!(
         notes
@@ -151,7 +151,7 @@ fn tasks_being_started_are_ended_too() {
     let execs = bed.world().took_execs();
     assert!(!execs.is_empty());
     // The client, the root of the job, sends the request: it is not ended itself.
-    let Answer::Killed { job, left, .. } = ask(&mut bed, &Question::Kill(tids[1])) else {
+    let RmReply::KillProgress { job, left, .. } = ask(&mut bed, &RmQuery::Kill(tids[1])) else {
         panic!()
     };
     assert_eq!((job, left), (client(), 3), "two tasks and a request");
@@ -159,7 +159,8 @@ fn tasks_being_started_are_ended_too() {
         ended(&mut bed, tid);
     }
     bed.pass(Micros::from_secs(1));
-    let Answer::Killed { left: 1, .. } = ask(&mut bed, &Question::Killed(client())) else {
+    let RmReply::KillProgress { left: 1, .. } = ask(&mut bed, &RmQuery::KillStatus(client()))
+    else {
         panic!()
     };
     let started: Vec<Tid> = execs
@@ -177,11 +178,11 @@ fn tasks_being_started_are_ended_too() {
         ended(&mut bed, tid);
     }
     bed.pass(Micros::from_secs(1));
-    let answer = ask(&mut bed, &Question::Killed(client()));
+    let answer = ask(&mut bed, &RmQuery::KillStatus(client()));
     assert!(
         matches!(
             answer,
-            Answer::Killed {
+            RmReply::KillProgress {
                 asked: 4,
                 forced: 0,
                 left: 0,
@@ -196,14 +197,14 @@ fn tasks_being_started_are_ended_too() {
 #[test]
 fn unsignalled_task_is_named() {
     let (mut bed, top) = large();
-    assert_eq!(ask(&mut bed, &Question::Kill(t(1, 4999))), Answer::Unknown);
-    assert_eq!(ask(&mut bed, &Question::Killed(top)), Answer::Unknown);
+    assert_eq!(ask(&mut bed, &RmQuery::Kill(t(1, 4999))), RmReply::NotFound);
+    assert_eq!(ask(&mut bed, &RmQuery::KillStatus(top)), RmReply::NotFound);
     bed.world()
         .refuses_signals
         .insert(t(2, 300), PvmError::DSysErr);
-    drop(ask(&mut bed, &Question::Kill(top)));
+    drop(ask(&mut bed, &RmQuery::Kill(top)));
     bed.pass(Micros::from_secs(1));
-    let Answer::Killed { failed, .. } = ask(&mut bed, &Question::Killed(top)) else {
+    let RmReply::KillProgress { failed, .. } = ask(&mut bed, &RmQuery::KillStatus(top)) else {
         panic!()
     };
     assert_eq!(

@@ -6,9 +6,9 @@ use crate::{ask, with_books};
 use pvm_rm::service::{KEEP_AFTER, Options};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
-use sempa_proto::migration::{Cause, Failure};
-use sempa_proto::owner::Leave;
-use sempa_proto::rm::{Answer, Decided, Question};
+use sempa_proto::migration::{Failure, MigrationCause};
+use sempa_proto::owner::EvictionMode;
+use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TaskInfo};
 use sempa_proto::{Micros, Tid};
 
@@ -28,18 +28,18 @@ fn family() -> [TaskInfo; 3] {
 fn pool() -> Bed {
     let vm = world(3);
     vm.0.borrow_mut().tasks.extend(family());
-    vm.0.borrow_mut().then = Leave::Checkpoint;
+    vm.0.borrow_mut().then = EvictionMode::Checkpoint;
     Bed::quiet(&vm)
 }
 
 fn checkpointed(bed: &mut Bed, job: Tid) {
     let kind = EventKind::Checkpointed {
-        set: "s1".into(),
+        checkpoint: "s1".into(),
         job,
         tasks: 3,
         bytes: 9,
         frozen: Micros(5),
-        parked: true,
+        vacated: true,
     };
     bed.world().event(h(1), kind);
     for info in family() {
@@ -85,7 +85,7 @@ fn arrive(bed: &mut Bed) {
                 tid,
                 from.index(),
                 to,
-                Cause::Owner {
+                MigrationCause::Owner {
                     why: "alice on pts/0".into(),
                 },
             );
@@ -129,7 +129,7 @@ fn unplaceable_job_is_vacated_and_restarted() {
     bed.world().event(
         h(1),
         EventKind::Restarted {
-            set: "s1".into(),
+            checkpoint: "s1".into(),
             job: t(1, 7),
             tasks,
             why: "asked".into(),
@@ -139,13 +139,14 @@ fn unplaceable_job_is_vacated_and_restarted() {
     bed.pass(Micros::from_secs(60));
     assert_eq!(bed.world().checkpoints.len(), 1);
     assert_eq!(bed.world().restarts.len(), 1);
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 7))) else {
+    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(t(1, 7)))
+    else {
         panic!("nothing is known")
     };
     assert!(
         decisions
             .iter()
-            .any(|d| matches!(d.what, Decided::Parked { job, .. } if job == t(1, 7))),
+            .any(|d| matches!(d.kind, DecisionKind::Vacated { job, .. } if job == t(1, 7))),
         "{decisions:?}"
     );
 }
@@ -156,15 +157,21 @@ fn ended_vacated_job_is_not_restarted() {
     let mut bed = pool();
     crowd(&mut bed);
     checkpointed(&mut bed, t(1, 7));
-    assert_eq!(ask(&mut bed, &Question::Unpark(t(2, 9))), Answer::Unknown);
+    assert_eq!(
+        ask(&mut bed, &RmQuery::CancelVacated(t(2, 9))),
+        RmReply::NotFound
+    );
     // Any task of the job may be named.
-    let gone = Answer::Unparked {
+    let gone = RmReply::VacatedCancelled {
         job: t(1, 7),
-        set: "s1".into(),
+        checkpoint: "s1".into(),
         starting: false,
     };
-    assert_eq!(ask(&mut bed, &Question::Unpark(t(3, 7))), gone);
-    assert_eq!(ask(&mut bed, &Question::Unpark(t(3, 7))), Answer::Unknown);
+    assert_eq!(ask(&mut bed, &RmQuery::CancelVacated(t(3, 7))), gone);
+    assert_eq!(
+        ask(&mut bed, &RmQuery::CancelVacated(t(3, 7))),
+        RmReply::NotFound
+    );
     bed.owner_leaves(3);
     bed.pass(Micros::from_secs(12));
     assert_eq!(bed.world().restarts, []);
@@ -172,12 +179,12 @@ fn ended_vacated_job_is_not_restarted() {
     bed.signs_of_life(&[3]);
     bed.pass(Micros::from_secs(12));
     assert_eq!(bed.world().restarts.len(), 1);
-    let starting = Answer::Unparked {
+    let starting = RmReply::VacatedCancelled {
         job: t(1, 7),
-        set: "s1".into(),
+        checkpoint: "s1".into(),
         starting: true,
     };
-    assert_eq!(ask(&mut bed, &Question::Unpark(t(1, 7))), starting);
+    assert_eq!(ask(&mut bed, &RmQuery::CancelVacated(t(1, 7))), starting);
 }
 
 /// A job that a user ends while it is being vacated is not restarted.
@@ -187,8 +194,8 @@ fn job_ended_while_vacating_is_not_restarted() {
     crowd(&mut bed);
     assert_eq!(bed.world().checkpoints, [t(1, 7)]);
     assert_eq!(
-        ask(&mut bed, &Question::Unpark(t(2, 7))),
-        Answer::Unknown,
+        ask(&mut bed, &RmQuery::CancelVacated(t(2, 7))),
+        RmReply::NotFound,
         "not yet"
     );
     checkpointed(&mut bed, t(1, 7));
@@ -227,12 +234,12 @@ fn refusals_are_retried_before_vacating() {
 fn only_final_checkpoint_vacates_job() {
     let mut bed = pool();
     let periodic = EventKind::Checkpointed {
-        set: "s0".into(),
+        checkpoint: "s0".into(),
         job: t(1, 7),
         tasks: 3,
         bytes: 9,
         frozen: Micros(5),
-        parked: false,
+        vacated: false,
     };
     crowd(&mut bed);
     bed.world().event(h(1), periodic);
@@ -250,7 +257,7 @@ fn only_final_checkpoint_vacates_job() {
     bed.world().event(
         h(1),
         EventKind::Restarted {
-            set: "s0".into(),
+            checkpoint: "s0".into(),
             job: t(1, 7),
             tasks,
             why: "asked".into(),
@@ -290,14 +297,14 @@ fn vacated_job_restarts_within_owner_limits() {
         "workers are not let in there"
     );
     bed.world().limits = GuestLimits {
-        cores: Some(1),
+        guests_max: Some(1),
         ..GuestLimits::default()
     };
     bed.owner_leaves(2);
     bed.pass(Micros::from_secs(8));
     assert!(bed.world().restarts.is_empty(), "there is one place");
     bed.world().limits = GuestLimits {
-        cores: Some(2),
+        guests_max: Some(2),
         ..GuestLimits::default()
     };
     bed.owner_leaves(3);
@@ -311,7 +318,7 @@ fn vacated_job_restarts_within_owner_limits() {
 fn large_and_small(wait: Micros) -> Bed {
     let mut bed = pool();
     bed.world().limits = GuestLimits {
-        cores: Some(1),
+        guests_max: Some(1),
         ..GuestLimits::default()
     };
     crowd(&mut bed);
@@ -320,12 +327,12 @@ fn large_and_small(wait: Micros) -> Bed {
     bed.world().event(
         h(2),
         EventKind::Checkpointed {
-            set,
+            checkpoint: set,
             job,
             tasks: 1,
             bytes: 9,
             frozen,
-            parked: true,
+            vacated: true,
         },
     );
     bed.settle();
@@ -375,7 +382,7 @@ fn job_is_not_vacated_during_migration() {
 /// Jobs are not vacated for owners who want guests migrated or killed.
 #[test]
 fn only_checkpoint_mode_vacates_jobs() {
-    for then in [Leave::Move, Leave::Kill] {
+    for then in [EvictionMode::Move, EvictionMode::Kill] {
         let mut bed = pool();
         bed.world().then = then;
         crowd(&mut bed);
@@ -421,8 +428,14 @@ fn failed_restarts_back_off() {
         if bed.world().restarts.len() > failed {
             failed += 1;
             let (set, cause, why) = ("s1".into(), "asked".into(), "no host takes it".into());
-            bed.world()
-                .event(h(1), EventKind::RestartFailed { set, cause, why });
+            bed.world().event(
+                h(1),
+                EventKind::RestartFailed {
+                    checkpoint: set,
+                    cause,
+                    why,
+                },
+            );
         }
     }
     assert!((3..=6).contains(&failed), "{failed} tries in five minutes");
@@ -447,7 +460,7 @@ fn jobs_without_spawned_root_are_not_vacated() {
         ..info(t(2, 9), 2, TASK_FORKED | TASK_CONNECTED, "worker")
     };
     vm.0.borrow_mut().tasks.extend([orphan, by_hand, alone]);
-    vm.0.borrow_mut().then = Leave::Checkpoint;
+    vm.0.borrow_mut().then = EvictionMode::Checkpoint;
     let mut bed = Bed::quiet(&vm);
     (1..=2).for_each(|host| bed.owner_comes(host));
     assert_eq!(bed.world().checkpoints, []);
@@ -459,7 +472,7 @@ fn restarted_rm_restarts_vacated_jobs() {
     let dir = tempfile::tempdir().expect("a directory");
     let vm = world(3);
     vm.0.borrow_mut().tasks.extend(family());
-    vm.0.borrow_mut().then = Leave::Checkpoint;
+    vm.0.borrow_mut().then = EvictionMode::Checkpoint;
     let options = || Options {
         watchers: true,
         ..with_books(dir.path())
@@ -473,12 +486,12 @@ fn restarted_rm_restarts_vacated_jobs() {
     let mut world = vm.0.borrow_mut();
     let (set, job, frozen) = ("s1".into(), t(1, 7), Micros(5));
     let kind = EventKind::Checkpointed {
-        set,
+        checkpoint: set,
         job,
         tasks: 3,
         bytes: 9,
         frozen,
-        parked: true,
+        vacated: true,
     };
     world.event(h(1), kind);
     world.forget_mail();

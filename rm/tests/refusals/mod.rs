@@ -4,18 +4,18 @@ use crate::common::{Bed, client, request, t};
 use crate::{ask, full};
 use pvm_rm::spawns::refusals::{REFUSAL_TOLD_PAUSE, REFUSALS_TOLD_MAX};
 use pvm_rm::spawns::{Rules, SPAWN_TASKS_MAX, SPAWNS_OPEN_MAX};
-use sempa_proto::rm::{Answer, Decided, Question};
+use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::{Micros, PvmError, Tid};
 
 /// Returns what the event log and `pvm why` report about refusals of this task's job.
 fn told(bed: &mut Bed, task: Tid) -> (Vec<String>, Vec<String>) {
-    let Answer::Why { decisions, .. } = ask(bed, &Question::WhyTask(task)) else {
+    let RmReply::Decisions { decisions, .. } = ask(bed, &RmQuery::TaskDecisions(task)) else {
         panic!("nothing is known of {task}")
     };
     let spawns = decisions
         .iter()
-        .filter(|d| matches!(d.what, Decided::Spawn { error: Some(_), .. }));
-    let decided = spawns.map(|d| d.what.to_string()).collect();
+        .filter(|d| matches!(d.kind, DecisionKind::Spawn { error: Some(_), .. }));
+    let decided = spawns.map(|d| d.kind.to_string()).collect();
     let notes = bed
         .world()
         .notes()

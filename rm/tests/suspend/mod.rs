@@ -9,20 +9,26 @@ use pvm_rm::policy::Conduct;
 use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::rm::{Answer, Decided, Question};
+use sempa_proto::rm::{DecisionKind, RmQuery, RmReply};
 use sempa_proto::sm::{SM_SPAWN, pack_spawn};
-use sempa_proto::suspend::Cause;
+use sempa_proto::suspend::SuspendCause;
 use sempa_proto::table::{TASK_CONNECTED, TaskInfo};
 use sempa_proto::task::{SPAWN_HOST, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
 /// The client as the cause of a suspension.
-fn by() -> Cause {
-    Cause::Job { by: client() }
+fn by() -> SuspendCause {
+    SuspendCause::JobRequested {
+        requested_by: client(),
+    }
 }
 
 fn order(bed: &mut Bed, job: Tid, suspend: bool) -> (Vec<Tid>, Vec<(Tid, String)>) {
-    let Answer::Suspended { tasks, others, .. } = ask(bed, &Question::Suspend { job, suspend })
+    let RmReply::Suspended {
+        tasks,
+        unchanged: others,
+        ..
+    } = ask(bed, &RmQuery::Suspend { job, suspend })
     else {
         panic!("no")
     };
@@ -52,9 +58,10 @@ fn job_is_suspended_and_resumed_as_a_whole() {
     assert_eq!(order(&mut bed, tids[1], true), (tids.clone(), vec![]));
     tids.push(t(1, 900));
     starts(&mut bed, tids[2]);
-    let expected: Vec<(Tid, bool, Cause)> = tids.iter().map(|tid| (*tid, true, by())).collect();
+    let expected: Vec<(Tid, bool, SuspendCause)> =
+        tids.iter().map(|tid| (*tid, true, by())).collect();
     assert_eq!(bed.world().suspends, expected);
-    let Answer::Job { job, tasks } = ask(&mut bed, &Question::Job(tids[0])) else {
+    let RmReply::Job { job, tasks } = ask(&mut bed, &RmQuery::Job(tids[0])) else {
         panic!("no job")
     };
     assert_eq!(job.suspended.map(|s| s.cause), Some(by()));
@@ -79,10 +86,11 @@ fn job_is_suspended_and_resumed_as_a_whole() {
         6,
         "nothing is suspended any more"
     );
-    let Answer::Why { decisions, .. } = ask(&mut bed, &Question::WhyTask(t(1, 900))) else {
+    let RmReply::Decisions { decisions, .. } = ask(&mut bed, &RmQuery::TaskDecisions(t(1, 900)))
+    else {
         panic!("no reason")
     };
-    let told: Vec<String> = decisions.iter().map(|d| d.what.to_string()).collect();
+    let told: Vec<String> = decisions.iter().map(|d| d.kind.to_string()).collect();
     let sentences = [
         "t40384 was suspended on h1: t40002 asked for its whole job",
         "t40384 was resumed on h1: ",
@@ -108,10 +116,14 @@ fn suspended_time_is_not_usage() {
     bed.pass(Micros::from_secs(2));
     bed.world().event(h(2), ended(tids[1]));
     bed.settle();
-    let Answer::Job { job, .. } = ask(&mut bed, &Question::Job(tids[0])) else {
+    let RmReply::Job { job, .. } = ask(&mut bed, &RmQuery::Job(tids[0])) else {
         panic!("no job")
     };
-    assert_eq!(job.sums.wall, Micros::from_secs(8), "four seconds each");
+    assert_eq!(
+        job.totals.wall_time,
+        Micros::from_secs(8),
+        "four seconds each"
+    );
 }
 
 /// A task whose suspension a daemon refuses is reported with the reason; an unknown job is reported
@@ -129,11 +141,11 @@ fn refused_suspension_is_reported_with_reason() {
         others[0].0 == tids[0] && others[0].1.contains("refused"),
         "{others:?}"
     );
-    let unknown = Question::Suspend {
+    let unknown = RmQuery::Suspend {
         job: t(2, 999),
         suspend: true,
     };
-    assert_eq!(ask(&mut bed, &unknown), Answer::Unknown);
+    assert_eq!(ask(&mut bed, &unknown), RmReply::NotFound);
 }
 
 /// A restarted resource manager keeps suspensions and completes an interrupted resumption.
@@ -178,7 +190,7 @@ fn restarted_rm_keeps_suspensions_and_resumptions() {
         h(1),
         EventKind::JobResumed {
             job: client(),
-            by: client(),
+            requested_by: client(),
         },
     );
     vm.0.borrow_mut().forget_mail();
@@ -326,7 +338,9 @@ fn helped(bed: &mut Bed) -> Vec<String> {
     let why = suspends
         .into_iter()
         .filter_map(|(_, suspend, cause)| match cause {
-            Cause::Share { why } if suspend => why.split(" waits").next().map(str::to_string),
+            SuspendCause::Preempted { why } if suspend => {
+                why.split(" waits").next().map(str::to_string)
+            }
             _ => None,
         });
     why.collect()
@@ -396,11 +410,11 @@ fn no_preemption_on_reserved_hosts() {
     asks(&mut bed, third(), 1, "?free >= 1");
     live(&mut bed, 10);
     let suspends = bed.world().suspends.clone();
-    let [(gave_way, true, Cause::Share { .. })] = &suspends[..] else {
+    let [(gave_way, true, SuspendCause::Preempted { .. })] = &suspends[..] else {
         panic!("{suspends:?}, not {on1}")
     };
     assert_eq!(*gave_way, on2);
-    assert_eq!(begun(&mut bed, third())[0].home(), Some(h(2)));
+    assert_eq!(begun(&mut bed, third())[0].birth_host(), Some(h(2)));
 }
 
 /// A task of a user who has used much is preempted for a waiting user and resumes when there is
@@ -410,7 +424,7 @@ fn heavy_user_is_preempted_and_later_resumed() {
     let (_, mut bed, tids) = taken(true);
     asks_for_one(&mut bed);
     let suspends = std::mem::take(&mut bed.world().suspends);
-    let [(gave_way, true, Cause::Share { why })] = &suspends[..] else {
+    let [(gave_way, true, SuspendCause::Preempted { why })] = &suspends[..] else {
         panic!("{suspends:?}")
     };
     assert_eq!(
@@ -420,14 +434,14 @@ fn heavy_user_is_preempted_and_later_resumed() {
     assert!(tids.contains(gave_way));
     let theirs = begun(&mut bed, other());
     assert_eq!(theirs.len(), 1, "it got its place");
-    assert_eq!(theirs[0].home(), gave_way.home());
+    assert_eq!(theirs[0].birth_host(), gave_way.birth_host());
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
-    let Answer::Why {
+    let RmReply::Decisions {
         task: Some(task),
         decisions,
         ..
-    } = ask(&mut bed, &Question::WhyTask(*gave_way))
+    } = ask(&mut bed, &RmQuery::TaskDecisions(*gave_way))
     else {
         panic!()
     };
@@ -438,15 +452,15 @@ fn heavy_user_is_preempted_and_later_resumed() {
     assert!(
         decisions
             .iter()
-            .any(|d| matches!(d.what, Decided::Suspended { .. })),
+            .any(|d| matches!(d.kind, DecisionKind::Suspended { .. })),
         "{decisions:?}"
     );
     bed.world()
-        .event(theirs[0].home().expect("a task"), ended(theirs[0]));
+        .event(theirs[0].birth_host().expect("a task"), ended(theirs[0]));
     live(&mut bed, 20);
     let suspends = bed.world().suspends.clone();
     assert!(
-        matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if tid == gave_way),
+        matches!(&suspends[..], [(tid, false, SuspendCause::Preempted { .. })] if tid == gave_way),
         "{suspends:?}"
     );
 }
@@ -463,11 +477,11 @@ fn preempted_task_resumes_despite_external_load() {
     live(&mut bed, 60);
     assert_eq!(bed.world().suspends, [], "its place is taken");
     bed.world()
-        .event(theirs[0].home().expect("a task"), ended(theirs[0]));
+        .event(theirs[0].birth_host().expect("a task"), ended(theirs[0]));
     live(&mut bed, 20);
     let suspends = std::mem::take(&mut bed.world().suspends);
     assert!(
-        matches!(&suspends[..], [(tid, false, Cause::Share { .. })] if *tid == gave_way),
+        matches!(&suspends[..], [(tid, false, SuspendCause::Preempted { .. })] if *tid == gave_way),
         "{suspends:?}"
     );
     // Another user waits, but preempting the task would not help.
@@ -478,7 +492,7 @@ fn preempted_task_resumes_despite_external_load() {
     live(&mut bed, 20);
     let suspends = bed.world().suspends.clone();
     assert!(
-        matches!(&suspends[..], [(_, true, Cause::Share { .. })]),
+        matches!(&suspends[..], [(_, true, SuspendCause::Preempted { .. })]),
         "{suspends:?}"
     );
 }
@@ -491,7 +505,8 @@ fn waiting_spawn_starts_when_external_load_ends() {
         bed.world().load = (1.0, 6);
         live(&mut bed, 10);
         for tid in &tids {
-            bed.world().event(tid.home().expect("a task"), ended(*tid));
+            bed.world()
+                .event(tid.birth_host().expect("a task"), ended(*tid));
         }
         asks_for_one(&mut bed);
         live(&mut bed, 60);
@@ -526,7 +541,7 @@ fn late_task_is_attributed_to_its_user() {
     bed.settle();
     let suspends = bed.world().suspends.clone();
     assert!(
-        matches!(&suspends[..], [(_, true, Cause::Share { why })] if why.starts_with("user 8 waits")),
+        matches!(&suspends[..], [(_, true, SuspendCause::Preempted { why })] if why.starts_with("user 8 waits")),
         "{suspends:?}"
     );
 }
@@ -598,7 +613,7 @@ fn task_belongs_to_user_of_its_job() {
     );
     bed.settle();
     let users = |bed: &mut Bed| {
-        let Answer::Job { job, tasks } = ask(bed, &Question::Job(task)) else {
+        let RmReply::Job { job, tasks } = ask(bed, &RmQuery::Job(task)) else {
             panic!("no job")
         };
         (

@@ -10,7 +10,7 @@ use pvm_rm::spawns::Rules;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::Usage;
-use sempa_proto::rm::{Answer, CTX_RM, HostNow, Question};
+use sempa_proto::rm::{CTX_RM, HostState, RmQuery, RmReply};
 use sempa_proto::task::SpawnRequest;
 use sempa_proto::{Micros, PvmError, Tid};
 use std::collections::VecDeque;
@@ -84,7 +84,7 @@ impl Busy {
     fn round(&mut self) {
         self.ask_small();
         if let Some(tid) = self.running.pop_front() {
-            let host = tid.home().expect("a task");
+            let host = tid.birth_host().expect("a task");
             self.bed.world().event(
                 host,
                 EventKind::TaskEnded {
@@ -103,7 +103,7 @@ impl Busy {
 
 fn two_each() -> GuestLimits {
     GuestLimits {
-        cores: Some(2),
+        guests_max: Some(2),
         ..GuestLimits::default()
     }
 }
@@ -183,14 +183,14 @@ fn host_query_reports_reservation() {
     );
     busy.bed.settle();
     let kept = |busy: &mut Busy| -> Vec<String> {
-        let of = |host: &str| match ask(&mut busy.bed, &Question::WhyHost(host.into())) {
-            Answer::Why {
-                now: Some(HostNow::Used(but)),
+        let of = |host: &str| match ask(&mut busy.bed, &RmQuery::HostDecisions(host.into())) {
+            RmReply::Decisions {
+                host_state: Some(HostState::Used(but)),
                 ..
             } => but,
             // The host is full.
-            Answer::Why {
-                now: Some(HostNow::LeftOut { .. }),
+            RmReply::Decisions {
+                host_state: Some(HostState::Excluded { .. }),
                 ..
             } => Vec::new(),
             other => panic!("{other:?}"),
@@ -282,7 +282,7 @@ fn spawn_above_limit_is_refused_at_once() {
     );
     let (ended, small) = (std::mem::take(&mut busy.running), busy.small);
     for tid in ended {
-        let host = tid.home().expect("a task");
+        let host = tid.birth_host().expect("a task");
         busy.bed.world().event(
             host,
             EventKind::TaskEnded {

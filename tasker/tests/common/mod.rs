@@ -128,7 +128,8 @@ impl Tasker {
             Err(e) => panic!("reading from the tasker: {e}"),
         }
         while let Some(frame) = self.decoder.next_frame().expect("frames") {
-            self.waiting.push_back(frame.control().expect("a message"));
+            self.waiting
+                .push_back(frame.decode_control().expect("a message"));
         }
         self.waiting.pop_front()
     }
@@ -244,7 +245,7 @@ pub fn order(tid: Tid, path: &Path, args: &[&str]) -> StartTask {
         path: path.into(),
         argv,
         env,
-        dir: "/".into(),
+        working_dir: "/".into(),
         pinned: false,
     }
 }

@@ -113,7 +113,7 @@ pub fn stop(tasker: &mut Tasker, tid: Tid, migration: MigrationId, seen: &mut Ve
     tasker.send(ToTasker::Stop {
         migration,
         tid,
-        redirection: None,
+        memory_write: None,
     });
     let result = tasker.until(seen, |m| match m {
         FromTasker::Stopped { result, .. } => Some(result.clone()),
@@ -133,7 +133,7 @@ pub fn dump(
         migration,
         tid,
         dir: dir.into(),
-        memory_way: None,
+        memory_socket: None,
     });
     dumped(tasker, seen)
 }
@@ -155,8 +155,8 @@ pub fn restore(
         migration,
         tid,
         dir: dir.into(),
-        again: None,
-        memory_way: None,
+        memory_write: None,
+        memory_socket: None,
     });
     tasker.until(&mut Vec::new(), |m| match m {
         FromTasker::Restored { result, .. } => Some(result.clone()),
@@ -170,7 +170,7 @@ pub fn kill_moved(
     migration: MigrationId,
     seen: &mut Vec<FromTasker>,
 ) -> Usage {
-    tasker.send(ToTasker::KillMoved { migration, tid });
+    tasker.send(ToTasker::KillSource { migration, tid });
     tasker.until(seen, |m| match m {
         FromTasker::SourceGone { used, .. } => Some(*used),
         _ => None,
@@ -181,10 +181,10 @@ pub fn run(tasker: &mut Tasker, migration: MigrationId, used: Usage, seen: &mut 
     tasker.send(ToTasker::Run {
         migration,
         used,
-        held: false,
+        paused: false,
     });
     let result = tasker.until(seen, |m| match m {
-        FromTasker::Ran { result, .. } => Some(result.clone()),
+        FromTasker::Running { result, .. } => Some(result.clone()),
         _ => None,
     });
     assert_eq!(result, Ok(()));
@@ -196,9 +196,9 @@ pub fn continue_task(
     migration: MigrationId,
     seen: &mut Vec<FromTasker>,
 ) {
-    tasker.send(ToTasker::Continue { migration, tid });
+    tasker.send(ToTasker::AbortMigration { migration, tid });
     tasker.until(seen, |m| {
-        matches!(m, FromTasker::Continued { .. }).then_some(())
+        matches!(m, FromTasker::MigrationAborted { .. }).then_some(())
     });
 }
 

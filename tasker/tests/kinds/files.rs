@@ -3,7 +3,7 @@
 use super::common::moving::{discard, dump, restore, stop};
 use super::common::{migration, tid};
 use super::scene::{Scene, other_host, survives, survives_elsewhere};
-use sempa_proto::migration::{FileMatch, Refusal};
+use sempa_proto::migration::{FileRequirement, Refusal};
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -68,8 +68,8 @@ fn a_log_that_grew_meanwhile_is_appended_to() {
     scene.start(&program, &[], "appending", "");
     let log = scene.dir.path().join("log");
     assert_eq!(
-        scene.fact("log").expect("it is open").must,
-        FileMatch::Exists
+        scene.fact("log").expect("it is open").requirement,
+        FileRequirement::Exists
     );
     scene.moves_while(&mut || {
         std::fs::File::options()
@@ -159,8 +159,8 @@ fn missing_file_is_carried_by_policy() {
     let file = scene.dir.path().join("data/held");
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o604)).expect("it is ours");
     assert_eq!(
-        scene.fact("data/held").expect("it is open").must,
-        FileMatch::LengthOrCarried
+        scene.fact("data/held").expect("it is open").requirement,
+        FileRequirement::LengthOrCopied
     );
     let content = std::fs::read(&file).expect("there");
     scene.moves_while(&mut || {});
@@ -247,7 +247,7 @@ fn a_file_is_not_carried_where_its_folder_is_missing() {
 fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
     let mut scene = held_with("SEMPA_FILES=refuse", "true");
     let path = scene.dir.path().join("data/held");
-    assert_eq!(scene.inspect(), Err(Refusal::FilesStay { path }));
+    assert_eq!(scene.inspect(), Err(Refusal::OpenFilesRefused { path }));
     scene.ends_right();
 }
 
@@ -256,6 +256,6 @@ fn a_task_whose_policy_is_to_stay_with_its_files_is_refused() {
 fn a_policy_for_files_that_means_nothing_is_refused() {
     let mut scene = held_with("SEMPA_FILES=all", "true");
     let what = "SEMPA_FILES=all, which is none of shared, copy and refuse".into();
-    assert_eq!(scene.inspect(), Err(Refusal::Holds { what }));
+    assert_eq!(scene.inspect(), Err(Refusal::UnsupportedResource { what }));
     scene.ends_right();
 }

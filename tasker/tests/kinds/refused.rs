@@ -175,7 +175,7 @@ fn ended_main_thread_is_refused() {
     let result = scene.inspect();
     let expected = "a main thread that has ended before the others";
     assert!(
-        matches!(&result, Err(Refusal::Holds { what }) if what == expected),
+        matches!(&result, Err(Refusal::UnsupportedResource { what }) if what == expected),
         "{result:?}"
     );
     scene.ends_right();
@@ -205,7 +205,7 @@ fn a_unix_socket_connected_to_a_stranger_is_refused() {
     let result = scene.inspect();
     let expected = format!("a Unix socket connected to {path}");
     assert!(
-        matches!(&result, Err(Refusal::Holds { what }) if *what == expected),
+        matches!(&result, Err(Refusal::UnsupportedResource { what }) if *what == expected),
         "{result:?}"
     );
     scene.ends_right();
@@ -278,7 +278,7 @@ fn is_refused_while_traced(first: bool) {
         eprintln!("nothing may be traced here");
     } else {
         assert!(
-            matches!(&result, Err(Refusal::Holds { what }) if what == "a debugger"),
+            matches!(&result, Err(Refusal::UnsupportedResource { what }) if what == "a debugger"),
             "{result:?}"
         );
     }

@@ -2,7 +2,7 @@
 
 use super::common::moving::{Moved, inspect, move_task_while, prepare, require_moves};
 use super::common::{Tasker, migration, order, tid};
-use sempa_proto::migration::{FileFact, Refusal, TaskFacts};
+use sempa_proto::migration::{Refusal, RequiredFile, TaskFacts};
 use sempa_proto::tasker::ToTasker;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -126,7 +126,7 @@ impl Scene {
     }
 
     /// Returns the facts of a file that the task needs.
-    pub(crate) fn fact(&mut self, name: &str) -> Option<FileFact> {
+    pub(crate) fn fact(&mut self, name: &str) -> Option<RequiredFile> {
         let path = self.dir.path().join(name);
         self.inspect()
             .expect("it may leave")
@@ -204,7 +204,7 @@ pub(crate) fn is_refused(row: &str, extra: &str, reason: &str) {
     scene.start(&program, &[], row, extra);
     let result = scene.inspect();
     assert!(
-        matches!(&result, Err(Refusal::Holds { what }) if what.contains(reason)),
+        matches!(&result, Err(Refusal::UnsupportedResource { what }) if what.contains(reason)),
         "{row}: {result:?}"
     );
     scene.ends_right();

@@ -12,10 +12,10 @@ use bytes::Bytes;
 use sempa_proto::frame::FrameDecoder;
 use sempa_proto::link::{LinkFrame, SHORT_HEAD_BYTES, decode_short_head};
 use sempa_proto::sm;
-use sempa_ring::blocks::Block;
-use sempa_ring::memory::{Ends, offer};
-use sempa_ring::ring::{Area, RECORD_HEAD_BYTES, Reader, Words, Writer};
-use sempa_ring::store::{LOANS_MAX, OwnStore, PeerStore, Returns, STORE_BYTES};
+use sempa_ring::block_allocator::Block;
+use sempa_ring::ring::{RECORD_HEAD_BYTES, Reader, RingControl, RingMemory, Writer};
+use sempa_ring::shared_memory::{RingPair, create_pair};
+use sempa_ring::shared_pool::{LEASES_MAX, LeaseReturns, OwnPool, POOL_BYTES, PeerPool};
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_long};
 use std::os::fd::AsFd;
@@ -61,8 +61,8 @@ fn documented(body: &[u8]) {
     let _ = sm::unpack_spawn(body.clone());
     let _ = sm::unpack_exec(body.clone());
     let _ = sm::unpack_tids(body.clone());
-    let _ = sm::unpack_task_end(body.clone());
-    let _ = sm::unpack_host_answers(body);
+    let _ = sm::unpack_task_exit(body.clone());
+    let _ = sm::unpack_hoster_reply(body);
 }
 
 fn frames(body: &[u8]) {
@@ -70,21 +70,21 @@ fn frames(body: &[u8]) {
     let mut decoder = FrameDecoder::new();
     decoder.push(body);
     while let Ok(Some(frame)) = decoder.next_frame() {
-        let _ = frame.control::<sempa_proto::task::ToTask>();
+        let _ = frame.decode_control::<sempa_proto::task::ToTask>();
     }
 }
 
 /// A ring in which somebody else has written, and said that he has.
 struct Scribbled {
-    words: Words,
+    words: RingControl,
     data: RefCell<[u8; RING_BYTES]>,
 }
 
 /// Bytes of such a ring: more than an input has.
 const RING_BYTES: usize = 128;
 
-impl Area for &Scribbled {
-    fn words(&self) -> &Words {
+impl RingMemory for &Scribbled {
+    fn control(&self) -> &RingControl {
         &self.words
     }
     fn capacity(&self) -> usize {
@@ -122,7 +122,7 @@ fn rings(order: u8, body: &[u8]) {
             .copy_from_slice(&(u64::from(length) | u64::from(!length) << 32).to_le_bytes());
     }
     let ring = Scribbled {
-        words: Words::at(tail, number(body, 0)),
+        words: RingControl::with_positions(tail, number(body, 0)),
         data: RefCell::new(data),
     };
     let (mut reader, mut taken) = (Reader::new(&ring), 0);
@@ -139,19 +139,19 @@ fn rings(order: u8, body: &[u8]) {
     let mut writer = Writer::new(&ring);
     for _ in 0..4 {
         let _ = writer.write([&[1; 20]]);
-        let _ = writer.wants_room(usize::from(order) / 4);
+        let _ = writer.has_space_or_wake_me(usize::from(order) / 4);
     }
 }
 
 /// A store and a ring beside it, made once.
-fn store() -> &'static (Arc<PeerStore>, Arc<Returns>, Ends) {
-    static STORE: OnceLock<(Arc<PeerStore>, Arc<Returns>, Ends)> = OnceLock::new();
+fn store() -> &'static (Arc<PeerPool>, Arc<LeaseReturns>, RingPair) {
+    static STORE: OnceLock<(Arc<PeerPool>, Arc<LeaseReturns>, RingPair)> = OnceLock::new();
     STORE.get_or_init(|| {
-        let (_, store) = OwnStore::new().expect("the system has memory");
-        let (ends, _) = offer().expect("the system has memory");
-        let returns = Returns::new(ends.reader.area());
+        let (_, store) = OwnPool::new().expect("the system has memory");
+        let (ends, _) = create_pair().expect("the system has memory");
+        let returns = LeaseReturns::new(ends.reader.memory());
         (
-            Arc::new(PeerStore::map(store.as_fd()).expect("it is ours")),
+            Arc::new(PeerPool::map(store.as_fd()).expect("it is ours")),
             returns,
             ends,
         )
@@ -165,14 +165,14 @@ fn loans(body: &[u8]) {
     for at in [0, 4, 8, 20, 24] {
         let (offset, len) = (
             number(body, at) as usize,
-            number(body, at + 8) as usize % (STORE_BYTES * 2),
+            number(body, at + 8) as usize % (POOL_BYTES * 2),
         );
         let slot = body.get(at).copied().unwrap_or(0);
-        let Some(loan) = store.borrow(Block { offset, len }, slot, returns) else {
+        let Some(loan) = store.lease(Block { offset, len }, slot, returns) else {
             continue;
         };
         assert!(
-            offset + len <= STORE_BYTES && usize::from(slot) < LOANS_MAX,
+            offset + len <= POOL_BYTES && usize::from(slot) < LEASES_MAX,
             "{offset} {len} {slot}"
         );
         let bytes: &[u8] = loan.as_ref();
@@ -187,7 +187,7 @@ fn loans(body: &[u8]) {
         held.push(loan);
     }
     drop(held);
-    assert!(!store.is_used(), "what was used has been given back");
+    assert!(!store.has_leases(), "what was used has been given back");
 }
 
 fn messages(encoding: c_int, mut order: u8, body: &[u8]) {

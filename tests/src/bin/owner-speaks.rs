@@ -7,7 +7,7 @@
 use libpvm::Vm;
 use sempa_proto::Micros;
 use sempa_proto::load::GuestLimits;
-use sempa_proto::owner::{Guests, GuestsWord, Leave};
+use sempa_proto::owner::{EvictionMode, GuestAccess, GuestDirective};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 fn now() -> Micros {
@@ -17,25 +17,33 @@ fn now() -> Micros {
     Micros(u64::try_from(since.as_micros()).expect("before the year 500000"))
 }
 
-fn word(line: &str) -> Option<GuestsWord> {
+fn word(line: &str) -> Option<GuestDirective> {
     let (what, rest) = line.split_once(' ')?;
-    let stopped = |leave_at, then, why: &str| (Guests::Stopped { leave_at, then }, why.to_string());
+    let stopped = |leave_at, then, why: &str| {
+        (
+            GuestAccess::Paused {
+                evict_at: leave_at,
+                eviction: then,
+            },
+            why.to_string(),
+        )
+    };
     let (guests, why) = match what {
-        "stop" => stopped(None, Leave::Move, rest),
+        "stop" => stopped(None, EvictionMode::Move, rest),
         "kill" => {
             let (ms, why) = rest.split_once(' ')?;
             stopped(
                 Some(now() + Micros::from_millis(ms.parse().ok()?)),
-                Leave::Kill,
+                EvictionMode::Kill,
                 why,
             )
         }
-        "welcome" => (Guests::Welcome, rest.to_string()),
+        "welcome" => (GuestAccess::Welcome, rest.to_string()),
         _ => return None,
     };
-    Some(GuestsWord {
-        guests,
-        why,
+    Some(GuestDirective {
+        access: guests,
+        reason: why,
         limits: GuestLimits::default(),
     })
 }

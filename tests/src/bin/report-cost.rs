@@ -7,7 +7,7 @@
 use libpvm::{Body, Vm};
 use sempa_proto::load::{GuestLimits, LoadReport, LoadSample, OwnerVerdict};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::owner::Guests;
+use sempa_proto::owner::GuestAccess;
 use sempa_proto::{HostId, Micros, frame};
 use std::time::{Duration, Instant};
 
@@ -30,12 +30,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             available_bytes: 1 << 33,
             ..LoadSample::default()
         },
-        owner: OwnerVerdict::Absent { since: None },
+        owner_verdict: OwnerVerdict::Absent { since: None },
         confidence: 90,
-        why: "nobody is logged in".into(),
+        owner_reason: "nobody is logged in".into(),
         logins: Vec::new(),
-        guests: Guests::Welcome,
-        guests_why: String::new(),
+        access: GuestAccess::Welcome,
+        access_reason: String::new(),
         limits: GuestLimits::default(),
     };
     let bytes = frame::to_bytes(&report)?;

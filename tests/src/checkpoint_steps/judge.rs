@@ -100,9 +100,11 @@ impl CheckpointFaults<'_> {
         self.members[job].owes_restart = true;
         let member = &self.members[job];
         let went_back = |kind: &EventKind| match kind {
-            EventKind::Restarted { set, job, .. } if job.to_string() == member.job.tid => {
-                Some(set.clone())
-            }
+            EventKind::Restarted {
+                checkpoint: set,
+                job,
+                ..
+            } if job.to_string() == member.job.tid => Some(set.clone()),
             _ => None,
         };
         if loss == Loss::Nothing {

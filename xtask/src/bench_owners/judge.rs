@@ -3,7 +3,7 @@
 
 use super::kernels::{Seen, Used};
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Step};
+use sempa_proto::migration::{MigrationCause, Step};
 use sempa_tests::vm::Entry;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -188,8 +188,8 @@ fn after<T>(events: &[Entry], since: u64, says: impl Fn(&Entry) -> Option<T>) ->
 /// What happened on the host of a visit until then, and when.
 fn happened(visit: &Visit, until: u64, events: &[Entry]) -> Vec<(u64, String)> {
     let here = |entry: &&Entry| match &entry.kind {
-        EventKind::Moving { from, .. } => from.index() == visit.host,
-        EventKind::OwnerPresent { host, .. } | EventKind::GuestsStopped { host, .. } => {
+        EventKind::MigrationStep { from, .. } => from.index() == visit.host,
+        EventKind::OwnerPresent { host, .. } | EventKind::GuestsPaused { host, .. } => {
             host.index() == visit.host
         }
         _ => false,
@@ -220,7 +220,7 @@ fn told(visit: &Visit, at_us: u64, text: &str) -> String {
 /// The guests of a host that were stopped for a visit, if there were any.
 fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = String> + use<'a> {
     let of_host = |entry: &'a Entry| match &entry.kind {
-        EventKind::GuestsStopped { host, guests, .. } if host.index() == visit.host => Some(guests),
+        EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => Some(guests),
         _ => None,
     };
     let guests = events
@@ -233,7 +233,7 @@ fn stopped<'a>(events: &'a [Entry], visit: &Visit) -> impl Iterator<Item = Strin
 /// When the guests of a host were let go on, or its owner was gone, after a visit began.
 fn over(events: &[Entry], visit: &Visit) -> Option<u64> {
     after(events, visit.since, |entry| match &entry.kind {
-        EventKind::GuestsContinued { host, .. } | EventKind::OwnerAbsent { host, .. } => {
+        EventKind::GuestsResumed { host, .. } | EventKind::OwnerAbsent { host, .. } => {
             (host.index() == visit.host).then_some(entry.at_us)
         }
         _ => None,
@@ -253,7 +253,7 @@ impl Outcome {
         self.judge_events(events, stays);
         for visit in visits(events) {
             let clean = |entry: &Entry| match entry.kind {
-                EventKind::HostClean { host } if host.index() == visit.host => {
+                EventKind::HostVacated { host } if host.index() == visit.host => {
                     Some(Ok(entry.at_us - visit.since))
                 }
                 EventKind::OwnerAbsent { host, .. } if host.index() == visit.host => {
@@ -370,8 +370,10 @@ impl Outcome {
         let mut began = BTreeMap::new();
         for entry in events {
             match &entry.kind {
-                EventKind::Moving { id, .. } => drop(began.entry(*id).or_insert(entry.at_us)),
-                EventKind::Moved {
+                EventKind::MigrationStep { id, .. } => {
+                    began.entry(*id).or_insert(entry.at_us);
+                }
+                EventKind::Migrated {
                     id, from, cause, ..
                 } => {
                     self.moves += 1;
@@ -379,7 +381,8 @@ impl Outcome {
                     let there = |stay: &Stay| {
                         stay.host == from.index() && (stay.from..=stay.to + AFTER_US).contains(&at)
                     };
-                    let says_so = matches!(cause, Cause::Owner { why } if why.contains("olga"));
+                    let says_so =
+                        matches!(cause, MigrationCause::Owner { why } if why.contains("olga"));
                     if !says_so || !stays.iter().any(there) {
                         self.reasons.push(format!(
                             "a move for a reason that is not true: {}",
@@ -387,13 +390,17 @@ impl Outcome {
                         ));
                     }
                 }
-                EventKind::MoveFailed { .. } => self.failed_moves += 1,
-                EventKind::OwnerPresent { since, seen, .. } => {
-                    self.seen_us.push(seen.since(*since).0)
-                }
-                EventKind::GuestsStopped { took, guests, .. } if !guests.is_empty() => {
-                    self.held_us.push(took.0)
-                }
+                EventKind::MigrationFailed { .. } => self.failed_moves += 1,
+                EventKind::OwnerPresent {
+                    since,
+                    detected_at: seen,
+                    ..
+                } => self.seen_us.push(seen.since(*since).0),
+                EventKind::GuestsPaused {
+                    duration: took,
+                    guests,
+                    ..
+                } if !guests.is_empty() => self.held_us.push(took.0),
                 _ => {}
             }
         }
@@ -425,7 +432,7 @@ impl Outcome {
         }
         self.clean_us.push(clean_us);
         let left = |entry: &Entry| match &entry.kind {
-            EventKind::Moved { from, bytes, .. }
+            EventKind::Migrated { from, bytes, .. }
                 if from.index() == visit.host && within(entry.at_us) =>
             {
                 Some(*bytes)
@@ -441,7 +448,9 @@ impl Outcome {
             return;
         }
         let step = |entry: &&Entry| match &entry.kind {
-            EventKind::Moving { from, .. } => from.index() == visit.host && within(entry.at_us),
+            EventKind::MigrationStep { from, .. } => {
+                from.index() == visit.host && within(entry.at_us)
+            }
             _ => false,
         };
         let steps = events
@@ -511,7 +520,7 @@ impl Outcome {
     fn judge_worker(&mut self, worker: &str, clock: &Clock, events: &[Entry]) {
         for visit in visits(events) {
             let stood = |entry: &Entry| match &entry.kind {
-                EventKind::GuestsStopped { host, guests, .. } if host.index() == visit.host => {
+                EventKind::GuestsPaused { host, guests, .. } if host.index() == visit.host => {
                     Some(guests.iter().any(|tid| tid.to_string() == worker))
                 }
                 _ => None,
@@ -521,7 +530,7 @@ impl Outcome {
             }
             // Nothing of it ran between its stop and this moment.
             let end = |entry: &Entry| match &entry.kind {
-                EventKind::Moving {
+                EventKind::MigrationStep {
                     tid,
                     from,
                     step: Step::Transfer,
@@ -529,7 +538,7 @@ impl Outcome {
                 } => {
                     (from.index() == visit.host && tid.to_string() == worker).then_some(entry.at_us)
                 }
-                EventKind::GuestsContinued { host, .. } => {
+                EventKind::GuestsResumed { host, .. } => {
                     (host.index() == visit.host).then_some(entry.at_us)
                 }
                 _ => None,
@@ -623,16 +632,16 @@ mod tests {
 
     fn moved(from: u16, bytes: u64) -> EventKind {
         let (id, why, frozen) = (MigrationId(1), "olga on pts/0".to_string(), Micros(0));
-        EventKind::Moved {
+        EventKind::Migrated {
             id,
             tid: t(7),
             from: h(from),
             to: h(1),
-            cause: Cause::Owner { why },
+            cause: MigrationCause::Owner { why },
             bytes,
             resident: bytes,
             frozen,
-            whole: frozen,
+            transfer_time: frozen,
         }
     }
 
@@ -641,7 +650,7 @@ mod tests {
         EventKind::OwnerPresent {
             host: h(host),
             since,
-            seen,
+            detected_at: seen,
             why: "olga on pts/0".into(),
         }
     }
@@ -685,7 +694,7 @@ mod tests {
             "the log ends"
         );
         assert!(!never_clean(vec![
-            (2000, EventKind::HostClean { host: h(2) }),
+            (2000, EventKind::HostVacated { host: h(2) }),
             (late, goes())
         ]));
         assert!(!never_clean(vec![(late - 1, goes())]));
@@ -716,7 +725,7 @@ mod tests {
     #[test]
     fn a_host_that_is_clean_too_late_makes_the_run_bad_and_what_its_tasks_hold_is_allowed_for() {
         let clean_at = |at, bytes| {
-            let clean = EventKind::HostClean { host: h(2) };
+            let clean = EventKind::HostVacated { host: h(2) };
             let events = log(vec![
                 (1000, comes(2, 1000)),
                 (2000, moved(2, bytes)),
@@ -739,13 +748,13 @@ mod tests {
     #[test]
     fn workers_and_kernels_beside_an_owner_are_judged_or_counted_as_skipped() {
         let guests = vec![t(7), t(8)];
-        let stopped = EventKind::GuestsStopped {
+        let stopped = EventKind::GuestsPaused {
             host: h(2),
             guests: guests.clone(),
-            took: Micros(9),
+            duration: Micros(9),
             why: String::new(),
         };
-        let go_on = EventKind::GuestsContinued {
+        let go_on = EventKind::GuestsResumed {
             host: h(2),
             guests,
             why: String::new(),

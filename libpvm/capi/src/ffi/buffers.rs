@@ -13,7 +13,7 @@ use crate::process;
 use crate::send;
 use crate::session::{Session, lock, value_or_report};
 use crate::trace;
-use sempa_proto::trace::int;
+use sempa_proto::trace::int_item;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::c_int;
 use std::sync::atomic::Ordering::Relaxed;
@@ -54,9 +54,9 @@ pub(super) fn restart_send_buffer(encoding: c_int) -> PvmResult<()> {
 extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
     trace::traced_call(
         "mkbuf",
-        || vec![int("ME", encoding)],
+        || vec![int_item("ME", encoding)],
         || value_or_report("pvm_mkbuf", create(encoding)),
-        |mid| vec![int("MB", *mid)],
+        |mid| vec![int_item("MB", *mid)],
     )
 }
 
@@ -66,9 +66,9 @@ extern "C" fn pvm_mkbuf(encoding: c_int) -> c_int {
 extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
     trace::traced_call(
         "initsend",
-        || vec![int("ME", encoding)],
+        || vec![int_item("ME", encoding)],
         || value_or_report("pvm_initsend", init_send(encoding)),
-        |mid| vec![int("MSB", *mid)],
+        |mid| vec![int_item("MSB", *mid)],
     )
 }
 
@@ -77,7 +77,7 @@ extern "C" fn pvm_initsend(encoding: c_int) -> c_int {
 extern "C" fn pvm_freebuf(mid: c_int) -> c_int {
     trace::traced_call(
         "freebuf",
-        || vec![int("MB", mid)],
+        || vec![int_item("MB", mid)],
         || {
             value_or_report(
                 "pvm_freebuf",
@@ -99,7 +99,7 @@ extern "C" fn pvm_getsbuf() -> c_int {
         "getsbuf",
         trace::no_items,
         || lock().sbuf,
-        |mid| vec![int("MSB", *mid)],
+        |mid| vec![int_item("MSB", *mid)],
     )
 }
 
@@ -110,7 +110,7 @@ extern "C" fn pvm_getrbuf() -> c_int {
         "getrbuf",
         trace::no_items,
         || lock().rbuf,
-        |mid| vec![int("MRB", *mid)],
+        |mid| vec![int_item("MRB", *mid)],
     )
 }
 
@@ -141,9 +141,9 @@ fn set_active(mid: i32, for_sending: bool) -> PvmResult<i32> {
 extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
     trace::traced_call(
         "setsbuf",
-        || vec![int("MB", mid)],
+        || vec![int_item("MB", mid)],
         || value_or_report("pvm_setsbuf", set_active(mid, true)),
-        |mid| vec![int("MSB", *mid)],
+        |mid| vec![int_item("MSB", *mid)],
     )
 }
 
@@ -152,9 +152,9 @@ extern "C" fn pvm_setsbuf(mid: c_int) -> c_int {
 extern "C" fn pvm_setrbuf(mid: c_int) -> c_int {
     trace::traced_call(
         "setrbuf",
-        || vec![int("MB", mid)],
+        || vec![int_item("MB", mid)],
         || value_or_report("pvm_setrbuf", set_active(mid, false)),
-        |mid| vec![int("MRB", *mid)],
+        |mid| vec![int_item("MRB", *mid)],
     )
 }
 
@@ -178,7 +178,7 @@ unsafe extern "C" fn pvm_bufinfo(
 ) -> c_int {
     trace::traced_call(
         "bufinfo",
-        || vec![int("MB", mid)],
+        || vec![int_item("MB", mid)],
         || {
             // SAFETY: by this function's contract.
             let (len, tag, src) =
@@ -196,10 +196,10 @@ unsafe extern "C" fn pvm_bufinfo(
         // SAFETY: by this function's contract.
         |code| unsafe {
             vec![
-                int("CC", *code),
-                int("INB", read_int(len)),
-                int("IMC", read_int(tag)),
-                int("IST", read_int(src)),
+                int_item("CC", *code),
+                int_item("INB", read_int(len)),
+                int_item("IMC", read_int(tag)),
+                int_item("IST", read_int(src)),
             ]
         },
     )
@@ -213,7 +213,7 @@ unsafe extern "C" fn pvm_bufinfo(
 unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
     trace::traced_call(
         "getminfo",
-        || vec![int("MB", mid)],
+        || vec![int_item("MB", mid)],
         || {
             // SAFETY: by this function's contract.
             let info = unsafe { OutParam::new(info) };
@@ -249,7 +249,7 @@ unsafe extern "C" fn pvm_getminfo(mid: c_int, info: *mut MsgInfo) -> c_int {
 unsafe extern "C" fn pvm_setminfo(mid: c_int, info: *const MsgInfo) -> c_int {
     trace::traced_call(
         "setminfo",
-        || vec![int("MB", mid)],
+        || vec![int_item("MB", mid)],
         || {
             // SAFETY: by this function's contract.
             let info = unsafe { info.as_ref() };

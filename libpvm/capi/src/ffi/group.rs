@@ -6,9 +6,9 @@
 use crate::memory::{OutParam, ProgramStr};
 use crate::receive;
 use crate::{session, trace};
-use sempa_proto::group::{GroupCall, GroupEvent, GroupReply, list_words};
+use sempa_proto::group::{GroupCall, GroupEvent, GroupReply, encode_group_list};
 use sempa_proto::task::Reply;
-use sempa_proto::trace::{int, ints, text};
+use sempa_proto::trace::{int_item, ints_item, text_item};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int, c_void};
 
@@ -72,7 +72,9 @@ fn group_request(call: c_int, group: Vec<u8>, number: c_int) -> PvmResult<GroupR
         Reply::Group(GroupReply::Members(tids)) => Ok(GroupResult::List(
             tids.iter().map(|tid| tid.raw()).collect(),
         )),
-        Reply::Group(GroupReply::Groups(groups)) => Ok(GroupResult::List(list_words(&groups))),
+        Reply::Group(GroupReply::Groups(groups)) => {
+            Ok(GroupResult::List(encode_group_list(&groups)))
+        }
         Reply::Failed { error, .. } => Err(error),
         _ => Err(PvmError::BadMsg),
     }
@@ -117,13 +119,13 @@ unsafe extern "C" fn sempa_group_traced(
     let Ok(event) = GroupEvent::try_from(event) else {
         return body(data);
     };
-    let (name, item, answer) = event.names();
+    let (name, item, answer) = event.trace_names();
     let entry = || {
         // SAFETY: by this function's contract.
         let group =
             unsafe { ProgramStr::new(group) }.map_or(Vec::new(), |text| text.to_bytes().to_vec());
-        let mut items = vec![text("GN", group)];
-        items.extend(item.map(|item| int(item, argument)));
+        let mut items = vec![text_item("GN", group)];
+        items.extend(item.map(|item| int_item(item, argument)));
         items
     };
     trace::traced_call(
@@ -131,7 +133,7 @@ unsafe extern "C" fn sempa_group_traced(
         entry,
         || body(data),
         |code| {
-            let mut items = vec![int(answer, *code)];
+            let mut items = vec![int_item(answer, *code)];
             if !list.is_null() && !count.is_null() {
                 // SAFETY: by this function's contract; `body` has stored both values.
                 let (list, count) = unsafe { (*list, usize::try_from(*count).unwrap_or(0)) };
@@ -141,7 +143,7 @@ unsafe extern "C" fn sempa_group_traced(
                     // SAFETY: by this function's contract the list has `count` words.
                     unsafe { std::slice::from_raw_parts(list, count) }
                 };
-                items.push(ints("MDL", tids.to_vec()));
+                items.push(ints_item("MDL", tids.to_vec()));
             }
             items
         },

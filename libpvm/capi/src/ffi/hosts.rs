@@ -12,8 +12,8 @@ use crate::requests;
 use crate::session::{self, value_or_report, value_or_report_except};
 use crate::trace;
 use sempa_proto::table::HostEntry;
-use sempa_proto::task::{Service, TICKLE_WORDS_MAX, TracerSettings};
-use sempa_proto::trace::int;
+use sempa_proto::task::{DEBUG_QUERY_WORDS_MAX, Service, TracerSettings};
+use sempa_proto::trace::int_item;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 
@@ -60,7 +60,7 @@ unsafe extern "C" fn pvm_config(
                     .iter()
                     .for_each(|host| push_host_info(&mut records, host));
                 hosts.set(records.len());
-                formats.set(table.formats() as i32);
+                formats.set(table.data_format_count() as i32);
                 if !list.is_null() {
                     list.set(HOSTS.store(records));
                 }
@@ -71,9 +71,9 @@ unsafe extern "C" fn pvm_config(
         // SAFETY: by this function's contract.
         |code| unsafe {
             vec![
-                int("NH", read_int(hosts)),
-                int("NA", read_int(formats)),
-                int("CC", *code),
+                int_item("NH", read_int(hosts)),
+                int_item("NA", read_int(formats)),
+                int_item("CC", *code),
             ]
         },
     )
@@ -192,7 +192,7 @@ unsafe extern "C" fn pvm_mstat(name: *const c_char) -> c_int {
                 .and_then(|_| zero_on_success(requests::host_status(name?.to_string_lossy())));
             value_or_report_except("pvm_mstat", result, &[PvmError::NoHost, PvmError::HostFail])
         },
-        |code| vec![int("HS", *code)],
+        |code| vec![int_item("HS", *code)],
     )
 }
 
@@ -213,7 +213,7 @@ unsafe extern "C" fn pvm_archcode(arch: *const c_char) -> c_int {
                 session::runtime().and_then(|_| requests::arch_code(&arch?.to_string_lossy()));
             value_or_report("pvm_archcode", result)
         },
-        |code| vec![int("AC", *code)],
+        |code| vec![int_item("AC", *code)],
     )
 }
 
@@ -341,13 +341,13 @@ unsafe extern "C" fn pvm_reg_tracer(
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                int("TRC", trace_ctx),
-                int("TRT", trace_tag),
-                int("TRX", out_ctx),
-                int("TRO", out_tag),
+                int_item("TRC", trace_ctx),
+                int_item("TRT", trace_tag),
+                int_item("TRX", out_ctx),
+                int_item("TRO", out_tag),
                 c_string_item("TRM", mask),
-                int("TRB", buffer),
-                int("TRL", options),
+                int_item("TRB", buffer),
+                int_item("TRL", options),
             ]
         },
         || {
@@ -396,7 +396,7 @@ unsafe extern "C" fn pvm_tickle(
         || {
             let ask = || {
                 session::runtime()?;
-                if !(1..=TICKLE_WORDS_MAX as c_int).contains(&count) {
+                if !(1..=DEBUG_QUERY_WORDS_MAX as c_int).contains(&count) {
                     return Err(PvmError::BadParam);
                 }
                 // SAFETY: by this function's contract.
@@ -411,9 +411,9 @@ unsafe extern "C" fn pvm_tickle(
                 if !result.is_null() {
                     // SAFETY: as above. There are never more than ten.
                     let target = unsafe {
-                        Strided::new(result, numbers.len().min(TICKLE_WORDS_MAX) as c_int, 1)?
+                        Strided::new(result, numbers.len().min(DEBUG_QUERY_WORDS_MAX) as c_int, 1)?
                     };
-                    (0..numbers.len().min(TICKLE_WORDS_MAX))
+                    (0..numbers.len().min(DEBUG_QUERY_WORDS_MAX))
                         .for_each(|i| target.set(i, numbers[i]));
                 }
                 Ok(0)
@@ -423,7 +423,7 @@ unsafe extern "C" fn pvm_tickle(
         // SAFETY: by this function's contract.
         |code| unsafe {
             vec![
-                int("CC", *code),
+                int_item("CC", *code),
                 c_ints_item("TR", result, read_int(results).min(10)),
             ]
         },

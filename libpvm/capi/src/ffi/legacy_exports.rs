@@ -10,7 +10,7 @@ use crate::memory::{ProgramStr, Strided, write_c_string};
 use crate::session::{self, lock, log_stderr, value_or_report};
 use crate::{control, env, names, process, send};
 use libpvm::Runtime;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::Mutex;
@@ -355,12 +355,12 @@ extern "C" fn pvmgetpvmd() -> *const c_char {
 #[unsafe(no_mangle)]
 extern "C" fn pvmdsockfile() -> *const c_char {
     static TEXT: Mutex<Option<crate::memory::LentToC<CString>>> = Mutex::new(None);
-    let place = Place::of(process::uid() as u32, env::get);
+    let place = RuntimePaths::from_env(process::uid() as u32, env::get);
     store_text(
         &TEXT,
         place.map_or_else(
             |_| String::new(),
-            |place| place.socket().to_string_lossy().into_owned(),
+            |place| place.daemon_socket().to_string_lossy().into_owned(),
         ),
     )
 }

@@ -12,7 +12,7 @@ use crate::requests;
 use crate::send;
 use crate::session::{self, lock, value_or_report, value_or_report_except};
 use crate::trace;
-use sempa_proto::trace::int;
+use sempa_proto::trace::int_item;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
@@ -40,9 +40,9 @@ unsafe extern "C" fn pvm_putinfo(text: *const c_char, mid: c_int, flags: c_int) 
         || unsafe {
             vec![
                 c_string_item("CN", text),
-                int("CI", 0),
-                int("CF", flags),
-                int("CD", mid),
+                int_item("CI", 0),
+                int_item("CF", flags),
+                int_item("CD", mid),
             ]
         },
         || {
@@ -73,8 +73,8 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
         || unsafe {
             vec![
                 c_string_item("CN", text),
-                int("CI", index),
-                int("CF", flags),
+                int_item("CI", index),
+                int_item("CF", flags),
             ]
         },
         || {
@@ -91,7 +91,7 @@ unsafe extern "C" fn pvm_recvinfo(text: *const c_char, index: c_int, flags: c_in
             };
             value_or_report_except("pvm_recvinfo", receive(), &[PvmError::NotFound])
         },
-        |mid| vec![int("CC", (*mid).min(0)), int("CR", *mid)],
+        |mid| vec![int_item("CC", (*mid).min(0)), int_item("CR", *mid)],
     )
 }
 
@@ -107,8 +107,8 @@ unsafe extern "C" fn pvm_delinfo(text: *const c_char, index: c_int, flags: c_int
         || unsafe {
             vec![
                 c_string_item("CN", text),
-                int("CI", index),
-                int("CF", flags),
+                int_item("CI", index),
+                int_item("CF", flags),
             ]
         },
         || {
@@ -201,8 +201,8 @@ unsafe extern "C" fn pvm_insert(text: *const c_char, index: c_int, value: c_int)
         || unsafe {
             vec![
                 c_string_item("CN", text),
-                int("CI", index),
-                int("CD", value),
+                int_item("CI", index),
+                int_item("CD", value),
             ]
         },
         || {
@@ -223,7 +223,7 @@ unsafe extern "C" fn pvm_lookup(text: *const c_char, index: c_int, value: *mut c
     trace::traced_call(
         "lookup",
         // SAFETY: by this function's contract.
-        || unsafe { vec![c_string_item("CN", text), int("CI", index)] },
+        || unsafe { vec![c_string_item("CN", text), int_item("CI", index)] },
         || {
             // SAFETY: by this function's contract.
             let place = unsafe { OutParam::new(value) };
@@ -248,7 +248,7 @@ unsafe extern "C" fn pvm_delete(text: *const c_char, index: c_int) -> c_int {
     trace::traced_call(
         "delete",
         // SAFETY: by this function's contract.
-        || unsafe { vec![c_string_item("CN", text), int("CI", index)] },
+        || unsafe { vec![c_string_item("CN", text), int_item("CI", index)] },
         || {
             // SAFETY: by this function's contract.
             let delete = || requests::mailbox_delete(unsafe { class_name(text)? }, index);

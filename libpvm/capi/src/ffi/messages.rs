@@ -15,7 +15,7 @@ use crate::receive::{self, Matcher, ReceiveError, WaitMode};
 use crate::send;
 use crate::session::{self, lock, report_error, value_or_report};
 use crate::trace;
-use sempa_proto::trace::int;
+use sempa_proto::trace::int_item;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering::Relaxed;
@@ -28,10 +28,10 @@ extern "C" fn pvm_send(tid: c_int, tag: c_int) -> c_int {
         "send",
         || {
             vec![
-                int("MNB", send_buffer_len()),
-                int("DST", tid),
-                int("MC", tag),
-                int("MCX", current_context()),
+                int_item("MNB", send_buffer_len()),
+                int_item("DST", tid),
+                int_item("MC", tag),
+                int_item("MCX", current_context()),
             ]
         },
         || value_or_report("pvm_send", zero_on_success(send::send(tid, tag))),
@@ -50,9 +50,9 @@ unsafe extern "C" fn pvm_mcast(tids: *const c_int, count: c_int, tag: c_int) -> 
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                int("MNB", send_buffer_len()),
-                int("MC", tag),
-                int("MCX", current_context()),
+                int_item("MNB", send_buffer_len()),
+                int_item("MC", tag),
+                int_item("MCX", current_context()),
                 c_ints_item("MDL", tids, count),
             ]
         },
@@ -93,9 +93,9 @@ unsafe extern "C" fn pvm_psend(
         || {
             with_array_items(
                 vec![
-                    int("DST", tid),
-                    int("MC", tag),
-                    int("MCX", current_context()),
+                    int_item("DST", tid),
+                    int_item("MC", tag),
+                    int_item("MCX", current_context()),
                 ],
                 items,
                 count,
@@ -214,8 +214,8 @@ unsafe extern "C" fn pvm_trecv(tid: c_int, tag: c_int, time: *const TimeVal) -> 
                 let mut items = receive_entry_items(tid, tag);
                 let time = time.as_ref();
                 items.extend([
-                    int("MTS", time.map_or(-1, |t| t.tv_sec as c_int)),
-                    int("MTU", time.map_or(-1, |t| t.tv_usec as c_int)),
+                    int_item("MTS", time.map_or(-1, |t| t.tv_sec as c_int)),
+                    int_item("MTU", time.map_or(-1, |t| t.tv_usec as c_int)),
                 ]);
                 items
             }
@@ -278,7 +278,13 @@ extern "C" fn pvm_recvf(matcher: Option<Matcher>) -> Option<Matcher> {
 extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<HandlerFn>) -> c_int {
     trace::traced_call(
         "addmhf",
-        || vec![int("RST", src), int("RMC", tag), int("RCX", ctx)],
+        || {
+            vec![
+                int_item("RST", src),
+                int_item("RMC", tag),
+                int_item("RCX", ctx),
+            ]
+        },
         || {
             let add = || {
                 session::runtime()?;
@@ -288,7 +294,7 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
             };
             value_or_report("pvm_addmhf", add())
         },
-        |id| vec![int("MHI", *id)],
+        |id| vec![int_item("MHI", *id)],
     )
 }
 
@@ -297,7 +303,7 @@ extern "C" fn pvm_addmhf(src: c_int, tag: c_int, ctx: c_int, handler: Option<Han
 extern "C" fn pvm_delmhf(id: c_int) -> c_int {
     trace::traced_call(
         "delmhf",
-        || vec![int("MHI", id)],
+        || vec![int_item("MHI", id)],
         || value_or_report("pvm_delmhf", zero_on_success(lock().handlers.remove(id))),
         trace::return_code_items,
     )
@@ -313,7 +319,7 @@ extern "C" fn pvm_getcontext() -> c_int {
             drop(lock());
             crate::data::pvmmyctx.load(Relaxed)
         },
-        |ctx| vec![int("CXC", *ctx)],
+        |ctx| vec![int_item("CXC", *ctx)],
     )
 }
 
@@ -322,7 +328,7 @@ extern "C" fn pvm_getcontext() -> c_int {
 extern "C" fn pvm_setcontext(ctx: c_int) -> c_int {
     trace::traced_call(
         "setcontext",
-        || vec![int("CXS", ctx)],
+        || vec![int_item("CXS", ctx)],
         || {
             drop(lock());
             crate::data::pvmmyctx.swap(ctx, Relaxed)
@@ -338,7 +344,7 @@ extern "C" fn pvm_newcontext() -> c_int {
         "newcontext",
         trace::no_items,
         || value_or_report("pvm_newcontext", crate::requests::new_context()),
-        |ctx| vec![int("CXN", *ctx)],
+        |ctx| vec![int_item("CXN", *ctx)],
     )
 }
 
@@ -347,7 +353,7 @@ extern "C" fn pvm_newcontext() -> c_int {
 extern "C" fn pvm_freecontext(ctx: c_int) -> c_int {
     trace::traced_call(
         "freecontext",
-        || vec![int("CXF", ctx)],
+        || vec![int_item("CXF", ctx)],
         || {
             value_or_report(
                 "pvm_freecontext",

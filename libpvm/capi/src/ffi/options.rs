@@ -10,7 +10,7 @@ use crate::memory::{ProgramStr, Strided};
 use crate::options;
 use crate::session::{lock, log_stderr, value_or_report};
 use crate::trace;
-use sempa_proto::trace::int;
+use sempa_proto::trace::int_item;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
@@ -20,13 +20,13 @@ use std::sync::atomic::Ordering::Relaxed;
 extern "C" fn pvm_getopt(what: c_int) -> c_int {
     trace::traced_call(
         "getopt",
-        || vec![int("OPT", what)],
+        || vec![int_item("OPT", what)],
         || {
             // The first lock creates the session, which reads options from the environment.
             drop(lock());
             value_or_report("pvm_getopt", options::get(what))
         },
-        |value| vec![int("OPV", *value)],
+        |value| vec![int_item("OPV", *value)],
     )
 }
 
@@ -35,12 +35,12 @@ extern "C" fn pvm_getopt(what: c_int) -> c_int {
 extern "C" fn pvm_setopt(what: c_int, value: c_int) -> c_int {
     trace::traced_call(
         "setopt",
-        || vec![int("OPT", what), int("OPV", value)],
+        || vec![int_item("OPT", what), int_item("OPV", value)],
         || {
             drop(lock());
             value_or_report("pvm_setopt", options::set(what, value))
         },
-        |before| vec![int("OPV", *before)],
+        |before| vec![int_item("OPV", *before)],
     )
 }
 

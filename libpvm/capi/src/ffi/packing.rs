@@ -7,7 +7,7 @@ use crate::memory::{ProgramStr, Strided, write_c_string};
 use crate::pack;
 use crate::session::{lock, value_or_report};
 use crate::trace;
-use sempa_proto::trace::{Item, int};
+use sempa_proto::trace::{TraceItem, int_item};
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{c_char, c_double, c_float, c_int, c_long, c_short, c_uint, c_ulong, c_ushort};
 
@@ -35,11 +35,11 @@ fn event_name(function: &'static str) -> &'static str {
 }
 
 /// Items of an array argument.
-fn array_argument_items<T>(first: *const T, count: c_int, stride: c_int) -> Vec<Item> {
+fn array_argument_items<T>(first: *const T, count: c_int, stride: c_int) -> Vec<TraceItem> {
     vec![
         trace::address_item("PDA", first),
-        int("PC", count),
-        int("PSD", stride),
+        int_item("PC", count),
+        int_item("PSD", stride),
     ]
 }
 

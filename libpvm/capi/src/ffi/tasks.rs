@@ -11,7 +11,7 @@ use crate::memory::{OutParam, ProgramStr, Stream, Strided, copy_strings};
 use crate::session::{self, lock, value_or_report, value_or_report_except};
 use crate::trace;
 use crate::{leave, output, receive, requests, start};
-use sempa_proto::trace::int;
+use sempa_proto::trace::int_item;
 use sempa_proto::{PvmError, PvmResult, Tid};
 use std::ffi::{c_char, c_int};
 use std::sync::atomic::Ordering::Relaxed;
@@ -23,7 +23,7 @@ extern "C" fn pvm_mytid() -> c_int {
         "mytid",
         trace::no_items,
         || value_or_report("pvm_mytid", session::runtime().map(|rt| rt.tid().raw())),
-        |tid| vec![int("MT", *tid)],
+        |tid| vec![int_item("MT", *tid)],
     )
 }
 
@@ -48,7 +48,7 @@ extern "C" fn pvm_parent() -> c_int {
                 &[PvmError::NoParent, PvmError::ParentNotSet],
             )
         },
-        |tid| vec![int("PT", *tid)],
+        |tid| vec![int_item("PT", *tid)],
     )
 }
 
@@ -81,8 +81,8 @@ unsafe extern "C" fn pvm_spawn(
             vec![
                 c_string_item("SE", file),
                 c_string_item("SW", place),
-                int("SF", flags),
-                int("SC", count),
+                int_item("SF", flags),
+                int_item("SC", count),
             ]
         },
         || {
@@ -112,7 +112,7 @@ unsafe extern "C" fn pvm_spawn(
             value_or_report("pvm_spawn", spawn())
         },
         // SAFETY: by this function's contract.
-        |n| unsafe { vec![int("CC", *n), c_ints_item("STL", tids, *n)] },
+        |n| unsafe { vec![int_item("CC", *n), c_ints_item("STL", tids, *n)] },
     )
 }
 
@@ -163,7 +163,7 @@ unsafe extern "C" fn pvm_tasks(
 ) -> c_int {
     trace::traced_call(
         "tasks",
-        || vec![int("TW", selector)],
+        || vec![int_item("TW", selector)],
         || {
             // SAFETY: by this function's contract.
             let (count, list) = unsafe { (OutParam::new(count), OutParam::new(tasks)) };
@@ -187,7 +187,7 @@ unsafe extern "C" fn pvm_tasks(
             value_or_report("pvm_tasks", ask())
         },
         // SAFETY: by this function's contract.
-        |code| unsafe { vec![int("CC", *code), int("TNT", read_int(count))] },
+        |code| unsafe { vec![int_item("CC", *code), int_item("TNT", read_int(count))] },
     )
 }
 
@@ -196,7 +196,7 @@ unsafe extern "C" fn pvm_tasks(
 extern "C" fn pvm_pstat(tid: c_int) -> c_int {
     trace::traced_call(
         "pstat",
-        || vec![int("TT", tid)],
+        || vec![int_item("TT", tid)],
         || {
             value_or_report_except(
                 "pvm_pstat",
@@ -204,7 +204,7 @@ extern "C" fn pvm_pstat(tid: c_int) -> c_int {
                 &[PvmError::NoTask],
             )
         },
-        |code| vec![int("TST", *code)],
+        |code| vec![int_item("TST", *code)],
     )
 }
 
@@ -213,7 +213,7 @@ extern "C" fn pvm_pstat(tid: c_int) -> c_int {
 extern "C" fn pvm_kill(tid: c_int) -> c_int {
     trace::traced_call(
         "kill",
-        || vec![int("TT", tid)],
+        || vec![int_item("TT", tid)],
         || {
             value_or_report(
                 "pvm_kill",
@@ -229,7 +229,7 @@ extern "C" fn pvm_kill(tid: c_int) -> c_int {
 extern "C" fn pvm_sendsig(tid: c_int, signal: c_int) -> c_int {
     trace::traced_call(
         "sendsig",
-        || vec![int("TT", tid), int("SN", signal)],
+        || vec![int_item("TT", tid), int_item("SN", signal)],
         || {
             value_or_report(
                 "pvm_sendsig",
@@ -260,8 +260,8 @@ unsafe extern "C" fn pvm_notify(
         // SAFETY: by this function's contract.
         || unsafe {
             vec![
-                int("NE", what),
-                int("NMC", tag),
+                int_item("NE", what),
+                int_item("NMC", tag),
                 c_ints_item(
                     "NTL",
                     vals,
@@ -334,7 +334,7 @@ unsafe extern "C" fn pvm_getfds(fds: *mut *mut c_int) -> c_int {
         // SAFETY: by this function's contract.
         |n| unsafe {
             vec![
-                int("CC", *n),
+                int_item("CC", *n),
                 c_ints_item(
                     "FDS",
                     fds.as_ref()
@@ -359,7 +359,7 @@ unsafe extern "C" fn pvm_start_pvmd(
     trace::traced_call(
         "start_pvmd",
         // SAFETY: by this function's contract.
-        || unsafe { vec![int("BF", block), c_strings_item("AS", args, count)] },
+        || unsafe { vec![int_item("BF", block), c_strings_item("AS", args, count)] },
         || {
             // SAFETY: by this function's contract.
             let args = unsafe { copy_strings(args, Some(count.max(0))) };

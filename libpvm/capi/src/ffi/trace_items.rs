@@ -6,7 +6,7 @@ use crate::data;
 use crate::memory::{ProgramStr, Strided, copy_strings};
 use crate::session::lock;
 use crate::trace::{address_item, text_list_item};
-use sempa_proto::trace::{Item, int, ints, text};
+use sempa_proto::trace::{TraceItem, int_item, ints_item, text_item};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -17,9 +17,9 @@ const ITEM_VALUES_MAX: c_int = 4096;
 ///
 /// # Safety
 /// `place` must be null or a string.
-pub(super) unsafe fn c_string_item(name: &'static str, place: *const c_char) -> Item {
+pub(super) unsafe fn c_string_item(name: &'static str, place: *const c_char) -> TraceItem {
     // SAFETY: by this function's contract.
-    text(
+    text_item(
         name,
         unsafe { ProgramStr::new(place) }
             .map_or_else(|_| Vec::new(), |text| text.to_bytes().to_vec()),
@@ -30,10 +30,14 @@ pub(super) unsafe fn c_string_item(name: &'static str, place: *const c_char) -> 
 ///
 /// # Safety
 /// `place` must be null or hold `count` ints.
-pub(super) unsafe fn c_ints_item(name: &'static str, place: *const c_int, count: c_int) -> Item {
+pub(super) unsafe fn c_ints_item(
+    name: &'static str,
+    place: *const c_int,
+    count: c_int,
+) -> TraceItem {
     // SAFETY: by this function's contract.
     let numbers = unsafe { Strided::new(place, count.clamp(0, ITEM_VALUES_MAX), 1) };
-    ints(
+    ints_item(
         name,
         numbers.map_or_else(|_| Vec::new(), |numbers| numbers.to_vec()),
     )
@@ -47,7 +51,7 @@ pub(super) unsafe fn c_strings_item(
     name: &'static str,
     place: *const *const c_char,
     count: c_int,
-) -> Item {
+) -> TraceItem {
     let count = if place.is_null() {
         0
     } else {
@@ -81,52 +85,52 @@ pub(super) fn send_buffer_len() -> c_int {
 }
 
 /// Items of the arguments of a receive call.
-pub(super) fn receive_entry_items(tid: c_int, tag: c_int) -> Vec<Item> {
+pub(super) fn receive_entry_items(tid: c_int, tag: c_int) -> Vec<TraceItem> {
     vec![
-        int("RST", tid),
-        int("RMC", tag),
-        int("RCX", current_context()),
+        int_item("RST", tid),
+        int_item("RMC", tag),
+        int_item("RCX", current_context()),
     ]
 }
 
 /// Items of the result of a receive call.
-pub(super) fn receive_exit_items(mid: &c_int) -> Vec<Item> {
+pub(super) fn receive_exit_items(mid: &c_int) -> Vec<TraceItem> {
     let session = lock();
     let (len, tag, ctx, src) = match session.buffers.get(*mid) {
         Ok(buffer) => (buffer.len() as c_int, buffer.tag, buffer.ctx, buffer.src),
         Err(_) => (-1, -1, 0, -1),
     };
     vec![
-        int("MB", *mid),
-        int("MNB", len),
-        int("MC", tag),
-        int("MCX", ctx),
-        int("SRC", src),
+        int_item("MB", *mid),
+        int_item("MNB", len),
+        int_item("MC", tag),
+        int_item("MCX", ctx),
+        int_item("SRC", src),
     ]
 }
 
 /// Appends the items of the array argument of `pvm_psend` or `pvm_precv`.
 pub(super) fn with_array_items(
-    mut items: Vec<Item>,
+    mut items: Vec<TraceItem>,
     place: *const c_void,
     count: c_int,
     kind: c_int,
-) -> Vec<Item> {
+) -> Vec<TraceItem> {
     items.extend([
         address_item("PDA", place),
-        int("PC", count),
-        int("PDT", kind),
+        int_item("PC", count),
+        int_item("PDT", kind),
     ]);
     items
 }
 
 /// Items of the result of `pvm_precv`: code, length of the message, tag, context, sender.
-pub(super) fn precv_exit_items(code: c_int, len: c_int, tag: c_int, src: c_int) -> Vec<Item> {
+pub(super) fn precv_exit_items(code: c_int, len: c_int, tag: c_int, src: c_int) -> Vec<TraceItem> {
     vec![
-        int("CC", code),
-        int("MNB", len),
-        int("MC", tag),
-        int("MCX", current_context()),
-        int("SRC", src),
+        int_item("CC", code),
+        int_item("MNB", len),
+        int_item("MC", tag),
+        int_item("MCX", current_context()),
+        int_item("SRC", src),
     ]
 }

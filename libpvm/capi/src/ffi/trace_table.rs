@@ -8,7 +8,7 @@
 use super::trace_items::{c_ints_item, c_string_item, c_strings_item};
 use crate::trace::external;
 use sempa_proto::PvmError;
-use sempa_proto::trace::{DATA_IDS, Item, int};
+use sempa_proto::trace::{DATA_IDS, TraceItem, int_item};
 use std::ffi::{c_char, c_int, c_void};
 
 /// Adds an item to a record. The arguments are the item's number, 0 for one value or 0x80 for an
@@ -35,7 +35,7 @@ fn item_name(number: c_int) -> Option<&'static str> {
     DATA_IDS.get(usize::try_from(number).ok()?)?.to_str().ok()
 }
 
-fn add_item(item: Item) -> c_int {
+fn add_item(item: TraceItem) -> c_int {
     if external::add_item(item) {
         0
     } else {
@@ -77,7 +77,10 @@ unsafe extern "C" fn put_ints(
         return add_item(unsafe { c_ints_item(name, values, count) });
     }
     // SAFETY: the caller's contract: null or an int.
-    add_item(int(name, unsafe { values.as_ref() }.copied().unwrap_or(0)))
+    add_item(int_item(
+        name,
+        unsafe { values.as_ref() }.copied().unwrap_or(0),
+    ))
 }
 
 /// Records one string or an array of strings.

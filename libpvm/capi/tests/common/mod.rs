@@ -187,11 +187,12 @@ impl Daemon {
     pub(crate) fn with_parent(parent: Tid) -> Daemon {
         let tmp = TempDir::new().expect("a directory");
         let root = tmp.path().to_string_lossy().into_owned();
-        let place =
-            sempa_proto::place::Place::of(user(), |name| (name == "PVM_TMP").then(|| root.clone()));
+        let place = sempa_proto::runtime_paths::RuntimePaths::from_env(user(), |name| {
+            (name == "PVM_TMP").then(|| root.clone())
+        });
         let place = place.expect("a good place");
         std::fs::create_dir_all(place.dir()).expect("the directory of the virtual machine");
-        let listener = UnixListener::bind(place.socket()).expect("a socket");
+        let listener = UnixListener::bind(place.daemon_socket()).expect("a socket");
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 std::thread::spawn(move || {
@@ -235,9 +236,9 @@ impl Seat {
         let mut chunk = [0; 4096];
         loop {
             while let Some(frame) = decoder.next_frame().expect("the library writes frames") {
-                match frame.control::<ToDaemon>() {
+                match frame.decode_control::<ToDaemon>() {
                     Ok(ToDaemon::Hello(hello)) => self.welcome(hello.claim),
-                    Ok(ToDaemon::Request { id, what }) => {
+                    Ok(ToDaemon::Request { id, request: what }) => {
                         let reply = self.answer(what);
                         self.say(&ToTask::Reply { id, reply });
                     }
@@ -264,7 +265,7 @@ impl Seat {
             spawned: matches!(claim, Claim::Spawned { .. }),
             tracer: None,
             restart: None,
-            successor: None,
+            handoff: None,
         }));
         if self.parent.is_task() {
             self.tell_siblings();
@@ -339,8 +340,8 @@ impl Seat {
                 name: String::new(),
                 pid: 77,
                 uid: 0,
-                moving: false,
-                stopped: false,
+                migrating: false,
+                paused: false,
                 suspended: false,
             }]),
             Request::Spawn(what) if what.file == "nowhere" => {

@@ -47,7 +47,7 @@ impl LinkKind {
 pub const SHORT_HEAD_BYTES: usize = 16;
 /// Byte of a short header that is free for the route; it carries a hint about the sender's
 /// processor.
-pub const SHORT_HEAD_SPARE: usize = 7;
+pub const CPU_HINT_BYTE: usize = 7;
 /// Sequence numbers in a short header have 48 bits: at a million fragments a second they last eight
 /// years.
 const SHORT_SEQ_BITS: u32 = 48;
@@ -55,7 +55,7 @@ const SHORT_SEQ_BITS: u32 = 48;
 const SHORT_FLAG: u64 = 0x10;
 /// Bit of a short header's first byte: the message lies outside the frame, and the record contains
 /// its location.
-pub const SHORT_HEAD_APART: u8 = 0x20;
+pub const FLAG_OUT_OF_LINE: u8 = 0x20;
 const KIND_BITS: u64 = 0xf;
 
 /// Encodes a short header; [`SHORT_HEAD_SPARE`] is 0.
@@ -94,7 +94,7 @@ pub struct LinkFrame {
     /// The fragment that `src` expects next from `dst`: all below have arrived.
     pub ack: u64,
     /// Incarnation of the link; see [`super::Link::begin_timeline`].
-    pub line: u16,
+    pub incarnation: u16,
     /// Payload of a data frame; otherwise empty.
     pub payload: Bytes,
 }
@@ -107,7 +107,7 @@ impl LinkFrame {
         let mut out = &mut head[..];
         out.put_u8(kind);
         out.put_u8(u8::from(flag));
-        out.put_u16_le(self.line);
+        out.put_u16_le(self.incarnation);
         out.put_i32_le(self.src.raw());
         out.put_i32_le(self.dst.raw());
         out.put_u64_le(self.seq);
@@ -140,7 +140,7 @@ impl LinkFrame {
             kind,
             seq,
             ack,
-            line,
+            incarnation: line,
             payload: bytes,
         })
     }
@@ -193,13 +193,13 @@ pub struct FrameRef<'a> {
     pub kind: LinkKind,
     pub seq: u64,
     pub ack: u64,
-    pub line: u16,
+    pub incarnation: u16,
     /// First part of the payload: the message header, in the first fragment only.
     pub head: &'a [u8],
     /// Second part of the payload: a part of the message body.
     pub body: &'a [u8],
     /// The whole body, if it can be shared without a copy.
-    pub(super) shared: Option<&'a Bytes>,
+    pub(super) shared_body: Option<&'a Bytes>,
 }
 
 impl FrameRef<'_> {
@@ -211,7 +211,7 @@ impl FrameRef<'_> {
 
     /// Converts into an owned frame. A payload without a message header shares the body's memory.
     pub fn to_frame(&self) -> LinkFrame {
-        let payload = match self.shared {
+        let payload = match self.shared_body {
             Some(whole) if self.head.is_empty() => whole.slice_ref(self.body),
             _ => [self.head, self.body].concat().into(),
         };
@@ -221,7 +221,7 @@ impl FrameRef<'_> {
             kind,
             seq,
             ack,
-            line,
+            incarnation: line,
             ..
         } = *self;
         LinkFrame {
@@ -230,7 +230,7 @@ impl FrameRef<'_> {
             kind,
             seq,
             ack,
-            line,
+            incarnation: line,
             payload,
         }
     }

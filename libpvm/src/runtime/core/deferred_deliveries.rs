@@ -7,19 +7,19 @@
 
 use super::{Core, DEFERRED_DELIVERIES_MAX};
 use sempa_proto::Message;
-use sempa_proto::task::LinkMark;
+use sempa_proto::task::SendWatermark;
 use sempa_proto::{Micros, Tid};
 
 impl Core {
-    fn has_reached(&self, watermark: LinkMark) -> bool {
+    fn has_reached(&self, watermark: SendWatermark) -> bool {
         // A direct connection delivers everything before it ends, and the daemon does not know how
         // much that is.
         if self.direct.has_route(watermark.peer) {
             return false;
         }
         match self.links.get(&watermark.peer) {
-            Some(link) => link.is_gone() || link.expected() >= watermark.end,
-            None => watermark.end <= 1,
+            Some(link) => link.is_peer_gone() || link.expected_seq() >= watermark.end_seq,
+            None => watermark.end_seq <= 1,
         }
     }
 
@@ -29,7 +29,7 @@ impl Core {
         &mut self,
         now: Micros,
         message: Message,
-        after: Option<LinkMark>,
+        after: Option<SendWatermark>,
     ) {
         // The watermark counts what the daemon carried, so the ring must be read first.
         if let Some(watermark) = after {

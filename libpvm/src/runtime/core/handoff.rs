@@ -15,7 +15,7 @@ use super::Core;
 use bytes::Bytes;
 use sempa_proto::frame::{FrameError, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame};
-use sempa_proto::task::{LinkMark, Successor, ToDaemon, Welcome};
+use sempa_proto::task::{ProcessHandoff, SendWatermark, ToDaemon, Welcome};
 use sempa_proto::{Message, Micros, MigrationId, RequestId};
 use std::collections::VecDeque;
 
@@ -28,22 +28,22 @@ const REQUEST_ID_SHIFT: u32 = 40;
 /// Returns the incarnation of a new process and the id before its first request. Replies to
 /// requests of a predecessor process do not match any id of the new process.
 pub(super) fn initial_ids(welcome: &Welcome) -> (u16, RequestId) {
-    let successor = welcome.successor.as_deref();
+    let successor = welcome.handoff.as_deref();
     (
-        successor.map_or(0, |s| s.line),
-        RequestId(successor.map_or(0, |s| u64::from(s.count) << REQUEST_ID_SHIFT)),
+        successor.map_or(0, |s| s.incarnation),
+        RequestId(successor.map_or(0, |s| u64::from(s.restart_count) << REQUEST_ID_SHIFT)),
     )
 }
 
 impl Core {
     /// Continues the links of the predecessor process.
-    pub(super) fn take_over_links(&mut self, successor: &Successor) {
-        for link_state in &successor.talks {
-            let mut link = Link::go_on(self.own_tid, link_state);
+    pub(super) fn take_over_links(&mut self, successor: &ProcessHandoff) {
+        for link_state in &successor.links {
+            let mut link = Link::resume_from(self.own_tid, link_state);
             link.handle(Micros(0), LinkEvent::RouteUp(self.route));
             self.links.insert(link_state.peer, link);
             self.queue_for_pump(link_state.peer);
-            if link_state.gone {
+            if link_state.peer_gone {
                 self.ended_peers.push_back(link_state.peer);
             }
         }
@@ -52,7 +52,7 @@ impl Core {
     /// Returns an unacknowledged fragment of the predecessor process to its link.
     pub(super) fn restore_unacked(&mut self, now: Micros, frame: &LinkFrame) {
         if let Some(link) = self.links.get_mut(&frame.dst) {
-            link.take_back(frame);
+            link.accept_returned(frame);
             self.pump_link(now, frame.dst);
         }
     }
@@ -74,7 +74,7 @@ impl Core {
                 let frame = self
                     .handed_off_for
                     .take()
-                    .map(|by| encode_control(&ToDaemon::TakesAgain { by }));
+                    .map(|by| encode_control(&ToDaemon::ExitCancelled { migration: by }));
                 self.queue_frames(frame);
             }
         }
@@ -99,16 +99,16 @@ impl Core {
     /// Returns the received messages and deferred notifications for the next process, in order. A
     /// program that is asked to exit receives the messages itself before it exits; a process that
     /// is exiting does not.
-    fn take_unread(&mut self) -> Vec<(LinkMark, Message)> {
+    fn take_unread(&mut self) -> Vec<(SendWatermark, Message)> {
         let mut unread = VecDeque::new();
         if self.exiting {
             self.inbox.drain_into(&mut unread);
         }
         let deliverable = |message: Message| {
             (
-                LinkMark {
+                SendWatermark {
                     peer: message.src,
-                    end: DELIVERABLE,
+                    end_seq: DELIVERABLE,
                 },
                 message,
             )
@@ -130,28 +130,32 @@ impl Core {
         for link in self.links.values_mut() {
             // Fragments that went by other routes may still be in transit.
             link.handle(now, LinkEvent::RouteUp(self.route));
-            let (talk, unacked) = link.part(now);
+            let (talk, unacked) = link.hand_off(now);
             link_states.push(talk);
             frames.extend(unacked);
         }
         self.pump_queue.clear();
         self.in_pump_queue.clear();
-        let handoff = ToDaemon::Parting {
-            by,
-            line: self.incarnation,
-            talks: link_states,
-            later: self.take_unread(),
+        let handoff = ToDaemon::Handoff {
+            migration: by,
+            incarnation: self.incarnation,
+            links: link_states,
+            deferred_notifications: self.take_unread(),
         };
         let (Ok(first), Ok(last)) = (
             encode_control(&handoff),
-            encode_control(&ToDaemon::TakesNothing { by }),
+            encode_control(&ToDaemon::ReadyToExit { migration: by }),
         ) else {
             // The state is too large for a frame: nothing is handed off, and the program is not
             // asked to exit.
-            if let ToDaemon::Parting { later, .. } = handoff {
+            if let ToDaemon::Handoff {
+                deferred_notifications: later,
+                ..
+            } = handoff
+            {
                 later
                     .into_iter()
-                    .for_each(|(mark, message)| match mark.end {
+                    .for_each(|(mark, message)| match mark.end_seq {
                         DELIVERABLE => self.inbox.push(message),
                         _ => self.deferred_deliveries.push_back((mark, message)),
                     });

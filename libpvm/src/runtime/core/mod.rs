@@ -15,14 +15,14 @@ use rustc_hash::FxHashMap;
 use sempa_proto::frame::{Frame, FrameKind, encode_control};
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkKind};
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::sm::{SM_GRANT, SM_SPAWN_WAITS};
+use sempa_proto::sm::{SM_PLACEMENT_LEASE, SM_SPAWN_WAITS};
 use sempa_proto::task::{
-    LinkMark, REQUESTS_OPEN_MAX, Reply, Request, RmInfo, Sink, ToDaemon, ToTask, Welcome,
+    REQUESTS_OPEN_MAX, Reply, Request, RmInfo, SendWatermark, Sink, ToDaemon, ToTask, Welcome,
 };
 use sempa_proto::{
     HostId, Message, Micros, MigrationId, PvmError, PvmResult, RequestId, RouteId, Tid,
 };
-use sempa_socket::{Passed, Taken};
+use sempa_socket::{MessageFds, PendingFds};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -104,7 +104,7 @@ pub(crate) struct Core {
     /// Links that may have frames to transmit and wait for space in the outbox.
     pump_queue: VecDeque<Tid>,
     in_pump_queue: HashSet<Tid>,
-    deferred_deliveries: VecDeque<(LinkMark, Message)>,
+    deferred_deliveries: VecDeque<(SendWatermark, Message)>,
     requests: HashMap<RequestId, OpenRequest>,
     last_request: RequestId,
     /// Open requests of this task's threads to resource managers.
@@ -167,7 +167,7 @@ impl Core {
             event_seq: 0,
             send_event_seq: 0,
         };
-        if let Some(successor) = &welcome.successor {
+        if let Some(successor) = &welcome.handoff {
             core.take_over_links(successor);
         }
         if let Some(restart) = &welcome.restart {
@@ -234,7 +234,7 @@ impl Core {
 
     /// True if this peer is known to have ended.
     pub(crate) fn is_gone(&self, peer: Tid) -> bool {
-        self.links.get(&peer).is_some_and(Link::is_gone)
+        self.links.get(&peer).is_some_and(Link::is_peer_gone)
     }
 
     /// True if the window, not the outbox, keeps back fragments of the link.
@@ -243,7 +243,7 @@ impl Core {
             && self
                 .links
                 .get(&peer)
-                .is_some_and(|link| !link.is_transmitted())
+                .is_some_and(|link| !link.is_all_transmitted())
     }
 
     /// True if the link waits for space in the outbox.
@@ -260,15 +260,15 @@ impl Core {
     pub(crate) fn all_transmitted(&self) -> bool {
         self.links
             .values()
-            .all(|link| link.is_gone() || link.is_transmitted())
+            .all(|link| link.is_peer_gone() || link.is_all_transmitted())
     }
 
     /// Returns the sequence number up to which each link has sent.
-    pub(crate) fn send_watermarks(&self) -> Vec<LinkMark> {
-        let sent = |link: &&Link| !link.is_gone() && link.sent_end() > 1;
-        let mark = |link: &Link| LinkMark {
+    pub(crate) fn send_watermarks(&self) -> Vec<SendWatermark> {
+        let sent = |link: &&Link| !link.is_peer_gone() && link.queued_end_seq() > 1;
+        let mark = |link: &Link| SendWatermark {
             peer: link.peer(),
-            end: link.sent_end(),
+            end_seq: link.queued_end_seq(),
         };
         self.links.values().filter(sent).map(mark).collect()
     }
@@ -294,7 +294,7 @@ impl Core {
         let Some(link) = self.get_or_create_link(peer) else {
             return Err(PvmError::OutOfRes);
         };
-        link.send(message.head(), message.body)
+        link.send(message.encode_head(), message.body)
             .map_err(|_| PvmError::OutOfRes)?;
         if let Some(slot) = self.shm.slot(peer) {
             self.pump_ring(now, slot);
@@ -337,7 +337,9 @@ impl Core {
         self.event_seq += 1;
         match message.tag {
             SM_SPAWN_WAITS if message.ctx == CTX_BASE => self.rm_calls.handle_wait_report(message),
-            SM_GRANT if message.ctx == CTX_BASE => self.placement_leases.handle_lease(message),
+            SM_PLACEMENT_LEASE if message.ctx == CTX_BASE => {
+                self.placement_leases.handle_lease(message)
+            }
             _ => {
                 if let Some(message) = self.rm_calls.match_answer(message) {
                     self.inbox.push(message);
@@ -368,7 +370,7 @@ impl Core {
             ));
         }
         let id = self.last_request.next();
-        let frame = encode_control(&ToDaemon::Request { id, what }).map_err(|e| {
+        let frame = encode_control(&ToDaemon::Request { id, request: what }).map_err(|e| {
             failed(
                 PvmError::OutOfRes,
                 &format!("the request was not sent: {e}"),
@@ -412,7 +414,7 @@ impl Core {
                 self.links
                     .get_mut(&peer)
                     .into_iter()
-                    .for_each(Link::transmit_again);
+                    .for_each(Link::retransmit_unacked);
             }
         }
         self.windows_lifted = true;
@@ -434,28 +436,35 @@ impl Core {
         &mut self,
         now: Micros,
         frame: Frame,
-        passed: &mut Passed,
+        passed: &mut PendingFds,
     ) -> Result<(), String> {
         match frame.kind {
             FrameKind::Link => {
-                let frame = frame.link().map_err(|e| e.to_string())?;
+                let frame = frame.decode_link().map_err(|e| e.to_string())?;
                 self.handle_link_frame(now, frame);
                 Ok(())
             }
-            FrameKind::Control => match frame.control::<ToTask>().map_err(|e| e.to_string())? {
-                ToTask::Route { from, near, word } => {
-                    let descriptors = match passed.take(word.descriptors()) {
-                        Taken::All(all) => all,
-                        Taken::Lost => {
-                            self.handle_lost_descriptors(now, from, &word);
+            FrameKind::Control => match frame
+                .decode_control::<ToTask>()
+                .map_err(|e| e.to_string())?
+            {
+                ToTask::Route {
+                    from,
+                    same_host: near,
+                    message,
+                } => {
+                    let descriptors = match passed.take(message.fd_count()) {
+                        MessageFds::All(all) => all,
+                        MessageFds::Lost => {
+                            self.handle_lost_descriptors(now, from, &message);
                             return Ok(());
                         }
-                        Taken::Missing => {
+                        MessageFds::Missing => {
                             return Err("a word about a route came without its descriptors".into());
                         }
                     };
-                    self.handle_ring_message(now, from, near, &word, descriptors);
-                    self.handle_direct_message(now, from, near, word);
+                    self.handle_ring_message(now, from, near, &message, descriptors);
+                    self.handle_direct_message(now, from, near, message);
                     Ok(())
                 }
                 control => self.handle_control(now, control),
@@ -600,7 +609,7 @@ impl Core {
 
     fn new_link(&self, peer: Tid) -> Link {
         let mut link = Link::new(self.own_tid, peer);
-        link.begin_timeline(self.incarnation, true);
+        link.begin_incarnation(self.incarnation, true);
         if self.is_connected() {
             link.handle(Micros(0), LinkEvent::RouteUp(self.route));
         }
@@ -616,7 +625,7 @@ impl Core {
         let stale = self
             .links
             .get(&peer)
-            .is_some_and(|link| link.is_gone() && link.expected() == 1);
+            .is_some_and(|link| link.is_peer_gone() && link.expected_seq() == 1);
         if stale || !self.links.contains_key(&peer) {
             if self.links.len() >= LINKS_MAX && !stale {
                 return None;
@@ -641,8 +650,11 @@ impl Core {
         // A task that ended without sending a message may have left acknowledgements in transit.
         // Only a first fragment proves that a task with this tid exists.
         let first = frame.seq == 1 && matches!(frame.kind, LinkKind::Data { .. });
-        let ended =
-            |link: &Link| link.is_gone() && link.expected() == 1 && !link.is_before(frame.line);
+        let ended = |link: &Link| {
+            link.is_peer_gone()
+                && link.expected_seq() == 1
+                && !link.is_older_than(frame.incarnation)
+        };
         if !first && self.links.get(&peer).is_some_and(ended) {
             return;
         }
@@ -654,17 +666,17 @@ impl Core {
             kind,
             seq,
             ack,
-            line,
+            incarnation: line,
             payload,
             ..
         } = frame;
-        if !link.follow(line) {
+        if !link.accept_incarnation(line) {
             return self.pump_link(now, peer);
         }
         if payload.len() <= COPY_BYTES_MAX {
-            link.take(now, kind, seq, ack, &payload[..]);
+            link.handle_parts(now, kind, seq, ack, &payload[..]);
         } else {
-            link.take(now, kind, seq, ack, payload);
+            link.handle_parts(now, kind, seq, ack, payload);
         }
         self.deliver_messages_from(peer);
         self.pump_link(now, peer);
@@ -764,16 +776,16 @@ impl Core {
             }
             ToTask::Deliver { message, after } => self.handle_delivery(now, message, after),
             ToTask::PeerGone { tid } => self.peer_gone(now, tid),
-            ToTask::PeerMoved { tid } => {
+            ToTask::PeerMigrated { tid } => {
                 self.drop_ring(now, tid);
                 self.direct_peer_migrated(now, tid);
                 if let Some(link) = self.links.get_mut(&tid) {
-                    link.handle(now, LinkEvent::PeerMoved);
+                    link.handle(now, LinkEvent::PeerMigrated);
                     self.pump_link(now, tid);
                 }
             }
             ToTask::RmChanged { rm } => self.set_rm(rm),
-            ToTask::TakeNothing { by } => self.handle_exit_announcement(now, by),
+            ToTask::PrepareExit { migration: by } => self.handle_exit_announcement(now, by),
             ToTask::Route { .. } => {
                 return Err("a word about a route came on a way without descriptors".into());
             }
@@ -834,14 +846,14 @@ impl Core {
         }
         self.unshare();
         self.shm.copy_leased_messages();
-        sempa_proto::pool::empty();
+        sempa_proto::buffer_pool::clear();
         self.pump_queue.clear();
         self.in_pump_queue.clear();
         self.next_timer = None;
         let last = ToDaemon::Quiesced {
             migration: quiesce.migration,
-            marks: self.send_watermarks(),
-            redirect_at: super::redirect::reset(),
+            watermarks: self.send_watermarks(),
+            redirect_address: super::redirect::reset(),
         };
         self.outbox
             .push(encode_control(&last).map_err(|e| format!("letting go: {e}"))?);

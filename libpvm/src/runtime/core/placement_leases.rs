@@ -5,8 +5,8 @@
 //! It ends when the resource manager changes it or is replaced, or when it was not used for its
 //! time span.
 
-use sempa_proto::sm::{GRANT_COUNT_MAX, Grant, unpack_grant};
-use sempa_proto::task::{GrantOf, SpawnRequest};
+use sempa_proto::sm::{LEASE_TASKS_MAX, PlacementLease, unpack_placement_lease};
+use sempa_proto::task::{LeasedSpawn, SpawnRequest};
 use sempa_proto::{Message, Micros, Tid};
 
 /// Last spawn request to the resource manager, with the lease that it granted.
@@ -20,7 +20,7 @@ struct LeasedRequest {
     template: SpawnRequest,
     /// Time of the request, or of the last use of the lease; the lease's time span begins here.
     used_at: Micros,
-    lease: Option<Grant>,
+    lease: Option<PlacementLease>,
 }
 
 impl PlacementLeases {
@@ -36,7 +36,7 @@ impl PlacementLeases {
             args: Vec::new(),
             ..request.clone()
         };
-        let is_small = request.count as usize <= GRANT_COUNT_MAX;
+        let is_small = request.count as usize <= LEASE_TASKS_MAX;
         self.0 = is_small.then_some(LeasedRequest {
             rm,
             wid,
@@ -52,25 +52,25 @@ impl PlacementLeases {
             .0
             .as_mut()
             .filter(|asked| (asked.rm, asked.wid) == (message.src, message.wid));
-        if let (Some(asked), Ok(grant)) = (asked, unpack_grant(message.body)) {
+        if let (Some(asked), Ok(grant)) = (asked, unpack_placement_lease(message.body)) {
             asked.lease = Some(grant);
         }
     }
 
     /// Takes hosts from the lease for such a request.
-    pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<GrantOf> {
+    pub(crate) fn take(&mut self, now: Micros, request: &SpawnRequest) -> Option<LeasedSpawn> {
         let asked = self
             .0
             .as_mut()
-            .filter(|asked| asked.template.is_like(request))?;
+            .filter(|asked| asked.template.places_like(request))?;
         let lease = asked
             .lease
             .as_mut()
-            .filter(|lease| now.since(asked.used_at) < lease.span)?;
+            .filter(|lease| now.since(asked.used_at) < lease.valid_for)?;
         let count = request.count as usize;
         let hosts = (lease.hosts.len() >= count).then(|| lease.hosts.drain(..count).collect())?;
         asked.used_at = now;
-        Some(GrantOf {
+        Some(LeasedSpawn {
             rm: asked.rm,
             wid: asked.wid,
             hosts,

@@ -1,7 +1,7 @@
 //! Calls to resource managers for which threads of this task wait.
 
 use bytes::Bytes;
-use sempa_proto::sm::unpack_waits;
+use sempa_proto::sm::unpack_spawn_waits;
 use sempa_proto::{Message, Micros, Tid};
 
 /// Call to a resource manager for which a thread waits.
@@ -57,7 +57,7 @@ impl PendingRmCalls {
     pub(super) fn handle_wait_report(&mut self, message: Message) {
         let is_call = |q: &&mut PendingRmCall| q.rm == message.src && q.wid == message.wid;
         if let Some(question) = self.0.iter_mut().find(is_call) {
-            question.waiting_since = unpack_waits(message.body).unwrap_or_default();
+            question.waiting_since = unpack_spawn_waits(message.body).unwrap_or_default();
         }
     }
 

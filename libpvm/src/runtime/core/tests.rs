@@ -3,11 +3,11 @@
 
 use super::*;
 use sempa_proto::frame::{FrameDecoder, encode_link};
-use sempa_proto::link::Talk;
+use sempa_proto::link::LinkState;
 use sempa_proto::message::{CTX_BASE, DSIG_X86_64, ENC_XDR};
-use sempa_proto::migration::Timeline;
-use sempa_proto::route::{OfferId, RouteWord};
-use sempa_proto::task::{Restart, RmServes, Successor};
+use sempa_proto::migration::RestartGroup;
+use sempa_proto::route::{OfferId, RouteMsg};
+use sempa_proto::task::{ProcessHandoff, RestartInfo, RmServices};
 
 const ME: Tid = Tid::from_raw(0x40001);
 const PEER: Tid = Tid::from_raw(0x40002);
@@ -29,7 +29,7 @@ fn welcome() -> Welcome {
         spawned: false,
         tracer: None,
         restart: None,
-        successor: None,
+        handoff: None,
     }
 }
 
@@ -74,7 +74,10 @@ fn deferred_notifications_are_bounded_without_loss() {
             &mut core,
             ToTask::Deliver {
                 message,
-                after: Some(LinkMark { peer: PEER, end: 9 }),
+                after: Some(SendWatermark {
+                    peer: PEER,
+                    end_seq: 9,
+                }),
             },
         )
         .expect("held");
@@ -100,7 +103,7 @@ fn remembered_ended_links_are_bounded() {
 #[test]
 fn control_queue_during_migration_is_bounded() {
     let mut core = quiesced_core();
-    let order = message(HostId::MASTER.daemon(), 1, vec![0; 32 << 20].into());
+    let order = message(HostId::MASTER.daemon_tid(), 1, vec![0; 32 << 20].into());
     let taken = (0..100)
         .take_while(|_| core.send_to_daemon(order.clone()).is_ok())
         .count();
@@ -154,7 +157,7 @@ fn links_share_full_outbox_in_turn() {
     assert!(core.all_transmitted());
     let mut order = Vec::new();
     while let Some(frame) = decoder.next_frame().expect("good") {
-        order.push(frame.link().expect("a link frame").dst);
+        order.push(frame.decode_link().expect("a link frame").dst);
     }
     let second = order
         .iter()
@@ -207,13 +210,13 @@ fn late_ack_does_not_revive_ended_peer() {
         kind: LinkKind::Ack { resync: false },
         seq: 0,
         ack: 2,
-        line: 0,
+        incarnation: 0,
         payload: Bytes::new(),
     };
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(&late));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.handle_frame(Micros(0), frame, &mut Passed::default())
+    core.handle_frame(Micros(0), frame, &mut PendingFds::default())
         .expect("ignored");
     assert!(core.is_gone(PEER));
 }
@@ -240,7 +243,7 @@ fn links_of(frames: Vec<Frame>) -> Vec<LinkFrame> {
         .into_iter()
         .filter(|frame| frame.kind == FrameKind::Link);
     links
-        .map(|frame| frame.link().expect("a link frame"))
+        .map(|frame| frame.decode_link().expect("a link frame"))
         .collect()
 }
 
@@ -248,10 +251,12 @@ fn requests_of(frames: Vec<Frame>) -> Vec<RequestId> {
     let controls = frames
         .into_iter()
         .filter(|frame| frame.kind == FrameKind::Control);
-    let ids = controls.map(|frame| match frame.control::<ToDaemon>().expect("a word") {
-        ToDaemon::Request { id, .. } => id,
-        other => panic!("{other:?}"),
-    });
+    let ids = controls.map(
+        |frame| match frame.decode_control::<ToDaemon>().expect("a word") {
+            ToDaemon::Request { id, .. } => id,
+            other => panic!("{other:?}"),
+        },
+    );
     ids.collect()
 }
 
@@ -259,7 +264,7 @@ fn take(core: &mut Core, frame: &LinkFrame) {
     let mut decoder = FrameDecoder::new();
     decoder.push(&encode_link(frame));
     let frame = decoder.next_frame().expect("good").expect("whole");
-    core.handle_frame(Micros(0), frame, &mut Passed::default())
+    core.handle_frame(Micros(0), frame, &mut PendingFds::default())
         .expect("taken");
 }
 
@@ -275,16 +280,19 @@ fn restart(core: &mut Core, rm: Option<RmInfo>, again: Vec<RequestId>) -> Vec<Fr
     .expect("lets go");
     core.outbox.clear();
     core.mark_quiesced();
-    let timeline = Timeline {
-        line: 3,
+    let timeline = RestartGroup {
+        incarnation: 3,
         members: vec![(ME, 0), (PEER, 0)],
-        same: true,
+        same_vm: true,
     };
     core.resume(
         Micros(0),
         &Welcome {
             rm,
-            restart: Some(Restart { timeline, again }),
+            restart: Some(RestartInfo {
+                group: timeline,
+                requests_to_repeat: again,
+            }),
             ..welcome()
         },
     );
@@ -331,7 +339,7 @@ fn restart_counts_as_rm_death() {
     let rm = |tid| {
         Some(RmInfo {
             tid: Tid::from_raw(tid),
-            serves: RmServes::default(),
+            serves: RmServices::default(),
         })
     };
     for (before, after, deaths) in [
@@ -361,7 +369,7 @@ fn restart_keeps_links_between_members_only() {
             .expect("sent");
         let mut word = message(ME, 2, Bytes::new());
         word.src = peer;
-        let payload = Bytes::from(word.head().as_ref().to_vec());
+        let payload = Bytes::from(word.encode_head().as_ref().to_vec());
         take(
             &mut core,
             &LinkFrame {
@@ -370,7 +378,7 @@ fn restart_keeps_links_between_members_only() {
                 kind: LinkKind::Data { last: true },
                 seq: 1,
                 ack: 1,
-                line: 0,
+                incarnation: 0,
                 payload,
             },
         );
@@ -379,7 +387,7 @@ fn restart_keeps_links_between_members_only() {
     let links = links_of(restart(&mut core, None, vec![]));
     let said: Vec<_> = links
         .iter()
-        .map(|f| (f.dst, f.kind, f.seq, f.ack, f.line))
+        .map(|f| (f.dst, f.kind, f.seq, f.ack, f.incarnation))
         .collect();
     // PEER, which restarted too, is probed. The other peer has most probably received everything.
     assert!(
@@ -392,7 +400,7 @@ fn restart_keeps_links_between_members_only() {
         let links = links_of(take_written(&mut core));
         let said: Vec<_> = links
             .iter()
-            .map(|f| (f.dst, f.kind, f.seq, f.ack, f.line))
+            .map(|f| (f.dst, f.kind, f.seq, f.ack, f.incarnation))
             .collect();
         assert_eq!(said, [(peer, LinkKind::Data { last: true }, seq, ack, 3)]);
     }
@@ -403,16 +411,16 @@ fn restart_keeps_links_between_members_only() {
 #[test]
 fn direct_offer_aligns_incarnations() {
     let offer = |line| {
-        let word = RouteWord::DirectOffer {
+        let word = RouteMsg::DirectOffer {
             id: OfferId(1),
             addresses: vec![],
             fingerprint: [7; 32],
-            line,
+            incarnation: line,
         };
         encode_control(&ToTask::Route {
             from: PEER,
-            near: false,
-            word,
+            same_host: false,
+            message: word,
         })
         .expect("short")
     };
@@ -420,7 +428,7 @@ fn direct_offer_aligns_incarnations() {
         let mut decoder = FrameDecoder::new();
         decoder.push(&word);
         let frame = decoder.next_frame().expect("good").expect("whole");
-        core.handle_frame(Micros(0), frame, &mut Passed::default())
+        core.handle_frame(Micros(0), frame, &mut PendingFds::default())
             .expect("taken");
     };
     // A peer that did not restart sends its queued fragments on the new incarnation.
@@ -434,7 +442,7 @@ fn direct_offer_aligns_incarnations() {
         .pop()
         .expect("transmitted");
     assert_eq!(
-        (last.kind, last.seq, last.line),
+        (last.kind, last.seq, last.incarnation),
         (LinkKind::Data { last: true }, 1, 3)
     );
     // A restarted task keeps its own incarnation and announces it.
@@ -445,13 +453,19 @@ fn direct_offer_aligns_incarnations() {
     let lines = take_written(&mut core)
         .into_iter()
         .filter(|frame| frame.kind == FrameKind::Control);
-    let lines = lines.filter_map(|frame| match frame.control::<ToDaemon>().expect("a word") {
-        ToDaemon::Route {
-            word: RouteWord::DirectOffer { line, .. },
-            ..
-        } => Some(line),
-        _ => None,
-    });
+    let lines =
+        lines.filter_map(
+            |frame| match frame.decode_control::<ToDaemon>().expect("a word") {
+                ToDaemon::Route {
+                    message:
+                        RouteMsg::DirectOffer {
+                            incarnation: line, ..
+                        },
+                    ..
+                } => Some(line),
+                _ => None,
+            },
+        );
     assert_eq!(lines.collect::<Vec<u16>>(), [3]);
 }
 
@@ -460,14 +474,14 @@ fn data(src: Tid, dst: Tid, seq: u64, tag: i32) -> LinkFrame {
         src,
         ..message(dst, tag, Bytes::new())
     };
-    let payload = Bytes::from(word.head().as_ref().to_vec());
+    let payload = Bytes::from(word.encode_head().as_ref().to_vec());
     LinkFrame {
         src,
         dst,
         kind: LinkKind::Data { last: true },
         seq,
         ack: 1,
-        line: 0,
+        incarnation: 0,
         payload,
     }
 }
@@ -477,7 +491,7 @@ fn controls_of(frames: &[Frame]) -> Vec<ToDaemon> {
         .iter()
         .filter(|frame| frame.kind == FrameKind::Control);
     words
-        .map(|frame| frame.control().expect("a word"))
+        .map(|frame| frame.decode_control().expect("a word"))
         .collect()
 }
 
@@ -486,21 +500,21 @@ const MIGRATION: MigrationId = MigrationId(7);
 /// A successor process continues the links of its predecessor and uses other request ids.
 #[test]
 fn successor_continues_links_with_new_request_ids() {
-    let talk = Talk {
+    let talk = LinkState {
         peer: PEER,
-        line: 2,
-        expected: 5,
-        first: 3,
-        end: 4,
-        gone: false,
+        incarnation: 2,
+        expected_seq: 5,
+        first_seq: 3,
+        end_seq: 4,
+        peer_gone: false,
     };
-    let successor = Successor {
-        line: 2,
-        count: 3,
-        talks: vec![talk],
+    let successor = ProcessHandoff {
+        incarnation: 2,
+        restart_count: 3,
+        links: vec![talk],
     };
     let mut core = Core::new(&Welcome {
-        successor: Some(Box::new(successor)),
+        handoff: Some(Box::new(successor)),
         ..welcome()
     });
     assert!(core.send_request(Request::Config).expect("asked").0 > 3 << 40);
@@ -515,7 +529,7 @@ fn successor_continues_links_with_new_request_ids() {
     take(
         &mut core,
         &LinkFrame {
-            line: 2,
+            incarnation: 2,
             ..data(ME, PEER, 3, 8)
         },
     );
@@ -524,14 +538,14 @@ fn successor_continues_links_with_new_request_ids() {
         .iter()
         .filter(|frame| matches!(frame.kind, LinkKind::Data { .. }));
     assert_eq!(
-        sent.map(|frame| (frame.seq, frame.line, frame.ack))
+        sent.map(|frame| (frame.seq, frame.incarnation, frame.ack))
             .collect::<Vec<_>>(),
         [(3, 2, 5), (4, 2, 5)]
     );
     take(
         &mut core,
         &LinkFrame {
-            line: 2,
+            incarnation: 2,
             ..data(PEER, ME, 5, 1)
         },
     );
@@ -551,43 +565,48 @@ fn handoff_contains_links_and_unacked_fragments() {
         &mut core,
         ToTask::Deliver {
             message: note,
-            after: Some(LinkMark { peer: PEER, end: 9 }),
+            after: Some(SendWatermark {
+                peer: PEER,
+                end_seq: 9,
+            }),
         },
     )
     .expect("kept");
     take_written(&mut core);
     control(
         &mut core,
-        ToTask::TakeNothing {
-            by: Some(MIGRATION),
+        ToTask::PrepareExit {
+            migration: Some(MIGRATION),
         },
     )
     .expect("noted");
     let said = take_written(&mut core);
     let [
-        ToDaemon::Parting {
-            by: MIGRATION,
-            line: 0,
-            talks,
-            later,
+        ToDaemon::Handoff {
+            migration: MIGRATION,
+            incarnation: 0,
+            links: talks,
+            deferred_notifications: later,
         },
-        ToDaemon::TakesNothing { by: MIGRATION },
+        ToDaemon::ReadyToExit {
+            migration: MIGRATION,
+        },
     ] = &controls_of(&said)[..]
     else {
         panic!("{said:?}")
     };
     assert_eq!(
         talks[..],
-        [Talk {
+        [LinkState {
             peer: PEER,
-            line: 0,
-            expected: 2,
-            first: 1,
-            end: 1,
-            gone: false
+            incarnation: 0,
+            expected_seq: 2,
+            first_seq: 1,
+            end_seq: 1,
+            peer_gone: false
         }]
     );
-    assert_eq!((later.len(), later[0].0.end), (1, 9));
+    assert_eq!((later.len(), later[0].0.end_seq), (1, 9));
     let again = links_of(said);
     assert!(
         again
@@ -614,10 +633,12 @@ fn handoff_contains_links_and_unacked_fragments() {
         count,
         2 * sempa_proto::link::WINDOW_BYTES_MAX / sempa_proto::link::FRAGMENT_BYTES_MAX + 1
     );
-    control(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     assert_eq!(
         controls_of(&take_written(&mut core)),
-        [ToDaemon::TakesAgain { by: MIGRATION }]
+        [ToDaemon::ExitCancelled {
+            migration: MIGRATION
+        }]
     );
     take(&mut core, &data(PEER, ME, 2, 2));
     assert_eq!(core.inbox.len(), 2);
@@ -630,12 +651,12 @@ fn exiting_task_hands_off_unread_messages() {
     let mut core = core();
     control(
         &mut core,
-        ToTask::TakeNothing {
-            by: Some(MIGRATION),
+        ToTask::PrepareExit {
+            migration: Some(MIGRATION),
         },
     )
     .expect("noted");
-    control(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     take_written(&mut core);
     take(&mut core, &data(PEER, ME, 1, 2));
     let note = message(ME, 4, Bytes::new());
@@ -643,7 +664,10 @@ fn exiting_task_hands_off_unread_messages() {
         &mut core,
         ToTask::Deliver {
             message: note,
-            after: Some(LinkMark { peer: PEER, end: 9 }),
+            after: Some(SendWatermark {
+                peer: PEER,
+                end_seq: 9,
+            }),
         },
     )
     .expect("kept");
@@ -651,28 +675,36 @@ fn exiting_task_hands_off_unread_messages() {
     take(&mut core, &data(PEER, ME, 2, 2));
     control(
         &mut core,
-        ToTask::TakeNothing {
-            by: Some(MIGRATION),
+        ToTask::PrepareExit {
+            migration: Some(MIGRATION),
         },
     )
     .expect("noted");
     let said = controls_of(&take_written(&mut core));
-    let Some(ToDaemon::Parting { talks, later, .. }) = said.first() else {
+    let Some(ToDaemon::Handoff {
+        links: talks,
+        deferred_notifications: later,
+        ..
+    }) = said.first()
+    else {
         panic!("{said:?}")
     };
-    assert_eq!((talks[0].expected, core.inbox.len()), (3, 0));
+    assert_eq!((talks[0].expected_seq, core.inbox.len()), (3, 0));
     assert_eq!(
-        later.iter().map(|(mark, _)| mark.end).collect::<Vec<_>>(),
+        later
+            .iter()
+            .map(|(mark, _)| mark.end_seq)
+            .collect::<Vec<_>>(),
         [0, 0, 9]
     );
     // The next process receives these messages before all others.
-    let successor = Successor {
-        line: 0,
-        count: 1,
-        talks: talks.clone(),
+    let successor = ProcessHandoff {
+        incarnation: 0,
+        restart_count: 1,
+        links: talks.clone(),
     };
     let mut next = Core::new(&Welcome {
-        successor: Some(Box::new(successor)),
+        handoff: Some(Box::new(successor)),
         ..welcome()
     });
     for (mark, message) in later {
@@ -699,13 +731,13 @@ fn exit_in_progress_cannot_be_withdrawn() {
     let mut core = core();
     control(
         &mut core,
-        ToTask::TakeNothing {
-            by: Some(MIGRATION),
+        ToTask::PrepareExit {
+            migration: Some(MIGRATION),
         },
     )
     .expect("noted");
     take_written(&mut core);
     assert!(!core.begin_exit(), "all is said");
-    control(&mut core, ToTask::TakeNothing { by: None }).expect("noted");
+    control(&mut core, ToTask::PrepareExit { migration: None }).expect("noted");
     assert_eq!(controls_of(&take_written(&mut core)), []);
 }

@@ -21,17 +21,17 @@ use super::zero_copy::{Leases, SharedPools};
 use bytes::Bytes;
 use rustc_hash::FxHashMap;
 use sempa_proto::link::{
-    ACK_FRAGMENTS, FRAGMENT_BYTES_MAX, Link, LinkKind, Payload, SHORT_HEAD_APART, SHORT_HEAD_BYTES,
-    SHORT_HEAD_SPARE, decode_short_head,
+    ACK_FRAGMENTS, CPU_HINT_BYTE, FLAG_OUT_OF_LINE, FRAGMENT_BYTES_MAX, Link, LinkKind, Payload,
+    SHORT_HEAD_BYTES, decode_short_head,
 };
 use sempa_proto::message::MESSAGE_HEAD_BYTES;
 use sempa_proto::route::OfferId;
 use sempa_proto::{Micros, Tid};
-use sempa_ring::bell::{SLOTS_MAX, Wake};
+use sempa_ring::doorbell::{SLOTS_MAX, WakeTarget};
 use sempa_ring::futex;
-use sempa_ring::memory::{Ends, OwnBell, PeerBell, RING_BYTES, Shared};
-use sempa_ring::ring::{Broken, Reader, Record};
-use sempa_ring::store::STORE_BYTES;
+use sempa_ring::ring::{Reader, Record, RingCorrupt};
+use sempa_ring::shared_memory::{OwnDoorbell, PeerDoorbell, RING_BYTES, RingPair, SharedRing};
+use sempa_ring::shared_pool::POOL_BYTES;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ const DRAIN_BYTES_MAX: usize = 4 << 20;
 const DRAIN_ROUNDS_MAX: usize = UNREAD_BYTES_MAX / DRAIN_BYTES_MAX + 2;
 /// Maximum number of unread bytes of one ring, including the leased messages that its records refer
 /// to.
-const UNREAD_BYTES_MAX: usize = RING_BYTES + STORE_BYTES;
+const UNREAD_BYTES_MAX: usize = RING_BYTES + POOL_BYTES;
 /// Maximum length of a record.
 const RECORD_BYTES_MAX: usize = SHORT_HEAD_BYTES + FRAGMENT_BYTES_MAX + MESSAGE_HEAD_BYTES;
 const _: () = assert!(RECORD_BYTES_MAX <= RING_BYTES / 4);
@@ -74,12 +74,12 @@ fn current_cpu() -> u8 {
 #[derive(Debug)]
 pub(super) struct Ring {
     pub(super) peer: Tid,
-    pub(super) ends: Ends,
+    pub(super) ends: RingPair,
     pub(super) leases: Leases,
     /// A large message was copied into the ring because the peer does not have this task's pool.
     pub(super) wants_pool_offer: bool,
     /// The peer's doorbell, followed by the slot of this ring in it.
-    peer_doorbell: Arc<ProcessOwned<PeerBell>>,
+    peer_doorbell: Arc<ProcessOwned<PeerDoorbell>>,
     peer_slot: usize,
     used_at: Micros,
     /// Number of consecutive empty polls that count as described at [`EMPTY_POLLS_MAX`].
@@ -95,7 +95,7 @@ pub(super) struct Ring {
 }
 
 impl Ring {
-    fn new(now: Micros, peer: Tid, ends: Ends, bell: PeerBell, theirs: usize) -> Ring {
+    fn new(now: Micros, peer: Tid, ends: RingPair, bell: PeerDoorbell, theirs: usize) -> Ring {
         Ring {
             peer,
             leases: Leases::new(&ends),
@@ -138,7 +138,7 @@ impl Ring {
     }
 
     /// Passes the next record to the link. Returns the number of bytes, 0 if there is no record.
-    fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, Broken> {
+    fn take_record(&mut self, now: Micros, link: &mut Link) -> Result<usize, RingCorrupt> {
         let Some((bytes, cpu)) = take_record(&mut self.ends.reader, &self.leases, now, link)?
         else {
             return Ok(0);
@@ -151,23 +151,23 @@ impl Ring {
 /// Passes the next record to the link. Returns the number of bytes and the CPU on which the record
 /// was written.
 fn take_record(
-    reader: &mut Reader<Shared>,
+    reader: &mut Reader<SharedRing>,
     leases: &Leases,
     now: Micros,
     link: &mut Link,
-) -> Result<Option<(usize, u8)>, Broken> {
+) -> Result<Option<(usize, u8)>, RingCorrupt> {
     let Some(mut record) = reader.next_record()? else {
         return Ok(None);
     };
     let bytes = record.len();
     let head = read_head(&mut record)?;
-    let (kind, seq, ack) = decode_short_head(head).ok_or(Broken)?;
-    let cpu = head[SHORT_HEAD_SPARE];
-    if head[0] & SHORT_HEAD_APART != 0 {
+    let (kind, seq, ack) = decode_short_head(head).ok_or(RingCorrupt)?;
+    let cpu = head[CPU_HINT_BYTE];
+    if head[0] & FLAG_OUT_OF_LINE != 0 {
         return Ring::take_lease(leases, record, now, (seq, ack), link)
             .map(|more| Some((bytes + more, cpu)));
     }
-    link.take(now, kind, seq, ack, RingPayload(record));
+    link.handle_parts(now, kind, seq, ack, RingPayload(record));
     Ok(Some((bytes, cpu)))
 }
 
@@ -180,7 +180,7 @@ enum RingSetup {
     Offered {
         id: OfferId,
         slot: usize,
-        ends: ProcessOwned<Ends>,
+        ends: ProcessOwned<RingPair>,
         expires_at: Micros,
     },
     /// The peer refused, or setup failed.
@@ -202,7 +202,7 @@ pub(super) enum Slot {
 /// All rings of this task.
 #[derive(Debug, Default)]
 pub(crate) struct ShmRoutes {
-    doorbell: Option<Arc<ProcessOwned<OwnBell>>>,
+    doorbell: Option<Arc<ProcessOwned<OwnDoorbell>>>,
     /// Descriptor of the doorbell's memory, for peers.
     doorbell_fd: Option<Arc<ProcessOwned<OwnedFd>>>,
     pub(super) slots: Vec<Slot>,
@@ -229,7 +229,7 @@ pub(crate) struct ShmRoutes {
 
 impl ShmRoutes {
     /// Creates an empty set of rings with this doorbell.
-    pub(crate) fn new(bell: Arc<ProcessOwned<OwnBell>>) -> ShmRoutes {
+    pub(crate) fn new(bell: Arc<ProcessOwned<OwnDoorbell>>) -> ShmRoutes {
         ShmRoutes {
             doorbell: Some(bell),
             last_writer_cpu: CPU_UNKNOWN,
@@ -295,7 +295,7 @@ impl ShmRoutes {
             return false;
         };
         let (mut from, mut others) = (0, 0);
-        while let Some((index, mut bits)) = bell.get().rung(from) {
+        while let Some((index, mut bits)) = bell.get().pending_words(from) {
             from = index + 1;
             while bits != 0 {
                 let slot = index * 64 + bits.trailing_zeros() as usize;
@@ -328,7 +328,9 @@ impl ShmRoutes {
         let Some(bell) = self.doorbell.as_ref().map(|bell| bell.get()) else {
             return 0;
         };
-        let words = std::iter::successors(bell.rung(0), |(index, _)| bell.rung(index + 1));
+        let words = std::iter::successors(bell.pending_words(0), |(index, _)| {
+            bell.pending_words(index + 1)
+        });
         words.map(|(_, bits)| bits.count_ones() as usize).sum()
     }
 
@@ -380,9 +382,9 @@ impl ShmRoutes {
     /// are any.
     pub(crate) fn defer_wakes(&mut self) -> bool {
         let here = current_cpu();
-        let late = self
-            .wakes
-            .extract_if(.., |call| call.wake == Wake::Sleepers && call.cpu == here);
+        let late = self.wakes.extract_if(.., |call| {
+            call.wake == WakeTarget::Sleepers && call.cpu == here
+        });
         self.deferred_wakes.extend(late);
         self.skip_next_flush = !self.deferred_wakes.is_empty();
         self.skip_next_flush
@@ -426,8 +428,8 @@ impl ShmRoutes {
 /// Pending wake-up of a peer.
 #[derive(Debug)]
 struct PendingWake {
-    doorbell: Arc<ProcessOwned<PeerBell>>,
-    wake: Wake,
+    doorbell: Arc<ProcessOwned<PeerDoorbell>>,
+    wake: WakeTarget,
     /// CPU on which the peer wrote last, and where it will probably wake up.
     cpu: u8,
 }
@@ -444,16 +446,16 @@ impl PeerWakes {
     }
 }
 
-fn wake_now(bell: &PeerBell, wake: Wake) {
+fn wake_now(bell: &PeerDoorbell, wake: WakeTarget) {
     match wake {
-        Wake::Nobody => {}
-        Wake::Sleepers => futex::wake_all(bell.word()),
-        Wake::Ear => futex::wake_all(bell.ear()),
+        WakeTarget::NoThread => {}
+        WakeTarget::Sleepers => futex::wake_all(bell.word()),
+        WakeTarget::Drainer => futex::wake_all(bell.drainer_word()),
     }
 }
 
 /// Payload of a frame that is still in the ring.
-struct RingPayload<'a>(Record<'a, Shared>);
+struct RingPayload<'a>(Record<'a, SharedRing>);
 
 impl Payload for RingPayload<'_> {
     fn len(&self) -> usize {
@@ -472,10 +474,10 @@ impl Payload for RingPayload<'_> {
 }
 
 /// Reads the header of a record.
-fn read_head(record: &mut Record<'_, Shared>) -> Result<[u8; SHORT_HEAD_BYTES], Broken> {
-    let head = record.take().ok_or(Broken)?;
+fn read_head(record: &mut Record<'_, SharedRing>) -> Result<[u8; SHORT_HEAD_BYTES], RingCorrupt> {
+    let head = record.take().ok_or(RingCorrupt)?;
     if record.len() > FRAGMENT_BYTES_MAX {
-        Err(Broken)
+        Err(RingCorrupt)
     } else {
         Ok(head)
     }
@@ -501,7 +503,7 @@ impl Core {
             .shm
             .doorbell
             .as_ref()
-            .and_then(|bell| bell.get().rung(from))
+            .and_then(|bell| bell.get().pending_words(from))
         {
             from = index + 1;
             while bits != 0 {
@@ -514,7 +516,7 @@ impl Core {
                 others += 1;
                 if self.shm.count_empty_poll(slot, others) || before_sleep {
                     if let Some(bell) = &self.shm.doorbell {
-                        bell.get().hush(slot);
+                        bell.get().clear(slot);
                     }
                     found |= self.drain_ring(now, slot);
                 }
@@ -550,7 +552,7 @@ impl Core {
             match ring.take_record(now, link) {
                 Ok(0) => break false,
                 Ok(bytes) => read += bytes,
-                Err(Broken) => break true,
+                Err(RingCorrupt) => break true,
             }
             starved |= ring.ends.reader.release();
             if read >= DRAIN_BYTES_MAX {
@@ -565,11 +567,11 @@ impl Core {
                 return false;
             };
             (ring.used_at, ring.empty_polls) = (now, 0);
-            if starved && ring.peer_doorbell.get().call_ear() {
+            if starved && ring.peer_doorbell.get().request_drainer() {
                 let (bell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
                 shm.wakes.push(PendingWake {
                     doorbell: bell,
-                    wake: Wake::Ear,
+                    wake: WakeTarget::Drainer,
                     cpu,
                 });
             }
@@ -634,10 +636,10 @@ impl Core {
         let (mut wrote, mut urgent, mut broken, mut sent_data) = (0u32, false, false, false);
         while !broken && link.has_frame() {
             let Some(ring) = shm.ring(slot) else { return };
-            match ring.ends.writer.wants_room(RECORD_BYTES_MAX) {
+            match ring.ends.writer.has_space_or_wake_me(RECORD_BYTES_MAX) {
                 Ok(true) => {}
                 Ok(false) => break,
-                Err(Broken) => {
+                Err(RingCorrupt) => {
                     broken = true;
                     break;
                 }
@@ -651,23 +653,23 @@ impl Core {
             urgent |= frame.kind == LinkKind::Probe;
             sent_data |= matches!(frame.kind, LinkKind::Data { .. });
             let mut head = frame.encode_short_head();
-            head[SHORT_HEAD_SPARE] = ring.own_cpu_hint();
+            head[CPU_HINT_BYTE] = ring.own_cpu_hint();
             broken = ring
                 .ends
                 .writer
                 .write([&head, frame.head, frame.body])
                 .is_err();
             wrote += 1;
-            if wrote == 1 && !link.is_transmitted() {
+            if wrote == 1 && !link.is_all_transmitted() {
                 // The reader copies the first fragments of a large message while the next ones are
                 // written.
                 wake_now(
                     ring.peer_doorbell.get(),
-                    ring.peer_doorbell.get().ring(ring.peer_slot, false),
+                    ring.peer_doorbell.get().notify(ring.peer_slot, false),
                 );
             }
         }
-        urgent |= !link.is_transmitted();
+        urgent |= !link.is_all_transmitted();
         shm.note_waiting(slot, urgent || link.has_frame());
         if sent_data {
             shm.expected_peer = Some(peer);
@@ -676,8 +678,8 @@ impl Core {
         let wants_store = std::mem::take(&mut ring.wants_pool_offer);
         if wrote > 0 || urgent {
             ring.used_at = now;
-            let wake = ring.peer_doorbell.get().ring(ring.peer_slot, urgent);
-            if wake != Wake::Nobody {
+            let wake = ring.peer_doorbell.get().notify(ring.peer_slot, urgent);
+            if wake != WakeTarget::NoThread {
                 let (bell, cpu) = (ring.peer_doorbell.clone(), ring.peer_cpu);
                 shm.wakes.push(PendingWake {
                     doorbell: bell,
@@ -724,7 +726,7 @@ impl Core {
         let has_room = ring
             .ends
             .writer
-            .has_room(SHORT_HEAD_BYTES + head.len() + body.len())
+            .has_space(SHORT_HEAD_BYTES + head.len() + body.len())
             == Ok(true);
         if !has_room || ring.ends.writer.is_closed() {
             return None;
@@ -733,15 +735,15 @@ impl Core {
         if link.in_flight() >= POLL_ACKS_FRAGMENTS_MIN && !ring.ends.reader.is_empty() {
             return None;
         }
-        let frame = link.send_at_once(now, head, body)?;
+        let frame = link.try_send_inline(now, head, body)?;
         let mut short = frame.encode_short_head();
-        short[SHORT_HEAD_SPARE] = ring.own_cpu_hint();
+        short[CPU_HINT_BYTE] = ring.own_cpu_hint();
         let written = ring.ends.writer.write([&short, frame.head, frame.body]);
         debug_assert_eq!(written, Ok(true), "there was room");
         ring.used_at = now;
-        let wake = ring.peer_doorbell.get().ring(ring.peer_slot, false);
+        let wake = ring.peer_doorbell.get().notify(ring.peer_slot, false);
         let (bell, cpu) = (&ring.peer_doorbell, ring.peer_cpu);
-        let wakes = if wake == Wake::Nobody {
+        let wakes = if wake == WakeTarget::NoThread {
             Vec::new()
         } else {
             vec![PendingWake {
@@ -772,7 +774,7 @@ impl Core {
         let (shm, links) = self.shm_and_links();
         let has_room = shm
             .ring(slot)
-            .is_some_and(|ring| ring.ends.writer.has_room(RECORD_BYTES_MAX) == Ok(true));
+            .is_some_and(|ring| ring.ends.writer.has_space(RECORD_BYTES_MAX) == Ok(true));
         if !has_room
             && links.contains_key(&peer)
             && !shm

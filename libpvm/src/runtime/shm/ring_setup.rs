@@ -13,11 +13,11 @@ use super::super::zero_copy::Leases;
 use super::{PendingWake, Ring, RingSetup, Slot, UNREAD_BYTES_MAX, take_record};
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::LinkEvent;
-use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::task::ToDaemon;
 use sempa_proto::{Micros, Tid};
-use sempa_ring::bell::{SLOTS_MAX, Wake};
-use sempa_ring::memory::{Ends, PeerBell, accept, offer};
+use sempa_ring::doorbell::{SLOTS_MAX, WakeTarget};
+use sempa_ring::shared_memory::{PeerDoorbell, RingPair, accept_pair, create_pair};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -79,12 +79,12 @@ impl Core {
         let (Some(doorbell), Some(slot)) = (self.shm.share_doorbell(), self.shm.free_slot()) else {
             return false;
         };
-        let Ok((ends, rings)) = offer() else {
+        let Ok((ends, rings)) = create_pair() else {
             return false;
         };
         self.shm.last_offer += 1;
         let id = OfferId(self.shm.last_offer);
-        let message = RouteWord::RingOffer {
+        let message = RouteMsg::RingOffer {
             id,
             slot: slot as u32,
         };
@@ -117,10 +117,13 @@ impl Core {
     pub(in crate::runtime) fn send_route_message(
         &mut self,
         to: Tid,
-        message: RouteWord,
+        message: RouteMsg,
         descriptors: Vec<Arc<ProcessOwned<OwnedFd>>>,
     ) -> bool {
-        let Ok(frame) = encode_control(&ToDaemon::Route { to, word: message }) else {
+        let Ok(frame) = encode_control(&ToDaemon::Route {
+            to,
+            message: message,
+        }) else {
             return false;
         };
         if !self.is_connected() {
@@ -136,11 +139,11 @@ impl Core {
         now: Micros,
         from: Tid,
         same_host: bool,
-        message: &RouteWord,
+        message: &RouteMsg,
         descriptors: Vec<OwnedFd>,
     ) {
         match *message {
-            RouteWord::RingOffer { id, slot } => {
+            RouteMsg::RingOffer { id, slot } => {
                 if self.shm.is_offered(from) && self.tid() < from {
                     return; // Ours counts.
                 }
@@ -149,16 +152,16 @@ impl Core {
                     .accept_ring(now, from, id, slot as usize, &descriptors)
                     .is_none()
                 {
-                    self.send_route_message(from, RouteWord::RingRefuse { id }, Vec::new());
+                    self.send_route_message(from, RouteMsg::RingRefuse { id }, Vec::new());
                 }
             }
-            RouteWord::RingAccept { id, slot } => {
+            RouteMsg::RingAccept { id, slot } => {
                 self.ring_accepted(now, from, id, slot as usize, &descriptors)
             }
-            RouteWord::StoreOffer { .. } | RouteWord::StoreAccept { .. } => {
+            RouteMsg::PoolOffer { .. } | RouteMsg::PoolAccept { .. } => {
                 self.handle_pool_message(now, from, message, &descriptors);
             }
-            RouteWord::RingRefuse { id } => {
+            RouteMsg::RingRefuse { id } => {
                 if matches!(self.shm.setups.get(&from), Some(RingSetup::Offered { id: open, .. }) if *open == id)
                 {
                     let until = now
@@ -180,14 +183,14 @@ impl Core {
         &mut self,
         now: Micros,
         from: Tid,
-        message: &RouteWord,
+        message: &RouteMsg,
     ) {
         match *message {
-            RouteWord::RingOffer { id, .. } => {
-                self.send_route_message(from, RouteWord::RingRefuse { id }, Vec::new());
+            RouteMsg::RingOffer { id, .. } => {
+                self.send_route_message(from, RouteMsg::RingRefuse { id }, Vec::new());
             }
             // The peer has installed its ring and notices that this end is closed.
-            RouteWord::RingAccept { .. } => self.drop_offer(
+            RouteMsg::RingAccept { .. } => self.drop_offer(
                 now,
                 from,
                 RingSetup::Refused {
@@ -244,8 +247,8 @@ impl Core {
             return None;
         }
         let own = self.shm.share_doorbell()?;
-        let ends = accept(rings.as_fd()).ok()?;
-        let bell = PeerBell::map(bell.as_fd()).ok()?;
+        let ends = accept_pair(rings.as_fd()).ok()?;
+        let bell = PeerDoorbell::map(bell.as_fd()).ok()?;
         if let Some(old) = self.shm.slot(peer) {
             self.end_ring(now, old);
         }
@@ -253,7 +256,7 @@ impl Core {
         // The acceptance is queued after everything that the daemon already carries.
         if !self.send_route_message(
             peer,
-            RouteWord::RingAccept {
+            RouteMsg::RingAccept {
                 id,
                 slot: slot as u32,
             },
@@ -278,7 +281,7 @@ impl Core {
         };
         let bell = descriptors
             .first()
-            .and_then(|fd| PeerBell::map(fd.as_fd()).ok());
+            .and_then(|fd| PeerDoorbell::map(fd.as_fd()).ok());
         if *open != id {
             return;
         }
@@ -352,10 +355,10 @@ impl Core {
             ..
         } = ring.get();
         if let Some(link) = self.link_mut(*peer) {
-            link.trim();
+            link.shrink_idle();
         }
-        let wake = bell.get().ring(*theirs, true);
-        if wake != Wake::Nobody {
+        let wake = bell.get().notify(*theirs, true);
+        if wake != WakeTarget::NoThread {
             self.shm.wakes.push(PendingWake {
                 doorbell: bell.clone(),
                 wake,
@@ -363,7 +366,7 @@ impl Core {
             });
         }
         if let Some(bell) = &self.shm.doorbell {
-            bell.get().hush(slot);
+            bell.get().clear(slot);
         }
         self.shm.remove_waiting(slot);
         self.bump_send_event_seq();
@@ -371,7 +374,7 @@ impl Core {
 
     /// Closes this end of a ring and reads what the peer wrote before it could notice that. A peer
     /// that has exited since will not send it again.
-    fn close_and_read(&mut self, now: Micros, peer: Tid, ends: &mut Ends, leases: &Leases) {
+    fn close_and_read(&mut self, now: Micros, peer: Tid, ends: &mut RingPair, leases: &Leases) {
         ends.writer.close();
         ends.reader.close();
         let is_full = self.inbox_is_full();

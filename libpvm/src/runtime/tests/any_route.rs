@@ -8,8 +8,8 @@ use crate::inbox::Inbox;
 use crate::runtime::Runtime;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseResult, TestRunner};
-use sempa_proto::link::SMALL_BYTES_MAX;
-use sempa_proto::message::{CTX_BASE, ENC_XDR, message_head};
+use sempa_proto::link::INLINE_BODY_BYTES_MAX;
+use sempa_proto::message::{CTX_BASE, ENC_XDR, encode_message_head};
 use sempa_proto::task::ToTask;
 use sempa_proto::{Message, Tid};
 use std::cell::RefCell;
@@ -186,9 +186,14 @@ impl Exchange {
     fn send(&self, who: usize) {
         let (task, to) = (&self.tasks[who], self.tid(1 - who));
         let send = |tag: i32, body: Vec<u8>| {
-            let small = body.len() <= SMALL_BYTES_MAX;
+            let small = body.len() <= INLINE_BODY_BYTES_MAX;
             if !(small
-                && task.try_send_inline(to, message_head(CTX_BASE, tag, 0, ENC_XDR), &body, false))
+                && task.try_send_inline(
+                    to,
+                    encode_message_head(CTX_BASE, tag, 0, ENC_XDR),
+                    &body,
+                    false,
+                ))
             {
                 task.send(message(to, tag, body)).expect("sent");
             }
@@ -258,8 +263,10 @@ impl Exchange {
     }
 
     fn notify_peer(&self, who: usize) {
-        self.fake
-            .send_control(self.tid(1 - who), ToTask::PeerMoved { tid: self.tid(who) });
+        self.fake.send_control(
+            self.tid(1 - who),
+            ToTask::PeerMigrated { tid: self.tid(who) },
+        );
     }
 
     fn apply(&self, change: Change) {

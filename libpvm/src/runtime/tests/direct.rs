@@ -7,8 +7,8 @@ use crate::runtime::direct_routes::DRAIN_SILENCE_TIMEOUT;
 use crate::runtime::{Core, Runtime};
 use sempa_proto::body::{Encoding, Unpacker};
 use sempa_proto::message::CTX_BASE;
-use sempa_proto::route::RouteWord;
-use sempa_proto::task::{LinkMark, ToDaemon, ToTask};
+use sempa_proto::route::RouteMsg;
+use sempa_proto::task::{SendWatermark, ToDaemon, ToTask};
 use sempa_proto::{Message, Micros, Tid};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -40,7 +40,7 @@ fn offers(fake: &FakeDaemon) -> usize {
         matches!(
             said,
             ToDaemon::Route {
-                word: RouteWord::DirectOffer { .. },
+                message: RouteMsg::DirectOffer { .. },
                 ..
             }
         )
@@ -356,9 +356,9 @@ fn report_end(fake: &FakeDaemon, to: &Runtime, ended: Tid) {
         to.tid(),
         deliver(
             9,
-            Some(LinkMark {
+            Some(SendWatermark {
                 peer: ended,
-                end: 1,
+                end_seq: 1,
             }),
         ),
     );

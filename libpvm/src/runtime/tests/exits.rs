@@ -10,7 +10,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, fork};
 use sempa_proto::frame::encode_control;
 use sempa_proto::link::WINDOW_BYTES_MAX;
-use sempa_proto::task::{AtEnd, Claim, LinkMark, Reply, Request, ToDaemon, ToTask};
+use sempa_proto::task::{Claim, OnDaemonExit, Reply, Request, SendWatermark, ToDaemon, ToTask};
 use sempa_proto::{PvmError, Tid};
 use std::io::Write;
 use std::os::unix::net::UnixListener;
@@ -24,7 +24,7 @@ fn missing_daemon_error_says_what_to_do() {
         socket: dir.path().join(name),
         claim: Claim::New,
         program: "x".into(),
-        at_end: AtEnd::Told,
+        at_end: OnDaemonExit::FailCalls,
     };
     let missing = Runtime::connect(options("missing")).expect_err("nobody there");
     assert!(matches!(missing, EnrollError::NoDaemon { .. }));
@@ -75,7 +75,7 @@ fn refusal_before_hello_is_understood() {
             socket: socket.clone(),
             claim: Claim::New,
             program: "x".into(),
-            at_end: AtEnd::Told,
+            at_end: OnDaemonExit::FailCalls,
         };
         let error = Runtime::connect(options).expect_err("refused");
         assert!(
@@ -109,7 +109,7 @@ fn listener_of_other_protocol_is_rejected() {
             socket,
             claim: Claim::New,
             program: "x".into(),
-            at_end: AtEnd::Told,
+            at_end: OnDaemonExit::FailCalls,
         });
         server.join().expect("served");
         let error = error.expect_err("no daemon");
@@ -126,7 +126,7 @@ fn listener_of_other_protocol_is_rejected() {
 fn hello_identifies_process() {
     let fake = FakeDaemon::start();
     let options = EnrollOptions {
-        claim: Claim::Spawned { epid: 31 },
+        claim: Claim::Spawned { spawn_token: 31 },
         ..fake.options()
     };
     let task = Runtime::connect(options).expect("welcome");
@@ -134,10 +134,10 @@ fn hello_identifies_process() {
     let net = fake.state();
     let hello = net.hellos.last().expect("greeted");
     assert_eq!(
-        (hello.pid as u32, hello.program.as_str()),
+        (hello.own_pid as u32, hello.program.as_str()),
         (std::process::id(), "test")
     );
-    assert_eq!(hello.claim, Claim::Spawned { epid: 31 });
+    assert_eq!(hello.claim, Claim::Spawned { spawn_token: 31 });
 }
 
 /// The death of the daemon ends all waits; messages that have arrived can still be received.
@@ -233,7 +233,7 @@ fn stray_control_frames_are_ignored() {
     fake.send_control(a.tid(), ToTask::PeerGone { tid: a.tid() });
     fake.send_control(
         a.tid(),
-        ToTask::PeerMoved {
+        ToTask::PeerMigrated {
             tid: Tid::from_raw(0x40077),
         },
     );
@@ -255,16 +255,22 @@ fn exit_flushes_all_messages_first() {
     let end = a
         .with_core(|core| core.send_watermarks())
         .expect("own process")[0]
-        .end;
+        .end_seq;
     a.exit().expect("left");
     let marks = fake.wait_for_log("leaving", |_, said| match said {
         ToDaemon::Request {
-            what: Request::Exit { marks },
+            request: Request::Exit { watermarks: marks },
             ..
         } => Some(marks.clone()),
         _ => None,
     });
-    assert_eq!(marks, [LinkMark { peer: b.tid(), end }]);
+    assert_eq!(
+        marks,
+        [SendWatermark {
+            peer: b.tid(),
+            end_seq: end
+        }]
+    );
     until("the closed socket", || {
         fake.is_closed(a.tid()).then_some(())
     });

@@ -5,14 +5,15 @@ use super::{TEST_TIMEOUT, until};
 use crate::runtime::{EnrollOptions, Runtime};
 use bytes::Bytes;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
-use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode, encode_control, to_bytes};
+use sempa_proto::frame::{Frame, FrameDecoder, FrameKind, encode_control, encode_frame, to_bytes};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::route::RouteWord;
+use sempa_proto::route::RouteMsg;
 use sempa_proto::task::{
-    AtEnd, Claim, Hello, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask, Welcome,
+    Claim, Hello, OnDaemonExit, Reply, Request, ResumeToken, RmInfo, Sink, ToDaemon, ToTask,
+    Welcome,
 };
 use sempa_proto::{HostId, MigrationId, RequestId, Tid};
-use sempa_socket::{Passed, Taken, receive};
+use sempa_socket::{MessageFds, PendingFds, receive};
 use std::collections::HashMap;
 use std::io::{IoSlice, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr};
@@ -28,7 +29,7 @@ use tempfile::TempDir;
 /// Bytes to write, with the descriptors to send with them.
 type OutFrame = (Bytes, Vec<OwnedFd>);
 /// Recorded route message: sender, receiver, message, and copies of its descriptors.
-pub(super) type RecordedMessage = (Tid, Tid, RouteWord, Vec<OwnedFd>);
+pub(super) type RecordedMessage = (Tid, Tid, RouteMsg, Vec<OwnedFd>);
 type Responder = Box<dyn Fn(Tid, &Request) -> Option<Reply> + Send>;
 type AddressRewrite = Box<dyn Fn(SocketAddr) -> SocketAddr + Send>;
 
@@ -38,7 +39,7 @@ enum QueuedFrame {
     /// Whether both tasks are on the same host is decided when the task returns.
     Route {
         from: Tid,
-        word: RouteWord,
+        word: RouteMsg,
     },
 }
 
@@ -132,7 +133,7 @@ impl FakeDaemon {
             socket: self.socket(),
             claim: Claim::New,
             program: "test".into(),
-            at_end: AtEnd::Told,
+            at_end: OnDaemonExit::FailCalls,
         }
     }
 
@@ -181,7 +182,7 @@ impl FakeDaemon {
     /// Waits for a request and returns its id.
     pub(super) fn wait_for_request(&self, what: &str, f: impl Fn(&Request) -> bool) -> RequestId {
         self.wait_for_log(what, |_, said| match said {
-            ToDaemon::Request { id, what } if f(what) => Some(*id),
+            ToDaemon::Request { id, request: what } if f(what) => Some(*id),
             _ => None,
         })
     }
@@ -260,7 +261,7 @@ impl Drop for FakeDaemon {
 fn read_frame(
     stream: &UnixStream,
     decoder: &mut FrameDecoder,
-    passed: &mut Passed,
+    passed: &mut PendingFds,
 ) -> Option<Frame> {
     loop {
         if let Some(frame) = decoder.next_frame().expect("the library speaks in frames") {
@@ -275,11 +276,11 @@ fn read_frame(
 }
 
 fn serve(shared: &Shared, stream: UnixStream) {
-    let (mut decoder, mut passed) = (FrameDecoder::new(), Passed::default());
+    let (mut decoder, mut passed) = (FrameDecoder::new(), PendingFds::default());
     let Some(first) = read_frame(&stream, &mut decoder, &mut passed) else {
         return;
     };
-    let Ok(ToDaemon::Hello(hello)) = first.control::<ToDaemon>() else {
+    let Ok(ToDaemon::Hello(hello)) = first.decode_control::<ToDaemon>() else {
         panic!("the first frame is a hello")
     };
     let Some(tid) = enroll_task(shared, &hello, &stream) else {
@@ -337,7 +338,7 @@ fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Ti
         spawned: matches!(hello.claim, Claim::Spawned { .. }),
         tracer: None,
         restart: None,
-        successor: None,
+        handoff: None,
     });
     let (out, queue) = channel::<OutFrame>();
     let near = net.same_host;
@@ -381,15 +382,15 @@ fn enroll_task(shared: &Shared, hello: &Hello, stream: &UnixStream) -> Option<Ti
     Some(tid)
 }
 
-fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
+fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut PendingFds) {
     let mut net = shared.net.lock().expect("no panic under the lock");
     if frame.kind == FrameKind::Link {
-        let link = frame.link().expect("a link frame");
+        let link = frame.decode_link().expect("a link frame");
         assert_eq!(link.src, tid, "a task speaks for itself");
         let lossy = net.lossy;
         return match net.tasks.get_mut(&link.dst) {
             Some(seat) if !seat.closed && !lossy => {
-                seat.send(encode(FrameKind::Link, &[&frame.body]))
+                seat.send(encode_frame(FrameKind::Link, &[&frame.body]))
             }
             Some(seat) if !seat.closed => {}
             _ => {
@@ -401,10 +402,10 @@ fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
             }
         };
     }
-    let said: ToDaemon = frame.control().expect("a control frame");
-    if let ToDaemon::Request { id, what } = &said {
+    let said: ToDaemon = frame.decode_control().expect("a control frame");
+    if let ToDaemon::Request { id, request: what } = &said {
         let reply = match (&net.responder, what) {
-            (_, Request::Exit { .. } | Request::LastWords) => Some(Reply::Done),
+            (_, Request::Exit { .. } | Request::AboutToExit) => Some(Reply::Done),
             (Some(answer), what) => answer(tid, what),
             (None, _) => None,
         };
@@ -413,8 +414,8 @@ fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
             net.tasks.get_mut(&tid).expect("seated").send(reply);
         }
     }
-    if let ToDaemon::Route { to, word } = &said {
-        let Taken::All(descriptors) = passed.take(word.descriptors()) else {
+    if let ToDaemon::Route { to, message: word } = &said {
+        let MessageFds::All(descriptors) = passed.take(word.fd_count()) else {
             panic!("a word without its descriptors")
         };
         forward_route_message(&mut net, tid, *to, word.clone(), descriptors);
@@ -422,8 +423,13 @@ fn handle_frame(shared: &Shared, tid: Tid, frame: Frame, passed: &mut Passed) {
     net.log.push((tid, said));
 }
 
-fn route_frame(from: Tid, near: bool, word: RouteWord) -> Bytes {
-    encode_control(&ToTask::Route { from, near, word }).expect("small")
+fn route_frame(from: Tid, near: bool, word: RouteMsg) -> Bytes {
+    encode_control(&ToTask::Route {
+        from,
+        same_host: near,
+        message: word,
+    })
+    .expect("small")
 }
 
 /// Forwards a route message. A message with descriptors reaches only a connected task on the same
@@ -432,7 +438,7 @@ fn forward_route_message(
     net: &mut FakeState,
     from: Tid,
     to: Tid,
-    mut message: RouteWord,
+    mut message: RouteMsg,
     descriptors: Vec<OwnedFd>,
 ) {
     let near = net.same_host;
@@ -443,20 +449,18 @@ fn forward_route_message(
             .collect();
         recorded.push((from, to, message.clone(), copies));
     }
-    if let (RouteWord::DirectOffer { addresses, .. }, Some(detour)) =
+    if let (RouteMsg::DirectOffer { addresses, .. }, Some(detour)) =
         (&mut message, &net.address_rewrite)
     {
         addresses
             .iter_mut()
             .for_each(|address| *address = detour(*address));
     }
-    if message.descriptors() > 0
-        && !(near && net.tasks.get(&to).is_some_and(TaskConn::is_receiving))
-    {
+    if message.fd_count() > 0 && !(near && net.tasks.get(&to).is_some_and(TaskConn::is_receiving)) {
         let nothing = match message {
-            RouteWord::RingOffer { id, .. } => route_frame(to, false, RouteWord::RingRefuse { id }),
-            RouteWord::StoreOffer { .. } => return,
-            _ => encode_control(&ToTask::PeerMoved { tid: to }).expect("small"),
+            RouteMsg::RingOffer { id, .. } => route_frame(to, false, RouteMsg::RingRefuse { id }),
+            RouteMsg::PoolOffer { .. } => return,
+            _ => encode_control(&ToTask::PeerMigrated { tid: to }).expect("small"),
         };
         return net
             .tasks

@@ -8,7 +8,7 @@ use super::{expect_numbered, message, recv_next, send_numbered};
 use crate::runtime::{EnrollOptions, Runtime};
 use nix::sys::resource::{Resource, setrlimit};
 use sempa_proto::Tid;
-use sempa_proto::task::{AtEnd, Claim};
+use sempa_proto::task::{Claim, OnDaemonExit};
 use std::process::{Command, Stdio};
 
 /// Larger than the minimum size for a lease.
@@ -85,7 +85,7 @@ fn child_goes_without() {
         socket,
         claim: Claim::New,
         program: "without".into(),
-        at_end: AtEnd::Told,
+        at_end: OnDaemonExit::FailCalls,
     };
     let task = Runtime::connect(options).expect("welcome");
     let peer = Tid::from_raw(peer);

@@ -7,12 +7,12 @@ use super::{expect_numbered, message, recv_next, send_numbered, until};
 use crate::runtime::Runtime;
 use nix::sys::uio::{pread, pwrite};
 use sempa_proto::Tid;
-use sempa_proto::link::{LinkKind, SHORT_HEAD_APART, encode_short_head};
+use sempa_proto::link::{FLAG_OUT_OF_LINE, LinkKind, encode_short_head};
 use sempa_proto::message::Message;
-use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::task::ToTask;
-use sempa_ring::memory::{BELL_BYTES, PAIR_BYTES};
-use sempa_ring::store::OwnStore;
+use sempa_ring::shared_memory::{DOORBELL_BYTES, PAIR_BYTES};
+use sempa_ring::shared_pool::OwnPool;
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
 
@@ -66,7 +66,7 @@ fn random_record(dice: &mut Rng) -> Vec<u8> {
     };
     let mut body = encode_short_head(kind, dice.below(50), dice.word()).to_vec();
     if dice.below(2) == 0 {
-        body[0] |= SHORT_HEAD_APART;
+        body[0] |= FLAG_OUT_OF_LINE;
         for word in [dice.below(4), dice.word(), dice.word(), dice.below(70)] {
             body.extend(word.to_le_bytes());
         }
@@ -134,12 +134,12 @@ fn corrupt_shared_memory(fake: &FakeDaemon, dice: &mut Rng, from: Tid, doorbells
     // The most recent ones are in use.
     let (_, _, message, fds) = mine[mine.len() - 1 - dice.below(mine.len().min(4) as u64) as usize];
     match message {
-        RouteWord::RingOffer { .. } if !doorbells => corrupt_rings(dice, &fds[0]),
-        RouteWord::RingOffer { .. } | RouteWord::RingAccept { .. } if doorbells => {
+        RouteMsg::RingOffer { .. } if !doorbells => corrupt_rings(dice, &fds[0]),
+        RouteMsg::RingOffer { .. } | RouteMsg::RingAccept { .. } if doorbells => {
             let bell = fds.last().expect("looked");
             write_at(
                 bell,
-                dice.below(BELL_BYTES as u64 / 8) * 8,
+                dice.below(DOORBELL_BYTES as u64 / 8) * 8,
                 &dice.word().to_le_bytes(),
             );
             // The most important words are the first ones.
@@ -172,7 +172,7 @@ fn corrupt_until_rings_fail(fake: &FakeDaemon, bad: &Runtime, victims: [Tid; 2])
         }
         let net = fake.state();
         let made = |(a, b, word, _): &&RecordedMessage| {
-            (*a == bad.tid() || *b == bad.tid()) && matches!(word, RouteWord::RingAccept { .. })
+            (*a == bad.tid() || *b == bad.tid()) && matches!(word, RouteMsg::RingAccept { .. })
         };
         (net.recorded.iter().flatten().filter(made).count() >= RINGS).then_some(())
     });
@@ -252,7 +252,7 @@ fn ring_is_read_despite_cleared_doorbell() {
             let mut held = a.lock().expect("not forked");
             let now = held.now();
             held.core.send(now, message(b.tid(), n, "")).expect("sent");
-            wipe(16, &[0; BELL_BYTES - 16]);
+            wipe(16, &[0; DOORBELL_BYTES - 16]);
             assert_eq!(hearing.join().expect("no panic").tag, n);
         });
     }
@@ -271,12 +271,12 @@ fn pools_of_one_peer_are_bounded() {
     for n in 0..40 {
         let mut held = b.lock().expect("not forked");
         let now = held.now();
-        let (_, fd) = OwnStore::new().expect("made");
+        let (_, fd) = OwnPool::new().expect("made");
         held.core.handle_ring_message(
             now,
             a.tid(),
             true,
-            &RouteWord::StoreOffer { id: OfferId(n) },
+            &RouteMsg::PoolOffer { id: OfferId(n) },
             vec![fd],
         );
         held.core.shm.leak_lease(a.tid());
@@ -303,7 +303,7 @@ fn child_writes_without_end() {
         socket,
         claim: sempa_proto::task::Claim::New,
         program: "writer".into(),
-        at_end: sempa_proto::task::AtEnd::Told,
+        at_end: sempa_proto::task::OnDaemonExit::FailCalls,
     };
     let task = Runtime::connect(options).expect("welcome");
     for number in 0u32.. {

@@ -5,7 +5,7 @@ use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, un
 use crate::inbox::Inbox;
 use sempa_proto::link::{RETAINED_BYTES_MAX, WINDOW_BYTES_MAX};
 use sempa_proto::table::HostTable;
-use sempa_proto::task::{LinkMark, Reply, Request, Sink, ToDaemon, ToTask};
+use sempa_proto::task::{Reply, Request, SendWatermark, Sink, ToDaemon, ToTask};
 use sempa_proto::{HostId, PvmError, Tid};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -38,7 +38,7 @@ fn message_to_self_stays_in_library() {
 fn message_to_daemon_goes_to_own_daemon() {
     let fake = FakeDaemon::start();
     let task = fake.enroll();
-    let to = HostId::MASTER.daemon();
+    let to = HostId::MASTER.daemon_tid();
     task.send(message(to, -5, "order")).expect("sent");
     let got = fake.wait_for_log("the message", |_, said| match said {
         ToDaemon::Message(m) => Some(m.clone()),
@@ -204,7 +204,7 @@ fn notification_follows_last_message() {
     let (a, b) = (fake.enroll(), fake.enroll());
     let note = |peer: Tid, end: u64, tag: i32| ToTask::Deliver {
         message: message(b.tid(), tag, ""),
-        after: Some(LinkMark { peer, end }),
+        after: Some(SendWatermark { peer, end_seq: end }),
     };
     // The notification arrives before any fragment.
     fake.send_control(b.tid(), note(a.tid(), 4, 100));
@@ -224,7 +224,7 @@ fn notification_does_not_wait_for_ended_peer() {
     let peer = Tid::task(HostId::MASTER, 77).expect("a tid");
     let note = |tag: i32| ToTask::Deliver {
         message: message(task.tid(), tag, ""),
-        after: Some(LinkMark { peer, end: 50 }),
+        after: Some(SendWatermark { peer, end_seq: 50 }),
     };
     fake.send_control(task.tid(), note(1));
     fake.send_control(task.tid(), ToTask::PeerGone { tid: peer });

@@ -3,7 +3,7 @@
 use super::fake::FakeDaemon;
 use super::{expect_numbered, message, recv_next, send_numbered, until};
 use crate::inbox::Inbox;
-use sempa_proto::task::{Claim, LinkMark, Redirect, Reply, Request, ToDaemon, ToTask};
+use sempa_proto::task::{Claim, Redirect, Reply, Request, SendWatermark, ToDaemon, ToTask};
 use sempa_proto::{HostId, MigrationId, PvmError};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -77,7 +77,7 @@ fn calls_work_while_quiesced() {
     thread::scope(|scope| {
         // Sends return although nothing can be transmitted.
         send_numbered(&a, b.tid(), 0..100);
-        a.send(message(HostId::MASTER.daemon(), -1, "order"))
+        a.send(message(HostId::MASTER.daemon_tid(), -1, "order"))
             .expect("kept");
         a.send(message(a.tid(), 8, "to myself")).expect("delivered");
         assert_eq!(recv_next(&a).tag, 8);
@@ -122,14 +122,16 @@ fn watermarks_report_sent_fragments() {
     recv_next(&a);
     fake.quiesce(a.tid(), 5);
     let marks = fake.wait_for_log("the marks", |_, said| match said {
-        ToDaemon::Quiesced { marks, .. } => Some(marks.clone()),
+        ToDaemon::Quiesced {
+            watermarks: marks, ..
+        } => Some(marks.clone()),
         _ => None,
     });
     assert_eq!(
         marks,
-        [LinkMark {
+        [SendWatermark {
             peer: b.tid(),
-            end: 4
+            end_seq: 4
         }]
     );
     fake.resume(5);
@@ -143,7 +145,10 @@ fn redirect_in_memory_changes_awaited_migration() {
     let task = fake.enroll();
     fake.quiesce(task.tid(), 8);
     let place = fake.wait_for_log("where it looks", |_, said| match said {
-        ToDaemon::Quiesced { redirect_at, .. } => Some(*redirect_at),
+        ToDaemon::Quiesced {
+            redirect_address: redirect_at,
+            ..
+        } => Some(*redirect_at),
         _ => None,
     });
     assert_eq!(place.pid, std::process::id().cast_signed());
@@ -157,7 +162,7 @@ fn redirect_in_memory_changes_awaited_migration() {
         .open("/proc/self/mem")
         .expect("ours");
     memory
-        .write_all_at(&redirect.in_memory().expect("it fits"), place.at)
+        .write_all_at(&redirect.encode().expect("it fits"), place.address)
         .expect("mapped");
     fake.resume(9);
     until("the return", || task.socket_fd());
@@ -266,7 +271,7 @@ fn migrated_peer_is_probed() {
     a.send(message(b.tid(), 1, "lost on the way"))
         .expect("sent");
     fake.state().lossy = false;
-    fake.send_control(a.tid(), ToTask::PeerMoved { tid: b.tid() });
+    fake.send_control(a.tid(), ToTask::PeerMigrated { tid: b.tid() });
     assert_eq!(recv_next(&b).tag, 1);
     assert!(
         b.inbox_try(&mut |inbox: &mut Inbox| inbox.get(0).map(|_| ()))

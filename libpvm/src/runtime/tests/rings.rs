@@ -6,7 +6,7 @@ use super::{TEST_TIMEOUT, expect_numbered, message, recv_next, send_numbered, un
 use crate::runtime::Runtime;
 use crate::runtime::core::Core;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use sempa_proto::route::{OfferId, RouteWord};
+use sempa_proto::route::{OfferId, RouteMsg};
 use sempa_proto::task::ToTask;
 use sempa_proto::{Message, Micros, Tid};
 use std::os::fd::AsFd;
@@ -74,7 +74,7 @@ fn ring_offers_repeat_after_refusal_windows() {
             now,
             peer,
             near,
-            &RouteWord::RingRefuse { id: OfferId(id) },
+            &RouteMsg::RingRefuse { id: OfferId(id) },
             Vec::new(),
         );
     };
@@ -200,7 +200,7 @@ fn migrations_close_rings_without_loss() {
             fake.quiesce(mover.tid(), round);
             fake.wait_quiesced(mover.tid(), round);
             assert!(!has_ring(mover, stays.tid()));
-            fake.send_control(stays.tid(), ToTask::PeerMoved { tid: mover.tid() });
+            fake.send_control(stays.tid(), ToTask::PeerMigrated { tid: mover.tid() });
             fake.resume(round);
         });
         expect_numbered(&a, b.tid(), numbers.clone());

@@ -7,21 +7,21 @@ use crate::vm::Vm;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::message::Message;
 use sempa_proto::sm::{
-    Grant, SM_CONFIG, SM_GRANT, SM_NOTIFY, SM_SPAWN, SM_SPAWN_WAITS, pack_grant, pack_tids,
-    pack_waits, unpack_spawn,
+    PlacementLease, SM_CONFIG, SM_NOTIFY, SM_PLACEMENT_LEASE, SM_SPAWN, SM_SPAWN_WAITS,
+    pack_placement_lease, pack_spawn_waits, pack_tids, unpack_spawn,
 };
 use sempa_proto::table::HostTable;
 use sempa_proto::task::{
-    GrantOf, NotifyRequest, NotifyWhat, Reply, Request, RmInfo, RmServes, SpawnRequest, ToDaemon,
-    ToTask,
+    LeasedSpawn, NotifyRequest, NotifySubjects, Reply, Request, RmInfo, RmServices, SpawnRequest,
+    ToDaemon, ToTask,
 };
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 use std::thread;
 
-const SERVES_ALL: RmServes = RmServes {
+const SERVES_ALL: RmServices = RmServices {
     spawn: true,
     others: true,
-    ends: true,
+    task_exits: true,
 };
 
 fn request() -> SpawnRequest {
@@ -33,7 +33,7 @@ fn request() -> SpawnRequest {
 }
 
 /// Returns a resource manager and a task that knows it.
-fn pair(fake: &FakeDaemon, serves: RmServes) -> (Runtime, Runtime) {
+fn pair(fake: &FakeDaemon, serves: RmServices) -> (Runtime, Runtime) {
     let rm = fake.enroll();
     fake.state().rm = Some(RmInfo {
         tid: rm.tid(),
@@ -51,7 +51,7 @@ fn answer(rm: &Runtime, asked: &Message, wid: i32, body: bytes::Bytes) {
 
 /// Reports to a task since when its request has waited, and waits until the report has arrived.
 fn report_waiting(rm: &Runtime, task: &Runtime, asked: &Message, since: Option<Micros>) {
-    let mut report = message(asked.src, SM_SPAWN_WAITS, pack_waits(since));
+    let mut report = message(asked.src, SM_SPAWN_WAITS, pack_spawn_waits(since));
     report.wid = asked.wid;
     rm.send(report).expect("sent");
     until("the word", || {
@@ -69,10 +69,10 @@ fn spawn_is_answered_by_rm() {
     let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
-        RmServes {
+        RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         },
     );
     let results = vec![Ok(Tid::from_raw(0x40009)), Err(PvmError::NoFile)];
@@ -116,7 +116,7 @@ fn answer_with_wrong_wait_id_is_accepted() {
             (
                 table.hosts.len(),
                 table.hosts[0].name.as_str(),
-                table.formats()
+                table.data_format_count()
             ),
             (1, "one", 1)
         );
@@ -341,7 +341,14 @@ fn spawn_several_with_lease(
         let asked = recv_next(rm);
         answer(rm, &asked, asked.wid, pack_tids(&started));
         assert_eq!(spawning.join().expect("ended"), Ok(started));
-        let mut grant = message(asked.src, SM_GRANT, pack_grant(&Grant { hosts, span }));
+        let mut grant = message(
+            asked.src,
+            SM_PLACEMENT_LEASE,
+            pack_placement_lease(&PlacementLease {
+                hosts,
+                valid_for: span,
+            }),
+        );
         grant.wid = asked.wid;
         rm.send(grant).expect("sent");
         let mut word = message(asked.src, 5, "behind the grant");
@@ -380,7 +387,7 @@ fn start_leased_tasks(fake: &FakeDaemon) {
         _ => Ok(Tid::task(*host, 7).expect("a task")),
     };
     fake.set_responder(move |_, what| match what {
-        Request::SpawnGranted { grant, .. } => {
+        Request::SpawnLeased { lease: grant, .. } => {
             Some(Reply::Spawned(grant.hosts.iter().map(start).collect()))
         }
         _ => None,
@@ -394,10 +401,10 @@ fn lease_serves_similar_requests_only() {
     let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
-        RmServes {
+        RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         },
     );
     start_leased_tasks(&fake);
@@ -414,14 +421,14 @@ fn lease_serves_similar_requests_only() {
         }),
         child(2)
     );
-    let of = GrantOf {
+    let of = LeasedSpawn {
         rm: rm.tid(),
         wid,
         hosts: vec![HostId::new(2).expect("a host")],
     };
     fake.wait_for_request(
         "the request",
-        |what| matches!(what, Request::SpawnGranted { grant, request } if *grant == of && request.args.len() == 1),
+        |what| matches!(what, Request::SpawnLeased { lease: grant, request } if *grant == of && request.args.len() == 1),
     );
     assert_eq!(task.spawn(single_request()), child(1));
     expect_rm_call(&rm, &task, single_request());
@@ -455,10 +462,10 @@ fn failed_leased_tasks_go_to_rm() {
     let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
-        RmServes {
+        RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         },
     );
     start_leased_tasks(&fake);
@@ -493,10 +500,10 @@ fn invalid_lease_falls_back_to_rm() {
     let fake = FakeDaemon::start();
     let (rm, task) = pair(
         &fake,
-        RmServes {
+        RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         },
     );
     start_leased_tasks(&fake);
@@ -508,10 +515,10 @@ fn invalid_lease_falls_back_to_rm() {
     let other = fake.enroll();
     let changed = RmInfo {
         tid: other.tid(),
-        serves: RmServes {
+        serves: RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         },
     };
     fake.send_control(task.tid(), ToTask::RmChanged { rm: Some(changed) });
@@ -547,7 +554,7 @@ fn notify_message_has_documented_format() {
     let (rm, task) = pair(&fake, SERVES_ALL);
     let tids = vec![Tid::from_raw(0x40005), Tid::from_raw(0x40006)];
     task.notify(NotifyRequest {
-        what: NotifyWhat::TaskExit(tids),
+        subjects: NotifySubjects::TaskExit(tids),
         ctx: 3,
         tag: 4,
         cancel: true,
@@ -628,6 +635,6 @@ fn exec_goes_to_daemon_of_host() {
     });
     assert_eq!(
         (got.dst, got.tag, got.wid),
-        (host.daemon(), sempa_proto::sm::SM_EXEC, wid)
+        (host.daemon_tid(), sempa_proto::sm::SM_EXEC, wid)
     );
 }

@@ -296,7 +296,7 @@ fn leased_messages_survive_migrations() {
         fake.wait_quiesced(moved.tid(), round);
         fake.send_control(
             stays.tid(),
-            sempa_proto::task::ToTask::PeerMoved { tid: moved.tid() },
+            sempa_proto::task::ToTask::PeerMigrated { tid: moved.tid() },
         );
         fake.resume(round);
         // Later messages must not change it.

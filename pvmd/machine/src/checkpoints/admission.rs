@@ -9,7 +9,7 @@
 
 use super::{CheckpointedJob, JobActivity};
 use crate::Machine;
-use sempa_proto::migration::{Cause, Refusal};
+use sempa_proto::migration::{MigrationCause, Refusal};
 use sempa_proto::{HostId, Tid};
 
 impl Machine {
@@ -18,13 +18,17 @@ impl Machine {
     ///
     /// # Errors
     /// The checkpoint has priority.
-    pub(crate) fn admit_migration(&mut self, tid: Tid, cause: &Cause) -> Result<(), Refusal> {
+    pub(crate) fn admit_migration(
+        &mut self,
+        tid: Tid,
+        cause: &MigrationCause,
+    ) -> Result<(), Refusal> {
         let Some(master) = self.master.as_deref_mut() else {
             return Ok(());
         };
         let (job_checkpoints, coordinator) =
             (&mut master.checkpoints, &mut master.migrations.coordinator);
-        let drains = matches!(cause, Cause::Drain { .. });
+        let drains = matches!(cause, MigrationCause::Drain { .. });
         let takes_inventory = |job: &CheckpointedJob| {
             job.is_draining
                 && job.activity == JobActivity::TakingInventory
@@ -32,7 +36,7 @@ impl Machine {
         };
         if drains && job_checkpoints.jobs.values().any(takes_inventory) {
             // The task has no part of a snapshot yet, so the id is a new one.
-            return Err(Refusal::AlreadyMoving(coordinator.next_id()));
+            return Err(Refusal::AlreadyMigrating(coordinator.next_id()));
         }
         if let Some(part) = job_checkpoints.snapshots.part_of(tid) {
             let cut = job_checkpoints.snapshots.snapshot_of(part.id);
@@ -41,7 +45,7 @@ impl Machine {
                 .and_then(|job| job_checkpoints.jobs.get(&job));
             // The whole job ends with this checkpoint.
             if job.is_some_and(|job| job.ends_after_checkpoint) {
-                return Err(Refusal::AlreadyMoving(part.id));
+                return Err(Refusal::AlreadyMigrating(part.id));
             }
             let first = drains && job.is_some_and(|job| job.is_draining);
             if let Some((_, part)) = job_checkpoints
@@ -49,12 +53,15 @@ impl Machine {
                 .binding_part(tid)
                 .filter(|_| first)
             {
-                return Err(Refusal::AlreadyMoving(part));
+                return Err(Refusal::AlreadyMigrating(part));
             }
         }
         while let Some((cut, part)) = job_checkpoints.snapshots.binding_part(tid) {
-            if !matches!(cause, Cause::Owner { .. } | Cause::Drain { .. }) {
-                return Err(Refusal::AlreadyMoving(part));
+            if !matches!(
+                cause,
+                MigrationCause::Owner { .. } | MigrationCause::Drain { .. }
+            ) {
+                return Err(Refusal::AlreadyMigrating(part));
             }
             job_checkpoints.snapshots.abort_for_migration(
                 cut,

@@ -12,7 +12,7 @@
 use crate::rpc::RpcCaller;
 use crate::{Machine, Output, Timer};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::{HostMsg, Question};
+use sempa_proto::host::{HostMsg, HostRequest};
 use sempa_proto::task::Reply;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, Tid};
 use std::collections::{BTreeMap, VecDeque};
@@ -181,7 +181,7 @@ impl Machine {
                 };
                 let mut places: Vec<HostId> = others.clone();
                 if !places.is_empty() {
-                    places.rotate_left(job.local() as usize % others.len());
+                    places.rotate_left(job.local_part() as usize % others.len());
                 }
                 places.sort_by_key(|host| !has(host));
                 (places.into(), *number, Vec::new())
@@ -210,7 +210,10 @@ impl Machine {
         if let Some((host, migration, set)) = next {
             return self.call_host(
                 host,
-                Question::KeepCopy { migration, set },
+                HostRequest::StoreCopy {
+                    migration,
+                    checkpoint: set,
+                },
                 RpcCaller::StoreCopy { migration },
             );
         }
@@ -250,8 +253,8 @@ impl Machine {
             return;
         }
         let missing = u32::try_from(missing).unwrap_or(u32::MAX);
-        self.record(EventKind::SetCopied {
-            set: checkpoint,
+        self.record(EventKind::CheckpointCopied {
+            checkpoint,
             job,
             hosts: copied_to,
             missing,
@@ -309,7 +312,12 @@ impl Machine {
             .any(|there| there.get(&host) == Some(&set));
         if result.is_ok() && !is_known {
             // The copy was cancelled just before, and would never be removed later.
-            self.send_to_host(host, HostMsg::DropCopies { sets: vec![set] });
+            self.send_to_host(
+                host,
+                HostMsg::DropCopies {
+                    checkpoints: vec![set],
+                },
+            );
         }
     }
 
@@ -369,12 +377,20 @@ impl Machine {
                 .job_checkpoints()
                 .and_then(|job_checkpoints| job_checkpoints.jobs.get_mut(&job));
             match entry.map(|entry| entry.copies.stored_on.insert(host, set.clone())) {
-                Some(Some(before)) if before != set => {
-                    self.send_to_host(host, HostMsg::DropCopies { sets: vec![before] })
-                }
+                Some(Some(before)) if before != set => self.send_to_host(
+                    host,
+                    HostMsg::DropCopies {
+                        checkpoints: vec![before],
+                    },
+                ),
                 Some(_) => {}
                 // The job has ended, and the copy would never be removed later.
-                None => self.send_to_host(host, HostMsg::DropCopies { sets: vec![set] }),
+                None => self.send_to_host(
+                    host,
+                    HostMsg::DropCopies {
+                        checkpoints: vec![set],
+                    },
+                ),
             }
         }
         self.advance_copy();
@@ -448,7 +464,7 @@ impl Machine {
             self.send_to_host(
                 host,
                 HostMsg::DropCopies {
-                    sets: sets.to_vec(),
+                    checkpoints: sets.to_vec(),
                 },
             );
         }
@@ -494,7 +510,12 @@ impl Machine {
         entry.copies.stored_on = there;
         entry.copies.incomplete.take_if(|set| which(set));
         for (host, set) in gone {
-            self.send_to_host(host, HostMsg::DropCopies { sets: vec![set] });
+            self.send_to_host(
+                host,
+                HostMsg::DropCopies {
+                    checkpoints: vec![set],
+                },
+            );
         }
     }
 
@@ -573,9 +594,9 @@ impl Machine {
         self.outputs.push_back(Output::DropImages { migration });
         self.send_to_host(
             HostId::MASTER,
-            HostMsg::CopyKept {
+            HostMsg::CopyStored {
                 migration,
-                set,
+                checkpoint: set,
                 result,
             },
         );
@@ -592,9 +613,9 @@ impl Machine {
         });
         self.send_to_host(
             HostId::MASTER,
-            HostMsg::CopyKept {
+            HostMsg::CopyStored {
                 migration,
-                set,
+                checkpoint: set,
                 result: Err(why.to_string()),
             },
         );

@@ -90,7 +90,7 @@ impl JobCheckpoints {
                     }
                 }
             }
-            EventKind::MoveFailed { tid, .. } => {
+            EventKind::MigrationFailed { tid, .. } => {
                 for entry in self
                     .jobs
                     .values_mut()
@@ -149,7 +149,7 @@ impl Machine {
                     .entry(tid)
                     .and_modify(|entry| entry.first_task_end.end_signal = Some(signal));
             }
-            None => self.send_to_host(HostId::MASTER, HostMsg::ToldToEnd { tid, signal }),
+            None => self.send_to_host(HostId::MASTER, HostMsg::EndSignalSent { tid, signal }),
         }
     }
 

@@ -12,7 +12,7 @@
 use crate::ring_peers::sender_of;
 use crate::tasks::Task;
 use crate::{Machine, Output, Timer};
-use sempa_proto::host::{Carried, Held};
+use sempa_proto::host::{DataMsg, PendingItem};
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::migration::Failure;
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
@@ -89,9 +89,9 @@ impl Machine {
             return;
         };
         let ended: Vec<Tid> = job_checkpoints.recent_exits.tids(now).collect();
-        let words = ended.into_iter().map(|dst| Carried::Ended {
+        let words = ended.into_iter().map(|dst| DataMsg::Ended {
             dst,
-            marks: Vec::new(),
+            watermarks: Vec::new(),
         });
         self.outputs
             .extend(words.map(|message| Output::SendData { host, message }));
@@ -157,9 +157,11 @@ impl Machine {
             .respawning
             .as_ref()
             .map_or(0, |respawning| respawning.left_items);
-        let is_data = |held: &&Held| match held {
-            Held::Link(bytes) => matches!(LinkFrame::kind_of(bytes), Some(LinkKind::Data { .. })),
-            Held::Item(_) => false,
+        let is_data = |held: &&PendingItem| match held {
+            PendingItem::Frame(bytes) => {
+                matches!(LinkFrame::kind_of(bytes), Some(LinkKind::Data { .. }))
+            }
+            PendingItem::Control(_) => false,
         };
         let mut senders = task
             .inbox
@@ -169,7 +171,7 @@ impl Machine {
             .filter_map(sender_of);
         match senders.find(|src| self.tasks.known_exits.known.contains(src)) {
             None => Ok(()),
-            Some(src) => Err(Failure::CalledOff(format!(
+            Some(src) => Err(Failure::Cancelled(format!(
                 "the last words of {src} have come, which has ended, and it has to take them first"
             ))),
         }

@@ -41,7 +41,7 @@ impl RecentlyDead {
             {
                 (*tid, host)
             }
-            EventKind::MoveFailed {
+            EventKind::MigrationFailed {
                 tid,
                 from,
                 step: Step::Arrive,

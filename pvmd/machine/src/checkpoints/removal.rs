@@ -3,7 +3,7 @@
 
 use super::{CheckpointedJob, JobActivity, JobCheckpoints};
 use crate::{Machine, Output};
-use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
+use sempa_proto::checkpoint::{CheckpointEntry, RemovalRefusal, RemovalResults, RemovalSelection};
 use sempa_proto::event::EventKind;
 use sempa_proto::task::Reply;
 use sempa_proto::{PvmError, RequestId, Tid};
@@ -42,13 +42,13 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        selection: Unwanted,
+        selection: RemovalSelection,
         include_foreign: bool,
     ) {
         let Some(job_checkpoints) = self.job_checkpoints() else {
             return;
         };
-        if matches!(&selection, Unwanted::Sets(sets) if sets.len() > REMOVALS_MAX) {
+        if matches!(&selection, RemovalSelection::Checkpoints(sets) if sets.len() > REMOVALS_MAX) {
             let reason = format!("at most {REMOVALS_MAX} checkpoints are removed at once");
             return self.fail(tid, id, PvmError::OutOfRes, reason);
         }
@@ -62,7 +62,7 @@ impl Machine {
                 entry
                     .newest_checkpoint
                     .clone()
-                    .map(|set| (set, Stays::Wanted(*job))),
+                    .map(|set| (set, RemovalRefusal::OnlyRestartPoint(*job))),
             );
         }
         // A checkpoint that a restart has requested, but not opened yet, is not protected by the
@@ -71,7 +71,7 @@ impl Machine {
             job_checkpoints
                 .open_restarts
                 .values()
-                .map(|wanted| (wanted.checkpoint.clone(), Stays::InUse)),
+                .map(|wanted| (wanted.checkpoint.clone(), RemovalRefusal::InUse)),
         );
         self.outputs.push_back(Output::RemoveCheckpoints {
             tid,
@@ -87,13 +87,13 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        result: Result<Removed, String>,
+        result: Result<RemovalResults, String>,
     ) {
         let removed = result.iter().flatten().filter(|(_, became)| became.is_ok());
         let sets: Vec<String> = removed.map(|(set, _)| set.clone()).collect();
         self.remove_copies_of(&sets);
         self.forget_checkpoints(sets, format!("{tid} asked for it"));
-        self.reply(tid, id, Reply::SetsRemoved(result));
+        self.reply(tid, id, Reply::CheckpointsRemoved(result));
     }
 
     /// Completes the store's list of checkpoints with the hosts that have copies.
@@ -101,12 +101,12 @@ impl Machine {
         &mut self,
         tid: Tid,
         id: RequestId,
-        mut result: Result<Vec<SetEntry>, String>,
+        mut result: Result<Vec<CheckpointEntry>, String>,
     ) {
         for entry in result.iter_mut().flatten() {
-            entry.copies = self.hosts_with_copy(entry.job, &entry.set);
+            entry.copy_hosts = self.hosts_with_copy(entry.job, &entry.name);
         }
-        self.reply(tid, id, Reply::Sets(result));
+        self.reply(tid, id, Reply::Checkpoints(result));
     }
 
     /// Handles checkpoints that the store has removed on its own initiative.
@@ -129,6 +129,9 @@ impl Machine {
             entry.newest_checkpoint.take_if(|set| sets.contains(set));
             entry.restarted_from.take_if(|set| sets.contains(set));
         }
-        self.record(EventKind::SetsRemoved { sets, why });
+        self.record(EventKind::CheckpointsRemoved {
+            checkpoints: sets,
+            why,
+        });
     }
 }

@@ -11,14 +11,14 @@ use crate::restart_engine::WorldCall as Again;
 use crate::rpc::RpcCaller;
 use crate::{Machine, Output};
 use checkpoint_protocol::{RestartOutput, RestartTask, TargetEvent};
-use sempa_proto::checkpoint::{RestartFailure, RestartReport, SET_VERSION, SetMeta};
+use sempa_proto::checkpoint::{CHECKPOINT_VERSION, CheckpointMeta, RestartFailure, RestartReport};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::PartRecord;
-use sempa_proto::host::{Held, Question};
-use sempa_proto::link::{LinkFrame, is_later};
-use sempa_proto::migration::{Failure, FileMatch, TaskFacts, Timeline};
-use sempa_proto::task::{Redirect, Reply, Restart, ToTask};
-use sempa_proto::tasker::{Redirection, ToTasker};
+use sempa_proto::host::SavedTask;
+use sempa_proto::host::{HostRequest, PendingItem};
+use sempa_proto::link::{LinkFrame, is_later_incarnation};
+use sempa_proto::migration::{Failure, FileRequirement, RestartGroup, TaskFacts};
+use sempa_proto::task::{Redirect, Reply, RestartInfo, ToTask};
+use sempa_proto::tasker::{MemoryWrite, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid, WIRE_VERSION};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -72,7 +72,7 @@ impl Machine {
     pub(crate) fn handle_checkpoint_opened(
         &mut self,
         number: u64,
-        result: Result<SetMeta, String>,
+        result: Result<CheckpointMeta, String>,
     ) {
         let Some(wanted) = self
             .job_checkpoints()
@@ -81,11 +81,15 @@ impl Machine {
             return;
         };
         match result {
-            Ok(meta) if (meta.wire, meta.version) != (WIRE_VERSION, SET_VERSION) => {
-                let SetMeta { wire, version, .. } = meta;
+            Ok(meta) if (meta.wire_version, meta.version) != (WIRE_VERSION, CHECKPOINT_VERSION) => {
+                let CheckpointMeta {
+                    wire_version: wire,
+                    version,
+                    ..
+                } = meta;
                 let why = format!(
                     "the libraries in this set speak version {wire}, and it is a set of version {version}; this virtual machine \
-                     speaks {WIRE_VERSION}, and makes sets of {SET_VERSION}: start it with the version by which it was made"
+                     speaks {WIRE_VERSION}, and makes sets of {CHECKPOINT_VERSION}: start it with the version by which it was made"
                 );
                 self.finish_restart(number, Err(RestartFailure::Store(why)));
             }
@@ -109,12 +113,12 @@ impl Machine {
         };
         let (job_checkpoints, coordinator) =
             (&mut master.checkpoints, &mut master.migrations.coordinator);
-        job_checkpoints.latest_incarnation = timeline.line;
+        job_checkpoints.latest_incarnation = timeline.incarnation;
         job_checkpoints.incarnations.extend(
             timeline
                 .members
                 .iter()
-                .map(|(tid, _)| (*tid, timeline.line)),
+                .map(|(tid, _)| (*tid, timeline.incarnation)),
         );
         while job_checkpoints.incarnations.len() > INCARNATIONS_MAX {
             job_checkpoints.incarnations.pop_first();
@@ -134,7 +138,7 @@ impl Machine {
         &self,
         number: u64,
         found: &Inventory,
-    ) -> Result<(Tid, Timeline, Vec<RestartTask>), RestartFailure> {
+    ) -> Result<(Tid, RestartGroup, Vec<RestartTask>), RestartFailure> {
         let gone = || RestartFailure::Store("the set is not open any more".into());
         let job_checkpoints = self
             .master
@@ -154,20 +158,20 @@ impl Machine {
             _ => false,
         };
         if job.is_some_and(|job| !free(job)) {
-            return Err(RestartFailure::UnderWay);
+            return Err(RestartFailure::InProgress);
         }
         // Checkpoints of a job and of a job within it have tasks in common.
         let busy = |tid: Tid| {
             job_checkpoints.restarts.is_restarting(tid)
                 || job_checkpoints.snapshots.part_of(tid).is_some()
         };
-        if meta.parts.iter().any(|part| busy(part.tid)) {
-            return Err(RestartFailure::UnderWay);
+        if meta.tasks.iter().any(|part| busy(part.tid)) {
+            return Err(RestartFailure::InProgress);
         }
         let members: Vec<(Tid, u16)> = meta
-            .parts
+            .tasks
             .iter()
-            .map(|part| (part.tid, part.line))
+            .map(|part| (part.tid, part.incarnation))
             .collect();
         self.check_conflicts(meta, found)?;
         let mut on = Vec::new();
@@ -179,7 +183,7 @@ impl Machine {
         }
         let all: Vec<HostId> = self.table.hosts.iter().map(|host| host.id).collect();
         let mut candidates = Vec::new();
-        for (turn, part) in meta.parts.iter().enumerate() {
+        for (turn, part) in meta.tasks.iter().enumerate() {
             let mut hosts = if on.is_empty() {
                 all.clone()
             } else {
@@ -204,23 +208,27 @@ impl Machine {
         }
         let line = job_checkpoints
             .latest_incarnation
-            .max(meta.line)
+            .max(meta.latest_incarnation)
             .wrapping_add(1)
             .max(1);
         Ok((
             meta.job,
-            Timeline {
-                line,
+            RestartGroup {
+                incarnation: line,
                 members,
-                same: meta.vm == job_checkpoints.created_at,
+                same_vm: meta.vm == job_checkpoints.created_at,
             },
             candidates,
         ))
     }
 
     /// Checks that the tasks, groups, mailbox entries and contexts of a checkpoint are not in use.
-    fn check_conflicts(&self, meta: &SetMeta, found: &Inventory) -> Result<(), RestartFailure> {
-        let member = |tid: Tid| meta.parts.iter().any(|part| part.tid == tid);
+    fn check_conflicts(
+        &self,
+        meta: &CheckpointMeta,
+        found: &Inventory,
+    ) -> Result<(), RestartFailure> {
+        let member = |tid: Tid| meta.tasks.iter().any(|part| part.tid == tid);
         let alive: Vec<Tid> = found
             .tasks
             .iter()
@@ -228,14 +236,14 @@ impl Machine {
             .filter(|tid| member(*tid))
             .collect();
         if !alive.is_empty() {
-            return Err(RestartFailure::Alive(alive));
+            return Err(RestartFailure::TasksAlive(alive));
         }
         let Some(master) = &self.master else {
             return Ok(());
         };
         let groups = master.groups.existing_names(&meta.groups);
         if !groups.is_empty() {
-            return Err(RestartFailure::Groups(groups));
+            return Err(RestartFailure::GroupsInUse(groups));
         }
         if !master.mailbox.has_room_for(&meta.mailbox) {
             return Err(RestartFailure::Store(
@@ -244,7 +252,7 @@ impl Machine {
         }
         let mailbox = master.mailbox.conflicts(&meta.mailbox);
         if !mailbox.is_empty() {
-            return Err(RestartFailure::Mailbox(mailbox));
+            return Err(RestartFailure::MailboxInUse(mailbox));
         }
         let given: BTreeMap<i32, Tid> = found.contexts.iter().copied().collect();
         let other =
@@ -258,7 +266,7 @@ impl Machine {
         if contexts.is_empty() {
             Ok(())
         } else {
-            Err(RestartFailure::Contexts(contexts))
+            Err(RestartFailure::ContextsInUse(contexts))
         }
     }
 
@@ -305,7 +313,7 @@ impl Machine {
                         .and_then(|k| k.open_restarts.get(&number))
                         .map(|w| w.checkpoint.clone());
                     RestartReport {
-                        set: set.unwrap_or_default(),
+                        checkpoint: set.unwrap_or_default(),
                         tasks,
                     }
                 });
@@ -345,7 +353,11 @@ impl Machine {
                 .push((ctx, owner));
         }
         for (host, contexts) in by_host {
-            self.call_host(host, Question::HoldContexts(contexts), RpcCaller::Ignored);
+            self.call_host(
+                host,
+                HostRequest::ReserveContexts(contexts),
+                RpcCaller::Ignored,
+            );
         }
     }
 
@@ -397,7 +409,7 @@ impl Machine {
             .unwrap_or_default();
         let members: BTreeSet<Tid> = meta
             .iter()
-            .flat_map(|meta| &meta.parts)
+            .flat_map(|meta| &meta.tasks)
             .map(|part| part.tid)
             .collect();
         let mut next = None;
@@ -410,7 +422,9 @@ impl Machine {
             entry.activity = JobActivity::Idle;
             entry.attempts += 1;
             if result.is_ok() {
-                entry.schedule = entry.schedule.or(meta.as_ref().and_then(|meta| meta.pace));
+                entry.schedule = entry
+                    .schedule
+                    .or(meta.as_ref().and_then(|meta| meta.schedule));
                 (entry.restarted_from, entry.first_task_end) =
                     (Some(checkpoint.clone()), FirstTaskEnd::default());
                 (entry.newest_checkpoint, next) = (
@@ -458,20 +472,20 @@ impl Machine {
             for (ctx, owner) in assigned_contexts {
                 self.call_host(
                     self.context_holder(ctx),
-                    Question::FreeContext { owner, ctx },
+                    HostRequest::FreeContext { owner, ctx },
                     RpcCaller::Ignored,
                 );
             }
         }
         self.record(match &result {
             Ok(report) => EventKind::Restarted {
-                set: checkpoint.clone(),
+                checkpoint: checkpoint.clone(),
                 job,
                 tasks: report.tasks.clone(),
                 why,
             },
             Err(failure) => EventKind::RestartFailed {
-                set: checkpoint.clone(),
+                checkpoint: checkpoint.clone(),
                 cause: why,
                 why: failure.to_string(),
             },
@@ -482,11 +496,7 @@ impl Machine {
     }
 
     /// Handles the record that was stored next to the images of a task that is restarted here.
-    pub(crate) fn handle_part_read(
-        &mut self,
-        id: MigrationId,
-        result: Result<PartRecord, Failure>,
-    ) {
+    pub(crate) fn handle_part_read(&mut self, id: MigrationId, result: Result<SavedTask, Failure>) {
         // The restart may have been aborted meanwhile. Then nothing must be built.
         if !self.migrations.is_restoring(id) {
             return;
@@ -503,28 +513,28 @@ impl Machine {
     fn prepare_restore(
         &mut self,
         id: MigrationId,
-        part: PartRecord,
+        part: SavedTask,
     ) -> Result<Option<ToTasker>, Failure> {
         let bad = |why: &str| Failure::Images(format!("what lies beside the images: {why}"));
-        if part.version != SET_VERSION {
+        if part.version != CHECKPOINT_VERSION {
             return Err(bad(&format!(
-                "version {} was written, {SET_VERSION} is understood",
+                "version {} was written, {CHECKPOINT_VERSION} is understood",
                 part.version
             )));
         }
         let place = self.config.paths.clone();
         let redirect = Redirect {
             migration: id,
-            tokens: vec![place.token(id)],
+            tokens: vec![place.resume_token(id)],
         };
-        let bytes = redirect.in_memory().map_err(Failure::Engine)?;
-        let PartRecord {
+        let bytes = redirect.encode().map_err(Failure::Engine)?;
+        let SavedTask {
             mut record,
             mut waiting,
             ..
         } = part;
-        let again = Some(Redirection {
-            place: record.redirect_at,
+        let again = Some(MemoryWrite {
+            address: record.redirect_address,
             bytes,
         });
         let (mut output, mut trace) = Default::default();
@@ -538,12 +548,12 @@ impl Machine {
         if record.tid != tid {
             return Err(bad(&format!("it is about {}, not about {tid}", record.tid)));
         }
-        if arrival.by_restart != record.successor.is_some() {
+        if arrival.by_restart != record.handoff.is_some() {
             return Err(bad("it is not written in the way that the set says"));
         }
         let timeline = arrival.restart_group.take().ok_or(Failure::TaskEnded)?;
         waiting.retain_mut(|held| keep_for_restart(tid, &timeline, held));
-        let known = |tid: Tid| timeline.same || timeline.before(tid).is_some();
+        let known = |tid: Tid| timeline.same_vm || timeline.incarnation_before(tid).is_some();
         if !known(record.output.tid) {
             record.output = output;
         }
@@ -551,9 +561,9 @@ impl Machine {
             record.trace = trace;
         }
         record
-            .marks
-            .retain(|mark| timeline.before(mark.peer).is_some());
-        (record.hosts, record.epoch, record.rm) = (hosts, epoch, None);
+            .watermarks
+            .retain(|mark| timeline.incarnation_before(mark.peer).is_some());
+        (record.known_hosts, record.hosts_epoch, record.rm) = (hosts, epoch, None);
         let mut open = std::mem::take(&mut record.requests);
         // The task was restarted before, and its library was not informed of it yet.
         open.extend(
@@ -561,20 +571,20 @@ impl Machine {
                 .restart
                 .take()
                 .into_iter()
-                .flat_map(|restart| restart.again),
+                .flat_map(|restart| restart.requests_to_repeat),
         );
-        record.meetings.clear();
-        record.restart = Some(Restart {
-            timeline,
-            again: open,
+        record.untimed_requests.clear();
+        record.restart = Some(RestartInfo {
+            group: timeline,
+            requests_to_repeat: open,
         });
         arrival.take_saved_state(record, waiting);
         let order = ToTasker::Restore {
             migration: id,
             tid,
-            dir: place.images(id),
-            again,
-            memory_way: None,
+            dir: place.image_dir(id),
+            memory_write: again,
+            memory_socket: None,
         };
         Ok((!arrival.by_restart).then_some(order))
     }
@@ -585,14 +595,14 @@ impl Machine {
 /// - A partial message of a member of the restart group gets the incarnation that they have in
 ///   common now. Partial messages of other tasks are dropped.
 /// - A notification does not wait for the last messages of a task outside the group.
-fn keep_for_restart(tid: Tid, timeline: &Timeline, item: &mut Held) -> bool {
+fn keep_for_restart(tid: Tid, timeline: &RestartGroup, item: &mut PendingItem) -> bool {
     let bytes = match item {
-        Held::Item(ToTask::Deliver { after, .. }) => {
-            *after = after.filter(|mark| timeline.before(mark.peer).is_some());
+        PendingItem::Control(ToTask::Deliver { after, .. }) => {
+            *after = after.filter(|mark| timeline.incarnation_before(mark.peer).is_some());
             return true;
         }
-        Held::Item(_) => return true,
-        Held::Link(bytes) => bytes,
+        PendingItem::Control(_) => return true,
+        PendingItem::Frame(bytes) => bytes,
     };
     let Some(frame) = LinkFrame::decode(bytes.clone()) else {
         return false;
@@ -600,16 +610,16 @@ fn keep_for_restart(tid: Tid, timeline: &Timeline, item: &mut Held) -> bool {
     if frame.src == tid {
         return true;
     }
-    let frame_line = frame.line;
+    let frame_line = frame.incarnation;
     let frame = LinkFrame {
-        line: timeline.line,
+        incarnation: timeline.incarnation,
         ..frame
     };
     *bytes = [&frame.encode_head()[..], &frame.payload].concat().into();
     // A sender that was restarted after this frame, without this task, has not sent it.
     timeline
-        .before(frame.src)
-        .is_some_and(|before| !is_later(before, frame_line))
+        .incarnation_before(frame.src)
+        .is_some_and(|before| !is_later_incarnation(before, frame_line))
 }
 
 /// Returns the files that a restart requires, without their lengths. The task may have appended to
@@ -618,14 +628,14 @@ fn keep_for_restart(tid: Tid, timeline: &Timeline, item: &mut Held) -> bool {
 fn without_lengths(facts: &TaskFacts) -> TaskFacts {
     let mut facts = facts.clone();
     for file in &mut facts.files {
-        match file.must {
-            FileMatch::Length | FileMatch::Exists => {
-                (file.must, file.bytes) = (FileMatch::Exists, 0)
+        match file.requirement {
+            FileRequirement::Length | FileRequirement::Exists => {
+                (file.requirement, file.bytes) = (FileRequirement::Exists, 0)
             }
-            FileMatch::LengthOrCarried | FileMatch::ExistsOrCarried => {
-                (file.must, file.bytes) = (FileMatch::ExistsOrCarried, 0);
+            FileRequirement::LengthOrCopied | FileRequirement::ExistsOrCopied => {
+                (file.requirement, file.bytes) = (FileRequirement::ExistsOrCopied, 0);
             }
-            FileMatch::Content(_) | FileMatch::Directory => {}
+            FileRequirement::Content(_) | FileRequirement::Directory => {}
         }
     }
     facts

@@ -8,9 +8,9 @@ use super::{
 };
 use crate::Machine;
 use crate::rpc::RpcCaller;
-use sempa_proto::checkpoint::CutFailure;
+use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::event::EventKind;
-use sempa_proto::host::Question;
+use sempa_proto::host::HostRequest;
 use sempa_proto::migration::{Failure, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::Reply;
@@ -22,14 +22,16 @@ impl Machine {
     pub(crate) fn roll_back_for_lost_host(&mut self, host: HostId) {
         self.replace_copies_on(host);
         let why = format!("{} was lost", self.host_name(host));
-        self.roll_back_jobs_on(host, Some(host), &why, |_| CutFailure::HostLost(host));
+        self.roll_back_jobs_on(host, Some(host), &why, |_| {
+            CheckpointFailure::HostLost(host)
+        });
     }
 
     /// Master: handles the exit of a host's tasker, with which its tasks have died. The jobs roll
     /// back as if the host were lost, but the host remains.
     pub(crate) fn roll_back_for_lost_tasker(&mut self, host: HostId) {
         let why = format!("the tasker of {} has ended", self.host_name(host));
-        let failure = |job| CutFailure::Task {
+        let failure = |job| CheckpointFailure::Task {
             tid: job,
             step: Step::Dump,
             why: Failure::Engine(why.clone()),
@@ -71,7 +73,7 @@ impl Machine {
         host: HostId,
         lost: Option<HostId>,
         why: &str,
-        failure: impl Fn(Tid) -> CutFailure,
+        failure: impl Fn(Tid) -> CheckpointFailure,
     ) {
         if self.stop.is_some() {
             return;
@@ -180,7 +182,7 @@ impl Machine {
     pub(super) fn kill_task(&mut self, tid: Tid) {
         self.call_host_of_task(
             tid,
-            Question::Signal {
+            HostRequest::Signal {
                 tid,
                 signal: SIGKILL,
             },
@@ -207,7 +209,7 @@ impl Machine {
         if left > 0 {
             let cause = format!("{why}, and {left} of its tasks do not end");
             self.record(EventKind::RestartFailed {
-                set,
+                checkpoint: set,
                 cause,
                 why: "it would run twice".into(),
             });

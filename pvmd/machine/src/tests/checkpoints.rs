@@ -13,9 +13,11 @@ mod stuck;
 use super::scenario::{stop_guests_until, welcome_guests};
 use super::sim::{Proc, Received, Sim, host, seeds};
 use crate::{HostId, MachineConfig};
-use sempa_proto::checkpoint::{CutFailure, Pace, RestartFailure, SetReport};
+use sempa_proto::checkpoint::{
+    CheckpointFailure, CheckpointReport, CheckpointSchedule, RestartFailure,
+};
 use sempa_proto::group::{GroupReply, GroupRequest};
-use sempa_proto::owner::Leave;
+use sempa_proto::owner::EvictionMode;
 use sempa_proto::task::{MailboxRequest, Reply, Request, SpawnRequest};
 use sempa_proto::{Message, Micros, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -60,14 +62,14 @@ impl JobScenario {
     }
 
     fn random_task(&mut self) -> Tid {
-        self.tids[self.sim.rng.roll(self.tids.len() as u64) as usize]
+        self.tids[self.sim.rng.below(self.tids.len() as u64) as usize]
     }
 
     fn exchange_messages(&mut self, rounds: u64) {
         for _ in 0..rounds {
             let (from, to) = (self.random_task(), self.random_task());
             self.send_number(from, to);
-            let wait = Micros(self.sim.rng.roll(4_000));
+            let wait = Micros(self.sim.rng.below(4_000));
             self.sim.advance(wait);
         }
     }
@@ -122,21 +124,21 @@ impl JobScenario {
             self.console,
             Request::Checkpoint {
                 job,
-                pace: every.map(Pace::Every),
-                end: false,
+                schedule: every.map(CheckpointSchedule::Every),
+                end_job: false,
                 wait: true,
             },
         )
     }
 
-    fn checkpoint(&mut self, every: Option<Micros>) -> Result<SetReport, CutFailure> {
+    fn checkpoint(&mut self, every: Option<Micros>) -> Result<CheckpointReport, CheckpointFailure> {
         let job = self.job();
         let reply = self.sim.ask(
             self.console,
             Request::Checkpoint {
                 job,
-                pace: every.map(Pace::Every),
-                end: false,
+                schedule: every.map(CheckpointSchedule::Every),
+                end_job: false,
                 wait: true,
             },
         );
@@ -174,7 +176,7 @@ impl JobScenario {
         let reply = self.sim.ask(
             self.console,
             Request::Restart {
-                set: set.into(),
+                checkpoint: set.into(),
                 on,
                 wait: true,
             },
@@ -186,7 +188,10 @@ impl JobScenario {
     }
 
     /// Waits for the reply to a checkpoint request.
-    fn await_checkpoint(&mut self, asked: RequestId) -> Result<SetReport, CutFailure> {
+    fn await_checkpoint(
+        &mut self,
+        asked: RequestId,
+    ) -> Result<CheckpointReport, CheckpointFailure> {
         let console = self.console;
         self.sim.run_until("the end of the checkpoint", |sim| {
             sim.procs[console].replies.contains_key(&asked)
@@ -339,7 +344,7 @@ fn restart_continues_from_checkpoint() {
         // The restart undoes all messages that the tasks send after the checkpoint.
         scene.exchange_messages(40);
         scene.kill_all();
-        scene.restart_and_exchange(&report.set);
+        scene.restart_and_exchange(&report.name);
     }
 }
 
@@ -369,7 +374,7 @@ fn failed_restart_can_be_repeated() {
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.kill_all();
-        bad += scene.restart_with_faults(&report.set);
+        bad += scene.restart_with_faults(&report.name);
         scene.run_until_all_connected();
         scene.exchange_messages(60);
         scene.run_until_all_received();
@@ -386,10 +391,10 @@ fn lost_host_rolls_job_back() {
         let first = scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = 100 + scene.sim.rng.roll(700);
+        let rounds = 100 + scene.sim.rng.below(700);
         scene.exchange_messages(rounds);
         let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.rng.roll(3) as u16);
+        let lost = host(2 + scene.sim.rng.below(3) as u16);
         scene.sim.kill_host(lost);
         scene
             .sim
@@ -419,9 +424,9 @@ fn job_survives_host_losses_at_any_time() {
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut hosts: Vec<u16> = (2..=5).collect();
         for _ in 0..3 {
-            let rounds = scene.sim.rng.roll(300);
+            let rounds = scene.sim.rng.below(300);
             scene.exchange_messages(rounds);
-            let which = scene.sim.rng.roll(hosts.len() as u64) as usize;
+            let which = scene.sim.rng.below(hosts.len() as u64) as usize;
             scene.sim.kill_host(host(hosts.remove(which)));
         }
         let all = |sim: &Sim, tids: &[Tid]| {
@@ -490,7 +495,7 @@ fn barrier_completes_in_new_virtual_machine() {
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut scene = rebuild_virtual_machine(scene);
         let places = scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(
             places.iter().all(|(_, at)| *at == HostId::MASTER),
@@ -597,7 +602,7 @@ fn restart_restores_mailbox_and_contexts() {
         let theirs = new_context(&mut scene.sim, scene.console);
         assert!(owned.iter().all(|(_, ctx)| *ctx != theirs), "seed {seed}");
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         assert_eq!(
@@ -637,8 +642,8 @@ fn restart_refused_on_mailbox_or_context_conflict() {
     scene.kill_all();
     put_mail(&mut scene, console, "ours", b"2");
     assert_eq!(
-        scene.restart(&report.set, &[]),
-        Err(RestartFailure::Mailbox(vec!["ours 0".into()]))
+        scene.restart(&report.name, &[]),
+        Err(RestartFailure::MailboxInUse(vec!["ours 0".into()]))
     );
     assert_eq!(take_mail(&mut scene, "ours").as_deref(), Some(&b"2"[..]));
     let gone = MailboxRequest::Delete {
@@ -647,7 +652,7 @@ fn restart_refused_on_mailbox_or_context_conflict() {
     };
     assert_eq!(scene.sim.ask(console, Request::Mailbox(gone)), Reply::Done);
     scene
-        .restart(&report.set, &[])
+        .restart(&report.name, &[])
         .expect("nothing stands in the way any more");
     scene.run_until_all_connected();
     let first = scene.sim.proc_of(scene.tids[0]);
@@ -663,30 +668,33 @@ fn restart_refused_on_mailbox_or_context_conflict() {
     let other = Tid::from_raw(0x40999);
     machine.reserve_contexts(vec![(ctx, other)]);
     assert_eq!(
-        scene.restart(&report.set, &[]),
-        Err(RestartFailure::Contexts(vec![ctx]))
+        scene.restart(&report.name, &[]),
+        Err(RestartFailure::ContextsInUse(vec![ctx]))
     );
 }
 
 fn host_of(ctx: i32) -> HostId {
-    Tid::from_raw(ctx).home().expect("a host gave it out")
+    Tid::from_raw(ctx).birth_host().expect("a host gave it out")
 }
 
 /// The newest checkpoint of a job is never older than the job's bound or interval.
 #[test]
 fn checkpoint_age_stays_within_bound() {
     let bound = Micros::from_secs(4);
-    for (seed, pace) in
-        seeds(10).flat_map(|seed| [(seed, Pace::Loss(bound)), (seed, Pace::Every(bound))])
-    {
+    for (seed, pace) in seeds(10).flat_map(|seed| {
+        [
+            (seed, CheckpointSchedule::MaxLoss(bound)),
+            (seed, CheckpointSchedule::Every(bound)),
+        ]
+    }) {
         let mut scene = JobScenario::new(seed, 3, 4);
         let job = scene.job();
         let reply = scene.sim.ask(
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: Some(pace),
-                end: false,
+                schedule: Some(pace),
+                end_job: false,
                 wait: true,
             },
         );
@@ -745,10 +753,10 @@ fn barrier_during_checkpoint_is_all_or_none() {
                     );
                 }
             }
-            let wait = Micros(scene.sim.rng.roll(1_500));
+            let wait = Micros(scene.sim.rng.below(1_500));
             scene.sim.advance(wait);
         };
-        for _ in 0..scene.sim.rng.roll(40) {
+        for _ in 0..scene.sim.rng.below(40) {
             step(&mut scene);
         }
         let asked = scene.begin_checkpoint(None);
@@ -765,7 +773,7 @@ fn barrier_during_checkpoint_is_all_or_none() {
         };
         scene.kill_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         let passed = |scene: &JobScenario| -> Vec<usize> {
@@ -837,10 +845,10 @@ fn task_deaths_before_host_loss_roll_job_back() {
         scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.rng.roll(300);
+        let rounds = scene.sim.rng.below(300);
         scene.exchange_messages(rounds);
         let before = scene.sim.procs.len();
-        let lost = host(2 + scene.sim.rng.roll(3) as u16);
+        let lost = host(2 + scene.sim.rng.below(3) as u16);
         let procs: Vec<usize> = scene
             .tids
             .iter()
@@ -852,7 +860,7 @@ fn task_deaths_before_host_loss_roll_job_back() {
         for proc in there {
             scene.sim.exit(proc, 9);
         }
-        let while_it_goes_down = Micros(scene.sim.rng.roll(3_000_000));
+        let while_it_goes_down = Micros(scene.sim.rng.below(3_000_000));
         scene.sim.advance(while_it_goes_down);
         if seed % 2 == 0 {
             // These tasks exited because the others were gone.
@@ -873,10 +881,10 @@ fn deleted_host_rolls_job_back() {
         scene
             .checkpoint(Some(Micros::from_millis(600)))
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        let rounds = scene.sim.rng.roll(300);
+        let rounds = scene.sim.rng.below(300);
         scene.exchange_messages(rounds);
         let before = scene.sim.procs.len();
-        let name = format!("h{}", 2 + scene.sim.rng.roll(3));
+        let name = format!("h{}", 2 + scene.sim.rng.below(3));
         let reply = scene
             .sim
             .ask(scene.console, Request::DelHosts { names: vec![name] });
@@ -909,7 +917,7 @@ fn restart_refused_while_tasks_are_alive() {
         0
     );
     let report = scene.checkpoint(None).expect("nothing stands in the way");
-    let Err(RestartFailure::Alive(alive)) = scene.restart(&report.set, &[]) else {
+    let Err(RestartFailure::TasksAlive(alive)) = scene.restart(&report.name, &[]) else {
         panic!("it began")
     };
     assert_eq!(alive.len(), 3);
@@ -924,9 +932,9 @@ fn restart_refused_while_tasks_are_alive() {
         "who is alive is in its groups"
     );
     scene.kill_all();
-    let no_host = scene.restart(&report.set, &["nowhere"]);
+    let no_host = scene.restart(&report.name, &["nowhere"]);
     assert_eq!(no_host, Err(RestartFailure::NoHost("nowhere".into())));
-    let places = scene.restart(&report.set, &["h2"]).expect("all are gone");
+    let places = scene.restart(&report.name, &["h2"]).expect("all are gone");
     assert!(places.iter().all(|(_, at)| *at == host(2)), "{places:?}");
 }
 
@@ -943,8 +951,8 @@ fn final_checkpoint_ends_job_when_complete() {
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: None,
-                end: true,
+                schedule: None,
+                end_job: true,
                 wait: true,
             },
         );
@@ -958,7 +966,7 @@ fn final_checkpoint_ends_job_when_complete() {
                 });
                 scene.sim.advance(Micros::from_millis(50));
                 scene
-                    .restart(&report.set, &[])
+                    .restart(&report.name, &[])
                     .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
                 scene.run_until_all_connected();
             }
@@ -981,18 +989,18 @@ fn paused_guests_are_checkpointed() {
         assert_eq!(
             scene
                 .sim
-                .ask(speaker, stop_guests_until(None, Leave::Checkpoint)),
+                .ask(speaker, stop_guests_until(None, EvictionMode::Checkpoint)),
             Reply::Done
         );
-        let rounds = scene.sim.rng.roll(40);
+        let rounds = scene.sim.rng.below(40);
         scene.exchange_messages(rounds);
         let (job, end) = (scene.job(), seed % 2 == 0);
         let reply = scene.sim.ask(
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: None,
-                end,
+                schedule: None,
+                end_job: end,
                 wait: true,
             },
         );
@@ -1002,7 +1010,7 @@ fn paused_guests_are_checkpointed() {
         if end {
             let on = ["h1", "h3"];
             scene
-                .restart(&report.set, &on)
+                .restart(&report.name, &on)
                 .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         } else {
             scene.sim.advance(Micros::from_millis(300));
@@ -1032,8 +1040,8 @@ fn inner_job_restart_keeps_links_to_outer_job() {
             scene.console,
             Request::Checkpoint {
                 job: alone,
-                pace: None,
-                end: true,
+                schedule: None,
+                end_job: true,
                 wait: true,
             },
         );
@@ -1046,7 +1054,7 @@ fn inner_job_restart_keeps_links_to_outer_job() {
             .run_until("it has ended", |sim| !is_listed(sim, alone));
         scene.sim.advance(Micros::from_millis(50));
         scene
-            .restart(&small.set, &[])
+            .restart(&small.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         // In every second run the two exchange no messages in between.
@@ -1060,7 +1068,7 @@ fn inner_job_restart_keeps_links_to_outer_job() {
         assert_eq!(report.tasks.len(), 3);
         scene.kill_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         let last = |sim: &Sim, at: Tid, from: Tid| {
@@ -1099,7 +1107,7 @@ fn outsiders_reach_restarted_tasks() {
         }
         scene.kill_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         let heard = |sim: &Sim, at: Tid, from: Tid| {

@@ -3,9 +3,9 @@
 use super::sim::{Sim, host};
 use crate::{ConnId, Event, HostId};
 use bytes::Bytes;
-use sempa_proto::host::{Answer, Carried, Held, HostMsg, Question};
+use sempa_proto::host::{DataMsg, HostMsg, HostReply, HostRequest, PendingItem};
 use sempa_proto::link::{LinkFrame, LinkKind};
-use sempa_proto::task::{AtEnd, Claim, Hello, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::task::{Claim, Hello, OnDaemonExit, Reply, Request, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{Epoch, MigrationId, RequestId, Tid, WIRE_VERSION};
 
 /// A connection that does not identify itself correctly is refused.
@@ -21,7 +21,7 @@ fn unidentified_connection_is_refused() {
             conn,
             message: ToDaemon::Request {
                 id,
-                what: Request::Halt,
+                request: Request::Halt,
             },
         },
     );
@@ -31,7 +31,7 @@ fn unidentified_connection_is_refused() {
             conn,
             message: ToDaemon::Request {
                 id,
-                what: Request::Halt,
+                request: Request::Halt,
             },
         },
     );
@@ -49,9 +49,9 @@ fn unidentified_connection_is_refused() {
             magic,
             version,
             claim: Claim::New,
-            pid: 1,
+            own_pid: 1,
             program: String::new(),
-            at_end: AtEnd::Told,
+            on_daemon_exit: OnDaemonExit::FailCalls,
         };
         sim.handle(
             HostId::MASTER,
@@ -86,7 +86,7 @@ fn forged_sender_is_dropped() {
         kind: LinkKind::Data { last: true },
         seq: 1,
         ack: 1,
-        line: 0,
+        incarnation: 0,
         payload: Bytes::new(),
     };
     let conn = sim.procs[liar].conn.expect("connected");
@@ -121,9 +121,9 @@ fn second_hello_disconnects_task() {
         magic: TASK_MAGIC,
         version: WIRE_VERSION,
         claim: Claim::New,
-        pid: 1,
+        own_pid: 1,
         program: String::new(),
-        at_end: AtEnd::Told,
+        on_daemon_exit: OnDaemonExit::FailCalls,
     };
     sim.send_from_proc(
         conn,
@@ -142,30 +142,30 @@ fn invalid_daemon_messages_change_nothing() {
     let (mut sim, console) = Sim::cluster(4, 3);
     let tid = sim.procs[console].tid();
     let nowhere = Tid::from_raw(0x3fc0001);
-    let item = |dst: Tid| Carried::Item {
+    let item = |dst: Tid| DataMsg::Item {
         dst,
-        item: ToTask::PeerMoved { tid: nowhere },
+        item: ToTask::PeerMigrated { tid: nowhere },
     };
     let migration = MigrationId(77);
     for carried in [
-        Carried::Link(Bytes::from_static(b"x")),
+        DataMsg::Frame(Bytes::from_static(b"x")),
         item(nowhere),
         item(Tid::NONE),
         item(Tid::MY_DAEMON),
-        Carried::Ended {
+        DataMsg::Ended {
             dst: nowhere,
-            marks: vec![],
+            watermarks: vec![],
         },
-        Carried::Passed {
+        DataMsg::RouteDrained {
             dst: nowhere,
             epoch: Epoch(9),
         },
-        Carried::Handed {
+        DataMsg::Forwarded {
             dst: tid,
             migration,
-            held: Held::Link(Bytes::new()),
+            item: PendingItem::Frame(Bytes::new()),
         },
-        Carried::HandedAll {
+        DataMsg::ForwardedAll {
             dst: tid,
             migration,
         },
@@ -181,34 +181,34 @@ fn invalid_daemon_messages_change_nothing() {
         }
     }
     for message in [
-        HostMsg::Prepared { epoch: Epoch(1) },
-        HostMsg::Committed { epoch: Epoch(900) },
-        HostMsg::LocatedAck {
+        HostMsg::TablePrepared { epoch: Epoch(1) },
+        HostMsg::TableCommitted { epoch: Epoch(900) },
+        HostMsg::TaskLocationAck {
             tid,
             epoch: Epoch(3),
         },
-        HostMsg::Answer {
+        HostMsg::HostReply {
             id: RequestId(5),
-            answer: Answer::Reply(Reply::Done),
+            reply: HostReply::Reply(Reply::Done),
         },
-        HostMsg::Ask {
+        HostMsg::HostRequest {
             id: RequestId(1),
-            question: Question::TaskStatus { tid: nowhere },
+            request: HostRequest::TaskStatus { tid: nowhere },
         },
-        HostMsg::Request {
+        HostMsg::TaskRequest {
             tid: nowhere,
             id: RequestId(1),
-            what: Request::Config,
+            request: Request::Config,
         },
         HostMsg::Halt {
             why: "mischief".into(),
         },
         HostMsg::Shutdown,
-        HostMsg::EndTasks { spare: vec![] },
-        HostMsg::ToldToEnd { tid, signal: 15 },
-        HostMsg::Report {
+        HostMsg::EndTasks { except: vec![] },
+        HostMsg::EndSignalSent { tid, signal: 15 },
+        HostMsg::StepReport {
             migration,
-            report: sempa_proto::migration::Report::Running,
+            report: sempa_proto::migration::StepReport::Running,
         },
     ] {
         for on in [HostId::MASTER, host(2)] {

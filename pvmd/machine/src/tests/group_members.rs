@@ -124,7 +124,7 @@ fn join_after_exit_is_undone() {
         sim.ask(stays, join());
         let ends = sim.enrol(host(2));
         sim.request(ends, join());
-        let wait = Micros(sim.rng.roll(300));
+        let wait = Micros(sim.rng.below(300));
         sim.advance(wait);
         sim.close(ends);
         sim.advance(Micros::from_millis(200));
@@ -153,7 +153,7 @@ fn barrier_wait_survives_migration() {
         sim.ask(mover, join());
         sim.ask(console, join());
         let open = sim.request(mover, barrier(2));
-        let wait = Micros(sim.rng.roll(20_000));
+        let wait = Micros(sim.rng.below(20_000));
         sim.advance(wait);
         let migrate = Request::Migrate {
             tid,
@@ -162,7 +162,7 @@ fn barrier_wait_survives_migration() {
             wait: true,
         };
         let moving = sim.request(console, migrate);
-        let wait = Micros(sim.rng.roll(40_000));
+        let wait = Micros(sim.rng.below(40_000));
         sim.advance(wait);
         // The last member enters before, during or after the migration.
         let reply = sim.ask(console, barrier(2));
@@ -171,7 +171,7 @@ fn barrier_wait_survives_migration() {
             s.procs[console].replies.contains_key(&moving)
         });
         assert!(
-            matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
+            matches!(sim.procs[console].replies[&moving], Reply::Migrated(Ok(_))),
             "seed {seed}"
         );
         sim.run_until("the answer, at its new place", |s| {

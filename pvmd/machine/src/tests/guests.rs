@@ -9,7 +9,7 @@ use super::sim::{host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
 use sempa_proto::migration::{Failure, Refusal, Step};
-use sempa_proto::owner::Leave;
+use sempa_proto::owner::EvictionMode;
 use sempa_proto::task::{Reply, Request, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{Micros, PvmError, Tid};
 
@@ -24,8 +24,8 @@ fn guests_pause_in_time_and_lose_no_messages() {
         let mut scene = Scenario::with_faults(seed);
         for _ in 0..60 {
             scene.exchange_messages();
-            let n = scene.sim.rng.roll(3) as usize;
-            match scene.sim.rng.roll(10) {
+            let n = scene.sim.rng.below(3) as usize;
+            match scene.sim.rng.below(10) {
                 0 | 1 => scene.send_directive(n, stop_guests()),
                 2 | 3 => scene.send_directive(n, welcome_guests()),
                 4 => scene.migrate_one(),
@@ -65,7 +65,7 @@ fn quiesced_guest_leaves_without_running() {
             }
             let done = scene.sim.ask(console, migrate_request(tid, to));
             assert!(
-                matches!(done, Reply::Moved(Ok(_))),
+                matches!(done, Reply::Migrated(Ok(_))),
                 "{done:?} (seed {seed})"
             );
             assert_eq!(
@@ -77,7 +77,7 @@ fn quiesced_guest_leaves_without_running() {
         assert!(
             list_tasks(&mut scene.sim, console)
                 .iter()
-                .all(|t| !t.stopped && (t.host != host(2) || t.flags & 2 == 0))
+                .all(|t| !t.paused && (t.host != host(2) || t.flags & 2 == 0))
         );
         scene.finish();
     }
@@ -98,16 +98,19 @@ fn owner_arrival_at_target_cancels_pre_copy() {
     let moving = scene.sim.request(console, migrate_request(tid, "h3"));
     scene.sim.run_until("the step", |s| s.injection.triggered);
     let list = list_tasks(&mut scene.sim, console);
-    assert!(list.iter().all(|t| t.moving == (t.tid == tid)), "{list:?}");
+    assert!(
+        list.iter().all(|t| t.migrating == (t.tid == tid)),
+        "{list:?}"
+    );
     scene.send_directive(2, stop_guests());
     scene.sim.run_until("the end of the move", |s| {
         s.procs[console].replies.contains_key(&moving)
     });
-    let refusal = Refusal::OwnerThere {
+    let refusal = Refusal::OwnerPresent {
         host: host(3),
         why: "olga is there".into(),
     };
-    let Reply::Moved(Err(error)) = &scene.sim.procs[console].replies[&moving] else {
+    let Reply::Migrated(Err(error)) = &scene.sim.procs[console].replies[&moving] else {
         panic!("it moved")
     };
     assert_eq!(
@@ -126,15 +129,15 @@ fn pause_is_visible_in_list_log_and_refusal() {
     scene.send_directive(1, stop_guests());
     scene.sim.advance(GUEST_PAUSE_MAX);
     let list = list_tasks(&mut scene.sim, console);
-    let still: Vec<Tid> = list.iter().filter(|t| t.stopped).map(|t| t.tid).collect();
+    let still: Vec<Tid> = list.iter().filter(|t| t.paused).map(|t| t.tid).collect();
     assert_eq!(still, guests);
-    assert!(list.iter().all(|t| !t.moving));
+    assert!(list.iter().all(|t| !t.migrating));
     let reply = scene.sim.ask(console, migrate_request(scene.tids[0], "h2"));
-    let refusal = Refusal::OwnerThere {
+    let refusal = Refusal::OwnerPresent {
         host: host(2),
         why: "olga is there".into(),
     };
-    let Reply::Moved(Err(error)) = reply else {
+    let Reply::Migrated(Err(error)) = reply else {
         panic!("{reply:?}")
     };
     assert_eq!(
@@ -145,10 +148,10 @@ fn pause_is_visible_in_list_log_and_refusal() {
     scene.sim.advance(Micros::from_secs(1));
     let told: Vec<EventKind> = list_events(&mut scene.sim, console);
     let took = told.iter().find_map(|kind| match kind {
-        EventKind::GuestsStopped {
+        EventKind::GuestsPaused {
             host: h,
             guests: g,
-            took,
+            duration: took,
             why,
         } if *h == host(2) && *g == guests => {
             assert_eq!(why, "olga is there");
@@ -157,7 +160,7 @@ fn pause_is_visible_in_list_log_and_refusal() {
         _ => None,
     });
     assert!(took.expect("in the log") < GUEST_PAUSE_MAX);
-    let on = EventKind::GuestsContinued {
+    let on = EventKind::GuestsResumed {
         host: host(2),
         guests,
         why: "olga has left".into(),
@@ -218,12 +221,12 @@ fn guests_are_killed_at_owners_deadline() {
         .chain([stubborn])
         .collect();
     let at = scene.sim.now + Micros::from_secs(2);
-    scene.send_directive(1, stop_guests_until(Some(at), Leave::Kill));
+    scene.send_directive(1, stop_guests_until(Some(at), EvictionMode::Kill));
     scene.sim.advance(Micros::from_secs(1));
     // The owner extends the deadline.
     scene.send_directive(
         1,
-        stop_guests_until(Some(at + Micros::from_secs(3)), Leave::Kill),
+        stop_guests_until(Some(at + Micros::from_secs(3)), EvictionMode::Kill),
     );
     scene.sim.advance(Micros::from_secs(2));
     assert!(
@@ -304,7 +307,7 @@ fn spawn_hosts(scene: &mut Scenario, request: SpawnRequest) -> Vec<Result<u16, P
 fn host_enforces_owner_limits() {
     let mut scene = Scenario::new(11);
     let limits = GuestLimits {
-        cores: Some(3),
+        guests_max: Some(3),
         programs: vec!["chi*".into()],
         ..GuestLimits::default()
     };
@@ -371,7 +374,7 @@ fn migration_respects_owner_limits() {
             host: host(2),
             why: why.into(),
         };
-        let Reply::Moved(Err(error)) = reply else {
+        let Reply::Migrated(Err(error)) = reply else {
             panic!("{reply:?}")
         };
         assert_eq!(
@@ -382,7 +385,7 @@ fn migration_respects_owner_limits() {
     scene.send_directive(
         1,
         welcome_guests_with(GuestLimits {
-            cores: Some(2),
+            guests_max: Some(2),
             ..GuestLimits::default()
         }),
     );
@@ -398,14 +401,14 @@ fn migration_respects_owner_limits() {
     scene.send_directive(
         1,
         welcome_guests_with(GuestLimits {
-            cores: Some(3),
+            guests_max: Some(3),
             ..GuestLimits::default()
         }),
     );
     assert!(
         matches!(
             scene.sim.ask(console, migrate_request(first, "h2")),
-            Reply::Moved(Ok(_))
+            Reply::Migrated(Ok(_))
         ),
         "there is room for one"
     );
@@ -416,7 +419,7 @@ fn migration_respects_owner_limits() {
     );
     assert!(matches!(
         scene.sim.ask(console, migrate_request(first, "h3")),
-        Reply::Moved(Ok(_))
+        Reply::Migrated(Ok(_))
     ));
     assert_eq!(
         spawn_hosts(&mut scene, spawn_on("h2", "child", 1)),
@@ -434,7 +437,7 @@ fn exits_during_pause_are_reported_once() {
         let mut scene = Scenario::with_exit_notification(seed);
         scene.send_directive(1, stop_guests());
         scene.wait_randomly(60_000);
-        match scene.sim.rng.roll(3) {
+        match scene.sim.rng.below(3) {
             0 => {
                 // A migration may have moved the task, but this is its end on any host.
                 let victim = scene.procs[2];

@@ -7,9 +7,9 @@ use super::restart_engine::{
 };
 use super::scenario::{stop_guests, welcome_guests};
 use super::sim::{EXIT_REQUEST_TAG, Received, Sim, host, seeds};
-use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::migration::{Failure, Step};
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request};
 use sempa_proto::{Micros, Tid};
 
 /// Wait status of an agreed exit.
@@ -41,11 +41,11 @@ fn send_if_connected(sim: &mut Sim, tid: Tid, to: Tid, n: i32) -> bool {
 }
 
 fn notify(sim: &mut Sim, proc: usize, tid: Tid) {
-    let what = NotifyWhat::TaskExit(vec![tid]);
+    let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         proc,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 9,
             cancel: false,
@@ -74,7 +74,7 @@ fn concurrent_restarts_lose_and_repeat_nothing() {
             } else {
                 ["h2", "h3"]
             };
-            let moving = [a, b].map(|tid| (tid, sim.rng.roll(30_000)));
+            let moving = [a, b].map(|tid| (tid, sim.rng.below(30_000)));
             let mut open = Vec::new();
             let begun = sim.now;
             while open.len() < 2
@@ -89,7 +89,7 @@ fn concurrent_restarts_lose_and_repeat_nothing() {
                 }
                 from_a += i32::from(send_if_connected(&mut sim, a, b, from_a));
                 from_b += i32::from(send_if_connected(&mut sim, b, a, from_b));
-                let wait = Micros(sim.rng.roll(1_500));
+                let wait = Micros(sim.rng.below(1_500));
                 sim.advance(wait);
             }
             let moved = open
@@ -189,7 +189,7 @@ fn exit_notification_follows_last_messages() {
             sim.run_until("it hears", |s| received_numbers(s, old) == [7]);
         }
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(40_000));
+        let wait = Micros(sim.rng.below(40_000));
         sim.advance(wait);
         (0..3i32).for_each(|n| sim.send_message(last, tid, &n.to_be_bytes()));
         sim.exit_gracefully(last, 0);
@@ -225,11 +225,11 @@ fn killed_process_and_successor_agree_on_messages() {
         let moving = begin_migration(&mut sim, console, tid, "h3");
         let mut n = 0;
         while !sim.procs[old].exited {
-            let mut body = vec![0; 4 + sim.rng.roll(200_000) as usize];
+            let mut body = vec![0; 4 + sim.rng.below(200_000) as usize];
             body[..4].copy_from_slice(&i32::to_be_bytes(n));
             sim.send_message(old, to, &body);
             n += 1;
-            let wait = Micros(sim.rng.roll(300_000));
+            let wait = Micros(sim.rng.below(300_000));
             sim.advance(wait);
         }
         await_migration(&mut sim, console, moving).expect("moved");
@@ -265,11 +265,11 @@ fn owner_changes_do_not_break_restart() {
         let speaker = sim.enrol(host(2));
         if seed % 3 > 0 {
             sim.ask(speaker, stop_guests());
-            let wait = Micros(sim.rng.roll(60_000));
+            let wait = Micros(sim.rng.below(60_000));
             sim.advance(wait);
         }
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(if deaf { 1_500_000 } else { 30_000 }));
+        let wait = Micros(sim.rng.below(if deaf { 1_500_000 } else { 30_000 }));
         sim.advance(wait);
         sim.request(
             speaker,
@@ -312,7 +312,7 @@ fn suspension_during_exit_request_takes_effect() {
             request(if deaf { "deaf" } else { "child" }, "own:wait=1", "h2"),
         );
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(if deaf { 1_500_000 } else { 20_000 }));
+        let wait = Micros(sim.rng.below(if deaf { 1_500_000 } else { 20_000 }));
         sim.advance(wait);
         let suspended = sim.request(
             console,
@@ -356,7 +356,7 @@ fn expired_exit_request_has_no_effect() {
     notify_exit(&mut sim, console, tid);
     assert!(await_migration(&mut sim, console, moving).is_err());
     sim.advance(Micros::from_secs(120));
-    sim.ask(old, Request::Exit { marks: vec![] });
+    sim.ask(old, Request::Exit { watermarks: vec![] });
     sim.exit(old, AGREED_STATUS);
     sim.run_until("its end", |s| s.procs[console].notifications(1).len() == 1);
     sim.advance(Micros::from_secs(2));
@@ -374,7 +374,7 @@ fn disconnected_program_is_restarted_after_late_exit() {
         let (tid, old, moving) = begin_exit(&mut sim, console, "h3");
         notify_exit(&mut sim, console, tid);
         sim.send_message(console, tid, &5i32.to_be_bytes());
-        sim.ask(old, Request::Exit { marks: vec![] });
+        sim.ask(old, Request::Exit { watermarks: vec![] });
         sim.close(old);
         assert!(
             await_migration(&mut sim, console, moving).is_err(),
@@ -410,7 +410,7 @@ fn failed_migration_withdraws_exit_request() {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn(&mut sim, console, request("deaf", "own:wait=3", "h2"));
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(12_000));
+        let wait = Micros(sim.rng.below(12_000));
         sim.advance(wait);
         sim.kill_host(host(3));
         assert!(await_migration(&mut sim, console, moving).is_err());
@@ -485,7 +485,7 @@ fn exit_before_request_ends_task() {
         notify_exit(&mut sim, console, tid);
         let old = sim.proc_of(tid);
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(12_000));
+        let wait = Micros(sim.rng.below(12_000));
         sim.advance(wait);
         let asked = sim.handed_off_links(old);
         sim.exit(old, AGREED_STATUS);
@@ -515,7 +515,7 @@ fn reset_ends_task_during_restart() {
         notify_exit(&mut sim, console, tid);
         let old = sim.proc_of(tid);
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(20_000));
+        let wait = Micros(sim.rng.below(20_000));
         sim.advance(wait);
         let gone = sim.procs[old].exited;
         sim.ask(console, Request::Reset { kill: true });
@@ -545,14 +545,14 @@ fn broken_session_during_restart_loses_no_messages() {
         let mut said = 0;
         let moving = begin_migration(&mut sim, console, tid, "h3");
         (0..20i32).for_each(|n| sim.send_message(peer, tid, &n.to_be_bytes()));
-        let until = Micros(sim.rng.roll(12_000));
+        let until = Micros(sim.rng.below(12_000));
         let begun = sim.now;
         while sim.now.since(begun) < until && !sim.procs[old].exited {
             sim.send_message(old, to, &i32::to_be_bytes(said));
             said += 1;
             sim.advance(Micros(500));
         }
-        let long = Micros(1_000 + sim.rng.roll(400_000));
+        let long = Micros(1_000 + sim.rng.below(400_000));
         sim.separate(host(2), host(3 + (seed % 3 == 0) as u16), long);
         let _ = await_migration(&mut sim, console, moving);
         // A migration that fails late restarts the program shortly after the failure is reported.
@@ -600,11 +600,11 @@ fn lost_host_during_restart_leaves_no_message_gap() {
         speak(&mut sim, 5);
         let moving = begin_migration(&mut sim, console, tid, "h3");
         for _ in 0..8 {
-            let (wait, count) = (Micros(sim.rng.roll(4_000)), sim.rng.roll(3) as i32);
+            let (wait, count) = (Micros(sim.rng.below(4_000)), sim.rng.below(3) as i32);
             sim.advance(wait);
             speak(&mut sim, count);
         }
-        let lost = host(2 + sim.rng.roll(2) as u16);
+        let lost = host(2 + sim.rng.below(2) as u16);
         sim.kill_host(lost);
         let moved = await_migration(&mut sim, console, moving).is_ok();
         sim.advance(Micros::from_secs(10));
@@ -645,7 +645,7 @@ fn terminated_task_is_not_restarted() {
         let old = sim.proc_of(tid);
         let moving = begin_migration(&mut sim, console, tid, "h3");
         sim.run_until("it is asked", |s| s.exit_ignored_by.contains(&old));
-        let wait = Micros(sim.rng.roll(900_000));
+        let wait = Micros(sim.rng.below(900_000));
         sim.advance(wait);
         sim.ask(console, Request::Signal { tid, signal: 15 });
         assert!(await_migration(&mut sim, console, moving).is_err());
@@ -671,7 +671,7 @@ fn first_exit_request_survives_failed_second_one() {
             "it has not ended in its time"
         );
         let again = begin_migration(&mut sim, console, tid, "h4");
-        let wait = Micros(sim.rng.roll(12_000));
+        let wait = Micros(sim.rng.below(12_000));
         sim.advance(wait);
         sim.kill_host(host(4));
         assert!(await_migration(&mut sim, console, again).is_err());
@@ -719,7 +719,7 @@ fn restarted_program_can_leave_arriving_owner() {
         let tid = spawn(&mut sim, console, request("child", "restart:wait=3", "h2"));
         let speaker = sim.enrol(host(3));
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(15_000));
+        let wait = Micros(sim.rng.below(15_000));
         sim.advance(wait);
         sim.request(speaker, stop_guests());
         if await_migration(&mut sim, console, moving).is_err() {
@@ -771,8 +771,8 @@ fn exit_request_message_is_delivered_once() {
         assert!(
             matches!(
                 moved,
-                Ok(Engine::Own {
-                    asked: Asked::Message(EXIT_REQUEST_TAG),
+                Ok(Engine::SelfCheckpoint {
+                    ask_method: AskMethod::Message(EXIT_REQUEST_TAG),
                     ..
                 })
             ),

@@ -4,7 +4,9 @@ use super::sim::{Sim, host, seeds};
 use crate::{Event, HostId};
 use sempa_proto::event::EventKind;
 use sempa_proto::host::HostMsg;
-use sempa_proto::task::{AtEnd, Claim, NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::task::{
+    Claim, NotifyRequest, NotifySubjects, OnDaemonExit, Reply, Request, SpawnRequest,
+};
 use sempa_proto::{Epoch, Micros, PvmError, Tid};
 
 pub(super) fn add_results(reply: Reply) -> Vec<Result<String, PvmError>> {
@@ -87,7 +89,7 @@ fn host_lost_while_joining_is_left_out() {
         let (mut sim, console) = Sim::cluster(seed, 2);
         let id = sim.request(console, add_request(&["h3", "h4"]));
         sim.run_until("its daemon runs", |s| s.nodes.contains_key(&host(3)));
-        let wait = Micros(sim.rng.roll(400_000));
+        let wait = Micros(sim.rng.below(400_000));
         sim.advance(wait);
         sim.kill_host(host(3));
         sim.run_until("reply", |s| s.procs[console].replies.contains_key(&id));
@@ -148,18 +150,18 @@ fn host_notification_precedes_task_notifications() {
         let dead = sim.procs[on3].tid();
         let note = |what, tag| {
             Request::Notify(NotifyRequest {
-                what,
+                subjects: what,
                 ctx: 5,
                 tag,
                 cancel: false,
             })
         };
-        sim.ask(watcher, note(NotifyWhat::TaskExit(vec![dead, dead]), 1));
+        sim.ask(watcher, note(NotifySubjects::TaskExit(vec![dead, dead]), 1));
         sim.ask(
             watcher,
-            note(NotifyWhat::HostDelete(vec![host(3).tid()]), 1),
+            note(NotifySubjects::HostDelete(vec![host(3).tid()]), 1),
         );
-        sim.ask(watcher, note(NotifyWhat::HostAdd { count: 1 }, 2));
+        sim.ask(watcher, note(NotifySubjects::HostAdd { count: 1 }, 2));
         sim.kill_host(host(3));
         sim.run_until("three notes", |s| {
             s.procs[watcher].notifications(1).len() == 3
@@ -259,14 +261,14 @@ fn command_line_programs_get_one_sigterm() {
         ];
         for (way, end) in ends.into_iter().enumerate() {
             let (mut sim, _) = Sim::cluster(seed, 3);
-            let console = sim.enrol_with(HostId::MASTER, AtEnd::Told);
+            let console = sim.enrol_with(HostId::MASTER, OnDaemonExit::FailCalls);
             let programs = [
                 sim.enrol(HostId::MASTER),
                 sim.enrol(host(2)),
                 sim.enrol(host(2)),
             ];
-            let told = sim.enrol_with(host(2), AtEnd::Told);
-            sim.ask(programs[2], Request::Exit { marks: vec![] });
+            let told = sim.enrol_with(host(2), OnDaemonExit::FailCalls);
+            sim.ask(programs[2], Request::Exit { watermarks: vec![] });
             end(&mut sim, console);
             sim.run_until("the end", |s| s.nodes.values().all(|n| !n.alive));
             let at_master = if way == 2 { vec![] } else { vec![15] };
@@ -354,14 +356,14 @@ fn stale_or_foreign_table_changes_are_refused() {
     let table = sim.nodes[&host(2)].machine.table().clone();
     let mut stale = table.clone();
     stale.hosts.truncate(1);
-    let order = |epoch: u64| HostMsg::Prepare {
+    let order = |epoch: u64| HostMsg::PrepareTable {
         table: sempa_proto::table::HostTable {
             epoch: Epoch(epoch),
             ..stale.clone()
         },
         locations: vec![],
         rm: None,
-        spared: 0,
+        reserved_ids_max: 0,
     };
     let prepare = |sim: &mut Sim, from: HostId, epoch: u64| {
         sim.handle(
@@ -371,7 +373,7 @@ fn stale_or_foreign_table_changes_are_refused() {
                 message: order(epoch),
             },
         );
-        let message = HostMsg::Commit {
+        let message = HostMsg::CommitTable {
             epoch: Epoch(epoch),
         };
         sim.handle(
@@ -455,7 +457,7 @@ fn joining_slave_refuses_tasks() {
 #[test]
 fn liveness_probe_creates_no_task() {
     let (mut sim, console) = Sim::cluster(6, 2);
-    let first = sim.claim(HostId::MASTER, Claim::Nobody);
+    let first = sim.claim(HostId::MASTER, Claim::Probe);
     sim.run_until("it is at work", |s| s.procs[first].refused.is_some());
     let Reply::Tasks(tasks) = sim.ask(
         console,
@@ -470,7 +472,7 @@ fn liveness_probe_creates_no_task() {
     sim.run_until("it ends", |s| {
         s.nodes[&HostId::MASTER].machine.stop.is_some()
     });
-    let second = sim.claim(HostId::MASTER, Claim::Nobody);
+    let second = sim.claim(HostId::MASTER, Claim::Probe);
     sim.run_until("it has hung up", |s| s.procs[second].conn.is_none());
     assert_eq!(sim.procs[second].refused, None);
 }

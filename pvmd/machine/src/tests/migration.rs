@@ -6,8 +6,8 @@ use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::table::TaskInfo;
 use sempa_proto::task::{
-    LinkMark, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, SPAWN_DEBUG, SPAWN_HOST,
-    SPAWN_PINNED, Sink, SpawnRequest,
+    MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, SPAWN_DEBUG, SPAWN_HOST,
+    SPAWN_PINNED, SendWatermark, Sink, SpawnRequest,
 };
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
@@ -56,18 +56,18 @@ fn migrating_task(seed: u64, hosts: usize, max_micros: u64) -> (Sim, usize, usiz
         },
     )[0];
     let tid = sim.procs[mover].tid();
-    let what = NotifyWhat::TaskExit(vec![tid]);
+    let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         console,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 1,
             cancel: false,
         }),
     );
     let moving = sim.request(console, migrate_request(tid, "h3"));
-    let wait = Micros(sim.rng.roll(max_micros));
+    let wait = Micros(sim.rng.below(max_micros));
     sim.advance(wait);
     (sim, console, mover, moving)
 }
@@ -93,7 +93,7 @@ fn await_migration(
         } => Vec::new(),
         other => panic!("no list: {other:?}"),
     };
-    let moved = matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_)));
+    let moved = matches!(sim.procs[console].replies[&moving], Reply::Migrated(Ok(_)));
     (list, sim.procs[console].notifications(1).len(), moved)
 }
 
@@ -128,8 +128,8 @@ fn random_migrations_keep_message_order() {
         let mut numbers: BTreeMap<(usize, Tid), u32> = BTreeMap::new();
         for round in 0..400 {
             let (from, to) = (
-                procs[sim.rng.roll(6) as usize],
-                tids[sim.rng.roll(6) as usize],
+                procs[sim.rng.below(6) as usize],
+                tids[sim.rng.below(6) as usize],
             );
             if sim.procs[from].tid() != to {
                 let number = numbers.entry((from, to)).or_default();
@@ -139,11 +139,11 @@ fn random_migrations_keep_message_order() {
                 sim.send_message(from, to, &body);
             }
             if round % 10 == 0 {
-                let (tid, to) = (tids[sim.rng.roll(6) as usize], 1 + sim.rng.roll(4));
+                let (tid, to) = (tids[sim.rng.below(6) as usize], 1 + sim.rng.below(4));
                 open.push(sim.request(console, migrate_request(tid, &format!("h{to}"))));
                 moves += 1;
             }
-            let wait = Micros(sim.rng.roll(8_000));
+            let wait = Micros(sim.rng.below(8_000));
             sim.advance(wait);
         }
         sim.run_until("all messages", |s| assert_in_order(s, &procs) == sent);
@@ -153,7 +153,7 @@ fn random_migrations_keep_message_order() {
         });
         let done = open
             .iter()
-            .filter(|id| matches!(sim.procs[console].replies[id], Reply::Moved(Ok(_))))
+            .filter(|id| matches!(sim.procs[console].replies[id], Reply::Migrated(Ok(_))))
             .count();
         assert!(done > 0, "none of {moves} moves happened (seed {seed})");
         all_done += done;
@@ -177,7 +177,7 @@ fn random_migrations_keep_message_order() {
                 sim.procs[sim.proc_of(task.tid)].host,
                 "seed {seed}"
             );
-            assert!(!task.moving);
+            assert!(!task.migrating);
         }
     }
     assert!(all_done > 160, "only {all_done} moves happened");
@@ -209,14 +209,14 @@ fn replies_notifications_and_output_follow_task() {
         let dying_tids: Vec<Tid> = dying.iter().map(|p| sim.procs[*p].tid()).collect();
         let note = |what, tag| {
             Request::Notify(NotifyRequest {
-                what,
+                subjects: what,
                 ctx: 0,
                 tag,
                 cancel: false,
             })
         };
-        sim.ask(mover, note(NotifyWhat::TaskExit(dying_tids.clone()), 1));
-        sim.ask(mover, note(NotifyWhat::HostAdd { count: -1 }, 2));
+        sim.ask(mover, note(NotifySubjects::TaskExit(dying_tids.clone()), 1));
+        sim.ask(mover, note(NotifySubjects::HostAdd { count: -1 }, 2));
         let open = sim.request(
             mover,
             Request::Mailbox(MailboxRequest::Take {
@@ -233,10 +233,10 @@ fn replies_notifications_and_output_follow_task() {
                 lines: vec!["h4".to_string()],
             },
         );
-        let wait = Micros(sim.rng.roll(330_000));
+        let wait = Micros(sim.rng.below(330_000));
         sim.advance(wait);
         let moving = sim.request(console, migrate_request(tid, "t40000"));
-        let wait = Micros(sim.rng.roll(40_000));
+        let wait = Micros(sim.rng.below(40_000));
         sim.advance(wait);
         // The following happens at a random moment of the migration.
         for (n, p) in dying.iter().enumerate() {
@@ -268,7 +268,7 @@ fn replies_notifications_and_output_follow_task() {
                 .all(|id| s.procs[console].replies.contains_key(id))
         });
         assert!(
-            matches!(sim.procs[console].replies[&moving], Reply::Moved(Ok(_))),
+            matches!(sim.procs[console].replies[&moving], Reply::Migrated(Ok(_))),
             "seed {seed}"
         );
         sim.run_until("what was asked before", |s| {
@@ -319,7 +319,7 @@ fn replies_notifications_and_output_follow_task() {
         sim.run_until("a message", |s| {
             matches!(s.procs[mover].received.last(), Some(Received::Message(..)))
         });
-        sim.ask(console, note(NotifyWhat::TaskExit(vec![tid]), 3));
+        sim.ask(console, note(NotifySubjects::TaskExit(vec![tid]), 3));
         sim.exit(mover, 0);
         sim.run_until("its end", |s| {
             s.procs[console].notifications(3).len() == 1
@@ -344,7 +344,7 @@ fn immovable_task_is_refused_with_reason() {
     let shell = sim.procs[console].tid();
     let refused =
         |sim: &mut Sim, tid: Tid, to: &str| match sim.ask(console, migrate_request(tid, to)) {
-            Reply::Moved(Err(error)) => match (error.step, error.why) {
+            Reply::Migrated(Err(error)) => match (error.step, error.why) {
                 (Step::Inspect, Failure::Refused(why)) => why[0].clone(),
                 other => panic!("{other:?}"),
             },
@@ -371,7 +371,7 @@ fn immovable_task_is_refused_with_reason() {
     assert_eq!(
         events
             .iter()
-            .filter(|e| matches!(e.kind, EventKind::MoveFailed { .. }))
+            .filter(|e| matches!(e.kind, EventKind::MigrationFailed { .. }))
             .count(),
         4
     );
@@ -384,7 +384,7 @@ fn lost_host_during_migration_never_doubles_task() {
     for seed in seeds(400) {
         let (mut sim, console, mover, moving) = migrating_task(seed, 4, 60_000);
         let tid = sim.procs[mover].tid();
-        let lost = host(2 + sim.rng.roll(3) as u16);
+        let lost = host(2 + sim.rng.below(3) as u16);
         sim.kill_host(lost);
         let (list, dead, moved) = await_migration(&mut sim, console, tid, moving);
         assert_eq!(
@@ -418,7 +418,7 @@ fn tasker_death_during_migration_never_doubles_task() {
     for seed in seeds(300) {
         let (mut sim, console, mover, moving) = migrating_task(seed, 3, 40_000);
         let tid = sim.procs[mover].tid();
-        let victim = host(2 + sim.rng.roll(2) as u16);
+        let victim = host(2 + sim.rng.below(2) as u16);
         sim.kill_tasker(victim);
         let (list, dead, moved) = await_migration(&mut sim, console, tid, moving);
         assert_eq!(
@@ -459,7 +459,7 @@ fn killed_task_during_migration_ends_once() {
         assert_eq!(sim.procs[console].notifications(1).len(), 1, "seed {seed}");
         moves += usize::from(matches!(
             sim.procs[console].replies[&moving],
-            Reply::Moved(Ok(_))
+            Reply::Migrated(Ok(_))
         ));
     }
     assert!(moves > 20, "{moves} moves came to their end");
@@ -472,21 +472,21 @@ fn exit_watermarks_delay_notification() {
     let watcher = sim.enrol(host(2));
     let leaver = sim.enrol(HostId::MASTER);
     let tid = sim.procs[leaver].tid();
-    let what = NotifyWhat::TaskExit(vec![tid]);
+    let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         watcher,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 1,
             cancel: false,
         }),
     );
-    let marks = vec![LinkMark {
+    let marks = vec![SendWatermark {
         peer: sim.procs[watcher].tid(),
-        end: 5,
+        end_seq: 5,
     }];
-    sim.ask(leaver, Request::Exit { marks });
+    sim.ask(leaver, Request::Exit { watermarks: marks });
     sim.advance(Micros::from_secs(5));
     assert!(
         sim.procs[watcher].notifications(1).is_empty(),
@@ -505,7 +505,7 @@ fn broken_session_does_not_strand_task() {
         let (mut sim, console, mover, moving) = migrating_task(seed, 4, 12_000);
         let tid = sim.procs[mover].tid();
         sim.send_message(console, tid, &0u32.to_be_bytes());
-        let long = Micros(1_000 + sim.rng.roll(400_000));
+        let long = Micros(1_000 + sim.rng.below(400_000));
         // With every third seed, messages of another host are in flight to the source.
         let other = if seed % 3 == 0 { 4 } else { 3 };
         sim.separate(host(2), host(other), long);
@@ -513,14 +513,14 @@ fn broken_session_does_not_strand_task() {
         let (list, told, moved) = await_migration(&mut sim, console, tid, moving);
         assert_eq!((list.len(), told), (1, 0), "seed {seed}");
         assert!(
-            !list[0].moving,
+            !list[0].migrating,
             "it has not arrived (seed {seed}): {list:?}"
         );
         assert_eq!(assert_in_order(&sim, &[mover]), 2, "seed {seed}");
         moves += usize::from(moved);
         let again = sim.ask(console, migrate_request(tid, "h4"));
         assert!(
-            matches!(again, Reply::Moved(Ok(_))),
+            matches!(again, Reply::Migrated(Ok(_))),
             "seed {seed}: {again:?}"
         );
     }
@@ -557,7 +557,7 @@ fn tasker_death_at_target_fails_migration_at_once() {
         sim.run_until("the end of the move", |s| {
             s.procs[console].replies.contains_key(&moving)
         });
-        let Reply::Moved(Err(why)) = &sim.procs[console].replies[&moving] else {
+        let Reply::Migrated(Err(why)) = &sim.procs[console].replies[&moving] else {
             panic!("it moved (seed {seed})")
         };
         assert!(

@@ -8,7 +8,7 @@ use super::sim::{Sim, host, seeds};
 use crate::HostId;
 use crate::owner_agent::OWNER_AGENT_TIMEOUT;
 use sempa_proto::event::EventKind;
-use sempa_proto::load::{GuestLimits, WATCHER_PROGRAM};
+use sempa_proto::load::{GuestLimits, LOAD_WATCHER_PROGRAM};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, PvmError};
 
@@ -39,7 +39,9 @@ fn running_watcher(sim: &Sim) -> Option<usize> {
 
 impl WatchedHost {
     fn new(seed: u64) -> WatchedHost {
-        let mut sim = Sim::with(seed, |c| c.rm_command = Some(vec![WATCHER_PROGRAM.into()]));
+        let mut sim = Sim::with(seed, |c| {
+            c.rm_command = Some(vec![LOAD_WATCHER_PROGRAM.into()])
+        });
         sim.run_until("it runs", |s| running_watcher(s).is_some());
         let watcher = running_watcher(&sim).expect("it runs");
         let console = sim.enrol(HostId::MASTER);
@@ -142,7 +144,9 @@ fn dead_watcher_is_restarted_unless_it_exited_well() {
 #[test]
 fn guests_stay_paused_without_a_watcher() {
     let mut guarded = WatchedHost::new(3);
-    guarded.sim.remove_program(HostId::MASTER, WATCHER_PROGRAM);
+    guarded
+        .sim
+        .remove_program(HostId::MASTER, LOAD_WATCHER_PROGRAM);
     let dead = guarded.watcher;
     guarded.sim.exit(dead, SIGTERM);
     guarded.sim.advance(LONG_WAIT);
@@ -165,7 +169,7 @@ fn watcher_limits_outlive_the_watcher() {
     let mut guarded = WatchedHost::new(4);
     let allows = |most| {
         welcome_guests_with(GuestLimits {
-            cores: Some(most),
+            guests_max: Some(most),
             ..GuestLimits::default()
         })
     };

@@ -2,7 +2,7 @@
 
 use super::scenario::{Scenario, migrate_request, stop_guests};
 use super::sim::{Sim, host, seeds};
-use sempa_proto::migration::{Refusal, Survey, Verdict};
+use sempa_proto::migration::{MigrationTargets, Refusal, Verdict};
 use sempa_proto::task::{Reply, Request, SPAWN_DEBUG, SPAWN_PINNED, SpawnRequest};
 use sempa_proto::{HostId, Micros, PvmError, Tid};
 
@@ -13,9 +13,14 @@ fn can_migrate(tid: Tid, to: Option<&str>) -> Request {
     }
 }
 
-fn query(sim: &mut Sim, console: usize, tid: Tid, to: Option<&str>) -> Result<Survey, Refusal> {
+fn query(
+    sim: &mut Sim,
+    console: usize,
+    tid: Tid,
+    to: Option<&str>,
+) -> Result<MigrationTargets, Refusal> {
     match sim.ask(console, can_migrate(tid, to)) {
-        Reply::Survey(result) => result,
+        Reply::MigrationTargets(result) => result,
         other => panic!("{other:?}"),
     }
 }
@@ -80,7 +85,7 @@ fn query_lists_refusals_and_nearest_host() {
         );
         let moved = sim.ask(console, migrate_request(tid, to));
         assert_eq!(
-            matches!(moved, Reply::Moved(Ok(_))),
+            matches!(moved, Reply::Migrated(Ok(_))),
             takes,
             "{to}: {moved:?}"
         );
@@ -107,7 +112,7 @@ fn owner_presence_is_listed_as_refusal() {
     scene.send_directive(1, stop_guests());
     let (console, tid) = (scene.console, scene.tids[0]);
     let survey = query(&mut scene.sim, console, tid, Some("h2")).expect("it could move");
-    let owner = Refusal::OwnerThere {
+    let owner = Refusal::OwnerPresent {
         host: host(2),
         why: "olga is there".into(),
     };
@@ -167,7 +172,7 @@ fn lost_host_refuses_or_fails_the_query() {
         });
         sim.procs[console].replies[&asking].clone()
     };
-    let Reply::Survey(Ok(survey)) = with_dead(&mut sim, 3) else {
+    let Reply::MigrationTargets(Ok(survey)) = with_dead(&mut sim, 3) else {
         panic!("it could move")
     };
     assert_eq!(
@@ -180,7 +185,7 @@ fn lost_host_refuses_or_fails_the_query() {
     );
     let all = with_dead(&mut sim, 2);
     assert!(
-        matches!(all, Reply::Survey(Err(Refusal::HostLost(lost))) if lost == host(2)),
+        matches!(all, Reply::MigrationTargets(Err(Refusal::HostLost(lost))) if lost == host(2)),
         "{all:?}"
     );
 }
@@ -192,13 +197,13 @@ fn every_query_is_answered() {
     for seed in seeds(300) {
         let (mut sim, console) = Sim::cluster(seed, 4);
         let tid = spawn_child(&mut sim, console, 0);
-        let from = host(1 + sim.rng.roll(4) as u16);
+        let from = host(1 + sim.rng.below(4) as u16);
         let asker = sim.enrol(from);
         let asking = sim.request(asker, can_migrate(tid, None));
-        let wait = Micros(sim.rng.roll(3_000));
+        let wait = Micros(sim.rng.below(3_000));
         sim.advance(wait);
-        let victim = host(2 + sim.rng.roll(3) as u16);
-        match sim.rng.roll(3) {
+        let victim = host(2 + sim.rng.below(3) as u16);
+        match sim.rng.below(3) {
             0 if sim.procs[asker].host != victim => sim.kill_host(victim),
             1 => sim.kill_tasker(victim),
             _ => drop(sim.request(console, migrate_request(tid, "h3"))),
@@ -207,11 +212,11 @@ fn every_query_is_answered() {
             s.procs[asker].replies.contains_key(&asking)
         });
         match &sim.procs[asker].replies[&asking] {
-            Reply::Survey(Ok(survey)) => {
+            Reply::MigrationTargets(Ok(survey)) => {
                 assert!(survey.verdicts.len() >= 2, "seed {seed}: {survey:?}");
                 answered += 1;
             }
-            Reply::Survey(Err(_)) => refused += 1,
+            Reply::MigrationTargets(Err(_)) => refused += 1,
             other => panic!("{other:?} (seed {seed})"),
         }
     }

@@ -3,18 +3,18 @@
 use super::scenario::stop_guests;
 use super::sim::{Received, Sim, host, seeds};
 use crate::HostId;
-use sempa_proto::checkpoint::CutFailure;
-use sempa_proto::engine::{Asked, Engine};
+use sempa_proto::checkpoint::CheckpointFailure;
+use sempa_proto::engine::{AskMethod, Engine};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::{Failure, Refusal, Step};
 use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, PvmError, RequestId, Tid};
 
-pub(super) const OWN_ENGINE: Engine = Engine::Own {
-    asked: Asked::Signal(10),
-    exit: 85,
-    wait: 3,
+pub(super) const OWN_ENGINE: Engine = Engine::SelfCheckpoint {
+    ask_method: AskMethod::Signal(10),
+    exit_status: 85,
+    timeout_s: 3,
 };
 
 pub(super) fn request(program: &str, engine: &str, place: &str) -> SpawnRequest {
@@ -44,11 +44,11 @@ pub(super) fn spawn(sim: &mut Sim, console: usize, request: SpawnRequest) -> Tid
 }
 
 pub(super) fn notify_exit(sim: &mut Sim, console: usize, tid: Tid) {
-    let what = NotifyWhat::TaskExit(vec![tid]);
+    let what = NotifySubjects::TaskExit(vec![tid]);
     sim.ask(
         console,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 1,
             cancel: false,
@@ -77,8 +77,8 @@ pub(super) fn await_migration(
         s.procs[console].replies.contains_key(&moving)
     });
     match sim.procs[console].replies[&moving].clone() {
-        Reply::Moved(Ok(report)) => Ok(report.engine),
-        Reply::Moved(Err(error)) => Err((error.step, error.why)),
+        Reply::Migrated(Ok(report)) => Ok(report.engine),
+        Reply::Migrated(Err(error)) => Err((error.step, error.why)),
         other => panic!("{other:?}"),
     }
 }
@@ -139,14 +139,14 @@ pub(super) fn assert_reachable(sim: &mut Sim, console: usize, tid: Tid) {
 fn restarted_program_keeps_tid_env_and_messages() {
     for (engine, by) in [
         ("own:wait=3", OWN_ENGINE),
-        ("restart", Engine::Restart { wait: 5 }),
+        ("restart", Engine::Restart { timeout_s: 5 }),
     ] {
         for seed in seeds(60) {
             let (mut sim, console) = Sim::cluster(seed, 3);
             let tid = spawn(&mut sim, console, request("child", engine, "h2"));
             notify_exit(&mut sim, console, tid);
             let old = sim.proc_of(tid);
-            let (first, count) = (sim.rng.roll(5) as i32, 25);
+            let (first, count) = (sim.rng.below(5) as i32, 25);
             (0..first).for_each(|n| sim.send_message(console, tid, &n.to_be_bytes()));
             sim.run_until("what came before", |s| {
                 received_numbers(s, old).len() == first as usize
@@ -154,7 +154,7 @@ fn restarted_program_keeps_tid_env_and_messages() {
             sim.advance(Micros::from_millis(30));
             let moving = begin_migration(&mut sim, console, tid, "h3");
             for n in first..first + count {
-                let wait = Micros(sim.rng.roll(4_000));
+                let wait = Micros(sim.rng.below(4_000));
                 sim.advance(wait);
                 sim.send_message(console, tid, &n.to_be_bytes());
             }
@@ -240,7 +240,7 @@ fn new_process_gets_no_replies_to_old_requests() {
                 lines: vec!["h4".into()],
             },
         );
-        let wait = Micros(sim.rng.roll(40_000));
+        let wait = Micros(sim.rng.below(40_000));
         sim.advance(wait);
         assert_eq!(migrate(&mut sim, console, tid, "h3"), Ok(OWN_ENGINE));
         assert_reachable(&mut sim, console, tid);
@@ -306,13 +306,13 @@ fn program_with_open_exit_request_is_not_checkpointed() {
         console,
         Request::Checkpoint {
             job: tid,
-            pace: None,
-            end: false,
+            schedule: None,
+            end_job: false,
             wait: true,
         },
     );
-    let why = Failure::Refused(vec![Refusal::MayEndYet]);
-    let Reply::Checkpointed(Err(CutFailure::Task {
+    let why = Failure::Refused(vec![Refusal::SelfCheckpointPending]);
+    let Reply::Checkpointed(Err(CheckpointFailure::Task {
         tid: of, why: told, ..
     })) = reply
     else {
@@ -347,7 +347,7 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         why: "none".into(),
     }];
     sim.verdicts.insert(host(3), no_engine);
-    let restart = Engine::Restart { wait: 5 };
+    let restart = Engine::Restart { timeout_s: 5 };
     for (list, taken) in [
         ("criu,own:wait=3", OWN_ENGINE),
         ("own:wait=3,criu", OWN_ENGINE),
@@ -355,7 +355,7 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
         ("criu,restart,own", restart),
     ] {
         let tid = spawn(&mut sim, console, request("child", list, "h2"));
-        let Reply::Survey(Ok(survey)) = sim.ask(
+        let Reply::MigrationTargets(Ok(survey)) = sim.ask(
             console,
             Request::CanMigrate {
                 tid,
@@ -392,7 +392,7 @@ fn first_engine_usable_by_both_hosts_is_chosen() {
     };
     let said = events
         .iter()
-        .filter(|e| matches!(e.kind, EventKind::MovesBy { .. }))
+        .filter(|e| matches!(e.kind, EventKind::MigrationEngine { .. }))
         .count();
     assert_eq!(said, 4, "by CRIU nothing is said");
 }
@@ -405,7 +405,7 @@ fn paused_guest_leaves_by_own_checkpoint() {
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         let speaker = sim.enrol(host(2));
         sim.ask(speaker, stop_guests());
-        let wait = Micros(sim.rng.roll(60_000));
+        let wait = Micros(sim.rng.below(60_000));
         sim.advance(wait);
         let old = sim.proc_of(tid);
         (0..5i32).for_each(|n| sim.send_message(console, tid, &n.to_be_bytes()));
@@ -454,7 +454,7 @@ fn suspended_task_is_restarted_suspended() {
         assert_eq!(migrate(&mut sim, console, own, "h3"), refused);
         assert_eq!(
             migrate(&mut sim, console, other, "h3"),
-            Ok(Engine::Restart { wait: 5 })
+            Ok(Engine::Restart { timeout_s: 5 })
         );
         sim.advance(Micros::from_secs(5));
         let list = list_task(&mut sim, console, other);
@@ -525,9 +525,9 @@ fn lost_host_during_restart_never_doubles_task() {
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         notify_exit(&mut sim, console, tid);
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(40_000));
+        let wait = Micros(sim.rng.below(40_000));
         sim.advance(wait);
-        let lost = host(2 + sim.rng.roll(3) as u16);
+        let lost = host(2 + sim.rng.below(3) as u16);
         sim.kill_host(lost);
         let moved = await_migration(&mut sim, console, moving).is_ok();
         sim.advance(Micros::from_secs(10));
@@ -558,10 +558,10 @@ fn tasker_death_during_restart_never_doubles_task() {
         notify_exit(&mut sim, console, tid);
         sim.random_faults.failed_steps_percent = if seed % 2 == 0 { 40 } else { 0 };
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(25_000));
+        let wait = Micros(sim.rng.below(25_000));
         sim.advance(wait);
         if seed % 2 == 1 {
-            let victim = host(2 + sim.rng.roll(2) as u16);
+            let victim = host(2 + sim.rng.below(2) as u16);
             sim.kill_tasker(victim);
         }
         let moved = await_migration(&mut sim, console, moving).is_ok();
@@ -582,7 +582,7 @@ fn killed_task_during_restart_ends_once() {
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         notify_exit(&mut sim, console, tid);
         let moving = begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(25_000));
+        let wait = Micros(sim.rng.below(25_000));
         sim.advance(wait);
         sim.ask(console, Request::Signal { tid, signal: 9 });
         let _ = await_migration(&mut sim, console, moving);
@@ -611,7 +611,7 @@ fn halt_completes_during_restart() {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let tid = spawn(&mut sim, console, request("child", "own:wait=3", "h2"));
         begin_migration(&mut sim, console, tid, "h3");
-        let wait = Micros(sim.rng.roll(25_000));
+        let wait = Micros(sim.rng.below(25_000));
         sim.advance(wait);
         let begun = sim.now;
         sim.request(console, Request::Halt);

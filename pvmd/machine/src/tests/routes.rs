@@ -4,18 +4,18 @@ use super::sim::{Sim, host, seeds};
 use crate::Event;
 use crate::io::Descriptors;
 use crate::ring_peers::RING_PEERS_MAX;
-use sempa_proto::route::{OFFER_ADDRESSES_MAX, OfferId, RouteWord};
+use sempa_proto::route::{OFFER_ADDRESSES_MAX, OfferId, RouteMsg};
 use sempa_proto::task::{Reply, Request, SpawnRequest, ToTask};
 use sempa_proto::{Micros, Tid};
 use std::fs::File;
 
 /// Sends a route message with the number of descriptors that it announces.
-fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, message: RouteWord) {
+fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, message: RouteMsg) {
     let Some(conn) = sim.procs[proc].conn else {
         return;
     };
     let null = || File::open("/dev/null").expect("there is one").into();
-    let descriptors = Descriptors::new((0..message.descriptors()).map(|_| null()).collect());
+    let descriptors = Descriptors::new((0..message.fd_count()).map(|_| null()).collect());
     let on = sim.procs[proc].host;
     sim.send_from_proc(
         conn,
@@ -29,31 +29,35 @@ fn send_route_message(sim: &mut Sim, proc: usize, to: Tid, message: RouteWord) {
     );
 }
 
-fn ring_offer(id: u64) -> RouteWord {
-    RouteWord::RingOffer {
+fn ring_offer(id: u64) -> RouteMsg {
+    RouteMsg::RingOffer {
         id: OfferId(id),
         slot: 1,
     }
 }
 
-fn ring_accept(id: u64) -> RouteWord {
-    RouteWord::RingAccept {
+fn ring_accept(id: u64) -> RouteMsg {
+    RouteMsg::RingAccept {
         id: OfferId(id),
         slot: 2,
     }
 }
 
-fn direct_offer(id: u64) -> RouteWord {
-    RouteWord::DirectOffer {
+fn direct_offer(id: u64) -> RouteMsg {
+    RouteMsg::DirectOffer {
         id: OfferId(id),
         addresses: vec![],
         fingerprint: [7; 32],
-        line: 0,
+        incarnation: 0,
     }
 }
 
-fn route_message(from: Tid, near: bool, word: RouteWord) -> ToTask {
-    ToTask::Route { from, near, word }
+fn route_message(from: Tid, near: bool, word: RouteMsg) -> ToTask {
+    ToTask::Route {
+        from,
+        same_host: near,
+        message: word,
+    }
 }
 
 /// Waits until the process has got this many messages of its daemon. Returns all of them.
@@ -121,12 +125,12 @@ fn ring_offer_is_refused_across_hosts() {
     let (mut sim, _, procs, tids) = spawn_tasks(1, 2, &["h1", "h1", "h2"]);
     pair_up(&mut sim, (procs[0], procs[1]), 1);
     send_route_message(&mut sim, procs[0], tids[2], ring_offer(2));
-    let refused = route_message(tids[2], false, RouteWord::RingRefuse { id: OfferId(2) });
+    let refused = route_message(tids[2], false, RouteMsg::RingRefuse { id: OfferId(2) });
     assert_eq!(await_messages(&mut sim, procs[0], 2)[1], refused);
     // To the task itself, and to a tid without a task.
     send_route_message(&mut sim, procs[0], tids[0], ring_offer(3));
     send_route_message(&mut sim, procs[0], Tid::from_raw(0x4_7777), ring_offer(4));
-    let ids = [3, 4].map(|id| RouteWord::RingRefuse { id: OfferId(id) });
+    let ids = [3, 4].map(|id| RouteMsg::RingRefuse { id: OfferId(id) });
     let refused = [
         route_message(tids[0], true, ids[0].clone()),
         route_message(Tid::from_raw(0x4_7777), false, ids[1].clone()),
@@ -142,12 +146,12 @@ fn ring_offer_to_arriving_task_is_refused_locally() {
     // The message makes the sender's daemon notify it of the migration.
     sim.send_message(procs[0], tids[1], b"hello");
     sim.request(console, migrate_request(tids[1], "h1"));
-    let moved = ToTask::PeerMoved { tid: tids[1] };
+    let moved = ToTask::PeerMigrated { tid: tids[1] };
     sim.run_until("it moves here", |s| {
         s.procs[procs[0]].daemon_messages.contains(&moved)
     });
     send_route_message(&mut sim, procs[0], tids[1], ring_offer(1));
-    let refused = |near| route_message(tids[1], near, RouteWord::RingRefuse { id: OfferId(1) });
+    let refused = |near| route_message(tids[1], near, RouteMsg::RingRefuse { id: OfferId(1) });
     let answers = [true, false].map(refused);
     sim.run_until("an answer", |s| {
         s.procs[procs[0]]
@@ -174,14 +178,14 @@ fn route_messages_reach_any_host() {
         [route_message(tids[0], false, direct_offer(2))]
     );
     let moved = sim.ask(console, migrate_request(tids[2], "h3"));
-    assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
+    assert!(matches!(moved, Reply::Migrated(Ok(_))), "{moved:?}");
     send_route_message(
         &mut sim,
         procs[1],
         tids[2],
-        RouteWord::DirectRefuse { id: OfferId(9) },
+        RouteMsg::DirectRefuse { id: OfferId(9) },
     );
-    let refuse = route_message(tids[1], false, RouteWord::DirectRefuse { id: OfferId(9) });
+    let refuse = route_message(tids[1], false, RouteMsg::DirectRefuse { id: OfferId(9) });
     sim.run_until("the word at its new place", |s| {
         s.procs[s.proc_of(tids[2])]
             .daemon_messages
@@ -226,12 +230,12 @@ fn only_ring_peers_are_notified_of_exit_or_migration() {
         sim.run_until("word of the end", |s| gone(s) == 1);
         let moved = sim.ask(console, migrate_request(tids[0], "h2"));
         assert!(
-            matches!(moved, Reply::Moved(Ok(_))),
+            matches!(moved, Reply::Migrated(Ok(_))),
             "{moved:?} (seed {seed})"
         );
         assert_eq!(
             await_messages(&mut sim, procs[2], two + 1)[two..],
-            [ToTask::PeerMoved { tid: tids[0] }],
+            [ToTask::PeerMigrated { tid: tids[0] }],
             "seed {seed}"
         );
         sim.exit(procs[2], 0);
@@ -255,12 +259,12 @@ fn failed_ring_acceptance_is_reported() {
     send_route_message(&mut sim, procs[0], tids[1], ring_offer(1));
     await_messages(&mut sim, procs[1], 1);
     let moved = sim.ask(console, migrate_request(tids[0], "h2"));
-    assert!(matches!(moved, Reply::Moved(Ok(_))), "{moved:?}");
+    assert!(matches!(moved, Reply::Migrated(Ok(_))), "{moved:?}");
     send_route_message(&mut sim, procs[1], tids[0], ring_accept(1));
     // The offer may be lost because the task is elsewhere; its daemon knows whether it lives.
     let lost = await_messages(&mut sim, procs[1], 2)[1].clone();
     assert!(
-        matches!(lost, ToTask::PeerMoved { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
+        matches!(lost, ToTask::PeerMigrated { tid } | ToTask::PeerGone { tid } if tid == tids[0]),
         "{lost:?}"
     );
     assert!(sim.procs[sim.proc_of(tids[0])].daemon_messages.is_empty());
@@ -279,11 +283,11 @@ fn unanswered_offer_is_reported_on_exit() {
         &mut sim,
         procs[0],
         tids[2],
-        RouteWord::DirectRefuse { id: OfferId(1) },
+        RouteMsg::DirectRefuse { id: OfferId(1) },
     );
     await_messages(&mut sim, procs[2], 1);
     assert_eq!(
-        sim.ask(procs[0], Request::Exit { marks: vec![] }),
+        sim.ask(procs[0], Request::Exit { watermarks: vec![] }),
         Reply::Done
     );
     for waits in [1, 3] {
@@ -302,11 +306,11 @@ fn unanswered_offer_is_reported_on_exit() {
 fn offer_with_too_many_addresses_is_dropped() {
     let (mut sim, _, procs, tids) = spawn_tasks(5, 1, &["h1", "h1"]);
     let addresses = vec!["127.0.0.1:1".parse().expect("an address"); OFFER_ADDRESSES_MAX + 1];
-    let offer = RouteWord::DirectOffer {
+    let offer = RouteMsg::DirectOffer {
         id: OfferId(1),
         addresses,
         fingerprint: [0; 32],
-        line: 0,
+        incarnation: 0,
     };
     send_route_message(&mut sim, procs[0], tids[1], offer);
     send_route_message(&mut sim, procs[0], tids[1], direct_offer(2));
@@ -342,7 +346,7 @@ fn ring_peer_limit_refuses_new_offers() {
         [route_message(
             tids[0],
             true,
-            RouteWord::RingRefuse { id: OfferId(2) }
+            RouteMsg::RingRefuse { id: OfferId(2) }
         )]
     );
     // An existing pair may replace its rings.
@@ -356,7 +360,7 @@ fn route_messages_survive_random_migrations() {
         let (mut sim, console, procs, tids) = spawn_tasks(seed, 3, &["h1", "h1", "h2", "h3"]);
         let (mut sent, mut open) = (0, Vec::new());
         for round in 0..120u64 {
-            let (from, to) = (sim.rng.roll(4) as usize, sim.rng.roll(4) as usize);
+            let (from, to) = (sim.rng.below(4) as usize, sim.rng.below(4) as usize);
             // A quiesced library would send this after it has resumed; here it is skipped.
             let speaker = &sim.procs[procs[from]];
             if from != to
@@ -364,7 +368,7 @@ fn route_messages_survive_random_migrations() {
                 && speaker.welcome.is_some()
                 && !speaker.has_quiesced()
             {
-                let rings = sim.rng.roll(3) == 0;
+                let rings = sim.rng.below(3) == 0;
                 send_route_message(
                     &mut sim,
                     procs[from],
@@ -378,10 +382,10 @@ fn route_messages_survive_random_migrations() {
                 sent += usize::from(!rings);
             }
             if round % 12 == 0 {
-                let (tid, to) = (tids[sim.rng.roll(4) as usize], 1 + sim.rng.roll(3));
+                let (tid, to) = (tids[sim.rng.below(4) as usize], 1 + sim.rng.below(3));
                 open.push(sim.request(console, migrate_request(tid, &format!("h{to}"))));
             }
-            let wait = Micros(sim.rng.roll(10_000));
+            let wait = Micros(sim.rng.below(10_000));
             sim.advance(wait);
         }
         sim.run_until("all moves", |s| {
@@ -395,7 +399,7 @@ fn route_messages_survive_random_migrations() {
             for message in &sim.procs[*proc].daemon_messages {
                 let ToTask::Route {
                     from,
-                    word: RouteWord::DirectOffer { id, .. },
+                    message: RouteMsg::DirectOffer { id, .. },
                     ..
                 } = message
                 else {

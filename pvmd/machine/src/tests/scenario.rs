@@ -5,9 +5,9 @@ use super::sim::{Received, Sim, host};
 use crate::HostId;
 use sempa_proto::event::EventKind;
 use sempa_proto::load::GuestLimits;
-use sempa_proto::owner::{Guests, GuestsWord, Leave};
+use sempa_proto::owner::{EvictionMode, GuestAccess, GuestDirective};
 use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, SpawnRequest};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, SpawnRequest};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::BTreeMap;
 
@@ -19,14 +19,17 @@ pub(super) const GUEST_PAUSE_MAX: Micros = Micros::from_millis(50);
 const SUSPEND_PAUSE_MAX: Micros = Micros::from_millis(220);
 
 pub(super) fn stop_guests() -> Request {
-    stop_guests_until(None, Leave::Move)
+    stop_guests_until(None, EvictionMode::Move)
 }
 
-pub(super) fn stop_guests_until(leave_at: Option<Micros>, then: Leave) -> Request {
-    let guests = Guests::Stopped { leave_at, then };
-    Request::Guests(GuestsWord {
-        guests,
-        why: "olga is there".into(),
+pub(super) fn stop_guests_until(leave_at: Option<Micros>, then: EvictionMode) -> Request {
+    let guests = GuestAccess::Paused {
+        evict_at: leave_at,
+        eviction: then,
+    };
+    Request::SetGuestDirective(GuestDirective {
+        access: guests,
+        reason: "olga is there".into(),
         limits: GuestLimits::default(),
     })
 }
@@ -37,9 +40,9 @@ pub(super) fn welcome_guests() -> Request {
 
 /// The owner has left and sets these limits for guests.
 pub(super) fn welcome_guests_with(limits: GuestLimits) -> Request {
-    Request::Guests(GuestsWord {
-        guests: Guests::Welcome,
-        why: "olga has left".into(),
+    Request::SetGuestDirective(GuestDirective {
+        access: GuestAccess::Welcome,
+        reason: "olga has left".into(),
         limits,
     })
 }
@@ -186,8 +189,8 @@ impl Scenario {
     pub(super) fn send_directive(&mut self, n: usize, directive: Request) {
         let (sim, host_id) = (&mut self.sim, host(n as u16 + 1));
         match &directive {
-            Request::Guests(GuestsWord {
-                guests: Guests::Welcome,
+            Request::SetGuestDirective(GuestDirective {
+                access: GuestAccess::Welcome,
                 ..
             }) => drop(self.stopped_at.remove(&host_id)),
             _ => drop(self.stopped_at.entry(host_id).or_insert(sim.now)),
@@ -216,7 +219,10 @@ impl Scenario {
     /// Sends some messages and lets some time pass.
     pub(super) fn exchange_messages(&mut self) {
         for _ in 0..5 {
-            let (from, to) = (self.sim.rng.roll(6) as usize, self.sim.rng.roll(6) as usize);
+            let (from, to) = (
+                self.sim.rng.below(6) as usize,
+                self.sim.rng.below(6) as usize,
+            );
             send_numbered(
                 &mut self.sim,
                 &mut self.sent_counts,
@@ -224,7 +230,7 @@ impl Scenario {
                 self.tids[to],
             );
         }
-        let wait = Micros(self.sim.rng.roll(10_000));
+        let wait = Micros(self.sim.rng.below(10_000));
         self.sim.advance(wait);
     }
 
@@ -232,11 +238,11 @@ impl Scenario {
     pub(super) fn with_exit_notification(seed: u64) -> Scenario {
         let mut scene = Scenario::new(seed);
         scene.sim.random_faults.slow_quiesce_percent = 25;
-        let what = NotifyWhat::TaskExit(scene.tids[2..4].to_vec());
+        let what = NotifySubjects::TaskExit(scene.tids[2..4].to_vec());
         scene.sim.ask(
             scene.console,
             Request::Notify(NotifyRequest {
-                what,
+                subjects: what,
                 ctx: 0,
                 tag: 1,
                 cancel: false,
@@ -248,7 +254,7 @@ impl Scenario {
 
     /// Waits a random time and, with every second seed, starts a migration.
     pub(super) fn wait_randomly(&mut self, max_micros: u64) {
-        let wait = Micros(self.sim.rng.roll(max_micros));
+        let wait = Micros(self.sim.rng.below(max_micros));
         self.sim.advance(wait);
         if self.sim.seed.is_multiple_of(2) {
             self.migrate_one();
@@ -287,8 +293,8 @@ impl Scenario {
 
     pub(super) fn migrate_one(&mut self) {
         let (tid, to) = (
-            self.tids[self.sim.rng.roll(6) as usize],
-            1 + self.sim.rng.roll(3),
+            self.tids[self.sim.rng.below(6) as usize],
+            1 + self.sim.rng.below(3),
         );
         let id = self
             .sim
@@ -375,20 +381,20 @@ impl Scenario {
             );
             let task = list.iter().find(|t| t.tid == *tid).expect("it is there");
             assert_eq!(
-                (task.host, task.moving),
+                (task.host, task.migrating),
                 (proc.host, false),
                 "seed {}",
                 self.sim.seed
             );
             assert!(
-                !task.stopped && !task.suspended,
+                !task.paused && !task.suspended,
                 "{tid} (seed {})",
                 self.sim.seed
             );
         }
         assert_eq!(self.sim.tokens_left(), 0, "seed {}", self.sim.seed);
         open.iter()
-            .filter(|(_, id)| matches!(self.sim.procs[console].replies[id], Reply::Moved(Ok(_))))
+            .filter(|(_, id)| matches!(self.sim.procs[console].replies[id], Reply::Migrated(Ok(_))))
             .count()
     }
 }

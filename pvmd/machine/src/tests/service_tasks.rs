@@ -58,7 +58,7 @@ fn tasker_child_ends_with_connection_tasker_or_report() {
                 s.procs[tasker].notifications(SM_STTASK).len() > n
             });
             let epid = spawn_token_in(&sim.procs[tasker].notifications(SM_STTASK)[n]);
-            let child = sim.claim(HostId::MASTER, Claim::Spawned { epid });
+            let child = sim.claim(HostId::MASTER, Claim::Spawned { spawn_token: epid });
             sim.run_until("it is welcome", |s| s.procs[child].welcome.is_some());
             assert_eq!(sim.procs[child].tid(), tid);
             children.push((child, tid));

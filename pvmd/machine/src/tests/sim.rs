@@ -6,8 +6,6 @@
 //! another host, and be woken by a resume token.
 
 mod data_channels;
-#[path = "../../../../libpvm/proto/tests/dice/mod.rs"]
-mod dice;
 mod fake_world;
 pub(super) mod fault_injection;
 mod image_store;
@@ -15,6 +13,8 @@ pub(super) mod message_faults;
 mod outputs;
 mod procs;
 mod respawn;
+#[path = "../../../../libpvm/proto/tests/rng/mod.rs"]
+mod rng;
 mod taskers;
 
 use crate::pair_streams::LaneId;
@@ -22,17 +22,18 @@ use crate::{
     ConnId, CopyPolicy, Event, HostPlan, Machine, MachineConfig, Output, StartId, StartedHost,
 };
 use bytes::Bytes;
-use dice::Dice;
 use fake_world::FakeWorld;
 pub(super) use procs::{Proc, Received};
 pub(super) use respawn::EXIT_REQUEST_TAG;
+use rng::Rng;
 use sempa_proto::ids::RouteId;
 use sempa_proto::link::{Link, LinkEvent, LinkFrame, LinkOutput};
 use sempa_proto::message::DSIG_X86_64;
 use sempa_proto::migration::Verdict;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::task::{
-    AtEnd, Claim, Hello, LinkMark, Reply, Request, ResumeToken, TASK_MAGIC, ToDaemon, ToTask,
+    Claim, Hello, OnDaemonExit, Reply, Request, ResumeToken, SendWatermark, TASK_MAGIC, ToDaemon,
+    ToTask,
 };
 use sempa_proto::tasker::{Capabilities, FromTasker, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, PvmError, RequestId, Tid, WIRE_VERSION};
@@ -116,7 +117,7 @@ pub(super) struct RandomFaults {
 #[derive(Debug)]
 pub(super) struct Sim {
     pub(super) seed: u64,
-    pub(super) rng: Dice,
+    pub(super) rng: Rng,
     pub(super) now: Micros,
     queue: BTreeMap<(Micros, u64), SimEvent>,
     serial: u64,
@@ -174,7 +175,7 @@ fn config(id: HostId, name: &str) -> MachineConfig {
         lease: LEASE,
         rm_command: None,
         server_commands: Vec::new(),
-        paths: Place::of(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
+        paths: RuntimePaths::from_env(1000, move |v| (v == "PVM_TMP").then(|| tmp.clone()))
             .expect("a good place"),
         hostfile: Vec::new(),
         reserved_ids_max: BTreeMap::new(),
@@ -191,7 +192,7 @@ impl Sim {
     pub(super) fn with(seed: u64, change: impl Fn(&mut MachineConfig)) -> Sim {
         let mut sim = Sim {
             seed,
-            rng: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            rng: Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
             now: Micros(1),
             queue: BTreeMap::new(),
             serial: 0,
@@ -289,7 +290,7 @@ impl Sim {
     }
 
     fn send_in_order(&mut self, channel: Channel, what: SimEvent) {
-        let at = self.now + Micros(self.rng.roll(2_000));
+        let at = self.now + Micros(self.rng.below(2_000));
         let last = self.channels.entry(channel).or_default();
         *last = at.max(*last);
         let at = *last;
@@ -304,7 +305,7 @@ impl Sim {
     }
 
     fn start_host(&mut self, start: StartId, plan: HostPlan) {
-        let at = self.now + Micros(self.rng.roll(300_000));
+        let at = self.now + Micros(self.rng.below(300_000));
         let result = if plan.name.starts_with("bad") {
             Err((PvmError::CantStart, format!("no way to {}", plan.name)))
         } else {
@@ -381,7 +382,7 @@ impl Sim {
         for (by, other) in [(a, b), (b, a)] {
             self.drop_in_flight(by, other);
             // The loss is noticed before the connection returns.
-            let seen = self.now + Micros(self.rng.roll(duration.0.min(LEASE.0)));
+            let seen = self.now + Micros(self.rng.below(duration.0.min(LEASE.0)));
             self.schedule(seen, SimEvent::LossNoticed(by, other));
         }
         self.schedule(self.now + duration, SimEvent::Reconnected(a, b));
@@ -397,7 +398,7 @@ impl Sim {
         for (a, b) in ended {
             self.sessions.remove(&(a, b));
             let other = if a == lost { b } else { a };
-            let at = self.now + LEASE + Micros(self.rng.roll(200_000));
+            let at = self.now + LEASE + Micros(self.rng.below(200_000));
             self.schedule(at, SimEvent::LossNoticed(other, lost));
         }
     }
@@ -414,7 +415,7 @@ impl Sim {
             program: program.to_string(),
             spawned,
             env,
-            at_end: AtEnd::Signalled,
+            at_end: OnDaemonExit::Terminate,
             conn: None,
             welcome: None,
             refused: None,
@@ -461,9 +462,9 @@ impl Sim {
             magic: TASK_MAGIC,
             version: WIRE_VERSION,
             claim,
-            pid,
+            own_pid: pid,
             program,
-            at_end,
+            on_daemon_exit: at_end,
         };
         self.send_from_proc(
             conn,
@@ -490,11 +491,11 @@ impl Sim {
 
     /// Starts a process as from a command line. Returns when it has enrolled.
     pub(super) fn enrol(&mut self, on: HostId) -> usize {
-        self.enrol_with(on, AtEnd::Signalled)
+        self.enrol_with(on, OnDaemonExit::Terminate)
     }
 
     /// As [`Sim::enrol`], with the wanted action when the daemon ends.
-    pub(super) fn enrol_with(&mut self, on: HostId, at_end: AtEnd) -> usize {
+    pub(super) fn enrol_with(&mut self, on: HostId, at_end: OnDaemonExit) -> usize {
         let proc = self.process(on, "cmd", None, vec![]);
         self.procs[proc].at_end = at_end;
         self.connect(proc, Claim::New);
@@ -535,7 +536,7 @@ impl Sim {
             on,
             Event::TaskControl {
                 conn,
-                message: ToDaemon::Request { id, what },
+                message: ToDaemon::Request { id, request: what },
             },
         );
         id
@@ -560,7 +561,7 @@ impl Sim {
         let (now, line) = (self.now, p.incarnation);
         let link = p.links.entry(dst).or_insert_with(|| {
             let mut link = Link::new(tid, dst);
-            link.begin_timeline(line, true);
+            link.begin_incarnation(line, true);
             if open {
                 link.handle(now, LinkEvent::RouteUp(route));
             }
@@ -611,7 +612,7 @@ impl Sim {
         let (tid, route, now, line) = (p.tid(), RouteId(p.route), self.now, p.incarnation);
         p.links.entry(peer).or_insert_with(|| {
             let mut link = Link::new(tid, peer);
-            link.begin_timeline(line, true);
+            link.begin_incarnation(line, true);
             link.handle(now, LinkEvent::RouteUp(route));
             link
         })
@@ -651,31 +652,31 @@ impl Sim {
                 self.link_of(proc, tid).handle(now, LinkEvent::PeerGone);
                 self.run_links(proc);
             }
-            ToTask::PeerMoved { tid } => {
+            ToTask::PeerMigrated { tid } => {
                 self.procs[proc].daemon_messages.push(message);
-                self.link_of(proc, tid).handle(now, LinkEvent::PeerMoved);
+                self.link_of(proc, tid).handle(now, LinkEvent::PeerMigrated);
                 self.run_links(proc);
             }
             ToTask::RmChanged { rm } => self.procs[proc].rm = rm,
             ToTask::Route { .. } => self.procs[proc].daemon_messages.push(message),
-            ToTask::TakeNothing { by } => self.prepare_exit(proc, by),
+            ToTask::PrepareExit { migration: by } => self.prepare_exit(proc, by),
             ToTask::Quiesce { migration, tokens } => {
                 let p = &mut self.procs[proc];
                 assert!(p.quiesced.is_none(), "told twice to let go");
                 let marks = p
                     .links
                     .values()
-                    .map(|l| LinkMark {
+                    .map(|l| SendWatermark {
                         peer: l.peer(),
-                        end: l.sent_end(),
+                        end_seq: l.queued_end_seq(),
                     })
                     .collect();
                 let on = p.host;
                 p.quiesced = Some((migration, tokens));
                 let message = ToDaemon::Quiesced {
                     migration,
-                    marks,
-                    redirect_at: taskers::redirect_at(proc),
+                    watermarks: marks,
+                    redirect_address: taskers::redirect_at(proc),
                 };
                 self.send_from_proc(conn, on, Event::TaskControl { conn, message });
                 self.close(proc);

@@ -10,7 +10,7 @@ use super::sim::{Sim, host, seeds};
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Step;
 use sempa_proto::table::TaskInfo;
-use sempa_proto::task::{NotifyRequest, NotifyWhat, Reply, Request, RmServes};
+use sempa_proto::task::{NotifyRequest, NotifySubjects, Reply, Request, RmServices};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 use std::collections::BTreeMap;
 
@@ -41,10 +41,10 @@ impl Trial {
         let manager = spawn(&mut sim, console, spawn_on("h1", "rm", 1))[0];
         sim.ask(
             manager,
-            Request::RegisterRm(RmServes {
+            Request::RegisterRm(RmServices {
                 spawn: false,
                 others: false,
-                ends: false,
+                task_exits: false,
             }),
         );
         sim.injection.resource_manager = Some(manager);
@@ -54,11 +54,11 @@ impl Trial {
         let mover = spawn(&mut sim, console, spawn_on("h2", "child", 1))[0];
         let peer = spawn(&mut sim, console, spawn_on("h4", "child", 1))[0];
         let tid = sim.procs[mover].tid();
-        let what = NotifyWhat::TaskExit(vec![tid]);
+        let what = NotifySubjects::TaskExit(vec![tid]);
         sim.ask(
             console,
             Request::Notify(NotifyRequest {
-                what,
+                subjects: what,
                 ctx: 0,
                 tag: 1,
                 cancel: false,
@@ -91,7 +91,7 @@ impl Trial {
                 send_numbered(&mut self.sim, &mut self.sent_counts, from, to);
             }
         }
-        let wait = Micros(self.sim.rng.roll(3_000));
+        let wait = Micros(self.sim.rng.below(3_000));
         self.sim.advance(wait);
     }
 
@@ -148,7 +148,9 @@ impl Trial {
         let all = [self.console, self.mover, self.peer];
         let tid = self.tid();
         let ends = |event: &&EventKind| match event {
-            EventKind::Moved { tid: of, .. } | EventKind::MoveFailed { tid: of, .. } => *of == tid,
+            EventKind::Migrated { tid: of, .. } | EventKind::MigrationFailed { tid: of, .. } => {
+                *of == tid
+            }
             _ => false,
         };
         let event_log = list_events(&mut self.sim, console);
@@ -179,7 +181,7 @@ impl Trial {
         }
         let proc = &self.sim.procs[self.mover];
         assert!(
-            !list[0].moving && proc.conn.is_some() && !proc.is_frozen(),
+            !list[0].migrating && proc.conn.is_some() && !proc.is_frozen(),
             "it has not arrived: {case}"
         );
         assert_eq!(list[0].host, proc.host, "{case}");

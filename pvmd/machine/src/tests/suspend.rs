@@ -6,10 +6,10 @@ use super::scenario::{
 };
 use super::sim::{Received, Sim, host, seeds};
 use sempa_proto::event::EventKind;
-use sempa_proto::host::Held;
+use sempa_proto::host::PendingItem;
 use sempa_proto::link::{FRAGMENT_BYTES_MAX, WINDOW_BYTES_MAX};
-use sempa_proto::suspend::Cause;
-use sempa_proto::task::{Reply, Request, RmServes};
+use sempa_proto::suspend::SuspendCause;
+use sempa_proto::task::{Reply, Request, RmServices};
 use sempa_proto::{HostId, Micros, PvmError, RequestId, Tid};
 
 const SETTLE_TIME: Micros = Micros::from_secs(1);
@@ -25,9 +25,9 @@ fn suspended_tasks_stay_paused_and_lose_no_messages() {
         let mut scene = Scenario::with_faults(seed);
         for _ in 0..60 {
             scene.exchange_messages();
-            let n = scene.sim.rng.roll(3) as usize;
-            let tid = scene.tids[scene.sim.rng.roll(6) as usize];
-            match scene.sim.rng.roll(12) {
+            let n = scene.sim.rng.below(3) as usize;
+            let tid = scene.tids[scene.sim.rng.below(6) as usize];
+            match scene.sim.rng.below(12) {
                 0 => scene.send_directive(n, stop_guests()),
                 1 => scene.send_directive(n, welcome_guests()),
                 2 | 3 => scene.migrate_one(),
@@ -67,7 +67,7 @@ fn suspended_task_migrates_without_running() {
             }
             let done = scene.sim.ask(console, migrate_request(tid, to));
             assert!(
-                matches!(done, Reply::Moved(Ok(_))),
+                matches!(done, Reply::Migrated(Ok(_))),
                 "{done:?} (seed {seed})"
             );
             assert!(scene.sim.procs[p].is_frozen(), "seed {seed}");
@@ -81,7 +81,7 @@ fn suspended_task_migrates_without_running() {
             assert!(
                 list_tasks(&mut scene.sim, console)
                     .iter()
-                    .any(|t| t.tid == tid && t.suspended && !t.moving)
+                    .any(|t| t.tid == tid && t.suspended && !t.migrating)
             );
         }
         assert_eq!(
@@ -138,7 +138,7 @@ fn owner_does_not_wait_for_quiescing_suspended_task() {
         let mut scene = Scenario::new(seed);
         scene.sim.random_faults.slow_quiesce_percent = 50;
         scene.suspend(scene.tids[2], true);
-        let wait = Micros(scene.sim.rng.roll(200_000));
+        let wait = Micros(scene.sim.rng.below(200_000));
         scene.sim.advance(wait);
         scene.send_directive(1, stop_guests());
         scene.sim.advance(GUEST_PAUSE_MAX + Micros(1));
@@ -158,8 +158,8 @@ fn suspension_is_visible_in_list_and_log() {
     let list = list_tasks(&mut scene.sim, console);
     let still: Vec<Tid> = list.iter().filter(|t| t.suspended).map(|t| t.tid).collect();
     assert_eq!(still, [tid]);
-    assert!(list.iter().all(|t| !t.stopped && !t.moving));
-    let cause = Cause::Share {
+    assert!(list.iter().all(|t| !t.paused && !t.migrating));
+    let cause = SuspendCause::Preempted {
         why: "there is room".into(),
     };
     let room = Request::Suspend {
@@ -182,11 +182,11 @@ fn suspension_is_visible_in_list_and_log() {
         .collect();
     let first = EventKind::Suspended {
         tid,
-        cause: Cause::Asked { by },
+        cause: SuspendCause::Requested { requested_by: by },
     };
     let second = EventKind::Resumed {
         tid,
-        cause: Cause::Asked { by },
+        cause: SuspendCause::Requested { requested_by: by },
     };
     assert_eq!(told, [&first, &second], "what changes nothing is no event");
     scene.finish();
@@ -228,10 +228,10 @@ fn only_ordinary_spawned_tasks_can_be_suspended() {
         }
     }
     let rm = spawn(&mut scene.sim, console, spawn_on("h2", "rm", 1))[0];
-    let serves = sempa_proto::task::RmServes {
+    let serves = sempa_proto::task::RmServices {
         spawn: false,
         others: false,
-        ends: true,
+        task_exits: true,
     };
     scene.sim.ask(rm, Request::RegisterRm(serves));
     let tid = scene.sim.procs[rm].tid();
@@ -259,7 +259,7 @@ fn exit_of_suspended_task_is_reported_once() {
         let console = scene.console;
         scene.suspend(scene.tids[2], true);
         scene.wait_randomly(300_000);
-        match scene.sim.rng.roll(4) {
+        match scene.sim.rng.below(4) {
             0 => {
                 let victim = scene.procs[2];
                 scene.sim.exit(victim, 9);
@@ -345,8 +345,8 @@ impl SuspendCaller {
 
     fn send_request(&mut self, sim: &mut Sim) {
         if self.open_request.is_none() {
-            let caller = self.callers[sim.rng.roll(2) as usize];
-            let suspend = sim.rng.roll(3) > 0;
+            let caller = self.callers[sim.rng.below(2) as usize];
+            let suspend = sim.rng.below(3) > 0;
             let request = Request::Suspend {
                 tid: self.tid,
                 suspend,
@@ -361,7 +361,7 @@ impl SuspendCaller {
 /// Kills a host. Each other host loses its last messages with probability one half.
 fn kill_with_message_loss(sim: &mut Sim, victim: HostId) {
     for to in [HostId::MASTER, host(3), host(4)] {
-        if sim.rng.roll(2) == 0 {
+        if sim.rng.below(2) == 0 {
             sim.drop_in_flight(victim, to);
         }
     }
@@ -387,19 +387,19 @@ fn confirmed_suspension_survives_faults_in_migration() {
         };
         let moving = sim.request(console, migrate_request(tid, "h3"));
         let end = sim.now + Micros::from_millis(80);
-        let lose_at = sim.now + Micros(sim.rng.roll(60_000));
+        let lose_at = sim.now + Micros(sim.rng.below(60_000));
         let mut lost = None;
         while sim.now < end {
             if sim.now >= lose_at && lost.is_none() {
-                let victim = host(2 + sim.rng.roll(2) as u16);
+                let victim = host(2 + sim.rng.below(2) as u16);
                 lost = Some(victim);
-                match sim.rng.roll(4) {
+                match sim.rng.below(4) {
                     0 => {}
                     1 => sim.kill_tasker(victim),
                     _ => kill_with_message_loss(&mut sim, victim),
                 }
             }
-            if sim.rng.roll(8) == 0 {
+            if sim.rng.below(8) == 0 {
                 caller.send_request(&mut sim);
             }
             sim.step();
@@ -465,17 +465,17 @@ fn spawn_resource_manager(scene: &mut Scenario) -> usize {
     let p = spawn(&mut scene.sim, scene.console, spawn_on("h1", "rm", 1))[0];
     scene.sim.ask(
         p,
-        Request::RegisterRm(RmServes {
+        Request::RegisterRm(RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         }),
     );
     p
 }
 
 fn preempt(scene: &mut Scenario, rm: usize, tid: Tid) {
-    let cause = Some(Cause::Share {
+    let cause = Some(SuspendCause::Preempted {
         why: "user 7 waits".into(),
     });
     assert_eq!(
@@ -510,7 +510,7 @@ fn preempted_tasks_resume_without_resource_manager() {
         let died = scene.sim.now;
         // By now a host may know that there is no resource manager, and the task may migrate at any
         // time.
-        let (console, wait) = (scene.console, Micros(scene.sim.rng.roll(3_100_000)));
+        let (console, wait) = (scene.console, Micros(scene.sim.rng.below(3_100_000)));
         scene.sim.advance(wait);
         let p = scene.procs[2];
         let before = scene.sim.procs[p].is_frozen();
@@ -519,7 +519,7 @@ fn preempted_tasks_resume_without_resource_manager() {
             "seed {seed}"
         );
         let reply = scene.sim.ask(console, migrate_request(gave_way, "h3"));
-        moved += u32::from(before && matches!(reply, Reply::Moved(Ok(_))));
+        moved += u32::from(before && matches!(reply, Reply::Migrated(Ok(_))));
         scene.sim.run_until("it goes on", |s| {
             !s.procs[p].is_frozen() && s.procs[p].conn.is_some()
         });
@@ -567,7 +567,7 @@ fn new_resource_manager_keeps_tasks_preempted() {
                 .find(|p| scene.sim.procs[*p].spawned.is_some())
                 .expect("the last");
             scene.sim.exit(rm, 9);
-            let wait = Micros(scene.sim.rng.roll(2_500_000));
+            let wait = Micros(scene.sim.rng.below(2_500_000));
             scene.sim.advance(wait);
             spawn_resource_manager(&mut scene);
             scene.sim.advance(Micros::from_secs(30));
@@ -577,7 +577,7 @@ fn new_resource_manager_keeps_tasks_preempted() {
             .rev()
             .find(|p| scene.sim.procs[*p].spawned.is_some())
             .expect("the last");
-        let cause = Some(Cause::Share {
+        let cause = Some(SuspendCause::Preempted {
             why: "there is room".into(),
         });
         assert_eq!(
@@ -643,7 +643,7 @@ fn inbox_of_paused_task_is_bounded_by_windows() {
             .get(tid)
             .expect("it is there");
         let frames = task.inbox.iter().filter_map(|held| {
-            if let Held::Link(frame) = held {
+            if let PendingItem::Frame(frame) = held {
                 Some(frame.len())
             } else {
                 None

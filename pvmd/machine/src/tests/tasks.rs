@@ -7,15 +7,16 @@ use crate::{Event, HostId, Output};
 use bytes::Bytes;
 use sempa_proto::body::{Encoding, Packer, Unpacker};
 use sempa_proto::event::{Event as Entry, EventKind};
-use sempa_proto::host::Held;
+use sempa_proto::host::PendingItem;
 use sempa_proto::message::{DSIG_X86_64, ENC_XDR};
 use sempa_proto::sm::{
-    GRANT_COUNT_MAX, GRANT_HOSTS_MAX, SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK, SM_GRANT_TAKEN,
-    SM_HOSTX, SM_TASKX, Taken, pack_exec, unpack_taken, unpack_tids,
+    LEASE_HOSTS_MAX, LEASE_TASKS_MAX, PlacementLeaseUse, SM_ADD, SM_ADDACK, SM_EXEC, SM_EXECACK,
+    SM_HOSTX, SM_PLACEMENT_LEASE_USED, SM_TASKX, pack_exec, unpack_placement_lease_use,
+    unpack_tids,
 };
 use sempa_proto::table::{TASK_CONNECTED, TASK_FORKED, TASK_RM};
 use sempa_proto::task::{
-    Claim, GrantOf, MailboxRequest, NotifyRequest, NotifyWhat, Reply, Request, RmServes,
+    Claim, LeasedSpawn, MailboxRequest, NotifyRequest, NotifySubjects, Reply, Request, RmServices,
     SPAWN_ARCH, SPAWN_COMPLEMENT, SPAWN_HOST, SPAWN_NO_PARENT, Sink, SpawnRequest, ToDaemon,
     ToTask,
 };
@@ -40,7 +41,7 @@ pub(super) fn spawned_tids(reply: Reply) -> Vec<Result<Tid, PvmError>> {
 fn home_indices(reply: Reply) -> Vec<u16> {
     spawned_tids(reply)
         .into_iter()
-        .map(|r| r.expect("started").home().expect("a task").index())
+        .map(|r| r.expect("started").birth_host().expect("a task").index())
         .collect()
 }
 
@@ -53,7 +54,7 @@ fn error_of(reply: Reply) -> PvmError {
 
 fn exit_notification(tids: Vec<Tid>, tag: i32) -> Request {
     Request::Notify(NotifyRequest {
-        what: NotifyWhat::TaskExit(tids),
+        subjects: NotifySubjects::TaskExit(tids),
         ctx: 0,
         tag,
         cancel: false,
@@ -168,7 +169,7 @@ fn inbox_keeps_all_last_messages() {
     // These frames are never repeated. Their size exceeds the windows of many links.
     let (frame, count) = (Bytes::from(vec![7; 64 << 10]), 2000);
     let mut inbox = Inbox::default();
-    (0..count).for_each(|_| inbox.push(Held::Link(frame.clone())));
+    (0..count).for_each(|_| inbox.push(PendingItem::Frame(frame.clone())));
     assert_eq!(inbox.drain().len(), count);
 }
 
@@ -360,7 +361,7 @@ fn second_claim_becomes_new_task() {
         .iter()
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
-    let thief = sim.claim(HostId::MASTER, Claim::Spawned { epid });
+    let thief = sim.claim(HostId::MASTER, Claim::Spawned { spawn_token: epid });
     sim.run_until("accepted", |s| s.procs[thief].welcome.is_some());
     assert_ne!(sim.procs[thief].tid(), child);
     assert_eq!(
@@ -434,11 +435,11 @@ fn cancelled_notification_comes_at_once() {
     let other = sim.enrol(host(2));
     let dead = sim.procs[other].tid();
     sim.ask(console, exit_notification(vec![dead, dead], 3));
-    let what = NotifyWhat::TaskExit(vec![dead]);
+    let what = NotifySubjects::TaskExit(vec![dead]);
     sim.ask(
         console,
         Request::Notify(NotifyRequest {
-            what,
+            subjects: what,
             ctx: 0,
             tag: 3,
             cancel: true,
@@ -446,7 +447,7 @@ fn cancelled_notification_comes_at_once() {
     );
     sim.advance(Micros::from_millis(50));
     assert_eq!(sim.procs[console].notifications(3).len(), 1);
-    sim.ask(other, Request::Exit { marks: vec![] });
+    sim.ask(other, Request::Exit { watermarks: vec![] });
     sim.run_until("the other one", |s| {
         s.procs[console].notifications(3).len() == 2
     });
@@ -471,7 +472,10 @@ fn reenrolled_process_gets_new_tid() {
     });
     let proc = sim.proc_of(child);
     sim.ask(console, exit_notification(vec![child], 1));
-    assert_eq!(sim.ask(proc, Request::Exit { marks: vec![] }), Reply::Done);
+    assert_eq!(
+        sim.ask(proc, Request::Exit { watermarks: vec![] }),
+        Reply::Done
+    );
     sim.close(proc);
     sim.advance(Micros::from_millis(200));
     assert!(sim.procs[console].notifications(1).is_empty());
@@ -485,7 +489,7 @@ fn reenrolled_process_gets_new_tid() {
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
     sim.procs[proc].welcome = None;
-    sim.connect(proc, Claim::Spawned { epid });
+    sim.connect(proc, Claim::Spawned { spawn_token: epid });
     sim.run_until("again", |s| s.procs[proc].welcome.is_some());
     assert_ne!(sim.procs[proc].tid(), child);
     sim.exit(proc, 0);
@@ -508,7 +512,7 @@ fn messages_wait_for_spawned_task() {
         .iter()
         .find_map(|e| e.strip_prefix("PVMEPID=")?.parse().ok())
         .expect("a number");
-    sim.connect(proc, Claim::Spawned { epid });
+    sim.connect(proc, Claim::Spawned { spawn_token: epid });
     sim.run_until("all that waited", |s| s.procs[proc].received.len() == 10);
     sim.exit(proc, 0);
     sim.advance(Micros::from_millis(100));
@@ -538,7 +542,7 @@ fn output_goes_to_collector_or_master_log() {
     sim.run_until("it is there", |s| {
         s.procs[s.proc_of(child)].welcome.is_some()
     });
-    let on = child.home().expect("a task");
+    let on = child.birth_host().expect("a task");
     let out = |tid: Tid, text: &str| {
         crate::Event::Tasker(sempa_proto::tasker::FromTasker::Output {
             tid,
@@ -558,11 +562,14 @@ fn output_goes_to_collector_or_master_log() {
     assert!(
         notes
             .iter()
-            .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == on.daemon()))
+            .all(|n| n.ctx == 4 && (n.src == Tid::MY_DAEMON || n.src == on.daemon_tid()))
     );
     let quiet = spawned_tids(sim.ask(console, Request::Spawn(spawn_request("child", 1))))[0]
         .expect("started");
-    sim.handle(quiet.home().expect("a task"), out(quiet, "to the log\n"));
+    sim.handle(
+        quiet.birth_host().expect("a task"),
+        out(quiet, "to the log\n"),
+    );
     sim.run_until("logged", |s| {
         s.nodes[&HostId::MASTER].output == b"to the log\n"
     });
@@ -633,7 +640,7 @@ fn mailbox_is_shared_by_all_hosts() {
             ..
         }
     ));
-    sim.ask(a, Request::Exit { marks: vec![] });
+    sim.ask(a, Request::Exit { watermarks: vec![] });
     sim.advance(Micros::from_millis(50));
     let gone = sim.ask(console, take_mail("x", 0));
     assert!(matches!(
@@ -758,16 +765,16 @@ fn placement_lease_use_is_reported() {
         let rm = sim.enrol(HostId::MASTER);
         sim.ask(
             rm,
-            Request::RegisterRm(RmServes {
+            Request::RegisterRm(RmServices {
                 spawn: true,
                 others: false,
-                ends: true,
+                task_exits: true,
             }),
         );
         let giver = sim.procs[rm].tid();
-        let granted = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnGranted {
+        let granted = |n: u16, rm: Tid, request: SpawnRequest| Request::SpawnLeased {
             request,
-            grant: GrantOf {
+            lease: LeasedSpawn {
                 rm,
                 wid: 40 + i32::from(n),
                 hosts: vec![host(n)],
@@ -784,20 +791,20 @@ fn placement_lease_use_is_reported() {
             "seed {seed}"
         );
         sim.run_until("the giver knows", |s| {
-            s.procs[rm].notifications(SM_GRANT_TAKEN).len() == 3
+            s.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len() == 3
         });
-        let told = sim.procs[rm].notifications(SM_GRANT_TAKEN);
+        let told = sim.procs[rm].notifications(SM_PLACEMENT_LEASE_USED);
         let by = sim.procs[console].tid();
         for ((n, tid), note) in started.iter().zip(told) {
-            let taken = Taken {
-                by,
+            let taken = PlacementLeaseUse {
+                spawner: by,
                 tasks: vec![(host(*n), *tid)],
             };
             assert_eq!(
-                (note.wid, unpack_taken(note.body.clone())),
+                (note.wid, unpack_placement_lease_use(note.body.clone())),
                 (40 + i32::from(*n), Ok(taken))
             );
-            assert_eq!(tid.home(), Some(host(*n)));
+            assert_eq!(tid.birth_host(), Some(host(*n)));
         }
         let Reply::Events(log) = sim.ask(
             console,
@@ -835,7 +842,7 @@ fn placement_lease_use_is_reported() {
             PvmError::Denied
         );
         assert_eq!(
-            sim.procs[rm].notifications(SM_GRANT_TAKEN).len(),
+            sim.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len(),
             3,
             "seed {seed}"
         );
@@ -860,7 +867,7 @@ fn spawn_reply_precedes_start_and_log() {
     let before = entries(&sim);
     let message = ToDaemon::Request {
         id: RequestId(77),
-        what: Request::Spawn(spawn_request("child", 2)),
+        request: Request::Spawn(spawn_request("child", 2)),
     };
     let outputs = sim.outputs_of(HostId::MASTER, now, Event::TaskControl { conn, message });
     let answer = |output: &Output| {
@@ -896,51 +903,51 @@ fn one_request_uses_several_placement_leases() {
         let rm = sim.enrol(HostId::MASTER);
         sim.ask(
             rm,
-            Request::RegisterRm(RmServes {
+            Request::RegisterRm(RmServices {
                 spawn: true,
                 others: false,
-                ends: true,
+                task_exits: true,
             }),
         );
         let (giver, by) = (sim.procs[rm].tid(), sim.procs[console].tid());
         let granted = |sim: &mut Sim, hosts: &[u16], count: u32| {
-            let grant = GrantOf {
+            let grant = LeasedSpawn {
                 rm: giver,
                 wid: 7,
                 hosts: hosts.iter().map(|n| host(*n)).collect(),
             };
             sim.ask(
                 console,
-                Request::SpawnGranted {
+                Request::SpawnLeased {
                     request: spawn_request("child", count),
-                    grant,
+                    lease: grant,
                 },
             )
         };
         let first = spawned_tids(granted(&mut sim, &[3, 1, 3, 2], 4));
         let homes: Vec<_> = first
             .iter()
-            .map(|tid| tid.expect("started").home().expect("a home").index())
+            .map(|tid| tid.expect("started").birth_host().expect("a home").index())
             .collect();
         assert_eq!(homes, [3, 1, 3, 2], "seed {seed}");
         let second = spawned_tids(granted(&mut sim, &[9, 2, 8], 3));
         assert_eq!([second[0], second[2]], [Err(PvmError::NoHost); 2]);
-        assert_eq!(second[1].expect("started").home(), Some(host(2)));
+        assert_eq!(second[1].expect("started").birth_host(), Some(host(2)));
         assert_eq!(
             spawned_tids(granted(&mut sim, &[9, 8], 2)),
             [Err(PvmError::NoHost); 2]
         );
-        let many = [2; GRANT_COUNT_MAX + 1];
+        let many = [2; LEASE_TASKS_MAX + 1];
         for (hosts, count) in [(&[2, 2][..], 3), (&[], 1), (&many[..], many.len() as u32)] {
             assert_eq!(error_of(granted(&mut sim, hosts, count)), PvmError::Denied);
         }
         sim.run_until("the giver knows", |s| {
-            s.procs[rm].notifications(SM_GRANT_TAKEN).len() == 2
+            s.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len() == 2
         });
         let told = sim.procs[rm]
-            .notifications(SM_GRANT_TAKEN)
+            .notifications(SM_PLACEMENT_LEASE_USED)
             .into_iter()
-            .map(|note| unpack_taken(note.body).expect("a word"));
+            .map(|note| unpack_placement_lease_use(note.body).expect("a word"));
         let at = |n: u16, tid: &Result<Tid, PvmError>| (host(n), tid.expect("started"));
         let all = [3, 1, 3, 2]
             .iter()
@@ -948,9 +955,12 @@ fn one_request_uses_several_placement_leases() {
             .map(|(n, tid)| at(*n, tid))
             .collect();
         let expected = [
-            Taken { by, tasks: all },
-            Taken {
-                by,
+            PlacementLeaseUse {
+                spawner: by,
+                tasks: all,
+            },
+            PlacementLeaseUse {
+                spawner: by,
                 tasks: vec![at(2, &second[1])],
             },
         ];
@@ -966,10 +976,10 @@ fn lease_reports_are_batched_in_order() {
         let rm = sim.enrol(HostId::MASTER);
         sim.ask(
             rm,
-            Request::RegisterRm(RmServes {
+            Request::RegisterRm(RmServices {
                 spawn: true,
                 others: false,
-                ends: false,
+                task_exits: false,
             }),
         );
         assert_eq!(
@@ -979,28 +989,28 @@ fn lease_reports_are_batched_in_order() {
         let giver = sim.procs[rm].tid();
         let waited = |sim: &Sim| sim.nodes[&HostId::MASTER].machine.rm_batch.batched_total;
         let mut tids_taken = Vec::new();
-        for n in 1..=GRANT_HOSTS_MAX {
-            let grant = GrantOf {
+        for n in 1..=LEASE_HOSTS_MAX {
+            let grant = LeasedSpawn {
                 rm: giver,
                 wid: n as i32,
                 hosts: vec![HostId::MASTER],
             };
             let reply = sim.ask(
                 console,
-                Request::SpawnGranted {
+                Request::SpawnLeased {
                     request: spawn_request("child", 1),
-                    grant,
+                    lease: grant,
                 },
             );
             tids_taken.push(spawned_tids(reply)[0].expect("started"));
         }
         sim.run_until("the giver knows", |s| {
-            s.procs[rm].notifications(SM_GRANT_TAKEN).len() == GRANT_HOSTS_MAX
+            s.procs[rm].notifications(SM_PLACEMENT_LEASE_USED).len() == LEASE_HOSTS_MAX
         });
         let told: Vec<_> = sim.procs[rm]
-            .notifications(SM_GRANT_TAKEN)
+            .notifications(SM_PLACEMENT_LEASE_USED)
             .into_iter()
-            .map(|note| unpack_taken(note.body).expect("a word").tasks)
+            .map(|note| unpack_placement_lease_use(note.body).expect("a word").tasks)
             .collect();
         let each: Vec<_> = tids_taken
             .iter()
@@ -1009,8 +1019,8 @@ fn lease_reports_are_batched_in_order() {
         assert_eq!(told, each, "seed {seed}");
         // Counts: one per placement, one message about each except those at the end of each half,
         // and starts and exits meanwhile.
-        let words = GRANT_HOSTS_MAX - 2;
-        let expected = GRANT_HOSTS_MAX + words..=3 * GRANT_HOSTS_MAX + words;
+        let words = LEASE_HOSTS_MAX - 2;
+        let expected = LEASE_HOSTS_MAX + words..=3 * LEASE_HOSTS_MAX + words;
         assert!(
             expected.contains(&waited(&sim)),
             "seed {seed}: {}",
@@ -1057,10 +1067,10 @@ fn resource_manager_spawns_adds_and_is_notified() {
     for seed in seeds(10) {
         let (mut sim, console) = Sim::cluster(seed, 3);
         let rm = sim.enrol(HostId::MASTER);
-        let serves = RmServes {
+        let serves = RmServices {
             spawn: true,
             others: false,
-            ends: true,
+            task_exits: true,
         };
         assert_eq!(
             sim.ask(rm, Request::RegisterRm(serves)),
@@ -1078,7 +1088,14 @@ fn resource_manager_spawns_adds_and_is_notified() {
             s.procs[other].rm.is_some() && !s.procs[rm].notifications(SM_EXECACK).is_empty()
         });
         let exec = pack_exec(sim.procs[console].tid(), &spawn_request("child", 2), 0, 2);
-        send_to_daemon(&mut sim, rm, host(2).daemon(), SM_EXEC, 77, exec.clone());
+        send_to_daemon(
+            &mut sim,
+            rm,
+            host(2).daemon_tid(),
+            SM_EXEC,
+            77,
+            exec.clone(),
+        );
         send_to_daemon(&mut sim, other, Tid::MY_DAEMON, SM_EXEC, 78, exec);
         let ack = |s: &Sim| {
             s.procs[rm]
@@ -1093,7 +1110,10 @@ fn resource_manager_spawns_adds_and_is_notified() {
             .into_iter()
             .flatten()
             .collect();
-        assert_eq!((ack.src, ack.ctx, started.len()), (host(2).daemon(), 0, 2));
+        assert_eq!(
+            (ack.src, ack.ctx, started.len()),
+            (host(2).daemon_tid(), 0, 2)
+        );
         sim.run_until("the refusal", |s| {
             s.nodes[&host(3)]
                 .log
@@ -1148,7 +1168,7 @@ fn resource_manager_spawns_adds_and_is_notified() {
         });
         assert_eq!(
             integers(&sim.procs[rm].notifications(SM_HOSTX)[0].body),
-            [host(3).daemon().raw()]
+            [host(3).daemon_tid().raw()]
         );
         let Reply::Tasks(list) = sim.ask(console, Request::Tasks { selector: rm_tid }) else {
             panic!("no list")
@@ -1238,7 +1258,7 @@ fn events_are_numbered_and_can_be_followed() {
     };
     sim.ask(
         follower,
-        Request::Record {
+        Request::RecordEvent {
             at: Micros(5),
             kind: kind.clone(),
         },
@@ -1254,7 +1274,7 @@ fn events_are_numbered_and_can_be_followed() {
     );
     assert_eq!(
         (note.ctx, note.enc, note.src),
-        (3, DSIG_X86_64, HostId::MASTER.daemon())
+        (3, DSIG_X86_64, HostId::MASTER.daemon_tid())
     );
     let Reply::Events(all) = sim.ask(
         console,

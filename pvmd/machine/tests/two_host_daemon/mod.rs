@@ -6,9 +6,9 @@ use pvmd_machine::{ConnId, CopyPolicy, Event, Machine, MachineConfig, Output, Wo
 use sempa_proto::host::HostMsg;
 use sempa_proto::link::{LinkFrame, LinkKind};
 use sempa_proto::message::DSIG_X86_64;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::table::{HostEntry, HostTable};
-use sempa_proto::task::{AtEnd, Claim, Hello, TASK_MAGIC, ToDaemon, ToTask};
+use sempa_proto::task::{Claim, Hello, OnDaemonExit, TASK_MAGIC, ToDaemon, ToTask};
 use sempa_proto::{Epoch, HostId, Micros, PvmError, Tid, WIRE_VERSION};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -73,7 +73,7 @@ pub(crate) fn frame(
         kind,
         seq,
         ack: 1,
-        line: 0,
+        incarnation: 0,
         payload: Bytes::new(),
     };
     buffer.put_slice(&head.encode_head());
@@ -97,7 +97,7 @@ impl Daemon {
             lease: Micros::from_secs(10),
             rm_command: None,
             server_commands: Vec::new(),
-            paths: Place::of(1, |_| None).expect("a place without any variables"),
+            paths: RuntimePaths::from_env(1, |_| None).expect("a place without any variables"),
             hostfile: Vec::new(),
             reserved_ids_max: BTreeMap::new(),
             copies: CopyPolicy::default(),
@@ -111,13 +111,13 @@ impl Daemon {
             epoch,
             hosts: vec![entry(HostId::MASTER), entry(me)],
         };
-        let prepare = HostMsg::Prepare {
+        let prepare = HostMsg::PrepareTable {
             table,
             locations: Vec::new(),
             rm: None,
-            spared: 0,
+            reserved_ids_max: 0,
         };
-        for message in [prepare, HostMsg::Commit { epoch }] {
+        for message in [prepare, HostMsg::CommitTable { epoch }] {
             daemon.handle(Event::HostControl {
                 host: HostId::MASTER,
                 message,
@@ -140,9 +140,9 @@ impl Daemon {
             magic,
             version,
             claim,
-            pid,
+            own_pid: pid,
             program: "task".to_string(),
-            at_end: AtEnd::default(),
+            on_daemon_exit: OnDaemonExit::default(),
         };
         self.handle(Event::TaskControl {
             conn,

@@ -18,11 +18,11 @@ use checkpoint::store::{
 use checkpoint_protocol::SnapshotId;
 use pvmd_machine::io::Event;
 use pvmd_machine::{COPIES_MAX, CopyPolicy};
-use sempa_proto::checkpoint::{SetEntry, SetMeta};
+use sempa_proto::checkpoint::{CheckpointEntry, CheckpointMeta};
 use sempa_proto::frame::{from_bytes, to_bytes};
-use sempa_proto::host::PartRecord;
+use sempa_proto::host::SavedTask;
 use sempa_proto::migration::Failure;
-use sempa_proto::place::Place;
+use sempa_proto::runtime_paths::RuntimePaths;
 use sempa_proto::{HostId, Micros, MigrationId, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::Write;
@@ -123,9 +123,9 @@ impl StoreSettings {
         let _ = store.remove_expired(now, |_| false);
         let (sets, _) = store.list_checkpoints()?;
         for tid in sets.iter().flat_map(|set| &set.parts).map(|part| part.tid) {
-            if let Some(home) = tid.home() {
+            if let Some(home) = tid.birth_host() {
                 let highest = spared.entry(home).or_insert(0);
-                *highest = tid.local().max(*highest);
+                *highest = tid.local_part().max(*highest);
             }
         }
         Ok(spared)
@@ -191,7 +191,7 @@ fn copies(env: impl Fn(&str) -> Option<String>) -> Result<CopyPolicy, String> {
 
 /// The store and the operations in progress on it.
 pub(crate) struct CheckpointService {
-    paths: Place,
+    paths: RuntimePaths,
     settings: Result<StoreSettings, String>,
     inputs: InputSender,
     log: Log,
@@ -209,7 +209,7 @@ fn lock<T>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
 impl CheckpointService {
     /// Opens nothing until the first operation.
     pub(crate) fn new(
-        paths: Place,
+        paths: RuntimePaths,
         settings: Result<StoreSettings, String>,
         inputs: InputSender,
         log: Log,
@@ -337,7 +337,7 @@ impl CheckpointService {
 
     /// Adds the images of a task to a checkpoint. Reports [`Event::PartStored`].
     pub(crate) fn add_part(&self, snapshot: SnapshotId, migration: MigrationId, tid: Tid) {
-        let (drafts, dir) = (self.drafts.clone(), self.paths.images(migration));
+        let (drafts, dir) = (self.drafts.clone(), self.paths.image_dir(migration));
         self.spawn_reporting(move |_| {
             let draft = lock(&drafts).get(&snapshot).cloned();
             let added = draft.ok_or("the set was given up".to_string());
@@ -351,7 +351,7 @@ impl CheckpointService {
     pub(crate) fn seal(
         &self,
         snapshot: SnapshotId,
-        meta: &SetMeta,
+        meta: &CheckpointMeta,
         keep: Vec<String>,
         now: Micros,
     ) {
@@ -391,7 +391,7 @@ impl CheckpointService {
                     .parse()
                     .map_err(|e: InvalidCheckpointId| e.to_string())?;
                 let set = store.open_checkpoint(&id).map_err(|e| e.to_string())?;
-                let meta: SetMeta =
+                let meta: CheckpointMeta =
                     from_bytes(set.meta()).map_err(|e| format!("{name} cannot be read: {e}"))?;
                 lock(&open).insert(restart, Arc::new(set));
                 Ok(meta)
@@ -436,25 +436,25 @@ impl CheckpointService {
             let listed =
                 store.and_then(|store| store.list_checkpoints().map_err(|e| e.to_string()));
             let result = listed.map(|(sets, broken)| {
-                let whole = sets.into_iter().map(|set| SetEntry {
-                    set: set.id.to_string(),
+                let whole = sets.into_iter().map(|set| CheckpointEntry {
+                    name: set.id.to_string(),
                     job: set.job,
-                    made: set.started,
+                    created: set.started,
                     tasks: u32::try_from(set.parts.len()).unwrap_or(u32::MAX),
                     bytes: set.bytes,
-                    broken: None,
-                    ended: set.job_ended_at,
-                    copies: Vec::new(),
+                    unusable_reason: None,
+                    job_ended_at: set.job_ended_at,
+                    copy_hosts: Vec::new(),
                 });
-                let broken = broken.into_iter().map(|(set, why)| SetEntry {
-                    set,
+                let broken = broken.into_iter().map(|(set, why)| CheckpointEntry {
+                    name: set,
                     job: Tid::NONE,
-                    made: Micros(0),
+                    created: Micros(0),
                     tasks: 0,
                     bytes: 0,
-                    broken: Some(why.to_string()),
-                    ended: None,
-                    copies: Vec::new(),
+                    unusable_reason: Some(why.to_string()),
+                    job_ended_at: None,
+                    copy_hosts: Vec::new(),
                 });
                 whole.chain(broken).collect()
             });
@@ -465,7 +465,7 @@ impl CheckpointService {
     /// Reads the record file next to the images of a task. Reports [`Event::PartRead`].
     pub(crate) fn read_part(&self, migration: MigrationId) {
         let (path, inputs) = (
-            self.paths.images(migration).join(PART_RECORD_FILE),
+            self.paths.image_dir(migration).join(PART_RECORD_FILE),
             self.inputs.clone(),
         );
         tokio::task::spawn_blocking(move || {
@@ -475,7 +475,7 @@ impl CheckpointService {
     }
 }
 
-fn read_part(path: &Path) -> Result<PartRecord, Failure> {
+fn read_part(path: &Path) -> Result<SavedTask, Failure> {
     let bad = |why: String| Failure::Images(format!("{}: {why}", path.display()));
     let meta = std::fs::symlink_metadata(path).map_err(|e| bad(e.to_string()))?;
     if !meta.is_file() || meta.len() > PART_RECORD_BYTES_MAX {
@@ -489,7 +489,7 @@ fn read_part(path: &Path) -> Result<PartRecord, Failure> {
 
 /// Returns a function that writes the record file next to the images.
 pub(crate) fn write_part(
-    record: Box<PartRecord>,
+    record: Box<SavedTask>,
 ) -> impl FnOnce(&Path) -> Result<(), Failure> + Send + 'static {
     move |dir| {
         let path = dir.join(PART_RECORD_FILE);

@@ -7,7 +7,7 @@ use checkpoint::store::{
     CheckpointId, CheckpointInfo, CheckpointStore, StoreError, UnreadableEntries,
 };
 use pvmd_machine::io::Event;
-use sempa_proto::checkpoint::{Removed, Stays, Unwanted};
+use sempa_proto::checkpoint::{RemovalRefusal, RemovalResults, RemovalSelection};
 use sempa_proto::{Micros, RequestId, Tid};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex};
@@ -99,18 +99,18 @@ impl CheckpointService {
     pub(crate) fn remove(
         &self,
         (tid, id): (Tid, RequestId),
-        which: Unwanted,
+        which: RemovalSelection,
         any: bool,
-        stay: BTreeMap<String, Stays>,
+        stay: BTreeMap<String, RemovalRefusal>,
     ) {
         let is_there = self.store_exists();
         self.spawn_reporting(move |store| {
             let result = match (is_there, which) {
                 (true, which) => store.and_then(|store| remove(&store, which, any, stay)),
-                (false, Unwanted::Job(_)) => Ok(Vec::new()),
-                (false, Unwanted::Sets(sets)) => Ok(sets
+                (false, RemovalSelection::Job(_)) => Ok(Vec::new()),
+                (false, RemovalSelection::Checkpoints(sets)) => Ok(sets
                     .into_iter()
-                    .map(|set| (set, Err(Stays::Unknown)))
+                    .map(|set| (set, Err(RemovalRefusal::Unknown)))
                     .collect()),
             };
             Event::CheckpointsRemoved { tid, id, result }
@@ -120,20 +120,20 @@ impl CheckpointService {
 
 fn remove(
     store: &CheckpointStore,
-    which: Unwanted,
+    which: RemovalSelection,
     any: bool,
-    mut stay: BTreeMap<String, Stays>,
-) -> Result<Removed, String> {
+    mut stay: BTreeMap<String, RemovalRefusal>,
+) -> Result<RemovalResults, String> {
     let (sets, broken) = store.list_checkpoints().map_err(|e| e.to_string())?;
     let names: Vec<String> = match which {
-        Unwanted::Sets(names) => {
+        RemovalSelection::Checkpoints(names) => {
             let mut known = BTreeSet::new();
             names
                 .into_iter()
                 .filter(|name| known.insert(name.clone()))
                 .collect()
         }
-        Unwanted::Job(job) => {
+        RemovalSelection::Job(job) => {
             let of_job = sets
                 .iter()
                 .filter(|set| set.job == job && (any || store.is_own_checkpoint(set)));
@@ -156,21 +156,23 @@ fn remove_one(
     any: bool,
     sets: &[CheckpointInfo],
     broken: &UnreadableEntries,
-) -> Result<u64, Stays> {
+) -> Result<u64, RemovalRefusal> {
     let Ok(id) = name.parse::<CheckpointId>() else {
         // Not one of our names: another program may have created the entry.
         let unreadable = broken.iter().find(|(unreadable, _)| unreadable == name);
-        return Err(unreadable.map_or(Stays::Unknown, |(_, why)| Stays::Store(why.to_string())));
+        return Err(unreadable.map_or(RemovalRefusal::Unknown, |(_, why)| {
+            RemovalRefusal::Store(why.to_string())
+        }));
     };
     let known = sets.iter().find(|set| set.id == id);
     if let Some(set) = known.filter(|set| !any && !store.is_own_checkpoint(set)) {
-        return Err(Stays::Foreign(set.vm.clone()));
+        return Err(RemovalRefusal::Foreign(set.vm.clone()));
     }
     match store.remove(&id) {
         Ok(()) => Ok(known.map_or(0, |set| set.bytes)),
-        Err(StoreError::InUse(_)) => Err(Stays::InUse),
-        Err(StoreError::NoCheckpoint(_)) => Err(Stays::Unknown),
-        Err(why) => Err(Stays::Store(why.to_string())),
+        Err(StoreError::InUse(_)) => Err(RemovalRefusal::InUse),
+        Err(StoreError::NoCheckpoint(_)) => Err(RemovalRefusal::Unknown),
+        Err(why) => Err(RemovalRefusal::Store(why.to_string())),
     }
 }
 
@@ -199,9 +201,10 @@ mod tests {
             make(&store.of_vm("other"), 0x40001, 5),
         );
         std::fs::create_dir(dir.join("mess")).expect("made");
-        let sets =
-            |names: &[&String]| Unwanted::Sets(names.iter().map(|name| name.to_string()).collect());
-        let go = |which: Unwanted, any: bool, stay: &[(&String, Stays)]| {
+        let sets = |names: &[&String]| {
+            RemovalSelection::Checkpoints(names.iter().map(|name| name.to_string()).collect())
+        };
+        let go = |which: RemovalSelection, any: bool, stay: &[(&String, RemovalRefusal)]| {
             let stay = stay
                 .iter()
                 .map(|(set, why)| (set.to_string(), why.clone()))
@@ -217,24 +220,28 @@ mod tests {
         );
         let wanted = [
             (a.clone(), Ok(bytes)),
-            (unknown, Err(Stays::Unknown)),
-            ("nonsense".into(), Err(Stays::Unknown)),
-            (other.clone(), Err(Stays::Foreign("other".into()))),
+            (unknown, Err(RemovalRefusal::Unknown)),
+            ("nonsense".into(), Err(RemovalRefusal::Unknown)),
+            (other.clone(), Err(RemovalRefusal::Foreign("other".into()))),
         ];
         assert_eq!(gone, wanted);
         assert!(
-            matches!(&go(sets(&[&"mess".into()]), true, &[])[0].1, Err(Stays::Store(why)) if why.contains("mess"))
+            matches!(&go(sets(&[&"mess".into()]), true, &[])[0].1, Err(RemovalRefusal::Store(why)) if why.contains("mess"))
         );
         let job = Tid::from_raw(0x40001);
         let open = store
             .open_checkpoint(&b.parse().expect("a name"))
             .expect("opened");
-        let gone = go(Unwanted::Job(job), false, &[(&c, Stays::Wanted(job))]);
+        let gone = go(
+            RemovalSelection::Job(job),
+            false,
+            &[(&c, RemovalRefusal::OnlyRestartPoint(job))],
+        );
         assert_eq!(
             gone,
             [
-                (b.clone(), Err(Stays::InUse)),
-                (c.clone(), Err(Stays::Wanted(job)))
+                (b.clone(), Err(RemovalRefusal::InUse)),
+                (c.clone(), Err(RemovalRefusal::OnlyRestartPoint(job)))
             ]
         );
         drop(open);
@@ -244,11 +251,11 @@ mod tests {
             [(d, Ok(0))],
             "what cannot be read goes by its name"
         );
-        let gone = go(Unwanted::Job(job), true, &[]);
+        let gone = go(RemovalSelection::Job(job), true, &[]);
         assert!(
             gone.iter().map(|(set, _)| set).eq([&b, &c, &other])
                 && gone.iter().all(|(_, became)| became.is_ok())
         );
-        assert_eq!(go(Unwanted::Job(job), true, &[]), []);
+        assert_eq!(go(RemovalSelection::Job(job), true, &[]), []);
     }
 }

@@ -198,7 +198,7 @@ impl<'a, W: Write> Sender<'a, W> {
                 DirState::Growing => {}
                 DirState::Complete => return self.send_rest(),
                 DirState::Dropped => {
-                    return Err(Failure::CalledOff("the transfer was broken off".into()));
+                    return Err(Failure::Cancelled("the transfer was broken off".into()));
                 }
             }
             let followed = self.send_growth();

@@ -483,6 +483,6 @@ fn dropped_directory_is_not_sent() {
         &RateLimit::default(),
     )
     .send(&progress);
-    assert!(matches!(result, Err(Failure::CalledOff(_))), "{result:?}");
+    assert!(matches!(result, Err(Failure::Cancelled(_))), "{result:?}");
     std::fs::remove_dir_all(root).expect("ours");
 }

@@ -28,12 +28,12 @@ impl State {
             let set = format!("replayed-{}", self.figures.parked);
             let (tasks, bytes) = (family.len() as u32, IMAGE_BYTES * family.len() as u64);
             let kind = EventKind::Checkpointed {
-                set: set.clone(),
+                checkpoint: set.clone(),
                 job,
                 tasks,
                 bytes,
                 frozen: MOVE_TIME,
-                parked: true,
+                vacated: true,
             };
             self.event(HostId::MASTER, kind);
             let mut stored = Vec::new();
@@ -105,7 +105,7 @@ impl State {
         self.event(
             HostId::MASTER,
             EventKind::Restarted {
-                set: set.to_string(),
+                checkpoint: set.to_string(),
                 job,
                 tasks,
                 why,

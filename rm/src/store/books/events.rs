@@ -2,8 +2,8 @@
 
 use super::{Books, Place, Sheet};
 use sempa_proto::event::{Event, EventKind};
-use sempa_proto::migration::Cause;
-use sempa_proto::rm::{Decided, End, TaskUse};
+use sempa_proto::migration::MigrationCause;
+use sempa_proto::rm::{DecisionKind, TaskOutcome, TaskUsage};
 
 impl Books {
     /// Applies the next entry of the event log. An entry that was applied before is ignored.
@@ -27,13 +27,13 @@ impl Books {
         match &event.kind {
             EventKind::HostAdded { host, name } => {
                 self.know_host(*host, name);
-                self.decided(at, Decided::HostJoined { host: name.clone() });
+                self.decided(at, DecisionKind::HostJoined { host: name.clone() });
             }
             EventKind::HostGone { host, name, why } => {
                 self.know_host(*host, name);
                 self.decided(
                     at,
-                    Decided::HostGone {
+                    DecisionKind::HostGone {
                         host: name.clone(),
                         why: why.clone(),
                     },
@@ -41,25 +41,32 @@ impl Books {
                 self.host_gone(at, name);
                 self.drain(*host, None);
             }
-            EventKind::DrainBegun { host, by, until } => {
+            EventKind::DrainStarted {
+                host,
+                requested_by: by,
+                deadline: until,
+            } => {
                 self.drain(*host, Some((*by, *until)));
                 self.decided(
                     at,
-                    Decided::Drain {
+                    DecisionKind::Drain {
                         host: self.host(*host),
-                        begun: true,
-                        by: *by,
+                        started: true,
+                        requested_by: *by,
                     },
                 );
             }
-            EventKind::DrainEnded { host, by } => {
+            EventKind::DrainEnded {
+                host,
+                requested_by: by,
+            } => {
                 self.drain(*host, None);
                 self.decided(
                     at,
-                    Decided::Drain {
+                    DecisionKind::Drain {
                         host: self.host(*host),
-                        begun: false,
-                        by: *by,
+                        started: false,
+                        requested_by: *by,
                     },
                 );
             }
@@ -67,7 +74,7 @@ impl Books {
                 let host = self.host(*host);
                 self.decided(
                     at,
-                    Decided::OwnerCame {
+                    DecisionKind::OwnerReturned {
                         host,
                         why: why.clone(),
                     },
@@ -77,7 +84,7 @@ impl Books {
                 let host = self.host(*host);
                 self.decided(
                     at,
-                    Decided::OwnerLeft {
+                    DecisionKind::OwnerLeft {
                         host,
                         why: why.clone(),
                     },
@@ -87,7 +94,7 @@ impl Books {
                 let host = self.host(*host);
                 self.decided(
                     at,
-                    Decided::HostClosed {
+                    DecisionKind::HostClosed {
                         host,
                         why: why.clone(),
                     },
@@ -95,7 +102,7 @@ impl Books {
             }
             EventKind::HostOpened { host } => self.decided(
                 at,
-                Decided::HostOpened {
+                DecisionKind::HostOpened {
                     host: self.host(*host),
                 },
             ),
@@ -104,7 +111,7 @@ impl Books {
                 let (host, tasks) = (self.host(*host), guests.clone());
                 self.decided(
                     at,
-                    Decided::GuestsEnded {
+                    DecisionKind::GuestsEnded {
                         host,
                         tasks,
                         why: why.clone(),
@@ -128,7 +135,7 @@ impl Books {
                 self.task_started(at, *tid, (*parent, *user), name, event.host);
             }
             EventKind::Restarted {
-                set,
+                checkpoint: set,
                 job,
                 tasks,
                 why,
@@ -140,9 +147,9 @@ impl Books {
                     .collect();
                 self.decided(
                     at,
-                    Decided::Restarted {
+                    DecisionKind::Restarted {
                         job: *job,
-                        set: set.clone(),
+                        checkpoint: set.clone(),
                         tasks,
                         why: why.clone(),
                     },
@@ -151,7 +158,7 @@ impl Books {
             EventKind::TaskEnded { tid, status, used } => {
                 self.no_loner(*tid);
                 if let Some(number) = self.task_numbers.get(tid).copied() {
-                    self.end(number, at, End::Status(*status), *used);
+                    self.end(number, at, TaskOutcome::Status(*status), *used);
                 }
             }
             _ => {}
@@ -167,7 +174,7 @@ impl Books {
                 let host = self.host_of(*tid);
                 self.decided(
                     at,
-                    Decided::Suspended {
+                    DecisionKind::Suspended {
                         tid: *tid,
                         host,
                         cause: cause.clone(),
@@ -179,15 +186,21 @@ impl Books {
                 let host = self.host_of(*tid);
                 self.decided(
                     at,
-                    Decided::Resumed {
+                    DecisionKind::Resumed {
                         tid: *tid,
                         host,
                         cause: cause.clone(),
                     },
                 );
             }
-            EventKind::JobSuspended { job, by } => self.job_suspended(at, *job, *by, true),
-            EventKind::JobResumed { job, by } => self.job_suspended(at, *job, *by, false),
+            EventKind::JobSuspended {
+                job,
+                requested_by: by,
+            } => self.job_suspended(at, *job, *by, true),
+            EventKind::JobResumed {
+                job,
+                requested_by: by,
+            } => self.job_suspended(at, *job, *by, false),
             _ => {}
         }
     }
@@ -196,7 +209,7 @@ impl Books {
     fn move_event(&mut self, event: &Event) {
         let at = event.at;
         match &event.kind {
-            EventKind::Moved {
+            EventKind::Migrated {
                 tid,
                 from,
                 to,
@@ -205,11 +218,15 @@ impl Books {
                 frozen,
                 ..
             } => {
-                self.moved(*tid, self.host(*to), matches!(cause, Cause::Owner { .. }));
+                self.moved(
+                    *tid,
+                    self.host(*to),
+                    matches!(cause, MigrationCause::Owner { .. }),
+                );
                 let (from, to, cause) = (self.host(*from), self.host(*to), cause.clone());
                 self.decided(
                     at,
-                    Decided::Moved {
+                    DecisionKind::Migrated {
                         tid: *tid,
                         from,
                         to,
@@ -219,7 +236,7 @@ impl Books {
                     },
                 );
             }
-            EventKind::MoveFailed {
+            EventKind::MigrationFailed {
                 tid,
                 from,
                 to,
@@ -236,7 +253,7 @@ impl Books {
                 );
                 self.decided(
                     at,
-                    Decided::NotMoved {
+                    DecisionKind::MigrationFailed {
                         tid: *tid,
                         from,
                         to,
@@ -257,19 +274,23 @@ impl Books {
             EventKind::CheckpointFailed { job, why } => {
                 self.decided(
                     at,
-                    Decided::CheckpointFailed {
+                    DecisionKind::CheckpointFailed {
                         job: *job,
                         why: why.clone(),
                     },
                 );
             }
-            EventKind::RestartFailed { set, cause, why } => {
+            EventKind::RestartFailed {
+                checkpoint: set,
+                cause,
+                why,
+            } => {
                 let (job, set) = (self.job_of_set(set), set.clone());
                 self.decided(
                     at,
-                    Decided::RestartFailed {
+                    DecisionKind::RestartFailed {
                         job,
-                        set,
+                        checkpoint: set,
                         cause: cause.clone(),
                         why: why.clone(),
                     },
@@ -278,11 +299,11 @@ impl Books {
             EventKind::TaskerGone { host, why } => {
                 let host = self.host(*host);
                 // Programs from a command line do not depend on the tasker.
-                let had = |task: &&TaskUse| task.host == host && !task.program.is_empty();
+                let had = |task: &&TaskUsage| task.host == host && !task.program.is_empty();
                 let tasks = self.running().filter(had).map(|task| task.tid).collect();
                 self.decided(
                     at,
-                    Decided::TaskerGone {
+                    DecisionKind::TaskerGone {
                         host,
                         tasks,
                         why: why.clone(),
@@ -292,7 +313,7 @@ impl Books {
             EventKind::HostRefused { name, why } => {
                 self.decided(
                     at,
-                    Decided::HostRefused {
+                    DecisionKind::HostRefused {
                         host: name.clone(),
                         why: why.clone(),
                     },

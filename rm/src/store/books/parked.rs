@@ -4,7 +4,7 @@
 
 use super::{Books, Sheet};
 use sempa_proto::event::EventKind;
-use sempa_proto::rm::{Decided, TaskUse};
+use sempa_proto::rm::{DecisionKind, TaskUsage};
 use sempa_proto::{Micros, Tid};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -34,7 +34,7 @@ impl Books {
     pub fn parks(&mut self, at: Micros, job: Tid, (tid, host): (Tid, String), why: String) {
         self.decided(
             at,
-            Decided::Parked {
+            DecisionKind::Vacated {
                 job,
                 tid,
                 host,
@@ -84,17 +84,17 @@ impl Books {
     pub(super) fn parked_event(&mut self, kind: &EventKind) {
         match kind {
             EventKind::Checkpointed {
-                set,
+                checkpoint: set,
                 job,
                 tasks,
-                parked: true,
+                vacated: true,
                 ..
             } => {
                 self.unpark(|parked| parked.job == *job);
                 let family = self.known(*job).map_or(*job, |first| first.job);
                 // All spawned tasks are evicted because one of them must leave; their ends follow.
                 // Tasks started by hand stay.
-                let goes = |task: &&TaskUse| task.job == family && !task.program.is_empty();
+                let goes = |task: &&TaskUsage| task.job == family && !task.program.is_empty();
                 let go: Vec<Tid> = self.running().filter(goes).map(|task| task.tid).collect();
                 go.into_iter().for_each(|tid| self.evicted(tid));
                 let all = self.tasks.values().rev().filter(|task| task.job == family);

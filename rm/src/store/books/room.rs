@@ -2,8 +2,8 @@
 //! very many tasks, or one with very many attempts, is not.
 
 use super::{Batch, Books, Change, Sheet};
-use sempa_proto::rm::Decided;
-use sempa_proto::text::cut;
+use sempa_proto::rm::DecisionKind;
+use sempa_proto::text::truncate;
 use std::collections::BTreeMap;
 
 /// Maximum total size of the decisions in bytes. Beyond it, the oldest are dropped.
@@ -32,8 +32,8 @@ impl Room {
 }
 
 /// Drops attempts of a decision beyond the limit.
-pub(super) fn shortened(mut what: Decided) -> Decided {
-    if let Decided::Spawn { attempts, .. } = &mut what
+pub(super) fn shortened(mut what: DecisionKind) -> DecisionKind {
+    if let DecisionKind::Spawn { attempts, .. } = &mut what
         && attempts.len() > ATTEMPTS_MAX
     {
         let last = attempts.len() - ATTEMPTS_MAX / 2;
@@ -44,7 +44,7 @@ pub(super) fn shortened(mut what: Decided) -> Decided {
 
 /// Truncates the name of a program to its limit.
 pub(super) fn program(name: &str) -> String {
-    cut(name, PROGRAM_BYTES_MAX).to_string()
+    truncate(name, PROGRAM_BYTES_MAX).to_string()
 }
 
 impl Books {

@@ -4,7 +4,7 @@ use super::JobScenario;
 use crate::HostId;
 use crate::tests::sim::{Sim, host, seeds};
 use sempa_proto::event::EventKind;
-use sempa_proto::migration::{Cause, Failure, Refusal};
+use sempa_proto::migration::{Failure, MigrationCause, Refusal};
 use sempa_proto::task::{Reply, Request};
 use sempa_proto::{Micros, RequestId, Tid};
 
@@ -31,11 +31,11 @@ fn may_not_migrate(sim: &Sim, tid: Tid) -> bool {
 
 /// True if the migration was refused because of a checkpoint.
 fn refused_for_checkpoint(why: &Failure) -> bool {
-    matches!(why, Failure::Refused(all) if matches!(all[..], [Refusal::AlreadyMoving(_)]))
+    matches!(why, Failure::Refused(all) if matches!(all[..], [Refusal::AlreadyMigrating(_)]))
 }
 
 /// Requests the migration of a task to another host.
-fn begin_migration(scene: &mut JobScenario, tid: Tid, cause: Option<Cause>) -> RequestId {
+fn begin_migration(scene: &mut JobScenario, tid: Tid, cause: Option<MigrationCause>) -> RequestId {
     let at = scene.sim.procs[scene.sim.proc_of(tid)].host.index();
     let to = format!("h{}", at % 3 + 1);
     scene.sim.request(
@@ -49,8 +49,8 @@ fn begin_migration(scene: &mut JobScenario, tid: Tid, cause: Option<Cause>) -> R
     )
 }
 
-fn owner_cause() -> Option<Cause> {
-    Some(Cause::Owner {
+fn owner_cause() -> Option<MigrationCause> {
+    Some(MigrationCause::Owner {
         why: "olga is there".into(),
     })
 }
@@ -83,7 +83,7 @@ fn written_task_may_migrate_before_checkpoint_ends() {
         scene.exchange_messages(20);
         let reply = await_reply(&mut scene, moving);
         assert!(
-            matches!(reply, Reply::Moved(Ok(_))),
+            matches!(reply, Reply::Migrated(Ok(_))),
             "seed {seed}: {reply:?}"
         );
         let Reply::Checkpointed(Ok(report)) = await_reply(&mut scene, set) else {
@@ -94,7 +94,7 @@ fn written_task_may_migrate_before_checkpoint_ends() {
         // The checkpoint is consistent, wherever its tasks run at the end.
         scene.kill_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("seed {seed}: {why}"));
         scene.run_until_all_connected();
         scene.run_until_all_received();
@@ -110,7 +110,7 @@ fn eviction_takes_precedence_over_checkpoint() {
         let mut scene = JobScenario::new(seed, 3, 5);
         scene.exchange_messages(5);
         let set = scene.begin_checkpoint(None);
-        let wait = Micros(scene.sim.rng.roll(30_000));
+        let wait = Micros(scene.sim.rng.below(30_000));
         scene.sim.advance(wait);
         let tid = scene.random_task();
         in_the_way += u32::from(may_not_migrate(&scene.sim, tid));
@@ -118,7 +118,7 @@ fn eviction_takes_precedence_over_checkpoint() {
         scene.exchange_messages(5);
         let reply = await_reply(&mut scene, moving);
         assert!(
-            matches!(reply, Reply::Moved(Ok(_))),
+            matches!(reply, Reply::Migrated(Ok(_))),
             "seed {seed}: {reply:?}"
         );
         let set = await_reply(&mut scene, set);
@@ -147,8 +147,8 @@ fn user_migration_is_refused_during_checkpoint() {
             scene.console,
             Request::Checkpoint {
                 job,
-                pace: None,
-                end: ends,
+                schedule: None,
+                end_job: ends,
                 wait: true,
             },
         );
@@ -162,7 +162,7 @@ fn user_migration_is_refused_during_checkpoint() {
             scene.sim.step();
         }
         let moving = begin_migration(&mut scene, tid, owner_cause().filter(|_| ends));
-        let Reply::Moved(Err(error)) = await_reply(&mut scene, moving) else {
+        let Reply::Migrated(Err(error)) = await_reply(&mut scene, moving) else {
             panic!("it moved (seed {seed})")
         };
         if !refused_for_checkpoint(&error.why) {
@@ -209,15 +209,15 @@ fn drain_waits_for_checkpoint() {
             .filter(|tid| on_h2(&scene, tid))
             .copied()
             .collect();
-        let begun = EventKind::DrainBegun {
+        let begun = EventKind::DrainStarted {
             host: host(2),
-            by,
-            until: None,
+            requested_by: by,
+            deadline: None,
         };
         assert_eq!(
             scene.sim.ask(
                 scene.console,
-                Request::Record {
+                Request::RecordEvent {
                     at: Micros(0),
                     kind: begun
                 }
@@ -227,10 +227,14 @@ fn drain_waits_for_checkpoint() {
         for tid in there {
             // Repeats the request as the resource manager does.
             loop {
-                let moving = begin_migration(&mut scene, tid, Some(Cause::Drain { by }));
+                let moving = begin_migration(
+                    &mut scene,
+                    tid,
+                    Some(MigrationCause::Drain { requested_by: by }),
+                );
                 match await_reply(&mut scene, moving) {
-                    Reply::Moved(Ok(_)) => break,
-                    Reply::Moved(Err(error)) => {
+                    Reply::Migrated(Ok(_)) => break,
+                    Reply::Migrated(Err(error)) => {
                         assert!(refused_for_checkpoint(&error.why), "seed {seed}: {error:?}")
                     }
                     other => panic!("seed {seed}: {other:?}"),

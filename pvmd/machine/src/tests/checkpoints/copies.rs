@@ -3,7 +3,7 @@
 use super::*;
 use crate::CopyPolicy;
 use crate::tests::scenario::list_events;
-use sempa_proto::checkpoint::Unwanted;
+use sempa_proto::checkpoint::RemovalSelection;
 use sempa_proto::event::EventKind;
 
 impl JobScenario {
@@ -26,8 +26,8 @@ impl JobScenario {
                 .into_iter()
                 .rev()
                 .find_map(|kind| match kind {
-                    EventKind::SetCopied {
-                        set: of,
+                    EventKind::CheckpointCopied {
+                        checkpoint: of,
                         hosts,
                         missing,
                         why,
@@ -79,7 +79,7 @@ fn copies_are_made_and_older_ones_removed() {
                 .collect::<Vec<_>>()
         );
         let listed = scene.list_checkpoints();
-        assert_eq!(listed[0].copies.len(), 2, "{listed:?}");
+        assert_eq!(listed[0].copy_hosts.len(), 2, "{listed:?}");
         let (second, again, ..) = scene.checkpoint_with_copies();
         assert_eq!(
             scene.copies(),
@@ -120,7 +120,7 @@ fn no_copies_by_default() {
     assert!(
         !said
             .iter()
-            .any(|kind| matches!(kind, EventKind::SetCopied { .. }))
+            .any(|kind| matches!(kind, EventKind::CheckpointCopied { .. }))
     );
 }
 
@@ -137,7 +137,9 @@ fn present_owner_gets_no_new_copy() {
         };
         let speaker = scene.sim.enrol(owned);
         assert_eq!(
-            scene.sim.ask(speaker, stop_guests_until(None, Leave::Move)),
+            scene
+                .sim
+                .ask(speaker, stop_guests_until(None, EvictionMode::Move)),
             Reply::Done
         );
         assert_eq!(scene.copies(), [(owned, set)], "what is there stays");
@@ -163,7 +165,7 @@ fn owner_arrival_cancels_copy() {
         scene.make_checkpoint(None);
         scene
             .sim
-            .request(speaker, stop_guests_until(None, Leave::Move));
+            .request(speaker, stop_guests_until(None, EvictionMode::Move));
         let set = scene.sim.image_store.newest_name();
         let (hosts, missing, why) = scene.await_copies(&set);
         assert_eq!(hosts.len() as u32 + missing, 1);
@@ -204,7 +206,7 @@ fn lost_copies_are_replaced() {
             .map(|(at, _)| at)
             .collect();
         assert_eq!(now.len(), 1, "seed {seed}");
-        assert_eq!(scene.list_checkpoints()[0].copies.len(), 1, "of {set}");
+        assert_eq!(scene.list_checkpoints()[0].copy_hosts.len(), 1, "of {set}");
     }
     for seed in seeds(10) {
         let mut scene = JobScenario::with_copies(seed, 2, CopyPolicy::Count(2));
@@ -232,23 +234,26 @@ fn copies_are_removed_with_checkpoint_or_job() {
     for seed in seeds(20) {
         let mut scene = JobScenario::with_copies(seed, 3, CopyPolicy::Count(1));
         let (set, ..) = scene.checkpoint_with_copies();
-        assert_eq!(scene.remove(Unwanted::Sets(vec![set])).len(), 1);
+        assert_eq!(
+            scene.remove(RemovalSelection::Checkpoints(vec![set])).len(),
+            1
+        );
         scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "it was removed (seed {seed})");
         // Removed while it waits for the copy of another checkpoint.
         let (first, next) = (scene.make_checkpoint(None), scene.make_checkpoint(None));
-        scene.remove(Unwanted::Sets(vec![first, next]));
+        scene.remove(RemovalSelection::Checkpoints(vec![first, next]));
         scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
         // Removed at any moment of its copy.
         let set = scene.make_checkpoint(None);
-        let wait = Micros(scene.sim.rng.roll(20_000));
+        let wait = Micros(scene.sim.rng.below(20_000));
         scene.sim.advance(wait);
-        scene.remove(Unwanted::Sets(vec![set]));
+        scene.remove(RemovalSelection::Checkpoints(vec![set]));
         scene.sim.advance(Micros::from_secs(1));
         assert_eq!(scene.copies(), [], "seed {seed}");
         scene.make_checkpoint(None);
-        let wait = Micros(scene.sim.rng.roll(20_000));
+        let wait = Micros(scene.sim.rng.below(20_000));
         scene.sim.advance(wait);
         assert!(scene.exit_all(0, 0), "it has ended well");
         assert_eq!(scene.copies(), [], "seed {seed}");
@@ -289,9 +294,9 @@ fn failed_copy_goes_to_next_host() {
     for seed in seeds(40) {
         let mut scene = JobScenario::with_copies(seed, 4, CopyPolicy::Count(1));
         scene.make_checkpoint(None);
-        let wait = Micros(scene.sim.rng.roll(5_000));
+        let wait = Micros(scene.sim.rng.below(5_000));
         scene.sim.advance(wait);
-        let victim = host(2 + scene.sim.rng.roll(3) as u16);
+        let victim = host(2 + scene.sim.rng.below(3) as u16);
         scene.sim.kill_host(victim);
         let set = scene.sim.image_store.newest_name();
         scene.sim.advance(Micros::from_secs(30));

@@ -62,14 +62,14 @@ fn check_last_messages(seed: u64, before: bool) {
         scene.sim.advance(Micros::from_millis(300));
     }
     let sim = &mut scene.sim;
-    let (proc, late) = (sim.proc_of(worker), Micros(sim.rng.roll(900_000)));
+    let (proc, late) = (sim.proc_of(worker), Micros(sim.rng.below(900_000)));
     sim.delay_data(host(3), host(2), late);
     for n in 0..5i32 {
         sim.send_message(proc, root, &n.to_be_bytes());
     }
     sim.advance(Micros::from_millis(5));
     sim.exit(proc, 0);
-    let moment = Micros(10_000 + sim.rng.roll(600_000));
+    let moment = Micros(10_000 + sim.rng.below(600_000));
     sim.advance(moment);
     let report = scene
         .checkpoint(None)
@@ -78,7 +78,7 @@ fn check_last_messages(seed: u64, before: bool) {
     scene.sim.advance(Micros::from_secs(2));
     scene.kill_all();
     scene
-        .restart(&report.set, &[])
+        .restart(&report.name, &[])
         .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
     scene.run_until_all_connected();
     scene.sim.advance(Micros::from_secs(2));
@@ -94,7 +94,7 @@ fn host_added_after_exit_causes_no_wait() {
         let gone = spawn_as(&mut sim, console, spawn_on("keeper", "h2"))[0];
         let proc = sim.proc_of(gone);
         sim.exit(proc, 0);
-        let moment = Micros(sim.rng.roll(200_000));
+        let moment = Micros(sim.rng.below(200_000));
         sim.advance(moment);
         let reply = sim.ask(
             console,

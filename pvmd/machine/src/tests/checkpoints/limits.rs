@@ -16,7 +16,7 @@ fn job_with_owner_agents(seed: u64) -> (JobScenario, Vec<usize>) {
 
 fn set_core_limit(scene: &mut JobScenario, agent: usize, core_limit: u32) {
     let limits = GuestLimits {
-        cores: Some(core_limit),
+        guests_max: Some(core_limit),
         ..GuestLimits::default()
     };
     assert_eq!(
@@ -74,7 +74,7 @@ fn task_in_checkpoint_keeps_its_slot() {
 fn restart_respects_owner_limits() {
     for seed in seeds(20) {
         let (mut scene, speakers) = job_with_owner_agents(seed);
-        let set = scene.checkpoint(None).expect("a set").set;
+        let set = scene.checkpoint(None).expect("a set").name;
         scene.kill_all();
         for speaker in &speakers {
             set_core_limit(&mut scene, *speaker, 1);

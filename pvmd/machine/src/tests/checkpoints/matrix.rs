@@ -53,7 +53,7 @@ impl Trial {
         let earlier_checkpoint = scene
             .checkpoint(every)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"))
-            .set;
+            .name;
         scene.exchange_messages(10);
         if operation == Operation::Restart {
             scene.kill_all();
@@ -63,7 +63,7 @@ impl Trial {
             Operation::Checkpoint => scene.begin_checkpoint(None),
             Operation::Restart => {
                 let again = Request::Restart {
-                    set: earlier_checkpoint.clone(),
+                    checkpoint: earlier_checkpoint.clone(),
                     on: Vec::new(),
                     wait: true,
                 };

@@ -3,11 +3,11 @@
 use super::{JobScenario, rebuild_virtual_machine, spawn_as};
 use crate::tests::scenario::{stop_guests_until, welcome_guests};
 use crate::tests::sim::{Sim, host, seeds};
-use sempa_proto::checkpoint::CutFailure;
+use sempa_proto::checkpoint::CheckpointFailure;
 use sempa_proto::engine::Engine;
 use sempa_proto::group::{GroupReply, GroupRequest};
 use sempa_proto::migration::{Failure, Refusal, Step};
-use sempa_proto::owner::Leave;
+use sempa_proto::owner::EvictionMode;
 use sempa_proto::task::{Reply, Request, SpawnRequest};
 use sempa_proto::{HostId, Micros, Tid};
 
@@ -78,7 +78,7 @@ fn own_checkpoints_restart_without_message_loss() {
             .await_checkpoint(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert_eq!(
-            (report.tasks.len(), &report.own),
+            (report.tasks.len(), &report.self_checkpointed),
             (6, &keepers),
             "seed {seed}"
         );
@@ -95,7 +95,7 @@ fn own_checkpoints_restart_without_message_loss() {
         } else {
             rebuild_virtual_machine(scene)
         };
-        scene.restart_and_exchange(&report.set);
+        scene.restart_and_exchange(&report.name);
     }
 }
 
@@ -127,7 +127,7 @@ fn failed_restart_with_own_states_is_repeatable() {
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         scene.kill_all();
-        bad += scene.restart_with_faults(&report.set);
+        bad += scene.restart_with_faults(&report.name);
         scene.run_until_all_connected();
         scene.exchange_messages(60);
         scene.run_until_all_connected();
@@ -147,17 +147,17 @@ fn job_with_own_states_survives_host_losses() {
         first.unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         let mut hosts: Vec<u16> = (2..=5).collect();
         for _ in 0..3 {
-            let rounds = scene.sim.rng.roll(300);
+            let rounds = scene.sim.rng.below(300);
             scene.exchange_messages(rounds);
-            let which = scene.sim.rng.roll(hosts.len() as u64) as usize;
+            let which = scene.sim.rng.below(hosts.len() as u64) as usize;
             scene.sim.kill_host(host(hosts.remove(which)));
         }
         scene.sim.advance(Micros::from_secs(8));
         let job = scene.job();
         let never = Request::Checkpoint {
             job,
-            pace: Some(sempa_proto::checkpoint::Pace::Never),
-            end: false,
+            schedule: Some(sempa_proto::checkpoint::CheckpointSchedule::Never),
+            end_job: false,
             wait: true,
         };
         assert_eq!(scene.sim.ask(scene.console, never), Reply::Done);
@@ -201,7 +201,7 @@ fn messages_sent_after_snapshot_are_not_included() {
         scene.sim.run_until("the other one stands", |sim| {
             sim.procs[sim.proc_of(root)].is_frozen()
         });
-        let moment = Micros(scene.sim.rng.roll(8_000));
+        let moment = Micros(scene.sim.rng.below(8_000));
         scene.sim.advance(moment);
         scene.sim.delay_orders(host(3), Micros::from_millis(100));
         let console = scene.console;
@@ -216,7 +216,7 @@ fn messages_sent_after_snapshot_are_not_included() {
         scene.run_until_all_received();
         scene.kill_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         // The checkpoint does not contain the messages sent meanwhile.
@@ -234,15 +234,15 @@ fn owner_may_come_and_go_during_own_checkpoint() {
         scene.exchange_messages(20);
         let speaker = scene.sim.enrol(host(2));
         let asked = scene.begin_checkpoint(None);
-        let moment = Micros(scene.sim.rng.roll(60_000));
+        let moment = Micros(scene.sim.rng.below(60_000));
         scene.sim.advance(moment);
         assert_eq!(
             scene
                 .sim
-                .ask(speaker, stop_guests_until(None, Leave::Checkpoint)),
+                .ask(speaker, stop_guests_until(None, EvictionMode::Checkpoint)),
             Reply::Done
         );
-        let while_he_is_there = Micros(scene.sim.rng.roll(9_000_000));
+        let while_he_is_there = Micros(scene.sim.rng.below(9_000_000));
         scene.sim.advance(while_he_is_there);
         assert_eq!(scene.sim.ask(speaker, welcome_guests()), Reply::Done);
         let result = scene.await_checkpoint(asked);
@@ -257,7 +257,7 @@ fn owner_may_come_and_go_during_own_checkpoint() {
         good += 1;
         scene.kill_all();
         scene
-            .restart(&report.set, &[])
+            .restart(&report.name, &[])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         scene.run_until_all_connected();
         scene.exchange_messages(40);
@@ -270,7 +270,7 @@ fn owner_may_come_and_go_during_own_checkpoint() {
 /// Returns why a checkpoint of the job fails.
 fn checkpoint_error(scene: &mut JobScenario) -> (Tid, Step, Failure) {
     match scene.checkpoint(None) {
-        Err(CutFailure::Task { tid, step, why }) => (tid, step, why),
+        Err(CheckpointFailure::Task { tid, step, why }) => (tid, step, why),
         other => panic!("{other:?}"),
     }
 }
@@ -284,13 +284,13 @@ fn obstacles_are_reported_before_programs_are_asked() {
         "heedless-keeper",
         &["SEMPA_ENGINE=own:signal=12", "SEMPA_STATE=state-{tid}"],
     );
-    let by_restart = Refusal::NotByCriu {
-        engine: Engine::Restart { wait: 5 },
+    let by_restart = Refusal::NoCheckpointEngine {
+        engine: Engine::Restart { timeout_s: 5 },
     };
-    let not_minded = Refusal::NotMinded { signal: 12 };
+    let not_minded = Refusal::SignalNotHandled { signal: 12 };
     for (request, refusal) in [
         (restart, by_restart),
-        (no_files, Refusal::NoState),
+        (no_files, Refusal::NoStateFiles),
         (heedless, not_minded),
     ] {
         let mut scene = spawn_job(3, 2, vec![state_keeper(), request]);
@@ -340,7 +340,11 @@ fn first_usable_engine_is_chosen() {
         let report = scene
             .checkpoint(None)
             .unwrap_or_else(|why| panic!("{engines}: {why}"));
-        assert_eq!(report.own == report.tasks, by_itself, "{engines}");
+        assert_eq!(
+            report.self_checkpointed == report.tasks,
+            by_itself,
+            "{engines}"
+        );
         scene.run_until_all_connected();
     }
 }
@@ -393,7 +397,7 @@ fn checkpoint_succeeds_after_slow_program_exits() {
         let report = scene
             .await_checkpoint(asked)
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
-        assert_eq!(report.own.len(), 2, "seed {seed}");
+        assert_eq!(report.self_checkpointed.len(), 2, "seed {seed}");
         scene.run_until_all_connected();
     }
 }
@@ -481,7 +485,7 @@ fn written_program_may_migrate_and_restart() {
         let reply = scene.sim.ask(scene.console, moving);
         let there = scene.sim.procs[scene.sim.proc_of(keepers[0])].host;
         assert!(
-            matches!(reply, Reply::Moved(Ok(_))) || there == host(4),
+            matches!(reply, Reply::Migrated(Ok(_))) || there == host(4),
             "{reply:?} (seed {seed})"
         );
         scene.run_until_all_connected();
@@ -490,7 +494,7 @@ fn written_program_may_migrate_and_restart() {
         scene.run_until_all_received();
         scene.kill_all();
         let places = scene
-            .restart(&report.set, &["h1", "h2"])
+            .restart(&report.name, &["h1", "h2"])
             .unwrap_or_else(|why| panic!("{why} (seed {seed})"));
         assert!(
             places

@@ -1,46 +1,52 @@
 //! Checkpoints that a user removes, and checkpoints whose jobs have ended.
 
 use super::*;
-use sempa_proto::checkpoint::{Removed, SetEntry, Stays, Unwanted};
+use sempa_proto::checkpoint::{CheckpointEntry, RemovalRefusal, RemovalResults, RemovalSelection};
 use sempa_proto::event::EventKind;
 
 impl JobScenario {
-    pub(super) fn remove(&mut self, which: Unwanted) -> Removed {
-        let reply = self
-            .sim
-            .ask(self.console, Request::RemoveSets { which, any: false });
-        let Reply::SetsRemoved(Ok(removed)) = reply else {
+    pub(super) fn remove(&mut self, which: RemovalSelection) -> RemovalResults {
+        let reply = self.sim.ask(
+            self.console,
+            Request::RemoveCheckpoints {
+                which,
+                include_foreign: false,
+            },
+        );
+        let Reply::CheckpointsRemoved(Ok(removed)) = reply else {
             panic!("{reply:?}")
         };
         removed
     }
 
-    fn remove_set(&mut self, set: &str) -> Result<u64, Stays> {
-        self.remove(Unwanted::Sets(vec![set.into()])).remove(0).1
+    fn remove_set(&mut self, set: &str) -> Result<u64, RemovalRefusal> {
+        self.remove(RemovalSelection::Checkpoints(vec![set.into()]))
+            .remove(0)
+            .1
     }
 
-    pub(super) fn list_checkpoints(&mut self) -> Vec<SetEntry> {
-        let reply = self.sim.ask(self.console, Request::Sets);
-        let Reply::Sets(Ok(sets)) = reply else {
+    pub(super) fn list_checkpoints(&mut self) -> Vec<CheckpointEntry> {
+        let reply = self.sim.ask(self.console, Request::ListCheckpoints);
+        let Reply::Checkpoints(Ok(sets)) = reply else {
             panic!("{reply:?}")
         };
         sets
     }
 
-    pub(super) fn make_checkpoint(&mut self, pace: Option<Pace>) -> String {
+    pub(super) fn make_checkpoint(&mut self, pace: Option<CheckpointSchedule>) -> String {
         let reply = self.sim.ask(
             self.console,
             Request::Checkpoint {
                 job: self.job(),
-                pace,
-                end: false,
+                schedule: pace,
+                end_job: false,
                 wait: true,
             },
         );
         let Reply::Checkpointed(Ok(report)) = reply else {
             panic!("{reply:?} (seed {})", self.sim.seed)
         };
-        report.set
+        report.name
     }
 
     /// Ends all tasks with these wait statuses, the first task last. True if the store was notified
@@ -83,25 +89,25 @@ fn unneeded_checkpoints_can_be_removed() {
             scene.make_checkpoint(None),
         );
         assert_eq!(scene.remove_set(&a), Ok(1));
-        assert_eq!(scene.remove_set(&a), Err(Stays::Unknown));
+        assert_eq!(scene.remove_set(&a), Err(RemovalRefusal::Unknown));
         let listed: Vec<String> = scene
             .list_checkpoints()
             .into_iter()
-            .map(|set| set.set)
+            .map(|set| set.name)
             .collect();
         assert!(
             listed.len() == 2 && listed.contains(&b) && listed.contains(&c),
             "{listed:?}"
         );
         let job = scene.job();
-        let every = Some(Pace::Every(Micros::from_secs(3600)));
+        let every = Some(CheckpointSchedule::Every(Micros::from_secs(3600)));
         let newest = scene.make_checkpoint(every);
-        let mut gone = scene.remove(Unwanted::Job(job));
+        let mut gone = scene.remove(RemovalSelection::Job(job));
         gone.sort_by_key(|(set, _)| *set == newest);
         assert_eq!(gone.len(), 3);
         assert_eq!(
             gone[2],
-            (newest.clone(), Err(Stays::Wanted(job))),
+            (newest.clone(), Err(RemovalRefusal::OnlyRestartPoint(job))),
             "it goes back to it"
         );
         assert!(
@@ -110,13 +116,13 @@ fn unneeded_checkpoints_can_be_removed() {
         );
         let stop = Request::Checkpoint {
             job,
-            pace: Some(Pace::Never),
-            end: false,
+            schedule: Some(CheckpointSchedule::Never),
+            end_job: false,
             wait: true,
         };
         assert_eq!(scene.sim.ask(scene.console, stop), Reply::Done);
         assert_eq!(scene.remove_set(&newest), Ok(1));
-        assert_eq!(scene.remove(Unwanted::Job(job)), []);
+        assert_eq!(scene.remove(RemovalSelection::Job(job)), []);
         let events = scene.sim.ask(
             scene.console,
             Request::Events {
@@ -128,7 +134,9 @@ fn unneeded_checkpoints_can_be_removed() {
             panic!("{events:?}")
         };
         let removed = events.iter().filter_map(|event| match &event.kind {
-            EventKind::SetsRemoved { sets, .. } => Some(sets.len()),
+            EventKind::CheckpointsRemoved {
+                checkpoints: sets, ..
+            } => Some(sets.len()),
             _ => None,
         });
         assert_eq!(removed.collect::<Vec<_>>(), [1, 2, 1], "and the log tells");
@@ -145,12 +153,16 @@ fn checkpoint_in_use_is_not_removed() {
         let asked = scene.sim.request(
             scene.console,
             Request::Restart {
-                set: set.clone(),
+                checkpoint: set.clone(),
                 on: Vec::new(),
                 wait: true,
             },
         );
-        assert_eq!(scene.remove_set(&set), Err(Stays::InUse), "seed {seed}");
+        assert_eq!(
+            scene.remove_set(&set),
+            Err(RemovalRefusal::InUse),
+            "seed {seed}"
+        );
         let console = scene.console;
         scene.sim.run_until("it runs", |sim| {
             sim.procs[console].replies.contains_key(&asked)
@@ -170,7 +182,7 @@ fn checkpoint_in_use_is_not_removed() {
 #[test]
 fn success_or_kill_ends_need_for_checkpoints() {
     for seed in seeds(30) {
-        for every in [None, Some(Pace::Every(Micros::from_secs(1)))] {
+        for every in [None, Some(CheckpointSchedule::Every(Micros::from_secs(1)))] {
             let mut scene = JobScenario::new(seed, 3, 4);
             scene.make_checkpoint(every);
             assert!(
@@ -208,8 +220,8 @@ fn crashed_or_lost_job_keeps_checkpoints() {
         let mut scene = JobScenario::new(seed, 3, 4);
         let ends = Request::Checkpoint {
             job: scene.job(),
-            pace: None,
-            end: true,
+            schedule: None,
+            end_job: true,
             wait: true,
         };
         let reply = scene.sim.ask(scene.console, ends);
@@ -276,7 +288,7 @@ fn restarted_job_needs_its_checkpoints_again() {
             scene
                 .list_checkpoints()
                 .iter()
-                .all(|set| set.ended.is_some()),
+                .all(|set| set.job_ended_at.is_some()),
             "and the list tells"
         );
         scene

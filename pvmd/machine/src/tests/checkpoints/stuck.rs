@@ -3,7 +3,7 @@
 use super::{JobScenario, host};
 use crate::tests::scenario::list_events;
 use crate::{Event, HostId};
-use sempa_proto::checkpoint::Pace;
+use sempa_proto::checkpoint::CheckpointSchedule;
 use sempa_proto::event::EventKind;
 use sempa_proto::migration::Refusal;
 use sempa_proto::task::{Reply, Request};
@@ -50,8 +50,8 @@ fn restart_failure_times(scene: &mut JobScenario) -> Vec<Micros> {
 fn cancel_checkpointing(scene: &mut JobScenario, job: Tid) {
     let request = Request::Checkpoint {
         job,
-        pace: Some(Pace::Never),
-        end: false,
+        schedule: Some(CheckpointSchedule::Never),
+        end_job: false,
         wait: false,
     };
     assert_eq!(scene.sim.ask(scene.console, request), Reply::Done);
@@ -144,14 +144,16 @@ fn checkpoint_completed_after_rollback_is_removed() {
         let told: Vec<&String> = events
             .iter()
             .filter_map(|kind| match kind {
-                EventKind::Checkpointed { set, .. } => Some(set),
+                EventKind::Checkpointed {
+                    checkpoint: set, ..
+                } => Some(set),
                 _ => None,
             })
             .collect();
         let there: Vec<String> = scene
             .list_checkpoints()
             .into_iter()
-            .map(|entry| entry.set)
+            .map(|entry| entry.name)
             .collect();
         assert!(
             there.iter().all(|set| told.contains(&set)),

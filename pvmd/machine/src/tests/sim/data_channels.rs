@@ -7,7 +7,7 @@ use crate::pair_streams::{
     FenceReceiver, FenceSender, LaneEntry, LaneId, MainEntry, StreamChoice, ends_of,
 };
 use sempa_proto::HostId;
-use sempa_proto::host::Carried;
+use sempa_proto::host::DataMsg;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -20,15 +20,15 @@ pub(super) type Unsent = VecDeque<(Channel, Event)>;
 /// An item of one of the streams.
 #[derive(Clone, Debug)]
 pub(super) enum StreamItem {
-    Main(MainEntry<Carried>),
-    Lane(LaneId, LaneEntry<Carried>),
+    Main(MainEntry<DataMsg>),
+    Lane(LaneId, LaneEntry<DataMsg>),
 }
 
 /// All data channels that ever existed.
 #[derive(Debug)]
 pub(super) struct DataChannels {
     epoch: Instant,
-    channels: BTreeMap<ChannelId, (FenceSender, FenceReceiver<Carried>)>,
+    channels: BTreeMap<ChannelId, (FenceSender, FenceReceiver<DataMsg>)>,
     sessions: BTreeMap<(HostId, HostId), u64>,
     lanes_opened: usize,
 }
@@ -114,7 +114,7 @@ impl Sim {
 
     /// Sends an item over the data channel of an existing session, as the daemon's network code
     /// does.
-    pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: Carried) {
+    pub(super) fn carry(&mut self, from: HostId, to: HostId, carried: DataMsg) {
         let wire = (
             from,
             to,
@@ -128,7 +128,7 @@ impl Sim {
         let (fork, _) = self.data_channels.channels.entry(wire).or_default();
         let mut parcels = Vec::new();
         let ends = match &carried {
-            Carried::Link(body) => ends_of(body),
+            DataMsg::Frame(body) => ends_of(body),
             _ => None,
         };
         match ends.map(|ends| (ends, fork.choose_stream(ends, now))) {
@@ -140,7 +140,7 @@ impl Sim {
                 fork.count_frame(ends);
             }
             _ => {
-                let ended = if let Carried::Ended { dst, .. } = &carried {
+                let ended = if let DataMsg::Ended { dst, .. } = &carried {
                     Some(*dst)
                 } else {
                     None

@@ -207,7 +207,7 @@ impl Sim {
             .collect();
         for (a, b) in with {
             let other = if a == lost { b } else { a };
-            let at = self.now + LEASE + Micros(self.rng.roll(200_000));
+            let at = self.now + LEASE + Micros(self.rng.below(200_000));
             self.schedule(at, SimEvent::LossNoticed(other, lost));
             // The host notices the same when it resumes.
             self.schedule(at, SimEvent::LossNoticed(lost, other));
@@ -236,7 +236,7 @@ impl Sim {
                 } else {
                     (LEASE, 200_000)
                 };
-                let at = self.now + span + Micros(self.rng.roll(scatter));
+                let at = self.now + span + Micros(self.rng.below(scatter));
                 self.schedule(at, SimEvent::LossNoticed(by, of));
             }
         }
@@ -345,7 +345,7 @@ impl Sim {
         let why = || Failure::Images("its memory does not come any more".into());
         self.send_from_tasker(
             on,
-            FromTasker::Arrived {
+            FromTasker::MemoryArrived {
                 migration,
                 result: if lost { Err(why()) } else { Ok(()) },
             },

@@ -3,12 +3,14 @@
 use super::{Proc, Received, Sim, SimEvent};
 use crate::{Event, Output};
 use checkpoint_protocol::SnapshotId;
-use sempa_proto::checkpoint::{Removed, SetEntry, SetMeta, Stays, Unwanted};
+use sempa_proto::checkpoint::{
+    CheckpointEntry, CheckpointMeta, RemovalRefusal, RemovalResults, RemovalSelection,
+};
 use sempa_proto::frame::from_bytes;
-use sempa_proto::host::PartRecord;
+use sempa_proto::host::SavedTask;
 use sempa_proto::migration::Failure;
-use sempa_proto::task::{Redirect, Restart, ToDaemon};
-use sempa_proto::tasker::{DumpReport, Redirection};
+use sempa_proto::task::{Redirect, RestartInfo, ToDaemon};
+use sempa_proto::tasker::{DumpReport, MemoryWrite};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -26,7 +28,7 @@ pub(super) struct ProgramState {
 pub(super) struct StoredImage {
     proc: Option<Proc>,
     state: Option<ProgramState>,
-    record: Option<PartRecord>,
+    record: Option<SavedTask>,
 }
 
 /// Image directories, checkpoints, and processes that are built and do not run yet.
@@ -34,7 +36,7 @@ pub(super) struct StoredImage {
 pub(in crate::tests) struct ImageStore {
     images: BTreeMap<(HostId, MigrationId), StoredImage>,
     drafts: BTreeMap<SnapshotId, BTreeMap<Tid, StoredImage>>,
-    checkpoints: BTreeMap<String, (SetMeta, BTreeMap<Tid, StoredImage>)>,
+    checkpoints: BTreeMap<String, (CheckpointMeta, BTreeMap<Tid, StoredImage>)>,
     open_checkpoints: BTreeMap<u64, String>,
     /// Checkpoints of jobs that have ended.
     ended_jobs: BTreeSet<String>,
@@ -96,39 +98,47 @@ impl ImageStore {
         self.ended_jobs.iter().cloned().collect()
     }
 
-    fn entries(&self) -> Vec<SetEntry> {
+    fn entries(&self) -> Vec<CheckpointEntry> {
         let entry =
-            |(set, (meta, parts)): (&String, &(SetMeta, BTreeMap<Tid, StoredImage>))| SetEntry {
-                set: set.clone(),
-                job: meta.job,
-                made: Micros(0),
-                tasks: parts.len() as u32,
-                bytes: 1,
-                broken: None,
-                ended: self.ended_jobs.contains(set).then_some(Micros(1)),
-                copies: Vec::new(),
+            |(set, (meta, parts)): (&String, &(CheckpointMeta, BTreeMap<Tid, StoredImage>))| {
+                CheckpointEntry {
+                    name: set.clone(),
+                    job: meta.job,
+                    created: Micros(0),
+                    tasks: parts.len() as u32,
+                    bytes: 1,
+                    unusable_reason: None,
+                    job_ended_at: self.ended_jobs.contains(set).then_some(Micros(1)),
+                    copy_hosts: Vec::new(),
+                }
             };
         self.checkpoints.iter().map(entry).collect()
     }
 
-    fn remove(&mut self, which: Unwanted, in_use: &BTreeMap<String, Stays>) -> Removed {
+    fn remove(
+        &mut self,
+        which: RemovalSelection,
+        in_use: &BTreeMap<String, RemovalRefusal>,
+    ) -> RemovalResults {
         let names = match which {
-            Unwanted::Sets(names) => names,
-            Unwanted::Job(job) => self
+            RemovalSelection::Checkpoints(names) => names,
+            RemovalSelection::Job(job) => self
                 .entries()
                 .into_iter()
                 .filter(|set| set.job == job)
-                .map(|set| set.set)
+                .map(|set| set.name)
                 .collect(),
         };
         let mut remove_one = |name: &String| match in_use.get(name) {
             Some(why) => Err(why.clone()),
-            None if self.open_checkpoints.values().any(|open| open == name) => Err(Stays::InUse),
+            None if self.open_checkpoints.values().any(|open| open == name) => {
+                Err(RemovalRefusal::InUse)
+            }
             None => self
                 .checkpoints
                 .remove(name)
                 .map(|_| 1)
-                .ok_or(Stays::Unknown),
+                .ok_or(RemovalRefusal::Unknown),
         };
         names
             .into_iter()
@@ -154,8 +164,8 @@ impl ImageStore {
             .flat_map(|(_, parts)| parts.keys());
         let mut spared = BTreeMap::new();
         for tid in tids {
-            let highest = spared.entry(tid.home().expect("a task")).or_insert(0);
-            *highest = tid.local().max(*highest);
+            let highest = spared.entry(tid.birth_host().expect("a task")).or_insert(0);
+            *highest = tid.local_part().max(*highest);
         }
         spared
     }
@@ -189,7 +199,7 @@ impl Sim {
         &mut self,
         on: HostId,
         migration: MigrationId,
-        redirection: &Redirection,
+        redirection: &MemoryWrite,
     ) {
         let part = self
             .image_store
@@ -220,16 +230,16 @@ impl Sim {
     }
 
     /// Models what a library does after a restart.
-    pub(super) fn resume_after_restart(&mut self, proc: usize, restart: &Restart) {
+    pub(super) fn resume_after_restart(&mut self, proc: usize, restart: &RestartInfo) {
         let p = &mut self.procs[proc];
-        p.incarnation = restart.timeline.line;
-        for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_gone()) {
-            let before = restart.timeline.before(*peer);
-            before.map(|before| link.follow(before));
-            link.begin_timeline(restart.timeline.line, before.is_some());
+        p.incarnation = restart.group.incarnation;
+        for (peer, link) in p.links.iter_mut().filter(|(_, link)| !link.is_peer_gone()) {
+            let before = restart.group.incarnation_before(*peer);
+            before.map(|before| link.accept_incarnation(before));
+            link.begin_incarnation(restart.group.incarnation, before.is_some());
         }
         let repeated_requests: Vec<_> = restart
-            .again
+            .requests_to_repeat
             .iter()
             .filter_map(|id| Some((*id, p.pending_requests.get(id)?.clone())))
             .collect();
@@ -240,7 +250,7 @@ impl Sim {
                 on,
                 Event::TaskControl {
                     conn,
-                    message: ToDaemon::Request { id, what },
+                    message: ToDaemon::Request { id, request: what },
                 },
             );
         }
@@ -344,7 +354,7 @@ impl Sim {
     }
 
     fn schedule_soon(&mut self, on: HostId, event: Event) {
-        let at = self.now + Micros(200 + self.rng.roll(2_000));
+        let at = self.now + Micros(200 + self.rng.below(2_000));
         self.schedule(at, SimEvent::Machine(on, event));
     }
 
@@ -416,7 +426,7 @@ impl Sim {
                 let draft = self.image_store.drafts.remove(&snapshot).expect("begun");
                 assert_eq!(
                     draft.len(),
-                    meta.parts.len(),
+                    meta.tasks.len(),
                     "all of it is there (seed {})",
                     self.seed
                 );
@@ -469,7 +479,7 @@ impl Sim {
                     .iter()
                     .filter_map(|set| Some(self.image_store.checkpoints.get(set)?.0.job))
                     .collect();
-                for SetEntry { set, .. } in self
+                for CheckpointEntry { name: set, .. } in self
                     .image_store
                     .entries()
                     .into_iter()

@@ -26,11 +26,11 @@ pub(in crate::tests) struct MessageFaults {
 fn message_name(event: &Event) -> Option<String> {
     let text = match event {
         Event::HostControl {
-            message: HostMsg::Order { order, .. },
+            message: HostMsg::MigrationOrder { order, .. },
             ..
         } => format!("order {order:?}"),
         Event::HostControl {
-            message: HostMsg::Report { report, .. },
+            message: HostMsg::StepReport { report, .. },
             ..
         } => format!("report {report:?}"),
         Event::HostControl { message, .. } => format!("host {message:?}"),

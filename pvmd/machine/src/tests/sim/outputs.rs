@@ -4,7 +4,7 @@ use super::fault_injection::StepEdge;
 use super::{Channel, Sim, SimEvent, pair};
 use crate::io::HosterOrder;
 use crate::{ConnId, Event, HostPlan, Output};
-use sempa_proto::host::{Carried, HostMsg};
+use sempa_proto::host::{DataMsg, HostMsg};
 use sempa_proto::migration::Failure;
 use sempa_proto::task::ToTask;
 use sempa_proto::{HostId, Micros, MigrationId, PvmError};
@@ -16,9 +16,9 @@ impl Sim {
                 let late = self.random_faults.slow_quiesce_percent;
                 if late > 0
                     && matches!(message, ToTask::Quiesce { .. })
-                    && self.rng.roll(100) < late
+                    && self.rng.below(100) < late
                 {
-                    let at = self.now + Micros(20_000 + self.rng.roll(120_000));
+                    let at = self.now + Micros(20_000 + self.rng.below(120_000));
                     self.channels.insert(Channel::ToProc(conn), at);
                 }
                 self.send_to_proc(conn, |proc| SimEvent::ToProc(proc, conn, message));
@@ -28,10 +28,10 @@ impl Sim {
                 message,
                 descriptors,
             } => {
-                let ToTask::Route { word, .. } = &message else {
+                let ToTask::Route { message: word, .. } = &message else {
                     panic!("{message:?} brings descriptors")
                 };
-                assert_eq!(word.descriptors(), descriptors.count(), "{word:?}");
+                assert_eq!(word.fd_count(), descriptors.count(), "{word:?}");
                 self.send_to_proc(conn, |proc| SimEvent::ToProc(proc, conn, message));
             }
             Output::LinkToTask { conn, frame } => {
@@ -247,9 +247,9 @@ fn round_trip(message: &HostMsg) -> HostMsg {
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")
 }
 
-fn round_trip_carried(carried: &Carried) -> Carried {
-    if let Carried::Link(bytes) = carried {
-        return Carried::Link(bytes.clone());
+fn round_trip_carried(carried: &DataMsg) -> DataMsg {
+    if let DataMsg::Frame(bytes) = carried {
+        return DataMsg::Frame(bytes.clone());
     }
     let bytes = sempa_proto::frame::to_bytes(carried).expect("it fits");
     sempa_proto::frame::from_bytes(&bytes).expect("it comes back")

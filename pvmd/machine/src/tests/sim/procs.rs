@@ -4,7 +4,9 @@ use super::{Sim, SimEvent};
 use crate::ConnId;
 use bytes::Bytes;
 use sempa_proto::link::{Link, LinkEvent};
-use sempa_proto::task::{AtEnd, Claim, LinkMark, Reply, Request, RmInfo, ToTask, Welcome};
+use sempa_proto::task::{
+    Claim, OnDaemonExit, Reply, Request, RmInfo, SendWatermark, ToTask, Welcome,
+};
 use sempa_proto::{HostId, Message, MigrationId, RequestId, RouteId, Tid};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -24,7 +26,7 @@ pub(in crate::tests) struct Proc {
     /// The tid that the tasker uses; `None` for a process that was not spawned.
     pub(in crate::tests) spawned: Option<Tid>,
     pub(in crate::tests) env: Vec<String>,
-    pub(super) at_end: AtEnd,
+    pub(super) at_end: OnDaemonExit,
     pub(in crate::tests) conn: Option<ConnId>,
     pub(in crate::tests) welcome: Option<Welcome>,
     pub(in crate::tests) refused: Option<String>,
@@ -41,7 +43,7 @@ pub(in crate::tests) struct Proc {
     pub(in crate::tests) received: Vec<Received>,
     /// Route messages and the daemon's messages about peers, in order.
     pub(in crate::tests) daemon_messages: Vec<ToTask>,
-    pub(super) deferred_notifications: Vec<(LinkMark, Message)>,
+    pub(super) deferred_notifications: Vec<(SendWatermark, Message)>,
     pub(super) quiesced: Option<(MigrationId, Vec<PathBuf>)>,
     pub(super) stopped_for_migration: bool,
     /// It is paused for the owner of its host.
@@ -73,7 +75,7 @@ impl Proc {
 
     /// True if its link to this peer knows that the peer is dead.
     pub(in crate::tests) fn knows_dead(&self, peer: Tid) -> bool {
-        self.links.get(&peer).is_some_and(Link::is_gone)
+        self.links.get(&peer).is_some_and(Link::is_peer_gone)
     }
 
     /// Returns the number of requests without a reply.
@@ -102,10 +104,10 @@ impl Proc {
     /// Delivers notifications whose watermark has been reached.
     pub(super) fn deliver_notifications(&mut self) {
         let links = &self.links;
-        let is_due = |mark: &LinkMark| {
+        let is_due = |mark: &SendWatermark| {
             links
                 .get(&mark.peer)
-                .is_none_or(|l| l.is_gone() || l.expected() >= mark.end)
+                .is_none_or(|l| l.is_peer_gone() || l.expected_seq() >= mark.end_seq)
         };
         for (_, message) in self
             .deferred_notifications
@@ -121,7 +123,7 @@ impl Sim {
     pub(super) fn on_welcome(&mut self, proc: usize, welcome: Welcome) {
         let p = &mut self.procs[proc];
         p.rm = welcome.rm;
-        let (restart, successor) = (welcome.restart.clone(), welcome.successor.clone());
+        let (restart, successor) = (welcome.restart.clone(), welcome.handoff.clone());
         p.welcome = Some(welcome);
         p.quiesced = None;
         p.route += 1;

@@ -2,10 +2,10 @@
 
 use super::{Channel, Sim};
 use crate::Event;
-use sempa_proto::engine::{Asked, Engine};
-use sempa_proto::link::{Link, LinkFrame, Talk};
+use sempa_proto::engine::{AskMethod, Engine};
+use sempa_proto::link::{Link, LinkFrame, LinkState};
 use sempa_proto::migration::Failure;
-use sempa_proto::task::{Claim, Request, Successor, ToDaemon};
+use sempa_proto::task::{Claim, ProcessHandoff, Request, ToDaemon};
 use sempa_proto::tasker::{FromTasker, StartTask};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
@@ -29,7 +29,7 @@ impl Sim {
                         on,
                         Event::TaskControl {
                             conn,
-                            message: ToDaemon::TakesAgain { by },
+                            message: ToDaemon::ExitCancelled { migration: by },
                         },
                     );
                 }
@@ -37,15 +37,18 @@ impl Sim {
             return;
         };
         (p.handed_off_for, p.exit_requested) = (Some(by), true);
-        let parts: Vec<(Talk, Vec<LinkFrame>)> =
-            p.links.values_mut().map(|link| link.part(now)).collect();
+        let parts: Vec<(LinkState, Vec<LinkFrame>)> = p
+            .links
+            .values_mut()
+            .map(|link| link.hand_off(now))
+            .collect();
         let later = std::mem::take(&mut p.deferred_notifications);
         let talks = parts.iter().map(|(talk, _)| *talk).collect();
-        let first = ToDaemon::Parting {
-            by,
-            line,
-            talks,
-            later,
+        let first = ToDaemon::Handoff {
+            migration: by,
+            incarnation: line,
+            links: talks,
+            deferred_notifications: later,
         };
         self.send_from_proc(
             conn,
@@ -64,21 +67,24 @@ impl Sim {
             on,
             Event::TaskControl {
                 conn,
-                message: ToDaemon::TakesNothing { by },
+                message: ToDaemon::ReadyToExit { migration: by },
             },
         );
     }
 
     /// Lets a new process continue the links of its predecessor.
-    pub(super) fn adopt_links(&mut self, proc: usize, successor: &Successor) {
+    pub(super) fn adopt_links(&mut self, proc: usize, successor: &ProcessHandoff) {
         let p = &mut self.procs[proc];
         let tid = p.tid();
-        (p.incarnation, p.next_request) = (successor.line, u64::from(successor.count) << 40);
+        (p.incarnation, p.next_request) = (
+            successor.incarnation,
+            u64::from(successor.restart_count) << 40,
+        );
         p.links.extend(
             successor
-                .talks
+                .links
                 .iter()
-                .map(|talk| (talk.peer, Link::go_on(tid, talk))),
+                .map(|talk| (talk.peer, Link::resume_from(tid, talk))),
         );
     }
 
@@ -94,7 +100,7 @@ impl Sim {
             p.links
                 .get_mut(&frame.dst)
                 .expect("it was told of this one")
-                .take_back(frame);
+                .accept_returned(frame);
             self.run_links(proc);
         }
         is_returned
@@ -123,12 +129,12 @@ impl Sim {
         let Some(proc) = self.find_spawned(on, tid) else {
             return;
         };
-        if let (true, Some((_, wait))) = (self.procs[proc].paused, engine.asks()) {
+        if let (true, Some((_, wait))) = (self.procs[proc].paused, engine.exit_request()) {
             // A paused program may run to exit.
             self.pause_after(on, proc, Micros::from_secs(wait.into()));
         }
         let program = self.procs[proc].program.clone();
-        let by_message = matches!(engine.asks(), Some((Asked::Message(_), _)));
+        let by_message = matches!(engine.exit_request(), Some((AskMethod::Message(_), _)));
         if by_message {
             let before = self.procs[proc].notifications(EXIT_REQUEST_TAG).len();
             self.advance(Micros::from_millis(20));
@@ -137,7 +143,7 @@ impl Sim {
                 before,
                 "its end is not expected yet"
             );
-            self.send_from_tasker(on, FromTasker::ExpectsEnd { tid });
+            self.send_from_tasker(on, FromTasker::ExitExpected { tid });
         }
         if program.contains("deaf") {
             self.exit_ignored_by.push(proc);
@@ -151,7 +157,9 @@ impl Sim {
         }
         let status = match engine {
             _ if program.contains("done") => 0,
-            Engine::Own { exit, .. } => i32::from(exit) << 8,
+            Engine::SelfCheckpoint {
+                exit_status: exit, ..
+            } => i32::from(exit) << 8,
             Engine::Criu | Engine::Restart { .. } => 15,
         };
         self.exit_gracefully(proc, status);
@@ -167,7 +175,7 @@ impl Sim {
         self.procs[proc].exiting_with = Some(status);
         let p = &self.procs[proc];
         if p.exit_requested && p.handed_off_for.is_none() && p.conn.is_some() {
-            let request = self.request(proc, Request::LastWords);
+            let request = self.request(proc, Request::AboutToExit);
             self.run_until("it may end", |s| {
                 s.procs[proc].replies.contains_key(&request) || s.procs[proc].exited
             });
@@ -216,7 +224,7 @@ impl Sim {
         let p = &mut self.procs[proc];
         (p.spawned, p.stopped_for_migration, p.paused) = (Some(tid), false, held);
         self.connect_if_runnable(proc);
-        Some(FromTasker::Ran { migration, result })
+        Some(FromTasker::Running { migration, result })
     }
 
     /// Discards a program that was started for a migration.
@@ -239,7 +247,7 @@ impl Sim {
             .expect("a number");
         let program = start.path.to_string_lossy().into_owned();
         let proc = self.process(on, &program, Some(start.tid), env);
-        self.procs[proc].claim = Some(Claim::Spawned { epid });
+        self.procs[proc].claim = Some(Claim::Spawned { spawn_token: epid });
         proc
     }
 

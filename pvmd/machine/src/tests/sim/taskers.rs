@@ -4,15 +4,15 @@ use super::{Channel, Proc, Sim, SimEvent};
 use crate::Event;
 use sempa_proto::frame::from_bytes;
 use sempa_proto::migration::{Failure, Refusal, TaskFacts, Usage, Verdict};
-use sempa_proto::task::{Redirect, RedirectAt};
-use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, Redirection, ToTasker};
+use sempa_proto::task::{Redirect, RedirectAddress};
+use sempa_proto::tasker::{Capabilities, DumpReport, FromTasker, MemoryWrite, ToTasker};
 use sempa_proto::{HostId, Micros, MigrationId, Tid};
 
 /// Returns where the library of a process looks for a redirect.
-pub(super) fn redirect_at(proc: usize) -> RedirectAt {
-    RedirectAt {
+pub(super) fn redirect_at(proc: usize) -> RedirectAddress {
+    RedirectAddress {
         pid: 7,
-        at: 0x7700 + proc as u64,
+        address: 0x7700 + proc as u64,
     }
 }
 
@@ -93,7 +93,7 @@ impl Sim {
     }
 
     pub(super) fn step_result<T>(&mut self, good: T) -> Result<T, Failure> {
-        if self.rng.roll(100) < self.random_faults.failed_steps_percent {
+        if self.rng.below(100) < self.random_faults.failed_steps_percent {
             Err(Failure::Engine("thrown".into()))
         } else {
             Ok(good)
@@ -128,9 +128,9 @@ impl Sim {
                 );
                 self.connect_if_runnable(proc);
             }
-            ToTasker::End { tid, engine } => self.request_exit(on, tid, engine),
+            ToTasker::RequestExit { tid, engine } => self.request_exit(on, tid, engine),
             // Processes of the task that survive it are not simulated.
-            ToTasker::EndsForGood { .. } => {}
+            ToTasker::WithdrawExitRequest { .. } => {}
             ToTasker::Signal { tid, .. } => {
                 if let Some(proc) = self.find_spawned(on, tid)
                     && !self.procs[proc].program.contains("stubborn")
@@ -143,12 +143,20 @@ impl Sim {
                     self.exit(proc, 9);
                 }
             }
-            ToTasker::Hold { tid, after } | ToTasker::Ease { tid, after, .. } => {
+            ToTasker::Pause {
+                tid,
+                run_for: after,
+            }
+            | ToTasker::ResumeToQuiesce {
+                tid,
+                run_for: after,
+                ..
+            } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
                     self.pause_after(on, proc, after);
                 }
             }
-            ToTasker::GoOn { tid } => {
+            ToTasker::Resume { tid } => {
                 if let Some(proc) = self.find_spawned(on, tid) {
                     self.procs[proc].pause_serial += 1;
                     self.procs[proc].paused = false;
@@ -179,7 +187,7 @@ impl Sim {
         }
         p.paused = true;
         if let Some(tid) = p.spawned {
-            self.send_from_tasker(on, FromTasker::Held { tid });
+            self.send_from_tasker(on, FromTasker::Paused { tid });
         }
     }
 
@@ -194,8 +202,8 @@ impl Sim {
     }
 
     /// Writes a redirect into the memory of a stopped process.
-    fn write_redirect(&mut self, proc: usize, redirection: &Redirection) {
-        assert_eq!(redirection.place, redirect_at(proc));
+    fn write_redirect(&mut self, proc: usize, redirection: &MemoryWrite) {
+        assert_eq!(redirection.address, redirect_at(proc));
         let redirect: Redirect = from_bytes(&redirection.bytes[8..]).expect("it can be read");
         let p = &mut self.procs[proc];
         assert!(
@@ -209,26 +217,32 @@ impl Sim {
         let answer = match message {
             ToTasker::Inspect { migration, .. } => {
                 let [memory_can_follow, can_pre_copy] =
-                    [(); 2].map(|()| self.rng.roll(2) == 0 || self.injection.always_live_copies);
+                    [(); 2].map(|()| self.rng.below(2) == 0 || self.injection.always_live_copies);
                 FromTasker::Inspected {
                     migration,
                     result: Ok(TaskFacts::default()),
-                    memory_can_follow,
-                    can_pre_copy,
+                    supports_post_copy: memory_can_follow,
+                    supports_pre_copy: can_pre_copy,
                 }
             }
             ToTasker::Prepare { migration, .. } => FromTasker::Prepared {
                 migration,
                 verdict: self.verdict_of(on),
-                memory_can_follow: true,
+                supports_post_copy: true,
             },
-            ToTasker::Minds { migration, tid, .. } => {
+            ToTasker::CheckSignal { migration, tid, .. } => {
                 let minds = self
                     .find_spawned(on, tid)
                     .is_none_or(|proc| !self.procs[proc].program.contains("heedless"));
-                FromTasker::Minds { migration, minds }
+                FromTasker::SignalChecked {
+                    migration,
+                    handles_signal: minds,
+                }
             }
-            ToTasker::Look { question, tid } => {
+            ToTasker::QueryInspect {
+                query: question,
+                tid,
+            } => {
                 let facts = TaskFacts {
                     resident_bytes: 4096,
                     ..TaskFacts::default()
@@ -237,12 +251,18 @@ impl Sim {
                     .find_spawned(on, tid)
                     .map(|_| facts)
                     .ok_or(Refusal::NoSuchTask);
-                FromTasker::Seen { question, result }
+                FromTasker::QueryInspected {
+                    query: question,
+                    result,
+                }
             }
-            ToTasker::Judge { question, facts } => {
+            ToTasker::QueryVerdict {
+                query: question,
+                facts,
+            } => {
                 assert_eq!(facts.resident_bytes, 4096);
-                FromTasker::Judged {
-                    question,
+                FromTasker::QueryJudged {
+                    query: question,
                     verdict: self.verdict_of(on),
                 }
             }
@@ -260,11 +280,11 @@ impl Sim {
                         .and_then(|bytes| is_there.then_some(bytes).ok_or(Failure::TaskEnded)),
                 }
             }
-            ToTasker::EndPreCopy { .. } => return,
+            ToTasker::StopPreCopy { .. } => return,
             ToTasker::Stop {
                 migration,
                 tid,
-                redirection,
+                memory_write: redirection,
             } => {
                 let Some(proc) = self.find_spawned(on, tid) else {
                     return;
@@ -273,7 +293,7 @@ impl Sim {
                 self.procs[proc].stopped_for_migration = result.is_ok();
                 // The redirect may have been written even though a later part of the step failed.
                 if let Some(redirection) =
-                    redirection.filter(|_| result.is_ok() || self.rng.roll(2) == 0)
+                    redirection.filter(|_| result.is_ok() || self.rng.below(2) == 0)
                 {
                     let stopped =
                         std::mem::replace(&mut self.procs[proc].stopped_for_migration, true);
@@ -293,7 +313,7 @@ impl Sim {
                 );
                 FromTasker::Dumped { migration, result }
             }
-            ToTasker::Continue { migration, tid } => {
+            ToTasker::AbortMigration { migration, tid } => {
                 assert!(
                     !self.injection.released_targets.contains(&migration),
                     "two live copies of {tid} (seed {})",
@@ -303,9 +323,9 @@ impl Sim {
                     self.procs[proc].stopped_for_migration = false;
                     self.resume_proc(proc);
                 }
-                FromTasker::Continued { migration }
+                FromTasker::MigrationAborted { migration }
             }
-            ToTasker::KillMoved { migration, .. } => {
+            ToTasker::KillSource { migration, .. } => {
                 self.injection.killed_sources.insert(migration);
                 FromTasker::SourceGone {
                     migration,
@@ -320,7 +340,7 @@ impl Sim {
     /// Handles orders to the tasker of a target.
     fn handle_target_order(&mut self, on: HostId, message: ToTasker) {
         let answer = match message {
-            ToTasker::TakePreCopy { migration, .. } => {
+            ToTasker::ReceivePreCopy { migration, .. } => {
                 let Err(why) = self.step_result_of(on, ()) else {
                     self.pre_copy_targets.insert(migration, on);
                     return;
@@ -329,8 +349,8 @@ impl Sim {
             }
             ToTasker::Restore {
                 migration,
-                again,
-                memory_way,
+                memory_write: again,
+                memory_socket: memory_way,
                 ..
             } => {
                 self.post_copying.extend(memory_way.map(|_| migration));
@@ -341,14 +361,20 @@ impl Sim {
                 FromTasker::Restored { migration, result }
             }
             ToTasker::Run {
-                migration, held, ..
-            } if self.run_built(on, migration, held) => FromTasker::Ran {
+                migration,
+                paused: held,
+                ..
+            } if self.run_built(on, migration, held) => FromTasker::Running {
                 migration,
                 result: Ok(()),
             },
-            ToTasker::Build { migration, start } => self.prepare_respawn(on, migration, &start),
+            ToTasker::PrepareRestart { migration, start } => {
+                self.prepare_respawn(on, migration, &start)
+            }
             ToTasker::Run {
-                migration, held, ..
+                migration,
+                paused: held,
+                ..
             } if self.respawned.contains_key(&(on, migration)) => {
                 let Some(answer) = self.run_respawned(on, migration, held) else {
                     return;
@@ -356,7 +382,9 @@ impl Sim {
                 answer
             }
             ToTasker::Run {
-                migration, held, ..
+                migration,
+                paused: held,
+                ..
             } => return self.run_restored(on, migration, held),
             ToTasker::Discard { migration } => {
                 self.pre_copy_targets.remove(&migration);
@@ -398,7 +426,7 @@ impl Sim {
         let p = &mut self.procs[proc];
         if p.exited && !p.images_remain {
             let result = Err(Failure::Engine("there is nothing to run".into()));
-            return self.send_from_tasker(on, FromTasker::Ran { migration, result });
+            return self.send_from_tasker(on, FromTasker::Running { migration, result });
         }
         (p.exited, p.images_remain) = (false, false);
         (p.host, p.stopped_for_migration, p.paused, p.pause_serial) =
@@ -408,14 +436,14 @@ impl Sim {
         p.deferred_events.clear();
         self.send_from_tasker(
             on,
-            FromTasker::Ran {
+            FromTasker::Running {
                 migration,
                 result: Ok(()),
             },
         );
         if self.post_copying.remove(&migration) {
             let late = if self.injection.is_active() {
-                self.rng.roll(20_000)
+                self.rng.below(20_000)
             } else {
                 0
             };
@@ -427,7 +455,7 @@ impl Sim {
             }
             self.send_from_tasker(
                 on,
-                FromTasker::Arrived {
+                FromTasker::MemoryArrived {
                     migration,
                     result: Ok(()),
                 },

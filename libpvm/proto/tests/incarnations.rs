@@ -8,12 +8,12 @@
 //! copy of a member includes its records. The messages that a member received from another member
 //! must therefore always be a prefix of those that the other one recorded as sent.
 
-mod dice;
+mod rng;
 
 use bytes::Bytes;
-use dice::Dice;
+use rng::Rng;
 use sempa_proto::link::{
-    FRAGMENT_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput, SMALL_BYTES_MAX,
+    FRAGMENT_BYTES_MAX, INLINE_BODY_BYTES_MAX, Link, LinkEvent, LinkFrame, LinkKind, LinkOutput,
 };
 use sempa_proto::{Micros, RouteId, Tid};
 use std::collections::BTreeMap;
@@ -25,58 +25,58 @@ const ROUTE: RouteId = RouteId(1);
 #[derive(Clone)]
 struct Task {
     /// Incarnation of new links.
-    line: u16,
+    incarnation: u16,
     links: BTreeMap<usize, Link>,
-    said: BTreeMap<usize, Vec<u64>>,
-    heard: BTreeMap<usize, Vec<u64>>,
+    sent: BTreeMap<usize, Vec<u64>>,
+    received: BTreeMap<usize, Vec<u64>>,
 }
 
 impl Task {
     fn new(line: u16) -> Task {
         Task {
-            line,
+            incarnation: line,
             links: BTreeMap::new(),
-            said: BTreeMap::new(),
-            heard: BTreeMap::new(),
+            sent: BTreeMap::new(),
+            received: BTreeMap::new(),
         }
     }
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum State {
-    Runs,
+enum RunState {
+    Running,
     /// Stopped; resumes at this time.
-    Still(Option<Micros>),
+    Stopped(Option<Micros>),
     Dead,
 }
 
 /// Messages between a member and an outside task since their last incarnation change.
 #[derive(Clone, Default)]
-struct Outside {
+struct OutsideTraffic {
     /// Messages sent in the current life of both tasks, all of which must arrive.
-    owed: Vec<u64>,
+    must_arrive: Vec<u64>,
     /// Incarnation of the messages in `come`.
-    line: u16,
-    come: Vec<u64>,
+    incarnation: u16,
+    arrived: Vec<u64>,
 }
 
 struct World {
     seed: u64,
-    dice: Dice,
+    rng: Rng,
     now: Micros,
     tasks: Vec<Task>,
-    state: Vec<State>,
-    air: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
+    state: Vec<RunState>,
+    in_flight: BTreeMap<(Micros, u64), (usize, usize, LinkFrame)>,
     serial: u64,
     /// Latest incarnation of the job.
-    line: u16,
-    sets: Vec<Vec<Task>>,
+    latest_incarnation: u16,
+    checkpoints: Vec<Vec<Task>>,
     /// By sender and receiver; one of them is a member, the other is not.
-    outside: BTreeMap<(usize, usize), Outside>,
+    outside: BTreeMap<(usize, usize), OutsideTraffic>,
     restarts: u64,
     delivered: u64,
     /// Rate of lost frames and of late frames, per thousand.
-    bad: u64,
+    fault_rate: u64,
 }
 
 fn tid(task: usize) -> Tid {
@@ -97,20 +97,20 @@ impl World {
         let member = |task| if task < MEMBERS { first_line } else { 0 };
         World {
             seed,
-            dice: Dice(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
+            rng: Rng(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1),
             now: Micros(0),
             tasks: (0..MEMBERS + outsiders)
                 .map(|task| Task::new(member(task)))
                 .collect(),
-            state: vec![State::Runs; MEMBERS + outsiders],
-            air: BTreeMap::new(),
+            state: vec![RunState::Running; MEMBERS + outsiders],
+            in_flight: BTreeMap::new(),
             serial: 0,
-            line: first_line,
-            sets: Vec::new(),
+            latest_incarnation: first_line,
+            checkpoints: Vec::new(),
             outside: BTreeMap::new(),
             restarts: 0,
             delivered: 0,
-            bad,
+            fault_rate: bad,
         }
     }
 
@@ -120,12 +120,12 @@ impl World {
 
     /// Returns one end of a link; creates it on first use.
     fn link(&mut self, a: usize, b: usize) -> &mut Link {
-        let runs = self.state[a] == State::Runs;
+        let runs = self.state[a] == RunState::Running;
         let task = &mut self.tasks[a];
-        let line = task.line;
+        let line = task.incarnation;
         task.links.entry(b).or_insert_with(|| {
             let mut link = Link::new(tid(a), tid(b));
-            link.begin_timeline(line, true);
+            link.begin_incarnation(line, true);
             if runs {
                 link.handle(Micros(0), LinkEvent::RouteUp(ROUTE));
             }
@@ -135,28 +135,32 @@ impl World {
 
     // ---- actions of tasks
 
-    fn say(&mut self, from: usize, to: usize, len: usize) {
-        if from == to || self.state[from] == State::Dead {
+    fn send(&mut self, from: usize, to: usize, len: usize) {
+        if from == to || self.state[from] == RunState::Dead {
             return;
         }
         self.serial += 1;
         let (id, now) = (self.serial, self.now);
-        let vanishes = self.link(from, to).is_gone();
-        self.tasks[from].said.entry(to).or_default().push(id);
+        let vanishes = self.link(from, to).is_peer_gone();
+        self.tasks[from].sent.entry(to).or_default().push(id);
         if World::is_member(from) != World::is_member(to) && !vanishes {
             // A message to a dead task whose death is not known yet may arrive or not.
-            if self.state[to] != State::Dead {
-                self.outside.entry((from, to)).or_default().owed.push(id);
+            if self.state[to] != RunState::Dead {
+                self.outside
+                    .entry((from, to))
+                    .or_default()
+                    .must_arrive
+                    .push(id);
             }
         }
         let body = body(id, len);
-        if body.len() <= SMALL_BYTES_MAX && self.dice.roll(2) == 0 {
+        if body.len() <= INLINE_BODY_BYTES_MAX && self.rng.below(2) == 0 {
             let frame = self
                 .link(from, to)
-                .send_at_once(now, &[], &body)
+                .try_send_inline(now, &[], &body)
                 .map(|frame| frame.to_frame());
             if let Some(frame) = frame {
-                return self.launch(from, to, frame);
+                return self.transmit(from, to, frame);
             }
         }
         self.link(from, to)
@@ -166,25 +170,25 @@ impl World {
 
     /// Sends a random message between two random tasks: usually small, sometimes with several
     /// fragments.
-    fn say_something(&mut self) {
+    fn send_random(&mut self) {
         let tasks = self.tasks.len() as u64;
         let (from, to) = (
-            self.dice.roll(tasks) as usize,
-            self.dice.roll(tasks) as usize,
+            self.rng.below(tasks) as usize,
+            self.rng.below(tasks) as usize,
         );
         // Links between two outside tasks are not affected by checkpoints.
         if World::is_member(from) || World::is_member(to) {
-            let len = if self.dice.roll(40) == 0 {
-                self.dice.roll(3 * FRAGMENT_BYTES_MAX as u64)
+            let len = if self.rng.below(40) == 0 {
+                self.rng.below(3 * FRAGMENT_BYTES_MAX as u64)
             } else {
-                self.dice.roll(90)
+                self.rng.below(90)
             };
-            self.say(from, to, len as usize);
+            self.send(from, to, len as usize);
         }
     }
 
     fn pump(&mut self, a: usize) {
-        if self.state[a] != State::Runs {
+        if self.state[a] != RunState::Running {
             return;
         }
         let (now, peers) = (
@@ -194,28 +198,28 @@ impl World {
         for b in peers {
             while let Some(output) = self.link(a, b).poll(now) {
                 match output {
-                    LinkOutput::Deliver(bytes) => self.hear(b, a, &bytes),
-                    LinkOutput::Transmit(frame) => self.launch(a, b, frame),
+                    LinkOutput::Deliver(bytes) => self.check_received(b, a, &bytes),
+                    LinkOutput::Transmit(frame) => self.transmit(a, b, frame),
                 }
             }
         }
     }
 
-    fn hear(&mut self, from: usize, to: usize, bytes: &Bytes) {
+    fn check_received(&mut self, from: usize, to: usize, bytes: &Bytes) {
         let id = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
         assert!(
             *bytes == body(id, bytes.len() - 8),
             "content (seed {})",
             self.seed
         );
-        let line = self.link(to, from).line();
-        let heard = self.tasks[to].heard.entry(from).or_default();
+        let line = self.link(to, from).incarnation();
+        let heard = self.tasks[to].received.entry(from).or_default();
         let place = heard.len();
         heard.push(id);
         self.delivered += 1;
         if World::is_member(from) && World::is_member(to) {
             let said = self.tasks[from]
-                .said
+                .sent
                 .get(&to)
                 .and_then(|said| said.get(place));
             assert_eq!(
@@ -227,19 +231,19 @@ impl World {
             return;
         }
         let pair = self.outside.entry((from, to)).or_default();
-        if pair.line != line {
-            (pair.line, pair.come) = (line, Vec::new());
+        if pair.incarnation != line {
+            (pair.incarnation, pair.arrived) = (line, Vec::new());
         }
         assert!(
-            pair.come.last().is_none_or(|last| *last < id),
+            pair.arrived.last().is_none_or(|last| *last < id),
             "from {from} to {to}: once, in order (seed {})",
             self.seed
         );
-        pair.come.push(id);
+        pair.arrived.push(id);
         // In its current incarnation a member sends only messages that it has recorded.
-        let own = self.tasks[from].line == line && self.state[from] != State::Dead;
+        let own = self.tasks[from].incarnation == line && self.state[from] != RunState::Dead;
         let said = self.tasks[from]
-            .said
+            .sent
             .get(&to)
             .is_some_and(|said| said.contains(&id));
         assert!(
@@ -250,21 +254,21 @@ impl World {
     }
 
     /// Puts a frame in flight; it may be lost, duplicated or delayed.
-    fn launch(&mut self, from: usize, to: usize, frame: LinkFrame) {
-        let copies = if self.dice.roll(1000) < self.bad {
-            self.dice.roll(3)
+    fn transmit(&mut self, from: usize, to: usize, frame: LinkFrame) {
+        let copies = if self.rng.below(1000) < self.fault_rate {
+            self.rng.below(3)
         } else {
             1
         };
         for _ in 0..copies {
-            let late = self.dice.roll(1000) < self.bad;
+            let late = self.rng.below(1000) < self.fault_rate;
             let extra = if late {
-                self.dice.roll(2_000_000)
+                self.rng.below(2_000_000)
             } else {
-                self.dice.roll(200)
+                self.rng.below(200)
             };
             self.serial += 1;
-            self.air.insert(
+            self.in_flight.insert(
                 (self.now + Micros(100 + extra), self.serial),
                 (from, to, frame.clone()),
             );
@@ -273,12 +277,12 @@ impl World {
 
     /// Advances to the next event. False if there is none.
     fn step(&mut self) -> bool {
-        let arrival = self.air.keys().next().map(|(at, _)| *at);
+        let arrival = self.in_flight.keys().next().map(|(at, _)| *at);
         let back = self
             .state
             .iter()
             .filter_map(|state| {
-                if let State::Still(at) = state {
+                if let RunState::Stopped(at) = state {
                     *at
                 } else {
                     None
@@ -289,7 +293,7 @@ impl World {
             .tasks
             .iter()
             .zip(&self.state)
-            .filter(|(_, state)| **state == State::Runs);
+            .filter(|(_, state)| **state == RunState::Running);
         let timer = live
             .flat_map(|(task, _)| task.links.values())
             .filter_map(Link::next_wakeup)
@@ -299,8 +303,8 @@ impl World {
         };
         self.now = self.now.max(at);
         if arrival == Some(at) {
-            let (_, (from, to, frame)) = self.air.pop_first().expect("just seen");
-            if self.state[to] == State::Runs {
+            let (_, (from, to, frame)) = self.in_flight.pop_first().expect("just seen");
+            if self.state[to] == RunState::Running {
                 let wire = [&frame.encode_head()[..], &frame.payload].concat();
                 let (now, frame) = (
                     self.now,
@@ -313,9 +317,9 @@ impl World {
             let task = self
                 .state
                 .iter()
-                .position(|state| *state == State::Still(Some(at)))
+                .position(|state| *state == RunState::Stopped(Some(at)))
                 .expect("just seen");
-            self.go_on(task);
+            self.resume(task);
         } else {
             self.wake(at);
         }
@@ -324,7 +328,7 @@ impl World {
 
     fn wake(&mut self, at: Micros) {
         for a in 0..self.tasks.len() {
-            if self.state[a] == State::Runs {
+            if self.state[a] == RunState::Running {
                 for link in self.tasks[a]
                     .links
                     .values_mut()
@@ -337,25 +341,25 @@ impl World {
         }
     }
 
-    fn chatter(&mut self, messages: u64) {
+    fn exchange_messages(&mut self, messages: u64) {
         for _ in 0..messages {
-            self.say_something();
-            for _ in 0..self.dice.roll(6) {
+            self.send_random();
+            for _ in 0..self.rng.below(6) {
                 (0..self.tasks.len()).for_each(|task| self.pump(task));
                 self.step();
             }
         }
     }
 
-    fn stand(&mut self, task: usize) {
-        self.state[task] = State::Still(None);
+    fn stop(&mut self, task: usize) {
+        self.state[task] = RunState::Stopped(None);
         for link in self.tasks[task].links.values_mut() {
             link.handle(self.now, LinkEvent::RouteDown);
         }
     }
 
-    fn go_on(&mut self, task: usize) {
-        self.state[task] = State::Runs;
+    fn resume(&mut self, task: usize) {
+        self.state[task] = RunState::Running;
         for link in self.tasks[task].links.values_mut() {
             link.handle(self.now, LinkEvent::RouteUp(ROUTE));
         }
@@ -365,85 +369,87 @@ impl World {
     /// Stops the members one after the other, copies them, and resumes them one after the other.
     fn checkpoint(&mut self) {
         for task in 0..MEMBERS {
-            self.stand(task);
-            let messages = self.dice.roll(4);
-            self.chatter(messages);
+            self.stop(task);
+            let messages = self.rng.below(4);
+            self.exchange_messages(messages);
         }
-        self.sets.push(self.tasks[..MEMBERS].to_vec());
+        self.checkpoints.push(self.tasks[..MEMBERS].to_vec());
         for task in 0..MEMBERS {
-            let at = self.now + Micros(self.dice.roll(50_000));
+            let at = self.now + Micros(self.rng.below(50_000));
             // Unique times, because tasks are found by their time.
-            self.state[task] = State::Still(Some(at + Micros(task as u64)));
+            self.state[task] = RunState::Stopped(Some(at + Micros(task as u64)));
         }
     }
 
-    fn die(&mut self) {
+    fn kill_members(&mut self) {
         for task in 0..MEMBERS {
-            self.state[task] = State::Dead;
+            self.state[task] = RunState::Dead;
             for other in MEMBERS..self.tasks.len() {
-                if self.dice.roll(2) == 0
+                if self.rng.below(2) == 0
                     && let Some(link) = self.tasks[other].links.get_mut(&task)
                 {
                     link.handle(self.now, LinkEvent::PeerGone);
                 }
             }
         }
-        let messages = self.dice.roll(10);
-        self.chatter(messages);
+        let messages = self.rng.below(10);
+        self.exchange_messages(messages);
     }
 
     /// Restarts all members from a copy, usually the newest one.
     fn restart(&mut self) {
-        let back = if self.dice.roll(4) == 0 {
-            self.dice.roll(self.sets.len() as u64) as usize
+        let back = if self.rng.below(4) == 0 {
+            self.rng.below(self.checkpoints.len() as u64) as usize
         } else {
             0
         };
-        let set = self.sets[self.sets.len() - 1 - back].clone();
-        self.line = self.line.wrapping_add(1).max(1);
+        let set = self.checkpoints[self.checkpoints.len() - 1 - back].clone();
+        self.latest_incarnation = self.latest_incarnation.wrapping_add(1).max(1);
         self.restarts += 1;
         for (task, copy) in set.into_iter().enumerate() {
             self.tasks[task] = Task {
-                line: self.line,
+                incarnation: self.latest_incarnation,
                 ..copy
             };
             for (peer, link) in self.tasks[task]
                 .links
                 .iter_mut()
-                .filter(|(_, link)| !link.is_gone())
+                .filter(|(_, link)| !link.is_peer_gone())
             {
-                link.begin_timeline(self.line, World::is_member(*peer));
+                link.begin_incarnation(self.latest_incarnation, World::is_member(*peer));
             }
-            self.state[task] = State::Still(None);
+            self.state[task] = RunState::Stopped(None);
         }
         // Sender or receiver of each of these messages has been reset.
-        self.outside.values_mut().for_each(|pair| pair.owed.clear());
+        self.outside
+            .values_mut()
+            .for_each(|pair| pair.must_arrive.clear());
         for task in 0..MEMBERS {
-            self.go_on(task);
-            let messages = self.dice.roll(3);
-            self.chatter(messages);
+            self.resume(task);
+            let messages = self.rng.below(3);
+            self.exchange_messages(messages);
         }
     }
 
-    fn all_heard(&self) -> bool {
+    fn all_received(&self) -> bool {
         let members = (0..MEMBERS).flat_map(|from| (0..MEMBERS).map(move |to| (from, to)));
         let none = Vec::new();
         let mut pairs = members.filter(|(from, to)| from != to);
         let inside = pairs.all(|(from, to)| {
-            self.tasks[from].said.get(&to).unwrap_or(&none)
-                == self.tasks[to].heard.get(&from).unwrap_or(&none)
+            self.tasks[from].sent.get(&to).unwrap_or(&none)
+                == self.tasks[to].received.get(&from).unwrap_or(&none)
         });
         inside
             && self
                 .outside
                 .values()
-                .all(|pair| pair.owed.iter().all(|id| pair.come.contains(id)))
+                .all(|pair| pair.must_arrive.iter().all(|id| pair.arrived.contains(id)))
     }
 
     fn settle(&mut self) {
         for _ in 0..2_000_000 {
             (0..self.tasks.len()).for_each(|task| self.pump(task));
-            if self.all_heard() {
+            if self.all_received() {
                 return;
             }
             assert!(
@@ -460,11 +466,11 @@ impl World {
     fn finish(&mut self) {
         self.settle();
         for member in 0..MEMBERS {
-            (0..self.tasks.len()).for_each(|task| self.say(member, task, 10));
+            (0..self.tasks.len()).for_each(|task| self.send(member, task, 10));
         }
         self.settle();
         for task in MEMBERS..self.tasks.len() {
-            (0..MEMBERS).for_each(|member| self.say(task, member, 10));
+            (0..MEMBERS).for_each(|member| self.send(task, member, 10));
         }
         self.settle();
         // Frames that are still in flight must change nothing.
@@ -474,9 +480,9 @@ impl World {
                 .tasks
                 .iter()
                 .flat_map(|task| task.links.values())
-                .all(Link::is_flushed);
-            if flushed && self.air.is_empty() {
-                assert!(self.all_heard(), "seed {}", self.seed);
+                .all(Link::is_all_acked);
+            if flushed && self.in_flight.is_empty() {
+                assert!(self.all_received(), "seed {}", self.seed);
                 return;
             }
             assert!(
@@ -489,20 +495,20 @@ impl World {
     }
 }
 
-fn live(seed: u64, first_line: u16, bad: u64) -> World {
+fn run_world(seed: u64, first_line: u16, bad: u64) -> World {
     let mut world = World::new(seed, 2, first_line, bad);
     for _ in 0..12 {
-        let messages = world.dice.roll(40);
-        world.chatter(messages);
-        match world.dice.roll(5) {
+        let messages = world.rng.below(40);
+        world.exchange_messages(messages);
+        match world.rng.below(5) {
             0 | 1 => world.checkpoint(),
-            2 | 3 if !world.sets.is_empty() => {
-                world.die();
+            2 | 3 if !world.checkpoints.is_empty() => {
+                world.kill_members();
                 world.restart();
             }
             _ if world.tasks.len() < MEMBERS + 6 => {
                 world.tasks.push(Task::new(0));
-                world.state.push(State::Runs);
+                world.state.push(RunState::Running);
             }
             _ => {}
         }
@@ -517,7 +523,7 @@ fn live(seed: u64, first_line: u16, bad: u64) -> World {
 fn restarted_members_receive_valid_messages_only() {
     let (mut restarts, mut delivered) = (0, 0);
     for seed in 1..=400 {
-        let world = live(seed, 0, 10);
+        let world = run_world(seed, 0, 10);
         (restarts, delivered) = (restarts + world.restarts, delivered + world.delivered);
     }
     assert!(
@@ -529,22 +535,22 @@ fn restarted_members_receive_valid_messages_only() {
 #[test]
 fn many_late_frames_change_nothing() {
     for seed in 1..=150 {
-        live(seed, 0, 120);
+        run_world(seed, 0, 120);
     }
 }
 
 #[test]
 fn incarnation_numbers_may_wrap_around() {
     for seed in 1..=150 {
-        live(seed, u16::MAX - (seed % 6) as u16, 30);
-        live(seed, (1 << 15) - (seed % 6) as u16, 30);
+        run_world(seed, u16::MAX - (seed % 6) as u16, 30);
+        run_world(seed, (1 << 15) - (seed % 6) as u16, 30);
     }
 }
 
 // ---- tests of a single link
 
 /// Returns a link of task 0 to task 1. Each end has sent four messages, of which two have arrived.
-fn met() -> Link {
+fn link_in_use() -> Link {
     let mut link = Link::new(tid(0), tid(1));
     link.handle(Micros(0), LinkEvent::RouteUp(ROUTE));
     for id in 1..=4 {
@@ -554,7 +560,7 @@ fn met() -> Link {
     for seq in 1..=2 {
         link.handle(Micros(1), LinkEvent::Frame(data(0, seq, 3)));
     }
-    assert_eq!(words(&mut link).0.len(), 2);
+    assert_eq!(poll_all(&mut link).0.len(), 2);
     link
 }
 
@@ -565,7 +571,7 @@ fn frame(line: u16, kind: LinkKind, seq: u64, ack: u64) -> LinkFrame {
         kind,
         seq,
         ack,
-        line,
+        incarnation: line,
         payload: Bytes::new(),
     }
 }
@@ -578,7 +584,7 @@ fn data(line: u16, seq: u64, ack: u64) -> LinkFrame {
 }
 
 /// Returns the messages that a link delivers and the frames that it transmits.
-fn words(link: &mut Link) -> (Vec<Bytes>, Vec<LinkFrame>) {
+fn poll_all(link: &mut Link) -> (Vec<Bytes>, Vec<LinkFrame>) {
     let (mut delivered, mut transmitted) = (Vec::new(), Vec::new());
     while let Some(output) = link.poll(Micros(2)) {
         match output {
@@ -591,41 +597,41 @@ fn words(link: &mut Link) -> (Vec<Bytes>, Vec<LinkFrame>) {
 
 #[test]
 fn frame_of_earlier_incarnation_is_acked_and_ignored() {
-    let mut link = met();
+    let mut link = link_in_use();
     link.handle(Micros(1), LinkEvent::RouteDown);
-    link.begin_timeline(3, true);
+    link.begin_incarnation(3, true);
     link.handle(Micros(1), LinkEvent::RouteUp(ROUTE));
-    words(&mut link);
+    poll_all(&mut link);
     for late in [
         data(0, 3, 5),
         data(2, 3, 5),
         frame(2, LinkKind::Ack { resync: true }, 0, 3),
     ] {
         link.handle(Micros(2), LinkEvent::Frame(late));
-        let (delivered, transmitted) = words(&mut link);
+        let (delivered, transmitted) = poll_all(&mut link);
         assert!(
-            delivered.is_empty() && !link.is_flushed(),
+            delivered.is_empty() && !link.is_all_acked(),
             "it is of a time that did not happen"
         );
         let [answer] = &transmitted[..] else {
             panic!("{transmitted:?}")
         };
         assert_eq!(
-            (answer.kind, answer.line, answer.ack),
+            (answer.kind, answer.incarnation, answer.ack),
             (LinkKind::Ack { resync: false }, 3, 3)
         );
     }
     link.handle(Micros(2), LinkEvent::Frame(data(3, 3, 5)));
-    assert_eq!(words(&mut link).0, [body(3, 0)]);
+    assert_eq!(poll_all(&mut link).0, [body(3, 0)]);
     assert!(
-        link.is_flushed(),
+        link.is_all_acked(),
         "the two ends know of each other what they knew"
     );
 }
 
 #[test]
 fn later_incarnation_resets_link_and_resends_unacked() {
-    let mut link = met();
+    let mut link = link_in_use();
     link.handle(
         Micros(1),
         LinkEvent::Frame(LinkFrame {
@@ -634,7 +640,7 @@ fn later_incarnation_resets_link_and_resends_unacked() {
         }),
     );
     link.handle(Micros(2), LinkEvent::Frame(data(1, 1, 1)));
-    let (delivered, transmitted) = words(&mut link);
+    let (delivered, transmitted) = poll_all(&mut link);
     assert_eq!(
         delivered,
         [body(1, 0)],
@@ -642,45 +648,62 @@ fn later_incarnation_resets_link_and_resends_unacked() {
     );
     let seen: Vec<_> = transmitted
         .iter()
-        .map(|frame| (frame.line, frame.seq, frame.ack, frame.payload.clone()))
+        .map(|frame| {
+            (
+                frame.incarnation,
+                frame.seq,
+                frame.ack,
+                frame.payload.clone(),
+            )
+        })
         .collect();
     assert_eq!(seen, [(1, 1, 2, body(3, 0)), (1, 2, 2, body(4, 0))]);
-    assert_eq!((link.line(), link.sent_end(), link.expected()), (1, 3, 2));
+    assert_eq!(
+        (
+            link.incarnation(),
+            link.queued_end_seq(),
+            link.expected_seq()
+        ),
+        (1, 3, 2)
+    );
 }
 
 #[test]
 fn restarted_peer_counts_as_alive() {
-    let mut link = met();
+    let mut link = link_in_use();
     link.handle(Micros(1), LinkEvent::PeerGone);
     link.send([], body(9, 0)).expect("it vanishes");
     link.handle(Micros(1), LinkEvent::Frame(data(0, 3, 5)));
     assert!(
-        link.is_gone(),
+        link.is_peer_gone(),
         "what was on its way when it ended says nothing"
     );
-    assert_eq!(words(&mut link), (vec![body(3, 0)], Vec::new()));
+    assert_eq!(poll_all(&mut link), (vec![body(3, 0)], Vec::new()));
     link.handle(Micros(2), LinkEvent::Frame(frame(1, LinkKind::Probe, 1, 1)));
-    assert!(!link.is_gone());
+    assert!(!link.is_peer_gone());
     link.send([], body(10, 0)).expect("far below the limit");
-    let last = words(&mut link).1.pop().expect("transmitted");
-    assert_eq!((last.line, last.seq, last.payload), (1, 1, body(10, 0)));
+    let last = poll_all(&mut link).1.pop().expect("transmitted");
+    assert_eq!(
+        (last.incarnation, last.seq, last.payload),
+        (1, 1, body(10, 0))
+    );
 }
 
 /// A restarted end sends what was never transmitted, and nothing that the peer may have received.
 #[test]
 fn restarted_end_resends_only_untransmitted() {
-    let mut link = met();
+    let mut link = link_in_use();
     link.handle(Micros(1), LinkEvent::RouteDown);
     for id in 5..=6 {
         link.send([], body(id, 0)).expect("far below the limit");
     }
-    link.begin_timeline(7, false);
+    link.begin_incarnation(7, false);
     link.handle(Micros(2), LinkEvent::RouteUp(ROUTE));
-    let (delivered, transmitted) = words(&mut link);
+    let (delivered, transmitted) = poll_all(&mut link);
     assert!(delivered.is_empty());
     let seen: Vec<_> = transmitted
         .iter()
-        .map(|frame| (frame.line, frame.seq, frame.payload.clone()))
+        .map(|frame| (frame.incarnation, frame.seq, frame.payload.clone()))
         .collect();
     assert_eq!(seen, [(7, 1, body(5, 0)), (7, 2, body(6, 0))]);
     assert_eq!(link.retained_bytes(), 16);
@@ -690,10 +713,16 @@ fn restarted_end_resends_only_untransmitted() {
 fn incarnation_zero_follows_every_other() {
     for line in [1, 2, (1 << 15) - 1, 1 << 15, (1 << 15) + 1, u16::MAX] {
         let mut fresh = Link::new(tid(0), tid(1));
-        assert!(fresh.follow(line), "{line}");
-        assert_eq!(fresh.line(), line);
-        assert!(!fresh.follow(0) && fresh.line() == line, "{line}");
+        assert!(fresh.accept_incarnation(line), "{line}");
+        assert_eq!(fresh.incarnation(), line);
+        assert!(
+            !fresh.accept_incarnation(0) && fresh.incarnation() == line,
+            "{line}"
+        );
         let next = line.wrapping_add(1).max(1);
-        assert!(fresh.follow(next) && !fresh.follow(line), "{line}");
+        assert!(
+            fresh.accept_incarnation(next) && !fresh.accept_incarnation(line),
+            "{line}"
+        );
     }
 }

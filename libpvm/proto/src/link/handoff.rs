@@ -7,7 +7,9 @@
 //! 2. The new process receives both and continues the link as if it were the old one. The peer
 //!    notices nothing.
 
-use super::{Body, FRAGMENT_BYTES_MAX, Link, LinkFrame, LinkKind, Retained, SMALL_BYTES_MAX};
+use super::{
+    Body, FRAGMENT_BYTES_MAX, INLINE_BODY_BYTES_MAX, Link, LinkFrame, LinkKind, RetainedMessage,
+};
 use crate::ids::{Micros, Tid};
 use bytes::Bytes;
 use serde::{Deserialize, Serialize};
@@ -15,84 +17,87 @@ use std::collections::VecDeque;
 
 /// State of one end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Talk {
+pub struct LinkState {
     pub peer: Tid,
     /// Incarnation of the link.
-    pub line: u16,
+    pub incarnation: u16,
     /// Number of the next fragment expected from the peer.
-    pub expected: u64,
+    pub expected_seq: u64,
     /// Number of the first fragment that the old process repeated.
-    pub first: u64,
+    pub first_seq: u64,
     /// Number after the last repeated fragment.
-    pub end: u64,
-    pub gone: bool,
+    pub end_seq: u64,
+    pub peer_gone: bool,
 }
 
-impl Talk {
+impl LinkState {
     /// Creates the state of a link on which nothing was sent.
-    pub fn new(peer: Tid, line: u16) -> Talk {
-        Talk {
+    pub fn new(peer: Tid, line: u16) -> LinkState {
+        LinkState {
             peer,
-            line,
-            expected: 1,
-            first: 1,
-            end: 1,
-            gone: false,
+            incarnation: line,
+            expected_seq: 1,
+            first_seq: 1,
+            end_seq: 1,
+            peer_gone: false,
         }
     }
 }
 
 /// Reassembles the messages of the previous process from the frames that the daemon returns.
 #[derive(Clone, Debug)]
-pub(super) struct Back {
-    next: u64,
-    end: u64,
-    first: u64,
-    part: Vec<u8>,
+pub(super) struct ReturningMessages {
+    next_seq: u64,
+    end_seq: u64,
+    message_seq: u64,
+    partial: Vec<u8>,
     /// Set if the link was reset since then; returned frames still carry their old numbers.
-    anew: Option<Anew>,
+    reset: Option<ResetState>,
 }
 
 /// State of a link that was reset before all messages had returned.
 #[derive(Clone, Copy, Debug)]
-struct Anew {
+struct ResetState {
     /// All fragments below were acknowledged before the reset.
     acked: u64,
     /// Number of returned messages at the front of the retained queue. Messages sent since then
     /// follow them.
-    placed: usize,
+    returned_count: usize,
 }
 
-impl Back {
+impl ReturningMessages {
     /// Records that the link is about to be reset. The retained messages still have their old
     /// numbers, unless an earlier reset changed them.
-    pub(super) fn begin_anew(&mut self, acked: u64, retained: &VecDeque<Retained>) {
-        let placed = retained.partition_point(|message| message.first_seq < self.first);
-        self.anew.get_or_insert(Anew { acked, placed });
+    pub(super) fn record_reset(&mut self, acked: u64, retained: &VecDeque<RetainedMessage>) {
+        let placed = retained.partition_point(|message| message.first_seq < self.message_seq);
+        self.reset.get_or_insert(ResetState {
+            acked,
+            returned_count: placed,
+        });
     }
 
     /// True if the link was reset since the handoff.
-    pub(super) fn is_anew(&self) -> bool {
-        self.anew.is_some()
+    pub(super) fn was_reset(&self) -> bool {
+        self.reset.is_some()
     }
 
     /// Returns the index in the retained queue for a returned message with these numbers; messages
     /// sent since then follow it. `None` if the message was acknowledged: in the current
     /// incarnation all fragments below `acked` are.
-    fn place(
+    fn queue_index(
         &mut self,
         (first, end): (u64, u64),
         acked: u64,
-        retained: &VecDeque<Retained>,
+        retained: &VecDeque<RetainedMessage>,
     ) -> Option<usize> {
-        if end <= self.anew.map_or(acked, |anew| anew.acked) {
+        if end <= self.reset.map_or(acked, |anew| anew.acked) {
             return None;
         }
-        let Some(anew) = &mut self.anew else {
+        let Some(anew) = &mut self.reset else {
             return Some(retained.partition_point(|other| other.first_seq < first));
         };
-        anew.placed += 1;
-        Some(anew.placed - 1)
+        anew.returned_count += 1;
+        Some(anew.returned_count - 1)
     }
 }
 
@@ -103,23 +108,23 @@ impl Link {
     ///
     /// From now on this end transmits without regard to the window. The returned frames count as
     /// transmitted.
-    pub fn part(&mut self, now: Micros) -> (Talk, Vec<LinkFrame>) {
-        let half = self.rx.partial.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
+    pub fn hand_off(&mut self, now: Micros) -> (LinkState, Vec<LinkFrame>) {
+        let partial_fragments = self.rx.partial.len().div_ceil(FRAGMENT_BYTES_MAX) as u64;
         let first = self
             .tx
             .retained
             .front()
-            .map_or(self.tx.end, |message| message.first_seq);
-        let expected = self.rx.expected - half;
-        let talk = Talk {
+            .map_or(self.tx.end_seq, |message| message.first_seq);
+        let expected = self.rx.expected_seq - partial_fragments;
+        let state = LinkState {
             peer: self.peer,
-            line: self.line,
-            expected,
-            first,
-            end: first,
-            gone: self.gone,
+            incarnation: self.incarnation,
+            expected_seq: expected,
+            first_seq: first,
+            end_seq: first,
+            peer_gone: self.peer_gone,
         };
-        let (line, ack) = (self.line, self.rx.expected);
+        let (line, ack) = (self.incarnation, self.rx.expected_seq);
         let mut frames = Vec::new();
         for (piece, seq) in self.rx.partial.chunks(FRAGMENT_BYTES_MAX).zip(expected..) {
             let (kind, payload) = (
@@ -132,12 +137,13 @@ impl Link {
                 kind,
                 seq,
                 ack: 1,
-                line,
+                incarnation: line,
                 payload,
             });
         }
         for message in &self.tx.retained {
-            for seq in (message.first_seq..message.end_seq()).take_while(|seq| *seq < self.tx.next)
+            for seq in
+                (message.first_seq..message.end_seq()).take_while(|seq| *seq < self.tx.next_seq)
             {
                 let (head, body) = message.fragment(seq);
                 let (kind, payload) = (
@@ -152,7 +158,7 @@ impl Link {
                     kind,
                     seq,
                     ack,
-                    line,
+                    incarnation: line,
                     payload,
                 });
             }
@@ -161,62 +167,73 @@ impl Link {
         while let Some(frame) = self.next_frame(now) {
             frames.push(frame.to_frame());
         }
-        (talk, frames)
+        (state, frames)
     }
 
     /// Obeys the window again after [`Link::lift_window`].
     pub fn restore_window(&mut self) {
-        self.tx.unlimited = false;
+        self.tx.window_lifted = false;
     }
 
     /// Creates the link of a new process that continues from the old process's state. It transmits
     /// nothing before all frames of the old process have returned ([`Link::take_back`]).
-    pub fn go_on(local: Tid, talk: &Talk) -> Link {
-        let mut link = Link::new(local, talk.peer);
-        (link.line, link.gone, link.rx.expected) = (talk.line, talk.gone, talk.expected);
+    pub fn resume_from(local: Tid, state: &LinkState) -> Link {
+        let mut link = Link::new(local, state.peer);
+        (link.incarnation, link.peer_gone, link.rx.expected_seq) =
+            (state.incarnation, state.peer_gone, state.expected_seq);
         let tx = &mut link.tx;
-        (tx.acked, tx.next, tx.fresh, tx.end) = (talk.first, talk.first, talk.end, talk.end);
-        if talk.gone {
-            (tx.acked, tx.next) = (talk.end, talk.end);
-        } else if talk.first < talk.end {
-            tx.back = Some(Box::new(Back {
-                next: talk.first,
-                end: talk.end,
-                first: talk.first,
-                part: Vec::new(),
-                anew: None,
+        (tx.acked, tx.next_seq, tx.highest_sent, tx.end_seq) = (
+            state.first_seq,
+            state.first_seq,
+            state.end_seq,
+            state.end_seq,
+        );
+        if state.peer_gone {
+            (tx.acked, tx.next_seq) = (state.end_seq, state.end_seq);
+        } else if state.first_seq < state.end_seq {
+            tx.returning = Some(Box::new(ReturningMessages {
+                next_seq: state.first_seq,
+                end_seq: state.end_seq,
+                message_seq: state.first_seq,
+                partial: Vec::new(),
+                reset: None,
             }));
         }
         link
     }
 
     /// Processes a returned frame that the previous process had sent.
-    pub fn take_back(&mut self, frame: &LinkFrame) {
+    pub fn accept_returned(&mut self, frame: &LinkFrame) {
         let LinkKind::Data { last } = frame.kind else {
             return;
         };
         let tx = &mut self.tx;
-        let Some(back) = tx.back.as_mut().filter(|back| back.next == frame.seq) else {
+        let Some(back) = tx
+            .returning
+            .as_mut()
+            .filter(|back| back.next_seq == frame.seq)
+        else {
             return;
         };
-        back.next += 1;
-        back.part.extend_from_slice(&frame.payload);
+        back.next_seq += 1;
+        back.partial.extend_from_slice(&frame.payload);
         if last {
-            let (seq, bytes) = (back.first, std::mem::take(&mut back.part));
-            back.first = back.next;
-            if let Some(place) = back.place((seq, back.next), tx.acked, &tx.retained) {
-                let body = if bytes.len() <= SMALL_BYTES_MAX {
-                    Body::copy(&bytes)
+            let (seq, bytes) = (back.message_seq, std::mem::take(&mut back.partial));
+            back.message_seq = back.next_seq;
+            if let Some(index) = back.queue_index((seq, back.next_seq), tx.acked, &tx.retained) {
+                let body = if bytes.len() <= INLINE_BODY_BYTES_MAX {
+                    Body::inline(&bytes)
                 } else {
-                    Body::Large(bytes.into())
+                    Body::Shared(bytes.into())
                 };
-                let message = Retained::new(seq, &[], body);
+                let message = RetainedMessage::new(seq, &[], body);
                 tx.retained_bytes += message.len();
-                tx.retained.insert(place, message);
+                tx.retained.insert(index, message);
             }
         }
-        if back.next >= back.end && tx.back.take().is_some_and(|back| back.is_anew()) {
-            tx.number_anew();
+        if back.next_seq >= back.end_seq && tx.returning.take().is_some_and(|back| back.was_reset())
+        {
+            tx.renumber();
         }
     }
 }
@@ -241,24 +258,24 @@ mod tests {
         links
     }
 
-    fn frames(link: &mut Link) -> Vec<LinkFrame> {
+    fn take_frames(link: &mut Link) -> Vec<LinkFrame> {
         std::iter::from_fn(|| link.next_frame(NOW).map(|frame| frame.to_frame())).collect()
     }
 
-    fn give(to: &mut Link, frames: &[LinkFrame]) {
+    fn deliver(to: &mut Link, frames: &[LinkFrame]) {
         frames
             .iter()
             .for_each(|frame| to.handle(NOW, LinkEvent::Frame(frame.clone())));
     }
 
-    fn messages(link: &mut Link) -> Vec<Vec<u8>> {
+    fn take_messages(link: &mut Link) -> Vec<Vec<u8>> {
         std::iter::from_fn(|| link.take_message())
             .map(|message| message.to_vec())
             .collect()
     }
 
     /// Queues three messages, the second of which has three fragments; returns their contents.
-    fn say_three(link: &mut Link) -> [Vec<u8>; 3] {
+    fn queue_three(link: &mut Link) -> [Vec<u8>; 3] {
         let big = vec![7; FRAGMENT_BYTES_MAX * 2 + 5];
         link.send([1], Bytes::from_static(b"a")).expect("queued");
         link.send([2, 3], big.clone().into()).expect("queued");
@@ -268,7 +285,7 @@ mod tests {
 
     /// Hands `link` over to a new process; the daemon has also seen the frames in `later`.
     fn take_over(link: &mut Link, later: &[LinkFrame]) -> Link {
-        let (mut talk, said) = link.part(NOW);
+        let (mut talk, said) = link.hand_off(NOW);
         let own: Vec<LinkFrame> = said
             .iter()
             .chain(later)
@@ -279,15 +296,15 @@ mod tests {
             .iter()
             .filter(|frame| matches!(frame.kind, LinkKind::Data { .. }))
         {
-            assert_eq!(frame.seq, talk.end, "in order, and without a gap");
-            talk.end += 1;
+            assert_eq!(frame.seq, talk.end_seq, "in order, and without a gap");
+            talk.end_seq += 1;
         }
-        let mut new = Link::go_on(tid(1), &talk);
+        let mut new = Link::resume_from(tid(1), &talk);
         new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
         // The new process sends a message immediately.
         new.send([], Bytes::from_static(b"new")).expect("queued");
-        own.iter().for_each(|frame| new.take_back(frame));
-        give(
+        own.iter().for_each(|frame| new.accept_returned(frame));
+        deliver(
             &mut new,
             &said
                 .into_iter()
@@ -302,24 +319,24 @@ mod tests {
     fn successor_resends_unacknowledged_messages_once() {
         for heard in 0..6 {
             let [mut old, mut peer] = pair();
-            let three = say_three(&mut old);
-            let sent = frames(&mut old);
-            give(&mut peer, &sent[..heard.min(sent.len())]);
+            let three = queue_three(&mut old);
+            let sent = take_frames(&mut old);
+            deliver(&mut peer, &sent[..heard.min(sent.len())]);
             if heard % 2 == 0 {
-                give(&mut old, &frames(&mut peer));
+                deliver(&mut old, &take_frames(&mut peer));
             }
             let mut new = take_over(&mut old, &[]);
             for _ in 0..4 {
-                give(&mut peer, &frames(&mut new));
-                give(&mut new, &frames(&mut peer));
-                new.handle(NOW, LinkEvent::PeerMoved);
+                deliver(&mut peer, &take_frames(&mut new));
+                deliver(&mut new, &take_frames(&mut peer));
+                new.handle(NOW, LinkEvent::PeerMigrated);
             }
             let all: Vec<_> = three.into_iter().chain([b"new".to_vec()]).collect();
-            assert_eq!(messages(&mut peer), all, "{heard} were heard");
+            assert_eq!(take_messages(&mut peer), all, "{heard} were heard");
             peer.send([], Bytes::from_static(b"answer"))
                 .expect("queued");
-            give(&mut new, &frames(&mut peer));
-            assert_eq!(messages(&mut new), [b"answer"]);
+            deliver(&mut new, &take_frames(&mut peer));
+            assert_eq!(take_messages(&mut new), [b"answer"]);
         }
     }
 
@@ -330,27 +347,27 @@ mod tests {
         for (heard, restarts) in [(0, 1), (1, 1), (0, 2)] {
             for came in 0..6 {
                 let [mut old, mut peer] = pair();
-                let three = say_three(&mut old);
-                let sent = frames(&mut old);
-                give(&mut peer, &sent[..heard]);
-                let (mut talk, said) = old.part(NOW);
-                talk.end += sent.len() as u64;
-                let mut new = Link::go_on(tid(1), &talk);
+                let three = queue_three(&mut old);
+                let sent = take_frames(&mut old);
+                deliver(&mut peer, &sent[..heard]);
+                let (mut talk, said) = old.hand_off(NOW);
+                talk.end_seq += sent.len() as u64;
+                let mut new = Link::resume_from(tid(1), &talk);
                 new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
                 new.send([], Bytes::from_static(b"new")).expect("queued");
                 // Messages that the peer acknowledges before its restart are not sent again.
-                peer.handle(NOW, LinkEvent::PeerMoved);
-                give(&mut new, &frames(&mut peer));
+                peer.handle(NOW, LinkEvent::PeerMigrated);
+                deliver(&mut new, &take_frames(&mut peer));
                 said[..came.min(said.len())]
                     .iter()
-                    .for_each(|frame| new.take_back(frame));
+                    .for_each(|frame| new.accept_returned(frame));
                 let mut again = Link::new(tid(2), tid(1));
                 again.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
                 for line in 1..=restarts {
-                    again.restart(line);
-                    assert!(new.follow(line), "it follows");
+                    again.reset_to_incarnation(line);
+                    assert!(new.accept_incarnation(line), "it follows");
                     assert!(
-                        came >= sent.len() || !new.is_transmitted(),
+                        came >= sent.len() || !new.is_all_transmitted(),
                         "something has yet to come back"
                     );
                     new.send([], Bytes::from(format!("newer {line}")))
@@ -359,17 +376,17 @@ mod tests {
                 if came < sent.len() {
                     let is_data = |frame: &LinkFrame| matches!(frame.kind, LinkKind::Data { .. });
                     assert!(
-                        !frames(&mut new).iter().any(is_data),
+                        !take_frames(&mut new).iter().any(is_data),
                         "nothing overtakes what comes back"
                     );
                 }
                 said[came.min(said.len())..]
                     .iter()
-                    .for_each(|frame| new.take_back(frame));
+                    .for_each(|frame| new.accept_returned(frame));
                 for _ in 0..4 {
-                    give(&mut again, &frames(&mut new));
-                    give(&mut new, &frames(&mut again));
-                    new.handle(NOW, LinkEvent::PeerMoved);
+                    deliver(&mut again, &take_frames(&mut new));
+                    deliver(&mut new, &take_frames(&mut again));
+                    new.handle(NOW, LinkEvent::PeerMigrated);
                 }
                 let newer = (1..=restarts).map(|line| format!("newer {line}").into_bytes());
                 let all: Vec<_> = three
@@ -379,7 +396,7 @@ mod tests {
                     .chain(newer)
                     .collect();
                 assert_eq!(
-                    messages(&mut again),
+                    take_messages(&mut again),
                     all,
                     "{heard} heard, {came} came back before {restarts} restarts"
                 );
@@ -397,19 +414,19 @@ mod tests {
     fn restored_end_drops_returned_messages() {
         let [mut old, _] = pair();
         old.send([], Bytes::from_static(b"old")).expect("queued");
-        let sent = frames(&mut old);
-        let (mut talk, said) = old.part(NOW);
-        talk.end += sent.len() as u64;
-        let mut new = Link::go_on(tid(1), &talk);
-        assert!(!new.is_transmitted(), "something has yet to come back");
-        new.begin_timeline(7, false);
+        let sent = take_frames(&mut old);
+        let (mut talk, said) = old.hand_off(NOW);
+        talk.end_seq += sent.len() as u64;
+        let mut new = Link::resume_from(tid(1), &talk);
+        assert!(!new.is_all_transmitted(), "something has yet to come back");
+        new.begin_incarnation(7, false);
         new.handle(NOW, LinkEvent::RouteUp(RouteId(1)));
-        said.iter().for_each(|frame| new.take_back(frame));
+        said.iter().for_each(|frame| new.accept_returned(frame));
         new.send([], Bytes::from_static(b"new")).expect("queued");
         let mut peer = Link::new(tid(2), tid(1));
-        peer.restart(7);
-        give(&mut peer, &frames(&mut new));
-        assert_eq!(messages(&mut peer), [b"new"]);
+        peer.reset_to_incarnation(7);
+        deliver(&mut peer, &take_frames(&mut new));
+        assert_eq!(take_messages(&mut peer), [b"new"]);
     }
 
     /// A partially received message and messages held back by the window survive the handoff.
@@ -418,12 +435,12 @@ mod tests {
         let [mut old, mut peer] = pair();
         let big = vec![3; FRAGMENT_BYTES_MAX * 3];
         peer.send([9], big.clone().into()).expect("queued");
-        let coming = frames(&mut peer);
-        give(&mut old, &coming[..2]);
+        let coming = take_frames(&mut peer);
+        deliver(&mut old, &coming[..2]);
         // The peer learns that these two fragments arrived and does not repeat them.
-        give(
+        deliver(
             &mut peer,
-            &old.part(NOW)
+            &old.hand_off(NOW)
                 .1
                 .into_iter()
                 .filter(|frame| frame.src == tid(1))
@@ -432,15 +449,15 @@ mod tests {
         let wide = vec![5; WINDOW_BYTES_MAX * 2];
         old.restore_window();
         old.send([], wide.clone().into()).expect("queued");
-        assert!(frames(&mut old).len() < wide.len() / FRAGMENT_BYTES_MAX);
+        assert!(take_frames(&mut old).len() < wide.len() / FRAGMENT_BYTES_MAX);
         let mut new = take_over(&mut old, &[]);
-        give(&mut new, &coming[2..]);
-        assert_eq!(messages(&mut new), [[vec![9], big].concat()]);
+        deliver(&mut new, &coming[2..]);
+        assert_eq!(take_messages(&mut new), [[vec![9], big].concat()]);
         for _ in 0..8 {
-            give(&mut peer, &frames(&mut new));
-            give(&mut new, &frames(&mut peer));
-            new.handle(NOW, LinkEvent::PeerMoved);
+            deliver(&mut peer, &take_frames(&mut new));
+            deliver(&mut new, &take_frames(&mut peer));
+            new.handle(NOW, LinkEvent::PeerMigrated);
         }
-        assert_eq!(messages(&mut peer), [wide, b"new".to_vec()]);
+        assert_eq!(take_messages(&mut peer), [wide, b"new".to_vec()]);
     }
 }

@@ -1,24 +1,25 @@
 //! Decisions that the resource manager records, and the events on which they are based. New
 //! variants must be added at the end, because the stored history contains the variant numbers.
 
-use super::{Attempt, Excluded, Expected, NotUsed};
+use super::{MigrationBenefit, PlacementAttempt, RejectedHost, RejectionReason};
 use crate::error::PvmError;
 use crate::ids::{Micros, Tid};
-use crate::migration::{Cause, Step};
+use crate::migration::{MigrationCause, Step};
 use crate::suspend;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-const BEGAN_AGAIN: &str =
+const RESTARTED_SENTENCE: &str =
     "the resource manager began again with what was known; meanwhile spawns were placed in turn";
 
 /// The content of a decision or event.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Decided {
+pub enum DecisionKind {
     /// A spawn was answered.
     Spawn {
         program: String,
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
         /// Job of the requesting task.
         job: Tid,
         /// User id of the requesting task.
@@ -31,52 +32,58 @@ pub enum Decided {
         error: Option<PvmError>,
         /// Time from the request to the last placement attempt.
         waited: Micros,
-        attempts: Vec<Attempt>,
+        attempts: Vec<PlacementAttempt>,
     },
     /// A migration was ordered.
-    Go {
+    #[serde(rename = "Go")]
+    MigrationOrdered {
         tid: Tid,
         from: String,
         to: String,
-        cause: Cause,
+        cause: MigrationCause,
         /// Expected benefit and cost.
-        expected: Expected,
+        expected: MigrationBenefit,
         /// Why it did not begin; `None`: it began.
         refused: Option<String>,
     },
     /// A migration is complete.
-    Moved {
+    #[serde(rename = "Moved")]
+    Migrated {
         tid: Tid,
         from: String,
         to: String,
-        cause: Cause,
+        cause: MigrationCause,
         /// Size of the images.
         bytes: u64,
         /// Time for which the task was stopped.
         frozen: Micros,
     },
     /// A migration failed; the task continued at the source.
-    NotMoved {
+    #[serde(rename = "NotMoved")]
+    MigrationFailed {
         tid: Tid,
         from: String,
         to: String,
         /// Reason for the migration.
-        cause: Cause,
+        cause: MigrationCause,
         /// The step that failed.
         step: Step,
         /// Reason for the failure.
         why: String,
     },
     /// A task stays although the owner of its host is present.
-    Stays {
+    #[serde(rename = "Stays")]
+    CannotLeave {
         tid: Tid,
         host: String,
         why: String,
         /// Hosts that would not accept it.
-        not_used: Vec<NotUsed>,
+        #[serde(rename = "not_used")]
+        rejected: Vec<RejectedHost>,
     },
     /// The owner of a host returned.
-    OwnerCame {
+    #[serde(rename = "OwnerCame")]
+    OwnerReturned {
         host: String,
         /// The load watcher's reason, in one sentence.
         why: String,
@@ -99,13 +106,13 @@ pub enum Decided {
     Suspended {
         tid: Tid,
         host: String,
-        cause: suspend::Cause,
+        cause: suspend::SuspendCause,
     },
     /// A suspended task was resumed.
     Resumed {
         tid: Tid,
         host: String,
-        cause: suspend::Cause,
+        cause: suspend::SuspendCause,
     },
     /// A whole job was suspended or resumed.
     JobSuspended {
@@ -113,24 +120,30 @@ pub enum Decided {
         /// False: it was resumed.
         suspend: bool,
         /// The task that requested it.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// A drain of a host began or ended.
     Drain {
         host: String,
         /// False: it ended, and the host accepts tasks again.
-        begun: bool,
+        #[serde(rename = "begun")]
+        started: bool,
         /// The task that requested it.
-        by: Tid,
+        #[serde(rename = "by")]
+        requested_by: Tid,
     },
     /// The resource manager started.
-    Began {
+    #[serde(rename = "Began")]
+    RmStarted {
         /// True if it continues with the state of a predecessor.
-        again: bool,
+        #[serde(rename = "again")]
+        resumed: bool,
     },
     /// A job was vacated: one of its tasks must leave its host and no other host accepts it, so the
     /// job was checkpointed and ended. It will be restarted when there is room.
-    Parked {
+    #[serde(rename = "Parked")]
+    Vacated {
         /// First task of the job.
         job: Tid,
         /// The task that must leave.
@@ -144,21 +157,24 @@ pub enum Decided {
     Restarted {
         job: Tid,
         /// Name of the checkpoint.
-        set: String,
+        #[serde(rename = "set")]
+        checkpoint: String,
         /// Its tasks with their hosts.
         tasks: Vec<(Tid, String)>,
         why: String,
     },
     /// The benefit of a load migration is known: the task has ended, or has run long enough on the
     /// target.
-    CameOut {
+    #[serde(rename = "CameOut")]
+    BenefitMeasured {
         tid: Tid,
         from: String,
         to: String,
         /// Expected benefit and cost.
-        expected: Expected,
+        expected: MigrationBenefit,
         /// Actual benefit and cost, estimated from the task's progress on the target.
-        came: Expected,
+        #[serde(rename = "came")]
+        actual: MigrationBenefit,
     },
     /// The owner's policy closes a host to guests, whether or not anyone uses it.
     HostClosed {
@@ -188,7 +204,8 @@ pub enum Decided {
         /// First task of the job, if known.
         job: Option<Tid>,
         /// Name of the checkpoint.
-        set: String,
+        #[serde(rename = "set")]
+        checkpoint: String,
         /// Reason for the attempt.
         cause: String,
         /// Reason for the failure.
@@ -208,30 +225,30 @@ pub enum Decided {
     },
 }
 
-impl Decided {
+impl DecisionKind {
     /// True if the decision concerns a task for which `is_so` returns true.
-    pub fn is_about(&self, is_so: impl Fn(Tid) -> bool) -> bool {
+    pub fn concerns_task(&self, matches: impl Fn(Tid) -> bool) -> bool {
         match self {
-            Decided::Spawn { job, started, .. } => {
-                is_so(*job) || started.iter().any(|(tid, _)| is_so(*tid))
+            DecisionKind::Spawn { job, started, .. } => {
+                matches(*job) || started.iter().any(|(tid, _)| matches(*tid))
             }
-            Decided::Go { tid, .. }
-            | Decided::Moved { tid, .. }
-            | Decided::NotMoved { tid, .. }
-            | Decided::Stays { tid, .. }
-            | Decided::CameOut { tid, .. }
-            | Decided::Suspended { tid, .. }
-            | Decided::Resumed { tid, .. } => is_so(*tid),
-            Decided::JobSuspended { job, .. } | Decided::CheckpointFailed { job, .. } => {
-                is_so(*job)
+            DecisionKind::MigrationOrdered { tid, .. }
+            | DecisionKind::Migrated { tid, .. }
+            | DecisionKind::MigrationFailed { tid, .. }
+            | DecisionKind::CannotLeave { tid, .. }
+            | DecisionKind::BenefitMeasured { tid, .. }
+            | DecisionKind::Suspended { tid, .. }
+            | DecisionKind::Resumed { tid, .. } => matches(*tid),
+            DecisionKind::JobSuspended { job, .. } | DecisionKind::CheckpointFailed { job, .. } => {
+                matches(*job)
             }
-            Decided::RestartFailed { job, .. } => job.is_some_and(is_so),
-            Decided::GuestsEnded { tasks, .. } | Decided::TaskerGone { tasks, .. } => {
-                tasks.iter().any(|tid| is_so(*tid))
+            DecisionKind::RestartFailed { job, .. } => job.is_some_and(matches),
+            DecisionKind::GuestsEnded { tasks, .. } | DecisionKind::TaskerGone { tasks, .. } => {
+                tasks.iter().any(|tid| matches(*tid))
             }
-            Decided::Parked { job, tid, .. } => is_so(*job) || is_so(*tid),
-            Decided::Restarted { job, tasks, .. } => {
-                is_so(*job) || tasks.iter().any(|(tid, _)| is_so(*tid))
+            DecisionKind::Vacated { job, tid, .. } => matches(*job) || matches(*tid),
+            DecisionKind::Restarted { job, tasks, .. } => {
+                matches(*job) || tasks.iter().any(|(tid, _)| matches(*tid))
             }
             _ => false,
         }
@@ -239,45 +256,45 @@ impl Decided {
 
     /// True if the decision concerns this host as source or target, or because the host was
     /// rejected.
-    pub fn is_about_host(&self, name: &str) -> bool {
-        let not_used = |list: &[NotUsed]| {
+    pub fn concerns_host(&self, name: &str) -> bool {
+        let not_used = |list: &[RejectedHost]| {
             list.iter()
-                .any(|n| n.host == name && n.why != Excluded::NotAsked)
+                .any(|n| n.host == name && n.why != RejectionReason::OtherHostRequested)
         };
         match self {
-            Decided::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
-            Decided::Spawn {
+            DecisionKind::Restarted { tasks, .. } => tasks.iter().any(|(_, host)| host == name),
+            DecisionKind::Spawn {
                 started, attempts, ..
             } => {
                 started.iter().any(|(_, host)| host == name)
-                    || attempts.iter().any(|a| not_used(&a.not_used))
+                    || attempts.iter().any(|a| not_used(&a.rejected))
             }
-            Decided::Go { from, to, .. }
-            | Decided::Moved { from, to, .. }
-            | Decided::NotMoved { from, to, .. }
-            | Decided::CameOut { from, to, .. } => from == name || to == name,
-            Decided::Stays {
+            DecisionKind::MigrationOrdered { from, to, .. }
+            | DecisionKind::Migrated { from, to, .. }
+            | DecisionKind::MigrationFailed { from, to, .. }
+            | DecisionKind::BenefitMeasured { from, to, .. } => from == name || to == name,
+            DecisionKind::CannotLeave {
                 host,
-                not_used: list,
+                rejected: list,
                 ..
             } => host == name || not_used(list),
-            Decided::OwnerCame { host, .. }
-            | Decided::OwnerLeft { host, .. }
-            | Decided::HostJoined { host }
-            | Decided::HostGone { host, .. }
-            | Decided::Drain { host, .. }
-            | Decided::Parked { host, .. }
-            | Decided::Suspended { host, .. }
-            | Decided::Resumed { host, .. }
-            | Decided::HostClosed { host, .. }
-            | Decided::HostOpened { host }
-            | Decided::GuestsEnded { host, .. }
-            | Decided::TaskerGone { host, .. }
-            | Decided::HostRefused { host, .. } => host == name,
-            Decided::JobSuspended { .. }
-            | Decided::Began { .. }
-            | Decided::CheckpointFailed { .. }
-            | Decided::RestartFailed { .. } => false,
+            DecisionKind::OwnerReturned { host, .. }
+            | DecisionKind::OwnerLeft { host, .. }
+            | DecisionKind::HostJoined { host }
+            | DecisionKind::HostGone { host, .. }
+            | DecisionKind::Drain { host, .. }
+            | DecisionKind::Vacated { host, .. }
+            | DecisionKind::Suspended { host, .. }
+            | DecisionKind::Resumed { host, .. }
+            | DecisionKind::HostClosed { host, .. }
+            | DecisionKind::HostOpened { host }
+            | DecisionKind::GuestsEnded { host, .. }
+            | DecisionKind::TaskerGone { host, .. }
+            | DecisionKind::HostRefused { host, .. } => host == name,
+            DecisionKind::JobSuspended { .. }
+            | DecisionKind::RmStarted { .. }
+            | DecisionKind::CheckpointFailed { .. }
+            | DecisionKind::RestartFailed { .. } => false,
         }
     }
 }
@@ -287,27 +304,27 @@ fn seconds(span: Micros) -> f64 {
 }
 
 /// Describes a cause, for example "the owner of h2 is there (olga on pts/1)".
-fn because(cause: &Cause, from: &str) -> String {
+fn cause_phrase(cause: &MigrationCause, from: &str) -> String {
     match cause {
-        Cause::Asked { by } => format!("{by} asked for it"),
-        Cause::Owner { why } => format!("the owner of {from} is there ({why})"),
-        Cause::Load { why } => format!("the load is uneven: {why}"),
-        Cause::Drain { by } => format!("{by} has {from} emptied"),
-        Cause::Checkpoint | Cause::Restart => cause.to_string(),
+        MigrationCause::Requested { requested_by } => format!("{requested_by} asked for it"),
+        MigrationCause::Owner { why } => format!("the owner of {from} is there ({why})"),
+        MigrationCause::Load { why } => format!("the load is uneven: {why}"),
+        MigrationCause::Drain { requested_by } => format!("{requested_by} has {from} emptied"),
+        MigrationCause::Checkpoint | MigrationCause::Restart => cause.to_string(),
     }
 }
 
-fn tell_spawn(
+fn write_spawn(
     f: &mut fmt::Formatter<'_>,
     (program, by, count): (&str, Tid, u32),
     started: &[(Tid, String)],
     error: Option<PvmError>,
-    attempts: &[Attempt],
+    attempts: &[PlacementAttempt],
 ) -> fmt::Result {
     let mut hosts: Vec<&str> = started.iter().map(|(_, host)| host.as_str()).collect();
     hosts.dedup();
     let hosts = hosts.join(" ");
-    let why: Vec<&str> = attempts.iter().map(|a| a.sentence.as_str()).collect();
+    let why: Vec<&str> = attempts.iter().map(|a| a.reason.as_str()).collect();
     let why = why.join("; then ");
     match (error, started.len()) {
         (Some(error), 0) => write!(f, "{program} was not started for {by}: {error} ({why})"),
@@ -321,7 +338,10 @@ fn tell_spawn(
     }
 }
 
-fn tell_expected(f: &mut fmt::Formatter<'_>, Expected { gain, cost }: &Expected) -> fmt::Result {
+fn write_expected(
+    f: &mut fmt::Formatter<'_>,
+    MigrationBenefit { gain, cost }: &MigrationBenefit,
+) -> fmt::Result {
     match gain.0 {
         0 => write!(f, "; expected cost {:.1} s", seconds(*cost)),
         _ => write!(
@@ -333,16 +353,16 @@ fn tell_expected(f: &mut fmt::Formatter<'_>, Expected { gain, cost }: &Expected)
     }
 }
 
-fn tell_tasks(f: &mut fmt::Formatter<'_>, tasks: &[Tid]) -> fmt::Result {
+fn write_tasks(f: &mut fmt::Formatter<'_>, tasks: &[Tid]) -> fmt::Result {
     tasks.iter().try_for_each(|tid| write!(f, " {tid}"))
 }
 
-impl fmt::Display for Decided {
+impl fmt::Display for DecisionKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Decided::Spawn {
+            DecisionKind::Spawn {
                 program,
-                by,
+                requested_by: by,
                 count,
                 started,
                 error,
@@ -350,14 +370,14 @@ impl fmt::Display for Decided {
                 attempts,
                 ..
             } => {
-                tell_spawn(f, (program, *by, *count), started, *error, attempts)?;
+                write_spawn(f, (program, *by, *count), started, *error, attempts)?;
                 if waited.0 > 0 {
                     write!(f, "; it waited {:.1} s", seconds(*waited))
                 } else {
                     Ok(())
                 }
             }
-            Decided::Go {
+            DecisionKind::MigrationOrdered {
                 tid,
                 from,
                 to,
@@ -368,14 +388,14 @@ impl fmt::Display for Decided {
                 write!(
                     f,
                     "{tid} was told to go from {from} to {to} because {}",
-                    because(cause, from)
+                    cause_phrase(cause, from)
                 )?;
-                tell_expected(f, expected)?;
+                write_expected(f, expected)?;
                 refused
                     .as_ref()
                     .map_or(Ok(()), |why| write!(f, "; it did not begin: {why}"))
             }
-            Decided::Moved {
+            DecisionKind::Migrated {
                 tid,
                 from,
                 to,
@@ -385,10 +405,10 @@ impl fmt::Display for Decided {
             } => write!(
                 f,
                 "{tid} moved from {from} to {to} because {}: {bytes} bytes, it stood still for {:.1} ms",
-                because(cause, from),
+                cause_phrase(cause, from),
                 frozen.0 as f64 / 1e3
             ),
-            Decided::NotMoved {
+            DecisionKind::MigrationFailed {
                 tid,
                 from,
                 to,
@@ -401,11 +421,11 @@ impl fmt::Display for Decided {
                     "{tid} was not moved from {from} to {to}: {step} failed: {why}"
                 )
             }
-            Decided::Stays {
+            DecisionKind::CannotLeave {
                 tid,
                 host,
                 why,
-                not_used,
+                rejected: not_used,
             } => {
                 write!(f, "{tid} stays on {host}, which it should leave: {why}")?;
                 let list: Vec<String> = not_used
@@ -418,31 +438,37 @@ impl fmt::Display for Decided {
                     write!(f, " ({})", list.join("; "))
                 }
             }
-            Decided::OwnerCame { host, why } => write!(f, "the owner of {host} came: {why}"),
-            Decided::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
-            Decided::HostJoined { host } => write!(f, "{host} joined"),
-            Decided::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
-            Decided::Suspended { tid, host, cause } => {
+            DecisionKind::OwnerReturned { host, why } => {
+                write!(f, "the owner of {host} came: {why}")
+            }
+            DecisionKind::OwnerLeft { host, why } => write!(f, "the owner of {host} left: {why}"),
+            DecisionKind::HostJoined { host } => write!(f, "{host} joined"),
+            DecisionKind::HostGone { host, why } => write!(f, "{host} is gone: {why}"),
+            DecisionKind::Suspended { tid, host, cause } => {
                 write!(f, "{tid} was suspended on {host}: {cause}")
             }
-            Decided::Resumed { tid, host, cause } => {
+            DecisionKind::Resumed { tid, host, cause } => {
                 write!(f, "{tid} was resumed on {host}: {cause}")
             }
-            Decided::JobSuspended { job, suspend, by } => {
+            DecisionKind::JobSuspended {
+                job,
+                suspend,
+                requested_by,
+            } => {
                 let what = if *suspend { "suspended" } else { "resumed" };
-                write!(f, "job {job} was {what}: {by} asked for it")
+                write!(f, "job {job} was {what}: {requested_by} asked for it")
             }
-            Decided::Drain {
+            DecisionKind::Drain {
                 host,
-                begun: true,
-                by,
+                started: true,
+                requested_by: by,
             } => write!(f, "{host} is being emptied: {by} asked for it"),
-            Decided::Drain {
+            DecisionKind::Drain {
                 host,
-                begun: false,
-                by,
+                started: false,
+                requested_by: by,
             } => write!(f, "{host} takes tasks again: {by} asked for it"),
-            Decided::Parked {
+            DecisionKind::Vacated {
                 job,
                 tid,
                 host,
@@ -451,9 +477,9 @@ impl fmt::Display for Decided {
                 f,
                 "job {job} is checkpointed and ended, and goes on when there is room: {tid} has to leave {host}, and {why}"
             ),
-            Decided::Restarted {
+            DecisionKind::Restarted {
                 job,
-                set,
+                checkpoint: set,
                 tasks,
                 why,
             } => {
@@ -462,12 +488,12 @@ impl fmt::Display for Decided {
                     .iter()
                     .try_for_each(|(tid, host)| write!(f, " {tid} on {host}"))
             }
-            Decided::CameOut {
+            DecisionKind::BenefitMeasured {
                 tid,
                 from,
                 to,
                 expected,
-                came,
+                actual: came,
             } => {
                 write!(
                     f,
@@ -486,35 +512,38 @@ impl fmt::Display for Decided {
                     seconds(came.cost)
                 )
             }
-            Decided::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
-            Decided::HostOpened { host } => write!(f, "{host} takes guests again"),
-            Decided::GuestsEnded { host, tasks, why } => {
+            DecisionKind::HostClosed { host, why } => write!(f, "{host} takes no guests: {why}"),
+            DecisionKind::HostOpened { host } => write!(f, "{host} takes guests again"),
+            DecisionKind::GuestsEnded { host, tasks, why } => {
                 write!(
                     f,
                     "the owner of {host} has guests ended, and so it was with"
                 )?;
-                tell_tasks(f, tasks)?;
+                write_tasks(f, tasks)?;
                 write!(f, ": {why}")
             }
-            Decided::CheckpointFailed { job, why } => {
+            DecisionKind::CheckpointFailed { job, why } => {
                 write!(f, "job {job} was not checkpointed: {why}")
             }
-            Decided::RestartFailed {
-                set, cause, why, ..
+            DecisionKind::RestartFailed {
+                checkpoint: set,
+                cause,
+                why,
+                ..
             } => {
                 write!(f, "checkpoint {set} was not started again ({cause}): {why}")
             }
-            Decided::TaskerGone { host, tasks, why } => {
+            DecisionKind::TaskerGone { host, tasks, why } => {
                 write!(f, "the tasker of {host} has ended ({why}), and with it")?;
                 if tasks.is_empty() {
                     f.write_str(" no task")
                 } else {
-                    tell_tasks(f, tasks)
+                    write_tasks(f, tasks)
                 }
             }
-            Decided::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
-            Decided::Began { again: false } => f.write_str("the resource manager began"),
-            Decided::Began { again: true } => f.write_str(BEGAN_AGAIN),
+            DecisionKind::HostRefused { host, why } => write!(f, "{host} was not added: {why}"),
+            DecisionKind::RmStarted { resumed: false } => f.write_str("the resource manager began"),
+            DecisionKind::RmStarted { resumed: true } => f.write_str(RESTARTED_SENTENCE),
         }
     }
 }
@@ -527,19 +556,19 @@ mod tests {
     /// Variants keep their numbers, so that stored decisions stay readable.
     #[test]
     fn variant_numbers_are_stable() {
-        let number = |what: Decided| to_bytes(&what).expect("it can be written")[0];
+        let number = |what: DecisionKind| to_bytes(&what).expect("it can be written")[0];
         let host = || "h2".to_string();
-        assert_eq!(number(Decided::HostJoined { host: host() }), 7);
-        assert_eq!(number(Decided::Began { again: true }), 13);
+        assert_eq!(number(DecisionKind::HostJoined { host: host() }), 7);
+        assert_eq!(number(DecisionKind::RmStarted { resumed: true }), 13);
         assert_eq!(
-            number(Decided::HostClosed {
+            number(DecisionKind::HostClosed {
                 host: host(),
                 why: String::new()
             }),
             17
         );
         assert_eq!(
-            number(Decided::HostRefused {
+            number(DecisionKind::HostRefused {
                 host: host(),
                 why: String::new()
             }),
@@ -550,23 +579,24 @@ mod tests {
     #[test]
     fn ended_and_lost_guests_are_described() {
         let tasks = vec![Tid::from_raw(0x80001), Tid::from_raw(0x80002)];
-        let ended = Decided::GuestsEnded {
+        let ended = DecisionKind::GuestsEnded {
             host: "h2".into(),
             tasks: tasks.clone(),
             why: "olga on pts/1".into(),
         };
-        let dead = Decided::TaskerGone {
+        let dead = DecisionKind::TaskerGone {
             host: "h2".into(),
             tasks: tasks.clone(),
             why: "signal 9".into(),
         };
         for what in [&ended, &dead] {
             assert!(
-                what.is_about(|tid| tid == tasks[1]) && what.is_about_host("h2"),
+                what.concerns_task(|tid| tid == tasks[1]) && what.concerns_host("h2"),
                 "{what}"
             );
             assert!(
-                !what.is_about(|tid| tid == Tid::from_raw(0x80003)) && !what.is_about_host("h3"),
+                !what.concerns_task(|tid| tid == Tid::from_raw(0x80003))
+                    && !what.concerns_host("h3"),
                 "{what}"
             );
         }

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Alignment and smallest size of a block: a page.
-const STEP: usize = 4096;
+const BLOCK_ALIGN: usize = 4096;
 
 /// An allocated range of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,7 +15,7 @@ pub struct Block {
 
 /// Free ranges, and the number of users of each allocated block.
 #[derive(Debug)]
-pub struct Blocks {
+pub struct BlockAllocator {
     free: BTreeMap<usize, usize>,
     users: BTreeMap<usize, u32>,
     /// Blocks that a user will never return.
@@ -23,11 +23,11 @@ pub struct Blocks {
     abandoned_bytes: usize,
 }
 
-impl Blocks {
+impl BlockAllocator {
     /// Creates an allocator for this many bytes.
-    pub fn new(bytes: usize) -> Blocks {
+    pub fn new(bytes: usize) -> BlockAllocator {
         let free = BTreeMap::from([(0, bytes)]);
-        Blocks {
+        BlockAllocator {
             free,
             users: BTreeMap::new(),
             abandoned: BTreeSet::new(),
@@ -36,8 +36,8 @@ impl Blocks {
     }
 
     /// Allocates a block with one user; `None` if no free range is long enough.
-    pub fn take(&mut self, len: usize) -> Option<Block> {
-        let need = len.checked_next_multiple_of(STEP)?.max(STEP);
+    pub fn allocate(&mut self, len: usize) -> Option<Block> {
+        let need = len.checked_next_multiple_of(BLOCK_ALIGN)?.max(BLOCK_ALIGN);
         let (&offset, &room) = self.free.iter().find(|(_, room)| **room >= need)?;
         self.free.remove(&offset);
         if room > need {
@@ -48,19 +48,22 @@ impl Blocks {
     }
 
     /// Adds a user to a block.
-    pub fn share(&mut self, block: Block) {
+    pub fn add_user(&mut self, block: Block) {
         *self.users.get_mut(&block.offset).expect("a part in use") += 1;
     }
 
     /// Removes a user of a block. The last one frees it.
-    pub fn give_back(&mut self, block: Block) {
+    pub fn release(&mut self, block: Block) {
         let users = self.users.get_mut(&block.offset).expect("a part in use");
         *users -= 1;
         if *users > 0 {
             return;
         }
         self.users.remove(&block.offset);
-        let (mut offset, mut room) = (block.offset, block.len.next_multiple_of(STEP).max(STEP));
+        let (mut offset, mut room) = (
+            block.offset,
+            block.len.next_multiple_of(BLOCK_ALIGN).max(BLOCK_ALIGN),
+        );
         if let Some((&before, &its)) = self.free.range(..offset).next_back()
             && before + its == offset
         {
@@ -81,12 +84,12 @@ impl Blocks {
     }
 
     /// Total size of all blocks that were abandoned. Each counts once.
-    pub fn abandoned(&self) -> usize {
+    pub fn abandoned_bytes(&self) -> usize {
         self.abandoned_bytes
     }
 
     /// Number of allocated blocks.
-    pub fn in_use(&self) -> usize {
+    pub fn allocated_blocks(&self) -> usize {
         self.users.len()
     }
 }
@@ -97,7 +100,7 @@ mod tests {
 
     #[test]
     fn blocks_never_overlap_and_all_are_freed() {
-        let (mut blocks, mut taken) = (Blocks::new(1 << 20), Vec::<(Block, u32)>::new());
+        let (mut blocks, mut taken) = (BlockAllocator::new(1 << 20), Vec::<(Block, u32)>::new());
         let mut seed = 5u64;
         for _ in 0..20_000 {
             seed = seed
@@ -106,7 +109,7 @@ mod tests {
             let dice = (seed >> 33) as usize;
             match dice % 3 {
                 0 => {
-                    if let Some(block) = blocks.take(dice / 3 % 100_000) {
+                    if let Some(block) = blocks.allocate(dice / 3 % 100_000) {
                         let end = |block: &Block| block.offset + block.len;
                         let apart = |other: &Block| {
                             end(other) <= block.offset || end(&block) <= other.offset
@@ -119,12 +122,12 @@ mod tests {
                 }
                 1 if !taken.is_empty() => {
                     let i = dice / 3 % taken.len();
-                    blocks.share(taken[i].0);
+                    blocks.add_user(taken[i].0);
                     taken[i].1 += 1;
                 }
                 _ if !taken.is_empty() => {
                     let i = dice / 3 % taken.len();
-                    blocks.give_back(taken[i].0);
+                    blocks.release(taken[i].0);
                     taken[i].1 -= 1;
                     if taken[i].1 == 0 {
                         taken.swap_remove(i);
@@ -134,37 +137,43 @@ mod tests {
             }
         }
         for (block, users) in taken {
-            (0..users).for_each(|_| blocks.give_back(block));
+            (0..users).for_each(|_| blocks.release(block));
         }
-        assert_eq!(blocks.in_use(), 0);
+        assert_eq!(blocks.allocated_blocks(), 0);
         assert_eq!(
-            blocks.take(1 << 20),
+            blocks.allocate(1 << 20),
             Some(Block {
                 offset: 0,
                 len: 1 << 20
             })
         );
-        assert_eq!(blocks.take(1), None);
+        assert_eq!(blocks.allocate(1), None);
     }
 
     #[test]
     fn block_abandoned_repeatedly_is_lost_once() {
-        let mut blocks = Blocks::new(1 << 20);
-        let block = blocks.take(10_000).expect("room");
-        (0..4).for_each(|_| blocks.share(block));
+        let mut blocks = BlockAllocator::new(1 << 20);
+        let block = blocks.allocate(10_000).expect("room");
+        (0..4).for_each(|_| blocks.add_user(block));
         (0..3).for_each(|_| blocks.abandon(block));
-        (0..2).for_each(|_| blocks.give_back(block));
-        assert_eq!((blocks.abandoned(), blocks.in_use()), (10_000, 1));
-        assert_eq!(blocks.take(10_000).map(|block| block.offset), Some(12_288));
+        (0..2).for_each(|_| blocks.release(block));
+        assert_eq!(
+            (blocks.abandoned_bytes(), blocks.allocated_blocks()),
+            (10_000, 1)
+        );
+        assert_eq!(
+            blocks.allocate(10_000).map(|block| block.offset),
+            Some(12_288)
+        );
     }
 
     #[test]
     fn first_free_range_is_reused() {
-        let mut blocks = Blocks::new(1 << 20);
-        let first = blocks.take(10_000).expect("room");
-        let second = blocks.take(10_000).expect("room");
-        blocks.give_back(first);
-        assert_eq!(blocks.take(5_000).map(|block| block.offset), Some(0));
+        let mut blocks = BlockAllocator::new(1 << 20);
+        let first = blocks.allocate(10_000).expect("room");
+        let second = blocks.allocate(10_000).expect("room");
+        blocks.release(first);
+        assert_eq!(blocks.allocate(5_000).map(|block| block.offset), Some(0));
         assert_eq!(second.offset, 12_288);
     }
 }

@@ -4,13 +4,13 @@
 //! tag. The root processes the members in the order of their instances, so the result does not
 //! depend on timing.
 
-use crate::pvm::{self, Aside, Data};
+use crate::pvm::{self, Elements, MemberChannel};
 use sempa_proto::group::GroupCall;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CStr, c_int};
 
 /// A collective call: the members of the group and this task's role.
-pub(crate) struct Circle {
+pub(crate) struct Collective {
     /// Members by instance, 0 for a free instance.
     members: Vec<c_int>,
     me: c_int,
@@ -18,18 +18,18 @@ pub(crate) struct Circle {
     tag: c_int,
 }
 
-impl Circle {
+impl Collective {
     /// Queries the members of the group.
     ///
     /// # Errors
     /// `NoGroup`, `NotInGroup`; `NoInst` if the root is not a member; `BadParam` for a negative
     /// tag.
-    pub(crate) fn of(group: &CStr, root: c_int, tag: c_int) -> PvmResult<Circle> {
+    pub(crate) fn query(group: &CStr, root: c_int, tag: c_int) -> PvmResult<Collective> {
         if tag < 0 {
             return Err(PvmError::BadParam);
         }
         let me = pvm::mytid()?;
-        let members = pvm::list(GroupCall::Members, group)?;
+        let members = pvm::request_list(GroupCall::Members, group)?;
         if !members.contains(&me) {
             return Err(PvmError::NotInGroup);
         }
@@ -38,7 +38,7 @@ impl Circle {
             .and_then(|root| members.get(root))
             .filter(|tid| **tid != 0);
         let root = *root.ok_or(PvmError::NoInst)?;
-        Ok(Circle {
+        Ok(Collective {
             members,
             me,
             root,
@@ -47,7 +47,7 @@ impl Circle {
     }
 
     /// True if this task is the root.
-    pub(crate) fn am_root(&self) -> bool {
+    pub(crate) fn is_root(&self) -> bool {
         self.me == self.root
     }
 
@@ -55,7 +55,7 @@ impl Circle {
     ///
     /// # Errors
     /// `NoInst` if an instance is free, because its elements have no receiver.
-    pub(crate) fn without_holes(&self) -> PvmResult<usize> {
+    pub(crate) fn contiguous_size(&self) -> PvmResult<usize> {
         if self.members.contains(&0) {
             Err(PvmError::NoInst)
         } else {
@@ -66,16 +66,20 @@ impl Circle {
 
 /// Collects the elements of all members at the root; `place` returns the destination for an
 /// instance.
-pub(crate) fn gather(circle: &Circle, data: &Data, place: &dyn Fn(usize) -> Data) -> PvmResult<()> {
-    let aside = Aside::begin();
-    if !circle.am_root() {
-        return aside.send(circle.root, circle.tag, data);
+pub(crate) fn gather(
+    circle: &Collective,
+    data: &Elements,
+    destination: &dyn Fn(usize) -> Elements,
+) -> PvmResult<()> {
+    let channel = MemberChannel::open();
+    if !circle.is_root() {
+        return channel.send(circle.root, circle.tag, data);
     }
     for (instance, tid) in circle.members.iter().enumerate() {
         if *tid == circle.me {
-            place(instance).copy_from(data);
+            destination(instance).copy_from(data);
         } else {
-            aside.receive(*tid, circle.tag, &place(instance))?;
+            channel.receive(*tid, circle.tag, &destination(instance))?;
         }
     }
     Ok(())
@@ -83,20 +87,20 @@ pub(crate) fn gather(circle: &Circle, data: &Data, place: &dyn Fn(usize) -> Data
 
 /// Distributes the root's elements to all members; `part` returns the elements for an instance.
 pub(crate) fn scatter(
-    circle: &Circle,
-    result: &Data,
-    part: &dyn Fn(usize) -> Data,
+    circle: &Collective,
+    result: &Elements,
+    part: &dyn Fn(usize) -> Elements,
 ) -> PvmResult<()> {
-    let aside = Aside::begin();
-    if !circle.am_root() {
-        return aside.receive(circle.root, circle.tag, result);
+    let channel = MemberChannel::open();
+    if !circle.is_root() {
+        return channel.receive(circle.root, circle.tag, result);
     }
     let mut own = None;
     for (instance, tid) in circle.members.iter().enumerate() {
         if *tid == circle.me {
             own = Some(part(instance));
         } else {
-            aside.send(*tid, circle.tag, &part(instance))?;
+            channel.send(*tid, circle.tag, &part(instance))?;
         }
     }
     // Must be last, because `result` may be within the array to send.
@@ -109,24 +113,24 @@ pub(crate) fn scatter(
 /// Combines the elements of all members into the root's; `combine` processes each set received in
 /// `spare`.
 pub(crate) fn reduce(
-    circle: &Circle,
-    data: &Data,
-    spare: &Data,
+    circle: &Collective,
+    data: &Elements,
+    spare: &Elements,
     mut combine: impl FnMut() -> PvmResult<()>,
 ) -> PvmResult<()> {
-    let aside = Aside::begin();
-    if !circle.am_root() {
-        return aside.send(circle.root, circle.tag, data);
+    let channel = MemberChannel::open();
+    if !circle.is_root() {
+        return channel.send(circle.root, circle.tag, data);
     }
-    let mut done = Ok(());
+    let mut outcome = Ok(());
     for tid in circle
         .members
         .iter()
         .filter(|tid| **tid != circle.me && **tid != 0)
     {
         // Continue after an error, too: an unread message would be received by the next call.
-        aside.receive(*tid, circle.tag, spare)?;
-        done = done.and_then(|()| combine());
+        channel.receive(*tid, circle.tag, spare)?;
+        outcome = outcome.and_then(|()| combine());
     }
-    done
+    outcome
 }

@@ -7,18 +7,18 @@
 //! consists of arbitrary bytes anyway.
 #![allow(unsafe_code)] // Reading memory that another process may change, and replacing mappings in place.
 
-use crate::blocks::{Block, Blocks};
-use crate::memory::{Mapping, Shared, check, make, replace};
-use crate::ring::Area;
+use crate::block_allocator::{Block, BlockAllocator};
+use crate::ring::RingMemory;
+use crate::shared_memory::{Mapping, SharedRing, create_memfd, replace, verify_memfd};
 use nix::fcntl::SealFlag;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Size of a pool. Only pages that have contained messages use memory.
-pub const STORE_BYTES: usize = 64 << 20;
+pub const POOL_BYTES: usize = 64 << 20;
 /// Largest number of messages that one task may lease from another at a time: one bit each.
-pub const LOANS_MAX: usize = 64;
+pub const LEASES_MAX: usize = 64;
 
 const fn seals() -> SealFlag {
     SealFlag::F_SEAL_SHRINK
@@ -28,27 +28,27 @@ const fn seals() -> SealFlag {
 
 /// Pool of this task.
 #[derive(Debug)]
-pub struct OwnStore {
+pub struct OwnPool {
     mapping: Mapping,
-    blocks: Blocks,
+    blocks: BlockAllocator,
 }
 
-impl OwnStore {
+impl OwnPool {
     /// Creates an empty pool; returns it with a descriptor through which other tasks can only read.
     ///
     /// # Errors
     /// The system has no descriptors or memory left, or the kernel is older than 5.1.
-    pub fn new() -> io::Result<(OwnStore, OwnedFd)> {
-        let fd = make(c"sempa-store", STORE_BYTES)?;
-        let mapping = Mapping::new(Some(fd.as_fd()), STORE_BYTES)?;
+    pub fn new() -> io::Result<(OwnPool, OwnedFd)> {
+        let fd = create_memfd(c"sempa-store", POOL_BYTES)?;
+        let mapping = Mapping::new(Some(fd.as_fd()), POOL_BYTES)?;
         nix::fcntl::fcntl(
             &fd,
             nix::fcntl::FcntlArg::F_ADD_SEALS(seals() | SealFlag::F_SEAL_SEAL),
         )?;
         Ok((
-            OwnStore {
+            OwnPool {
                 mapping,
-                blocks: Blocks::new(STORE_BYTES),
+                blocks: BlockAllocator::new(POOL_BYTES),
             },
             fd,
         ))
@@ -56,10 +56,10 @@ impl OwnStore {
 
     /// Copies a message into a new block with one user; `None` if there is no space.
     pub fn put(&mut self, parts: [&[u8]; 2]) -> Option<Block> {
-        let block = self.blocks.take(parts[0].len() + parts[1].len())?;
+        let block = self.blocks.allocate(parts[0].len() + parts[1].len())?;
         let mut at = block.offset;
         for part in parts {
-            assert!(part.len() <= STORE_BYTES - at, "parts end within the store");
+            assert!(part.len() <= POOL_BYTES - at, "parts end within the store");
             // SAFETY: the range was just checked to be in the mapping, which is writable, and no
             // one else uses it.
             unsafe {
@@ -75,13 +75,13 @@ impl OwnStore {
     }
 
     /// Adds a user to the block of a message that goes to one more task.
-    pub fn share(&mut self, block: Block) {
-        self.blocks.share(block);
+    pub fn add_user(&mut self, block: Block) {
+        self.blocks.add_user(block);
     }
 
     /// Removes a user of a block.
-    pub fn give_back(&mut self, block: Block) {
-        self.blocks.give_back(block);
+    pub fn release(&mut self, block: Block) {
+        self.blocks.release(block);
     }
 
     /// Records that a user will never return the block.
@@ -90,69 +90,69 @@ impl OwnStore {
     }
 
     /// Total size of the blocks that are lost.
-    pub fn abandoned(&self) -> usize {
-        self.blocks.abandoned()
+    pub fn abandoned_bytes(&self) -> usize {
+        self.blocks.abandoned_bytes()
     }
 
     /// Number of allocated blocks.
-    pub fn in_use(&self) -> usize {
-        self.blocks.in_use()
+    pub fn allocated_blocks(&self) -> usize {
+        self.blocks.allocated_blocks()
     }
 }
 
 /// Pool of another task, for reading.
 #[derive(Debug)]
-pub struct PeerStore {
+pub struct PeerPool {
     mapping: Mapping,
     /// Slot and block of each open lease.
-    lent: Mutex<Vec<(u8, Block)>>,
+    leased: Mutex<Vec<(u8, Block)>>,
 }
 
-impl PeerStore {
+impl PeerPool {
     /// Maps a pool that another task created. A forked child inherits the mapping.
     ///
     /// # Errors
     /// The descriptor is not such memory, or the system has none left.
-    pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerStore> {
-        check(fd, STORE_BYTES, seals())?;
-        Ok(PeerStore {
-            mapping: Mapping::to_read(fd, STORE_BYTES)?,
-            lent: Mutex::default(),
+    pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerPool> {
+        verify_memfd(fd, POOL_BYTES, seals())?;
+        Ok(PeerPool {
+            mapping: Mapping::read_only(fd, POOL_BYTES)?,
+            leased: Mutex::default(),
         })
     }
 
-    fn lent(&self) -> MutexGuard<'_, Vec<(u8, Block)>> {
-        self.lent.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_leased(&self) -> MutexGuard<'_, Vec<(u8, Block)>> {
+        self.leased.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True while a block is leased.
-    pub fn is_used(&self) -> bool {
-        !self.lent().is_empty()
+    pub fn has_leases(&self) -> bool {
+        !self.lock_leased().is_empty()
     }
 
     /// Leases a block. `None` if the range is invalid or the slot is already leased: a sender that
     /// obeys the protocol does not use a slot twice.
-    pub fn borrow(
-        self: &Arc<PeerStore>,
+    pub fn lease(
+        self: &Arc<PeerPool>,
         block: Block,
         slot: u8,
-        back: &Arc<Returns>,
-    ) -> Option<Loan> {
+        returns: &Arc<LeaseReturns>,
+    ) -> Option<Lease> {
         let end = block.offset.checked_add(block.len)?;
-        if end > STORE_BYTES || usize::from(slot) >= LOANS_MAX {
+        if end > POOL_BYTES || usize::from(slot) >= LEASES_MAX {
             return None;
         }
-        let mut lent = self.lent();
+        let mut lent = self.lock_leased();
         if lent.iter().any(|(used, _)| *used == slot) {
             return None;
         }
         lent.push((slot, block));
         drop(lent);
-        Some(Loan {
-            store: self.clone(),
+        Some(Lease {
+            pool: self.clone(),
             block,
             slot,
-            back: back.clone(),
+            returns: returns.clone(),
         })
     }
 
@@ -162,9 +162,9 @@ impl PeerStore {
     ///
     /// # Errors
     /// The system has no memory left; nothing has changed.
-    pub fn keep(&self) -> io::Result<()> {
-        let lent = self.lent();
-        let fresh = Mapping::spare(STORE_BYTES)?;
+    pub fn make_private_copy(&self) -> io::Result<()> {
+        let lent = self.lock_leased();
+        let fresh = Mapping::private_sparse(POOL_BYTES)?;
         for (_, block) in lent.iter() {
             // SAFETY: both ranges are in their mappings, which was checked when the block was
             // leased. The fresh mapping has no other user, and the sender does not write to leased
@@ -180,83 +180,83 @@ impl PeerStore {
 
 /// Returns leases through the ring by which their messages came, while that ring exists.
 #[derive(Debug)]
-pub struct Returns(Mutex<Option<Shared>>);
+pub struct LeaseReturns(Mutex<Option<SharedRing>>);
 
-impl Returns {
+impl LeaseReturns {
     /// For messages whose records come by this ring.
-    pub fn new(ring: &Shared) -> Arc<Returns> {
-        Arc::new(Returns(Mutex::new(Some(ring.clone()))))
+    pub fn new(ring: &SharedRing) -> Arc<LeaseReturns> {
+        Arc::new(LeaseReturns(Mutex::new(Some(ring.clone()))))
     }
 
     /// Drops the ring; later returns have no effect.
-    pub fn end(&self) {
+    pub fn detach(&self) {
         drop(self.0.lock().unwrap_or_else(PoisonError::into_inner).take());
     }
 
-    fn give(&self, slot: u8) {
+    fn return_lease(&self, slot: u8) {
         if let Some(ring) = self
             .0
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .as_ref()
         {
-            ring.words().give_back(slot);
+            ring.control().return_lease(slot);
         }
     }
 }
 
 /// A leased message in another task's pool. Dropping it returns the lease.
 #[derive(Debug)]
-pub struct Loan {
-    store: Arc<PeerStore>,
+pub struct Lease {
+    pool: Arc<PeerPool>,
     block: Block,
     slot: u8,
-    back: Arc<Returns>,
+    returns: Arc<LeaseReturns>,
 }
 
-impl AsRef<[u8]> for Loan {
+impl AsRef<[u8]> for Lease {
     fn as_ref(&self) -> &[u8] {
         // SAFETY: `borrow` has checked that the range is in the mapping, which lives as long as
         // this value. A sender that obeys the protocol does not write to it before `drop`; any
         // other sender changes bytes, for which any value is valid.
         unsafe {
             std::slice::from_raw_parts(
-                self.store.mapping.start().add(self.block.offset),
+                self.pool.mapping.start().add(self.block.offset),
                 self.block.len,
             )
         }
     }
 }
 
-impl Drop for Loan {
+impl Drop for Lease {
     fn drop(&mut self) {
-        let mut lent = self.store.lent();
+        let mut lent = self.pool.lock_leased();
         if let Some(place) = lent.iter().position(|(slot, _)| *slot == self.slot) {
             lent.swap_remove(place);
         }
         drop(lent);
-        self.back.give(self.slot);
+        self.returns.return_lease(self.slot);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::{accept, offer};
+    use crate::shared_memory::{accept_pair, create_pair};
 
     /// Creates a pool, its reader, and a pair of rings between the two.
-    fn lender() -> (
-        OwnStore,
-        Arc<PeerStore>,
-        crate::memory::Ends,
-        crate::memory::Ends,
+    fn pool_with_peer() -> (
+        OwnPool,
+        Arc<PeerPool>,
+        crate::shared_memory::RingPair,
+        crate::shared_memory::RingPair,
     ) {
-        let (own, fd) = OwnStore::new().expect("made");
-        let (ours, rings) = offer().expect("made");
-        let theirs = accept(rings.as_fd()).expect("good");
+        let (own, fd) = OwnPool::new().expect("made");
+        let (ours, rings) = create_pair().expect("made");
+        let theirs = accept_pair(rings.as_fd()).expect("good");
         (
             own,
-            Arc::new(PeerStore::map(fd.as_fd()).expect("mapped")),
+            Arc::new(PeerPool::map(fd.as_fd()).expect("mapped")),
             ours,
             theirs,
         )
@@ -264,10 +264,10 @@ mod tests {
 
     #[test]
     fn message_is_read_in_place_and_returned() {
-        let (mut own, peer, ours, theirs) = lender();
+        let (mut own, peer, ours, theirs) = pool_with_peer();
         let block = own.put([b"head", &[7; 100_000]]).expect("room");
-        let returns = Returns::new(theirs.reader.area());
-        let loan = peer.borrow(block, 5, &returns).expect("good");
+        let returns = LeaseReturns::new(theirs.reader.memory());
+        let loan = peer.lease(block, 5, &returns).expect("good");
         assert_eq!(
             (
                 &loan.as_ref()[..4],
@@ -275,53 +275,53 @@ mod tests {
             ),
             (&b"head"[..], true)
         );
-        assert_eq!(ours.writer.take_returned(), 0);
+        assert_eq!(ours.writer.take_returned_leases(), 0);
         drop(loan);
-        assert_eq!(ours.writer.take_returned(), 1 << 5);
-        own.give_back(block);
-        assert_eq!((own.in_use(), peer.is_used()), (0, false));
+        assert_eq!(ours.writer.take_returned_leases(), 1 << 5);
+        own.release(block);
+        assert_eq!((own.allocated_blocks(), peer.has_leases()), (0, false));
     }
 
     #[test]
     fn private_copy_is_independent_of_the_sender() {
-        let (mut own, peer, ours, theirs) = lender();
+        let (mut own, peer, ours, theirs) = pool_with_peer();
         let block = own.put([b"", &[1; 50_000]]).expect("room");
-        let returns = Returns::new(theirs.reader.area());
-        let loan = peer.borrow(block, 0, &returns).expect("good");
-        peer.keep().expect("memory");
-        returns.end();
-        own.give_back(block);
+        let returns = LeaseReturns::new(theirs.reader.memory());
+        let loan = peer.lease(block, 0, &returns).expect("good");
+        peer.make_private_copy().expect("memory");
+        returns.detach();
+        own.release(block);
         assert_eq!(own.put([b"", &[2; 50_000]]), Some(block), "the same place");
         assert_eq!(loan.as_ref(), [1; 50_000]);
         drop(loan);
-        assert_eq!(ours.writer.take_returned(), 0, "the ring is no more");
+        assert_eq!(ours.writer.take_returned_leases(), 0, "the ring is no more");
     }
 
     #[test]
     fn peers_cannot_write_or_lease_invalid_ranges() {
-        let (_, fd) = OwnStore::new().expect("made");
-        assert!(Mapping::new(Some(fd.as_fd()), STORE_BYTES).is_err());
+        let (_, fd) = OwnPool::new().expect("made");
+        assert!(Mapping::new(Some(fd.as_fd()), POOL_BYTES).is_err());
         assert!(nix::unistd::write(&fd, b"x").is_err());
-        let (_, peer, _, theirs) = lender();
-        let returns = Returns::new(theirs.reader.area());
+        let (_, peer, _, theirs) = pool_with_peer();
+        let returns = LeaseReturns::new(theirs.reader.memory());
         for (offset, len, slot) in [
-            (STORE_BYTES, 1, 0),
+            (POOL_BYTES, 1, 0),
             (usize::MAX, 2, 0),
-            (1, STORE_BYTES, 0),
+            (1, POOL_BYTES, 0),
             (0, 1, 64),
         ] {
-            assert!(peer.borrow(Block { offset, len }, slot, &returns).is_none());
+            assert!(peer.lease(Block { offset, len }, slot, &returns).is_none());
         }
         let good = Block { offset: 0, len: 10 };
-        let loan = peer.borrow(good, 7, &returns).expect("good");
+        let loan = peer.lease(good, 7, &returns).expect("good");
         assert!(
-            peer.borrow(good, 7, &returns).is_none(),
+            peer.lease(good, 7, &returns).is_none(),
             "the number is in use"
         );
         drop(loan);
-        assert!(peer.borrow(good, 7, &returns).is_some());
-        let (pair, rings) = offer().expect("made");
-        assert!(PeerStore::map(rings.as_fd()).is_err());
+        assert!(peer.lease(good, 7, &returns).is_some());
+        let (pair, rings) = create_pair().expect("made");
+        assert!(PeerPool::map(rings.as_fd()).is_err());
         drop(pair);
     }
 }

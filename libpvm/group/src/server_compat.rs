@@ -5,7 +5,7 @@
 //! in its own library answer the messages that it sends there: the list of groups, and the dump.
 //! All other operations use the calls of the group library.
 
-use crate::pvm::{self, Aside};
+use crate::pvm::{self, MemberChannel};
 use sempa_proto::group::GroupCall;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::{CString, c_int};
@@ -24,14 +24,14 @@ static HANDLERS: [AtomicI32; 2] = [AtomicI32::new(-1), AtomicI32::new(-1)];
 ///
 /// # Errors
 /// `SysErr` without a daemon.
-pub(crate) fn tid() -> PvmResult<c_int> {
+pub(crate) fn server_tid() -> PvmResult<c_int> {
     let me = pvm::mytid()?;
-    ready(&HANDLERS[0], me, TAG_LIST, send_list)?;
-    ready(&HANDLERS[1], me, TAG_DUMP, dump)?;
+    ensure_handler(&HANDLERS[0], me, TAG_LIST, send_list)?;
+    ensure_handler(&HANDLERS[1], me, TAG_DUMP, print_groups)?;
     Ok(me)
 }
 
-fn ready(slot: &AtomicI32, me: c_int, tag: c_int, handler: pvm::Handler) -> PvmResult<()> {
+fn ensure_handler(slot: &AtomicI32, me: c_int, tag: c_int, handler: pvm::Handler) -> PvmResult<()> {
     if slot.load(Relaxed) < 0 {
         slot.store(pvm::add_handler(me, tag, handler)?, Relaxed);
     }
@@ -43,7 +43,7 @@ struct Group {
     name: CString,
     size: c_int,
     /// Number of members for which the barrier waits; −1 without a barrier.
-    wanted: c_int,
+    barrier_count: c_int,
     /// Members by instance; −1 for a free instance.
     members: Vec<c_int>,
     waiting: Vec<c_int>,
@@ -51,7 +51,7 @@ struct Group {
 
 /// Decodes all groups from the integers that `sempa_proto::group::list_words` encoded.
 fn groups() -> PvmResult<Vec<Group>> {
-    let words = pvm::list(GroupCall::List, c"")?;
+    let words = pvm::request_list(GroupCall::List, c"")?;
     let mut rest = &words[..];
     let mut take = |count: c_int| {
         let taken = usize::try_from(count)
@@ -69,7 +69,7 @@ fn groups() -> PvmResult<Vec<Group>> {
         groups.push(Group {
             name: CString::new(name).map_err(|_| PvmError::BadMsg)?,
             size,
-            wanted,
+            barrier_count: wanted,
             members: take(members)?.to_vec(),
             waiting: take(waiting)?.to_vec(),
         });
@@ -83,7 +83,7 @@ extern "C" fn send_list(_request: c_int) -> c_int {
     pvm::remove_handler(HANDLERS[0].swap(-1, Relaxed));
     let send = || {
         let (me, groups) = (pvm::mytid()?, groups()?);
-        Aside::begin().message(me, TAG_LIST, || {
+        MemberChannel::open().send_packed(me, TAG_LIST, || {
             pvm::pack_ints(&[groups.len() as c_int])?;
             for group in &groups {
                 pvm::pack_ints(&[group.name.as_bytes_with_nul().len() as c_int])?;
@@ -91,7 +91,7 @@ extern "C" fn send_list(_request: c_int) -> c_int {
                 pvm::pack_ints(&[
                     group.size,
                     group.members.len() as c_int,
-                    group.wanted,
+                    group.barrier_count,
                     group.waiting.len() as c_int,
                 ])?;
                 pvm::pack_ints(&group.members)?;
@@ -104,13 +104,13 @@ extern "C" fn send_list(_request: c_int) -> c_int {
 }
 
 /// Handler for the dump request: prints all groups to this task's standard error.
-extern "C" fn dump(_request: c_int) -> c_int {
+extern "C" fn print_groups(_request: c_int) -> c_int {
     let print = || {
         let (me, groups) = (pvm::mytid()?, groups()?);
         let mut text = format!("DUMP {me:#x}, {} groups:\n", groups.len());
         for group in &groups {
             let name = group.name.to_string_lossy();
-            let (size, wanted, reached) = (group.size, group.wanted, group.waiting.len());
+            let (size, wanted, reached) = (group.size, group.barrier_count, group.waiting.len());
             // Writing to a string cannot fail.
             let _ = writeln!(
                 text,

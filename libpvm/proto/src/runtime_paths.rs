@@ -13,38 +13,41 @@ pub const VM_NAME_BYTES_MAX: usize = 32;
 
 /// File in which a load watcher records the number of processors that guests are confined to. If
 /// the watcher is killed, its successor reads it.
-pub const CONFINED_FILE: &str = "confined";
+pub const GUEST_CPUS_FILE: &str = "confined";
 /// The resource manager's database in the directory of its virtual machine.
-pub const STATE_FILE: &str = "rm.redb";
+pub const RM_DATABASE_FILE: &str = "rm.redb";
 
 /// Paths of one virtual machine on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct RuntimePaths {
     dir: PathBuf,
     vm: String,
     /// Parent directory of the images, if it is not `dir`.
-    images: Option<PathBuf>,
+    image_root: Option<PathBuf>,
 }
 
-impl Place {
+impl RuntimePaths {
     /// Derives the paths of a user from environment variables; `env` looks one up.
     ///
     /// # Errors
     /// One sentence if `PVM_VMID` cannot be a directory name.
-    pub fn of(uid: u32, env: impl Fn(&str) -> Option<String>) -> Result<Place, String> {
-        let set = |name: &str| env(name).filter(|value| !value.is_empty());
-        let vm = set("PVM_VMID").unwrap_or_else(|| "pvm".to_string());
-        let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        if vm.len() > VM_NAME_BYTES_MAX || !vm.chars().all(good) || vm.starts_with('.') {
+    pub fn from_env(
+        uid: u32,
+        env: impl Fn(&str) -> Option<String>,
+    ) -> Result<RuntimePaths, String> {
+        let non_empty = |name: &str| env(name).filter(|value| !value.is_empty());
+        let vm = non_empty("PVM_VMID").unwrap_or_else(|| "pvm".to_string());
+        let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if vm.len() > VM_NAME_BYTES_MAX || !vm.chars().all(is_allowed) || vm.starts_with('.') {
             return Err(format!(
                 "PVM_VMID={vm:?} cannot name a virtual machine: use at most {VM_NAME_BYTES_MAX} letters, digits, '-', '_' or '.'"
             ));
         }
-        let tmp = set("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
-        Ok(Place {
+        let tmp = non_empty("PVM_TMP").unwrap_or_else(|| "/tmp".to_string());
+        Ok(RuntimePaths {
             dir: Path::new(&tmp).join(format!("sempa-{uid}")).join(&vm),
             vm,
-            images: None,
+            image_root: None,
         })
     }
 
@@ -57,57 +60,57 @@ impl Place {
     }
 
     /// Socket on which the daemon accepts tasks.
-    pub fn socket(&self) -> PathBuf {
+    pub fn daemon_socket(&self) -> PathBuf {
         self.dir.join("pvmd.sock")
     }
 
     /// Lock file held by the running daemon; contains its process id.
-    pub fn lock(&self) -> PathBuf {
+    pub fn lock_file(&self) -> PathBuf {
         self.dir.join("pvmd.lock")
     }
 
     /// Log of the daemon, and output of tasks without a collector.
-    pub fn log(&self) -> PathBuf {
+    pub fn log_file(&self) -> PathBuf {
         self.dir.join("pvml")
     }
 
     /// The master's log of committed migrations.
-    pub fn moves(&self) -> PathBuf {
+    pub fn migration_log(&self) -> PathBuf {
         self.dir.join("moves")
     }
 
     /// The master's configuration file for the ssh that starts daemons.
-    pub fn ssh_settings(&self) -> PathBuf {
+    pub fn ssh_config(&self) -> PathBuf {
         self.dir.join("ssh_config")
     }
 
     /// Returns the same paths with `dir` as the parent directory of the images.
     #[must_use]
-    pub fn with_images_in(self, dir: PathBuf) -> Place {
-        Place {
-            images: Some(dir),
+    pub fn with_image_root(self, dir: PathBuf) -> RuntimePaths {
+        RuntimePaths {
+            image_root: Some(dir),
             ..self
         }
     }
 
     /// Parent directory of all image directories.
-    pub fn all_images(&self) -> &Path {
-        self.images.as_ref().unwrap_or(&self.dir)
+    pub fn image_root(&self) -> &Path {
+        self.image_root.as_ref().unwrap_or(&self.dir)
     }
 
     /// Directory of the images of one migration.
-    pub fn images(&self, migration: crate::ids::MigrationId) -> PathBuf {
-        self.all_images().join(format!("images-{}", migration.0))
+    pub fn image_dir(&self, migration: crate::ids::MigrationId) -> PathBuf {
+        self.image_root().join(format!("images-{}", migration.0))
     }
 
     /// Socket over which a daemon and its tasker pass post-copy and pre-copy memory of one
     /// migration.
-    pub fn memory_way(&self, migration: crate::ids::MigrationId) -> PathBuf {
+    pub fn memory_socket(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("memory-{}", migration.0))
     }
 
     /// File that tells the quiesced library of a migrated task to reconnect.
-    pub fn token(&self, migration: crate::ids::MigrationId) -> PathBuf {
+    pub fn resume_token(&self, migration: crate::ids::MigrationId) -> PathBuf {
         self.dir.join(format!("resume-{}", migration.0))
     }
 }
@@ -125,21 +128,24 @@ mod tests {
                 .iter()
                 .map(|(k, v)| (k.to_string(), v.to_string()))
                 .collect();
-            Place::of(7, move |name| {
+            RuntimePaths::from_env(7, move |name| {
                 vars.iter().find(|(k, _)| k == name).map(|(_, v)| v.clone())
             })
         };
         assert_eq!(
-            of(&[]).expect("good").socket(),
+            of(&[]).expect("good").daemon_socket(),
             Path::new("/tmp/sempa-7/pvm/pvmd.sock")
         );
         let own = of(&[("PVM_TMP", "/var/x"), ("PVM_VMID", "b")]).expect("good");
         assert_eq!(own.dir(), Path::new("/var/x/sempa-7/b"));
         let id = crate::ids::MigrationId(3);
-        assert_eq!(own.images(id), Path::new("/var/x/sempa-7/b/images-3"));
-        let elsewhere = own.with_images_in("/dev/shm/x".into());
-        assert_eq!(elsewhere.images(id), Path::new("/dev/shm/x/images-3"));
-        assert_eq!(elsewhere.token(id), Path::new("/var/x/sempa-7/b/resume-3"));
+        assert_eq!(own.image_dir(id), Path::new("/var/x/sempa-7/b/images-3"));
+        let elsewhere = own.with_image_root("/dev/shm/x".into());
+        assert_eq!(elsewhere.image_dir(id), Path::new("/dev/shm/x/images-3"));
+        assert_eq!(
+            elsewhere.resume_token(id),
+            Path::new("/var/x/sempa-7/b/resume-3")
+        );
         for bad in ["../x", "a/b", ".x", &"x".repeat(40)] {
             assert!(of(&[("PVM_VMID", bad)]).is_err(), "{bad}");
         }

@@ -2,9 +2,9 @@
 //! shrink them while the other uses them.
 #![allow(unsafe_code)] // Mapping memory, and copying from and to memory that another process may change meanwhile.
 
-use crate::bell::Bell;
+use crate::doorbell::Doorbell;
 use crate::futex;
-use crate::ring::{Area, Reader, Words, Writer};
+use crate::ring::{Reader, RingControl, RingMemory, Writer};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{Resource, getrlimit};
@@ -18,13 +18,15 @@ use std::sync::Arc;
 /// work at the same time.
 pub const RING_BYTES: usize = 512 << 10;
 /// Bytes before the data, for the control words of both rings.
-const WORDS_BYTES: usize = 4096;
+const CONTROL_BYTES: usize = 4096;
 /// Size of the memory that two tasks share.
-pub const PAIR_BYTES: usize = WORDS_BYTES + 2 * RING_BYTES;
+pub const PAIR_BYTES: usize = CONTROL_BYTES + 2 * RING_BYTES;
 /// Size of a doorbell's memory.
-pub const BELL_BYTES: usize = 4096;
+pub const DOORBELL_BYTES: usize = 4096;
 
-const _: () = assert!(2 * size_of::<Words>() <= WORDS_BYTES && size_of::<Bell>() <= BELL_BYTES);
+const _: () = assert!(
+    2 * size_of::<RingControl>() <= CONTROL_BYTES && size_of::<Doorbell>() <= DOORBELL_BYTES
+);
 const _: () = assert!(RING_BYTES.is_power_of_two());
 
 /// Creates a memory file; the caller seals it.
@@ -32,7 +34,7 @@ const _: () = assert!(RING_BYTES.is_power_of_two());
 /// # Errors
 /// The system has no descriptors or memory left, or the program's limit of file sizes is too small:
 /// a write beyond that limit would end the program with SIGXFSZ.
-pub(crate) fn make(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
+pub(crate) fn create_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
     let (size_max, _) = getrlimit(Resource::RLIMIT_FSIZE)?;
     if size_max < bytes as u64 {
         return Err(io::Error::from(io::ErrorKind::FileTooLarge));
@@ -43,8 +45,8 @@ pub(crate) fn make(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
 }
 
 /// Creates a sealed memory file for two writers.
-fn make_sealed(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
-    let fd = make(name, bytes)?;
+fn create_sealed_memfd(name: &std::ffi::CStr, bytes: usize) -> io::Result<OwnedFd> {
+    let fd = create_memfd(name, bytes)?;
     fcntl(&fd, FcntlArg::F_ADD_SEALS(seals()))?;
     Ok(fd)
 }
@@ -55,7 +57,7 @@ fn seals() -> SealFlag {
 
 /// Refuses a descriptor from another task that is not memory of this kind. An access beyond the end
 /// of a smaller file would kill this process.
-pub(crate) fn check(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Result<()> {
+pub(crate) fn verify_memfd(fd: BorrowedFd<'_>, bytes: usize, seals: SealFlag) -> io::Result<()> {
     let unfit = |what: &str| {
         io::Error::new(
             io::ErrorKind::InvalidData,
@@ -102,12 +104,12 @@ impl Mapping {
     }
 
     /// Maps a memory file for reading, also in a forked child.
-    pub(crate) fn to_read(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<Mapping> {
+    pub(crate) fn read_only(fd: BorrowedFd<'_>, bytes: usize) -> io::Result<Mapping> {
         Mapping::map(bytes, libc::PROT_READ, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
     /// Maps private memory, also in a forked child, of which little will be used.
-    pub(crate) fn spare(bytes: usize) -> io::Result<Mapping> {
+    pub(crate) fn private_sparse(bytes: usize) -> io::Result<Mapping> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         Mapping::map(bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1)
     }
@@ -161,13 +163,13 @@ impl Drop for Mapping {
 
 /// One of the two rings in the memory of a pair.
 #[derive(Clone, Debug)]
-pub struct Shared {
+pub struct SharedRing {
     mapping: Arc<Mapping>,
-    words: usize,
-    data: usize,
+    control_offset: usize,
+    data_offset: usize,
 }
 
-impl Shared {
+impl SharedRing {
     #[inline]
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
@@ -175,16 +177,23 @@ impl Shared {
             "ranges end within the ring"
         );
         // SAFETY: the offset was just checked, and the constants keep the data within the mapping.
-        unsafe { self.mapping.start.as_ptr().add(self.data + offset) }
+        unsafe { self.mapping.start.as_ptr().add(self.data_offset + offset) }
     }
 }
 
-impl Area for Shared {
+impl RingMemory for SharedRing {
     #[inline]
-    fn words(&self) -> &Words {
+    fn control(&self) -> &RingControl {
         // SAFETY: the words lie at the start of the mapping, aligned, and are atomics for which any
         // bytes are valid.
-        unsafe { &*self.mapping.start.as_ptr().add(self.words).cast::<Words>() }
+        unsafe {
+            &*self
+                .mapping
+                .start
+                .as_ptr()
+                .add(self.control_offset)
+                .cast::<RingControl>()
+        }
     }
 
     #[inline]
@@ -224,22 +233,22 @@ impl Area for Shared {
 
 /// The two ring ends of one task.
 #[derive(Debug)]
-pub struct Ends {
+pub struct RingPair {
     /// Ring to the peer.
-    pub writer: Writer<Shared>,
+    pub writer: Writer<SharedRing>,
     /// Ring from the peer.
-    pub reader: Reader<Shared>,
+    pub reader: Reader<SharedRing>,
 }
 
-fn ends(fd: BorrowedFd<'_>, offers: bool) -> io::Result<Ends> {
+fn map_pair(fd: BorrowedFd<'_>, is_creator: bool) -> io::Result<RingPair> {
     let mapping = Arc::new(Mapping::new(Some(fd), PAIR_BYTES)?);
-    let area = |number: usize| Shared {
+    let area = |number: usize| SharedRing {
         mapping: mapping.clone(),
-        words: number * size_of::<Words>(),
-        data: WORDS_BYTES + number * RING_BYTES,
+        control_offset: number * size_of::<RingControl>(),
+        data_offset: CONTROL_BYTES + number * RING_BYTES,
     };
-    let (out, back) = if offers { (0, 1) } else { (1, 0) };
-    Ok(Ends {
+    let (out, back) = if is_creator { (0, 1) } else { (1, 0) };
+    Ok(RingPair {
         writer: Writer::new(area(out)),
         reader: Reader::new(area(back)),
     })
@@ -249,71 +258,71 @@ fn ends(fd: BorrowedFd<'_>, offers: bool) -> io::Result<Ends> {
 ///
 /// # Errors
 /// The system has no descriptors or memory left.
-pub fn offer() -> io::Result<(Ends, OwnedFd)> {
-    let fd = make_sealed(c"sempa-rings", PAIR_BYTES)?;
-    Ok((ends(fd.as_fd(), true)?, fd))
+pub fn create_pair() -> io::Result<(RingPair, OwnedFd)> {
+    let fd = create_sealed_memfd(c"sempa-rings", PAIR_BYTES)?;
+    Ok((map_pair(fd.as_fd(), true)?, fd))
 }
 
 /// Maps the memory of a pair that another task created.
 ///
 /// # Errors
 /// The descriptor is not such memory, or the system has none left.
-pub fn accept(fd: BorrowedFd<'_>) -> io::Result<Ends> {
-    check(fd, PAIR_BYTES, seals())?;
-    ends(fd, false)
+pub fn accept_pair(fd: BorrowedFd<'_>) -> io::Result<RingPair> {
+    verify_memfd(fd, PAIR_BYTES, seals())?;
+    map_pair(fd, false)
 }
 
 /// Doorbell of another task.
 #[derive(Debug)]
-pub struct PeerBell(Mapping);
+pub struct PeerDoorbell(Mapping);
 
-impl PeerBell {
+impl PeerDoorbell {
     /// Maps the doorbell that another task created.
     ///
     /// # Errors
     /// The descriptor is not such memory, or the system has none left.
-    pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerBell> {
-        check(fd, BELL_BYTES, seals())?;
-        Mapping::new(Some(fd), BELL_BYTES).map(PeerBell)
+    pub fn map(fd: BorrowedFd<'_>) -> io::Result<PeerDoorbell> {
+        verify_memfd(fd, DOORBELL_BYTES, seals())?;
+        Mapping::new(Some(fd), DOORBELL_BYTES).map(PeerDoorbell)
     }
 }
 
-impl std::ops::Deref for PeerBell {
-    type Target = Bell;
+impl std::ops::Deref for PeerDoorbell {
+    type Target = Doorbell;
     #[inline]
-    fn deref(&self) -> &Bell {
-        bell(&self.0)
+    fn deref(&self) -> &Doorbell {
+        doorbell_at(&self.0)
     }
 }
 
 #[inline]
-fn bell(mapping: &Mapping) -> &Bell {
+fn doorbell_at(mapping: &Mapping) -> &Doorbell {
     // SAFETY: the mapping is large enough and aligned, and a doorbell consists of atomics for which
     // any bytes are valid.
-    unsafe { &*mapping.start.as_ptr().cast::<Bell>() }
+    unsafe { &*mapping.start.as_ptr().cast::<Doorbell>() }
 }
 
 /// Doorbell of this task. Its address never changes, so threads may sleep on it while the memory at
 /// this address is replaced: private at first and during a migration, shared while the task has
 /// rings.
 #[derive(Debug)]
-pub struct OwnBell(Mapping);
+pub struct OwnDoorbell(Mapping);
 
-impl std::ops::Deref for OwnBell {
-    type Target = Bell;
+impl std::ops::Deref for OwnDoorbell {
+    type Target = Doorbell;
     #[inline]
-    fn deref(&self) -> &Bell {
-        bell(&self.0)
+    fn deref(&self) -> &Doorbell {
+        doorbell_at(&self.0)
     }
 }
 
-impl OwnBell {
+impl OwnDoorbell {
     /// Creates a doorbell in private memory.
     ///
     /// # Errors
     /// The system has no memory left.
-    pub fn new() -> io::Result<OwnBell> {
-        Mapping::new(None, BELL_BYTES).map(OwnBell)
+    pub fn new() -> io::Result<OwnDoorbell> {
+        Mapping::new(None, DOORBELL_BYTES).map(OwnDoorbell)
     }
 
     /// Moves the doorbell to shared memory; returns the descriptor for peers.
@@ -321,8 +330,8 @@ impl OwnBell {
     /// # Errors
     /// The system has no descriptors or memory left; the doorbell is unchanged.
     pub fn share(&self) -> io::Result<OwnedFd> {
-        let fd = make_sealed(c"sempa-bell", BELL_BYTES)?;
-        self.replace(Mapping::new(Some(fd.as_fd()), BELL_BYTES)?)?;
+        let fd = create_sealed_memfd(c"sempa-bell", DOORBELL_BYTES)?;
+        self.replace(Mapping::new(Some(fd.as_fd()), DOORBELL_BYTES)?)?;
         Ok(fd)
     }
 
@@ -331,15 +340,15 @@ impl OwnBell {
     /// # Errors
     /// The system has no memory left; the doorbell is unchanged.
     pub fn unshare(&self) -> io::Result<()> {
-        self.replace(Mapping::new(None, BELL_BYTES)?)
+        self.replace(Mapping::new(None, DOORBELL_BYTES)?)
     }
 
     fn replace(&self, fresh: Mapping) -> io::Result<()> {
-        bell(&fresh).follow(self);
-        self.stir();
+        doorbell_at(&fresh).replace_from(self);
+        self.bump_word();
         futex::wake_all(self.word());
-        self.call_ear();
-        futex::wake_all(self.ear());
+        self.request_drainer();
+        futex::wake_all(self.drainer_word());
         replace(&self.0, fresh)
     }
 }
@@ -347,13 +356,13 @@ impl OwnBell {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bell::Wake;
+    use crate::doorbell::WakeTarget;
     use std::time::{Duration, Instant};
 
     #[test]
     fn records_pass_both_ways_through_a_pair() {
-        let (mut a, fd) = offer().expect("made");
-        let mut b = accept(fd.as_fd()).expect("good");
+        let (mut a, fd) = create_pair().expect("made");
+        let mut b = accept_pair(fd.as_fd()).expect("good");
         assert!(a.writer.write([b"to ", b"b"]).expect("good"));
         assert!(b.writer.write([b"to a"]).expect("good"));
         for (end, text) in [(&mut a, "to a"), (&mut b, "to b")] {
@@ -371,20 +380,20 @@ mod tests {
     fn unsealed_or_small_memory_is_refused() {
         let loose = memfd_create(c"x", MFdFlags::MFD_ALLOW_SEALING).expect("made");
         ftruncate(&loose, PAIR_BYTES as i64).expect("sized");
-        assert!(accept(loose.as_fd()).is_err());
-        let small = make_sealed(c"x", PAIR_BYTES / 2).expect("made");
-        assert!(accept(small.as_fd()).is_err());
-        assert!(PeerBell::map(small.as_fd()).is_err());
+        assert!(accept_pair(loose.as_fd()).is_err());
+        let small = create_sealed_memfd(c"x", PAIR_BYTES / 2).expect("made");
+        assert!(accept_pair(small.as_fd()).is_err());
+        assert!(PeerDoorbell::map(small.as_fd()).is_err());
         let (pipe, _) = nix::unistd::pipe().expect("made");
-        assert!(accept(pipe.as_fd()).is_err());
+        assert!(accept_pair(pipe.as_fd()).is_err());
     }
 
     #[test]
     fn peer_notification_wakes_sleepers() {
-        let own = OwnBell::new().expect("made");
+        let own = OwnDoorbell::new().expect("made");
         let fd = own.share().expect("shared");
-        let peer = PeerBell::map(fd.as_fd()).expect("mapped");
-        let seen = own.about_to_sleep();
+        let peer = PeerDoorbell::map(fd.as_fd()).expect("mapped");
+        let seen = own.prepare_sleep();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let until = Instant::now() + Duration::from_secs(60);
@@ -394,17 +403,17 @@ mod tests {
                     futex::wait(own.word(), seen, Some(Duration::from_secs(1)));
                 }
             });
-            assert_eq!(peer.ring(7, false), Wake::Sleepers);
+            assert_eq!(peer.notify(7, false), WakeTarget::Sleepers);
             futex::wake_all(peer.word());
         });
-        assert_eq!(own.rung(0), Some((0, 1 << 7)));
+        assert_eq!(own.pending_words(0), Some((0, 1 << 7)));
     }
 
     #[test]
     fn unsharing_wakes_sleepers_and_isolates_doorbell() {
-        let own = OwnBell::new().expect("made");
-        let peer = PeerBell::map(own.share().expect("shared").as_fd()).expect("mapped");
-        let seen = own.about_to_sleep();
+        let own = OwnDoorbell::new().expect("made");
+        let peer = PeerDoorbell::map(own.share().expect("shared").as_fd()).expect("mapped");
+        let seen = own.prepare_sleep();
         std::thread::scope(|scope| {
             let sleeper = scope.spawn(|| {
                 while own.word().load(std::sync::atomic::Ordering::SeqCst) == seen {
@@ -414,7 +423,7 @@ mod tests {
             own.unshare().expect("unshared");
             sleeper.join().expect("woken");
         });
-        peer.ring(3, true);
-        assert_eq!(own.rung(0), None);
+        peer.notify(3, true);
+        assert_eq!(own.pending_words(0), None);
     }
 }

@@ -5,11 +5,11 @@ use std::os::fd::AsFd;
 
 /// Size of the send buffer, as the kernel counts it. Large enough that a large message does not
 /// wake its writer repeatedly.
-const ROOM_BYTES: usize = 1 << 20;
+const SEND_BUFFER_BYTES: usize = 1 << 20;
 
 /// Enlarges the send buffer, as far as the system permits.
-pub fn make_room(socket: &impl AsFd) {
+pub fn enlarge_send_buffer(socket: &impl AsFd) {
     // Only root may exceed the system's limit. Failure is harmless.
-    let _ = setsockopt(socket, sockopt::SndBuf, &ROOM_BYTES);
-    let _ = setsockopt(socket, sockopt::SndBufForce, &ROOM_BYTES);
+    let _ = setsockopt(socket, sockopt::SndBuf, &SEND_BUFFER_BYTES);
+    let _ = setsockopt(socket, sockopt::SndBufForce, &SEND_BUFFER_BYTES);
 }

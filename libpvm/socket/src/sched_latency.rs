@@ -10,17 +10,17 @@ use nix::unistd::gettid;
 use std::mem::MaybeUninit;
 
 /// Shortest slice that the kernel accepts.
-const TURN_NS: u64 = 100_000;
+const SLICE_NS: u64 = 100_000;
 
 /// Nice value of a boosted thread.
-const FIRST: i32 = -15;
+const BOOSTED_NICE: i32 = -15;
 
 /// Requests a short slice for this thread; threads and processes that it starts are not affected.
 /// Linux supports this from 6.12 on. Nothing changes if the kernel does not support it, does not
 /// permit it, or if the process has another scheduling policy.
-pub fn take_short_turns() {
-    if let Some(mut asked) = attributes() {
-        set(&mut asked);
+pub fn request_short_slice() {
+    if let Some(mut asked) = sched_attributes() {
+        apply_with_short_slice(&mut asked);
     }
 }
 
@@ -28,22 +28,22 @@ pub fn take_short_turns() {
 /// value. A thread that needs little time, but more than one short slice, waits for 10 ms and more
 /// next to compute-bound programs otherwise. Without the required privilege, or if the process
 /// already has another nice value, it only requests short slices.
-pub fn come_first() {
-    let Some(mut asked) = attributes() else {
+pub fn boost_priority() {
+    let Some(mut asked) = sched_attributes() else {
         return;
     };
     if asked.sched_nice == 0 {
-        asked.sched_nice = FIRST;
-        if set(&mut asked) {
+        asked.sched_nice = BOOSTED_NICE;
+        if apply_with_short_slice(&mut asked) {
             return;
         }
         asked.sched_nice = 0;
     }
-    set(&mut asked);
+    apply_with_short_slice(&mut asked);
 }
 
 /// Returns the scheduling attributes of this thread, if its policy is the default one.
-fn attributes() -> Option<libc::sched_attr> {
+fn sched_attributes() -> Option<libc::sched_attr> {
     let mut attributes = MaybeUninit::<libc::sched_attr>::zeroed();
     let size = size_of::<libc::sched_attr>() as u32;
     // SAFETY: the kernel writes at most `size` bytes, only into the value, which lives through the
@@ -66,9 +66,9 @@ fn attributes() -> Option<libc::sched_attr> {
 
 /// Applies the attributes with a short slice to this thread, but to none that it starts. Returns
 /// false if the kernel refuses.
-fn set(attributes: &mut libc::sched_attr) -> bool {
+fn apply_with_short_slice(attributes: &mut libc::sched_attr) -> bool {
     attributes.size = size_of::<libc::sched_attr>() as u32;
-    attributes.sched_runtime = TURN_NS;
+    attributes.sched_runtime = SLICE_NS;
     attributes.sched_flags = libc::SCHED_FLAG_RESET_ON_FORK.cast_unsigned().into();
     // SAFETY: the kernel reads `size` bytes of the value, which lives through the call.
     unsafe {
@@ -108,7 +108,7 @@ mod tests {
         let may_raise =
             u64::from_str_radix(rights.trim(), 16).expect("hexadecimal") & (1 << 23) != 0;
         let (own, started) = std::thread::spawn(|| {
-            come_first();
+            boost_priority();
             (nice(), std::thread::spawn(nice).join().expect("no panic"))
         })
         .join()
@@ -116,7 +116,7 @@ mod tests {
         assert_eq!(started, before);
         assert!(
             own == if may_raise && before == 0 {
-                FIRST
+                BOOSTED_NICE
             } else {
                 before
             },
@@ -127,7 +127,7 @@ mod tests {
     #[test]
     fn short_slice_keeps_nice_and_is_not_inherited() {
         let before = nice();
-        take_short_turns();
+        request_short_slice();
         assert_eq!(nice(), before);
         let turn = || std::fs::read_to_string("/proc/thread-self/sched");
         let of = |text: &str| {

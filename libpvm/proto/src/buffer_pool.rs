@@ -28,7 +28,7 @@ fn pool() -> Option<MutexGuard<'static, Vec<Vec<u8>>>> {
 
 /// Takes a buffer with at least this capacity from the pool, the smallest or the `largest` one, or
 /// allocates a new one.
-fn take(capacity: usize, largest: bool) -> Vec<u8> {
+fn take_or_allocate(capacity: usize, largest: bool) -> Vec<u8> {
     let kept = pool().and_then(|mut pool| {
         let fits = pool
             .iter()
@@ -46,7 +46,7 @@ fn take(capacity: usize, largest: bool) -> Vec<u8> {
 }
 
 /// Returns a buffer to the pool. A full pool drops its smallest buffer.
-pub fn give(mut buffer: Vec<u8>) {
+pub fn recycle(mut buffer: Vec<u8>) {
     if buffer.capacity() < POOLED_BYTES_MIN || buffer.capacity() > POOL_BYTES_MAX {
         return;
     }
@@ -59,7 +59,7 @@ pub fn give(mut buffer: Vec<u8>) {
             .enumerate()
             .min_by_key(|(_, kept)| *kept);
         match smallest {
-            Some((place, kept)) if kept < buffer.capacity() => drop(pool.swap_remove(place)),
+            Some((index, kept)) if kept < buffer.capacity() => drop(pool.swap_remove(index)),
             _ => return,
         }
     }
@@ -70,16 +70,16 @@ pub fn give(mut buffer: Vec<u8>) {
 }
 
 /// Reserves space for `more` bytes after the buffer's content.
-pub fn make_room(buffer: &mut Vec<u8>, more: usize) {
-    make(buffer, more, false);
+pub fn reserve(buffer: &mut Vec<u8>, more: usize) {
+    reserve_from_pool(buffer, more, false);
 }
 
 /// As [`make_room`], for a buffer that is filled piece by piece and will grow further.
-pub fn make_room_for_a_piece(buffer: &mut Vec<u8>, more: usize) {
-    make(buffer, more, true);
+pub fn reserve_growing(buffer: &mut Vec<u8>, more: usize) {
+    reserve_from_pool(buffer, more, true);
 }
 
-fn make(buffer: &mut Vec<u8>, more: usize, growing: bool) {
+fn reserve_from_pool(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     let wanted = buffer.len() + more;
     if wanted <= buffer.capacity() {
         return;
@@ -89,40 +89,40 @@ fn make(buffer: &mut Vec<u8>, more: usize, growing: bool) {
     }
     // At least one more piece follows the first.
     let least = if growing { 2 * POOLED_BYTES_MIN } else { 0 };
-    let mut larger = take(
+    let mut larger = take_or_allocate(
         wanted.max(buffer.capacity().saturating_mul(2)).max(least),
         growing,
     );
     larger.extend_from_slice(buffer);
-    give(std::mem::replace(buffer, larger));
+    recycle(std::mem::replace(buffer, larger));
 }
 
 /// A buffer that returns to the pool when its last reader drops it.
-struct Pooled(Vec<u8>);
+struct PooledBuffer(Vec<u8>);
 
-impl AsRef<[u8]> for Pooled {
+impl AsRef<[u8]> for PooledBuffer {
     fn as_ref(&self) -> &[u8] {
         &self.0
     }
 }
 
-impl Drop for Pooled {
+impl Drop for PooledBuffer {
     fn drop(&mut self) {
-        give(std::mem::take(&mut self.0));
+        recycle(std::mem::take(&mut self.0));
     }
 }
 
 /// Makes a finished buffer immutable and shareable.
-pub fn seal(buffer: Vec<u8>) -> Bytes {
+pub fn freeze(buffer: Vec<u8>) -> Bytes {
     if buffer.capacity() < POOLED_BYTES_MIN {
         buffer.into()
     } else {
-        Bytes::from_owner(Pooled(buffer))
+        Bytes::from_owner(PooledBuffer(buffer))
     }
 }
 
 /// Frees all pooled buffers, so that a dump does not contain them.
-pub fn empty() {
+pub fn clear() {
     drop(pool().map(|mut pool| std::mem::take(&mut *pool)));
 }
 
@@ -135,55 +135,55 @@ mod tests {
     #[test]
     fn pool_reuses_large_buffers_within_its_limits() {
         let mut buffer = Vec::new();
-        make_room(&mut buffer, 1 << 20);
+        reserve(&mut buffer, 1 << 20);
         let place = buffer.as_ptr();
         buffer.extend_from_slice(&[1; 1000]);
-        let sealed = seal(buffer);
+        let sealed = freeze(buffer);
         let second = sealed.clone();
         drop(sealed);
         assert_eq!(second[..], [1; 1000]);
         drop(second);
         let mut again = vec![7; 10];
-        make_room(&mut again, 1 << 19);
+        reserve(&mut again, 1 << 19);
         assert_eq!(
             (again.as_ptr(), &again[..]),
             (place, &[7; 10][..]),
             "the same memory"
         );
         for _ in 0..2 * BUFFERS_MAX {
-            give(Vec::with_capacity(POOLED_BYTES_MIN));
-            give(Vec::with_capacity(10));
-            give(Vec::with_capacity(POOL_BYTES_MAX / 4));
+            recycle(Vec::with_capacity(POOLED_BYTES_MIN));
+            recycle(Vec::with_capacity(10));
+            recycle(Vec::with_capacity(POOL_BYTES_MAX / 4));
         }
         let kept: Vec<usize> = pool().expect("free").iter().map(Vec::capacity).collect();
         assert!(kept.len() <= BUFFERS_MAX && kept.iter().sum::<usize>() <= POOL_BYTES_MAX);
         assert!(kept.iter().all(|capacity| *capacity >= POOLED_BYTES_MIN));
-        empty();
+        clear();
         assert!(pool().expect("free").is_empty());
         for _ in 0..2 * BUFFERS_MAX {
-            give(Vec::with_capacity(POOLED_BYTES_MIN));
+            recycle(Vec::with_capacity(POOLED_BYTES_MIN));
         }
         let large = Vec::with_capacity(1 << 20);
         let (place, mut buffer) = (large.as_ptr(), Vec::new());
-        give(large);
-        make_room(&mut buffer, 1 << 20);
+        recycle(large);
+        reserve(&mut buffer, 1 << 20);
         assert_eq!(
             (buffer.as_ptr(), pool().expect("free").len()),
             (place, BUFFERS_MAX - 1),
             "many small ones keep no large one out"
         );
         drop(buffer);
-        empty();
+        clear();
         // A message of two pieces uses one buffer from its first piece on, and the next message
         // uses the same buffer.
         let places: Vec<*const u8> = (0..3)
             .map(|_| {
                 let mut buffer = Vec::new();
                 for piece in [64 << 10, 20] {
-                    make_room_for_a_piece(&mut buffer, piece);
+                    reserve_growing(&mut buffer, piece);
                     buffer.resize(buffer.len() + piece, 0);
                 }
-                seal(buffer).as_ptr()
+                freeze(buffer).as_ptr()
             })
             .collect();
         assert!(

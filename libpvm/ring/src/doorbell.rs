@@ -9,7 +9,7 @@
 //! the others, but not lose their messages: the drainer thread checks all rings when it was not
 //! requested for a while, whatever the doorbell contains.
 
-use crate::sync::{Apart, AtomicU32, AtomicU64, Ordering, fence};
+use crate::sync::{AtomicU32, AtomicU64, CachePadded, Ordering, fence};
 
 /// Number of slots, one for each ring of a task.
 pub const SLOTS_MAX: usize = 4096;
@@ -17,55 +17,55 @@ const WORDS: usize = SLOTS_MAX / 64;
 
 /// The threads that a writer must wake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wake {
+pub enum WakeTarget {
     /// No thread: the reader is awake and will check its rings.
-    Nobody,
+    NoThread,
     /// The threads that sleep on [`Bell::word`].
     Sleepers,
     /// The drainer thread, which sleeps on [`Bell::ear`].
-    Ear,
+    Drainer,
 }
 
 /// Doorbell of one task, in shared memory.
 #[derive(Debug)]
 #[repr(C)]
-pub struct Bell {
+pub struct Doorbell {
     word: AtomicU32,
     sleepers: AtomicU32,
-    ear: AtomicU32,
-    every: AtomicU32,
-    summary: Apart<AtomicU64>,
+    drainer_word: AtomicU32,
+    notify_always: AtomicU32,
+    summary: CachePadded<AtomicU64>,
     bits: [AtomicU64; WORDS],
 }
 
-impl Default for Bell {
-    fn default() -> Bell {
-        Bell {
+impl Default for Doorbell {
+    fn default() -> Doorbell {
+        Doorbell {
             word: AtomicU32::new(0),
             sleepers: AtomicU32::new(0),
-            ear: AtomicU32::new(0),
-            every: AtomicU32::new(0),
-            summary: Apart::default(),
+            drainer_word: AtomicU32::new(0),
+            notify_always: AtomicU32::new(0),
+            summary: CachePadded::default(),
             bits: std::array::from_fn(|_| AtomicU64::new(0)),
         }
     }
 }
 
-impl Bell {
+impl Doorbell {
     /// Futex word of sleeping readers. It changes whenever they are woken.
     pub fn word(&self) -> &AtomicU32 {
         &self.word
     }
 
     /// Futex word on which the drainer thread sleeps while it is 0.
-    pub fn ear(&self) -> &AtomicU32 {
-        &self.ear
+    pub fn drainer_word(&self) -> &AtomicU32 {
+        &self.drainer_word
     }
 
     /// Notifies the reader after a write to the ring of this slot; returns the threads to wake.
     /// With `urgent` the drainer thread is requested if no reader sleeps.
     #[inline]
-    pub fn ring(&self, slot: usize, urgent: bool) -> Wake {
+    pub fn notify(&self, slot: usize, urgent: bool) -> WakeTarget {
         fence(Ordering::SeqCst);
         let (index, bit) = (slot / 64 % WORDS, 1 << (slot % 64));
         if self.bits[index].load(Ordering::Relaxed) & bit == 0 {
@@ -78,42 +78,42 @@ impl Bell {
             && self.sleepers.swap(0, Ordering::SeqCst) != 0
         {
             self.word.fetch_add(1, Ordering::SeqCst);
-            return Wake::Sleepers;
+            return WakeTarget::Sleepers;
         }
-        if (urgent || self.every.load(Ordering::Relaxed) != 0) && self.call_ear() {
-            Wake::Ear
+        if (urgent || self.notify_always.load(Ordering::Relaxed) != 0) && self.request_drainer() {
+            WakeTarget::Drainer
         } else {
-            Wake::Nobody
+            WakeTarget::NoThread
         }
     }
 
     /// Requests the drainer thread; true if it must be woken.
-    pub fn call_ear(&self) -> bool {
-        self.ear.swap(1, Ordering::SeqCst) == 0
+    pub fn request_drainer(&self) -> bool {
+        self.drainer_word.swap(1, Ordering::SeqCst) == 0
     }
 
     /// True while the drainer thread is requested.
-    pub fn is_called(&self) -> bool {
-        self.ear.load(Ordering::SeqCst) != 0
+    pub fn is_drainer_requested(&self) -> bool {
+        self.drainer_word.load(Ordering::SeqCst) != 0
     }
 
     /// Accepts the request, on the drainer thread. All rings must be checked once more afterwards.
-    pub fn take_call(&self) {
-        self.ear.store(0, Ordering::SeqCst);
+    pub fn accept_drainer_request(&self) {
+        self.drainer_word.store(0, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     /// With `true` every notification requests the drainer thread while no reader sleeps. All rings
     /// must be checked once more afterwards.
-    pub fn call_for_everything(&self, every: bool) {
-        self.every.store(u32::from(every), Ordering::SeqCst);
+    pub fn set_notify_always(&self, every: bool) {
+        self.notify_always.store(u32::from(every), Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     /// Returns index and bits of the first word at or after `from` with a bit set. Bit `b` of word
     /// `i` belongs to slot `64 * i + b`.
     #[inline]
-    pub fn rung(&self, from: usize) -> Option<(usize, u64)> {
+    pub fn pending_words(&self, from: usize) -> Option<(usize, u64)> {
         let mut summary = self.summary.0.load(Ordering::Acquire);
         if from >= WORDS {
             return None;
@@ -131,7 +131,7 @@ impl Bell {
     }
 
     /// Clears the bit of a slot. Its ring must be checked once more afterwards.
-    pub fn hush(&self, slot: usize) {
+    pub fn clear(&self, slot: usize) {
         let (index, bit) = (slot / 64 % WORDS, 1 << (slot % 64));
         if self.bits[index].fetch_and(!bit, Ordering::SeqCst) & !bit == 0 {
             self.summary.0.fetch_and(!(1 << index), Ordering::SeqCst);
@@ -145,7 +145,7 @@ impl Bell {
 
     /// Announces that this thread will sleep; returns the value of the word to sleep on. All rings
     /// must be checked once more afterwards.
-    pub fn about_to_sleep(&self) -> u32 {
+    pub fn prepare_sleep(&self) -> u32 {
         let seen = self.word.load(Ordering::SeqCst);
         self.sleepers.store(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -153,21 +153,21 @@ impl Bell {
     }
 
     /// Changes the word, so that threads that are about to sleep do not.
-    pub fn stir(&self) {
+    pub fn bump_word(&self) {
         self.word.fetch_add(1, Ordering::SeqCst);
     }
 
     /// Initializes this doorbell as the replacement of `old`.
-    pub fn follow(&self, old: &Bell) {
+    pub fn replace_from(&self, old: &Doorbell) {
         self.word.store(
             old.word.load(Ordering::SeqCst).wrapping_add(1),
             Ordering::SeqCst,
         );
-        self.every
-            .store(old.every.load(Ordering::SeqCst), Ordering::SeqCst);
+        self.notify_always
+            .store(old.notify_always.load(Ordering::SeqCst), Ordering::SeqCst);
         // Threads that sleep now are woken before this doorbell replaces the old one. The drainer
         // thread will check all rings.
-        self.ear.store(1, Ordering::SeqCst);
+        self.drainer_word.store(1, Ordering::SeqCst);
     }
 }
 
@@ -177,12 +177,14 @@ mod tests {
 
     #[test]
     fn slots_are_found_and_cleared_one_by_one() {
-        let bell = Bell::default();
+        let bell = Doorbell::default();
         for slot in [0, 63, 64, 4095] {
-            assert_eq!(bell.ring(slot, false), Wake::Nobody);
+            assert_eq!(bell.notify(slot, false), WakeTarget::NoThread);
         }
-        let slots = |bell: &Bell| -> Vec<usize> {
-            let words = std::iter::successors(bell.rung(0), |(index, _)| bell.rung(index + 1));
+        let slots = |bell: &Doorbell| -> Vec<usize> {
+            let words = std::iter::successors(bell.pending_words(0), |(index, _)| {
+                bell.pending_words(index + 1)
+            });
             words
                 .flat_map(|(i, bits)| {
                     (0..64)
@@ -192,27 +194,27 @@ mod tests {
                 .collect()
         };
         assert_eq!(slots(&bell), [0, 63, 64, 4095]);
-        bell.hush(63);
+        bell.clear(63);
         assert_eq!(slots(&bell), [0, 64, 4095]);
-        [0, 64, 4095].into_iter().for_each(|slot| bell.hush(slot));
+        [0, 64, 4095].into_iter().for_each(|slot| bell.clear(slot));
         assert_eq!(slots(&bell), [0; 0]);
     }
 
     #[test]
     fn sleepers_wake_once_and_drainer_on_request() {
-        let bell = Bell::default();
-        let seen = bell.about_to_sleep();
-        assert_eq!(bell.ring(5, true), Wake::Sleepers);
+        let bell = Doorbell::default();
+        let seen = bell.prepare_sleep();
+        assert_eq!(bell.notify(5, true), WakeTarget::Sleepers);
         assert_ne!(bell.word().load(Ordering::SeqCst), seen);
-        assert_eq!(bell.ring(5, true), Wake::Ear);
+        assert_eq!(bell.notify(5, true), WakeTarget::Drainer);
         assert_eq!(
-            bell.ring(5, true),
-            Wake::Nobody,
+            bell.notify(5, true),
+            WakeTarget::NoThread,
             "it has been called already"
         );
-        bell.take_call();
-        assert_eq!(bell.ring(5, false), Wake::Nobody);
-        bell.call_for_everything(true);
-        assert_eq!(bell.ring(5, false), Wake::Ear);
+        bell.accept_drainer_request();
+        assert_eq!(bell.notify(5, false), WakeTarget::NoThread);
+        bell.set_notify_always(true);
+        assert_eq!(bell.notify(5, false), WakeTarget::Drainer);
     }
 }

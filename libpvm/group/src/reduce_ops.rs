@@ -3,14 +3,14 @@
 // The elements are in the program's memory.
 #![allow(unsafe_code)]
 
-use crate::pvm::Kind;
+use crate::pvm::ElementType;
 use sempa_proto::{PvmError, PvmResult};
 use std::ffi::c_void;
 use std::ops::{Add, Mul};
 
 /// Operation on two elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Op {
+pub(crate) enum ReduceOp {
     Max,
     Min,
     Sum,
@@ -27,13 +27,13 @@ trait Element: Copy {
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
 
-    fn combine(self, op: Op, other: Self) -> Self {
+    fn combine(self, op: ReduceOp, other: Self) -> Self {
         match op {
-            Op::Max if self.is_less(other) => other,
-            Op::Min if other.is_less(self) => other,
-            Op::Max | Op::Min => self,
-            Op::Sum => self.sum(other),
-            Op::Product => self.product(other),
+            ReduceOp::Max if self.is_less(other) => other,
+            ReduceOp::Min if other.is_less(self) => other,
+            ReduceOp::Max | ReduceOp::Min => self,
+            ReduceOp::Sum => self.sum(other),
+            ReduceOp::Product => self.product(other),
         }
     }
 }
@@ -86,7 +86,12 @@ where
 ///
 /// # Safety
 /// Both arrays have `count` elements.
-unsafe fn each<T: Element>(op: Op, x: *mut c_void, y: *const c_void, count: usize) {
+unsafe fn combine_elements<T: Element>(
+    op: ReduceOp,
+    x: *mut c_void,
+    y: *const c_void,
+    count: usize,
+) {
     let (x, y) = (x.cast::<T>(), y.cast::<T>());
     for i in 0..count {
         // SAFETY: both arrays have an element `i`.
@@ -108,22 +113,24 @@ unsafe fn each<T: Element>(op: Op, x: *mut c_void, y: *const c_void, count: usiz
 /// # Safety
 /// Both arrays have `count` elements of this type.
 pub(crate) unsafe fn combine(
-    op: Op,
-    kind: Kind,
+    op: ReduceOp,
+    kind: ElementType,
     x: *mut c_void,
     y: *const c_void,
     count: usize,
 ) -> PvmResult<()> {
     let each = match kind {
-        Kind::Byte if matches!(op, Op::Sum | Op::Product) => return Err(PvmError::BadParam),
-        Kind::Byte => each::<i8>,
-        Kind::Short => each::<i16>,
-        Kind::Int => each::<i32>,
-        Kind::Float => each::<f32>,
-        Kind::Cplx => each::<Complex<f32>>,
-        Kind::Double => each::<f64>,
-        Kind::Dcplx => each::<Complex<f64>>,
-        Kind::Long => each::<i64>,
+        ElementType::Byte if matches!(op, ReduceOp::Sum | ReduceOp::Product) => {
+            return Err(PvmError::BadParam);
+        }
+        ElementType::Byte => combine_elements::<i8>,
+        ElementType::Short => combine_elements::<i16>,
+        ElementType::Int => combine_elements::<i32>,
+        ElementType::Float => combine_elements::<f32>,
+        ElementType::Cplx => combine_elements::<Complex<f32>>,
+        ElementType::Double => combine_elements::<f64>,
+        ElementType::Dcplx => combine_elements::<Complex<f64>>,
+        ElementType::Long => combine_elements::<i64>,
     };
     // SAFETY: by this function's contract.
     unsafe { each(op, x, y, count) };
